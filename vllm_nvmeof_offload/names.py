@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names under which vLLM finds us."""
+
+__all__ = [
+    "BACKEND",
+    "CONNECTOR_MODULE",
+    "CONNECTOR_NAME",
+    "SPEC_MODULE",
+    "SPEC_NAME",
+    "STOCK_CONNECTOR_NAME",
+]
+
+BACKEND = "nvmeof"
+CONNECTOR_NAME = "NVMeoFOffloadingConnector"
+CONNECTOR_MODULE = "vllm_nvmeof_offload.connector"
+SPEC_NAME = "NVMeoFOffloadingSpec"
+SPEC_MODULE = "vllm_nvmeof_offload.spec"
+#: vLLM's own connector, which `transfer_config` replaces where it names our spec.
+STOCK_CONNECTOR_NAME = "OffloadingConnector"

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the manager and the workers tell each other.
+
+Commands go manager → workers with a step's metadata and are obeyed in order. Reports go
+workers → manager with a step's output. An *op* is one command; its number is unique in a
+process's life and the same on every rank. Each rank reports on each op:
+
+* an `OpReport` once, when the op's outcome is known on that rank;
+* `released=True` in it, or a later `ReleaseReport`, when neither the kernel nor the GPU
+  touches that op's buffers on that rank any more.
+
+A fact holds when all ranks have reported it; a failure on any rank is the fact's failure.
+All types are plain data: they cross process boundaries by pickling inside vLLM's metadata.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_nvmeof_offload.errors import Outcome
+
+__all__ = [
+    "AdoptedEntries",
+    "CancelCommand",
+    "Command",
+    "FetchCommand",
+    "IoClass",
+    "LoadChunk",
+    "LoadCommand",
+    "OpReport",
+    "RankHello",
+    "ReleaseReport",
+    "Report",
+    "ResetCommand",
+    "SlotIdentity",
+    "StoreChunk",
+    "StoreCommand",
+    "VerdictReport",
+    "WriteCommand",
+]
+
+
+class IoClass(enum.IntEnum):
+    """I/O classes, the most urgent first."""
+
+    READ_DEMAND = 0
+    READ_PREFETCH = 1
+    WRITE_BEHIND = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SlotIdentity:
+    """What a slot must hold: the pair that every copy, read and write names."""
+
+    key: bytes
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreChunk:
+    """GPU blocks → cache slot `cache_slot`."""
+
+    identity: SlotIdentity
+    cache_slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCommand:
+    """Copy chunks into cache slots. Its GPU blocks come beside it, from vLLM's own job."""
+
+    op: int
+    chunks: tuple[StoreChunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadChunk:
+    """One chunk of a load, and where to take it from.
+
+    `pool_slot` None: copy from `cache_slot`. Otherwise: read the pool slot, into cache slot
+    `cache_slot` if the manager named one (the chunk then stays there), else through a stream
+    slot of the worker's own.
+    """
+
+    identity: SlotIdentity
+    cache_slot: int | None
+    pool_slot: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCommand:
+    """Bring chunks into GPU blocks, which come beside it from vLLM's own job."""
+
+    op: int
+    chunks: tuple[LoadChunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCommand:
+    """Cache slot → pool slot, then the table entry."""
+
+    op: int
+    identity: SlotIdentity
+    cache_slot: int
+    pool_slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchCommand:
+    """Pool slot → cache slot, ahead of need."""
+
+    op: int
+    identity: SlotIdentity
+    pool_slot: int
+    cache_slot: int
+    io_class: IoClass = IoClass.READ_PREFETCH
+
+
+@dataclass(frozen=True, slots=True)
+class CancelCommand:
+    """Stop what has not started of op `target_op`; its report still comes."""
+
+    target_op: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResetCommand:
+    """Everything stored so far is void, on disk too.
+
+    `adoptable` says whether what is stored from now on may be adopted at a later start.
+    """
+
+    op: int
+    adoptable: bool
+
+
+Command = WriteCommand | FetchCommand | CancelCommand | ResetCommand
+
+
+@dataclass(frozen=True, slots=True)
+class OpReport:
+    """One rank's outcome of one op: the chunks that failed, by their index in the command.
+
+    An op on a single chunk has index 0. An empty `failures` means OK.
+    """
+
+    op: int
+    failures: tuple[tuple[int, Outcome], ...] = ()
+    released: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseReport:
+    """The buffers of an op whose `OpReport` said `released=False` are free on this rank."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictReport:
+    """This rank's verdict on one target: usable, or suspect (no look-up hits there)."""
+
+    rank: int
+    target: int
+    usable: bool
+
+
+Report = OpReport | ReleaseReport | VerdictReport
+
+
+@dataclass(frozen=True)
+class AdoptedEntries:
+    """What one rank found in its table at start, in no particular order.
+
+    pool_slots: int64[n], generations: uint64[n], keys: n offload keys.
+    """
+
+    pool_slots: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    generations: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    keys: tuple[bytes, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+@dataclass(frozen=True)
+class RankHello:
+    """Sent once at start by each rank (vLLM's handshake metadata).
+
+    The manager's capacity is the minimum over the ranks, its index the intersection of what
+    they adopted. `target_count`: pool slot p lies on target `p % target_count`.
+    """
+
+    rank: int
+    engine_index: int
+    keyspace: str
+    cache_slots: int
+    pool_slots: int
+    target_count: int
+    slot_bytes: int
+    adopted: AdoptedEntries = field(default_factory=AdoptedEntries)
+    fallbacks: tuple[str, ...] = ()

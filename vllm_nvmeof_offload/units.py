@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes, alignment and typed identifiers.
+
+Every size in this package is in bytes, every duration in seconds unless its name ends in
+another unit (`_ms`, `_us`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NewType
+
+__all__ = [
+    "GIB",
+    "HEADER_BYTES",
+    "KIB",
+    "MIB",
+    "PAGE_BYTES",
+    "TIB",
+    "CacheSlot",
+    "Generation",
+    "OpId",
+    "PoolSlot",
+    "align_up",
+    "format_bytes",
+    "parse_bytes",
+    "slot_stride_bytes",
+]
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+TIB = 1 << 40
+
+#: O_DIRECT alignment this package works with. 4 KiB satisfies every NVMe namespace and file
+#: system we know; a device that needs more is refused when its target is opened.
+PAGE_BYTES = 4096
+#: One header page in front of each slot's payload, in staging and in the pool alike.
+HEADER_BYTES = PAGE_BYTES
+
+CacheSlot = NewType("CacheSlot", int)
+PoolSlot = NewType("PoolSlot", int)
+Generation = NewType("Generation", int)
+OpId = NewType("OpId", int)
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": KIB,
+    "kib": KIB,
+    "kb": 1000,
+    "m": MIB,
+    "mib": MIB,
+    "mb": 1000**2,
+    "g": GIB,
+    "gib": GIB,
+    "gb": 1000**3,
+    "t": TIB,
+    "tib": TIB,
+    "tb": 1000**4,
+}
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
+
+
+def align_up(value: int, alignment: int = PAGE_BYTES) -> int:
+    """Return the smallest multiple of `alignment` that is not below `value` (bytes)."""
+    return -(-value // alignment) * alignment
+
+
+def slot_stride_bytes(payload_bytes: int) -> int:
+    """Bytes one slot occupies in staging and in a slab: header page and padded payload."""
+    return HEADER_BYTES + align_up(payload_bytes)
+
+
+def parse_bytes(value: float | str) -> int:
+    """Parse a size such as `1073741824`, `"1GiB"`, `"512M"` or `"1.5 GB"` into bytes.
+
+    Raises:
+        ValueError: `value` is no number, has an unknown unit, or is negative.
+    """
+    if isinstance(value, bool):
+        raise ValueError(f"{value!r} is not a size")
+    if isinstance(value, int | float):
+        if value < 0:
+            raise ValueError(f"{value!r} is negative")
+        return int(value)
+    match = _SIZE.match(value)
+    if match is None or match.group(2).lower() not in _UNITS:
+        raise ValueError(
+            f"{value!r} is not a size; write bytes or a number with KiB, MiB, GiB, TiB"
+        )
+    return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+
+
+def format_bytes(count: float) -> str:
+    """Format a byte count for people: `1.5 GiB`."""
+    for unit, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(count) >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"
