@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run by test_plugin.py in a process of its own: importing vLLM takes many seconds, and the plugin
+changes it for good. So vLLM is imported once, and each thing that needs it untouched runs in a
+fork. Prints one JSON object: for each case the resulting configuration or error.
+
+Usage: plugin_probe.py MODEL_DIRECTORY SCRATCH_DIRECTORY
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FIELDS = (
+    "kv_connector",
+    "kv_connector_module_path",
+    "kv_role",
+    "kv_load_failure_policy",
+    "kv_connector_extra_config",
+)
+
+
+class Probe:
+    """Builds engine configurations the way `vllm serve` and `LLM` do."""
+
+    def __init__(self, model: str, pool: str) -> None:
+        self.base = {
+            "model": model,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "enforce_eager": True,
+        }
+        self.pool = pool
+        self.lines: list[str] = []
+        # A filter, because vLLM's own logging set-up removes handlers of the loggers below it.
+        logging.getLogger("vllm.nvmeof_offload").addFilter(self.remember)
+
+    def remember(self, record: logging.LogRecord) -> bool:
+        self.lines.append(record.getMessage())
+        return True
+
+    def describe(self, build: Any) -> dict[str, Any]:
+        """What `build()` makes of the KV transfer configuration, and what it logs."""
+        self.lines.clear()
+        try:
+            config = build()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the case under test
+            return {"error": f"{type(error).__name__}: {error}"}
+        transfer = config.kv_transfer_config
+        found = {name: getattr(transfer, name) for name in FIELDS} if transfer else {}
+        return {**found, "log": list(self.lines)}
+
+    def cli(self, *arguments: str) -> dict[str, Any]:
+        """As `vllm serve` with these arguments."""
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
+        line = [f"--{name.replace('_', '-')}" for name in ("skip_tokenizer_init", "enforce_eager")]
+        for name in ("model", "load_format", "dtype"):
+            line += [f"--{name.replace('_', '-')}", str(self.base[name])]
+
+        def build() -> Any:
+            found = AsyncEngineArgs.from_cli_args(parser.parse_args([*line, *arguments]))
+            return found.create_engine_config()
+
+        return self.describe(build)
+
+    def api(self, **arguments: Any) -> dict[str, Any]:
+        """As `LLM(…)` with these arguments."""
+        from vllm.engine.arg_utils import EngineArgs
+
+        return self.describe(lambda: EngineArgs(**self.base, **arguments).create_engine_config())
+
+    def transfer(self, extra: dict[str, Any] | None = None, **fields: Any) -> tuple[str, str]:
+        """A --kv-transfer-config with `extra`; the pool goes to the test's directory."""
+        extra = {"targets": self.pool, **(extra or {})}
+        return "--kv-transfer-config", json.dumps({**fields, "kv_connector_extra_config": extra})
+
+
+def probe(run: Probe) -> dict[str, Any]:
+    import vllm.engine.arg_utils as arg_utils
+    from vllm.config import KVTransferConfig
+
+    from vllm_nvmeof_offload import plugin
+
+    # Made before the plugin is there, as LLM(kv_transfer_config={…}) does.
+    early = KVTransferConfig(kv_connector="NVMeoFOffloadingConnector", kv_role="kv_both")
+    # Lay out the arguments once without the plugin: it must cope with vLLM's cached table.
+    arg_utils.get_kwargs(arg_utils.CacheConfig)
+    modules, start = set(sys.modules), time.process_time()
+    plugin.register()
+    seconds = time.process_time() - start
+    added = sorted(set(sys.modules) - modules)
+    wrapped = arg_utils.VllmConfig._post_init_kv_transfer_config
+    plugin.register()
+    ours = {"kv_connector": "NVMeoFOffloadingConnector", "kv_role": "kv_both"}
+    stock = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    backend = ("--kv-offloading-backend", "nvmeof")
+    size = ("--kv-offloading-size", "1")
+    return {
+        "choices": list(
+            arg_utils.get_kwargs(arg_utils.CacheConfig)["kv_offloading_backend"]["choices"]
+        ),
+        "cpu_seconds": seconds,
+        "modules_added": added,
+        "wrapped_once": wrapped is arg_utils.VllmConfig._post_init_kv_transfer_config,
+        "early_policy": copy.deepcopy(early).kv_load_failure_policy,
+        "pickled_policy": type(
+            pickle.loads(pickle.dumps(KVTransferConfig())).kv_load_failure_policy
+        ).__name__,
+        "flag": run.cli(*backend, *size, *run.transfer()),
+        "flag_underscored": run.cli("--kv_offloading_backend", "nvmeof", *size, *run.transfer()),
+        "flag_no_size": run.cli(*backend, *run.transfer()),
+        "flag_no_json": run.cli(*backend, *size),
+        "api": run.api(kv_offloading_backend="nvmeof", kv_offloading_size=1),
+        "api_early_json": run.api(kv_transfer_config=early),
+        "json_wins": run.cli(*backend, *size, *run.transfer({"staging_bytes": "2GiB"})),
+        "json_ours": run.cli(*run.transfer(**ours)),
+        "json_ours_and_size": run.cli(*size, *run.transfer(**ours)),
+        "json_stock": run.cli(*run.transfer({"spec_name": "NVMeoFOffloadingSpec"}, **stock)),
+        "json_fail": run.cli(*run.transfer(**ours, kv_load_failure_policy="fail")),
+        "prompt_only": run.cli(*backend, *size, *run.transfer({"offload_prompt_only": True})),
+        "other_connector": run.cli(*backend, *run.transfer(kv_connector="X", kv_role="kv_both")),
+        "unknown_key": run.cli(*backend, *run.transfer({"targts": "/x"})),
+        "wrong_type": run.cli(*backend, *run.transfer({"io_threads": "8"})),
+        "tiny_pool": run.cli(*backend, *run.transfer({"pool_bytes": "4KiB"})),
+        "tiny_staging": run.cli(*backend, *run.transfer({"staging_bytes": "4KiB"})),
+        "huge_size": run.cli(*backend, "--kv-offloading-size", "1e9"),
+        "negative_size": run.cli(*backend, "--kv-offloading-size", "-1"),
+        "bad_target": run.cli(*backend, *run.transfer({"targets": "/proc/x"})),
+        "none": run.cli(),
+        "native": run.cli("--kv-offloading-backend", "native", *size),
+        "native_no_size": run.cli("--kv-offloading-backend", "native"),
+        "lmcache": run.api(kv_offloading_backend="lmcache"),
+        "stock_cpu": run.cli(
+            "--kv-transfer-config",
+            json.dumps({**stock, "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30}}),
+        ),
+    }
+
+
+def probe_broken(run: Probe, internal: str) -> dict[str, Any]:
+    """The plugin with one of vLLM's internals missing, and then the JSON form without it."""
+    import vllm.config
+    import vllm.engine.arg_utils as arg_utils
+
+    from vllm_nvmeof_offload import plugin
+
+    if internal == "method":
+        method = vllm.config.VllmConfig._post_init_kv_transfer_config
+        del vllm.config.VllmConfig._post_init_kv_transfer_config
+    else:
+        field = vllm.config.CacheConfig.__dataclass_fields__["kv_offloading_backend"]
+        choice, field.type = field.type, str
+    plugin.register()
+    plugin.register()
+    log = list(run.lines)
+    if internal == "method":
+        vllm.config.VllmConfig._post_init_kv_transfer_config = method
+    else:
+        field.type = choice
+    ours = {
+        "kv_connector": "NVMeoFOffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_module_path": "vllm_nvmeof_offload.connector",
+    }
+    spec = {"spec_name": "NVMeoFOffloadingSpec", "spec_module_path": "vllm_nvmeof_offload.spec"}
+    cache = arg_utils.get_kwargs(arg_utils.CacheConfig)
+    return {
+        "log": log,
+        "choices": list(cache["kv_offloading_backend"].get("choices", [])),
+        "json": run.cli(*run.transfer(spec, **ours)),
+    }
+
+
+def forked(scratch: Path, work: Callable[[], object]) -> dict[str, Any]:
+    """Run `work` in a fork; return its exit status, what it printed, and its result."""
+    names = {name: scratch / f"fork.{name}" for name in ("out", "err", "result")}
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(names[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        status = 70
+        try:
+            names["result"].write_text(json.dumps(work()))
+            status = 0
+        except SystemExit as end:  # as the interpreter does
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:  # noqa: BLE001 - the fork must not go on as its parent
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    found: dict[str, Any] = {"status": status}
+    for name, file in names.items():
+        text = file.read_text() if file.exists() else ""
+        found[name] = json.loads(text or "null") if name == "result" else text
+        file.unlink(missing_ok=True)
+    return found
+
+
+def command(*arguments: str, **env: str) -> Callable[[], object]:
+    """The `vllm` command with these arguments, as its console script runs it."""
+
+    def work() -> object:
+        from vllm.entrypoints.cli.main import main
+
+        os.environ.update(env)
+        sys.argv = ["vllm", *arguments]
+        return main()
+
+    return work
+
+
+def main() -> None:
+    model, scratch = sys.argv[1], Path(sys.argv[2])
+    import vllm.engine.arg_utils  # noqa: F401 - once, before all forks
+
+    run = Probe(model, str(scratch / "pool"))
+    serve = command("serve", "--config", str(scratch / "serve.yaml"), VLLM_NVMEOF_TARGTS="/x")
+    forks = {
+        "no_method": forked(scratch, lambda: probe_broken(run, "method")),
+        "no_choice": forked(scratch, lambda: probe_broken(run, "field")),
+        "help": forked(scratch, command("serve", "--help=kv-offloading-backend")),
+        "serve": forked(scratch, serve),
+    }
+    print(json.dumps({**probe(run), "forks": forks}))
+
+
+if __name__ == "__main__":
+    main()

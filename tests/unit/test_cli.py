@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `vllm-nvmeof` command, but for the demo, which is a test of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_nvmeof_offload import __version__
+from vllm_nvmeof_offload.cli import app
+from vllm_nvmeof_offload.config import OffloadConfig
+
+runner = CliRunner()
+
+
+def test_version() -> None:
+    result = runner.invoke(app, ["version"])
+    assert result.exit_code == 0
+    assert __version__ in result.stdout
+
+
+def test_config_lists_every_key_for_people_and_for_programs() -> None:
+    table = runner.invoke(app, ["config"], env={"COLUMNS": "200"})
+    assert table.exit_code == 0
+    rows = json.loads(runner.invoke(app, ["config", "--json"]).stdout)
+    assert {row["key"] for row in rows} == set(OffloadConfig.model_fields)
+    for row in rows:
+        assert row["key"] in table.stdout
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_config_check_takes_the_whole_json_or_our_part_of_it(tmp_path: Path, whole: bool) -> None:
+    extra = {"targets": str(tmp_path / "pool"), "pool_bytes": "1GiB", "staging_bytes": "1GiB"}
+    value = {"kv_connector": "X", "kv_connector_extra_config": extra} if whole else extra
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(value))
+    for source in (json.dumps(value), str(file)):
+        result = runner.invoke(app, ["config", "check", source, "--json"])
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["pool_bytes_resolved"] == 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ('{"targts": 1}', "targts=1: unknown key; did you mean targets?"),
+        ("{", "does not parse"),
+        ("/no/such/file", "cannot be read (No such file or directory)"),
+        ('{"staging_bytes": "1000TiB"}', "this machine has"),
+    ],
+)
+def test_config_check_refuses_in_one_plain_line(source: str, message: str) -> None:
+    result = runner.invoke(app, ["config", "check", source])
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration: defaults, precedence, and that every refusal names key, value, remedy."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_nvmeof_offload.config import (
+    ENV_PREFIX,
+    OffloadConfig,
+    check_fits,
+    check_memory,
+    check_targets,
+    chunk_blocks,
+    default_target,
+    describe_keys,
+    parse_config,
+    resolve_pool_bytes,
+)
+from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.units import GIB, KIB, MIB
+
+
+def parse(extra: dict[str, Any], **env: str) -> OffloadConfig:
+    return parse_config(extra, {"HOME": "/home/someone", **env})
+
+
+def test_defaults_are_those_in_the_design() -> None:
+    config = parse({})
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert config.staging_bytes == min(8 * GIB, physical // 4)
+    assert config.targets == ["/home/someone/.cache/vllm-nvmeof/pool"]
+    assert config.pool_bytes is None
+    assert config.chunk_bytes_min == 512 * KIB
+    assert config.offload_prompt_only is False
+    assert config.adopt is True
+
+
+def test_xdg_cache_home_moves_the_default_target_unless_it_is_relative() -> None:
+    assert default_target({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == "/c/vllm-nvmeof/pool"
+    assert default_target({"XDG_CACHE_HOME": "c", "HOME": "/h"}) == "/h/.cache/vllm-nvmeof/pool"
+
+
+def test_json_wins_over_the_environment_and_the_environment_over_defaults() -> None:
+    env = {
+        "VLLM_NVMEOF_IO_THREADS": "3",
+        "VLLM_NVMEOF_ADOPT": "False",
+        "VLLM_NVMEOF_POOL_BYTES": "3GiB",
+        "VLLM_NVMEOF_TARGETS": "/a:/b",
+        "VLLM_NVMEOF_LAND_CACHE_SHARE": "0.25",
+        "VLLM_NVMEOF_O_DIRECT": "off",
+    }
+    config = parse({"io_threads": 5}, **env)
+    assert config.io_threads == 5
+    assert config.adopt is False
+    assert config.pool_bytes == 3 * GIB
+    assert config.targets == ["/a", "/b"]
+    assert config.land_cache_share == 0.25
+    assert config.o_direct == "off"
+
+
+def test_a_single_target_may_be_a_string() -> None:
+    assert parse({"targets": "/mnt/a/"}).targets == ["/mnt/a"]
+
+
+def test_the_object_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        parse({}).io_threads = 2  # type: ignore[misc]
+
+
+REFUSED: list[tuple[str, Any, str]] = [
+    ("staging_bytes", "lots", "1GiB"),
+    ("staging_bytes", 0, "above 0"),
+    ("staging_bytes", -5, "above 0"),
+    ("staging_bytes", True, "a size"),
+    ("staging_bytes", None, "a size"),
+    ("staging_bytes", float("inf"), "a size"),
+    ("staging_bytes", float("nan"), "a size"),
+    ("pool_bytes", "9" * 400, "0 for none"),
+    ("pool_bytes", 1 << 70, "0 for none"),
+    ("pool_bytes", [1], "0 for none"),
+    ("targets", [], "a list of paths"),
+    ("targets", "", "a list of paths"),
+    ("targets", ["/a", "/a/"], "twice"),
+    ("targets", [7], "a list of paths"),
+    ("chunk_bytes_min", "1", "4KiB to 1GiB"),
+    ("chunk_bytes_min", "2GiB", "4KiB to 1GiB"),
+    ("stream_slots", 1, "2 to 65536"),
+    ("land_cache_share", 1.01, "0 to 1"),
+    ("land_cache_share", "half", "0 to 1"),
+    ("io_engine", "uring", "later release"),
+    ("io_engine", "aio", '"threads"'),
+    ("io_threads", "8", "1 to 256"),
+    ("io_threads", 8.5, "1 to 256"),
+    ("io_threads", 0, "1 to 256"),
+    ("o_direct", True, '"auto"'),
+    ("write_policy", "back", '"through"'),
+    ("read_deadline_ms", 0, "1 to 3600000"),
+    ("write_deadline_ms", 1 << 40, "1 to 3600000"),
+    ("read_bytes_in_flight_max", 1, "at least 4KiB"),
+    ("write_bytes_in_flight_max", "x", "at least 4KiB"),
+    ("adopt", "yes", "true or false"),
+    ("weights_never_change", 1, "true or false"),
+    ("fault_injection", "", "control file"),
+    ("offload_prompt_only", 0, "true or false"),
+    ("blocks_per_chunk", 0, "at least 1"),
+    ("block_size", -16, "multiple"),
+    ("self_describing_kv_events", "no", "true or false"),
+    ("sync_load_budget_bytes", 1, "cannot be reported"),
+    ("canonical_layout", True, "leave it out"),
+    ("spec_name", "CPUOffloadingSpec", "NVMeoFOffloadingSpec"),
+    ("spec_module_path", 3, "leave it out"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "remedy"), REFUSED)
+def test_a_bad_value_is_refused_with_key_value_and_remedy(
+    key: str, value: Any, remedy: str
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parse({key: value})
+    assert refusal.value.key == key
+    assert str(refusal.value).startswith(f"{key}={value!r}: ")
+    assert remedy in refusal.value.remedy
+
+
+def test_every_key_has_a_refusal_in_the_table_above() -> None:
+    assert {key for key, _, _ in REFUSED} == set(OffloadConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("staging_byte", "staging_bytes"),
+        ("targts", "targets"),
+        ("poolbytes", "pool_bytes"),
+        ("read_deadline", "read_deadline_ms"),
+        ("cpu_bytes_to_use", "staging_bytes"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_valid_one(wrong: str, right: str) -> None:
+    with pytest.raises(ConfigError, match=f"{wrong}=1: unknown key; did you mean {right}?"):
+        parse({wrong: 1})
+
+
+def test_an_unknown_variable_is_refused_too() -> None:
+    with pytest.raises(ConfigError, match=r"VLLM_NVMEOF_TARGET='/x'.*VLLM_NVMEOF_TARGETS"):
+        parse({}, VLLM_NVMEOF_TARGET="/x")
+
+
+def test_a_bad_variable_is_refused_under_its_own_name() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parse({}, VLLM_NVMEOF_IO_THREADS="many")
+    assert refusal.value.key == "VLLM_NVMEOF_IO_THREADS"
+    assert refusal.value.value == "many"
+
+
+def test_two_ways_to_size_a_chunk_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match="block_size=64: blocks_per_chunk=2"):
+        parse({"blocks_per_chunk": 2, "block_size": 64})
+
+
+SUFFIXES = [("", 1), ("KiB", KIB), ("MiB", MIB), ("GiB", GIB), (" gib", GIB), ("k", KIB)]
+
+
+@given(count=st.integers(1, 1 << 20), suffix=st.sampled_from(SUFFIXES))
+def test_sizes_parse_with_and_without_units(count: int, suffix: tuple[str, int]) -> None:
+    text, factor = suffix
+    assert parse({"staging_bytes": f"{count}{text}"}).staging_bytes == count * factor
+
+
+@given(st.integers(1, 1 << 60))
+def test_a_size_in_bytes_is_taken_as_it_is(count: int) -> None:
+    assert parse({"staging_bytes": count}).staging_bytes == count
+
+
+@given(st.one_of(st.text(), st.floats(), st.integers(), st.none(), st.lists(st.integers())))
+def test_any_size_is_either_a_valid_config_or_a_config_error(value: Any) -> None:
+    try:
+        config = parse({"staging_bytes": value})
+    except ConfigError as refusal:
+        assert refusal.key == "staging_bytes"  # noqa: PT017 - either way is right
+    else:
+        assert 0 < config.staging_bytes <= 1 << 60
+
+
+def test_a_target_is_created_private_and_described(tmp_path: Path) -> None:
+    target = tmp_path / "a" / "pool"
+    (info,) = check_targets(parse({"targets": str(target)}))
+    assert stat.S_IMODE(target.stat().st_mode) == 0o700
+    assert info.path == str(target)
+    assert info.free_bytes > 0
+    assert info.file_system not in ("", "unknown")
+    assert list(target.iterdir()) == []
+
+
+def test_a_target_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ConfigError, match=r"targets=.*not a directory"):
+        check_targets(parse({"targets": str(file)}))
+
+
+def test_a_target_that_cannot_be_written_is_refused() -> None:
+    # Not even root can create a directory there.
+    with pytest.raises(ConfigError, match=r"targets='/proc/pool': cannot be written.*pool_bytes=0"):
+        check_targets(parse({"targets": "/proc/pool"}))
+
+
+def test_without_a_pool_targets_do_not_matter() -> None:
+    config = parse({"targets": "/proc/pool", "pool_bytes": 0})
+    assert check_targets(config) == []
+    assert resolve_pool_bytes(config) == 0
+
+
+def test_the_default_pool_does_not_shrink_as_it_fills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = {"free": 40 * GIB}
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(**disk))
+    config = parse({"targets": [str(tmp_path / "new" / "pool")]})
+    assert resolve_pool_bytes(config) == 20 * GIB
+    check_targets(config)
+    with (tmp_path / "new" / "pool" / "slab").open("wb") as slab:
+        os.posix_fallocate(slab.fileno(), 0, 64 * MIB)
+    disk["free"] -= 64 * MIB
+    assert abs(resolve_pool_bytes(config) - 20 * GIB) < MIB
+
+
+def test_the_default_pool_counts_a_file_system_once_and_is_capped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = {"free": 40 * GIB}
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(**disk))
+    config = parse({"targets": [str(tmp_path / "a"), str(tmp_path / "b")]})
+    assert resolve_pool_bytes(config) == 20 * GIB
+    disk["free"] = 1000 * GIB
+    assert resolve_pool_bytes(config) == 100 * GIB
+
+
+def test_staging_too_small_for_its_slots_names_what_is_enough() -> None:
+    slot_bytes = 516 * KIB
+    with pytest.raises(ConfigError, match=r'staging_bytes=.*at least "3096KiB"'):
+        check_fits(parse({"staging_bytes": 6 * slot_bytes - 1, "pool_bytes": 0}), slot_bytes, 2)
+    check_fits(parse({"staging_bytes": "3096KiB", "pool_bytes": 0}), slot_bytes, 2)
+
+
+def test_a_pool_smaller_than_one_slot_names_what_is_enough() -> None:
+    small = parse({"staging_bytes": "1GiB", "pool_bytes": "515KiB"})
+    with pytest.raises(ConfigError, match=r'pool_bytes=.*smaller than one slot.*"516KiB"'):
+        check_fits(small, 516 * KIB, 1)
+    enough = parse({"staging_bytes": "1GiB", "pool_bytes": "516KiB"})
+    check_fits(enough, 516 * KIB, 1)
+    with pytest.raises(ConfigError, match="smaller than one slot"):
+        check_fits(enough, 516 * KIB, 1, data_parallel_size=2)
+
+
+def test_staging_beyond_physical_memory_is_refused_under_the_key_that_set_it() -> None:
+    huge = parse({"staging_bytes": "1000TiB"})
+    with pytest.raises(ConfigError, match=r"--kv-offloading-size='1000.0 TiB': this machine has"):
+        check_memory(huge, key="--kv-offloading-size")
+    check_memory(parse({"staging_bytes": "1GiB"}))
+
+
+@pytest.mark.parametrize(
+    ("extra", "blocks"),
+    [
+        ({}, 8),  # 512 KiB of 64 KiB blocks
+        ({"chunk_bytes_min": "65KiB"}, 2),
+        ({"chunk_bytes_min": "1GiB"}, 16),  # 256 tokens
+        ({"blocks_per_chunk": 3}, 3),
+        ({"block_size": 64}, 4),
+    ],
+)
+def test_blocks_in_a_chunk(extra: dict[str, Any], blocks: int) -> None:
+    assert chunk_blocks(parse(extra), block_bytes=64 * KIB, block_tokens=16) == blocks
+
+
+def test_every_key_is_described_and_ours_have_a_variable() -> None:
+    rows = {row["key"]: row for row in describe_keys({"HOME": "/h"})}
+    assert set(rows) == set(OffloadConfig.model_fields)
+    assert all(row["meaning"] and row["allowed"] for row in rows.values())
+    assert rows["targets"]["default"] == ["/h/.cache/vllm-nvmeof/pool"]
+    assert rows["pool_bytes"]["variable"] == f"{ENV_PREFIX}POOL_BYTES"
+    assert rows["spec_name"]["variable"] is None

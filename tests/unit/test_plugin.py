@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin, in real vLLM processes: the flag, the JSON forms, refusals before model load."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.slow
+
+CONNECTOR = "NVMeoFOffloadingConnector"
+MODULE = "vllm_nvmeof_offload.connector"
+GIB = 1 << 30
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    scratch = tmp_path_factory.mktemp("plugin")
+    model = scratch / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL))
+    (scratch / "serve.yaml").write_text(
+        f"model: {model}\nload-format: dummy\nskip-tokenizer-init: true\ndtype: float32\n"
+        "kv_offloading_backend: nvmeof\nkv-offloading-size: 1\n"
+    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_NVMEOF_")}
+    env |= {
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "XDG_CACHE_HOME": str(scratch / "cache"),
+    }
+    script = Path(__file__).with_name("plugin_probe.py")
+    command = [sys.executable, str(script), str(model), str(scratch)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_nvmeof_is_a_choice_beside_vllms_own(probed: dict[str, Any]) -> None:
+    assert {"native", "lmcache", "nvmeof"} <= set(probed["choices"])
+
+
+def test_it_is_cheap_where_it_is_not_used(probed: dict[str, Any]) -> None:
+    # The factory alone would take a second; our configuration and connector are not needed yet.
+    added = probed["modules_added"]
+    assert all(name.split(".")[0] == "vllm_nvmeof_offload" for name in added), added
+    assert "vllm_nvmeof_offload.config" not in added
+    assert MODULE not in added
+    # CPU time, not wall time, which on a busy machine tells nothing; seen: 0.006 to 0.015 s.
+    assert probed["cpu_seconds"] < 0.2
+
+
+def test_registering_again_changes_nothing(probed: dict[str, Any]) -> None:
+    assert probed["wrapped_once"]
+
+
+@pytest.mark.parametrize("case", ["flag", "flag_underscored", "flag_no_json", "api"])
+def test_the_flag_brings_connector_size_and_policy(probed: dict[str, Any], case: str) -> None:
+    found = probed[case]
+    assert found["kv_connector"] == CONNECTOR
+    assert found["kv_connector_module_path"] == MODULE
+    assert found["kv_role"] == "kv_both"
+    assert found["kv_load_failure_policy"] == "recompute"
+    assert found["kv_connector_extra_config"]["staging_bytes"] == GIB
+    assert found["kv_connector_extra_config"]["spec_name"] == "NVMeoFOffloadingSpec"
+    assert "cpu_bytes_to_use" not in found["kv_connector_extra_config"]
+
+
+def test_without_a_size_it_takes_the_default_and_says_so(probed: dict[str, Any]) -> None:
+    found = probed["flag_no_size"]
+    assert found["kv_connector"] == CONNECTOR
+    assert found["kv_connector_extra_config"]["staging_bytes"] > 0
+    (line,) = found["log"]
+    assert "no --kv-offloading-size given; taking" in line
+
+
+def test_flag_and_json_merge_and_the_json_wins(probed: dict[str, Any]) -> None:
+    found = probed["json_wins"]
+    assert found["kv_connector"] == CONNECTOR
+    assert found["kv_connector_extra_config"]["staging_bytes"] == "2GiB"
+    assert found["kv_connector_extra_config"]["targets"].endswith("/pool")
+
+
+@pytest.mark.parametrize("case", ["json_ours", "json_stock"])
+def test_both_json_spellings_need_no_flag(probed: dict[str, Any], case: str) -> None:
+    found = probed[case]
+    assert found["kv_connector"] == CONNECTOR
+    assert found["kv_connector_module_path"] == MODULE
+    assert found["kv_load_failure_policy"] == "recompute"
+    assert found["kv_connector_extra_config"]["spec_module_path"] == "vllm_nvmeof_offload.spec"
+
+
+def test_the_size_flag_completes_json_that_names_us(probed: dict[str, Any]) -> None:
+    found = probed["json_ours_and_size"]
+    assert found["kv_connector"] == CONNECTOR
+    assert found["kv_connector_extra_config"]["staging_bytes"] == GIB
+    assert "cpu_bytes_to_use" not in found["kv_connector_extra_config"]
+
+
+def test_a_policy_that_the_user_named_stays(probed: dict[str, Any]) -> None:
+    assert probed["json_fail"]["kv_load_failure_policy"] == "fail"
+    assert any("a failed load will end its request" in x for x in probed["json_fail"]["log"])
+    assert probed["prompt_only"]["kv_connector_extra_config"]["offload_prompt_only"] is True
+
+
+def test_a_configuration_made_before_the_plugin_counts_as_not_named(
+    probed: dict[str, Any],
+) -> None:
+    assert probed["early_policy"] == "fail"
+    assert probed["api_early_json"]["kv_load_failure_policy"] == "recompute"
+
+
+def test_vllms_default_policy_is_pickled_as_a_plain_string(probed: dict[str, Any]) -> None:
+    assert probed["pickled_policy"] == "str"
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("other_connector", ["kv_connector='X'", "leave out the flag"]),
+        ("unknown_key", ["targts='/x'", "did you mean targets?"]),
+        ("wrong_type", ["io_threads='8'", "an integer from 1 to 256"]),
+        ("tiny_pool", ["pool_bytes='4.0 KiB'", "smaller than one slot", "0 for no pool"]),
+        ("tiny_staging", ["staging_bytes='4.0 KiB'", "too small for 3 slots", "at least"]),
+        ("huge_size", ["--kv-offloading-size=", "this machine has"]),
+        ("negative_size", ["--kv-offloading-size=-1.0", "above 0"]),
+        ("bad_target", ["targets='/proc/x'", "cannot be written", "pool_bytes=0"]),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_model_loads(
+    probed: dict[str, Any], case: str, parts: list[str]
+) -> None:
+    error = probed[case]["error"]
+    assert error.startswith("ConfigError: ")
+    for part in parts:
+        assert part in error
+
+
+def test_other_backends_are_as_without_the_plugin(probed: dict[str, Any]) -> None:
+    assert probed["none"] == {"log": []}
+    assert probed["native_no_size"] == {"log": []}
+    assert probed["lmcache"] == {"log": []}
+    native = probed["native"]
+    assert native["kv_connector"] == "OffloadingConnector"
+    assert native["kv_connector_module_path"] is None
+    assert native["kv_load_failure_policy"] == "fail"
+    assert native["kv_connector_extra_config"] == {"cpu_bytes_to_use": GIB}
+    stock = probed["stock_cpu"]
+    assert stock["kv_connector"] == "OffloadingConnector"
+    assert stock["kv_connector_extra_config"] == {"cpu_bytes_to_use": GIB}
+    assert stock["log"] == native["log"] == []
+
+
+@pytest.mark.parametrize("fork", ["no_method", "no_choice"])
+def test_an_unexpected_vllm_gets_one_line_and_the_json_form_still_works(
+    probed: dict[str, Any], fork: str
+) -> None:
+    import vllm
+
+    assert probed["forks"][fork]["status"] == 0, probed["forks"][fork]["err"]
+    found = probed["forks"][fork]["result"]
+    (line,) = found["log"]
+    assert f"vLLM {vllm.__version__} is not as expected" in line
+    assert "\n" not in line
+    assert "nvmeof" not in found["choices"]
+    assert found["json"]["kv_connector"] == CONNECTOR
+    assert found["json"]["kv_connector_module_path"] == MODULE
+
+
+def test_vllm_serve_shows_one_plain_line_for_a_configuration_it_cannot_use(
+    probed: dict[str, Any],
+) -> None:
+    # A YAML --config with the underscored key reached us, and a bad variable ended it.
+    done = probed["forks"]["serve"]
+    assert done["status"] == 1
+    assert "Traceback" not in done["out"] + done["err"]
+    last = done["err"].strip().splitlines()[-1]
+    assert last.startswith("vllm: error: VLLM_NVMEOF_TARGTS='/x': unknown environment variable")
+    assert "VLLM_NVMEOF_TARGETS" in last
+
+
+def test_vllm_serve_help_shows_the_backend(probed: dict[str, Any]) -> None:
+    done = probed["forks"]["help"]
+    assert done["status"] == 0, done["err"]
+    assert "nvmeof" in done["out"]

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `vllm-nvmeof` command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_nvmeof_offload import __version__
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="KV-cache offloading for vLLM: pinned CPU memory and a file pool on NVMe-oF.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+config_app = typer.Typer(help="The configuration's keys; checks of a configuration.")
+app.add_typer(config_app, name="config", invoke_without_command=True)
+
+#: Fields of a whole --kv-transfer-config beside our part of it.
+_EXTRA = "kv_connector_extra_config"
+
+
+@app.command()
+def version() -> None:
+    """Print this package's version, and vLLM's if there is one."""
+    from importlib import metadata
+
+    try:
+        vllm = metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        vllm = "not installed"
+    typer.echo(f"vllm-nvmeof-offload {__version__} (vllm {vllm})")
+
+
+@config_app.callback()
+def config(
+    context: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """List every configuration key with unit, default and meaning."""
+    if context.invoked_subcommand is not None:
+        return
+    from vllm_nvmeof_offload.config import describe_keys
+
+    rows = describe_keys()
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("key", "unit", "default", "meaning", show_lines=True)
+    for row in rows:
+        default = row.get("default_text") or json.dumps(row["default"])
+        table.add_row(row["key"], row["unit"], default, row["meaning"])
+    console = Console()
+    console.print(table)
+    console.print(
+        "Give these in kv_connector_extra_config of --kv-transfer-config; ours also as variables, "
+        "VLLM_NVMEOF_STAGING_BYTES and so on.",
+        highlight=False,
+    )
+
+
+@config_app.command("check")
+def config_check(
+    source: Annotated[str, typer.Argument(help="JSON, or a file that holds it.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Check a configuration on this machine: keys, values, memory, targets.
+
+    Takes a whole --kv-transfer-config, or only its kv_connector_extra_config. Creates missing
+    target directories, as a start would.
+    """
+    from vllm_nvmeof_offload.config import (
+        check_memory,
+        check_targets,
+        parse_config,
+        resolve_pool_bytes,
+    )
+    from vllm_nvmeof_offload.errors import ConfigError
+    from vllm_nvmeof_offload.units import format_bytes
+
+    try:
+        settings = parse_config(_read_json(source))
+        check_memory(settings)
+        targets = check_targets(settings)
+        pool_bytes = resolve_pool_bytes(settings)
+    except ConfigError as error:
+        typer.echo(f"vllm-nvmeof: {error}", err=True)
+        raise typer.Exit(1) from None
+    if as_json:
+        found = {"config": settings.model_dump(), "pool_bytes_resolved": pool_bytes}
+        typer.echo(json.dumps(found, indent=2))
+        return
+    typer.echo(f"staging  {format_bytes(settings.staging_bytes)} of pinned memory")
+    typer.echo(f"pool     {format_bytes(pool_bytes) if pool_bytes else 'none'}")
+    for target in targets:
+        free = format_bytes(target.free_bytes)
+        typer.echo(f"target   {target.path} ({target.file_system}, {free} free)")
+
+
+def _read_json(source: str) -> dict[str, Any]:
+    """The extra configuration in `source`, which is JSON or names a file of it."""
+    from vllm_nvmeof_offload.errors import ConfigError
+
+    text = source
+    if not source.lstrip().startswith("{"):
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError("file", source, f"cannot be read ({reason})") from None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError("JSON", source, f"does not parse: {error}") from None
+    if isinstance(value, dict) and isinstance(value.get(_EXTRA), dict):
+        value = value[_EXTRA]
+    if not isinstance(value, dict):
+        raise ConfigError("JSON", source, "give an object, { … }")
+    return {key: part for key, part in value.items() if key != "kv_connector"}
+
+
+@app.command()
+def demo(
+    json_path: Annotated[
+        Path, typer.Option("--json", help="Where the measured numbers go.")
+    ] = Path("build/demo.json"),
+    quick: Annotated[bool, typer.Option(help="Fewer samples.")] = False,
+    keep: Annotated[bool, typer.Option(help="Keep the demo's own pool directory.")] = False,
+) -> None:
+    """Run the main job here: a small model, a real vLLM server, cache, restart, preemption."""
+    from vllm_nvmeof_offload.demo.main import run
+
+    raise typer.Exit(run(json_path, quick=quick, keep=keep))
+
+
+if __name__ == "__main__":
+    app()

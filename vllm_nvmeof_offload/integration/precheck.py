@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks our configuration against the machine and the model before the model loads."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm_nvmeof_offload.config import (
+    check_fits,
+    check_memory,
+    check_targets,
+    chunk_blocks,
+    parse_config,
+)
+from vllm_nvmeof_offload.units import slot_stride_bytes
+
+__all__ = ["precheck", "slot_bytes_estimate"]
+
+logger = logging.getLogger("vllm.nvmeof_offload")
+
+
+def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
+    """Parse `extra`, and refuse what cannot work here.
+
+    staging_key: the flag, key or variable that set the staging size.
+
+    Raises:
+        ConfigError: naming key, value and remedy.
+    """
+    config = parse_config(extra)
+    parallel = vllm_config.parallel_config
+    check_memory(config, max(1, getattr(parallel, "nnodes", 1)), staging_key)
+    check_targets(config)
+    if config.fault_injection:
+        logger.warning("FAULT INJECTION is on, controlled by %s", config.fault_injection)
+    slot_bytes = slot_bytes_estimate(vllm_config, config)
+    if slot_bytes is not None:
+        check_fits(config, slot_bytes, parallel.world_size, parallel.data_parallel_size)
+
+
+def slot_bytes_estimate(vllm_config: Any, config: Any) -> int | None:
+    """Bytes of one rank's slot, from the model's shape; None where that does not tell.
+
+    Each worker checks again with the true size once it has its KV cache. An estimate may
+    therefore be missing, but must not be too large: models with more than one kind of layer,
+    and cache types whose width is not known, have none.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    try:
+        if model is None or model.is_hybrid or not cache.block_size:
+            return None
+        if cache.cache_dtype == "auto":
+            value_bytes = model.dtype.itemsize
+        elif str(cache.cache_dtype).startswith("fp8"):
+            value_bytes = 1
+        else:
+            return None
+        values = model.get_head_size()
+        if not model.use_mla:
+            values *= 2 * model.get_num_kv_heads(parallel)
+        layers = model.get_num_layers(parallel)
+    except Exception as error:  # noqa: BLE001 - vLLM's internals; the workers' check remains
+        logger.debug("no estimate of the slot size: %s", error)
+        return None
+    block_bytes = values * value_bytes * layers * cache.block_size
+    blocks = chunk_blocks(config, block_bytes, cache.block_size)
+    return slot_stride_bytes(block_bytes * blocks)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's general plugin: the `nvmeof` backend, and the configuration check before model load.
+
+vLLM calls `register` in every process: the command line before it builds its arguments, each
+API server, the engine core, each worker. It changes three things, each once:
+
+* `nvmeof` becomes a value of `CacheConfig.kv_offloading_backend`, so of the flag, of `--help`,
+  of YAML files and of `LLM(...)`;
+* `VllmConfig` completes and checks a KV transfer configuration that names our backend;
+* the names of our connector and spec are registered where their factories are loaded.
+
+When vLLM is not as expected, nothing is changed and one line says so; the JSON form of
+`--kv-transfer-config` with module paths needs no plugin.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+from vllm_nvmeof_offload.errors import IntegrationError
+
+__all__ = ["register"]
+
+logger = logging.getLogger("vllm.nvmeof_offload")
+
+_warned = False
+
+
+def register() -> None:
+    """Add the backend to the vLLM of this process. Idempotent; raises nothing."""
+    global _warned
+    try:
+        _register()
+    except Exception as error:  # noqa: BLE001 - a plugin that raises would end vLLM's start
+        if not _warned:
+            logger.warning(
+                "nvmeof backend not available: vLLM %s is not as expected (%s). "
+                "--kv-transfer-config with kv_connector_module_path and spec_module_path "
+                "still works.",
+                vllm_version(),
+                _reason(error),
+            )
+        _warned = True
+
+
+def vllm_version() -> str:
+    """Version of the vLLM that is imported, or `unknown`."""
+    return str(getattr(sys.modules.get("vllm"), "__version__", "unknown"))
+
+
+def _register() -> None:
+    from vllm_nvmeof_offload.integration import backend_choice, factories, transfer_config
+
+    steps: list[Any] = [backend_choice, transfer_config]
+    for step in steps:  # all expectations first: a flag that is accepted must also work
+        step.expect()
+    for step in steps:
+        step.install()
+    factories.register_loaded()
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, IntegrationError) else f"{type(error).__name__}: {text}"
