@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pool, staging memory and an engine of each kind, for the contract tests.
+
+To add an engine: one more entry in `ENGINES`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoKind, IoOp
+from vllm_nvmeof_offload.io.faults import FaultPlan
+from vllm_nvmeof_offload.io.faulty import FaultyIoEngine
+from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
+from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
+from vllm_nvmeof_offload.protocol import IoClass, SlotIdentity
+from vllm_nvmeof_offload.units import HEADER_BYTES
+
+PAYLOAD_BYTES = 24_000  # not a multiple of 4 KiB: the padding is exercised
+STAGING_SLOTS = 32
+WAIT_S = 20.0
+
+
+class GatedPool:
+    """A pool whose I/O threads stop, before they touch the slab, at slots that are shut.
+
+    `started`: the pool slots in the order in which operations started.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._caller = threading.current_thread()
+        self._gate = threading.Condition()
+        self._shut: set[int] = set()
+        self.started: list[int] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._pool, name)
+
+    def slab_fd(self, pool_slot: int) -> tuple[int, int]:
+        if threading.current_thread() is not self._caller:
+            with self._gate:
+                self.started.append(pool_slot)
+                self._gate.notify_all()
+                self._gate.wait_for(lambda: pool_slot not in self._shut)
+        return self._pool.slab_fd(pool_slot)
+
+    def shut(self, pool_slots: Iterable[int]) -> None:
+        with self._gate:
+            self._shut = set(pool_slots)
+
+    def open_all(self) -> None:
+        with self._gate:
+            self._shut = set()
+            self._gate.notify_all()
+
+    def wait_started(self, count: int) -> None:
+        with self._gate:
+            assert self._gate.wait_for(lambda: len(self.started) >= count, WAIT_S)
+
+
+class Clock:
+    """The monotonic clock, which a test can push forward."""
+
+    def __init__(self) -> None:
+        self._ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self._ahead_s
+
+    def advance(self, seconds: float) -> None:
+        self._ahead_s += seconds
+
+
+@dataclass
+class Rig:
+    """One engine over one pool. Slots of staging are numbered; `token`s count up."""
+
+    engine: IoEngine
+    pool: Pool
+    gate: GatedPool
+    memory: mmap.mmap
+    base_address: int
+    spec: PoolSpec
+    clock: Clock
+    tokens: int = 0
+    seen: list[Completion] = field(default_factory=list)
+
+    def op(
+        self,
+        kind: IoKind,
+        pool_slot: int = 0,
+        staging_slot: int = 0,
+        identity: SlotIdentity | None = None,
+        io_class: IoClass | None = None,
+        deadline_s: float | None = None,
+        adoptable: bool = True,
+    ) -> IoOp:
+        self.tokens += 1
+        default = IoClass.WRITE_BEHIND if kind is IoKind.WRITE_SLOT else IoClass.READ_DEMAND
+        address = self.base_address + staging_slot * self.pool.slot_bytes
+        return IoOp(
+            token=self.tokens,
+            kind=kind,
+            io_class=default if io_class is None else io_class,
+            pool_slot=pool_slot,
+            address=0 if kind is IoKind.RESET else address,
+            identity=identity,
+            deadline_s=deadline_s,
+            adoptable=adoptable,
+        )
+
+    def write(self, pool_slot: int, staging_slot: int, name: SlotIdentity, **kw: object) -> IoOp:
+        return self.op(IoKind.WRITE_SLOT, pool_slot, staging_slot, name, **kw)  # type: ignore[arg-type]
+
+    def read(self, pool_slot: int, staging_slot: int, name: SlotIdentity, **kw: object) -> IoOp:
+        return self.op(IoKind.READ_SLOT, pool_slot, staging_slot, name, **kw)  # type: ignore[arg-type]
+
+    def payload(self, staging_slot: int) -> memoryview:
+        start = staging_slot * self.pool.slot_bytes + HEADER_BYTES
+        return memoryview(self.memory)[start : start + PAYLOAD_BYTES]
+
+    def fill(self, staging_slot: int, identity: SlotIdentity) -> None:
+        self.payload(staging_slot)[:] = content(identity)
+
+    def zero(self, staging_slot: int) -> None:
+        start = staging_slot * self.pool.slot_bytes
+        self.memory[start : start + self.pool.slot_bytes] = bytes(self.pool.slot_bytes)
+
+    def submit(self, *ops: IoOp) -> None:
+        assert self.engine.submit(ops) == len(ops)
+
+    def wait(self, done: Callable[[list[Completion]], bool]) -> list[Completion]:
+        """Poll, woken by `fileno`, until `done` of all completions since the last call."""
+        found: list[Completion] = []
+        end_s = time.monotonic() + WAIT_S
+        while not done(found):
+            left_s = end_s - time.monotonic()
+            assert left_s > 0, f"nothing more came; so far {found}"
+            select.select([self.engine.fileno()], [], [], left_s)
+            found.extend(self.engine.poll())
+        return found
+
+    def run(self, *ops: IoOp) -> list[Completion]:
+        """Submit and wait for as many completions; return them in the order of `ops`."""
+        self.submit(*ops)
+        found = self.wait(lambda completions: len(completions) >= len(ops))
+        by_token = {completion.token: completion for completion in found}
+        return [by_token[op.token] for op in ops]
+
+    def store(self, pool_slot: int, identity: SlotIdentity, staging_slot: int = 0) -> None:
+        self.fill(staging_slot, identity)
+        (completion,) = self.run(self.write(pool_slot, staging_slot, identity))
+        assert completion.outcome is not None
+        assert completion.outcome.ok, completion
+
+    def reopen(self) -> Pool:
+        """Stop engine and pool, and open the pool again as a new process would."""
+        self.gate.open_all()
+        assert self.engine.close(WAIT_S)
+        self.pool.close()
+        self.pool = Pool.open(self.spec)
+        return self.pool
+
+
+def content(identity: SlotIdentity) -> bytes:
+    """The one right payload of an identity."""
+    seed = int.from_bytes(identity.key[:8], "little") ^ identity.generation
+    return np.random.default_rng(seed).bytes(PAYLOAD_BYTES)
+
+
+def name(number: int, generation: int = 1) -> SlotIdentity:
+    """An identity with a key of vLLM's usual length."""
+    return SlotIdentity(number.to_bytes(36, "little"), generation)
+
+
+def _threads(o_direct: str, faulty: bool = False) -> Callable[..., Rig]:
+    def make(path: Path, *, targets: int = 1, slots: int = 64, **options: object) -> Rig:
+        spec = PoolSpec(
+            targets=tuple(path / f"target-{i}" for i in range(targets)),
+            pool_bytes=1,
+            payload_bytes=PAYLOAD_BYTES,
+            keyspace=Keyspace.of({"test": 1}),
+            o_direct=o_direct,
+        )
+        spec = PoolSpec(**{**vars(spec), "pool_bytes": slots * (spec.slot_bytes + 64)})
+        pool = Pool.open(spec)
+        gate = GatedPool(pool)
+        memory = mmap.mmap(-1, STAGING_SLOTS * pool.slot_bytes)
+        base_address = np.frombuffer(memory, np.uint8).ctypes.data
+        view = memoryview(memory)
+        clock = Clock()
+        engine: IoEngine = ThreadsIoEngine(gate, view, base_address, clock=clock, **options)  # type: ignore[arg-type]
+        if faulty:
+            engine = FaultyIoEngine(engine, FaultPlan(), pool, view, base_address, clock=clock)
+        return Rig(engine, pool, gate, memory, base_address, spec, clock)
+
+    return make
+
+
+ENGINES: dict[str, Callable[..., Rig]] = {
+    "threads-direct": _threads("on"),
+    "threads-buffered": _threads("off"),
+    "faulty-threads": _threads("auto", faulty=True),
+}

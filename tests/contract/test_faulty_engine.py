@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each fault knob fires, and does what it says."""
+
+from __future__ import annotations
+
+import errno
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, DEADLINE, OK, ConfigError, io_error
+from vllm_nvmeof_offload.io.base import Completion
+from vllm_nvmeof_offload.io.faults import KNOBS, FaultPlan
+from vllm_nvmeof_offload.io.faulty import FaultyIoEngine
+
+from .rig import ENGINES, WAIT_S, Rig, content, name
+
+EIO = io_error(errno.EIO)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = ENGINES["faulty-threads"](tmp_path)
+    for number in range(4):
+        rig.store(number, name(number))
+    yield rig
+    assert rig.engine.close(WAIT_S)
+    rig.pool.close()
+
+
+def plan_of(rig: Rig) -> FaultPlan:
+    assert isinstance(rig.engine, FaultyIoEngine)
+    return rig.engine.plan
+
+
+def outcomes(rig: Rig, numbers: range) -> list[object]:
+    return [c.outcome for c in rig.run(*(rig.read(n, 10 + n, name(n)) for n in numbers))]
+
+
+def test_read_eio_strikes_as_often_as_told(rig: Rig) -> None:
+    plan_of(rig).set(read_eio=2)
+    assert outcomes(rig, range(4)) == [EIO, EIO, OK, OK]
+    assert plan_of(rig).fired == {"read_eio": 2}
+
+
+@pytest.mark.parametrize(
+    ("knob", "number"), [("write_eio", errno.EIO), ("enospc_writes", errno.ENOSPC)]
+)
+def test_failing_writes_write_nothing(rig: Rig, knob: str, number: int) -> None:
+    plan_of(rig).set(**{knob: 1})
+    rig.fill(0, name(0, 2))
+    assert rig.run(rig.write(0, 0, name(0, 2))) == [Completion(rig.tokens, io_error(number))]
+    assert plan_of(rig).fired == {knob: 1}
+    assert outcomes(rig, range(1)) == [OK]
+
+
+def test_a_probability_repeats_with_its_seed() -> None:
+    def draw(seed: int) -> list[bool]:
+        plan = FaultPlan({"read_eio": 0.5}, seed=seed)
+        return [plan.strikes("read_eio") for _ in range(64)]
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+    assert 10 < sum(draw(1)) < 54
+
+
+@pytest.mark.parametrize("what", ["read", "write"])
+def test_a_delay_delays(rig: Rig, what: str) -> None:
+    rig.fill(10, name(0, 2))
+    plan_of(rig).set(**{f"{what}_delay_ms": 60})
+    op = rig.read(0, 10, name(0)) if what == "read" else rig.write(0, 10, name(0, 2))
+    start_s = time.monotonic()
+    assert [c.outcome for c in rig.run(op)] == [OK]
+    assert time.monotonic() - start_s >= 0.06
+    assert plan_of(rig).fired == {f"{what}_delay_ms": 1}
+
+
+@pytest.mark.parametrize("what", ["read", "write"])
+def test_a_hang_ends_when_its_knob_is_cleared(rig: Rig, what: str) -> None:
+    rig.fill(10, name(0, 2))
+    plan_of(rig).set(**{f"hang_{what}s": True})
+    make = rig.read if what == "read" else rig.write
+    identity = name(0) if what == "read" else name(0, 2)
+    patient = make(0, 10, identity)
+    hasty = make(1, 11, name(1), deadline_s=time.monotonic() + 0.03)
+    rig.submit(patient, hasty)
+    found = rig.wait(bool)
+    assert found == [Completion(hasty.token, DEADLINE, released=False)]
+    plan_of(rig).set(**{f"hang_{what}s": False})
+    found = rig.wait(lambda completions: len(completions) == 2)
+    assert {(c.token, c.outcome) for c in found} == {(patient.token, OK), (hasty.token, None)}
+    assert plan_of(rig).fired == {f"hang_{what}s": 2}
+
+
+def test_a_flipped_byte_is_caught_by_the_engine(rig: Rig) -> None:
+    plan_of(rig).set(flip_byte_on_read=1)  # strikes at submission, so the first one
+    assert outcomes(rig, range(2)) == [CHECKSUM_MISMATCH, OK]
+    assert plan_of(rig).fired == {"flip_byte_on_read": 1}
+
+
+def test_negative_control_a_wrong_byte_passes_as_ok(rig: Rig) -> None:
+    plan_of(rig).set(flip_with_valid_crc=1)
+    for number in range(2):
+        assert outcomes(rig, range(number, number + 1)) == [OK]
+    wrong = sum(a != b for a, b in zip(rig.payload(10), content(name(0)), strict=True))
+    assert wrong == 1
+    assert rig.payload(11) == content(name(1))
+    assert plan_of(rig).fired == {"flip_with_valid_crc": 1}
+
+
+def test_negative_control_a_swapped_slot_passes_as_ok(rig: Rig) -> None:
+    plan_of(rig).set(swap_slots=1)
+    for number in range(3):
+        assert outcomes(rig, range(number, number + 1)) == [OK]
+    assert rig.payload(10) == content(name(0))
+    assert rig.payload(11) == content(name(0))
+    assert rig.payload(12) == content(name(2))
+    assert plan_of(rig).fired == {"swap_slots": 1}
+
+
+@pytest.mark.parametrize("knob", sorted(KNOBS))
+def test_every_knob_fires_and_lets_go(rig: Rig, knob: str) -> None:
+    plan_of(rig).set(**{knob: 5})
+    rig.fill(10, name(2, 2))
+    ops = [rig.read(0, 11, name(0)), rig.read(1, 12, name(1)), rig.write(2, 10, name(2, 2))]
+    rig.submit(*ops)
+    before = rig.engine.poll()
+    if knob.startswith("hang_"):
+        plan_of(rig).set(**{knob: 0})
+    rig.wait(lambda found: len(before) + len(found) == len(ops))
+    assert set(plan_of(rig).fired) == {knob}
+    plan_of(rig).set(**{knob: 0})
+    assert outcomes(rig, range(3, 4)) == [OK]
+
+
+def test_a_control_file_changes_faults_while_running(tmp_path: Path) -> None:
+    rig = ENGINES["faulty-threads"](tmp_path)
+    control = tmp_path / "faults.json"
+    engine = FaultyIoEngine.from_control_file(
+        rig.engine, control, rig.pool, memoryview(rig.memory), rig.base_address
+    )
+    rig.engine = engine
+    rig.store(0, name(0))
+    control.write_text(json.dumps({"seed": 3, "read_eio": True}))
+    read_until(rig, EIO)
+    fired = json.loads((tmp_path / "faults.json.fired").read_text())
+    assert fired["read_eio"] >= 1
+    control.write_text("{half")  # as a reader sees a file that is being written
+    assert outcomes(rig, range(1)) == [EIO]
+    control.unlink()
+    read_until(rig, OK)
+    assert engine.close(WAIT_S)
+    rig.pool.close()
+
+
+def read_until(rig: Rig, wanted: object) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while outcomes(rig, range(1)) != [wanted]:
+        assert time.monotonic() < end_s
+
+
+@pytest.mark.parametrize("knobs", [{"read_eoi": 1}, {"read_eio": "often"}, {"read_eio": -1}])
+def test_a_bad_knob_is_refused_by_name(knobs: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(knobs))):
+        FaultPlan(knobs)

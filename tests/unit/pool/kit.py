@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small pool, and what a test stores in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from vllm_nvmeof_offload.errors import OK
+from vllm_nvmeof_offload.io.transfer import read_slot, write_slot
+from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.layout import Stamp
+from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
+from vllm_nvmeof_offload.protocol import SlotIdentity
+from vllm_nvmeof_offload.units import HEADER_BYTES, slot_stride_bytes
+
+PAYLOAD_BYTES = 5000
+SLOT_BYTES = slot_stride_bytes(PAYLOAD_BYTES)
+
+OpenPool = Callable[..., Pool]
+
+
+def make_spec(*targets: Path, slots: int = 16, **changes: object) -> PoolSpec:
+    spec = PoolSpec(
+        targets=targets,
+        pool_bytes=slots * (SLOT_BYTES + 64),
+        payload_bytes=PAYLOAD_BYTES,
+        keyspace=Keyspace.of({"model": "m"}),
+        o_direct="off",
+    )
+    return replace(spec, **changes)  # type: ignore[arg-type]
+
+
+def name(number: int, generation: int = 1) -> SlotIdentity:
+    return SlotIdentity(b"key-" + number.to_bytes(32, "little"), generation)
+
+
+def payload(identity: SlotIdentity) -> bytes:
+    return (identity.key + identity.generation.to_bytes(8, "little")).ljust(PAYLOAD_BYTES, b"\7")
+
+
+def put(pool: Pool, pool_slot: int, identity: SlotIdentity, stamp: Stamp | None = None) -> None:
+    slot = bytearray(pool.slot_bytes)
+    slot[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = payload(identity)
+    view = memoryview(slot)
+    assert write_slot(pool, view, pool_slot, identity, stamp or pool.stamp, lambda: True) == OK
+
+
+def get(pool: Pool, pool_slot: int, identity: SlotIdentity) -> bytes | None:
+    slot = bytearray(pool.slot_bytes)
+    if not read_slot(pool, memoryview(slot), pool_slot, identity).ok:
+        return None
+    return bytes(slot[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES])
+
+
+def entries(pool: Pool) -> dict[int, SlotIdentity]:
+    """What the pool adopts; every entry's content is checked on the way."""
+    adopted = pool.adopt()
+    found = {
+        slot: SlotIdentity(key, generation)
+        for slot, generation, key in zip(
+            adopted.pool_slots.tolist(), adopted.generations.tolist(), adopted.keys, strict=True
+        )
+    }
+    for slot, identity in found.items():
+        assert get(pool, slot, identity) == payload(identity)
+    return found
+
+
+STORED = {slot: name(slot, slot + 10) for slot in (0, 1, 2, 3, 7, 12)}
+
+
+def fill(pool: Pool) -> dict[int, SlotIdentity]:
+    for slot, identity in STORED.items():
+        put(pool, slot, identity)
+    return dict(STORED)

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opening, adopting and resetting a pool, over all the ways in which it may have been left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.layout import Stamp
+
+from .kit import (
+    PAYLOAD_BYTES,
+    SLOT_BYTES,
+    OpenPool,
+    entries,
+    fill,
+    get,
+    name,
+    put,
+)
+
+
+def test_a_new_pool_is_empty_and_has_the_geometry_asked_for(open_pool: OpenPool) -> None:
+    pool = open_pool(2)
+    assert (pool.slots, pool.target_count, pool.slot_bytes) == (16, 2, SLOT_BYTES)
+    assert (pool.payload_bytes, pool.engine_index, pool.shrunk_from) == (PAYLOAD_BYTES, 0, None)
+    assert pool.fallbacks == ()
+    assert entries(pool) == {}
+    places = {(pool.slab_fd(slot), pool.table_fd(slot)) for slot in range(16)}
+    assert len(places) == 16
+    assert pool.slab_fd(5)[1] == 2 * SLOT_BYTES
+    assert pool.slab_fd(5)[0] == pool.slab_fd(1)[0] != pool.slab_fd(0)[0]
+    assert pool.table_fd(5)[1] == 2 * 64
+
+
+@pytest.mark.parametrize("targets", [1, 2, 3])
+def test_what_was_stored_is_adopted_after_close(open_pool: OpenPool, targets: int) -> None:
+    stored = fill(open_pool(targets))
+    assert entries(open_pool(targets)) == stored
+    assert entries(open_pool(targets)) == stored
+
+
+def test_adoption_can_be_refused_and_then_nothing_old_comes_back(open_pool: OpenPool) -> None:
+    fill(open_pool())
+    pool = open_pool(adopt=False)
+    assert entries(pool) == {}
+    put(pool, 5, name(99))
+    assert entries(open_pool()) == {5: name(99)}
+
+
+def test_not_adoptable_is_not_adopted(open_pool: OpenPool) -> None:
+    pool = open_pool(adoptable=False)
+    fill(pool)
+    assert pool.stamp.adoptable is False
+    pool = open_pool()
+    assert entries(pool) == {}
+    put(pool, 5, name(99))
+    assert entries(open_pool()) == {5: name(99)}
+
+
+def test_entries_marked_not_adoptable_are_skipped_one_by_one(open_pool: OpenPool) -> None:
+    pool = open_pool()
+    put(pool, 1, name(1))
+    put(pool, 2, name(2), Stamp(pool.epoch, adoptable=False))
+    put(pool, 3, name(3), Stamp(pool.epoch + 1, adoptable=True))
+    assert entries(open_pool()) == {1: name(1)}
+
+
+def test_reset_voids_everything_before_it(open_pool: OpenPool) -> None:
+    pool = open_pool(2)
+    fill(pool)
+    epoch = pool.epoch
+    pool.reset(adoptable=False)
+    assert pool.stamp == Stamp(epoch + 1, adoptable=False)
+    pool.reset(adoptable=True)
+    assert pool.stamp == Stamp(epoch + 2, adoptable=True)
+    put(pool, 7, name(70))
+    assert entries(open_pool(2)) == {7: name(70)}
+    # The others' headers are intact, and still void when the tables are lost.
+    for target in open_pool(2).directories:
+        os.truncate(target / "table", 0)
+    assert entries(open_pool(2)) == {7: name(70)}
+
+
+def test_a_reset_that_reached_one_target_only_voids_all(open_pool: OpenPool) -> None:
+    pool = open_pool(2)
+    fill(pool)
+    old = (pool.directories[1] / "superblock").read_bytes()
+    pool.reset(adoptable=True)
+    (pool.directories[1] / "superblock").write_bytes(old)
+    pool = open_pool(2)
+    assert entries(pool) == {}
+
+
+def test_a_reset_that_cannot_be_written_says_so_and_marks_what_follows(
+    open_pool: OpenPool,
+) -> None:
+    pool = open_pool()
+    epoch = pool.epoch
+    blocker = pool.directories[0] / "superblock.new"
+    blocker.mkdir()
+    with pytest.raises(OSError, match="superblock"):
+        pool.reset(adoptable=True)
+    assert pool.epoch == epoch + 1
+    blocker.rmdir()
+
+
+def test_of_a_key_that_is_there_twice_the_lower_slot_is_kept(open_pool: OpenPool) -> None:
+    pool = open_pool(2)
+    put(pool, 9, name(1, 5))
+    put(pool, 4, name(1, 6))
+    put(pool, 5, name(2, 7))
+    assert entries(open_pool(2)) == {4: name(1, 6), 5: name(2, 7)}
+
+
+@pytest.mark.parametrize("targets", [1, 2])
+@pytest.mark.parametrize("left", [None, 0, 64, 64 * 3 + 17], ids=str)
+def test_a_lost_or_short_table_is_rebuilt_from_headers(
+    open_pool: OpenPool, targets: int, left: int | None
+) -> None:
+    pool = open_pool(targets)
+    stored = fill(pool)
+    table = pool.directories[0] / "table"
+    pool.close()
+    if left is None:
+        table.unlink()
+    else:
+        os.truncate(table, left)
+    progress: list[tuple[int, int]] = []
+    pool = open_pool(targets, on_progress=lambda done, total: progress.append((done, total)))
+    assert entries(pool) == stored
+    assert progress
+    assert progress[-1][0] == progress[-1][1] > 0
+    # It was written back: the next start need not look at headers again.
+    progress.clear()
+    pool = open_pool(targets, on_progress=lambda done, total: progress.append((done, total)))
+    assert entries(pool) == stored
+    assert progress == []
+
+
+def test_damaged_table_entries_are_recovered_from_their_headers(open_pool: OpenPool) -> None:
+    pool = open_pool()
+    stored = fill(pool)
+    with (pool.directories[0] / "table").open("r+b") as table:
+        for at in (5, 64 + 20, 3 * 64, 5 * 64 + 1):  # slot 5 was never written
+            table.seek(at)
+            byte = table.read(1)[0]
+            table.seek(at)
+            table.write(bytes([byte ^ 0x81]))
+    assert entries(open_pool()) == stored
+
+
+def test_a_table_that_lies_is_found_out_by_the_headers(open_pool: OpenPool) -> None:
+    pool = open_pool()
+    put(pool, 3, name(3))
+    fd, offset = pool.table_fd(3)
+    os.pwrite(fd, pool.encode_entry(3, name(4)), offset)
+    pool = open_pool()
+    assert pool.adopt().keys == (name(4).key,)
+    assert get(pool, 3, name(4)) is None
+
+
+@pytest.mark.parametrize("slots", [4, 8, 40])
+def test_a_pool_of_another_size_keeps_what_fits(open_pool: OpenPool, slots: int) -> None:
+    stored = fill(open_pool())
+    pool = open_pool(slots=slots)
+    assert pool.slots == slots
+    fitting = {slot: identity for slot, identity in stored.items() if slot < slots}
+    assert entries(pool) == fitting
+    # What was cut off does not come back when the pool grows again.
+    assert entries(open_pool(slots=64)) == fitting
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"payload_bytes": 9000}, {"world_size": 2}],
+    ids=["payload", "world size"],
+)
+def test_a_pool_of_another_shape_starts_empty(
+    open_pool: OpenPool, change: dict[str, object]
+) -> None:
+    fill(open_pool())
+    assert entries(open_pool(pool_bytes=1 << 20, **change)) == {}
+    assert entries(open_pool()) == {}
+
+
+def test_other_targets_start_empty(open_pool: OpenPool, tmp_path: Path) -> None:
+    fill(open_pool(2))
+    assert entries(open_pool(1)) == {}
+    fill(open_pool(2))
+    open_pool(1)
+    (tmp_path / "t0").rename(tmp_path / "t")
+    (tmp_path / "t1").rename(tmp_path / "t0")
+    (tmp_path / "t").rename(tmp_path / "t1")
+    assert entries(open_pool(2)) == {}
+
+
+def test_a_target_that_was_replaced_loses_only_its_own_slots(
+    open_pool: OpenPool, tmp_path: Path
+) -> None:
+    stored = fill(open_pool(2))
+    open_pool(2).close()
+    subprocess.run(["rm", "-r", str(tmp_path / "t1")], check=True)
+    kept = {slot: identity for slot, identity in stored.items() if slot % 2 == 0}
+    assert entries(open_pool(2)) == kept
+    put(open_pool(2), 1, name(1))
+    assert entries(open_pool(2)) == {**kept, 1: name(1)}
+
+
+def test_a_target_of_another_pool_starts_empty(open_pool: OpenPool, tmp_path: Path) -> None:
+    fill(open_pool(2))
+    open_pool(2).close()
+    for target in ("t0", "t1"):
+        (tmp_path / target).rename(tmp_path / f"other-{target}")
+    stored = fill(open_pool(2))
+    open_pool(2).close()
+    (tmp_path / "t1").rename(tmp_path / "spare-t1")
+    (tmp_path / "other-t1").rename(tmp_path / "t1")
+    kept = {slot: identity for slot, identity in stored.items() if slot % 2 == 0}
+    assert entries(open_pool(2)) == kept
+
+
+def test_another_keyspace_lives_beside(open_pool: OpenPool) -> None:
+    stored = fill(open_pool())
+    assert entries(open_pool(keyspace=Keyspace.of({"model": "other"}))) == {}
+    assert entries(open_pool()) == stored
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "lose"])
+def test_without_its_superblock_a_directory_is_empty(open_pool: OpenPool, damage: str) -> None:
+    pool = open_pool()
+    fill(pool)
+    superblock = pool.directories[0] / "superblock"
+    page = superblock.read_bytes()
+    if damage == "flip":
+        superblock.write_bytes(page[:50] + bytes([page[50] ^ 1]) + page[51:])
+    elif damage == "cut":
+        superblock.write_bytes(page[:512])
+    else:
+        superblock.unlink()
+    assert entries(open_pool()) == {}
+    os.truncate(pool.directories[0] / "table", 0)
+    assert entries(open_pool()) == {}, "old headers must be gone"

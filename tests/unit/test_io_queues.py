@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which operation starts next, without threads."""
+
+from __future__ import annotations
+
+from vllm_nvmeof_offload.io.base import IoKind, IoOp
+from vllm_nvmeof_offload.io.queues import Limits, OpState, Queues
+from vllm_nvmeof_offload.protocol import IoClass, SlotIdentity
+
+SLOT = 1000
+
+
+class Bench:
+    def __init__(self, threads: int = 8, reads: int = 4, writes: int = 3) -> None:
+        limits = Limits(threads, SLOT, reads * SLOT, writes * SLOT, 100)
+        self.queues = Queues(limits, threads_working=threads)
+        self.states: dict[int, OpState] = {}
+
+    def add(self, kind: IoKind, io_class: IoClass = IoClass.READ_DEMAND) -> int:
+        token = len(self.states) + 1
+        if kind is IoKind.WRITE_SLOT:
+            io_class = IoClass.WRITE_BEHIND
+        op = IoOp(token, kind, io_class, 0, 0, SlotIdentity(b"k", 1))
+        self.states[token] = OpState(op, token)
+        self.queues.add(self.states[token])
+        return token
+
+    def start(self) -> list[int]:
+        started = []
+        while (state := self.queues.start_next()) is not None:
+            started.append(state.op.token)
+        return started
+
+    def finish(self, token: int) -> None:
+        self.queues.finish(self.states[token])
+
+
+READ, WRITE, RESET = IoKind.READ_SLOT, IoKind.WRITE_SLOT, IoKind.RESET
+
+
+def test_urgent_classes_go_first_and_each_in_its_order() -> None:
+    bench = Bench(reads=100)
+    low = [bench.add(READ, IoClass.READ_PREFETCH) for _ in range(3)]
+    high = [bench.add(READ) for _ in range(3)]
+    assert bench.start() == high + low
+
+
+def test_bytes_in_flight_are_capped() -> None:
+    bench = Bench(reads=4, writes=3)
+    reads = [bench.add(READ) for _ in range(6)]
+    assert bench.start() == reads[:4]
+    bench.finish(reads[0])
+    assert bench.start() == reads[4:5]
+    bench = Bench(writes=3)
+    writes = [bench.add(WRITE) for _ in range(6)]
+    assert bench.start() == writes[:3]
+
+
+def test_beside_reads_one_write_runs() -> None:
+    bench = Bench()
+    reads = [bench.add(READ) for _ in range(2)]
+    writes = [bench.add(WRITE) for _ in range(3)]
+    assert bench.start() == [*reads, writes[0]]
+    bench.finish(reads[0])
+    bench.finish(reads[1])
+    assert bench.start() == writes[1:]
+
+
+def test_writes_never_take_the_last_thread() -> None:
+    bench = Bench(threads=3, writes=100)
+    writes = [bench.add(WRITE) for _ in range(5)]
+    assert bench.start() == writes[:2]
+    bench = Bench(threads=3, writes=100)
+    bench.queues.threads_working = 1
+    bench.add(WRITE)
+    assert bench.start() == []
+
+
+def test_an_overdue_operation_stops_counting() -> None:
+    bench = Bench(reads=1)
+    reads = [bench.add(READ) for _ in range(2)]
+    assert bench.start() == reads[:1]
+    bench.queues.overdue(bench.states[reads[0]])
+    assert bench.start() == reads[1:]
+    bench.finish(reads[0])
+    assert bench.queues.reads_running == 1
+
+
+def test_a_write_waits_for_the_resets_before_it_and_they_run_one_by_one() -> None:
+    bench = Bench()
+    early, first, second, late = (
+        bench.add(WRITE),
+        bench.add(RESET),
+        bench.add(RESET),
+        bench.add(WRITE),
+    )
+    assert bench.start() == [first, early]
+    assert bench.queues.unmarked_writes() == []
+    bench.finish(first)
+    assert bench.start() == [second]
+    bench.finish(second)
+    assert bench.queues.unmarked_writes() == [bench.states[late]]
+    assert bench.start() == [late]
+
+
+def test_a_cancelled_reset_holds_nothing_back() -> None:
+    bench = Bench()
+    first, second, write = bench.add(RESET), bench.add(RESET), bench.add(WRITE)
+    assert bench.start() == [first]
+    bench.queues.remove(bench.states[second])
+    bench.finish(first)
+    assert bench.start() == [write]

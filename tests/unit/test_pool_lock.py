@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who owns a pool directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_nvmeof_offload.errors import PoolLockedError
+from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.lock import Heartbeat, Holder, read_holder
+from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
+
+CHILD = """
+import sys, pathlib
+from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
+pool = Pool.open(PoolSpec((pathlib.Path(sys.argv[1]),), 1 << 20, 5000, Keyspace.of({"m": 1})))
+print(pool.engine_index, flush=True)
+sys.stdin.read()
+"""
+
+
+def make_spec(target: Path, engine_index: int | None = None) -> PoolSpec:
+    return PoolSpec(
+        (target,), 1 << 20, 5000, Keyspace.of({"m": 1}), engine_index=engine_index, o_direct="off"
+    )
+
+
+@pytest.fixture
+def other_process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A live process that holds engine 0."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "0\n"
+    yield child
+    child.kill()
+    child.communicate()
+
+
+def test_a_second_engine_takes_the_next_index(
+    tmp_path: Path, other_process: subprocess.Popen[str]
+) -> None:
+    pool = Pool.open(make_spec(tmp_path))
+    third = Pool.open(make_spec(tmp_path))
+    assert (pool.engine_index, third.engine_index) == (1, 2)
+    third.close()
+    pool.close()
+
+
+def test_an_index_that_is_held_is_refused_by_name(
+    tmp_path: Path, other_process: subprocess.Popen[str]
+) -> None:
+    with pytest.raises(PoolLockedError, match=rf"engine-0.*pid {other_process.pid} "):
+        Pool.open(make_spec(tmp_path, engine_index=0))
+
+
+def test_sigkill_leaves_a_lock_that_is_taken_over_at_once(
+    tmp_path: Path, other_process: subprocess.Popen[str]
+) -> None:
+    other_process.send_signal(signal.SIGKILL)
+    other_process.wait()
+    pool = Pool.open(make_spec(tmp_path, engine_index=0))
+    holder = read_holder(pool.directories[0] / "lock")
+    assert holder is not None
+    assert holder.pid == os.getpid()
+    pool.close()
+
+
+def test_a_closed_pool_names_no_holder(tmp_path: Path) -> None:
+    pool = Pool.open(make_spec(tmp_path))
+    pool.close()
+    pool.close()
+    assert read_holder(pool.directories[0] / "lock") is None
+
+
+def leave_lock(tmp_path: Path, age_s: float, **changes: object) -> Path:
+    """Leave a lock file as another host would."""
+    pool = Pool.open(make_spec(tmp_path))
+    lock = pool.directories[0] / "lock"
+    pool.close()
+    record = {
+        "host": "elsewhere",
+        "pid": 4711,
+        "boot_id": "another-kernel",
+        "heartbeat": time.time() - age_s,
+        **changes,
+    }
+    lock.write_text(json.dumps(record))
+    return lock
+
+
+@pytest.mark.parametrize("engine_index", [None, 0])
+@pytest.mark.parametrize("age_s", [3, -3600], ids=["fresh", "its clock is ahead"])
+def test_a_live_owner_on_another_host_is_refused_by_name(
+    tmp_path: Path, engine_index: int | None, age_s: float
+) -> None:
+    lock = leave_lock(tmp_path, age_s)
+    with pytest.raises(PoolLockedError) as refusal:
+        Pool.open(make_spec(tmp_path, engine_index))
+    message = str(refusal.value)
+    assert str(lock) in message
+    assert "4711" in message
+    assert "elsewhere" in message
+    assert "delete" in message
+
+
+@pytest.mark.parametrize(
+    ("age_s", "changes"),
+    [
+        (31, {}),
+        (3, {"boot_id": Holder.myself().boot_id}),
+        (3, {"host": Holder.myself().host}),
+        (3, {"heartbeat": "garbage"}),
+    ],
+    ids=["dead host", "another container, same kernel", "same host, rebooted", "garbage"],
+)
+def test_a_dead_owner_is_taken_over(
+    tmp_path: Path, age_s: float, changes: dict[str, object]
+) -> None:
+    leave_lock(tmp_path, age_s, **changes)
+    pool = Pool.open(make_spec(tmp_path, engine_index=0))
+    assert pool.engine_index == 0
+    pool.close()
+
+
+def test_the_heartbeat_is_renewed_and_survives_errors(tmp_path: Path) -> None:
+    beats: list[float] = []
+
+    def beat() -> None:
+        beats.append(time.time())
+        raise OSError(5, "the target is gone for a moment")
+
+    heartbeat = Heartbeat([beat], period_s=0.001)
+    end_s = time.monotonic() + 20
+    while len(beats) < 3:
+        assert time.monotonic() < end_s
+        os.sched_yield()
+    assert heartbeat.stop()
+
+
+def test_a_failed_open_leaves_no_lock(tmp_path: Path) -> None:
+    pool = Pool.open(make_spec(tmp_path))
+    slab = pool.directories[0] / "slab"
+    pool.close()
+    slab.unlink()
+    slab.mkdir()
+    for _ in range(2):
+        with pytest.raises(Exception, match="slab"):
+            Pool.open(make_spec(tmp_path, engine_index=0))
+    slab.rmdir()
+    Pool.open(make_spec(tmp_path, engine_index=0)).close()

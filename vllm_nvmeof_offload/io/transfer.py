@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One whole slot between memory and the pool, synchronously: what an I/O thread does."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING
+
+from vllm_nvmeof_offload.errors import OK, Outcome, io_error
+from vllm_nvmeof_offload.pool.layout import Stamp, seal, verify
+from vllm_nvmeof_offload.units import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_nvmeof_offload.pool.pool import Pool
+    from vllm_nvmeof_offload.protocol import SlotIdentity
+
+__all__ = ["read_slot", "write_slot"]
+
+
+def read_slot(pool: Pool, slot: memoryview, pool_slot: int, identity: SlotIdentity) -> Outcome:
+    """Read the pool slot into `slot` (uint8[slot_bytes]) and verify it."""
+    fd, offset = pool.slab_fd(pool_slot)
+    try:
+        _transfer(os.preadv, fd, slot, offset)
+    except OSError as error:
+        return io_error(error.errno or errno.EIO)
+    return verify(slot, identity, pool.payload_bytes)
+
+
+def write_slot(
+    pool: Pool,
+    slot: memoryview,
+    pool_slot: int,
+    identity: SlotIdentity,
+    stamp: Stamp,
+    wanted: Callable[[], bool],
+) -> Outcome:
+    """Seal `slot` (uint8[slot_bytes]), write it whole, and then its table entry.
+
+    wanted: asked between the two. Nobody waits for a write that was given up meanwhile, and
+    its pool slot may be another's soon: it gets no table entry.
+    """
+    seal(slot, identity, pool.payload_bytes, stamp.epoch, stamp.adoptable)
+    entry = pool.encode_entry(pool_slot, identity, stamp)
+    fd, offset = pool.slab_fd(pool_slot)
+    try:
+        _transfer(os.pwritev, fd, slot, offset)
+        if not wanted():
+            return io_error(errno.ECANCELED)
+        table_fd, table_offset = pool.table_fd(pool_slot)
+        if os.pwrite(table_fd, entry, table_offset) != len(entry):
+            return io_error(errno.EIO)
+    except OSError as error:
+        return io_error(error.errno or errno.EIO)
+    return OK
+
+
+def _transfer(
+    call: Callable[[int, list[memoryview], int], int], fd: int, slot: memoryview, offset: int
+) -> None:
+    """Repeat `preadv`/`pwritev` until all of `slot` is done (Python itself repeats on EINTR).
+
+    What is left after a short transfer starts on a page boundary again, as O_DIRECT asks for.
+
+    Raises:
+        OSError: the kernel's error, or EIO if a call makes no progress.
+    """
+    done = 0
+    while done < len(slot):
+        count = call(fd, [slot[done:]], offset + done)
+        if done + count < len(slot):
+            count -= (done + count) % PAGE_BYTES
+        if count <= 0:
+            raise OSError(errno.EIO, f"no progress at byte {done} of {len(slot)}")
+        done += count

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The format of one pool slot: a 4 KiB header page, then the payload padded to 4 KiB.
+
+Header page, little endian::
+
+    0   8s  magic "vNVMeKV\\0"      16  u64  generation
+    8   u16 format version          24  u64  payload length, bytes
+    10  u8  flags (1: adoptable)    32  u32  payload CRC-32C
+    11  u8  key length              36  46s  offload key, zero padded
+    12  u32 epoch                   …   zero
+    4092 u32 CRC-32C of bytes 0..4091
+
+The header's CRC covers the whole page, so that any damaged bit of it is seen. The padding
+after the payload carries no information and no CRC. The format is shared with the native
+engine: a change here is a new `FORMAT_VERSION` and a line in the changelog.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from crc32c import crc32c
+
+from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE, Outcome
+from vllm_nvmeof_offload.protocol import SlotIdentity
+from vllm_nvmeof_offload.units import HEADER_BYTES
+
+__all__ = [
+    "FLAG_ADOPTABLE",
+    "FORMAT_VERSION",
+    "KEY_BYTES_MAX",
+    "SlotHeader",
+    "Stamp",
+    "check_key",
+    "parse_header",
+    "seal",
+    "verify",
+]
+
+FORMAT_VERSION = 1
+KEY_BYTES_MAX = 46
+FLAG_ADOPTABLE = 1
+EPOCH_MAX = (1 << 32) - 1
+
+_MAGIC = b"vNVMeKV\0"
+_HEADER = struct.Struct(f"<8sHBBIQQI{KEY_BYTES_MAX}s")
+_CRC = struct.Struct("<I")
+_CRC_AT = HEADER_BYTES - _CRC.size
+_ZEROS = bytes(_CRC_AT - _HEADER.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What a write is marked with, fixed when it is submitted.
+
+    epoch: a later reset voids everything of an earlier epoch. adoptable: may a later start
+    of this pool adopt it?
+    """
+
+    epoch: int
+    adoptable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SlotHeader:
+    """An intact header page."""
+
+    identity: SlotIdentity
+    payload_bytes: int
+    payload_crc: int
+    stamp: Stamp
+
+
+def check_key(key: bytes) -> None:
+    """Refuse a key that no header and no table entry can hold.
+
+    Raises:
+        ValueError: `key` is empty or longer than `KEY_BYTES_MAX`.
+    """
+    if not 0 < len(key) <= KEY_BYTES_MAX:
+        raise ValueError(
+            f"offload key has {len(key)} bytes; the pool's format holds 1 to {KEY_BYTES_MAX}"
+        )
+
+
+def seal(
+    slot: memoryview, identity: SlotIdentity, payload_bytes: int, epoch: int, adoptable: bool
+) -> None:
+    """Fill the header page of `slot` (uint8, header page + payload), whose payload is there.
+
+    Raises:
+        ValueError: the key does not fit (`check_key`).
+    """
+    check_key(identity.key)
+    assert 0 <= epoch <= EPOCH_MAX
+    assert 0 <= identity.generation < 1 << 64
+    assert len(slot) >= HEADER_BYTES + payload_bytes
+    payload_crc = crc32c(slot[HEADER_BYTES : HEADER_BYTES + payload_bytes])
+    _HEADER.pack_into(
+        slot,
+        0,
+        _MAGIC,
+        FORMAT_VERSION,
+        FLAG_ADOPTABLE if adoptable else 0,
+        len(identity.key),
+        epoch,
+        identity.generation,
+        payload_bytes,
+        payload_crc,
+        identity.key,
+    )
+    slot[_HEADER.size : _CRC_AT] = _ZEROS
+    _CRC.pack_into(slot, _CRC_AT, crc32c(slot[:_CRC_AT]))
+
+
+def parse_header(page: bytes | bytearray | memoryview) -> SlotHeader | None:
+    """Return the header in `page` (at least 4 KiB), or None if it is not an intact one."""
+    view = memoryview(page)
+    if len(view) < HEADER_BYTES:
+        return None
+    magic, version, flags, key_bytes, epoch, generation, payload_bytes, payload_crc, key = (
+        _HEADER.unpack_from(view)
+    )
+    if magic != _MAGIC or crc32c(view[:_CRC_AT]) != _CRC.unpack_from(view, _CRC_AT)[0]:
+        return None
+    if version != FORMAT_VERSION or flags & ~FLAG_ADOPTABLE:
+        return None
+    if not 0 < key_bytes <= KEY_BYTES_MAX or any(key[key_bytes:]):
+        return None
+    return SlotHeader(
+        SlotIdentity(key[:key_bytes], generation),
+        payload_bytes,
+        payload_crc,
+        Stamp(epoch, bool(flags & FLAG_ADOPTABLE)),
+    )
+
+
+def verify(slot: memoryview, identity: SlotIdentity, payload_bytes: int) -> Outcome:
+    """Say whether `slot` (uint8, header page + payload) proves to hold `identity`.
+
+    CHECKSUM_MISMATCH: header or payload damaged, or never written. STALE: an intact header of
+    another key, generation or length. OK: every byte of the payload is what was sealed.
+    """
+    header = parse_header(slot[:HEADER_BYTES])
+    if header is None:
+        return CHECKSUM_MISMATCH
+    if header.identity != identity or header.payload_bytes != payload_bytes:
+        return STALE
+    if len(slot) < HEADER_BYTES + payload_bytes:
+        return CHECKSUM_MISMATCH
+    crc = crc32c(slot[HEADER_BYTES : HEADER_BYTES + payload_bytes])
+    return OK if crc == header.payload_crc else CHECKSUM_MISMATCH

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lock of one rank directory: an flock, and a heartbeat for hosts that flock cannot see.
+
+On one kernel the flock decides: it goes with its process, SIGKILL included, so a lock file
+left behind by a dead process is simply taken over. Another host that has mounted the same
+file system is seen by the heartbeat alone, which is why it is fdatasync'ed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_nvmeof_offload.errors import PoolLockedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["HEARTBEAT_STALE_S", "DirectoryLock", "Heartbeat", "Holder", "read_holder"]
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_PERIOD_S = 5.0
+#: A foreign holder whose heartbeat is older than this is taken for dead.
+HEARTBEAT_STALE_S = 30.0
+_RECORD_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a lock. heartbeat: Unix time, seconds. boot_id: of the running kernel."""
+
+    host: str
+    pid: int
+    boot_id: str
+    heartbeat: float
+
+    @staticmethod
+    def myself() -> Holder:
+        return Holder(socket.gethostname(), os.getpid(), _boot_id(), time.time())
+
+    def shares_kernel_with(self, other: Holder) -> bool:
+        """True where flock already decides: the same machine, in containers too."""
+        return self.boot_id == other.boot_id or self.host == other.host
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return f"unknown-{os.getpid()}"
+
+
+def read_holder(path: Path) -> Holder | None:
+    """Return the holder that a lock file names; None if it names nobody."""
+    try:
+        record = json.loads(path.read_bytes().rstrip(b"\0 \n") or b"null")
+        return Holder(
+            str(record["host"]),
+            int(record["pid"]),
+            str(record["boot_id"]),
+            float(record["heartbeat"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+class DirectoryLock:
+    """A claimed lock file. `claim` makes one, `release` gives it up."""
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self._fd = fd
+        self.path = path
+
+    @classmethod
+    def claim(cls, path: Path) -> DirectoryLock | None:
+        """Claim `path`, creating it; None if a process on this machine holds it.
+
+        Raises:
+            PoolLockedError: a live process of another host holds it.
+            OSError: the file cannot be opened or written.
+        """
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
+                os.close(fd)
+                return None
+            holder = read_holder(path)
+            me = Holder.myself()
+            if holder is not None and not holder.shares_kernel_with(me):
+                age_s = me.heartbeat - holder.heartbeat
+                if age_s < HEARTBEAT_STALE_S:
+                    raise foreign_holder_error(path, holder, age_s)
+            lock = cls(fd, path)
+            lock.beat()
+            return lock
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def beat(self) -> None:
+        """Write this process's record, durable. OSError if it cannot be written."""
+        record = json.dumps(asdict(Holder.myself())).encode().ljust(_RECORD_BYTES)
+        os.pwrite(self._fd, record, 0)
+        os.fdatasync(self._fd)
+
+    def release(self) -> None:
+        """Name nobody in the file and let go; errors are ignored, the flock goes anyway."""
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        try:
+            os.pwrite(fd, b" " * _RECORD_BYTES, 0)
+            os.fdatasync(fd)
+        except OSError as error:
+            logger.warning("cannot clear %s: %s", self.path, error)
+        finally:
+            os.close(fd)
+
+
+def foreign_holder_error(path: Path, holder: Holder, age_s: float) -> PoolLockedError:
+    """The refusal for a live owner on another host."""
+    return PoolLockedError(
+        f"{path} is held by pid {holder.pid} on host {holder.host}, whose heartbeat is "
+        f"{max(age_s, 0):.0f} s old. Two hosts that mount one xfs or ext4 destroy it: unmount it "
+        f"there, or give each host its own target. If that host is gone for good, wait "
+        f"{HEARTBEAT_STALE_S:.0f} s after its last heartbeat, or delete {path}"
+    )
+
+
+def local_holder_error(path: Path) -> PoolLockedError:
+    """The refusal for a directory that another process on this machine holds."""
+    holder = read_holder(path)
+    who = f"pid {holder.pid} on host {holder.host}" if holder else "another process on this host"
+    return PoolLockedError(
+        f"{path} is held by {who}. Stop it, or let this one take the next free engine index "
+        f"(do not set engine_index)"
+    )
+
+
+class Heartbeat:
+    """A daemon thread that renews locks. A hung mount hangs this thread and nothing else."""
+
+    def __init__(
+        self, beats: list[Callable[[], None]], period_s: float = HEARTBEAT_PERIOD_S
+    ) -> None:
+        self._beats = beats
+        self._period_s = period_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pool-heartbeat", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._period_s):
+            for beat in self._beats:
+                try:
+                    beat()
+                except OSError as error:
+                    # The flock still holds; only foreign hosts see less of us.
+                    logger.warning("heartbeat of a pool directory failed: %s", error)
+
+    def stop(self, timeout_s: float = 1.0) -> bool:
+        """Stop; False if the thread hangs in the kernel (its descriptors must stay open)."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's pool: its slabs and tables over all targets, claimed, preallocated, adopted.
+
+Pool slot p lies on target `p % target_count`, at index `p // target_count` of its slab. All
+targets have equally many slots: the fullest one decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vllm_nvmeof_offload.errors import PoolError
+from vllm_nvmeof_offload.pool.claim import Claim
+from vllm_nvmeof_offload.pool.layout import Stamp
+from vllm_nvmeof_offload.pool.prepare import choose_direct, next_epoch, prepare
+from vllm_nvmeof_offload.pool.recovery import Progress, RankFiles, adopt_entries
+from vllm_nvmeof_offload.pool.slab import Slab
+from vllm_nvmeof_offload.pool.spec import PoolSpec
+from vllm_nvmeof_offload.pool.superblock import write_superblock
+from vllm_nvmeof_offload.pool.table import ENTRY_BYTES, encode_entry
+from vllm_nvmeof_offload.units import format_bytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vllm_nvmeof_offload.pool.keyspace import Keyspace
+    from vllm_nvmeof_offload.protocol import AdoptedEntries, SlotIdentity
+
+__all__ = ["Pool", "PoolSpec"]
+
+
+class Pool:
+    """An open pool. Everything but the fd look-ups may block: keep it off the engine's poll.
+
+    `reset` is called on an I/O thread; `slab_fd`, `table_fd`, `encode_entry` and `stamp` from
+    any thread. The rest belongs to the thread that opened it.
+    """
+
+    def __init__(
+        self,
+        spec: PoolSpec,
+        claim: Claim,
+        slabs: list[Slab],
+        on_progress: Progress | None = None,
+    ) -> None:
+        """Use `Pool.open`."""
+        prepared = prepare(spec, claim, slabs)
+        self._spec = spec
+        self._claim = claim
+        self._slabs = slabs
+        self._superblocks = prepared.superblocks
+        self._slots_per_target = prepared.slots_per_target
+        self._adopt_slots = prepared.adopt_slots
+        self._stamp = Stamp(prepared.superblocks[0].epoch, spec.adoptable)
+        self._fallbacks = choose_direct(spec, slabs)
+        self._on_progress = on_progress
+        self._closed = False
+
+    @classmethod
+    def open(cls, spec: PoolSpec, on_progress: Progress | None = None) -> Pool:
+        """Claim, check, preallocate. `on_progress` is for `adopt`, if it must read headers.
+
+        Raises:
+            PoolLockedError: another live owner (named) holds the directory.
+            PoolError: a target cannot be used, or has no space for one slot.
+        """
+        if spec.slots_per_target < 1:
+            raise PoolError(
+                f"pool_bytes is {format_bytes(spec.pool_bytes)} for this rank: less than one slot "
+                f"of {format_bytes(spec.slot_bytes)} on each of {len(spec.targets)} targets"
+            )
+        claim = Claim.make(spec.targets, spec.keyspace, spec.rank, spec.engine_index)
+        slabs: list[Slab] = []
+        try:
+            slabs.extend(map(Slab, claim.directories))
+            return cls(spec, claim, slabs, on_progress)
+        except BaseException as error:
+            for slab in slabs:
+                slab.close()
+            claim.release()
+            if isinstance(error, OSError):
+                places = ", ".join(map(str, claim.directories))
+                raise PoolError(f"cannot use the pool in {places}: {error}") from error
+            raise
+
+    @property
+    def slots(self) -> int:
+        """Pool slots over all targets."""
+        return self._slots_per_target * len(self._slabs)
+
+    @property
+    def target_count(self) -> int:
+        return len(self._slabs)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Header page and padded payload."""
+        return self._spec.slot_bytes
+
+    @property
+    def payload_bytes(self) -> int:
+        return self._spec.payload_bytes
+
+    @property
+    def engine_index(self) -> int:
+        return self._claim.engine_index
+
+    @property
+    def keyspace(self) -> Keyspace:
+        return self._spec.keyspace
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """This rank's directories, one a target."""
+        return self._claim.directories
+
+    @property
+    def stamp(self) -> Stamp:
+        """What a write submitted now is marked with."""
+        return self._stamp
+
+    @property
+    def epoch(self) -> int:
+        return self._stamp.epoch
+
+    @property
+    def shrunk_from(self) -> int | None:
+        """The slots asked for, if there was no space for them; else None."""
+        wanted = self._spec.slots_per_target
+        return wanted * len(self._slabs) if self._slots_per_target < wanted else None
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """What runs slower than asked, and why, for people."""
+        return self._fallbacks
+
+    @property
+    def direct(self) -> bool:
+        """True if every slab is open for O_DIRECT (buffers and offsets then 4 KiB aligned)."""
+        return all(slab.direct for slab in self._slabs)
+
+    def slab_fd(self, pool_slot: int) -> tuple[int, int]:
+        """Return (descriptor, byte offset) of a pool slot's header page."""
+        index, target = divmod(pool_slot, len(self._slabs))
+        assert 0 <= index < self._slots_per_target
+        return self._slabs[target].fd, index * self._spec.slot_bytes
+
+    def table_fd(self, pool_slot: int) -> tuple[int, int]:
+        """Return (descriptor, byte offset) of a pool slot's table entry (buffered)."""
+        index, target = divmod(pool_slot, len(self._slabs))
+        assert 0 <= index < self._slots_per_target
+        return self._slabs[target].table_fd, index * ENTRY_BYTES
+
+    def encode_entry(
+        self, pool_slot: int, identity: SlotIdentity, stamp: Stamp | None = None
+    ) -> bytes:
+        """Return the table entry to write once the slot's data is written.
+
+        stamp: the one the slot was sealed with, taken when the write was submitted: a write
+        that a reset overtakes must not be marked with the new epoch.
+        """
+        return encode_entry(pool_slot, identity, stamp or self._stamp)
+
+    def adopt(self) -> AdoptedEntries:
+        """Return what an earlier process stored and this one may use; call it once, at start.
+
+        Empty unless `spec.adopt`. A table that is missing, cut short or damaged is rebuilt
+        from the slots' headers (`on_progress`). Where a key is found twice, the lower pool
+        slot is kept.
+        """
+        files = [
+            RankFiles(slab.header_fd, slab.table_fd, target, count, slab.table_slots_found)
+            for target, (slab, count) in enumerate(zip(self._slabs, self._adopt_slots, strict=True))
+        ]
+        return adopt_entries(
+            files,
+            epoch=self._stamp.epoch,
+            slot_bytes=self.slot_bytes,
+            payload_bytes=self.payload_bytes,
+            on_progress=self._on_progress,
+        )
+
+    def reset(self, adoptable: bool) -> None:
+        """Void everything stored so far, on disk too; blocks until that is durable.
+
+        Writes submitted from now on are marked with `adoptable`. Even when it fails, what this
+        process writes later is marked with the new epoch.
+
+        Raises:
+            OSError: a superblock could not be written: what was stored before could be adopted
+                at a later start.
+        """
+        epoch = next_epoch(self._stamp.epoch)
+        self._stamp = Stamp(epoch, adoptable)
+        self._adopt_slots = [0] * len(self._slabs)
+        failure: OSError | None = None
+        for index, slab in enumerate(self._slabs):
+            superblock = replace(self._superblocks[index], epoch=epoch, adoptable=adoptable)
+            self._superblocks[index] = superblock
+            try:
+                write_superblock(slab.directory, superblock)
+            except OSError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+
+    def close(self, abandon: bool = False) -> None:
+        """Close the files and give up the claim.
+
+        abandon: an engine's thread still hangs in the kernel; keep every descriptor, so that
+        their numbers are not given to other files. The process's end closes them.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._claim.release(keep_descriptors=abandon)
+        if not abandon:
+            for slab in self._slabs:
+                slab.close()
