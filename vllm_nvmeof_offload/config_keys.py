@@ -126,9 +126,9 @@ class OffloadConfig(BaseModel):
         "How staging and pool exchange bytes. auto: the fastest engine that works here.",
     )  # fmt: skip
     io_threads: int = _key(
-        8, "threads", "an integer from 1 to 256",
-        "I/O threads of each rank with the threads engine.",
-        ge=1, le=256,
+        8, "threads", "an integer from 2 to 256",
+        "I/O threads of each rank with the threads engine; one is kept for reads.",
+        ge=2, le=256,
     )  # fmt: skip
     o_direct: Literal["auto", "on", "off"] = _key(
         "auto", "", '"auto", "on" or "off"',

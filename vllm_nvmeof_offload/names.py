@@ -5,6 +5,7 @@ __all__ = [
     "BACKEND",
     "CONNECTOR_MODULE",
     "CONNECTOR_NAME",
+    "LOGGER_NAME",
     "SPEC_MODULE",
     "SPEC_NAME",
     "STOCK_CONNECTOR_NAME",
@@ -17,3 +18,5 @@ SPEC_NAME = "NVMeoFOffloadingSpec"
 SPEC_MODULE = "vllm_nvmeof_offload.spec"
 #: vLLM's own connector, which `transfer_config` replaces where it names our spec.
 STOCK_CONNECTOR_NAME = "OffloadingConnector"
+#: Below vLLM's own logger, so that our lines look like, and go where, vLLM's go.
+LOGGER_NAME = "vllm.nvmeof_offload"

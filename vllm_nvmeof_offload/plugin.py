@@ -20,10 +20,11 @@ import sys
 from typing import Any
 
 from vllm_nvmeof_offload.errors import IntegrationError
+from vllm_nvmeof_offload.names import LOGGER_NAME
 
 __all__ = ["register"]
 
-logger = logging.getLogger("vllm.nvmeof_offload")
+logger = logging.getLogger(LOGGER_NAME)
 
 _warned = False
 

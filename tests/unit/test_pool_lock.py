@@ -123,7 +123,7 @@ def test_a_live_owner_on_another_host_is_refused_by_name(
     [
         (31, {}),
         (3, {"boot_id": Holder.myself().boot_id}),
-        (3, {"host": Holder.myself().host}),
+        (31, {"host": Holder.myself().host}),
         (3, {"heartbeat": "garbage"}),
     ],
     ids=["dead host", "another container, same kernel", "same host, rebooted", "garbage"],

@@ -33,7 +33,7 @@ LAYERS: list[set[str]] = [
     {"job_specs", "deployment"},
     {"manager", "worker"},
     {"spec", "connector", "plugin", "integration"},
-    {"cli", "demo"},
+    {"cli", "cli_pool", "cli_pool_text", "demo"},
 ]
 MAY_IMPORT_VLLM = {
     "plugin.py",

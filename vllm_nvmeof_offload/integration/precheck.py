@@ -13,11 +13,13 @@ from vllm_nvmeof_offload.config import (
     chunk_blocks,
     parse_config,
 )
+from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
 __all__ = ["precheck", "slot_bytes_estimate"]
 
-logger = logging.getLogger("vllm.nvmeof_offload")
+logger = logging.getLogger(LOGGER_NAME)
 
 
 def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
@@ -30,13 +32,20 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
     """
     config = parse_config(extra)
     parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size > 1:
+        # Each replica would take the whole pool and all staging.
+        raise ConfigError(
+            "data_parallel_size",
+            parallel.data_parallel_size,
+            "this version supports 1; start independent servers, each with a pool_bytes of its own",
+        )
     check_memory(config, max(1, getattr(parallel, "nnodes", 1)), staging_key)
     check_targets(config)
     if config.fault_injection:
         logger.warning("FAULT INJECTION is on, controlled by %s", config.fault_injection)
     slot_bytes = slot_bytes_estimate(vllm_config, config)
     if slot_bytes is not None:
-        check_fits(config, slot_bytes, parallel.world_size, parallel.data_parallel_size)
+        check_fits(config, slot_bytes, parallel.world_size)
 
 
 def slot_bytes_estimate(vllm_config: Any, config: Any) -> int | None:

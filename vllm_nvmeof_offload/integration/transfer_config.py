@@ -21,6 +21,7 @@ from vllm_nvmeof_offload.names import (
     BACKEND,
     CONNECTOR_MODULE,
     CONNECTOR_NAME,
+    LOGGER_NAME,
     SPEC_MODULE,
     SPEC_NAME,
     STOCK_CONNECTOR_NAME,
@@ -29,7 +30,7 @@ from vllm_nvmeof_offload.units import GIB, format_bytes
 
 __all__ = ["expect", "install"]
 
-logger = logging.getLogger("vllm.nvmeof_offload")
+logger = logging.getLogger(LOGGER_NAME)
 
 _METHOD = "_post_init_kv_transfer_config"
 _SIZE_FLAG = "--kv-offloading-size"

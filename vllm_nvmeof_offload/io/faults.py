@@ -19,6 +19,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.names import LOGGER_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KNOBS", "FaultPlan"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(LOGGER_NAME)
 
 #: knob → what it does.
 KNOBS = {

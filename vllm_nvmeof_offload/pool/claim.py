@@ -9,6 +9,7 @@ import os
 from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload.errors import PoolError, PoolFormatError, PoolLockedError
+from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.lock import DirectoryLock, Heartbeat, local_holder_error
 from vllm_nvmeof_offload.pool.slab import make_directory, open_private
 from vllm_nvmeof_offload.pool.superblock import Superblock, read_superblock
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ENGINES_MAX", "Claim"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(LOGGER_NAME)
 
 #: Engines of one keyspace on one set of targets, each with its own directories.
 ENGINES_MAX = 64

@@ -30,7 +30,15 @@ _SAMPLE_BYTES = 4096
 _WHOLE_BYTES_MAX = 1 << 20
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 _CONFIG_NAMES = frozenset(
-    {"config.json", "adapter_config.json", "quantize_config.json", "hf_quant_config.json"}
+    {
+        "config.json",
+        "adapter_config.json",
+        "quantize_config.json",
+        "hf_quant_config.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "video_preprocessor_config.json",
+    }
 )
 
 

@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload.errors import PoolLockedError
+from vllm_nvmeof_offload.names import LOGGER_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["HEARTBEAT_STALE_S", "DirectoryLock", "Heartbeat", "Holder", "read_holder"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(LOGGER_NAME)
 
 HEARTBEAT_PERIOD_S = 5.0
 #: A foreign holder whose heartbeat is older than this is taken for dead.
@@ -49,8 +50,12 @@ class Holder:
         return Holder(socket.gethostname(), os.getpid(), _boot_id(), time.time())
 
     def shares_kernel_with(self, other: Holder) -> bool:
-        """True where flock already decides: the same machine, in containers too."""
-        return self.boot_id == other.boot_id or self.host == other.host
+        """True where flock already decides: the same machine, in containers too.
+
+        Host names do not tell: two machines may have one. After a reboot the heartbeat's age
+        decides, so that a crashed machine waits for it once.
+        """
+        return self.boot_id == other.boot_id
 
 
 def _boot_id() -> str:
@@ -98,6 +103,10 @@ class DirectoryLock:
                     raise
                 os.close(fd)
                 return None
+            # `pool rm` may have deleted the file between open and flock: a lock on a file
+            # that has no name any more keeps nobody out.
+            if not os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False)):
+                raise OSError(errno.ESTALE, "the pool was removed at this moment", str(path))
             holder = read_holder(path)
             me = Holder.myself()
             if holder is not None and not holder.shares_kernel_with(me):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload.errors import PoolError
+from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.layout import EPOCH_MAX
 from vllm_nvmeof_offload.pool.slab import Slab, probe_o_direct
 from vllm_nvmeof_offload.pool.superblock import Superblock, write_superblock
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Prepared", "choose_direct", "next_epoch", "prepare"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(LOGGER_NAME)
 
 
 @dataclass(frozen=True, slots=True)

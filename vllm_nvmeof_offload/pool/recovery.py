@@ -17,14 +17,22 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.layout import SlotHeader, parse_header
 from vllm_nvmeof_offload.pool.table import ENTRY_BYTES, decode_table, encode_entry
 from vllm_nvmeof_offload.protocol import AdoptedEntries
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
-__all__ = ["Progress", "RankFiles", "adopt_entries"]
+__all__ = [
+    "Progress",
+    "RankFiles",
+    "adopt_entries",
+    "read_table",
+    "scan_headers",
+    "written_slots",
+]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(LOGGER_NAME)
 
 #: Called with (header pages read, header pages to read) while a table is rebuilt.
 Progress = Callable[[int, int], None]
@@ -73,7 +81,7 @@ def adopt_entries(
     parts: list[_Found] = []
     for one in files:
         pool_slots = np.arange(one.slots, dtype=np.int64) * len(files) + one.target_index
-        raw = _read_table(one.table_fd, min(one.slots, one.table_slots))
+        raw = read_table(one.table_fd, min(one.slots, one.table_slots))
         whole = raw.size // ENTRY_BYTES
         table = decode_table(raw, pool_slots[:whole])
         usable = table.valid & table.adoptable & (table.epochs == epoch)
@@ -90,7 +98,7 @@ def adopt_entries(
     return _merge(parts)
 
 
-def _read_table(fd: int, slots: int) -> npt.NDArray[np.uint8]:
+def read_table(fd: int, slots: int) -> npt.NDArray[np.uint8]:
     """Read up to `slots` entries; shorter if the file is, or cannot be read."""
     raw = np.empty(slots * ENTRY_BYTES, np.uint8)
     view = raw.data
@@ -151,7 +159,7 @@ def _from_headers(
     generations: list[int] = []
     keys: list[bytes] = []
     done = 0
-    for batch, headers in _scan(one.slab_fd, indices, slot_bytes):
+    for batch, headers in scan_headers(one.slab_fd, indices, slot_bytes):
         for index, header in zip(batch, headers, strict=True):
             pool_slot = int(pool_slots[index])
             entry = bytes(ENTRY_BYTES)
@@ -176,7 +184,7 @@ def _repair(fd: int, entry: bytes, offset: int) -> None:
         logger.debug("cannot repair a table entry at %d: %s", offset, error)
 
 
-def _scan(
+def scan_headers(
     fd: int, indices: npt.NDArray[np.int64], slot_bytes: int
 ) -> Iterator[tuple[list[int], list[SlotHeader | None]]]:
     """Yield batches of slot indices with their headers (None: no intact one)."""
@@ -188,7 +196,7 @@ def _scan(
             logger.debug("cannot read the header of slot %d: %s", index, error)
             return None
 
-    wanted = _skip_holes(fd, indices, slot_bytes)
+    wanted = written_slots(fd, indices, slot_bytes)
     present = set(wanted.tolist())
     with ThreadPoolExecutor(_SCAN_THREADS, thread_name_prefix="pool-scan") as threads:
         for start in range(0, len(indices), _SCAN_BATCH):
@@ -198,7 +206,9 @@ def _scan(
             yield batch, [headers.get(index) for index in batch]
 
 
-def _skip_holes(fd: int, indices: npt.NDArray[np.int64], slot_bytes: int) -> npt.NDArray[np.int64]:
+def written_slots(
+    fd: int, indices: npt.NDArray[np.int64], slot_bytes: int
+) -> npt.NDArray[np.int64]:
     """Drop slots that were never written: the file system knows, and spares us the reads."""
     size = os.fstat(fd).st_size
     bounds: list[int] = []  # first and end slot of each stretch of data, ascending

@@ -15,6 +15,7 @@ import stat
 from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload.errors import PoolError
+from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.table import ENTRY_BYTES
 from vllm_nvmeof_offload.units import KIB, PAGE_BYTES
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Slab", "make_directory", "probe_o_direct"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(LOGGER_NAME)
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})

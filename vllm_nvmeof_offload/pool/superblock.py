@@ -22,7 +22,13 @@ from vllm_nvmeof_offload.units import PAGE_BYTES
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["SUPERBLOCK_VERSION", "Superblock", "read_superblock", "write_superblock"]
+__all__ = [
+    "SUPERBLOCK_VERSION",
+    "Superblock",
+    "is_superblock",
+    "read_superblock",
+    "write_superblock",
+]
 
 #: Changes whenever superblock, slot or table change: an older directory is then rebuilt.
 SUPERBLOCK_VERSION = 1
@@ -116,6 +122,22 @@ def read_superblock(directory: Path) -> Superblock | None:
         return None
     try:
         return Superblock.decode(os.read(fd, PAGE_BYTES + 1))
+    finally:
+        os.close(fd)
+
+
+def is_superblock(path: Path) -> bool:
+    """True if the file starts like a superblock of any version, damaged or not.
+
+    Raises:
+        OSError: it is there and cannot be read.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        return os.read(fd, len(_MAGIC)) == _MAGIC
     finally:
         os.close(fd)
 
