@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deployments whose KV bytes differ have other keyspaces; those that cannot tell adopt nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_nvmeof_offload.deployment import describe
+
+
+class _HfConfig:
+    def __init__(self, values: dict[str, Any], commit: str | None) -> None:
+        self._values = values
+        self._commit_hash = commit
+
+    def to_dict(self) -> dict[str, Any]:
+        return self._values
+
+
+def _config(model: str, commit: str | None = None, **rope: Any) -> Any:
+    values = {"hidden_size": 64, "_name_or_path": model, "rope_parameters": rope}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            model=model,
+            hf_config=_HfConfig(values, commit),
+            dtype="torch.bfloat16",
+            quantization=None,
+            max_model_len=4096,
+            model_weights="",
+            multimodal_config=None,
+        ),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", prefix_caching_hash_algo="sha256", enable_prefix_caching=True
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        load_config=SimpleNamespace(load_format="auto"),
+        attention_config=SimpleNamespace(backend=None),
+        lora_config=None,
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "weights" / "tiny"
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(bytes(range(256)) * 64)
+    return directory
+
+
+def _digest(config: Any, **geometry: Any) -> str:
+    return describe(config, "0.32.0").keyspace(pages=[4096], **geometry).digest
+
+
+def test_the_same_weights_named_otherwise_are_the_same_model(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model.parent)
+    names = [str(model), f"{model}/", "tiny", "./tiny"]
+    assert len({_digest(_config(name)) for name in names}) == 1
+    assert describe(_config(str(model)), "0.32.0").volatile == ()
+
+
+def _set(path: str, value: Any) -> Callable[[Any], None]:
+    def change(config: Any) -> None:
+        *parents, name = path.split(".")
+        for parent in parents:
+            config = getattr(config, parent)
+        setattr(config, name, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _set("model_config.dtype", "torch.float16"),
+        _set("model_config.quantization", "fp8"),
+        _set("model_config.hf_config", _HfConfig({"hidden_size": 64, "rope_theta": 5e5}, None)),
+        _set("cache_config.cache_dtype", "fp8"),
+        _set("cache_config.prefix_caching_hash_algo", "sha256_cbor"),
+        _set("parallel_config.tensor_parallel_size", 2),
+        _set("load_config.load_format", "dummy"),
+        _set("attention_config.backend", "OTHER"),
+        _set(
+            "model_config.multimodal_config",
+            SimpleNamespace(mm_processor_kwargs={"n": 2}, media_io_kwargs={}),
+        ),
+    ],
+)
+def test_what_changes_the_kv_changes_the_keyspace(
+    model: Path, change: Callable[[Any], None]
+) -> None:
+    before, after = _config(str(model)), _config(str(model))
+    change(after)
+    assert _digest(before) != _digest(after)
+
+
+def test_weights_geometry_version_and_seed_count(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _config(str(model))
+    before = _digest(config)
+    assert _digest(config, blocks_per_chunk=2) != before
+    assert describe(config, "0.33.0").keyspace(pages=[4096]).digest != before
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert _digest(config) != before
+    monkeypatch.delenv("PYTHONHASHSEED")
+    (model / "model.safetensors").write_bytes(bytes(range(1, 256)) + bytes(1) + bytes(256 * 63))
+    assert _digest(config) != before
+
+
+def test_served_length_counts_only_where_rope_follows_it(model: Path) -> None:
+    for rope, differs in (({"rope_type": "longrope"}, True), ({"rope_type": "llama3"}, False)):
+        short, long = _config(str(model), **rope), _config(str(model), **rope)
+        long.model_config.max_model_len = 131072
+        assert (_digest(short) != _digest(long)) is differs
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_set("cache_config.prefix_caching_hash_algo", "xxhash"), "seeded at random"),
+        (_set("load_config.load_format", "dummy"), "dummies"),
+        (_set("lora_config", object()), "adapters"),
+        (_set("model_config.model", "org/name"), "no known revision"),
+        (_set("model_config.model_weights", "s3://bucket/name"), "remote place"),
+    ],
+)
+def test_what_cannot_be_told_apart_is_not_adopted(
+    model: Path, change: Callable[[Any], None], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    config = _config(str(model))
+    change(config)
+    assert reason in " ".join(describe(config, "0.32.0").volatile)
+
+
+def test_a_hub_model_is_its_commit() -> None:
+    one, two = _config("org/name", "aaaa"), _config("org/name", "bbbb")
+    assert _digest(one) != _digest(two)
+    assert describe(one, "0.32.0").volatile == ()
+
+
+def test_multimodal_items_without_content_hashes(model: Path) -> None:
+    config = _config(str(model))
+    config.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_gb=0)
+    assert describe(config, "0.32.0").volatile == ()
+    config.cache_config.enable_prefix_caching = False
+    assert "multimodal" in " ".join(describe(config, "0.32.0").volatile)

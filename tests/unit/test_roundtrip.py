@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Manager, pipeline, host copies and the threads engine on real files, without vLLM."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from vllm_nvmeof_offload.copy.host import HostCopyEngine
+from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
+from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
+from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
+from vllm_nvmeof_offload.protocol import RankHello
+from vllm_nvmeof_offload.units import MIB, slot_stride_bytes
+from vllm_nvmeof_offload.worker.geometry import CacheTensor, ChunkGeometry
+from vllm_nvmeof_offload.worker.iopump import PumpConfig
+from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
+from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
+from vllm_nvmeof_offload.worker.staging import Staging
+
+PAGE = 3000  # bytes: slots are padded to 4 KiB
+LAYERS, BLOCKS, PER_CHUNK = 3, 400, 2
+CACHE_SLOTS, STREAM_SLOTS = 12, 3
+
+
+class Rank:
+    """One rank over a directory, and a manager that talks to it step by step."""
+
+    def __init__(self, directory: Path) -> None:
+        self.cache = [
+            np.random.default_rng(layer).integers(0, 256, (BLOCKS, PAGE), np.uint8)
+            for layer in range(LAYERS)
+        ]
+        tensors = [CacheTensor(a.ctypes.data, PAGE, PAGE, BLOCKS) for a in self.cache]
+        self.geometry = ChunkGeometry(tensors, PER_CHUNK)
+        payload = self.geometry.payload_bytes
+        keyspace = Keyspace.of({"test": "roundtrip"})
+        self.pool = Pool.open(PoolSpec((directory,), 4 * MIB, payload, keyspace))
+        self.staging = Staging(slot_stride_bytes(payload), CACHE_SLOTS, STREAM_SLOTS)
+        waker = Waker()
+        self.copy = HostCopyEngine(on_done=waker.wake)
+        self.io = ThreadsIoEngine(self.pool, self.staging.view, self.staging.map.base_address)
+        pipeline = TransferPipeline(self.staging.map, self.copy, self.io, PumpConfig())
+        self.runner = PipelineRunner(pipeline, waker, self.io.fileno())
+        self.manager = ManagerCore(CoreConfig())
+        adopted = self.pool.adopt()
+        self.manager.attach(
+            [
+                RankHello(
+                    rank=0,
+                    engine_index=0,
+                    keyspace=keyspace.digest,
+                    cache_slots=CACHE_SLOTS,
+                    pool_slots=self.pool.slots,
+                    target_count=1,
+                    slot_bytes=slot_stride_bytes(payload),
+                    adopted=adopted,
+                )
+            ]
+        )
+
+    def store(self, keys: list[bytes], blocks: np.ndarray) -> None:
+        plan = self.manager.prepare_store(keys)
+        assert plan.stored == tuple(keys)
+        assert plan.command is not None
+        command = plan.command
+        pieces = [self.geometry.pieces(b, 0) for b in blocks.reshape(-1, PER_CHUNK)]
+        self.runner.hand_over(lambda p: p.store(command, pieces, None), command.op)
+        self.runner.wait([command.op])
+
+    def load(self, keys: list[bytes], blocks: np.ndarray) -> tuple[tuple[int, object], ...]:
+        command = self.manager.prepare_load(keys)
+        pieces = [self.geometry.pieces(b, 0) for b in blocks.reshape(-1, PER_CHUNK)]
+        self.runner.hand_over(lambda p: p.load(command, pieces, None), command.op)
+        self.runner.wait([command.op])
+        finished = self.step()
+        (job,) = [job for job in finished if job.op == command.op]
+        return job.failures
+
+    def step(self) -> list:
+        """One engine step without work: reports up, commands down."""
+        finished, reports, _ = self.runner.take()
+        self.manager.report(reports)
+        for command in self.manager.take_commands():
+            self.runner.hand_over(lambda p, c=command: p.command(c))
+        return finished
+
+    def settle(self) -> None:
+        deadline = time.monotonic() + 30
+        while self.manager.has_pending_work():
+            assert time.monotonic() < deadline, self.manager.gauges()
+            self.step()
+            self.runner.wait([])
+            time.sleep(0.001)  # the engine's idle step
+
+
+@contextmanager
+def rank_on(directory: Path) -> Iterator[Rank]:
+    rank = Rank(directory)
+    try:
+        yield rank
+    finally:
+        rank.runner.stop()
+        assert rank.io.close()
+        rank.copy.close()
+        rank.pool.close()
+        rank.staging.close()
+
+
+def test_chunks_come_back_from_every_tier_and_after_a_restart(tmp_path: Path) -> None:
+    keys = [b"key-%04d" % i for i in range(60)]
+    blocks = np.arange(60 * PER_CHUNK, dtype=np.int32)
+    elsewhere = blocks + 60 * PER_CHUNK
+    with rank_on(tmp_path) as rank:
+        original = [layer[blocks].copy() for layer in rank.cache]
+        for start in range(0, 60, 10):  # five times what the cache slots hold
+            part = slice(start * PER_CHUNK, (start + 10) * PER_CHUNK)
+            rank.store(keys[start : start + 10], blocks[part])
+            rank.settle()
+        sources = [rank.manager.lookup(key) for key in keys]
+        assert sources.count(Source.CPU) == CACHE_SLOTS
+        assert sources.count(Source.POOL) == 60 - CACHE_SLOTS
+        for layer in rank.cache:
+            layer[elsewhere] = 0xEE
+        assert rank.load(keys, elsewhere) == ()
+        for layer, expected in zip(rank.cache, original, strict=True):
+            assert (layer[elsewhere] == expected).all()
+        rank.settle()
+        assert rank.manager.gauges()["ops"] == 0
+    with rank_on(tmp_path) as rank:
+        assert [rank.manager.lookup(key) for key in keys] == [Source.POOL] * 60
+        for layer in rank.cache:
+            layer[:] = 0
+        assert rank.load(keys, elsewhere) == ()
+        for layer, expected in zip(rank.cache, original, strict=True):
+            assert (layer[elsewhere] == expected).all()
+
+
+def test_a_reset_voids_everything_on_disk_too(tmp_path: Path) -> None:
+    keys = [b"key-%04d" % i for i in range(8)]
+    blocks = np.arange(8 * PER_CHUNK, dtype=np.int32)
+    with rank_on(tmp_path) as rank:
+        rank.store(keys, blocks)
+        rank.settle()
+        rank.manager.reset()
+        assert [rank.manager.lookup(key) for key in keys] == [None] * 8
+        rank.settle()
+        rank.store(keys[:4], blocks[: 4 * PER_CHUNK])
+        rank.settle()
+        assert rank.load(keys[:4], blocks[: 4 * PER_CHUNK] + 40) == ()
+    with rank_on(tmp_path) as rank:
+        # Not even what was stored after the reset: nobody said that the weights never change.
+        assert [rank.manager.lookup(key) for key in keys] == [None] * 8
+
+
+def test_a_damaged_slot_fails_that_chunk_alone(tmp_path: Path) -> None:
+    keys = [b"key-%04d" % i for i in range(30)]
+    blocks = np.arange(30 * PER_CHUNK, dtype=np.int32)
+    with rank_on(tmp_path) as rank:
+        for start in (0, 10, 20):
+            part = slice(start * PER_CHUNK, (start + 10) * PER_CHUNK)
+            rank.store(keys[start : start + 10], blocks[part])
+            rank.settle()
+        (slab,) = tmp_path.rglob("slab")
+        victim = 5
+        assert rank.manager.lookup(keys[victim]) is Source.POOL
+        (entry,) = [e for e in rank.manager.entries() if e.identity.key == keys[victim]]
+        assert entry.pool_slot is not None
+        with slab.open("r+b") as file:
+            file.seek(entry.pool_slot * rank.pool.slot_bytes + 4096 + 100)
+            byte = file.read(1)
+            file.seek(-1, 1)
+            file.write(bytes([byte[0] ^ 0x10]))
+        original = [layer[blocks].copy() for layer in rank.cache]
+        failures = rank.load(keys, blocks + 100)
+        assert [index for index, _ in failures] == [victim]
+        rank.settle()
+        assert rank.manager.lookup(keys[victim]) is None, "a failed entry misses at once"
+        good = np.array([i for i in range(60) if i // PER_CHUNK != victim], np.int32)
+        for layer, expected in zip(rank.cache, original, strict=True):
+            assert (layer[good + 100] == expected[good]).all()

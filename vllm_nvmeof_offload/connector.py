@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector: vLLM's OffloadingConnector, plus what a fallible, persistent backend needs.
+
+* failed loads are reported, so that vLLM recomputes what failed and nothing else;
+* our commands travel with each step's metadata, the workers' reports with each step's output;
+* each worker's capacity and adopted chunks reach the manager by the handshake at start;
+* the layout in which all layers of a block are contiguous is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.platforms import current_platform
+from vllm.version import __version__ as vllm_version
+
+from vllm_nvmeof_offload.deployment import describe
+from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
+from vllm_nvmeof_offload.manager.resumes import ResumeCounter
+from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload.protocol import Command, RankHello, Report
+from vllm_nvmeof_offload.spec import (
+    NVMeoFOffloadingSpec,
+    choose_blocks_per_chunk,
+    refuse_unsupported,
+)
+from vllm_nvmeof_offload.worker.worker import NVMeoFOffloadingWorker
+
+__all__ = ["NVMeoFOffloadingConnector"]
+
+logger = logging.getLogger(LOGGER_NAME)
+
+
+@dataclass
+class NVMeoFConnectorMetadata(OffloadingConnectorMetadata):
+    """One step's jobs and commands, scheduler → workers."""
+
+    commands: tuple[Command, ...] = ()
+
+
+@dataclass
+class NVMeoFWorkerMetadata(OffloadingWorkerMetadata):
+    """One step's completions and reports, workers → scheduler."""
+
+    reports: tuple[Report, ...] = ()
+    counters: Counter[str] = field(default_factory=Counter)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> NVMeoFWorkerMetadata:
+        assert isinstance(other, NVMeoFWorkerMetadata)
+        base = super().aggregate(other)
+        return NVMeoFWorkerMetadata(
+            completed_jobs=base.completed_jobs,
+            transfer_stats=base.transfer_stats,
+            reports=self.reports + other.reports,
+            counters=self.counters + other.counters,
+        )
+
+
+@dataclass
+class NVMeoFHandshake(KVConnectorHandshakeMetadata):
+    """What a worker says once, at start."""
+
+    hello: RankHello
+
+
+class NVMeoFOffloadingConnector(OffloadingConnector):
+    """See the module's docstring."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        refuse_unsupported(vllm_config, kv_cache_config)
+        choose_blocks_per_chunk(vllm_config, kv_cache_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._single_group = len(kv_cache_config.kv_cache_groups) == 1
+        if self.connector_worker is not None:
+            spec = self.connector_worker.spec
+            assert isinstance(spec, NVMeoFOffloadingSpec)
+            spec.deployment = describe(vllm_config, vllm_version)
+        self._resumes = ResumeCounter()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        # The CPU's attention backend knows only LBHNC; elsewhere vLLM falls back by itself
+        # where BLHNC is not supported, and says so.
+        return "LBHNC" if current_platform.is_cpu() else "BLHNC"
+
+    # -- worker side ------------------------------------------------------------------
+
+    @property
+    def _worker(self) -> NVMeoFOffloadingWorker:
+        assert self.connector_worker is not None
+        worker = self.connector_worker.worker
+        assert isinstance(worker, NVMeoFOffloadingWorker)
+        return worker
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        assert self.connector_worker is not None
+        spec = self.connector_worker.spec
+        assert isinstance(spec, NVMeoFOffloadingSpec) and spec.hello is not None
+        return NVMeoFHandshake(spec.hello)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        # Stores deferred from the step before come first: commands may name their slots.
+        super().handle_preemptions(kv_connector_metadata)
+        self._obey(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        metadata = self._connector_metadata
+        assert isinstance(metadata, NVMeoFConnectorMetadata)
+        if metadata.commands:  # a model runner that does not call handle_preemptions
+            assert self.connector_worker is not None
+            self.connector_worker.handle_preemptions(
+                NVMeoFConnectorMetadata(load_jobs={}, store_jobs={})
+            )
+            self._obey(metadata)
+        super().start_load_kv(forward_context, **kwargs)
+
+    def _obey(self, metadata: KVConnectorMetadata) -> None:
+        assert isinstance(metadata, NVMeoFConnectorMetadata)
+        self._worker.obey(metadata.commands)
+        metadata.commands = ()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        assert self.connector_worker is not None
+        requests = dict(self.connector_worker._load_jobs)  # before vLLM pops them
+        results = super().get_transfer_results(finished_req_ids)
+        failed = self._worker.take_failed_jobs()
+        if not self._single_group:
+            results.failed_recving |= {requests[job] for job in failed}
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        blocks = self._worker.take_invalid_blocks()
+        return blocks if self._single_group else set()
+
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        base = super().build_connector_worker_meta()
+        if self.connector_worker is None:
+            return base
+        if base is None and not self._worker.has_reports:
+            return None
+        reports, counters = self._worker.take_reports()
+        base = base or OffloadingWorkerMetadata()
+        return NVMeoFWorkerMetadata(
+            base.completed_jobs, base.transfer_stats, tuple(reports), counters
+        )
+
+    # -- scheduler side ---------------------------------------------------------------
+
+    @property
+    def _manager(self) -> NVMeoFOffloadingManager:
+        manager = self.scheduler.manager
+        assert isinstance(manager, NVMeoFOffloadingManager)
+        return manager
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        hellos = []
+        for handshake in metadata.values():
+            assert isinstance(handshake, NVMeoFHandshake)
+            hellos.append(handshake.hello)
+        self._manager.attach(hellos)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        found, asynchronous = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if found is not None:
+            self._resumes.offered(request.request_id, num_computed_tokens, found)
+        return found, asynchronous
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        resume = self._resumes.resumed(request.request_id)
+        if resume is not None:
+            self._manager.count_resume(*resume)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        self._resumes.step(scheduler_output)
+        self._manager.count_preemptions(len(scheduler_output.preempted_req_ids or ()))
+        meta = super().build_connector_meta(self._without_resumed(scheduler_output))
+        assert isinstance(meta, OffloadingConnectorMetadata)
+        return NVMeoFConnectorMetadata(
+            load_jobs=meta.load_jobs,
+            store_jobs=meta.store_jobs,
+            jobs_to_flush=meta.jobs_to_flush,
+            commands=tuple(self._manager.take_commands()),
+        )
+
+    def _without_resumed(self, scheduler_output: Any) -> Any:
+        """Leave out of the preempted requests those that this very step loads again.
+
+        `reset_prefix_cache(reset_running_requests=True)` preempts between two steps, and the
+        next one may both name such a request as preempted and have found it with us. vLLM
+        would take its load for a store to flush, and stop the engine. It has no store under
+        way: while one is, no load is offered.
+        """
+        loading = {job.req_id for job in self.scheduler._current_batch_load_jobs.values()}
+        preempted = scheduler_output.preempted_req_ids or set()
+        if loading.isdisjoint(preempted):
+            return scheduler_output
+        return dataclasses.replace(scheduler_output, preempted_req_ids=preempted - loading)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, NVMeoFWorkerMetadata):
+            # First: a failed key must miss before vLLM looks it up again.
+            self._manager.report(meta.reports, meta.counters)
+        super().update_connector_output(connector_output)

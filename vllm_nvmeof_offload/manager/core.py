@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manager's core: pure, no I/O, no vLLM, no torch. It decides; workers move bytes.
+
+Calls come from one thread. Every decision is made from memory at once; what follows is a
+command with an op number, and the world answers with reports (protocol). `prepare_store`
+and `prepare_load` return commands that travel inside vLLM's own transfer jobs; writes,
+fetches and resets are queued and taken with `take_commands`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from vllm_nvmeof_offload.errors import CANCELLED, Outcome
+from vllm_nvmeof_offload.manager.adoption import Capacity, agree
+from vllm_nvmeof_offload.manager.index import Entry, Event, State
+from vllm_nvmeof_offload.manager.ledger import Ledger, Op, OpKind
+from vllm_nvmeof_offload.manager.plan import CoreConfig, Source, StorePlan
+from vllm_nvmeof_offload.manager.policy import EvictionPolicy, LruPolicy
+from vllm_nvmeof_offload.manager.tiers import Tiers
+from vllm_nvmeof_offload.manager.writes import WriteBehind
+from vllm_nvmeof_offload.protocol import (
+    Command,
+    FetchCommand,
+    LoadChunk,
+    LoadCommand,
+    OpReport,
+    RankHello,
+    Report,
+    ResetCommand,
+    SlotIdentity,
+    StoreChunk,
+    StoreCommand,
+    VerdictReport,
+    WriteCommand,
+)
+
+__all__ = ["CoreConfig", "ManagerCore", "Source", "StorePlan"]
+
+_GENERATION_MASK = (1 << 64) - 1
+
+
+class ManagerCore:
+    """key → where it lies, over both tiers."""
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        clock: Callable[[], float] = time.monotonic,
+        policy: Callable[[], EvictionPolicy] = LruPolicy,
+        first_generation: int | None = None,
+    ) -> None:
+        self.config = config
+        self.capacity = Capacity()
+        #: What happened, for metrics: counter name → count. `failed_chunks:<outcome>` too.
+        self.counters: Counter[str] = Counter()
+        self._clock = clock
+        self._ledger = Ledger(config.world_size)
+        self._commands: list[Command] = []
+        self._tiers = Tiers(policy, self.counters)
+        self._writes = WriteBehind(self._tiers, self._ledger, self._commands, self.counters, clock)
+        # Boot nonce and counter in one: compared for equality alone.
+        self._generation = secrets.randbits(64) if first_generation is None else first_generation
+
+    # -- start ------------------------------------------------------------------------
+
+    def attach(self, hellos: Sequence[RankHello]) -> tuple[str, ...]:
+        """Learn capacity and adopted entries from every rank; returns notes for the log."""
+        assert len(hellos) == self.config.world_size and not self.capacity.cache_slots
+        agreement = agree(hellos)
+        self.capacity = agreement.capacity
+        self._tiers.attach(agreement)
+        share = int(self.config.writes_pending_share * self.capacity.cache_slots)
+        self._writes.pending_max = max(1, share)
+        return agreement.notes
+
+    # -- look-up ----------------------------------------------------------------------
+
+    def lookup(self, key: bytes) -> Source | None:
+        """Where `key` can be loaded from now; None is a miss."""
+        entry = self._tiers.index.get(key)
+        if entry is None:
+            return None
+        if entry.in_cache:
+            return Source.CPU
+        assert entry.pool_slot is not None
+        return Source.POOL if self._tiers.usable(entry.pool_slot) else None
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """`keys`, in prefix order, were used: the head of a prefix outlives its tail."""
+        self._tiers.touch(keys)
+
+    # -- store ------------------------------------------------------------------------
+
+    def prepare_store(self, keys: Sequence[bytes]) -> StorePlan:
+        """Plan the store of those `keys` that are new, as many as fit, in their order."""
+        tiers = self._tiers
+        new = [key for key in dict.fromkeys(keys) if tiers.index.get(key) is None]
+        tiers.touch(keys)  # before evicting: what is asked for here goes last
+        entries: list[Entry] = []
+        chunks: list[StoreChunk] = []
+        for key in new:
+            slot = tiers.take_cache_slot()
+            if slot is None:
+                break
+            entry = Entry(self._identify(key), State.STORING, cache_slot=slot)
+            tiers.cache.use(slot)  # by the op below; keeps the next victim from being this one
+            tiers.index.add(entry)
+            entries.append(entry)
+            chunks.append(StoreChunk(entry.identity, slot))
+        tiers.touch(keys)
+        refused = len(new) - len(entries)
+        self.counters["stored"] += len(entries)
+        self.counters["store_refused"] += refused
+        command = None
+        if entries:
+            slots = tuple(chunk.cache_slot for chunk in chunks)
+            op = self._ledger.open(OpKind.STORE, self._clock(), tuple(entries), slots)
+            command = StoreCommand(op.number, tuple(chunks))
+        stored = tuple(entry.identity.key for entry in entries)
+        return StorePlan(command, stored, tiers.take_evicted(), refused)
+
+    # -- load -------------------------------------------------------------------------
+
+    def prepare_load(self, keys: Sequence[bytes]) -> LoadCommand:
+        """Plan the load of `keys`, all of which `lookup` has just found; pins them."""
+        tiers = self._tiers
+        entries: list[Entry] = []
+        cache_slots: list[int] = []
+        pool_slots: list[int] = []
+        tiers.touch(keys)
+        # Pin everything first: landing below evicts, and must not evict what is loaded.
+        for key in keys:
+            entry = tiers.index.get(key)
+            assert entry is not None, "prepare_load of a key that is not there"
+            entries.append(entry)
+            if entry.in_cache:
+                assert entry.cache_slot is not None
+                tiers.cache.use(entry.cache_slot)
+                cache_slots.append(entry.cache_slot)
+            else:
+                assert entry.pool_slot is not None
+                tiers.pool.use(entry.pool_slot)
+                pool_slots.append(entry.pool_slot)
+            tiers.settle(entry)
+        chunks: list[LoadChunk] = []
+        landing: set[int] = set()
+        for index, entry in enumerate(entries):
+            if entry.in_cache:
+                chunks.append(LoadChunk(entry.identity, entry.cache_slot, None))
+                continue
+            if self._land(entry, len(landing)):
+                assert entry.cache_slot is not None
+                cache_slots.append(entry.cache_slot)
+                landing.add(index)
+            chunks.append(LoadChunk(entry.identity, entry.cache_slot, entry.pool_slot))
+        op = self._ledger.open(
+            OpKind.LOAD,
+            self._clock(),
+            tuple(entries),
+            tuple(cache_slots),
+            tuple(pool_slots),
+            frozenset(landing),
+        )
+        self.counters["load_chunks_cpu"] += len(chunks) - len(pool_slots)
+        self.counters["load_chunks_pool"] += len(pool_slots)
+        return LoadCommand(op.number, tuple(chunks))
+
+    def _land(self, entry: Entry, landed: int) -> bool:
+        """Give a pool-only entry a cache slot to be read into, within the load's share."""
+        if landed >= int(self.config.land_cache_share * self.capacity.cache_slots):
+            return False
+        slot = self._tiers.take_cache_slot()
+        if slot is None:
+            return False
+        self._tiers.cache.use(slot)
+        entry.cache_slot = slot
+        entry.on(Event.FETCH_BEGIN)
+        self._tiers.settle(entry)
+        return True
+
+    # -- commands and reports ---------------------------------------------------------
+
+    def take_commands(self) -> list[Command]:
+        """What to send to every rank with this step, in order."""
+        commands = list(self._commands)
+        self._commands.clear()
+        return commands
+
+    def report(self, reports: Iterable[Report]) -> None:
+        """Apply the ranks' reports, in the order in which they came."""
+        for report in reports:
+            if isinstance(report, VerdictReport):
+                self._tiers.verdict(report)
+                continue
+            op, decided, released = self._ledger.apply(report)
+            if isinstance(report, OpReport):
+                self._doom_failed(op, report)
+            if decided:
+                self._decide(op)
+            if released:
+                self._release(op)
+        self._writes.drain()
+
+    def has_pending_work(self) -> bool:
+        """A command waits to be sent, or a report is owed and not overdue."""
+        if self._commands:
+            return True
+        oldest_s = self._clock() - self.config.report_deadline_s
+        return any(op.outcomes_left and op.issued_s > oldest_s for op in self._ledger)
+
+    def _doom_failed(self, op: Op, report: OpReport) -> None:
+        """One rank's failure decides: the key misses before the other ranks have reported."""
+        for index, outcome in report.failures:
+            stored = op.kind is OpKind.STORE
+            loaded = op.kind in (OpKind.LOAD, OpKind.FETCH) and outcome != CANCELLED
+            if stored or loaded:
+                self._tiers.doom(op.entries[index])
+
+    def _decide(self, op: Op) -> None:
+        for outcome in op.failures.values():
+            self.counters[f"failed_chunks:{outcome.kind.value}"] += 1
+        for index, entry in enumerate(op.entries):
+            failure = op.failures.get(index)
+            if op.kind is OpKind.STORE:
+                self._stored(entry, failure)
+            elif op.kind is OpKind.WRITE:
+                self._writes.ended(entry, failure)
+            elif op.kind is OpKind.FETCH or index in op.landing:
+                self._fetched(entry, failure)
+
+    def _release(self, op: Op) -> None:
+        for slot in op.cache_slots:
+            self._tiers.cache.unuse(slot)
+        for slot in op.pool_slots:
+            self._tiers.pool.unuse(slot)
+        for entry in op.entries:
+            self._tiers.settle(entry)
+
+    def _stored(self, entry: Entry, failure: Outcome | None) -> None:
+        if failure is None and entry.on(Event.COPIED) is State.CACHED and self.config.write_through:
+            self._writes.want(entry)
+
+    def _fetched(self, entry: Entry, failure: Outcome | None) -> None:
+        if entry.state is State.DOOMED:
+            return
+        if failure is None:
+            entry.on(Event.FETCHED)
+        else:  # cancelled: any other failure has doomed the entry
+            entry.on(Event.FETCH_CANCELLED)
+            self._tiers.leave_cache(entry)
+
+    # -- reset ------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Every entry goes, on disk too; slots come back as the ranks release them."""
+        kept: list[Command] = []
+        for command in self._commands:
+            if isinstance(command, WriteCommand | FetchCommand):
+                # Never sent: no rank will report on it.
+                self._writes.pending -= isinstance(command, WriteCommand)
+                self._release(self._ledger.withdraw(command.op))
+            elif isinstance(command, ResetCommand):
+                kept.append(command)
+        self._commands[:] = kept
+        self._tiers.unwritten.clear()
+        for entry in list(self._tiers.index):
+            self._tiers.doom(entry)
+        op = self._ledger.open(OpKind.RESET, self._clock())
+        self._commands.append(ResetCommand(op.number, self.config.weights_never_change))
+        self.counters["resets"] += 1
+
+    def _identify(self, key: bytes) -> SlotIdentity:
+        self._generation = (self._generation + 1) & _GENERATION_MASK
+        return SlotIdentity(key, self._generation)
+
+    # -- figures ----------------------------------------------------------------------
+
+    def gauges(self) -> dict[str, int]:
+        """Occupancy, for metrics and for the simulator's leak check."""
+        tiers = self._tiers
+        return {
+            "entries": len(tiers.index),
+            "cache_slots": self.capacity.cache_slots,
+            "cache_slots_taken": tiers.cache.taken,
+            "cache_slots_orphaned": tiers.cache.orphans,
+            "pool_slots": self.capacity.pool_slots - tiers.pool.retired,
+            "pool_slots_taken": tiers.pool.taken - tiers.pool.retired,
+            "pool_slots_orphaned": tiers.pool.orphans,
+            "ops": len(self._ledger),
+            "writes_pending": self._writes.pending,
+            "write_backlog": len(tiers.unwritten),
+            "commands_waiting": len(self._commands),
+            "suspect_targets": len(tiers.suspects),
+        }
+
+    def entries(self) -> Iterable[Entry]:
+        """All live entries, for inspection."""
+        return iter(self._tiers.index)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's face of the manager: a thin adapter over `manager.core`."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    TierFilter,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from vllm_nvmeof_offload.job_specs import ChunkLoadSpec, ChunkStoreSpec
+from vllm_nvmeof_offload.manager.core import ManagerCore, Source
+from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES
+from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload.protocol import Command, RankHello, Report
+
+__all__ = ["NVMeoFOffloadingManager"]
+
+logger = logging.getLogger(LOGGER_NAME)
+
+_MEDIUM = {Source.CPU: Medium.CPU, Source.POOL: Medium.STORAGE}
+_HIT_SOURCE = {Source.CPU: CacheHitSource.HOST, Source.POOL: CacheHitSource.DISK}
+
+#: The core's counter → our metric and its label values.
+_CORE_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "stored": ("stored_chunks", ()),
+    "store_refused": ("refused_stores", ()),
+    "write_refused": ("refused_writes", ()),
+    "written": ("written_chunks", ()),
+    "evicted_cpu": ("evictions", ("cpu",)),
+    "evicted_pool": ("evictions", ("pool",)),
+    "adopted": ("adopted_chunks", ()),
+    "resets": ("resets", ()),
+    "pool_slots_retired": ("retired_pool_slots", ()),
+    "verdict_changes": ("verdict_changes", ()),
+}
+
+
+@dataclass
+class _RequestKeys:
+    """A request's chunks in prefix order, and where its last load takes each from."""
+
+    keys: dict[bytes, None] = field(default_factory=dict)
+    sources: dict[bytes, Source] = field(default_factory=dict)
+
+
+class NVMeoFOffloadingManager(OffloadingManager):
+    """Called on EngineCore's main thread; does no I/O and never blocks."""
+
+    def __init__(self, core: ManagerCore, tokens_per_chunk: int) -> None:
+        self.core = core
+        self._tokens_per_chunk = tokens_per_chunk
+        #: Metric name and label values → increase since the last `get_stats`.
+        self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        self._core_seen: Counter[str] = Counter()
+        self._gauges_seen: dict[str, int] = {}
+
+    # -- look-up and jobs -------------------------------------------------------------
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        source = self.core.lookup(key)
+        allowed = req_context.load_tier_filter
+        if source is not None and allowed is not TierFilter.ALL:
+            locality = Locality.LOCAL if source is Source.CPU else None
+            if not allowed.allows(_MEDIUM[source], locality):
+                source = None
+        self._counts["lookups", (source.value if source else "miss",)] += 1
+        return LookupResult.MISS if source is None else LookupResult.HIT
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        state = req_context.get_state(_RequestKeys)
+        source = state.sources.get(key) if state else None
+        return _HIT_SOURCE[source] if source else CacheHitSource.EXTERNAL_UNSPECIFIED
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        command = self.core.prepare_load(list(keys))
+        state = self._state(req_context)
+        state.sources = {
+            chunk.identity.key: Source.CPU if chunk.pool_slot is None else Source.POOL
+            for chunk in command.chunks
+        }
+        state.keys.update(dict.fromkeys(keys))
+        for source in state.sources.values():
+            self._counts["loaded_tokens", (source.value,)] += self._tokens_per_chunk
+        return ChunkLoadSpec(command)
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        plan = self.core.prepare_store(list(keys))
+        self._state(req_context).keys.update(dict.fromkeys(keys))
+        spec = ChunkStoreSpec(plan.command) if plan.command else LoadStoreSpec()
+        return PrepareStoreOutput(
+            [OffloadKey(key) for key in plan.stored],
+            spec,
+            [OffloadKey(key) for key in plan.evicted],
+        )
+
+    # `complete_store` and `complete_load` are vLLM's own no-ops: the core learns from the
+    # workers' reports, which also come for jobs that vLLM forgot at a reset.
+
+    # -- requests and steps -----------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        state = req_context.get_state(_RequestKeys)
+        if state is not None:
+            self.core.touch(state.keys)
+
+    def has_pending_work(self) -> bool:
+        return self.core.has_pending_work()
+
+    def reset_cache(self) -> None:
+        self.core.reset()
+        logger.info("every offloaded chunk was declared void")
+
+    # -- the connector's interface ----------------------------------------------------
+
+    def attach(self, hellos: Iterable[RankHello]) -> None:
+        """Learn from the workers what there is."""
+        ordered = sorted(hellos, key=lambda hello: hello.rank)
+        for note in self.core.attach(ordered):
+            logger.warning("%s", note)
+
+    def take_commands(self) -> list[Command]:
+        return self.core.take_commands()
+
+    def report(self, reports: Iterable[Report], worker_counters: Counter[str]) -> None:
+        """Apply the workers' reports; must come before vLLM's next look-up."""
+        self.core.report(reports)
+        for name in ("read_bytes", "written_bytes"):
+            self._counts[name, ()] += worker_counters[name]
+
+    def count_preemptions(self, count: int) -> None:
+        self._counts["preemptions", ()] += count
+
+    def count_resume(self, reloaded_tokens: int, recomputed_tokens: int) -> None:
+        """A preempted request was resumed."""
+        self._counts["reloaded_tokens", ()] += reloaded_tokens
+        self._counts["recomputed_tokens", ()] += recomputed_tokens
+
+    # -- figures ----------------------------------------------------------------------
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        for name, count in self.core.counters.items():
+            increase = count - self._core_seen[name]
+            if increase and name in _CORE_COUNTERS:
+                self._counts[_CORE_COUNTERS[name]] += increase
+            elif increase and name.startswith("failed_chunks:"):
+                self._counts["failed_chunks", (name.partition(":")[2],)] += increase
+        self._core_seen = Counter(self.core.counters)
+        counts = {item: count for item, count in self._counts.items() if count}
+        gauges = self.core.gauges()
+        if not counts and gauges == self._gauges_seen:
+            return None
+        self._counts.clear()
+        self._gauges_seen = gauges
+        stats = OffloadingConnectorStats()
+        for (name, labels), count in counts.items():
+            stats.increase_counter(COUNTERS[name].name, count, labels)
+        for name, source in _GAUGE_SOURCES.items():
+            stats.set_gauge(GAUGES[name].name, gauges[source])
+        return stats
+
+    def _state(self, req_context: ReqContext) -> _RequestKeys:
+        state: _RequestKeys | None = req_context.get_state(_RequestKeys)
+        if state is None:
+            state = _RequestKeys()
+            req_context.set_state(state)
+        return state
+
+
+_GAUGE_SOURCES = {
+    "entries": "entries",
+    "cache_slots": "cache_slots",
+    "cache_slots_used": "cache_slots_taken",
+    "pool_slots": "pool_slots",
+    "pool_slots_used": "pool_slots_taken",
+    "writes_pending": "writes_pending",
+    "write_backlog": "write_backlog",
+    "suspect_targets": "suspect_targets",
+}

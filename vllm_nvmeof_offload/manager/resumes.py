@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts what a preempted request gets back when it is resumed.
+
+vLLM leaves preempted requests out of its external prefix cache figures. Computed before the
+preemption is what the steps scheduled; on resume it is found in GPU memory, found by us, or
+lost and recomputed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["ResumeCounter"]
+
+
+class ResumeCounter:
+    """Follows vLLM's scheduler outputs; pure."""
+
+    def __init__(self) -> None:
+        self._computed: dict[str, int] = {}  # running request → tokens computed so far
+        self._preempted: dict[str, int] = {}  # preempted request → tokens computed before
+        self._offered: dict[str, tuple[int, int]] = {}  # resuming request → (local, found)
+
+    def step(self, scheduler_output: Any) -> None:
+        """Take in one `SchedulerOutput`."""
+        for request_id in scheduler_output.preempted_req_ids or ():
+            computed = self._computed.pop(request_id, 0)
+            # Preempted again before it got anywhere: what it once had is still what counts.
+            self._preempted[request_id] = max(computed, self._preempted.get(request_id, 0))
+        scheduled = scheduler_output.num_scheduled_tokens
+        for new in scheduler_output.scheduled_new_reqs:
+            self._computed[new.req_id] = new.num_computed_tokens + scheduled[new.req_id]
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            self._computed[request_id] = computed + scheduled[request_id]
+        for request_id in scheduler_output.finished_req_ids or ():
+            self._computed.pop(request_id, None)
+            self._preempted.pop(request_id, None)
+            self._offered.pop(request_id, None)
+
+    def offered(self, request_id: str, local: int, found: int) -> None:
+        """A look-up for a resume: `local` tokens in GPU memory, `found` more to load.
+
+        vLLM may find no room for the request in this step, and then asks again in a later one.
+        """
+        if request_id in self._preempted:
+            self._offered[request_id] = (local, found)
+
+    def resumed(self, request_id: str) -> tuple[int, int] | None:
+        """(reloaded, recomputed) tokens if this is a preempted request that now has its blocks."""
+        offer = self._offered.pop(request_id, None)
+        if offer is None:
+            return None
+        local, found = offer
+        return found, max(0, self._preempted.pop(request_id) - local - found)

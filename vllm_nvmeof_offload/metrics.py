@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names and meaning of what this package exports through vLLM's `/metrics`.
+
+Every name that is emitted must be declared here: vLLM drops, or dies of, any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["COUNTERS", "GAUGES", "Metric"]
+
+_PREFIX = "vllm:nvmeof_"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """Prometheus name without `_total`, help text, label names."""
+
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+def _metric(name: str, text: str, *labels: str) -> Metric:
+    return Metric(_PREFIX + name, text, labels)
+
+
+COUNTERS = {
+    m.name.removeprefix(_PREFIX): m
+    for m in (
+        _metric("lookups", "Chunks looked up, by the tier that had them.", "source"),
+        _metric("loaded_tokens", "Tokens whose KV a load was started for, by source.", "source"),
+        _metric("reloaded_tokens", "Tokens of resumed, preempted requests that were loaded."),
+        _metric(
+            "recomputed_tokens",
+            "Tokens of resumed, preempted requests that had been computed and were not found.",
+        ),
+        _metric("preemptions", "Preemptions seen by the scheduler."),
+        _metric("stored_chunks", "Chunks whose store into the CPU tier was planned."),
+        _metric("refused_stores", "New chunks that found no room in the CPU tier."),
+        _metric("refused_writes", "Chunks in the CPU tier that found no pool slot."),
+        _metric("written_chunks", "Chunks written to the pool by every rank."),
+        _metric("evictions", "Chunks evicted from a tier.", "tier"),
+        _metric("failed_chunks", "Chunks whose operation failed, by outcome.", "outcome"),
+        _metric("read_bytes", "Bytes read from the pool, all ranks."),
+        _metric("written_bytes", "Bytes written to the pool, all ranks."),
+        _metric("adopted_chunks", "Chunks taken over from the pool at start."),
+        _metric("resets", "Times that everything stored was declared void."),
+        _metric("retired_pool_slots", "Pool slots given up after failed writes."),
+        _metric("verdict_changes", "Times that a target became suspect, or usable again."),
+    )
+}
+
+GAUGES = {
+    m.name.removeprefix(_PREFIX): m
+    for m in (
+        _metric("entries", "Chunks in the index."),
+        _metric("cache_slots", "Cache slots of the CPU tier."),
+        _metric("cache_slots_used", "Cache slots taken."),
+        _metric("pool_slots", "Pool slots, without the retired ones."),
+        _metric("pool_slots_used", "Pool slots taken."),
+        _metric("writes_pending", "Writes to the pool that were sent and not reported."),
+        _metric("write_backlog", "Chunks in the CPU tier that wait for their write."),
+        _metric("suspect_targets", "Targets that at least one rank finds suspect."),
+    )
+}

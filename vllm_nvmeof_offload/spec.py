@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The spec: parses the configuration and builds the two halves.
+
+vLLM makes one in the scheduler and one in each worker; nothing heavy happens until
+`get_manager` or `get_worker`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    iter_layer_specs,
+)
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from vllm_nvmeof_offload.config import chunk_blocks, parse_config
+from vllm_nvmeof_offload.deployment import Deployment
+from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
+from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
+from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES
+from vllm_nvmeof_offload.protocol import RankHello
+from vllm_nvmeof_offload.worker.build import Place, build_worker
+from vllm_nvmeof_offload.worker.geometry import CacheTensor, ChunkGeometry
+
+__all__ = ["NVMeoFOffloadingSpec", "choose_blocks_per_chunk", "refuse_unsupported"]
+
+_REPORT_GRACE_S = 5.0
+
+
+def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse by name what this version does not offload rightly.
+
+    Raises:
+        ConfigError: naming the model or the option.
+    """
+    name = vllm_config.model_config.model
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise ConfigError(
+            "model", name, f"has {len(groups)} KV cache groups; this version offloads one group"
+        )
+    for layer in iter_layer_specs(groups[0].kv_cache_spec):
+        # By exact type: a window, or what derives from full attention to drop blocks while a
+        # request runs, leaves chunks that are not whole.
+        if type(layer) not in (FullAttentionSpec, MLAAttentionSpec):
+            raise ConfigError(
+                "model",
+                name,
+                f"keeps its KV in a {type(layer).__name__}; this version offloads full attention",
+            )
+    parallel = vllm_config.parallel_config
+    for option in (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        if getattr(parallel, option) > 1:
+            raise ConfigError(option, getattr(parallel, option), "this version supports 1")
+
+
+def choose_blocks_per_chunk(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Group blocks into chunks of at least `chunk_bytes_min`, unless the user said how many.
+
+    Deterministic over scheduler and workers: it uses only what all of them know alike.
+    """
+    transfer = vllm_config.kv_transfer_config
+    extra = transfer.kv_connector_extra_config
+    if "blocks_per_chunk" in extra or "block_size" in extra:
+        return
+    block_bytes = kv_cache_config.kv_cache_tensors[0].size // max(1, kv_cache_config.num_blocks)
+    block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    extra["blocks_per_chunk"] = chunk_blocks(parse_config(extra), block_bytes, block_tokens)
+
+
+class NVMeoFOffloadingSpec(OffloadingSpec):
+    """See the module's docstring."""
+
+    #: Set by the connector before `get_worker`.
+    deployment: Deployment | None = None
+    #: Set by `get_worker`: what this rank tells the manager.
+    hello: RankHello | None = None
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        counters = {m.name: OffloadingCounterMetadata(m.help, m.labels) for m in COUNTERS.values()}
+        gauges = {m.name: OffloadingGaugeMetadata(m.help, m.labels) for m in GAUGES.values()}
+        return {**counters, **gauges}
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        self.settings = parse_config(config.extra_config)
+        self.offload_prompt_only = self.settings.offload_prompt_only
+
+    def get_manager(self) -> OffloadingManager:
+        settings = self.settings
+        deadline_ms = max(settings.read_deadline_ms, settings.write_deadline_ms)
+        core = ManagerCore(
+            CoreConfig(
+                world_size=self.config.parallel.world_size,
+                write_through=settings.write_policy == "through" and settings.pool_bytes != 0,
+                weights_never_change=settings.weights_never_change,
+                land_cache_share=settings.land_cache_share,
+                report_deadline_s=deadline_ms / 1000 + _REPORT_GRACE_S,
+            )
+        )
+        tokens_per_chunk = self.tokens_per_block[0] * self.blocks_per_chunk
+        return NVMeoFOffloadingManager(core, tokens_per_chunk)
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        assert self.deployment is not None, "the connector sets it"
+        tensors = [
+            CacheTensor(
+                t.tensor.data_ptr(),
+                t.tensor.stride(0) * t.tensor.element_size(),
+                t.page_size_bytes,
+                t.tensor.shape[0],
+            )
+            for t in kv_caches.tensors
+        ]
+        geometry = ChunkGeometry(tensors, self.blocks_per_chunk)
+        parallel = self.config.parallel
+        keyspace = self.deployment.keyspace(
+            layout=str(self.config.kv_cache_layout),
+            pages=[t.page_bytes for t in tensors],
+            tokens_per_block=list(self.tokens_per_block),
+            blocks_per_chunk=self.blocks_per_chunk,
+            tokens_per_hash=self.tokens_per_hash,
+            groups=[list(group.layer_names) for group in self.config.groups],
+        )
+        place = Place(
+            keyspace=keyspace,
+            rank=parallel.rank,
+            world_size=parallel.world_size,
+            volatile=self.deployment.volatile,
+        )
+        device = kv_caches.tensors[0].tensor.device.type
+        worker, self.hello = build_worker(self.settings, geometry, place, device)
+        return worker

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds one rank's worker: pool, staging, engines, pipeline, thread; and says what it built."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_nvmeof_offload.config import (
+    OffloadConfig,
+    check_fits,
+    check_targets,
+    resolve_pool_bytes,
+)
+from vllm_nvmeof_offload.copy.base import CopyEngine
+from vllm_nvmeof_offload.copy.host import HostCopyEngine
+from vllm_nvmeof_offload.errors import EngineError
+from vllm_nvmeof_offload.io.base import IoEngine
+from vllm_nvmeof_offload.io.faults import FaultPlan
+from vllm_nvmeof_offload.io.faulty import FaultyIoEngine
+from vllm_nvmeof_offload.io.none import NoIoEngine
+from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
+from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
+from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello
+from vllm_nvmeof_offload.units import format_bytes, slot_stride_bytes
+from vllm_nvmeof_offload.worker.geometry import ChunkGeometry
+from vllm_nvmeof_offload.worker.iopump import PumpConfig
+from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
+from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
+from vllm_nvmeof_offload.worker.staging import Staging, split_slots
+from vllm_nvmeof_offload.worker.worker import NVMeoFOffloadingWorker
+
+__all__ = ["Place", "build_worker"]
+
+logger = logging.getLogger(LOGGER_NAME)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank this is, and of what."""
+
+    keyspace: Keyspace
+    rank: int
+    world_size: int
+    #: Why nothing is adopted from this pool; empty: it is.
+    volatile: tuple[str, ...] = ()
+
+
+def build_worker(
+    settings: OffloadConfig, geometry: ChunkGeometry, place: Place, device: str
+) -> tuple[NVMeoFOffloadingWorker, RankHello]:
+    """Build the worker of one rank. Opens the pool and allocates all staging.
+
+    Raises:
+        ConfigError: staging or pool are too small for one slot.
+        PoolError: the pool cannot be opened.
+        EngineError: no copy engine for `device`.
+    """
+    slot_bytes = slot_stride_bytes(geometry.payload_bytes)
+    check_targets(settings)
+    check_fits(settings, slot_bytes, place.world_size)
+    staging_bytes = settings.staging_bytes // place.world_size
+    cache_slots, stream_slots = split_slots(staging_bytes, slot_bytes, settings.stream_slots)
+    pool = _open_pool(settings, geometry.payload_bytes, place)
+    staging = Staging(slot_bytes, cache_slots, stream_slots, _log_progress("pinned memory"))
+    waker = Waker()
+    copy = _copy_engine(device, waker)
+    io = _io_engine(settings, pool, staging)
+    pump = PumpConfig(
+        rank=place.rank,
+        target_count=pool.target_count if pool else 1,
+        # Little more than what the threads work on: a deadline runs from the hand-over, and
+        # time in the engine's queue must not look like a target that hangs.
+        reads_in_flight_max=2 * settings.io_threads,
+        writes_in_flight_max=settings.io_threads,
+        read_deadline_s=settings.read_deadline_ms / 1000,
+        write_deadline_s=settings.write_deadline_ms / 1000,
+    )
+    pipeline = TransferPipeline(staging.map, copy, io, pump)
+    runner = PipelineRunner(pipeline, waker, io.fileno())
+    adopted = pool.adopt() if pool else AdoptedEntries()
+    hello = RankHello(
+        rank=place.rank,
+        engine_index=pool.engine_index if pool else 0,
+        keyspace=place.keyspace.digest,
+        cache_slots=cache_slots,
+        pool_slots=pool.slots if pool else 0,
+        target_count=pool.target_count if pool else 1,
+        slot_bytes=slot_bytes,
+        adopted=adopted,
+        fallbacks=tuple(pool.fallbacks) if pool else (),
+    )
+    _log_summary(settings, place, hello, io.name, staging.size_bytes)
+    return NVMeoFOffloadingWorker(runner, geometry, copy, io, staging, pool), hello
+
+
+def _open_pool(settings: OffloadConfig, payload_bytes: int, place: Place) -> Pool | None:
+    pool_bytes = resolve_pool_bytes(settings)
+    if not pool_bytes:
+        return None
+    return Pool.open(
+        PoolSpec(
+            targets=tuple(Path(t) for t in settings.targets),
+            pool_bytes=pool_bytes // place.world_size,
+            payload_bytes=payload_bytes,
+            keyspace=place.keyspace,
+            rank=place.rank,
+            world_size=place.world_size,
+            o_direct=settings.o_direct,
+            adopt=settings.adopt and not place.volatile,
+            adoptable=not place.volatile,
+        ),
+        on_progress=_log_progress("pool"),
+    )
+
+
+def _copy_engine(device: str, waker: Waker) -> CopyEngine:
+    if device == "cpu":
+        return HostCopyEngine(on_done=waker.wake)
+    raise EngineError(
+        f"no copy engine for device {device!r} in this version: it serves vLLM's CPU engine"
+    )
+
+
+def _io_engine(settings: OffloadConfig, pool: Pool | None, staging: Staging) -> IoEngine:
+    if pool is None:
+        return NoIoEngine()
+    engine: IoEngine = ThreadsIoEngine(
+        pool,
+        staging.view,
+        staging.map.base_address,
+        threads=settings.io_threads,
+        read_bytes_in_flight_max=settings.read_bytes_in_flight_max,
+        write_bytes_in_flight_max=settings.write_bytes_in_flight_max,
+    )
+    if settings.fault_injection:
+        logger.warning("FAULT INJECTION is on, controlled by %s", settings.fault_injection)
+        plan = FaultPlan(control_path=Path(settings.fault_injection))
+        engine = FaultyIoEngine(engine, plan, pool, staging.view, staging.map.base_address)
+    return engine
+
+
+def _log_progress(what: str):  # type: ignore[no-untyped-def]
+    def log(done: int, total: int) -> None:
+        logger.info("%s: %d %% of %s", what, 100 * done // max(1, total), total)
+
+    return log
+
+
+def _log_summary(
+    settings: OffloadConfig, place: Place, hello: RankHello, engine: str, staging_bytes: int
+) -> None:
+    """The one start-up line of a rank."""
+    volatile = f"; NOTHING IS ADOPTED: {'; '.join(place.volatile)}" if place.volatile else ""
+    logger.info(
+        "rank %d: %s of pinned memory (%d cache slots of %s), pool of %d slots (%s) on %s, "
+        "engine %s, %d chunks adopted, keyspace %s%s%s",
+        place.rank,
+        format_bytes(staging_bytes),
+        hello.cache_slots,
+        format_bytes(hello.slot_bytes),
+        hello.pool_slots,
+        format_bytes(hello.pool_slots * hello.slot_bytes),
+        ", ".join(str(t) for t in settings.targets),
+        engine,
+        len(hello.adopted),
+        hello.keyspace,
+        "".join(f"; FALLBACK {f}" for f in hello.fallbacks),
+        volatile,
+    )

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a chunk's bytes lie in the KV cache, and in what order they lie in a slot.
+
+A slot's payload holds the chunk's blocks one after the other; a block holds its page of every
+KV cache tensor one after the other. With all layers of a block contiguous there is one tensor,
+so that a block is one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_nvmeof_offload.copy.base import Descriptors
+
+__all__ = ["CacheTensor", "ChunkGeometry"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTensor:
+    """Block b's page: `page_bytes` at `address + b * stride_bytes`."""
+
+    address: int
+    stride_bytes: int
+    page_bytes: int
+    block_count: int
+
+
+class ChunkGeometry:
+    """Descriptors of chunks of `blocks_per_chunk` blocks over `tensors`."""
+
+    def __init__(self, tensors: Sequence[CacheTensor], blocks_per_chunk: int) -> None:
+        self.blocks_per_chunk = blocks_per_chunk
+        self.block_bytes = sum(t.page_bytes for t in tensors)
+        self.payload_bytes = self.block_bytes * blocks_per_chunk
+        self._block_count = min(t.block_count for t in tensors)
+        self._address = np.array([t.address for t in tensors], np.uint64)
+        self._stride = np.array([t.stride_bytes for t in tensors], np.uint64)
+        self._page = np.array([t.page_bytes for t in tensors], np.uint64)
+        self._page_offset = np.cumsum(self._page) - self._page
+
+    def pieces(self, block_ids: npt.NDArray[np.int32], first_position: int) -> Descriptors:
+        """Pieces of consecutive blocks of one chunk, the first at `first_position` in it.
+
+        block_ids: int32[n], n ≤ blocks_per_chunk - first_position.
+        Returns uint64[n × tensors, 3]: (KV cache address, offset in the payload, bytes).
+        """
+        count = len(block_ids)
+        assert 0 < count <= self.blocks_per_chunk - first_position
+        assert int(block_ids.min()) >= 0 and int(block_ids.max()) < self._block_count
+        blocks = block_ids.astype(np.uint64)[:, None]
+        positions = np.arange(first_position, first_position + count, dtype=np.uint64)[:, None]
+        pieces = np.empty((count, len(self._page), 3), np.uint64)
+        pieces[:, :, 0] = self._address + blocks * self._stride
+        pieces[:, :, 1] = positions * np.uint64(self.block_bytes) + self._page_offset
+        pieces[:, :, 2] = self._page
+        return pieces.reshape(-1, 3)
+
+    def split(
+        self, block_ids: npt.NDArray[np.int32], first_position: int, chunk_count: int
+    ) -> list[npt.NDArray[np.int32]]:
+        """Cut the blocks of consecutive chunks at chunk boundaries.
+
+        `first_position`: where in the first chunk the first block lies. Returns one array a
+        chunk; the first and the last may cover their chunk in part.
+        """
+        cuts = range(self.blocks_per_chunk - first_position, len(block_ids), self.blocks_per_chunk)
+        parts = np.split(block_ids, list(cuts))
+        assert len(parts) == chunk_count, f"{len(block_ids)} blocks over {chunk_count} chunks"
+        return parts

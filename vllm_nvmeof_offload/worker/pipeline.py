@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transfer pipeline: one rank's state machine between KV cache, staging and pool.
+
+Pure but for its engines: no thread, no vLLM, no torch; the clock is injected. Commands come
+in, `step` moves everything that can move, reports and finished jobs come out. All calls come
+from one thread (`runner` in a server, the simulator in tests).
+
+A chunk's way, by kind of job:
+
+    store   gate(fill) → copy → cache slot
+    load    gate(read) → copy                         from a cache slot
+            stream slot → read → copy                 from the pool
+            gate(fill) → read → copy                  from the pool, landing in a cache slot
+    write   gate(read) → write → table entry
+    fetch   gate(fill) → read
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_nvmeof_offload.copy.base import CopyEngine, Descriptors, Direction
+from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, STALE, Outcome
+from vllm_nvmeof_offload.io.base import IoEngine
+from vllm_nvmeof_offload.protocol import (
+    CancelCommand,
+    Command,
+    FetchCommand,
+    IoClass,
+    LoadCommand,
+    OpReport,
+    ReleaseReport,
+    Report,
+    ResetCommand,
+    SlotIdentity,
+    StoreCommand,
+    WriteCommand,
+)
+from vllm_nvmeof_offload.units import HEADER_BYTES
+from vllm_nvmeof_offload.worker.gates import Grant, SlotGates
+from vllm_nvmeof_offload.worker.iopump import IoEvent, IoPump, PumpConfig
+from vllm_nvmeof_offload.worker.tasks import FinishedJob, Job, JobKind, Step, Task
+
+__all__ = ["StagingMap", "TransferPipeline"]
+
+_NOTHING = SlotIdentity(b"", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class StagingMap:
+    """Where slots lie in staging: cache slots first, stream slots behind them, equal strides."""
+
+    base_address: int
+    slot_bytes: int
+    cache_slots: int
+    stream_slots: int
+
+    def cache_address(self, slot: int) -> int:
+        assert 0 <= slot < self.cache_slots
+        return self.base_address + slot * self.slot_bytes
+
+    def stream_address(self, slot: int) -> int:
+        assert 0 <= slot < self.stream_slots
+        return self.base_address + (self.cache_slots + slot) * self.slot_bytes
+
+
+class TransferPipeline:
+    """See the module's docstring. `pieces` are what `Task.pieces` says, one array a chunk."""
+
+    def __init__(
+        self,
+        staging: StagingMap,
+        copy: CopyEngine,
+        io: IoEngine,
+        config: PumpConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        #: Chunks and bytes by stage, for metrics.
+        self.counters: Counter[str] = Counter()
+        self._staging = staging
+        self._copy = copy
+        self._clock = clock
+        self._pump = IoPump(io, config, clock, self._address_of)
+        self._gates: SlotGates[Task] = SlotGates()
+        self._jobs: dict[int, Job] = {}
+        self._free_stream_slots = deque(range(staging.stream_slots))
+        self._want_stream: deque[Task] = deque()
+        self._streams_hung = 0  # stream slots that the kernel holds past their outcome
+        self._to_copy: dict[int, list[Task]] = {}  # op → tasks ready to be copied
+        self._tickets: dict[int, list[Task]] = {}
+        self._reports: list[Report] = []
+        self._finished: list[FinishedJob] = []
+
+    # -- commands ---------------------------------------------------------------------
+
+    def store(self, command: StoreCommand, pieces: Sequence[Descriptors], fence: object) -> None:
+        """Copy KV cache → cache slots, after `fence`."""
+        job = self._open(command.op, JobKind.STORE, fence)
+        for chunk, chunk_pieces in zip(command.chunks, pieces, strict=True):
+            task = self._task(job, chunk.identity, chunk.cache_slot, None, IoClass.READ_DEMAND)
+            task.pieces, task.fills = chunk_pieces, True
+        self._start(job)
+
+    def load(self, command: LoadCommand, pieces: Sequence[Descriptors], fence: object) -> None:
+        """Copy cache slots or pool slots → KV cache, after `fence`."""
+        job = self._open(command.op, JobKind.LOAD, fence)
+        for chunk, chunk_pieces in zip(command.chunks, pieces, strict=True):
+            task = self._task(
+                job, chunk.identity, chunk.cache_slot, chunk.pool_slot, IoClass.READ_DEMAND
+            )
+            task.pieces = chunk_pieces
+            task.fills = chunk.pool_slot is not None and chunk.cache_slot is not None
+        self._start(job)
+
+    def command(self, command: Command) -> None:
+        """Obey a command that moves no GPU blocks."""
+        match command:
+            case WriteCommand():
+                job = self._open(command.op, JobKind.WRITE)
+                self._task(
+                    job,
+                    command.identity,
+                    command.cache_slot,
+                    command.pool_slot,
+                    IoClass.WRITE_BEHIND,
+                )
+                self._start(job)
+            case FetchCommand():
+                job = self._open(command.op, JobKind.FETCH)
+                task = self._task(
+                    job, command.identity, command.cache_slot, command.pool_slot, command.io_class
+                )
+                task.fills = True
+                self._start(job)
+            case ResetCommand():
+                self._reset(command)
+            case CancelCommand():
+                self.cancel(command.target_op)
+
+    def cancel(self, op: int) -> None:
+        """Stop what has not started; what DMA works on goes on. The report still comes."""
+        job = self._jobs.get(op)
+        if job is None or job.cancelled or job.kind is JobKind.STORE:
+            return
+        job.cancelled = True
+        for task in job.tasks:
+            if task.step in (Step.GATE, Step.STREAM, Step.IO):
+                self._cancel_task(task)
+
+    # -- progress ---------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Move everything that can move now."""
+        for ticket, outcome in self._copy.poll():
+            for task in self._tickets.pop(ticket):
+                self._copied(task, outcome)
+        self._hand_out_stream_slots()
+        events = self._pump.step()
+        while events:  # what they let go starts now: nobody may step again for a while
+            for event in events:
+                self._io_event(event)
+            self._hand_out_stream_slots()
+            events = self._pump.feed()
+        self._reports.extend(self._pump.take_verdicts())
+        self._submit_copies()
+
+    def take_reports(self) -> list[Report]:
+        reports, self._reports = self._reports, []
+        return reports
+
+    def take_finished(self) -> list[FinishedJob]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def idle(self) -> bool:
+        """Nothing is under way: no job, no gate held, no buffer with an engine."""
+        streams_home = len(self._free_stream_slots) == self._staging.stream_slots
+        return not self._jobs and self._gates.idle() and not self._pump.busy and streams_home
+
+    # -- jobs -------------------------------------------------------------------------
+
+    def _open(self, op: int, kind: JobKind, fence: object = None) -> Job:
+        assert op not in self._jobs, f"op {op} given twice"
+        job = self._jobs[op] = Job(op, kind, fence=fence, started_s=self._clock())
+        return job
+
+    def _task(
+        self,
+        job: Job,
+        identity: SlotIdentity,
+        cache_slot: int | None,
+        pool_slot: int | None,
+        io_class: IoClass,
+    ) -> Task:
+        task = Task(job, len(job.tasks), identity, cache_slot, pool_slot, io_class)
+        job.tasks.append(task)
+        return task
+
+    def _start(self, job: Job) -> None:
+        job.tasks_left = len(job.tasks)
+        for task in job.tasks:
+            if task.cache_slot is None:
+                task.step = Step.STREAM
+                self._want_stream.append(task)
+            else:
+                self._act(self._gates.ask(task.cache_slot, task, task.identity, fill=task.fills))
+
+    def _reset(self, command: ResetCommand) -> None:
+        # No write from before may follow the reset, wherever it waits.
+        for waiting in [job for job in self._jobs.values() if job.kind is JobKind.WRITE]:
+            for task in waiting.tasks:
+                if task.step is Step.GATE:
+                    self._cancel_task(task)
+        for task in self._pump.take_queued_writes():
+            self._leave_slot(task)
+            self._decide(task, CANCELLED)
+        job = self._open(command.op, JobKind.RESET)
+        task = self._task(job, _NOTHING, None, None, IoClass.WRITE_BEHIND)
+        task.adoptable = command.adoptable
+        job.tasks_left = 1
+        task.step = Step.IO
+        self._pump.enqueue(task)
+
+    def _decide(self, task: Task, outcome: Outcome, *, released: bool = True) -> None:
+        """The chunk's outcome is known; `released`: no engine has its buffer."""
+        assert task.step not in (Step.ZOMBIE, Step.DONE)
+        job = task.job
+        task.step = Step.DONE if released else Step.ZOMBIE
+        if not released:
+            self._hold_buffer(task)
+        if not outcome.ok:
+            job.failures.append((task.index, outcome))
+            self.counters[f"{job.kind.value}_failed:{outcome.kind.value}"] += 1
+        job.tasks_left -= 1
+        if job.tasks_left:
+            return
+        failures = tuple(sorted(job.failures, key=lambda f: f[0]))
+        job.reported = True
+        self._reports.append(OpReport(job.op, failures, released=not job.unreleased))
+        if job.kind in (JobKind.STORE, JobKind.LOAD):
+            seconds = self._clock() - job.started_s
+            self._finished.append(FinishedJob(job.op, failures, job.copied_bytes, seconds))
+        if not job.unreleased:
+            del self._jobs[job.op]
+
+    def _hold_buffer(self, task: Task) -> None:
+        """The engine keeps a decided task's buffer, for who knows how long."""
+        if task.stream_slot is None and task.cache_slot is not None:
+            task.job.unreleased += 1
+            if task.fills:  # whoever waits to read the slot must not wait for the kernel
+                self._act(self._gates.abandon(task.cache_slot))
+
+    def _hangs(self, task: Task) -> None:
+        """Past its deadline and not released: its stream slot may never come back."""
+        if task.stream_slot is not None:
+            task.hung = True
+            self._streams_hung += 1
+
+    def _released_late(self, task: Task) -> None:
+        """The kernel has let go of the buffer of a task that was decided before."""
+        assert task.step is Step.ZOMBIE
+        task.step = Step.DONE
+        self._streams_hung -= task.hung
+        self._leave_slot(task)
+        if task.cache_slot is None:
+            return
+        job = task.job
+        job.unreleased -= 1
+        if job.reported and not job.unreleased:
+            self._reports.append(ReleaseReport(job.op))
+            del self._jobs[job.op]
+
+    # -- slots ------------------------------------------------------------------------
+
+    def _act(self, grants: list[Grant[Task]]) -> None:
+        """It is these tasks' turn at their cache slots."""
+        for grant in grants:
+            task = grant.task
+            if grant.stale:
+                self._decide(task, STALE)
+                continue
+            task.reads = not task.fills
+            if task.pool_slot is not None:
+                task.step = Step.IO
+                self._pump.enqueue(task)
+            else:
+                self._ready_to_copy(task)
+
+    def _leave_slot(self, task: Task, *, filled: bool = False) -> None:
+        """Give back whatever slot the task holds."""
+        if task.stream_slot is not None:
+            self._free_stream_slots.append(task.stream_slot)
+            task.stream_slot = None
+        elif task.cache_slot is not None and task.reads:
+            task.reads = False
+            self._act(self._gates.read(task.cache_slot))
+        elif task.cache_slot is not None and task.fills:
+            task.fills = False
+            self._act(self._gates.filled(task.cache_slot, ok=filled))
+
+    def _hand_out_stream_slots(self) -> None:
+        while self._want_stream and self._free_stream_slots:
+            task = self._want_stream.popleft()
+            task.stream_slot = self._free_stream_slots.popleft()
+            task.step = Step.IO
+            self._pump.enqueue(task)
+        if self._streams_hung == self._staging.stream_slots:
+            # The kernel has them all and may never give one back: fail fast.
+            waiting, self._want_stream = self._want_stream, deque()
+            for task in waiting:
+                self._decide(task, DEADLINE)
+
+    def _address_of(self, task: Task) -> int:
+        if task.stream_slot is not None:
+            return self._staging.stream_address(task.stream_slot)
+        assert task.cache_slot is not None
+        return self._staging.cache_address(task.cache_slot)
+
+    # -- I/O --------------------------------------------------------------------------
+
+    def _io_event(self, event: IoEvent) -> None:
+        task, outcome = event.task, event.outcome
+        if task.step is Step.ZOMBIE:
+            # Cancelled or past its deadline: only the buffer matters any more.
+            if event.released:
+                self._released_late(task)
+            else:
+                self._hangs(task)
+            return
+        assert outcome is not None
+        if not event.released:
+            self._decide(task, outcome, released=False)
+            self._hangs(task)
+            return
+        kind = task.job.kind
+        if outcome.ok and kind is not JobKind.RESET:
+            direction = "written" if kind is JobKind.WRITE else "read"
+            self.counters[f"{direction}_bytes"] += self._staging.slot_bytes
+        if outcome.ok and kind is JobKind.LOAD:
+            if task.fills:  # landed: others may read the slot from now on
+                task.fills, task.reads = False, True
+                assert task.cache_slot is not None
+                self._act(self._gates.filled_and_read(task.cache_slot))
+            self._ready_to_copy(task)
+            return
+        self._leave_slot(task, filled=outcome.ok)
+        self._decide(task, outcome)
+
+    def _cancel_task(self, task: Task) -> None:
+        if task.step is Step.GATE:
+            assert task.cache_slot is not None
+            waiting, grants = self._gates.withdraw(task.cache_slot, task)
+            assert waiting
+            self._decide(task, CANCELLED)
+            self._act(grants)
+        elif task.step is Step.STREAM:
+            self._want_stream.remove(task)
+            self._decide(task, CANCELLED)
+        elif self._pump.cancel(task):
+            self._leave_slot(task)
+            self._decide(task, CANCELLED)
+        else:
+            # With the engine: its buffer is not ours, but nothing will be copied from it.
+            self._decide(task, CANCELLED, released=False)
+
+    # -- copies -----------------------------------------------------------------------
+
+    def _ready_to_copy(self, task: Task) -> None:
+        task.step = Step.COPY
+        self._to_copy.setdefault(task.job.op, []).append(task)
+
+    def _submit_copies(self) -> None:
+        to_copy, self._to_copy = self._to_copy, {}
+        for op, tasks in to_copy.items():
+            job = self._jobs[op]
+            store = job.kind is JobKind.STORE
+            pieces = np.concatenate([self._absolute(task) for task in tasks])
+            job.copied_bytes += int(pieces[:, 2].sum())
+            direction = Direction.STORE if store else Direction.LOAD
+            ticket = self._copy.submit(direction, pieces, job.fence)
+            self._tickets[ticket] = tasks
+
+    def _absolute(self, task: Task) -> Descriptors:
+        pieces = task.pieces.copy()
+        pieces[:, 1] += np.uint64(self._address_of(task) + HEADER_BYTES)
+        return pieces
+
+    def _copied(self, task: Task, outcome: Outcome) -> None:
+        if outcome.ok:
+            self.counters[f"{task.job.kind.value}_copied_chunks"] += 1
+        self._leave_slot(task, filled=outcome.ok)
+        self._decide(task, outcome)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the pipeline on its own thread, so that transfers go on while the model computes.
+
+The model's thread hands over calls and picks up results; it waits only in `wait`, for copies
+that vLLM must see finished. Order is kept: what is handed over first is done first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+
+from vllm_nvmeof_offload.errors import EngineError
+from vllm_nvmeof_offload.protocol import Report
+from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
+from vllm_nvmeof_offload.worker.tasks import FinishedJob
+
+__all__ = ["PipelineRunner", "Waker"]
+
+#: Deadlines wake the I/O engine's eventfd; this is only a backstop.
+_POLL_MS = 1000
+
+
+class Waker:
+    """An eventfd that any thread can set."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # the counter is full: awake already
+            os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+
+
+class PipelineRunner:
+    """Owns the thread. All methods are called from the model's thread."""
+
+    def __init__(self, pipeline: TransferPipeline, waker: Waker, io_fd: int) -> None:
+        self._pipeline = pipeline
+        self._waker = waker
+        self._io_fd = io_fd
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._finished: list[FinishedJob] = []
+        self._reports: list[Report] = []
+        self._counters: Counter[str] = Counter()
+        self._open: set[int] = set()  # stores and loads handed over and not finished
+        self._failure: BaseException | None = None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="nvmeof-pipeline", daemon=True)
+        self._thread.start()
+
+    def hand_over(self, call: Callable[[TransferPipeline], None], op: int | None = None) -> None:
+        """Have `call` run on the pipeline's thread. `op`: the store or load that it starts."""
+        if op is not None:
+            with self._changed:
+                self._open.add(op)
+        self._inbox.append(lambda: call(self._pipeline))
+        self._waker.wake()
+
+    def wait(self, ops: Iterable[int]) -> None:
+        """Block until these stores and loads are finished: no DMA works on them."""
+        waiting = set(ops)
+        with self._changed:
+            while waiting & self._open:
+                self._raise_failure()
+                self._changed.wait(timeout=1.0)
+
+    def take(self) -> tuple[list[FinishedJob], list[Report], Counter[str]]:
+        """Finished jobs, reports and counters since the last call; a consistent snapshot."""
+        with self._changed:
+            self._raise_failure()
+            taken = (self._finished, self._reports, self._counters)
+            self._finished, self._reports, self._counters = [], [], Counter()
+            return taken
+
+    def stop(self) -> None:
+        """End the thread. What is under way is left to the engines' `close`."""
+        self._stopping = True
+        self._waker.wake()
+        self._thread.join(timeout=5.0)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise EngineError("the transfer pipeline stopped; see the cause") from self._failure
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._waker.fd, select.POLLIN)
+        poller.register(self._io_fd, select.POLLIN)
+        try:
+            while not self._stopping:
+                self._waker.clear()
+                while self._inbox:
+                    self._inbox.popleft()()
+                self._pipeline.step()
+                self._publish()
+                poller.poll(_POLL_MS)
+        except BaseException as error:  # noqa: BLE001 - handed to the model's thread, which raises
+            # A broken invariant: the model's thread must hear of it, not wait for ever.
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _publish(self) -> None:
+        finished = self._pipeline.take_finished()
+        reports = self._pipeline.take_reports()
+        if not finished and not reports and not self._pipeline.counters:
+            return
+        with self._changed:
+            self._finished += finished
+            self._reports += reports
+            self._counters.update(self._pipeline.counters)
+            self._pipeline.counters.clear()
+            self._open.difference_update(job.op for job in finished)
+            self._changed.notify_all()

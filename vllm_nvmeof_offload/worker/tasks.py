@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the pipeline works on: jobs (one command each) and tasks (one chunk each)."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_nvmeof_offload.copy.base import Descriptors
+from vllm_nvmeof_offload.errors import Outcome
+from vllm_nvmeof_offload.protocol import IoClass, SlotIdentity
+
+__all__ = ["FinishedJob", "Job", "JobKind", "Step", "Task"]
+
+_NO_PIECES: Descriptors = np.empty((0, 3), np.uint64)
+
+
+class JobKind(enum.Enum):
+    STORE = "store"
+    LOAD = "load"
+    WRITE = "write"
+    FETCH = "fetch"
+    RESET = "reset"
+
+
+class Step(enum.Enum):
+    """Where a task stands."""
+
+    GATE = "gate"  # waits for its turn at its cache slot
+    STREAM = "stream"  # waits for a stream slot
+    IO = "io"  # queued for, or in, the I/O engine
+    COPY = "copy"  # queued for, or in, the copy engine
+    ZOMBIE = "zombie"  # decided; the kernel still has its buffer
+    DONE = "done"
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One command. `unreleased` counts its named buffers still with the kernel."""
+
+    op: int
+    kind: JobKind
+    tasks: list[Task] = field(default_factory=list)
+    fence: object = None
+    started_s: float = 0.0
+    tasks_left: int = 0
+    unreleased: int = 0
+    cancelled: bool = False
+    reported: bool = False
+    failures: list[tuple[int, Outcome]] = field(default_factory=list)
+    copied_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One chunk of a job.
+
+    cache_slot None: through a stream slot. pool_slot None: no I/O. pieces: uint64[n, 3] of
+    (KV cache address, offset in the slot's payload, bytes).
+    """
+
+    job: Job
+    index: int
+    identity: SlotIdentity
+    cache_slot: int | None
+    pool_slot: int | None
+    io_class: IoClass
+    pieces: Descriptors = field(default_factory=lambda: _NO_PIECES)
+    step: Step = Step.GATE
+    stream_slot: int | None = None
+    hung: bool = False  # the kernel holds its stream slot past the deadline
+    #: The gate of `cache_slot` counts this task as its filler, as a reader, or not at all.
+    fills: bool = False
+    reads: bool = False
+    io_token: int | None = None
+    io_retries_left: int = 1
+    #: A reset's: may what is written from now on be adopted at a later start?
+    adoptable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedJob:
+    """A store or load that no DMA works on any more. failures: chunk index → outcome."""
+
+    op: int
+    failures: tuple[tuple[int, Outcome], ...]
+    copied_bytes: int
+    seconds: float

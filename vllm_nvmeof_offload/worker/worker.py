@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's face of the worker's half. Everything that vLLM's worker interface is, is here.
+
+All calls come on the worker's main thread. vLLM is always told that a transfer succeeded:
+its stock worker asserts it. What failed is told by the connector: block ids to vLLM, reports
+to the manager, both in the step in which the job is reported finished (rule 8).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+
+from vllm_nvmeof_offload.copy.base import CopyEngine
+from vllm_nvmeof_offload.io.base import IoEngine
+from vllm_nvmeof_offload.job_specs import ChunkLoadSpec, ChunkStoreSpec
+from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.protocol import Command, LoadCommand, Report, StoreCommand
+from vllm_nvmeof_offload.worker.geometry import ChunkGeometry
+from vllm_nvmeof_offload.worker.runner import PipelineRunner
+from vllm_nvmeof_offload.worker.staging import Staging
+
+__all__ = ["NVMeoFOffloadingWorker"]
+
+
+class NVMeoFOffloadingWorker(OffloadingWorker):
+    """One rank's transfers."""
+
+    def __init__(
+        self,
+        runner: PipelineRunner,
+        geometry: ChunkGeometry,
+        copy: CopyEngine,
+        io: IoEngine,
+        memory: Staging,
+        pool: Pool | None,
+    ) -> None:
+        self._runner = runner
+        self._geometry = geometry
+        self._copy = copy
+        self._io = io
+        self._memory = memory
+        self._pool = pool
+        self._ops: dict[int, int] = {}  # vLLM's job → our op
+        self._jobs: dict[int, int] = {}  # our op → vLLM's job
+        self._load_blocks: dict[int, list[list[int]]] = {}  # load op → block ids by chunk
+        self._invalid_blocks: set[int] = set()
+        self._failed_jobs: set[int] = set()
+        self._reports: list[Report] = []
+        self._counters: Counter[str] = Counter()
+
+    # -- vLLM's interface -------------------------------------------------------------
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        assert isinstance(dst_spec, ChunkStoreSpec)
+        command: StoreCommand = dst_spec.command
+        parts = self._split(src_spec, len(command.chunks))
+        pieces = [self._geometry.pieces(part, 0) for part in parts]
+        fence = self._copy.record_fence()
+        self._remember(job_id, command.op)
+        self._runner.hand_over(lambda p: p.store(command, pieces, fence), command.op)
+        return True
+
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **_: Any
+    ) -> bool:
+        assert isinstance(src_spec, ChunkLoadSpec)
+        command: LoadCommand = src_spec.command
+        first = self._first_position(dst_spec)
+        parts = self._split(dst_spec, len(command.chunks))
+        pieces = [self._geometry.pieces(p, 0 if i else first) for i, p in enumerate(parts)]
+        fence = self._copy.record_fence()
+        self._remember(job_id, command.op)
+        self._load_blocks[command.op] = [part.tolist() for part in parts]
+        self._runner.hand_over(lambda p: p.load(command, pieces, fence), command.op)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        finished, reports, counters = self._runner.take()
+        self._reports += reports
+        self._counters.update(counters)
+        results: list[TransferResult] = []
+        for job in finished:
+            job_id = self._jobs.pop(job.op)
+            del self._ops[job_id]
+            blocks = self._load_blocks.pop(job.op, None)
+            if blocks is not None and job.failures:
+                self._failed_jobs.add(job_id)
+                for index, _ in job.failures:
+                    self._invalid_blocks.update(blocks[index])
+            results.append(TransferResult(job_id, True, job.copied_bytes, job.seconds))
+        return results
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Stores: until copied. Loads: cancel what has not started, then until no DMA runs."""
+        ops = [self._ops[job_id] for job_id in job_ids if job_id in self._ops]
+        for op in ops:
+            if op in self._load_blocks:
+                self._runner.hand_over(lambda p, op=op: p.cancel(op))  # type: ignore[misc]
+        self._runner.wait(ops)
+
+    def shutdown(self) -> None:
+        self._runner.stop()
+        released = self._io.close()
+        self._copy.close()
+        if self._pool is not None:
+            self._pool.close(abandon=not released)
+        if released:  # else the kernel still has our memory: leave it to the process's end
+            self._memory.close()
+
+    # -- the connector's interface ----------------------------------------------------
+
+    def obey(self, commands: Iterable[Command]) -> None:
+        """Start commands that move no GPU blocks, in their order."""
+        for command in commands:
+            self._runner.hand_over(lambda p, c=command: p.command(c))  # type: ignore[misc]
+
+    @property
+    def has_reports(self) -> bool:
+        return bool(self._reports)
+
+    def take_reports(self) -> tuple[list[Report], Counter[str]]:
+        """Reports as of the last `get_finished`: never later than vLLM hears of a job."""
+        taken = self._reports, self._counters
+        self._reports, self._counters = [], Counter()
+        return taken
+
+    def take_invalid_blocks(self) -> set[int]:
+        """GPU blocks that finished loads did not fill."""
+        taken, self._invalid_blocks = self._invalid_blocks, set()
+        return taken
+
+    def take_failed_jobs(self) -> set[int]:
+        """vLLM's job ids of finished loads in which a chunk failed."""
+        taken, self._failed_jobs = self._failed_jobs, set()
+        return taken
+
+    # -- helpers ----------------------------------------------------------------------
+
+    def _remember(self, job_id: int, op: int) -> None:
+        self._ops[job_id] = op
+        self._jobs[op] = job_id
+
+    def _first_position(self, spec: GPULoadStoreSpec) -> int:
+        return int(spec.block_indices[0]) % self._geometry.blocks_per_chunk
+
+    def _split(self, spec: GPULoadStoreSpec, chunk_count: int) -> list[Any]:
+        first = self._first_position(spec)
+        return self._geometry.split(spec.block_ids, first, chunk_count)
