@@ -192,6 +192,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        if scheduler_output.total_num_scheduled_tokens:
+            self._manager.worked()
         self._resumes.step(scheduler_output)
         self._manager.count_preemptions(len(scheduler_output.preempted_req_ids or ()))
         meta = super().build_connector_meta(self._without_resumed(scheduler_output))

@@ -129,8 +129,8 @@ class ManagerCore:
         """Plan the load of `keys`, all of which `lookup` has just found; pins them."""
         tiers = self._tiers
         entries: list[Entry] = []
-        cache_slots: list[int] = []
-        pool_slots: list[int] = []
+        cache_slots: list[int | None] = []
+        pool_slots: list[int | None] = []
         tiers.touch(keys)
         # Pin everything first: landing below evicts, and must not evict what is loaded.
         for key in keys:
@@ -140,11 +140,11 @@ class ManagerCore:
             if entry.in_cache:
                 assert entry.cache_slot is not None
                 tiers.cache.use(entry.cache_slot)
-                cache_slots.append(entry.cache_slot)
             else:
                 assert entry.pool_slot is not None
                 tiers.pool.use(entry.pool_slot)
-                pool_slots.append(entry.pool_slot)
+            cache_slots.append(entry.cache_slot)
+            pool_slots.append(None if entry.in_cache else entry.pool_slot)
             tiers.settle(entry)
         chunks: list[LoadChunk] = []
         landing: set[int] = set()
@@ -154,7 +154,7 @@ class ManagerCore:
                 continue
             if self._land(entry, len(landing)):
                 assert entry.cache_slot is not None
-                cache_slots.append(entry.cache_slot)
+                cache_slots[index] = entry.cache_slot
                 landing.add(index)
             chunks.append(LoadChunk(entry.identity, entry.cache_slot, entry.pool_slot))
         op = self._ledger.open(
@@ -165,8 +165,9 @@ class ManagerCore:
             tuple(pool_slots),
             frozenset(landing),
         )
-        self.counters["load_chunks_cpu"] += len(chunks) - len(pool_slots)
-        self.counters["load_chunks_pool"] += len(pool_slots)
+        from_pool = sum(chunk.pool_slot is not None for chunk in chunks)
+        self.counters["load_chunks_cpu"] += len(chunks) - from_pool
+        self.counters["load_chunks_pool"] += from_pool
         return LoadCommand(op.number, tuple(chunks))
 
     def _land(self, entry: Entry, landed: int) -> bool:
@@ -202,15 +203,27 @@ class ManagerCore:
             if decided:
                 self._decide(op)
             if released:
-                self._release(op)
+                self._tiers.let_go(op)
+            elif decided:
+                # What the kernel still has belongs to a chunk that failed: one hung read must
+                # not pin the whole load.
+                self._tiers.let_go(op, spare=frozenset(op.failures))
         self._writes.drain()
 
-    def has_pending_work(self) -> bool:
-        """A command waits to be sent, or a report is owed and not overdue."""
-        if self._commands:
+    def has_pending_work(self, *, count_writes: bool = True) -> bool:
+        """A command waits to be sent, or a report is owed and not overdue.
+
+        count_writes: whether write-behind counts. It can wait for the engine's next step.
+        """
+        if any(count_writes or not isinstance(c, WriteCommand) for c in self._commands):
             return True
         oldest_s = self._clock() - self.config.report_deadline_s
-        return any(op.outcomes_left and op.issued_s > oldest_s for op in self._ledger)
+        return any(
+            op.outcomes_left
+            and op.issued_s > oldest_s
+            and (count_writes or op.kind is not OpKind.WRITE)
+            for op in self._ledger
+        )
 
     def _doom_failed(self, op: Op, report: OpReport) -> None:
         """One rank's failure decides: the key misses before the other ranks have reported."""
@@ -231,14 +244,6 @@ class ManagerCore:
                 self._writes.ended(entry, failure)
             elif op.kind is OpKind.FETCH or index in op.landing:
                 self._fetched(entry, failure)
-
-    def _release(self, op: Op) -> None:
-        for slot in op.cache_slots:
-            self._tiers.cache.unuse(slot)
-        for slot in op.pool_slots:
-            self._tiers.pool.unuse(slot)
-        for entry in op.entries:
-            self._tiers.settle(entry)
 
     def _stored(self, entry: Entry, failure: Outcome | None) -> None:
         if failure is None and entry.on(Event.COPIED) is State.CACHED and self.config.write_through:
@@ -262,7 +267,7 @@ class ManagerCore:
             if isinstance(command, WriteCommand | FetchCommand):
                 # Never sent: no rank will report on it.
                 self._writes.pending -= isinstance(command, WriteCommand)
-                self._release(self._ledger.withdraw(command.op))
+                self._tiers.let_go(self._ledger.withdraw(command.op))
             elif isinstance(command, ResetCommand):
                 kept.append(command)
         self._commands[:] = kept

@@ -31,7 +31,7 @@ class Op:
     """One command under way.
 
     entries: the entry of each chunk, in the command's order.
-    cache_slots, pool_slots: what it uses, one item a use.
+    cache_slots, pool_slots: what each chunk uses; None: nothing, or let go already.
     landing: indices of a load's chunks that are read into the cache slot of their entry.
     """
 
@@ -41,8 +41,8 @@ class Op:
     outcomes_left: int
     releases_left: int
     entries: tuple[Entry, ...] = ()
-    cache_slots: tuple[int, ...] = ()
-    pool_slots: tuple[int, ...] = ()
+    cache_slots: tuple[int | None, ...] = ()
+    pool_slots: tuple[int | None, ...] = ()
     landing: frozenset[int] = frozenset()
     failures: dict[int, Outcome] = field(default_factory=dict)
 
@@ -66,8 +66,8 @@ class Ledger:
         kind: OpKind,
         now_s: float,
         entries: tuple[Entry, ...] = (),
-        cache_slots: tuple[int, ...] = (),
-        pool_slots: tuple[int, ...] = (),
+        cache_slots: tuple[int | None, ...] = (),
+        pool_slots: tuple[int | None, ...] = (),
         landing: frozenset[int] = frozenset(),
     ) -> Op:
         op = Op(

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -64,8 +65,15 @@ class _RequestKeys:
 class NVMeoFOffloadingManager(OffloadingManager):
     """Called on EngineCore's main thread; does no I/O and never blocks."""
 
-    def __init__(self, core: ManagerCore, tokens_per_chunk: int) -> None:
+    def __init__(
+        self,
+        core: ManagerCore,
+        tokens_per_chunk: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.core = core
+        self._clock = clock
+        self._worked_s = clock()
         self._tokens_per_chunk = tokens_per_chunk
         #: Metric name and label values → increase since the last `get_stats`.
         self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
@@ -126,8 +134,19 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if state is not None:
             self.core.touch(state.keys)
 
+    def worked(self) -> None:
+        """This step computes tokens."""
+        self._worked_s = self._clock()
+
     def has_pending_work(self) -> bool:
-        return self.core.has_pending_work()
+        """Keep the engine stepping while reports are owed.
+
+        For write-behind only for a bounded time after the last token: stepping costs an idle
+        core, and blocks pause, sleep and shutdown. What is left goes on with the next request.
+        """
+        idle_s = self._clock() - self._worked_s
+        bound_s = self.core.config.report_deadline_s
+        return self.core.has_pending_work(count_writes=idle_s < bound_s)
 
     def reset_cache(self) -> None:
         self.core.reset()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 from vllm_nvmeof_offload.manager.adoption import Agreement
 from vllm_nvmeof_offload.manager.index import Entry, Event, Index, State
+from vllm_nvmeof_offload.manager.ledger import Op
 from vllm_nvmeof_offload.manager.policy import EvictionPolicy
 from vllm_nvmeof_offload.manager.slots import SlotPool
 from vllm_nvmeof_offload.protocol import SlotIdentity, VerdictReport
@@ -116,6 +117,18 @@ class Tiers:
         """Keys that were evicted for good since the last call."""
         evicted, self._evicted = tuple(self._evicted), []
         return evicted
+
+    def let_go(self, op: Op, *, spare: frozenset[int] = frozenset()) -> None:
+        """Let go of what the op uses, but for the chunks in `spare`."""
+        for tier, slots in ((self.cache, op.cache_slots), (self.pool, op.pool_slots)):
+            for index, slot in enumerate(slots):
+                if slot is not None and index not in spare:
+                    tier.unuse(slot)
+        op.cache_slots = tuple(s if i in spare else None for i, s in enumerate(op.cache_slots))
+        op.pool_slots = tuple(s if i in spare else None for i, s in enumerate(op.pool_slots))
+        for index, entry in enumerate(op.entries):
+            if index not in spare:
+                self.settle(entry)
 
     # -- entries ----------------------------------------------------------------------
 

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The protocol's simulator: real manager core, real pipelines, everything else simulated."""

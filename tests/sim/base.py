@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every part of the simulator shares: violation, clock, trace, knobs drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Any
+
+BLOCK_BYTES = 4096
+GPU_BASE = 1 << 40
+STAGING_BASE = 1 << 20
+
+
+PROFILES = ("plain", "plain", "calm", "hangs", "restarts", "pool", "stuck")
+
+
+class Violation(AssertionError):  # noqa: N818 - the protocol's word
+    """A rule of PROTOCOL.md was broken. `rule` is its number, or a word for what has none."""
+
+    def __init__(self, rule: str, text: str) -> None:
+        super().__init__(f"rule {rule}: {text}")
+        self.rule = rule
+
+
+class Clock:
+    """Virtual seconds."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Trace:
+    """The last events, printed when a rule breaks. Formatting happens only then."""
+
+    def __init__(self, clock: Clock, length: int = 60) -> None:
+        self._clock = clock
+        self._events: deque[tuple[float, tuple[object, ...]]] = deque(maxlen=length)
+
+    def __call__(self, *what: object) -> None:
+        self._events.append((self._clock.now_s, what))
+
+    def __str__(self) -> str:
+        return "\n".join(f"  {t:9.4f}  {' '.join(map(str, what))}" for t, what in self._events)
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """One simulated deployment and its weather. Probabilities are per operation or per tick."""
+
+    profile: str
+    ranks: int
+    blocks_per_chunk: int
+    block_tokens: int
+    gpu_blocks: int
+    cache_slots: int
+    stream_slots: int
+    pool_slots: int
+    targets: int
+    lag: int  # engine steps between a step and the use of its output
+    defer_shared_loads: bool
+    weights_never_change: bool
+    land_share: float
+    reads_max: int
+    writes_max: int
+    engine_depth: int  # operations the I/O engine holds, hung ones included
+    ticks: int
+    copy_s: float
+    io_s: float
+    compute_s: float
+    copy_fails: float
+    read_fails: float
+    write_fails: float
+    read_corrupts: float
+    write_lies: float  # lost, torn, misdirected or flipped, and reported OK
+    hangs: float
+    never: float  # share of hangs that are never released
+    hanging_target: int | None  # None: any
+    full_slot: float  # share of pool slots that give ENOSPC
+    busy: float
+    abort: float
+    reset: float
+    crash: float
+    read_deadline_s: float = 0.3
+    write_deadline_s: float = 2.0
+    report_deadline_s: float = 20.0
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.blocks_per_chunk * self.block_tokens
+
+    @property
+    def request_tokens_max(self) -> int:
+        return (self.gpu_blocks - 2) * self.block_tokens * 2 // 3
+
+    @staticmethod
+    def draw(rng: random.Random, profile: str | None = None) -> Knobs:
+        """Small tiers, so that everything is contended; every kind of weather, none as well."""
+        profile = profile or rng.choice(PROFILES)
+        blocks_per_chunk = rng.choice((1, 2, 2, 3))
+        faulty = profile != "calm"
+
+        def rate(most: float, *, on: bool = True) -> float:
+            return most * rng.random() if on and rng.random() < 0.6 else 0.0
+
+        knobs = Knobs(
+            profile=profile,
+            ranks=rng.choice((1, 1, 2, 2, 3, 4)),
+            blocks_per_chunk=blocks_per_chunk,
+            block_tokens=rng.choice((2, 4)),
+            gpu_blocks=rng.randint(10, 24) * blocks_per_chunk // 2 + 8,
+            cache_slots=rng.randint(3, 24),
+            stream_slots=rng.randint(1, 4),
+            pool_slots=rng.choice((0, *range(4, 40))),
+            targets=rng.choice((1, 1, 2, 3)),
+            lag=rng.choice((0, 0, 1)),
+            defer_shared_loads=rng.random() < 0.5,
+            weights_never_change=rng.random() < 0.3,
+            land_share=rng.choice((0.0, 0.3, 0.5, 1.0)),
+            reads_max=rng.choice((1, 2, 8)),
+            writes_max=rng.choice((1, 2, 8)),
+            engine_depth=rng.choice((3, 12)),
+            ticks=rng.randint(150, 350),
+            copy_s=rng.choice((0.0005, 0.01, 0.05)),
+            io_s=rng.choice((0.001, 0.02, 0.1)),
+            compute_s=rng.choice((0.002, 0.02)),
+            copy_fails=rate(0.02, on=faulty),
+            read_fails=rate(0.15, on=faulty),
+            write_fails=rate(0.15, on=faulty),
+            read_corrupts=rate(0.1, on=faulty),
+            write_lies=rate(0.15, on=faulty),
+            hangs=rate(0.08, on=faulty and rng.random() < 0.5),
+            never=rng.choice((0.0, 0.0, 0.3)),
+            hanging_target=None,
+            full_slot=rate(0.3, on=faulty),
+            busy=rate(0.5),
+            abort=rate(0.03),
+            reset=rate(0.015),
+            crash=rate(0.01),
+        )
+        return replace(knobs, **_focus(profile, rng))
+
+
+def _focus(profile: str, rng: random.Random) -> dict[str, Any]:
+    """What a profile is about, made frequent."""
+    if profile == "hangs":
+        return {
+            "hangs": rng.uniform(0.05, 0.3),
+            "never": rng.choice((0.0, 0.3, 0.7)),
+            "targets": rng.choice((1, 2, 3)),
+            "engine_depth": rng.choice((3, 3, 12)),
+            "land_share": rng.choice((0.0, 0.5, 1.0)),
+            "defer_shared_loads": rng.random() < 0.25,
+            "full_slot": 0.0,
+            "write_fails": 0.0,
+            "stream_slots": rng.randint(1, 2),
+            "cache_slots": rng.randint(4, 10),
+            "pool_slots": rng.randint(16, 40),
+            "gpu_blocks": rng.randint(12, 18),
+            "reset": rng.choice((0.0, 0.01)),
+            "crash": rng.choice((0.0, 0.005)),
+            "copy_s": rng.choice((0.0005, 0.01)),
+            "ticks": 500,
+        }
+    if profile == "stuck":  # one target never answers, the others do
+        return {
+            "hangs": rng.uniform(0.2, 0.9),
+            "never": 1.0,
+            "hanging_target": 0,
+            "targets": rng.choice((2, 3)),
+            "engine_depth": 3,
+            "reads_max": 8,
+            "writes_max": 8,
+            "land_share": rng.choice((0.5, 1.0)),
+            "defer_shared_loads": False,
+            "full_slot": 0.0,
+            "write_fails": 0.0,
+            "cache_slots": rng.randint(4, 10),
+            "pool_slots": rng.randint(16, 40),
+            "gpu_blocks": rng.randint(12, 18),
+            "reset": 0.0,
+            "crash": rng.choice((0.0, 0.005)),
+            "ticks": 400,
+        }
+    if profile == "restarts":
+        return {
+            "reset": 0.012,
+            "crash": 0.012,
+            "write_lies": 0.3,
+            "full_slot": 0.0,
+            "pool_slots": rng.randint(4, 12),
+        }
+    if profile == "pool":
+        return {
+            "cache_slots": rng.randint(5, 12),
+            "pool_slots": rng.randint(20, 40),
+            "gpu_blocks": rng.randint(12, 18),
+            "reset": rng.choice((0.0, 0.01)),
+            "crash": rng.choice((0.0, 0.01)),
+            "full_slot": 0.0,
+            "copy_s": rng.choice((0.0005, 0.01)),
+            "ticks": 500,
+        }
+    return {}

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each rule broken once on purpose. A mutant that survives means that the simulator is blind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+Patch = tuple[Any, str, Any]
+
+#: Name → the patches that break the rule.
+MUTANTS: dict[str, Callable[[], list[Patch]]] = {}
+
+#: Name → the weather in which the rule matters often.
+PROFILE = {
+    "gates_accept_stale": "hangs",
+    "wait_for_a_load_does_not_cancel": "pool",
+    "reads_ignore_the_generation": "restarts",
+    "outcome_counts_as_release": "hangs",
+    "stream_slot_is_free_at_the_outcome": "hangs",
+    "release_report_is_lost": "hangs",
+    "pending_work_never_ends": "hangs",
+    "suspect_target_fails_the_reset": "hangs",
+    "hung_fill_blocks_its_readers": "stuck",
+    "hung_stream_slots_block_loads": "hangs",
+    "full_engine_blocks_for_ever": "stuck",
+    "deadlines_are_not_given": "stuck",
+    "failed_reset_is_ignored": "restarts",
+}
+
+
+def mutant(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
+    MUTANTS[make.__name__] = make
+    return make
+
+
+@contextmanager
+def broken(name: str) -> Iterator[None]:
+    """Run the block with this rule broken."""
+    with ExitStack() as stack:
+        for target, attribute, replacement in MUTANTS[name]():
+            stack.enter_context(mock.patch.object(target, attribute, replacement))
+        yield

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants of rules 1 to 6: order, fences, waits, writes, checks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_nvmeof_offload.errors import OK, Outcome
+from vllm_nvmeof_offload.manager import adoption, core
+from vllm_nvmeof_offload.manager.index import State
+from vllm_nvmeof_offload.manager.ledger import Ledger, Op
+from vllm_nvmeof_offload.manager.writes import WriteBehind
+from vllm_nvmeof_offload.protocol import OpReport
+from vllm_nvmeof_offload.worker.gates import Grant, SlotGates
+from vllm_nvmeof_offload.worker.iopump import IoEvent
+from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
+from vllm_nvmeof_offload.worker.tasks import Step, Task
+
+from .mutants import Patch, mutant
+from .rank import SimRank
+from .storage import Record, SimIo
+
+# -- rule 1: per-slot order and identity --------------------------------------------------
+
+
+@mutant
+def gates_ignore_order() -> list[Patch]:
+    def turn(self: Any, gate: Any) -> list[Grant[Task]]:
+        grants = []
+        while gate.queue:
+            task, identity, fill = gate.queue.popleft()
+            if fill:
+                gate.filling = identity
+            gate.readers += not fill
+            grants.append(Grant(task, stale=False))
+        return grants
+
+    return [(SlotGates, "_turn", turn)]
+
+
+@mutant
+def gates_accept_stale() -> list[Patch]:
+    real = SlotGates._turn
+
+    def turn(self: Any, gate: Any) -> list[Grant[Task]]:
+        grants = real(self, gate)
+        gate.readers += sum(grant.stale for grant in grants)
+        return [Grant(grant.task, stale=False) for grant in grants]
+
+    return [(SlotGates, "_turn", turn)]
+
+
+@mutant
+def failed_copy_counts_as_copied() -> list[Patch]:
+    real = TransferPipeline._copied
+    return [(TransferPipeline, "_copied", lambda self, task, outcome: real(self, task, OK))]
+
+
+# -- rule 2: a store in flight is a hit ---------------------------------------------------
+
+
+@mutant
+def storing_is_a_miss() -> list[Patch]:
+    real = core.ManagerCore.lookup
+
+    def lookup(self: Any, key: bytes) -> Any:
+        entry = self._tiers.index.get(key)
+        return None if entry and entry.state is State.STORING else real(self, key)
+
+    return [(core.ManagerCore, "lookup", lookup)]
+
+
+# -- rule 3: GPU order --------------------------------------------------------------------
+
+
+@mutant
+def stores_ignore_the_fence() -> list[Patch]:
+    real = TransferPipeline.store
+    store = lambda self, command, pieces, fence: real(self, command, pieces, 0.0)  # noqa: E731
+    return [(TransferPipeline, "store", store)]
+
+
+@mutant
+def loads_ignore_the_fence() -> list[Patch]:
+    real = TransferPipeline.load
+    load = lambda self, command, pieces, fence: real(self, command, pieces, 0.0)  # noqa: E731
+    return [(TransferPipeline, "load", load)]
+
+
+# -- rule 4: GPU blocks and waits ---------------------------------------------------------
+
+
+@mutant
+def finished_while_dma_runs() -> list[Patch]:
+    real = TransferPipeline._submit_copies
+
+    def submit(self: Any) -> None:
+        before = set(self._tickets)
+        real(self)
+        for ticket in self._tickets.keys() - before:
+            tasks, self._tickets[ticket] = self._tickets[ticket], []
+            for task in tasks:
+                self._copied(task, OK)
+
+    return [(TransferPipeline, "_submit_copies", submit)]
+
+
+@mutant
+def wait_returns_before_copied() -> list[Patch]:
+    return [(SimRank, "wait", lambda self, ops: None)]
+
+
+@mutant
+def wait_for_a_load_does_not_cancel() -> list[Patch]:
+    return [(TransferPipeline, "cancel", lambda self, op: None)]
+
+
+# -- rule 5: write after copy, table after write, every rank ------------------------------
+
+
+@mutant
+def write_begins_with_the_store() -> list[Patch]:
+    real = core.ManagerCore.prepare_store
+
+    def prepare_store(self: Any, keys: Any) -> Any:
+        plan = real(self, keys)
+        for key in plan.stored:
+            self._stored(self._tiers.index.get(key), None)
+        return plan
+
+    return [(core.ManagerCore, "prepare_store", prepare_store)]
+
+
+@mutant
+def table_before_data() -> list[Patch]:
+    real = SimIo.submit
+
+    def submit(self: Any, ops: Any) -> int:
+        count = real(self, ops)
+        for flight in list(self._flights.values())[-count:] if count else []:
+            flight.data_s, flight.table_s = flight.table_s, flight.data_s
+        return count
+
+    return [(SimIo, "submit", submit)]
+
+
+@mutant
+def failed_write_counts_as_written() -> list[Patch]:
+    real = WriteBehind.ended
+    return [(WriteBehind, "ended", lambda self, entry, failure: real(self, entry, None))]
+
+
+@mutant
+def first_rank_decides() -> list[Patch]:
+    real = Ledger.apply
+
+    def apply(self: Any, report: Any) -> tuple[Op, bool, bool]:
+        first = isinstance(report, OpReport) and self._ops[report.op].outcomes_left
+        op, _, released = real(self, report)
+        return op, first == self._world_size, released
+
+    return [(Ledger, "apply", apply)]
+
+
+@mutant
+def adoption_is_the_union() -> list[Patch]:
+    real = adoption._triples
+
+    class Union(set[tuple[int, int, bytes]]):
+        def __iand__(self, other: Any) -> Any:
+            return Union(self | other)
+
+    return [(adoption, "_triples", lambda adopted: Union(real(adopted)))]
+
+
+# -- rule 6: nothing wrong is accepted ----------------------------------------------------
+
+
+@mutant
+def reads_ignore_the_generation() -> list[Patch]:
+    real = SimIo.verify
+
+    def verify(self: Any, record: Record | None, identity: Any) -> Outcome:
+        if record is not None and record.intact and record.identity.key == identity.key:
+            return OK
+        return real(self, record, identity)
+
+    return [(SimIo, "verify", verify)]
+
+
+@mutant
+def reads_ignore_the_checksum() -> list[Patch]:
+    real = SimIo.verify
+
+    def verify(self: Any, record: Record | None, identity: Any) -> Outcome:
+        if record is not None and record.identity == identity:
+            return OK
+        return real(self, record, identity)
+
+    return [(SimIo, "verify", verify)]
+
+
+@mutant
+def pipeline_ignores_failed_reads() -> list[Patch]:
+    real = TransferPipeline._io_event
+
+    def event(self: Any, event: IoEvent) -> None:
+        if event.outcome is not None and event.released and event.task.step is Step.IO:
+            event = IoEvent(event.task, OK, released=True)
+        real(self, event)
+
+    return [(TransferPipeline, "_io_event", event)]

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants of reports, resets, and of what may not wait for ever."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from vllm_nvmeof_offload.errors import CANCELLED, Outcome
+from vllm_nvmeof_offload.manager import core
+from vllm_nvmeof_offload.protocol import ResetCommand
+from vllm_nvmeof_offload.worker.gates import SlotGates
+from vllm_nvmeof_offload.worker.iopump import IoPump
+from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
+from vllm_nvmeof_offload.worker.tasks import JobKind, Task
+
+from .mutants import Patch, mutant
+from .rank import Metadata, Output, SimRank
+from .storage import RankStore, SimIo
+
+# -- reports and reset --------------------------------------------------------------------
+
+
+@mutant
+def owed_reports_are_forgotten() -> list[Patch]:
+    return [(core.ManagerCore, "has_pending_work", lambda self: bool(self._commands))]
+
+
+@mutant
+def pending_work_never_ends() -> list[Patch]:
+    return [(core.ManagerCore, "has_pending_work", lambda self: bool(len(self._ledger)))]
+
+
+@mutant
+def reset_keeps_the_entries() -> list[Patch]:
+    def reset(self: Any) -> None:
+        op = self._ledger.open(core.OpKind.RESET, self._clock())
+        self._commands.append(ResetCommand(op.number, self.config.weights_never_change))
+
+    return [(core.ManagerCore, "reset", reset)]
+
+
+@mutant
+def new_weights_are_adopted() -> list[Patch]:
+    real = RankStore.reset
+    return [(RankStore, "reset", lambda self, *, adoptable: real(self, adoptable=True))]
+
+
+@mutant
+def reset_overtakes_writes() -> list[Patch]:
+    return [(IoPump, "_write_may_start", lambda self, task: True)]
+
+
+@mutant
+def old_writes_follow_the_reset() -> list[Patch]:
+    return [(IoPump, "take_queued_writes", lambda self: [])]
+
+
+@mutant
+def failed_reset_is_ignored() -> list[Patch]:
+    real = IoPump._refusal
+
+    def refusal(self: Any, task: Task) -> Outcome | None:
+        self._barred = False
+        return real(self, task)
+
+    return [(IoPump, "_refusal", refusal)]
+
+
+@mutant
+def suspect_target_fails_the_reset() -> list[Patch]:
+    real = IoPump._refusal
+
+    def refusal(self: Any, task: Task) -> Outcome | None:
+        if task.job.kind is JobKind.RESET and self._unreleased[0]:
+            return CANCELLED
+        return real(self, task)
+
+    return [(IoPump, "_refusal", refusal)]
+
+
+# -- nothing waits for ever ---------------------------------------------------------------
+
+
+@mutant
+def hung_fill_blocks_its_readers() -> list[Patch]:
+    return [(SlotGates, "abandon", lambda self, slot: [])]
+
+
+@mutant
+def hung_stream_slots_block_loads() -> list[Patch]:
+    return [(TransferPipeline, "_hangs", lambda self, task: None)]
+
+
+@mutant
+def full_engine_blocks_for_ever() -> list[Patch]:
+    return [(IoPump, "_fail_stalled", lambda self, is_write, patience_s: None)]
+
+
+@mutant
+def deadlines_are_not_given() -> list[Patch]:
+    real = SimIo.submit
+
+    def submit(self: Any, ops: Any) -> int:
+        return real(self, [replace(op, deadline_s=None) for op in ops])
+
+    return [(SimIo, "submit", submit)]
+
+
+@mutant
+def deferred_stores_are_lost() -> list[Patch]:
+    real = SimRank.execute
+
+    def execute(self: Any, metadata: Metadata) -> Output:
+        if metadata.step % 7 == 0:
+            self._deferred.clear()
+        return real(self, metadata)
+
+    return [(SimRank, "execute", execute)]

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One simulated rank: the real pipeline under an adapter that behaves like vLLM's worker side."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_nvmeof_offload.protocol import (
+    Command,
+    LoadCommand,
+    RankHello,
+    Report,
+    ResetCommand,
+    StoreCommand,
+    WriteCommand,
+)
+from vllm_nvmeof_offload.units import HEADER_BYTES
+from vllm_nvmeof_offload.worker.iopump import PumpConfig
+from vllm_nvmeof_offload.worker.pipeline import StagingMap, TransferPipeline
+from vllm_nvmeof_offload.worker.tasks import FinishedJob
+
+from .base import BLOCK_BYTES, GPU_BASE, STAGING_BASE, Clock, Knobs, Trace, Violation
+from .copying import SimCopy
+from .memory import Memory, Tag
+from .storage import RankStore, SimIo
+
+
+@dataclass(frozen=True)
+class TransferJob:
+    """A vLLM job. blocks: of each chunk; `first`: where in its chunk the first block lies."""
+
+    request: int
+    command: StoreCommand | LoadCommand
+    blocks: tuple[tuple[int, ...], ...]
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class Work:
+    """One request's part of a forward pass: tokens computed before → after."""
+
+    blocks: tuple[int, ...]
+    hashes: tuple[int, ...]
+    before: int
+    after: int
+
+
+@dataclass
+class Metadata:
+    """One engine step, scheduler → ranks."""
+
+    step: int
+    epoch: int
+    commands: list[Command] = field(default_factory=list)
+    stores: dict[int, TransferJob] = field(default_factory=dict)
+    loads: dict[int, TransferJob] = field(default_factory=dict)
+    flush: set[int] = field(default_factory=set)
+    work: list[Work] = field(default_factory=list)
+
+
+@dataclass
+class Output:
+    """One rank's part of a step's output."""
+
+    finished: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
+    invalid_blocks: set[int] = field(default_factory=set)
+    reports: list[Report] = field(default_factory=list)
+
+
+class SimRank:
+    """Engines, memory, pipeline, and what the vLLM adapters do around them."""
+
+    wait_max_s = 0.6
+
+    def __init__(
+        self,
+        rank: int,
+        knobs: Knobs,
+        clock: Clock,
+        rng: random.Random,
+        trace: Trace,
+        store: RankStore,
+        expected: dict[int, list[Tag]],
+        meanwhile: Callable[[], None],
+    ) -> None:
+        self.rank = rank
+        self._knobs = knobs
+        self._clock = clock
+        self._rng = rng
+        self._trace = trace
+        self._meanwhile = meanwhile
+        self.memory = Memory(
+            rank,
+            knobs.gpu_blocks,
+            knobs.cache_slots + knobs.stream_slots,
+            knobs.blocks_per_chunk,
+        )
+        self.copy = SimCopy(self.memory, knobs, clock, rng)
+        self.io = SimIo(store, self.memory, knobs, clock, rng, expected)
+        slot_bytes = HEADER_BYTES + knobs.blocks_per_chunk * BLOCK_BYTES
+        self.pipeline = TransferPipeline(
+            StagingMap(STAGING_BASE, slot_bytes, knobs.cache_slots, knobs.stream_slots),
+            self.copy,
+            self.io,
+            PumpConfig(
+                rank,
+                knobs.targets,
+                knobs.reads_max,
+                knobs.writes_max,
+                knobs.read_deadline_s,
+                knobs.write_deadline_s,
+            ),
+            clock,
+        )
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._open: set[int] = set()
+        self._finished: list[FinishedJob] = []
+        self._reports: list[Report] = []
+        self._deferred: dict[int, TransferJob] = {}
+        self._loads: dict[int, TransferJob] = {}
+        self._stores: dict[int, StoreCommand] = {}
+        self._writes: set[int] = set()
+
+    def hello(self, engine_index: int = 0) -> RankHello:
+        adopted = self.io.store.adopt()
+        slots, generations = adopted.pool_slots.tolist(), adopted.generations.tolist()
+        self.io.committed.update(zip(slots, generations, strict=True))
+        knobs = self._knobs
+        return RankHello(
+            self.rank,
+            engine_index,
+            "keyspace",
+            knobs.cache_slots,
+            knobs.pool_slots,
+            knobs.targets,
+            HEADER_BYTES + knobs.blocks_per_chunk * BLOCK_BYTES,
+            adopted,
+        )
+
+    # -- the pipeline's thread --------------------------------------------------------
+
+    def pump(self) -> None:
+        """One turn of the pipeline's thread."""
+        while self._inbox:
+            self._inbox.popleft()()
+        self.pipeline.step()
+        finished = self.pipeline.take_finished()
+        self._finished += finished
+        self._reports += self.pipeline.take_reports()
+        self._open.difference_update(job.op for job in finished)
+
+    @property
+    def owes_reports(self) -> bool:
+        return bool(self._reports)
+
+    # -- one engine step --------------------------------------------------------------
+
+    def execute(self, metadata: Metadata) -> Output:
+        stores = dict(metadata.stores)
+        for op in sorted(metadata.flush):
+            if op in stores:
+                self._deferred[op] = stores.pop(op)
+        for op, job in self._deferred.items():
+            self._submit(op, job)
+        self._deferred.clear()
+        if metadata.flush:
+            self.wait(metadata.flush)
+        for command in metadata.commands:
+            self._hand_over(lambda c=command: self._obey(c))
+        self._maybe_pump()
+        self._forward(metadata)
+        self._maybe_pump()
+        for op, job in metadata.loads.items():
+            self._loads[op] = job
+            self._submit(op, job)
+        self._deferred = stores
+        self._maybe_pump()
+        return self._output()
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, WriteCommand):
+            self._writes.add(command.identity.generation)
+        elif isinstance(command, ResetCommand):
+            self.io.overtaken |= self._writes
+            self.io.reset_asked()
+        self.pipeline.command(command)
+
+    def wait(self, ops: set[int]) -> None:
+        """As vLLM's worker: stores until copied; loads are cancelled, then until no DMA."""
+        for op in ops & self._loads.keys():
+            self._hand_over(lambda o=op: self.pipeline.cancel(o))
+        limit_s = self._clock() + self.wait_max_s
+        while ops & self._open:
+            if self._clock() > limit_s:
+                raise Violation("4", f"rank {self.rank}: wait{sorted(ops)} is stuck")
+            self._clock.advance(self._rng.uniform(0.0, 0.01))
+            self._meanwhile()
+            self.pump()
+        self._check_waited(ops)
+
+    def _check_waited(self, ops: set[int]) -> None:
+        """Rule 4: no DMA works on these jobs any more."""
+        watches = self.memory.watches
+        for op in ops:
+            if op in self._loads:
+                for block in (b for chunk in self._loads[op].blocks for b in chunk):
+                    watches.check(("gpu", block), f"the model after wait({op})", writing=False)
+            elif op in self._stores:
+                for chunk in self._stores[op].chunks:
+                    if watches.busy(("slot", chunk.cache_slot), writing=True):
+                        raise Violation("4", f"wait({op}) returned before the copy")
+
+    def _submit(self, op: int, job: TransferJob) -> None:
+        fence = self.copy.record_fence()
+        pieces = []
+        for index, blocks in enumerate(job.blocks):
+            first = job.first if index == 0 else 0
+            rows = [
+                (GPU_BASE + block * BLOCK_BYTES, (first + i) * BLOCK_BYTES, BLOCK_BYTES)
+                for i, block in enumerate(blocks)
+            ]
+            pieces.append(np.array(rows, np.uint64).reshape(-1, 3))
+        self._open.add(op)
+        command = job.command
+        if isinstance(command, StoreCommand):
+            self._stores[op] = command
+            self._hand_over(lambda: self.pipeline.store(command, pieces, fence))
+        else:
+            self._hand_over(lambda: self.pipeline.load(command, pieces, fence))
+
+    def _hand_over(self, call: Callable[[], None]) -> None:
+        self._inbox.append(call)
+
+    def _maybe_pump(self) -> None:
+        if self._rng.random() < 0.4:
+            self.pump()
+
+    def _output(self) -> Output:
+        output = Output(reports=self._reports)
+        for job in self._finished:
+            output.finished.append(job.op)
+            self._stores.pop(job.op, None)
+            load = self._loads.pop(job.op, None)
+            if load is not None:
+                output.received.append(load.request)
+                for index, _ in job.failures:
+                    output.invalid_blocks.update(load.blocks[index])
+        self._finished, self._reports = [], []
+        return output
+
+    # -- the model --------------------------------------------------------------------
+
+    def _forward(self, metadata: Metadata) -> None:
+        """Attend to what is there, exactly checked, and write the new tokens' KV."""
+        if not metadata.work:
+            return
+        now = self._clock()
+        copy, memory = self.copy, self.memory
+        ahead_s = copy.stream_end_s - now - 2 * self._knobs.compute_s
+        if ahead_s > 0:  # the host waits for the step before the last
+            self._clock.advance(ahead_s)
+        begin_s = max(now, copy.stream_end_s)
+        copy.stream_end_s = begin_s + self._knobs.compute_s * self._rng.uniform(0.2, 1.5)
+        size = self._knobs.block_tokens
+        for work in metadata.work:  # one after the other: a later one may share a block
+            self._attend(work, metadata)
+            for index in range(work.before // size, -(-work.after // size)):
+                block = work.blocks[index]
+                memory.watches.check(("gpu", block), "the forward pass", writing=True)
+                last = min(work.after, (index + 1) * size) - 1
+                memory.gpu[block] = (metadata.epoch, work.hashes[last])
+                memory.written_at_s[block] = copy.stream_end_s
+                memory.read_until_s[block] = copy.stream_end_s
+
+    def _attend(self, work: Work, metadata: Metadata) -> None:
+        size = self._knobs.block_tokens
+        for index in range(-(-work.before // size)):
+            block = work.blocks[index]
+            self.memory.watches.check(("gpu", block), "the forward pass", writing=False)
+            tag = self.memory.gpu[block]
+            begin = min(work.before, (index + 1) * size) - 1
+            end = min(len(work.hashes), (index + 1) * size)
+            if tag is None or tag[0] != metadata.epoch or tag[1] not in work.hashes[begin:end]:
+                raise Violation(
+                    "tokens",
+                    f"rank {self.rank}: block {block} (position {index}) holds {tag}, "
+                    f"not epoch {metadata.epoch} {work.hashes[begin:end]}",
+                )
+            self.memory.read_until_s[block] = self.copy.stream_end_s

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests, conversations and vLLM's GPU block pool with its prefix cache, as far as we need."""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from .base import Knobs
+
+_MASK = (1 << 64) - 1
+
+
+def extend(prefix: int, token: int) -> int:
+    """Hash of a token prefix, one token longer."""
+    value = (prefix * 0x9E3779B97F4A7C15 + token + 1) & _MASK
+    return value ^ (value >> 29)
+
+
+def prefix_hashes(tokens: list[int]) -> list[int]:
+    hashes, prefix = [], 0
+    for token in tokens:
+        prefix = extend(prefix, token)
+        hashes.append(prefix)
+    return hashes
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    DONE = "done"
+
+
+@dataclass(eq=False)
+class Request:
+    """One LLM request. Greedy: the next token is a function of the prefix."""
+
+    rid: int
+    conversation: int
+    tokens: list[int]
+    prompt: int
+    length: int  # tokens at its end
+    born_s: float
+    status: Status = Status.WAITING
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    stored_chunks: int = 0
+    jobs: set[int] = field(default_factory=set)
+    loaded: bool = False  # its load was reported finished by every rank
+    failed: bool = False  # … and some blocks are missing
+    aborted: bool = False
+    zombie: bool = False  # aborted during its load, which is not over yet
+    signaled: bool = False
+    load_attempts: int = 0
+
+    def __post_init__(self) -> None:
+        self.hashes = prefix_hashes(self.tokens)
+
+    def __str__(self) -> str:
+        return f"r{self.rid}"
+
+    def sample(self) -> None:
+        token = self.hashes[-1] % 5
+        self.tokens.append(token)
+        self.hashes.append(extend(self.hashes[-1], token))
+
+    def key(self, chunk: int, knobs: Knobs) -> bytes:
+        """Offload key: like vLLM's, it names the tokens and not the weights."""
+        return self.hashes[(chunk + 1) * knobs.chunk_tokens - 1].to_bytes(8, "big")
+
+
+class Clients:
+    """Whoever talks to the server; remembers conversations over its restarts."""
+
+    def __init__(self, knobs: Knobs, rng: random.Random) -> None:
+        self._knobs = knobs
+        self._rng = rng
+        self._systems = [[rng.randrange(9) for _ in range(40)] for _ in range(2)]
+        self.conversations: list[list[int]] = []
+        self._next = 1
+
+    def ask(self, now_s: float) -> Request:
+        rng, most = self._rng, self._knobs.request_tokens_max
+        room = most - 4
+        few = len(self.conversations) < 3
+        if self.conversations and rng.random() < (0.5 if few else 0.9):
+            number = rng.randrange(len(self.conversations))
+        else:
+            number = len(self.conversations)
+            system = rng.choice(self._systems)
+            self.conversations.append(system[: rng.randint(0, min(room // 2, len(system)))])
+        tokens = self.conversations[number][:room]
+        new = rng.choice((0, rng.randint(1, 3), rng.randint(1, max(1, room))))
+        tokens = tokens + [rng.randrange(9) for _ in range(min(new, room - len(tokens)))]
+        tokens = tokens or [1]
+        length = min(most, len(tokens) + rng.choice((1, 2, 5, 10)))
+        rid, self._next = self._next, self._next + 1
+        return Request(rid, number, tokens, len(tokens), length, now_s)
+
+    def answered(self, request: Request) -> None:
+        self.conversations[request.conversation] = list(request.tokens)
+
+
+class BlockPool:
+    """Blocks 1 … n; a free block keeps its content and its hash until it is allocated."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = OrderedDict.fromkeys(range(count))
+        self._references = [0] * count
+        self._hash_of: dict[int, int] = {}
+        self._cached: dict[int, int] = {}
+
+    @property
+    def free_count(self) -> int:
+        return len(self._free)
+
+    def is_free(self, block: int) -> bool:
+        return block in self._free
+
+    def find(self, prefix: int) -> int | None:
+        return self._cached.get(prefix)
+
+    def share(self, block: int) -> None:
+        self._references[block] += 1
+        self._free.pop(block, None)
+
+    def allocate(self, count: int) -> list[int]:
+        blocks = []
+        for _ in range(count):
+            block, _ = self._free.popitem(last=False)
+            self._forget(block)
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def release(self, blocks: list[int]) -> None:
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if not self._references[block]:
+                self._free[block] = None
+
+    def cache(self, block: int, prefix: int) -> None:
+        if prefix not in self._cached and block not in self._hash_of:
+            self._cached[prefix] = block
+            self._hash_of[block] = prefix
+
+    def reset(self) -> None:
+        self._cached.clear()
+        self._hash_of.clear()
+
+    def _forget(self, block: int) -> None:
+        prefix = self._hash_of.pop(block, None)
+        if prefix is not None:
+            del self._cached[prefix]

@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A simulated pool that survives crashes, and an I/O engine over it with every kind of fault."""
+
+from __future__ import annotations
+
+import errno
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from vllm_nvmeof_offload.errors import (
+    CANCELLED,
+    CHECKSUM_MISMATCH,
+    DEADLINE,
+    OK,
+    STALE,
+    Outcome,
+    io_error,
+)
+from vllm_nvmeof_offload.io.base import Completion, IoKind, IoOp
+from vllm_nvmeof_offload.protocol import AdoptedEntries, SlotIdentity
+from vllm_nvmeof_offload.units import HEADER_BYTES
+
+from .base import BLOCK_BYTES, STAGING_BASE, Clock, Knobs, Violation
+from .memory import Memory, Tag
+
+
+@dataclass(frozen=True)
+class Record:
+    """A pool slot's bytes. `intact`: header and payload prove themselves."""
+
+    identity: SlotIdentity
+    payload: tuple[Tag | None, ...]
+    intact: bool = True
+
+
+class RankStore:
+    """What is on one rank's targets: slots, table, adoptable mark. Outlives processes."""
+
+    def __init__(self) -> None:
+        self.data: dict[int, Record] = {}
+        self.table: dict[int, SlotIdentity] = {}
+        self.adoptable = True
+        self._undo: list[Callable[[], None]] = []
+
+    def put_data(self, slot: int, record: Record) -> None:
+        self._remember(self.data, slot)
+        self.data[slot] = record
+
+    def put_table(self, slot: int, identity: SlotIdentity) -> None:
+        self._remember(self.table, slot)
+        self.table[slot] = identity
+
+    def reset(self, *, adoptable: bool) -> None:
+        """Durable before it is reported: a power cut does not bring anything back."""
+        self.adoptable = adoptable
+        self.table.clear()
+        self._undo.clear()
+
+    def power_cut(self, rng: random.Random) -> None:
+        """Any of the last writes may be lost, in any combination."""
+        for undo in reversed(self._undo):
+            if rng.random() < 0.4:
+                undo()
+        self._undo.clear()
+
+    def adopt(self) -> AdoptedEntries:
+        """What the table says at a start."""
+        if not self.adoptable:
+            self.reset(adoptable=True)
+        slots = sorted(self.table)
+        return AdoptedEntries(
+            np.array(slots, np.int64),
+            np.array([self.table[s].generation for s in slots], np.uint64),
+            tuple(self.table[s].key for s in slots),
+        )
+
+    def _remember(self, where: dict, slot: int) -> None:  # type: ignore[type-arg]
+        old = where.get(slot)
+
+        def undo() -> None:
+            if old is None:
+                where.pop(slot, None)
+            else:
+                where[slot] = old
+
+        self._undo.append(undo)
+        del self._undo[:-6]
+
+
+@dataclass(eq=False)
+class _Flight:
+    op: IoOp
+    slot: int  # in staging
+    start_s: float
+    data_s: float
+    table_s: float
+    done_s: float
+    fault: str = ""
+    data_done: bool = False
+    table_done: bool = False
+    outcome: Outcome = OK
+    late: bool = False
+    unwanted: bool = False  # cancelled: whatever it reads is thrown away
+    resets_asked: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.op.kind.value} of pool slot {self.op.pool_slot} (io {self.op.token})"
+
+
+class SimIo:
+    """IoEngine over `RankStore` and `Memory`. `expected`: generation → what it stands for."""
+
+    name = "simulated"
+
+    def __init__(
+        self,
+        store: RankStore,
+        memory: Memory,
+        knobs: Knobs,
+        clock: Clock,
+        rng: random.Random,
+        expected: dict[int, list[Tag]],
+    ) -> None:
+        self.store = store
+        #: Pool slot → the generation whose write this process, or adoption, has proved.
+        self.committed: dict[int, int] = {}
+        self._memory = memory
+        self._knobs = knobs
+        self._clock = clock
+        self._rng = rng
+        self._expected = expected
+        self._slot_bytes = HEADER_BYTES + knobs.blocks_per_chunk * BLOCK_BYTES
+        self._flights: dict[int, _Flight] = {}
+        self._cancelled: list[_Flight] = []
+        self._resets_asked = 0
+        self._void = False  # a reset was asked for and has not succeeded
+        #: Identities of writes that were given before a reset: they may not start after it.
+        self.overtaken: set[int] = set()
+        self.counts: Counter[str] = Counter()
+        self.calm = False  # no new faults: the simulation comes to its end
+
+    # -- IoEngine ---------------------------------------------------------------------
+
+    def submit(self, ops: Sequence[IoOp]) -> int:
+        accepted = 0
+        for op in ops:
+            full = len(self._flights) >= self._knobs.engine_depth
+            if full or (not self.calm and self._rng.random() < self._knobs.busy):
+                self.counts["io_busy"] += 1
+                break
+            self._accept(op)
+            accepted += 1
+        return accepted
+
+    def cancel(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            flight = self._flights.get(token)
+            if flight is not None:
+                flight.unwanted = True
+            started = flight is not None and flight.start_s <= self._clock()
+            if flight is not None and not started and not flight.late:
+                del self._flights[token]
+                self._cancelled.append(flight)
+
+    def poll(self) -> list[Completion]:
+        self.advance()
+        now = self._clock()
+        completions: list[Completion] = []
+        for flight in self._cancelled:
+            self._memory.watches.end(flight)
+            completions.append(Completion(flight.op.token, CANCELLED))
+        self.counts["io_cancelled"] += len(self._cancelled)
+        self._cancelled.clear()
+        flights = list(self._flights.values())
+        self._rng.shuffle(flights)
+        for flight in flights:
+            token, deadline_s = flight.op.token, flight.op.deadline_s
+            if flight.done_s <= now and self._rng.random() < 0.9:
+                del self._flights[token]
+                self._memory.watches.end(flight)
+                if not flight.late:
+                    self._finish(flight)
+                completions.append(Completion(token, None if flight.late else flight.outcome))
+            elif deadline_s is not None and deadline_s <= now and not flight.late:
+                flight.late = True
+                self.counts["io_late"] += 1
+                completions.append(Completion(token, DEADLINE, released=False))
+        return completions
+
+    def fileno(self) -> int:
+        return -1
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        return not self._flights
+
+    # -- progress ---------------------------------------------------------------------
+
+    @property
+    def stuck(self) -> int:
+        """Operations that are never released."""
+        return sum(math.isinf(f.done_s) for f in self._flights.values())
+
+    def advance(self) -> None:
+        now = self._clock()
+        for flight in self._flights.values():
+            kind = flight.op.kind
+            if not flight.data_done and flight.data_s <= now:
+                flight.data_done = True
+                if kind is IoKind.READ_SLOT:
+                    self._read(flight)
+                elif kind is IoKind.WRITE_SLOT:
+                    self._write(flight)
+                else:
+                    self._reset(flight)
+            if not flight.table_done and flight.table_s <= now and kind is IoKind.WRITE_SLOT:
+                flight.table_done = True
+                self._enter(flight)
+
+    def reset_asked(self) -> None:
+        """The rank was told to reset: no write may start before that has succeeded."""
+        self._resets_asked += 1
+        self._void = True
+
+    def crash(self, *, power_cut: bool) -> None:
+        """The process is gone; what had started may or may not have got further."""
+        self.advance()
+        for flight in self._flights.values():
+            if flight.op.kind is IoKind.WRITE_SLOT and self._rng.random() < 0.5:
+                if not flight.data_done:
+                    flight.data_done = True
+                    self._write(flight)
+                if not flight.table_done and self._rng.random() < 0.5:
+                    flight.table_done = True
+                    self._enter(flight)
+        if power_cut:
+            self.store.power_cut(self._rng)
+
+    # -- one operation ----------------------------------------------------------------
+
+    def _accept(self, op: IoOp) -> None:
+        rng, knobs, now = self._rng, self._knobs, self._clock()
+        reset = op.kind is IoKind.RESET
+        slot = -1 if reset else (op.address - STAGING_BASE) // self._slot_bytes
+        start_s = now + knobs.io_s * rng.choice((0.0, 0.0, rng.random()))
+        done_s = start_s + knobs.io_s * rng.uniform(0.2, 2.0)
+        flight = _Flight(op, slot, start_s, 0.0, 0.0, done_s)
+        self._draw_fault(flight)
+        span = min(flight.done_s, start_s + 10.0) - start_s
+        first, second = sorted((rng.random(), rng.random()))
+        flight.data_s, flight.table_s = start_s + span * first, start_s + span * second
+        if flight.fault == "error":
+            flight.table_s = math.inf
+            flight.data_s = flight.data_s if rng.random() < 0.5 else math.inf
+        self._flights[op.token] = flight
+        if flight.fault:
+            self.counts[f"fault_{op.kind.value}_{flight.fault}"] += 1
+        if reset:
+            self._check_reset(flight)
+            self._memory.watches.begin(flight, (), ())
+            return
+        reading = op.kind is IoKind.READ_SLOT
+        cells = [("head", slot), ("slot", slot)]
+        if reading:
+            self._memory.watches.begin(flight, (), cells)
+            return
+        self._memory.watches.begin(flight, cells[1:], cells[:1])
+        self._check_write(flight)
+
+    def _draw_fault(self, flight: _Flight) -> None:
+        rng, knobs, op = self._rng, self._knobs, flight.op
+        if self.calm:
+            return
+        target = knobs.hanging_target
+        here = target is None or op.pool_slot % knobs.targets == target
+        if here and rng.random() < knobs.hangs:
+            never = rng.random() < knobs.never
+            flight.done_s = math.inf if never else flight.start_s + rng.uniform(0.1, 8.0)
+        writes = op.kind is not IoKind.READ_SLOT
+        if op.kind is IoKind.WRITE_SLOT and (op.pool_slot * 0.618) % 1 < knobs.full_slot:
+            flight.fault, flight.outcome = "error", io_error(errno.ENOSPC)
+        elif rng.random() < (knobs.write_fails if writes else knobs.read_fails):
+            number = rng.choice((errno.EIO, errno.EIO, errno.ENODEV, errno.EINVAL))
+            flight.fault, flight.outcome = "error", io_error(number)
+        elif op.kind is IoKind.READ_SLOT and rng.random() < knobs.read_corrupts:
+            flight.fault = "flip"
+        elif op.kind is IoKind.WRITE_SLOT and rng.random() < knobs.write_lies:
+            flight.fault = rng.choice(("lost", "torn", "misdirected", "flip"))
+
+    def _check_write(self, flight: _Flight) -> None:
+        """Rule 1 and 5: a write signs the bytes that are there under the identity it names."""
+        identity = flight.op.identity
+        assert identity is not None
+        payload = self._memory.slots[flight.slot]
+        if payload != self._expected[identity.generation]:
+            raise Violation("1", f"{flight} signs {payload}, not what {identity} stands for")
+        if identity.generation in self.overtaken:
+            raise Violation("reset", f"{flight} was given before a reset, and starts after it")
+        if self._void:
+            raise Violation("reset", f"{flight} after a reset that has not succeeded")
+        for other in self._flights.values():
+            same = other is not flight and other.op.pool_slot == flight.op.pool_slot
+            # A read that nobody wants any more may meet anything; its buffer is still its own.
+            idle_read = other.op.kind is IoKind.READ_SLOT and (other.late or other.unwanted)
+            if same and other.op.kind is not IoKind.RESET and not idle_read:
+                raise Violation("7", f"{flight} while {other} is under way")
+
+    def _check_reset(self, flight: _Flight) -> None:
+        if any(f.op.kind is IoKind.WRITE_SLOT for f in self._flights.values()):
+            raise Violation("reset", "a reset overtakes a write that was given before it")
+        flight.resets_asked = self._resets_asked
+
+    def _write(self, flight: _Flight) -> None:
+        op, rng = flight.op, self._rng
+        assert op.identity is not None
+        payload = tuple(self._memory.slots[flight.slot])
+        record = Record(op.identity, payload, flight.fault not in ("torn", "flip", "error"))
+        if flight.fault == "lost":
+            return
+        if flight.fault == "torn":
+            old = self.store.data.get(op.pool_slot)
+            rest = old.payload if old else (None,) * len(payload)
+            cut = rng.randrange(len(payload))
+            record = replace(record, payload=payload[:cut] + rest[cut:])
+        place = op.pool_slot
+        if flight.fault == "misdirected":
+            place = rng.randrange(self._knobs.pool_slots)
+        self.store.put_data(place, record)
+
+    def _enter(self, flight: _Flight) -> None:
+        assert flight.op.identity is not None
+        if not flight.data_done:
+            raise Violation("5", f"{flight}: table entry before the data")
+        self.store.put_table(flight.op.pool_slot, flight.op.identity)
+
+    def _read(self, flight: _Flight) -> None:
+        op = flight.op
+        assert op.identity is not None
+        record = self.store.data.get(op.pool_slot)
+        if record is not None and flight.fault in ("flip", "error"):
+            record = replace(record, payload=(None,) * len(record.payload), intact=False)
+        blank: list[Tag | None] = [None] * self._knobs.blocks_per_chunk
+        self._memory.slots[flight.slot][:] = record.payload if record else blank
+        if flight.fault == "error":
+            return
+        flight.outcome = self.verify(record, op.identity)
+        if flight.outcome.ok and (
+            record is None or record != replace(record, identity=op.identity, intact=True)
+        ):
+            raise Violation("6", f"{flight} accepted {record} as {op.identity}")
+
+    def verify(self, record: Record | None, identity: SlotIdentity) -> Outcome:
+        """What the engine's contract demands; mutants break it."""
+        if record is None or not record.intact:
+            return CHECKSUM_MISMATCH
+        return OK if record.identity == identity else STALE
+
+    def _reset(self, flight: _Flight) -> None:
+        if flight.outcome.ok:
+            self.store.reset(adoptable=flight.op.adoptable)
+            self._void = flight.resets_asked != self._resets_asked
+            self.committed.clear()
+
+    def _finish(self, flight: _Flight) -> None:
+        op = flight.op
+        if op.kind is not IoKind.WRITE_SLOT or not flight.outcome.ok:
+            return
+        if not flight.data_done or not flight.table_done:
+            raise Violation("5", f"{flight} reported before data and table")
+        assert op.identity is not None
+        self.committed[op.pool_slot] = op.identity.generation

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each rule, deliberately broken, makes the simulator fail within a bounded number of seeds."""
+
+from __future__ import annotations
+
+import pytest
+
+from . import mutants_tiers, mutants_transfer, mutants_world
+from .mutants import MUTANTS, PROFILE, broken
+from .world import play
+
+assert mutants_transfer and mutants_tiers and mutants_world  # imported to register theirs
+
+SEEDS_MAX = 500
+
+#: Where to begin: a seed that is known to catch the mutant keeps the test short. When the
+#: simulator changes, the search simply goes on from there, and round.
+FIRST: dict[str, int] = {
+    "doom_ignores_the_generation": 53,
+    "gates_accept_stale": 14,
+    "new_weights_are_adopted": 17,
+    "reads_ignore_the_generation": 190,
+    "suspect_target_fails_the_reset": 52,
+    "wait_for_a_load_does_not_cancel": 196,
+}
+
+
+@pytest.mark.parametrize("name", sorted(MUTANTS))
+def test_broken_rule_is_caught(name: str) -> None:
+    profile = PROFILE.get(name)
+    for offset in range(SEEDS_MAX):
+        seed = (FIRST.get(name, 0) + offset) % SEEDS_MAX
+        try:
+            with broken(name):
+                play(seed, profile)
+        except AssertionError as error:
+            print(f"caught by seed {seed}: {str(error).splitlines()[0]}")
+            break
+    else:
+        pytest.fail(f"{name} survived {SEEDS_MAX} seeds: the simulator is too weak")
+    play(seed, profile)  # and it is the broken rule that this seed has caught

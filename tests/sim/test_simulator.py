@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulator over many seeds. A failing seed prints itself, its last events and its replay.
+
+`NVMEOF_SIM_SEEDS=5000` plays that many seeds from a random first one (`make soak`).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import Counter
+
+import pytest
+
+from .world import play
+
+_SOAK = int(os.environ.get("NVMEOF_SIM_SEEDS", "0"))
+_BATCHES = 8
+_SEEDS = _SOAK or 240
+_FIRST = int(os.environ.get("NVMEOF_SIM_FIRST", secrets.randbits(40) if _SOAK else 0))
+
+#: Counts over all batches: what the weather must have brought, or it proves nothing.
+_seen: Counter[str] = Counter()
+
+
+@pytest.mark.parametrize("batch", range(_BATCHES))
+def test_no_rule_breaks(batch: int) -> None:
+    size = -(-_SEEDS // _BATCHES)
+    first = _FIRST + batch * size
+    print(f"seeds {first} … {first + size - 1}")
+    for seed in range(first, first + size):
+        _seen.update(play(seed))
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "aborted_loads",
+        "adopted",
+        "crashes",
+        "evicted_cpu",
+        "evicted_pool",
+        "failed_chunks:cancelled",
+        "failed_chunks:checksum_mismatch",
+        "failed_chunks:deadline",
+        "failed_chunks:io_error",
+        "failed_chunks:stale",
+        "failed_loads",
+        "fault_read_slot_error",
+        "fault_read_slot_flip",
+        "fault_reset_error",
+        "fault_write_slot_error",
+        "fault_write_slot_flip",
+        "fault_write_slot_lost",
+        "fault_write_slot_misdirected",
+        "fault_write_slot_torn",
+        "flushed",
+        "io_busy",
+        "io_cancelled",
+        "io_late",
+        "load_chunks_cpu",
+        "load_chunks_pool",
+        "loads_from_inside_a_chunk",
+        "pool_slots_retired",
+        "preemptions",
+        "resets",
+        "store_refused",
+        "verdict_changes",
+        "write_failed",
+        "write_refused",
+        "written",
+    ],
+)
+def test_the_weather_was_there(what: str) -> None:
+    """Every kind of event and every fault knob fired (needs the seeds above)."""
+    if not _seen:
+        pytest.skip("the seeds did not run")
+    assert _seen[what] > 0

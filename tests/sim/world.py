@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One simulated life: servers that start, work, crash and start again over the same pool."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
+
+from .base import Clock, Knobs, Trace, Violation
+from .memory import Tag
+from .rank import Output, SimRank
+from .requests import Clients, Request
+from .rules import Rules
+from .scheduler import SimScheduler
+from .storage import RankStore
+
+REQUEST_S_MAX = 300.0
+
+
+class World:
+    """`run` plays the seed to its end or raises `Violation`."""
+
+    def __init__(self, seed: int, profile: str | None = None) -> None:
+        self.rng = random.Random(seed)
+        self.knobs = Knobs.draw(self.rng, profile)
+        self.clock = Clock()
+        self.trace = Trace(self.clock)
+        self.clients = Clients(self.knobs, self.rng)
+        self.counts: Counter[str] = Counter()
+        #: What each generation stands for, over all processes' lives.
+        self.expected: dict[int, list[Tag]] = {}
+        self._stores = [RankStore() for _ in range(self.knobs.ranks)]
+        self._boots = 0
+        self._calm = False
+        self._start()
+
+    # -- processes --------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._boots += 1
+        knobs = self.knobs
+        config = CoreConfig(
+            world_size=knobs.ranks,
+            weights_never_change=knobs.weights_never_change,
+            land_cache_share=knobs.land_share,
+            report_deadline_s=knobs.report_deadline_s,
+        )
+        self.core = ManagerCore(config, self.clock, first_generation=self._boots << 32)
+        self.rules = Rules(self.core, knobs, self.clock, self.expected)
+        self.ranks = [
+            SimRank(
+                rank,
+                knobs,
+                self.clock,
+                self.rng,
+                self.trace,
+                self._stores[rank],
+                self.expected,
+                self._meanwhile,
+            )
+            for rank in range(knobs.ranks)
+        ]
+        self.rules.ranks = self.ranks
+        self.scheduler = SimScheduler(self.core, knobs, self.trace, self.rules, self.expected)
+        self._outputs: deque[Sequence[Output]] = deque()
+        self.core.attach([rank.hello() for rank in self.ranks])
+        self.rules.adopted()
+        self.rules.check()
+
+    def _crash(self) -> None:
+        self.counts["crashes"] += 1
+        power_cut = self.rng.random() < 0.5
+        self.trace("crash", "power cut" if power_cut else "kill")
+        for rank in self.ranks:
+            rank.io.crash(power_cut=power_cut)
+        self._count()
+        self._start()
+
+    # -- events -----------------------------------------------------------------------
+
+    def run(self) -> None:
+        for _ in range(self.knobs.ticks):
+            self._event()
+            self.rules.check_memory()
+        self._end()
+
+    def _event(self) -> None:
+        rng, knobs = self.rng, self.knobs
+        draw = rng.random()
+        if draw < 0.4:
+            self._step()
+        elif draw < 0.7:
+            rng.choice(self.ranks).pump()
+        elif draw < 0.85:
+            self.clock.advance(rng.choice((0.001, 0.01, 0.1)) * rng.random())
+        elif draw < 0.95:
+            if len(self.scheduler.waiting) + len(self.scheduler.running) < 6:
+                self._ask()
+        elif draw < 0.97:
+            self.clock.advance(rng.choice((0.3, 3.0)))
+        rare = rng.random()
+        if rare < knobs.abort:
+            self._abort()
+        elif rare < knobs.abort + knobs.reset:
+            new_weights = not knobs.weights_never_change and rng.random() < 0.5
+            self.counts["resets"] += 1
+            self.scheduler.reset(new_weights=new_weights)
+            self.rules.check()
+        elif rare < knobs.abort + knobs.reset + knobs.crash:
+            self._crash()
+
+    def _ask(self) -> None:
+        request = self.clients.ask(self.clock())
+        self.trace("ask", request, "prompt", request.prompt, "until", request.length)
+        self.scheduler.add(request)
+
+    def _abort(self) -> None:
+        live = self.scheduler.waiting + self.scheduler.running
+        if live:
+            self.scheduler.abort(self.rng.choice(live))
+
+    def _step(self, *, force: bool = False) -> None:
+        if not force and not self.scheduler.busy():
+            return
+        metadata = self.scheduler.schedule()
+        self.rules.check()
+        order = list(self.ranks)
+        self.rng.shuffle(order)
+        outputs = {rank.rank: rank.execute(metadata) for rank in order}
+        self._outputs.append([outputs[rank] for rank in range(len(self.ranks))])
+        while len(self._outputs) > self.knobs.lag:
+            self.scheduler.update(self._outputs.popleft())
+            self.rules.check()
+        self._collect()
+
+    def _collect(self) -> None:
+        for request in self.scheduler.done:
+            if not request.aborted:
+                self.counts["answered"] += 1
+                self.clients.answered(request)
+        self.scheduler.done.clear()
+        for request in self.scheduler.waiting + self.scheduler.running:
+            self._check_age(request)
+
+    def _check_age(self, request: Request) -> None:
+        if self.clock() - request.born_s > REQUEST_S_MAX:
+            raise Violation("end", f"{request} does not end: {request.status}")
+
+    def _meanwhile(self) -> None:
+        """Another rank goes on while one waits."""
+        self.rng.choice(self.ranks).pump()
+
+    # -- the end ----------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """No new requests, no new faults: everything ends, and nothing is left."""
+        for rank in self.ranks:
+            rank.io.calm = True
+        self._settle()
+        self.rules.quiet()
+        self.clock.advance(10.0)  # what hangs and is ever released is released now
+        for _ in range(4):
+            for rank in self.ranks:
+                rank.pump()
+            self.clock.advance(0.5)
+            self._step(force=True)
+        self._settle()
+        for _ in range(2 + self.knobs.lag):
+            self._step(force=True)
+        self._count()
+        if not any(rank.io.stuck for rank in self.ranks):
+            self.rules.idle()
+
+    def _settle(self) -> None:
+        limit_s = self.clock() + REQUEST_S_MAX
+        while self.scheduler.busy() or self._outputs_matter():
+            if self.clock() > limit_s:
+                raise Violation("end", f"the engine steps for ever: {self.core.gauges()}")
+            self._step(force=True)
+            for rank in self.ranks:
+                rank.pump()
+            self.clock.advance(0.02 + 0.05 * self.rng.random())
+
+    def _outputs_matter(self) -> bool:
+        return any(o.finished or o.reports for outputs in self._outputs for o in outputs)
+
+    def _count(self) -> None:
+        self.counts.update(self.core.counters)
+        self.counts.update(self.scheduler.counts)
+        for rank in self.ranks:
+            self.counts.update(rank.io.counts)
+
+
+def play(seed: int, profile: str | None = None) -> Counter[str]:
+    """Run one seed. A violation, or any broken assertion, says how to replay it."""
+    world: World | None = None
+    try:
+        world = World(seed, profile)
+        world.run()
+    except AssertionError as error:
+        trace = world.trace if world else "  (at the start)"
+        replay = f"--seed {seed}" + (f" --profile {profile}" if profile else "")
+        raise AssertionError(
+            f"{error or type(error).__name__}\nseed {seed}: {world.knobs if world else ''}\n"
+            f"last events:\n{trace}\nreplay: python -m tests.sim {replay}"
+        ) from error
+    return world.counts

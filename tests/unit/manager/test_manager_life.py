@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The core's writes, suspect targets, resets and adoption."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+
+import pytest
+
+from vllm_nvmeof_offload.errors import DEADLINE, io_error
+from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
+from vllm_nvmeof_offload.protocol import (
+    OpReport,
+    ResetCommand,
+    VerdictReport,
+)
+
+from .bench import Bench, hello, keys_of
+
+
+def test_a_write_counts_when_every_rank_says_so() -> None:
+    bench = Bench(cache=1, ranks=2)
+    bench.store(1)
+    (write,) = bench.writes()
+    bench.core.report([OpReport(write.op), OpReport(write.op, ((0, io_error(errno.EIO)),))])
+    assert bench.core.counters["written"] == 0
+    assert bench.core.gauges()["pool_slots_taken"] == 0
+    assert bench.core.lookup(b"1") is Source.CPU
+    bench.store(2)
+    assert bench.hits([1]) == [], "it was only in the CPU tier"
+
+
+def test_writes_pin_no_more_than_their_share_and_the_rest_waits() -> None:
+    bench = Bench(cache=4, pool=8, writes_pending_share=0.5)
+    bench.store(1, 2, 3, 4)
+    first = bench.writes()
+    assert len(first) == 2
+    assert bench.core.gauges()["write_backlog"] == 2
+    for command in first:
+        bench.done(command.op)
+    assert len(bench.writes()) == 2
+    assert bench.core.gauges()["write_backlog"] == 0
+
+
+def test_without_a_pool_nothing_waits_to_be_written() -> None:
+    bench = Bench(pool=0)
+    bench.store(1)
+    assert bench.writes() == []
+    assert bench.core.gauges()["write_backlog"] == 0
+
+
+def test_with_one_target_suspect_the_others_take_the_writes() -> None:
+    bench = Bench(cache=8, pool=6, targets=3, writes_pending_share=1.0)
+    bench.core.report([VerdictReport(0, 1, usable=False)])
+    bench.store(*range(6))
+    assert sorted(c.pool_slot % 3 for c in bench.writes()) == [0, 0, 2, 2]
+    assert bench.core.gauges()["write_backlog"] == 2
+    bench.core.report([VerdictReport(0, 1, usable=True)])
+    assert [c.pool_slot % 3 for c in bench.writes()] == [1, 1]
+
+
+def test_a_suspect_target_misses_until_every_rank_finds_it_usable() -> None:
+    bench = Bench(cache=1, ranks=2)
+    bench.store(1)
+    bench.write_all()
+    bench.store(2)
+    assert bench.core.lookup(b"1") is Source.POOL
+    bench.core.report([VerdictReport(0, 0, usable=False), VerdictReport(1, 0, usable=False)])
+    bench.core.report([VerdictReport(0, 0, usable=True)])
+    assert bench.core.lookup(b"1") is None
+    bench.core.report([VerdictReport(1, 0, usable=True)])
+    assert bench.core.lookup(b"1") is Source.POOL
+
+
+def test_a_full_file_system_shrinks_the_pool_slot_by_slot() -> None:
+    bench = Bench(cache=4, pool=2, writes_pending_share=1.0)
+    bench.store(1, 2, 3)
+    for _ in range(3):
+        for command in bench.writes():
+            bench.done(command.op, (0, io_error(errno.ENOSPC)))
+    gauges = bench.core.gauges()
+    assert (gauges["pool_slots"], gauges["pool_slots_taken"]) == (0, 0)
+    assert bench.core.counters["pool_slots_retired"] == 2
+    assert bench.hits([1, 2, 3]) == [1, 2, 3], "all still in the CPU tier"
+
+
+def test_a_slot_is_retired_after_its_third_failed_write() -> None:
+    bench = Bench(cache=8, pool=1)
+    for number in range(3):
+        assert bench.core.gauges()["pool_slots"] == 1
+        bench.store(number)
+        (write,) = bench.writes()
+        bench.done(write.op, (0, io_error(errno.EIO)))
+    assert bench.core.gauges()["pool_slots"] == 0
+
+
+def test_the_pool_evicts_what_was_used_least_recently() -> None:
+    bench = Bench(cache=8, pool=2)
+    for number in (1, 2, 3):
+        bench.store(number)
+        bench.write_all()
+    bench.core.prepare_store(keys_of(4, 5, 6, 7, 8, 9, 10, 11))
+    assert bench.hits([1, 2, 3]) == [2, 3]
+
+
+def test_reset_voids_everything_and_reuses_slots_after_release() -> None:
+    bench = Bench(cache=2, pool=4)
+    bench.store(1)
+    (sent,) = bench.writes()
+    bench.store(2)
+    unsent = bench.core.gauges()["commands_waiting"]
+    bench.core.reset()
+    commands = bench.core.take_commands()
+    assert [type(command) for command in commands] == [ResetCommand], f"{unsent} was withdrawn"
+    assert bench.hits([1, 2]) == []
+    plan = bench.core.prepare_store(keys_of(1, 2))
+    assert (plan.stored, plan.refused) == ((b"1",), 1), "one slot is still being written from"
+    bench.done(sent.op)
+    assert bench.core.prepare_store(keys_of(2)).stored == (b"2",)
+
+
+@pytest.mark.parametrize("never_change", [True, False])
+def test_what_follows_a_reset_is_adoptable_only_if_the_operator_says_so(never_change) -> None:  # type: ignore[no-untyped-def]
+    bench = Bench(weights_never_change=never_change)
+    bench.core.reset()
+    (command,) = bench.core.take_commands()
+    assert isinstance(command, ResetCommand)
+    assert command.adoptable is never_change
+
+
+def test_pending_work_is_owed_reports_within_their_deadline() -> None:
+    bench = Bench(report_deadline_s=60.0)
+    assert not bench.core.has_pending_work()
+    bench.store(1)
+    assert bench.core.has_pending_work(), "a write waits to be sent"
+    (write,) = bench.writes()
+    bench.now_s = 59.0
+    assert bench.core.has_pending_work()
+    bench.now_s = 60.5
+    assert not bench.core.has_pending_work(), "overdue: nobody steps for it any more"
+    bench.core.report([OpReport(write.op, ((0, DEADLINE),), released=False)])
+    bench.now_s = 1.0
+    assert not bench.core.has_pending_work(), "a release is not waited for"
+
+
+def test_adoption_is_what_every_rank_holds() -> None:
+    core = ManagerCore(CoreConfig(world_size=3), first_generation=1)
+    notes = core.attach(
+        [
+            hello(0, 4, 8, [(0, 7, b"a"), (1, 7, b"b"), (2, 7, b"c"), (6, 7, b"out")]),
+            hello(1, 3, 6, [(0, 7, b"a"), (1, 8, b"b"), (2, 7, b"c"), (6, 7, b"out")]),
+            hello(2, 5, 9, [(0, 7, b"a"), (1, 7, b"b"), (3, 7, b"c"), (6, 7, b"out")]),
+        ]
+    )
+    assert [e.identity.key for e in core.entries()] == [b"a"]
+    assert core.lookup(b"a") is Source.POOL
+    assert (core.capacity.cache_slots, core.capacity.pool_slots) == (3, 6)
+    assert notes
+
+
+def test_a_key_on_two_slots_is_adopted_once_and_ranks_of_other_pools_adopt_nothing() -> None:
+    core = ManagerCore(CoreConfig(), first_generation=1)
+    core.attach([hello(0, 2, 4, [(1, 7, b"a"), (3, 8, b"a")])])
+    assert core.gauges()["pool_slots_taken"] == 1
+    other = ManagerCore(CoreConfig(world_size=2), first_generation=1)
+    entries = [(1, 7, b"a")]
+    notes = other.attach([hello(0, 2, 4, entries), hello(1, 2, 4, entries, keyspace="x")])
+    assert other.lookup(b"a") is None
+    assert notes
+
+
+def test_the_core_is_pure() -> None:
+    """Rule 11: no torch, no vLLM, no files."""
+    code = (
+        "import sys, vllm_nvmeof_offload.manager.core\n"
+        "print([m for m in ('torch', 'vllm', 'mmap', 'socket') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline over engines that do exactly what the test says, and nothing by themselves.
+
+Orders and faults at random are the simulator's (tests/sim); these are the named cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm_nvmeof_offload.copy.base import Descriptors, Direction
+from vllm_nvmeof_offload.errors import (
+    OK,
+    Outcome,
+)
+from vllm_nvmeof_offload.io.base import Completion, IoOp
+from vllm_nvmeof_offload.protocol import (
+    LoadChunk,
+    LoadCommand,
+    OpReport,
+    SlotIdentity,
+    StoreChunk,
+    StoreCommand,
+)
+from vllm_nvmeof_offload.units import HEADER_BYTES
+from vllm_nvmeof_offload.worker.iopump import PumpConfig
+from vllm_nvmeof_offload.worker.pipeline import StagingMap, TransferPipeline
+
+STRIDE = HEADER_BYTES + 4096
+PIECES = [np.array([[1 << 30, 0, 4096]], np.uint64)]
+READ_S, WRITE_S = 5.0, 30.0
+
+
+def identity(number: int) -> SlotIdentity:
+    return SlotIdentity(b"%d" % number, 1000 + number)
+
+
+class FakeCopy:
+    def __init__(self) -> None:
+        self.submitted: list[tuple[int, Direction, list[int], object]] = []
+        self._done: list[tuple[int, Outcome]] = []
+
+    def record_fence(self) -> object:
+        return "fence"
+
+    def submit(self, direction: Direction, pieces: Descriptors, fence: object) -> int:
+        ticket = len(self.submitted)
+        self.submitted.append((ticket, direction, pieces[:, 1].tolist(), fence))
+        return ticket
+
+    def finish(self, ticket: int, outcome: Outcome = OK) -> None:
+        self._done.append((ticket, outcome))
+
+    def poll(self) -> list[tuple[int, Outcome]]:
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None: ...
+
+
+class FakeIo:
+    name = "fake"
+
+    def __init__(self) -> None:
+        self.ops: dict[int, IoOp] = {}
+        self.started: list[IoOp] = []
+        self.cancelled: list[int] = []
+        self.busy = False
+        self._completions: list[Completion] = []
+
+    def submit(self, ops: Sequence[IoOp]) -> int:
+        if self.busy:
+            return 0
+        self.ops.update({op.token: op for op in ops})
+        self.started += ops
+        return len(ops)
+
+    def cancel(self, tokens: Sequence[int]) -> None:
+        self.cancelled += tokens
+
+    def complete(self, token: int, outcome: Outcome | None = OK, *, released: bool = True) -> None:
+        if released:
+            del self.ops[token]
+        self._completions.append(Completion(token, outcome, released))
+
+    def poll(self) -> list[Completion]:
+        completions, self._completions = self._completions, []
+        return completions
+
+    def fileno(self) -> int:
+        return -1
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        return True
+
+
+class Bench:
+    def __init__(self, stream_slots: int = 1, **config: float) -> None:
+        self.now_s = 0.0
+        self.copy, self.io = FakeCopy(), FakeIo()
+        self.pipeline = TransferPipeline(
+            StagingMap(0, STRIDE, 4, stream_slots),
+            self.copy,
+            self.io,
+            PumpConfig(read_deadline_s=READ_S, write_deadline_s=WRITE_S, **config),  # type: ignore[arg-type]
+            lambda: self.now_s,
+        )
+
+    def store(self, op: int, slot: int, number: int) -> None:
+        command = StoreCommand(op, (StoreChunk(identity(number), slot),))
+        self.pipeline.store(command, PIECES, "fence")
+        self.pipeline.step()
+
+    def stored(self, op: int, slot: int, number: int) -> None:
+        self.store(op, slot, number)
+        self.copy.finish(self.copy.submitted[-1][0])
+        self.pipeline.step()
+        assert self.reports() == [OpReport(op)]
+
+    def load(self, op: int, number: int, cache: int | None, pool: int | None) -> None:
+        command = LoadCommand(op, (LoadChunk(identity(number), cache, pool),))
+        self.pipeline.load(command, PIECES, "fence")
+        self.pipeline.step()
+
+    def io_done(self, outcome: Outcome | None = OK, *, released: bool = True) -> None:
+        """Complete the oldest operation in flight."""
+        self.io.complete(next(iter(self.io.ops)), outcome, released=released)
+        self.pipeline.step()
+
+    def reports(self) -> list[object]:
+        return list(self.pipeline.take_reports())
+
+    def finished(self) -> list[tuple[int, tuple[tuple[int, Outcome], ...]]]:
+        return [(job.op, job.failures) for job in self.pipeline.take_finished()]

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pipeline with hung targets, full engines, cancels and resets."""
+
+from __future__ import annotations
+
+import errno
+
+from vllm_nvmeof_offload.errors import (
+    CANCELLED,
+    DEADLINE,
+    OK,
+    STALE,
+    io_error,
+)
+from vllm_nvmeof_offload.io.base import IoKind
+from vllm_nvmeof_offload.protocol import (
+    FetchCommand,
+    OpReport,
+    ReleaseReport,
+    ResetCommand,
+    VerdictReport,
+    WriteCommand,
+)
+
+from .bench import READ_S, WRITE_S, Bench, identity
+
+
+def test_a_deadline_gives_the_outcome_at_once_and_the_slot_later() -> None:
+    bench = Bench()
+    bench.load(1, 7, cache=0, pool=3)
+    bench.io_done(DEADLINE, released=False)
+    assert bench.reports() == [
+        OpReport(1, ((0, DEADLINE),), released=False),
+        VerdictReport(0, 0, usable=False),
+    ]
+    assert bench.finished() == [(1, ((0, DEADLINE),))]
+    assert not bench.pipeline.idle()
+    bench.io_done(None)
+    assert bench.reports() == [ReleaseReport(1), VerdictReport(0, 0, usable=True)]
+    assert bench.pipeline.idle()
+
+
+def test_readers_of_a_hung_fill_do_not_wait_for_the_kernel() -> None:
+    bench = Bench()
+    bench.pipeline.command(FetchCommand(1, identity(7), 3, 0))
+    bench.load(2, 7, cache=0, pool=None)
+    bench.io_done(DEADLINE, released=False)
+    assert OpReport(2, ((0, STALE),)) in bench.reports()
+    bench.load(3, 7, cache=0, pool=None)
+    assert bench.reports() == [OpReport(3, ((0, STALE),))]
+
+
+def test_loads_do_not_wait_for_stream_slots_that_the_kernel_holds() -> None:
+    bench = Bench(stream_slots=1)
+    bench.load(1, 7, cache=None, pool=3)
+    bench.load(2, 8, cache=None, pool=4)
+    bench.io_done(DEADLINE, released=False)
+    bench.pipeline.step()
+    assert bench.finished() == [(1, ((0, DEADLINE),)), (2, ((0, DEADLINE),))]
+    assert not bench.pipeline.idle()
+    bench.io_done(None)
+    bench.load(3, 8, cache=None, pool=4)
+    assert len(bench.io.ops) == 1, "the slot is back in use"
+
+
+def test_a_suspect_target_fails_fast_and_the_other_goes_on() -> None:
+    bench = Bench(stream_slots=4, target_count=2)
+    bench.load(1, 7, cache=None, pool=0)
+    bench.io_done(DEADLINE, released=False)
+    bench.load(2, 8, cache=None, pool=2)
+    bench.load(3, 9, cache=None, pool=1)
+    assert bench.finished() == [(1, ((0, DEADLINE),)), (2, ((0, DEADLINE),))]
+    assert [op.pool_slot for op in bench.io.started] == [0, 1]
+
+
+def test_behind_a_full_engine_nothing_waits_for_ever() -> None:
+    bench = Bench(stream_slots=4)
+    bench.stored(1, slot=0, number=7)
+    bench.io.busy = True
+    bench.pipeline.command(WriteCommand(2, identity(7), 0, 5))
+    bench.load(3, 8, cache=None, pool=4)
+    bench.finished()
+    bench.now_s = READ_S + 0.1
+    bench.pipeline.step()
+    assert bench.finished() == [(3, ((0, DEADLINE),))]
+    bench.now_s = WRITE_S + 0.1
+    bench.pipeline.step()
+    assert bench.reports()[-1] == OpReport(2, ((0, DEADLINE),))
+    assert bench.pipeline.idle()
+
+
+def test_cancel_keeps_a_buffer_that_the_engine_has() -> None:
+    bench = Bench(stream_slots=1)
+    bench.load(1, 7, cache=None, pool=3)
+    bench.load(2, 8, cache=None, pool=4)  # waits for a stream slot
+    bench.pipeline.cancel(1)
+    bench.pipeline.cancel(2)
+    assert bench.finished() == [(1, ((0, CANCELLED),)), (2, ((0, CANCELLED),))]
+    assert bench.io.cancelled == [next(iter(bench.io.ops))]
+    bench.load(3, 9, cache=None, pool=5)
+    assert len(bench.io.ops) == 1, "the stream slot is still the kernel's"
+    bench.io_done(OK)
+    assert not bench.copy.submitted, "what was cancelled is thrown away"
+    assert [op.pool_slot for op in bench.io.ops.values()] == [5]
+
+
+def test_cancel_lets_a_running_copy_finish() -> None:
+    bench = Bench()
+    bench.stored(1, slot=0, number=7)
+    bench.finished()
+    bench.load(2, 7, cache=0, pool=None)
+    bench.pipeline.cancel(2)
+    assert bench.finished() == [], "DMA still works on its blocks"
+    bench.copy.finish(1)
+    bench.pipeline.step()
+    assert bench.finished() == [(2, ())]
+
+
+def _reset_beside_writes() -> Bench:
+    """Write 2 is with the engine, write 4 is queued; then a reset and write 6."""
+    bench = Bench(writes_in_flight_max=1)
+    for op, slot in ((1, 0), (3, 1), (5, 2)):
+        bench.stored(op, slot, number=op)
+    bench.pipeline.command(WriteCommand(2, identity(1), 0, 0))
+    bench.pipeline.command(WriteCommand(4, identity(3), 1, 1))
+    bench.pipeline.step()
+    bench.pipeline.command(ResetCommand(9, adoptable=False))
+    bench.pipeline.command(WriteCommand(6, identity(5), 2, 2))
+    bench.pipeline.step()
+    return bench
+
+
+def test_a_reset_comes_after_the_writes_before_it_and_before_those_after_it() -> None:
+    bench = _reset_beside_writes()
+    assert bench.reports() == [OpReport(4, ((0, CANCELLED),))]
+    assert [op.kind for op in bench.io.started] == [IoKind.WRITE_SLOT]
+    bench.io_done()
+    assert [op.kind for op in bench.io.ops.values()] == [IoKind.RESET]
+    assert not next(iter(bench.io.ops.values())).adoptable
+    bench.io_done()
+    assert [op.pool_slot for op in bench.io.ops.values()] == [2]
+
+
+def test_nothing_is_written_after_a_reset_that_failed_until_one_succeeds() -> None:
+    bench = _reset_beside_writes()
+    bench.io_done()
+    bench.io_done(io_error(errno.EIO))
+    assert [op.kind for op in bench.io.ops.values()] == [IoKind.RESET], "tried once more"
+    bench.reports()
+    bench.io_done(io_error(errno.EIO))
+    assert bench.reports() == [
+        OpReport(9, ((0, io_error(errno.EIO)),)),
+        OpReport(6, ((0, CANCELLED),)),
+    ]
+    bench.pipeline.command(ResetCommand(10, adoptable=False))
+    bench.pipeline.step()
+    bench.io_done()
+    bench.pipeline.command(WriteCommand(11, identity(5), 2, 2))
+    bench.pipeline.step()
+    assert [op.kind for op in bench.io.ops.values()] == [IoKind.WRITE_SLOT]
+
+
+def test_a_suspect_target_does_not_fail_a_reset() -> None:
+    bench = Bench()
+    bench.load(1, 7, cache=None, pool=3)
+    bench.io_done(DEADLINE, released=False)
+    bench.pipeline.command(ResetCommand(2, adoptable=False))
+    bench.pipeline.step()
+    assert [op.kind for op in bench.io.started] == [IoKind.READ_SLOT, IoKind.RESET]
+
+
+def test_a_write_that_waits_at_its_slot_does_not_follow_a_reset() -> None:
+    bench = Bench()
+    bench.store(1, slot=0, number=7)
+    bench.pipeline.command(WriteCommand(2, identity(7), 0, 5))
+    bench.pipeline.command(ResetCommand(3, adoptable=False))
+    bench.copy.finish(0)
+    bench.pipeline.step()
+    assert OpReport(2, ((0, CANCELLED),)) in bench.reports()
+    assert [op.kind for op in bench.io.started] == [IoKind.RESET]
+
+
+def test_demand_reads_go_first_and_writes_last() -> None:
+    bench = Bench(stream_slots=2, reads_in_flight_max=1, writes_in_flight_max=1)
+    bench.stored(1, slot=0, number=7)
+    bench.io.busy = True
+    bench.pipeline.command(WriteCommand(2, identity(7), 0, 0))
+    bench.pipeline.command(FetchCommand(3, identity(8), 1, 1))
+    bench.load(4, 9, cache=None, pool=2)
+    bench.io.busy = False
+    for _ in range(3):
+        bench.pipeline.step()
+        if bench.io.ops:
+            bench.io_done()
+    order = [op.pool_slot for op in bench.io.started]
+    assert order.index(2) < order.index(1)
+    assert set(order) == {0, 1, 2}

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A chunk through the pipeline: order, identity, checks."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.errors import (
+    CHECKSUM_MISMATCH,
+    STALE,
+    Outcome,
+    io_error,
+)
+from vllm_nvmeof_offload.protocol import (
+    OpReport,
+    WriteCommand,
+)
+from vllm_nvmeof_offload.units import HEADER_BYTES
+
+from .bench import STRIDE, Bench, identity
+
+
+def test_a_store_is_done_when_copied_and_not_before() -> None:
+    bench = Bench()
+    bench.store(1, slot=2, number=7)
+    assert bench.copy.submitted == [(0, Direction.STORE, [2 * STRIDE + HEADER_BYTES], "fence")]
+    assert bench.reports() == []
+    assert bench.finished() == []
+    bench.copy.finish(0)
+    bench.pipeline.step()
+    assert bench.reports() == [OpReport(1)]
+    assert bench.finished() == [(1, ())]
+    assert bench.pipeline.idle()
+
+
+def test_a_load_of_a_slot_that_is_being_stored_waits_for_the_copy() -> None:
+    bench = Bench()
+    bench.store(1, slot=0, number=7)
+    bench.load(2, 7, cache=0, pool=None)
+    assert len(bench.copy.submitted) == 1
+    bench.copy.finish(0)
+    bench.pipeline.step()
+    assert bench.copy.submitted[1][1] is Direction.LOAD
+
+
+def test_a_failed_store_makes_its_load_stale() -> None:
+    bench = Bench()
+    bench.store(1, slot=0, number=7)
+    bench.load(2, 7, cache=0, pool=None)
+    bench.copy.finish(0, io_error(errno.EFAULT))
+    bench.pipeline.step()
+    assert bench.reports() == [
+        OpReport(2, ((0, STALE),)),
+        OpReport(1, ((0, io_error(errno.EFAULT)),)),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["load", "write"])
+def test_a_slot_that_holds_another_chunk_is_stale_and_untouched(kind: str) -> None:
+    bench = Bench()
+    bench.stored(1, slot=0, number=7)
+    if kind == "load":
+        bench.load(2, 8, cache=0, pool=None)
+    else:
+        bench.pipeline.command(WriteCommand(2, identity(8), 0, 5))
+        bench.pipeline.step()
+    assert bench.reports() == [OpReport(2, ((0, STALE),))]
+    assert len(bench.copy.submitted) == 1
+    assert not bench.io.started
+
+
+@pytest.mark.parametrize("outcome", [CHECKSUM_MISMATCH, STALE, io_error(errno.EINVAL)])
+def test_what_was_not_read_well_is_not_copied(outcome: Outcome) -> None:
+    bench = Bench()
+    bench.load(1, 7, cache=None, pool=3)
+    bench.io_done(outcome)
+    assert not bench.copy.submitted
+    assert bench.reports() == [OpReport(1, ((0, outcome),))]
+    assert bench.finished() == [(1, ((0, outcome),))]
+    assert bench.pipeline.idle()
+
+
+def test_a_retryable_read_error_is_tried_once_more() -> None:
+    bench = Bench()
+    bench.load(1, 7, cache=None, pool=3)
+    bench.io_done(io_error(errno.EIO))
+    assert len(bench.io.started) == 2
+    bench.io_done(io_error(errno.EIO))
+    assert bench.reports() == [OpReport(1, ((0, io_error(errno.EIO)),))]
+
+
+def test_a_write_is_not_retried() -> None:
+    bench = Bench()
+    bench.stored(1, slot=0, number=7)
+    bench.pipeline.command(WriteCommand(2, identity(7), 0, 5))
+    bench.pipeline.step()
+    bench.io_done(io_error(errno.EIO))
+    assert bench.reports() == [OpReport(2, ((0, io_error(errno.EIO)),))]
+    assert len(bench.io.started) == 1
+
+
+def test_a_landed_chunk_can_be_read_by_others_while_it_is_copied() -> None:
+    bench = Bench()
+    bench.load(1, 7, cache=0, pool=3)
+    bench.load(2, 7, cache=0, pool=None)
+    assert not bench.copy.submitted
+    bench.io_done()
+    assert [ticket[1] for ticket in bench.copy.submitted] == [Direction.LOAD, Direction.LOAD]
+    for ticket in (0, 1):
+        bench.copy.finish(ticket)
+    bench.pipeline.step()
+    assert set(bench.reports()) == {OpReport(1), OpReport(2)}
+    assert bench.pipeline.idle()
