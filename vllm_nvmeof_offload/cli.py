@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_nvmeof_offload import __version__
+from vllm_nvmeof_offload.cli_pool import pool_app
 
 __all__ = ["app"]
 
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="The configuration's keys; checks of a configuration.")
 app.add_typer(config_app, name="config", invoke_without_command=True)
+app.add_typer(pool_app, name="pool")
 
 #: Fields of a whole --kv-transfer-config beside our part of it.
 _EXTRA = "kv_connector_extra_config"
@@ -133,12 +135,15 @@ def demo(
         Path, typer.Option("--json", help="Where the measured numbers go.")
     ] = Path("build/demo.json"),
     quick: Annotated[bool, typer.Option(help="Fewer samples.")] = False,
-    keep: Annotated[bool, typer.Option(help="Keep the demo's own pool directory.")] = False,
+    keep: Annotated[bool, typer.Option(help="Keep the demo's pool directory.")] = False,
+    pool: Annotated[
+        Path | None, typer.Option(help="Make the pool's directory in here, not in build/.")
+    ] = None,
 ) -> None:
     """Run the main job here: a small model, a real vLLM server, cache, restart, preemption."""
     from vllm_nvmeof_offload.demo.main import run
 
-    raise typer.Exit(run(json_path, quick=quick, keep=keep))
+    raise typer.Exit(run(json_path, quick=quick, keep=keep, pool_dir=pool))
 
 
 if __name__ == "__main__":

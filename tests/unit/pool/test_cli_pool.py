@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-nvmeof pool …`, from the command line down to real pools."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_nvmeof_offload.cli import app
+from vllm_nvmeof_offload.errors import PoolError
+from vllm_nvmeof_offload.pool import lock
+from vllm_nvmeof_offload.pool.holders import hold, probe_lock
+from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.pool.superblock import SUPERBLOCK_VERSION
+
+from .kit import SLOT_BYTES, STORED, make_spec
+from .offline_kit import KEYSPACE, adopted, flip_payload, server, snapshot, write_pool
+
+runner = CliRunner()
+
+
+def run(*words: object, code: int = 0, **options: Any) -> Any:
+    result = runner.invoke(app, ["pool", *map(str, words)], env={"COLUMNS": "240"}, **options)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def run_json(*words: object, code: int = 0) -> Any:
+    return json.loads(run(*words, "--json", code=code).stdout)
+
+
+def refused(*words: object, code: int = 1, **options: Any) -> str:
+    message: str = run(*words, code=code, **options).stderr
+    assert message.startswith("vllm-nvmeof: ")
+    assert message.count("\n") == 1
+    return message
+
+
+def test_ls_shows_one_row_a_pool(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    write_pool(a, b)
+    Pool.open(make_spec(a, keyspace=Keyspace.of({"model": "[red]other[/]"}))).close()
+    rows = run_json("ls", "--target", a, "--target", b)["pools"]
+    by_model = {row["model"]: row for row in rows}
+    mine = by_model["tiny-model"]
+    assert len(rows) == 2
+    assert (mine["keyspace"], mine["engine"], mine["rank"]) == (KEYSPACE.digest, 0, 0)
+    assert (mine["entries"], mine["slots"]) == (len(STORED), 16)
+    assert mine["disk_bytes"] >= 16 * SLOT_BYTES
+    assert abs(mine["last_use_s"] - time.time()) < 600
+    assert mine["lock"]["kind"] == "none"
+    assert len(mine["directories"]) == 2
+    shown = run("ls", "--target", a, "--target", b).stdout
+    assert KEYSPACE.digest[:12] in shown
+    assert "6 of 16" in shown
+    assert "[red]other[/]" in shown, "a name from disk is no markup"
+
+
+def test_the_configured_targets_are_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_NVMEOF_TARGETS", str(tmp_path / "t"))
+    assert run_json("ls") == {"pools": []}
+    assert "no pools" in run("ls").stdout
+    write_pool(tmp_path / "t")
+    assert len(run_json("ls")["pools"]) == 1
+    assert len(run_json("ls", "--target", tmp_path / "t", "--target", f"{tmp_path}/t/.")["pools"])
+    assert "is not a directory" in refused("ls", "--target", tmp_path / "absent")
+
+
+def test_du_names_other_models_and_other_formats(tmp_path: Path) -> None:
+    write_pool(tmp_path)
+    other = Pool.open(make_spec(tmp_path, keyspace=Keyspace.of({"model": "other"})))
+    other.close()
+    make_it_of_another_version(other.directories[0])
+    (target,) = run_json("du", "--target", tmp_path)["targets"]
+    by_model = {space["model"]: space for space in target["keyspaces"]}
+    assert by_model["tiny-model"]["problems"] == {}
+    assert by_model["tiny-model"]["disk_bytes"] >= 16 * SLOT_BYTES
+    assert "format version 9" in next(iter(by_model["other"]["problems"].values()))
+    shown = run("du", "--target", tmp_path).stdout
+    assert "format version 9" in shown
+    assert "in pools" in shown
+    # Of another format, but ours: it can be removed.
+    run("rm", other.directories[0], "--yes")
+    assert [row["model"] for row in run_json("ls", "--target", tmp_path)["pools"]] == ["tiny-model"]
+
+
+def make_it_of_another_version(directory: Path) -> None:
+    from crc32c import crc32c
+
+    page = bytearray((directory / "superblock").read_bytes())
+    assert int.from_bytes(page[8:12], "little") == SUPERBLOCK_VERSION
+    page[8:12] = (9).to_bytes(4, "little")
+    page[-4:] = crc32c(page[:-4]).to_bytes(4, "little")
+    (directory / "superblock").write_bytes(page)
+
+
+def test_inspect_takes_a_keyspace_its_start_or_a_directory(tmp_path: Path) -> None:
+    (directory,) = write_pool(tmp_path)
+    for which in (KEYSPACE.digest, KEYSPACE.digest[:4], directory, directory.parents[1]):
+        found = run_json("inspect", which, "--target", tmp_path, "--slot", 7)
+        assert found["facts"] == {"model": "tiny-model", "dtype": "bfloat16"}
+        (one,) = found["directories"]
+        assert one["superblock"]["slots"] == 16
+        assert one["superblock"]["slot_bytes"] == SLOT_BYTES
+        assert one["occupancy"] == {"live": 6, "void": 0, "damaged": 0, "missing": 0, "empty": 10}
+        assert found["slot"]["verdict"] == "whole"
+    shown = run("inspect", directory, "--slot", 7).stdout
+    for word in ("tiny-model", "payload_bytes: 5000", "6 live", STORED[7].key.hex(), "whole"):
+        assert word in shown
+    (directory.parents[1] / "keyspace.json").write_text('{"model": "a lie"}')
+    assert run_json("inspect", directory)["facts"] is None
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        ("abc", "'abc' names no keyspace on"),
+        ("ffffffff", "'ffffffff' names no keyspace on"),
+        ("./x", "is not the directory of a keyspace, engine or rank"),
+        ("/", "is not the directory of a keyspace, engine or rank"),
+    ],
+)
+def test_what_names_no_pool_is_refused(tmp_path: Path, which: str, message: str) -> None:
+    write_pool(tmp_path)
+    for command in (["inspect"], ["rm", "--yes"]):
+        assert message in refused(*command, which, "--target", tmp_path)
+    assert message in refused("fsck", which, "--target", tmp_path, code=8)
+
+
+def test_one_slot_of_several_pools_is_refused(tmp_path: Path) -> None:
+    write_pool(tmp_path, rank=0, world_size=2)
+    write_pool(tmp_path, rank=1, world_size=2)
+    message = refused("inspect", KEYSPACE.digest, "--target", tmp_path, "--slot", 1)
+    assert "holds 2 pools" in message
+    assert "engine-0/rank-1" in message
+    assert "slots 0 to 15" in refused(
+        "inspect", tmp_path / KEYSPACE.digest / "engine-0" / "rank-1", "--slot", 99
+    )
+
+
+def test_fsck_and_scrub_speak_and_exit_by_the_worst_finding(tmp_path: Path) -> None:
+    (directory,) = write_pool(tmp_path)
+    assert "whole, 6 entries checked" in run("fsck", "--target", tmp_path).stdout
+    assert "MiB/s" in run("scrub", "--target", tmp_path).stdout
+    flip_payload(directory, 3)
+    shown = run("scrub", directory, code=4).stdout
+    assert "slot is damaged: checksum_mismatch: 1, slots 3" in shown
+    assert "--repair" in shown
+    (report,) = run_json("scrub", directory, code=4)["reports"]
+    assert report["findings"] == [
+        {"kind": "slot is damaged: checksum_mismatch", "severity": "damage", "slot": 3}
+    ]
+    assert report["read_bytes"] == 6 * SLOT_BYTES
+    shown = run("scrub", directory, "--repair", code=1).stdout
+    assert "repaired" in shown
+    assert "in use" not in shown, "the lock is this command's own"
+    (directory / "table").unlink()
+    (report,) = run_json("fsck", directory, "--repair", code=1)["reports"]
+    assert (report["verdict"], report["counts"]["table entry missing"]) == ("repaired", 6)
+    (directory / "superblock").unlink()
+    shown = run("fsck", directory, code=8).stdout
+    assert f"vllm-nvmeof pool rm {directory}" not in shown, "rm would refuse it"
+    assert "by hand" in shown
+
+
+def test_a_live_server_is_named_and_left_alone(tmp_path: Path) -> None:
+    (directory,) = write_pool(tmp_path)
+    with server(tmp_path) as child:
+        before = snapshot(tmp_path)
+        holder = f"pid {child.pid} on host {os.uname().nodename}"
+        for command in (["rm", "--yes"], ["rm"], ["prefill"]):
+            assert holder in refused(*command, directory)
+        assert holder in refused("fsck", "--repair", directory, code=8)
+        assert holder in refused("scrub", "--repair", directory, code=8)
+        assert "read only" in run("fsck", directory).stdout
+        assert "read only" in run("scrub", directory).stdout
+        assert f"live: pid {child.pid}" in run("ls", "--target", tmp_path).stdout
+        assert run_json("inspect", directory)["directories"][0]["lock"]["kind"] == "live"
+        assert snapshot(tmp_path) == before
+    run("rm", "--yes", directory)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_live_server_on_another_host_counts(tmp_path: Path) -> None:
+    (directory,) = write_pool(tmp_path)
+    record = {"host": "elsewhere", "pid": 4711, "boot_id": "x", "heartbeat": time.time() - 3}
+    (directory / "lock").write_text(json.dumps(record))
+    assert probe_lock(directory).kind == "live"
+    assert "pid 4711 on host elsewhere" in refused("rm", "--yes", directory)
+    (directory / "lock").write_text(json.dumps(record | {"heartbeat": time.time() - 60}))
+    assert probe_lock(directory).kind == "stale"
+    run("rm", "--yes", directory)
+
+
+def test_rm_asks_and_takes_no_for_an_answer(tmp_path: Path) -> None:
+    write_pool(tmp_path)
+    for answer in ("n\n", ""):
+        result = run("rm", KEYSPACE.digest, "--target", tmp_path, code=1, input=answer)
+        assert "tiny-model" in result.stderr
+    assert adopted(tmp_path) == STORED
+    assert "--yes" in refused("rm", KEYSPACE.digest, "--target", tmp_path, "--json")
+    assert "removed" in run("rm", KEYSPACE.digest, "--target", tmp_path, input="y\n").stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rm_takes_all_targets_ranks_and_engines_of_one_keyspace_only(tmp_path: Path) -> None:
+    places = [tmp_path / "a", tmp_path / "b"]
+    write_pool(*places, rank=0, world_size=2)
+    write_pool(*places, rank=1, world_size=2)
+    write_pool(*places, engine_index=3)
+    other = Pool.open(make_spec(places[0], keyspace=Keyspace.of({"model": "other"})))
+    other.close()
+    words = ["--target", places[0], "--target", places[1]]
+    removed = run_json("rm", KEYSPACE.digest, "--yes", *words)["removed"]
+    assert len(removed) == 6
+    assert sum(one["freed_bytes"] for one in removed) >= 3 * 16 * SLOT_BYTES
+    assert [row["model"] for row in run_json("ls", *words)["pools"]] == ["other"]
+    assert list(places[1].iterdir()) == []
+
+
+def test_rm_deletes_only_what_is_ours(tmp_path: Path) -> None:
+    (directory,) = write_pool(tmp_path)
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (directory / "notes.txt").write_text("mine")
+    (directory / "superblock.new").symlink_to(victim)
+    result = run("rm", "--yes", directory)
+    assert "notes.txt" in result.stderr
+    assert sorted(os.listdir(directory)) == ["lock", "notes.txt", "superblock.new"]
+    assert victim.read_text() == "precious"
+
+
+def test_rm_refuses_what_no_superblock_vouches_for(tmp_path: Path) -> None:
+    (directory,) = write_pool(tmp_path)
+    (directory / "superblock").write_bytes(b"something else")
+    before = snapshot(tmp_path)
+    assert "by hand" in refused("rm", "--yes", directory)
+    assert snapshot(tmp_path) == before
+
+
+def test_prefill_speaks(tmp_path: Path) -> None:
+    (directory,) = write_pool(tmp_path)
+    (row,) = run_json("prefill", directory)["prefilled"]
+    assert (row["directory"], row["slots"]) == (str(directory), 16)
+    assert "filled 0 of 16 slots" in run("prefill", "--target", tmp_path).stdout
+
+
+def test_nobody_holds_what_one_refusal_let_go(tmp_path: Path) -> None:
+    """All or none: a refusal at the second directory gives the first one back."""
+    first, second = write_pool(tmp_path / "a")[0], write_pool(tmp_path / "b")[0]
+    with hold([second]):
+        message = refused("fsck", "--repair", "--target", tmp_path / "a", "--target",
+                          tmp_path / "b", code=8)  # fmt: skip
+        assert f"pid {os.getpid()} " in message
+        assert probe_lock(first).kind == "none"
+
+
+@pytest.mark.parametrize("recreated", [False, True])
+def test_a_server_that_comes_while_its_pool_is_removed_starts_nothing_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recreated: bool
+) -> None:
+    """It has opened the lock file; before it locks it, the file loses its name."""
+    spec = make_spec(tmp_path)
+    pool = Pool.open(spec)
+    pool.close()
+    directory = pool.directories[0]
+    real = lock.fcntl.flock
+
+    def flock(fd: int, how: int) -> None:
+        real(fd, how)
+        (directory / "lock").rename(tmp_path / "removed")
+        if recreated:
+            (directory / "lock").touch()
+
+    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    with pytest.raises(PoolError, match="cannot lock"):
+        Pool.open(spec)

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fsck, scrub, prefill and inspection of pools that no engine of this process has open."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from vllm_nvmeof_offload.errors import PoolError
+from vllm_nvmeof_offload.pool.details import inspect_slot, occupancy, summaries
+from vllm_nvmeof_offload.pool.fsck import fsck
+from vllm_nvmeof_offload.pool.prefill import prefill
+from vllm_nvmeof_offload.pool.report import exit_code
+from vllm_nvmeof_offload.pool.scrub import scrub
+from vllm_nvmeof_offload.pool.superblock import read_superblock, write_superblock
+from vllm_nvmeof_offload.pool.survey import find, survey
+
+from .kit import SLOT_BYTES, STORED
+from .offline_kit import (
+    adopted,
+    flip,
+    flip_header,
+    flip_payload,
+    snapshot,
+    write_pool,
+)
+
+ENTRY = 64
+
+
+def without(*slots: int) -> dict[int, object]:
+    return {slot: identity for slot, identity in STORED.items() if slot not in slots}
+
+
+@pytest.mark.parametrize("targets", [1, 2, 3])
+def test_a_whole_pool_is_whole_and_nothing_of_it_changes(tmp_path: Path, targets: int) -> None:
+    places = [tmp_path / f"t{i}" for i in range(targets)]
+    write_pool(*places)
+    before = snapshot(tmp_path)
+    for check in (fsck, scrub):
+        for repair in (False, True):
+            reports = check(find(places), repair)
+            assert [report.counts for report in reports] == [{}] * targets
+            assert exit_code(reports) == 0
+            assert sum(report.checked for report in reports) == len(STORED)
+    assert snapshot(tmp_path) == before
+    assert adopted(*places) == STORED
+
+
+def test_fsck_finds_each_kind_of_damage_once_and_repairs_it(tmp_path: Path) -> None:
+    (directory,) = write_pool(tmp_path / "t")
+    table = directory / "table"
+    flip(table, 1 * ENTRY + 9)  # recoverable: the header is intact
+    flip(table, 5 * ENTRY + 9)  # never written, and zero no more
+    flip_header(directory, 2)
+    other = STORED[7]
+    flip(table, 12 * ENTRY + 20)
+    slab = (directory / "slab").read_bytes()
+    with (directory / "slab").open("r+b") as file:  # a misdirected write: 7's bytes over 3's
+        file.seek(3 * SLOT_BYTES)
+        file.write(slab[7 * SLOT_BYTES : 8 * SLOT_BYTES])
+    before = snapshot(tmp_path)
+    (report,) = fsck(find([tmp_path / "t"]))
+    assert {(f.kind, f.pool_slot) for f in report.findings} == {
+        ("table entry damaged", 1),
+        ("table entry damaged", 5),
+        ("slot has no intact header", 2),
+        ("slot holds another key", 3),
+        ("table entry damaged", 12),
+    }
+    assert exit_code([report]) == 4
+    assert snapshot(tmp_path) == before, "without --repair nothing is written"
+    repaired = fsck(find([tmp_path / "t"]), repair=True)
+    assert exit_code(repaired) == 1
+    assert repaired[0].counts == report.counts
+    assert exit_code(fsck(find([tmp_path / "t"]))) == 0
+    # Slot 3 now holds what 7 does; a start keeps the lower one of the two.
+    assert adopted(tmp_path / "t") == {**without(2, 7), 3: other}
+
+
+@pytest.mark.parametrize("left", [None, 0, ENTRY * 3 + 17], ids=str)
+@pytest.mark.parametrize("targets", [1, 2])
+def test_a_lost_table_is_rebuilt(tmp_path: Path, targets: int, left: int | None) -> None:
+    places = [tmp_path / f"t{i}" for i in range(targets)]
+    table = write_pool(*places)[0] / "table"
+    whole = table.read_bytes()
+    if left is None:
+        table.unlink()
+    else:
+        os.truncate(table, left)
+    progress: list[tuple[int, int]] = []
+    found = fsck(find(places), on_progress=lambda _, done, total: progress.append((done, total)))
+    assert exit_code(found) == 4
+    assert progress[-1][0] == progress[-1][1]
+    assert table.exists() == (left is not None), "without --repair nothing is written"
+    assert exit_code(fsck(find(places), repair=True)) == 1
+    assert table.read_bytes() == whole
+    assert table.stat().st_mode & 0o777 == 0o600
+    assert exit_code(fsck(find(places))) == 0
+
+
+@pytest.mark.parametrize("damage", ["flip", "lose", "other rank", "other keyspace", "geometry"])
+def test_a_superblock_that_no_start_would_use_is_the_worst_finding(
+    tmp_path: Path, damage: str
+) -> None:
+    (directory,) = write_pool(tmp_path / "t")
+    if damage == "flip":
+        flip(directory / "superblock", 50)
+    elif damage == "lose":
+        (directory / "superblock").unlink()
+    else:
+        found = read_superblock(directory)
+        assert found is not None
+        numbers = {
+            "other rank": {"rank": 3},
+            "other keyspace": {"keyspace": "0" * 32},
+            "geometry": {"slot_bytes": 0},
+        }
+        fields = {name: getattr(found, name) for name in found.__slots__} | numbers[damage]
+        write_superblock(directory, type(found)(**fields))
+    for check in (fsck, scrub):
+        for repair in (False, True):
+            (report,) = check(find([tmp_path / "t"]), repair)
+            assert exit_code([report]) == 8
+            assert "superblock" in report.findings[0].kind
+    (row,) = summaries(survey(find([tmp_path / "t"])))
+    assert (row["entries"], row["model"]) == (0, "tiny-model")
+    assert row["problems"]
+
+
+def test_a_lost_or_short_slab_costs_the_entries_beyond_its_end(tmp_path: Path) -> None:
+    (directory,) = write_pool(tmp_path / "t")
+    os.truncate(directory / "slab", 4 * SLOT_BYTES)
+    (report,) = fsck(find([tmp_path / "t"]))
+    assert report.counts["slot has no intact header"] == 2
+    assert exit_code([report]) == 4
+    (directory / "slab").unlink()
+    assert fsck(find([tmp_path / "t"]))[0].counts["slot has no intact header"] == len(STORED)
+    assert scrub(find([tmp_path / "t"]))[0].counts == {"slot is damaged: checksum_mismatch": 6}
+    assert exit_code(fsck(find([tmp_path / "t"]), repair=True)) == 1
+    assert adopted(tmp_path / "t") == {}
+
+
+def test_what_a_reset_has_voided_is_neither_checked_nor_brought_back(tmp_path: Path) -> None:
+    places = [tmp_path / "t0", tmp_path / "t1"]
+    directories = write_pool(*places)
+    found = read_superblock(directories[0])
+    assert found is not None
+    fields = {name: getattr(found, name) for name in found.__slots__}
+    write_superblock(directories[0], type(found)(**fields | {"epoch": found.epoch + 1}))
+    # The reset reached only one of the two targets: it voids both.
+    flip_header(directories[1], 0)
+    reports = fsck(find(places))
+    assert [(report.checked, report.counts) for report in reports] == [(0, {}), (0, {})]
+    os.truncate(directories[1] / "table", 0)
+    fsck(find(places), repair=True)
+    assert adopted(*places) == {}
+    assert [occupancy(one)["live"] for one in survey(find(places))] == [0, 0]
+
+
+@pytest.mark.parametrize("targets", [1, 2])
+def test_scrub_reads_every_payload_and_drops_only_what_is_damaged(
+    tmp_path: Path, targets: int
+) -> None:
+    places = [tmp_path / f"t{i}" for i in range(targets)]
+    directories = write_pool(*places)
+    for slot in (3, 12):
+        flip_payload(directories[slot % targets], slot // targets)
+    assert exit_code(fsck(find(places))) == 0, "headers alone cannot tell"
+    progress: list[tuple[int, int]] = []
+    reports = scrub(find(places), on_progress=lambda _, done, total: progress.append((done, total)))
+    slots = {finding.pool_slot for report in reports for finding in report.findings}
+    assert slots == {3, 12}
+    assert exit_code(reports) == 4
+    assert sum(report.read_bytes for report in reports) == len(STORED) * SLOT_BYTES
+    assert all(done == total > 0 for done, total in progress)
+    assert adopted(*places) == STORED
+    assert exit_code(scrub(find(places), repair=True)) == 1
+    assert exit_code(scrub(find(places))) == 0
+    assert adopted(*places) == without(3, 12)
+
+
+def test_after_a_start_that_allows_no_adoption_nothing_is_live(tmp_path: Path) -> None:
+    write_pool(tmp_path / "t")
+    write_pool(tmp_path / "t", stored={}, adoptable=False)
+    (one,) = survey(find([tmp_path / "t"]))
+    assert occupancy(one) == {"live": 0, "void": 6, "damaged": 0, "missing": 0, "empty": 10}
+    assert adopted(tmp_path / "t") == {}
+
+
+def test_a_slot_is_shown_with_entry_header_and_payload(tmp_path: Path) -> None:
+    places = [tmp_path / "t0", tmp_path / "t1"]
+    directories = write_pool(*places)
+    parts = survey(find(places))
+    found = inspect_slot(parts, 7)
+    assert found["directory"] == str(directories[1])
+    assert found["entry"]["key"] == found["header"]["key"] == STORED[7].key.hex()
+    assert found["entry"]["generation"] == f"{STORED[7].generation:016x}"
+    assert (found["payload"], found["verdict"]) == ("ok", "whole")
+    assert inspect_slot(parts, 5)["verdict"] == "nothing stored: entry empty"
+    flip_payload(directories[1], 3)
+    assert inspect_slot(parts, 7)["verdict"] == "slot is damaged: checksum_mismatch"
+    flip_header(directories[1], 3)
+    assert inspect_slot(parts, 7)["verdict"] == "slot has no intact header"
+    with pytest.raises(PoolError, match="slots 0 to 15"):
+        inspect_slot(parts, 16)
+    with pytest.raises(PoolError, match="target 1 of 2"):
+        inspect_slot(parts[:1], 7)
+
+
+def test_prefill_writes_where_nothing_was_written_and_nowhere_else(tmp_path: Path) -> None:
+    (directory,) = write_pool(tmp_path / "t", pool_bytes=64 * (SLOT_BYTES + ENTRY))
+    before = snapshot(tmp_path)
+    with (directory / "slab").open("rb") as slab:
+        # What was just read is in the page cache, and counts as data as long as it is.
+        os.posix_fadvise(slab.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if os.lseek(slab.fileno(), 0, os.SEEK_HOLE) == 64 * SLOT_BYTES:
+            pytest.skip("this file system does not tell holes from data")
+    progress: list[tuple[int, int]] = []
+    (filled,) = prefill(
+        find([tmp_path / "t"]), on_progress=lambda _, done, total: progress.append((done, total))
+    )
+    # Next to what was written the file system may have filled a few slots itself.
+    assert filled.slots == 64
+    assert 32 <= filled.filled <= 64 - len(STORED)
+    assert progress[-1][0] == progress[-1][1] == filled.written_bytes
+    assert snapshot(tmp_path) == before, "zeros where zeros were read before"
+    with (directory / "slab").open("rb") as slab:
+        hole = os.lseek(slab.fileno(), 0, os.SEEK_HOLE)
+    assert hole == 64 * SLOT_BYTES, "no hole is left"
+    assert prefill(find([tmp_path / "t"]))[0].filled == 0
+    assert exit_code(scrub(find([tmp_path / "t"]))) == 0
+
+
+def test_the_kind_of_target_that_cannot_be_used_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(PoolError, match=r"target .*/absent is not a directory; name one"):
+        find([tmp_path / "absent"])
+    write_pool(tmp_path / "t")
+    (tmp_path / "linked").mkdir()
+    (space,) = (tmp_path / "t").iterdir()
+    (tmp_path / "linked" / space.name).symlink_to(space)
+    assert find([tmp_path / "linked"]) == [], "links are not followed"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can repair another user's pool")
+def test_what_root_repairs_still_belongs_to_the_server(tmp_path: Path) -> None:
+    (directory,) = write_pool(tmp_path / "t")
+    os.chown(directory, 65534, 65534)
+    (directory / "table").unlink()
+    (directory / "lock").unlink()
+    assert exit_code(fsck(find([tmp_path / "t"]), repair=True)) == 1
+    for file in ("table", "lock"):
+        assert (directory / file).stat().st_uid == 65534

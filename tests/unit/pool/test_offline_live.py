@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What works offline, beside a server that does not know of it; and removal's own checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
+from vllm_nvmeof_offload.pool.details import summaries
+from vllm_nvmeof_offload.pool.fsck import fsck
+from vllm_nvmeof_offload.pool.prefill import prefill
+from vllm_nvmeof_offload.pool.remove import remove
+from vllm_nvmeof_offload.pool.report import exit_code
+from vllm_nvmeof_offload.pool.scrub import scrub
+from vllm_nvmeof_offload.pool.survey import find, survey
+
+from .kit import name
+from .offline_kit import flip_header, flip_payload, server, snapshot, write_pool
+
+ENTRY = 64
+
+
+def test_beside_a_live_server_everything_is_read_only(tmp_path: Path) -> None:
+    places = [tmp_path / "t0", tmp_path / "t1"]
+    directories = write_pool(*places)
+    flip_payload(directories[1], 0)
+    settled: list[str] = []
+    with server(*places) as child:
+        before = snapshot(tmp_path)
+        for check in (fsck, scrub):
+            with pytest.raises(PoolLockedError, match=rf"pid {child.pid} on host .*stop that"):
+                check(find(places), repair=True)
+        with pytest.raises(PoolLockedError, match=f"pid {child.pid} "):
+            prefill(find(places))
+        (one, other) = scrub(find(places), settle=lambda: settled.append("waited"))
+        assert (exit_code([one]), exit_code([other])) == (0, 4)
+        assert settled == ["waited"]
+        assert [part.lock.kind for part in survey(find(places))] == ["live", "live"]
+        assert summaries(survey(find(places)))[0]["lock"]["holder"]["pid"] == child.pid
+        assert snapshot(tmp_path) == before
+    # Killed, not stopped: its name is still there, and does not hinder anyone.
+    assert [part.lock.kind for part in survey(find(places))] == ["stale", "stale"]
+    assert exit_code(scrub(find(places), repair=True)) == 1
+    assert [part.lock.kind for part in survey(find(places))] == ["none", "none"]
+
+
+@pytest.mark.parametrize("check", [fsck, scrub])
+@pytest.mark.parametrize("torn", [flip_header, flip_payload])
+@pytest.mark.parametrize("ends", ["the write ends", "another key's entry comes", "never"])
+def test_only_what_stays_damaged_beside_a_server_is_damage(
+    tmp_path: Path, check: Callable[..., object], torn: Callable[[Path, int], None], ends: str
+) -> None:
+    """A slot that is being written looks torn, until its write and its entry are there."""
+    (directory,) = write_pool(tmp_path / "t")
+    newer = write_pool(tmp_path / "newer", stored={3: name(99)})[0]
+    waited: list[str] = []
+
+    def settle() -> None:
+        waited.append("waited")
+        if ends == "the write ends":
+            torn(directory, 3)  # the same bit again
+        elif ends == "another key's entry comes":
+            entry = (newer / "table").read_bytes()[3 * ENTRY : 4 * ENTRY]
+            with (directory / "table").open("r+b") as table:
+                table.seek(3 * ENTRY)
+                table.write(entry)
+
+    torn(directory, 3)
+    with server(tmp_path / "t"):
+        reports = check(find([tmp_path / "t"]), settle=settle)
+    seen = check is scrub or torn is flip_header
+    assert waited == (["waited"] if seen else [])
+    assert exit_code(reports) == (4 if seen and ends == "never" else 0)  # type: ignore[arg-type]
+
+
+def test_removal_itself_refuses_what_is_not_ours_and_then_deletes_nothing(tmp_path: Path) -> None:
+    write_pool(tmp_path / "a")
+    (foreign,) = write_pool(tmp_path / "b")
+    (foreign / "superblock").write_bytes(b"something else")
+    before = snapshot(tmp_path)
+    with pytest.raises(PoolError, match="by hand"):
+        remove(find([tmp_path / "a", tmp_path / "b"]))
+    with server(tmp_path / "a") as child, pytest.raises(PoolLockedError, match=f"{child.pid}"):
+        remove(find([tmp_path / "a"]))
+    assert snapshot(tmp_path).keys() == before.keys()

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lies on targets: every rank directory, its superblock, lock, size and last use.
+
+Read-only, and of everything: damaged pools and pools of other format versions too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_nvmeof_offload.errors import PoolError, PoolFormatError
+from vllm_nvmeof_offload.pool.holders import LockState, probe_lock
+from vllm_nvmeof_offload.pool.keyspace import DIGEST_HEX_DIGITS, Keyspace
+from vllm_nvmeof_offload.pool.superblock import Superblock, read_superblock
+from vllm_nvmeof_offload.units import slot_stride_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = [
+    "RankDirectory",
+    "Surveyed",
+    "disk_bytes",
+    "find",
+    "model_name",
+    "read_facts",
+    "select",
+    "survey",
+]
+
+_KEYSPACE = re.compile(rf"[0-9a-f]{{{DIGEST_HEX_DIGITS}}}")
+_ENGINE = re.compile(r"engine-(\d{1,9})")
+_RANK = re.compile(r"rank-(\d{1,9})")
+_FACTS_BYTES_MAX = 1 << 20
+_PREFIX_MIN = 4
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RankDirectory:
+    """`target/keyspace/engine-K/rank-R`, found by its name alone."""
+
+    target: Path
+    keyspace: str
+    engine: int
+    rank: int
+
+    @property
+    def path(self) -> Path:
+        return self.target / self.keyspace / f"engine-{self.engine}" / f"rank-{self.rank}"
+
+    @property
+    def name(self) -> str:
+        """Without the target: the same for all parts of one pool."""
+        return f"{self.keyspace}/engine-{self.engine}/rank-{self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """One rank directory, as it lies there.
+
+    superblock: None unless it is intact, of this version, and of this place; `problem` then
+    says why not ("" otherwise). epoch: the pool's, over all of its parts that were surveyed.
+    adoptable: False where a start would adopt nothing. disk_bytes: allocated. last_use_s: Unix
+    time; a server that runs renews it every few seconds.
+    """
+
+    directory: RankDirectory
+    superblock: Superblock | None
+    problem: str
+    epoch: int
+    adoptable: bool
+    lock: LockState
+    disk_bytes: int
+    last_use_s: float | None
+
+    @property
+    def path(self) -> Path:
+        return self.directory.path
+
+
+def find(targets: Sequence[Path]) -> list[RankDirectory]:
+    """Every rank directory on `targets`, in the order of their names. Links are not followed.
+
+    Raises:
+        PoolError: a target is no directory, or something in it cannot be listed.
+    """
+    found: list[RankDirectory] = []
+    for target in targets:
+        if not target.is_dir():
+            raise PoolError(f"target {target} is not a directory; name one with --target")
+        for keyspace in _folders(target, _KEYSPACE):
+            for engine in _folders(keyspace, _ENGINE):
+                found += [
+                    RankDirectory(target, keyspace.name, _number(engine), _number(rank))
+                    for rank in _folders(engine, _RANK)
+                ]
+    return sorted(found)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.partition("-")[2])
+
+
+def _folders(parent: Path, pattern: re.Pattern[str]) -> list[Path]:
+    try:
+        with os.scandir(parent) as entries:
+            return [
+                parent / entry.name
+                for entry in entries
+                if pattern.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            ]
+    except OSError as error:
+        raise PoolError(
+            f"cannot list {parent}: {error.strerror}; run as the user that owns it"
+        ) from error
+
+
+def select(targets: Sequence[Path], which: str) -> list[RankDirectory]:
+    """Return the rank directories that `which` names: a keyspace (or the start of it), or a path.
+
+    A path names one keyspace's, engine's or rank's directory; it need not lie on `targets`.
+
+    Raises:
+        PoolError: it names nothing, or more than one keyspace.
+    """
+    if "/" in which or which in (".", ".."):
+        return _under(Path(os.path.abspath(which)))
+    found = find(targets)
+    hits = {one.keyspace for one in found if one.keyspace.startswith(which)}
+    if len(hits) == 1 and len(which) >= _PREFIX_MIN:
+        return [one for one in found if one.keyspace in hits]
+    places = ", ".join(map(str, targets)) or "no target"
+    if len(hits) > 1 and len(which) >= _PREFIX_MIN:
+        raise PoolError(f"{which!r} fits {len(hits)} keyspaces on {places}: give more digits")
+    raise PoolError(
+        f"{which!r} names no keyspace on {places}: give {_PREFIX_MIN} to {DIGEST_HEX_DIGITS} of "
+        f"its digits (`vllm-nvmeof pool ls` shows them), or a directory, with a / in it"
+    )
+
+
+def _under(path: Path) -> list[RankDirectory]:
+    above = [path, *path.parents][:3]
+    keyspace = next((one for one in above if _KEYSPACE.fullmatch(one.name)), None)
+    if keyspace is None:
+        raise PoolError(
+            f"{path} is not the directory of a keyspace, engine or rank: those are called "
+            f"TARGET/KEYSPACE/engine-K/rank-R"
+        )
+    found = [one for one in find([keyspace.parent]) if one.path.is_relative_to(path)]
+    if not found:
+        raise PoolError(f"{path} holds no pool; `vllm-nvmeof pool ls` shows what there is")
+    return found
+
+
+def survey(directories: Sequence[RankDirectory]) -> list[Surveyed]:
+    """Look at each of `directories`.
+
+    Raises:
+        PoolError: one cannot be read.
+    """
+    looked = [_look(directory) for directory in directories]
+    # A reset that reached only some targets has voided all: the highest epoch counts.
+    parts: dict[tuple[str, bytes], list[Superblock]] = {}
+    for one in looked:
+        if one.superblock is not None:
+            parts.setdefault((one.directory.name, one.superblock.uuid), []).append(one.superblock)
+    result = []
+    for one in looked:
+        if one.superblock is None:
+            result.append(one)
+            continue
+        siblings = parts[one.directory.name, one.superblock.uuid]
+        result.append(
+            replace(
+                one,
+                epoch=max(part.epoch for part in siblings),
+                adoptable=all(part.adoptable for part in siblings),
+            )
+        )
+    return result
+
+
+def _look(directory: RankDirectory) -> Surveyed:
+    path = directory.path
+    problem = ""
+    superblock: Superblock | None = None
+    try:
+        try:
+            superblock = read_superblock(path)
+            problem = _misfit(directory, superblock)
+        except PoolFormatError as error:
+            problem = str(error)
+        return Surveyed(
+            directory,
+            None if problem else superblock,
+            problem,
+            epoch=0,
+            adoptable=False,
+            lock=probe_lock(path),
+            disk_bytes=disk_bytes(path),
+            last_use_s=_last_use(path),
+        )
+    except OSError as error:
+        raise PoolError(
+            f"cannot read {path}: {error.strerror}; run as the user that owns it"
+        ) from error
+
+
+def _misfit(directory: RankDirectory, superblock: Superblock | None) -> str:
+    """Why a start would not use this superblock; "" if it would."""
+    if superblock is None:
+        return "there is none"
+    if superblock.keyspace != directory.keyspace:
+        return f"of keyspace {superblock.keyspace}, not of this directory's"
+    if superblock.rank != directory.rank:
+        return f"of rank {superblock.rank}, not of this directory's"
+    sound = (
+        superblock.slots > 0
+        and superblock.payload_bytes > 0
+        and superblock.slot_bytes == slot_stride_bytes(superblock.payload_bytes)
+        and superblock.target_index < superblock.target_count
+    )
+    return "" if sound else "its geometry cannot be"
+
+
+def _last_use(path: Path) -> float | None:
+    """The heartbeat renews the lock file, and giving up the lock writes it a last time."""
+    for name in ("lock", "superblock"):
+        try:
+            return (path / name).stat().st_mtime
+        except FileNotFoundError:
+            continue
+    return None
+
+
+def disk_bytes(path: Path, counts: Callable[[str], bool] = lambda _: True) -> int:
+    """Bytes allocated to the regular files under `path` whose name `counts`."""
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in filter(counts, names):
+            try:
+                found = os.lstat(os.path.join(folder, name))
+            except FileNotFoundError:  # a probe, or a superblock being replaced
+                continue
+            if stat.S_ISREG(found.st_mode):
+                total += found.st_blocks * 512
+    return total
+
+
+def read_facts(space: Path) -> dict[str, Any] | None:
+    """The facts beside a keyspace's digest; None where they are lost or of another digest."""
+    try:
+        with (space / "keyspace.json").open("rb") as file:
+            facts = json.loads(file.read(_FACTS_BYTES_MAX))
+        same = isinstance(facts, dict) and Keyspace.of(facts).digest == space.name
+    except (OSError, ValueError):
+        return None
+    return facts if same else None
+
+
+def model_name(space: Path) -> str:
+    """The model's name for people: "?" where it is not known."""
+    facts = read_facts(space)
+    return str(facts.get("model", "?")) if facts else "?"
