@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's own judgement: it must see what is wrong, or a green demo says nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vllm_nvmeof_offload.demo.client import Answer, ClientError, Metrics, _take
+from vllm_nvmeof_offload.demo.model import ModelShape, distinct_ratio, make_model, random_tokens
+from vllm_nvmeof_offload.demo.report import Report, compare
+from vllm_nvmeof_offload.demo.runs import Session
+from vllm_nvmeof_offload.demo.server import OffloadSpec, ServerSpec
+from vllm_nvmeof_offload.demo.workload import (
+    Conversation,
+    CrowdResult,
+    Plan,
+    Turn,
+    conversations,
+    resume_times_s,
+)
+
+TINY = ModelShape(layers=1, hidden=32, intermediate=48, heads=2, kv_heads=1, vocab=300)
+
+
+def answer(tokens: list[int], ttft_s: float = 1.0, step_s: float = 0.1) -> Answer:
+    times = [ttft_s + i * step_s for i in range(len(tokens))]
+    return Answer(0.0, tokens, [-0.5] * len(tokens), [0.2] * len(tokens), times)
+
+
+def turn(name: str, number: int, ttft_s: float, gpu: int = 0, cpu: int = 0, pool: int = 0) -> Turn:
+    tokens = list(range(number, number + 20))
+    return Turn(name, number, 100, answer(tokens, ttft_s), gpu, cpu + pool, cpu, pool)
+
+
+def report(**changes: object) -> Report:
+    """A run in which everything is as it should be, but for `changes` of the middle session."""
+    cold, crowd = turn("a", 1, 4.0), CrowdResult([answer([1, 2, 3])], 2, [0.2])
+    reference = [cold, *(turn("a", n, 0.1, gpu=90) for n in (2, 3, 4))]
+    baseline = Session(turns=reference, crowd=replace(crowd, resumes_s=[1.0]))
+    offloaded = Session(
+        turns=[cold, turn("a", 2, 0.5, cpu=90), turn("a", 3, 1.0, pool=90)],
+        crowd=crowd,
+        reloaded_tokens=64,
+    )
+    for name, value in changes.items():
+        setattr(offloaded, name, value)
+    return Report(baseline, offloaded, Session(turns=[turn("a", 4, 0.8, pool=90)]))
+
+
+def test_a_good_run_passes(tmp_path: Path) -> None:
+    good = report()
+    assert good.failures() == []
+    assert good.speedups() == pytest.approx(
+        {"cpu_tier": 8.0, "pool": 4.0, "restart": 5.0, "preempted": 5.0}
+    )
+    good.write(tmp_path / "demo.json")
+    data = json.loads((tmp_path / "demo.json").read_text())
+    assert list(data) == [
+        "identical",
+        "ttft_s",
+        "speedup",
+        "external_hit_tokens",
+        "preemptions",
+        "reloaded_tokens",
+        "recomputed_tokens",
+        "conditions",
+    ]
+    assert data["identical"] is True
+    assert data["ttft_s"]["pool"] == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"turns": [turn("a", 1, 4.0), turn("a", 3, 1.0, pool=90)]}, "from CPU tier: never seen"),
+        (
+            {"turns": [turn("a", 1, 4.0), turn("a", 2, 2.0, cpu=90), turn("a", 3, 1.0, pool=90)]},
+            "only 2.0× faster",
+        ),
+        (
+            {"turns": [turn("a", 1, 4.0), turn("a", 2, 0.5, cpu=90), turn("a", 3, 3.0, pool=20)]},
+            "found 20 of 100 prompt tokens",
+        ),
+        ({"reloaded_tokens": 0}, "no token of a preempted request"),
+        ({"crowd": CrowdResult([answer([1, 2, 3])], 0, [])}, "preempted, reload: never seen"),
+        ({"crowd": CrowdResult([answer([1, 9, 3])], 2, [0.2])}, "token 2 of 3 differs"),
+    ],
+)
+def test_each_failure_is_seen(changes: dict[str, object], expected: str) -> None:
+    assert any(expected in line for line in report(**changes).failures())
+
+
+def test_cold_without_offloading_counts_when_it_is_quicker() -> None:
+    slowed = [turn("a", 1, 9.0), turn("a", 2, 0.5, cpu=90), turn("a", 3, 1.0, pool=90)]
+    assert report(turns=slowed).speedups()["cpu_tier"] == pytest.approx(8.0)
+
+
+def test_compare_sees_tokens_lengths_and_log_probabilities() -> None:
+    right = answer([1, 2, 3, 4])
+    assert compare({"x": right}, {"x": right}).identical
+    assert not compare({"x": right}, {"x": answer([1, 2, 9, 4])}).identical
+    assert not compare({"x": right}, {"x": answer([1, 2, 3])}).identical
+    moved = replace(right, logprobs=[-0.5, -0.5, -0.502, -0.5])
+    result = compare({"x": right}, {"x": moved})
+    assert result.differences == ()
+    assert result.logprob_difference_max == pytest.approx(0.002)
+    assert not result.identical
+
+
+def test_a_loop_is_seen() -> None:
+    assert distinct_ratio([1, 2, 3, 4, 5, 6]) == 1.0
+    assert distinct_ratio([1, 2] * 50) < 0.05
+    looped = {"x": answer([1, 2] * 50)}
+    assert compare(looped, looped).distinct_ratio_min < 0.05
+
+
+def test_resumes_are_timed_from_the_end_that_made_room() -> None:
+    steady = Answer(0.0, times=[i * 0.1 for i in range(31)])  # ends at 3.0
+    stopped = Answer(0.0, times=[0.1, 0.2, 3.4, 3.5])  # nothing between 0.2 and 3.4
+    assert resume_times_s([steady, stopped]) == pytest.approx([0.4])
+
+
+def test_a_pause_that_everyone_shares_is_no_preemption() -> None:
+    times = [0.1, 0.2, 3.4, 3.5]
+    assert resume_times_s([Answer(0.0, times=times), Answer(0.0, times=list(times))]) == []
+
+
+def test_a_preemption_without_a_visible_start_is_left_out() -> None:
+    steady = Answer(0.0, times=[i * 0.1 for i in range(60)])  # still running at the resume
+    assert resume_times_s([steady, Answer(0.0, times=[0.1, 0.2, 3.4, 3.5])]) == []
+
+
+def test_a_burst_is_no_preemption() -> None:
+    """The client slept: it reads what two streams received in order, but all at once."""
+    first = Answer(0.0, times=[0.1, *(3.0 + i / 1e4 for i in range(20))])
+    second = Answer(0.0, times=[0.1, *(3.01 + i / 1e4 for i in range(30))])
+    assert resume_times_s([first, second]) == []
+
+
+def test_an_end_that_came_with_the_next_token_is_left_out() -> None:
+    steady = Answer(0.0, times=[i * 0.1 for i in range(31)])
+    stopped = Answer(0.0, times=[0.1, 0.2, 3.001, 3.5])
+    assert resume_times_s([steady, stopped]) == []
+
+
+def test_a_turn_is_named_by_where_its_prompt_was() -> None:
+    assert turn("a", 1, 1.0).case == "cold"
+    assert turn("a", 1, 1.0, gpu=60, cpu=40).case == "gpu"
+    assert turn("a", 1, 1.0, cpu=40, pool=30).case == "cpu_tier"
+    assert turn("a", 1, 1.0, cpu=30, pool=40).case == "pool"
+    assert turn("a", 1, 1.0, pool=40).case == "partial"
+
+
+def test_conversations_are_the_same_every_time_and_grow() -> None:
+    plan = Plan(prompt_tokens=50, question_tokens=5)
+    (first, *_), _ = conversations(plan, TINY)
+    again = Conversation("user 1", (plan.seed, 0), plan, TINY)
+    opening = first.next_prompt()
+    assert opening == again.next_prompt()
+    assert len(opening) == 50
+    assert min(opening) >= 2
+    assert max(opening) < TINY.vocab
+    first.hear(answer([7, 8]))
+    second = first.next_prompt()
+    assert second[:52] == [*opening, 7, 8]
+    assert len(second) == 57
+
+
+def test_metrics_are_read_by_name_and_label() -> None:
+    metrics = Metrics(
+        "# HELP vllm:x_total text\n"
+        'vllm:x_total{source="cpu",engine="0"} 3.0\n'
+        'vllm:x_total{source="pool",engine="0"} 4e2\n'
+        "process_open_fds 12\n"
+    )
+    assert metrics.value("vllm:x_total") == 403
+    assert metrics.value("vllm:x_total", source="cpu") == 3
+    assert metrics.value("vllm:x_total", source="gpu") == 0
+    assert metrics.has("process_open_fds")
+    assert not metrics.has("vllm:x")
+    assert metrics.names("vllm:") == ["vllm:x_total"]
+
+
+def test_streamed_events_become_tokens() -> None:
+    got = Answer(0.0)
+    top = {"token_id:5": -0.25, "token_id:6": -1.5}
+    event = {
+        "choices": [
+            {"token_ids": [5], "logprobs": {"token_logprobs": [-0.25], "top_logprobs": [top]}}
+        ]
+    }
+    _take(got, event, 2.0)
+    _take(got, {"choices": [], "usage": {}}, 3.0)
+    assert (got.tokens, got.logprobs, got.gaps, got.ttft_s) == ([5], [-0.25], [1.25], 2.0)
+    with pytest.raises(ClientError, match="engine is dead"):
+        _take(got, {"error": {"message": "engine is dead"}}, 4.0)
+
+
+def test_the_model_is_the_same_every_time(tmp_path: Path) -> None:
+    one, two = make_model(tmp_path / "a", TINY), make_model(tmp_path / "b", TINY)
+    names = sorted(p.name for p in one.iterdir())
+    assert "model.safetensors" in names
+    for name in names:
+        assert (one / name).read_bytes() == (two / name).read_bytes()
+    assert make_model(tmp_path / "a", TINY) == one
+    assert make_model(tmp_path / "a", replace(TINY, seed=1)) != one
+    weights = 4 * TINY.parameters
+    assert weights < (one / "model.safetensors").stat().st_size < weights + 8192
+
+
+def test_a_partial_model_is_made_anew(tmp_path: Path) -> None:
+    whole = make_model(tmp_path / "a", TINY)
+    partial = tmp_path / "b" / f".{whole.name}.partial"
+    partial.mkdir(parents=True)
+    (partial / "model.safetensors").write_bytes(b"half")
+    made = make_model(tmp_path / "b", TINY)
+    name = "model.safetensors"
+    assert (made / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_the_tokenizer_reads_back_what_it_writes(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(make_model(tmp_path, TINY) / "tokenizer.json"))
+    text = "The cache, a tier: 42 µs? Größe!\n"
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert tokenizer.get_vocab_size() == TINY.vocab
+    ids = random_tokens(np.random.default_rng(1), 200, TINY)
+    assert len(tokenizer.decode(ids)) > 0
+
+
+def test_the_command_line_names_backend_size_and_keys(tmp_path: Path) -> None:
+    spec = ServerSpec(tmp_path, 64, 8, offload=OffloadSpec(0.25, {"stream_slots": 4}))
+    command = spec.command(8001)
+    at = command.index("--kv-offloading-backend")
+    assert command[at : at + 4] == [
+        "--kv-offloading-backend",
+        "nvmeof",
+        "--kv-offloading-size",
+        "0.25",
+    ]
+    config = json.loads(command[command.index("--kv-transfer-config") + 1])
+    assert config == {"kv_connector_extra_config": {"stream_slots": 4}}
+    assert "--kv-offloading-backend" not in replace(spec, offload=None).command(8001)

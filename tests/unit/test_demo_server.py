@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting and ending a server, with a small HTTP server in vLLM's place."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from vllm_nvmeof_offload.demo.server import Server, ServerError, ServerSpec
+
+#: Answers /health; a child of its own outlives SIGTERM, as a stuck worker would.
+_SCRIPT = """
+import http.server, signal, subprocess, sys
+child = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+print("child", subprocess.Popen([sys.executable, "-c", child]).pid, flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+_BROKEN = "print('no such model'); raise SystemExit(3)"
+_PARENT = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_demo_server import FakeSpec
+from vllm_nvmeof_offload.demo.server import Server
+server = Server(FakeSpec(Path("m"), 64, 8), Path(sys.argv[2])).wait_ready(30)
+print(server.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@dataclass(frozen=True)
+class FakeSpec(ServerSpec):
+    """A server that runs `script` instead of vLLM."""
+
+    script: str = _SCRIPT
+
+    def command(self, port: int) -> list[str]:
+        return [sys.executable, "-c", self.script, str(port)]
+
+
+def running(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def child_of(server: Server) -> int:
+    return int(server.log().split("child", 1)[1].split()[0])
+
+
+def test_it_answers_and_all_its_processes_end(tmp_path: Path) -> None:
+    stages: list[str] = []
+    with Server(FakeSpec(tmp_path, 64, 8), tmp_path / "log") as server:
+        server.wait_ready(30, progress=lambda _, stage: stages.append(stage))
+        assert server.running
+        assert server.startup_s > 0
+        child = child_of(server)
+        assert running(child)
+        server.stop(timeout_s=0.5)  # the child ignores SIGTERM
+    assert not server.running
+    assert not running(child)
+    assert set(stages) <= {"importing vLLM"}
+
+
+def test_kill_ends_all_its_processes_and_a_new_one_starts(tmp_path: Path) -> None:
+    spec = FakeSpec(tmp_path, 64, 8)
+    with Server(spec, tmp_path / "log").wait_ready(30) as server:
+        child = child_of(server)
+        server.kill()
+        assert not running(child)
+    with Server(spec, tmp_path / "log").wait_ready(30) as again:
+        again.kill()
+
+
+def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
+    spec = FakeSpec(tmp_path, 64, 8, script=_BROKEN)
+    with (
+        Server(spec, tmp_path / "log") as server,
+        pytest.raises(ServerError, match=r"ended with 3[\s\S]*no such model"),
+    ):
+        server.wait_ready(30)
+
+
+def test_a_server_that_never_answers_is_ended(tmp_path: Path) -> None:
+    spec = FakeSpec(tmp_path, 64, 8, script="import time; time.sleep(600)")
+    with Server(spec, tmp_path / "log") as server:
+        with pytest.raises(ServerError, match="did not answer within 1 s"):
+            server.wait_ready(1)
+        assert not server.running
+
+
+def test_the_server_gets_sigterm_when_its_starter_dies(tmp_path: Path) -> None:
+    log_path = tmp_path / "log"
+    command = [sys.executable, "-c", _PARENT, str(Path(__file__).parent), str(log_path)]
+    parent = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert parent.returncode == -9, parent.stderr
+    pid = int(parent.stdout)
+    child = int(log_path.read_text().split("child", 1)[1].split()[0])
+    try:
+        _wait_until_ended(pid)
+    finally:
+        subprocess.run(["kill", "-9", str(child)], check=False)
+
+
+def _wait_until_ended(pid: int) -> None:
+    """Wait for a process that is not our child; 30 s at most."""
+    descriptor = _pidfd(pid)
+    if descriptor is None:
+        return
+    with os.fdopen(descriptor) as file:
+        poller = select.poll()
+        poller.register(file, select.POLLIN)
+        assert poller.poll(30_000), f"{pid} is still running"
+
+
+def _pidfd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+
+
+def test_the_environment_lets_python_keep_bytecode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    env = ServerSpec(tmp_path, 64, 8, env={"X": "y"}).environment()
+    assert "PYTHONDONTWRITEBYTECODE" not in env
+    assert env["HF_HUB_OFFLINE"] == "1"
+    assert env["X"] == "y"

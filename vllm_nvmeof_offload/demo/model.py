@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small random Llama-type model directory, made here: nothing is downloaded.
+
+The model is float32 and deterministic from its seed. Its sizes are chosen for two cores:
+prefilling some 4,000 tokens takes seconds, one decode step tens of milliseconds, and the KV
+cache of a token is small (one KV head), so that loading it is far cheaper than computing it.
+
+A random model tends to fall into a loop: when its next token depends on the current one
+alone, greedy decoding is a walk on a fixed map and soon cycles. Here embeddings are small
+beside what the layers add, and the queries are scaled up, so that attention is peaked and
+picks different tokens as the position moves: the output depends on the whole context, and a
+wrong KV byte shows. `distinct_ratio` measures it; the demo refuses a collapsed output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["ModelShape", "distinct_ratio", "make_model", "random_tokens"]
+
+#: Changed when the files of a model of the same shape would come out differently.
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of the model; parameters are float32.
+
+    `query_gain` scales the query projections (peaked attention), `embed_std` the token
+    embeddings, `logit_std` the standard deviation of the logits.
+    """
+
+    seed: int = 20261121
+    layers: int = 4
+    hidden: int = 1024
+    intermediate: int = 3584
+    heads: int = 8
+    kv_heads: int = 1
+    vocab: int = 2048
+    positions_max: int = 8192
+    query_gain: float = 3.0
+    embed_std: float = 0.25
+    logit_std: float = 4.0
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV cache that one token occupies, over all layers (float32)."""
+        return self.layers * 2 * self.kv_heads * self.head_dim * 4
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        mlp = 3 * self.hidden * self.intermediate
+        norms = 2 * self.hidden
+        return self.layers * (attention + mlp + norms) + 2 * self.vocab * self.hidden + self.hidden
+
+    def digest(self) -> str:
+        """Short name of the files that this shape gives."""
+        text = json.dumps({"format": _FORMAT, **asdict(self)}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def make_model(root: Path, shape: ModelShape | None = None) -> Path:
+    """Make the model under `root` unless it is there already; return its directory.
+
+    The directory's name holds the digest of the shape, and it appears whole or not at all.
+    """
+    shape = shape or ModelShape()
+    directory = root / f"model-{shape.digest()}"
+    if (directory / "config.json").exists():
+        return directory
+    partial = root / f".{directory.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    _write_weights(partial / "model.safetensors", shape)
+    _write_tokenizer(partial, shape)
+    (partial / "config.json").write_text(json.dumps(_config(shape), indent=1))
+    (partial / "generation_config.json").write_text(json.dumps({"do_sample": False}))
+    partial.rename(directory)
+    return directory
+
+
+def random_tokens(rng: np.random.Generator, count: int, shape: ModelShape) -> list[int]:
+    """Return `count` token ids as a user's text would have them (no special tokens)."""
+    return [int(t) for t in rng.integers(_SPECIAL_COUNT, shape.vocab, count)]
+
+
+def distinct_ratio(tokens: Sequence[int], n: int = 3) -> float:
+    """Return the share of distinct n-grams in `tokens`: 1.0 none repeats, near 0 a loop."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+_SPECIAL = ("<s>", "</s>")
+_SPECIAL_COUNT = len(_SPECIAL)
+
+
+def _config(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": shape.positions_max,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "dtype": "float32",
+        "use_cache": True,
+    }
+
+
+def _tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], float]]:
+    """Yield name, shape and standard deviation of each random weight."""
+    hidden, inter = shape.hidden, shape.intermediate
+    q_rows, kv_rows = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    unit = hidden**-0.5
+    yield "model.embed_tokens.weight", (shape.vocab, hidden), shape.embed_std
+    yield "lm_head.weight", (shape.vocab, hidden), shape.logit_std * unit
+    for i in range(shape.layers):
+        layer = f"model.layers.{i}"
+        yield f"{layer}.self_attn.q_proj.weight", (q_rows, hidden), shape.query_gain * unit
+        yield f"{layer}.self_attn.k_proj.weight", (kv_rows, hidden), unit
+        yield f"{layer}.self_attn.v_proj.weight", (kv_rows, hidden), unit
+        yield f"{layer}.self_attn.o_proj.weight", (hidden, q_rows), q_rows**-0.5
+        yield f"{layer}.mlp.gate_proj.weight", (inter, hidden), unit
+        yield f"{layer}.mlp.up_proj.weight", (inter, hidden), unit
+        yield f"{layer}.mlp.down_proj.weight", (hidden, inter), inter**-0.5
+
+
+def _write_weights(file_path: Path, shape: ModelShape) -> None:
+    from safetensors.numpy import save_file
+
+    rng = np.random.Generator(np.random.PCG64(shape.seed))
+    tensors: dict[str, npt.NDArray[np.float32]] = {}
+    for name, dims, std in _tensors(shape):
+        tensors[name] = rng.standard_normal(dims, dtype=np.float32) * np.float32(std)
+    ones = np.ones(shape.hidden, np.float32)
+    tensors["model.norm.weight"] = ones
+    for i in range(shape.layers):
+        tensors[f"model.layers.{i}.input_layernorm.weight"] = ones
+        tensors[f"model.layers.{i}.post_attention_layernorm.weight"] = ones
+    # A token that ends a request would make the lengths of outputs differ: never likely.
+    tensors["lm_head.weight"][:_SPECIAL_COUNT] = 0
+    save_file(tensors, str(file_path), metadata={"format": "pt"})
+
+
+def _write_tokenizer(directory: Path, shape: ModelShape) -> None:
+    """Write a byte-level tokenizer: 256 bytes, and pairs of letters up to `shape.vocab`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {token: i for i, token in enumerate(_SPECIAL)}
+    for symbol in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        vocab[symbol] = len(vocab)
+    letters = "etaoinshrdlucmfwypvbgkjxqzETAOINSHRDLUCMFWYPVBGKJXQZ0123456789"
+    merges: list[tuple[str, str]] = []
+    for left, right in ((a, b) for a in letters for b in letters):
+        if len(vocab) >= shape.vocab:
+            break
+        vocab[left + right] = len(vocab)
+        merges.append((left, right))
+    assert len(vocab) == shape.vocab, "the vocabulary is larger than the letter pairs give"
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(_SPECIAL))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": _SPECIAL[0],
+        "eos_token": _SPECIAL[1],
+        "model_max_length": shape.positions_max,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
