@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small model, small tiers and many prompts: every request returns through pool and faults."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from vllm_nvmeof_offload.demo.client import Answer, Client, Metrics
+from vllm_nvmeof_offload.demo.model import ModelShape, make_model, random_tokens
+from vllm_nvmeof_offload.demo.server import OffloadSpec, Server, ServerSpec
+from vllm_nvmeof_offload.units import GIB, KIB, slot_stride_bytes
+
+BUILD = Path(__file__).resolve().parents[2] / "build"
+SHAPE = ModelShape(layers=4, hidden=256, intermediate=512, heads=4, kv_heads=1)
+BLOCK_TOKENS, BLOCKS_PER_CHUNK = 32, 2
+CHUNK_TOKENS = BLOCK_TOKENS * BLOCKS_PER_CHUNK
+SLOT_BYTES = slot_stride_bytes(SHAPE.kv_bytes_per_token * CHUNK_TOKENS)
+#: Not a multiple of a block: the last one is never whole. 15 whole chunks.
+PROMPT_TOKENS, ANSWER_TOKENS = 1003, 12
+PROMPTS = 12
+STAGING_SLOTS = 40  # less than three prompts
+POOL_SLOTS = 512
+LOGPROB_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Prompts, and what a server without offloading answers."""
+
+    prompts: list[list[int]]
+    answers: list[Answer]
+
+
+def prompts(seed: int = 11, count: int = PROMPTS) -> list[list[int]]:
+    """Prompts of different lengths; pairs of them share their first half."""
+    rng = np.random.default_rng(seed)
+    heads = [random_tokens(rng, PROMPT_TOKENS // 2, SHAPE) for _ in range(count // 2)]
+    return [
+        [*heads[i // 2], *random_tokens(rng, PROMPT_TOKENS // 2 + 7 * i, SHAPE)]
+        for i in range(count)
+    ]
+
+
+def spec(target: Path | None = None, **extra: object) -> ServerSpec:
+    """A server without offloading, or with a pool in `target`."""
+    offload = None
+    if target is not None:
+        settings = {
+            "targets": [str(target)],
+            "pool_bytes": POOL_SLOTS * SLOT_BYTES,
+            "blocks_per_chunk": BLOCKS_PER_CHUNK,
+            "read_deadline_ms": 1500,
+            "write_deadline_ms": 3000,
+        }
+        size_gib = STAGING_SLOTS * SLOT_BYTES / GIB
+        offload = OffloadSpec(size_gib, {**settings, **extra})
+    return ServerSpec(
+        model=make_model(BUILD / "models", SHAPE),
+        max_model_len=2048,
+        gpu_blocks=101,
+        block_size=BLOCK_TOKENS,
+        max_num_seqs=16,
+        offload=offload,
+        env={"VLLM_SERVER_DEV_MODE": "1"},
+    )
+
+
+def start(server_spec: ServerSpec, name: str) -> Server:
+    return Server(server_spec, BUILD / "logs" / f"{name}.log").wait_ready()
+
+
+@functools.cache
+def reference() -> Reference:
+    """Ask a server without offloading, once a session."""
+    asked = prompts()
+    with start(spec(), "faults-reference") as server:
+        answers = ask(server, asked)
+    assert min(min(a.gaps) for a in answers) > 2 * LOGPROB_TOLERANCE, "choose another seed"
+    return Reference(asked, answers)
+
+
+def ask(
+    server: Server, asked: Sequence[Sequence[int]], tokens: int = ANSWER_TOKENS
+) -> list[Answer]:
+    """Ask one after the other."""
+
+    async def run() -> list[Answer]:
+        async with Client(server.url) as client:
+            return [await client.complete(prompt, tokens) for prompt in asked]
+
+    return asyncio.run(run())
+
+
+def ask_at_once(
+    server: Server, asked: Sequence[Sequence[int]], tokens: int = ANSWER_TOKENS
+) -> list[Answer]:
+    async def run() -> list[Answer]:
+        async with Client(server.url) as client:
+            return list(await asyncio.gather(*(client.complete(p, tokens) for p in asked)))
+
+    return asyncio.run(run())
+
+
+def metrics(server: Server) -> Metrics:
+    async def run() -> Metrics:
+        async with Client(server.url) as client:
+            return await client.metrics()
+
+    return asyncio.run(run())
+
+
+def grown(server: Server, before: Metrics, name: str, **labels: str) -> float:
+    """How much a counter has grown since `before`."""
+    return metrics(server).value(name, **labels) - before.value(name, **labels)
+
+
+def has_figures(now: Metrics) -> bool:
+    """The engine's figures appear with its first step."""
+    return now.value("vllm:nvmeof_cache_slots") > 0
+
+
+def wait_for(server: Server, what: str, condition: Callable[[Metrics], bool]) -> Metrics:
+    """Poll `/metrics` until `condition` holds, at most 30 s.
+
+    Reports travel with the engine's steps, and an idle engine takes none: a tiny request each
+    time, too short for a chunk, makes it step.
+    """
+    deadline = time.monotonic() + 30
+    while True:
+        assert server.running, f"the server died while we waited for {what}"
+        ask(server, [[5, 6, 7]], 1)
+        now = metrics(server)
+        if condition(now):
+            return now
+        assert time.monotonic() < deadline, f"{what} did not come; {server.log_path}"
+
+
+def same(answers: Sequence[Answer], reference: Sequence[Answer]) -> bool:
+    """Whether tokens are equal and log-probabilities agree within the tolerance."""
+    return all(
+        a.tokens == b.tokens and np.allclose(a.logprobs, b.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
+        for a, b in zip(answers, reference, strict=True)
+    )
+
+
+class Faults:
+    """The control file of `io/faulty.py`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.set()
+
+    def set(self, **knobs: object) -> None:
+        fresh = self.path.with_suffix(".new")
+        fresh.write_text(json.dumps({"seed": 1, **knobs}))
+        os.replace(fresh, self.path)
+
+    def fired(self, knob: str) -> int:
+        record = self.path.with_name(self.path.name + ".fired")
+        return int(json.loads(record.read_text()).get(knob, 0)) if record.exists() else 0
+
+
+def damage_slab(target: Path) -> int:
+    """Flip one payload byte of every slot that was written; returns how many."""
+    (slab,) = target.rglob("slab")
+    damaged = 0
+    with slab.open("r+b", buffering=0) as file:
+        for start_byte in range(0, slab.stat().st_size - SLOT_BYTES + 1, SLOT_BYTES):
+            file.seek(start_byte)
+            if not any(file.read(64)):
+                continue
+            place = start_byte + 4 * KIB + 12345
+            file.seek(place)
+            byte = file.read(1)
+            file.seek(place)
+            file.write(bytes([byte[0] ^ 0x04]))
+            damaged += 1
+        os.fsync(file.fileno())
+    return damaged

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One real server, one fault after the other: the same tokens, up, and the counters tell."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e import faults_rig as rig
+from vllm_nvmeof_offload.demo.client import Answer, Client
+from vllm_nvmeof_offload.demo.server import Server
+
+FAILED = "vllm:nvmeof_failed_chunks_total"
+LOADED = "vllm:nvmeof_loaded_tokens_total"
+HITS = "vllm:external_prefix_cache_hits_total"
+SUSPECT = "vllm:nvmeof_suspect_targets"
+
+
+@pytest.fixture(scope="module")
+def reference() -> rig.Reference:
+    return rig.reference()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def faults(directory: Path) -> rig.Faults:
+    return rig.Faults(directory / "faults.json")
+
+
+@pytest.fixture(scope="module")
+def server(directory: Path, faults: rig.Faults, reference: rig.Reference) -> Iterator[Server]:
+    spec = rig.spec(directory / "pool", fault_injection=str(faults.path))
+    with rig.start(spec, "faults") as server:
+        yield server
+        assert server.running
+
+
+@pytest.fixture(autouse=True)
+def _clean(server: Server, faults: rig.Faults, reference: rig.Reference) -> Iterator[None]:
+    """Before each test: no fault, every chunk stored and written."""
+    faults.set()
+    rig.wait_for(server, "a usable target", lambda m: m.value(SUSPECT) == 0)
+    assert rig.same(rig.ask(server, reference.prompts), reference.answers)
+    rig.wait_for(server, "the last write", lambda m: m.value("vllm:nvmeof_writes_pending") == 0)
+    yield
+    faults.set()
+
+
+def test_returning_prompts_come_from_the_pool(server: Server, reference: rig.Reference) -> None:
+    before = rig.metrics(server)
+    assert rig.same(rig.ask(server, reference.prompts), reference.answers)
+    whole = sum(len(p) // rig.CHUNK_TOKENS * rig.CHUNK_TOKENS for p in reference.prompts)
+    assert rig.grown(server, before, HITS) > 0.7 * whole
+    assert rig.grown(server, before, LOADED, source="pool") > 0.5 * whole
+    assert rig.grown(server, before, FAILED) == 0
+
+
+def test_read_errors(server: Server, faults: rig.Faults, reference: rig.Reference) -> None:
+    before = rig.metrics(server)
+    faults.set(read_eio=0.5)
+    assert rig.same(rig.ask(server, reference.prompts), reference.answers)
+    assert faults.fired("read_eio") > 0
+    assert rig.grown(server, before, FAILED, outcome="io_error") > 0
+    assert rig.grown(server, before, HITS) > 0, "what did not fail is still loaded"
+
+
+def test_write_errors(server: Server, faults: rig.Faults, reference: rig.Reference) -> None:
+    before = rig.metrics(server)
+    _reset(server)
+    faults.set(write_eio=0.5)
+    assert rig.same(rig.ask(server, reference.prompts), reference.answers)
+    rig.wait_for(server, "failed writes", lambda m: m.value(FAILED) > before.value(FAILED))
+    faults.set()
+    assert rig.same(rig.ask(server, reference.prompts), reference.answers)
+
+
+def test_a_full_device(server: Server, faults: rig.Faults, reference: rig.Reference) -> None:
+    slots = rig.metrics(server).value("vllm:nvmeof_pool_slots")
+    _reset(server)
+    faults.set(enospc_writes=20)
+    assert rig.same(rig.ask(server, reference.prompts), reference.answers)
+    now = rig.wait_for(
+        server, "20 refused writes", lambda m: m.value("vllm:nvmeof_retired_pool_slots_total") >= 20
+    )
+    assert now.value("vllm:nvmeof_pool_slots") <= slots - 20, (
+        "the capacity shrinks to what is there"
+    )
+    assert rig.same(rig.ask(server, reference.prompts), reference.answers)
+
+
+def test_bytes_flipped_on_disk(server: Server, directory: Path, reference: rig.Reference) -> None:
+    before = rig.metrics(server)
+    assert rig.damage_slab(directory / "pool") > 100
+    assert rig.same(rig.ask(server, reference.prompts), reference.answers)
+    assert rig.grown(server, before, FAILED, outcome="checksum_mismatch") > 0
+
+
+def test_reads_that_hang(server: Server, faults: rig.Faults, reference: rig.Reference) -> None:
+    before = rig.metrics(server)
+    faults.set(hang_reads=4)
+    answers = rig.ask(server, reference.prompts)
+    assert rig.same(answers, reference.answers)
+    assert max(a.ttft_s for a in answers) < 10, "bounded by the deadline and a recompute"
+    assert rig.grown(server, before, FAILED, outcome="deadline") > 0
+    assert rig.metrics(server).value(SUSPECT) == 1
+    faults.set()
+    rig.wait_for(server, "a usable target", lambda m: m.value(SUSPECT) == 0)
+    before = rig.metrics(server)
+    rig.ask(server, reference.prompts)
+    assert rig.same(rig.ask(server, reference.prompts), reference.answers)
+    assert rig.grown(server, before, LOADED, source="pool") > 0, "used again without a restart"
+
+
+def test_writes_that_hang(server: Server, faults: rig.Faults, reference: rig.Reference) -> None:
+    _reset(server)
+    faults.set(hang_writes=2)
+    answers = rig.ask(server, reference.prompts)
+    assert rig.same(answers, reference.answers)
+    rig.wait_for(server, "a suspect target", lambda m: m.value(SUSPECT) == 1)
+    assert rig.same(rig.ask(server, reference.prompts), reference.answers)
+
+
+def test_aborts_during_a_load(server: Server, faults: rig.Faults, reference: rig.Reference) -> None:
+    faults.set(read_delay_ms=900)
+
+    async def give_up() -> int:
+        given_up = 0
+        async with Client(server.url, timeout_s=0.4) as client:
+            for prompt in reference.prompts:
+                try:
+                    await client.complete(prompt, rig.ANSWER_TOKENS)
+                except httpx.TimeoutException:
+                    given_up += 1
+        return given_up
+
+    assert asyncio.run(give_up()) > 0, "no load was under way"
+    faults.set()
+    assert rig.same(rig.ask(server, reference.prompts), reference.answers)
+    rig.wait_for(server, "idle", lambda m: m.value("vllm:num_requests_running") == 0)
+
+
+def test_preemption_and_many_at_once(server: Server, reference: rig.Reference) -> None:
+    before = rig.metrics(server)
+    # Long answers grow into a cache that holds three prompts: vLLM must preempt.
+    answers = rig.ask_at_once(server, reference.prompts, 150)
+    for answer, expected in zip(answers, reference.answers, strict=True):
+        assert answer.tokens[: rig.ANSWER_TOKENS] == expected.tokens
+    assert rig.grown(server, before, "vllm:num_preemptions_total") > 0
+    assert rig.grown(server, before, "vllm:nvmeof_reloaded_tokens_total") > 0
+    again = rig.ask(server, reference.prompts, 150)
+    assert [a.tokens for a in again] == [a.tokens for a in answers]
+
+
+def test_reset_with_the_connector(server: Server, reference: rig.Reference) -> None:
+    _reset(server)
+    assert rig.metrics(server).value("vllm:nvmeof_entries") >= 0
+    before = rig.metrics(server)
+    # The first of each pair that shares its first half: nothing may hit now.
+    assert rig.same(rig.ask(server, reference.prompts[::2]), reference.answers[::2])
+    assert rig.grown(server, before, HITS) == 0
+
+
+def test_reset_while_requests_run(server: Server, reference: rig.Reference) -> None:
+    """vLLM preempts what runs, and the next step finds it with us (it once stopped the engine)."""
+    before = rig.metrics(server)
+
+    async def run() -> list[Answer]:
+        async with Client(server.url) as client, httpx.AsyncClient(trust_env=False) as http:
+            asked = [client.complete(p, 150) for p in reference.prompts[:3]]
+            answers = asyncio.gather(*asked)
+            for _ in range(3):
+                await asyncio.wait([asyncio.ensure_future(answers)], timeout=0.5)
+                url = f"{server.url}/reset_prefix_cache"
+                response = await http.post(url, params={"reset_running_requests": "true"})
+                response.raise_for_status()
+            return list(await answers)
+
+    answers = asyncio.run(run())
+    for answer, expected in zip(answers, reference.answers, strict=False):
+        assert answer.tokens[: rig.ANSWER_TOKENS] == expected.tokens
+    assert rig.grown(server, before, "vllm:num_preemptions_total") > 0, "nothing was running"
+
+
+@pytest.mark.parametrize("knob", ["flip_with_valid_crc", "swap_slots"])
+def test_negative_control(
+    server: Server, faults: rig.Faults, reference: rig.Reference, knob: str
+) -> None:
+    """Wrong KV that proves itself must be seen by the comparison, or it compares nothing."""
+    faults.set(**{knob: True})
+    answers = rig.ask(server, reference.prompts)
+    faults.set()
+    assert faults.fired(knob) > 0
+    assert not rig.same(answers, reference.answers)
+    _reset(server)  # the wrong chunks were promoted into both caches
+
+
+def _reset(server: Server) -> None:
+    """Void GPU cache, CPU tier and pool, as after an update of the weights.
+
+    vLLM refuses while blocks are held, which they are until the last store was copied.
+    """
+    for _ in range(200):
+        response = httpx.post(
+            f"{server.url}/reset_prefix_cache", params={"reset_external": "true"}, trust_env=False
+        )
+        response.raise_for_status()
+        if response.json()["success"]:
+            return
+    raise AssertionError("vLLM does not reset its prefix cache")
