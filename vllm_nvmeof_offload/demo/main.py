@@ -44,7 +44,7 @@ _QUICK = Plan(
     prompt_tokens=2400,
     gpu_tokens=3104,
     cpu_tier_conversations=2.4,
-    crowd=CrowdPlan(count=6, prompt_tokens=720, answer_tokens=110, answer_step=12),
+    crowd=CrowdPlan(count=8, prompt_tokens=360, answer_tokens=160, answer_step=8),
 )
 
 

@@ -47,10 +47,10 @@ class CrowdPlan:
     """Many requests at once; request i gets `answer_tokens + i * answer_step` tokens."""
 
     seed: int = 21
-    count: int = 8
-    prompt_tokens: int = 1000
-    answer_tokens: int = 120
-    answer_step: int = 16
+    count: int = 12
+    prompt_tokens: int = 400
+    answer_tokens: int = 256
+    answer_step: int = 12
 
 
 @dataclass(frozen=True)
