@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +71,29 @@ def spec(target: Path | None = None, **extra: object) -> ServerSpec:
         max_num_seqs=16,
         offload=offload,
         env={"VLLM_SERVER_DEV_MODE": "1"},
+    )
+
+
+def without_plugin(server_spec: ServerSpec) -> ServerSpec:
+    """The same server told by JSON with module paths alone, our plugin not allowed to load."""
+    offload = server_spec.offload
+    assert offload is not None and offload.size_gib is not None
+    extra = {
+        **offload.extra,
+        "spec_name": "NVMeoFOffloadingSpec",
+        "spec_module_path": "vllm_nvmeof_offload.spec",
+        "staging_bytes": int(offload.size_gib * GIB),
+    }
+    transfer = {
+        "kv_connector": "NVMeoFOffloadingConnector",
+        "kv_connector_module_path": "vllm_nvmeof_offload.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+    return replace(
+        server_spec,
+        offload=OffloadSpec(None, extra, transfer),
+        env={**server_spec.env, "VLLM_PLUGINS": "none"},
     )
 
 
