@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this version does not offload rightly is refused by name, with vLLM's own types."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("vllm")
+
+#: A process of its own: importing vLLM changes logging and warnings for everything after it.
+_CHILD = """
+import json
+from types import SimpleNamespace as Object
+
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+
+from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.integration.precheck import precheck
+from vllm_nvmeof_offload.spec import refuse_unsupported
+
+common = dict(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32)
+full = FullAttentionSpec(**common)
+mla = MLAAttentionSpec(**common)
+window = SlidingWindowSpec(**common, sliding_window=128)
+
+class Derived(FullAttentionSpec):
+    pass
+
+def parallel(**sizes):
+    names = ("pipeline", "decode_context", "prefill_context", "data")
+    return Object(world_size=1, **{f"{n}_parallel_size": sizes.get(n, 1) for n in names})
+
+def said(call, *args):
+    try:
+        call(*args)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+def refused(*specs, **sizes):
+    config = Object(model_config=Object(model="org/name"), parallel_config=parallel(**sizes))
+    groups = [Object(kv_cache_spec=spec) for spec in specs]
+    return said(refuse_unsupported, config, Object(kv_cache_groups=groups))
+
+replicas = Object(model_config=None, cache_config=None, parallel_config=parallel(data=2))
+print("RESULT " + json.dumps({
+    "full": refused(full),
+    "mla": refused(mla),
+    "window": refused(window),
+    "derived": refused(Derived(**common)),
+    "two groups": refused(full, full),
+    "pipeline": refused(full, pipeline=2),
+    "decode context": refused(full, decode_context=2),
+    "prefill context": refused(full, prefill_context=2),
+    "data": said(precheck, replicas, {}, "staging_bytes"),
+}))
+"""
+
+
+def test_what_is_not_supported_is_refused_by_name() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD],
+        env={**os.environ, "VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [s for s in done.stdout.splitlines() if s.startswith("RESULT ")]
+    said = json.loads(line.removeprefix("RESULT "))
+    assert said.pop("full") == ""
+    assert said.pop("mla") == ""
+    wanted = {
+        "window": ["org/name", "SlidingWindowSpec", "full attention"],
+        "derived": ["org/name", "Derived"],
+        "two groups": ["org/name", "2 KV cache groups"],
+        "pipeline": ["pipeline_parallel_size=2", "supports 1"],
+        "decode context": ["decode_context_parallel_size=2", "supports 1"],
+        "prefill context": ["prefill_context_parallel_size=2", "supports 1"],
+        "data": ["data_parallel_size=2", "independent servers"],
+    }
+    assert said.keys() == wanted.keys()
+    for case, words in wanted.items():
+        assert all(word in said[case] for word in words), (case, said[case])
