@@ -6,7 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 SETUP_INPUTS := pyproject.toml requirements/cpu.lock requirements/overrides.txt \
-	tools/setup.sh tools/vllm_cpu_shim.py
+	tools/setup.sh tools/vllm_cpu_shim.py CMakeLists.txt \
+	$(wildcard vllm_nvmeof_offload/native/*.cpp vllm_nvmeof_offload/native/*.h)
 PYTEST_ARGS ?=
 SOAK_SECONDS ?= 14400
 
@@ -45,7 +46,8 @@ demo: setup
 test: test-fast test-e2e
 
 test-fast: setup
-	$(BIN)/python -m pytest tests/unit tests/contract tests/sim tests/faults $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/unit tests/contract tests/native tests/sim tests/faults \
+		$(PYTEST_ARGS)
 
 # After test-fast even under `make -j`: two suites at once would share two cores.
 test-e2e: setup | test-fast

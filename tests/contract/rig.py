@@ -7,12 +7,14 @@ To add an engine: one more entry in `ENGINES`.
 from __future__ import annotations
 
 import mmap
+import os
 import select
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,10 +22,15 @@ from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoKind, IoOp
 from vllm_nvmeof_offload.io.faults import FaultPlan
 from vllm_nvmeof_offload.io.faulty import FaultyIoEngine
 from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
+from vllm_nvmeof_offload.io.uring import UringIoEngine
+from vllm_nvmeof_offload.native import WHY_NOT, core
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import IoClass, SlotIdentity
-from vllm_nvmeof_offload.units import HEADER_BYTES
+from vllm_nvmeof_offload.units import HEADER_BYTES, KIB
+
+if TYPE_CHECKING:
+    from vllm_nvmeof_offload.native._native import StartGate
 
 PAYLOAD_BYTES = 24_000  # not a multiple of 4 KiB: the padding is exercised
 STAGING_SLOTS = 32
@@ -68,6 +75,35 @@ class GatedPool:
             assert self._gate.wait_for(lambda: len(self.started) >= count, WAIT_S)
 
 
+class NativeGate:
+    """The same, for the native core, whose threads run no Python."""
+
+    def __init__(self, engine: UringIoEngine, gate: StartGate) -> None:
+        self._kick = engine.kick
+        self._gate = gate
+
+    @property
+    def started(self) -> list[int]:
+        return self._gate.starts()
+
+    def shut(self, pool_slots: Iterable[int]) -> None:
+        self._gate.shut(list(pool_slots))
+
+    def open_all(self) -> None:
+        self._gate.shut([])
+        self._kick()
+
+    def wait_started(self, count: int) -> None:
+        end_s = time.monotonic() + WAIT_S
+        while len(self.started) < count:
+            assert time.monotonic() < end_s, f"{self.started} started, not {count}"
+            os.sched_yield()
+
+
+Gate = GatedPool | NativeGate
+MakeEngine = Callable[..., tuple[IoEngine, Gate]]
+
+
 class Clock:
     """The monotonic clock, which a test can push forward."""
 
@@ -87,7 +123,7 @@ class Rig:
 
     engine: IoEngine
     pool: Pool
-    gate: GatedPool
+    gate: Gate
     memory: mmap.mmap
     base_address: int
     spec: PoolSpec
@@ -183,23 +219,26 @@ def name(number: int, generation: int = 1) -> SlotIdentity:
     return SlotIdentity(number.to_bytes(36, "little"), generation)
 
 
-def _threads(o_direct: str, faulty: bool = False) -> Callable[..., Rig]:
-    def make(path: Path, *, targets: int = 1, slots: int = 64, **options: object) -> Rig:
-        spec = PoolSpec(
-            targets=tuple(path / f"target-{i}" for i in range(targets)),
-            pool_bytes=1,
-            payload_bytes=PAYLOAD_BYTES,
-            keyspace=Keyspace.of({"test": 1}),
-            o_direct=o_direct,
-        )
-        spec = PoolSpec(**{**vars(spec), "pool_bytes": slots * (spec.slot_bytes + 64)})
-        pool = Pool.open(spec)
-        gate = GatedPool(pool)
+def _pool(path: Path, o_direct: str, targets: int, slots: int) -> tuple[Pool, PoolSpec]:
+    spec = PoolSpec(
+        targets=tuple(path / f"target-{i}" for i in range(targets)),
+        pool_bytes=1,
+        payload_bytes=PAYLOAD_BYTES,
+        keyspace=Keyspace.of({"test": 1}),
+        o_direct=o_direct,
+    )
+    spec = PoolSpec(**{**vars(spec), "pool_bytes": slots * (spec.slot_bytes + 64)})
+    return Pool.open(spec), spec
+
+
+def _rig(engine_of: MakeEngine, o_direct: str, *, faulty: bool = False) -> Callable[..., Rig]:
+    def make(path: Path, *, targets: int = 1, slots: int = 64, **options: int) -> Rig:
+        pool, spec = _pool(path, o_direct, targets, slots)
         memory = mmap.mmap(-1, STAGING_SLOTS * pool.slot_bytes)
         base_address = np.frombuffer(memory, np.uint8).ctypes.data
         view = memoryview(memory)
         clock = Clock()
-        engine: IoEngine = ThreadsIoEngine(gate, view, base_address, clock=clock, **options)  # type: ignore[arg-type]
+        engine, gate = engine_of(pool, view, base_address, clock, **options)
         if faulty:
             engine = FaultyIoEngine(engine, FaultPlan(), pool, view, base_address, clock=clock)
         return Rig(engine, pool, gate, memory, base_address, spec, clock)
@@ -207,8 +246,50 @@ def _threads(o_direct: str, faulty: bool = False) -> Callable[..., Rig]:
     return make
 
 
+def _threads(
+    pool: Pool, view: memoryview, base_address: int, clock: Clock, **options: int
+) -> tuple[IoEngine, Gate]:
+    gate = GatedPool(pool)
+    return ThreadsIoEngine(gate, view, base_address, clock=clock, **options), gate  # type: ignore[arg-type]
+
+
+def _uring(registered: bool, split_bytes: int = 512 * KIB) -> MakeEngine:
+    def make(
+        pool: Pool,
+        view: memoryview,
+        base_address: int,
+        clock: Clock,
+        threads: int = 8,
+        queue_max: int = 4096,
+    ) -> tuple[IoEngine, Gate]:
+        assert core is not None, WHY_NOT
+        gate = core.StartGate()
+        slot_bytes = pool.slot_bytes
+        engine = UringIoEngine(
+            pool,
+            view,
+            base_address,
+            registered=registered,
+            depth=1024,
+            split_bytes=split_bytes,
+            read_bytes_in_flight_max=threads * slot_bytes,
+            write_bytes_in_flight_max=(threads - 1) * slot_bytes,
+            queue_max=queue_max,
+            clock=clock,
+            gate=gate,
+        )
+        return engine, NativeGate(engine, gate)
+
+    return make
+
+
 ENGINES: dict[str, Callable[..., Rig]] = {
-    "threads-direct": _threads("on"),
-    "threads-buffered": _threads("off"),
-    "faulty-threads": _threads("auto", faulty=True),
+    "threads-direct": _rig(_threads, "on"),
+    "threads-buffered": _rig(_threads, "off"),
+    "faulty-threads": _rig(_threads, "auto", faulty=True),
+    "uring-direct": _rig(_uring(registered=True), "on"),
+    "uring-unregistered": _rig(_uring(registered=False), "on"),
+    "uring-buffered": _rig(_uring(registered=True), "off"),
+    "uring-split": _rig(_uring(registered=True, split_bytes=4 * KIB), "on"),
+    "faulty-uring": _rig(_uring(registered=True), "auto", faulty=True),
 }

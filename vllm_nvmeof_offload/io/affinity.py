@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import os
 
-__all__ = ["unbind_this_thread"]
+__all__ = ["allowed_cpus", "unbind_this_thread"]
 
 
-def _allowed_cpus() -> frozenset[int]:
+def _find_allowed() -> frozenset[int]:
     cpus: set[int] = set()
     for pid in (0, os.getppid()):
         with contextlib.suppress(OSError):
@@ -23,7 +23,12 @@ def _allowed_cpus() -> frozenset[int]:
     return frozenset(cpus)
 
 
-_ALLOWED = _allowed_cpus()
+_ALLOWED = _find_allowed()
+
+
+def allowed_cpus() -> frozenset[int]:
+    """The CPUs on which I/O threads may run."""
+    return _ALLOWED
 
 
 def unbind_this_thread() -> None:

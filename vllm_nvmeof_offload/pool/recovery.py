@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.pool.layout import SlotHeader, parse_header
 from vllm_nvmeof_offload.pool.table import ENTRY_BYTES, decode_table, encode_entry
 from vllm_nvmeof_offload.protocol import AdoptedEntries
@@ -92,8 +93,11 @@ def adopt_entries(
                 _from_headers(one, lost, pool_slots, epoch, slot_bytes, payload_bytes, on_progress)
             )
         rows = np.flatnonzero(usable)
-        keys, order = _keys(table.keys[rows], table.key_bytes[rows])
-        rows = rows[order]
+        if core is not None:
+            keys: list[bytes] = core.entry_keys(raw, rows)
+        else:
+            keys, order = _keys(table.keys[rows], table.key_bytes[rows])
+            rows = rows[order]
         parts.append(_Found(pool_slots[rows], table.generations[rows], keys))
     return _merge(parts)
 
@@ -131,7 +135,7 @@ def _keys(
 def _merge(parts: list[_Found]) -> AdoptedEntries:
     pool_slots = np.concatenate([part.pool_slots for part in parts])
     generations = np.concatenate([part.generations for part in parts])
-    keys = [key for part in parts for key in part.keys]
+    keys = parts[0].keys if len(parts) == 1 else [key for part in parts for key in part.keys]
     order = np.argsort(pool_slots, kind="stable")
     if len(order) and (np.diff(order) != 1).any():
         keys = [keys[i] for i in order.tolist()]

@@ -22,12 +22,13 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
+from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.pool.layout import FLAG_ADOPTABLE, KEY_BYTES_MAX, Stamp, check_key
 
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.protocol import SlotIdentity
 
-__all__ = ["ENTRY_BYTES", "DecodedTable", "decode_table", "encode_entry"]
+__all__ = ["ENTRY_BYTES", "DecodedTable", "crcs_in_python", "decode_table", "encode_entry"]
 
 ENTRY_BYTES = 64
 
@@ -89,9 +90,14 @@ def decode_table(raw: npt.NDArray[np.uint8], pool_slots: npt.NDArray[np.int64]) 
     plausible &= (entries["flags"] & ~np.uint8(FLAG_ADOPTABLE)) == 0
     valid = np.zeros(count, np.bool_)
     candidates = np.flatnonzero(written & plausible)
+    if core is not None and len(candidates):
+        crcs = np.empty(count, np.uint32)
+        core.entry_crcs(raw, np.ascontiguousarray(pool_slots), crcs)
+        valid = written & plausible & (crcs == entries["crc"])
+        candidates = candidates[:0]
     for start in range(0, len(candidates), _BATCH):
         batch = candidates[start : start + _BATCH]
-        crc = _crc_of_entries(raw.reshape(count, ENTRY_BYTES)[batch], pool_slots[batch])
+        crc = crcs_in_python(raw.reshape(count, ENTRY_BYTES)[batch], pool_slots[batch])
         valid[batch] = crc == entries["crc"][batch]
     return DecodedTable(
         valid=valid,
@@ -123,10 +129,13 @@ def _crc_tables() -> tuple[int, npt.NDArray[np.uint32]]:
     return zero, tables
 
 
-def _crc_of_entries(
+def crcs_in_python(
     entries: npt.NDArray[np.uint8], pool_slots: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.uint32]:
-    """Return uint32[n], the CRC each of `entries` (uint8[n, 64], a copy) should carry."""
+    """Return uint32[n], the CRC each of `entries` (uint8[n, 64], a copy) should carry.
+
+    Where the native core is not there: it takes ten times as long.
+    """
     zero, tables = _crc_tables()
     entries[:, :4] = pool_slots.astype("<u4").view(np.uint8).reshape(-1, 4)
     columns = np.ascontiguousarray(entries.view("<u2").T)

@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: Apache-2.0
+// Exercises the native core without Python, for the sanitizers: real rings on real files, with
+// a random mix of everything that the engine offers, from a seed. Exits with 1 on a failure.
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <random>
+#include <set>
+#include <string>
+
+#include <cerrno>
+
+#include "engine.h"
+#include "slot_format.h"
+
+using namespace nvmeof;
+
+namespace {
+
+#define CHECK(condition)                                                        \
+  do {                                                                          \
+    if (!(condition)) {                                                         \
+      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);      \
+      std::exit(1);                                                             \
+    }                                                                           \
+  } while (false)
+
+constexpr size_t kPayload = 50'000;
+constexpr size_t kSlot = kHeaderBytes + (kPayload + kPageBytes - 1) / kPageBytes * kPageBytes;
+constexpr unsigned kTargets = 2;
+constexpr unsigned kPoolSlots = 48;
+constexpr unsigned kStagingSlots = 24;
+
+int64_t now_ns() {
+  return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+}
+
+Identity identity(uint64_t number, uint64_t generation) {
+  Identity made;
+  made.key_bytes = 36;
+  std::memcpy(made.key.data(), &number, sizeof number);
+  made.key[35] = 1;
+  made.generation = generation;
+  return made;
+}
+
+// Slabs, tables and staging of one engine. Buffered where the file system has no O_DIRECT.
+struct Place {
+  std::vector<Target> targets;
+  std::byte* memory;
+
+  explicit Place(const std::string& directory) {
+    for (unsigned i = 0; i < kTargets; ++i) {
+      const std::string base = directory + "/" + std::to_string(i);
+      int slab = open((base + ".slab").c_str(), O_RDWR | O_CREAT | O_DIRECT, 0600);
+      if (slab < 0) slab = open((base + ".slab").c_str(), O_RDWR | O_CREAT, 0600);
+      const int table = open((base + ".table").c_str(), O_RDWR | O_CREAT, 0600);
+      CHECK(slab >= 0 && table >= 0);
+      CHECK(ftruncate(slab, kPoolSlots / kTargets * kSlot) == 0);
+      targets.push_back({slab, table});
+    }
+    void* mapped = mmap(nullptr, kStagingSlots * kSlot, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+    CHECK(mapped != MAP_FAILED);
+    memory = static_cast<std::byte*>(mapped);
+  }
+  ~Place() {
+    for (const Target& target : targets) {
+      close(target.slab_fd);
+      close(target.table_fd);
+    }
+    munmap(memory, kStagingSlots * kSlot);
+  }
+
+  EngineSetup setup(bool registered, std::shared_ptr<StartGate> gate = nullptr) const {
+    EngineSetup made;
+    made.targets = targets;
+    made.limits.slot_bytes = kSlot;
+    made.limits.payload_bytes = kPayload;
+    made.limits.split_bytes = 16 << 10;
+    made.limits.depth = 8;
+    made.limits.write_bytes_in_flight_max = 4 * kSlot;
+    made.limits.write_bytes_beside_reads_max = 16 << 10;
+    made.memory = {memory, kStagingSlots * kSlot};
+    made.registered = registered;
+    made.queue_max = 64;
+    made.gate = std::move(gate);
+    return made;
+  }
+  std::byte* slot(unsigned number) const { return memory + number * kSlot; }
+};
+
+void fill(std::byte* slot, uint64_t number, uint64_t generation) {
+  std::mt19937_64 bytes(number * 1'000'003 + generation);
+  for (size_t at = kHeaderBytes; at < kHeaderBytes + kPayload; at += sizeof(uint64_t)) {
+    const uint64_t word = bytes();
+    std::memcpy(slot + at, &word, sizeof word);
+  }
+}
+
+bool holds(const std::byte* slot, uint64_t number, uint64_t generation) {
+  std::vector<std::byte> wanted(kSlot);
+  fill(wanted.data(), number, generation);
+  return std::memcmp(slot + kHeaderBytes, wanted.data() + kHeaderBytes, kPayload) == 0;
+}
+
+std::vector<Completion> wait(Engine& engine) {
+  pollfd readable{engine.fd(), POLLIN, 0};
+  CHECK(poll(&readable, 1, 20'000) == 1);
+  return engine.poll(now_ns());
+}
+
+void test_format() {
+  std::vector<std::byte> slot(kSlot);
+  fill(slot.data(), 1, 2);
+  seal(slot.data(), identity(1, 2), kPayload, {7, true});
+  CHECK(verify(slot.data(), identity(1, 2), kPayload) == Code::kOk);
+  CHECK(verify(slot.data(), identity(1, 3), kPayload) == Code::kStale);
+  CHECK(verify(slot.data(), identity(2, 2), kPayload) == Code::kStale);
+  CHECK(verify(slot.data(), identity(1, 2), kPayload - 1) == Code::kStale);
+  for (const size_t at : {size_t{0}, size_t{9}, size_t{100}, kHeaderBytes - 1, kHeaderBytes,
+                          kHeaderBytes + kPayload - 1}) {
+    slot[at] ^= std::byte{4};
+    CHECK(verify(slot.data(), identity(1, 2), kPayload) == Code::kChecksumMismatch);
+    slot[at] ^= std::byte{4};
+  }
+  const auto entry = encode_entry(5, identity(1, 2), {7, true});
+  uint32_t crc;
+  std::memcpy(&crc, entry.data(), sizeof crc);
+  CHECK(entry_crc(entry.data(), 5) == crc);
+  CHECK(entry_crc(entry.data(), 6) != crc);
+}
+
+// Submits at random and keeps the books: one outcome and one release for every operation.
+struct Mixer {
+  struct Under {
+    Request request;
+    unsigned staging;
+    uint64_t number, generation;
+    bool decided = false;
+  };
+  Place& place;
+  Engine& engine;
+  std::mt19937_64 dice;
+  std::map<uint64_t, Under> under;
+  std::set<unsigned> free_staging;
+  std::set<uint64_t> busy_slots;
+  std::map<uint64_t, std::pair<uint64_t, uint64_t>> stored;  // pool slot → (number, generation)
+  uint64_t token = 0, ok = 0, late = 0, cancelled = 0;
+  uint64_t barrier = 0;
+
+  Mixer(Place& at, Engine& driven, uint64_t seed) : place(at), engine(driven), dice(seed) {
+    for (unsigned i = 0; i < kStagingSlots; ++i) free_staging.insert(i);
+  }
+
+  void submit_one() {
+    const uint64_t pool_slot = dice() % kPoolSlots;
+    if (free_staging.empty() || busy_slots.contains(pool_slot)) return;
+    Under one{};
+    one.staging = *free_staging.begin();
+    const auto found = stored.find(pool_slot);
+    const bool read = found != stored.end() && dice() % 2 == 0;
+    one.number = read ? found->second.first : dice();
+    one.generation = read ? found->second.second : dice();
+    std::byte* slot = place.slot(one.staging);
+    if (read) std::memset(slot, 0, kSlot);
+    else fill(slot, one.number, one.generation);
+    one.request.token = ++token;
+    one.request.kind = read ? Kind::kRead : Kind::kWrite;
+    one.request.io_class = !read ? Class::kWriteBehind
+                                 : (dice() % 2 ? Class::kReadDemand : Class::kReadPrefetch);
+    one.request.pool_slot = pool_slot;
+    one.request.address = slot;
+    one.request.identity = identity(one.number, one.generation);
+    one.request.stamp = {3, true};
+    if (dice() % 4 == 0) one.request.deadline_ns = now_ns() + static_cast<int64_t>(dice() % 300'000);
+    else one.request.deadline_ns = now_ns() + 60'000'000'000;
+    if (!read && dice() % 16 == 0) one.request.barrier = ++barrier;
+    if (!engine.submit(one.request)) return;
+    if (!read) stored.erase(pool_slot);
+    free_staging.erase(one.staging);
+    busy_slots.insert(pool_slot);
+    under.emplace(token, one);
+  }
+
+  void take(const Completion& completion) {
+    auto& one = under.at(completion.token);
+    if (completion.code != Code::kReleased) {
+      CHECK(!one.decided);
+      one.decided = true;
+      const bool read = one.request.kind == Kind::kRead;
+      if (completion.code == Code::kOk) {
+        ++ok;
+        if (read) CHECK(holds(place.slot(one.staging), one.number, one.generation));
+        else stored[one.request.pool_slot] = {one.number, one.generation};
+      } else {
+        CHECK(completion.code == Code::kDeadline || completion.code == Code::kCancelled);
+        ++(completion.code == Code::kDeadline ? late : cancelled);
+      }
+    }
+    CHECK(one.decided);
+    if (!completion.released) return;
+    free_staging.insert(one.staging);
+    busy_slots.erase(one.request.pool_slot);
+    under.erase(completion.token);
+  }
+
+  void run(unsigned rounds) {
+    for (unsigned round = 0; round < rounds; ++round) {
+      for (uint64_t count = dice() % 6; count > 0; --count) submit_one();
+      engine.kick();
+      if (dice() % 8 == 0) engine.cancel(token - dice() % 4);
+      if (dice() % 4 == 0) engine.lift(barrier, {3, true});
+      pollfd readable{engine.fd(), POLLIN, 0};
+      if (dice() % 2 == 0) poll(&readable, 1, 1);
+      for (const Completion& one : engine.poll(now_ns())) take(one);
+    }
+    engine.lift(barrier, {3, true});
+    while (!under.empty())
+      for (const Completion& one : wait(engine)) take(one);
+  }
+};
+
+void test_mix(const std::string& directory, bool registered, uint64_t seed, unsigned rounds) {
+  Place place(directory);
+  Engine engine(place.setup(registered));
+  Mixer mixer(place, engine, seed);
+  mixer.run(rounds);
+  CHECK(mixer.ok > rounds / 4);
+  CHECK(engine.close(std::chrono::seconds(20)));
+  std::printf("seed %lu: %lu ok, %lu past a deadline, %lu cancelled\n", seed, mixer.ok, mixer.late,
+              mixer.cancelled);
+}
+
+void test_close_under_load(const std::string& directory, uint64_t seed) {
+  Place place(directory);
+  auto gate = std::make_shared<StartGate>();
+  Engine engine(place.setup(true, gate));
+  Mixer mixer(place, engine, seed);
+  gate->shut({1, 2, 3});
+  for (int i = 0; i < 60; ++i) mixer.submit_one();
+  engine.kick();
+  while (!engine.close(std::chrono::milliseconds(1))) {
+    gate->shut({});
+    engine.kick();
+  }
+  for (const Completion& one : engine.poll(now_ns())) mixer.take(one);
+  CHECK(mixer.under.empty());
+}
+
+void test_errors(const std::string& directory) {
+  Place place(directory);
+  Engine engine(place.setup(true));
+  CHECK(ftruncate(place.targets[0].slab_fd, 2 * kSlot + kPageBytes) == 0);
+  Request request;
+  request.token = 1;
+  request.pool_slot = 4;  // the third of target 0, now cut off
+  request.address = place.slot(0);
+  request.identity = identity(1, 1);
+  CHECK(engine.submit(request));
+  engine.kick();
+  const auto found = wait(engine);
+  CHECK(found.size() == 1 && found[0].code == Code::kIoError && found[0].error == EIO);
+  CHECK(engine.close(std::chrono::seconds(20)));
+
+  EngineSetup broken = place.setup(true);
+  broken.targets[1].slab_fd = 9999;
+  try {
+    Engine never(broken);
+    CHECK(false);
+  } catch (const RingError& error) {
+    CHECK(error.error == EBADF);
+  }
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+  CHECK(count == 4);  // directory, first seed, seeds
+  const std::string directory = words[1];
+  const uint64_t first = std::strtoull(words[2], nullptr, 10);
+  const uint64_t seeds = std::strtoull(words[3], nullptr, 10);
+  test_format();
+  test_errors(directory);
+  for (uint64_t seed = first; seed < first + seeds; ++seed) {
+    test_mix(directory, seed % 2 == 0, seed, 2'000);
+    test_close_under_load(directory, seed);
+  }
+  return 0;
+}

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native core's own test program, plain and under each sanitizer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SEED = int(os.environ.get("NATIVE_TEST_SEED", "20261121"))
+SEEDS = int(os.environ.get("NATIVE_TEST_SEEDS", "4"))
+
+
+def build(sanitize: str) -> Path:
+    """Configure and compile under build/, where a second run finds it up to date."""
+    place = ROOT / "build" / "native-tests" / (sanitize.replace(",", "-") or "plain")
+    cmake = shutil.which("cmake")
+    if cmake is None:
+        pytest.skip("cmake is not installed")
+    options = ["-DNVMEOF_NATIVE_TESTS=ON", f"-DSANITIZE={sanitize}", "-DCMAKE_BUILD_TYPE=None"]
+    flags = "-DCMAKE_CXX_FLAGS=-O1"  # assertions stay on
+    for command in (
+        [cmake, "-S", str(ROOT), "-B", str(place), *options, flags],
+        [cmake, "--build", str(place), "--parallel", "2"],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return place / "test_core"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitize", ["", "address,undefined", "thread"])
+def test_core(sanitize: str, tmp_path: Path) -> None:
+    program = build(sanitize)
+    command = [str(program), str(tmp_path), str(SEED), str(SEEDS)]
+    if sanitize == "thread":
+        # Its shadow memory does not fit with the kernel's full address randomisation.
+        command = ["setarch", "--addr-no-randomize", *command]
+    environment = {
+        **os.environ,
+        "ASAN_OPTIONS": "detect_leaks=1",
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+        "TSAN_OPTIONS": f"halt_on_error=1:suppressions={Path(__file__).parent}/tsan.supp",
+    }
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("this kernel's address layout does not suit ThreadSanitizer")
+    assert done.returncode == 0, f"seed {SEED}\n{done.stdout}{done.stderr}"

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The io_uring engine: a ring and an I/O thread a target, in C++ (`native/`), without the GIL.
+
+With `registered`, staging is registered with the rings once, so that the kernel does not pin
+its pages at every operation; all targets' rings share that registration where the kernel can.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from vllm_nvmeof_offload.errors import (
+    CANCELLED,
+    CHECKSUM_MISMATCH,
+    DEADLINE,
+    OK,
+    STALE,
+    EngineError,
+    Outcome,
+    io_error,
+)
+from vllm_nvmeof_offload.io.affinity import allowed_cpus
+from vllm_nvmeof_offload.io.base import Completion, IoKind, IoOp
+from vllm_nvmeof_offload.io.resets import Resets
+from vllm_nvmeof_offload.native import WHY_NOT, core
+from vllm_nvmeof_offload.pool.layout import check_key
+from vllm_nvmeof_offload.units import KIB, MIB, PAGE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vllm_nvmeof_offload.native._native import StartGate
+    from vllm_nvmeof_offload.pool.pool import Pool
+
+__all__ = ["UringDeniedError", "UringIoEngine"]
+
+_NEVER_NS = (1 << 63) - 1
+#: By the core's code: ok, io_error, checksum_mismatch, stale, deadline, cancelled, released.
+_IO_ERROR = 1
+_OUTCOMES: tuple[Outcome | None, ...] = (
+    OK,
+    None,
+    CHECKSUM_MISMATCH,
+    STALE,
+    DEADLINE,
+    CANCELLED,
+    None,
+)
+
+
+class UringDeniedError(EngineError):
+    """This kernel, or what confines this process, refuses the ring, or a step of its set-up."""
+
+    def __init__(self, step: str, number: int) -> None:
+        super().__init__(f"{step}: {os.strerror(number)}")
+        self.step = step
+        self.errno = number
+
+
+class UringIoEngine:
+    """Implements `io.base.IoEngine`."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        memory: memoryview,
+        base_address: int,
+        *,
+        registered: bool = True,
+        depth: int = 32,
+        split_bytes: int = 512 * KIB,
+        read_bytes_in_flight_max: int = 64 * MIB,
+        write_bytes_in_flight_max: int = 16 * MIB,
+        write_bytes_beside_reads_max: int = 512 * KIB,
+        queue_max: int = 4096,
+        clock: Callable[[], float] = time.monotonic,
+        gate: StartGate | None = None,
+    ) -> None:
+        """Set up the rings and start their threads.
+
+        memory: all staging, uint8, page-aligned, at address `base_address`; it outlives the
+        engine. depth: pieces of `split_bytes` in flight on a target, of reads and of writes.
+        The byte bounds hold for each target. clock: what deadlines are measured on, seconds.
+        gate: for tests.
+
+        Raises:
+            UringDeniedError: the kernel refuses io_uring or, if `registered`, the registration.
+            EngineError: the native core is not there.
+        """
+        if core is None:
+            raise EngineError(WHY_NOT)
+        assert memory.format == "B"
+        assert base_address % PAGE_BYTES == 0
+        how = "registered" if registered else "unregistered"
+        self.name = f"io_uring ({how}, {'O_DIRECT' if pool.direct else 'buffered'})"
+        self._pool = pool
+        self._memory = memory
+        self._base_address = base_address
+        self._clock = clock
+        self._own: list[Completion] = []  # of resets
+        self._resets = Resets(pool, self._reset_ended)
+        self._closed = False
+        targets = range(pool.target_count)
+        try:
+            self._core = core.Engine(
+                [(pool.slab_fd(target)[0], pool.table_fd(target)[0]) for target in targets],
+                base_address,
+                len(memory),
+                slot_bytes=pool.slot_bytes,
+                payload_bytes=pool.payload_bytes,
+                registered=registered,
+                split_bytes=split_bytes,
+                depth=depth,
+                read_bytes_in_flight_max=read_bytes_in_flight_max,
+                write_bytes_in_flight_max=write_bytes_in_flight_max,
+                write_bytes_beside_reads_max=write_bytes_beside_reads_max,
+                queue_max=queue_max,
+                cpus=sorted(allowed_cpus()),
+                gate=gate,
+            )
+        except OSError as error:
+            raise UringDeniedError(str(error.strerror), error.errno or 0) from error
+
+    def submit(self, ops: Sequence[IoOp]) -> int:
+        assert not self._closed, "submit after close"
+        accepted = 0
+        for op in ops:
+            if op.kind is IoKind.RESET:
+                self._resets.add(op)
+            elif not self._submit_one(op):
+                break
+            accepted += 1
+        if accepted:
+            self._core.kick()
+        return accepted
+
+    def _submit_one(self, op: IoOp) -> bool:
+        identity = op.identity
+        assert identity is not None
+        offset = op.address - self._base_address
+        assert offset % PAGE_BYTES == 0
+        assert 0 <= offset <= len(self._memory) - self._pool.slot_bytes
+        assert 0 <= op.pool_slot < self._pool.slots
+        check_key(identity.key)
+        deadline_s = op.deadline_s
+        with self._resets.order:
+            stamp = self._pool.stamp
+            accepted: bool = self._core.submit(
+                op.token,
+                op.kind is IoKind.WRITE_SLOT,
+                op.io_class,
+                op.pool_slot,
+                op.address,
+                identity.key,
+                identity.generation,
+                _NEVER_NS if deadline_s is None else int(deadline_s * 1e9),
+                stamp.epoch,
+                stamp.adoptable,
+                self._resets.barrier if op.kind is IoKind.WRITE_SLOT else 0,
+            )
+        return accepted
+
+    def cancel(self, tokens: Sequence[int]) -> None:
+        self._resets.cancel(tokens)
+        for token in tokens:
+            self._core.cancel(token)
+
+    def poll(self) -> list[Completion]:
+        found = self._core.poll(int(self._clock() * 1e9))
+        completions = [
+            Completion(token, io_error(number) if code == _IO_ERROR else _OUTCOMES[code], released)
+            for token, code, number, released in found
+        ]
+        if self._own:
+            with self._resets.order:
+                completions += self._own
+                self._own.clear()
+        return completions
+
+    def fileno(self) -> int:
+        fd: int = self._core.fileno()
+        return fd
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Stop. False: the kernel has not returned everything; then keep the pool's descriptors
+        open (`pool.close(abandon=True)`), and the memory mapped.
+        """
+        self._closed = True
+        end_s = time.monotonic() + timeout_s
+        self._resets.cancel()
+        ended = self._core.close(timeout_s)
+        return self._resets.join(max(0.0, end_s - time.monotonic())) and ended
+
+    def kick(self) -> None:
+        """Let the I/O threads look at their queues again (a test's gate has opened)."""
+        self._core.kick()
+
+    def figures(self) -> list[dict[str, int]]:
+        """By target: slots and bytes read and written, short transfers, system calls, queues."""
+        rows: list[dict[str, int]] = self._core.figures()
+        return rows
+
+    def _reset_ended(self, token: int, lifted: int, outcome: Outcome) -> None:
+        stamp = self._pool.stamp
+        self._core.lift(lifted, stamp.epoch, stamp.adoptable)
+        self._own.append(Completion(token, outcome))
+        os.eventfd_write(self._core.fileno(), 1)

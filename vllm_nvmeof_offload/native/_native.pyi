@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+class StartGate:
+    def __init__(self) -> None: ...
+    def shut(self, pool_slots: Sequence[int]) -> None: ...
+    def starts(self) -> list[int]: ...
+
+class Engine:
+    def __init__(
+        self,
+        targets: Sequence[tuple[int, int]],
+        base: int,
+        length: int,
+        *,
+        slot_bytes: int,
+        payload_bytes: int,
+        registered: bool,
+        split_bytes: int,
+        depth: int,
+        read_bytes_in_flight_max: int,
+        write_bytes_in_flight_max: int,
+        write_bytes_beside_reads_max: int,
+        queue_max: int,
+        cpus: Sequence[int],
+        gate: StartGate | None,
+    ) -> None: ...
+    def submit(
+        self,
+        token: int,
+        write: bool,
+        io_class: int,
+        pool_slot: int,
+        address: int,
+        key: bytes,
+        generation: int,
+        deadline_ns: int,
+        epoch: int,
+        adoptable: bool,
+        barrier: int,
+        /,
+    ) -> bool: ...
+    def kick(self) -> None: ...
+    def cancel(self, token: int) -> None: ...
+    def lift(self, barrier: int, epoch: int, adoptable: bool, /) -> None: ...
+    def poll(self, now_ns: int) -> list[tuple[int, int, int, bool]]: ...
+    def fileno(self) -> int: ...
+    def close(self, timeout_s: float) -> bool: ...
+    def figures(self) -> list[dict[str, int]]: ...
+
+def entry_crcs(
+    entries: npt.NDArray[np.uint8], pool_slots: npt.NDArray[np.int64], crcs: npt.NDArray[np.uint32]
+) -> None: ...
+def entry_keys(
+    entries: npt.NDArray[np.uint8], rows: npt.NDArray[np.int64]
+) -> list[bytes]: ...
+def seal(
+    slot: npt.NDArray[np.uint8],
+    key: bytes,
+    generation: int,
+    payload_bytes: int,
+    epoch: int,
+    adoptable: bool,
+    /,
+) -> None: ...
+def verify(
+    slot: npt.NDArray[np.uint8], key: bytes, generation: int, payload_bytes: int, /
+) -> int: ...
+def encode_entry(
+    pool_slot: int, key: bytes, generation: int, epoch: int, adoptable: bool, /
+) -> bytes: ...

@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+// The core as Python sees it: plain numbers and bytes; `io/uring.py` gives them their types.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "engine.h"
+#include "slot_format.h"
+
+namespace nb = nanobind;
+using namespace nvmeof;
+
+namespace {
+
+Identity identity_of(const nb::bytes& key, uint64_t generation) {
+  if (key.size() == 0 || key.size() > kKeyBytesMax)
+    throw nb::value_error("an offload key has 1 to 46 bytes");
+  Identity identity;
+  std::memcpy(identity.key.data(), key.c_str(), key.size());
+  identity.key_bytes = static_cast<uint8_t>(key.size());
+  identity.generation = generation;
+  return identity;
+}
+
+std::byte* pointer(uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
+
+void make_engine(Engine* at, const std::vector<std::pair<int, int>>& targets, uintptr_t base,
+                 size_t bytes, size_t slot_bytes, size_t payload_bytes, bool registered,
+                 size_t split_bytes, unsigned depth, size_t read_bytes_in_flight_max,
+                 size_t write_bytes_in_flight_max, size_t write_bytes_beside_reads_max,
+                 size_t queue_max, const std::vector<int>& cpus, std::shared_ptr<StartGate> gate) {
+  EngineSetup setup;
+  for (const auto& [slab_fd, table_fd] : targets) setup.targets.push_back({slab_fd, table_fd});
+  setup.limits = {slot_bytes,
+                  payload_bytes,
+                  split_bytes,
+                  depth,
+                  read_bytes_in_flight_max,
+                  write_bytes_in_flight_max,
+                  write_bytes_beside_reads_max};
+  setup.memory = {pointer(base), bytes};
+  setup.registered = registered;
+  setup.queue_max = queue_max;
+  setup.cpus = cpus;
+  setup.gate = std::move(gate);
+  nb::gil_scoped_release release;
+  new (at) Engine(setup);
+}
+
+bool submit(Engine& engine, uint64_t token, bool write, unsigned io_class, uint64_t pool_slot,
+            uintptr_t address, const nb::bytes& key, uint64_t generation, int64_t deadline_ns,
+            uint32_t epoch, bool adoptable, uint64_t barrier) {
+  Request request;
+  request.token = token;
+  request.kind = write ? Kind::kWrite : Kind::kRead;
+  request.io_class = static_cast<Class>(io_class);
+  request.pool_slot = pool_slot;
+  request.address = pointer(address);
+  request.identity = identity_of(key, generation);
+  request.deadline_ns = deadline_ns;
+  request.stamp = {epoch, adoptable};
+  request.barrier = barrier;
+  return engine.submit(request);
+}
+
+std::vector<std::tuple<uint64_t, unsigned, int, bool>> poll(Engine& engine, int64_t now_ns) {
+  std::vector<std::tuple<uint64_t, unsigned, int, bool>> found;
+  for (const Completion& one : engine.poll(now_ns))
+    found.emplace_back(one.token, static_cast<unsigned>(one.code), one.error, one.released);
+  return found;
+}
+
+nb::list figures(const Engine& engine) {
+  nb::list all;
+  for (const Figures& one : engine.figures()) {
+    nb::dict row;
+    row["reads"] = one.reads;
+    row["writes"] = one.writes;
+    row["read_bytes"] = one.read_bytes;
+    row["written_bytes"] = one.written_bytes;
+    row["short_transfers"] = one.short_transfers;
+    row["enters"] = one.enters;
+    row["queued"] = one.queued;
+    row["in_flight"] = one.in_flight;
+    all.append(row);
+  }
+  return all;
+}
+
+using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ConstBytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Slots = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Crcs = nb::ndarray<uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void entry_crcs(ConstBytes entries, Slots pool_slots, Crcs crcs) {
+  const size_t count = pool_slots.size();
+  if (entries.size() != count * kEntryBytes || crcs.size() != count)
+    throw nb::value_error("entries, pool_slots and crcs do not fit together");
+  const auto* raw = reinterpret_cast<const std::byte*>(entries.data());
+  nb::gil_scoped_release release;
+  for (size_t i = 0; i < count; ++i)
+    crcs.data()[i] = entry_crc(raw + i * kEntryBytes, static_cast<uint64_t>(pool_slots.data()[i]));
+}
+
+// The offload keys of the entries `rows`, which are known to be intact.
+nb::list entry_keys(ConstBytes entries, Slots rows) {
+  constexpr size_t kLengthAt = 17, kKeyAt = 18;
+  nb::list keys;
+  const auto* raw = reinterpret_cast<const char*>(entries.data());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const auto row = static_cast<size_t>(rows.data()[i]);
+    if ((row + 1) * kEntryBytes > entries.size()) throw nb::index_error("no such entry");
+    const char* entry = raw + row * kEntryBytes;
+    const auto length = std::min<size_t>(static_cast<uint8_t>(entry[kLengthAt]), kKeyBytesMax);
+    keys.append(nb::bytes(entry + kKeyAt, length));
+  }
+  return keys;
+}
+
+template <typename Array>
+auto* whole_slot(const Array& slot, size_t payload_bytes) {
+  if (slot.size() < kHeaderBytes + payload_bytes) throw nb::value_error("the buffer is too small");
+  return slot.data();
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  nb::register_exception_translator([](const std::exception_ptr& caught, void*) {
+    try {
+      std::rethrow_exception(caught);
+    } catch (const RingError& error) {
+      nb::object args = nb::make_tuple(error.error, error.step);
+      PyErr_SetObject(PyExc_OSError, args.ptr());
+    } catch (const std::system_error& error) {
+      nb::object args = nb::make_tuple(error.code().value(), error.what());
+      PyErr_SetObject(PyExc_OSError, args.ptr());
+    }
+  });
+
+  nb::class_<StartGate>(m, "StartGate")
+      .def(nb::init<>())
+      .def("shut", &StartGate::shut, nb::arg("pool_slots"))
+      .def("starts", &StartGate::starts);
+
+  nb::class_<Engine>(m, "Engine")
+      .def("__init__", &make_engine, nb::arg("targets"), nb::arg("base"), nb::arg("length"),
+           nb::kw_only(), nb::arg("slot_bytes"), nb::arg("payload_bytes"), nb::arg("registered"),
+           nb::arg("split_bytes"), nb::arg("depth"), nb::arg("read_bytes_in_flight_max"),
+           nb::arg("write_bytes_in_flight_max"), nb::arg("write_bytes_beside_reads_max"),
+           nb::arg("queue_max"), nb::arg("cpus"), nb::arg("gate").none())
+      .def("submit", &submit)
+      .def("kick", &Engine::kick, nb::call_guard<nb::gil_scoped_release>())
+      .def("cancel", &Engine::cancel, nb::arg("token"))
+      .def("lift",
+           [](Engine& engine, uint64_t barrier, uint32_t epoch, bool adoptable) {
+             engine.lift(barrier, {epoch, adoptable});
+           })
+      .def("poll", &poll, nb::arg("now_ns"))
+      .def("fileno", &Engine::fd)
+      .def(
+          "close",
+          [](Engine& engine, double timeout_s) {
+            return engine.close(std::chrono::nanoseconds(static_cast<int64_t>(timeout_s * 1e9)));
+          },
+          nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>())
+      .def("figures", &figures);
+
+  m.def("entry_crcs", &entry_crcs, nb::arg("entries"), nb::arg("pool_slots"), nb::arg("crcs"));
+  m.def("entry_keys", &entry_keys, nb::arg("entries"), nb::arg("rows"));
+  m.def("seal", [](Bytes slot, const nb::bytes& key, uint64_t generation, size_t payload_bytes,
+                   uint32_t epoch, bool adoptable) {
+    auto* data = reinterpret_cast<std::byte*>(whole_slot(slot, payload_bytes));
+    seal(data, identity_of(key, generation), payload_bytes, {epoch, adoptable});
+  });
+  m.def("verify",
+        [](ConstBytes slot, const nb::bytes& key, uint64_t generation, size_t payload_bytes) {
+          const auto* data = reinterpret_cast<const std::byte*>(whole_slot(slot, payload_bytes));
+          return static_cast<unsigned>(
+              verify(data, identity_of(key, generation), payload_bytes));
+        });
+  m.def("encode_entry", [](uint64_t pool_slot, const nb::bytes& key, uint64_t generation,
+                           uint32_t epoch, bool adoptable) {
+    const auto entry = encode_entry(pool_slot, identity_of(key, generation), {epoch, adoptable});
+    return nb::bytes(entry.data(), entry.size());
+  });
+}

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <csignal>
+#include <mutex>
+
+namespace nvmeof {
+
+using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC
+
+// Makes deadlines wake the caller even where a ring's thread is stuck in the kernel.
+struct Engine::Timer {
+  std::mutex mutex;
+  std::condition_variable changed;
+  int64_t next_ns = kNever;
+  bool closing = false;
+
+  void run(const std::vector<std::shared_ptr<TargetRing>>& targets) {
+    pthread_setname_np(pthread_self(), "nvmeof-timer");
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, nullptr);
+    std::unique_lock lock(mutex);
+    while (!closing) {
+      next_ns = kNever;
+      lock.unlock();
+      const int64_t now_ns = Clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+      int64_t earliest_ns = kNever;
+      for (const auto& target : targets)
+        earliest_ns = std::min(earliest_ns, target->expire(now_ns));
+      lock.lock();
+      next_ns = std::min(next_ns, earliest_ns);
+      if (closing) return;
+      if (next_ns == kNever)
+        changed.wait(lock);
+      else
+        changed.wait_until(lock, Clock::time_point(std::chrono::nanoseconds(next_ns)));
+    }
+  }
+
+  void stop() {
+    std::lock_guard lock(mutex);
+    closing = true;
+    changed.notify_one();
+  }
+
+  void sooner(int64_t deadline_ns) {
+    std::lock_guard lock(mutex);
+    if (deadline_ns >= next_ns) return;
+    next_ns = deadline_ns;
+    changed.notify_one();
+  }
+};
+
+Engine::Engine(const EngineSetup& setup)
+    : queue_max_(setup.queue_max),
+      completions_(std::make_shared<CompletionQueue>()),
+      timer_(std::make_shared<Timer>()) {
+  TargetSetup one;
+  one.count = static_cast<unsigned>(setup.targets.size());
+  one.limits = setup.limits;
+  one.memory = setup.memory;
+  one.ring.registered = setup.registered;
+  one.completions = completions_;
+  one.gate = setup.gate;
+  CPU_ZERO(&one.cpus);
+  for (const int cpu : setup.cpus) CPU_SET(cpu, &one.cpus);
+  if (setup.cpus.empty()) sched_getaffinity(0, sizeof one.cpus, &one.cpus);
+  try {
+    for (const Target& target : setup.targets) {
+      one.target = target;
+      targets_.push_back(TargetRing::start(one));
+      one.ring.share_with = targets_.front()->ring_fd();
+      ++one.index;
+    }
+  } catch (...) {
+    for (const auto& target : targets_) target->close();
+    throw;
+  }
+  timer_thread_ = std::thread([timer = timer_, targets = targets_] { timer->run(targets); });
+}
+
+Engine::~Engine() {
+  close({});
+  timer_->stop();
+  timer_thread_.join();
+}
+
+bool Engine::submit(const Request& request) {
+  size_t queued = 0;
+  for (const auto& target : targets_) queued += target->queued();
+  if (queued >= queue_max_) return false;
+  targets_[request.pool_slot % targets_.size()]->submit(request);
+  if (request.deadline_ns != kNever) timer_->sooner(request.deadline_ns);
+  return true;
+}
+
+void Engine::kick() {
+  for (const auto& target : targets_) target->kick();
+}
+
+void Engine::cancel(uint64_t token) {
+  for (const auto& target : targets_)
+    if (target->cancel(token)) return;
+}
+
+void Engine::lift(uint64_t barrier, Stamp stamp) {
+  for (const auto& target : targets_) target->lift(barrier, stamp);
+}
+
+std::vector<Completion> Engine::poll(int64_t now_ns) {
+  for (const auto& target : targets_) target->expire(now_ns);
+  return completions_->take();
+}
+
+bool Engine::close(std::chrono::nanoseconds timeout) {
+  for (const auto& target : targets_) target->close();
+  const auto end = Clock::now() + timeout;
+  bool ended = true;
+  for (const auto& target : targets_)
+    ended = target->wait_ended(std::max(std::chrono::nanoseconds(0), std::chrono::nanoseconds(end - Clock::now()))) && ended;
+  return ended;
+}
+
+std::vector<Figures> Engine::figures() const {
+  std::vector<Figures> all;
+  for (const auto& target : targets_) all.push_back(target->figures());
+  return all;
+}
+
+}  // namespace nvmeof

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ring.h"
+
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace nvmeof {
+namespace {
+
+// The kernel's bound on one registered buffer.
+constexpr size_t kRegionBytesMax = size_t{1} << 30;
+
+// Linux 6.12; liburing 2.3 does not know it.
+constexpr unsigned kRegisterCloneBuffers = 30;
+struct CloneBuffers {
+  uint32_t source_fd, flags, source_offset, offset, count, pad[3];
+};
+
+}  // namespace
+
+Ring::Ring(unsigned depth, Memory memory, Target target, size_t slot_bytes, RingOptions options)
+    : memory_(memory), target_(target), region_bytes_(0) {
+  unsigned entries = 16;
+  while (entries < 2 * depth + 8) entries *= 2;  // reads, writes, the wake-up
+  init(entries);
+  try {
+    const int rc = io_uring_register_files(&ring_, &target_.slab_fd, 1);
+    files_registered_ = rc == 0;
+    if (!options.registered) return;
+    if (rc < 0) throw RingError(-rc, "io_uring_register_files");
+    if (slot_bytes > kRegionBytesMax) throw RingError(EFBIG, "io_uring_register_buffers");
+    region_bytes_ = kRegionBytesMax / slot_bytes * slot_bytes;
+    register_memory(options.share_with);
+  } catch (...) {
+    io_uring_queue_exit(&ring_);
+    throw;
+  }
+}
+
+Ring::~Ring() { io_uring_queue_exit(&ring_); }
+
+void Ring::init(unsigned entries) {
+  io_uring_params params{};
+  // Completions are worked off in our own calls: no interrupts of the thread in between.
+  params.flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
+  int rc = io_uring_queue_init_params(entries, &ring_, &params);
+  if (rc == -EINVAL) {  // before Linux 6.1
+    params = {};
+    rc = io_uring_queue_init_params(entries, &ring_, &params);
+  }
+  if (rc < 0) throw RingError(-rc, "io_uring_queue_init");
+}
+
+void Ring::register_memory(int share_with) {
+  std::vector<iovec> regions;
+  for (size_t begin = 0; begin < memory_.bytes; begin += region_bytes_)
+    regions.push_back({memory_.base + begin, std::min(region_bytes_, memory_.bytes - begin)});
+  if (share_with >= 0) {
+    CloneBuffers clone{};
+    clone.source_fd = static_cast<uint32_t>(share_with);
+    if (syscall(__NR_io_uring_register, ring_.ring_fd, kRegisterCloneBuffers, &clone, 1) == 0)
+      return;
+  }
+  const int rc = io_uring_register_buffers(&ring_, regions.data(),
+                                           static_cast<unsigned>(regions.size()));
+  if (rc < 0) throw RingError(-rc, "io_uring_register_buffers");
+}
+
+io_uring_sqe* Ring::next_sqe() {
+  io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+  while (sqe == nullptr) {
+    io_uring_submit(&ring_);
+    sqe = io_uring_get_sqe(&ring_);
+  }
+  return sqe;
+}
+
+int Ring::region_of(const std::byte* at, size_t bytes) const {
+  if (region_bytes_ == 0) return -1;
+  const auto begin = static_cast<size_t>(at - memory_.base);
+  const size_t region = begin / region_bytes_;
+  return (begin + bytes - 1) / region_bytes_ == region ? static_cast<int>(region) : -1;
+}
+
+void Ring::prepare(Kind kind, std::byte* at, size_t bytes, uint64_t offset, void* tag) {
+  io_uring_sqe* sqe = next_sqe();
+  const int fd = files_registered_ ? 0 : target_.slab_fd;
+  const int region = region_of(at, bytes);
+  const auto length = static_cast<unsigned>(bytes);
+  if (kind == Kind::kRead) {
+    if (region >= 0)
+      io_uring_prep_read_fixed(sqe, fd, at, length, offset, region);
+    else
+      io_uring_prep_read(sqe, fd, at, length, offset);
+  } else {
+    if (region >= 0)
+      io_uring_prep_write_fixed(sqe, fd, at, length, offset, region);
+    else
+      io_uring_prep_write(sqe, fd, at, length, offset);
+  }
+  if (files_registered_) sqe->flags |= IOSQE_FIXED_FILE;
+  io_uring_sqe_set_data(sqe, tag);
+}
+
+void Ring::arm(int wake_fd) {
+  io_uring_sqe* sqe = next_sqe();
+  io_uring_prep_read(sqe, wake_fd, &wake_buffer_, sizeof wake_buffer_, 0);
+  io_uring_sqe_set_data(sqe, nullptr);
+}
+
+int Ring::enter(bool wait) {
+  return wait ? io_uring_submit_and_wait(&ring_, 1) : io_uring_submit_and_get_events(&ring_);
+}
+
+void Ring::reap(const std::function<void(void*, int)>& each) {
+  io_uring_cqe* cqe;
+  unsigned head;
+  unsigned count = 0;
+  io_uring_for_each_cqe(&ring_, head, cqe) {
+    ++count;
+    each(io_uring_cqe_get_data(cqe), cqe->res);
+  }
+  io_uring_cq_advance(&ring_, count);
+}
+
+}  // namespace nvmeof

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// One io_uring with its registrations. All calls come from the thread that made it.
+#pragma once
+
+#include <liburing.h>
+
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "types.h"
+
+namespace nvmeof {
+
+// What the kernel refused: an errno, and the step, a literal such as "io_uring_queue_init".
+struct RingError : std::runtime_error {
+  RingError(int number, const char* what_was_tried)
+      : std::runtime_error(std::string(what_was_tried) + ": " +
+                           std::generic_category().message(number)),
+        error(number),
+        step(what_was_tried) {}
+  int error;
+  const char* step;
+};
+
+struct RingOptions {
+  bool registered = true;
+  // A ring whose registered memory this one shares, so that the same pages are pinned and
+  // charged once; -1: none.
+  int share_with = -1;
+};
+
+class Ring {
+ public:
+  // Throws RingError.
+  Ring(unsigned depth, Memory memory, Target target, size_t slot_bytes, RingOptions options);
+  ~Ring();
+  Ring(const Ring&) = delete;
+  Ring& operator=(const Ring&) = delete;
+
+  int fd() const { return ring_.ring_fd; }
+  // One read or write of the slab; `tag` comes back in its completion and is not null.
+  void prepare(Kind kind, std::byte* at, size_t bytes, uint64_t offset, void* tag);
+  // `wake_fd` becoming readable completes with a null tag, once.
+  void arm(int wake_fd);
+  // Hand over what is prepared; wait for one completion if told. Returns a negative errno.
+  int enter(bool wait);
+  // Call `each(tag, result)` for every completion there is.
+  void reap(const std::function<void(void*, int)>& each);
+
+ private:
+  void init(unsigned entries);
+  void register_memory(int share_with);
+  io_uring_sqe* next_sqe();
+  int region_of(const std::byte* at, size_t bytes) const;
+
+  io_uring ring_{};
+  Memory memory_;
+  Target target_;
+  size_t region_bytes_;  // registered pieces end on slot boundaries; 0: nothing registered
+  bool files_registered_ = false;
+  uint64_t wake_buffer_ = 0;
+};
+
+}  // namespace nvmeof

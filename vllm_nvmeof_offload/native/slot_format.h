@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// The on-disk form of a pool slot and of its table entry; `pool/layout.py` and `pool/table.py`
+// define it, and a test holds the two implementations together.
+#pragma once
+
+#include <array>
+
+#include "types.h"
+
+namespace nvmeof {
+
+uint32_t crc32c(const void* data, size_t bytes);
+
+// Fill the header page in front of a payload that is there.
+void seal(std::byte* slot, const Identity& identity, size_t payload_bytes, Stamp stamp);
+
+// kOk, kStale (an intact header of another identity or length) or kChecksumMismatch.
+Code verify(const std::byte* slot, const Identity& identity, size_t payload_bytes);
+
+std::array<std::byte, kEntryBytes> encode_entry(uint64_t pool_slot, const Identity& identity,
+                                                Stamp stamp);
+
+// The CRC that table entry `entry` (64 bytes) of `pool_slot` must carry.
+uint32_t entry_crc(const std::byte* entry, uint64_t pool_slot);
+
+}  // namespace nvmeof

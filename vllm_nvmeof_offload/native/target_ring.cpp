@@ -1,0 +1,441 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "target_ring.h"
+
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <thread>
+
+#include "slot_format.h"
+
+namespace nvmeof {
+namespace {
+
+// A transfer that the kernel turns away this often in a row has failed.
+constexpr unsigned kRetriesMax = 64;
+
+// Equal pieces of about `split_bytes`: a remainder of one header page would cost as much as a
+// whole piece.
+size_t bytes_per_piece(const Limits& limits) {
+  const size_t payload = limits.slot_bytes - kHeaderBytes;
+  const size_t pieces = std::max<size_t>(1, (payload + limits.split_bytes - 1) / limits.split_bytes);
+  const size_t even = (limits.slot_bytes + pieces - 1) / pieces;
+  return (even + kPageBytes - 1) / kPageBytes * kPageBytes;
+}
+
+unsigned pieces_per_slot(const Limits& limits) {
+  const size_t piece = bytes_per_piece(limits);
+  return static_cast<unsigned>((limits.slot_bytes + piece - 1) / piece);
+}
+
+int make_eventfd() {
+  const int fd = eventfd(0, EFD_CLOEXEC);
+  if (fd < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+  return fd;
+}
+
+}  // namespace
+
+TargetRing::TargetRing(const TargetSetup& setup)
+    : setup_(setup),
+      limits_(setup.limits),
+      pieces_per_slot_(pieces_per_slot(setup.limits)),
+      piece_bytes_(bytes_per_piece(setup.limits)),
+      wake_fd_(make_eventfd()) {}
+
+TargetRing::~TargetRing() { ::close(wake_fd_); }
+
+std::shared_ptr<TargetRing> TargetRing::start(const TargetSetup& setup) {
+  std::shared_ptr<TargetRing> self(new TargetRing(setup));
+  auto started = std::make_shared<Started>();
+  std::thread([self, started] { self->run(*started); }).detach();
+  started->known.wait(false);
+  if (started->error != 0)
+    throw RingError(started->error, started->step);
+  std::thread([self] { self->run_table(); }).detach();
+  return self;
+}
+
+// ---- the caller's side ------------------------------------------------------------------
+
+void TargetRing::submit(const Request& request) {
+  auto op = std::make_unique<Op>();
+  op->request = request;
+  op->offset = request.pool_slot / setup_.count * limits_.slot_bytes;
+  std::lock_guard lock(mutex_);
+  if (request.deadline_ns != kNever) {
+    while (!deadlines_.empty() && !ops_.contains(deadlines_.top().second)) deadlines_.pop();
+    deadlines_.emplace(request.deadline_ns, request.token);
+  }
+  queues_[static_cast<size_t>(request.io_class)].push_back(op.get());
+  ops_.emplace(request.token, std::move(op));
+  ++queued_;
+}
+
+void TargetRing::kick() {
+  if (!waking_.exchange(true)) eventfd_write(wake_fd_, 1);
+}
+
+bool TargetRing::cancel(uint64_t token) {
+  std::lock_guard lock(mutex_);
+  const auto found = ops_.find(token);
+  if (found == ops_.end() || found->second->phase != Phase::kQueued) return false;
+  finish(*found->second, Code::kCancelled);
+  kick();  // it may have been a read that held writes back
+  return true;
+}
+
+void TargetRing::lift(uint64_t barrier, Stamp stamp) {
+  std::lock_guard lock(mutex_);
+  for (Op* op : queues_[static_cast<size_t>(Class::kWriteBehind)]) {
+    if (op->request.barrier == 0 || op->request.barrier > barrier) continue;
+    op->request.barrier = 0;
+    op->request.stamp = stamp;
+  }
+  kick();
+}
+
+int64_t TargetRing::expire(int64_t now_ns) {
+  std::lock_guard lock(mutex_);
+  while (!deadlines_.empty()) {
+    const auto [deadline_ns, token] = deadlines_.top();
+    const auto found = ops_.find(token);
+    if (found != ops_.end() && deadline_ns > now_ns) return deadline_ns;
+    deadlines_.pop();
+    if (found == ops_.end()) continue;
+    Op& op = *found->second;
+    if (op.phase == Phase::kQueued) {
+      finish(op, Code::kDeadline);
+    } else if (op.phase == Phase::kRunning) {
+      Load& load = load_of(op);
+      load.pieces -= op.pieces_in_flight;
+      load.bytes -= op.bytes_in_flight;
+      op.phase = Phase::kOverdue;
+      setup_.completions->push({token, Code::kDeadline, 0, false});
+      // Between two pieces: the kernel has none of it, and gets none any more.
+      if (op.waits_for_turn && op.pieces_in_flight == 0) finish(op, Code::kReleased);
+      else leave_queue(op);
+    }
+    kick();
+  }
+  return kNever;
+}
+
+void TargetRing::close() {
+  std::lock_guard lock(mutex_);
+  closing_ = true;
+  for (auto& queue : queues_) {
+    const auto waiting = queue;
+    for (Op* op : waiting)
+      if (op->phase == Phase::kQueued) finish(*op, Code::kCancelled);
+  }
+  kick();
+  table_work_.notify_all();
+}
+
+bool TargetRing::wait_ended(std::chrono::nanoseconds timeout) {
+  std::unique_lock lock(mutex_);
+  return ended_.wait_for(lock, timeout, [this] { return threads_ == 0; });
+}
+
+Figures TargetRing::figures() {
+  std::lock_guard lock(mutex_);
+  Figures figures = figures_;
+  figures.queued = queued_;
+  figures.in_flight = reads_.pieces + writes_.pieces;
+  return figures;
+}
+
+// ---- under the mutex --------------------------------------------------------------------
+
+TargetRing::Load& TargetRing::load_of(const Op& op) {
+  return op.request.kind == Kind::kRead ? reads_ : writes_;
+}
+
+size_t TargetRing::piece_bytes(unsigned piece) const {
+  return std::min(piece_bytes_, limits_.slot_bytes - piece * piece_bytes_);
+}
+
+bool TargetRing::reads_active() const {
+  return reads_.pieces > 0 || !queues_[0].empty() || !queues_[1].empty();
+}
+
+bool TargetRing::may_issue(const Op& op, size_t bytes) const {
+  const bool read = op.request.kind == Kind::kRead;
+  const Load& load = read ? reads_ : writes_;
+  if (op.request.barrier != 0) return false;
+  if (load.pieces == 0) return true;
+  if (load.pieces >= limits_.depth) return false;
+  size_t bound = read ? limits_.read_bytes_in_flight_max : limits_.write_bytes_in_flight_max;
+  if (!read && reads_active()) bound = std::min(bound, limits_.write_bytes_beside_reads_max);
+  return load.bytes + bytes <= bound;
+}
+
+TargetRing::Piece* TargetRing::new_piece(Op& op, size_t begin, size_t bytes) {
+  if (free_pieces_.empty()) {
+    pieces_.push_back(std::make_unique<Piece>());
+    free_pieces_.push_back(pieces_.back().get());
+  }
+  Piece* piece = free_pieces_.back();
+  free_pieces_.pop_back();
+  *piece = {&op, begin, bytes, 0, 0};
+  return piece;
+}
+
+bool TargetRing::take_piece(Class io_class, std::vector<Piece*>& pieces) {
+  auto& queue = queues_[static_cast<size_t>(io_class)];
+  if (queue.empty()) return false;
+  Op& op = *queue.front();  // nobody overtakes within a class
+  const size_t bytes = piece_bytes(op.next_piece);
+  if (!may_issue(op, bytes)) return false;
+  if (op.phase == Phase::kQueued) {
+    op.phase = Phase::kRunning;
+    --queued_;
+    if (setup_.gate) setup_.gate->started(op.request.pool_slot);
+  }
+  pieces.push_back(new_piece(op, op.next_piece * piece_bytes_, bytes));
+  ++op.next_piece;
+  ++op.pieces_in_flight;
+  op.bytes_in_flight += bytes;
+  load_of(op).pieces += 1;
+  load_of(op).bytes += bytes;
+  if (op.next_piece == pieces_per_slot_) leave_queue(op);
+  return true;
+}
+
+// Returns whether there is more to issue at once: one fresh write is sealed at a time, so that
+// reads that come meanwhile do not wait for a row of checksums.
+bool TargetRing::take_pieces(std::vector<Piece*>& pieces) {
+  while (take_piece(Class::kReadDemand, pieces) || take_piece(Class::kReadPrefetch, pieces)) {
+  }
+  const auto& writes = queues_[static_cast<size_t>(Class::kWriteBehind)];
+  bool fresh = false;
+  while (!writes.empty()) {
+    const bool unsealed = writes.front()->next_piece == 0;
+    if (unsealed && fresh) return true;
+    if (!take_piece(Class::kWriteBehind, pieces)) break;
+    fresh = fresh || unsealed;
+  }
+  return false;
+}
+
+void TargetRing::leave_queue(Op& op) {
+  if (!op.waits_for_turn) return;
+  op.waits_for_turn = false;
+  auto& queue = queues_[static_cast<size_t>(op.request.io_class)];
+  queue.erase(std::find(queue.begin(), queue.end(), &op));
+}
+
+void TargetRing::finish(Op& op, Code code, int error) {
+  if (op.phase == Phase::kQueued) --queued_;
+  leave_queue(op);
+  if (op.phase == Phase::kOverdue) code = Code::kReleased;
+  if (code == Code::kOk) {
+    const bool read = op.request.kind == Kind::kRead;
+    ++(read ? figures_.reads : figures_.writes);
+    (read ? figures_.read_bytes : figures_.written_bytes) += limits_.slot_bytes;
+  }
+  const Completion completion{op.request.token, code, error, true};
+  ops_.erase(op.request.token);
+  setup_.completions->push(completion);
+  if (closing_ && ops_.empty()) {
+    kick();
+    table_work_.notify_all();
+  }
+}
+
+// True if the piece has to be issued once more.
+bool TargetRing::goes_on(Piece* piece, int result) {
+  Op& op = *piece->op;
+  if (op.error != 0 || op.phase == Phase::kOverdue) return false;
+  if (result == -EAGAIN || result == -EINTR) {
+    if (++piece->retries <= kRetriesMax) return true;
+  } else if (result > 0) {
+    const size_t done = piece->done + static_cast<size_t>(result);
+    if (done >= piece->bytes) return false;
+    // What is left starts on a page boundary again, as O_DIRECT asks for.
+    const size_t whole = done / kPageBytes * kPageBytes;
+    if (whole > piece->done) {
+      piece->done = whole;
+      piece->retries = 0;
+      ++figures_.short_transfers;
+      return true;
+    }
+  }
+  op.error = result < 0 ? -result : EIO;  // 0: no progress, the end of the file
+  return false;
+}
+
+void TargetRing::land(Piece* piece, int result) {
+  if (goes_on(piece, result)) {
+    again_.push_back(piece);
+    return;
+  }
+  Op& op = *piece->op;
+  if (op.phase == Phase::kRunning) {
+    load_of(op).pieces -= 1;
+    load_of(op).bytes -= piece->bytes;
+  }
+  op.pieces_in_flight -= 1;
+  op.bytes_in_flight -= piece->bytes;
+  free_pieces_.push_back(piece);
+  settle(op);
+}
+
+void TargetRing::settle(Op& op) {
+  if (op.pieces_in_flight > 0) return;
+  if (op.error != 0 || op.phase == Phase::kOverdue) {
+    finish(op, Code::kIoError, op.error);
+  } else if (op.next_piece == pieces_per_slot_) {
+    if (op.request.kind == Kind::kRead) {
+      to_verify_.push_back(&op);
+    } else {
+      to_enter_.push_back(&op);
+      table_work_.notify_one();
+    }
+  }
+}
+
+// ---- the ring's thread ------------------------------------------------------------------
+
+void TargetRing::enter_thread(const char* name) {
+  pthread_setname_np(pthread_self(), name);
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, nullptr);
+  sched_setaffinity(0, sizeof setup_.cpus, &setup_.cpus);  // failure is harmless
+}
+
+void TargetRing::run(Started& started) {
+  enter_thread("nvmeof-ring");
+  std::unique_ptr<Ring> ring;
+  try {
+    ring = std::make_unique<Ring>(limits_.depth, setup_.memory, setup_.target, limits_.slot_bytes,
+                                  setup_.ring);
+    ring_fd_ = ring->fd();
+  } catch (const RingError& caught) {
+    started.error = caught.error;
+    started.step = caught.step;
+  }
+  started.known.store(true);
+  started.known.notify_one();
+  if (ring) loop(*ring);
+  ring.reset();
+  std::lock_guard lock(mutex_);
+  --threads_;
+  ended_.notify_all();
+}
+
+void TargetRing::loop(Ring& ring) {
+  std::vector<Piece*> pieces;
+  std::vector<std::pair<Piece*, int>> landed;
+  bool armed = false;
+  for (;;) {
+    if (!armed) ring.arm(wake_fd_);
+    armed = true;
+    pieces.clear();
+    bool more;
+    {
+      std::lock_guard lock(mutex_);
+      if (closing_ && ops_.empty()) return;
+      pieces.swap(again_);
+      auto ready = std::partition(gated_.begin(), gated_.end(), [this](Piece* piece) {
+        return !setup_.gate->open(piece->op->request.pool_slot);
+      });
+      pieces.insert(pieces.end(), ready, gated_.end());
+      gated_.erase(ready, gated_.end());
+      more = take_pieces(pieces) || !to_verify_.empty();
+      ++figures_.enters;
+    }
+    issue(ring, pieces);
+    const int entered = ring.enter(!more);
+    if (entered < 0 && entered != -EINTR && entered != -EAGAIN && entered != -EBUSY)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));  // should not be; do not spin
+    landed.clear();
+    ring.reap([&](void* tag, int result) {
+      if (tag != nullptr) {
+        landed.emplace_back(static_cast<Piece*>(tag), result);
+      } else {
+        armed = false;
+        waking_.store(false);  // before the queues are looked at: later kicks wake again
+      }
+    });
+    {
+      std::lock_guard lock(mutex_);
+      for (const auto& [piece, result] : landed) land(piece, result);
+    }
+    verify_one();
+  }
+}
+
+void TargetRing::issue(Ring& ring, const std::vector<Piece*>& pieces) {
+  for (Piece* piece : pieces) {
+    Op& op = *piece->op;
+    if (op.request.kind == Kind::kWrite && !op.sealed) {
+      ring.enter(false);  // what is prepared need not wait for a checksum
+      seal(op.request.address, op.request.identity, limits_.payload_bytes, op.request.stamp);
+      op.sealed = true;
+    }
+    if (setup_.gate && !setup_.gate->open(op.request.pool_slot)) {
+      std::lock_guard lock(mutex_);
+      gated_.push_back(piece);
+      continue;
+    }
+    prepare(ring, piece);
+  }
+}
+
+void TargetRing::prepare(Ring& ring, Piece* piece) {
+  const Op& op = *piece->op;
+  const size_t at = piece->begin + piece->done;
+  ring.prepare(op.request.kind, op.request.address + at, piece->bytes - piece->done,
+               op.offset + at, piece);
+}
+
+void TargetRing::verify_one() {
+  Op* op;
+  {
+    std::lock_guard lock(mutex_);
+    if (to_verify_.empty()) return;
+    op = to_verify_.front();
+    to_verify_.pop_front();
+  }
+  const Code code = verify(op->request.address, op->request.identity, limits_.payload_bytes);
+  std::lock_guard lock(mutex_);
+  finish(*op, code);
+}
+
+// ---- the table's thread -----------------------------------------------------------------
+
+void TargetRing::run_table() {
+  enter_thread("nvmeof-table");
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    table_work_.wait(lock, [this] { return !to_enter_.empty() || (closing_ && ops_.empty()); });
+    if (to_enter_.empty()) break;
+    Op& op = *to_enter_.front();
+    to_enter_.pop_front();
+    int error = 0;
+    // Nobody waits for a write that is overdue, and its slot may be another's soon.
+    if (op.phase == Phase::kRunning) {
+      const Request& request = op.request;
+      lock.unlock();
+      const auto entry = encode_entry(request.pool_slot, request.identity, request.stamp);
+      const auto offset = static_cast<off_t>(request.pool_slot / setup_.count * kEntryBytes);
+      ssize_t done;
+      do done = pwrite(setup_.target.table_fd, entry.data(), entry.size(), offset);
+      while (done < 0 && errno == EINTR);
+      if (done != static_cast<ssize_t>(entry.size())) error = done < 0 ? errno : EIO;
+      lock.lock();
+    }
+    finish(op, error == 0 ? Code::kOk : Code::kIoError, error);
+  }
+  --threads_;
+  ended_.notify_all();
+}
+
+}  // namespace nvmeof
