@@ -172,6 +172,9 @@ NB_MODULE(_native, m) {
           nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>())
       .def("figures", &figures);
 
+  m.def("probe_ring", [](int fd, uintptr_t address, size_t bytes, bool registered) {
+    Ring(32, {pointer(address), bytes}, {fd, -1}, kPageBytes, {registered, -1}).enable();
+  });
   m.def("entry_crcs", &entry_crcs, nb::arg("entries"), nb::arg("pool_slots"), nb::arg("crcs"));
   m.def("entry_keys", &entry_keys, nb::arg("entries"), nb::arg("rows"));
   m.def("seal", [](Bytes slot, const nb::bytes& key, uint64_t generation, size_t payload_bytes,

@@ -60,22 +60,27 @@ Engine::Engine(const EngineSetup& setup)
     : queue_max_(setup.queue_max),
       completions_(std::make_shared<CompletionQueue>()),
       timer_(std::make_shared<Timer>()) {
+  // All rings first, on this thread: one shares its registered memory only before it is enabled.
+  std::vector<std::unique_ptr<Ring>> rings;
+  for (const Target& target : setup.targets) {
+    const int share_with = rings.empty() ? -1 : rings.front()->fd();
+    rings.push_back(std::make_unique<Ring>(setup.limits.depth, setup.memory, target,
+                                           setup.limits.slot_bytes,
+                                           RingOptions{setup.registered, share_with}));
+  }
   TargetSetup one;
   one.count = static_cast<unsigned>(setup.targets.size());
   one.limits = setup.limits;
-  one.memory = setup.memory;
-  one.ring.registered = setup.registered;
   one.completions = completions_;
   one.gate = setup.gate;
   CPU_ZERO(&one.cpus);
-  for (const int cpu : setup.cpus) CPU_SET(cpu, &one.cpus);
+  for (const int cpu : setup.cpus)
+    if (cpu < CPU_SETSIZE) CPU_SET(cpu, &one.cpus);
   if (setup.cpus.empty()) sched_getaffinity(0, sizeof one.cpus, &one.cpus);
   try {
     for (const Target& target : setup.targets) {
       one.target = target;
-      targets_.push_back(TargetRing::start(one));
-      one.ring.share_with = targets_.front()->ring_fd();
-      ++one.index;
+      targets_.push_back(TargetRing::start(one, std::move(rings[targets_.size()])));
     }
   } catch (...) {
     for (const auto& target : targets_) target->close();

@@ -27,11 +27,17 @@ Ring::Ring(unsigned depth, Memory memory, Target target, size_t slot_bytes, Ring
     : memory_(memory), target_(target), region_bytes_(0) {
   unsigned entries = 16;
   while (entries < 2 * depth + 8) entries *= 2;  // reads, writes, the wake-up
-  init(entries);
+  init(entries, true);
   try {
     const int rc = io_uring_register_files(&ring_, &target_.slab_fd, 1);
     files_registered_ = rc == 0;
-    if (!options.registered) return;
+    if (!options.registered) {
+      if (files_registered_) return;
+      // Where nothing can be registered, a disabled ring cannot be enabled either.
+      io_uring_queue_exit(&ring_);
+      init(entries, false);
+      return;
+    }
     if (rc < 0) throw RingError(-rc, "io_uring_register_files");
     if (slot_bytes > kRegionBytesMax) throw RingError(EFBIG, "io_uring_register_buffers");
     region_bytes_ = kRegionBytesMax / slot_bytes * slot_bytes;
@@ -44,16 +50,19 @@ Ring::Ring(unsigned depth, Memory memory, Target target, size_t slot_bytes, Ring
 
 Ring::~Ring() { io_uring_queue_exit(&ring_); }
 
-void Ring::init(unsigned entries) {
+void Ring::init(unsigned entries, bool disabled) {
   io_uring_params params{};
-  // Completions are worked off in our own calls: no interrupts of the thread in between.
-  params.flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
+  // Disabled until its thread is there, to which completions then come without interrupts.
+  if (disabled)
+    params.flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_R_DISABLED;
   int rc = io_uring_queue_init_params(entries, &ring_, &params);
-  if (rc == -EINVAL) {  // before Linux 6.1
+  if (rc == -EINVAL && disabled) {  // before Linux 6.1
     params = {};
+    params.flags = IORING_SETUP_R_DISABLED;
     rc = io_uring_queue_init_params(entries, &ring_, &params);
   }
   if (rc < 0) throw RingError(-rc, "io_uring_queue_init");
+  enabled_ = !disabled;
 }
 
 void Ring::register_memory(int share_with) {
@@ -105,6 +114,22 @@ void Ring::prepare(Kind kind, std::byte* at, size_t bytes, uint64_t offset, void
   }
   if (files_registered_) sqe->flags |= IOSQE_FIXED_FILE;
   io_uring_sqe_set_data(sqe, tag);
+}
+
+void Ring::enable() {
+  // liburing 2.3 declares io_uring_enable_rings and does not export it.
+  if (!enabled_ && syscall(__NR_io_uring_register, ring_.ring_fd, IORING_REGISTER_ENABLE_RINGS,
+                           nullptr, 0) != 0)
+    throw RingError(errno, "io_uring_enable_rings");
+  enabled_ = true;
+  io_uring_sqe* sqe = next_sqe();
+  io_uring_prep_nop(sqe);
+  io_uring_sqe_set_data(sqe, nullptr);
+  int rc;
+  do rc = enter(true);
+  while (rc == -EINTR);
+  if (rc < 0) throw RingError(-rc, "io_uring_enter");
+  reap([](void*, int) {});
 }
 
 void Ring::arm(int wake_fd) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One io_uring with its registrations. All calls come from the thread that made it.
+// One io_uring with its registrations. Made on any thread; the one that calls `enable` drives it.
 #pragma once
 
 #include <liburing.h>
@@ -26,8 +26,8 @@ struct RingError : std::runtime_error {
 
 struct RingOptions {
   bool registered = true;
-  // A ring whose registered memory this one shares, so that the same pages are pinned and
-  // charged once; -1: none.
+  // A ring, not enabled yet, whose registered memory this one shares, so that the same pages are
+  // pinned and charged once; -1: none.
   int share_with = -1;
 };
 
@@ -40,6 +40,9 @@ class Ring {
   Ring& operator=(const Ring&) = delete;
 
   int fd() const { return ring_.ring_fd; }
+  // All other calls come from the thread that makes this one. Throws RingError, also where the
+  // kernel gives a ring and then forbids its use.
+  void enable();
   // One read or write of the slab; `tag` comes back in its completion and is not null.
   void prepare(Kind kind, std::byte* at, size_t bytes, uint64_t offset, void* tag);
   // `wake_fd` becoming readable completes with a null tag, once.
@@ -50,7 +53,7 @@ class Ring {
   void reap(const std::function<void(void*, int)>& each);
 
  private:
-  void init(unsigned entries);
+  void init(unsigned entries, bool disabled);
   void register_memory(int share_with);
   io_uring_sqe* next_sqe();
   int region_of(const std::byte* at, size_t bytes) const;
@@ -60,6 +63,7 @@ class Ring {
   Target target_;
   size_t region_bytes_;  // registered pieces end on slot boundaries; 0: nothing registered
   bool files_registered_ = false;
+  bool enabled_ = false;
   uint64_t wake_buffer_ = 0;
 };
 

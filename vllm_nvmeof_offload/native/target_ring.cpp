@@ -49,13 +49,15 @@ TargetRing::TargetRing(const TargetSetup& setup)
 
 TargetRing::~TargetRing() { ::close(wake_fd_); }
 
-std::shared_ptr<TargetRing> TargetRing::start(const TargetSetup& setup) {
+std::shared_ptr<TargetRing> TargetRing::start(const TargetSetup& setup,
+                                              std::unique_ptr<Ring> ring) {
   std::shared_ptr<TargetRing> self(new TargetRing(setup));
   auto started = std::make_shared<Started>();
-  std::thread([self, started] { self->run(*started); }).detach();
+  std::thread([self, started, ring = std::move(ring)]() mutable {
+    self->run(std::move(ring), std::move(started));
+  }).detach();
   started->known.wait(false);
-  if (started->error != 0)
-    throw RingError(started->error, started->step);
+  if (started->failure) std::rethrow_exception(started->failure);
   std::thread([self] { self->run_table(); }).detach();
   return self;
 }
@@ -310,20 +312,17 @@ void TargetRing::enter_thread(const char* name) {
   sched_setaffinity(0, sizeof setup_.cpus, &setup_.cpus);  // failure is harmless
 }
 
-void TargetRing::run(Started& started) {
+void TargetRing::run(std::unique_ptr<Ring> ring, std::shared_ptr<Started> started) {
   enter_thread("nvmeof-ring");
-  std::unique_ptr<Ring> ring;
   try {
-    ring = std::make_unique<Ring>(limits_.depth, setup_.memory, setup_.target, limits_.slot_bytes,
-                                  setup_.ring);
-    ring_fd_ = ring->fd();
-  } catch (const RingError& caught) {
-    started.error = caught.error;
-    started.step = caught.step;
+    ring->enable();
+  } catch (const RingError&) {
+    started->failure = std::current_exception();
   }
-  started.known.store(true);
-  started.known.notify_one();
-  if (ring) loop(*ring);
+  const bool usable = !started->failure;
+  started->known.store(true);
+  started->known.notify_one();
+  if (usable) loop(*ring);
   ring.reset();
   std::lock_guard lock(mutex_);
   --threads_;

@@ -14,6 +14,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <memory>
 #include <queue>
 #include <unordered_map>
@@ -27,11 +28,8 @@ namespace nvmeof {
 
 struct TargetSetup {
   Target target;
-  unsigned index = 0;  // pool slot p lies on target p % count, at p / count of its slab
-  unsigned count = 1;
+  unsigned count = 1;  // of targets: pool slot p lies at p / count of its target's slab
   Limits limits;
-  Memory memory;
-  RingOptions ring;
   cpu_set_t cpus;  // where the threads may run
   std::shared_ptr<CompletionQueue> completions;
   std::shared_ptr<StartGate> gate;  // null but in tests
@@ -44,7 +42,7 @@ class TargetRing {
   TargetRing& operator=(const TargetRing&) = delete;
 
   // Starts both threads, which keep the object alive. Throws RingError.
-  static std::shared_ptr<TargetRing> start(const TargetSetup& setup);
+  static std::shared_ptr<TargetRing> start(const TargetSetup& setup, std::unique_ptr<Ring> ring);
 
   void submit(const Request& request);
   // Make the ring's thread look at what was submitted.
@@ -60,7 +58,6 @@ class TargetRing {
   bool wait_ended(std::chrono::nanoseconds timeout);
 
   size_t queued() const { return queued_.load(); }
-  int ring_fd() const { return ring_fd_; }
   Figures figures();
 
  private:
@@ -87,13 +84,12 @@ class TargetRing {
   };
 
   explicit TargetRing(const TargetSetup& setup);
-  // How the ring's thread tells whoever started it that the kernel gave it a ring, or not.
+  // How the ring's thread tells whoever started it that it may use the ring, or not.
   struct Started {
     std::atomic<bool> known{false};
-    int error = 0;
-    const char* step = "";
+    std::exception_ptr failure;
   };
-  void run(Started& started);
+  void run(std::unique_ptr<Ring> ring, std::shared_ptr<Started> started);
   void loop(Ring& ring);
   void run_table();
   void enter_thread(const char* name);
@@ -122,7 +118,6 @@ class TargetRing {
   const unsigned pieces_per_slot_;
   const size_t piece_bytes_;
   const int wake_fd_;
-  int ring_fd_ = -1;
   std::atomic<bool> waking_{false};
   std::atomic<size_t> queued_{0};
 
