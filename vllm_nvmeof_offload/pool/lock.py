@@ -8,6 +8,7 @@ file system is seen by the heartbeat alone, which is why it is fdatasync'ed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -75,7 +76,7 @@ def read_holder(path: Path) -> Holder | None:
             str(record["boot_id"]),
             float(record["heartbeat"]),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 
@@ -136,7 +137,7 @@ class DirectoryLock:
             os.fdatasync(fd)
         except OSError as error:
             logger.warning("cannot clear %s: %s", self.path, error)
-        finally:
+        with contextlib.suppress(OSError):  # a dead network mount; the descriptor goes anyway
             os.close(fd)
 
 

@@ -185,7 +185,8 @@ class Pool:
         """Void everything stored so far, on disk too; blocks until that is durable.
 
         Writes submitted from now on are marked with `adoptable`. Even when it fails, what this
-        process writes later is marked with the new epoch.
+        process writes later is marked with the new epoch, and then never adoptable: a later
+        start may not know of that epoch, and give its number to another reset.
 
         Raises:
             OSError: a superblock could not be written: what was stored before could be adopted
@@ -203,6 +204,7 @@ class Pool:
             except OSError as error:
                 failure = error
         if failure is not None:
+            self._stamp = Stamp(epoch, adoptable=False)
             raise failure
 
     def close(self, abandon: bool = False) -> None:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from vllm_nvmeof_offload.errors import PoolError
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.layout import EPOCH_MAX
-from vllm_nvmeof_offload.pool.slab import Slab, probe_o_direct
-from vllm_nvmeof_offload.pool.superblock import Superblock, write_superblock
+from vllm_nvmeof_offload.pool.slab import NO_SPACE, Slab, probe_o_direct, read_o_direct
+from vllm_nvmeof_offload.pool.superblock import Superblock, sync_directory, write_superblock
 from vllm_nvmeof_offload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -74,8 +74,13 @@ def prepare(spec: PoolSpec, claim: Claim, slabs: Sequence[Slab]) -> Prepared:
         )
         for index in range(len(kept))
     ]
-    for slab, superblock in zip(slabs, superblocks, strict=True):
-        write_superblock(slab.directory, superblock)
+    for slab, superblock, found in zip(slabs, superblocks, kept, strict=True):
+        if superblock == found:
+            # A full disk has no room for a second one. A kill may have kept this one from
+            # becoming durable.
+            sync_directory(slab.directory)
+        else:
+            write_superblock(slab.directory, superblock)
     return Prepared(superblocks, count, adopt_slots)
 
 
@@ -153,7 +158,7 @@ def choose_direct(spec: PoolSpec, slabs: Sequence[Slab]) -> tuple[str, ...]:
     fallbacks: list[str] = []
     for slab in slabs if spec.o_direct != "off" else ():
         try:
-            probe_o_direct(slab.directory)
+            _probe_direct(slab)
             slab.use_direct()
         except OSError as error:
             if spec.o_direct == "on":
@@ -165,3 +170,13 @@ def choose_direct(spec: PoolSpec, slabs: Sequence[Slab]) -> tuple[str, ...]:
             fallbacks.append(f"o_direct→buffered on {slab.directory}: {name}")
             logger.warning("%s", fallbacks[-1])
     return tuple(fallbacks)
+
+
+def _probe_direct(slab: Slab) -> None:
+    """Raise OSError unless O_DIRECT works; a full disk, with no room for a probe, says nothing."""
+    try:
+        probe_o_direct(slab.directory)
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        read_o_direct(slab.directory / "slab")

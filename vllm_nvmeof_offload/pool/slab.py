@@ -6,6 +6,7 @@ Mechanism alone: what the directory should hold is `pool.Pool`'s decision.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["Slab", "make_directory", "probe_o_direct"]
+__all__ = ["Slab", "make_directory", "probe_o_direct", "read_o_direct"]
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -152,8 +153,10 @@ class Slab:
         self.direct = True
 
     def close(self) -> None:
+        """Close all files, also where a dead mount answers with an error."""
         for fd in {self.fd, self._buffered_fd, self.table_fd}:
-            os.close(fd)
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
 
 def reserve(fd: int, size: int) -> None:
@@ -170,6 +173,16 @@ def reserve(fd: int, size: int) -> None:
             return
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
+
+
+def read_o_direct(path: Path) -> None:
+    """Read one aligned page of a file with O_DIRECT. OSError if it does not work there."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        with mmap.mmap(-1, PAGE_BYTES) as page, memoryview(page) as view:
+            _expect_page(lambda: os.preadv(fd, [view], 0))
+    finally:
+        os.close(fd)
 
 
 def probe_o_direct(directory: Path) -> None:

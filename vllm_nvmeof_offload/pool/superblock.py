@@ -27,6 +27,7 @@ __all__ = [
     "Superblock",
     "is_superblock",
     "read_superblock",
+    "sync_directory",
     "write_superblock",
 ]
 

@@ -259,7 +259,7 @@ def read_facts(space: Path) -> dict[str, Any] | None:
         with (space / "keyspace.json").open("rb") as file:
             facts = json.loads(file.read(_FACTS_BYTES_MAX))
         same = isinstance(facts, dict) and Keyspace.of(facts).digest == space.name
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return facts if same else None
 

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the fault tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_nvmeof_offload.errors import EngineError
+from vllm_nvmeof_offload.pool.pool import Pool
+
+from .engines import ENGINES
+from .fuse_mount import FaultyMount
+from .kit import Bench, make_spec
+
+
+@pytest.fixture(params=list(ENGINES))
+def engine_name(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The name of each engine that can run here."""
+    name = str(request.param)
+    if name.startswith("uring"):
+        pytest.importorskip("vllm_nvmeof_offload.io.uring", exc_type=ImportError)
+        pool = Pool.open(make_spec(tmp_path_factory.mktemp("probe"), slots=1))
+        try:
+            bench = Bench(name, pool)
+        except EngineError as error:
+            pool.close()
+            pytest.skip(f"no io_uring here: {error}")
+        assert bench.close()
+    return name
+
+
+@pytest.fixture
+def faulty_mount(tmp_path: Path) -> Iterator[FaultyMount]:
+    mounted = FaultyMount(tmp_path)
+    yield mounted
+    mounted.close()

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mounts `fuse_server` for a test, tells it what to do wrong, and always takes it down."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 20.0
+
+
+class FaultyMount:
+    """A mounted passthrough file system at `place` over `backing`."""
+
+    def __init__(self, path: Path, *options: str, backing: Path | None = None) -> None:
+        """Mount, or skip the test with the reason why that is impossible here."""
+        if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+            pytest.skip("/dev/fuse is not there, or not ours")
+        if os.geteuid() != 0:
+            pytest.skip("mounting a FUSE file system without fusermount needs root")
+        self.place = path / "faulty"
+        self.backing = backing or path / "backing"
+        self.place.mkdir()
+        self.backing.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "tests.faults.fuse_server"]
+        self._server = subprocess.Popen(
+            [*command, str(self.backing), str(self.place), *options],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        answer = self._answer()
+        if "error" in answer:
+            self.close()
+            pytest.skip(f"mounting is not permitted here: {answer['error']}")
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._server.stdout is not None
+        answer = json.loads(self._server.stdout.readline())
+        assert isinstance(answer, dict)
+        return answer
+
+    def _tell(self, command: dict[str, Any]) -> dict[str, Any]:
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(command) + "\n")
+        self._server.stdin.flush()
+        return self._answer()
+
+    def rules(self, *rules: dict[str, Any]) -> None:
+        """Replace all rules; what hangs by the old ones is let go."""
+        if self._server.returncode is not None:
+            return
+        self._tell({"rules": [{"name": "it", "path": "slab", **rule} for rule in rules]})
+
+    def fired(self, rule: str = "it") -> int:
+        count = self._tell({})["fired"].get(rule, 0)
+        assert isinstance(count, int)
+        return count
+
+    def lengths(self, rule: str = "it") -> list[int]:
+        """Of the requests that the rule struck, in bytes."""
+        return list(self._tell({})["lengths"].get(rule, []))
+
+    def wait_hanging(self, count: int) -> None:
+        end_s = time.monotonic() + WAIT_S
+        while self._tell({})["hanging"] < count:
+            assert time.monotonic() < end_s, f"fewer than {count} requests hang"
+
+    def wait_fired(self, *rules: str) -> None:
+        end_s = time.monotonic() + WAIT_S
+        while not all(self.fired(rule) for rule in rules):
+            assert time.monotonic() < end_s, f"{rules} have not struck"
+
+    def kill(self) -> None:
+        """The device is gone: every request fails, those that hang too."""
+        self._server.kill()
+        self._server.wait()
+
+    def close(self) -> None:
+        """Unmount. The server's end aborts the connection, whatever still hangs in it."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self.kill()
+        self._server.stdin.close()
+        self._server.stdout.close()
+        subprocess.run(["umount", "-l", str(self.place)], capture_output=True)
+        assert not os.path.ismount(self.place)

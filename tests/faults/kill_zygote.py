@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lives that end by SIGKILL: `python -m tests.faults.kill_zygote`, a job a JSON line on stdin.
+
+Everything is imported once, and each job is a fork of that, so that a life costs milliseconds.
+No engine exists in the zygote: threads and rings do not survive a fork. A life opens the pool,
+adopts, reads everything it adopted, and then writes, overwrites, reads and resets until it is
+killed. It says what it is about to do and what was acknowledged, one line each, before anything
+else happens; the last line of a life, `dead STATUS`, is the zygote's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from vllm_nvmeof_offload.errors import OK, Outcome
+from vllm_nvmeof_offload.io import threads
+from vllm_nvmeof_offload.io.transfer import write_slot
+from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.protocol import SlotIdentity
+
+from .engines import ENGINES
+from .kit import Bench, adopted, make_spec
+
+PLACES = 6
+WRITE_SHARE = 0.7
+RESET_SHARE = 0.01
+
+
+def key(pool_slot: int, generation: int) -> bytes:
+    """Every write is of a key of its own: nothing may come back in another's place."""
+    return f"{pool_slot}:{generation}".encode()
+
+
+def say(*words: object) -> None:
+    """One line, in one system call: all of it survives the kill, or nothing."""
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+def acknowledge_early(pool: Pool, slot: memoryview, pool_slot: int, *more: Any) -> Outcome:
+    """A control's engine: one of four slots is never written, and yet acknowledged."""
+    return OK if pool_slot % 4 == 0 else write_slot(pool, slot, pool_slot, *more)
+
+
+class Life:
+    """From the opening of the pool to the kill."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self._dice = random.Random(job["seed"])
+        self._generation = int(job["generation"])
+        spec = make_spec(*map(Path, job["targets"]), slots=8, payload_bytes=job["payload_bytes"])
+        if job.get("sabotage"):
+            threads.write_slot = acknowledge_early  # type: ignore[assignment]
+        self._pool = Pool.open(spec)
+        say("open", self._pool.engine_index)
+        self._bench = Bench(job["engine"], self._pool, PLACES)
+        self._stored: dict[int, SlotIdentity] = {}
+        #: token → (place, pool slot, identity, is it a read)
+        self._busy: dict[int, tuple[int, int, SlotIdentity, bool]] = {}
+
+    def adopt(self) -> None:
+        for pool_slot, identity in adopted(self._pool).items():
+            assert identity.key == key(pool_slot, identity.generation)
+            (completion,) = self._bench.run(self._bench.read(pool_slot, 0, identity))
+            assert completion.outcome is not None
+            ok = completion.outcome.ok
+            assert not ok or self._bench.right(0, identity), f"wrong bytes in slot {pool_slot}"
+            say("found", pool_slot, identity.generation, completion.outcome.kind.value)
+            if ok:
+                self._stored[pool_slot] = identity
+        say("adopted")
+
+    def go_on(self) -> None:
+        """Never returns."""
+        while True:
+            if self._dice.random() < RESET_SHARE:
+                self._reset()
+            free = set(range(PLACES)) - {place for place, *_ in self._busy.values()}
+            for place in free:
+                self._start(place)
+            self._reap(self._bench.wait(bool))
+
+    def _start(self, place: int) -> None:
+        busy = {pool_slot for _, pool_slot, *_ in self._busy.values()}
+        pool_slot = self._dice.choice([s for s in range(self._pool.slots) if s not in busy])
+        if pool_slot in self._stored and self._dice.random() > WRITE_SHARE:
+            identity = self._stored[pool_slot]
+            op = self._bench.read(pool_slot, place, identity)
+        else:
+            self._generation += 1
+            identity = SlotIdentity(key(pool_slot, self._generation), self._generation)
+            self._stored.pop(pool_slot, None)
+            say("begin", pool_slot, self._generation)
+            op = self._bench.write(pool_slot, place, identity)
+        self._busy[op.token] = (place, pool_slot, identity, pool_slot in self._stored)
+        self._bench.submit(op)
+
+    def _reap(self, completions: list[Any]) -> None:
+        for completion in completions:
+            assert completion.outcome is not None
+            assert completion.outcome.ok, completion
+            place, pool_slot, identity, is_read = self._busy.pop(completion.token)
+            if is_read:
+                assert self._bench.right(place, identity), f"wrong bytes in slot {pool_slot}"
+            else:
+                self._stored[pool_slot] = identity
+                say("done", pool_slot, identity.generation)
+
+    def _reset(self) -> None:
+        if self._busy:
+            count = len(self._busy)
+            self._reap(self._bench.wait(lambda found: len(found) == count))
+        adoptable = self._dice.random() < 0.8
+        say("resetting", int(adoptable), 0)
+        (completion,) = self._bench.run(self._bench.reset(adoptable))
+        assert completion.outcome is not None
+        assert completion.outcome.ok, completion
+        say("reset", int(adoptable), 0)
+        self._stored.clear()
+
+
+def main() -> None:
+    assert ENGINES
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                say("pid", os.getpid())
+                life = Life(json.loads(line))
+                life.adopt()
+                life.go_on()
+            except BaseException:  # noqa: BLE001 - the parent is told, whatever it was
+                say("error", json.dumps(traceback.format_exc()))
+            os._exit(1)
+        _, status = os.waitpid(pid, 0)
+        say("dead", status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pool, staging memory and one engine over it; the only right content of every identity.
+
+Used inside pytest and inside the child processes that tests stop, kill and deprive.
+"""
+
+from __future__ import annotations
+
+import mmap
+import select
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from vllm_nvmeof_offload.io.base import Completion, IoKind, IoOp
+from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
+from vllm_nvmeof_offload.pool.table import ENTRY_BYTES
+from vllm_nvmeof_offload.protocol import IoClass, SlotIdentity
+from vllm_nvmeof_offload.units import HEADER_BYTES
+
+from .engines import ENGINES
+
+WAIT_S = 30.0
+PAYLOAD_BYTES = 61_000  # not a multiple of 4 KiB: the padding is exercised
+
+
+def make_spec(*targets: Path, slots: int = 16, **changes: object) -> PoolSpec:
+    """slots: on each target."""
+    spec = PoolSpec(
+        targets=targets,
+        pool_bytes=1,
+        payload_bytes=PAYLOAD_BYTES,
+        keyspace=Keyspace.of({"faults": 1}),
+    )
+    spec = replace(spec, **changes)  # type: ignore[arg-type]
+    return replace(spec, pool_bytes=len(targets) * slots * (spec.slot_bytes + ENTRY_BYTES))
+
+
+def name(number: int, generation: int = 1) -> SlotIdentity:
+    """An identity with a key of vLLM's usual length."""
+    return SlotIdentity(number.to_bytes(36, "little"), generation)
+
+
+def content(identity: SlotIdentity, size: int = PAYLOAD_BYTES) -> bytes:
+    """The one right payload of an identity."""
+    seed = int.from_bytes(identity.key, "little") * 1_000_003 + identity.generation
+    return np.random.default_rng(seed).bytes(size)
+
+
+class Bench:
+    """One engine over an open pool. Staging slots are numbered; tokens count up."""
+
+    def __init__(self, engine: str, pool: Pool, staging_slots: int = 16, **options: object) -> None:
+        self.pool = pool
+        self.memory = mmap.mmap(-1, staging_slots * pool.slot_bytes)
+        self.view = memoryview(self.memory)
+        self.base_address = np.frombuffer(self.memory, np.uint8).ctypes.data
+        self.engine = ENGINES[engine](pool, self.view, self.base_address, **options)
+        self.is_uring = engine.startswith("uring")
+        self.in_pieces = engine == "uring-unregistered"
+        self.tokens = 0
+
+    def _op(
+        self,
+        kind: IoKind,
+        io_class: IoClass,
+        pool_slot: int,
+        place: int,
+        identity: SlotIdentity | None,
+        **more: object,
+    ) -> IoOp:
+        self.tokens += 1
+        address = self.base_address + place * self.pool.slot_bytes
+        return IoOp(self.tokens, kind, io_class, pool_slot, address, identity, **more)  # type: ignore[arg-type]
+
+    def write(self, pool_slot: int, place: int, identity: SlotIdentity, **more: object) -> IoOp:
+        """A write of the identity's right content, which is put into the staging slot."""
+        self.payload(place)[:] = content(identity, self.pool.payload_bytes)
+        return self._op(IoKind.WRITE_SLOT, IoClass.WRITE_BEHIND, pool_slot, place, identity, **more)
+
+    def read(self, pool_slot: int, place: int, identity: SlotIdentity, **more: object) -> IoOp:
+        """A read into a staging slot that is zeroed first."""
+        start = place * self.pool.slot_bytes
+        self.view[start : start + self.pool.slot_bytes] = bytes(self.pool.slot_bytes)
+        return self._op(IoKind.READ_SLOT, IoClass.READ_DEMAND, pool_slot, place, identity, **more)
+
+    def reset(self, adoptable: bool = True) -> IoOp:
+        self.tokens += 1
+        return IoOp(self.tokens, IoKind.RESET, IoClass.READ_DEMAND, 0, 0, None, adoptable=adoptable)
+
+    def payload(self, place: int) -> memoryview:
+        start = place * self.pool.slot_bytes + HEADER_BYTES
+        return self.view[start : start + self.pool.payload_bytes]
+
+    def right(self, place: int, identity: SlotIdentity) -> bool:
+        return self.payload(place) == content(identity, self.pool.payload_bytes)
+
+    def submit(self, *ops: IoOp) -> None:
+        assert self.engine.submit(ops) == len(ops)
+
+    def wait(
+        self, done: Callable[[list[Completion]], bool], wait_s: float = WAIT_S
+    ) -> list[Completion]:
+        """Poll, woken by `fileno`, until `done` of all completions since the last call."""
+        found: list[Completion] = []
+        end_s = time.monotonic() + wait_s
+        while not done(found):
+            left_s = end_s - time.monotonic()
+            assert left_s > 0, f"nothing more came in {wait_s:g} s; so far {found}"
+            select.select([self.engine.fileno()], [], [], left_s)
+            found.extend(self.engine.poll())
+        return found
+
+    def run(self, *ops: IoOp, wait_s: float = WAIT_S) -> list[Completion]:
+        """Submit and wait for as many completions; return them in the order of `ops`."""
+        self.submit(*ops)
+        found = self.wait(lambda completions: len(completions) >= len(ops), wait_s)
+        by_token = {completion.token: completion for completion in found}
+        return [by_token[op.token] for op in ops]
+
+    def store(self, identities: Iterable[tuple[int, SlotIdentity]]) -> None:
+        """Write one after the other; all must succeed."""
+        for pool_slot, identity in identities:
+            (completion,) = self.run(self.write(pool_slot, 0, identity))
+            assert completion.outcome is not None
+            assert completion.outcome.ok, completion
+
+    def close(self, timeout_s: float = WAIT_S) -> bool:
+        """Engine, then pool, as the worker does it."""
+        closed = self.engine.close(timeout_s)
+        self.pool.close(abandon=not closed)
+        return closed
+
+
+def adopted(pool: Pool) -> dict[int, SlotIdentity]:
+    """What the pool adopts."""
+    found = pool.adopt()
+    return {
+        slot: SlotIdentity(key, generation)
+        for slot, generation, key in zip(
+            found.pool_slots.tolist(), found.generations.tolist(), found.keys, strict=True
+        )
+    }

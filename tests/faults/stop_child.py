@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that is stopped and goes on: `python -m tests.faults.stop_child JSON`.
+
+Keeps operations with deadlines in flight until its stdin ends. Checks that each gives one
+outcome and one release, that OK means the right bytes, and that a buffer is not used again
+before its release; then that everything works, and prints its counts.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import select
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, DEADLINE, OK, STALE
+from vllm_nvmeof_offload.io.base import Completion
+from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.protocol import SlotIdentity
+
+from .kit import Bench, make_spec, name
+
+PLACES = 8
+SLOTS = 16
+
+
+class Traffic:
+    """Random reads and writes; what became of each."""
+
+    def __init__(self, bench: Bench, seed: int, deadline_s: float) -> None:
+        self._bench = bench
+        self._dice = random.Random(seed)
+        self._deadline_s = deadline_s
+        self._generation = 1
+        #: pool slot → its only right identity; None where a write has missed its deadline.
+        self.stored: dict[int, SlotIdentity | None] = {n: name(n) for n in range(SLOTS)}
+        #: token → (place, pool slot, identity, is it a write)
+        self._busy: dict[int, tuple[int, int, SlotIdentity, bool]] = {}
+        self._late: set[int] = set()
+        self.counts: Counter[str] = Counter()
+
+    def start(self) -> None:
+        """Fill every free place with an operation."""
+        places = {place for place, *_ in self._busy.values()}
+        for place in set(range(PLACES)) - places:
+            taken = {pool_slot for _, pool_slot, *_ in self._busy.values()}
+            pool_slot = self._dice.choice([n for n in range(SLOTS) if n not in taken])
+            identity = self.stored[pool_slot]
+            deadline_s = time.monotonic() + self._deadline_s
+            is_write = identity is None or self._dice.random() < 0.5
+            if is_write:
+                self._generation += 1
+                identity = name(pool_slot, self._generation)
+                op = self._bench.write(pool_slot, place, identity, deadline_s=deadline_s)
+            else:
+                assert identity is not None
+                op = self._bench.read(pool_slot, place, identity, deadline_s=deadline_s)
+            self._busy[op.token] = (place, pool_slot, identity, is_write)
+            self._bench.submit(op)
+
+    def reap(self, completions: list[Completion]) -> None:
+        for completion in completions:
+            token = completion.token
+            place, pool_slot, identity, is_write = self._busy[token]
+            if completion.outcome is None:
+                assert completion.released
+                self._late.remove(token)
+                self.counts["late"] += 1
+            else:
+                assert token not in self._late, "two outcomes"
+                assert completion.outcome in (OK, DEADLINE), completion
+                self.counts[str(completion.outcome)] += 1
+                if completion.outcome == DEADLINE and is_write:
+                    self.stored[pool_slot] = None
+                elif is_write:
+                    self.stored[pool_slot] = identity
+                elif completion.outcome == OK:
+                    assert self._bench.right(place, identity), "wrong bytes"
+            if completion.released:
+                del self._busy[token]
+            else:
+                self._late.add(token)
+
+    def end(self) -> None:
+        """Everything comes back, and everything works."""
+        while self._busy:
+            self.reap(self._bench.wait(bool))
+        for pool_slot, identity in self.stored.items():
+            op = self._bench.read(pool_slot, 0, identity or name(pool_slot, self._generation + 1))
+            (completion,) = self._bench.run(op)
+            wanted = (OK,) if identity else (STALE, CHECKSUM_MISMATCH)
+            assert completion.outcome in wanted, completion
+            assert identity is None or self._bench.right(0, identity)
+        assert self._bench.engine.poll() == []
+
+
+def main() -> None:
+    job: dict[str, Any] = json.loads(sys.argv[1])
+    targets = [Path(target) for target in job["targets"]]
+    pool = Pool.open(make_spec(*targets, slots=SLOTS // len(targets)))
+    bench = Bench(job["engine"], pool, PLACES)
+    bench.store((slot, name(slot)) for slot in range(SLOTS))
+    traffic = Traffic(bench, job["seed"], job["deadline_s"])
+    print("ready", flush=True)
+    said = 0
+    while sys.stdin not in select.select([sys.stdin], [], [], 0)[0]:
+        traffic.start()
+        traffic.reap(bench.wait(bool))
+        if traffic.counts.total() >= said + 16:
+            said = traffic.counts.total()
+            print(said, flush=True)
+    traffic.end()
+    assert bench.close()
+    print(json.dumps(traffic.counts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One seed: a store is filled, read, evicted, reset, crashed and opened again, for some lives.
+
+The real pool over real small files. The model remembers for each pool slot the bytes that the
+last acknowledged write put there, and for each generation when it was written. It checks
+
+* never wrong: whatever a load serves is the one right content of the identity it asked for;
+* never revived: nothing is adopted that was written before an acknowledged reset, or that was
+  marked not adoptable, or that nobody ever wrote;
+* never lost: what was acknowledged, and whose bytes the crash left whole, is found and served.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from vllm_nvmeof_offload.io import transfer
+from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
+from vllm_nvmeof_offload.pool.table import ENTRY_BYTES, decode_table
+from vllm_nvmeof_offload.protocol import SlotIdentity
+from vllm_nvmeof_offload.units import HEADER_BYTES
+
+from .damage import Damage
+from .disk import Crash, Disk
+
+PAYLOAD_BYTES = 5000
+SLOTS = 16  # over all targets
+KEYS = 20
+LIVES = 8
+STEPS = 16
+
+
+@dataclass(frozen=True)
+class Written:
+    """An acknowledged write: what must be on the disk for it to be found again."""
+
+    identity: SlotIdentity
+    epoch: int
+    slot: bytes
+    entry: bytes
+
+
+class World:
+    def __init__(self, root: Path, seed: int, lies: bool = False) -> None:
+        self.dice = random.Random(seed)
+        self.disk = Disk(root, lies)
+        self.counts: Counter[str] = Counter()
+        self.spec = PoolSpec(
+            targets=(root / "a", root / "b")[: self.dice.choice([1, 2])],
+            pool_bytes=1,
+            payload_bytes=PAYLOAD_BYTES,
+            keyspace=Keyspace.of({"m": 1}),
+            o_direct="off",
+        )
+        self.generation = 0
+        #: generation → (resets that were acknowledged before it, may it be adopted)
+        self.born: dict[int, tuple[int, bool]] = {}
+        self.resets = 0
+        #: What must be found, unless a crash damages it.
+        self.written: dict[int, Written] = {}
+        #: What a manager would look up.
+        self.known: dict[int, SlotIdentity] = {}
+        #: Every identity that a slot had: what must never be served under it again by mistake.
+        self.past: dict[int, list[SlotIdentity]] = {slot: [] for slot in range(SLOTS)}
+        #: A reset has failed: it is not said what the next start finds, until it has found it.
+        self.unclear = False
+        self.pool: Pool | None = None
+
+    def play(self) -> None:
+        for _ in range(LIVES):
+            if self.dice.random() < 0.25:
+                self.disk.crash_after = self.dice.randrange(60)
+            try:
+                self._start()
+                for _ in range(self.dice.randrange(STEPS)):
+                    self._step()
+            except Crash:
+                self.counts["crash inside"] += 1
+            self._end()
+        self._start()
+        self._close()
+
+    # ---- start and end of a life ----------------------------------------------------------
+
+    def _start(self) -> None:
+        slots = self.dice.choice([SLOTS, SLOTS, SLOTS, SLOTS // 2])
+        spec = replace(
+            self.spec,
+            pool_bytes=slots * (self.spec.slot_bytes + ENTRY_BYTES),
+            adopt=self.dice.random() > 0.05,
+            adoptable=self.dice.random() > 0.05,
+        )
+        must = self._must(slots) if spec.adopt else {}
+        if not spec.adopt:
+            self.written.clear()
+        self.pool = Pool.open(spec)
+        if not spec.adopt:
+            self.resets += 1
+        self._check_adopted(must)
+        self.unclear = False
+
+    def _must(self, slots: int) -> dict[int, Written]:
+        """What is whole on the disk now, of what was acknowledged."""
+        blocks = [Damage.superblock(directory) for directory in self._directories()]
+        intact = [block for block in blocks if block is not None]
+        if len({block.uuid for block in intact}) != 1 or self.unclear:
+            return {}
+        if not all(block.adoptable for block in intact):
+            return {}
+        kept = {}
+        for number, written in self.written.items():
+            index, target = divmod(number, len(self.spec.targets))
+            block = blocks[target]
+            if block is None or block.target_index != target or number >= slots:
+                continue
+            # Another epoch on one target alone voids everything: a start that did not finish.
+            voided = any(block.epoch != written.epoch for block in intact)
+            if not voided and index < block.slots and self._is_whole(number, written):
+                kept[number] = written
+        return kept
+
+    def _is_whole(self, number: int, written: Written) -> bool:
+        index, target = divmod(number, len(self.spec.targets))
+        directory = self._directories()[target]
+        slab = self.disk.file(directory / "slab").fd
+        slot = os.pread(slab, len(written.slot), index * self.spec.slot_bytes)
+        if slot != written.slot:
+            return False
+        table = self.disk.file(directory / "table").fd
+        entry = os.pread(table, ENTRY_BYTES, index * ENTRY_BYTES)
+        if len(entry) < ENTRY_BYTES:
+            return True  # the table is cut short before it: the header speaks
+        if entry == written.entry:
+            return True
+        # A damaged entry is looked up in the header; an old or an empty one speaks for itself.
+        return any(entry) and not _proves_itself(entry, number)
+
+    def _check_adopted(self, must: dict[int, Written]) -> None:
+        assert self.pool is not None
+        adopted = self.pool.adopt()
+        found = {
+            slot: SlotIdentity(key, generation)
+            for slot, generation, key in zip(
+                adopted.pool_slots.tolist(), adopted.generations.tolist(), adopted.keys, strict=True
+            )
+        }
+        places = {identity.key: slot for slot, identity in found.items()}
+        assert len(places) == len(found), "a key is adopted twice"
+        self.known = {}
+        for slot, identity in found.items():
+            resets, adoptable = self.born.get(identity.generation, (-1, False))
+            assert resets == self.resets, f"slot {slot}: adopted from before a reset: {identity}"
+            assert adoptable, f"slot {slot}: adopted, and marked not adoptable: {identity}"
+            if self.load(slot, identity):
+                self.known[slot] = identity
+        for slot, written in must.items():
+            assert self.load(slot, written.identity), f"slot {slot} is lost: {written.identity}"
+            # A twin at a lower slot may stand for it.
+            assert places.get(written.identity.key, SLOTS) <= slot, f"slot {slot} is not adopted"
+            self.counts["found again"] += 1
+        self.written = {slot: one for slot, one in must.items() if slot in self.known}
+
+    def _end(self) -> None:
+        """Clean, or a kill that the page cache survives, or a crash; then what rots."""
+        self._close()
+        killed = self.disk.dead and self.dice.random() < 0.4
+        if not killed and (self.disk.dead or self.dice.random() < 0.7):
+            damage = Damage(self.disk, self.dice, self.spec.slot_bytes, self._directories())
+            self.disk.crash(damage.survive)
+            damage.rot()
+            self.counts.update(damage.counts)
+        else:
+            self.disk.dead, self.disk.crash_after, self.disk.fail = False, None, None
+            self.counts["killed" if killed else "clean end"] += 1
+
+    def _close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
+            self.pool = None
+
+    def _directories(self) -> tuple[Path, ...]:
+        place = Path(self.spec.keyspace.digest) / "engine-0" / "rank-0"
+        return tuple(target / place for target in self.spec.targets)
+
+    # ---- one step -------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        assert self.pool is not None
+        steps = {self._store: 60, self._load: 15, self._load_past: 10, self._sync: 8}
+        steps |= {self._fail_a_write: 4, self._reset: 2, self._fail_a_reset: 1}
+        self.dice.choices(list(steps), list(steps.values()))[0]()
+
+    def _store(self) -> None:
+        """Into a free slot, or an evicted one: its number is another key's from now on."""
+        assert self.pool is not None
+        slot = self.dice.randrange(self.pool.slots)
+        self.generation += 1
+        identity = SlotIdentity(f"key {self.dice.randrange(KEYS)}".encode(), self.generation)
+        stamp = self.pool.stamp
+        self.born[self.generation] = (self.resets, stamp.adoptable)
+        self.known.pop(slot, None)
+        self.written.pop(slot, None)
+        memory = bytearray(self.pool.slot_bytes)
+        memory[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = content(identity)
+        view = memoryview(memory)
+        outcome = transfer.write_slot(self.pool, view, slot, identity, stamp, lambda: True)
+        self.past[slot].append(identity)
+        if not outcome.ok:
+            self.counts["write failed"] += 1
+            return
+        self.known[slot] = identity
+        if stamp.adoptable and not self.unclear:
+            sealed = bytes(memory[: HEADER_BYTES + PAYLOAD_BYTES])
+            entry = self.pool.encode_entry(slot, identity, stamp)
+            self.written[slot] = Written(identity, stamp.epoch, sealed, entry)
+
+    def _load(self) -> None:
+        if self.known:
+            slot = self.dice.choice(sorted(self.known))
+            assert self.load(slot, self.known[slot]), f"slot {slot} was lost while running"
+
+    def _load_past(self) -> None:
+        """As a stale index would."""
+        assert self.pool is not None
+        slot = self.dice.randrange(self.pool.slots)
+        if self.past[slot]:
+            identity = self.dice.choice(self.past[slot])
+            self.load(slot, identity)
+
+    def load(self, slot: int, identity: SlotIdentity) -> bool:
+        """True if it was served, and then it was right."""
+        assert self.pool is not None
+        memory = bytearray(self.pool.slot_bytes)
+        if not transfer.read_slot(self.pool, memoryview(memory), slot, identity).ok:
+            self.counts["miss"] += 1
+            return False
+        served = memory[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES]
+        assert served == content(identity), f"slot {slot}: wrong bytes for {identity}"
+        self.counts["served"] += 1
+        return True
+
+    def _sync(self) -> None:
+        """The page cache reaches the disk at some moment, whoever asks for it."""
+        self.disk.sync()
+
+    def _fail_a_write(self) -> None:
+        number = self.dice.choice([errno.EIO, errno.ENOSPC])
+        self.disk.fail = (self.dice.choice(["slab", "table"]), number)
+        self.disk.fail_count = 1
+        self._store()
+        self.disk.fail = None
+
+    def _reset(self, fails: bool = False) -> None:
+        assert self.pool is not None
+        adoptable = self.dice.random() < 0.8
+        self.written.clear()
+        self.unclear = True
+        try:
+            self.pool.reset(adoptable)
+        except OSError:
+            assert fails
+            self.counts["reset failed"] += 1
+            return
+        self.resets += 1
+        self.unclear = False
+        self.known.clear()
+        self.counts["reset"] += 1
+
+    def _fail_a_reset(self) -> None:
+        """On one target, or on all of them: nothing on disk tells of it then."""
+        self.disk.fail = (self.dice.choice(["superblock", "sync"]), errno.EIO)
+        self.disk.fail_count = self.dice.choice([1, 2])
+        self._reset(fails=True)
+        self.disk.fail = None
+
+
+def _proves_itself(entry: bytes, pool_slot: int) -> bool:
+    table = decode_table(np.frombuffer(entry, np.uint8), np.array([pool_slot]))
+    return bool(table.valid[0])
+
+
+def content(identity: SlotIdentity) -> bytes:
+    """The one right payload of an identity."""
+    return random.Random(repr((identity.key, identity.generation))).randbytes(PAYLOAD_BYTES)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the kernel refuses io_uring, or the memory for it: slower, said once, and right."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_nvmeof_offload.units import KIB, MIB
+
+pytest.importorskip("vllm_nvmeof_offload.io.choose", exc_type=ImportError)
+from vllm_nvmeof_offload import native
+
+ROOT = Path(__file__).parents[2]
+#: Eight staging slots of it are more than any limit below.
+PAYLOAD_BYTES = 4 * MIB
+
+
+def io_uring_errno() -> int:
+    """What io_uring_setup says here to arguments that cannot be right: EFAULT if it is there."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return ctypes.get_errno() if libc.syscall(425, 1, None) < 0 else 0
+
+
+needs_io_uring = pytest.mark.skipif(
+    native.core is None or io_uring_errno() != errno.EFAULT,
+    reason=native.WHY_NOT or f"io_uring is refused here: {os.strerror(io_uring_errno())}",
+)
+
+
+def run_child(target: Path, **job: object) -> dict[str, Any]:
+    job = {"target": str(target), "payload_bytes": PAYLOAD_BYTES, "wanted": "auto", **job}
+    command = [sys.executable, "-W", "error", "-m", "tests.faults.denied_child", json.dumps(job)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert isinstance(report, dict)
+    return report
+
+
+@needs_io_uring
+def test_where_nothing_is_denied_nothing_falls_back(tmp_path: Path) -> None:
+    """The control: what the others see comes from the denial."""
+    report = run_child(tmp_path)
+    assert report["ok"]
+    assert "io_uring (registered" in report["name"]
+    assert report["fallbacks"] == []
+    assert report["log"] == []
+
+
+@needs_io_uring
+@pytest.mark.parametrize(
+    ("denied", "number"),
+    [
+        (["setup", "enter", "register"], errno.EPERM),
+        (["setup", "enter", "register"], errno.ENOSYS),
+        (["setup"], errno.EACCES),
+        (["enter"], errno.EPERM),
+    ],
+)
+def test_without_io_uring_threads_run(tmp_path: Path, denied: list[str], number: int) -> None:
+    report = run_child(tmp_path, deny=denied, errno=number)
+    assert report["ok"]
+    assert report["name"].startswith("threads")
+    (line,) = report["fallbacks"]
+    assert line.startswith("io_uring→threads")
+    assert errno.errorcode[number] in line
+    assert "io_uring_" in line
+    assert [said for said in report["log"] if "io_uring" in said] == report["log"]
+    assert len(report["log"]) == 1
+    assert line in report["log"][0]
+
+
+@needs_io_uring
+def test_without_the_right_to_register_it_falls_back_and_works(tmp_path: Path) -> None:
+    report = run_child(tmp_path, deny=["register"], errno=errno.EPERM)
+    assert report["ok"]
+    assert "unregistered" in report["name"]
+    assert "EPERM" in report["fallbacks"][-1]
+    assert len(report["log"]) == len(report["fallbacks"])
+
+
+@needs_io_uring
+@pytest.mark.parametrize("memlock_bytes", [64 * KIB, 8 * MIB])
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+def test_a_memlock_limit_below_staging_leaves_it_unregistered(
+    tmp_path: Path, memlock_bytes: int
+) -> None:
+    report = run_child(tmp_path, memlock_bytes=memlock_bytes)
+    assert report["ok"]
+    assert "unregistered" in report["name"]
+    (line,) = report["fallbacks"]
+    assert "registered→unregistered" in line
+    assert "ENOMEM" in line
+    assert ("8.0 MiB" if memlock_bytes == 8 * MIB else "64.0 KiB") in line
+    assert len(report["log"]) == 1
+    assert line in report["log"][0]
+
+
+@needs_io_uring
+def test_uring_that_was_asked_for_by_name_is_an_error_where_it_is_denied(tmp_path: Path) -> None:
+    report = run_child(tmp_path, wanted="uring", deny=["setup"], errno=errno.EPERM)
+    assert "EPERM" in report["error"]
+    assert "io_uring" in report["error"]
+
+
+def test_threads_that_were_asked_for_by_name_run_without_a_word(tmp_path: Path) -> None:
+    report = run_child(
+        tmp_path, wanted="threads", deny=["setup", "enter", "register"], errno=errno.EPERM
+    )
+    assert report["ok"]
+    assert report["name"].startswith("threads")
+    assert report["fallbacks"] == report["log"] == []
+
+
+@needs_io_uring
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+@pytest.mark.skipif(
+    tuple(map(int, os.uname().release.split(".")[:2])) < (6, 12),
+    reason="before Linux 6.12 rings cannot share registered memory",
+)
+def test_the_rings_of_several_targets_share_one_registration(tmp_path: Path) -> None:
+    staging_bytes = 8 * (512 * KIB + 4 * KIB)
+    limit = staging_bytes * 3 // 2  # enough for one, not for three
+    report = run_child(tmp_path, targets=3, payload_bytes=512 * KIB, memlock_bytes=limit)
+    assert report["ok"]
+    assert report["fallbacks"] == []

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""File systems that are really full: small ones of each kind that may be mounted here."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_nvmeof_offload.errors import OK, OutcomeKind, io_error
+from vllm_nvmeof_offload.pool import slab
+from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.units import MIB
+
+from .kit import Bench, adopted, make_spec, name
+
+DISK_BYTES = 8 * MIB
+WANTED = 500
+
+
+@pytest.fixture(params=["tmpfs", "ext4"])
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 8 MiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "vnvme-test", str(path)]
+    if request.param == "ext4":
+        image = tmp_path / "image"
+        image.touch()
+        os.truncate(image, DISK_BYTES)
+        make = ["mkfs.ext4", "-q", "-O", "^has_journal", "-m", "0", str(image)]
+        try:
+            subprocess.run(make, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no ext4 can be made here: {error}")
+        command = ["mount", "-t", "ext4", "-o", "loop", str(image), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_full_target_shrinks_the_pool_and_every_slot_can_be_written(
+    engine_name: str, small_disk: Path
+) -> None:
+    spec = make_spec(small_disk / "t", slots=WANTED)
+    pool = Pool.open(spec)
+    slots = pool.slots
+    assert pool.shrunk_from == WANTED
+    assert DISK_BYTES // 2 < slots * pool.slot_bytes < DISK_BYTES
+    bench = Bench(engine_name, pool)
+    bench.store((slot, name(slot)) for slot in range(slots))
+    assert bench.run(bench.reset())[0].outcome == OK  # there is room for superblocks even now
+    bench.store((slot, name(slot, 2)) for slot in range(slots))
+    assert bench.close()
+    pool = Pool.open(spec)
+    assert adopted(pool) == {slot: name(slot, 2) for slot in range(slots)}
+    pool.close()
+
+
+def make_sparse(fd: int, size: int) -> None:
+    """What `slab.reserve` does where the file system has no fallocate."""
+    if os.fstat(fd).st_size < size:
+        os.ftruncate(fd, size)
+
+
+def test_a_sparse_slab_that_finds_no_space_fails_the_write_alone(
+    engine_name: str, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slab, "reserve", make_sparse)
+    spec = make_spec(small_disk / "t", slots=WANTED)
+    pool = Pool.open(spec)
+    assert pool.shrunk_from is None, "nobody could know"
+    # The table is short, and a disk that fills up later does not take its place.
+    bench = Bench(engine_name, pool)
+    written, refused = {}, []
+    for slot in range(WANTED):
+        (completion,) = bench.run(bench.write(slot, 0, name(slot)))
+        assert completion.released
+        assert completion.outcome is not None
+        if completion.outcome == OK:
+            written[slot] = name(slot)
+        else:
+            assert completion.outcome == io_error(errno.ENOSPC), completion
+            refused.append(slot)
+        if len(refused) == 5:
+            break
+    assert len(refused) == 5
+    assert len(written) > 50
+    # The others go on: read, and written over.
+    for slot in list(written)[:3]:
+        assert bench.run(bench.read(slot, 1, name(slot)))[0].outcome == OK
+        assert bench.right(1, name(slot))
+        written[slot] = name(slot, 2)
+        bench.store([(slot, name(slot, 2))])
+    for slot in refused:
+        (completion,) = bench.run(bench.read(slot, 1, name(slot)))
+        assert completion.outcome is not None
+        assert completion.outcome.kind is OutcomeKind.CHECKSUM_MISMATCH
+    assert bench.close()
+    pool = Pool.open(spec)
+    assert adopted(pool) == written
+    pool.close()
+
+
+def test_a_pool_on_a_disk_that_is_full_to_the_last_byte_opens_as_before(small_disk: Path) -> None:
+    spec = make_spec(small_disk / "t", slots=20)
+    pool = Pool.open(spec)
+    direct, fallbacks = pool.direct, pool.fallbacks
+    pool.close()
+    with (small_disk / "filler").open("wb", buffering=0) as filler:
+        for piece in (MIB, 4096, 1):
+            try:
+                while filler.write(bytes(piece)) == piece:
+                    pass
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+    pool = Pool.open(spec)
+    assert (pool.direct, pool.fallbacks, pool.slots) == (direct, fallbacks, 20)
+    pool.close()

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opening and adopting a pool on a file system that fails: refused by name, and nothing lost."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from vllm_nvmeof_offload.errors import PoolError
+from vllm_nvmeof_offload.io.transfer import write_slot
+from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
+
+from .fuse_mount import FaultyMount
+from .kit import adopted, make_spec, name
+
+SLOTS = 6
+STORED = {slot: name(slot) for slot in range(SLOTS)}
+
+
+@pytest.fixture
+def spec(faulty_mount: FaultyMount) -> PoolSpec:
+    """A pool on the faulty target, filled."""
+    spec = make_spec(faulty_mount.place / "t", slots=SLOTS, o_direct="off")
+    pool = Pool.open(spec)
+    for slot, identity in STORED.items():
+        memory = memoryview(bytearray(pool.slot_bytes))
+        assert write_slot(pool, memory, slot, identity, pool.stamp, lambda: True).ok
+    pool.close()
+    return spec
+
+
+def found(spec: PoolSpec) -> object:
+    pool = Pool.open(spec)
+    try:
+        return adopted(pool)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("op", "path"),
+    [
+        ("open", "slab"),
+        ("open", "table"),
+        ("fallocate", "slab"),
+        ("fallocate", "table"),
+        ("fsync", "slab"),
+        ("fsync", "table"),
+        ("write", "lock"),
+        ("fsync", "lock"),
+        ("read", "superblock"),
+    ],
+)
+def test_a_start_that_fails_is_refused_by_name_and_loses_nothing(
+    spec: PoolSpec, faulty_mount: FaultyMount, op: str, path: str
+) -> None:
+    faulty_mount.rules({"op": op, "path": path, "do": "errno", "value": errno.EIO, "count": 1})
+    with pytest.raises(PoolError, match=str(faulty_mount.place)):
+        Pool.open(spec)
+    assert faulty_mount.fired() == 1
+    assert found(spec) == STORED
+
+
+@pytest.mark.parametrize("op", ["create", "write", "fsync"])
+def test_a_superblock_that_cannot_be_replaced_leaves_the_old_one(
+    spec: PoolSpec, faulty_mount: FaultyMount, op: str
+) -> None:
+    rule = {"op": op, "path": "superblock.new", "do": "errno", "value": errno.EIO, "count": 1}
+    faulty_mount.rules(rule)
+    with pytest.raises(PoolError, match=str(faulty_mount.place)):
+        Pool.open(make_spec(*spec.targets, slots=SLOTS, o_direct="off", adopt=False))
+    assert faulty_mount.fired() == 1
+    assert found(spec) == STORED
+
+
+def test_a_table_that_cannot_be_read_is_rebuilt_from_headers(
+    spec: PoolSpec, faulty_mount: FaultyMount
+) -> None:
+    faulty_mount.rules(
+        {"op": "read", "path": "table", "do": "errno", "value": errno.EIO, "count": 1}
+    )
+    assert found(spec) == STORED
+    assert faulty_mount.fired() == 1
+
+
+def test_a_table_that_is_read_in_pieces_is_read_whole(
+    spec: PoolSpec, faulty_mount: FaultyMount
+) -> None:
+    faulty_mount.rules({"op": "read", "path": "table", "do": "short", "value": 100})
+    assert found(spec) == STORED
+    assert faulty_mount.fired() > 1
+
+
+def test_headers_that_cannot_be_read_lose_their_slots_alone(
+    spec: PoolSpec, faulty_mount: FaultyMount
+) -> None:
+    (table,) = faulty_mount.backing.glob("t/*/engine-0/rank-0/table")
+    table.write_bytes(b"")
+    faulty_mount.rules({"op": "read", "do": "errno", "value": errno.EIO, "count": 2})
+    kept = found(spec)
+    assert isinstance(kept, dict)
+    assert faulty_mount.fired() == 2
+    assert len(kept) == SLOTS - 2
+    assert kept.items() <= STORED.items()
+
+
+def test_without_fallocate_the_slab_is_sparse(tmp_path: Path, faulty_mount: FaultyMount) -> None:
+    faulty_mount.rules(
+        {"name": "slab", "op": "fallocate", "do": "errno", "value": errno.EOPNOTSUPP},
+        {
+            "name": "table",
+            "op": "fallocate",
+            "path": "table",
+            "do": "errno",
+            "value": errno.EOPNOTSUPP,
+        },
+    )
+    pool = Pool.open(make_spec(faulty_mount.place / "t", slots=SLOTS, o_direct="off"))
+    assert faulty_mount.fired("slab") + faulty_mount.fired("table") >= 1
+    assert pool.slots == SLOTS
+    assert (pool.directories[0] / "slab").stat().st_blocks == 0
+    pool.close()

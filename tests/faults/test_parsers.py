@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random and mutated bytes for everything that reads the disk.
+
+Two kinds of mutants: plain ones, which a CRC must catch, and ones whose CRC was made right
+again, as if a broken writer had signed them, which the fields' own rules must catch. Nothing
+may raise what it does not document.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from crc32c import crc32c
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE, PoolFormatError
+from vllm_nvmeof_offload.pool.layout import KEY_BYTES_MAX, Stamp, parse_header, seal, verify
+from vllm_nvmeof_offload.pool.superblock import Superblock, is_superblock, read_superblock
+from vllm_nvmeof_offload.pool.table import ENTRY_BYTES, decode_table, encode_entry
+from vllm_nvmeof_offload.protocol import SlotIdentity
+from vllm_nvmeof_offload.units import HEADER_BYTES, slot_stride_bytes
+
+from .mutations import changes, edits, mutated, of_file, same_directory
+
+PAYLOAD = bytes(range(256)) * 20
+ONE, OTHER = SlotIdentity(b"one" * 12, 7), SlotIdentity(b"other" * 7, 8)
+FIELDS_END = 82  # of a header: beyond are zeros and the CRC
+BLOCK = Superblock(bytes(range(16)), "0f" * 16, 8192, 4096, 9, 1, 2, 3, 4, 5, True)
+
+
+def sealed(identity: SlotIdentity = ONE) -> bytes:
+    slot = bytearray(slot_stride_bytes(len(PAYLOAD)))
+    slot[HEADER_BYTES : HEADER_BYTES + len(PAYLOAD)] = PAYLOAD
+    seal(memoryview(slot), identity, len(PAYLOAD), 3, True)
+    return bytes(slot)
+
+
+def signed(page: bytes) -> bytes:
+    """A 4 KiB page with its last four bytes made the CRC of the others."""
+    return page[: HEADER_BYTES - 4] + struct.pack("<I", crc32c(page[: HEADER_BYTES - 4]))
+
+
+SEALED = sealed()
+MATTERS = HEADER_BYTES + len(PAYLOAD)  # what follows is padding
+
+
+@given(changes)
+def test_a_mutated_slot_is_never_ok(mutations: list[tuple[str, int, bytes]]) -> None:
+    slot = mutated(SEALED, mutations)
+    outcome = verify(memoryview(slot), ONE, len(PAYLOAD))
+    if slot[:MATTERS] == SEALED[:MATTERS]:
+        assert outcome == OK
+    else:
+        assert outcome in (CHECKSUM_MISMATCH, STALE)
+
+
+@given(st.lists(st.tuples(st.just("put"), st.integers(0, FIELDS_END - 1), st.binary(max_size=4))))
+@example([])
+@example([("put", 8, b"\2")])  # version
+@example([("put", 10, b"\2")])  # flags
+@example([("put", 11, b"\0")])  # key length
+@example([("put", 11, b"\x2f")])
+@example([("put", 24, b"\xff" * 8)])  # payload length
+@example([("put", 36 + KEY_BYTES_MAX - 1, b"x")])  # padding of the key
+def test_a_signed_header_of_nonsense_is_refused_or_stale(
+    mutations: list[tuple[str, int, bytes]],
+) -> None:
+    page = signed(mutated(SEALED[:HEADER_BYTES], mutations))
+    slot = page + SEALED[HEADER_BYTES:]
+    header = parse_header(page)
+    outcome = verify(memoryview(slot), ONE, len(PAYLOAD))
+    if header is None:
+        assert outcome == CHECKSUM_MISMATCH
+        return
+    # What is accepted as a header encodes to the same fields again.
+    assert 0 < len(header.identity.key) <= KEY_BYTES_MAX
+    again = bytearray(SEALED)
+    seal(
+        memoryview(again),
+        header.identity,
+        len(PAYLOAD),
+        header.stamp.epoch,
+        header.stamp.adoptable,
+    )
+    same = header.identity == ONE and header.payload_bytes == len(PAYLOAD)
+    if not same:
+        assert outcome == STALE
+    elif page[32:36] == SEALED[32:36]:
+        assert (page, outcome) == (bytes(again[:HEADER_BYTES]), OK)
+    else:
+        assert outcome == CHECKSUM_MISMATCH
+
+
+@given(st.binary(max_size=3 * HEADER_BYTES), st.integers(0, 3 * HEADER_BYTES))
+@example(b"", 0)
+@example(SEALED[:HEADER_BYTES], len(PAYLOAD))  # an intact header and nothing behind it
+def test_random_bytes_never_verify(data: bytes, payload_bytes: int) -> None:
+    assert verify(memoryview(data), ONE, payload_bytes) in (CHECKSUM_MISMATCH, STALE)
+
+
+def test_a_header_in_anothers_slot_is_stale_for_the_other() -> None:
+    """A misdirected write: a whole slot, or its header page alone."""
+    other = sealed(OTHER)
+    assert verify(memoryview(other), ONE, len(PAYLOAD)) == STALE
+    assert verify(memoryview(other), OTHER, len(PAYLOAD)) == OK
+    spliced = other[:HEADER_BYTES] + SEALED[HEADER_BYTES:-1] + b"x"
+    assert verify(memoryview(spliced), ONE, len(PAYLOAD)) == STALE
+    half = SEALED[:HEADER_BYTES] + bytes(len(SEALED) - HEADER_BYTES)
+    assert verify(memoryview(half), ONE, len(PAYLOAD)) == CHECKSUM_MISMATCH
+
+
+# ---- the table ----------------------------------------------------------------------------
+
+
+def table_of(*slots: int) -> bytes:
+    return b"".join(encode_entry(slot, ONE, Stamp(3, True)) for slot in slots)
+
+
+TABLE = table_of(*range(8))
+
+
+def decode(raw: bytes) -> object:
+    count = len(raw) // ENTRY_BYTES
+    return decode_table(np.frombuffer(raw[: count * ENTRY_BYTES], np.uint8), np.arange(count))
+
+
+@given(changes)
+def test_a_mutated_entry_is_not_valid_and_hurts_no_other(
+    mutations: list[tuple[str, int, bytes]],
+) -> None:
+    raw = mutated(TABLE, mutations)
+    table = decode(raw)
+    for index in range(len(raw) // ENTRY_BYTES):
+        here = slice(index * ENTRY_BYTES, (index + 1) * ENTRY_BYTES)
+        unchanged = index < 8 and raw[here] == TABLE[here]
+        assert table.valid[index] == unchanged  # type: ignore[attr-defined]
+        assert table.damaged[index] == (any(raw[here]) and not unchanged)  # type: ignore[attr-defined]
+
+
+@given(st.permutations(range(8)))
+def test_an_entry_in_anothers_place_is_damaged(order: list[int]) -> None:
+    table = decode(table_of(*order))
+    stayed = [slot == index for index, slot in enumerate(order)]
+    assert table.valid.tolist() == stayed  # type: ignore[attr-defined]
+    assert table.damaged.tolist() == [not one for one in stayed]  # type: ignore[attr-defined]
+
+
+@given(st.integers(0, 255), st.integers(0, 255), st.binary(min_size=46, max_size=46))
+@example(1, 36, ONE.key.ljust(46, b"\0"))
+@example(1, 0, bytes(46))
+@example(1, 47, bytes(46))
+@example(2, 36, ONE.key.ljust(46, b"\0"))
+def test_a_signed_entry_of_nonsense_is_damaged(flags: int, length: int, key: bytes) -> None:
+    body = struct.pack("<IQBB46s", 3, 7, flags, length, key)
+    raw = struct.pack("<I", crc32c(struct.pack("<I", 0) + body)) + body
+    table = decode(raw)
+    # An entry is a hint: what follows its key is not looked at.
+    sound = flags <= 1 and 0 < length <= KEY_BYTES_MAX
+    assert (table.valid[0], table.damaged[0]) == (sound, not sound)  # type: ignore[attr-defined]
+
+
+# ---- the superblock -----------------------------------------------------------------------
+
+
+@given(changes)
+def test_a_mutated_superblock_is_refused(mutations: list[tuple[str, int, bytes]]) -> None:
+    page = mutated(BLOCK.encode(), mutations)
+    if page == BLOCK.encode():
+        assert Superblock.decode(page) == BLOCK
+        return
+    with pytest.raises(PoolFormatError):
+        Superblock.decode(page)
+
+
+@given(edits)
+@example([("put", 8, b"\2")])  # version
+@example([("put", 28, b"\xff")])  # keyspace
+def test_a_signed_superblock_of_nonsense_is_refused_or_says_what_it_is(
+    mutations: list[tuple[str, int, bytes]],
+) -> None:
+    page = signed(mutated(BLOCK.encode(), mutations))
+    try:
+        found = Superblock.decode(page)
+    except PoolFormatError:
+        assert page != BLOCK.encode()
+        return
+    assume(not any(page[105 : HEADER_BYTES - 4]))
+    assert (found == BLOCK) == (page == BLOCK.encode() or found.encode() == BLOCK.encode())
+
+
+@same_directory
+@given(st.one_of(st.binary(max_size=5000), changes.map(lambda m: mutated(BLOCK.encode(), m))))
+@example(BLOCK.encode() + b"x")
+def test_a_file_that_is_no_superblock_is_refused(tmp_path: Path, data: bytes) -> None:
+    of_file(tmp_path / "superblock", data)
+    assert is_superblock(tmp_path / "superblock") == data.startswith(b"vNVMeSB\0")
+    if data == BLOCK.encode():
+        assert read_superblock(tmp_path) == BLOCK
+    else:
+        with pytest.raises(PoolFormatError):
+            read_superblock(tmp_path)
+
+
+def test_the_mutations_mutate() -> None:
+    """The tests' own control: each kind changes what it should."""
+    assert mutated(b"abc", [("xor", 1, b"\1")]) == b"acc"
+    assert mutated(b"abc", [("put", 4, b"xyz")]) == b"axy"
+    assert mutated(b"abc", [("cut", 1, b"")]) == b"a"
+    assert mutated(b"abc", [("grow", 0, b"d")]) == b"abcd"
+    assert signed(SEALED[:HEADER_BYTES]) == SEALED[:HEADER_BYTES]
+    assert signed(BLOCK.encode()) == BLOCK.encode()
+    broken: Callable[[bytes], bytes] = lambda page: page[:8] + b"\2" + page[9:]  # noqa: E731
+    assert parse_header(broken(SEALED)) is None

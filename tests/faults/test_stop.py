@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SIGSTOP for longer than every deadline, then SIGCONT: nothing wrong, nothing twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_nvmeof_offload.errors import PoolLockedError
+from vllm_nvmeof_offload.pool.lock import HEARTBEAT_STALE_S, read_holder
+from vllm_nvmeof_offload.pool.pool import Pool
+
+from .fuse_mount import FaultyMount
+from .kit import WAIT_S, make_spec
+
+ROOT = Path(__file__).parents[2]
+SEED = int(os.environ.get("VLLM_NVMEOF_SEED", "0")) or random.SystemRandom().getrandbits(32)
+STOPS = 6
+DEADLINE_S = 0.1
+
+StartChild = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start_child() -> Iterator[StartChild]:
+    """Start the child of `stop_child` and wait until it works."""
+    children: list[subprocess.Popen[str]] = []
+
+    def start(engine: str, *targets: Path) -> subprocess.Popen[str]:
+        print(f"VLLM_NVMEOF_SEED={SEED}")
+        job = {"engine": engine, "seed": SEED, "deadline_s": DEADLINE_S}
+        job["targets"] = list(map(str, targets))
+        child = subprocess.Popen(
+            [sys.executable, "-W", "error", "-m", "tests.faults.stop_child", json.dumps(job)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        children.append(child)
+        hear(child)
+        return child
+
+    yield start
+    for child in children:
+        child.kill()
+        child.communicate()
+
+
+def hear(child: subprocess.Popen[str]) -> None:
+    """Wait until it says something: it is at work."""
+    assert child.stdout is not None
+    assert select.select([child.stdout], [], [], WAIT_S)[0], "the child is silent"
+    line = child.stdout.readline()
+    assert line, child.communicate()[1]
+
+
+def stop(child: subprocess.Popen[str]) -> None:
+    """Stop it, and wait until all of its threads have stopped."""
+    child.send_signal(signal.SIGSTOP)
+    os.waitpid(child.pid, os.WUNTRACED)
+
+
+def end(child: subprocess.Popen[str]) -> dict[str, int]:
+    """Let it come to its end; return its counts."""
+    out, err = child.communicate("\n", timeout=WAIT_S)
+    assert child.returncode == 0, err
+    counts = json.loads(out.splitlines()[-1])
+    assert isinstance(counts, dict)
+    return counts
+
+
+def keep_stopped(seconds: float) -> None:
+    """The passing of time is what is tested here."""
+    time.sleep(seconds)
+
+
+def test_operations_in_flight_survive_a_stop(
+    engine_name: str, start_child: StartChild, tmp_path: Path
+) -> None:
+    child = start_child(engine_name, tmp_path / "a", tmp_path / "b")
+    for _ in range(STOPS):
+        stop(child)
+        keep_stopped(2 * DEADLINE_S)
+        child.send_signal(signal.SIGCONT)
+        hear(child)
+        hear(child)
+    counts = end(child)
+    print(engine_name, counts)
+    assert counts["ok"] > 50
+
+
+def test_a_slow_target_and_a_stop_miss_deadlines_and_no_more(
+    engine_name: str, start_child: StartChild, tmp_path: Path, faulty_mount: FaultyMount
+) -> None:
+    """The kernel answers while the process is stopped, before or after the deadline."""
+    child = start_child(engine_name, faulty_mount.place / "t", tmp_path / "healthy")
+    faulty_mount.rules(
+        {"name": "reads", "op": "read", "do": "delay", "value": 0.03},
+        {"name": "writes", "op": "write", "do": "delay", "value": 0.03},
+        {"name": "entries", "op": "write", "path": "table", "do": "delay", "value": 0.15},
+    )
+    for _ in range(STOPS):
+        hear(child)
+        stop(child)
+        keep_stopped(2 * DEADLINE_S)
+        child.send_signal(signal.SIGCONT)
+    faulty_mount.rules()
+    counts = end(child)
+    print(engine_name, counts)
+    assert faulty_mount.fired("reads") > 0
+    assert faulty_mount.fired("writes") > 0
+    assert counts["deadline"] > 0
+
+
+def test_a_stopped_owner_keeps_its_directory(start_child: StartChild, tmp_path: Path) -> None:
+    """Its heartbeat grows old, and yet it lives: on one kernel the flock alone decides."""
+    child = start_child("threads", tmp_path)
+    spec = make_spec(tmp_path, engine_index=0)
+    (lock,) = tmp_path.glob("*/engine-0/rank-0/lock")
+    stop(child)
+    holder = read_holder(lock)
+    assert holder is not None
+    assert holder.pid == child.pid
+    # As it looks after a long stop.
+    record = json.loads(lock.read_bytes().rstrip(b"\0 \n"))
+    record["heartbeat"] -= 100 * HEARTBEAT_STALE_S
+    lock.write_bytes(json.dumps(record).encode().ljust(512))
+    with pytest.raises(PoolLockedError, match=f"pid {child.pid} "):
+        Pool.open(spec)
+    # Who does not ask for this one gets the next.
+    other = Pool.open(make_spec(tmp_path))
+    assert other.engine_index == 1
+    other.close()
+    child.send_signal(signal.SIGCONT)
+    assert end(child)["ok"] > 0
+    pool = Pool.open(spec)
+    assert pool.engine_index == 0
+    assert len(pool.adopt()) > 0
+    pool.close()

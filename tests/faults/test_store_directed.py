@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences that the simulation meets rarely, or that once were wrong, each told step by step."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_nvmeof_offload.io.transfer import write_slot
+from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
+from vllm_nvmeof_offload.protocol import SlotIdentity
+
+from .kit import adopted, make_spec, name
+from .store.disk import Crash, Data, Disk, Event
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    disk = Disk(tmp_path.resolve())
+    with disk.active():
+        yield disk
+
+
+@pytest.fixture
+def spec(disk: Disk) -> PoolSpec:
+    return make_spec(disk.root / "t", slots=4, payload_bytes=5000, o_direct="off")
+
+
+def put(pool: Pool, slot: int, identity: SlotIdentity) -> None:
+    memory = memoryview(bytearray(pool.slot_bytes))
+    assert write_slot(pool, memory, slot, identity, pool.stamp, lambda: True).ok
+
+
+def start(spec: PoolSpec, use: Callable[[Pool], None]) -> dict[int, SlotIdentity]:
+    """One life: adopt, use, and be gone. Returns what was adopted."""
+    pool = Pool.open(spec)
+    try:
+        found = adopted(pool)
+        use(pool)
+    finally:
+        pool.close()
+    return found
+
+
+def rest(pool: Pool) -> None:
+    """Use nothing."""
+
+
+def test_what_followed_a_failed_reset_does_not_outlive_the_next_one(
+    disk: Disk, spec: PoolSpec
+) -> None:
+    def fail_to_reset_and_go_on(pool: Pool) -> None:
+        disk.fail, disk.fail_count = ("superblock", errno.EIO), 1
+        with pytest.raises(OSError, match="Input/output error"):
+            pool.reset(adoptable=True)
+        put(pool, 0, name(0))  # in the epoch of which the disk knows nothing
+
+    def reset(pool: Pool) -> None:
+        pool.reset(adoptable=True)  # its epoch has the same number
+        put(pool, 1, name(1))
+
+    start(spec, fail_to_reset_and_go_on)
+    assert start(spec, reset) == {}
+    assert start(spec, rest) == {1: name(1)}
+
+
+def test_a_start_makes_durable_the_superblock_that_it_keeps(disk: Disk, spec: PoolSpec) -> None:
+    """A process was killed between the rename and the directory's fsync of a reset."""
+
+    def be_killed_in_a_reset(pool: Pool) -> None:
+        put(pool, 0, name(0))
+        disk.crash_after = 3  # write, fsync, rename; not the directory
+        with pytest.raises(Crash):
+            pool.reset(adoptable=True)
+
+    def only_bytes_survive(journal: list[Event]) -> None:
+        for event in journal:
+            if isinstance(event, Data):
+                event.redo()
+
+    start(spec, be_killed_in_a_reset)
+    disk.dead, disk.crash_after = False, None
+    assert start(spec, lambda pool: put(pool, 1, name(1))) == {}, "the page cache has the reset"
+    disk.crash(only_bytes_survive)
+    assert start(spec, rest) == {1: name(1)}
+
+
+def test_a_superblock_that_stays_is_not_written_again(disk: Disk, spec: PoolSpec) -> None:
+    """There may be no room for a second one."""
+    start(spec, lambda pool: put(pool, 0, name(0)))
+    disk.fail, disk.fail_count = ("superblock", errno.ENOSPC), 1000
+    assert start(spec, rest) == {0: name(0)}
