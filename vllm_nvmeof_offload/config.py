@@ -130,10 +130,6 @@ def _unknown(name: str, value: object, what: str, valid: list[str]) -> ConfigErr
 def _refusal(key: str, value: object, from_json: bool, error: Any) -> ConfigError:
     """The plain sentence for a pydantic error."""
     shown = key if from_json else _variable(key)
-    if key == "io_engine" and value == "uring":
-        return ConfigError(
-            shown, value, 'the io_uring engine comes with a later release; give "threads"'
-        )
     allowed = _notes(key)["allowed"]
     why = str(error["ctx"]["error"]) if error["type"] == "value_error" else ""
     given = f"a value of type {type(value).__name__} " if error["type"].endswith("_type") else ""

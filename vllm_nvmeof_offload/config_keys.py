@@ -121,9 +121,21 @@ class OffloadConfig(BaseModel):
         "Share of the cache slots that one load may fill with what it reads from the pool.",
         ge=0, le=1,
     )  # fmt: skip
-    io_engine: Literal["auto", "threads"] = _key(
-        "auto", "", '"auto" or "threads"',
-        "How staging and pool exchange bytes. auto: the fastest engine that works here.",
+    io_engine: Literal["auto", "uring", "threads"] = _key(
+        "auto", "", '"auto", "uring" or "threads"',
+        "How staging and pool exchange bytes. auto: io_uring, or threads where it is denied; "
+        "uring: refuse to start where it is denied.",
+    )  # fmt: skip
+    io_depth: int = _key(
+        32, "operations", "an integer from 1 to 4096",
+        "Reads, and as many writes, that io_uring keeps in flight on each target.",
+        ge=1, le=4096,
+    )  # fmt: skip
+    io_split_bytes: Size = _key(
+        512 * KIB, "bytes", f"{_SIZE} from 4KiB to 1GiB",
+        "io_uring cuts a chunk into operations of about this size, so that none delays the others "
+        "for long.",
+        ge=PAGE_BYTES, le=GIB,
     )  # fmt: skip
     io_threads: int = _key(
         8, "threads", "an integer from 2 to 256",
@@ -135,10 +147,17 @@ class OffloadConfig(BaseModel):
         "Whether pool I/O bypasses the page cache. auto: where the file system can; on: refuse "
         "to start where it cannot.",
     )  # fmt: skip
-    write_policy: Literal["through", "off"] = _key(
-        "through", "", '"through" or "off"',
-        "through: what is stored in the CPU tier is written to the pool behind it; off: the pool "
-        "is only read.",
+    write_policy: Literal["through", "on_eviction", "off"] = _key(
+        "through", "", '"through", "on_eviction" or "off"',
+        "through: what is stored in the CPU tier is written to the pool behind it; on_eviction: "
+        "only when the CPU tier is about to need its room, which writes less and loses more at a "
+        "restart; off: the pool is only read.",
+    )  # fmt: skip
+    store_threshold: int = _key(
+        1, "sightings", "an integer from 1 to 1000000",
+        "A chunk is offloaded on its n-th sighting: the n-th request that has it, as vLLM's key "
+        "of this name counts. 1: at once. More spares the device what is never asked for again.",
+        ge=1, le=1_000_000,
     )  # fmt: skip
     read_deadline_ms: int = _key(
         5_000, "ms", "an integer from 1 to 3600000",
@@ -152,12 +171,18 @@ class OffloadConfig(BaseModel):
     )  # fmt: skip
     read_bytes_in_flight_max: Size = _key(
         64 * MIB, "bytes", f"{_SIZE} of at least 4KiB",
-        "Bound on bytes being read from the pool, each rank.",
+        "Bound on bytes being read, for each rank, and with io_uring for each of its targets.",
         ge=PAGE_BYTES,
     )  # fmt: skip
     write_bytes_in_flight_max: Size = _key(
         16 * MIB, "bytes", f"{_SIZE} of at least 4KiB",
-        "Bound on bytes being written to the pool, each rank; what keeps reads quick.",
+        "Bound on bytes being written, for each rank, and with io_uring for each of its targets.",
+        ge=PAGE_BYTES,
+    )  # fmt: skip
+    write_bytes_beside_reads_max: Size = _key(
+        512 * KIB, "bytes", f"{_SIZE} of at least 4KiB",
+        "The same bound while reads wait or run: what keeps reads quick. One operation may always "
+        "run.",
         ge=PAGE_BYTES,
     )  # fmt: skip
     adopt: bool = _key(

@@ -39,12 +39,14 @@ COUNTERS = {
         _metric("preemptions", "Preemptions seen by the scheduler."),
         _metric("stored_chunks", "Chunks whose store into the CPU tier was planned."),
         _metric("refused_stores", "New chunks that found no room in the CPU tier."),
-        _metric("refused_writes", "Chunks in the CPU tier that found no pool slot."),
+        _metric("below_threshold_chunks", "New chunks not seen often enough to be stored."),
+        _metric("refused_writes", "Chunks dropped from the CPU tier before their write began."),
         _metric("written_chunks", "Chunks written to the pool by every rank."),
         _metric("evictions", "Chunks evicted from a tier.", "tier"),
         _metric("failed_chunks", "Chunks whose operation failed, by outcome.", "outcome"),
         _metric("read_bytes", "Bytes read from the pool, all ranks."),
         _metric("written_bytes", "Bytes written to the pool, all ranks."),
+        _metric("target_written_bytes", "As written_bytes, by target: its wear.", "target"),
         _metric("adopted_chunks", "Chunks taken over from the pool at start."),
         _metric("resets", "Times that everything stored was declared void."),
         _metric("retired_pool_slots", "Pool slots given up after failed writes."),
@@ -62,6 +64,7 @@ GAUGES = {
         _metric("pool_slots_used", "Pool slots taken."),
         _metric("writes_pending", "Writes to the pool that were sent and not reported."),
         _metric("write_backlog", "Chunks in the CPU tier that wait for their write."),
+        _metric("fallbacks", "Parts that run slower than they could, as start-up said, all ranks."),
         _metric("suspect_targets", "Targets that at least one rank finds suspect."),
     )
 }

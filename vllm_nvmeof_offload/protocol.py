@@ -33,6 +33,7 @@ __all__ = [
     "LoadCommand",
     "OpReport",
     "RankHello",
+    "RateReport",
     "ReleaseReport",
     "Report",
     "ResetCommand",
@@ -168,7 +169,20 @@ class VerdictReport:
     usable: bool
 
 
-Report = OpReport | ReleaseReport | VerdictReport
+@dataclass(frozen=True, slots=True)
+class RateReport:
+    """How fast this rank finds one target, bytes per second while it is busy; 0: not known.
+
+    It rides along with other reports: nothing is owed, and nobody steps for it.
+    """
+
+    rank: int
+    target: int
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+
+
+Report = OpReport | ReleaseReport | VerdictReport | RateReport
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from vllm_nvmeof_offload.deployment import Deployment
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
+from vllm_nvmeof_offload.manager.plan import WritePolicy
 from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.worker.build import Place, build_worker
@@ -112,7 +113,8 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
         core = ManagerCore(
             CoreConfig(
                 world_size=self.config.parallel.world_size,
-                write_through=settings.write_policy == "through" and settings.pool_bytes != 0,
+                store_threshold=settings.store_threshold,
+                write_policy=WritePolicy(settings.write_policy),
                 weights_never_change=settings.weights_never_change,
                 land_cache_share=settings.land_cache_share,
                 report_deadline_s=deadline_ms / 1000 + _REPORT_GRACE_S,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A full file system, SIGKILL in the middle of writes, and the start after it."""
+"""Two targets, one of them full; SIGKILL in the middle of writes, and the start after it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e import faults_rig as rig
 
-SLOTS = 70  # of which a prompt needs 15: the pool evicts as well
+SLOTS = 35  # on each of two targets, of which a prompt needs 15: the pool evicts as well
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,8 @@ def test_sigkill_during_writes_on_a_full_file_system(
     small_file_system: Path, tmp_path: Path, reference: rig.Reference
 ) -> None:
     faults = rig.Faults(tmp_path / "faults.json")
-    spec = rig.spec(small_file_system / "pool", fault_injection=str(faults.path))
+    targets = [str(small_file_system / "pool"), str(tmp_path / "pool")]
+    spec = rig.spec(small_file_system, targets=targets, fault_injection=str(faults.path))
     with rig.start(spec, "restart-before") as server:
         slots = rig.wait_for(server, "figures", rig.has_figures).value("vllm:nvmeof_pool_slots")
         assert 0 < slots < rig.POOL_SLOTS, "capacity is what is there"

@@ -13,7 +13,7 @@ GPU_BASE = 1 << 40
 STAGING_BASE = 1 << 20
 
 
-PROFILES = ("plain", "plain", "calm", "hangs", "restarts", "pool", "stuck")
+PROFILES = ("plain", "plain", "calm", "hangs", "restarts", "pool", "stuck", "demotion")
 
 
 class Violation(AssertionError):  # noqa: N818 - the protocol's word
@@ -88,6 +88,9 @@ class Knobs:
     abort: float
     reset: float
     crash: float
+    store_threshold: int = 1
+    write_policy: str = "through"
+    slow_target: int = -1  # a target that takes four times as long; -1: none
     read_deadline_s: float = 0.3
     write_deadline_s: float = 2.0
     report_deadline_s: float = 20.0
@@ -150,6 +153,8 @@ class Knobs:
 
 def _focus(profile: str, rng: random.Random) -> dict[str, Any]:
     """What a profile is about, made frequent."""
+    if profile in ("plain", "calm", "demotion"):
+        return _policies(profile, rng)
     if profile == "hangs":
         return {
             "hangs": rng.uniform(0.05, 0.3),
@@ -209,3 +214,25 @@ def _focus(profile: str, rng: random.Random) -> dict[str, Any]:
             "ticks": 500,
         }
     return {}
+
+
+def _policies(profile: str, rng: random.Random) -> dict[str, Any]:
+    """The operator's choices; elsewhere they would only make rare what a profile is about."""
+    if profile != "demotion":
+        return {
+            "store_threshold": rng.choice((1, 1, 2, 3)),
+            "write_policy": rng.choice(("through",) * 5 + ("off",)),
+        }
+    return {
+        "write_policy": "on_eviction",
+        "targets": rng.choice((1, 2, 3)),
+        "slow_target": 0,
+        "store_threshold": rng.choice((1, 1, 2)),
+        "cache_slots": rng.randint(4, 24),
+        "pool_slots": rng.randint(8, 40),
+        "land_share": rng.choice((0.0, 0.5, 1.0)),
+        "gpu_blocks": rng.randint(12, 24),
+        "full_slot": 0.0,
+        "copy_s": rng.choice((0.0005, 0.01)),
+        "ticks": 400,
+    }

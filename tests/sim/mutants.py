@@ -28,6 +28,10 @@ PROFILE = {
     "full_engine_blocks_for_ever": "stuck",
     "deadlines_are_not_given": "stuck",
     "failed_reset_is_ignored": "restarts",
+    "demotion_never_begins": "demotion",
+    "demotion_begins_at_once": "demotion",
+    "unwritten_goes_before_clean": "demotion",
+    "landing_drops_the_unwritten": "demotion",
 }
 
 

@@ -93,7 +93,7 @@ def doom_ignores_the_generation() -> list[Patch]:
     real = Tiers.doom
 
     def doom(self: Any, entry: Entry) -> None:
-        real(self, self.index.get(entry.identity.key) or entry)
+        real(self, self.index.find(entry.identity.key) or entry)
 
     return [(Tiers, "doom", doom)]
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from vllm_nvmeof_offload.errors import OK, Outcome
 from vllm_nvmeof_offload.manager import adoption, core
 from vllm_nvmeof_offload.manager.index import State
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op
 from vllm_nvmeof_offload.manager.writes import WriteBehind
-from vllm_nvmeof_offload.protocol import OpReport
+from vllm_nvmeof_offload.protocol import AdoptedEntries, OpReport
 from vllm_nvmeof_offload.worker.gates import Grant, SlotGates
 from vllm_nvmeof_offload.worker.iopump import IoEvent
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
@@ -64,8 +66,8 @@ def storing_is_a_miss() -> list[Patch]:
     real = core.ManagerCore.lookup
 
     def lookup(self: Any, key: bytes) -> Any:
-        entry = self._tiers.index.get(key)
-        return None if entry and entry.state is State.STORING else real(self, key)
+        awake = {entry.identity.key: entry.state for entry in self._tiers.index.awake()}
+        return None if awake.get(key) is State.STORING else real(self, key)
 
     return [(core.ManagerCore, "lookup", lookup)]
 
@@ -125,7 +127,7 @@ def write_begins_with_the_store() -> list[Patch]:
     def prepare_store(self: Any, keys: Any) -> Any:
         plan = real(self, keys)
         for key in plan.stored:
-            self._stored(self._tiers.index.get(key), None)
+            self._stored(self._tiers.index.find(key), None)
         return plan
 
     return [(core.ManagerCore, "prepare_store", prepare_store)]
@@ -147,7 +149,9 @@ def table_before_data() -> list[Patch]:
 @mutant
 def failed_write_counts_as_written() -> list[Patch]:
     real = WriteBehind.ended
-    return [(WriteBehind, "ended", lambda self, entry, failure: real(self, entry, None))]
+    return [
+        (WriteBehind, "ended", lambda self, entry, slot, failure: real(self, entry, slot, None))
+    ]
 
 
 @mutant
@@ -164,13 +168,17 @@ def first_rank_decides() -> list[Patch]:
 
 @mutant
 def adoption_is_the_union() -> list[Patch]:
-    real = adoption._triples
+    def union(one: AdoptedEntries, other: AdoptedEntries) -> AdoptedEntries:
+        more = [i for i, slot in enumerate(other.pool_slots) if slot not in one.pool_slots]
+        return adoption._in_order(
+            AdoptedEntries(
+                np.concatenate([one.pool_slots, other.pool_slots[more]]),
+                np.concatenate([one.generations, other.generations[more]]),
+                one.keys + tuple(other.keys[i] for i in more),
+            )
+        )
 
-    class Union(set[tuple[int, int, bytes]]):
-        def __iand__(self, other: Any) -> Any:
-            return Union(self | other)
-
-    return [(adoption, "_triples", lambda adopted: Union(real(adopted)))]
+    return [(adoption, "_in_both", union)]
 
 
 # -- rule 6: nothing wrong is accepted ----------------------------------------------------

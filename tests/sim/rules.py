@@ -22,6 +22,7 @@ from vllm_nvmeof_offload.protocol import (
 
 from .base import Clock, Knobs, Violation
 from .memory import Tag
+from .policy_rules import PolicyRules
 from .rank import SimRank
 
 _HAS_CACHE = {State.STORING, State.CACHED, State.WRITING, State.BOTH, State.FETCHING}
@@ -57,6 +58,7 @@ class Rules:
         self.ranks: list[SimRank] = []
         self.ops: dict[int, SentOp] = {}
         self._core = core
+        self._policies = PolicyRules(core, knobs)
         self._knobs = knobs
         self._clock = clock
         self._expected = expected
@@ -87,10 +89,12 @@ class Rules:
             if chunk.pool_slot is not None:
                 op.pool[chunk.pool_slot] = chunk.identity
         self.ops[command.op] = op
+        self._policies.planned(self._used("cache"), load=True)
         return command
 
     def prepare_store(self, keys: Sequence[bytes]) -> StorePlan:
-        new = [k for k in dict.fromkeys(keys) if k not in self._entries()]
+        self._policies.see(keys)
+        new = self._policies.due([k for k in dict.fromkeys(keys) if k not in self._entries()])
         plan = self._core.prepare_store(keys)
         if plan is None:
             raise Violation("9", "prepare_store returned None")
@@ -98,7 +102,7 @@ class Rules:
         if stored != new[: len(stored)] or plan.refused != len(new) - len(stored):
             raise Violation("9", f"stored {stored}, refused {plan.refused} of {new}")
         if plan.refused:
-            self._refusal_is_due()
+            self._policies.refused(self._used("cache"))
         if plan.command is not None:
             op = self._sent("store", plan.command.op)
             op.identities = tuple(chunk.identity for chunk in plan.command.chunks)
@@ -106,10 +110,12 @@ class Rules:
                 self._fresh(chunk.cache_slot, chunk.identity)
                 op.cache[chunk.cache_slot] = chunk.identity
             self.ops[plan.command.op] = op
+        self._policies.planned(self._used("cache"), load=False)
         return plan
 
     def commanded(self, commands: Sequence[Command]) -> None:
         issued_s, self._waiting_since_s = self._waiting_since_s, None
+        self._policies.commanded(commands)
         for command in commands:
             if isinstance(command, ResetCommand):
                 self.ops[command.op] = self._sent("reset", command.op, issued_s)
@@ -173,6 +179,7 @@ class Rules:
                 raise Violation("leak", f"{tier}: {taken} slots taken of {gauges}")
         if gauges["ops"] != len(self.ops) + gauges["commands_waiting"]:
             raise Violation("leak", f"{gauges['ops']} ops, {len(self.ops)} known outside")
+        self._policies.check()
         self.check_memory()
 
     def check_memory(self) -> None:
@@ -218,10 +225,9 @@ class Rules:
         """Everything is over and everything was released: nothing may be left."""
         gauges = self._core.gauges()
         names = ("ops", "cache_slots_orphaned", "pool_slots_orphaned", "writes_pending")
-        left = {name: gauges[name] for name in names if gauges[name]}
-        writable = gauges["pool_slots"] and not gauges["suspect_targets"]
-        if left or (writable and gauges["write_backlog"]):
+        if any(gauges[name] for name in names):
             raise Violation("leak", f"at the end: {gauges} {self.ops}")
+        self._policies.idle()
         for rank in self.ranks:
             if not rank.pipeline.idle() or rank.copy.in_flight:
                 raise Violation("leak", f"rank {rank.rank}'s pipeline is not idle")
@@ -249,6 +255,9 @@ class Rules:
                 users.setdefault(("pool", slot), []).append(identity)
         return users
 
+    def _used(self, tier: str) -> set[int]:
+        return {slot for kind, slot in self._users() if kind == tier}
+
     def _fresh(self, slot: int, identity: SlotIdentity) -> None:
         """Rule 7: a slot is given out anew only when no rank works on it any more."""
         for op in self.ops.values():
@@ -257,16 +266,6 @@ class Rules:
         for rank in self.ranks:
             if rank.memory.watches.busy(("slot", slot)):
                 raise Violation("7", f"cache slot {slot} given out, busy on rank {rank.rank}")
-
-    def _refusal_is_due(self) -> None:
-        gauges = self._core.gauges()
-        used = {slot for tier, slot in self._users() if tier == "cache"}
-        if gauges["cache_slots_taken"] < gauges["cache_slots"]:
-            raise Violation("9", "refused a store with a cache slot free")
-        for entry in self._core.entries():
-            free = entry.state in (State.CACHED, State.BOTH) and entry.cache_slot not in used
-            if free:
-                raise Violation("9", f"refused a store, and {entry} could go")
 
     def _apply(self, report: OpReport | ReleaseReport) -> None:
         op = self.ops[report.op]

@@ -247,7 +247,8 @@ class SimIo:
         reset = op.kind is IoKind.RESET
         slot = -1 if reset else (op.address - STAGING_BASE) // self._slot_bytes
         start_s = now + knobs.io_s * rng.choice((0.0, 0.0, rng.random()))
-        done_s = start_s + knobs.io_s * rng.uniform(0.2, 2.0)
+        slow = 4.0 if op.pool_slot % knobs.targets == knobs.slow_target else 1.0
+        done_s = start_s + slow * knobs.io_s * rng.uniform(0.2, 2.0)
         flight = _Flight(op, slot, start_s, 0.0, 0.0, done_s)
         self._draw_fault(flight)
         span = min(flight.done_s, start_s + 10.0) - start_s

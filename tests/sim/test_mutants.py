@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import pytest
 
-from . import mutants_tiers, mutants_transfer, mutants_world
+from . import mutants_policy, mutants_tiers, mutants_transfer, mutants_world
 from .mutants import MUTANTS, PROFILE, broken
 from .world import play
 
-assert mutants_transfer and mutants_tiers and mutants_world  # imported to register theirs
+assert (
+    mutants_policy and mutants_transfer and mutants_tiers and mutants_world
+)  # imported to register theirs
 
 SEEDS_MAX = 500
 

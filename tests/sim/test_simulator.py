@@ -36,6 +36,7 @@ def test_no_rule_breaks(batch: int) -> None:
     "what",
     [
         "aborted_loads",
+        "below_threshold",
         "adopted",
         "crashes",
         "evicted_cpu",

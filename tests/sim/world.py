@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
+from vllm_nvmeof_offload.manager.plan import WritePolicy
 
 from .base import Clock, Knobs, Trace, Violation
 from .memory import Tag
@@ -46,6 +47,8 @@ class World:
             world_size=knobs.ranks,
             weights_never_change=knobs.weights_never_change,
             land_cache_share=knobs.land_share,
+            store_threshold=knobs.store_threshold,
+            write_policy=WritePolicy(knobs.write_policy),
             report_deadline_s=knobs.report_deadline_s,
         )
         self.core = ManagerCore(config, self.clock, first_generation=self._boots << 32)

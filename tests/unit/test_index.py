@@ -60,7 +60,7 @@ def test_drop_spares_a_newer_entry_of_the_same_key() -> None:
     index.drop(old)
     index.add(new)
     index.drop(old)
-    assert index.get(b"key") is new
+    assert index.find(b"key") is new
     index.drop(new)
-    assert index.get(b"key") is None
+    assert index.find(b"key") is None
     assert not len(index)

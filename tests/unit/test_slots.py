@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ class SlotMachine(RuleBasedStateMachine):
     """owned: slots with an entry. users: operations by slot. orphans: no entry, but users."""
 
     @initialize(
-        capacity=st.integers(0, 9), lanes=st.integers(1, 3), numbered=st.sets(st.integers(-1, 10))
+        capacity=st.integers(0, 9), lanes=st.integers(1, 3), numbered=st.sets(st.integers(0, 8))
     )
     def start(self, capacity: int, lanes: int, numbered: set[int]) -> None:
         self.pool = SlotPool(capacity, lanes)
@@ -26,21 +27,19 @@ class SlotMachine(RuleBasedStateMachine):
         self.users: Counter[int] = Counter()
         self.orphans: set[int] = set()
         self.retired: set[int] = set()
-        for slot in numbered:
-            taken = self.pool.take_numbered(slot)
-            assert taken == (0 <= slot < capacity)
-            if taken:
-                assert not self.pool.take_numbered(slot)
-                self.owned.add(slot)
+        self.owned = {slot for slot in numbered if slot < capacity}
+        self.pool.take_numbered(np.array(sorted(self.owned), np.int64))
 
     def _busy(self) -> set[int]:
         return self.owned | self.orphans | self.retired
 
-    @rule(avoid=st.sets(st.integers(0, 2)))
-    def take(self, avoid: set[int]) -> None:
+    @rule(lane=st.integers(0, 2))
+    def take(self, lane: int) -> None:
         lanes = self.pool.lanes
-        free = [s for s in range(self.capacity) if s not in self._busy() and s % lanes not in avoid]
-        slot = self.pool.take(avoid)
+        lane %= lanes
+        free = [s for s in range(self.capacity) if s not in self._busy() and s % lanes == lane]
+        assert self.pool.free_in(lane) == len(free)
+        slot = self.pool.take(lane)
         if slot is None:
             assert not free
         else:
@@ -74,6 +73,11 @@ class SlotMachine(RuleBasedStateMachine):
         elif self.users[slot]:
             self.orphans.add(slot)
 
+    @rule()
+    def orphan_unused(self) -> None:
+        self.pool.orphan_unused()
+        self.owned = {slot for slot in self.owned if self.users[slot]}
+
     @invariant()
     def counts_agree(self) -> None:
         pool = self.pool
@@ -87,17 +91,10 @@ SlotMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40
 TestSlotMachine = SlotMachine.TestCase
 
 
-def test_lanes_take_turns() -> None:
-    pool = SlotPool(9, lanes=3)
-    lanes = [pool.lane(pool.take() or 0) for _ in range(9)]
-    assert lanes == [0, 1, 2] * 3
-    assert pool.take() is None
-
-
-def test_avoided_lanes_are_left_alone() -> None:
-    pool = SlotPool(6, lanes=3)
-    assert [pool.take({1}) for _ in range(5)] == [0, 2, 3, 5, None]
-    assert pool.take() == 1
+def test_a_lane_gives_its_own_slots() -> None:
+    pool = SlotPool(8, lanes=3)
+    assert [pool.take(2) for _ in range(3)] == [2, 5, None]
+    assert [pool.take(0) for _ in range(4)] == [0, 3, 6, None]
 
 
 def test_misuse_is_an_assertion() -> None:
@@ -110,3 +107,7 @@ def test_misuse_is_an_assertion() -> None:
     pool.orphan(slot)
     with pytest.raises(AssertionError):
         pool.orphan(slot)
+    with pytest.raises(AssertionError, match="before any"):
+        pool.take_numbered(np.array([0]))
+    with pytest.raises(AssertionError, match="twice"):
+        SlotPool(3).take_numbered(np.array([1, 1]))

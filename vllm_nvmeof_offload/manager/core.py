@@ -19,7 +19,9 @@ from vllm_nvmeof_offload.manager.adoption import Capacity, agree
 from vllm_nvmeof_offload.manager.index import Entry, Event, State
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op, OpKind
 from vllm_nvmeof_offload.manager.plan import CoreConfig, Source, StorePlan
-from vllm_nvmeof_offload.manager.policy import EvictionPolicy, LruPolicy
+from vllm_nvmeof_offload.manager.policy import LruPolicy
+from vllm_nvmeof_offload.manager.sightings import Sightings
+from vllm_nvmeof_offload.manager.targets import MakePolicy
 from vllm_nvmeof_offload.manager.tiers import Tiers
 from vllm_nvmeof_offload.manager.writes import WriteBehind
 from vllm_nvmeof_offload.protocol import (
@@ -29,6 +31,7 @@ from vllm_nvmeof_offload.protocol import (
     LoadCommand,
     OpReport,
     RankHello,
+    RateReport,
     Report,
     ResetCommand,
     SlotIdentity,
@@ -40,7 +43,11 @@ from vllm_nvmeof_offload.protocol import (
 
 __all__ = ["CoreConfig", "ManagerCore", "Source", "StorePlan"]
 
+#: Keys whose sightings are counted: as many as there are slots, and at least so many.
+_SIGHTINGS_MIN = 1 << 16
 _GENERATION_MASK = (1 << 64) - 1
+# Look-ups are many, and an enum's member is looked up slowly.
+_CPU, _POOL = Source.CPU, Source.POOL
 
 
 class ManagerCore:
@@ -50,18 +57,23 @@ class ManagerCore:
         self,
         config: CoreConfig,
         clock: Callable[[], float] = time.monotonic,
-        policy: Callable[[], EvictionPolicy] = LruPolicy,
+        policy: MakePolicy = LruPolicy,
         first_generation: int | None = None,
     ) -> None:
         self.config = config
         self.capacity = Capacity()
+        self._fallbacks = 0  # of all ranks, in force
         #: What happened, for metrics: counter name → count. `failed_chunks:<outcome>` too.
         self.counters: Counter[str] = Counter()
         self._clock = clock
         self._ledger = Ledger(config.world_size)
         self._commands: list[Command] = []
-        self._tiers = Tiers(policy, self.counters)
-        self._writes = WriteBehind(self._tiers, self._ledger, self._commands, self.counters, clock)
+        self._tiers = Tiers(policy, self.counters, config.write_policy)
+        self._writes = WriteBehind(
+            config, self._tiers, self._ledger, self._commands, self.counters, clock
+        )
+        self._cached, self._pooled = self._tiers.index.cached, self._tiers.index.pooled
+        self._sightings = Sightings(config.store_threshold, _SIGHTINGS_MIN)
         # Boot nonce and counter in one: compared for equality alone.
         self._generation = secrets.randbits(64) if first_generation is None else first_generation
 
@@ -73,21 +85,31 @@ class ManagerCore:
         agreement = agree(hellos)
         self.capacity = agreement.capacity
         self._tiers.attach(agreement)
-        share = int(self.config.writes_pending_share * self.capacity.cache_slots)
-        self._writes.pending_max = max(1, share)
+        self._cached, self._pooled = self._tiers.index.cached, self._tiers.index.pooled
+        slots = self.capacity.cache_slots + self.capacity.pool_slots
+        self._sightings = Sightings(self.config.store_threshold, max(_SIGHTINGS_MIN, slots))
+        self._writes.attach(self.capacity.cache_slots)
+        self._fallbacks = sum(len(hello.fallbacks) for hello in hellos)
         return agreement.notes
 
     # -- look-up ----------------------------------------------------------------------
 
     def lookup(self, key: bytes) -> Source | None:
         """Where `key` can be loaded from now; None is a miss."""
-        entry = self._tiers.index.get(key)
+        # Several a chunk and step: memory is what takes time here, so nothing is read, not
+        # even a slot's number, before it is needed.
+        if key in self._cached:
+            return _CPU
+        targets = self._tiers.targets
+        if key in self._pooled:
+            return _POOL if not targets.suspects or targets.usable(self._pooled[key]) else None
+        entry = self._tiers.index.awake_at(key)
         if entry is None:
             return None
         if entry.in_cache:
-            return Source.CPU
+            return _CPU
         assert entry.pool_slot is not None
-        return Source.POOL if self._tiers.usable(entry.pool_slot) else None
+        return _POOL if targets.usable(entry.pool_slot) else None
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """`keys`, in prefix order, were used: the head of a prefix outlives its tail."""
@@ -96,9 +118,14 @@ class ManagerCore:
     # -- store ------------------------------------------------------------------------
 
     def prepare_store(self, keys: Sequence[bytes]) -> StorePlan:
-        """Plan the store of those `keys` that are new, as many as fit, in their order."""
+        """Plan the store of those `keys` that are new and were seen often enough, as many as
+        fit, in their order."""
         tiers = self._tiers
-        new = [key for key in dict.fromkeys(keys) if tiers.index.get(key) is None]
+        once = dict.fromkeys(keys)
+        self._sightings.see(once)
+        absent = [key for key in once if key not in tiers.index]
+        new = [key for key in absent if self._sightings.enough(key)]
+        self.counters["below_threshold"] += len(absent) - len(new)
         tiers.touch(keys)  # before evicting: what is asked for here goes last
         entries: list[Entry] = []
         chunks: list[StoreChunk] = []
@@ -120,6 +147,7 @@ class ManagerCore:
             slots = tuple(chunk.cache_slot for chunk in chunks)
             op = self._ledger.open(OpKind.STORE, self._clock(), tuple(entries), slots)
             command = StoreCommand(op.number, tuple(chunks))
+        self._writes.drain()  # what was evicted here may have made demotions due
         stored = tuple(entry.identity.key for entry in entries)
         return StorePlan(command, stored, tiers.take_evicted(), refused)
 
@@ -134,7 +162,7 @@ class ManagerCore:
         tiers.touch(keys)
         # Pin everything first: landing below evicts, and must not evict what is loaded.
         for key in keys:
-            entry = tiers.index.get(key)
+            entry = tiers.index.find(key)
             assert entry is not None, "prepare_load of a key that is not there"
             entries.append(entry)
             if entry.in_cache:
@@ -168,17 +196,18 @@ class ManagerCore:
         from_pool = sum(chunk.pool_slot is not None for chunk in chunks)
         self.counters["load_chunks_cpu"] += len(chunks) - from_pool
         self.counters["load_chunks_pool"] += from_pool
+        self._writes.drain()
         return LoadCommand(op.number, tuple(chunks))
 
     def _land(self, entry: Entry, landed: int) -> bool:
         """Give a pool-only entry a cache slot to be read into, within the load's share."""
         if landed >= int(self.config.land_cache_share * self.capacity.cache_slots):
             return False
-        slot = self._tiers.take_cache_slot()
+        slot = self._tiers.take_cache_slot(spare_unwritten=True)
         if slot is None:
             return False
+        self._tiers.give_cache(entry, slot)
         self._tiers.cache.use(slot)
-        entry.cache_slot = slot
         entry.on(Event.FETCH_BEGIN)
         self._tiers.settle(entry)
         return True
@@ -195,7 +224,11 @@ class ManagerCore:
         """Apply the ranks' reports, in the order in which they came."""
         for report in reports:
             if isinstance(report, VerdictReport):
-                self._tiers.verdict(report)
+                self._tiers.targets.verdict(report)
+                self.counters["verdict_changes"] += 1
+                continue
+            if isinstance(report, RateReport):
+                self._tiers.targets.rate(report)
                 continue
             op, decided, released = self._ledger.apply(report)
             if isinstance(report, OpReport):
@@ -241,12 +274,14 @@ class ManagerCore:
             if op.kind is OpKind.STORE:
                 self._stored(entry, failure)
             elif op.kind is OpKind.WRITE:
-                self._writes.ended(entry, failure)
+                pool_slot = op.pool_slots[index]
+                assert pool_slot is not None
+                self._writes.ended(entry, pool_slot, failure)
             elif op.kind is OpKind.FETCH or index in op.landing:
                 self._fetched(entry, failure)
 
     def _stored(self, entry: Entry, failure: Outcome | None) -> None:
-        if failure is None and entry.on(Event.COPIED) is State.CACHED and self.config.write_through:
+        if failure is None and entry.on(Event.COPIED) is State.CACHED:
             self._writes.want(entry)
 
     def _fetched(self, entry: Entry, failure: Outcome | None) -> None:
@@ -266,14 +301,13 @@ class ManagerCore:
         for command in self._commands:
             if isinstance(command, WriteCommand | FetchCommand):
                 # Never sent: no rank will report on it.
-                self._writes.pending -= isinstance(command, WriteCommand)
+                if isinstance(command, WriteCommand):
+                    self._writes.withdrawn(command.pool_slot)
                 self._tiers.let_go(self._ledger.withdraw(command.op))
             elif isinstance(command, ResetCommand):
                 kept.append(command)
         self._commands[:] = kept
-        self._tiers.unwritten.clear()
-        for entry in list(self._tiers.index):
-            self._tiers.doom(entry)
+        self._tiers.reset()
         op = self._ledger.open(OpKind.RESET, self._clock())
         self._commands.append(ResetCommand(op.number, self.config.weights_never_change))
         self.counters["resets"] += 1
@@ -297,11 +331,12 @@ class ManagerCore:
             "pool_slots_orphaned": tiers.pool.orphans,
             "ops": len(self._ledger),
             "writes_pending": self._writes.pending,
-            "write_backlog": len(tiers.unwritten),
+            "write_backlog": tiers.backlog,
             "commands_waiting": len(self._commands),
-            "suspect_targets": len(tiers.suspects),
+            "suspect_targets": len(tiers.targets.suspects),
+            "fallbacks": self._fallbacks,
         }
 
     def entries(self) -> Iterable[Entry]:
-        """All live entries, for inspection."""
+        """All live entries, for inspection; copies of those that nothing works on."""
         return iter(self._tiers.index)

@@ -5,13 +5,21 @@
 
 ABSENT is no entry at all. Pins are orthogonal: they are the users that the slot allocators
 count. An event that the table does not list for a state is a mistake of ours.
+
+An entry that nothing works on *rests*: it is one item of a dictionary and a few array cells, so
+that a million of them cost little memory and nothing at a garbage collection. It is an object
+while something is done with it.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from vllm_nvmeof_offload.protocol import SlotIdentity
 
@@ -78,21 +86,18 @@ TRANSITIONS: dict[tuple[State, Event], State | None] = {
     },
 }
 
+_MAY_REST = frozenset({_S.CACHED, _S.BOTH, _S.POOLED})
 _IN_CACHE = frozenset({_S.STORING, _S.CACHED, _S.WRITING, _S.BOTH, _S.FETCHING})
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One chunk: `cache_slot` and `pool_slot` are set exactly as its state says.
-
-    used: grows with every use of any entry; the larger, the more recent.
-    """
+    """One chunk: `cache_slot` and `pool_slot` are set exactly as its state says."""
 
     identity: SlotIdentity
     state: State
     cache_slot: int | None = None
     pool_slot: int | None = None
-    used: int = 0
 
     @property
     def in_cache(self) -> bool:
@@ -110,31 +115,148 @@ class Entry:
 
 
 class Index:
-    """key → entry. Doomed entries are not in it: their keys miss at once."""
+    """key → entry. Doomed entries are not in it: their keys miss at once.
 
-    def __init__(self) -> None:
-        self._entries: dict[bytes, Entry] = {}
+    Never more than `cache_slots + pool_slots` entries.
+    """
+
+    def __init__(self, cache_slots: int = 0, pool_slots: int = 0) -> None:
+        self._awake: dict[bytes, Entry] = {}
+        #: Of what rests: key → cache slot, and key → pool slot of what is in the pool alone.
+        #: Bytes and ints: the garbage collector does not track them. Others only look up here.
+        self.cached: dict[bytes, int] = {}
+        self.pooled: dict[bytes, int] = {}
+        # Object arrays: unlike a list, the garbage collector does not walk them.
+        self._cache_keys = np.empty(cache_slots, object)
+        self._pool_keys = np.empty(pool_slots, object)
+        # Of what rests; by pool slot only for what is in the pool alone.
+        self._cache_generations = array("Q", bytes(8 * cache_slots))
+        self._pool_generations = array("Q", bytes(8 * pool_slots))
+        self._pool_slot_of = array("q", bytes(8 * cache_slots))  # -1: in the cache alone
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._awake) + len(self.cached) + len(self.pooled)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.cached or key in self.pooled or key in self._awake
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter(self._entries.values())
+        """All entries, for inspection: copies of those at rest."""
+        yield from list(self._awake.values())
+        for key, slot in list(self.cached.items()):
+            yield self._from_cache(key, slot)
+        for key, slot in list(self.pooled.items()):
+            yield self._from_pool(key, slot)
 
-    def get(self, key: bytes) -> Entry | None:
-        return self._entries.get(key)
+    def awake_at(self, key: bytes) -> Entry | None:
+        """The entry of `key` if something works on it."""
+        return self._awake.get(key)
+
+    def slots(self, key: bytes) -> tuple[int | None, int | None]:
+        """(cache slot, pool slot) of `key`, as far as it has them."""
+        cache_slot = self.cached.get(key)
+        if cache_slot is not None:
+            pool_slot = self._pool_slot_of[cache_slot]
+            return cache_slot, pool_slot if pool_slot >= 0 else None
+        entry = self._awake.get(key)
+        return (entry.cache_slot, entry.pool_slot) if entry else (None, self.pooled.get(key))
+
+    def find(self, key: bytes) -> Entry | None:
+        """The entry of `key`, awake from now on until `rest`."""
+        entry = self._awake.get(key)
+        if entry is None:
+            if key in self.cached:
+                entry = self._from_cache(key, self.cached.pop(key))
+            elif key in self.pooled:
+                entry = self._from_pool(key, self.pooled.pop(key))
+            else:
+                return None
+            self._awake[key] = entry
+        return entry
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether this very entry is in the index, and awake."""
+        return self._awake.get(entry.identity.key) is entry
+
+    def rest(self, entry: Entry) -> None:
+        """Nothing works on `entry` any more: nobody may keep it, and it is let go."""
+        assert self.holds(entry) and entry.state in _MAY_REST
+        key, generation = entry.identity.key, entry.identity.generation
+        del self._awake[key]
+        if entry.cache_slot is not None:
+            self._cache_generations[entry.cache_slot] = generation
+            pool_slot = entry.pool_slot
+            self._pool_slot_of[entry.cache_slot] = -1 if pool_slot is None else pool_slot
+            self.cached[key] = entry.cache_slot
+        else:
+            assert entry.pool_slot is not None
+            self._pool_generations[entry.pool_slot] = generation
+            self.pooled[key] = entry.pool_slot
 
     def add(self, entry: Entry) -> None:
-        assert entry.identity.key not in self._entries
-        self._entries[entry.identity.key] = entry
+        assert entry.identity.key not in self
+        self._awake[entry.identity.key] = entry
+        if entry.cache_slot is not None:
+            self.name_cache(entry)
+
+    def adopt(
+        self,
+        pool_slots: npt.NDArray[np.int64],
+        generations: npt.NDArray[np.uint64],
+        keys: Sequence[bytes],
+    ) -> None:
+        """Take over chunks that lie in the pool, into an empty index; slots and keys distinct."""
+        assert not len(self)
+        self._pool_keys[pool_slots] = np.fromiter(keys, object, len(keys))
+        np.frombuffer(self._pool_generations, np.uint64)[pool_slots] = generations
+        self.pooled.update(zip(keys, pool_slots.tolist(), strict=True))
+        assert len(self.pooled) == len(keys)
 
     def drop(self, entry: Entry) -> None:
         """Remove `entry` if the index still holds this very one (rule 8)."""
-        key = entry.identity.key
-        if self._entries.get(key) is entry:
-            del self._entries[key]
+        if self.holds(entry):
+            del self._awake[entry.identity.key]
 
-    def clear(self) -> list[Entry]:
-        entries = list(self._entries.values())
-        self._entries.clear()
-        return entries
+    def clear(self) -> None:
+        """Remove everything; nothing is awake."""
+        assert not self._awake
+        self.cached.clear()
+        self.pooled.clear()
+        self._cache_keys[:] = None
+        self._pool_keys[:] = None
+
+    def awake(self) -> list[Entry]:
+        """The entries that something works on."""
+        return list(self._awake.values())
+
+    # -- whose is a slot --------------------------------------------------------------
+
+    def name_cache(self, entry: Entry) -> None:
+        """`entry` has been given its cache slot."""
+        self._cache_keys[entry.cache_slot] = entry.identity.key
+
+    def name_pool(self, entry: Entry) -> None:
+        """`entry` has been given its pool slot."""
+        self._pool_keys[entry.pool_slot] = entry.identity.key
+
+    def in_cache_slot(self, slot: int) -> Entry:
+        """Whose chunk is in this cache slot, awake."""
+        entry = self.find(self._cache_keys[slot])
+        assert entry is not None and entry.cache_slot == slot
+        return entry
+
+    def in_pool_slot(self, slot: int) -> Entry:
+        """Whose chunk is in this pool slot, awake."""
+        entry = self.find(self._pool_keys[slot])
+        assert entry is not None and entry.pool_slot == slot
+        return entry
+
+    def _from_cache(self, key: bytes, slot: int) -> Entry:
+        identity = SlotIdentity(key, self._cache_generations[slot])
+        pool_slot = self._pool_slot_of[slot]
+        if pool_slot < 0:
+            return Entry(identity, State.CACHED, slot)
+        return Entry(identity, State.BOTH, slot, pool_slot)
+
+    def _from_pool(self, key: bytes, slot: int) -> Entry:
+        return Entry(SlotIdentity(key, self._pool_generations[slot]), State.POOLED, None, slot)

@@ -37,12 +37,14 @@ __all__ = ["NVMeoFOffloadingManager"]
 logger = logging.getLogger(LOGGER_NAME)
 
 _MEDIUM = {Source.CPU: Medium.CPU, Source.POOL: Medium.STORAGE}
+_ALL_TIERS, _CPU, _HIT, _MISS = TierFilter.ALL, Source.CPU, LookupResult.HIT, LookupResult.MISS
 _HIT_SOURCE = {Source.CPU: CacheHitSource.HOST, Source.POOL: CacheHitSource.DISK}
 
 #: The core's counter → our metric and its label values.
 _CORE_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "stored": ("stored_chunks", ()),
     "store_refused": ("refused_stores", ()),
+    "below_threshold": ("below_threshold_chunks", ()),
     "write_refused": ("refused_writes", ()),
     "written": ("written_chunks", ()),
     "evicted_cpu": ("evictions", ("cpu",)),
@@ -77,20 +79,28 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._tokens_per_chunk = tokens_per_chunk
         #: Metric name and label values → increase since the last `get_stats`.
         self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        self._missed = self._found_cpu = self._found_pool = 0  # look-ups since then
         self._core_seen: Counter[str] = Counter()
         self._gauges_seen: dict[str, int] = {}
 
     # -- look-up and jobs -------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        # Once a chunk of every waiting request: plain integers and module constants, for a
+        # counter with labels and an enum's member each cost as much as the look-up.
         source = self.core.lookup(key)
-        allowed = req_context.load_tier_filter
-        if source is not None and allowed is not TierFilter.ALL:
-            locality = Locality.LOCAL if source is Source.CPU else None
-            if not allowed.allows(_MEDIUM[source], locality):
+        if source is not None and req_context.load_tier_filter is not _ALL_TIERS:
+            locality = Locality.LOCAL if source is _CPU else None
+            if not req_context.load_tier_filter.allows(_MEDIUM[source], locality):
                 source = None
-        self._counts["lookups", (source.value if source else "miss",)] += 1
-        return LookupResult.MISS if source is None else LookupResult.HIT
+        if source is None:
+            self._missed += 1
+            return _MISS
+        if source is _CPU:
+            self._found_cpu += 1
+        else:
+            self._found_pool += 1
+        return _HIT
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         state = req_context.get_state(_RequestKeys)
@@ -166,8 +176,12 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def report(self, reports: Iterable[Report], worker_counters: Counter[str]) -> None:
         """Apply the workers' reports; must come before vLLM's next look-up."""
         self.core.report(reports)
-        for name in ("read_bytes", "written_bytes"):
-            self._counts[name, ()] += worker_counters[name]
+        self._counts["read_bytes", ()] += worker_counters["read_bytes"]
+        for name, count in worker_counters.items():
+            direction, _, target = name.partition(":")
+            if direction == "written_bytes":
+                self._counts["written_bytes", ()] += count
+                self._counts["target_written_bytes", (target,)] += count
 
     def count_preemptions(self, count: int) -> None:
         self._counts["preemptions", ()] += count
@@ -180,6 +194,10 @@ class NVMeoFOffloadingManager(OffloadingManager):
     # -- figures ----------------------------------------------------------------------
 
     def get_stats(self) -> OffloadingConnectorStats | None:
+        self._counts["lookups", ("cpu",)] += self._found_cpu
+        self._counts["lookups", ("pool",)] += self._found_pool
+        self._counts["lookups", ("miss",)] += self._missed
+        self._missed = self._found_cpu = self._found_pool = 0
         for name, count in self.core.counters.items():
             increase = count - self._core_seen[name]
             if increase and name in _CORE_COUNTERS:
@@ -217,4 +235,5 @@ _GAUGE_SOURCES = {
     "writes_pending": "writes_pending",
     "write_backlog": "write_backlog",
     "suspect_targets": "suspect_targets",
+    "fallbacks": "fallbacks",
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from vllm_nvmeof_offload.protocol import StoreCommand
 
-__all__ = ["CoreConfig", "Source", "StorePlan"]
+__all__ = ["CoreConfig", "Source", "StorePlan", "WritePolicy"]
 
 
 class Source(enum.Enum):
@@ -18,15 +18,29 @@ class Source(enum.Enum):
     POOL = "pool"
 
 
+class WritePolicy(enum.Enum):
+    """When a chunk of the CPU tier is written to the pool."""
+
+    THROUGH = "through"  # as soon as it is stored
+    ON_EVICTION = "on_eviction"  # when the CPU tier is about to need its slot: demotion
+    OFF = "off"
+
+
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
-    """world_size: ranks that report. Shares are fractions of the cache slots."""
+    """world_size: ranks that report. Shares are fractions of the cache slots.
+
+    store_threshold: a chunk is stored on its n-th sighting (`sightings`).
+    clean_share: on-eviction writing keeps at least as much free, or evictable without a loss.
+    """
 
     world_size: int = 1
-    write_through: bool = True
+    store_threshold: int = 1
+    write_policy: WritePolicy = WritePolicy.THROUGH
     weights_never_change: bool = False
     land_cache_share: float = 0.5
     writes_pending_share: float = 0.5
+    clean_share: float = 0.125
     report_deadline_s: float = 60.0
 
 

@@ -5,87 +5,80 @@ A slot is *taken* from `take` until it is free again. Operations on it count as 
 slot whose entry is gone is *orphaned*: it becomes free when its last user has let go, so
 that no buffer is reused before every rank has released it (protocol, rules 1 and 7).
 
-Slots lie in *lanes*, slot s in lane `s % lanes`: a pool's targets. `take` goes round the
-lanes, so that what is written next to each other is spread over the targets.
+Slots lie in *lanes*, slot s in lane `s % lanes`: a pool's targets. Which lane is asked is the
+caller's choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from array import array
+
+import numpy as np
+import numpy.typing as npt
 
 __all__ = ["SlotPool"]
 
+_FREE, _TAKEN, _ORPHAN, _RETIRED = range(4)
+
 
 class SlotPool:
-    """Allocator over slots 0 … capacity-1. Memory grows with what was ever taken."""
+    """Allocator over slots 0 … capacity-1; a byte a slot, and 8 for one that is free again."""
 
     def __init__(self, capacity: int = 0, lanes: int = 1) -> None:
         self.capacity = capacity
         self.lanes = lanes
+        self.orphans = 0
+        self.retired = 0
+        self._state = bytearray(capacity)
         self._next = list(range(lanes))  # by lane: slots from here on were never taken
-        self._free: list[list[int]] = [[] for _ in range(lanes)]
-        self._turn = 0  # the lane that `take` asks first
-        self._taken: set[int] = set()
+        self._again = [array("q") for _ in range(lanes)]  # by lane: taken once, and free again
+        self._free = [len(range(lane, capacity, lanes)) for lane in range(lanes)]
         self._users: dict[int, int] = {}
-        self._orphans: set[int] = set()
-        self._retired: set[int] = set()
 
     @property
     def taken(self) -> int:
-        return len(self._taken)
+        """Slots that are not free, orphaned and retired ones included."""
+        return self.capacity - self.free
 
     @property
     def free(self) -> int:
-        return self.capacity - len(self._taken)
+        return sum(self._free)
 
-    @property
-    def orphans(self) -> int:
-        return len(self._orphans)
-
-    @property
-    def retired(self) -> int:
-        return len(self._retired)
+    def free_in(self, lane: int) -> int:
+        return self._free[lane]
 
     def lane(self, slot: int) -> int:
         return slot % self.lanes
 
-    def lanes_in_turn(self, avoid: Collection[int] = ()) -> list[int]:
-        """The lanes in the order in which `take` asks them, without those to avoid."""
-        turns = range(self._turn, self._turn + self.lanes)
-        return [turn % self.lanes for turn in turns if turn % self.lanes not in avoid]
-
-    def take(self, avoid: Collection[int] = ()) -> int | None:
-        """Take a free slot in no lane of `avoid`; None if there is none."""
-        for lane in self.lanes_in_turn(avoid):
-            slot = self._take_in(lane)
-            if slot is not None:
-                self._turn = (lane + 1) % self.lanes
-                self._taken.add(slot)
-                return slot
-        return None
-
-    def _take_in(self, lane: int) -> int | None:
-        if self._free[lane]:
-            return self._free[lane].pop()
-        while self._next[lane] in self._taken:  # taken by number, at adoption
-            self._next[lane] += self.lanes
-        slot = self._next[lane]
-        if slot >= self.capacity:
+    def take(self, lane: int = 0) -> int | None:
+        """Take a free slot of this lane; None if there is none."""
+        if not self._free[lane]:
             return None
-        self._next[lane] += self.lanes
+        again = self._again[lane]
+        slot = again.pop() if again else self._take_next(lane)
+        self._state[slot] = _TAKEN
+        self._free[lane] -= 1
         return slot
 
-    def take_numbered(self, slot: int) -> bool:
-        """Take this very slot, at adoption, before any `take`; False if it is taken."""
-        assert not any(self._free), "slots are adopted before any is allocated"
-        if slot in self._taken or not 0 <= slot < self.capacity:
-            return False
-        self._taken.add(slot)
-        return True
+    def _take_next(self, lane: int) -> int:
+        slot = self._next[lane]
+        while self._state[slot] != _FREE:  # taken by number, at adoption
+            slot += self.lanes
+        self._next[lane] = slot + self.lanes
+        return slot
+
+    def take_numbered(self, slots: npt.NDArray[np.int64]) -> None:
+        """Take these very slots, distinct and in range, before any `take`: adoption."""
+        state = np.frombuffer(self._state, np.uint8)
+        assert not state.any(), "slots are adopted before any is allocated"
+        state[slots] = _TAKEN
+        assert int(np.count_nonzero(state)) == len(slots), "a slot twice"
+        for lane, count in enumerate(np.bincount(slots % self.lanes, minlength=self.lanes)):
+            self._free[lane] -= int(count)
 
     def use(self, slot: int) -> None:
         """One more operation works on this slot."""
-        assert slot in self._taken, f"slot {slot} is used but not taken"
+        assert self._state[slot] == _TAKEN, f"slot {slot} is used but not taken"
         self._users[slot] = self._users.get(slot, 0) + 1
 
     def unuse(self, slot: int) -> None:
@@ -96,8 +89,8 @@ class SlotPool:
             self._users[slot] = left
             return
         del self._users[slot]
-        if slot in self._orphans:
-            self._orphans.discard(slot)
+        if self._state[slot] == _ORPHAN:
+            self.orphans -= 1
             self._put_back(slot)
 
     def in_use(self, slot: int) -> bool:
@@ -108,14 +101,30 @@ class SlotPool:
 
         retire: never hand it out again (the medium refuses it); the capacity shrinks by one.
         """
-        assert slot in self._taken and slot not in self._orphans
+        assert self._state[slot] == _TAKEN
         if retire:
-            self._retired.add(slot)
+            self._state[slot] = _RETIRED
+            self.retired += 1
         elif slot in self._users:
-            self._orphans.add(slot)
+            self._state[slot] = _ORPHAN
+            self.orphans += 1
         else:
             self._put_back(slot)
 
+    def orphan_unused(self) -> None:
+        """Free every slot that is taken and has no user, at once: a reset."""
+        state = np.frombuffer(self._state, np.uint8)
+        unused = state == _TAKEN
+        unused[list(self._users)] = False
+        for lane in range(self.lanes):
+            slots = np.flatnonzero(unused[lane :: self.lanes]) * self.lanes + lane
+            self._free[lane] += len(slots)
+            # Highest first: `take` pops from the end.
+            self._again[lane].frombytes(slots[::-1].astype(np.int64).tobytes())
+        state[unused] = _FREE
+
     def _put_back(self, slot: int) -> None:
-        self._taken.remove(slot)
-        self._free[self.lane(slot)].append(slot)
+        self._state[slot] = _FREE
+        lane = self.lane(slot)
+        self._free[lane] += 1
+        self._again[lane].append(slot)

@@ -1,115 +1,150 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both tiers' entries, slots and eviction: the part of the core that hands out places.
 
-An entry is in a tier's policy exactly while it is evictable there (`settle`). The pool has one
-policy a target, asked in turn: with a target suspect, the others go on evicting their own.
+An entry is in a tier's policy exactly while it is evictable there (`settle`), and rests in the
+index exactly while nothing works on it.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
 
 from vllm_nvmeof_offload.manager.adoption import Agreement
 from vllm_nvmeof_offload.manager.index import Entry, Event, Index, State
 from vllm_nvmeof_offload.manager.ledger import Op
+from vllm_nvmeof_offload.manager.plan import WritePolicy
 from vllm_nvmeof_offload.manager.policy import EvictionPolicy
 from vllm_nvmeof_offload.manager.slots import SlotPool
-from vllm_nvmeof_offload.protocol import SlotIdentity, VerdictReport
+from vllm_nvmeof_offload.manager.targets import MakePolicy, Targets
 
 __all__ = ["Tiers"]
 
 
 class Tiers:
-    """Index, cache slots, pool slots, policies, and the entries that wait to be written."""
+    """Index, cache slots, pool slots, and the cached chunks that wait to be written.
 
-    def __init__(self, policy: Callable[[], EvictionPolicy], counters: Counter[str]) -> None:
-        self.index = Index()
-        self.cache = SlotPool()
-        self.pool = SlotPool()
-        self.unwritten: OrderedDict[bytes, Entry] = OrderedDict()
+    write-through: what waits is evictable like anything else, and is written in the order in
+    which it came. on eviction: what waits (`waiting`) goes after what need not be written
+    (`clean`), and is written coldest first.
+    """
+
+    def __init__(
+        self, policy: MakePolicy, counters: Counter[str], writes: WritePolicy = WritePolicy.THROUGH
+    ) -> None:
+        self.demotes = writes is WritePolicy.ON_EVICTION
+        #: Evictions of clean slots while a colder one waited to be written.
+        self.passed_over = 0
         self._counters = counters
-        self._policy = policy
-        self._cache_policy = policy()
-        self._pool_policies = [policy()]
+        self._make_policy = policy
         self._evicted: list[bytes] = []
         self._uses = 0
-        self._suspects: dict[int, set[int]] = {}  # target → ranks that find it suspect
+        self._arrivals = 0
+        self._size(0, Targets(0, 1, policy))
+
+    def _size(self, cache_slots: int, targets: Targets) -> None:
+        self.index = Index(cache_slots, targets.slots.capacity)
+        self.cache = SlotPool(cache_slots)
+        self.targets = targets
+        self.pool = targets.slots
+        self.backlog = 0
+        self._used = array("Q", bytes(8 * cache_slots))  # by cache slot: when last used
+        self._arrived = array("Q", bytes(8 * cache_slots))  # by cache slot: when it began to wait
+        self._forget_order()
+
+    def _forget_order(self) -> None:
+        """Nothing is evictable in the cache, and nothing waits."""
+        self._wanted = bytearray(self.cache.capacity)
+        self.clean: EvictionPolicy = self._make_policy(self._used)
+        order = self._used if self.demotes else self._arrived
+        self.waiting: EvictionPolicy = self._make_policy(order)
 
     def attach(self, agreement: Agreement) -> None:
         """Take the agreed sizes and adopt the agreed entries."""
-        capacity = agreement.capacity
-        self.cache = SlotPool(capacity.cache_slots)
-        self.pool = SlotPool(capacity.pool_slots, capacity.target_count)
-        self._pool_policies = [self._policy() for _ in range(capacity.target_count)]
-        for pool_slot, generation, key in agreement.entries:
-            if self.index.get(key) is not None or not self.pool.take_numbered(pool_slot):
-                continue
-            entry = Entry(SlotIdentity(key, generation), State.POOLED, pool_slot=pool_slot)
-            self.index.add(entry)
-            self.settle(entry)
-        self._counters["adopted"] += len(self.index)
-
-    # -- targets ----------------------------------------------------------------------
-
-    @property
-    def suspects(self) -> frozenset[int]:
-        """Targets that some rank finds suspect."""
-        return frozenset(target for target, ranks in self._suspects.items() if ranks)
-
-    def verdict(self, report: VerdictReport) -> None:
-        ranks = self._suspects.setdefault(report.target, set())
-        if report.usable:
-            ranks.discard(report.rank)
-        else:
-            ranks.add(report.rank)
-        self._counters["verdict_changes"] += 1
-
-    def usable(self, pool_slot: int) -> bool:
-        return not self._suspects.get(self.pool.lane(pool_slot))
+        capacity, adopted = agreement.capacity, agreement.entries
+        targets = Targets(capacity.pool_slots, capacity.target_count, self._make_policy)
+        self._size(capacity.cache_slots, targets)
+        slots, count = adopted.pool_slots, len(adopted)
+        self.index.adopt(slots, adopted.generations, adopted.keys)
+        np.frombuffer(targets.used, np.uint64)[slots] = np.arange(1, count + 1, dtype=np.uint64)
+        self._uses += count
+        targets.adopt(slots)
+        self._counters["adopted"] += count
 
     # -- slots ------------------------------------------------------------------------
 
-    def take_cache_slot(self) -> int | None:
-        """A free slot, evicting if need be; None if everything is pinned."""
+    def take_cache_slot(self, *, spare_unwritten: bool = False) -> int | None:
+        """A free slot, evicting if need be; None if everything is pinned.
+
+        spare_unwritten: do not evict, either, what on-eviction writing has not written yet.
+        """
         slot = self.cache.take()
         if slot is not None:
             return slot
-        key = self._cache_policy.victim()
-        if key is None:
+        victim = self.clean.victim()
+        if victim is not None:
+            self._note_who_was_colder(victim)
+        elif self.demotes and not spare_unwritten:
+            victim = self.waiting.victim()
+        if victim is None:
             return None
-        entry = self.index.get(key)
-        assert entry is not None and entry.cache_slot is not None
+        entry = self.index.in_cache_slot(victim)
         self._counters["evicted_cpu"] += 1
         self.leave_cache(entry)
         self._evict(entry, Event.EVICT_CACHE)
         return self.cache.take()
 
+    def _note_who_was_colder(self, victim: int) -> None:
+        if self.demotes:
+            coldest = self.waiting.peek()
+            self.passed_over += coldest is not None and self._used[coldest] < self._used[victim]
+
     def take_pool_slot(self) -> int | None:
         """A slot on a target that answers; None if there is none, or all there are pinned."""
-        suspects = self.suspects
-        slot = self.pool.take(suspects)
+        target = self.targets.choose()
+        if target is None:
+            return None
+        slot = self.pool.take(target)
         if slot is not None:
             return slot
-        for lane in self.pool.lanes_in_turn(suspects):
-            key = self._pool_policies[lane].victim()
-            if key is None:
-                continue
-            entry = self.index.get(key)
-            assert entry is not None and entry.pool_slot is not None
-            self._counters["evicted_pool"] += 1
-            self.leave_pool(entry)
-            self._evict(entry, Event.EVICT_POOL)
-            return self.pool.take(suspects)
-        return None
+        victim = self.targets.victim(target)
+        assert victim is not None
+        entry = self.index.in_pool_slot(victim)
+        self._counters["evicted_pool"] += 1
+        self.leave_pool(entry)
+        self._evict(entry, Event.EVICT_POOL)
+        return self.pool.take(target)
+
+    def give_cache(self, entry: Entry, slot: int) -> None:
+        """`slot`, just taken, is for this pool entry's chunk to be read into."""
+        assert entry.pool_slot is not None
+        entry.cache_slot = slot
+        self._used[slot] = self.targets.used[entry.pool_slot]
+        self.index.name_cache(entry)
+
+    def give_pool(self, entry: Entry, slot: int) -> None:
+        """`slot`, just taken, is for this cached entry's chunk to be written to."""
+        assert entry.cache_slot is not None
+        entry.pool_slot = slot
+        self.targets.used[slot] = self._used[entry.cache_slot]
+        self.index.name_pool(entry)
 
     def leave_cache(self, entry: Entry) -> None:
-        assert entry.cache_slot is not None
-        self.cache.orphan(entry.cache_slot)
+        slot = entry.cache_slot
+        assert slot is not None
+        if self._wanted[slot]:
+            self.unwant(slot)
+            self._counters["write_refused"] += 1
+        self.clean.withdraw(slot)
+        self.cache.orphan(slot)
         entry.cache_slot = None
 
     def leave_pool(self, entry: Entry, *, retire: bool = False) -> None:
         assert entry.pool_slot is not None
+        self.targets.place(entry.pool_slot, evictable=False)
         self.pool.orphan(entry.pool_slot, retire)
         entry.pool_slot = None
 
@@ -130,64 +165,90 @@ class Tiers:
             if index not in spare:
                 self.settle(entry)
 
+    # -- what waits to be written -----------------------------------------------------
+
+    def want(self, slot: int) -> None:
+        """The chunk in this cache slot, in use until `settle`, shall be written."""
+        self._wanted[slot] = 1
+        self.backlog += 1
+        if not self.demotes:
+            self._arrivals += 1
+            self._arrived[slot] = self._arrivals
+            self.waiting.admit(slot)
+
+    def unwant(self, slot: int) -> None:
+        """It is being written, or never will be."""
+        self._wanted[slot] = 0
+        self.backlog -= 1
+        self.waiting.withdraw(slot)
+
     # -- entries ----------------------------------------------------------------------
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """`keys`, in prefix order, were used: the head of a prefix outlives its tail."""
         for key in reversed(list(keys)):
-            entry = self.index.get(key)
-            if entry is None:
-                continue
+            cache_slot, pool_slot = self.index.slots(key)
             self._uses += 1
-            entry.used = self._uses
-            self._cache_policy.touch(key, entry.used)
-            if entry.pool_slot is not None:
-                self._pool_policy(entry).touch(key, entry.used)
+            if cache_slot is not None:
+                self._used[cache_slot] = self._uses
+                self._home(cache_slot).touch(cache_slot)
+            if pool_slot is not None:
+                self.targets.touch(pool_slot, self._uses)
 
     def settle(self, entry: Entry) -> None:
-        """Admit the entry to the policies in which it is evictable, withdraw it elsewhere."""
-        key, state = entry.identity.key, entry.state
-        if state is State.DOOMED or self.index.get(key) is not entry:
-            return
+        """Admit the entry to the policies in which it is evictable, withdraw it elsewhere; if
+        nothing works on it, let it rest: the caller must not use this object any more."""
+        if not self.index.holds(entry):
+            return  # doomed, or let go and at rest since
+        state, idle = entry.state, True
         if entry.cache_slot is not None:
-            free = state in (State.CACHED, State.BOTH) and not self.cache.in_use(entry.cache_slot)
-            _place(self._cache_policy, entry, evictable=free)
+            idle = not self.cache.in_use(entry.cache_slot)
+            home = self._home(entry.cache_slot)
+            if idle and state in (State.CACHED, State.BOTH):
+                home.admit(entry.cache_slot)
+            else:
+                home.withdraw(entry.cache_slot)
         if entry.pool_slot is not None:
-            free = state in (State.POOLED, State.BOTH) and not self.pool.in_use(entry.pool_slot)
-            _place(self._pool_policy(entry), entry, evictable=free)
+            free = not self.pool.in_use(entry.pool_slot)
+            evictable = free and state in (State.POOLED, State.BOTH)
+            self.targets.place(entry.pool_slot, evictable=evictable)
+            idle = idle and free
+        if idle and state in (State.CACHED, State.BOTH, State.POOLED):
+            self.index.rest(entry)
 
     def doom(self, entry: Entry) -> None:
         """Miss at once; the slots are freed at their last release (rule 8)."""
-        if self.index.get(entry.identity.key) is not entry:
+        if not self.index.holds(entry):
             return  # gone already, or the key has been stored anew since
         entry.on(Event.DOOM)
         self._forget(entry)
+
+    def reset(self) -> None:
+        """Doom every entry; a slot that nothing uses is free at once."""
+        self.backlog = self.passed_over = 0
+        self._forget_order()
+        self.targets.forget()
+        for entry in self.index.awake():
+            self.doom(entry)
+        self.index.clear()
+        self.cache.orphan_unused()
+        self.pool.orphan_unused()
 
     def _evict(self, entry: Entry, event: Event) -> None:
         if entry.on(event) is None:
             self._evicted.append(entry.identity.key)
             self._forget(entry)
+        else:
+            self.settle(entry)
 
     def _forget(self, entry: Entry) -> None:
-        """Drop from index, policies and backlog; orphan the slots it still has."""
-        key = entry.identity.key
+        """Drop from the index and the policies; orphan the slots it still has."""
         self.index.drop(entry)
-        if self.unwritten.pop(key, None) is not None:
-            self._counters["write_refused"] += 1
-        self._cache_policy.withdraw(key)
         if entry.cache_slot is not None:
             self.leave_cache(entry)
         if entry.pool_slot is not None:
-            self._pool_policy(entry).withdraw(key)
             self.leave_pool(entry)
 
-    def _pool_policy(self, entry: Entry) -> EvictionPolicy:
-        assert entry.pool_slot is not None
-        return self._pool_policies[self.pool.lane(entry.pool_slot)]
-
-
-def _place(policy: EvictionPolicy, entry: Entry, *, evictable: bool) -> None:
-    if not evictable:
-        policy.withdraw(entry.identity.key)
-    elif entry.identity.key not in policy:
-        policy.admit(entry.identity.key, entry.used)
+    def _home(self, slot: int) -> EvictionPolicy:
+        """The policy that this cache slot is in while it is evictable."""
+        return self.waiting if self.demotes and self._wanted[slot] else self.clean

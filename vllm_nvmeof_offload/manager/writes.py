@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write-behind: which cached entries are written to the pool, and what becomes of a write.
+"""Writes to the pool: which cached chunks are written when, and what becomes of a write.
 
 Bounded: writes under way pin their cache slots, so at most a share of the slots is in writes;
-the rest waits in `Tiers.unwritten`, evictable. While no target answers, everything waits.
+the rest waits (`Tiers.waiting`), evictable. While no target answers, everything waits.
+
+Write-through begins a write as soon as it may. On-eviction writing (demotion) begins one ahead
+of need, for eviction must not wait for a write: while less than a share of the cache slots is
+free or clean, and for each chunk that was evicted although a colder one waits. So what is hot
+is never written, and a chunk that must go before its write could begin is counted as refused.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from collections.abc import Callable
 from vllm_nvmeof_offload.errors import Outcome, OutcomeKind
 from vllm_nvmeof_offload.manager.index import Entry, Event, State
 from vllm_nvmeof_offload.manager.ledger import Ledger, OpKind
+from vllm_nvmeof_offload.manager.plan import CoreConfig, WritePolicy
 from vllm_nvmeof_offload.manager.tiers import Tiers
 from vllm_nvmeof_offload.protocol import Command, WriteCommand
 
@@ -24,10 +30,11 @@ _FAILURES_MAX = 3
 
 
 class WriteBehind:
-    """`pending_max` is set once the capacity is known."""
+    """Its bounds are set by `attach`, once the capacity is known."""
 
     def __init__(
         self,
+        config: CoreConfig,
         tiers: Tiers,
         ledger: Ledger,
         commands: list[Command],
@@ -36,6 +43,8 @@ class WriteBehind:
     ) -> None:
         self.pending = 0
         self.pending_max = 1
+        self._clean_min = 1
+        self._config = config
         self._tiers = tiers
         self._ledger = ledger
         self._commands = commands
@@ -43,26 +52,43 @@ class WriteBehind:
         self._clock = clock
         self._failures: Counter[int] = Counter()  # pool slot → failed writes
 
+    def attach(self, cache_slots: int) -> None:
+        self.pending_max = max(1, int(self._config.writes_pending_share * cache_slots))
+        self._clean_min = max(1, int(self._config.clean_share * cache_slots))
+
     def want(self, entry: Entry) -> None:
-        """`entry` is cached and shall be written."""
-        if self._tiers.pool.capacity:
-            self._tiers.unwritten[entry.identity.key] = entry
+        """`entry` is cached, for the first time: write it, now or later, unless nobody wants."""
+        if self._tiers.pool.capacity and self._config.write_policy is not WritePolicy.OFF:
+            assert entry.cache_slot is not None
+            self._tiers.want(entry.cache_slot)
 
     def drain(self) -> None:
-        """Begin as many writes as may be."""
-        unwritten = self._tiers.unwritten
-        while unwritten and self.pending < self.pending_max:
-            key, entry = next(iter(unwritten.items()))
-            if entry.state is State.CACHED:
-                pool_slot = self._tiers.take_pool_slot()
-                if pool_slot is None:
-                    return  # until a slot is released, or a target answers again
-                self._begin(entry, pool_slot)
-            del unwritten[key]
+        """Begin as many writes as may be, and need be."""
+        tiers = self._tiers
+        while self.pending < self.pending_max and self._due():
+            slot = tiers.waiting.peek()
+            if slot is None:
+                tiers.passed_over = 0
+                return
+            pool_slot = tiers.take_pool_slot()
+            if pool_slot is None:
+                return  # until a slot is released, or a target answers again
+            entry = tiers.index.in_cache_slot(slot)
+            assert entry.state is State.CACHED
+            tiers.unwant(slot)
+            tiers.passed_over -= tiers.passed_over > 0
+            self._begin(entry, pool_slot)
+
+    def _due(self) -> bool:
+        """Whether a write may begin, as far as the write policy goes."""
+        tiers = self._tiers
+        if not tiers.demotes or tiers.passed_over:
+            return True
+        return tiers.cache.free + len(tiers.clean) + self.pending < self._clean_min
 
     def _begin(self, entry: Entry, pool_slot: int) -> None:
         assert entry.cache_slot is not None
-        entry.pool_slot = pool_slot
+        self._tiers.give_pool(entry, pool_slot)
         entry.on(Event.WRITE_BEGIN)
         self._tiers.cache.use(entry.cache_slot)
         self._tiers.pool.use(pool_slot)
@@ -71,20 +97,26 @@ class WriteBehind:
         )
         command = WriteCommand(op.number, entry.identity, entry.cache_slot, pool_slot)
         self._commands.append(command)
-        self.pending += 1
+        self._count(pool_slot, 1)
         self._tiers.settle(entry)
 
-    def ended(self, entry: Entry, failure: Outcome | None) -> None:
+    def withdrawn(self, pool_slot: int) -> None:
+        """A write's command was never sent."""
+        self._count(pool_slot, -1)
+
+    def _count(self, pool_slot: int, change: int) -> None:
+        self.pending += change
+        self._tiers.targets.pending[self._tiers.pool.lane(pool_slot)] += change
+
+    def ended(self, entry: Entry, pool_slot: int, failure: Outcome | None) -> None:
         """A write is over on every rank; any rank's failure is its failure (rule 5)."""
-        self.pending -= 1
+        self._count(pool_slot, -1)
         if entry.state is State.DOOMED:
             return  # its slots were orphaned when it was doomed
         if failure is None:
             entry.on(Event.WRITTEN)
             self._counters["written"] += 1
             return
-        pool_slot = entry.pool_slot
-        assert pool_slot is not None
         entry.on(Event.WRITE_FAILED)
         self._failures[pool_slot] += failure.kind is OutcomeKind.IO_ERROR
         full = failure.errno == errno.ENOSPC

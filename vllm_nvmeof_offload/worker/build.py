@@ -17,10 +17,10 @@ from vllm_nvmeof_offload.copy.base import CopyEngine
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.io.base import IoEngine
+from vllm_nvmeof_offload.io.choose import IoLimits, choose_io_engine
 from vllm_nvmeof_offload.io.faults import FaultPlan
 from vllm_nvmeof_offload.io.faulty import FaultyIoEngine
 from vllm_nvmeof_offload.io.none import NoIoEngine
-from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
@@ -68,14 +68,17 @@ def build_worker(
     staging = Staging(slot_bytes, cache_slots, stream_slots, _log_progress("pinned memory"))
     waker = Waker()
     copy = _copy_engine(device, waker)
-    io = _io_engine(settings, pool, staging)
+    io, io_fallbacks = _io_engine(settings, pool, staging)
+    target_count = pool.target_count if pool else 1
     pump = PumpConfig(
         rank=place.rank,
-        target_count=pool.target_count if pool else 1,
-        # Little more than what the threads work on: a deadline runs from the hand-over, and
-        # time in the engine's queue must not look like a target that hangs.
-        reads_in_flight_max=2 * settings.io_threads,
-        writes_in_flight_max=settings.io_threads,
+        target_count=target_count,
+        reads_in_flight_max=_handed_over_max(
+            settings, io, settings.read_bytes_in_flight_max, slot_bytes, target_count
+        ),
+        writes_in_flight_max=_handed_over_max(
+            settings, io, settings.write_bytes_in_flight_max, slot_bytes, target_count
+        ),
         read_deadline_s=settings.read_deadline_ms / 1000,
         write_deadline_s=settings.write_deadline_ms / 1000,
     )
@@ -91,7 +94,7 @@ def build_worker(
         target_count=pool.target_count if pool else 1,
         slot_bytes=slot_bytes,
         adopted=adopted,
-        fallbacks=tuple(pool.fallbacks) if pool else (),
+        fallbacks=(*pool.fallbacks, *io_fallbacks) if pool else (),
     )
     _log_summary(settings, place, hello, io.name, staging.size_bytes)
     return NVMeoFOffloadingWorker(runner, geometry, copy, io, staging, pool), hello
@@ -125,22 +128,42 @@ def _copy_engine(device: str, waker: Waker) -> CopyEngine:
     )
 
 
-def _io_engine(settings: OffloadConfig, pool: Pool | None, staging: Staging) -> IoEngine:
+def _io_engine(
+    settings: OffloadConfig, pool: Pool | None, staging: Staging
+) -> tuple[IoEngine, tuple[str, ...]]:
+    """The engine, and what it lacks of the best one."""
     if pool is None:
-        return NoIoEngine()
-    engine: IoEngine = ThreadsIoEngine(
-        pool,
-        staging.view,
-        staging.map.base_address,
+        return NoIoEngine(), ()
+    limits = IoLimits(
         threads=settings.io_threads,
+        depth=settings.io_depth,
+        split_bytes=settings.io_split_bytes,
         read_bytes_in_flight_max=settings.read_bytes_in_flight_max,
         write_bytes_in_flight_max=settings.write_bytes_in_flight_max,
+        write_bytes_beside_reads_max=settings.write_bytes_beside_reads_max,
     )
+    address = staging.map.base_address
+    chosen = choose_io_engine(settings.io_engine, pool, staging.view, address, limits)
+    engine = chosen.engine
     if settings.fault_injection:
         logger.warning("FAULT INJECTION is on, controlled by %s", settings.fault_injection)
         plan = FaultPlan(control_path=Path(settings.fault_injection))
-        engine = FaultyIoEngine(engine, plan, pool, staging.view, staging.map.base_address)
-    return engine
+        engine = FaultyIoEngine(engine, plan, pool, staging.view, address)
+    return engine, chosen.fallbacks
+
+
+def _handed_over_max(
+    settings: OffloadConfig, engine: IoEngine, bytes_max: int, slot_bytes: int, target_count: int
+) -> int:
+    """Operations of a kind that the engine holds at a time: twice what it works on.
+
+    Not more: a deadline runs from the hand-over, and time in the engine's queue must not look
+    like a target that hangs.
+    """
+    if "threads" in engine.name:
+        return 2 * settings.io_threads
+    at_work = min(settings.io_depth, max(1, bytes_max // slot_bytes))
+    return 2 * at_work * target_count
 
 
 def _log_progress(what: str):  # type: ignore[no-untyped-def]

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, Outcome, OutcomeKind
 from vllm_nvmeof_offload.io.base import IoEngine, IoKind, IoOp
-from vllm_nvmeof_offload.protocol import IoClass, VerdictReport
+from vllm_nvmeof_offload.protocol import IoClass, RateReport, VerdictReport
+from vllm_nvmeof_offload.worker.rates import RateMeter
 from vllm_nvmeof_offload.worker.tasks import JobKind, Task
 
 __all__ = ["IoEvent", "IoPump", "PumpConfig"]
@@ -59,11 +60,14 @@ class IoPump:
         config: PumpConfig,
         clock: Callable[[], float],
         address_of: Callable[[Task], int],
+        slot_bytes: int,
     ) -> None:
         self._engine = engine
         self._config = config
         self._clock = clock
         self._address_of = address_of
+        self._slot_bytes = slot_bytes
+        self._rates = RateMeter(config.rank, config.target_count, clock)
         self._queues: dict[IoClass, deque[Task]] = {c: deque() for c in IoClass}
         self._flights: dict[int, _Flight] = {}
         self._next_token = 1
@@ -105,6 +109,9 @@ class IoPump:
         verdicts, self._verdicts = self._verdicts, []
         return verdicts
 
+    def take_rates(self) -> list[RateReport]:
+        return self._rates.take()
+
     @property
     def busy(self) -> bool:
         return bool(self._flights) or any(self._queues.values())
@@ -125,7 +132,7 @@ class IoPump:
                     queue.popleft()
                     self._failed.append(IoEvent(task, failure, True))
                     continue
-                if not self._submit(task, self._target(task), is_write):
+                if not self._submit(task, self.target(task), is_write):
                     break  # BUSY: the engine is full, the rest waits
                 queue.popleft()
                 self._stalled_since_s[is_write] = None
@@ -138,7 +145,7 @@ class IoPump:
             return None
         if self._barred and task.job.kind is JobKind.WRITE:
             return CANCELLED
-        return DEADLINE if self._unreleased[self._target(task)] else None
+        return DEADLINE if self._unreleased[self.target(task)] else None
 
     def _fail_stalled(self, is_write: bool, patience_s: float) -> None:
         """Behind a full engine or a reset that hangs nothing may wait for ever."""
@@ -184,10 +191,12 @@ class IoPump:
         task.io_token = token
         self._flights[token] = _Flight(task, target, is_write)
         self._in_flight[is_write] += 1
+        if not reset:
+            self._rates.began(target, is_write=is_write)
         self._resetting = self._resetting or reset
         return True
 
-    def _target(self, task: Task) -> int:
+    def target(self, task: Task) -> int:
         return (task.pool_slot or 0) % self._config.target_count
 
     # -- from the engine --------------------------------------------------------------
@@ -202,6 +211,9 @@ class IoPump:
                 events.append(IoEvent(task, None, True))
             else:
                 self._in_flight[flight.is_write] -= 1
+                if task.job.kind is not JobKind.RESET:
+                    done_bytes = self._slot_bytes if completion.outcome.ok else 0
+                    self._rates.ended(flight.target, done_bytes, is_write=flight.is_write)
                 if not completion.released:
                     self._hold(flight)
                 elif self._retries(flight, completion.outcome):

@@ -85,7 +85,7 @@ class TransferPipeline:
         self._staging = staging
         self._copy = copy
         self._clock = clock
-        self._pump = IoPump(io, config, clock, self._address_of)
+        self._pump = IoPump(io, config, clock, self._address_of, staging.slot_bytes)
         self._gates: SlotGates[Task] = SlotGates()
         self._jobs: dict[int, Job] = {}
         self._free_stream_slots = deque(range(staging.stream_slots))
@@ -171,6 +171,8 @@ class TransferPipeline:
 
     def take_reports(self) -> list[Report]:
         reports, self._reports = self._reports, []
+        if reports:  # rates ride along: they never make the engine step
+            reports.extend(self._pump.take_rates())
         return reports
 
     def take_finished(self) -> list[FinishedJob]:
@@ -340,7 +342,8 @@ class TransferPipeline:
         kind = task.job.kind
         if outcome.ok and kind is not JobKind.RESET:
             direction = "written" if kind is JobKind.WRITE else "read"
-            self.counters[f"{direction}_bytes"] += self._staging.slot_bytes
+            label = f":{self._pump.target(task)}" if kind is JobKind.WRITE else ""
+            self.counters[f"{direction}_bytes{label}"] += self._staging.slot_bytes
         if outcome.ok and kind is JobKind.LOAD:
             if task.fills:  # landed: others may read the slot from now on
                 task.fills, task.reads = False, True

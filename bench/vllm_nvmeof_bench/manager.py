@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the manager costs the scheduler's process with a million entries: time, memory, pauses.
+
+No I/O, no GPU: a simulated rank says yes to everything. Times are the thread's CPU time, so that
+what else the machine does is left out. `python -m vllm_nvmeof_bench.manager` prints JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
+from vllm_nvmeof_offload.protocol import AdoptedEntries, OpReport, RankHello
+
+__all__ = ["measure_manager"]
+
+KEY_BYTES = 36  # vLLM's: a SHA-256 and a group number
+CACHE_SLOTS = 4096
+BATCH = 64  # chunks of one store
+SWEEPS = 7
+
+
+def measure_manager(entries: int = 1_000_000) -> dict[str, Any]:
+    """Figures of one manager core with `entries` chunks in its pool.
+
+    lookup_us: the worse of hit and miss, medians over sweeps of random keys, each a fresh
+    object. bytes_per_entry: growth of resident memory, keys included; the worse of a pool that
+    was adopted and one that was stored. gc_pause_ms_max: the longest collection, natural or
+    forced, while chunks are stored, loaded and evicted over a full pool.
+    """
+    gc.collect()
+    before = _resident_bytes()
+    stored = _Rank(entries)
+    stored.store_all(entries)
+    gc.collect()
+    stored_bytes = (_resident_bytes() - before) / entries
+    with _pauses() as pauses:
+        store_us = stored.churn(max(BATCH, entries // 10))
+    del stored
+    gc.collect()
+    before = _resident_bytes()
+    adopted, adopt_s = _adopt(entries)
+    gc.collect()
+    adopted_bytes = (_resident_bytes() - before) / entries
+    with _pauses() as adopted_pauses:
+        adopted.churn(BATCH)
+    hit_us, miss_us = _lookups(adopted.core.lookup, adopted.core)
+    return {
+        "entries": entries,
+        "lookup_us": max(hit_us, miss_us),
+        "lookup_hit_us": hit_us,
+        "lookup_miss_us": miss_us,
+        "vllm_face_lookup_us": _face_lookups(adopted.core),
+        "bytes_per_entry": max(stored_bytes, adopted_bytes),
+        "bytes_per_entry_stored": stored_bytes,
+        "bytes_per_entry_adopted": adopted_bytes,
+        "gc_pause_ms_max": 1000 * max(pauses + adopted_pauses),
+        "adopt_s": adopt_s,
+        "store_us_per_chunk": store_us,
+    }
+
+
+class _Rank:
+    """A core, and a rank to which everything succeeds at once."""
+
+    def __init__(self, pool_slots: int, adopted: AdoptedEntries | None = None) -> None:
+        self.core = ManagerCore(CoreConfig())
+        self._random = random.Random(1)
+        begin_s = time.thread_time()
+        self.core.attach(
+            [
+                RankHello(
+                    rank=0,
+                    engine_index=0,
+                    keyspace="benchmark",
+                    cache_slots=CACHE_SLOTS,
+                    pool_slots=pool_slots,
+                    target_count=2,
+                    slot_bytes=1 << 20,
+                    adopted=adopted or AdoptedEntries(),
+                )
+            ]
+        )
+        self.attach_s = time.thread_time() - begin_s
+
+    def store_all(self, count: int) -> None:
+        for _ in range(0, count, BATCH):
+            self._store(_random_keys(BATCH, self._random))
+
+    def churn(self, count: int) -> float:
+        """Store new chunks over a full pool, load old ones; µs a stored chunk."""
+        spent_s = 0.0
+        previous: list[bytes] = []
+        for number in range(0, count, BATCH):
+            keys = _random_keys(BATCH, self._random)
+            begin_s = time.thread_time()
+            self._store(keys)
+            spent_s += time.thread_time() - begin_s
+            found = [key for key in previous if self.core.lookup(key) is not None]
+            command = self.core.prepare_load(found)
+            self.core.report([OpReport(command.op)])
+            previous = keys
+            if number % (count // 8 or 1) < BATCH:
+                gc.collect()
+        return spent_s / count * 1e6
+
+    def _store(self, keys: list[bytes]) -> None:
+        plan = self.core.prepare_store(keys)
+        assert plan.command is not None
+        self.core.report([OpReport(plan.command.op)])
+        while commands := self.core.take_commands():
+            self.core.report([OpReport(command.op) for command in commands])  # type: ignore[union-attr]
+
+
+def _adopt(entries: int) -> tuple[_Rank, float]:
+    rng = np.random.default_rng(2)
+    keys = rng.integers(0, 256, (entries, KEY_BYTES), np.uint8).view(f"V{KEY_BYTES}")
+    adopted = AdoptedEntries(
+        np.arange(entries, dtype=np.int64),
+        np.arange(entries, dtype=np.uint64) + np.uint64(1 << 50),
+        tuple(keys.ravel().tolist()),
+    )
+    del keys
+    rank = _Rank(entries, adopted)
+    return rank, rank.attach_s
+
+
+def _random_keys(count: int, rng: random.Random) -> list[bytes]:
+    return [rng.randbytes(KEY_BYTES) for _ in range(count)]
+
+
+def _lookups(
+    lookup: Callable[..., object], core: ManagerCore, *context: object
+) -> tuple[float, float]:
+    """(µs a hit, µs a miss)."""
+    rng = random.Random(3)
+    known = [entry.identity.key for entry in core.entries()]
+    count = min(len(known), 100_000)
+    hits, misses = [], []
+    for _ in range(SWEEPS):
+        sample = [bytes(bytearray(key)) for key in rng.sample(known, count)]
+        hits.append(_sweep_us(lookup, sample, context))
+        misses.append(_sweep_us(lookup, _random_keys(count, rng), context))
+    return statistics.median(hits), statistics.median(misses)
+
+
+def _sweep_us(
+    lookup: Callable[..., object], keys: list[bytes], context: tuple[object, ...]
+) -> float:
+    begin_s = time.thread_time()
+    for key in keys:
+        lookup(key, *context)
+    return (time.thread_time() - begin_s) / len(keys) * 1e6
+
+
+def _face_lookups(core: ManagerCore) -> float | None:
+    """µs a look-up through vLLM's interface, the worse of hit and miss; None without vLLM."""
+    try:
+        from vllm.v1.kv_offload.base import ReqContext
+
+        from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
+    except ImportError:
+        return None
+    manager = NVMeoFOffloadingManager(core, 256)
+    return max(_lookups(manager.lookup, core, ReqContext("request")))
+
+
+@contextmanager
+def _pauses() -> Iterator[list[float]]:
+    """Collects the seconds that each garbage collection takes."""
+    seconds = [0.0]
+    began = 0.0
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        nonlocal began
+        if phase == "start":
+            began = time.thread_time()
+        else:
+            seconds.append(time.thread_time() - began)
+
+    gc.callbacks.append(note)
+    try:
+        yield seconds
+    finally:
+        gc.callbacks.remove(note)
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure_manager(*map(int, sys.argv[1:])), indent=2))

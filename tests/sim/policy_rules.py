@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operator's policies promise: what is stored, and when it is written to the pool."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from vllm_nvmeof_offload.manager.core import ManagerCore
+from vllm_nvmeof_offload.manager.index import State
+from vllm_nvmeof_offload.protocol import Command, WriteCommand
+
+from .base import Knobs, Violation
+
+
+class PolicyRules:
+    """Beside `Rules`, for one process's life."""
+
+    def __init__(self, core: ManagerCore, knobs: Knobs) -> None:
+        self._core = core
+        self._knobs = knobs
+        self._sightings: Counter[bytes] = Counter()
+        self._dropped = 0
+        self._clean_min = max(1, int(core.config.clean_share * knobs.cache_slots))
+        self._roomy = True  # so far, nothing was ever short of cache slots
+        self._demotes = knobs.write_policy == "on_eviction"
+
+    def see(self, keys: Iterable[bytes]) -> None:
+        """These keys are about to be asked to be stored."""
+        self._sightings.update(set(keys))
+
+    def due(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Those that were seen often enough."""
+        return [key for key in keys if self._sightings[key] >= self._knobs.store_threshold]
+
+    def planned(self, used_cache: Iterable[int], *, load: bool) -> None:
+        """After a store or a load was planned, which may have evicted."""
+        dropped = self._core.counters["write_refused"] - self._dropped
+        self._dropped += dropped
+        if not dropped or not self._demotes:
+            return
+        if load:
+            raise Violation("demotion", "a load dropped what was never written, to land there")
+        used = set(used_cache)
+        for entry in self._core.entries():
+            if entry.state is State.BOTH and entry.cache_slot not in used:
+                raise Violation("demotion", f"what was never written went before {entry}")
+
+    def refused(self, used_cache: Iterable[int]) -> None:
+        """A store was refused for want of cache slots: rule 9."""
+        gauges = self._core.gauges()
+        used = set(used_cache)
+        if gauges["cache_slots_taken"] < gauges["cache_slots"]:
+            raise Violation("9", "refused a store with a cache slot free")
+        for entry in self._core.entries():
+            free = entry.state in (State.CACHED, State.BOTH) and entry.cache_slot not in used
+            if free:
+                raise Violation("9", f"refused a store, and {entry} could go")
+
+    def commanded(self, commands: Iterable[Command]) -> None:
+        self._note_room()
+        writes = [command for command in commands if isinstance(command, WriteCommand)]
+        if writes and self._knobs.write_policy == "off":
+            raise Violation("off", f"{writes[0]}")
+        if writes and self._demotes and self._roomy:
+            raise Violation("demotion", f"{writes[0]}, and the CPU tier has room")
+
+    def check(self) -> None:
+        self._dropped = self._core.counters["write_refused"]
+        self._note_room()
+
+    def _note_room(self) -> None:
+        gauges = self._core.gauges()
+        free = gauges["cache_slots"] - gauges["cache_slots_taken"]
+        self._roomy &= free >= self._clean_min
+
+    def idle(self) -> None:
+        """Nothing is under way: everything is written that was to be by now."""
+        gauges = self._core.gauges()
+        if not gauges["pool_slots"] or gauges["suspect_targets"] or not gauges["write_backlog"]:
+            return
+        if not self._demotes:
+            raise Violation("leak", f"not written at the end: {gauges}")
+        short = self._clean_min - gauges["cache_slots"] + gauges["write_backlog"]
+        if short > 0:
+            raise Violation("demotion", f"{short} demotions are due and not begun: {gauges}")

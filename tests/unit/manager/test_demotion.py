@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`write_policy`: on eviction the coldest is written ahead of need; off writes nothing."""
+
+from __future__ import annotations
+
+import errno
+
+from vllm_nvmeof_offload.errors import io_error
+from vllm_nvmeof_offload.manager.core import Source
+from vllm_nvmeof_offload.manager.plan import WritePolicy
+from vllm_nvmeof_offload.protocol import VerdictReport
+
+from .bench import Bench, keys_of
+
+
+def demoting(cache: int = 8, pool: int = 32, **config: object) -> Bench:
+    return Bench(cache, pool, write_policy=WritePolicy.ON_EVICTION, clean_share=0.25, **config)
+
+
+def written(bench: Bench) -> list[int]:
+    """Obey all writes; the chunks that were written, in their order."""
+    numbers = []
+    while commands := bench.writes():
+        for command in commands:
+            numbers.append(int(command.identity.key))
+            bench.done(command.op)
+    return numbers
+
+
+def test_nothing_is_written_while_there_is_room() -> None:
+    bench = demoting(cache=8)
+    bench.store(1, 2, 3, 4, 5, 6)
+    assert bench.writes() == []
+    assert bench.core.gauges()["write_backlog"] == 6
+    assert not bench.core.has_pending_work(), "what waits does not keep the engine stepping"
+
+
+def test_the_coldest_are_written_ahead_of_need_and_then_go_without_a_loss() -> None:
+    bench = demoting(cache=8)
+    for number in range(1, 8):
+        bench.store(number)
+    assert written(bench) == [1], "one slot of eight is free, and two shall be free or clean"
+    bench.store(8)
+    assert written(bench) == [2]
+    bench.store(9, 10)
+    assert [bench.core.lookup(key) for key in keys_of(1, 2, 3)] == [
+        Source.POOL,
+        Source.POOL,
+        Source.CPU,
+    ]
+    assert bench.core.counters["write_refused"] == 0
+
+
+def test_what_is_used_is_not_written() -> None:
+    bench = demoting(cache=8)
+    for number in range(1, 7):
+        bench.store(number)
+    bench.core.touch(keys_of(1, 2))
+    bench.store(7, 8)
+    assert written(bench) == [3, 4]
+
+
+def test_writes_ahead_of_need_are_bounded() -> None:
+    bench = demoting(cache=8, writes_pending_share=0.125)
+    bench.store(*range(8))
+    assert len(bench.writes()) == 1
+
+
+def test_what_must_go_before_its_write_could_begin_is_counted() -> None:
+    bench = demoting(cache=4)
+    bench.core.report([VerdictReport(0, 0, usable=False)])
+    bench.store(1, 2, 3, 4)
+    bench.store(5, 6)
+    assert bench.core.counters["write_refused"] == 2
+    assert bench.hits(range(1, 7)) == [1, 2, 5, 6]
+    bench.core.report([VerdictReport(0, 0, usable=True)])
+    assert written(bench) == [2]
+
+
+def test_each_clean_chunk_that_goes_before_a_colder_one_makes_that_one_s_turn() -> None:
+    bench = demoting(cache=4, land_cache_share=1.0)
+    for number in (1, 2, 3, 4):
+        bench.store(number)
+    assert written(bench) == [1]
+    bench.store(5)  # 1 goes
+    assert written(bench) == [2]
+    bench.done(bench.core.prepare_load(keys_of(1)).op)  # 2 goes, 1 lands: clean, and hot
+    before = bench.core.lookup(b"3")
+    assert before is Source.CPU
+    bench.store(6)  # 1 goes again, although 3 is colder
+    assert bench.core.lookup(b"1") is Source.POOL
+    assert written(bench)[:2] == [3, 4]
+
+
+def test_a_load_lands_only_where_nothing_is_lost() -> None:
+    bench = demoting(cache=4, land_cache_share=1.0, writes_pending_share=0.25)
+    for number in (1, 2, 3, 4):
+        bench.store(number)
+    written(bench)
+    bench.store(5)  # 1 goes
+    (held,) = bench.writes()  # 2 is being written, which pins it
+    (chunk,) = bench.core.prepare_load(keys_of(1)).chunks
+    assert (chunk.cache_slot, chunk.pool_slot is None) == (None, False), "it streams"
+    assert bench.hits([2, 3, 4, 5]) == [2, 3, 4, 5]
+    bench.done(held.op)
+
+
+def test_a_failed_demotion_is_not_tried_again() -> None:
+    bench = demoting(cache=4)
+    for number in (1, 2, 3, 4):
+        bench.store(number)
+    (write,) = bench.writes()
+    bench.done(write.op, (0, io_error(errno.EIO)))
+    assert bench.core.lookup(b"1") is Source.CPU
+    assert bench.writes() == [], "its slot can be had: there is nothing to gain"
+    bench.store(5)
+    assert bench.hits([1]) == []
+
+
+def test_a_reset_forgets_what_waits() -> None:
+    bench = demoting(cache=4)
+    bench.store(1, 2)
+    bench.core.reset()
+    assert bench.core.gauges()["write_backlog"] == 0
+    bench.store(1, 2, 3)
+    assert bench.core.gauges()["write_backlog"] == 3
+
+
+def test_off_writes_nothing_and_still_reads() -> None:
+    bench = Bench(cache=2, write_policy=WritePolicy.OFF)
+    bench.store(1, 2)
+    bench.store(3)
+    assert bench.writes() == []
+    assert bench.core.gauges()["write_backlog"] == 0
+    assert bench.hits([1, 2, 3]) == [1, 3]

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's face of the manager: look-ups are counted by source, every figure is declared."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES
+
+from .bench import Bench, keys_of
+
+pytest.importorskip("vllm", reason="the face needs vLLM's types")
+
+from vllm.v1.kv_offload.base import LookupResult, ReqContext
+
+from vllm_nvmeof_offload.manager import manager as face
+from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
+
+
+def figures(manager: NVMeoFOffloadingManager) -> dict[tuple[str, tuple[str, ...]], float]:
+    """What `get_stats` counts, by our name and label values."""
+    counted: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    class Stats:
+        def increase_counter(self, name: str, value: float, labels: tuple[str, ...]) -> None:
+            counted[name.removeprefix("vllm:nvmeof_"), labels] = value
+
+        def set_gauge(self, name: str, value: float) -> None:
+            assert name.removeprefix("vllm:nvmeof_") in GAUGES
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(face, "OffloadingConnectorStats", Stats)
+        manager.get_stats()
+    for name, labels in counted:
+        assert len(COUNTERS[name].labels) == len(labels)
+    return counted
+
+
+def test_look_ups_are_counted_by_source() -> None:
+    bench = Bench(cache=1)
+    bench.store(1)
+    bench.write_all()
+    bench.store(2)
+    manager = NVMeoFOffloadingManager(bench.core, 16)
+    context = ReqContext("request")
+    found = [manager.lookup(key, context) for key in keys_of(1, 2, 3, 2)]
+    assert found == [LookupResult.HIT, LookupResult.HIT, LookupResult.MISS, LookupResult.HIT]
+    counted = figures(manager)
+    sources = {labels[0]: n for (name, labels), n in counted.items() if name == "lookups"}
+    assert sources == {"pool": 1, "cpu": 2, "miss": 1}
+    assert not any(name == "lookups" for name, _ in figures(manager)), "counted once"
+
+
+def test_bytes_written_are_counted_by_target() -> None:
+    manager = NVMeoFOffloadingManager(Bench().core, 16)
+    manager.report([], Counter({"written_bytes:0": 5, "written_bytes:1": 7, "read_bytes": 2}))
+    counted = figures(manager)
+    assert counted["written_bytes", ()] == 12
+    assert counted["target_written_bytes", ("0",)] == 5
+    assert counted["target_written_bytes", ("1",)] == 7
+    assert counted["read_bytes", ()] == 2
+
+
+def test_a_chunk_below_the_threshold_is_counted() -> None:
+    bench = Bench(store_threshold=2)
+    manager = NVMeoFOffloadingManager(bench.core, 16)
+    assert manager.prepare_store(keys_of(1, 2), ReqContext("request")).keys_to_store == []
+    assert figures(manager)["below_threshold_chunks", ()] == 2

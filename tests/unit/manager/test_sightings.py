@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`store_threshold`: a chunk is offloaded on its n-th sighting."""
+
+from __future__ import annotations
+
+from vllm_nvmeof_offload.manager.sightings import Sightings
+
+from .bench import Bench, keys_of
+
+
+def test_a_chunk_is_stored_on_its_nth_sighting() -> None:
+    bench = Bench(cache=8, store_threshold=3)
+    for _ in range(2):
+        plan = bench.core.prepare_store(keys_of(1, 2))
+        assert (plan.command, plan.stored, plan.refused) == (None, (), 0)
+    assert bench.core.prepare_store(keys_of(1, 2, 3)).stored == tuple(keys_of(1, 2))
+    assert bench.core.counters["below_threshold"] == 5
+    assert bench.hits([1, 2, 3]) == [1, 2]
+
+
+def test_a_threshold_of_one_stores_at_once_and_keeps_no_table() -> None:
+    sightings = Sightings(1, 8)
+    sightings.see(keys_of(1, 2))
+    assert sightings.enough(b"7")
+    assert len(sightings) == 0
+    assert Bench(store_threshold=1).core.prepare_store(keys_of(1)).stored == (b"1",)
+
+
+def test_a_key_twice_in_one_request_is_one_sighting() -> None:
+    bench = Bench(store_threshold=2)
+    assert bench.core.prepare_store(keys_of(1, 1)).stored == ()
+    assert bench.core.prepare_store(keys_of(1, 1)).stored == (b"1",)
+
+
+def test_what_was_seen_often_enough_comes_back_at_once_after_a_reset() -> None:
+    bench = Bench(store_threshold=2)
+    bench.core.prepare_store(keys_of(1))
+    bench.store(1)
+    bench.core.reset()
+    bench.store(1)
+
+
+def test_the_table_is_bounded_and_keeps_what_was_seen_last() -> None:
+    sightings = Sightings(2, 100)
+    for number in range(20_000):
+        sightings.see(keys_of(number, -1))
+        assert len(sightings) < 100 + 1024
+    assert sightings.enough(b"-1")
+    sightings.see(keys_of(19_999, 3))
+    assert sightings.enough(b"19999")
+    assert not sightings.enough(b"3"), "forgotten in between"
+    long = keys_of(*range(50_000, 55_000))
+    sightings.see(long)
+    assert len(sightings) == 100
