@@ -53,9 +53,14 @@ test-fast: setup
 test-e2e: setup | test-fast
 	$(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
 
-# Replay a failing seed with: .venv/bin/python -m tests.sim --seed N
+# Replay a failing seed with: .venv/bin/python -m tests.sim --seed N, or -m tests.faults.store
 soak: setup
-	$(BIN)/python -m tests.sim --seconds $(SOAK_SECONDS) --keep-going
+	$(BIN)/python -m tests.sim --seconds $$(($(SOAK_SECONDS) / 2)) --keep-going
+	$(BIN)/python -m tests.faults.store --seconds $$(($(SOAK_SECONDS) / 2)) --keep-going
+
+# Figures: the pool beside fio, a bare ring and vLLM's own file tier; a table, JSON and a picture.
+bench: setup tools
+	$(BIN)/vllm-nvmeof bench pool --json build/bench/pool.json --plot build/bench/pool.png
 
 check: setup
 	$(BIN)/ruff check .
@@ -67,7 +72,7 @@ format: setup
 	$(BIN)/ruff format .
 
 lock:
-	$(BIN)/uv pip compile requirements/cpu.in pyproject.toml --extra dev \
+	$(BIN)/uv pip compile requirements/cpu.in pyproject.toml --extra dev --extra bench \
 		--override requirements/overrides.txt --python-version 3.11 --upgrade \
 		--no-header --no-annotate --no-emit-index-url --no-emit-find-links \
 		--output-file requirements/cpu.lock --quiet

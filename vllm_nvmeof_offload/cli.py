@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from vllm_nvmeof_offload import __version__
+from vllm_nvmeof_offload.cli_bench import bench_app
+from vllm_nvmeof_offload.cli_doctor import doctor
 from vllm_nvmeof_offload.cli_pool import pool_app
 
 __all__ = ["app"]
@@ -22,6 +24,8 @@ app = typer.Typer(
 config_app = typer.Typer(help="The configuration's keys; checks of a configuration.")
 app.add_typer(config_app, name="config", invoke_without_command=True)
 app.add_typer(pool_app, name="pool")
+app.command()(doctor)
+app.add_typer(bench_app, name="bench")
 
 #: Fields of a whole --kv-transfer-config beside our part of it.
 _EXTRA = "kv_connector_extra_config"

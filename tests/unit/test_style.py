@@ -12,7 +12,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "vllm_nvmeof_offload"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = sorted(
-    path for folder in (PACKAGE, ROOT / "tests", ROOT / "tools") for path in folder.rglob("*.py")
+    path
+    for folder in (PACKAGE, ROOT / "bench", ROOT / "tests", ROOT / "tools")
+    for path in folder.rglob("*.py")
 )
 
 FILE_LINES_MAX = 300
@@ -33,7 +35,7 @@ LAYERS: list[set[str]] = [
     {"job_specs", "deployment"},
     {"manager", "worker"},
     {"spec", "connector", "plugin", "integration"},
-    {"cli", "cli_pool", "cli_pool_text", "demo"},
+    {"cli", "cli_bench", "cli_doctor", "cli_pool", "cli_pool_text", "demo"},
 ]
 MAY_IMPORT_VLLM = {
     "plugin.py",

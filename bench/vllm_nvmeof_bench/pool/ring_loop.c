@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The least that io_uring can be asked to do: one thread, one ring, registered buffers and a
+// registered file, O_DIRECT, a fixed number of blocks in flight, block after block through one
+// file that was written before. Prints one line of JSON. What an engine can be measured against.
+//
+//   ring_loop FILE write|read|mixed BLOCK_BYTES TOTAL_BYTES DEPTH
+
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <liburing.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { HUGE_BYTES = 2 << 20 };
+
+struct plan {
+	size_t block, blocks;
+	unsigned depth;
+	int mixed, write;
+};
+
+static double now_s(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return t.tv_sec + t.tv_nsec * 1e-9;
+}
+
+static double cpu_s(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+	return t.tv_sec + t.tv_nsec * 1e-9;
+}
+
+static void die(const char *what, int error)
+{
+	fprintf(stderr, "ring_loop: %s: %s\n", what, strerror(error));
+	exit(1);
+}
+
+static int by_value(const void *left, const void *right)
+{
+	double a = *(const double *)left, b = *(const double *)right;
+
+	return (a > b) - (a < b);
+}
+
+static char *buffers_of(size_t bytes)
+{
+	char *memory = mmap(NULL, bytes + HUGE_BYTES, PROT_READ | PROT_WRITE,
+			    MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+	if (memory == MAP_FAILED)
+		die("mmap", errno);
+	memory += HUGE_BYTES - (uintptr_t)memory % HUGE_BYTES;
+	madvise(memory, bytes, MADV_HUGEPAGE);
+	// Content that no device can take for zeros.
+	uint64_t state = 88172645463325252ull;
+	for (size_t i = 0; i < bytes / 8; i++) {
+		state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+		((uint64_t *)memory)[i] = state;
+	}
+	return memory;
+}
+
+static void open_ring(struct io_uring *ring, unsigned depth)
+{
+	unsigned flags[] = {
+		IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN,
+		IORING_SETUP_COOP_TASKRUN,
+		0,
+	};
+	int error = 0;
+
+	for (unsigned i = 0; i < sizeof flags / sizeof *flags; i++) {
+		error = io_uring_queue_init(depth, ring, flags[i]);
+		if (!error)
+			return;
+	}
+	die("io_uring_queue_init", -error);
+}
+
+static void submit_block(struct io_uring *ring, const struct plan *plan, char *memory,
+			 size_t number, unsigned slot, int registered, double *started)
+{
+	struct io_uring_sqe *sqe = io_uring_get_sqe(ring);
+	char *buffer = memory + (size_t)slot * plan->block;
+	// Mixed: even blocks are read and odd ones written.
+	int write = plan->mixed ? (int)(number & 1) : plan->write;
+	uint64_t offset = (uint64_t)number * plan->block;
+
+	if (write && registered)
+		io_uring_prep_write_fixed(sqe, 0, buffer, plan->block, offset, 0);
+	else if (write)
+		io_uring_prep_write(sqe, 0, buffer, plan->block, offset);
+	else if (registered)
+		io_uring_prep_read_fixed(sqe, 0, buffer, plan->block, offset, 0);
+	else
+		io_uring_prep_read(sqe, 0, buffer, plan->block, offset);
+	sqe->flags |= IOSQE_FIXED_FILE;
+	sqe->user_data = slot;
+	started[slot] = now_s();
+}
+
+static void run(struct io_uring *ring, const struct plan *plan, char *memory, int registered,
+		double *latencies)
+{
+	double *started = calloc(plan->depth, sizeof *started);
+	size_t next = 0, done = 0;
+
+	while (next < plan->blocks && next < plan->depth) {
+		submit_block(ring, plan, memory, next, next, registered, started);
+		next++;
+	}
+	while (done < plan->blocks) {
+		struct io_uring_cqe *cqe;
+		unsigned head, count = 0;
+		int error = io_uring_submit_and_wait(ring, 1);
+
+		if (error < 0 && error != -EINTR)
+			die("io_uring_submit_and_wait", -error);
+		double end = now_s();
+		io_uring_for_each_cqe(ring, head, cqe) {
+			unsigned slot = cqe->user_data;
+
+			if (cqe->res != (int)plan->block)
+				die("transfer", cqe->res < 0 ? -cqe->res : EIO);
+			latencies[done++] = end - started[slot];
+			count++;
+			if (next < plan->blocks)
+				submit_block(ring, plan, memory, next++, slot, registered, started);
+		}
+		io_uring_cq_advance(ring, count);
+	}
+	free(started);
+}
+
+int main(int argc, char **argv)
+{
+	if (argc != 6) {
+		fprintf(stderr, "ring_loop FILE write|read|mixed BLOCK_BYTES TOTAL_BYTES DEPTH\n");
+		return 2;
+	}
+	struct plan plan = {.block = strtoull(argv[3], NULL, 10), .depth = atoi(argv[5])};
+
+	plan.mixed = !strcmp(argv[2], "mixed");
+	plan.write = !strcmp(argv[2], "write");
+	plan.blocks = strtoull(argv[4], NULL, 10) / plan.block;
+	int fd = open(argv[1], O_RDWR | O_DIRECT | O_CLOEXEC);
+	if (fd < 0)
+		die("open", errno);
+	char *memory = buffers_of(plan.block * plan.depth);
+	double *latencies = calloc(plan.blocks, sizeof *latencies);
+	struct io_uring ring;
+
+	open_ring(&ring, plan.depth);
+	struct iovec whole = {memory, plan.block * plan.depth};
+	int registered = io_uring_register_buffers(&ring, &whole, 1) == 0;
+	int error = io_uring_register_files(&ring, &fd, 1);
+	if (error)
+		die("io_uring_register_files", -error);
+	double cpu = cpu_s(), start = now_s();
+	run(&ring, &plan, memory, registered, latencies);
+	double seconds = now_s() - start;
+	cpu = cpu_s() - cpu;
+	qsort(latencies, plan.blocks, sizeof *latencies, by_value);
+	printf("{\"bytes\": %zu, \"seconds\": %.6f, \"cpu_s\": %.6f, \"p50_us\": %.1f, "
+	       "\"p99_us\": %.1f, \"registered\": %s}\n",
+	       plan.blocks * plan.block, seconds, cpu,
+	       1e6 * latencies[(plan.blocks - 1) / 2],
+	       1e6 * latencies[(size_t)((plan.blocks - 1) * 0.99)], registered ? "true" : "false");
+	io_uring_queue_exit(&ring);
+	return 0;
+}

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables, picture and command line, on made-up samples."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+from vllm_nvmeof_bench.pool import report
+from vllm_nvmeof_bench.pool.plot import plot
+from vllm_nvmeof_bench.pool.samples import dump
+from vllm_nvmeof_bench.pool.targets import evaluate
+
+from tests.unit.bench.made_up import everything, rounds
+from vllm_nvmeof_offload.cli import app
+from vllm_nvmeof_offload.units import KIB, MIB
+
+CONDITIONS = {
+    "arms": {
+        "ours": {"available": True, "runs": "io_uring (made up)"},
+        "fio": {"available": False, "reason": "fio is not installed"},
+    },
+    "disk": {"file_system": "ext4", "device": "made-up"},
+    "load_average_at_start": [0.1, 0.1, 0.1],
+    "load_average_at_end": [0.2, 0.2, 0.2],
+}
+
+
+def printed(samples: list, width: int = 200) -> str:  # type: ignore[type-arg]
+    out = io.StringIO()
+    console = Console(file=out, width=width)
+    report.print_conditions(console, CONDITIONS)
+    report.print_samples(console, samples)
+    report.print_targets(console, evaluate(samples, None))
+    return out.getvalue()
+
+
+def test_tables_show_medians_and_what_is_missing() -> None:
+    samples = [one for one in everything((64 * KIB, 2 * MIB)) if one.arm != "fio"]
+    samples += rounds("ours", "batch_write", 4 * MIB, [1111.0, 2222.0, 3333.0])
+    text = printed(samples)
+    assert "2,222" in text
+    assert "median of 3 rounds" in text
+    assert "fio: not measured: fio is not installed" in text
+    assert "not measured" in text
+    assert "p99 in µs" in text
+    assert "4.44 (64 KiB, vllm_fs)" in text
+
+
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "pictures" / "pool.png"
+    plot(path, everything((64 * KIB, 512 * KIB, 2 * MIB)), CONDITIONS)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_file_of_samples_is_printed_and_checked(tmp_path: Path) -> None:
+    path = tmp_path / "pool.json"
+    dump(path, everything((64 * KIB, 512 * KIB, 2 * MIB)), CONDITIONS, None)
+    result = CliRunner().invoke(app, ["bench", "pool-report", str(path), "--check"])
+    assert result.exit_code == 0, result.output
+    slow = everything((64 * KIB, 512 * KIB, 2 * MIB), ours=1000.0)
+    dump(path, slow, CONDITIONS, None)
+    assert CliRunner().invoke(app, ["bench", "pool-report", str(path)]).exit_code == 0
+    assert CliRunner().invoke(app, ["bench", "pool-report", str(path), "--check"]).exit_code == 1
+
+
+def test_errors_are_one_plain_line(tmp_path: Path) -> None:
+    for arguments, needed in (
+        (["pool-report", str(tmp_path / "none.json")], "none.json"),
+        (["pool", "--arms", "uring"], "no arm 'uring'; there are ours"),
+        (["pool", "--blocks", "2MiB", "--bytes-per-round", "4MiB"], "fewer than 8 blocks"),
+    ):
+        result = CliRunner().invoke(app, ["bench", *arguments])
+        assert result.exit_code == 1
+        assert result.stderr.startswith("vllm-nvmeof: ")
+        assert needed in result.stderr
+
+
+def test_without_the_benchmarks_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(sys.modules):
+        if name.split(".")[0] == "vllm_nvmeof_bench":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "vllm_nvmeof_bench", None)  # type: ignore[arg-type]
+    result = CliRunner().invoke(app, ["bench", "pool-report"])
+    assert result.exit_code == 1
+    assert "are not installed" in result.stderr
+    assert "PYTHONPATH=bench" in result.stderr
+    assert len(result.stderr.splitlines()) == 1

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-nvmeof doctor` on this machine. What it says where io_uring is denied: tests/faults."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_nvmeof_offload.cli import app
+from vllm_nvmeof_offload.fabric import host_checks
+from vllm_nvmeof_offload.fabric.findings import Finding, Severity, worst
+
+
+def run(*words: object, code: int) -> Any:
+    result = CliRunner().invoke(app, ["doctor", *map(str, words)], env={"COLUMNS": "240"})
+    assert result.exit_code == code, result.output
+    return result
+
+
+def findings(*words: object, code: int) -> dict[str, dict[str, str]]:
+    shown = json.loads(run(*words, "--json", code=code).stdout)
+    return {finding["check"]: finding for finding in shown["findings"]}
+
+
+def test_a_healthy_machine_is_said_to_be_one(tmp_path: Path) -> None:
+    found = findings("--target", tmp_path / "pool", "--staging", "1MiB", code=0)
+    assert {check: one["severity"] for check, one in found.items()} == {
+        "native_core": "ok",
+        "io_uring": "ok",
+        "io_uring_registration": "ok",
+        "o_direct": "ok",
+        "free_space": "ok",
+    }
+    assert list((tmp_path / "pool").iterdir()) == []
+    assert "io_uring_registration: works" in run("--target", tmp_path, code=0).stdout
+
+
+def test_a_target_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = findings("--target", tmp_path / "file", code=2)
+    assert found["target"]["severity"] == "error"
+    assert "not a directory" in found["target"]["evidence"]
+    assert "give a directory" in found["target"]["remedy"]
+    assert "remedy: give a directory" in run("--target", tmp_path / "file", code=2).stdout
+
+
+def test_a_missing_native_core_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_checks, "core", None)
+    monkeypatch.setattr(host_checks, "WHY_NOT", "the native I/O core does not load: no such file")
+    found = findings("--target", tmp_path, code=1)
+    assert found["native_core"]["severity"] == "warning"
+    assert "no such file" in found["native_core"]["evidence"]
+    assert "install g++" in found["native_core"]["remedy"]
+
+
+def test_a_size_that_is_none_is_refused() -> None:
+    assert "--staging: 'lots' is not a size" in run("--staging", "lots", code=2).stderr
+
+
+def test_the_worst_finding_decides() -> None:
+    made = [Finding("a", "host", severity, "seen") for severity in Severity]
+    assert worst(made) is Severity.ERROR
+    assert worst(made[:2]) is Severity.WARNING
+    assert worst([]) is Severity.OK
