@@ -90,7 +90,7 @@ def pool(
         str, typer.Option(help="Of ours,ours_threads,fio,ring,vllm_fs. Default: all.")
     ] = "",
     cases: Annotated[str, typer.Option(help="Such as batch_read,single_write. Default: all.")] = "",
-    bytes_per_round: Annotated[str, typer.Option(help="Moved by a batch.")] = "512MiB",
+    bytes_per_round: Annotated[str, typer.Option(help="Moved by a batch.")] = "1GiB",
     depth: Annotated[int, typer.Option(help="Blocks in flight of fio and the ring.")] = 32,
     seed: Annotated[int, typer.Option(help="Of the random bytes and the blocks read.")] = 1,
     plot: Plot = None,

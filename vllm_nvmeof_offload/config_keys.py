@@ -127,12 +127,12 @@ class OffloadConfig(BaseModel):
         "uring: refuse to start where it is denied.",
     )  # fmt: skip
     io_depth: int = _key(
-        32, "operations", "an integer from 1 to 4096",
+        64, "operations", "an integer from 1 to 4096",
         "Reads, and as many writes, that io_uring keeps in flight on each target.",
         ge=1, le=4096,
     )  # fmt: skip
     io_split_bytes: Size = _key(
-        512 * KIB, "bytes", f"{_SIZE} from 4KiB to 1GiB",
+        MIB, "bytes", f"{_SIZE} from 4KiB to 1GiB",
         "io_uring cuts a chunk into operations of about this size, so that none delays the others "
         "for long.",
         ge=PAGE_BYTES, le=GIB,
@@ -175,7 +175,7 @@ class OffloadConfig(BaseModel):
         ge=PAGE_BYTES,
     )  # fmt: skip
     write_bytes_in_flight_max: Size = _key(
-        16 * MIB, "bytes", f"{_SIZE} of at least 4KiB",
+        32 * MIB, "bytes", f"{_SIZE} of at least 4KiB",
         "Bound on bytes being written, for each rank, and with io_uring for each of its targets.",
         ge=PAGE_BYTES,
     )  # fmt: skip

@@ -35,10 +35,10 @@ class IoLimits:
     """Bounds of an engine, each for one target where it has rings; see `config_keys`."""
 
     threads: int = 8
-    depth: int = 32
-    split_bytes: int = 512 * KIB
+    depth: int = 64
+    split_bytes: int = MIB
     read_bytes_in_flight_max: int = 64 * MIB
-    write_bytes_in_flight_max: int = 16 * MIB
+    write_bytes_in_flight_max: int = 32 * MIB
     write_bytes_beside_reads_max: int = 512 * KIB
 
 

@@ -69,10 +69,10 @@ class UringIoEngine:
         base_address: int,
         *,
         registered: bool = True,
-        depth: int = 32,
-        split_bytes: int = 512 * KIB,
+        depth: int = 64,
+        split_bytes: int = MIB,
         read_bytes_in_flight_max: int = 64 * MIB,
-        write_bytes_in_flight_max: int = 16 * MIB,
+        write_bytes_in_flight_max: int = 32 * MIB,
         write_bytes_beside_reads_max: int = 512 * KIB,
         queue_max: int = 4096,
         clock: Callable[[], float] = time.monotonic,
@@ -131,6 +131,8 @@ class UringIoEngine:
                 self._resets.add(op)
             elif not self._submit_one(op):
                 break
+            if not accepted:
+                self._core.kick()  # the first one starts while the others are handed over
             accepted += 1
         if accepted:
             self._core.kick()

@@ -18,6 +18,9 @@ namespace {
 // A transfer that the kernel turns away this often in a row has failed.
 constexpr unsigned kRetriesMax = 64;
 
+// A deadline that comes while an operation is being sealed is looked at again after so long.
+constexpr int64_t kSealingNs = 1'000'000;
+
 // Equal pieces of about `split_bytes`: a remainder of one header page would cost as much as a
 // whole piece.
 size_t bytes_per_piece(const Limits& limits) {
@@ -85,7 +88,9 @@ void TargetRing::kick() {
 bool TargetRing::cancel(uint64_t token) {
   std::lock_guard lock(mutex_);
   const auto found = ops_.find(token);
-  if (found == ops_.end() || found->second->phase != Phase::kQueued) return false;
+  if (found == ops_.end() || found->second->phase != Phase::kQueued ||
+      found->second->sealing)
+    return false;
   finish(*found->second, Code::kCancelled);
   kick();  // it may have been a read that held writes back
   return true;
@@ -110,6 +115,10 @@ int64_t TargetRing::expire(int64_t now_ns) {
     deadlines_.pop();
     if (found == ops_.end()) continue;
     Op& op = *found->second;
+    if (op.sealing) {
+      deadlines_.emplace(now_ns + kSealingNs, token);
+      continue;
+    }
     if (op.phase == Phase::kQueued) {
       finish(op, Code::kDeadline);
     } else if (op.phase == Phase::kRunning) {
@@ -133,7 +142,7 @@ void TargetRing::close() {
   for (auto& queue : queues_) {
     const auto waiting = queue;
     for (Op* op : waiting)
-      if (op->phase == Phase::kQueued) finish(*op, Code::kCancelled);
+      if (op->phase == Phase::kQueued && !op->sealing) finish(*op, Code::kCancelled);
   }
   kick();
   table_work_.notify_all();
@@ -209,15 +218,15 @@ bool TargetRing::take_piece(Class io_class, std::vector<Piece*>& pieces) {
   return true;
 }
 
-// Returns whether there is more to issue at once: one fresh write is sealed at a time, so that
-// reads that come meanwhile do not wait for a row of checksums.
+// Returns whether there is more to issue at once: of the writes that could not be sealed ahead one
+// is taken at a time, so that reads that come meanwhile do not wait for a row of checksums.
 bool TargetRing::take_pieces(std::vector<Piece*>& pieces) {
   while (take_piece(Class::kReadDemand, pieces) || take_piece(Class::kReadPrefetch, pieces)) {
   }
   const auto& writes = queues_[static_cast<size_t>(Class::kWriteBehind)];
   bool fresh = false;
   while (!writes.empty()) {
-    const bool unsealed = writes.front()->next_piece == 0;
+    const bool unsealed = !writes.front()->sealed && writes.front()->next_piece == 0;
     if (unsealed && fresh) return true;
     if (!take_piece(Class::kWriteBehind, pieces)) break;
     fresh = fresh || unsealed;
@@ -333,11 +342,12 @@ void TargetRing::loop(Ring& ring) {
   std::vector<Piece*> pieces;
   std::vector<std::pair<Piece*, int>> landed;
   bool armed = false;
+  bool busy = false;      // there may be something to seal or verify: do not wait
+  bool deferred = false;  // that was put off for once
   for (;;) {
     if (!armed) ring.arm(wake_fd_);
     armed = true;
     pieces.clear();
-    bool more;
     {
       std::lock_guard lock(mutex_);
       if (closing_ && ops_.empty()) return;
@@ -347,11 +357,11 @@ void TargetRing::loop(Ring& ring) {
       });
       pieces.insert(pieces.end(), ready, gated_.end());
       gated_.erase(ready, gated_.end());
-      more = take_pieces(pieces) || !to_verify_.empty();
+      busy = take_pieces(pieces) || busy;
       ++figures_.enters;
     }
     issue(ring, pieces);
-    const int entered = ring.enter(!more);
+    const int entered = ring.enter(!busy);
     if (entered < 0 && entered != -EINTR && entered != -EAGAIN && entered != -EBUSY)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));  // should not be; do not spin
     landed.clear();
@@ -367,7 +377,13 @@ void TargetRing::loop(Ring& ring) {
       std::lock_guard lock(mutex_);
       for (const auto& [piece, result] : landed) land(piece, result);
     }
-    verify_one();
+    // After a burst of completions, or a kick, the device comes first; but not twice in a row.
+    if ((!landed.empty() || !armed) && !deferred) {
+      deferred = busy = true;
+      continue;
+    }
+    deferred = false;
+    busy = verify_one() || seal_one();
   }
 }
 
@@ -376,8 +392,7 @@ void TargetRing::issue(Ring& ring, const std::vector<Piece*>& pieces) {
     Op& op = *piece->op;
     if (op.request.kind == Kind::kWrite && !op.sealed) {
       ring.enter(false);  // what is prepared need not wait for a checksum
-      seal(op.request.address, op.request.identity, limits_.payload_bytes, op.request.stamp);
-      op.sealed = true;
+      seal_op(op);
     }
     if (setup_.gate && !setup_.gate->open(op.request.pool_slot)) {
       std::lock_guard lock(mutex_);
@@ -395,17 +410,45 @@ void TargetRing::prepare(Ring& ring, Piece* piece) {
                op.offset + at, piece);
 }
 
-void TargetRing::verify_one() {
+bool TargetRing::verify_one() {
   Op* op;
   {
     std::lock_guard lock(mutex_);
-    if (to_verify_.empty()) return;
+    if (to_verify_.empty()) return false;
     op = to_verify_.front();
     to_verify_.pop_front();
   }
   const Code code = verify(op->request.address, op->request.identity, limits_.payload_bytes);
   std::lock_guard lock(mutex_);
   finish(*op, code);
+  return true;
+}
+
+// Seal a write that waits for its turn, among those that could be in flight next.
+bool TargetRing::seal_one() {
+  Op* next = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    size_t bytes = 0;
+    for (Op* op : queues_[static_cast<size_t>(Class::kWriteBehind)]) {
+      if (op->request.barrier != 0 || bytes >= limits_.write_bytes_in_flight_max) break;
+      bytes += limits_.slot_bytes;
+      if (op->sealed) continue;
+      next = op;
+      next->sealing = true;
+      break;
+    }
+  }
+  if (next == nullptr) return false;
+  seal_op(*next);
+  std::lock_guard lock(mutex_);
+  next->sealing = false;
+  return true;
+}
+
+void TargetRing::seal_op(Op& op) {
+  seal(op.request.address, op.request.identity, limits_.payload_bytes, op.request.stamp);
+  op.sealed = true;
 }
 
 // ---- the table's thread -----------------------------------------------------------------

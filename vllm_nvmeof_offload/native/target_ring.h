@@ -4,7 +4,8 @@
 // An operation is cut into pieces. Demand reads go before prefetches, and those before writes;
 // within a class first come, first served. While reads wait or run, few write bytes are in
 // flight. Writes are sealed before their first piece and reads verified after their last, on
-// the ring's thread. Table entries are written by a thread of their own, for a buffered
+// the ring's thread, while the kernel has enough to do: devices complete in bursts, and after one
+// nothing may stand between them and their next pieces. Table entries are written by a thread of their own, for a buffered
 // `pwrite` may wait for a journal, and reads must not wait with it.
 #pragma once
 
@@ -70,6 +71,7 @@ class TargetRing {
     unsigned pieces_in_flight = 0;
     size_t bytes_in_flight = 0;
     bool waits_for_turn = true;  // it is in its class's queue
+    bool sealing = false;  // the ring's thread works on its buffer: it cannot end now
     bool sealed = false;
     int error = 0;  // the first errno of any piece
   };
@@ -111,7 +113,9 @@ class TargetRing {
   // On the ring's thread.
   void issue(Ring& ring, const std::vector<Piece*>& pieces);
   void prepare(Ring& ring, Piece* piece);
-  void verify_one();
+  bool verify_one();
+  bool seal_one();
+  void seal_op(Op& op);
 
   const TargetSetup setup_;
   const Limits limits_;

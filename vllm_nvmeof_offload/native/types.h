@@ -70,10 +70,10 @@ struct Request {
 struct Limits {
   size_t slot_bytes = 0;
   size_t payload_bytes = 0;
-  size_t split_bytes = 512 << 10;
-  unsigned depth = 32;  // pieces in flight, reads and writes each
+  size_t split_bytes = 1 << 20;
+  unsigned depth = 64;  // pieces in flight, reads and writes each
   size_t read_bytes_in_flight_max = 64 << 20;
-  size_t write_bytes_in_flight_max = 16 << 20;
+  size_t write_bytes_in_flight_max = 32 << 20;
   size_t write_bytes_beside_reads_max = 512 << 10;
 };
 

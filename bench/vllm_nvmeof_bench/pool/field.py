@@ -105,7 +105,7 @@ class Field:
             if name not in wanted:
                 continue
             try:
-                engine = open_engine(name, ground, self._settings.depth)
+                engine = open_engine(name, ground)
             except BenchError as error:
                 self.missing[name] = str(error)
                 continue

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run: every round measures all arms one after the other, in an order rotated per round.
+"""One run: every round measures all arms one after the other, in an order drawn from the seed.
 
 Block sizes follow each other, each with its own files; within one, round by round, kind by
-kind, all arms. So arms that are compared were measured within seconds of each other, and each
-of them once at every place of the order. Before every measurement what others left behind is
-written out (syncfs), and after a deletion the disk gets a moment: mounted with `discard` it is
-busy with it.
+kind, all arms. So arms that are compared were measured within seconds of each other, and none
+always comes after the same other one, whose traces the disk may still be busy with. Before
+every measurement what others left behind is written out (syncfs), and after a deletion the disk
+gets a moment: mounted with `discard` it is busy with it.
 
 Everything lies in one directory of ours inside the one given, and is deleted at the end, on
 Ctrl-C and SIGTERM too.
@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import random
 import shutil
 import signal
 import tempfile
@@ -94,11 +95,9 @@ class _Run:
             field.close()
 
     def _round(self, field: Field, block_bytes: int, number: int) -> None:
-        names = list(field.arms)
-        turn = number % max(1, len(names))
-        order = names[turn:] + names[:turn]
+        dice = random.Random(f"{self._settings.seed} {block_bytes} {number}")
         for kind in KINDS:
-            for name in order:
+            for name in dice.sample(list(field.arms), len(field.arms)):
                 if kind not in self._settings.kinds(name, block_bytes):
                     continue
                 size = size_name(block_bytes)

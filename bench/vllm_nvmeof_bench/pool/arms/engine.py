@@ -40,6 +40,9 @@ def limits() -> dict[str, int]:
     settings = parse_config({})
     return {
         "threads": settings.io_threads,
+        "depth": settings.io_depth,
+        "split_bytes": settings.io_split_bytes,
+        "write_bytes_beside_reads_max": settings.write_bytes_beside_reads_max,
         "read_bytes_in_flight_max": settings.read_bytes_in_flight_max,
         "write_bytes_in_flight_max": settings.write_bytes_in_flight_max,
     }
@@ -83,7 +86,7 @@ class Ground:
         )
 
 
-def open_engine(name: str, ground: Ground, depth: int) -> IoEngine:
+def open_engine(name: str, ground: Ground) -> IoEngine:
     """Build the engine of arm `name`, "ours" or "ours_threads".
 
     Raises:
@@ -109,9 +112,11 @@ def open_engine(name: str, ground: Ground, depth: int) -> IoEngine:
             ground.pool,
             memory,
             address,
-            depth=depth,
+            depth=bounds["depth"],
+            split_bytes=bounds["split_bytes"],
             read_bytes_in_flight_max=bounds["read_bytes_in_flight_max"],
             write_bytes_in_flight_max=bounds["write_bytes_in_flight_max"],
+            write_bytes_beside_reads_max=bounds["write_bytes_beside_reads_max"],
         )
     except EngineError as error:
         raise BenchError(f"the io_uring engine does not start: {error}") from None
