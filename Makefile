@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 SETUP_INPUTS := pyproject.toml requirements/cpu.lock requirements/overrides.txt \
-	tools/setup.sh tools/vllm_cpu_shim.py CMakeLists.txt \
+	tools/setup.sh tools/need_packages.sh tools/vllm_cpu_shim.py CMakeLists.txt \
 	$(wildcard vllm_nvmeof_offload/native/*.cpp vllm_nvmeof_offload/native/*.h)
 PYTEST_ARGS ?=
 SOAK_SECONDS ?= 14400
@@ -20,14 +20,15 @@ export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo test test-fast test-e2e soak check format lock clean distclean
+.PHONY: help setup demo test test-fast test-e2e soak bench check format lock clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       the main job on this machine: model, server, cache, restart, preemption"
 	@echo "make test       unit, contract, simulator and fault tests, then end to end on real vLLM"
 	@echo "make test-fast  the same without end to end"
-	@echo "make soak       the simulator with fresh seeds, for SOAK_SECONDS (4 hours)"
+	@echo "make soak       both simulators with fresh seeds, for SOAK_SECONDS (4 hours)"
+	@echo "make bench      the pool beside fio, a bare ring and vLLM's own file tier"
 	@echo "make check      ruff and mypy"
 	@echo "make setup      only the virtual environment in $(VENV)/"
 	@echo "make format     ruff's fixes and formatting"
@@ -59,7 +60,8 @@ soak: setup
 	$(BIN)/python -m tests.faults.store --seconds $$(($(SOAK_SECONDS) / 2)) --keep-going
 
 # Figures: the pool beside fio, a bare ring and vLLM's own file tier; a table, JSON and a picture.
-bench: setup tools
+bench: setup
+	@bash tools/bench_setup.sh
 	$(BIN)/vllm-nvmeof bench pool --json build/bench/pool.json --plot build/bench/pool.png
 
 check: setup

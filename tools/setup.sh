@@ -7,22 +7,7 @@ set -euo pipefail
 venv=${1:?usage: tools/setup.sh VENV}
 python=${PYTHON:-python3.11}
 
-fail() {
-    echo "setup: $*" >&2
-    exit 1
-}
-
-# Installs Debian packages where that needs no questions, else says what to run.
-need_package() {
-    local why=$1
-    shift
-    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-        echo "setup: $why; installing $*"
-        { apt-get update && DEBIAN_FRONTEND=noninteractive \
-            apt-get install -y --no-install-recommends "$@"; } >/dev/null && return
-    fi
-    fail "$why. Run: sudo apt-get install $*"
-}
+. "$(dirname "${BASH_SOURCE[0]}")/need_packages.sh"
 
 command -v "$python" >/dev/null ||
     fail "$python not found. Run: sudo apt-get install python3.11 python3.11-venv" \
@@ -36,21 +21,21 @@ flock 9 # two `make` at once would write the same environment
 
 if [ ! -x "$venv/bin/python" ]; then
     "$python" -c 'import venv, ensurepip' 2>/dev/null ||
-        need_package "$python has no venv module" python3-venv
+        need_packages "$python has no venv module" python3-venv
     echo "setup: creating $venv with $("$python" -V 2>&1)"
     "$python" -m venv "$venv"
 fi
 
 # vLLM's compiled CPU kernels link against it; no Python package brings it.
 "$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
-    need_package "libnuma.so.1 is missing, which vLLM's CPU build needs" libnuma1
+    need_packages "libnuma.so.1 is missing, which vLLM's CPU build needs" libnuma1
 
 # The native I/O core is C++20 over liburing and ISA-L.
 compiles() {
     printf '#include <compare>\n#include <liburing.h>\n#include <isa-l/crc.h>\nint main() {}\n' |
         "${CXX:-c++}" -std=c++20 -x c++ - -o /dev/null -luring -lisal 2>/dev/null
 }
-compiles || need_package "a C++20 compiler, liburing or ISA-L is missing" \
+compiles || need_packages "a C++20 compiler, liburing or ISA-L is missing" \
     g++ liburing-dev libisal-dev
 
 [ -x "$venv/bin/uv" ] || "$venv/bin/python" -m pip install --quiet "uv>=0.9,<1"

@@ -30,6 +30,7 @@ def test_a_healthy_machine_is_said_to_be_one(tmp_path: Path) -> None:
     found = findings("--target", tmp_path / "pool", "--staging", "1MiB", code=0)
     assert {check: one["severity"] for check, one in found.items()} == {
         "native_core": "ok",
+        "huge_pages": "ok",
         "io_uring": "ok",
         "io_uring_registration": "ok",
         "o_direct": "ok",
@@ -57,6 +58,24 @@ def test_a_missing_native_core_is_a_warning(
     assert found["native_core"]["severity"] == "warning"
     assert "no such file" in found["native_core"]["evidence"]
     assert "install g++" in found["native_core"]["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("text", "severity"),
+    [
+        ("always [madvise] never\n", Severity.OK),
+        ("[always] madvise never\n", Severity.OK),
+        ("always madvise [never]\n", Severity.WARNING),
+        (None, Severity.WARNING),
+    ],
+)
+def test_small_pages_are_a_warning(tmp_path: Path, text: str | None, severity: Severity) -> None:
+    setting = tmp_path / "enabled"
+    if text is not None:
+        setting.write_text(text)
+    found = host_checks.check_huge_pages(setting)
+    assert found.severity is severity
+    assert ("echo madvise" in found.remedy) == (severity is Severity.WARNING)
 
 
 def test_a_size_that_is_none_is_refused() -> None:

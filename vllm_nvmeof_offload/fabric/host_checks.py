@@ -23,10 +23,11 @@ from vllm_nvmeof_offload.native import WHY_NOT, core
 from vllm_nvmeof_offload.pool.slab import probe_o_direct
 from vllm_nvmeof_offload.units import GIB, MIB, format_bytes
 
-__all__ = ["check_host", "check_target"]
+__all__ = ["check_host", "check_huge_pages", "check_target"]
 
 _HOST = "host"
 _PROBE_BYTES = 16 * MIB
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CAP_IPC_LOCK = 14
 
 
@@ -35,7 +36,7 @@ def check_host(staging_bytes: int) -> list[Finding]:
     if core is None:
         remedy = "install g++, liburing-dev and libisal-dev, and this package again"
         return [Finding("native_core", _HOST, Severity.WARNING, WHY_NOT, remedy)]
-    findings = [Finding("native_core", _HOST, Severity.OK, "loads")]
+    findings = [Finding("native_core", _HOST, Severity.OK, "loads"), check_huge_pages()]
     ring = _try_ring(registered=False)
     if ring is not None:
         evidence, _, remedy = explain_denial(ring, _PROBE_BYTES).partition("; ")
@@ -45,6 +46,20 @@ def check_host(staging_bytes: int) -> list[Finding]:
     findings.append(Finding("io_uring", _HOST, Severity.OK, "allowed"))
     findings.append(_check_registration(staging_bytes))
     return findings
+
+
+def check_huge_pages(setting: Path = _HUGE_PAGES) -> Finding:
+    """Staging asks for huge pages. In 4 KiB pages each transfer is many pieces for the device:
+    on a virtio disk reads ran at half the speed, and writes at 0.7 of it.
+    """
+    try:
+        chosen = setting.read_text(encoding="ascii").partition("[")[2].partition("]")[0]
+    except OSError:
+        chosen = "not in this kernel"
+    if chosen in ("always", "madvise"):
+        return Finding("huge_pages", _HOST, Severity.OK, f"transparent_hugepage is {chosen}")
+    evidence = f"transparent_hugepage is {chosen}: staging lies in 4 KiB pages, and I/O is slower"
+    return Finding("huge_pages", _HOST, Severity.WARNING, evidence, f"echo madvise > {setting}")
 
 
 def _check_registration(staging_bytes: int) -> Finding:

@@ -18,9 +18,6 @@ namespace {
 // A transfer that the kernel turns away this often in a row has failed.
 constexpr unsigned kRetriesMax = 64;
 
-// A deadline that comes while an operation is being sealed is looked at again after so long.
-constexpr int64_t kSealingNs = 1'000'000;
-
 // Equal pieces of about `split_bytes`: a remainder of one header page would cost as much as a
 // whole piece.
 size_t bytes_per_piece(const Limits& limits) {
@@ -116,10 +113,11 @@ int64_t TargetRing::expire(int64_t now_ns) {
     if (found == ops_.end()) continue;
     Op& op = *found->second;
     if (op.sealing) {
-      deadlines_.emplace(now_ns + kSealingNs, token);
-      continue;
-    }
-    if (op.phase == Phase::kQueued) {
+      --queued_;
+      op.phase = Phase::kOverdue;  // the ring's thread releases it
+      leave_queue(op);
+      setup_.completions->push({token, Code::kDeadline, 0, false});
+    } else if (op.phase == Phase::kQueued) {
       finish(op, Code::kDeadline);
     } else if (op.phase == Phase::kRunning) {
       Load& load = load_of(op);
@@ -443,6 +441,7 @@ bool TargetRing::seal_one() {
   seal_op(*next);
   std::lock_guard lock(mutex_);
   next->sealing = false;
+  if (next->phase == Phase::kOverdue) finish(*next, Code::kReleased);
   return true;
 }
 

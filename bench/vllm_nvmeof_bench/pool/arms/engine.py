@@ -33,6 +33,8 @@ __all__ = ["EngineMover", "Ground", "limits", "open_engine"]
 _TABLE_ENTRY_BYTES = 64
 _KEY_BYTES = 36
 _STALL_S = 60.0
+#: In one call: a slice of the rest at every completion would cost more than the I/O.
+_HANDED_OVER_MAX = 1024
 
 
 def limits() -> dict[str, int]:
@@ -155,12 +157,12 @@ class EngineMover:
             )
         ]
         self._token += len(ops)
-        accepted = self._engine.submit(ops)
+        accepted = self._engine.submit(ops[:_HANDED_OVER_MAX])
         left = len(ops)
         while left:
             left -= len(self._completed(_STALL_S))
             if accepted < len(ops):
-                accepted += self._engine.submit(ops[accepted:])
+                accepted += self._engine.submit(ops[accepted : accepted + _HANDED_OVER_MAX])
 
     def submit(self, job: Job) -> None:
         ops = []
