@@ -35,6 +35,10 @@ compiles() {
     printf '#include <compare>\n#include <liburing.h>\n#include <isa-l/crc.h>\nint main() {}\n' |
         "${CXX:-c++}" -std=c++20 -x c++ - -o /dev/null -luring -lisal 2>/dev/null
 }
+"$python" - <<'PY' || need_packages "$python has no C headers" python3-dev
+import os, sysconfig
+raise SystemExit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))
+PY
 compiles || need_packages "a C++20 compiler, liburing or ISA-L is missing" \
     g++ liburing-dev libisal-dev
 

@@ -21,9 +21,9 @@ from .rig import ENGINES, WAIT_S, Rig, content, name
 EIO = io_error(errno.EIO)
 
 
-@pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = ENGINES["faulty-threads"](tmp_path)
+@pytest.fixture(params=["faulty-threads", "faulty-uring"])
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+    rig = ENGINES[request.param](tmp_path)
     for number in range(4):
         rig.store(number, name(number))
     yield rig

@@ -25,13 +25,13 @@ from vllm_nvmeof_offload.io.affinity import allowed_cpus
 from vllm_nvmeof_offload.io.base import Completion, IoKind, IoOp
 from vllm_nvmeof_offload.io.resets import Resets
 from vllm_nvmeof_offload.native import WHY_NOT, core
-from vllm_nvmeof_offload.pool.layout import check_key
 from vllm_nvmeof_offload.units import KIB, MIB, PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from vllm_nvmeof_offload.native._native import StartGate
+    from vllm_nvmeof_offload.pool.layout import Stamp
     from vllm_nvmeof_offload.pool.pool import Pool
 
 __all__ = ["UringDeniedError", "UringIoEngine"]
@@ -98,6 +98,8 @@ class UringIoEngine:
         self._pool = pool
         self._memory = memory
         self._base_address = base_address
+        self._offset_max = len(memory) - pool.slot_bytes
+        self._pool_slots = pool.slots
         self._clock = clock
         self._own: list[Completion] = []  # of resets
         self._resets = Resets(pool, self._reset_ended)
@@ -126,42 +128,43 @@ class UringIoEngine:
     def submit(self, ops: Sequence[IoOp]) -> int:
         assert not self._closed, "submit after close"
         accepted = 0
-        for op in ops:
-            if op.kind is IoKind.RESET:
-                self._resets.add(op)
-            elif not self._submit_one(op):
-                break
-            if not accepted:
-                self._core.kick()  # the first one starts while the others are handed over
-            accepted += 1
+        with self._resets.order:
+            stamp, barrier = self._pool.stamp, self._resets.barrier
+            for op in ops:
+                if op.kind is IoKind.RESET:
+                    self._resets.add(op)
+                    barrier = self._resets.barrier
+                elif not self._submit_one(op, stamp, barrier):
+                    break
+                if not accepted:
+                    self._core.kick()  # the first one starts while the others are handed over
+                accepted += 1
         if accepted:
             self._core.kick()
         return accepted
 
-    def _submit_one(self, op: IoOp) -> bool:
-        identity = op.identity
+    def _submit_one(self, op: IoOp, stamp: Stamp, barrier: int) -> bool:
+        """Hand one over; called often enough at small chunks for every attribute to count."""
+        identity, deadline_s = op.identity, op.deadline_s
         assert identity is not None
         offset = op.address - self._base_address
         assert offset % PAGE_BYTES == 0
-        assert 0 <= offset <= len(self._memory) - self._pool.slot_bytes
-        assert 0 <= op.pool_slot < self._pool.slots
-        check_key(identity.key)
-        deadline_s = op.deadline_s
-        with self._resets.order:
-            stamp = self._pool.stamp
-            accepted: bool = self._core.submit(
-                op.token,
-                op.kind is IoKind.WRITE_SLOT,
-                op.io_class,
-                op.pool_slot,
-                op.address,
-                identity.key,
-                identity.generation,
-                _NEVER_NS if deadline_s is None else int(deadline_s * 1e9),
-                stamp.epoch,
-                stamp.adoptable,
-                self._resets.barrier if op.kind is IoKind.WRITE_SLOT else 0,
-            )
+        assert 0 <= offset <= self._offset_max
+        assert 0 <= op.pool_slot < self._pool_slots
+        is_write = op.kind is IoKind.WRITE_SLOT
+        accepted: bool = self._core.submit(
+            op.token,
+            is_write,
+            op.io_class,
+            op.pool_slot,
+            op.address,
+            identity.key,
+            identity.generation,
+            _NEVER_NS if deadline_s is None else int(deadline_s * 1e9),
+            stamp.epoch,
+            stamp.adoptable,
+            barrier if is_write else 0,
+        )
         return accepted
 
     def cancel(self, tokens: Sequence[int]) -> None:
