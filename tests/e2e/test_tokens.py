@@ -34,6 +34,9 @@ PLAN = Plan(
     cpu_tier_conversations=2.4,
     crowd=CrowdPlan(seed=5, count=6, prompt_tokens=200, answer_tokens=80, answer_step=8),
 )
+#: Whom vLLM preempts hangs on the moment; a lone victim may find all it had in GPU memory still,
+#: and then there was nothing to reload.
+_ATTEMPTS_MAX = 3
 CHUNK_TOKENS = 2 * BLOCK_TOKENS
 CHUNK_BYTES = CHUNK_TOKENS * rig.SHAPE.kv_bytes_per_token
 
@@ -54,14 +57,18 @@ class Outcome:
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     plain = server_spec(PLAN, make_model(rig.BUILD / "models", rig.SHAPE))
-    offload = _stock_spelling(tmp_path_factory.mktemp("tokens"))
     runs = Runs(PLAN, rig.SHAPE)
     with rig.start(plain, "tokens-plain") as server:
         expected = asyncio.run(runs.baseline(server))
-    with rig.start(replace(plain, offload=offload), "tokens-offloading") as server:
-        got = asyncio.run(runs.offloaded(server))
-        assert server.running
-        return Outcome(expected, got, rig.metrics(server), server.log())
+    for _ in range(_ATTEMPTS_MAX):
+        offload = _stock_spelling(tmp_path_factory.mktemp("tokens"))
+        with rig.start(replace(plain, offload=offload), "tokens-offloading") as server:
+            got = asyncio.run(runs.offloaded(server))
+            assert server.running
+            outcome = Outcome(expected, got, rig.metrics(server), server.log())
+        if got.reloaded_tokens:
+            break
+    return outcome
 
 
 def _stock_spelling(target: Path) -> OffloadSpec:
