@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+import vllm_nvmeof_offload.cli_bench_cost  # adds its commands to bench_app
+import vllm_nvmeof_offload.cli_bench_tier  # noqa: F401 - adds its commands to bench_app
 from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.cli_bench import bench_app
 from vllm_nvmeof_offload.cli_doctor import doctor

@@ -121,6 +121,34 @@ class OffloadConfig(BaseModel):
         "Share of the cache slots that one load may fill with what it reads from the pool.",
         ge=0, le=1,
     )  # fmt: skip
+    reload_cache_share: float = _key(
+        0.25, "share", "a number from 0 to 1",
+        "Share of the cache slots that preempted requests may hold: their chunks are kept there, "
+        "or fetched from the pool, until they run again.",
+        ge=0, le=1,
+    )  # fmt: skip
+    prefetch_cache_share: float = _key(
+        0.25, "share", "a number from 0 to 1",
+        "Share of the cache slots that may be filled from the pool for requests that wait in "
+        "vLLM's queue. 0: no prefetch.",
+        ge=0, le=1,
+    )  # fmt: skip
+    admission: Literal["auto", "always"] = _key(
+        "auto", "", '"auto" or "always"',
+        "auto: what is found is loaded where that is sooner than computing it again, by the rates "
+        "learned so far; always: it is loaded.",
+    )  # fmt: skip
+    prefill_tokens_per_s: float | None = _key(
+        None, "tokens/s", "a number above 0, or null to learn it",
+        "How fast the model computes prompts, for admission. Default: learned from its steps.",
+        gt=0,
+    )  # fmt: skip
+    read_bytes_per_s: Size | None = _key(
+        None, "bytes/s", f"{_SIZE} above 0, or null to learn it",
+        "How fast each rank reads the pool, all targets together, for admission. Default: "
+        "learned from its reads.",
+        gt=0,
+    )  # fmt: skip
     io_engine: Literal["auto", "uring", "threads"] = _key(
         "auto", "", '"auto", "uring" or "threads"',
         "How staging and pool exchange bytes. auto: io_uring, or threads where it is denied; "

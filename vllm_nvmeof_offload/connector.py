@@ -31,8 +31,9 @@ from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
 
 from vllm_nvmeof_offload.deployment import describe
+from vllm_nvmeof_offload.integration.scheduler_view import SchedulerView, timed
 from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
-from vllm_nvmeof_offload.manager.resumes import ResumeCounter
+from vllm_nvmeof_offload.manager.waiting import WaitingRequests
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.protocol import Command, RankHello, Report
 from vllm_nvmeof_offload.spec import (
@@ -91,7 +92,12 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             spec = self.connector_worker.spec
             assert isinstance(spec, NVMeoFOffloadingSpec)
             spec.deployment = describe(vllm_config, vllm_version)
-        self._resumes = ResumeCounter()
+        #: Seconds in the methods of the scheduler side since the last step's output.
+        self._spent_s = 0.0
+        if self.connector_scheduler is not None:
+            self._view = SchedulerView(self.scheduler, lambda: self._kv_cache_manager)
+            by_priority = vllm_config.scheduler_config.policy == "priority"
+            self._manager.follow(self._view.queue(by_priority=by_priority))
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -168,6 +174,12 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         assert isinstance(manager, NVMeoFOffloadingManager)
         return manager
 
+    @property
+    def _waiting(self) -> WaitingRequests:
+        waiting = self._manager.waiting
+        assert waiting is not None
+        return waiting
+
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
@@ -177,25 +189,36 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             hellos.append(handshake.hello)
         self._manager.attach(hellos)
 
+    @timed
+    def on_new_request(self, request: Any) -> None:
+        super().on_new_request(request)
+        self._waiting.added(request, prefetch=self._view.may_prefetch(request))
+
+    @timed
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        found, asynchronous = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if found is not None:
-            self._resumes.offered(request.request_id, num_computed_tokens, found)
-        return found, asynchronous
+        found, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if found is None:
+            return None, False
+        if not found:
+            found = self._view.rest_of_a_chunk(request, num_computed_tokens, self._waiting)
+        tokens = self._waiting.decide(request.request_id, num_computed_tokens, found).tokens
+        return tokens, bool(tokens)
 
+    @timed
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        resume = self._resumes.resumed(request.request_id)
+        resume = self._waiting.resumes.resumed(request.request_id)
         if resume is not None:
-            self._manager.count_resume(*resume)
+            self._manager.count_resume(resume)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        attempt = self._waiting.allocated(request.request_id)
+        if attempt is not None:
+            self._manager.count_attempt(attempt)
 
+    @timed
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        if scheduler_output.total_num_scheduled_tokens:
-            self._manager.worked()
-        self._resumes.step(scheduler_output)
-        self._manager.count_preemptions(len(scheduler_output.preempted_req_ids or ()))
+        self._manager.step_scheduled(scheduler_output)
         meta = super().build_connector_meta(self._without_resumed(scheduler_output))
         assert isinstance(meta, OffloadingConnectorMetadata)
         return NVMeoFConnectorMetadata(
@@ -204,6 +227,26 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             jobs_to_flush=meta.jobs_to_flush,
             commands=tuple(self._manager.take_commands()),
         )
+
+    @timed
+    def update_connector_output(self, connector_output: Any) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, NVMeoFWorkerMetadata):
+            # First: a failed key must miss before vLLM looks it up again.
+            self._manager.report(meta.reports, meta.counters)
+        super().update_connector_output(connector_output)
+
+    @timed
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, Any]:
+        result: tuple[bool, Any] = super().request_finished(request, block_ids)
+        return result
+
+    def get_kv_connector_stats(self) -> Any:
+        # The one call of the scheduler side that comes with every step's output.
+        if self.connector_scheduler is not None:
+            seconds, self._spent_s = self._spent_s, 0.0
+            self._manager.step_ended(seconds)
+        return super().get_kv_connector_stats()
 
     def _without_resumed(self, scheduler_output: Any) -> Any:
         """Leave out of the preempted requests those that this very step loads again.
@@ -218,10 +261,3 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         if loading.isdisjoint(preempted):
             return scheduler_output
         return dataclasses.replace(scheduler_output, preempted_req_ids=preempted - loading)
-
-    def update_connector_output(self, connector_output: Any) -> None:
-        meta = connector_output.kv_connector_worker_meta
-        if isinstance(meta, NVMeoFWorkerMetadata):
-            # First: a failed key must miss before vLLM looks it up again.
-            self._manager.report(meta.reports, meta.counters)
-        super().update_connector_output(connector_output)

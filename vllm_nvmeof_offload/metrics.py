@@ -37,6 +37,29 @@ COUNTERS = {
             "Tokens of resumed, preempted requests that had been computed and were not found.",
         ),
         _metric("preemptions", "Preemptions seen by the scheduler."),
+        _metric(
+            "resumed_chunk_tokens",
+            "Tokens of resumed requests in full chunks that had been computed before the "
+            "preemption and were not in GPU memory any more.",
+        ),
+        _metric("resumed_chunk_tokens_lost", "Those of them that were not loaded: recomputed."),
+        _metric(
+            "admissions", "Hits that vLLM went on with, by what was decided on them.", "decision"
+        ),
+        _metric("loads_cut", "Loads cut off because computing would have been sooner by now."),
+        _metric("declined_tokens", "Tokens found and not loaded: computing was to be sooner."),
+        _metric("prefetches", "Chunks fetched from the pool ahead of need, by reason.", "reason"),
+        _metric(
+            "prefetches_ended",
+            "What became of them: used by a load, cancelled, failed, or wasted.",
+            "how",
+        ),
+        _metric(
+            "scheduler_seconds", "Time in the connector's scheduler side, vLLM's half included."
+        ),
+        _metric("scheduler_steps", "Engine steps that computed tokens."),
+        _metric("step_seconds", "What these steps took."),
+        _metric("step_tokens", "Tokens that they computed."),
         _metric("stored_chunks", "Chunks whose store into the CPU tier was planned."),
         _metric("refused_stores", "New chunks that found no room in the CPU tier."),
         _metric("below_threshold_chunks", "New chunks not seen often enough to be stored."),
@@ -65,6 +88,13 @@ GAUGES = {
         _metric("writes_pending", "Writes to the pool that were sent and not reported."),
         _metric("write_backlog", "Chunks in the CPU tier that wait for their write."),
         _metric("fallbacks", "Parts that run slower than they could, as start-up said, all ranks."),
+        _metric("held_cache_slots", "Cache slots held for requests to come, by reason.", "reason"),
+        _metric("prefill_tokens_per_second", "Learned: how fast prompts are computed; 0: unknown."),
+        _metric("pool_read_bytes_per_second", "Learned: of the slowest rank; 0: unknown."),
+        _metric(
+            "load_overhead_seconds",
+            "Learned: what a load from the pool takes beyond its bytes over the read rate.",
+        ),
         _metric("suspect_targets", "Targets that at least one rank finds suspect."),
     )
 }

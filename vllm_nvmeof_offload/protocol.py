@@ -111,13 +111,14 @@ class WriteCommand:
 
 @dataclass(frozen=True, slots=True)
 class FetchCommand:
-    """Pool slot → cache slot, ahead of need."""
+    """Pool slot → cache slot, ahead of need. `urgent`: before every fetch that is not."""
 
     op: int
     identity: SlotIdentity
     pool_slot: int
     cache_slot: int
     io_class: IoClass = IoClass.READ_PREFETCH
+    urgent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +146,14 @@ Command = WriteCommand | FetchCommand | CancelCommand | ResetCommand
 class OpReport:
     """One rank's outcome of one op: the chunks that failed, by their index in the command.
 
-    An op on a single chunk has index 0. An empty `failures` means OK.
+    An op on a single chunk has index 0. An empty `failures` means OK. seconds: from the command
+    to the outcome, on this rank.
     """
 
     op: int
     failures: tuple[tuple[int, Outcome], ...] = ()
     released: bool = True
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

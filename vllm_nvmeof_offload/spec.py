@@ -28,6 +28,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm_nvmeof_offload.config import chunk_blocks, parse_config
 from vllm_nvmeof_offload.deployment import Deployment
 from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.manager.admission import AdmissionConfig
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.manager.plan import WritePolicy
@@ -110,6 +111,7 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         settings = self.settings
         deadline_ms = max(settings.read_deadline_ms, settings.write_deadline_ms)
+        tokens_per_chunk = self.tokens_per_block[0] * self.blocks_per_chunk
         core = ManagerCore(
             CoreConfig(
                 world_size=self.config.parallel.world_size,
@@ -117,10 +119,17 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
                 write_policy=WritePolicy(settings.write_policy),
                 weights_never_change=settings.weights_never_change,
                 land_cache_share=settings.land_cache_share,
+                reload_cache_share=settings.reload_cache_share,
+                prefetch_cache_share=settings.prefetch_cache_share,
+                tokens_per_chunk=tokens_per_chunk,
+                admission=AdmissionConfig(
+                    automatic=settings.admission == "auto",
+                    prefill_tokens_per_s=settings.prefill_tokens_per_s,
+                    read_bytes_per_s=settings.read_bytes_per_s,
+                ),
                 report_deadline_s=deadline_ms / 1000 + _REPORT_GRACE_S,
             )
         )
-        tokens_per_chunk = self.tokens_per_block[0] * self.blocks_per_chunk
         return NVMeoFOffloadingManager(core, tokens_per_chunk)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:

@@ -13,7 +13,7 @@ GPU_BASE = 1 << 40
 STAGING_BASE = 1 << 20
 
 
-PROFILES = ("plain", "plain", "calm", "hangs", "restarts", "pool", "stuck", "demotion")
+PROFILES = ("plain", "plain", "calm", "hangs", "restarts", "pool", "stuck", "demotion", "waiting")
 
 
 class Violation(AssertionError):  # noqa: N818 - the protocol's word
@@ -90,6 +90,11 @@ class Knobs:
     crash: float
     store_threshold: int = 1
     write_policy: str = "through"
+    by_priority: bool = False  # vLLM's scheduling policy
+    admission: bool = False
+    prefill_rate: float = 0.0  # tokens per second, as admission has learned it
+    reload_share: float = 0.25
+    prefetch_share: float = 0.25
     slow_target: int = -1  # a target that takes four times as long; -1: none
     read_deadline_s: float = 0.3
     write_deadline_s: float = 2.0
@@ -148,7 +153,18 @@ class Knobs:
             reset=rate(0.015),
             crash=rate(0.01),
         )
-        return replace(knobs, **_focus(profile, rng))
+        return replace(knobs, **{**_waiting(rng), **_focus(profile, rng)})
+
+
+def _waiting(rng: random.Random) -> dict[str, Any]:
+    """What is done for requests that wait."""
+    return {
+        "by_priority": rng.random() < 0.3,
+        "admission": rng.random() < 0.5,
+        "prefill_rate": rng.choice((0.0, 30.0, 300.0, 3000.0)),
+        "reload_share": rng.choice((0.0, 0.25, 0.25, 0.6)),
+        "prefetch_share": rng.choice((0.0, 0.25, 0.25, 0.6)),
+    }
 
 
 def _focus(profile: str, rng: random.Random) -> dict[str, Any]:
@@ -194,6 +210,8 @@ def _focus(profile: str, rng: random.Random) -> dict[str, Any]:
             "crash": rng.choice((0.0, 0.005)),
             "ticks": 400,
         }
+    if profile == "waiting":
+        return _crowded(rng)
     if profile == "restarts":
         return {
             "reset": 0.012,
@@ -214,6 +232,30 @@ def _focus(profile: str, rng: random.Random) -> dict[str, Any]:
             "ticks": 500,
         }
     return {}
+
+
+def _crowded(rng: random.Random) -> dict[str, Any]:
+    """Many requests for few GPU blocks, and a pool that holds what the CPU tier cannot."""
+    return {
+        "gpu_blocks": rng.randint(12, 18),
+        "cache_slots": rng.randint(8, 20),
+        "pool_slots": rng.randint(30, 60),
+        "reload_share": rng.choice((0.25, 0.4, 0.6)),
+        "prefetch_share": rng.choice((0.25, 0.4, 0.6)),
+        "admission": rng.random() < 0.3,
+        "land_share": rng.choice((0.0, 0.3)),
+        "stream_slots": rng.randint(2, 4),
+        "write_fails": 0.0,
+        "full_slot": 0.0,
+        "busy": 0.0,
+        "reset": rng.choice((0.0, 0.0, 0.01)),
+        "crash": 0.0,
+        "abort": rng.choice((0.0, 0.03)),
+        "copy_s": 0.0005,
+        "io_s": rng.choice((0.001, 0.02)),
+        "compute_s": 0.002,
+        "ticks": 500,
+    }
 
 
 def _policies(profile: str, rng: random.Random) -> dict[str, Any]:

@@ -25,6 +25,10 @@ PROFILE = {
     "suspect_target_fails_the_reset": "hangs",
     "hung_fill_blocks_its_readers": "stuck",
     "hung_stream_slots_block_loads": "hangs",
+    "hung_share_of_a_target_blocks_its_loads": "hangs",
+    "promoted_fetch_never_runs": "waiting",
+    "reset_forgets_the_writes_of_other_targets": "pool",
+    "stream_slots_are_not_given_back": "pool",
     "full_engine_blocks_for_ever": "stuck",
     "deadlines_are_not_given": "stuck",
     "failed_reset_is_ignored": "restarts",
@@ -32,6 +36,14 @@ PROFILE = {
     "demotion_begins_at_once": "demotion",
     "unwritten_goes_before_clean": "demotion",
     "landing_drops_the_unwritten": "demotion",
+    "held_is_not_pinned": "waiting",
+    "holds_outlive_their_requests": "waiting",
+    "reset_keeps_the_holds": "waiting",
+    "doomed_stays_held": "waiting",
+    "budgets_are_ignored": "waiting",
+    "cancelled_fetch_still_counts_for_its_entry": "waiting",
+    "cancelled_fetch_frees_its_slot_at_once": "waiting",
+    "cancelled_prefetches_are_not_counted": "waiting",
 }
 
 

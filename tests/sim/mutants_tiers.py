@@ -62,8 +62,7 @@ def stream_slot_is_free_at_the_outcome() -> list[Patch]:
         if task.stream_slot is None:
             real(self, task)
         else:
-            self._free_stream_slots.append(task.stream_slot)
-            task.stream_slot = None
+            self._streams.give_back(task)
 
     return [(TransferPipeline, "_hold_buffer", hold)]
 

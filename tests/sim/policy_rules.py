@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from vllm_nvmeof_offload.manager.core import ManagerCore
+from vllm_nvmeof_offload.manager.core import ManagerCore, Source
 from vllm_nvmeof_offload.manager.index import State
 from vllm_nvmeof_offload.protocol import Command, WriteCommand
 
@@ -41,20 +41,21 @@ class PolicyRules:
             return
         if load:
             raise Violation("demotion", "a load dropped what was never written, to land there")
-        used = set(used_cache)
+        used, held = set(used_cache), set(self._core.held())
         for entry in self._core.entries():
-            if entry.state is State.BOTH and entry.cache_slot not in used:
+            free = entry.cache_slot not in used and entry.identity.key not in held
+            if entry.state is State.BOTH and free:
                 raise Violation("demotion", f"what was never written went before {entry}")
 
     def refused(self, used_cache: Iterable[int]) -> None:
         """A store was refused for want of cache slots: rule 9."""
         gauges = self._core.gauges()
-        used = set(used_cache)
+        used, held = set(used_cache), set(self._core.held())
         if gauges["cache_slots_taken"] < gauges["cache_slots"]:
             raise Violation("9", "refused a store with a cache slot free")
         for entry in self._core.entries():
-            free = entry.state in (State.CACHED, State.BOTH) and entry.cache_slot not in used
-            if free:
+            free = entry.cache_slot not in used and entry.identity.key not in held
+            if entry.state in (State.CACHED, State.BOTH) and free:
                 raise Violation("9", f"refused a store, and {entry} could go")
 
     def commanded(self, commands: Iterable[Command]) -> None:
@@ -68,6 +69,13 @@ class PolicyRules:
     def check(self) -> None:
         self._dropped = self._core.counters["write_refused"]
         self._note_room()
+        gauges, knobs = self._core.gauges(), self._knobs
+        for reason, share in (("reload", knobs.reload_share), ("queue", knobs.prefetch_share)):
+            if gauges[f"held_{reason}"] > int(share * knobs.cache_slots):
+                raise Violation("budget", f"{reason}: {gauges[f'held_{reason}']} slots held")
+        for key in self._core.held():
+            if self._core.lookup(key) is not Source.CPU:
+                raise Violation("held", f"{key.hex()} is held, and not in the CPU tier")
 
     def _note_room(self) -> None:
         gauges = self._core.gauges()
@@ -77,6 +85,7 @@ class PolicyRules:
     def idle(self) -> None:
         """Nothing is under way: everything is written that was to be by now."""
         gauges = self._core.gauges()
+        self._check_prefetches()
         if not gauges["pool_slots"] or gauges["suspect_targets"] or not gauges["write_backlog"]:
             return
         if not self._demotes:
@@ -84,3 +93,15 @@ class PolicyRules:
         short = self._clean_min - gauges["cache_slots"] + gauges["write_backlog"]
         if short > 0:
             raise Violation("demotion", f"{short} demotions are due and not begun: {gauges}")
+
+    def _check_prefetches(self) -> None:
+        """Every prefetch was used, cancelled, or is counted as failed or wasted."""
+        begun, ended = Counter[str](), Counter[str]()
+        for name, count in self._core.counters.items():
+            what, _, label = name.partition(":")
+            if what == "prefetches":
+                begun[label] += count
+            elif what == "prefetches_ended":
+                ended[label] += count
+        if begun.total() != ended.total():
+            raise Violation("prefetch", f"begun {dict(begun)}, ended {dict(ended)}")

@@ -55,6 +55,7 @@ class Request:
     zombie: bool = False  # aborted during its load, which is not over yet
     signaled: bool = False
     load_attempts: int = 0
+    priority: int = 0  # lower goes first, where the policy says so
 
     def __post_init__(self) -> None:
         self.hashes = prefix_hashes(self.tokens)
@@ -70,6 +71,23 @@ class Request:
     def key(self, chunk: int, knobs: Knobs) -> bytes:
         """Offload key: like vLLM's, it names the tokens and not the weights."""
         return self.hashes[(chunk + 1) * knobs.chunk_tokens - 1].to_bytes(8, "big")
+
+
+def take_victim(running: list[Request], *, by_priority: bool) -> Request:
+    """Whom vLLM preempts; taken out of `running`."""
+    if not by_priority:
+        return running.pop()
+    victim = max(running, key=lambda r: (r.priority, r.born_s))
+    running.remove(victim)
+    return victim
+
+
+def who_lets_go(waiting: list[Request], keeper: Request) -> Request | None:
+    """Nothing runs and several waiting requests hold blocks: the one that gives them up."""
+    for other in reversed(waiting):
+        if other is not keeper and other.status is Status.WAITING and other.blocks:
+            return other
+    return None
 
 
 class Clients:
@@ -98,7 +116,9 @@ class Clients:
         tokens = tokens or [1]
         length = min(most, len(tokens) + rng.choice((1, 2, 5, 10)))
         rid, self._next = self._next, self._next + 1
-        return Request(rid, number, tokens, len(tokens), length, now_s)
+        request = Request(rid, number, tokens, len(tokens), length, now_s)
+        request.priority = rng.randrange(3) if self._knobs.by_priority else 0
+        return request
 
     def answered(self, request: Request) -> None:
         self.conversations[request.conversation] = list(request.tokens)

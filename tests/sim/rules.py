@@ -4,45 +4,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from vllm_nvmeof_offload.errors import CANCELLED, Outcome
+from vllm_nvmeof_offload.errors import CANCELLED, STALE
 from vllm_nvmeof_offload.manager.core import ManagerCore, Source, StorePlan
 from vllm_nvmeof_offload.manager.index import Entry, State
 from vllm_nvmeof_offload.protocol import (
+    CancelCommand,
     Command,
+    FetchCommand,
     LoadCommand,
     OpReport,
     ReleaseReport,
     Report,
     ResetCommand,
     SlotIdentity,
-    WriteCommand,
 )
 
 from .base import Clock, Knobs, Violation
 from .memory import Tag
+from .ops import SentOp
 from .policy_rules import PolicyRules
 from .rank import SimRank
 
 _HAS_CACHE = {State.STORING, State.CACHED, State.WRITING, State.BOTH, State.FETCHING}
 _HAS_POOL = {State.WRITING, State.BOTH, State.POOLED, State.FETCHING}
 _STAGED = {State.CACHED, State.WRITING, State.BOTH}
+_READS = ("load", "fetch")
+#: STALE: it waited for a read that was cut off; the entry may be whole in the pool, or be gone.
+_SPARES = (None, CANCELLED, STALE)
 _PERSISTED = {State.BOTH, State.POOLED, State.FETCHING}
-
-
-@dataclass
-class SentOp:
-    """An op as the outside sees it: what it names, and how many ranks have spoken."""
-
-    kind: str
-    issued_s: float
-    identities: tuple[SlotIdentity, ...] = ()
-    cache: dict[int, SlotIdentity] = field(default_factory=dict)
-    pool: dict[int, SlotIdentity] = field(default_factory=dict)
-    outcomes: int = 0
-    releases: int = 0
-    failures: dict[int, Outcome] = field(default_factory=dict)
 
 
 class Rules:
@@ -73,8 +63,8 @@ class Rules:
     def lookup(self, key: bytes) -> bool:
         return self._core.lookup(key) is not None
 
-    def prepare_load(self, keys: Sequence[bytes]) -> LoadCommand:
-        command = self._core.prepare_load(keys)
+    def prepare_load(self, keys: Sequence[bytes], limit_s: float | None = None) -> LoadCommand:
+        command = self._core.prepare_load(keys, limit_s)
         op = self._sent("load", command.op)
         op.identities = tuple(chunk.identity for chunk in command.chunks)
         if [i.key for i in op.identities] != list(keys):
@@ -120,10 +110,16 @@ class Rules:
             if isinstance(command, ResetCommand):
                 self.ops[command.op] = self._sent("reset", command.op, issued_s)
                 continue
-            assert isinstance(command, WriteCommand)
-            op = self._sent("write", command.op, issued_s)
+            if isinstance(command, CancelCommand):
+                if self.ops[command.target_op].kind not in ("load", "fetch"):
+                    raise Violation("state", f"{command} cancels {self.ops[command.target_op]}")
+                continue
+            fetch = isinstance(command, FetchCommand)
+            op = self._sent("fetch" if fetch else "write", command.op, issued_s)
             op.identities = (command.identity,)
-            if command.identity.generation not in self._copied:
+            if fetch:
+                self._fresh(command.cache_slot, command.identity)
+            elif command.identity.generation not in self._copied:
                 raise Violation("5", f"{command}: its store is not seen complete")
             for other in self.ops.values():
                 if other.pool.get(command.pool_slot, command.identity) != command.identity:
@@ -225,6 +221,7 @@ class Rules:
         """Everything is over and everything was released: nothing may be left."""
         gauges = self._core.gauges()
         names = ("ops", "cache_slots_orphaned", "pool_slots_orphaned", "writes_pending")
+        names += ("cache_slots_in_use", "held_reload", "held_queue", "requests_waiting")
         if any(gauges[name] for name in names):
             raise Violation("leak", f"at the end: {gauges} {self.ops}")
         self._policies.idle()
@@ -274,7 +271,7 @@ class Rules:
             for index, outcome in report.failures:
                 if op.failures.get(index, CANCELLED) == CANCELLED:
                     op.failures[index] = outcome
-                if op.kind == "store" or (op.kind == "load" and outcome != CANCELLED):
+                if op.kind == "store" or (op.kind in _READS and outcome != CANCELLED):
                     self._failing.add(op.identities[index].generation)
             if op.outcomes == self._knobs.ranks:
                 self._decided(op)
@@ -293,5 +290,5 @@ class Rules:
             failure = op.failures.get(index)
             if op.kind == "store" and failure is None:
                 self._copied.add(identity.generation)
-            elif op.kind == "store" or (op.kind == "load" and failure not in (None, CANCELLED)):
+            elif op.kind == "store" or (op.kind in _READS and failure not in _SPARES):
                 self._failed.add(identity.generation)

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 
 from vllm_nvmeof_offload.manager.core import ManagerCore
 
-from .base import Knobs, Trace, Violation
+from .base import Clock, Knobs, Trace, Violation
 from .memory import Tag
+from .queue import SimQueue
 from .rank import Metadata, Output, TransferJob, Work
-from .requests import BlockPool, Request, Status
+from .requests import BlockPool, Request, Status, take_victim, who_lets_go
 from .rules import Rules
 
 LOAD_ATTEMPTS_MAX = 20
@@ -33,6 +34,7 @@ class SimScheduler:
         trace: Trace,
         rules: Rules,
         expected: dict[int, list[Tag]],
+        clock: Clock,
     ) -> None:
         self.core = core
         self.epoch = 0
@@ -57,12 +59,15 @@ class SimScheduler:
         self._requests: dict[int, Request] = {}
         self._ended: list[Request] = []  # finished since the last step
         self._loading_keys: set[bytes] = set()
+        self._queue = SimQueue(core, knobs, self._blocks, clock)
+        self._dropped: list[Request] = []  # preempted between two steps
 
     # -- from outside -----------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         self._requests[request.rid] = request
         self.waiting.append(request)
+        self._queue.added(request)
 
     def abort(self, request: Request) -> None:
         self._trace("abort", request, request.status.value)
@@ -89,7 +94,8 @@ class SimScheduler:
                 self.abort(request)
             self.epoch += 1
         while self.running:
-            self._preempt(self.running.pop())
+            self._dropped.append(self.running.pop())
+            self._preempt(self._dropped[-1])
         self._blocks.reset()
         self._flush.update(self._jobs)
         self.core.reset()
@@ -121,6 +127,8 @@ class SimScheduler:
         budget = self._schedule_running(scheduled, preempted)
         if not preempted:
             self._schedule_waiting(scheduled, budget)
+        dropped, self._dropped = self._dropped, []
+        self._queue.step(scheduled, preempted + dropped, self._ended)
         for request in preempted:
             self._flush |= request.jobs
         for block in self._allocated & self._fences.keys():
@@ -134,6 +142,7 @@ class SimScheduler:
         metadata.loads, self._loads = self._loads, {}
         metadata.flush, self._flush = self._flush, set()
         self._allocated = set()
+        self.core.turn()
         metadata.commands = self.core.take_commands()
         self._rules.commanded(metadata.commands)
         for request, count in scheduled:
@@ -153,7 +162,7 @@ class SimScheduler:
                 continue
             count = min(len(request.tokens) - request.computed, budget)
             while count and not self._grow(request, request.computed + count):
-                victim = self.running.pop()
+                victim = take_victim(self.running, by_priority=self._knobs.by_priority)
                 scheduled[:] = [item for item in scheduled if item[0] is not victim]
                 preempted.append(victim)
                 self._preempt(victim)
@@ -166,7 +175,7 @@ class SimScheduler:
 
     def _schedule_waiting(self, scheduled: list[tuple[Request, int]], budget: int) -> None:
         # Those that hold blocks come first, or nobody could get any.
-        for request in sorted(self.waiting, key=lambda r: not r.blocks):
+        for request in sorted(self.waiting, key=lambda r: (not r.blocks, r.priority)):
             if request.status is Status.LOADING:
                 if not request.loaded:
                     continue
@@ -182,29 +191,21 @@ class SimScheduler:
                     continue
             count = min(len(request.tokens) - request.computed, budget)
             room = count > 0 and self._grow(request, request.computed + count)
-            while count > 0 and held and not room and self._make_room(request):
+            while count > 0 and held and not room and not self.running:
+                other = who_lets_go(self.waiting, request)
+                if other is None:
+                    break
+                self._drop(other)
                 room = self._grow(request, request.computed + count)
             if not room:
                 if not held:
-                    self._free(request)
-                    request.computed = 0
+                    self._drop(request)
                 continue
             self.waiting.remove(request)
             request.status = Status.RUNNING
             self.running.append(request)
             scheduled.append((request, count))
             budget -= count
-
-    def _make_room(self, keeper: Request) -> bool:
-        """If nothing runs and several waiting requests hold blocks, one of them lets go."""
-        if self.running:
-            return False
-        for other in reversed(self.waiting):
-            if other is not keeper and other.status is Status.WAITING and other.blocks:
-                self._free(other)
-                other.computed = 0
-                return True
-        return False
 
     def _match(self, request: Request) -> bool | None:
         """Local and external prefix of a request with nothing computed. None: no room."""
@@ -226,7 +227,10 @@ class SimScheduler:
             keys.append(key)
         if knobs.defer_shared_loads and self._loading_keys.intersection(keys):
             return False  # vLLM asks again in the next step
-        external = max(0, (first_chunk + len(keys)) * knobs.chunk_tokens - computed)
+        found = max(0, (first_chunk + len(keys)) * knobs.chunk_tokens - computed)
+        external = self._queue.decide(request, computed, found)
+        self.counts["declined"] += external < found
+        keys = keys[: -(-(computed + external) // knobs.chunk_tokens) - first_chunk]
         needed = external // size + sum(self._blocks.is_free(b) for b in local)
         if not external:
             needed += 1
@@ -238,6 +242,7 @@ class SimScheduler:
         request.computed = computed
         if external:
             self._load(request, keys, external)
+        self.counts["resumes"] += self._queue.allocated(request) is not None
         return True
 
     def _load(self, request: Request, keys: list[bytes], external: int) -> None:
@@ -252,7 +257,7 @@ class SimScheduler:
         request.load_attempts += 1
         if request.load_attempts > LOAD_ATTEMPTS_MAX:
             raise Violation("8", f"{request}: livelock, {request.load_attempts} failed loads")
-        command = self._rules.prepare_load(keys)
+        command = self._rules.prepare_load(keys, self._queue.limit_s(request))
         end = len(request.blocks)
         first_chunk = begin // per_chunk
         chunks = tuple(
@@ -364,14 +369,17 @@ class SimScheduler:
     def _preempt(self, request: Request) -> None:
         self._trace("preempt", request)
         self.counts["preemptions"] += 1
-        self._free(request)
-        request.computed = 0
+        self._drop(request)
         request.status = Status.WAITING
         self.waiting.insert(0, request)
 
     def _free(self, request: Request) -> None:
         self._blocks.release(request.blocks)
         request.blocks = []
+
+    def _drop(self, request: Request) -> None:
+        self._free(request)
+        request.computed = 0
 
     def _finish(self, request: Request) -> None:
         self._trace("finish", request)
@@ -390,6 +398,7 @@ class SimScheduler:
         if invalid:
             self._invalidate(invalid)
         self._rules.report([report for output in outputs for report in output.reports])
+        self.core.step_ended()
         for rank, output in enumerate(outputs):
             for op in output.finished:
                 self._job_finished(op, rank)

@@ -5,12 +5,24 @@ from __future__ import annotations
 
 import pytest
 
-from . import mutants_policy, mutants_tiers, mutants_transfer, mutants_world
+from . import (
+    mutants_policy,
+    mutants_reload,
+    mutants_stream,
+    mutants_tiers,
+    mutants_transfer,
+    mutants_world,
+)
 from .mutants import MUTANTS, PROFILE, broken
 from .world import play
 
 assert (
-    mutants_policy and mutants_transfer and mutants_tiers and mutants_world
+    mutants_policy
+    and mutants_reload
+    and mutants_stream
+    and mutants_transfer
+    and mutants_tiers
+    and mutants_world
 )  # imported to register theirs
 
 SEEDS_MAX = 500
@@ -20,6 +32,7 @@ SEEDS_MAX = 500
 FIRST: dict[str, int] = {
     "doom_ignores_the_generation": 53,
     "gates_accept_stale": 14,
+    "hung_share_of_a_target_blocks_its_loads": 51,
     "new_weights_are_adopted": 17,
     "reads_ignore_the_generation": 190,
     "suspect_target_fails_the_reset": 52,

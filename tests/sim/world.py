@@ -7,6 +7,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Sequence
 
+from vllm_nvmeof_offload.manager.admission import AdmissionConfig
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.plan import WritePolicy
 
@@ -47,6 +48,10 @@ class World:
             world_size=knobs.ranks,
             weights_never_change=knobs.weights_never_change,
             land_cache_share=knobs.land_share,
+            reload_cache_share=knobs.reload_share,
+            prefetch_cache_share=knobs.prefetch_share,
+            tokens_per_chunk=knobs.chunk_tokens,
+            admission=AdmissionConfig(automatic=knobs.admission),
             store_threshold=knobs.store_threshold,
             write_policy=WritePolicy(knobs.write_policy),
             report_deadline_s=knobs.report_deadline_s,
@@ -67,7 +72,9 @@ class World:
             for rank in range(knobs.ranks)
         ]
         self.rules.ranks = self.ranks
-        self.scheduler = SimScheduler(self.core, knobs, self.trace, self.rules, self.expected)
+        self.scheduler = SimScheduler(
+            self.core, knobs, self.trace, self.rules, self.expected, self.clock
+        )
         self._outputs: deque[Sequence[Output]] = deque()
         self.core.attach([rank.hello() for rank in self.ranks])
         self.rules.adopted()

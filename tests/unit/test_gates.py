@@ -64,6 +64,21 @@ def test_a_withdrawn_task_gives_way() -> None:
     assert _names(gates.filled(0, ok=True)) == [("read", False)]
 
 
+def test_who_fills_a_slot_before_the_next_to_ask() -> None:
+    gates: SlotGates[str] = SlotGates()
+    assert gates.fillers(0) == ()
+    gates.ask(0, "fill", A, fill=True)
+    gates.ask(0, "read", A, fill=False)
+    gates.ask(0, "second fill", B, fill=True)
+    gates.ask(0, "third fill", A, fill=True)
+    assert gates.fillers(0) == ("fill", "second fill", "third fill")
+    gates.withdraw(0, "second fill")
+    assert gates.fillers(0) == ("fill", "third fill")
+    gates.filled(0, ok=True)
+    assert gates.fillers(0) == ("third fill",)
+    assert gates.fillers(1) == ()
+
+
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from([A, B])), max_size=12), st.data())
 def test_the_order_given_is_the_order_granted(asks, data) -> None:  # type: ignore[no-untyped-def]
     """Any interleaving of asks and ends: order kept, fills alone, reads exactly of their pair."""

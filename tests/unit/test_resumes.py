@@ -6,7 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_nvmeof_offload.manager.resumes import ResumeCounter
+from vllm_nvmeof_offload.manager.resumes import Resume, ResumeCounter
 
 
 def _step(
@@ -37,7 +37,7 @@ def test_reloaded_and_recomputed_tokens_of_a_resume() -> None:
     counter.step(_step(preempted=("a",)))
     counter.offered("a", 16, 64)
     counter.offered("a", 32, 48)  # vLLM found no room at first and asked again
-    assert counter.resumed("a") == (48, 21)
+    assert counter.resumed("a") == Resume(48, 21, 69, 21)
     assert counter.resumed("a") is None
 
 
@@ -53,7 +53,7 @@ def test_preempted_twice_before_it_ran_again() -> None:
     counter.step(_step(preempted=("a",)))
     counter.step(_step(preempted=("a",)))
     counter.offered("a", 0, 32)
-    assert counter.resumed("a") == (32, 8)
+    assert counter.resumed("a") == Resume(32, 8, 40, 8)
 
 
 def test_a_request_that_ends_while_preempted_is_forgotten() -> None:
@@ -63,3 +63,64 @@ def test_a_request_that_ends_while_preempted_is_forgotten() -> None:
     counter.step(_step(finished=("a",)))
     counter.offered("a", 0, 32)
     assert counter.resumed("a") is None
+
+
+def test_chunk_tokens_are_those_of_full_chunks_outside_gpu_memory() -> None:
+    counter = ResumeCounter(tokens_per_chunk=16)
+    counter.step(_step(new={"a": (0, 100)}))
+    counter.step(_step(preempted=("a",)))
+    counter.offered("a", 32, 32)
+    assert counter.resumed("a") == Resume(
+        reloaded=32, recomputed=36, chunk_tokens=64, chunk_tokens_lost=32
+    )
+
+
+def test_everything_computed_but_the_last_unfinished_chunk_is_no_loss() -> None:
+    counter = ResumeCounter(tokens_per_chunk=16)
+    counter.step(_step(new={"a": (0, 60)}))
+    counter.step(_step(cached={"a": (60, 1)}))
+    counter.step(_step(preempted=("a",)))
+    counter.offered("a", 0, 48)
+    resume = counter.resumed("a")
+    assert resume is not None
+    assert (resume.recomputed, resume.chunk_tokens_lost) == (13, 0)
+
+
+def test_more_found_than_was_computed_is_no_negative_loss() -> None:
+    """Another request had the same prefix, and more of it."""
+    counter = ResumeCounter(tokens_per_chunk=16)
+    counter.step(_step(new={"a": (0, 20)}))
+    counter.step(_step(preempted=("a",)))
+    counter.offered("a", 16, 32)
+    assert counter.resumed("a") == Resume(32, 0, 0, 0)
+
+
+def test_what_a_victim_had_computed_is_known_while_it_waits_alone() -> None:
+    counter = ResumeCounter()
+    counter.step(_step(new={"a": (0, 40), "b": (16, 8)}))
+    assert (counter.computed("a"), counter.computed("unknown")) == (0, 0)
+    counter.step(_step(preempted=("a", "b")))
+    assert (counter.computed("a"), counter.computed("b")) == (40, 24)
+    counter.offered("a", 0, 32)
+    counter.resumed("a")
+    counter.step(_step(cached={"a": (32, 9)}, finished=("b",)))
+    assert (counter.computed("a"), counter.computed("b")) == (0, 0)
+
+
+def test_a_victim_preempted_during_its_load_still_had_what_it_had() -> None:
+    counter = ResumeCounter()
+    counter.step(_step(new={"a": (0, 40)}))
+    counter.step(_step(preempted=("a",)))
+    counter.offered("a", 0, 32)
+    counter.step(_step(cached={"a": (32, 1)}))  # ran again before anybody asked what it got
+    counter.step(_step(preempted=("a",)))
+    assert counter.computed("a") == 40
+
+
+def test_preempted_between_two_steps_and_run_again_in_the_next() -> None:
+    """`reset_prefix_cache`: the next step names the request as preempted and schedules it."""
+    counter = ResumeCounter()
+    counter.step(_step(new={"a": (0, 40)}))
+    counter.step(_step(preempted=("a",), cached={"a": (0, 41)}))
+    counter.step(_step(preempted=("a",)))
+    assert counter.computed("a") == 41

@@ -35,7 +35,8 @@ LAYERS: list[set[str]] = [
     {"job_specs", "deployment"},
     {"manager", "worker"},
     {"spec", "connector", "plugin", "integration"},
-    {"cli", "cli_bench", "cli_doctor", "cli_pool", "cli_pool_text", "demo"},
+    {"cli", "cli_bench", "cli_bench_cost", "cli_bench_tier"}
+    | {"cli_doctor", "cli_pool", "cli_pool_text", "demo"},
 ]
 MAY_IMPORT_VLLM = {
     "plugin.py",

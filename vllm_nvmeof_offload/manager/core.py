@@ -4,7 +4,9 @@
 Calls come from one thread. Every decision is made from memory at once; what follows is a
 command with an op number, and the world answers with reports (protocol). `prepare_store`
 and `prepare_load` return commands that travel inside vLLM's own transfer jobs; writes,
-fetches and resets are queued and taken with `take_commands`.
+fetches, cancellations and resets are queued and taken with `take_commands`.
+
+Requests that wait are `reload`'s: it is told of them, and acts once a step, in `turn`.
 """
 
 from __future__ import annotations
@@ -15,16 +17,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from vllm_nvmeof_offload.errors import CANCELLED, Outcome
+from vllm_nvmeof_offload.manager.admission import Admission, Find
 from vllm_nvmeof_offload.manager.adoption import Capacity, agree
 from vllm_nvmeof_offload.manager.index import Entry, Event, State
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op, OpKind
+from vllm_nvmeof_offload.manager.limits import LoadLimits
 from vllm_nvmeof_offload.manager.plan import CoreConfig, Source, StorePlan
 from vllm_nvmeof_offload.manager.policy import LruPolicy
+from vllm_nvmeof_offload.manager.reload import ReloadScheduler
+from vllm_nvmeof_offload.manager.shelf import Reason, Shelf
 from vllm_nvmeof_offload.manager.sightings import Sightings
 from vllm_nvmeof_offload.manager.targets import MakePolicy
 from vllm_nvmeof_offload.manager.tiers import Tiers
 from vllm_nvmeof_offload.manager.writes import WriteBehind
 from vllm_nvmeof_offload.protocol import (
+    CancelCommand,
     Command,
     FetchCommand,
     LoadChunk,
@@ -46,6 +53,8 @@ __all__ = ["CoreConfig", "ManagerCore", "Source", "StorePlan"]
 #: Keys whose sightings are counted: as many as there are slots, and at least so many.
 _SIGHTINGS_MIN = 1 << 16
 _GENERATION_MASK = (1 << 64) - 1
+#: Not in a cache slot yet, whatever the entry says of it.
+_READ_FIRST = frozenset({State.POOLED, State.FETCHING})
 # Look-ups are many, and an enum's member is looked up slowly.
 _CPU, _POOL = Source.CPU, Source.POOL
 
@@ -72,6 +81,14 @@ class ManagerCore:
         self._writes = WriteBehind(
             config, self._tiers, self._ledger, self._commands, self.counters, clock
         )
+        self._shelf = Shelf(self._tiers, self._ledger, self._commands, self.counters, clock)
+        #: Told by the caller of requests that wait, and of those that wait no more.
+        self.reload = ReloadScheduler(
+            config.reload_cache_share, config.prefetch_cache_share, self._shelf, clock
+        )
+        self.admission = Admission(config.admission, clock)
+        self._limits = LoadLimits(clock)
+        self._reading = [0]  # by target: chunks that loads have yet to read there
         self._cached, self._pooled = self._tiers.index.cached, self._tiers.index.pooled
         self._sightings = Sightings(config.store_threshold, _SIGHTINGS_MIN)
         # Boot nonce and counter in one: compared for equality alone.
@@ -89,6 +106,10 @@ class ManagerCore:
         slots = self.capacity.cache_slots + self.capacity.pool_slots
         self._sightings = Sightings(self.config.store_threshold, max(_SIGHTINGS_MIN, slots))
         self._writes.attach(self.capacity.cache_slots)
+        self._shelf.attach(self.capacity.cache_slots)
+        self.reload.attach(self.capacity.cache_slots, self.capacity.slot_bytes)
+        self.admission.attach(self.capacity.slot_bytes, self.config.tokens_per_chunk)
+        self._reading = [0] * self.capacity.target_count
         self._fallbacks = sum(len(hello.fallbacks) for hello in hellos)
         return agreement.notes
 
@@ -110,6 +131,25 @@ class ManagerCore:
             return _CPU
         assert entry.pool_slot is not None
         return _POOL if targets.usable(entry.pool_slot) else None
+
+    def find(self, keys: Sequence[bytes]) -> Find:
+        """Where `keys`, all of which `lookup` has just found, would be loaded from."""
+        index, lane = self._tiers.index, self._tiers.pool.lane
+        pool = [0] * len(self._reading)
+        leading, all_cpu = 0, True
+        for key in keys:
+            in_cache = key in self._cached
+            if not in_cache and key not in self._pooled:
+                entry = index.awake_at(key)
+                in_cache = entry is not None and entry.state not in _READ_FIRST
+            if in_cache:
+                leading += all_cpu
+            else:
+                all_cpu = False
+                pool_slot = index.slots(key)[1]
+                assert pool_slot is not None
+                pool[lane(pool_slot)] += 1
+        return Find(len(keys), leading, tuple(pool), tuple(self._reading))
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """`keys`, in prefix order, were used: the head of a prefix outlives its tail."""
@@ -153,8 +193,11 @@ class ManagerCore:
 
     # -- load -------------------------------------------------------------------------
 
-    def prepare_load(self, keys: Sequence[bytes]) -> LoadCommand:
-        """Plan the load of `keys`, all of which `lookup` has just found; pins them."""
+    def prepare_load(self, keys: Sequence[bytes], limit_s: float | None = None) -> LoadCommand:
+        """Plan the load of `keys`, all of which `lookup` has just found; pins them.
+
+        limit_s: what has not been read so long after its beginning is not loaded any more.
+        """
         tiers = self._tiers
         entries: list[Entry] = []
         cache_slots: list[int | None] = []
@@ -168,6 +211,7 @@ class ManagerCore:
             if entry.in_cache:
                 assert entry.cache_slot is not None
                 tiers.cache.use(entry.cache_slot)
+                self._shelf.used(key)
             else:
                 assert entry.pool_slot is not None
                 tiers.pool.use(entry.pool_slot)
@@ -193,6 +237,12 @@ class ManagerCore:
             tuple(pool_slots),
             frozenset(landing),
         )
+        op.queued = tuple(self._reading)
+        for chunk in chunks:
+            if chunk.pool_slot is not None:
+                self._reading[tiers.pool.lane(chunk.pool_slot)] += 1
+        if limit_s is not None:
+            self._limits.planned(op.number, limit_s)
         from_pool = sum(chunk.pool_slot is not None for chunk in chunks)
         self.counters["load_chunks_cpu"] += len(chunks) - from_pool
         self.counters["load_chunks_pool"] += from_pool
@@ -214,6 +264,19 @@ class ManagerCore:
 
     # -- commands and reports ---------------------------------------------------------
 
+    def turn(self) -> None:
+        """Once a step, before its commands are taken: look after the requests that wait, and cut
+        off the loads that are overdue."""
+        for op in self._limits.take_overdue():
+            self._commands.append(CancelCommand(op))
+            self.counters["loads_cut"] += 1
+        self.reload.turn()
+        self._limits.scheduled()
+
+    def step_ended(self) -> None:
+        """The output of the oldest step that was not ended has come, its reports applied."""
+        self._limits.ended()
+
     def take_commands(self) -> list[Command]:
         """What to send to every rank with this step, in order."""
         commands = list(self._commands)
@@ -229,6 +292,7 @@ class ManagerCore:
                 continue
             if isinstance(report, RateReport):
                 self._tiers.targets.rate(report)
+                self.admission.read_rates = self._tiers.targets.read_rates
                 continue
             op, decided, released = self._ledger.apply(report)
             if isinstance(report, OpReport):
@@ -265,6 +329,7 @@ class ManagerCore:
             loaded = op.kind in (OpKind.LOAD, OpKind.FETCH) and outcome != CANCELLED
             if stored or loaded:
                 self._tiers.doom(op.entries[index])
+                self._shelf.gone(op.entries[index])
 
     def _decide(self, op: Op) -> None:
         for outcome in op.failures.values():
@@ -277,8 +342,28 @@ class ManagerCore:
                 pool_slot = op.pool_slots[index]
                 assert pool_slot is not None
                 self._writes.ended(entry, pool_slot, failure)
-            elif op.kind is OpKind.FETCH or index in op.landing:
+            elif (op.kind is OpKind.FETCH and not op.detached) or index in op.landing:
                 self._fetched(entry, failure)
+        if op.kind is OpKind.LOAD:
+            self._loaded(op)
+        elif op.kind is OpKind.FETCH and self._shelf.ended(op, op.failures.get(0)):
+            self._learn(op)
+
+    def _loaded(self, op: Op) -> None:
+        self._limits.over(op.number)
+        for slot in op.pool_slots:
+            if slot is not None:
+                self._reading[self._tiers.pool.lane(slot)] -= 1
+        if any(slot is not None for slot in op.pool_slots):
+            self._learn(op)
+
+    def _learn(self, op: Op) -> None:
+        """How long this took that read from the pool, and what came of it."""
+        read = [0] * len(self._reading)
+        for index, slot in enumerate(op.pool_slots):
+            if slot is not None and index not in op.failures:
+                read[self._tiers.pool.lane(slot)] += 1
+        self.admission.took(op.seconds, read, op.queued or [0] * len(read))
 
     def _stored(self, entry: Entry, failure: Outcome | None) -> None:
         if failure is None and entry.on(Event.COPIED) is State.CACHED:
@@ -291,6 +376,7 @@ class ManagerCore:
             entry.on(Event.FETCHED)
         else:  # cancelled: any other failure has doomed the entry
             entry.on(Event.FETCH_CANCELLED)
+            self._shelf.gone(entry)  # a landing may be held
             self._tiers.leave_cache(entry)
 
     # -- reset ------------------------------------------------------------------------
@@ -308,6 +394,8 @@ class ManagerCore:
                 kept.append(command)
         self._commands[:] = kept
         self._tiers.reset()
+        self._shelf.reset()
+        self.reload.reset()
         op = self._ledger.open(OpKind.RESET, self._clock())
         self._commands.append(ResetCommand(op.number, self.config.weights_never_change))
         self.counters["resets"] += 1
@@ -332,10 +420,26 @@ class ManagerCore:
             "ops": len(self._ledger),
             "writes_pending": self._writes.pending,
             "write_backlog": tiers.backlog,
-            "commands_waiting": len(self._commands),
+            "commands_waiting": sum(not isinstance(c, CancelCommand) for c in self._commands),
+            "held_reload": self._shelf.counts[Reason.RELOAD],
+            "held_queue": self._shelf.counts[Reason.QUEUE],
+            "requests_waiting": len(self.reload),
+            "cache_slots_in_use": tiers.cache.in_use_count,
             "suspect_targets": len(tiers.targets.suspects),
             "fallbacks": self._fallbacks,
         }
+
+    def learned(self) -> dict[str, float]:
+        """What admission goes by, for metrics; 0: not known."""
+        return {
+            "prefill_tokens_per_s": self.admission.tokens_per_s,
+            "read_bytes_per_s": self.admission.bytes_per_s,
+            "load_overhead_s": self.admission.overhead_s,
+        }
+
+    def held(self) -> Iterable[bytes]:
+        """The keys whose cache slots are kept for requests to come."""
+        return self._shelf.keys()
 
     def entries(self) -> Iterable[Entry]:
         """All live entries, for inspection; copies of those that nothing works on."""

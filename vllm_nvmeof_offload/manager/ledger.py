@@ -33,6 +33,9 @@ class Op:
     entries: the entry of each chunk, in the command's order.
     cache_slots, pool_slots: what each chunk uses; None: nothing, or let go already.
     landing: indices of a load's chunks that are read into the cache slot of their entry.
+    queued: of a load; by target, chunks that others had yet to read when it was planned.
+    detached: a fetch that was cancelled: its entry has left it and does not hear of its end.
+    seconds: what it took on the slowest rank, as far as they have reported.
     """
 
     number: int
@@ -45,6 +48,9 @@ class Op:
     pool_slots: tuple[int | None, ...] = ()
     landing: frozenset[int] = frozenset()
     failures: dict[int, Outcome] = field(default_factory=dict)
+    queued: tuple[int, ...] = ()
+    detached: bool = False
+    seconds: float = 0.0
 
 
 class Ledger:
@@ -100,6 +106,7 @@ class Ledger:
                 if op.failures.get(index, CANCELLED) == CANCELLED:
                     op.failures[index] = outcome
             op.outcomes_left -= 1
+            op.seconds = max(op.seconds, report.seconds)
             decided = op.outcomes_left == 0
             if not report.released:
                 return op, decided, False

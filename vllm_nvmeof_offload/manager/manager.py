@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
@@ -28,6 +29,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_nvmeof_offload.job_specs import ChunkLoadSpec, ChunkStoreSpec
 from vllm_nvmeof_offload.manager.core import ManagerCore, Source
+from vllm_nvmeof_offload.manager.resumes import Resume
+from vllm_nvmeof_offload.manager.steps import StepMeter
+from vllm_nvmeof_offload.manager.waiting import Attempt, Queue, WaitingRequests
 from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.protocol import Command, RankHello, Report
@@ -39,6 +43,8 @@ logger = logging.getLogger(LOGGER_NAME)
 _MEDIUM = {Source.CPU: Medium.CPU, Source.POOL: Medium.STORAGE}
 _ALL_TIERS, _CPU, _HIT, _MISS = TierFilter.ALL, Source.CPU, LookupResult.HIT, LookupResult.MISS
 _HIT_SOURCE = {Source.CPU: CacheHitSource.HOST, Source.POOL: CacheHitSource.DISK}
+
+_TELL_TIME_S = 1.0
 
 #: The core's counter → our metric and its label values.
 _CORE_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -53,6 +59,7 @@ _CORE_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "resets": ("resets", ()),
     "pool_slots_retired": ("retired_pool_slots", ()),
     "verdict_changes": ("verdict_changes", ()),
+    "loads_cut": ("loads_cut", ()),
 }
 
 
@@ -76,9 +83,14 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self.core = core
         self._clock = clock
         self._worked_s = clock()
-        self._tokens_per_chunk = tokens_per_chunk
+        self.tokens_per_chunk = tokens_per_chunk
+        self._steps = StepMeter(clock)
+        self._scheduler_s = 0.0
+        self._told_s = 0.0  # when `get_stats` last had anything to say
+        #: Set by `follow`.
+        self.waiting: WaitingRequests | None = None
         #: Metric name and label values → increase since the last `get_stats`.
-        self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        self._counts: defaultdict[tuple[str, tuple[str, ...]], float] = defaultdict(int)
         self._missed = self._found_cpu = self._found_pool = 0  # look-ups since then
         self._core_seen: Counter[str] = Counter()
         self._gauges_seen: dict[str, int] = {}
@@ -108,7 +120,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return _HIT_SOURCE[source] if source else CacheHitSource.EXTERNAL_UNSPECIFIED
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        command = self.core.prepare_load(list(keys))
+        limit_s = self.waiting.limit_s(req_context.req_id) if self.waiting else None
+        command = self.core.prepare_load(list(keys), limit_s)
         state = self._state(req_context)
         state.sources = {
             chunk.identity.key: Source.CPU if chunk.pool_slot is None else Source.POOL
@@ -116,7 +129,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         }
         state.keys.update(dict.fromkeys(keys))
         for source in state.sources.values():
-            self._counts["loaded_tokens", (source.value,)] += self._tokens_per_chunk
+            self._counts["loaded_tokens", (source.value,)] += self.tokens_per_chunk
         return ChunkLoadSpec(command)
 
     def prepare_store(
@@ -144,9 +157,28 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if state is not None:
             self.core.touch(state.keys)
 
-    def worked(self) -> None:
-        """This step computes tokens."""
-        self._worked_s = self._clock()
+    def follow(self, queue: Queue) -> WaitingRequests:
+        """Look after the requests that wait in this queue."""
+        self.waiting = WaitingRequests(self.core, queue, self._clock)
+        return self.waiting
+
+    def step_scheduled(self, scheduler_output: Any) -> None:
+        """vLLM has scheduled a step; comes before its commands are taken."""
+        assert self.waiting is not None
+        tokens = scheduler_output.num_scheduled_tokens
+        if tokens:
+            self._worked_s = self._clock()
+        self._steps.scheduled(tokens)
+        self._counts["preemptions", ()] += len(scheduler_output.preempted_req_ids or ())
+        self.waiting.step(scheduler_output)
+
+    def step_ended(self, scheduler_s: float) -> None:
+        """A step's output has come, and was taken in. scheduler_s: spent in our scheduler side
+        since the last call."""
+        self._steps.ended()
+        self.core.step_ended()
+        self.core.admission.prefill_rate = self._steps.prefill_rate
+        self._scheduler_s += scheduler_s
 
     def has_pending_work(self) -> bool:
         """Keep the engine stepping while reports are owed.
@@ -171,6 +203,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
             logger.warning("%s", note)
 
     def take_commands(self) -> list[Command]:
+        self.core.turn()
         return self.core.take_commands()
 
     def report(self, reports: Iterable[Report], worker_counters: Counter[str]) -> None:
@@ -183,13 +216,17 @@ class NVMeoFOffloadingManager(OffloadingManager):
                 self._counts["written_bytes", ()] += count
                 self._counts["target_written_bytes", (target,)] += count
 
-    def count_preemptions(self, count: int) -> None:
-        self._counts["preemptions", ()] += count
-
-    def count_resume(self, reloaded_tokens: int, recomputed_tokens: int) -> None:
+    def count_resume(self, resume: Resume) -> None:
         """A preempted request was resumed."""
-        self._counts["reloaded_tokens", ()] += reloaded_tokens
-        self._counts["recomputed_tokens", ()] += recomputed_tokens
+        self._counts["reloaded_tokens", ()] += resume.reloaded
+        self._counts["recomputed_tokens", ()] += resume.recomputed
+        self._counts["resumed_chunk_tokens", ()] += resume.chunk_tokens
+        self._counts["resumed_chunk_tokens_lost", ()] += resume.chunk_tokens_lost
+
+    def count_attempt(self, attempt: Attempt) -> None:
+        """vLLM went on with what was decided on a hit."""
+        self._counts["admissions", (attempt.decision,)] += 1
+        self._counts["declined_tokens", ()] += attempt.declined
 
     # -- figures ----------------------------------------------------------------------
 
@@ -202,21 +239,35 @@ class NVMeoFOffloadingManager(OffloadingManager):
             increase = count - self._core_seen[name]
             if increase and name in _CORE_COUNTERS:
                 self._counts[_CORE_COUNTERS[name]] += increase
-            elif increase and name.startswith("failed_chunks:"):
-                self._counts["failed_chunks", (name.partition(":")[2],)] += increase
+            elif increase and ":" in name:
+                metric, _, label = name.partition(":")
+                self._counts[metric, (label,)] += increase
         self._core_seen = Counter(self.core.counters)
-        counts = {item: count for item, count in self._counts.items() if count}
-        gauges = self.core.gauges()
-        if not counts and gauges == self._gauges_seen:
+        gauges, now_s = self.core.gauges(), self._clock()
+        # Time passes in every step: it is told with the rest, and else now and then.
+        quiet = not any(self._counts.values()) and gauges == self._gauges_seen
+        if quiet and now_s - self._told_s < _TELL_TIME_S:
             return None
+        self._told_s, self._gauges_seen = now_s, gauges
+        self._count_time()
+        counts = {item: count for item, count in self._counts.items() if count}
         self._counts.clear()
-        self._gauges_seen = gauges
+        figures = {**gauges, **self.core.learned()}
         stats = OffloadingConnectorStats()
-        for (name, labels), count in counts.items():
-            stats.increase_counter(COUNTERS[name].name, count, labels)
-        for name, source in _GAUGE_SOURCES.items():
-            stats.set_gauge(GAUGES[name].name, gauges[source])
+        for (name, labels), amount in counts.items():
+            stats.increase_counter(COUNTERS[name].name, amount, labels)
+        for (name, labels), source in _GAUGE_SOURCES.items():
+            stats.set_gauge(GAUGES[name].name, figures[source], labels)
         return stats
+
+    def _count_time(self) -> None:
+        steps = self._steps
+        self._counts["scheduler_seconds", ()] += self._scheduler_s
+        self._counts["scheduler_steps", ()] += steps.steps
+        self._counts["step_seconds", ()] += steps.seconds
+        self._counts["step_tokens", ()] += steps.tokens
+        self._scheduler_s = 0.0
+        steps.clear()
 
     def _state(self, req_context: ReqContext) -> _RequestKeys:
         state: _RequestKeys | None = req_context.get_state(_RequestKeys)
@@ -226,14 +277,20 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return state
 
 
-_GAUGE_SOURCES = {
-    "entries": "entries",
-    "cache_slots": "cache_slots",
-    "cache_slots_used": "cache_slots_taken",
-    "pool_slots": "pool_slots",
-    "pool_slots_used": "pool_slots_taken",
-    "writes_pending": "writes_pending",
-    "write_backlog": "write_backlog",
-    "suspect_targets": "suspect_targets",
-    "fallbacks": "fallbacks",
+#: Our gauge and its label values → the core's figure.
+_GAUGE_SOURCES: dict[tuple[str, tuple[str, ...]], str] = {
+    ("entries", ()): "entries",
+    ("cache_slots", ()): "cache_slots",
+    ("cache_slots_used", ()): "cache_slots_taken",
+    ("held_cache_slots", ("reload",)): "held_reload",
+    ("held_cache_slots", ("queue",)): "held_queue",
+    ("pool_slots", ()): "pool_slots",
+    ("pool_slots_used", ()): "pool_slots_taken",
+    ("writes_pending", ()): "writes_pending",
+    ("write_backlog", ()): "write_backlog",
+    ("suspect_targets", ()): "suspect_targets",
+    ("fallbacks", ()): "fallbacks",
+    ("prefill_tokens_per_second", ()): "prefill_tokens_per_s",
+    ("pool_read_bytes_per_second", ()): "read_bytes_per_s",
+    ("load_overhead_seconds", ()): "load_overhead_s",
 }

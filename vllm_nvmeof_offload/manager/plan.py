@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from vllm_nvmeof_offload.manager.admission import AdmissionConfig
 from vllm_nvmeof_offload.protocol import StoreCommand
 
 __all__ = ["CoreConfig", "Source", "StorePlan", "WritePolicy"]
@@ -30,6 +31,7 @@ class WritePolicy(enum.Enum):
 class CoreConfig:
     """world_size: ranks that report. Shares are fractions of the cache slots.
 
+    tokens_per_chunk: what a chunk saves the model.
     store_threshold: a chunk is stored on its n-th sighting (`sightings`).
     clean_share: on-eviction writing keeps at least as much free, or evictable without a loss.
     """
@@ -39,6 +41,10 @@ class CoreConfig:
     write_policy: WritePolicy = WritePolicy.THROUGH
     weights_never_change: bool = False
     land_cache_share: float = 0.5
+    reload_cache_share: float = 0.25
+    prefetch_cache_share: float = 0.25
+    tokens_per_chunk: int = 1
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     writes_pending_share: float = 0.5
     clean_share: float = 0.125
     report_deadline_s: float = 60.0

@@ -8,15 +8,32 @@ lost and recomputed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ResumeCounter"]
+__all__ = ["Resume", "ResumeCounter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Tokens of one resumed request.
+
+    reloaded: to be loaded. recomputed: computed before, and neither in GPU memory nor loaded.
+    chunk_tokens: those computed before, in full chunks, and not in GPU memory; chunk_tokens_lost:
+    of these, not loaded.
+    """
+
+    reloaded: int
+    recomputed: int
+    chunk_tokens: int
+    chunk_tokens_lost: int
 
 
 class ResumeCounter:
     """Follows vLLM's scheduler outputs; pure."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens_per_chunk: int = 1) -> None:
+        self._tokens_per_chunk = tokens_per_chunk
         self._computed: dict[str, int] = {}  # running request → tokens computed so far
         self._preempted: dict[str, int] = {}  # preempted request → tokens computed before
         self._offered: dict[str, tuple[int, int]] = {}  # resuming request → (local, found)
@@ -38,6 +55,10 @@ class ResumeCounter:
             self._preempted.pop(request_id, None)
             self._offered.pop(request_id, None)
 
+    def computed(self, request_id: str) -> int:
+        """Tokens that a preempted request had computed before; 0 for any other."""
+        return self._preempted.get(request_id, 0)
+
     def offered(self, request_id: str, local: int, found: int) -> None:
         """A look-up for a resume: `local` tokens in GPU memory, `found` more to load.
 
@@ -46,10 +67,17 @@ class ResumeCounter:
         if request_id in self._preempted:
             self._offered[request_id] = (local, found)
 
-    def resumed(self, request_id: str) -> tuple[int, int] | None:
-        """(reloaded, recomputed) tokens if this is a preempted request that now has its blocks."""
+    def resumed(self, request_id: str) -> Resume | None:
+        """What a preempted request gets back, if this is one that now has its blocks."""
         offer = self._offered.pop(request_id, None)
         if offer is None:
             return None
         local, found = offer
-        return found, max(0, self._preempted.pop(request_id) - local - found)
+        computed = self._preempted.pop(request_id)
+        chunked = computed - computed % self._tokens_per_chunk
+        return Resume(
+            reloaded=found,
+            recomputed=max(0, computed - local - found),
+            chunk_tokens=max(0, chunked - local),
+            chunk_tokens_lost=max(0, chunked - local - found),
+        )

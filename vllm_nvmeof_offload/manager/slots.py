@@ -96,6 +96,14 @@ class SlotPool:
     def in_use(self, slot: int) -> bool:
         return slot in self._users
 
+    def users(self, slot: int) -> int:
+        """Operations that work on this slot."""
+        return self._users.get(slot, 0)
+
+    @property
+    def in_use_count(self) -> int:
+        return len(self._users)
+
     def orphan(self, slot: int, retire: bool = False) -> None:
         """The slot's entry is gone: free it now, or at its last user.
 

@@ -37,6 +37,9 @@ class Targets:
         #: By target: writes sent and not reported by every rank.
         self.pending = [0] * count
         self._rates: list[dict[int, float]] = [{} for _ in range(count)]  # by rank, bytes/s
+        #: By target: bytes/s at which its slowest rank reads; 0: unknown.
+        self.read_rates = [0.0] * count
+        self._reads: list[dict[int, float]] = [{} for _ in range(count)]  # by rank, bytes/s
         self._speeds = [0.0] * count  # of each one's slowest rank, as shares of the fastest; 0: ?
         self._passes = [0.0] * count  # by target: how much it was given, over its rate
         self._pass = 0.0  # the least of those that could be chosen
@@ -68,6 +71,8 @@ class Targets:
     # -- placement --------------------------------------------------------------------
 
     def rate(self, report: RateReport) -> None:
+        self._reads[report.target][report.rank] = report.read_bytes_per_s
+        self.read_rates[report.target] = min(self._reads[report.target].values())
         self._rates[report.target][report.rank] = report.write_bytes_per_s
         slowest = [min(rates.values(), default=0.0) for rates in self._rates]
         fastest = max(slowest)

@@ -34,6 +34,8 @@ class _Gate(Generic[T]):
     filling: SlotIdentity | None = None
     abandoned: bool = False  # the fill has failed, and its buffer is not released yet
     readers: int = 0
+    #: Who fills the slot now, then who waits to fill it, in order.
+    fillers: list[T] = field(default_factory=list)
     queue: deque[tuple[T, SlotIdentity, bool]] = field(default_factory=deque)
 
 
@@ -47,7 +49,14 @@ class SlotGates(Generic[T]):
         """Queue `task` at the slot. A stale grant holds nothing and is not given back."""
         gate = self._gates.setdefault(slot, _Gate())
         gate.queue.append((task, identity, fill))
+        if fill:
+            gate.fillers.append(task)
         return self._turn(gate)
+
+    def fillers(self, slot: int) -> tuple[T, ...]:
+        """Who fills the slot now or will, in order, before whoever asks next."""
+        gate = self._gates.get(slot)
+        return tuple(gate.fillers) if gate is not None else ()
 
     def withdraw(self, slot: int, task: T) -> tuple[bool, list[Grant[T]]]:
         """Take a task out of the queue; False if it is not waiting there (any more)."""
@@ -56,6 +65,7 @@ class SlotGates(Generic[T]):
         if len(kept) == len(gate.queue):
             return False, []
         gate.queue = kept
+        gate.fillers = [filler for filler in gate.fillers if filler is not task]
         return True, self._turn(gate)
 
     def filled(self, slot: int, *, ok: bool) -> list[Grant[T]]:
@@ -64,6 +74,7 @@ class SlotGates(Generic[T]):
         assert gate.filling is not None
         gate.held = gate.filling if ok and not gate.abandoned else None
         gate.filling, gate.abandoned = None, False
+        gate.fillers.pop(0)
         return self._turn(gate)
 
     def abandon(self, slot: int) -> list[Grant[T]]:

@@ -1,37 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Feeds the I/O engine: classes, bounds, one retry, and the verdict on each target.
 
-Reads go before writes, demand before prefetch, each class in its order. A target that holds
-an operation beyond its deadline is *suspect*: no new I/O goes there until the kernel has
-given everything back, and what would go there fails at once with DEADLINE. So does what has
-been queued for a deadline's time in which the engine took nothing of its kind.
+Reads go before writes, demand before urgent fetches before other fetches, each target within
+bounds of its own (`lanes`). A target that holds an operation beyond its deadline is *suspect*:
+no new I/O goes there until the kernel has given everything back, and what would go there fails
+at once with DEADLINE. So does what waits for a target from which the engine has taken nothing
+of its kind for a deadline's time.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, Outcome, OutcomeKind
 from vllm_nvmeof_offload.io.base import IoEngine, IoKind, IoOp
 from vllm_nvmeof_offload.protocol import IoClass, RateReport, VerdictReport
-from vllm_nvmeof_offload.worker.rates import RateMeter
-from vllm_nvmeof_offload.worker.tasks import JobKind, Task
+from vllm_nvmeof_offload.worker.lanes import Lane, Line
+from vllm_nvmeof_offload.worker.pump_config import PumpConfig
+from vllm_nvmeof_offload.worker.rates import RateMeter, saturating
+from vllm_nvmeof_offload.worker.tasks import Job, JobKind, Task
 
 __all__ = ["IoEvent", "IoPump", "PumpConfig"]
-
-
-@dataclass(frozen=True, slots=True)
-class PumpConfig:
-    """Bounds. A deadline runs from the hand-over to the engine, in seconds."""
-
-    rank: int = 0
-    target_count: int = 1
-    reads_in_flight_max: int = 64
-    writes_in_flight_max: int = 32
-    read_deadline_s: float = 5.0
-    write_deadline_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +36,15 @@ class IoEvent:
 
 @dataclass(slots=True)
 class _Flight:
+    """line: where its task waited, and holds a place until the outcome; None: a reset."""
+
     task: Task
-    target: int
-    is_write: bool
+    line: Line | None
     late: bool = False
+
+    @property
+    def is_write(self) -> bool:
+        return self.line in (None, Line.WRITE)
 
 
 class IoPump:
@@ -62,34 +58,51 @@ class IoPump:
         address_of: Callable[[Task], int],
         slot_bytes: int,
     ) -> None:
+        reads_max, writes_max = config.target_reads_max, config.target_writes_max
         self._engine = engine
         self._config = config
         self._clock = clock
         self._address_of = address_of
         self._slot_bytes = slot_bytes
-        self._rates = RateMeter(config.rank, config.target_count, clock)
-        self._queues: dict[IoClass, deque[Task]] = {c: deque() for c in IoClass}
+        self._rates = RateMeter(
+            config.rank,
+            config.target_count,
+            clock,
+            saturating_reads=saturating(reads_max, slot_bytes),
+            saturating_writes=saturating(writes_max, slot_bytes),
+        )
+        self._lanes = [Lane(reads_max, writes_max) for _ in range(config.target_count)]
+        self._first = 0  # the target that is asked first: each in its turn
+        self._resets: deque[Task] = deque()
         self._flights: dict[int, _Flight] = {}
         self._next_token = 1
-        self._in_flight = {False: 0, True: 0}  # is_write → operations before their outcome
         self._unreleased: Counter[int] = Counter()  # target → operations past their deadline
         self._failed: list[IoEvent] = []
         self._verdicts: list[VerdictReport] = []
         self._resetting = False
         #: A reset has failed: nothing may be written that a later start could adopt.
         self._barred = False
-        #: is_write → since when the engine has taken nothing while something was queued.
-        self._stalled_since_s: dict[bool, float | None] = {False: None, True: None}
 
     def enqueue(self, task: Task) -> None:
         """Queue a task's read or write of its slot, or a reset."""
-        self._queues[task.io_class].append(task)
+        if task.job.kind is JobKind.RESET:
+            self._resets.append(task)
+        else:
+            self._lanes[task.target].queue(Line.of(task)).push(task)
+
+    def promote(self, task: Task, job: Job) -> None:
+        """Load `job` waits for this fetch: it goes with the load's reads, on their share.
+
+        One that is with the engine stays as it is there; its retry, if any, is promoted.
+        """
+        waited = self._lanes[task.target].queue(Line.of(task)).remove(task)
+        task.io_class, task.promoted_for = IoClass.READ_DEMAND, job
+        if waited:
+            self.enqueue(task)
 
     def cancel(self, task: Task) -> bool:
         """True: it was still queued and is gone. Otherwise its completion will come."""
-        queue = self._queues[task.io_class]
-        if task in queue:  # tasks compare by identity
-            queue.remove(task)
+        if self._lanes[task.target].queue(Line.of(task)).remove(task):
             return True
         if task.io_token is not None:
             self._engine.cancel([task.io_token])
@@ -114,30 +127,62 @@ class IoPump:
 
     @property
     def busy(self) -> bool:
-        return bool(self._flights) or any(self._queues.values())
+        waiting = any(lane.waiting for lane in self._lanes)
+        return bool(self._flights) or bool(self._resets) or waiting
 
     # -- towards the engine -----------------------------------------------------------
 
     def _hand_over(self) -> None:
-        for io_class, queue in self._queues.items():
-            is_write = io_class is IoClass.WRITE_BEHIND
-            config = self._config
-            limit = config.writes_in_flight_max if is_write else config.reads_in_flight_max
-            while queue and self._in_flight[is_write] < limit:
-                task = queue[0]
-                if is_write and not self._write_may_start(task):
-                    break
-                failure = self._refusal(task)
-                if failure is not None:
-                    queue.popleft()
-                    self._failed.append(IoEvent(task, failure, True))
-                    continue
-                if not self._submit(task, self.target(task), is_write):
-                    break  # BUSY: the engine is full, the rest waits
-                queue.popleft()
-                self._stalled_since_s[is_write] = None
+        self._first = (self._first + 1) % len(self._lanes)
+        lanes = self._lanes[self._first :] + self._lanes[: self._first]
+        full = False
+        for line in (Line.DEMAND, Line.URGENT, Line.PREFETCH):
+            full = self._offer(line, lanes, full=full)
+        self._offer_reset()
+        self._offer(Line.WRITE, lanes, full=False)
         self._fail_stalled(False, self._config.read_deadline_s)
         self._fail_stalled(True, self._config.write_deadline_s)
+
+    def _offer(self, line: Line, lanes: Sequence[Lane], *, full: bool) -> bool:
+        """Hand over what waits in one line, one a target at a time, until the engine is full.
+
+        Returns whether it is. What cannot go at all fails even then.
+        """
+        is_write = line is Line.WRITE
+        while lanes:
+            going_on = []
+            for lane in lanes:
+                queue = lane.queue(line)
+                task = queue.peek()
+                if task is None or (is_write and not self._write_may_start(task)):
+                    continue
+                failure = self._refusal(task)
+                if failure is not None:
+                    queue.remove(task)
+                    self._failed.append(IoEvent(task, failure, True))
+                elif full or not lane.has_room(line):
+                    continue
+                elif self._submit(task, line):
+                    queue.take()
+                    lane.moves(is_write=is_write)
+                else:
+                    full = True
+                    continue
+                going_on.append(lane)
+            lanes = going_on
+        return full
+
+    def _offer_reset(self) -> None:
+        if not self._resets or not self._write_may_start(self._resets[0]):
+            return
+        failure = self._refusal(self._resets[0])
+        if failure is not None:
+            self._failed.append(IoEvent(self._resets.popleft(), failure, True))
+        elif self._submit(self._resets[0], None):
+            self._resets.popleft()
+            self._resetting = True
+            for lane in self._lanes:  # their writes wait for the reset: their time begins anew
+                lane.moves(is_write=True)
 
     def _refusal(self, task: Task) -> Outcome | None:
         """Why a task is not even tried. A reset always is: what follows depends on it."""
@@ -145,39 +190,31 @@ class IoPump:
             return None
         if self._barred and task.job.kind is JobKind.WRITE:
             return CANCELLED
-        return DEADLINE if self._unreleased[self.target(task)] else None
+        return DEADLINE if self._unreleased[task.target] else None
 
     def _fail_stalled(self, is_write: bool, patience_s: float) -> None:
-        """Behind a full engine or a reset that hangs nothing may wait for ever."""
-        queues = [q for c, q in self._queues.items() if (c is IoClass.WRITE_BEHIND) == is_write]
-        since_s = self._stalled_since_s[is_write]
-        if since_s is None or not any(queues):
-            self._stalled_since_s[is_write] = self._clock() if any(queues) else None
-            return
-        if self._clock() - since_s < patience_s:
-            return
-        self._stalled_since_s[is_write] = None
-        for queue in queues:
-            stalled = [task for task in queue if task.job.kind is not JobKind.RESET]
+        for lane in self._lanes:
+            stalled = lane.take_stalled(self._clock(), patience_s, is_write=is_write)
             self._failed += [IoEvent(task, DEADLINE, True) for task in stalled]
-            kept = [task for task in queue if task.job.kind is JobKind.RESET]
-            queue.clear()
-            queue.extend(kept)
 
     def _write_may_start(self, task: Task) -> bool:
         """A reset waits for the writes before it, and writes after it wait for the reset:
         otherwise a chunk from before could reach the disk as one from after."""
         if task.job.kind is JobKind.RESET:
             return not any(f.is_write for f in self._flights.values())
-        return not self._resetting
+        # What was queued before a reset has been taken out (`take_queued_writes`).
+        return not self._resetting and not self._resets
 
-    def _submit(self, task: Task, target: int, is_write: bool) -> bool:
+    def _submit(self, task: Task, line: Line | None) -> bool:
         token = self._next_token
-        reset = task.job.kind is JobKind.RESET
-        deadline_s = self._config.write_deadline_s if is_write else self._config.read_deadline_s
+        flight = _Flight(task, line)
+        reset = line is None
+        config = self._config
+        deadline_s = config.write_deadline_s if flight.is_write else config.read_deadline_s
+        kind = IoKind.WRITE_SLOT if flight.is_write else IoKind.READ_SLOT
         op = IoOp(
             token=token,
-            kind=IoKind.RESET if reset else (IoKind.WRITE_SLOT if is_write else IoKind.READ_SLOT),
+            kind=IoKind.RESET if reset else kind,
             io_class=task.io_class,
             pool_slot=task.pool_slot or 0,
             address=0 if reset else self._address_of(task),
@@ -189,43 +226,40 @@ class IoPump:
             return False
         self._next_token += 1
         task.io_token = token
-        self._flights[token] = _Flight(task, target, is_write)
-        self._in_flight[is_write] += 1
+        self._flights[token] = flight
         if not reset:
-            self._rates.began(target, is_write=is_write)
-        self._resetting = self._resetting or reset
+            self._rates.began(task.target, is_write=flight.is_write)
         return True
-
-    def target(self, task: Task) -> int:
-        return (task.pool_slot or 0) % self._config.target_count
 
     # -- from the engine --------------------------------------------------------------
 
     def _reap(self) -> list[IoEvent]:
         events: list[IoEvent] = []
         for completion in self._engine.poll():
-            flight = self._flights[completion.token]
-            task = flight.task
-            if completion.outcome is None:
-                self._let_go(flight)
-                events.append(IoEvent(task, None, True))
-            else:
-                self._in_flight[flight.is_write] -= 1
-                if task.job.kind is not JobKind.RESET:
-                    done_bytes = self._slot_bytes if completion.outcome.ok else 0
-                    self._rates.ended(flight.target, done_bytes, is_write=flight.is_write)
-                if not completion.released:
-                    self._hold(flight)
-                elif self._retries(flight, completion.outcome):
-                    del self._flights[completion.token]
-                    continue
-                events.append(IoEvent(task, completion.outcome, completion.released))
+            flight, outcome = self._flights[completion.token], completion.outcome
             if completion.released:
                 del self._flights[completion.token]
-                if task.job.kind is JobKind.RESET:
-                    self._resetting = False
-                    self._barred = completion.outcome is None or not completion.outcome.ok
+            if outcome is None:
+                self._let_go(flight)
+            elif self._ended(flight, outcome, completion.released):
+                continue
+            events.append(IoEvent(flight.task, outcome, completion.released))
+            if completion.released and flight.line is None:
+                self._resetting = False
+                self._barred = outcome is None or not outcome.ok
         return events
+
+    def _ended(self, flight: _Flight, outcome: Outcome, released: bool) -> bool:
+        """An operation has its outcome; True: it is tried once more, and nobody hears of it."""
+        task = flight.task
+        if flight.line is not None:
+            self._lanes[task.target].queue(flight.line).give_back(task)
+            done_bytes = self._slot_bytes if outcome.ok else 0
+            self._rates.ended(task.target, done_bytes, is_write=flight.is_write)
+        if not released:
+            self._hold(flight)
+            return False
+        return self._retries(flight, outcome)
 
     def _retries(self, flight: _Flight, outcome: Outcome) -> bool:
         """Once, and only a read or a reset that may succeed the next time."""
@@ -239,26 +273,26 @@ class IoPump:
         ):
             return False
         task.io_retries_left -= 1
-        self._queues[task.io_class].appendleft(task)
+        if flight.line is None:
+            self._resets.appendleft(task)
+        else:
+            self._lanes[task.target].queue(Line.of(task)).push(task, front=True)
         return True
 
     def _hold(self, flight: _Flight) -> None:
+        target = flight.task.target
         flight.late = True
-        self._unreleased[flight.target] += 1
-        if self._unreleased[flight.target] == 1:
-            self._verdicts.append(VerdictReport(self._config.rank, flight.target, usable=False))
+        self._unreleased[target] += 1
+        if self._unreleased[target] == 1:
+            self._verdicts.append(VerdictReport(self._config.rank, target, usable=False))
 
     def _let_go(self, flight: _Flight) -> None:
         assert flight.late
-        self._unreleased[flight.target] -= 1
-        if not self._unreleased[flight.target]:
-            self._verdicts.append(VerdictReport(self._config.rank, flight.target, usable=True))
+        target = flight.task.target
+        self._unreleased[target] -= 1
+        if not self._unreleased[target]:
+            self._verdicts.append(VerdictReport(self._config.rank, target, usable=True))
 
     def take_queued_writes(self) -> list[Task]:
         """Take every queued write out, for a reset that voids them."""
-        queue = self._queues[IoClass.WRITE_BEHIND]
-        writes = [task for task in queue if task.job.kind is JobKind.WRITE]
-        kept = [task for task in queue if task.job.kind is not JobKind.WRITE]
-        queue.clear()
-        queue.extend(kept)
-        return writes
+        return [task for lane in self._lanes for task in lane.queue(Line.WRITE).take_all()]

@@ -9,18 +9,19 @@ A chunk's way, by kind of job:
 
     store   gate(fill) → copy → cache slot
     load    gate(read) → copy                         from a cache slot
-            stream slot → read → copy                 from the pool
+            stream slot → read → copy                 from the pool (`streams`)
             gate(fill) → read → copy                  from the pool, landing in a cache slot
     write   gate(read) → write → table entry
     fetch   gate(fill) → read
+
+Each chunk goes its way alone: while some of a job are read, others are copied.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -43,30 +44,15 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.units import HEADER_BYTES
 from vllm_nvmeof_offload.worker.gates import Grant, SlotGates
-from vllm_nvmeof_offload.worker.iopump import IoEvent, IoPump, PumpConfig
+from vllm_nvmeof_offload.worker.iopump import IoEvent, IoPump
+from vllm_nvmeof_offload.worker.pump_config import PumpConfig
+from vllm_nvmeof_offload.worker.staging_map import StagingMap
+from vllm_nvmeof_offload.worker.streams import StreamSlots
 from vllm_nvmeof_offload.worker.tasks import FinishedJob, Job, JobKind, Step, Task
 
 __all__ = ["StagingMap", "TransferPipeline"]
 
 _NOTHING = SlotIdentity(b"", 0)
-
-
-@dataclass(frozen=True, slots=True)
-class StagingMap:
-    """Where slots lie in staging: cache slots first, stream slots behind them, equal strides."""
-
-    base_address: int
-    slot_bytes: int
-    cache_slots: int
-    stream_slots: int
-
-    def cache_address(self, slot: int) -> int:
-        assert 0 <= slot < self.cache_slots
-        return self.base_address + slot * self.slot_bytes
-
-    def stream_address(self, slot: int) -> int:
-        assert 0 <= slot < self.stream_slots
-        return self.base_address + (self.cache_slots + slot) * self.slot_bytes
 
 
 class TransferPipeline:
@@ -85,12 +71,11 @@ class TransferPipeline:
         self._staging = staging
         self._copy = copy
         self._clock = clock
+        self._target_count = config.target_count
         self._pump = IoPump(io, config, clock, self._address_of, staging.slot_bytes)
         self._gates: SlotGates[Task] = SlotGates()
         self._jobs: dict[int, Job] = {}
-        self._free_stream_slots = deque(range(staging.stream_slots))
-        self._want_stream: deque[Task] = deque()
-        self._streams_hung = 0  # stream slots that the kernel holds past their outcome
+        self._streams = StreamSlots(staging.stream_slots, config.target_count)
         self._to_copy: dict[int, list[Task]] = {}  # op → tasks ready to be copied
         self._tickets: dict[int, list[Task]] = {}
         self._reports: list[Report] = []
@@ -135,7 +120,7 @@ class TransferPipeline:
                 task = self._task(
                     job, command.identity, command.cache_slot, command.pool_slot, command.io_class
                 )
-                task.fills = True
+                task.fills, task.urgent = True, command.urgent
                 self._start(job)
             case ResetCommand():
                 self._reset(command)
@@ -143,9 +128,12 @@ class TransferPipeline:
                 self.cancel(command.target_op)
 
     def cancel(self, op: int) -> None:
-        """Stop what has not started; what DMA works on goes on. The report still comes."""
+        """Stop what has not started; what DMA works on goes on. The report still comes.
+
+        Stores and resets go on: others count on them.
+        """
         job = self._jobs.get(op)
-        if job is None or job.cancelled or job.kind is JobKind.STORE:
+        if job is None or job.cancelled or job.kind in (JobKind.STORE, JobKind.RESET):
             return
         job.cancelled = True
         for task in job.tasks:
@@ -181,8 +169,8 @@ class TransferPipeline:
 
     def idle(self) -> bool:
         """Nothing is under way: no job, no gate held, no buffer with an engine."""
-        streams_home = len(self._free_stream_slots) == self._staging.stream_slots
-        return not self._jobs and self._gates.idle() and not self._pump.busy and streams_home
+        engines_idle = not self._pump.busy and self._streams.idle()
+        return not self._jobs and self._gates.idle() and engines_idle
 
     # -- jobs -------------------------------------------------------------------------
 
@@ -199,7 +187,8 @@ class TransferPipeline:
         pool_slot: int | None,
         io_class: IoClass,
     ) -> Task:
-        task = Task(job, len(job.tasks), identity, cache_slot, pool_slot, io_class)
+        target = (pool_slot or 0) % self._target_count
+        task = Task(job, len(job.tasks), identity, cache_slot, pool_slot, io_class, target)
         job.tasks.append(task)
         return task
 
@@ -208,9 +197,17 @@ class TransferPipeline:
         for task in job.tasks:
             if task.cache_slot is None:
                 task.step = Step.STREAM
-                self._want_stream.append(task)
+                self._streams.wait(task)
             else:
+                if job.kind is JobKind.LOAD:
+                    self._promote_fetches(task.cache_slot, job)
                 self._act(self._gates.ask(task.cache_slot, task, task.identity, fill=task.fills))
+
+    def _promote_fetches(self, slot: int, load: Job) -> None:
+        """A load is about to wait for whoever fills the slot: no longer are they prefetch."""
+        for filler in self._gates.fillers(slot):
+            if filler.io_class is IoClass.READ_PREFETCH:
+                self._pump.promote(filler, load)
 
     def _reset(self, command: ResetCommand) -> None:
         # No write from before may follow the reset, wherever it waits.
@@ -243,9 +240,9 @@ class TransferPipeline:
             return
         failures = tuple(sorted(job.failures, key=lambda f: f[0]))
         job.reported = True
-        self._reports.append(OpReport(job.op, failures, released=not job.unreleased))
+        seconds = self._clock() - job.started_s
+        self._reports.append(OpReport(job.op, failures, not job.unreleased, seconds))
         if job.kind in (JobKind.STORE, JobKind.LOAD):
-            seconds = self._clock() - job.started_s
             self._finished.append(FinishedJob(job.op, failures, job.copied_bytes, seconds))
         if not job.unreleased:
             del self._jobs[job.op]
@@ -260,14 +257,12 @@ class TransferPipeline:
     def _hangs(self, task: Task) -> None:
         """Past its deadline and not released: its stream slot may never come back."""
         if task.stream_slot is not None:
-            task.hung = True
-            self._streams_hung += 1
+            self._streams.hangs(task)
 
     def _released_late(self, task: Task) -> None:
         """The kernel has let go of the buffer of a task that was decided before."""
         assert task.step is Step.ZOMBIE
         task.step = Step.DONE
-        self._streams_hung -= task.hung
         self._leave_slot(task)
         if task.cache_slot is None:
             return
@@ -296,8 +291,7 @@ class TransferPipeline:
     def _leave_slot(self, task: Task, *, filled: bool = False) -> None:
         """Give back whatever slot the task holds."""
         if task.stream_slot is not None:
-            self._free_stream_slots.append(task.stream_slot)
-            task.stream_slot = None
+            self._streams.give_back(task)
         elif task.cache_slot is not None and task.reads:
             task.reads = False
             self._act(self._gates.read(task.cache_slot))
@@ -306,16 +300,11 @@ class TransferPipeline:
             self._act(self._gates.filled(task.cache_slot, ok=filled))
 
     def _hand_out_stream_slots(self) -> None:
-        while self._want_stream and self._free_stream_slots:
-            task = self._want_stream.popleft()
-            task.stream_slot = self._free_stream_slots.popleft()
+        for task in self._streams.hand_out():
             task.step = Step.IO
             self._pump.enqueue(task)
-        if self._streams_hung == self._staging.stream_slots:
-            # The kernel has them all and may never give one back: fail fast.
-            waiting, self._want_stream = self._want_stream, deque()
-            for task in waiting:
-                self._decide(task, DEADLINE)
+        for task in self._streams.take_hopeless():
+            self._decide(task, DEADLINE)
 
     def _address_of(self, task: Task) -> int:
         if task.stream_slot is not None:
@@ -342,7 +331,7 @@ class TransferPipeline:
         kind = task.job.kind
         if outcome.ok and kind is not JobKind.RESET:
             direction = "written" if kind is JobKind.WRITE else "read"
-            label = f":{self._pump.target(task)}" if kind is JobKind.WRITE else ""
+            label = f":{task.target}" if kind is JobKind.WRITE else ""
             self.counters[f"{direction}_bytes{label}"] += self._staging.slot_bytes
         if outcome.ok and kind is JobKind.LOAD:
             if task.fills:  # landed: others may read the slot from now on
@@ -362,7 +351,7 @@ class TransferPipeline:
             self._decide(task, CANCELLED)
             self._act(grants)
         elif task.step is Step.STREAM:
-            self._want_stream.remove(task)
+            self._streams.withdraw(task)
             self._decide(task, CANCELLED)
         elif self._pump.cancel(task):
             self._leave_slot(task)

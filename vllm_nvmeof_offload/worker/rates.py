@@ -1,8 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast each target is: bytes that came through it over the time in which it was busy.
+"""How fast each target is when it has enough to do, as far as what it was asked to do shows.
 
-Busy means that at least one operation was with the engine, so that an idle hour does not make
-a target look slow. The pipeline's thread alone calls; the clock is the caller's.
+A period gives bytes over busy time. Busy means that at least one operation was with the
+engine, so that an idle hour does not make a target look slow. What came through says what the
+target can do only if enough operations were with the engine: one at a time meets latency. Of
+an unsaturated period it is certain that the target can do what it did, and that with `n`
+operations in flight where it takes `s` to saturate it does about `n / s` of what it can at
+least. The rate moves towards the nearer of these two bounds, and not at all between them; in
+a saturated period they are one. So few reads do not make a target look slow, and a target that
+has become slow is seen even if it is hardly used any more.
+
+The pipeline's thread alone calls; the clock is the caller's.
 """
 
 from __future__ import annotations
@@ -11,8 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_nvmeof_offload.protocol import RateReport
+from vllm_nvmeof_offload.units import MIB
 
-__all__ = ["RateMeter"]
+__all__ = ["RateMeter", "saturating"]
 
 _PERIOD_S = 1.0
 #: Less is no measurement: it goes on into the next period.
@@ -20,55 +29,82 @@ _BUSY_S_MIN = 0.05
 #: Weight of the newest period.
 _NEWEST = 0.5
 _CHANGE_MIN = 0.1
+#: In flight at a target, this much saturates it: 100 Gb/s × 0.6 ms. But never one alone.
+_SATURATING_BYTES = 8 * MIB
+_SATURATING_OPS_MIN = 2
+
+
+def saturating(in_flight_max: int, slot_bytes: int) -> int:
+    """How many operations on whole slots saturate a target; its bound does, by definition."""
+    enough = max(_SATURATING_OPS_MIN, -(-_SATURATING_BYTES // slot_bytes))
+    return min(in_flight_max, enough)
 
 
 @dataclass(slots=True)
 class _Meter:
     """One target in one direction."""
 
+    saturating: int  # operations in flight
     in_flight: int = 0
-    busy_since_s: float = 0.0
+    counted_until_s: float = 0.0
     busy_s: float = 0.0
+    operation_s: float = 0.0  # operations in flight × seconds
     done_bytes: int = 0
     rate: float = 0.0  # bytes per second; 0: not known
     told: float = 0.0
 
+    def count(self, now_s: float) -> None:
+        """Count the time since the last call, before anything changes."""
+        if self.in_flight:
+            passed_s = now_s - self.counted_until_s
+            self.busy_s += passed_s
+            self.operation_s += passed_s * self.in_flight
+        self.counted_until_s = now_s
+
     def fold(self, now_s: float) -> bool:
         """Close a period; True if the rate differs from what was told."""
-        if self.in_flight:
-            self.busy_s += now_s - self.busy_since_s
-            self.busy_since_s = now_s
+        self.count(now_s)
         if self.busy_s >= _BUSY_S_MIN and (self.done_bytes or self.rate):
-            newest = self.done_bytes / self.busy_s
-            self.rate = self.rate + _NEWEST * (newest - self.rate) if self.rate else newest
-            self.busy_s, self.done_bytes = 0.0, 0
+            seen = self.done_bytes / self.busy_s
+            if not self.rate:
+                self.rate = seen
+            in_flight_mean = self.operation_s / self.busy_s
+            most = seen * max(1.0, self.saturating / in_flight_mean)
+            self.rate += _NEWEST * (min(max(self.rate, seen), most) - self.rate)
+            self.busy_s, self.operation_s, self.done_bytes = 0.0, 0.0, 0
         return abs(self.rate - self.told) > _CHANGE_MIN * self.told
 
 
 class RateMeter:
     """Writes and reads of every target of one rank."""
 
-    def __init__(self, rank: int, target_count: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        target_count: int,
+        clock: Callable[[], float],
+        *,
+        saturating_reads: int,
+        saturating_writes: int,
+    ) -> None:
         self._rank = rank
         self._clock = clock
-        self._writes = [_Meter() for _ in range(target_count)]
-        self._reads = [_Meter() for _ in range(target_count)]
+        self._writes = [_Meter(saturating_writes) for _ in range(target_count)]
+        self._reads = [_Meter(saturating_reads) for _ in range(target_count)]
         self._told_s = clock()
 
     def began(self, target: int, *, is_write: bool) -> None:
         """The engine has taken an operation."""
         meter = (self._writes if is_write else self._reads)[target]
-        if not meter.in_flight:
-            meter.busy_since_s = self._clock()
+        meter.count(self._clock())
         meter.in_flight += 1
 
     def ended(self, target: int, done_bytes: int, *, is_write: bool) -> None:
         """An operation has its outcome; `done_bytes` is 0 if it failed."""
         meter = (self._writes if is_write else self._reads)[target]
+        meter.count(self._clock())
         meter.in_flight -= 1
         meter.done_bytes += done_bytes
-        if not meter.in_flight:
-            meter.busy_s += self._clock() - meter.busy_since_s
 
     def take(self) -> list[RateReport]:
         """What has changed by more than a tenth; at most once a second."""

@@ -57,8 +57,8 @@ class Job:
 class Task:
     """One chunk of a job.
 
-    cache_slot None: through a stream slot. pool_slot None: no I/O. pieces: uint64[n, 3] of
-    (KV cache address, offset in the slot's payload, bytes).
+    cache_slot None: through a stream slot. pool_slot None: no I/O; else it lies on `target`.
+    pieces: uint64[n, 3] of (KV cache address, offset in the slot's payload, bytes).
     """
 
     job: Job
@@ -67,6 +67,7 @@ class Task:
     cache_slot: int | None
     pool_slot: int | None
     io_class: IoClass
+    target: int = 0
     pieces: Descriptors = field(default_factory=lambda: _NO_PIECES)
     step: Step = Step.GATE
     stream_slot: int | None = None
@@ -76,8 +77,17 @@ class Task:
     reads: bool = False
     io_token: int | None = None
     io_retries_left: int = 1
+    #: A fetch's: before every fetch that is not.
+    urgent: bool = False
+    #: A fetch's: the load that waits for it, and on whose share of the reads it goes therefore.
+    promoted_for: Job | None = None
     #: A reset's: may what is written from now on be adopted at a later start?
     adoptable: bool = True
+
+    @property
+    def charged_to(self) -> Job:
+        """The job on whose share of the reads it goes."""
+        return self.job if self.promoted_for is None else self.promoted_for
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ def figures(manager: NVMeoFOffloadingManager) -> dict[tuple[str, tuple[str, ...]
         def increase_counter(self, name: str, value: float, labels: tuple[str, ...]) -> None:
             counted[name.removeprefix("vllm:nvmeof_"), labels] = value
 
-        def set_gauge(self, name: str, value: float) -> None:
-            assert name.removeprefix("vllm:nvmeof_") in GAUGES
+        def set_gauge(self, name: str, value: float, labels: tuple[str, ...]) -> None:
+            assert len(labels) == len(GAUGES[name.removeprefix("vllm:nvmeof_")].labels)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(face, "OffloadingConnectorStats", Stats)

@@ -17,6 +17,7 @@ from vllm_nvmeof_offload.errors import (
 )
 from vllm_nvmeof_offload.io.base import Completion, IoOp
 from vllm_nvmeof_offload.protocol import (
+    FetchCommand,
     LoadChunk,
     LoadCommand,
     OpReport,
@@ -40,6 +41,7 @@ def identity(number: int) -> SlotIdentity:
 class FakeCopy:
     def __init__(self) -> None:
         self.submitted: list[tuple[int, Direction, list[int], object]] = []
+        self.open: set[int] = set()  # tickets that are not finished
         self._done: list[tuple[int, Outcome]] = []
 
     def record_fence(self) -> object:
@@ -47,10 +49,12 @@ class FakeCopy:
 
     def submit(self, direction: Direction, pieces: Descriptors, fence: object) -> int:
         ticket = len(self.submitted)
+        self.open.add(ticket)
         self.submitted.append((ticket, direction, pieces[:, 1].tolist(), fence))
         return ticket
 
     def finish(self, ticket: int, outcome: Outcome = OK) -> None:
+        self.open.discard(ticket)
         self._done.append((ticket, outcome))
 
     def poll(self) -> list[tuple[int, Outcome]]:
@@ -65,12 +69,14 @@ class FakeIo:
 
     def __init__(self) -> None:
         self.ops: dict[int, IoOp] = {}
+        self.offered: list[IoOp] = []
         self.started: list[IoOp] = []
         self.cancelled: list[int] = []
         self.busy = False
         self._completions: list[Completion] = []
 
     def submit(self, ops: Sequence[IoOp]) -> int:
+        self.offered += ops
         if self.busy:
             return 0
         self.ops.update({op.token: op for op in ops})
@@ -97,11 +103,11 @@ class FakeIo:
 
 
 class Bench:
-    def __init__(self, stream_slots: int = 1, **config: float) -> None:
+    def __init__(self, stream_slots: int = 1, cache_slots: int = 4, **config: float) -> None:
         self.now_s = 0.0
         self.copy, self.io = FakeCopy(), FakeIo()
         self.pipeline = TransferPipeline(
-            StagingMap(0, STRIDE, 4, stream_slots),
+            StagingMap(0, STRIDE, cache_slots, stream_slots),
             self.copy,
             self.io,
             PumpConfig(read_deadline_s=READ_S, write_deadline_s=WRITE_S, **config),  # type: ignore[arg-type]
@@ -123,6 +129,31 @@ class Bench:
         command = LoadCommand(op, (LoadChunk(identity(number), cache, pool),))
         self.pipeline.load(command, PIECES, "fence")
         self.pipeline.step()
+
+    def load_chunks(self, op: int, chunks: Sequence[tuple[int, int | None, int | None]]) -> None:
+        """Load chunks: (number, cache slot, pool slot). Nothing moves yet."""
+        named = tuple(LoadChunk(identity(n), cache, pool) for n, cache, pool in chunks)
+        self.pipeline.load(LoadCommand(op, named), PIECES * len(named), "fence")
+
+    def stream(self, op: int, pool_slots: Sequence[int]) -> None:
+        """Load chunks through stream slots. Nothing moves yet."""
+        self.load_chunks(op, [(slot, None, slot) for slot in pool_slots])
+
+    def fetch(self, op: int, number: int, pool: int, cache: int, *, urgent: bool = False) -> None:
+        self.pipeline.command(FetchCommand(op, identity(number), pool, cache, urgent=urgent))
+
+    def turn(self, targets: Sequence[int] = (0,), target_count: int = 1) -> bool:
+        """The oldest operation on each of these targets ends, and all copies; False: none did."""
+        oldest = {op.pool_slot % target_count: op.token for op in reversed(self.io.ops.values())}
+        tokens = [oldest[target] for target in targets if target in oldest]
+        for token in tokens:
+            self.io.complete(token)
+        self.pipeline.step()
+        tickets = list(self.copy.open)
+        for ticket in tickets:
+            self.copy.finish(ticket)
+        self.pipeline.step()
+        return bool(tokens or tickets)
 
     def io_done(self, outcome: Outcome | None = OK, *, released: bool = True) -> None:
         """Complete the oldest operation in flight."""

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A target's rate is bytes over busy time, told when it has changed, at most once a second."""
+"""A target's rate is bytes over busy time, told when it has changed, at most once a second.
+
+How much was in flight says how far that can be trusted.
+"""
 
 from __future__ import annotations
 
-from vllm_nvmeof_offload.worker.rates import RateMeter
+import pytest
+
+from vllm_nvmeof_offload.units import MIB
+from vllm_nvmeof_offload.worker.rates import RateMeter, saturating
 
 
 class Meter:
@@ -11,12 +17,28 @@ class Meter:
 
     def __init__(self, targets: int = 1) -> None:
         self.now_s = 0.0
-        self.meter = RateMeter(3, targets, lambda: self.now_s)
+        self.meter = RateMeter(
+            3, targets, lambda: self.now_s, saturating_reads=4, saturating_writes=4
+        )
 
     def write(self, seconds: float, size: int, target: int = 0) -> None:
         self.meter.began(target, is_write=True)
         self.now_s += seconds
         self.meter.ended(target, size, is_write=True)
+
+    def read(self, seconds: float, size: int, *, at_once: int, count: int = 1) -> None:
+        """`count` times: so many reads together, each of so many bytes."""
+        for _ in range(count):
+            for _ in range(at_once):
+                self.meter.began(0, is_write=False)
+            self.now_s += seconds
+            for _ in range(at_once):
+                self.meter.ended(0, size, is_write=False)
+
+    def read_rate(self) -> float | None:
+        """What is told now, if anything."""
+        reports = self.meter.take()
+        return reports[-1].read_bytes_per_s if reports else None
 
     def rates(self) -> list[tuple[int, int, int]]:
         reports = self.meter.take()
@@ -79,3 +101,75 @@ def test_too_short_a_time_is_no_measurement() -> None:
     bench.write(0.01, 1000)
     bench.now_s = 2.0
     assert bench.rates() == []
+
+
+def _known(rate: int) -> Meter:
+    """A meter that has seen this rate while the target was saturated by four reads."""
+    bench = Meter()
+    bench.read(1.0, rate // 4, at_once=4)
+    assert bench.read_rate() == rate
+    return bench
+
+
+def test_a_saturated_target_moves_both_ways() -> None:
+    for newest in (500, 2000):
+        bench = _known(1000)
+        bench.read(1.0, newest // 4, at_once=4)
+        assert bench.read_rate() == (1000 + newest) / 2
+
+
+def test_few_reads_do_not_make_a_target_look_slow() -> None:
+    bench = _known(1000)
+    bench.read(1.0, 300, at_once=1)  # a quarter of what it can do is what one in four may do
+    assert bench.read_rate() is None
+    bench.read(1.0, 300, at_once=2)
+    assert bench.read_rate() is None
+
+
+def test_few_reads_make_a_target_look_faster_than_it_was() -> None:
+    bench = _known(1000)
+    bench.read(1.0, 3000, at_once=1)
+    assert bench.read_rate() == 2000
+
+
+def test_few_reads_tell_a_rate_while_none_is_known() -> None:
+    bench = Meter()
+    bench.read(1.0, 100, at_once=1)
+    assert bench.read_rate() == 100
+    bench.read(1.0, 250, at_once=4)
+    assert bench.read_rate() == 550, "and a saturated target corrects it"
+
+
+def test_a_target_that_has_become_slow_is_seen_by_single_reads() -> None:
+    bench = _known(100_000)
+    rates = []
+    for _ in range(8):
+        bench.now_s += 60.0
+        bench.read(1.0, 2000, at_once=1)  # fifty times slower
+        rates.append(bench.read_rate())
+    told = [rate for rate in rates if rate is not None]
+    assert told == sorted(told, reverse=True)
+    assert 2000 <= told[-1] < 4 * 2000 * 1.1, "as fast as one in four may make it look"
+
+
+def test_failed_reads_cost_their_time() -> None:
+    bench = _known(1000)
+    bench.read(1.0, 0, at_once=1)
+    assert bench.read_rate() == 500
+
+
+def test_what_is_in_flight_is_weighed_by_time() -> None:
+    """Four reads for a tenth of the busy time, then one: hardly more than one."""
+    bench = _known(1000)
+    bench.read(0.5, 100, at_once=4)
+    bench.read(0.5, 0, at_once=2)
+    # 400 bytes in a second by three at a time: at most 400 × 4 / 3.
+    assert bench.read_rate() == pytest.approx((1000 + 533.3) / 2, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("in_flight_max", "slot_bytes", "operations"),
+    [(64, 2 * MIB, 4), (64, 32 * MIB, 2), (128, 64 * 1024, 128), (3, 64 * 1024, 3), (1, MIB, 1)],
+)
+def test_what_saturates_a_target(in_flight_max: int, slot_bytes: int, operations: int) -> None:
+    assert saturating(in_flight_max, slot_bytes) == operations

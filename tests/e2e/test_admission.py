@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load or compute on a disk that is throttled: the sooner one, on both sides of the crossover.
+
+What is asserted are decisions and tokens, against the rates that the server says it goes by; how
+long things take is `vllm-nvmeof bench tier`'s business.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e import faults_rig as rig
+from vllm_nvmeof_offload.demo.client import Answer
+from vllm_nvmeof_offload.demo.model import ModelShape, make_model, random_tokens
+from vllm_nvmeof_offload.demo.server import OffloadSpec, Server, ServerSpec
+from vllm_nvmeof_offload.units import GIB, slot_stride_bytes
+
+if importlib.util.find_spec("vllm_nvmeof_bench") is None:  # an editable install's finder has it
+    sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from vllm_nvmeof_bench.throttle import Throttle, ThrottleError
+
+#: Much KV for little computing, so that the crossover lies at tens of MB/s.
+SHAPE = ModelShape(layers=6, hidden=512, intermediate=1024, heads=4, kv_heads=4)
+BLOCK_TOKENS, CHUNK_TOKENS, PROMPT_TOKENS, ANSWER_TOKENS = 32, 64, 707, 4
+PROMPTS = 6
+SLOT_BYTES = slot_stride_bytes(SHAPE.kv_bytes_per_token * CHUNK_TOKENS)
+#: Loads after which a new rate must have been learned.
+LESSONS = 4
+#: Within this factor of the crossover either choice is right: hysteresis, and a noisy machine.
+CLOSE = 2.0
+
+
+def _spec(target: Path | None) -> ServerSpec:
+    offload = None
+    if target is not None:
+        extra = {
+            "targets": [str(target)],
+            "pool_bytes": 256 * SLOT_BYTES,
+            "blocks_per_chunk": CHUNK_TOKENS // BLOCK_TOKENS,
+            "stream_slots": 4,
+        }
+        offload = OffloadSpec(12 * SLOT_BYTES / GIB, extra)
+    return ServerSpec(
+        model=make_model(rig.BUILD / "models", SHAPE),
+        max_model_len=1024,
+        gpu_blocks=50,
+        block_size=BLOCK_TOKENS,
+        offload=offload,
+    )
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(5)
+    return [random_tokens(rng, PROMPT_TOKENS + i, SHAPE) for i in range(PROMPTS)]
+
+
+class Returns:
+    """Prompts that come back one after the other, each when GPU and CPU tier have lost it."""
+
+    def __init__(self, server: Server, prompts: list[list[int]], throttle: Throttle) -> None:
+        self.throttle = throttle
+        self._server = server
+        self._prompts = prompts
+        self._cold: list[Answer] = rig.ask(server, prompts, ANSWER_TOKENS)
+        self._next = 0
+        rig.wait_for(
+            server, "writes", lambda m: m.value("vllm:nvmeof_write_backlog") == 0
+            and m.value("vllm:nvmeof_writes_pending") == 0
+        )  # fmt: skip
+
+    def next(self) -> str:
+        """The next one returns: what was decided. Its tokens must be the same."""
+        before = rig.metrics(self._server)
+        index = self._next % len(self._prompts)
+        self._next += 1
+        answers = rig.ask(self._server, [self._prompts[index]], ANSWER_TOKENS)
+        assert rig.same(answers, [self._cold[index]])
+        after = rig.metrics(self._server)
+        made = {
+            decision: after.value("vllm:nvmeof_admissions_total", decision=decision)
+            - before.value("vllm:nvmeof_admissions_total", decision=decision)
+            for decision in ("load", "partial", "recompute")
+        }
+        assert sum(made.values()) == 1, "exactly one decision for one attempt"
+        return max(made, key=lambda decision: made[decision])
+
+    def compute_over_load(self, bytes_per_s: float) -> float:
+        """How many times sooner loading is at that rate, by the server's own prefill rate."""
+        tokens_per_s = rig.metrics(self._server).value("vllm:nvmeof_prefill_tokens_per_second")
+        chunks = PROMPT_TOKENS // CHUNK_TOKENS
+        return chunks * CHUNK_TOKENS / tokens_per_s / (chunks * SLOT_BYTES / bytes_per_s)
+
+    def learn(self, bytes_per_s: int | None) -> list[str]:
+        """Throttle; what was decided after the lessons."""
+        self.throttle.limit(read_bytes_per_s=bytes_per_s)
+        decisions = [self.next() for _ in range(LESSONS + 3)]
+        print(bytes_per_s, decisions)
+        return decisions[LESSONS:]
+
+
+@pytest.fixture(scope="module")
+def returns(
+    prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Returns]:
+    target = tmp_path_factory.mktemp("admission")
+    try:
+        throttle = Throttle(target)
+        with throttle, rig.start(_spec(target), "admission") as server:
+            throttle.add_group(server.pid)
+            yield Returns(server, prompts, throttle)
+            assert server.running
+    except ThrottleError as error:
+        pytest.skip(f"no throttled disk here: {error}")
+
+
+@pytest.mark.parametrize("megabytes_per_s", [200, 10, 50, None])
+def test_the_sooner_one_is_chosen(returns: Returns, megabytes_per_s: int | None) -> None:
+    """In this order: what was learned at one speed must be unlearned at the next."""
+    rate = megabytes_per_s * 1_000_000 if megabytes_per_s else None
+    decisions = returns.learn(rate)
+    advantage = returns.compute_over_load(rate or 1_000_000_000)
+    if advantage > CLOSE:
+        assert set(decisions) == {"load"}
+    elif advantage < 1 / CLOSE:
+        assert "load" not in decisions

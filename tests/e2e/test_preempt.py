@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A crowd that preempts all the time: the same tokens, and what was computed is loaded again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e import faults_rig as rig
+from vllm_nvmeof_offload.demo.client import Answer, Metrics
+from vllm_nvmeof_offload.demo.model import random_tokens
+from vllm_nvmeof_offload.demo.server import ServerSpec
+from vllm_nvmeof_offload.units import GIB
+
+COUNT, PROMPT_TOKENS, ANSWER_TOKENS = 12, 75, 190
+#: Room for four of the requests at their end; a third of all chunks fits into the CPU tier.
+GPU_BLOCKS, MODEL_LEN = 37, 512
+STAGING_SLOTS = 24
+#: How often the crowd may come until it was preempted so often.
+ROUNDS_MAX, PREEMPTIONS_MIN = 4, 20
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Answers by round, and the figures before and after."""
+
+    expected: list[list[Answer]]
+    got: list[list[Answer]]
+    before: Metrics
+    after: Metrics
+
+    def grown(self, name: str, **labels: str) -> float:
+        return self.after.value(name, **labels) - self.before.value(name, **labels)
+
+    def ours(self, name: str, **labels: str) -> float:
+        return self.grown(f"vllm:nvmeof_{name}_total", **labels)
+
+
+def _crowd(number: int) -> list[list[int]]:
+    """Other prompts each time: nothing of a round before is found."""
+    rng = np.random.default_rng([7, number])
+    return [random_tokens(rng, PROMPT_TOKENS + 3 * i, rig.SHAPE) for i in range(COUNT)]
+
+
+def _spec(target: Path | None, *arguments: str, **extra: object) -> ServerSpec:
+    spec = rig.spec(target, **extra)
+    if spec.offload is not None:
+        size_gib = STAGING_SLOTS * rig.SLOT_BYTES / GIB
+        spec = replace(spec, offload=replace(spec.offload, size_gib=size_gib))
+    return replace(spec, max_model_len=MODEL_LEN, gpu_blocks=GPU_BLOCKS, extra_args=arguments)
+
+
+def _rounds(spec: ServerSpec, name: str) -> tuple[list[list[Answer]], Metrics, Metrics]:
+    answers: list[list[Answer]] = []
+    with rig.start(spec, name) as server:
+        rig.ask(server, [[3, 4, 5]], 1)
+        before = rig.metrics(server)
+        for number in range(ROUNDS_MAX):
+            answers.append(rig.ask_at_once(server, _crowd(number), ANSWER_TOKENS))
+            if rig.grown(server, before, "vllm:num_preemptions_total") >= PREEMPTIONS_MIN:
+                break
+        assert server.running
+        rig.ask(server, [[3, 4, 5]], 1)  # figures travel with steps
+        return answers, before, rig.metrics(server)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[Answer]]:
+    """What a server without offloading answers that never has to preempt."""
+    roomy = replace(_spec(None), gpu_blocks=COUNT * 10)
+    with rig.start(roomy, "preempt-reference") as server:
+        answers = [rig.ask_at_once(server, _crowd(n), ANSWER_TOKENS) for n in range(ROUNDS_MAX)]
+        assert rig.metrics(server).value("vllm:num_preemptions_total") == 0
+    return answers
+
+
+@pytest.fixture(scope="module", params=["fcfs", "priority"])
+def outcome(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    expected: list[list[Answer]],
+) -> Outcome:
+    target = tmp_path_factory.mktemp("preempt") / "pool"
+    spec = _spec(target, "--scheduling-policy", request.param)
+    got, before, after = _rounds(spec, f"preempt-{request.param}")
+    return Outcome(expected, got, before, after)
+
+
+def test_many_were_preempted(outcome: Outcome) -> None:
+    assert outcome.grown("vllm:num_preemptions_total") >= PREEMPTIONS_MIN
+    assert outcome.ours("preemptions") == outcome.grown("vllm:num_preemptions_total")
+
+
+def test_tokens_are_the_same(outcome: Outcome) -> None:
+    for got, expected in zip(outcome.got, outcome.expected, strict=False):
+        assert rig.same(got, expected)
+
+
+def test_hardly_anything_is_computed_twice(outcome: Outcome) -> None:
+    """Of what was computed, in full chunks, and not in GPU memory any more."""
+    gone = outcome.ours("resumed_chunk_tokens")
+    assert gone > 1000
+    assert outcome.ours("resumed_chunk_tokens_lost") <= 0.05 * gone
+    assert outcome.ours("failed_chunks") == 0
+
+
+def test_vllm_s_own_figures_agree(outcome: Outcome) -> None:
+    """Tokens that its steps computed, less those that had to be: what was computed twice."""
+    needed = 0
+    for number, answers in enumerate(outcome.got):
+        for prompt, answer in zip(_crowd(number), answers, strict=True):
+            needed += len(prompt) + len(answer.tokens) - 1  # the last one is not fed back
+    twice = outcome.ours("step_tokens") - needed
+    counted = outcome.ours("recomputed_tokens")
+    # vLLM computes a resumed request's last token again even if all its KV is there.
+    resumes = outcome.grown("vllm:num_preemptions_total")
+    assert abs(twice - counted) <= 2 * resumes + 2

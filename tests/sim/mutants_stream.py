@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants of streaming: what waits for stream slots and for a target's places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_nvmeof_offload.worker.fair_queue import FairQueue
+from vllm_nvmeof_offload.worker.iopump import IoPump
+from vllm_nvmeof_offload.worker.lanes import Lane, Line
+from vllm_nvmeof_offload.worker.streams import StreamSlots
+from vllm_nvmeof_offload.worker.tasks import Job, Task
+
+from .mutants import Patch, mutant
+
+
+@mutant
+def stream_slots_are_not_given_back() -> list[Patch]:
+    def give_back(self: Any, task: Task) -> None:
+        task.stream_slot = None
+
+    return [(StreamSlots, "give_back", give_back)]
+
+
+@mutant
+def hung_share_of_a_target_blocks_its_loads() -> list[Patch]:
+    real = StreamSlots.take_hopeless
+
+    def take_hopeless(self: Any) -> list[Task]:
+        return real(self) if sum(self._hung) == self._slots else []
+
+    return [(StreamSlots, "take_hopeless", take_hopeless)]
+
+
+@mutant
+def promoted_fetch_never_runs() -> list[Patch]:
+    def promote(self: Any, task: Task, job: Job) -> None:
+        self._lanes[task.target].queue(Line.of(task)).remove(task)
+
+    return [(IoPump, "promote", promote)]
+
+
+@mutant
+def reset_forgets_the_writes_of_other_targets() -> list[Patch]:
+    def take_queued_writes(self: Any) -> list[Task]:
+        return list(self._lanes[0].queue(Line.WRITE).take_all())
+
+    return [(IoPump, "take_queued_writes", take_queued_writes)]
+
+
+@mutant
+def places_at_a_target_are_not_given_back() -> list[Patch]:
+    stalled = lambda self, now_s, patience_s, *, is_write: []  # noqa: E731
+    return [
+        (FairQueue, "give_back", lambda self, task: None),
+        (Lane, "take_stalled", stalled),
+    ]

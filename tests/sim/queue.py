@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector's half of the simulated scheduler that looks after waiting requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+
+from vllm_nvmeof_offload.manager.core import ManagerCore
+from vllm_nvmeof_offload.manager.resumes import Resume
+from vllm_nvmeof_offload.manager.waiting import Queue, WaitingRequests
+
+from .base import Clock, Knobs
+from .requests import BlockPool, Request
+
+
+class SimQueue:
+    """The real `WaitingRequests`, told of each step in the shape of vLLM's `SchedulerOutput`."""
+
+    def __init__(self, core: ManagerCore, knobs: Knobs, blocks: BlockPool, clock: Clock) -> None:
+        self._knobs = knobs
+        self._blocks = blocks
+        self._requests: dict[str, Request] = {}
+        self._seen: set[str] = set()  # scheduled before
+        queue = Queue(self._keys_of, self._is_cached, knobs.chunk_tokens, knobs.by_priority)
+        self.waiting = WaitingRequests(core, queue, clock)
+        core.admission.prefill_rate = knobs.prefill_rate
+
+    def added(self, request: Request) -> None:
+        self._requests[str(request)] = request
+        self.waiting.added(
+            SimpleNamespace(
+                request_id=str(request),
+                num_tokens=len(request.tokens),
+                priority=request.priority,
+                arrival_time=request.born_s,
+            )
+        )
+
+    def decide(self, request: Request, local: int, found: int) -> int:
+        """Tokens to load of those found."""
+        return self.waiting.decide(str(request), local, found).tokens
+
+    def limit_s(self, request: Request) -> float | None:
+        return self.waiting.limit_s(str(request))
+
+    def allocated(self, request: Request) -> Resume | None:
+        """The request got its blocks."""
+        resume = self.waiting.resumes.resumed(str(request))
+        self.waiting.allocated(str(request))
+        return resume
+
+    def step(
+        self,
+        scheduled: Sequence[tuple[Request, int]],
+        preempted: Iterable[Request],
+        ended: Iterable[Request],
+    ) -> None:
+        new = [(r, n) for r, n in scheduled if str(r) not in self._seen]
+        old = [(r, n) for r, n in scheduled if str(r) in self._seen]
+        self._seen.update(str(r) for r, _ in new)
+        self.waiting.step(
+            SimpleNamespace(
+                num_scheduled_tokens={str(r): n for r, n in scheduled},
+                scheduled_new_reqs=[
+                    SimpleNamespace(req_id=str(r), num_computed_tokens=r.computed) for r, _ in new
+                ],
+                scheduled_cached_reqs=SimpleNamespace(
+                    req_ids=[str(r) for r, _ in old],
+                    num_computed_tokens=[r.computed for r, _ in old],
+                ),
+                preempted_req_ids={str(r) for r in preempted},
+                finished_req_ids={str(r) for r in ended},
+            )
+        )
+        for request in ended:
+            self._requests.pop(str(request), None)
+
+    def _keys_of(self, request_id: str) -> list[bytes] | None:
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        chunks = len(request.tokens) // self._knobs.chunk_tokens
+        return [request.key(chunk, self._knobs) for chunk in range(chunks)]
+
+    def _is_cached(self, request: SimpleNamespace, chunk: int) -> bool:
+        tokens = (chunk + 1) * self._knobs.chunk_tokens
+        return self._blocks.find(self._requests[request.request_id].hashes[tokens - 1]) is not None

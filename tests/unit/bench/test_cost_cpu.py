@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPU time of a process group, with real processes; waiting for quiet, with a made-up clock."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from vllm_nvmeof_bench.cost.cpu import cpu_of_group, cpu_of_groups, wait_until_quiet
+from vllm_nvmeof_bench.cost.measure import prompts_of
+from vllm_nvmeof_bench.cost.settings import Settings
+from vllm_nvmeof_bench.pool.settings import BenchError
+
+BURNT_S = 0.2
+#: Burns CPU time in a child, which ends and is waited for; then waits for its stdin to close.
+PARENT = f"""
+import os, subprocess, sys
+burn = "import time\\nwhile time.process_time() < {BURNT_S}: pass"
+subprocess.run([sys.executable, "-S", "-c", burn], check=True)
+print("burnt", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_child_that_has_ended_counts_and_others_do_not() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", PARENT],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"burnt\n"
+        used_s = cpu_of_group(child.pid)
+        assert BURNT_S - 0.02 <= used_s < 20 * BURNT_S
+        both = cpu_of_groups((child.pid, os.getpgrp()))
+        assert both[child.pid] >= used_s
+        assert both[os.getpgrp()] > 0
+    assert cpu_of_group(child.pid) == 0.0
+
+
+class Machine:
+    """A clock that only sleeping moves, and a server that works until `busy_until_s`."""
+
+    def __init__(self, busy_until_s: float) -> None:
+        self.now_s = 100.0
+        self.busy_until_s = 100.0 + busy_until_s
+
+    def now(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def cpu_s(self) -> float:
+        return 7.0 + min(self.now_s, self.busy_until_s) - 100.0
+
+
+@pytest.mark.parametrize(("busy_s", "waited_s"), [(0.0, 0.0), (0.3, 0.5), (2.0, 2.0)])
+def test_quiet_is_when_cpu_time_stands_still(busy_s: float, waited_s: float) -> None:
+    machine = Machine(busy_s)
+    assert wait_until_quiet(machine.cpu_s, machine.now, machine.sleep) == waited_s
+
+
+def test_a_server_that_never_gets_quiet_is_an_error() -> None:
+    machine = Machine(1e9)
+    with pytest.raises(BenchError, match="still uses 100% of a core"):
+        wait_until_quiet(machine.cpu_s, machine.now, machine.sleep)
+
+
+def test_prompts_are_the_same_for_every_arm_and_never_seen_before() -> None:
+    settings = Settings()
+    assert prompts_of(settings, "batch", 3) == prompts_of(settings, "batch", 3)
+    seen = [
+        tuple(prompt[:32])
+        for case in ("single", "batch")
+        for number in range(20)
+        for prompt in prompts_of(settings, case, number)
+    ]
+    assert len(seen) == 20 * (1 + settings.batch_requests) == len(set(seen))

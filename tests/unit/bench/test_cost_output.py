@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables, picture and command line of `bench cost`, on made-up samples."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+from vllm_nvmeof_bench.cost import report
+from vllm_nvmeof_bench.cost.fleet import extra_config, server_spec
+from vllm_nvmeof_bench.cost.plot import plot
+from vllm_nvmeof_bench.cost.run import run
+from vllm_nvmeof_bench.cost.samples import dump
+from vllm_nvmeof_bench.cost.settings import ARMS, Settings
+from vllm_nvmeof_bench.cost.targets import evaluate
+from vllm_nvmeof_bench.pool.settings import BenchError
+
+from tests.unit.bench.made_up_costs import CONDITIONS, everything, rounds
+from vllm_nvmeof_offload.cli import app
+from vllm_nvmeof_offload.config import parse_config
+
+
+def printed(samples: list) -> str:  # type: ignore[type-arg]
+    out = io.StringIO()
+    console = Console(file=out, width=200)
+    report.print_conditions(console, CONDITIONS)
+    report.print_samples(console, samples)
+    report.print_targets(console, evaluate(samples, CONDITIONS))
+    return out.getvalue()
+
+
+def test_tables_show_medians_ratios_and_what_is_not_known() -> None:
+    text = printed(everything())
+    assert "Medians of 8 rounds" in text
+    assert "1.010  1.010 to 1.010" in text
+    assert "our scheduler, µs / step" in text
+    assert "cores used by idle servers: none 0.001, ours 0.002" in text
+    text = printed(everything(known=False))
+    assert "our scheduler, µs / step" not in text
+    assert "not measured" in text
+
+
+def test_without_samples_every_target_is_not_measured() -> None:
+    assert printed([]).count("not measured") == 5  # idle servers were
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_picture_is_a_png(tmp_path: Path, known: bool) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "pictures" / "cost.png"
+    samples = everything(known=known) + rounds("ours_cpu_only", "batch", 1.002)
+    plot(path, samples, CONDITIONS)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_file_of_samples_is_printed_and_checked(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    dump(path, everything(), CONDITIONS)
+    result = CliRunner().invoke(app, ["bench", "cost-report", str(path), "--check"])
+    assert result.exit_code == 0, result.output
+    dump(path, everything(ours=1.10), CONDITIONS)
+    assert CliRunner().invoke(app, ["bench", "cost-report", str(path)]).exit_code == 0
+    assert CliRunner().invoke(app, ["bench", "cost-report", str(path), "--check"]).exit_code == 1
+
+
+def test_errors_are_one_plain_line(tmp_path: Path) -> None:
+    for arguments, needed in (
+        (["cost-report", str(tmp_path / "none.json")], "none.json"),
+        (["cost", "--arms", "uring"], "no arm 'uring'; there are none, ours"),
+        (["cost", "--arms", "ours"], "nothing to compare"),
+    ):
+        result = CliRunner().invoke(app, ["bench", *arguments])
+        assert result.exit_code == 1
+        assert result.stderr.startswith("vllm-nvmeof: ")
+        assert needed in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_too_little_space_is_said_before_a_server_starts(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="give another --dir"):
+        run(Settings(pool_bytes=1 << 60), tmp_path / "disk", tmp_path / "logs")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_arms_differ_in_what_their_names_say_alone(tmp_path: Path) -> None:
+    settings = Settings(arms=ARMS)
+    specs = {arm: server_spec(arm, settings, tmp_path / "model", tmp_path) for arm in ARMS}
+    commands = {arm: spec.command(1) for arm, spec in specs.items()}
+    bare = commands["none"]
+    assert all(command[: len(bare)] == bare for command in commands.values())
+    default = parse_config({})
+    extras = {
+        arm: parse_config({**extra_config(arm, settings, tmp_path / arm)}) for arm in ARMS[1:]
+    }
+    changed = {
+        arm: {key for key, value in extra if value != getattr(default, key)} - {"targets"}
+        for arm, extra in extras.items()
+    }
+    assert changed["ours"] == {"pool_bytes"}
+    assert changed["ours_prompt_only"] == {"pool_bytes", "offload_prompt_only"}
+    assert extras["ours_cpu_only"].pool_bytes == 0
+    assert extras["ours_prompt_only"].offload_prompt_only is True

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""File, tables, picture and command line of `bench tier`, on made-up samples."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.tier import report
+from vllm_nvmeof_bench.tier.plot import plot
+from vllm_nvmeof_bench.tier.samples import Sample, dump, load
+from vllm_nvmeof_bench.tier.settings import Settings
+from vllm_nvmeof_bench.tier.targets import evaluate
+
+from tests.unit.bench.tier_made_up import CONDITIONS, everything, times
+from vllm_nvmeof_offload.cli import app
+from vllm_nvmeof_offload.units import MIB
+
+
+def printed(samples: list[Sample]) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=200)
+    report.print_conditions(console, CONDITIONS)
+    report.print_samples(console, samples)
+    report.print_targets(console, evaluate(samples, CONDITIONS))
+    return out.getvalue()
+
+
+def test_every_part_has_its_table() -> None:
+    text = printed(everything())
+    for needed in (
+        "Load from a throttled pool",
+        "copies as slow as the target",
+        "1.020 1.010–1.050",
+        "where vLLM's own tiering would find a miss",
+        "Preempted request",
+        "150 ms 100–200",
+        "Waiting request",
+        "unthrottled",
+        "never (recompute)",
+        "1.050 (200 MB/s, loading is better)",
+        "answers that differ",
+    ):
+        assert needed in text, needed
+
+
+def test_what_was_not_measured_is_a_dash() -> None:
+    samples = times("resume", "crowd", "reload", [[0.1]])
+    text = printed(samples)
+    assert "–" in text
+    assert "not measured" in text
+    assert "Load from" not in text
+
+
+@pytest.mark.parametrize("parts", [("load",), ("resume", "prefetch", "admission"), ()])
+def test_the_picture_has_the_parts_that_ran(tmp_path: Path, parts: tuple[str, ...]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "pictures" / "tier.png"
+    samples = [one for one in everything() if one.part in parts]
+    if not parts:
+        with pytest.raises(BenchError, match="nothing to draw"):
+            plot(path, samples, CONDITIONS)
+        return
+    plot(path, samples, CONDITIONS)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_file_holds_samples_and_conditions_and_reads_back(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "tier.json"
+    dump(path, everything(), CONDITIONS)
+    assert load(path) == (everything(), CONDITIONS)
+    assert set(json.loads(path.read_text())) == {"schema", "bench", "samples", "conditions"}
+    path.write_text('{"samples": [{"arm": "ours"}], "conditions": {}}')
+    with pytest.raises(BenchError, match=r"tier\.json: not a file of"):
+        load(path)
+
+
+def test_a_file_of_samples_is_printed_and_checked(tmp_path: Path) -> None:
+    path = tmp_path / "tier.json"
+    dump(path, everything(), CONDITIONS)
+    result = CliRunner().invoke(app, ["bench", "tier-report", str(path), "--check"])
+    assert result.exit_code == 0, result.output
+    dump(path, [*everything(), *times("resume", "crowd", "reload", [[9.0] * 9])], CONDITIONS)
+    assert CliRunner().invoke(app, ["bench", "tier-report", str(path)]).exit_code == 0
+    assert CliRunner().invoke(app, ["bench", "tier-report", str(path), "--check"]).exit_code == 1
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no tmpfs here")
+def test_errors_are_one_plain_line(tmp_path: Path) -> None:
+    for arguments, needed in (
+        (["tier-report", str(tmp_path / "none.json")], "none.json"),
+        (["tier", "--parts", "loads"], "no part 'loads'; there are load, resume"),
+        (["tier", "--dir", "/dev/shm", "--parts", "load"], "give a directory on a disk"),
+    ):
+        result = CliRunner().invoke(app, ["bench", *arguments])
+        assert result.exit_code == 1
+        assert result.stderr.splitlines()[-1].startswith("vllm-nvmeof: ")
+        assert needed in result.stderr
+
+
+def test_settings_split_the_tier_as_the_product_does() -> None:
+    settings = Settings(tier_bytes=64 * MIB)
+    assert (settings.cache_slots, settings.stream_slots) == (128, 42)
+    assert settings.chunks(0.25) == 32
+    assert settings.chunks_max == 1024
+    assert ("paced", 2) in settings.cases
+    assert not [case for case, _ in Settings(throttle_mb_per_s=0).cases if case == "paced"]
+    with pytest.raises(BenchError, match="rounds"):
+        Settings(rounds=0)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `bench tier` asks its servers for, and how it compares their answers; no server runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from vllm_nvmeof_bench.tier import admission, prefetch, resume
+from vllm_nvmeof_bench.tier.run import steps
+from vllm_nvmeof_bench.tier.serving import SHAPE, Agreement, ReturnPlan
+from vllm_nvmeof_bench.tier.settings import PARTS, Settings
+
+from vllm_nvmeof_offload.config import parse_config
+from vllm_nvmeof_offload.demo.client import Answer
+from vllm_nvmeof_offload.units import GIB
+
+PLAN = ReturnPlan(count=12, tier_prompts=4.0)
+
+
+def answer(*tokens: int) -> Answer:
+    return Answer(sent=0.0, tokens=list(tokens))
+
+
+def test_answers_agree_as_far_as_both_reach() -> None:
+    agreement = Agreement()
+    agreement.add("a", answer(1, 2))
+    assert agreement.facts() == {"compared": 0, "different": 0}
+    agreement.add("a", answer(1, 2, 3))
+    agreement.add("b", answer(1))
+    agreement.add("a", answer(1, 3))
+    assert agreement.facts() == {"compared": 2, "different": 1}
+
+
+def test_prompts_are_the_same_for_a_seed_and_differ_from_each_other() -> None:
+    prompts = PLAN.prompts(3)
+    assert prompts == PLAN.prompts(3) != PLAN.prompts(4)
+    assert len({tuple(prompt[:128]) for prompt in prompts}) == PLAN.count
+    assert {len(prompt) for prompt in prompts} == {PLAN.prompt_tokens}
+
+
+@pytest.mark.parametrize("extra", [{"admission": "always"}, {"prefetch_cache_share": 0.0}])
+def test_a_server_is_told_keys_that_exist_and_sizes_that_fit(
+    tmp_path: Path, extra: dict[str, object]
+) -> None:
+    spec = PLAN.server(tmp_path / "models", tmp_path / "pool", extra)
+    assert spec.offload is not None
+    assert spec.offload.size_gib is not None
+    settings = parse_config(dict(spec.offload.extra))
+    prompt_bytes = PLAN.prompt_tokens * SHAPE.kv_bytes_per_token
+    assert settings.pool_bytes is not None
+    assert settings.pool_bytes > PLAN.count * prompt_bytes > spec.offload.size_gib * GIB
+    needed = PLAN.prompt_tokens + PLAN.answer_tokens
+    assert needed <= spec.gpu_tokens < 2 * PLAN.prompt_tokens
+    assert spec.max_model_len > needed
+    assert PLAN.server(tmp_path / "models", None).offload is None
+
+
+def test_every_part_knows_how_much_it_measures() -> None:
+    settings = Settings(rounds=2)
+    parts = [Settings(parts=(part,), rounds=2) for part in PARTS]
+    assert steps(settings) == sum(map(steps, parts))
+    assert resume.steps(settings) == prefetch.steps(settings) == 4
+    assert admission.steps(settings) == 2 * (1 + 2 * 4)
+    assert Settings(rounds=9).server_rounds == 3

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a load's time begins, and when it is over."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_nvmeof_offload.errors import CANCELLED
+from vllm_nvmeof_offload.manager.core import Source
+from vllm_nvmeof_offload.manager.limits import LoadLimits
+from vllm_nvmeof_offload.protocol import CancelCommand, OpReport
+
+from .bench import keys_of
+from .test_shelf import ShelfBench
+
+
+class Watch:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.limits = LoadLimits(lambda: self.now_s)
+
+    def at(self, now_s: float) -> LoadLimits:
+        self.now_s = now_s
+        return self.limits
+
+
+def test_time_runs_from_the_end_of_the_step_that_brings_the_load() -> None:
+    watch = Watch()
+    watch.limits.planned(7, 1.0)
+    watch.at(1.0).scheduled()
+    assert watch.at(50.0).take_overdue() == [], "the step is still at work"
+    watch.at(50.0).ended()
+    assert watch.at(51.0).take_overdue() == []
+    assert watch.at(51.1).take_overdue() == [7]
+    assert watch.at(99.0).take_overdue() == [], "named once"
+
+
+def test_with_a_step_scheduled_ahead_each_load_waits_for_its_own() -> None:
+    watch = Watch()
+    watch.limits.planned(1, 1.0)
+    watch.at(0.0).scheduled()
+    watch.limits.planned(2, 1.0)
+    watch.at(0.1).scheduled()  # ahead of the first one's output
+    watch.at(2.0).ended()
+    assert watch.at(3.5).take_overdue() == [1]
+    watch.limits.scheduled()
+    watch.at(4.0).ended()
+    assert watch.at(4.5).take_overdue() == []
+    assert watch.at(5.1).take_overdue() == [2]
+
+
+def test_each_load_has_its_own_limit() -> None:
+    watch = Watch()
+    for op, limit_s in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        watch.limits.planned(op, limit_s)
+    watch.limits.scheduled()
+    watch.limits.ended()
+    assert watch.at(2.5).take_overdue() == [2, 3]
+    assert watch.at(3.5).take_overdue() == [1]
+
+
+def test_a_load_that_is_over_is_not_overdue_wherever_it_stood() -> None:
+    watch = Watch()
+    watch.limits.planned(1, 1.0)
+    watch.limits.over(1)
+    watch.limits.planned(2, 1.0)
+    watch.limits.scheduled()
+    watch.limits.over(2)
+    watch.limits.planned(3, 1.0)
+    watch.limits.scheduled()
+    watch.limits.ended()
+    watch.limits.ended()
+    watch.limits.over(3)
+    watch.limits.over(3)
+    assert watch.at(99.0).take_overdue() == []
+
+
+def test_outputs_without_a_step_change_nothing() -> None:
+    watch = Watch()
+    watch.limits.ended()
+    watch.limits.planned(1, 1.0)
+    watch.limits.ended()
+    watch.limits.scheduled()
+    assert watch.at(99.0).take_overdue() == []
+
+
+def test_missed_outputs_are_forgotten_and_the_books_stay_small() -> None:
+    watch = Watch()
+    watch.limits.planned(1, 1.0)
+    for _ in range(1000):
+        watch.limits.scheduled()
+    watch.limits.planned(2, 1.0)
+    watch.limits.scheduled()
+    for _ in range(8):
+        watch.limits.ended()
+    assert watch.at(5.0).take_overdue() == [2]
+    for _ in range(1000):
+        watch.limits.ended()
+    assert watch.at(99.0).take_overdue() == [], "the first one has no limit any more"
+
+
+def test_a_load_that_takes_longer_than_its_limit_is_cut_off_and_teaches() -> None:
+    bench = ShelfBench()
+    core = bench.core
+    core.admission.prefill_rate = 100.0
+    bench.in_the_pool(0, 1)
+    core.take_commands()
+    command = core.prepare_load(keys_of(0, 1), 0.5)
+    core.turn()
+    bench.now_s = 10.0
+    core.step_ended()
+    bench.now_s = 10.4
+    core.turn()
+    assert core.take_commands() == []
+    bench.now_s = 10.6
+    core.turn()
+    assert core.take_commands() == [CancelCommand(command.op)]
+    assert core.counters["loads_cut"] == 1
+    core.report([OpReport(command.op, ((0, CANCELLED), (1, CANCELLED)), seconds=0.6)])
+    assert core.learned()["load_overhead_s"] == pytest.approx(0.6)
+    assert bench.hits([0, 1]) == [0, 1]
+    assert core.lookup(b"0") is Source.POOL

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holding and fetching in the real core: what evicts, how a fetch ends, what is counted."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable
+
+from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, DEADLINE, Outcome, io_error
+from vllm_nvmeof_offload.manager.core import Source
+from vllm_nvmeof_offload.manager.plan import WritePolicy
+from vllm_nvmeof_offload.protocol import (
+    FetchCommand,
+    OpReport,
+    ReleaseReport,
+    ResetCommand,
+)
+
+from .bench import Bench, keys_of
+from .test_reload import not_in_gpu
+
+SHARES = {"reload_cache_share": 0.5, "prefetch_cache_share": 0.5}
+
+
+class ShelfBench(Bench):
+    """A bench with requests that wait."""
+
+    def __init__(self, cache: int = 8, pool: int = 32, **config: object) -> None:
+        super().__init__(cache=cache, pool=pool, **{**SHARES, **config})  # type: ignore[arg-type]
+
+    def in_both_tiers(self, *numbers: int) -> None:
+        self.store(*numbers)
+        self.write_all()
+
+    def in_the_pool(self, *numbers: int) -> None:
+        """In the pool alone; the cache is full of clean chunks from 100 on."""
+        self.in_both_tiers(*numbers)
+        self.fill()
+        assert {self.core.lookup(key) for key in keys_of(*numbers)} == {Source.POOL}
+
+    def fill(self) -> None:
+        """Store as much as fits beside what is held, and write it."""
+        new = range(100 + self.core.counters["stored"], 200)[: self.core.capacity.cache_slots]
+        self.in_both_tiers(*new)
+
+    def preempted(self, name: str, *numbers: int) -> None:
+        self.core.reload.preempted(name, keys_of(*numbers), not_in_gpu)
+
+    def queued(self, name: str, *numbers: int) -> None:
+        self.core.reload.queued(name, keys_of(*numbers), (), not_in_gpu)
+
+    def fetches(self) -> list[FetchCommand]:
+        """Those of one step."""
+        self.core.turn()
+        commands = self.core.take_commands()
+        fetches = [command for command in commands if isinstance(command, FetchCommand)]
+        assert len(fetches) == len(commands)
+        return fetches
+
+    def source(self, number: int) -> Source | None:
+        return self.core.lookup(b"%d" % number)
+
+    def slots(self, number: int) -> tuple[int | None, int | None]:
+        (entry,) = (e for e in self.core.entries() if e.identity.key == b"%d" % number)
+        return entry.cache_slot, entry.pool_slot
+
+    def held(self) -> list[int]:
+        return sorted(map(int, self.core.held()))
+
+    def ended(self) -> dict[str, int]:
+        """Fetches by how they ended; each of them once."""
+        return {
+            name.partition(":")[2]: count
+            for name, count in self.core.counters.items()
+            if name.startswith("prefetches_ended:") and count
+        }
+
+    def begun(self) -> int:
+        counters = self.core.counters
+        return sum(n for name, n in counters.items() if name.startswith("prefetches:"))
+
+    def load(self, numbers: Iterable[int], ok: bool = True) -> int:
+        command = self.core.prepare_load(keys_of(*numbers))
+        if ok:
+            self.done(command.op)
+        return command.op
+
+    def late(self, op: int, outcome: Outcome) -> None:
+        """It has failed, and the kernel still has its buffer."""
+        self.core.report([OpReport(op, ((0, outcome),), released=False)] * self.ranks)
+
+    def check_idle(self) -> None:
+        """Nothing is held, used or under way."""
+        gauges = self.core.gauges()
+        for name in ("ops", "held_reload", "held_queue", "requests_waiting"):
+            assert gauges[name] == 0, name
+        for name in ("cache_slots_in_use", "cache_slots_orphaned", "pool_slots_orphaned"):
+            assert gauges[name] == 0, name
+        assert self.held() == []
+        assert sum(self.ended().values()) == self.begun()
+
+
+def test_what_a_victim_had_cached_is_not_evicted_till_it_runs() -> None:
+    bench = ShelfBench()
+    bench.in_both_tiers(0, 1, 2, 3)
+    bench.preempted("a", 0, 1, 2, 3)
+    assert bench.fetches() == []
+    assert bench.core.gauges()["held_reload"] == 4
+    for _ in range(3):
+        bench.fill()
+    assert [bench.source(n) for n in range(4)] == [Source.CPU] * 4
+    bench.core.reload.left("a")
+    bench.fill()
+    assert [bench.source(n) for n in range(4)] == [Source.POOL] * 4
+    bench.check_idle()
+    assert bench.begun() == 0, "holding is no prefetch"
+
+
+def test_an_eighth_of_the_slots_stays_evictable_whatever_is_held() -> None:
+    bench = ShelfBench(cache=16, reload_cache_share=1.0)
+    bench.in_both_tiers(*range(16))
+    bench.preempted("a", *range(16))
+    bench.fetches()
+    assert bench.held() == list(range(14))
+    assert bench.core.prepare_store(keys_of(200, 201, 202)).refused == 1
+    bench.core.reload.left("a")
+
+
+def test_a_fetch_that_is_loaded_was_used() -> None:
+    bench = ShelfBench()
+    bench.in_the_pool(0, 1)
+    bench.preempted("a", 0, 1)
+    first, second = bench.fetches()
+    assert first.urgent and second.urgent
+    assert bench.fetches() == []
+    bench.done(first.op)
+    bench.done(second.op)
+    assert (bench.source(0), bench.core.gauges()["held_reload"]) == (Source.CPU, 2)
+    bench.load([0, 1])
+    assert bench.ended() == {}
+    bench.core.reload.left("a")
+    assert bench.ended() == {"used": 2}
+    assert bench.core.counters["prefetches:reload"] == 2
+    bench.check_idle()
+
+
+def test_a_fetch_for_the_queue_is_not_urgent_and_wasted_if_nobody_loads_it() -> None:
+    bench = ShelfBench()
+    bench.in_the_pool(0)
+    bench.queued("a", 0)
+    (fetch,) = bench.fetches()
+    assert not fetch.urgent
+    bench.done(fetch.op)
+    bench.core.reload.left("a")
+    assert bench.ended() == {"wasted": 1}
+    assert bench.core.counters["prefetches:queue"] == 1
+    assert bench.source(0) is Source.CPU, "wasted, but there"
+    bench.check_idle()
+
+
+def test_a_fetch_that_failed_is_counted_once_and_its_key_misses() -> None:
+    bench = ShelfBench()
+    bench.in_the_pool(0, 1)
+    bench.preempted("a", 0, 1)
+    first, second = bench.fetches()
+    bench.done(first.op, (0, io_error(errno.EIO)))
+    assert (bench.source(0), bench.held()) == (None, [1])
+    bench.done(second.op, (0, CANCELLED))  # a worker's own doing
+    assert (bench.source(1), bench.held()) == (Source.POOL, [])
+    bench.core.reload.left("a")
+    assert bench.ended() == {"failed": 2}
+    bench.check_idle()
+
+
+def test_a_held_chunk_whose_load_fails_misses_and_is_held_no_more() -> None:
+    bench = ShelfBench()
+    bench.in_both_tiers(0, 1)
+    bench.preempted("a", 0, 1)
+    bench.fetches()
+    command = bench.core.prepare_load(keys_of(0, 1))
+    bench.done(command.op, (0, CHECKSUM_MISMATCH))
+    assert (bench.source(0), bench.held()) == (None, [1])
+    bench.store(0)  # computed again, under another generation
+    bench.write_all()
+    bench.core.reload.left("a")
+    bench.check_idle()
+    assert bench.source(0) is Source.CPU
+
+
+def test_reset_while_chunks_are_held_being_fetched_and_to_be_fetched() -> None:
+    bench = ShelfBench()
+    bench.in_the_pool(0, 1)
+    bench.in_both_tiers(2)
+    bench.preempted("a", 0)
+    bench.queued("b", 0)
+    bench.preempted("c", 2)
+    (sent,) = bench.fetches()
+    assert bench.held() == [0, 2]
+    bench.core.reload.probe(keys_of(1))
+    bench.core.turn()  # its command is not sent yet
+    bench.core.reset()
+    (reset,) = bench.core.take_commands()
+    assert isinstance(reset, ResetCommand)
+    assert bench.held() == []
+    assert bench.core.gauges()["cache_slots_taken"] == 1, "the read under way has it"
+    bench.store(0)  # the key is back before the old read has ended
+    bench.write_all()
+    bench.preempted("a", 0)
+    assert (bench.fetches(), bench.held()) == ([], [0])
+    bench.done(sent.op)
+    assert (bench.source(0), bench.held()) == (Source.CPU, [0])
+    for name in "abc":
+        bench.core.reload.left(name)
+    bench.done(reset.op)
+    assert bench.ended() == {"failed": 2}
+    bench.check_idle()
+
+
+def test_what_is_not_written_yet_stays_unwritten_while_it_is_held() -> None:
+    bench = ShelfBench(write_policy=WritePolicy.ON_EVICTION, clean_share=0.5)
+    bench.store(0, 1)
+    bench.preempted("a", 0, 1)
+    bench.fetches()
+    bench.store(2, 3, 4, 5, 6)
+    written = {write.identity.key for write in bench.writes()}
+    assert written and written.isdisjoint(keys_of(0, 1))
+    bench.core.reload.left("a")
+    assert bench.core.gauges()["held_reload"] == 0
+
+
+def test_a_chunk_that_was_landing_is_held_no_more_when_its_load_is_cut_off() -> None:
+    bench = ShelfBench()
+    bench.in_the_pool(0)
+    loads = bench.load([0], ok=False)
+    bench.preempted("b", 0)
+    assert bench.fetches() == []  # it has a cache slot: held
+    bench.done(loads, (0, CANCELLED))
+    assert (bench.source(0), bench.held()) == (Source.POOL, [])
+    assert bench.core.gauges()["cache_slots_orphaned"] == 0
+    bench.preempted("c", 0)
+    assert len(bench.fetches()) == 1
+
+
+def test_a_probe_is_read_and_let_go_and_teaches_admission() -> None:
+    bench = ShelfBench()
+    bench.in_the_pool(0)
+    bench.core.reload.probe(keys_of(0))
+    (fetch,) = bench.fetches()
+    assert not fetch.urgent
+    bench.done(fetch.op)
+    assert bench.ended() == {"probe": 1}
+    assert bench.source(0) is Source.CPU
+    bench.check_idle()
+
+
+def test_deadline_of_a_fetch_frees_its_slot_at_its_release() -> None:
+    bench = ShelfBench(cache=4)
+    bench.in_the_pool(0)
+    bench.preempted("a", 0)
+    (fetch,) = bench.fetches()
+    bench.late(fetch.op, DEADLINE)
+    assert (bench.held(), bench.core.gauges()["cache_slots_orphaned"]) == ([], 1)
+    bench.core.reload.left("a")
+    bench.core.report([ReleaseReport(fetch.op)])
+    bench.check_idle()

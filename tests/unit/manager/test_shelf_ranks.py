@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fetches and their cancellation on two ranks, and whatever happens in whatever order."""
+
+from __future__ import annotations
+
+import errno
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, DEADLINE, io_error
+from vllm_nvmeof_offload.manager.core import Source
+from vllm_nvmeof_offload.protocol import (
+    CancelCommand,
+    FetchCommand,
+    OpReport,
+    ReleaseReport,
+    ResetCommand,
+    WriteCommand,
+)
+
+from .bench import keys_of
+from .test_shelf import ShelfBench
+
+
+def test_one_rank_has_read_it_and_the_other_stopped() -> None:
+    bench = ShelfBench(ranks=2)
+    bench.in_the_pool(0)
+    bench.preempted("a", 0)
+    (fetch,) = bench.fetches()
+    bench.core.report([OpReport(fetch.op)])
+    bench.core.reload.left("a")
+    assert bench.core.take_commands() == [CancelCommand(fetch.op)]
+    assert (bench.source(0), bench.core.gauges()["cache_slots_orphaned"]) == (Source.POOL, 1)
+    bench.core.report([OpReport(fetch.op, ((0, CANCELLED),))])
+    assert bench.source(0) is Source.POOL
+    assert bench.ended() == {"cancelled": 1}
+    bench.check_idle()
+
+
+def test_the_slot_of_a_cancelled_fetch_waits_for_the_last_rank() -> None:
+    bench = ShelfBench(ranks=2)
+    bench.in_the_pool(0)
+    bench.preempted("a", 0)
+    (fetch,) = bench.fetches()
+    bench.core.reload.left("a")
+    bench.core.report([OpReport(fetch.op, ((0, CANCELLED),))])
+    bench.core.report([OpReport(fetch.op, ((0, CANCELLED),), released=False)])
+    # Its cache slot belongs to a chunk that failed: the kernel may still write into it.
+    assert bench.core.gauges()["cache_slots_orphaned"] == 1
+    bench.core.report([ReleaseReport(fetch.op)])
+    bench.core.take_commands()
+    bench.check_idle()
+
+
+def test_one_rank_fails_what_another_was_stopped_from_reading() -> None:
+    bench = ShelfBench(ranks=2)
+    bench.in_the_pool(0)
+    bench.preempted("a", 0)
+    (fetch,) = bench.fetches()
+    bench.core.reload.left("a")
+    bench.core.report([OpReport(fetch.op, ((0, CANCELLED),))])
+    bench.core.report([OpReport(fetch.op, ((0, io_error(errno.EIO)),))])
+    assert (bench.source(0), bench.ended()) == (None, {"cancelled": 1})
+    bench.core.take_commands()
+    bench.check_idle()
+
+
+def test_one_ranks_failure_ends_a_fetch_before_the_other_has_reported() -> None:
+    bench = ShelfBench(ranks=2)
+    bench.in_the_pool(0)
+    bench.preempted("a", 0)
+    (fetch,) = bench.fetches()
+    bench.core.report([OpReport(fetch.op, ((0, CHECKSUM_MISMATCH),))])
+    assert (bench.source(0), bench.held(), bench.ended()) == (None, [], {"failed": 1})
+    bench.store(0)
+    bench.preempted("b", 0)
+    bench.core.turn()
+    bench.core.report([OpReport(fetch.op)])
+    assert bench.held() == [0], "the new chunk of that key is another one"
+    bench.core.reload.left("a")
+    bench.core.reload.left("b")
+    bench.write_all()
+    bench.check_idle()
+
+
+def test_a_fetch_is_there_when_every_rank_says_so() -> None:
+    bench = ShelfBench(ranks=2)
+    bench.in_the_pool(0)
+    bench.preempted("a", 0)
+    (fetch,) = bench.fetches()
+    bench.core.report([OpReport(fetch.op)])
+    assert bench.core.find(keys_of(0)).leading_cpu == 0
+    bench.core.report([OpReport(fetch.op)])
+    assert bench.core.find(keys_of(0)).leading_cpu == 1
+    bench.core.reload.left("a")
+    bench.check_idle()
+
+
+class Storm:
+    """Random requests on a small core of two ranks that report in any order."""
+
+    def __init__(self) -> None:
+        self.bench = ShelfBench(cache=8, pool=12, ranks=2)
+        self.core = self.bench.core
+        self.owed: list[tuple[int, int, str, int]] = []  # (op, rank, kind, chunks)
+        self.late: list[int] = []
+        self.waiting: set[str] = set()
+
+    def owe(self, op: int, kind: str, chunks: int = 1) -> None:
+        self.owed += [(op, rank, kind, chunks) for rank in (0, 1)]
+
+    def store(self, first: int, count: int) -> None:
+        plan = self.core.prepare_store(keys_of(*range(first, first + count)))
+        if plan.command is not None:
+            self.owe(plan.command.op, "store", len(plan.command.chunks))
+
+    def load(self, first: int, count: int) -> None:
+        found: list[bytes] = []
+        for key in keys_of(*range(first, first + count)):
+            if self.core.lookup(key) is None:
+                break
+            found.append(key)
+        if found:
+            command = self.core.prepare_load(found, limit_s=1.0)
+            self.owe(command.op, "load", len(command.chunks))
+
+    def wait(self, name: str, first: int, count: int, victim: bool) -> None:
+        self.core.reload.left(name)
+        (self.bench.preempted if victim else self.bench.queued)(name, *range(first, first + count))
+
+    def step(self) -> None:
+        self.bench.now_s += 0.7
+        self.core.turn()
+        self.core.step_ended()
+        for command in self.core.take_commands():
+            if isinstance(command, WriteCommand | FetchCommand | ResetCommand):
+                self.owe(command.op, type(command).__name__)
+
+    def report(self, which: int, how: int) -> None:
+        if not self.owed:
+            return
+        op, _, kind, chunks = self.owed.pop(which % len(self.owed))
+        index = how % chunks
+        failures: tuple[tuple[int, object], ...] = ()
+        released = True
+        if kind != "ResetCommand" and how % 5 == 1:
+            failures = ((index, CHECKSUM_MISMATCH if how % 2 else io_error(errno.EIO)),)
+        elif kind in ("load", "FetchCommand") and how % 5 == 2:
+            failures = ((index, CANCELLED),)
+        elif kind in ("load", "FetchCommand", "WriteCommand") and how % 5 == 3:
+            failures, released = ((index, DEADLINE),), False
+            self.late.append(op)
+        self.core.report([OpReport(op, failures, released, 0.1)])  # type: ignore[arg-type]
+
+    def check(self) -> None:
+        gauges = self.core.gauges()
+        assert gauges["held_reload"] <= 4
+        assert gauges["held_queue"] <= 4
+        assert sum(self.bench.ended().values()) <= self.bench.begun()
+
+    def finish(self) -> None:
+        for name in "abcde":
+            self.core.reload.left(name)
+        for _ in range(200):
+            self.step()
+            while self.owed:
+                op = self.owed.pop()[0]
+                self.core.report([OpReport(op)])
+        # Releases come after all outcomes: the ledger sees to nothing else here.
+        while self.late:
+            self.core.report([ReleaseReport(self.late.pop())])
+        self.step()
+        while self.owed:
+            self.core.report([OpReport(self.owed.pop()[0])])
+        self.bench.check_idle()
+
+
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(["store", "load", "wait", "leave", "step", "report", "probe", "reset"]),
+        st.integers(0, 29),
+        st.integers(0, 5),
+    ),
+    max_size=80,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(actions)
+def test_whatever_happens_nothing_is_held_or_owed_when_all_have_left(
+    todo: list[tuple[str, int, int]],
+) -> None:
+    storm = Storm()
+    for what, number, count in todo:
+        name = "abcde"[number % 5]
+        match what:
+            case "store":
+                storm.store(number % 14, 1 + count)
+            case "load":
+                storm.load(number % 14, 1 + count)
+            case "wait":
+                storm.wait(name, number % 14, 1 + count, victim=bool(count % 2))
+            case "leave":
+                storm.core.reload.left(name)
+            case "step":
+                storm.step()
+            case "report":
+                storm.report(number, number + count)
+            case "probe":
+                storm.core.reload.probe(keys_of(*range(number % 14, number % 14 + count)))
+            case "reset" if count == 0:
+                storm.core.reset()
+        storm.check()
+    storm.finish()

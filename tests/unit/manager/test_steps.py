@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long steps take and how fast prompts are computed, with an engine that schedules ahead."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_nvmeof_offload.manager.steps import StepMeter
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.meter = StepMeter(lambda: self.now_s)
+
+    def scheduled(self, now_s: float, *tokens: int) -> None:
+        self.now_s = now_s
+        self.meter.scheduled({f"r{number}": count for number, count in enumerate(tokens)})
+
+    def ended(self, now_s: float) -> None:
+        self.now_s = now_s
+        self.meter.ended()
+
+    def figures(self) -> tuple[int, float, int]:
+        return self.meter.steps, round(self.meter.seconds, 9), self.meter.tokens
+
+
+def test_a_step_lasts_from_its_scheduling_to_its_output() -> None:
+    engine = Engine()
+    engine.scheduled(1.0, 100)
+    engine.ended(1.5)
+    engine.scheduled(7.0, 1, 1)
+    engine.ended(7.1)
+    assert engine.figures() == (2, 0.6, 102)
+
+
+def test_scheduled_ahead_it_lasts_from_the_end_of_the_one_before() -> None:
+    engine = Engine()
+    engine.scheduled(0.0, 100)
+    engine.scheduled(0.1, 200)
+    engine.ended(1.0)
+    engine.scheduled(1.1, 100)
+    engine.ended(3.0)
+    engine.ended(4.0)
+    assert engine.figures() == (3, 4.0, 400)
+    assert engine.meter.prefill_rate == pytest.approx(
+        (0.64 * 100 + 0.8 * 200 + 100) / (0.64 * 1 + 0.8 * 2 + 1)
+    )
+
+
+def test_empty_steps_do_not_count_and_take_no_time_from_others() -> None:
+    engine = Engine()
+    engine.scheduled(0.0)
+    engine.ended(0.5)
+    engine.scheduled(0.6, 64)
+    engine.scheduled(0.7)
+    engine.ended(0.8)
+    engine.ended(0.9)
+    assert engine.figures() == (1, 0.2, 64)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "counts"),
+    [
+        ((1, 1, 1), False),
+        ((63,), False),
+        ((64,), True),
+        ((32, 32), True),
+        ((64, 1, 1, 1, 1), True),
+        ((79, 1, 1, 1, 1, 1), False),  # 16 for each that decodes
+        ((80, 1, 1, 1, 1, 1), True),
+        ((), False),
+    ],
+)
+def test_steps_that_mostly_compute_prompts_tell_the_prefill_rate(
+    tokens: tuple[int, ...], counts: bool
+) -> None:
+    engine = Engine()
+    engine.scheduled(0.0, *tokens)
+    engine.ended(2.0)
+    assert engine.meter.prefill_rate == (sum(tokens) / 2.0 if counts else 0.0)
+
+
+def test_speculative_decoding_is_not_prefill() -> None:
+    engine = Engine()
+    engine.scheduled(0.0, 8192)
+    engine.ended(1.0)
+    for step in range(20):
+        engine.scheduled(1.0 + step, *[5] * 32)
+        engine.ended(2.0 + step)
+    assert engine.meter.prefill_rate == 8192
+
+
+def test_old_samples_fade() -> None:
+    engine = Engine()
+    for step in range(40):
+        rate = 1000 if step < 20 else 4000
+        engine.scheduled(float(step), rate)
+        engine.ended(step + 1.0)
+    assert engine.meter.prefill_rate == pytest.approx(4000, rel=0.02)
+
+
+def test_counting_anew_keeps_what_was_learned() -> None:
+    engine = Engine()
+    engine.scheduled(0.0, 500)
+    engine.ended(1.0)
+    engine.scheduled(1.0, 500)
+    engine.meter.clear()
+    assert engine.figures() == (0, 0.0, 0)
+    assert engine.meter.prefill_rate == 500
+    engine.ended(2.0)
+    assert engine.figures() == (1, 1.0, 500)
+
+
+def test_outputs_without_steps_and_steps_without_outputs() -> None:
+    engine = Engine()
+    engine.ended(1.0)
+    for step in range(100):
+        engine.scheduled(float(step), 1)
+    for _ in range(100):
+        engine.ended(200.0)
+    assert engine.meter.steps == 8, "those that an engine may be ahead"
+
+
+def test_a_step_that_took_no_time_says_nothing_of_the_rate() -> None:
+    engine = Engine()
+    engine.scheduled(0.0, 500)
+    engine.ended(0.0)
+    assert (engine.meter.prefill_rate, engine.meter.steps) == (0.0, 1)

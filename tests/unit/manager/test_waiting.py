@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waiting requests between a fake queue and the real core."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_nvmeof_offload.manager.waiting import Attempt, Queue, WaitingRequests
+from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload.protocol import CancelCommand, FetchCommand, RateReport
+
+from .bench import keys_of
+from .test_shelf import ShelfBench
+
+#: Tokens in a chunk.
+T = 10
+
+
+class Lobby:
+    """Requests by name; `run` says one step to the real `WaitingRequests`."""
+
+    def __init__(self, cache: int = 8, by_priority: bool = False, **config: object) -> None:
+        self.bench = ShelfBench(cache, tokens_per_chunk=T, **config)  # type: ignore[arg-type]
+        self.core = self.bench.core
+        self.keys: dict[str, list[bytes]] = {}
+        self.in_gpu: set[tuple[str, int]] = set()
+        self.waiting = WaitingRequests(
+            self.core,
+            Queue(self.keys.get, self._is_cached, T, by_priority),
+            lambda: self.bench.now_s,
+        )
+
+    def _is_cached(self, request: Any, chunk: int) -> bool:
+        return (request.request_id, chunk) in self.in_gpu
+
+    def slow(self) -> None:
+        """The pool reads slower than the model computes."""
+        self.core.admission.prefill_rate = 1e9
+        self.core.report([RateReport(rank, 0, 0.0, 1.0) for rank in range(self.bench.ranks)])
+
+    def add(self, name: str, *numbers: int, prefetch: bool = True, **more: object) -> None:
+        self.keys[name] = keys_of(*numbers)
+        fields: dict[str, object] = {"priority": 0, "arrival_time": 0.0, **more}
+        fields.setdefault("num_tokens", T * len(numbers) + 1)
+        self.waiting.added(SimpleNamespace(request_id=name, **fields), prefetch=prefetch)
+
+    def run(
+        self,
+        new: dict[str, int] | None = None,
+        preempted: tuple[str, ...] = (),
+        finished: tuple[str, ...] = (),
+        cached: dict[str, tuple[int, int]] | None = None,
+    ) -> None:
+        """A step that schedules new requests with so many tokens, and old ones (computed before,
+        tokens)."""
+        new, cached = new or {}, cached or {}
+        scheduled = {**new, **{name: count for name, (_, count) in cached.items()}}
+        self.waiting.step(
+            SimpleNamespace(
+                num_scheduled_tokens=scheduled,
+                scheduled_new_reqs=[
+                    SimpleNamespace(req_id=name, num_computed_tokens=0) for name in new
+                ],
+                scheduled_cached_reqs=SimpleNamespace(
+                    req_ids=list(cached), num_computed_tokens=[c for c, _ in cached.values()]
+                ),
+                preempted_req_ids=set(preempted),
+                finished_req_ids=set(finished),
+            )
+        )
+
+    def fetched(self) -> list[int]:
+        """Which chunks this step's commands fetch."""
+        self.core.turn()
+        commands = self.core.take_commands()
+        return [int(c.identity.key) for c in commands if isinstance(c, FetchCommand)]
+
+
+def test_a_new_requests_chunks_are_fetched_but_for_that_of_its_last_token() -> None:
+    lobby = Lobby()
+    lobby.bench.in_the_pool(0, 1, 2)
+    lobby.add("a", 0, 1, 2, num_tokens=30)  # its last token is computed in any case
+    assert lobby.fetched() == [0, 1]
+    lobby.run(new={"a": 30})
+    assert sum(isinstance(c, CancelCommand) for c in lobby.core.take_commands()) == 2
+
+
+def test_without_leave_to_prefetch_and_without_keys_nothing_is_fetched() -> None:
+    lobby = Lobby()
+    lobby.bench.in_the_pool(0)
+    lobby.add("a", 0, prefetch=False)
+    lobby.add("b")
+    lobby.waiting.added(SimpleNamespace(request_id="unknown", num_tokens=11))
+    assert lobby.fetched() == []
+    lobby.run(new={"a": 11})
+    lobby.run(preempted=("a",))
+    assert lobby.fetched() == [0], "preempted, it is reloaded like any other"
+
+
+@pytest.mark.parametrize(("by_priority", "first"), [(False, [0, 1]), (True, [1, 0])])
+def test_the_order_is_that_of_vllms_policy(by_priority: bool, first: list[int]) -> None:
+    lobby = Lobby(by_priority=by_priority)
+    lobby.bench.in_the_pool(0, 1)
+    lobby.add("a", 0, priority=2, arrival_time=1.0)
+    lobby.add("b", 1, priority=1, arrival_time=2.0)
+    assert lobby.fetched() == first
+
+
+def test_a_hit_on_a_pool_whose_speed_is_unknown_is_loaded() -> None:
+    lobby = Lobby()
+    lobby.bench.in_the_pool(0, 1)
+    lobby.add("a", 0, 1, prefetch=False)
+    assert lobby.waiting.decide("a", 0, 20) == Attempt(20, 0, None)
+    assert lobby.waiting.allocated("a") == Attempt(20, 0, None)
+    assert lobby.waiting.allocated("a") is None, "once"
+
+
+def test_a_hit_on_a_fast_pool_has_a_limit_till_it_is_allocated() -> None:
+    lobby = Lobby()
+    lobby.core.admission.prefill_rate = 10.0
+    lobby.bench.in_the_pool(0, 1)
+    lobby.add("a", 0, 1, prefetch=False)
+    attempt = lobby.waiting.decide("a", 0, 20)
+    assert (attempt.tokens, attempt.decision) == (20, "load")
+    assert lobby.waiting.limit_s("a") == pytest.approx(4.0)
+    lobby.waiting.allocated("a")
+    assert lobby.waiting.limit_s("a") is None
+
+
+def test_a_slow_pool_is_declined_and_a_few_chunks_are_read_in_the_background() -> None:
+    lobby = Lobby()
+    lobby.bench.in_the_pool(*range(6))
+    lobby.slow()
+    lobby.add("a", *range(6), prefetch=False)
+    attempt = lobby.waiting.decide("a", 0, 60)
+    assert (attempt.tokens, attempt.declined, attempt.decision) == (0, 60, "recompute")
+    assert lobby.fetched() == [], "what was found is not pinned yet"
+    lobby.run()
+    assert lobby.fetched() == [0, 1, 2, 3]
+    lobby.waiting.decide("a", 0, 60)
+    lobby.run()
+    assert lobby.fetched() == [], "one probe at a time"
+
+
+def test_leading_cached_chunks_are_loaded_from_the_middle_of_a_chunk_too() -> None:
+    lobby = Lobby()
+    lobby.bench.in_the_pool(2, 3)
+    lobby.bench.in_both_tiers(0, 1)
+    lobby.slow()
+    lobby.add("a", 0, 1, 2, 3, prefetch=False)
+    assert lobby.waiting.decide("a", 0, 40).tokens == 20
+    attempt = lobby.waiting.decide("a", 5, 35)
+    assert (attempt.tokens, attempt.declined, attempt.decision) == (15, 20, "partial")
+    attempt = lobby.waiting.decide("a", 20, 20)
+    assert (attempt.tokens, attempt.declined) == (0, 20)
+    assert lobby.waiting.decide("a", 25, 15).tokens == 0
+
+
+def test_automatic_admission_off_loads_everything() -> None:
+    config = type(Lobby().core.config.admission)(automatic=False)
+    lobby = Lobby(admission=config)
+    lobby.bench.in_the_pool(0)
+    lobby.slow()
+    lobby.add("a", 0, prefetch=False)
+    assert lobby.waiting.decide("a", 0, 10) == Attempt(10, 0, None)
+
+
+def test_a_probe_does_not_evict_what_the_attempt_is_about_to_load() -> None:
+    lobby = Lobby(cache=4)
+    bench = lobby.bench
+    bench.in_both_tiers(2, 3, 4, 5)
+    bench.store(8, 9, 0, 1)  # the writes of 0 and 1 wait: the pool is slow
+    assert bench.hits(range(6)) == [0, 1, 2, 3, 4, 5]
+    lobby.slow()
+    lobby.add("a", 0, 1, 2, 3, 4, 5, prefetch=False)
+    attempt = lobby.waiting.decide("a", 0, 60)
+    assert attempt.tokens == 20
+    lobby.core.prepare_load(keys_of(0, 1), attempt.limit_s)
+
+
+def test_what_was_decided_on_a_hit_is_void_when_the_hit_is_gone() -> None:
+    lobby = Lobby()
+    lobby.bench.in_the_pool(0)
+    lobby.add("a", 0, prefetch=False)
+    lobby.waiting.decide("a", 0, 10)  # and then there was no room for it
+    lobby.waiting.decide("a", 0, 0)
+    assert lobby.waiting.allocated("a") is None
+
+
+def test_a_victim_is_reloaded_and_let_go_when_its_load_is_planned() -> None:
+    lobby = Lobby()
+    lobby.bench.in_the_pool(0, 1, 2)
+    lobby.add("a", 0, 1, 2, prefetch=False)
+    lobby.run(new={"a": 25})
+    lobby.run(preempted=("a",))
+    assert lobby.fetched() == [0, 1], "its last chunk was not full"
+    lobby.waiting.decide("a", 0, 20)
+    lobby.core.prepare_load(keys_of(0, 1), lobby.waiting.limit_s("a"))
+    assert lobby.waiting.resumes.resumed("a") is not None
+    lobby.waiting.allocated("a")
+    lobby.run(cached={"a": (20, 5)})
+    assert lobby.bench.ended() == {"used": 2}
+    assert lobby.core.gauges()["requests_waiting"] == 0
+
+
+def test_a_victims_chunks_in_gpu_memory_are_not_fetched() -> None:
+    lobby = Lobby()
+    lobby.bench.in_the_pool(0, 1)
+    lobby.add("a", 0, 1, prefetch=False)
+    lobby.in_gpu = {("a", 0)}
+    lobby.run(new={"a": 21})
+    lobby.run(preempted=("a",))
+    assert lobby.fetched() == [1]
+
+
+def test_requests_that_end_leave_nothing_wherever_they_stood() -> None:
+    lobby = Lobby()
+    lobby.bench.in_the_pool(0, 1)
+    for name in ("waits", "decided", "victim", "both"):
+        lobby.add(name, 0, 1)
+    lobby.run(new={"victim": 21, "both": 21})
+    lobby.waiting.decide("decided", 0, 20)
+    lobby.run(preempted=("victim", "both"), finished=("both",))
+    lobby.fetched()
+    lobby.run(finished=("waits", "decided", "victim", "unknown"))
+    assert lobby.core.gauges()["requests_waiting"] == 0
+    assert (lobby.bench.held(), lobby.waiting.allocated("decided")) == ([], None)
+    assert lobby.waiting.limit_s("decided") is None
+    lobby.run(preempted=("victim",))  # too late: it is not known any more
+    assert lobby.core.gauges()["requests_waiting"] == 0
+
+
+def test_one_preempted_between_two_steps_and_resumed_in_the_next_does_not_wait() -> None:
+    lobby = Lobby()
+    lobby.bench.in_both_tiers(0, 1)
+    lobby.add("a", 0, 1, prefetch=False)
+    lobby.run(new={"a": 21})
+    lobby.waiting.allocated("a")
+    lobby.run(preempted=("a",), cached={"a": (0, 21)})
+    assert lobby.core.gauges()["requests_waiting"] == 0
+
+
+def test_a_victim_whose_keys_are_gone_is_not_followed() -> None:
+    lobby = Lobby()
+    lobby.add("a", 0)
+    lobby.run(new={"a": 11})
+    del lobby.keys["a"]
+    lobby.run(preempted=("a",))
+    assert lobby.core.gauges()["requests_waiting"] == 0
+
+
+def test_a_change_of_mind_is_logged_at_most_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lobby = Lobby()
+    lobby.bench.in_the_pool(0)
+    lobby.add("a", 0, prefetch=False)
+    caplog.set_level(logging.INFO, LOGGER_NAME)
+
+    def decide(now_s: float, rate: float) -> int:
+        lobby.bench.now_s = now_s
+        lobby.core.admission.prefill_rate = rate
+        lobby.waiting.decide("a", 0, 10)
+        return len(caplog.records)
+
+    lobby.slow()
+    lobby.core.admission.took(1.0, [0], [0])
+    assert decide(0.0, 0.0) == 0, "it loads: so it said at the start"
+    assert decide(1.0, 1e9) == 1
+    assert "computed again" in caplog.records[-1].getMessage()
+    assert decide(2.0, 1e-6) == 1, "too soon"
+    assert decide(3.0, 1e9) == 1
+    assert decide(62.0, 1e-6) == 2
+    assert "loaded again" in caplog.records[-1].getMessage()
+    assert decide(200.0, 1e-6) == 2, "nothing new"

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes to the engine next: classes, bounds of each target, fetches that a load waits for."""
+
+from __future__ import annotations
+
+import errno
+
+from vllm_nvmeof_offload.errors import CANCELLED, OK, STALE, io_error
+from vllm_nvmeof_offload.io.base import IoKind
+from vllm_nvmeof_offload.protocol import (
+    CancelCommand,
+    IoClass,
+    OpReport,
+    ReleaseReport,
+    WriteCommand,
+)
+
+from .bench import Bench, identity
+
+
+def _started(bench: Bench) -> list[int]:
+    return [op.pool_slot for op in bench.io.started]
+
+
+def test_demand_then_urgent_fetches_then_fetches_then_writes() -> None:
+    bench = Bench(stream_slots=1, target_count=2)
+    bench.stored(1, slot=0, number=7)
+    bench.io.busy = True
+    bench.pipeline.command(WriteCommand(2, identity(7), 0, 10))
+    bench.fetch(3, number=8, pool=21, cache=1)
+    bench.fetch(4, number=9, pool=30, cache=2, urgent=True)
+    bench.stream(5, [41])
+    bench.pipeline.step()
+    bench.io.busy = False
+    bench.pipeline.step()
+    assert _started(bench) == [41, 30, 21, 10], "over all targets"
+
+
+def test_fetches_hold_at_most_half_of_a_targets_reads() -> None:
+    bench = Bench(stream_slots=4, cache_slots=8, reads_in_flight_max=4)
+    for n in range(6):
+        bench.fetch(1 + n, number=n, pool=n, cache=n, urgent=n >= 4)
+    bench.pipeline.step()
+    assert _started(bench) == [4, 5]
+    bench.stream(10, range(100, 103))
+    bench.pipeline.step()
+    assert _started(bench) == [4, 5, 100, 101], "the other half, at once"
+    bench.io_done()
+    assert _started(bench)[4:] == [102], "a load before a fetch"
+    bench.io_done()
+    assert _started(bench)[5:] == [0], "first come, first served"
+
+
+def test_a_single_read_at_a_time_may_be_a_fetch() -> None:
+    bench = Bench(reads_in_flight_max=1)
+    bench.fetch(1, number=7, pool=3, cache=0)
+    bench.pipeline.step()
+    assert _started(bench) == [3]
+
+
+def test_a_target_at_its_bound_does_not_stop_the_others() -> None:
+    bench = Bench(stream_slots=20, target_count=2, reads_in_flight_max=4, writes_in_flight_max=2)
+    for slot in range(4):
+        bench.stored(1 + slot, slot=slot, number=slot)
+    for slot in range(4):
+        bench.pipeline.command(WriteCommand(10 + slot, identity(slot), slot, (0, 2, 4, 1)[slot]))
+    bench.stream(20, [100, 102, 104, 106])
+    bench.stream(21, [101])
+    bench.pipeline.step()
+    reads = [op.pool_slot for op in bench.io.started if op.kind is IoKind.READ_SLOT]
+    writes = [op.pool_slot for op in bench.io.started if op.kind is IoKind.WRITE_SLOT]
+    assert sorted(reads) == [100, 101, 102]
+    assert sorted(writes) == [0, 1]
+
+
+def test_a_full_engine_is_offered_every_target_in_its_turn() -> None:
+    bench = Bench(stream_slots=20, target_count=2)
+    bench.io.busy = True
+    bench.stream(1, range(0, 20, 2))
+    bench.stream(2, range(1, 21, 2))
+    firsts = set()
+    for _ in range(2):
+        bench.io.offered.clear()
+        bench.pipeline.step()
+        firsts.add(bench.io.offered[0].pool_slot % 2)
+    assert firsts == {0, 1}
+
+
+def test_a_full_engine_is_asked_once_a_turn_for_each_kind() -> None:
+    bench = Bench(stream_slots=2, target_count=2)
+    bench.stored(1, slot=0, number=7)
+    bench.io.busy = True
+    bench.pipeline.command(WriteCommand(2, identity(7), 0, 10))
+    bench.fetch(3, number=8, pool=21, cache=1)
+    bench.fetch(4, number=9, pool=30, cache=2, urgent=True)
+    bench.stream(5, [40, 41])
+    bench.pipeline.step()
+    assert [op.kind for op in bench.io.offered] == [IoKind.READ_SLOT, IoKind.WRITE_SLOT]
+
+
+def test_a_retry_goes_before_the_rest_of_its_load() -> None:
+    bench = Bench(stream_slots=4, reads_in_flight_max=1)
+    bench.stream(1, [3, 4, 5])
+    bench.pipeline.step()
+    bench.io_done(io_error(errno.EIO))
+    assert _started(bench) == [3, 3]
+
+
+def test_a_fetch_that_a_load_waits_for_goes_with_the_loads() -> None:
+    bench = Bench(reads_in_flight_max=2)
+    for n in range(3):
+        bench.fetch(1 + n, number=n, pool=n, cache=n)
+    bench.pipeline.step()
+    assert _started(bench) == [0]
+    bench.load(9, 2, cache=2, pool=None)
+    assert _started(bench) == [0, 2]
+    assert bench.io.started[-1].io_class is IoClass.READ_DEMAND
+    bench.io.complete(bench.io.started[-1].token)
+    bench.pipeline.step()
+    assert OpReport(3) in bench.reports()
+    assert len(bench.copy.submitted) == 1
+    bench.turn()
+    assert bench.finished() == [(9, ())]
+    while bench.turn():
+        pass
+    assert bench.pipeline.idle()
+
+
+def test_a_fetch_that_waits_for_its_slot_is_promoted_there() -> None:
+    bench = Bench(reads_in_flight_max=1)
+    bench.stored(1, slot=0, number=7)
+    bench.load(2, 7, cache=0, pool=None)  # its copy holds the slot
+    bench.fetch(3, number=8, pool=3, cache=0)
+    bench.load(4, 8, cache=0, pool=None)
+    bench.copy.finish(1)
+    bench.pipeline.step()
+    assert [op.io_class for op in bench.io.started] == [IoClass.READ_DEMAND]
+
+
+def test_a_fetch_with_the_engine_stays_and_its_retry_is_promoted() -> None:
+    bench = Bench(reads_in_flight_max=2)
+    for n in range(2):
+        bench.fetch(1 + n, number=n, pool=n, cache=n)
+    bench.pipeline.step()
+    bench.load(9, 0, cache=0, pool=None)
+    assert not bench.io.cancelled
+    bench.io_done(io_error(errno.EIO))
+    assert {op.pool_slot: op.io_class for op in bench.io.ops.values()} == {
+        0: IoClass.READ_DEMAND,
+        1: IoClass.READ_PREFETCH,
+    }, "both: the retry does not count as a fetch"
+    while bench.turn():
+        pass
+    assert bench.finished() == [(9, ())]
+    assert bench.pipeline.idle()
+
+
+def test_promoted_fetches_go_on_the_share_of_their_load() -> None:
+    bench = Bench(stream_slots=8, cache_slots=40, reads_in_flight_max=2)
+    for n in range(40):
+        bench.fetch(100 + n, number=n, pool=n, cache=n)
+    bench.load_chunks(1, [(n, n, None) for n in range(40)])
+    bench.stream(2, range(1000, 1006))
+    bench.pipeline.step()
+    while not (done := bench.finished()):
+        assert bench.turn()
+    assert done == [(2, ())]
+    assert len(_started(bench)) <= 2 * 6 + 2
+
+
+def test_a_cancelled_fetch_leaves_nothing_and_its_load_finds_nothing() -> None:
+    for where in ("gate", "queue", "engine"):
+        bench = Bench(reads_in_flight_max=1)
+        bench.stored(1, slot=0, number=7)
+        bench.load(2, 7, cache=0, pool=None)
+        if where != "gate":
+            bench.turn()
+        bench.io.busy = where == "queue"
+        bench.fetch(3, number=8, pool=3, cache=0)
+        bench.load(4, 8, cache=0, pool=None)
+        bench.reports()
+        bench.pipeline.command(CancelCommand(3))
+        bench.io.busy = False
+        bench.pipeline.step()
+        released = where != "engine"
+        assert OpReport(3, ((0, CANCELLED),), released) in bench.reports(), where
+        if where == "engine":
+            bench.io_done(io_error(errno.EIO))  # retryable, but nobody wants it
+            assert bench.reports() == [ReleaseReport(3)]
+        while bench.turn():
+            pass
+        assert len(bench.io.started) == (where == "engine")
+        assert (4, ((0, STALE),)) in bench.finished(), where
+        assert bench.pipeline.idle(), where
+
+
+def test_a_cancelled_fetch_whose_retry_waits_leaves_nothing() -> None:
+    bench = Bench(reads_in_flight_max=1)
+    bench.fetch(1, number=7, pool=3, cache=0)
+    bench.pipeline.step()
+    bench.io.busy = True
+    bench.io_done(io_error(errno.EIO))
+    bench.pipeline.command(CancelCommand(1))
+    assert bench.reports() == [OpReport(1, ((0, CANCELLED),))]
+    assert bench.pipeline.idle()
+    bench.io.busy = False
+    bench.stream(2, [5])
+    bench.pipeline.step()
+    bench.io_done(OK)
+    assert _started(bench) == [3, 5]

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-nvmeof bench cost`: what offloading costs where it cannot help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_nvmeof_offload.cli_bench import (
+    Check,
+    Json,
+    Plot,
+    Targets,
+    _import,
+    _names,
+    _plain_errors,
+    bench_app,
+)
+
+__all__ = ["cost", "cost_report"]
+
+_JSON = Path("build/bench/cost.json")
+
+
+@bench_app.command()
+def cost(
+    directory: Annotated[
+        Path, typer.Option("--dir", help="Where model and pools lie meanwhile.")
+    ] = Path("build/bench/disk"),
+    json_path: Json = _JSON,
+    pairs: Annotated[int, typer.Option(help="Rounds, each with every server.", min=1)] = 20,
+    arms: Annotated[
+        str,
+        typer.Option(
+            help="Of none,ours,ours_prompt_only,ours_cpu_only. Default: all but the last."
+        ),
+    ] = "",
+    seed: Annotated[int, typer.Option(help="Of the prompts and the order.")] = 1,
+    plot: Plot = None,
+    targets: Targets = True,
+    check: Check = False,
+) -> None:
+    """Measure what offloading costs when nothing is ever found and everything fits.
+
+    Starts a real `vllm serve` for each arm, all at once, asks them in turn, and compares each
+    with the one without offloading, round by round. Takes about 10 minutes, 6 GiB of memory
+    and up to 5 GiB of the disk, which is left as it was. Nothing else should run meanwhile.
+    """
+    with _plain_errors():
+        known = _import("cost.settings")
+        settings = known.Settings(arms=_names(arms, known.ARMS_DEFAULT), pairs=pairs, seed=seed)
+        command = _import("cost.command")
+        command.measure(settings, directory, json_path)
+        reached = command.show(json_path, plot, targets)
+    raise typer.Exit(int(check and not reached))
+
+
+@bench_app.command("cost-report")
+def cost_report(
+    json_path: Annotated[Path, typer.Argument(help="A file that `bench cost` wrote.")] = _JSON,
+    plot: Plot = None,
+    targets: Targets = True,
+    check: Check = False,
+) -> None:
+    """Print the tables of a file of `bench cost` again, or draw it; measure nothing."""
+    with _plain_errors():
+        reached = _import("cost.command").show(json_path, plot, targets)
+    raise typer.Exit(int(check and not reached))

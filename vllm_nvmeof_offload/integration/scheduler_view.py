@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What we read of vLLM's scheduler side beyond its interfaces: keys, GPU blocks, its time."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from vllm.v1.kv_offload.base import LookupResult, TierFilter
+
+from vllm_nvmeof_offload.manager.waiting import Queue, WaitingRequests
+
+__all__ = ["SchedulerView", "timed"]
+
+
+def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the method's time to its object's `_spent_s`."""
+
+    @functools.wraps(method)
+    def with_time(self: Any, *args: Any, **kwargs: Any) -> Any:
+        began_s = time.perf_counter()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._spent_s += time.perf_counter() - began_s
+
+    return with_time
+
+
+class SchedulerView:
+    """Of one connector's `OffloadingConnectorScheduler`, with a single KV cache group.
+
+    kv_cache_manager: vLLM's, which is there only after the connector was built.
+    """
+
+    def __init__(self, scheduler: Any, kv_cache_manager: Callable[[], Any]) -> None:
+        self._scheduler = scheduler
+        self._kv_cache_manager = kv_cache_manager
+        group = scheduler.config.kv_group_configs[0]
+        self._tokens_per_chunk: int = group.tokens_per_chunk
+        self._hashes_per_chunk: int = group.hashes_per_chunk
+        # Blocks in GPU memory are known by the hash of one block.
+        self._comparable = group.tokens_per_block == scheduler.config.tokens_per_hash
+
+    def queue(self, *, by_priority: bool) -> Queue:
+        """vLLM's queue, for the manager."""
+        return Queue(self.keys_of, self._is_cached, self._tokens_per_chunk, by_priority)
+
+    def keys_of(self, request_id: str) -> Sequence[bytes] | None:
+        """A request's offload keys, so far."""
+        state = self._scheduler._req_status.get(request_id)
+        if state is None:
+            return None
+        state.update_offload_keys()
+        return cast(Sequence[bytes], state.group_states[0].offload_keys)
+
+    def may_prefetch(self, request: Any) -> bool:
+        """Whether the request may be loaded from every tier."""
+        context = self._scheduler._req_status[request.request_id].req_context
+        every_tier = context.load_tier_filter is TierFilter.ALL
+        return every_tier and not request.skip_reading_prefix_cache
+
+    def rest_of_a_chunk(self, request: Any, local: int, waiting: WaitingRequests) -> int:
+        """Tokens of a preempted request that complete a chunk of which GPU memory has a part.
+
+        vLLM loads no less than a chunk. For a request that had computed them it is worth it.
+        """
+        request_id, per_chunk = request.request_id, self._tokens_per_chunk
+        missing = -local % per_chunk
+        if not missing or local + missing > waiting.resumes.computed(request_id):
+            return 0
+        keys, state = self.keys_of(request_id), self._scheduler._req_status[request_id]
+        assert keys is not None
+        key = keys[local // per_chunk]
+        if state.transfer_jobs or key in (self._scheduler._chunks_being_loaded or ()):
+            return 0
+        hit = self._scheduler.manager.lookup(key, state.req_context) is LookupResult.HIT
+        return missing if hit else 0
+
+    def _is_cached(self, request: Any, chunk: int) -> bool:
+        """Whether the last block of the request's chunk is in GPU memory."""
+        manager = self._kv_cache_manager()
+        if manager is None or not self._comparable:
+            return False
+        last = request.block_hashes[(chunk + 1) * self._hashes_per_chunk - 1]
+        return manager.block_pool.get_cached_block(last, [0]) is not None

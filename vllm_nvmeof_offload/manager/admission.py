@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Admission: load what the pool has, or compute it again, whichever is sooner. Pure.
+
+Decided per attempt, for the whole length that was found (protocol, rule 10): load everything,
+or only the leading chunks that the CPU tier has. Those are always loaded: pinned memory is many
+times faster than any model, and loading keeps the model free for others.
+
+Reading takes an overhead and the bytes of the busiest target over its read rate, what other
+loads still read there included; computing takes the tokens over the prefill rate. The rates
+are measured elsewhere (`targets`, `steps`) or pinned; the overhead is learned here, from what
+loads took beyond their bytes.
+
+An estimate that nothing confirms loses its weight: after `_HALF_LIFE_S` without a sample a
+read counts as half as long. So an estimate that is wrong cannot keep the pool switched off;
+and where nothing is read for a load, a few chunks are read in the background, which brings
+samples. What takes much longer than computing would have taken is cut off (`limit_s`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Admission", "AdmissionConfig", "Decision", "Find"]
+
+#: How much sooner the other way must be before the pool is given up, or taken up again.
+_HYSTERESIS = 1.25
+_HALF_LIFE_S = 30.0
+#: Weight of the newest overhead.
+_NEWEST = 0.25
+#: A load is cut off after so many times what computing would take, and not before `_LIMIT_S_MIN`.
+_LIMIT_FACTOR = 2.0
+_LIMIT_S_MIN = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """automatic: False loads whatever is found. Rates pinned by the operator; None: learned.
+
+    read_bytes_per_s: of a rank, all targets together.
+    """
+
+    automatic: bool = True
+    prefill_tokens_per_s: float | None = None
+    read_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Find:
+    """What a look-up found. chunks: all of it; leading_cpu: those at its front that the CPU tier
+    has. pool: by target, chunks to be read there; queued: what other loads have yet to read.
+    """
+
+    chunks: int
+    leading_cpu: int
+    pool: Sequence[int]
+    queued: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """chunks: how many of those found to load, from the front. limit_s: when to cut it off."""
+
+    chunks: int
+    limit_s: float | None = None
+
+
+class Admission:
+    """`attach` once the sizes are known."""
+
+    def __init__(self, config: AdmissionConfig, clock: Callable[[], float]) -> None:
+        #: Tokens per second of prefill; 0: unknown.
+        self.prefill_rate = 0.0
+        #: Bytes per second by target, of its slowest rank; 0: unknown.
+        self.read_rates: Sequence[float] = ()
+        #: Whether the last decision about the pool was to read it.
+        self.reading = True
+        self._config = config
+        self._clock = clock
+        self._slot_bytes = 0
+        self._tokens_per_chunk = 1
+        self._overhead_s = 0.0
+        self._sampled_s: float | None = None
+        self._began_s = clock()
+
+    def attach(self, slot_bytes: int, tokens_per_chunk: int) -> None:
+        self._slot_bytes, self._tokens_per_chunk = slot_bytes, tokens_per_chunk
+
+    @property
+    def automatic(self) -> bool:
+        return self._config.automatic
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The prefill rate that counts; 0: unknown."""
+        return self._config.prefill_tokens_per_s or self.prefill_rate
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The read rate that counts, all targets together; 0: unknown."""
+        return self._config.read_bytes_per_s or sum(self.read_rates)
+
+    @property
+    def overhead_s(self) -> float:
+        """What a load from the pool takes beyond its bytes over the read rate."""
+        return self._overhead_s
+
+    def decide(self, find: Find) -> Decision:
+        """How much of what was found to load."""
+        tokens_per_s, from_pool = self.tokens_per_s, find.chunks - find.leading_cpu
+        if not from_pool or not self._config.automatic or not tokens_per_s:
+            return Decision(find.chunks)
+        compute_s = from_pool * self._tokens_per_chunk / tokens_per_s
+        pool_s = (self._overhead_s + self._read_s(find.pool, find.queued)) * self._weight()
+        self.reading = pool_s < compute_s * (_HYSTERESIS if self.reading else 1 / _HYSTERESIS)
+        if not self.reading:
+            return Decision(find.leading_cpu)
+        return Decision(find.chunks, max(_LIMIT_S_MIN, _LIMIT_FACTOR * compute_s))
+
+    def took(self, seconds: float, read: Sequence[int], queued: Sequence[int]) -> None:
+        """A load from the pool, or a probe, took so long. read: by target, chunks that came;
+        queued: what was to be read before it."""
+        rated = self._config.read_bytes_per_s or all(
+            rate or not count for rate, count in zip(self.read_rates, read, strict=False)
+        )
+        if not rated or (any(read) and not self.bytes_per_s):
+            return  # the rate comes behind the load that brought it
+        sample_s = max(0.0, seconds - self._read_s(read, queued))
+        if self._sampled_s is None:
+            self._overhead_s = sample_s
+        else:
+            self._overhead_s += _NEWEST * (sample_s - self._overhead_s)
+        self._sampled_s = self._clock()
+
+    def _read_s(self, chunks: Sequence[int], queued: Sequence[int]) -> float:
+        """How long reading these chunks takes, behind those, by the rates."""
+        pinned = self._config.read_bytes_per_s
+        if pinned:
+            return (sum(chunks) + sum(queued)) * self._slot_bytes / pinned
+        return max(
+            (
+                (chunks[target] + queued[target]) * self._slot_bytes / rate
+                for target, rate in enumerate(self.read_rates)
+                if rate and chunks[target]
+            ),
+            default=0.0,
+        )
+
+    def _weight(self) -> float:
+        since_s = self._began_s if self._sampled_s is None else self._sampled_s
+        return float(0.5 ** ((self._clock() - since_s) / _HALF_LIFE_S))

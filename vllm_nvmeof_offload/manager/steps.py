@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long the engine's steps take, what they compute, and how fast prompts are computed.
+
+A step lasts from its scheduling, or from the end of the step before if that came later (the
+engine may schedule ahead), to the arrival of its output.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+__all__ = ["StepMeter"]
+
+#: Steps between scheduling and output; more means that outputs were missed.
+_AHEAD_MAX = 8
+#: A step counts for the prefill rate if it computes at least so many tokens of prompts,
+_PREFILL_TOKENS_MIN = 64
+#: and so many for each request that decodes beside them.
+_PREFILL_PER_DECODE_MIN = 16
+#: A request with so few decodes; more than one with speculative decoding.
+_DECODE_TOKENS_MAX = 16
+#: What a sample leaves of the ones before it.
+_KEPT = 0.8
+
+
+class StepMeter:
+    """`scheduled` and `ended` come in turn, once for every step."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.steps = 0  # with tokens
+        self.seconds = 0.0  # they took
+        self.tokens = 0  # they computed
+        self._clock = clock
+        self._ahead: deque[tuple[float, int, int]] = deque()
+        self._ended_s = 0.0
+        self._prefill_tokens = 0.0
+        self._prefill_s = 0.0
+
+    @property
+    def prefill_rate(self) -> float:
+        """Tokens per second of prefill over the last steps; 0: not known."""
+        return self._prefill_tokens / self._prefill_s if self._prefill_s else 0.0
+
+    def clear(self) -> None:
+        """Count from zero again; what was learned stays."""
+        self.steps, self.seconds, self.tokens = 0, 0.0, 0
+
+    def scheduled(self, tokens: Mapping[str, int]) -> None:
+        """A step was scheduled. tokens: by request."""
+        prefill = [count for count in tokens.values() if count > _DECODE_TOKENS_MAX]
+        total, prompts = sum(tokens.values()), sum(prefill)
+        decodes = len(tokens) - len(prefill)
+        enough = max(_PREFILL_TOKENS_MIN, _PREFILL_PER_DECODE_MIN * decodes)
+        self._ahead.append((self._clock(), total, prompts if prompts >= enough else 0))
+        if len(self._ahead) > _AHEAD_MAX:
+            self._ahead.popleft()
+
+    def ended(self) -> None:
+        """The oldest step's output has come."""
+        if not self._ahead:
+            return
+        began_s, tokens, prefill = self._ahead.popleft()
+        now_s = self._clock()
+        seconds = now_s - max(began_s, self._ended_s)
+        self._ended_s = now_s
+        if not tokens:
+            return
+        self.steps += 1
+        self.seconds += seconds
+        self.tokens += tokens
+        if prefill and seconds > 0:
+            self._prefill_tokens = _KEPT * self._prefill_tokens + tokens
+            self._prefill_s = _KEPT * self._prefill_s + seconds
