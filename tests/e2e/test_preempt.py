@@ -115,6 +115,7 @@ def test_vllm_s_own_figures_agree(outcome: Outcome) -> None:
             needed += len(prompt) + len(answer.tokens) - 1  # the last one is not fed back
     twice = outcome.ours("step_tokens") - needed
     counted = outcome.ours("recomputed_tokens")
-    # vLLM computes a resumed request's last token again even if all its KV is there.
+    # vLLM computes a resumed request's last token again even if all its KV is there, and the
+    # steps that it had scheduled ahead for a victim are not all computed.
     resumes = outcome.grown("vllm:num_preemptions_total")
-    assert abs(twice - counted) <= 2 * resumes + 2
+    assert abs(twice - counted) <= 4 * resumes + 2

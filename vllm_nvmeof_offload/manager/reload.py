@@ -33,8 +33,8 @@ _PATIENCE_S = 5.0
 _LOOK_AGAIN_S = 0.05
 #: Chunks that one `turn` looks at: about 100 µs.
 _LOOKS_MAX = 256
-#: … and for one preempted request.
-_LOOKS_EACH_MAX = 64
+#: … and at so many of one preempted request that are in GPU memory still.
+_LOCAL_LOOKS_MAX = 64
 #: Bytes of fetches under way: enough for a fast target between two steps.
 _FETCH_BYTES_MAX = 256 << 20
 _FETCHES_MIN = 4
@@ -132,7 +132,7 @@ class ReloadScheduler:
         """
         if not keys or not self._limits[Reason.QUEUE]:
             return
-        assert request_id not in self._wants
+        self.left(request_id)
         self._follow(request_id, keys, in_gpu, order)
 
     def preempted(self, request_id: str, keys: Sequence[bytes], in_gpu: InGpu) -> None:
@@ -194,8 +194,7 @@ class ReloadScheduler:
             self._look_again(want)
         if self._preempted:
             for want in sorted(self._preempted.values(), key=lambda w: _urgency(w, now_s)):
-                left, finished = self._advance(want, Reason.RELOAD, min(looks, _LOOKS_EACH_MAX))
-                looks -= min(looks, _LOOKS_EACH_MAX) - left
+                looks, finished = self._advance(want, Reason.RELOAD, looks)
                 full = self._shelf.counts[Reason.RELOAD] >= self._limits[Reason.RELOAD]
                 if not looks or (full and not finished):
                     break
@@ -241,9 +240,10 @@ class ReloadScheduler:
 
     def _advance(self, want: _Want, reason: Reason, looks: int) -> tuple[int, bool]:
         """Go on with one request: (looks left, whether nothing is left to do for it)."""
+        passed_over = 0
         while want.next < len(want.keys):
-            if not looks:
-                return 0, False
+            if not looks or (passed_over >= _LOCAL_LOOKS_MAX and reason is Reason.RELOAD):
+                return looks, False
             looks -= 1
             key = want.keys[want.next]
             source = self._shelf.source(key)
@@ -251,6 +251,7 @@ class ReloadScheduler:
                 if want.skipped is None:
                     want.skipped = want.next
                 want.skipped_last = want.next
+                passed_over += 1
             elif source is None:
                 want.next = len(want.keys)  # a load ends here: what follows is of no use
                 break

@@ -67,6 +67,7 @@ class WaitingRequests:
         self._clock = clock
         self._requests: dict[str, Any] = {}
         self._attempts: dict[str, Attempt] = {}
+        self._going: set[str] = set()  # got their blocks in this step
         self._declined: Sequence[bytes] = ()  # by the last attempt of this step
         self._said: tuple[bool, float] = (True, -_LOG_PERIOD_S)
 
@@ -108,6 +109,7 @@ class WaitingRequests:
     def allocated(self, request_id: str) -> Attempt | None:
         """The request got its blocks; returns what had been decided on its hit, if it had one."""
         self._core.reload.left(request_id)
+        self._going.add(request_id)
         return self._attempts.pop(request_id, None)
 
     def limit_s(self, request_id: str) -> float | None:
@@ -118,9 +120,12 @@ class WaitingRequests:
     def step(self, scheduler_output: Any) -> None:
         """Take in one `SchedulerOutput`."""
         self.resumes.step(scheduler_output)
-        # Before what runs: a reset may preempt between two steps what this one runs again.
+        # Before what runs: a reset may preempt between two steps what this one runs again,
+        # … or loads again.
         for request_id in scheduler_output.preempted_req_ids or ():
-            self._preempted(request_id)
+            if request_id not in self._going:
+                self._preempted(request_id)
+        self._going.clear()
         for request_id in scheduler_output.num_scheduled_tokens:
             self._core.reload.left(request_id)
         for request_id in scheduler_output.finished_req_ids or ():

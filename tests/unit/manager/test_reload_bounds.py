@@ -148,3 +148,10 @@ def test_looking_again_at_old_victims_leaves_looks_for_new_ones() -> None:
         desk.now_s = 7.0 + 0.01 * tick
         log += desk.turn()
     assert log == ["hold 9000"]
+
+
+def test_a_victim_alone_may_use_all_the_looks_of_a_turn() -> None:
+    desk = Desk(reload=300)
+    desk.shelf.put(POOL, range(200))
+    desk.preempted("a", range(200))
+    assert len(desk.turn()) == 200
