@@ -281,6 +281,7 @@ class ManagerCore:
         """What to send to every rank with this step, in order."""
         commands = list(self._commands)
         self._commands.clear()
+        self._shelf.sent()
         return commands
 
     def report(self, reports: Iterable[Report]) -> None:

@@ -68,6 +68,7 @@ class Shelf:
         self._counters = counters
         self._clock = clock
         self._held: dict[bytes, _Held] = {}
+        self._unsent: dict[int, FetchCommand] = {}
         self._room_min = 1
 
     def attach(self, cache_slots: int) -> None:
@@ -124,7 +125,12 @@ class Shelf:
         urgent = reason is Reason.RELOAD
         command = FetchCommand(op.number, entry.identity, pool_slot, slot, urgent=urgent)
         self._commands.append(command)
+        self._unsent[op.number] = command
         return True
+
+    def sent(self) -> None:
+        """The commands so far are on their way."""
+        self._unsent.clear()
 
     def used(self, key: bytes) -> None:
         """A load takes this chunk from its cache slot."""
@@ -166,7 +172,8 @@ class Shelf:
             self._lose(held)
 
     def reset(self) -> None:
-        """Every entry was doomed."""
+        """Every entry was doomed, and no fetch that was not sent will be."""
+        self._unsent.clear()
         for held in list(self._held.values()):
             self._lose(held)
 
@@ -203,9 +210,9 @@ class Shelf:
         entry.on(Event.FETCH_CANCELLED)
         self._tiers.leave_cache(entry)
         op.detached = True
-        for index, command in enumerate(self._commands):
-            if isinstance(command, FetchCommand) and command.op == op.number:
-                del self._commands[index]  # never sent: no rank will report on it
-                self._tiers.let_go(self._ledger.withdraw(op.number))
-                return
-        self._commands.append(CancelCommand(op.number))
+        if op.number not in self._unsent:
+            self._commands.append(CancelCommand(op.number))
+            return
+        # Never sent: no rank will report on it.
+        self._commands.remove(self._unsent.pop(op.number))
+        self._tiers.let_go(self._ledger.withdraw(op.number))

@@ -36,6 +36,17 @@ def test_a_store_is_done_when_copied_and_not_before() -> None:
     assert bench.pipeline.idle()
 
 
+def test_a_report_says_how_long_it_took() -> None:
+    bench = Bench()
+    bench.store(1, slot=2, number=7)
+    bench.now_s += 0.25
+    bench.copy.finish(0)
+    bench.pipeline.step()
+    (report,) = bench.reports()
+    assert isinstance(report, OpReport)
+    assert report.seconds == pytest.approx(0.25)
+
+
 def test_a_load_of_a_slot_that_is_being_stored_waits_for_the_copy() -> None:
     bench = Bench()
     bench.store(1, slot=0, number=7)
