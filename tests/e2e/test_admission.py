@@ -44,6 +44,8 @@ def _spec(target: Path | None) -> ServerSpec:
             "pool_bytes": 256 * SLOT_BYTES,
             "blocks_per_chunk": CHUNK_TOKENS // BLOCK_TOKENS,
             "stream_slots": 4,
+            # Slow is what this is about. A target that misses a deadline is not looked up at all.
+            "read_deadline_ms": 60_000,
         }
         offload = OffloadSpec(12 * SLOT_BYTES / GIB, extra)
     return ServerSpec(
@@ -88,7 +90,11 @@ class Returns:
             - before.value("vllm:nvmeof_admissions_total", decision=decision)
             for decision in ("load", "partial", "recompute")
         }
-        assert sum(made.values()) == 1, "exactly one decision for one attempt"
+        faults = {
+            name: after.value(f"vllm:nvmeof_{name}") - before.value(f"vllm:nvmeof_{name}")
+            for name in ("failed_chunks_total", "loads_cut_total", "verdict_changes_total")
+        }
+        assert sum(made.values()) == 1, f"exactly one decision for one attempt; {faults}"
         return max(made, key=lambda decision: made[decision])
 
     def compute_over_load(self, bytes_per_s: float) -> float:

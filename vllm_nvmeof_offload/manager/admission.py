@@ -117,16 +117,20 @@ class Admission:
             return Decision(find.leading_cpu)
         return Decision(find.chunks, max(_LIMIT_S_MIN, _LIMIT_FACTOR * compute_s))
 
-    def took(self, seconds: float, read: Sequence[int], queued: Sequence[int]) -> None:
+    def took(
+        self, seconds: float, read: Sequence[int], queued: Sequence[int], missed: int = 0
+    ) -> None:
         """A load from the pool, or a probe, took so long. read: by target, chunks that came;
-        queued: what was to be read before it."""
+        queued: what was to be read before it; missed: chunks that had not come by then."""
         rated = self._config.read_bytes_per_s or all(
             rate or not count for rate, count in zip(self.read_rates, read, strict=False)
         )
-        if not rated or (any(read) and not self.bytes_per_s):
-            return  # the rate comes behind the load that brought it
         sample_s = max(0.0, seconds - self._read_s(read, queued))
-        if self._sampled_s is None:
+        if missed:  # it would have taken longer yet: believed at once, for each try is dear
+            self._overhead_s = max(self._overhead_s, sample_s)
+        elif not rated or (any(read) and not self.bytes_per_s):
+            return  # the rate comes behind the load that brought it
+        elif self._sampled_s is None:
             self._overhead_s = sample_s
         else:
             self._overhead_s += _NEWEST * (sample_s - self._overhead_s)

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from vllm_nvmeof_offload.errors import CANCELLED, Outcome
+from vllm_nvmeof_offload.errors import CANCELLED, Outcome, OutcomeKind
 from vllm_nvmeof_offload.manager.admission import Admission, Find
 from vllm_nvmeof_offload.manager.adoption import Capacity, agree
 from vllm_nvmeof_offload.manager.index import Entry, Event, State
@@ -55,6 +55,8 @@ _SIGHTINGS_MIN = 1 << 16
 _GENERATION_MASK = (1 << 64) - 1
 #: Not in a cache slot yet, whatever the entry says of it.
 _READ_FIRST = frozenset({State.POOLED, State.FETCHING})
+#: What a read that was read to its end may have come to.
+_READ = frozenset({OutcomeKind.OK, OutcomeKind.CHECKSUM_MISMATCH, OutcomeKind.STALE})
 # Look-ups are many, and an enum's member is looked up slowly.
 _CPU, _POOL = Source.CPU, Source.POOL
 
@@ -347,24 +349,32 @@ class ManagerCore:
                 self._fetched(entry, failure)
         if op.kind is OpKind.LOAD:
             self._loaded(op)
-        elif op.kind is OpKind.FETCH and self._shelf.ended(op, op.failures.get(0)):
-            self._learn(op)
+        elif op.kind is OpKind.FETCH:
+            self._shelf.ended(op, op.failures.get(0))
+            if op.probe and not op.detached:
+                self._learn(op, was_cut=False)
 
     def _loaded(self, op: Op) -> None:
-        self._limits.over(op.number)
+        was_cut = self._limits.over(op.number)
         for slot in op.pool_slots:
             if slot is not None:
                 self._reading[self._tiers.pool.lane(slot)] -= 1
         if any(slot is not None for slot in op.pool_slots):
-            self._learn(op)
+            self._learn(op, was_cut)
 
-    def _learn(self, op: Op) -> None:
-        """How long this took that read from the pool, and what came of it."""
-        read = [0] * len(self._reading)
+    def _learn(self, op: Op, was_cut: bool) -> None:
+        """How long this took that read from the pool, and what came of it by then."""
+        read, missed = [0] * len(self._reading), 0
         for index, slot in enumerate(op.pool_slots):
-            if slot is not None and index not in op.failures:
+            if slot is None:
+                continue
+            kind = op.failures[index].kind if index in op.failures else OutcomeKind.OK
+            if kind in _READ:
                 read[self._tiers.pool.lane(slot)] += 1
-        self.admission.took(op.seconds, read, op.queued or [0] * len(read))
+            elif kind is OutcomeKind.DEADLINE or (was_cut and kind is OutcomeKind.CANCELLED):
+                missed += 1
+        if missed or any(read):  # what failed at once says nothing of time
+            self.admission.took(op.seconds, read, op.queued or [0] * len(read), missed)
 
     def _stored(self, entry: Entry, failure: Outcome | None) -> None:
         if failure is None and entry.on(Event.COPIED) is State.CACHED:

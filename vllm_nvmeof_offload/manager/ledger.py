@@ -35,6 +35,7 @@ class Op:
     landing: indices of a load's chunks that are read into the cache slot of their entry.
     queued: of a load; by target, chunks that others had yet to read when it was planned.
     detached: a fetch that was cancelled: its entry has left it and does not hear of its end.
+    probe: a fetch that is there to be timed.
     seconds: what it took on the slowest rank, as far as they have reported.
     """
 
@@ -50,6 +51,7 @@ class Op:
     failures: dict[int, Outcome] = field(default_factory=dict)
     queued: tuple[int, ...] = ()
     detached: bool = False
+    probe: bool = False
     seconds: float = 0.0
 
 

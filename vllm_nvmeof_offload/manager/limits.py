@@ -25,6 +25,7 @@ class LoadLimits:
         self._ahead: deque[list[int]] = deque()  # ops by step that is under way
         self._limit_s: dict[int, float] = {}
         self._due_s: dict[int, float] = {}
+        self._cut: set[int] = set()
 
     def planned(self, op: int, limit_s: float) -> None:
         """The next step brings this load to the workers."""
@@ -44,10 +45,12 @@ class LoadLimits:
             if op in self._limit_s:
                 self._due_s[op] = now_s + self._limit_s[op]
 
-    def over(self, op: int) -> None:
-        """The load has its outcome, or is cut off."""
-        self._limit_s.pop(op, None)
-        self._due_s.pop(op, None)
+    def over(self, op: int) -> bool:
+        """The load has its outcome; returns whether it was cut off."""
+        self._forget(op)
+        was_cut = op in self._cut
+        self._cut.discard(op)
+        return was_cut
 
     def take_overdue(self) -> list[int]:
         """Loads to cut off now; each is named once."""
@@ -56,5 +59,10 @@ class LoadLimits:
         now_s = self._clock()
         overdue = [op for op, due_s in self._due_s.items() if now_s > due_s]
         for op in overdue:
-            self.over(op)
+            self._forget(op)
+        self._cut.update(overdue)
         return overdue
+
+    def _forget(self, op: int) -> None:
+        self._limit_s.pop(op, None)
+        self._due_s.pop(op, None)

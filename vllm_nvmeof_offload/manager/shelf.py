@@ -118,6 +118,7 @@ class Shelf:
         tiers.pool.use(pool_slot)
         entry.on(Event.FETCH_BEGIN)
         op = self._ledger.open(OpKind.FETCH, self._clock(), (entry,), (slot,), (pool_slot,))
+        op.probe = reason is Reason.PROBE
         self._keep(_Held(entry, slot, reason, op, fetched=True))
         tiers.settle(entry)
         self.fetching += 1
@@ -152,18 +153,16 @@ class Shelf:
                 self._cancel(held.entry, held.op)
         self._let_go(held, how)
 
-    def ended(self, op: Op, failure: Outcome | None) -> bool:
-        """A fetch has its outcome on every rank; returns whether it was a probe."""
+    def ended(self, op: Op, failure: Outcome | None) -> None:
+        """A fetch has its outcome on every rank."""
         held = self._held.get(op.entries[0].identity.key)
         if held is None or held.op is not op:
-            return False
+            return
         held.op = None
         self.fetching -= 1
-        probe = held.reason is Reason.PROBE
-        if failure is not None or probe:
+        if failure is not None or op.probe:
             del self._held[held.entry.identity.key]
             self._let_go(held, "failed" if failure is not None else "probe")
-        return probe
 
     def gone(self, entry: Entry) -> None:
         """`entry` was doomed."""

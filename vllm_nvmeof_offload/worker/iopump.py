@@ -68,7 +68,7 @@ class IoPump:
             config.rank,
             config.target_count,
             clock,
-            saturating_reads=saturating(reads_max, slot_bytes),
+            saturating_reads=saturating(config.target_streamed_max, slot_bytes),
             saturating_writes=saturating(writes_max, slot_bytes),
         )
         self._lanes = [Lane(reads_max, writes_max) for _ in range(config.target_count)]

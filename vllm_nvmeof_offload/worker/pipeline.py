@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -72,6 +73,7 @@ class TransferPipeline:
         self._copy = copy
         self._clock = clock
         self._target_count = config.target_count
+        config = replace(config, stream_slots=staging.stream_slots)
         self._pump = IoPump(io, config, clock, self._address_of, staging.slot_bytes)
         self._gates: SlotGates[Task] = SlotGates()
         self._jobs: dict[int, Job] = {}

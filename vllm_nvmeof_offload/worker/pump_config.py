@@ -13,6 +13,7 @@ class PumpConfig:
     """Bounds. A deadline runs from the hand-over to the engine, in seconds.
 
     What may be in flight is shared evenly by the targets; each may have one at least.
+    stream_slots: what loads are read into; None: more than enough.
     """
 
     rank: int = 0
@@ -21,10 +22,18 @@ class PumpConfig:
     writes_in_flight_max: int = 32
     read_deadline_s: float = 5.0
     write_deadline_s: float = 30.0
+    stream_slots: int | None = None
 
     @property
     def target_reads_max(self) -> int:
         return max(1, self.reads_in_flight_max // self.target_count)
+
+    @property
+    def target_streamed_max(self) -> int:
+        """Reads of loads that a target has at a time, at most, while all are busy."""
+        if self.stream_slots is None:
+            return self.target_reads_max
+        return max(1, min(self.target_reads_max, self.stream_slots // self.target_count))
 
     @property
     def target_writes_max(self) -> int:

@@ -151,10 +151,24 @@ def test_a_load_that_was_cut_off_teaches_that_the_pool_is_slow() -> None:
     """However fast its rate is said to be: of 8 chunks 1 came in 1.6 s."""
     clerk = Clerk(mb_per_s=[1000.0])
     assert clerk.chunks(0, 8) == 8
-    clerk.admission.took(1.6, [1], [0])
-    assert clerk.admission.overhead_s == pytest.approx(1.599)
+    clerk.admission.took(0.01, [8], [0])
+    clerk.admission.took(1.6, [1], [0], missed=7)
+    assert clerk.admission.overhead_s == pytest.approx(1.599), "believed at once"
     assert clerk.chunks(0, 8) == 0
     assert clerk.chunks(0, 30) == 30, "an overhead weighs less in a long load"
+
+
+def test_one_that_was_cut_off_sooner_than_another_does_not_make_the_pool_look_faster() -> None:
+    clerk = Clerk(mb_per_s=[1000.0])
+    clerk.admission.took(1.6, [1], [0], missed=7)
+    clerk.admission.took(0.3, [1], [0], missed=1)
+    assert clerk.admission.overhead_s == pytest.approx(1.599)
+
+
+def test_what_was_cut_off_before_any_rate_was_known_counts_in_full() -> None:
+    clerk = Clerk(mb_per_s=[0.0])
+    clerk.admission.took(1.6, [1], [0], missed=7)
+    assert clerk.chunks(0, 8) == 0
 
 
 def test_an_overhead_does_not_pay_for_few_chunks() -> None:

@@ -3,9 +3,17 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
-from vllm_nvmeof_offload.errors import CANCELLED
+from vllm_nvmeof_offload.errors import (
+    CANCELLED,
+    CHECKSUM_MISMATCH,
+    DEADLINE,
+    Outcome,
+    io_error,
+)
 from vllm_nvmeof_offload.manager.core import Source
 from vllm_nvmeof_offload.manager.limits import LoadLimits
 from vllm_nvmeof_offload.protocol import CancelCommand, OpReport
@@ -120,3 +128,31 @@ def test_a_load_that_takes_longer_than_its_limit_is_cut_off_and_teaches() -> Non
     assert core.learned()["load_overhead_s"] == pytest.approx(0.6)
     assert bench.hits([0, 1]) == [0, 1]
     assert core.lookup(b"0") is Source.POOL
+
+
+@pytest.mark.parametrize(
+    ("outcome", "seconds", "overhead_s"),
+    [
+        (io_error(errno.EIO), 0.7, 0.0),  # at once or not: it says nothing of reading
+        (CANCELLED, 0.7, 0.0),  # by a reset, not by its limit
+        (DEADLINE, 5.0, 5.0),
+        (CHECKSUM_MISMATCH, 0.7, 0.7),  # it was read to its end
+    ],
+)
+def test_what_a_failed_load_teaches(outcome: Outcome, seconds: float, overhead_s: float) -> None:
+    bench = ShelfBench()
+    bench.core.admission.read_rates = [1e15]
+    bench.in_the_pool(0)
+    command = bench.core.prepare_load(keys_of(0), 10.0)
+    bench.core.report([OpReport(command.op, ((0, outcome),), seconds=seconds)])
+    assert bench.core.learned()["load_overhead_s"] == pytest.approx(overhead_s)
+
+
+def test_a_probe_that_met_its_deadline_teaches_that_the_pool_is_slow() -> None:
+    bench = ShelfBench()
+    bench.core.admission.read_rates = [1e15]
+    bench.in_the_pool(0)
+    bench.core.reload.probe(keys_of(0))
+    (fetch,) = bench.fetches()
+    bench.core.report([OpReport(fetch.op, ((0, DEADLINE),), released=False, seconds=5.0)])
+    assert bench.core.learned()["load_overhead_s"] == pytest.approx(5.0)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE
+from vllm_nvmeof_offload.protocol import RateReport
 from vllm_nvmeof_offload.worker.tasks import Task
 
 from .bench import READ_S, STRIDE, Bench
@@ -197,3 +198,17 @@ def test_cancelling_a_huge_load_that_waits_is_linear() -> None:
         pass
     assert not [s for s in bench.copy.submitted if s[1] is Direction.LOAD]
     assert bench.pipeline.idle()
+
+
+def test_few_stream_slots_are_enough_to_tell_that_a_target_became_slow() -> None:
+    """More than they hold is never read at a time: it is all that the target is asked for."""
+    bench = Bench(stream_slots=2)
+    rates = []
+    for op, read_s in ((1, 1.0), (2, 4.0)):
+        bench.stream(op, [0, 1])
+        bench.pipeline.step()
+        bench.now_s += read_s
+        while bench.turn():
+            pass
+        rates += [r.read_bytes_per_s for r in bench.reports() if isinstance(r, RateReport)]
+    assert rates == [2 * STRIDE, pytest.approx((2 * STRIDE + STRIDE / 2) / 2)]
