@@ -270,3 +270,16 @@ def test_every_operation_of_a_random_mix_completes_once_and_right(make_rig: Make
         for place, identity in wanted.items():
             assert rig.payload(place) == content(identity)
     assert rig.engine.poll() == []
+
+
+def test_a_completion_says_when_the_engine_had_it(make_rig: MakeRig) -> None:
+    """Not when the caller asked: a model that keeps its thread busy must not look like a disk."""
+    rig = make_rig()
+    before_s = time.monotonic()
+    assert rig.engine.submit([rig.write(1, 0, name(1))]) == 1
+    select.select([rig.engine.fileno()], [], [], 10.0)
+    heard_s = time.monotonic()
+    time.sleep(0.05)
+    (completion,) = rig.engine.poll()
+    assert completion.ended_s is not None
+    assert before_s <= completion.ended_s <= heard_s

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from vllm_nvmeof_offload.errors import Outcome
@@ -57,11 +57,15 @@ class IoOp:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """`outcome` None: the late release of an operation whose outcome came before."""
+    """`outcome` None: the late release of an operation whose outcome came before.
+
+    ended_s: when the engine had it, which may be long before the caller asks; None: not known.
+    """
 
     token: int
     outcome: Outcome | None
     released: bool = True
+    ended_s: float | None = field(default=None, compare=False)
 
 
 class IoEngine(Protocol):

@@ -16,6 +16,7 @@ import os
 import threading
 import time
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, EngineError, Outcome, io_error
@@ -163,7 +164,7 @@ class ThreadsIoEngine:
     # ---- under the lock -------------------------------------------------------------------
 
     def _complete(self, completion: Completion) -> None:
-        self._completions.append(completion)
+        self._completions.append(replace(completion, ended_s=self._clock()))
         os.eventfd_write(self._event_fd, 1)
 
     def _end_queued(self, state: OpState, outcome: Outcome) -> None:

@@ -174,9 +174,15 @@ class UringIoEngine:
 
     def poll(self) -> list[Completion]:
         found = self._core.poll(int(self._clock() * 1e9))
+        ahead_s = self._clock() - time.monotonic()  # the core's clock is the latter
         completions = [
-            Completion(token, io_error(number) if code == _IO_ERROR else _OUTCOMES[code], released)
-            for token, code, number, released in found
+            Completion(
+                token,
+                io_error(number) if code == _IO_ERROR else _OUTCOMES[code],
+                released,
+                ended_ns / 1e9 + ahead_s,
+            )
+            for token, code, number, released, ended_ns in found
         ]
         if self._own:
             with self._resets.order:

@@ -69,10 +69,12 @@ bool submit(Engine& engine, uint64_t token, bool write, unsigned io_class, uint6
   return engine.submit(request);
 }
 
-std::vector<std::tuple<uint64_t, unsigned, int, bool>> poll(Engine& engine, int64_t now_ns) {
-  std::vector<std::tuple<uint64_t, unsigned, int, bool>> found;
+using Found = std::tuple<uint64_t, unsigned, int, bool, int64_t>;
+
+std::vector<Found> poll(Engine& engine, int64_t now_ns) {
+  std::vector<Found> found;
   for (const Completion& one : engine.poll(now_ns))
-    found.emplace_back(one.token, static_cast<unsigned>(one.code), one.error, one.released);
+    found.emplace_back(one.token, static_cast<unsigned>(one.code), one.error, one.released, one.ended_ns);
   return found;
 }
 

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <utility>
 
 namespace nvmeof {
@@ -16,6 +17,7 @@ CompletionQueue::CompletionQueue() : fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC))
 CompletionQueue::~CompletionQueue() { close(fd_); }
 
 void CompletionQueue::push(Completion completion) {
+  completion.ended_ns = std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
   std::lock_guard lock(mutex_);
   if (waiting_.empty()) eventfd_write(fd_, 1);
   waiting_.push_back(completion);

@@ -38,6 +38,7 @@ struct Completion {
   Code code;
   int error;  // errno, positive, where code is kIoError
   bool released;
+  int64_t ended_ns = 0;  // CLOCK_MONOTONIC; set where it is queued for the caller
 };
 
 struct Identity {

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, Outcome, OutcomeKind
-from vllm_nvmeof_offload.io.base import IoEngine, IoKind, IoOp
+from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoKind, IoOp
 from vllm_nvmeof_offload.protocol import IoClass, RateReport, VerdictReport
 from vllm_nvmeof_offload.worker.lanes import Lane, Line
 from vllm_nvmeof_offload.worker.pump_config import PumpConfig
@@ -32,6 +32,7 @@ class IoEvent:
     task: Task
     outcome: Outcome | None
     released: bool
+    ended_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -241,22 +242,23 @@ class IoPump:
                 del self._flights[completion.token]
             if outcome is None:
                 self._let_go(flight)
-            elif self._ended(flight, outcome, completion.released):
+            elif self._ended(flight, completion, outcome):
                 continue
-            events.append(IoEvent(flight.task, outcome, completion.released))
+            released, ended_s = completion.released, completion.ended_s
+            events.append(IoEvent(flight.task, outcome, released, ended_s))
             if completion.released and flight.line is None:
                 self._resetting = False
                 self._barred = outcome is None or not outcome.ok
         return events
 
-    def _ended(self, flight: _Flight, outcome: Outcome, released: bool) -> bool:
+    def _ended(self, flight: _Flight, completion: Completion, outcome: Outcome) -> bool:
         """An operation has its outcome; True: it is tried once more, and nobody hears of it."""
-        task = flight.task
+        task, ended_s = flight.task, completion.ended_s
         if flight.line is not None:
             self._lanes[task.target].queue(flight.line).give_back(task)
-            done_bytes = self._slot_bytes if outcome.ok else 0
-            self._rates.ended(task.target, done_bytes, is_write=flight.is_write)
-        if not released:
+            size, is_write = self._slot_bytes if outcome.ok else 0, flight.is_write
+            self._rates.ended(task.target, size, is_write=is_write, ended_s=ended_s)
+        if not completion.released:
             self._hold(flight)
             return False
         return self._retries(flight, outcome)

@@ -242,7 +242,7 @@ class TransferPipeline:
             return
         failures = tuple(sorted(job.failures, key=lambda f: f[0]))
         job.reported = True
-        seconds = self._clock() - job.started_s
+        seconds = (job.ended_s or self._clock()) - job.started_s
         self._reports.append(OpReport(job.op, failures, not job.unreleased, seconds))
         if job.kind in (JobKind.STORE, JobKind.LOAD):
             self._finished.append(FinishedJob(job.op, failures, job.copied_bytes, seconds))
@@ -343,6 +343,8 @@ class TransferPipeline:
             self._ready_to_copy(task)
             return
         self._leave_slot(task, filled=outcome.ok)
+        if kind is JobKind.FETCH:
+            task.job.ended_s = event.ended_s
         self._decide(task, outcome)
 
     def _cancel_task(self, task: Task) -> None:

@@ -55,11 +55,11 @@ class _Meter:
 
     def count(self, now_s: float) -> None:
         """Count the time since the last call, before anything changes."""
+        passed_s = max(0.0, now_s - self.counted_until_s)
         if self.in_flight:
-            passed_s = now_s - self.counted_until_s
             self.busy_s += passed_s
             self.operation_s += passed_s * self.in_flight
-        self.counted_until_s = now_s
+        self.counted_until_s += passed_s
 
     def fold(self, now_s: float) -> bool:
         """Close a period; True if the rate differs from what was told."""
@@ -99,10 +99,13 @@ class RateMeter:
         meter.count(self._clock())
         meter.in_flight += 1
 
-    def ended(self, target: int, done_bytes: int, *, is_write: bool) -> None:
-        """An operation has its outcome; `done_bytes` is 0 if it failed."""
+    def ended(
+        self, target: int, done_bytes: int, *, is_write: bool, ended_s: float | None = None
+    ) -> None:
+        """An operation has its outcome; `done_bytes` is 0 if it failed. ended_s: when it ended,
+        where that is known: this thread may have been kept from hearing of it."""
         meter = (self._writes if is_write else self._reads)[target]
-        meter.count(self._clock())
+        meter.count(self._clock() if ended_s is None else ended_s)
         meter.in_flight -= 1
         meter.done_bytes += done_bytes
 

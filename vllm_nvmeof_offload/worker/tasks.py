@@ -51,6 +51,8 @@ class Job:
     reported: bool = False
     failures: list[tuple[int, Outcome]] = field(default_factory=list)
     copied_bytes: int = 0
+    #: A fetch's: when its read ended, where the engine knows.
+    ended_s: float | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -86,10 +86,17 @@ class FakeIo:
     def cancel(self, tokens: Sequence[int]) -> None:
         self.cancelled += tokens
 
-    def complete(self, token: int, outcome: Outcome | None = OK, *, released: bool = True) -> None:
+    def complete(
+        self,
+        token: int,
+        outcome: Outcome | None = OK,
+        *,
+        released: bool = True,
+        ended_s: float | None = None,
+    ) -> None:
         if released:
             del self.ops[token]
-        self._completions.append(Completion(token, outcome, released))
+        self._completions.append(Completion(token, outcome, released, ended_s))
 
     def poll(self) -> list[Completion]:
         completions, self._completions = self._completions, []

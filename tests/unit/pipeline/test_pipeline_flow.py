@@ -47,6 +47,18 @@ def test_a_report_says_how_long_it_took() -> None:
     assert report.seconds == pytest.approx(0.25)
 
 
+def test_a_fetch_ends_when_its_read_did_not_when_it_was_heard_of() -> None:
+    bench = Bench()
+    bench.fetch(1, 7, pool=0, cache=0)
+    bench.pipeline.step()
+    bench.now_s += 0.75
+    bench.io.complete(1, ended_s=0.25)
+    bench.pipeline.step()
+    (report,) = bench.reports()
+    assert isinstance(report, OpReport)
+    assert report.seconds == pytest.approx(0.25)
+
+
 def test_a_load_of_a_slot_that_is_being_stored_waits_for_the_copy() -> None:
     bench = Bench()
     bench.store(1, slot=0, number=7)

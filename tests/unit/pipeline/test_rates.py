@@ -173,3 +173,16 @@ def test_what_is_in_flight_is_weighed_by_time() -> None:
 )
 def test_what_saturates_a_target(in_flight_max: int, slot_bytes: int, operations: int) -> None:
     assert saturating(in_flight_max, slot_bytes) == operations
+
+
+def test_time_until_this_thread_hears_of_an_end_does_not_count() -> None:
+    bench = Meter()
+    for _ in range(4):
+        bench.meter.began(0, is_write=False)
+    bench.now_s = 5.0
+    for _ in range(4):
+        bench.meter.ended(0, 100, is_write=False, ended_s=0.5)
+    assert bench.read_rate() == pytest.approx(800)
+    bench.read(0.5, 100, at_once=4)
+    bench.now_s += 1.0
+    assert bench.read_rate() is None, "the same again; and what was counted stays counted"
