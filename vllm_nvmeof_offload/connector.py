@@ -256,8 +256,10 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         would take its load for a store to flush, and stop the engine. It has no store under
         way: while one is, no load is offered.
         """
+        preempted = scheduler_output.preempted_req_ids
+        if not preempted:
+            return scheduler_output
         loading = {job.req_id for job in self.scheduler._current_batch_load_jobs.values()}
-        preempted = scheduler_output.preempted_req_ids or set()
         if loading.isdisjoint(preempted):
             return scheduler_output
         return dataclasses.replace(scheduler_output, preempted_req_ids=preempted - loading)

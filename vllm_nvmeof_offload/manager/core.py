@@ -168,7 +168,8 @@ class ManagerCore:
         absent = [key for key in once if key not in tiers.index]
         new = [key for key in absent if self._sightings.enough(key)]
         self.counters["below_threshold"] += len(absent) - len(new)
-        tiers.touch(keys)  # before evicting: what is asked for here goes last
+        if len(new) > tiers.cache.free:
+            tiers.touch(keys)  # before evicting: what is asked for here goes last
         entries: list[Entry] = []
         chunks: list[StoreChunk] = []
         for key in new:
@@ -439,6 +440,15 @@ class ManagerCore:
             "suspect_targets": len(tiers.targets.suspects),
             "fallbacks": self._fallbacks,
         }
+
+    def activity(self) -> tuple[int, ...]:
+        """Differs after nearly everything that changes a counter or a gauge, and is cheap."""
+        return (
+            sum(self.counters.values()),
+            len(self._ledger),
+            len(self.reload),
+            *self._shelf.counts.values(),
+        )
 
     def learned(self) -> dict[str, float]:
         """What admission goes by, for metrics; 0: not known."""

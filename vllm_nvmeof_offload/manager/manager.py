@@ -29,6 +29,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_nvmeof_offload.job_specs import ChunkLoadSpec, ChunkStoreSpec
 from vllm_nvmeof_offload.manager.core import ManagerCore, Source
+from vllm_nvmeof_offload.manager.figures import CORE_COUNTERS, GAUGE_SOURCES
 from vllm_nvmeof_offload.manager.resumes import Resume
 from vllm_nvmeof_offload.manager.steps import StepMeter
 from vllm_nvmeof_offload.manager.waiting import Attempt, Queue, WaitingRequests
@@ -45,22 +46,6 @@ _ALL_TIERS, _CPU, _HIT, _MISS = TierFilter.ALL, Source.CPU, LookupResult.HIT, Lo
 _HIT_SOURCE = {Source.CPU: CacheHitSource.HOST, Source.POOL: CacheHitSource.DISK}
 
 _TELL_TIME_S = 1.0
-
-#: The core's counter → our metric and its label values.
-_CORE_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "stored": ("stored_chunks", ()),
-    "store_refused": ("refused_stores", ()),
-    "below_threshold": ("below_threshold_chunks", ()),
-    "write_refused": ("refused_writes", ()),
-    "written": ("written_chunks", ()),
-    "evicted_cpu": ("evictions", ("cpu",)),
-    "evicted_pool": ("evictions", ("pool",)),
-    "adopted": ("adopted_chunks", ()),
-    "resets": ("resets", ()),
-    "pool_slots_retired": ("retired_pool_slots", ()),
-    "verdict_changes": ("verdict_changes", ()),
-    "loads_cut": ("loads_cut", ()),
-}
 
 
 @dataclass
@@ -93,7 +78,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._counts: defaultdict[tuple[str, tuple[str, ...]], float] = defaultdict(int)
         self._missed = self._found_cpu = self._found_pool = 0  # look-ups since then
         self._core_seen: Counter[str] = Counter()
-        self._gauges_seen: dict[str, int] = {}
+        self._activity_seen: tuple[int, ...] = ()
 
     # -- look-up and jobs -------------------------------------------------------------
 
@@ -169,7 +154,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if tokens:
             self._worked_s = self._clock()
         self._steps.scheduled(tokens)
-        self._counts["preemptions", ()] += len(scheduler_output.preempted_req_ids or ())
+        if scheduler_output.preempted_req_ids:
+            self._counts["preemptions", ()] += len(scheduler_output.preempted_req_ids)
         self.waiting.step(scheduler_output)
 
     def step_ended(self, scheduler_s: float) -> None:
@@ -209,7 +195,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def report(self, reports: Iterable[Report], worker_counters: Counter[str]) -> None:
         """Apply the workers' reports; must come before vLLM's next look-up."""
         self.core.report(reports)
-        self._counts["read_bytes", ()] += worker_counters["read_bytes"]
+        if worker_counters["read_bytes"]:
+            self._counts["read_bytes", ()] += worker_counters["read_bytes"]
         for name, count in worker_counters.items():
             direction, _, target = name.partition(":")
             if direction == "written_bytes":
@@ -231,34 +218,41 @@ class NVMeoFOffloadingManager(OffloadingManager):
     # -- figures ----------------------------------------------------------------------
 
     def get_stats(self) -> OffloadingConnectorStats | None:
+        # Once a step, and most steps change nothing: time alone is told now and then.
+        lookups = self._found_cpu + self._found_pool + self._missed
+        activity, now_s = self.core.activity(), self._clock()
+        quiet = not lookups and not self._counts and activity == self._activity_seen
+        if quiet and now_s - self._told_s < _TELL_TIME_S:
+            return None
+        self._told_s, self._activity_seen = now_s, activity
+        self._count_lookups()
+        self._count_core()
+        self._count_time()
+        counts = {item: count for item, count in self._counts.items() if count}
+        self._counts.clear()
+        figures = {**self.core.gauges(), **self.core.learned()}
+        stats = OffloadingConnectorStats()
+        for (name, labels), amount in counts.items():
+            stats.increase_counter(COUNTERS[name].name, amount, labels)
+        for (name, labels), source in GAUGE_SOURCES.items():
+            stats.set_gauge(GAUGES[name].name, figures[source], labels)
+        return stats
+
+    def _count_lookups(self) -> None:
         self._counts["lookups", ("cpu",)] += self._found_cpu
         self._counts["lookups", ("pool",)] += self._found_pool
         self._counts["lookups", ("miss",)] += self._missed
         self._missed = self._found_cpu = self._found_pool = 0
+
+    def _count_core(self) -> None:
         for name, count in self.core.counters.items():
             increase = count - self._core_seen[name]
-            if increase and name in _CORE_COUNTERS:
-                self._counts[_CORE_COUNTERS[name]] += increase
+            if increase and name in CORE_COUNTERS:
+                self._counts[CORE_COUNTERS[name]] += increase
             elif increase and ":" in name:
                 metric, _, label = name.partition(":")
                 self._counts[metric, (label,)] += increase
         self._core_seen = Counter(self.core.counters)
-        gauges, now_s = self.core.gauges(), self._clock()
-        # Time passes in every step: it is told with the rest, and else now and then.
-        quiet = not any(self._counts.values()) and gauges == self._gauges_seen
-        if quiet and now_s - self._told_s < _TELL_TIME_S:
-            return None
-        self._told_s, self._gauges_seen = now_s, gauges
-        self._count_time()
-        counts = {item: count for item, count in self._counts.items() if count}
-        self._counts.clear()
-        figures = {**gauges, **self.core.learned()}
-        stats = OffloadingConnectorStats()
-        for (name, labels), amount in counts.items():
-            stats.increase_counter(COUNTERS[name].name, amount, labels)
-        for (name, labels), source in _GAUGE_SOURCES.items():
-            stats.set_gauge(GAUGES[name].name, figures[source], labels)
-        return stats
 
     def _count_time(self) -> None:
         steps = self._steps
@@ -275,22 +269,3 @@ class NVMeoFOffloadingManager(OffloadingManager):
             state = _RequestKeys()
             req_context.set_state(state)
         return state
-
-
-#: Our gauge and its label values → the core's figure.
-_GAUGE_SOURCES: dict[tuple[str, tuple[str, ...]], str] = {
-    ("entries", ()): "entries",
-    ("cache_slots", ()): "cache_slots",
-    ("cache_slots_used", ()): "cache_slots_taken",
-    ("held_cache_slots", ("reload",)): "held_reload",
-    ("held_cache_slots", ("queue",)): "held_queue",
-    ("pool_slots", ()): "pool_slots",
-    ("pool_slots_used", ()): "pool_slots_taken",
-    ("writes_pending", ()): "writes_pending",
-    ("write_backlog", ()): "write_backlog",
-    ("suspect_targets", ()): "suspect_targets",
-    ("fallbacks", ()): "fallbacks",
-    ("prefill_tokens_per_second", ()): "prefill_tokens_per_s",
-    ("pool_read_bytes_per_second", ()): "read_bytes_per_s",
-    ("load_overhead_seconds", ()): "load_overhead_s",
-}
