@@ -241,6 +241,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         result: tuple[bool, Any] = super().request_finished(request, block_ids)
         return result
 
+    @timed
     def get_kv_connector_stats(self) -> Any:
         # The one call of the scheduler side that comes with every step's output.
         if self.connector_scheduler is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load or compute on a disk that is throttled: the sooner one, on both sides of the crossover.
+"""Load or compute on a disk that is throttled, or hangs: the sooner one, on both sides.
 
 What is asserted are decisions and tokens, against the rates that the server says it goes by; how
 long things take is `vllm-nvmeof bench tier`'s business.
@@ -36,18 +36,17 @@ LESSONS = 4
 CLOSE = 2.0
 
 
-def _spec(target: Path | None) -> ServerSpec:
-    offload = None
-    if target is not None:
-        extra = {
-            "targets": [str(target)],
-            "pool_bytes": 256 * SLOT_BYTES,
-            "blocks_per_chunk": CHUNK_TOKENS // BLOCK_TOKENS,
-            "stream_slots": 4,
-            # Slow is what this is about. A target that misses a deadline is not looked up at all.
-            "read_deadline_ms": 60_000,
-        }
-        offload = OffloadSpec(12 * SLOT_BYTES / GIB, extra)
+def _spec(directory: Path) -> ServerSpec:
+    extra = {
+        "targets": [str(directory / "pool")],
+        "pool_bytes": 256 * SLOT_BYTES,
+        "blocks_per_chunk": CHUNK_TOKENS // BLOCK_TOKENS,
+        "stream_slots": 4,
+        # Slow is what this is about. A target that misses a deadline is not looked up at all.
+        "read_deadline_ms": 60_000,
+        "fault_injection": str(directory / "faults.json"),
+    }
+    offload = OffloadSpec(12 * SLOT_BYTES / GIB, extra)
     return ServerSpec(
         model=make_model(rig.BUILD / "models", SHAPE),
         max_model_len=1024,
@@ -66,9 +65,12 @@ def prompts() -> list[list[int]]:
 class Returns:
     """Prompts that come back one after the other, each when GPU and CPU tier have lost it."""
 
-    def __init__(self, server: Server, prompts: list[list[int]], throttle: Throttle) -> None:
+    def __init__(
+        self, server: Server, prompts: list[list[int]], throttle: Throttle, faults: rig.Faults
+    ) -> None:
         self.throttle = throttle
-        self._server = server
+        self.faults = faults
+        self.server = server
         self._prompts = prompts
         self._cold: list[Answer] = rig.ask(server, prompts, ANSWER_TOKENS)
         self._next = 0
@@ -79,12 +81,12 @@ class Returns:
 
     def next(self) -> str:
         """The next one returns: what was decided. Its tokens must be the same."""
-        before = rig.metrics(self._server)
+        before = rig.metrics(self.server)
         index = self._next % len(self._prompts)
         self._next += 1
-        answers = rig.ask(self._server, [self._prompts[index]], ANSWER_TOKENS)
+        answers = rig.ask(self.server, [self._prompts[index]], ANSWER_TOKENS)
         assert rig.same(answers, [self._cold[index]])
-        after = rig.metrics(self._server)
+        after = rig.metrics(self.server)
         made = {
             decision: after.value("vllm:nvmeof_admissions_total", decision=decision)
             - before.value("vllm:nvmeof_admissions_total", decision=decision)
@@ -99,7 +101,7 @@ class Returns:
 
     def compute_over_load(self, bytes_per_s: float) -> float:
         """How many times sooner loading is at that rate, by the server's own prefill rate."""
-        tokens_per_s = rig.metrics(self._server).value("vllm:nvmeof_prefill_tokens_per_second")
+        tokens_per_s = rig.metrics(self.server).value("vllm:nvmeof_prefill_tokens_per_second")
         chunks = PROMPT_TOKENS // CHUNK_TOKENS
         return chunks * CHUNK_TOKENS / tokens_per_s / (chunks * SLOT_BYTES / bytes_per_s)
 
@@ -115,12 +117,14 @@ class Returns:
 def returns(
     prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Returns]:
-    target = tmp_path_factory.mktemp("admission")
+    directory = tmp_path_factory.mktemp("admission")
+    faults = rig.Faults(directory / "faults.json")
+    faults.set()
     try:
-        throttle = Throttle(target)
-        with throttle, rig.start(_spec(target), "admission") as server:
+        throttle = Throttle(directory)
+        with throttle, rig.start(_spec(directory), "admission") as server:
             throttle.add_group(server.pid)
-            yield Returns(server, prompts, throttle)
+            yield Returns(server, prompts, throttle, faults)
             assert server.running
     except ThrottleError as error:
         pytest.skip(f"no throttled disk here: {error}")
@@ -136,3 +140,15 @@ def test_the_sooner_one_is_chosen(returns: Returns, megabytes_per_s: int | None)
         assert set(decisions) == {"load"}
     elif advantage < 1 / CLOSE:
         assert "load" not in decisions
+
+
+def test_a_pool_that_hangs_costs_one_load_and_is_used_again(returns: Returns) -> None:
+    """No deadline has passed yet: the limit of the load, twice its computing time, cuts it off."""
+    returns.throttle.limit(read_bytes_per_s=None)
+    before = rig.metrics(returns.server)
+    returns.faults.set(hang_reads=True)
+    decisions = [returns.next() for _ in range(5)]
+    assert decisions == ["load"] + 4 * ["recompute"]
+    assert rig.grown(returns.server, before, "vllm:nvmeof_loads_cut_total") == 1
+    returns.faults.set()
+    assert any(returns.next() == "load" for _ in range(30))
