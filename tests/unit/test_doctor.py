@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_nvmeof_offload.cli import app
-from vllm_nvmeof_offload.fabric import host_checks
+from vllm_nvmeof_offload.fabric import host_checks, measure
 from vllm_nvmeof_offload.fabric.findings import Finding, Severity, worst
+from vllm_nvmeof_offload.fabric.model import TargetFabric
 
 
 def run(*words: object, code: int) -> Any:
@@ -33,11 +35,54 @@ def test_a_healthy_machine_is_said_to_be_one(tmp_path: Path) -> None:
         "huge_pages": "ok",
         "io_uring": "ok",
         "io_uring_registration": "ok",
+        "kernel": "ok",
+        "fabric": "ok",
+        "atime": "ok",
         "o_direct": "ok",
         "free_space": "ok",
     }
     assert list((tmp_path / "pool").iterdir()) == []
-    assert "io_uring_registration: works" in run("--target", tmp_path, code=0).stdout
+    shown = run("--target", tmp_path, code=0).stdout
+    assert "io_uring_registration: works" in shown
+    assert "not on NVMe over Fabrics" in shown
+
+
+def test_json_has_the_findings_and_the_tree(tmp_path: Path) -> None:
+    shown = json.loads(run("--target", tmp_path, "--json", code=0).stdout)
+    assert shown.keys() == {"worst", "findings", "targets"}
+    assert shown["worst"] == "ok"
+    for finding in shown["findings"]:
+        assert finding.keys() == {"check", "subject", "severity", "evidence", "remedy"}
+        assert finding["subject"] in ("host", str(tmp_path))
+    (target,) = shown["targets"]
+    fields = {field.name for field in dataclasses.fields(TargetFabric)}
+    assert target.keys() == fields | {"interfaces", "link_bytes_per_s", "measured"}
+    assert target["target"] == str(tmp_path)
+    assert target["mount"]["file_system"]
+    assert target["measured"] is None
+
+
+def test_it_measures_and_leaves_nothing(tmp_path: Path) -> None:
+    result = run("--target", tmp_path, "--json", "--measure", code=0)
+    measured = json.loads(result.stdout)["targets"][0]["measured"]
+    assert measured["write_bytes_per_s"] > 1 << 20
+    assert measured["read_bytes_per_s"] > 1 << 20
+    assert 0 < measured["read_latency_s_median"] <= measured["read_latency_s_max"]
+    assert measured["singles"] >= 1
+    assert "O_DIRECT" in measured["engine"]
+    assert f"measuring {tmp_path}: reads" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_measured_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # More than any disk has.
+    monkeypatch.setattr(measure, "SLOTS", 1 << 40)
+    result = run("--target", tmp_path, "--json", "--measure", code=2)
+    shown = json.loads(result.stdout)
+    assert {one["check"]: one for one in shown["findings"]}["measured"]["severity"] == "error"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_target_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

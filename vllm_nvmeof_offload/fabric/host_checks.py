@@ -16,14 +16,15 @@ import numpy as np
 
 from vllm_nvmeof_offload.config import TargetInfo, check_targets, parse_config
 from vllm_nvmeof_offload.errors import ConfigError, PoolError
+from vllm_nvmeof_offload.fabric.dio_align import DirectAlignment, direct_alignment
 from vllm_nvmeof_offload.fabric.findings import Finding, Severity
 from vllm_nvmeof_offload.io.choose import explain_denial
 from vllm_nvmeof_offload.io.uring import UringDeniedError
 from vllm_nvmeof_offload.native import WHY_NOT, core
 from vllm_nvmeof_offload.pool.slab import probe_o_direct
-from vllm_nvmeof_offload.units import GIB, MIB, format_bytes
+from vllm_nvmeof_offload.units import GIB, MIB, PAGE_BYTES, format_bytes
 
-__all__ = ["check_host", "check_huge_pages", "check_target"]
+__all__ = ["check_host", "check_huge_pages", "check_target", "judge_alignment"]
 
 _HOST = "host"
 _PROBE_BYTES = 16 * MIB
@@ -112,11 +113,28 @@ def check_target(target: str) -> list[Finding]:
 def _check_o_direct(info: TargetInfo) -> Finding:
     try:
         probe_o_direct(Path(info.path))
+        needed = direct_alignment(info.path)
     except (OSError, PoolError) as error:
         evidence = f"does not work on {info.file_system}: {error}; buffered I/O runs instead"
         remedy = "put the pool on xfs or ext4"
         return Finding("o_direct", info.path, Severity.WARNING, evidence, remedy)
-    return Finding("o_direct", info.path, Severity.OK, f"works on {info.file_system}")
+    return judge_alignment(info, needed)
+
+
+def judge_alignment(info: TargetInfo, needed: DirectAlignment | None) -> Finding:
+    """Whether 4 KiB pages, which is what the pool works with, are fine enough for O_DIRECT."""
+    if needed is None:
+        evidence = f"works on {info.file_system}; the alignment that it asks for is unknown"
+        return Finding("o_direct", info.path, Severity.OK, evidence)
+    evidence = (
+        f"works on {info.file_system}, aligned to {format_bytes(needed.memory_bytes)} in memory "
+        f"and {format_bytes(needed.offset_bytes)} in the file"
+    )
+    if max(needed.memory_bytes, needed.offset_bytes) > PAGE_BYTES:
+        evidence += f"; the pool aligns to {format_bytes(PAGE_BYTES)}: buffered I/O runs instead"
+        remedy = "a file system with blocks of 4 KiB on a namespace formatted with those"
+        return Finding("o_direct", info.path, Severity.WARNING, evidence, remedy)
+    return Finding("o_direct", info.path, Severity.OK, evidence)
 
 
 def _check_space(info: TargetInfo) -> Finding:

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures a target through the product's own I/O: a small pool of its own, gone at the end.
+
+Whole slots are written, then read back and verified, so that checksums are in the times. What
+was just written may still be in the target's own cache: a target can be slower than this on
+data that is old, and on writes that last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import random
+import select
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_nvmeof_offload.errors import EngineError, PoolError
+from vllm_nvmeof_offload.io.base import IoEngine, IoKind, IoOp
+from vllm_nvmeof_offload.io.choose import IoLimits, choose_io_engine
+from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
+from vllm_nvmeof_offload.pool.table import ENTRY_BYTES
+from vllm_nvmeof_offload.protocol import IoClass, SlotIdentity
+from vllm_nvmeof_offload.units import MIB, PAGE_BYTES, format_bytes, slot_stride_bytes
+
+__all__ = ["MeasureError", "Measured", "measure"]
+
+PAYLOAD_BYTES = 2 * MIB
+#: With their headers under 128 MiB of file, written twice: the first writes into new space are
+#: slower than all later ones, and are not counted.
+SLOTS = 62
+_DEPTH = 16
+_FILL_S_MAX, _WRITE_S_MAX, _READ_S_MAX, _SINGLE_S_MAX = 0.8, 0.6, 0.7, 0.4
+_SINGLES_MAX = 100
+#: Of no progress at all; then the target hangs, or is too slow to be of use.
+_STALL_S = 5.0
+_SEED = 1
+
+Progress = Callable[[str], None]
+
+
+class MeasureError(EngineError):
+    """The target cannot be measured, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Rates count payload. singles: how many reads of one slot at a time the latencies are of."""
+
+    engine: str
+    chunk_bytes: int
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    read_latency_s_median: float
+    read_latency_s_max: float
+    singles: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure(target: str, on_progress: Progress) -> Measured:
+    """Measure the directory `target`: at most 256 MiB are written, in about three seconds.
+
+    Raises:
+        MeasureError: an operation failed or hung, or there is no space.
+    """
+    try:
+        with _pool(target) as pool, _staging(pool) as (memory, address):
+            chosen = choose_io_engine("auto", pool, memory, address, IoLimits())
+            runner = _Runner(chosen.engine, pool, address)
+            try:
+                return _phases(runner, chosen.engine.name, on_progress)
+            finally:
+                if not chosen.engine.close():
+                    raise MeasureError(f"{target}: I/O hangs in the kernel")
+    except (OSError, PoolError) as error:
+        raise MeasureError(f"{target}: {error}") from error
+
+
+def _phases(runner: _Runner, engine: str, on_progress: Progress) -> Measured:
+    on_progress("first writes")
+    filled, _ = runner.run(IoKind.WRITE_SLOT, range(runner.slots), _DEPTH, _FILL_S_MAX)
+    on_progress("writes")
+    written, write_s = runner.run(IoKind.WRITE_SLOT, range(filled), _DEPTH, _WRITE_S_MAX)
+    generator = random.Random(_SEED)
+    on_progress("reads")
+    read, read_s = runner.run(IoKind.READ_SLOT, _at_random(filled, generator), _DEPTH, _READ_S_MAX)
+    on_progress("reads one at a time")
+    runner.latencies_s.clear()
+    runner.run(IoKind.READ_SLOT, _at_random(filled, generator), 1, _SINGLE_S_MAX, _SINGLES_MAX)
+    return Measured(
+        engine=engine,
+        chunk_bytes=PAYLOAD_BYTES,
+        write_bytes_per_s=written * PAYLOAD_BYTES / write_s,
+        read_bytes_per_s=read * PAYLOAD_BYTES / read_s,
+        read_latency_s_median=statistics.median(runner.latencies_s),
+        read_latency_s_max=max(runner.latencies_s),
+        singles=len(runner.latencies_s),
+    )
+
+
+def _at_random(count: int, generator: random.Random) -> Iterator[int]:
+    while True:
+        yield generator.randrange(count)
+
+
+@contextlib.contextmanager
+def _pool(target: str) -> Iterator[Pool]:
+    directory = Path(tempfile.mkdtemp(prefix=".vllm-nvmeof-doctor-", dir=target))
+    try:
+        pool = Pool.open(
+            PoolSpec(
+                targets=(directory,),
+                pool_bytes=SLOTS * (slot_stride_bytes(PAYLOAD_BYTES) + ENTRY_BYTES),
+                payload_bytes=PAYLOAD_BYTES,
+                keyspace=Keyspace.of({"doctor": PAYLOAD_BYTES}),
+                adoptable=False,
+            )
+        )
+    finally:
+        # At once: its files are open, and whatever ends this process, they end with it.
+        shutil.rmtree(directory, ignore_errors=True)
+    try:
+        if pool.slots < SLOTS:
+            wanted = format_bytes(SLOTS * pool.slot_bytes)
+            raise MeasureError(f"{target}: {wanted} of free space are needed to measure")
+        yield pool
+    finally:
+        pool.close()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _staging(pool: Pool) -> Iterator[tuple[memoryview, int]]:
+    """One buffer for each operation in flight, of bytes that no device can compress."""
+    size = _DEPTH * pool.slot_bytes
+    region = mmap.mmap(-1, size)
+    with contextlib.suppress(OSError):
+        region.madvise(mmap.MADV_HUGEPAGE)  # as the server's staging
+    buffer = np.frombuffer(region, np.uint8)
+    buffer[:] = np.frombuffer(np.random.default_rng(_SEED).bytes(size), np.uint8)
+    assert buffer.ctypes.data % PAGE_BYTES == 0
+    yield buffer.data, buffer.ctypes.data
+
+
+class _Runner:
+    """The engine's only caller."""
+
+    def __init__(self, engine: IoEngine, pool: Pool, address: int) -> None:
+        self.slots = pool.slots
+        self.latencies_s: list[float] = []
+        self._engine = engine
+        self._slot_bytes = pool.slot_bytes
+        self._address = address
+        self._token = 0
+        self._poll = select.poll()
+        self._poll.register(engine.fileno(), select.POLLIN)
+
+    def run(
+        self,
+        kind: IoKind,
+        slots: Iterator[int] | range,
+        depth: int,
+        seconds_max: float,
+        count_max: int | None = None,
+    ) -> tuple[int, float]:
+        """Keep `depth` operations in flight until time, `slots` or `count_max` end.
+
+        Returns how many were done, and the seconds until the last of them.
+        """
+        remaining, free = iter(slots), list(range(depth))
+        running: dict[int, tuple[int, float]] = {}  # token → buffer, when it began
+        start_s = time.perf_counter()
+        done, started, open_ = 0, 0, True
+        while open_ or running:
+            while open_ and free:
+                late = time.perf_counter() - start_s >= seconds_max and started > 0
+                slot = None if late or started == count_max else next(remaining, None)
+                if slot is None:
+                    open_ = False
+                    break
+                buffer = free.pop()
+                running[self._submit(kind, slot, buffer)] = (buffer, time.perf_counter())
+                started += 1
+            for token in self._ended() if running else ():
+                buffer, began_s = running.pop(token)
+                self.latencies_s.append(time.perf_counter() - began_s)
+                free.append(buffer)
+                done += 1
+        return done, time.perf_counter() - start_s
+
+    def _submit(self, kind: IoKind, slot: int, buffer: int) -> int:
+        self._token += 1
+        io_class = IoClass.WRITE_BEHIND if kind is IoKind.WRITE_SLOT else IoClass.READ_DEMAND
+        identity = SlotIdentity(slot.to_bytes(36, "little"), 1)
+        address = self._address + buffer * self._slot_bytes
+        op = IoOp(self._token, kind, io_class, slot, address, identity)
+        if self._engine.submit([op]) != 1:
+            raise MeasureError(f"{self._engine.name}: its queue is full")
+        return self._token
+
+    def _ended(self) -> list[int]:
+        if not self._poll.poll(_STALL_S * 1000):
+            raise MeasureError(f"nothing came for {_STALL_S:.0f} s")
+        tokens = []
+        for completion in self._engine.poll():
+            if completion.outcome is None or not completion.outcome.ok:
+                raise MeasureError(f"an operation ended {completion.outcome}")
+            tokens.append(completion.token)
+        return tokens
