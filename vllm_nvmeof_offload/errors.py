@@ -23,10 +23,12 @@ __all__ = [
     "CANCELLED",
     "CHECKSUM_MISMATCH",
     "DEADLINE",
+    "ERRORS",
     "OK",
     "STALE",
     "ConfigError",
     "EngineError",
+    "ErrorMeaning",
     "IntegrationError",
     "OffloadError",
     "Outcome",
@@ -96,7 +98,7 @@ class Scope(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of one operation; `errno` is 0 unless `kind` is IO_ERROR."""
+    """Outcome of one operation; `errno` is 0 unless `kind` is IO_ERROR (see `ERRORS`)."""
 
     kind: OutcomeKind
     errno: int = 0
@@ -109,6 +111,8 @@ class Outcome:
 
     def __str__(self) -> str:
         if self.kind is OutcomeKind.IO_ERROR:
+            if not self.errno:
+                return "io_error(no bytes were moved)"
             name = _errno.errorcode.get(self.errno, str(self.errno))
             return f"io_error({name}: {os.strerror(self.errno)})"
         return str(self.kind.value)
@@ -120,13 +124,51 @@ STALE = Outcome(OutcomeKind.STALE)
 DEADLINE = Outcome(OutcomeKind.DEADLINE, scope=Scope.TARGET)
 CANCELLED = Outcome(OutcomeKind.CANCELLED)
 
-_RETRYABLE = frozenset({_errno.EAGAIN, _errno.EINTR, _errno.EIO, _errno.ETIMEDOUT})
-_TARGET_SCOPE = frozenset(
-    {_errno.ENODEV, _errno.ENXIO, _errno.EROFS, _errno.ENOTCONN, _errno.ESTALE, _errno.EBADF}
-)
+
+@dataclass(frozen=True, slots=True)
+class ErrorMeaning:
+    """One row: what an errno of a slab's read or write means, and what follows.
+
+    retryable: may the same operation succeed a moment later? As the kernel's block layer
+    judges: what the device itself has refused stays refused.
+    """
+
+    meaning: str
+    retryable: bool
+    scope: Scope
+
+
+_OTHER = ErrorMeaning("the operation failed", False, Scope.SLOT)
+
+#: errno → row. 0 stands for a transfer of no bytes that gave no errno.
+ERRORS = {
+    0: ErrorMeaning("the namespace is disabled, or the file was cut short", False, Scope.TARGET),
+    _errno.EIO: ErrorMeaning("path, device or file system failed", True, Scope.SLOT),
+    _errno.ENODATA: ErrorMeaning("the medium has lost these blocks", False, Scope.SLOT),
+    _errno.EILSEQ: ErrorMeaning("the blocks fail their protection check", False, Scope.SLOT),
+    _errno.ENOSPC: ErrorMeaning("no space left behind this place", False, Scope.SLOT),
+    _errno.EREMOTEIO: ErrorMeaning(
+        "the controller refuses: not ready, or beyond the namespace's end", False, Scope.TARGET
+    ),
+    _errno.EBADE: ErrorMeaning("another host holds a reservation", False, Scope.TARGET),
+    _errno.EOPNOTSUPP: ErrorMeaning(
+        "the controller does not know the command", False, Scope.TARGET
+    ),
+    _errno.ENOLINK: ErrorMeaning("the path was lost", True, Scope.TARGET),
+    _errno.ETIMEDOUT: ErrorMeaning("the device did not answer in time", True, Scope.TARGET),
+    _errno.EAGAIN: ErrorMeaning("the kernel is busy", True, Scope.SLOT),
+    _errno.EINTR: ErrorMeaning("interrupted", True, Scope.SLOT),
+    _errno.ENODEV: ErrorMeaning("the device is not there any more", False, Scope.TARGET),
+    _errno.ENXIO: ErrorMeaning("the device is not there any more", False, Scope.TARGET),
+    _errno.ESHUTDOWN: ErrorMeaning("the device is being taken away", False, Scope.TARGET),
+    _errno.ENOTCONN: ErrorMeaning("the file system's server is gone", False, Scope.TARGET),
+    _errno.EROFS: ErrorMeaning("the file system has become read-only", False, Scope.TARGET),
+    _errno.ESTALE: ErrorMeaning("the file is another one by now", False, Scope.TARGET),
+    _errno.EBADF: ErrorMeaning("the target's files are closed", False, Scope.TARGET),
+}
 
 
 def io_error(number: int) -> Outcome:
-    """Classify an errno (positive) into an IO_ERROR outcome."""
-    scope = Scope.TARGET if number in _TARGET_SCOPE else Scope.SLOT
-    return Outcome(OutcomeKind.IO_ERROR, number, number in _RETRYABLE, scope)
+    """Classify an errno (positive; 0: no bytes were moved, and no errno was given)."""
+    row = ERRORS.get(number, _OTHER)
+    return Outcome(OutcomeKind.IO_ERROR, number, row.retryable, row.scope)

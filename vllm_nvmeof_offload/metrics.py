@@ -73,7 +73,7 @@ COUNTERS = {
         _metric("adopted_chunks", "Chunks taken over from the pool at start."),
         _metric("resets", "Times that everything stored was declared void."),
         _metric("retired_pool_slots", "Pool slots given up after failed writes."),
-        _metric("verdict_changes", "Times that a target became suspect, or usable again."),
+        _metric("verdict_changes", "Times that a target stopped to be usable, or became so again."),
     )
 }
 
@@ -95,6 +95,11 @@ GAUGES = {
             "load_overhead_seconds",
             "Learned: what a load from the pool takes beyond its bytes over the read rate.",
         ),
-        _metric("suspect_targets", "Targets that at least one rank finds suspect."),
+        _metric("suspect_targets", "Targets that at least one rank finds suspect or gone."),
+        _metric(
+            "target_verdict",
+            "The worst rank's: 0 ok, 1 degraded, 2 suspect, 3 gone; targets as they are listed.",
+            "target",
+        ),
     )
 }

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from vllm_nvmeof_offload.errors import Outcome
 
 __all__ = [
+    "VERDICTS",
     "AdoptedEntries",
     "CancelCommand",
     "Command",
@@ -163,13 +164,21 @@ class ReleaseReport:
     op: int
 
 
+#: On a target, the later the worse; `fabric.health` says what they mean. The first two are usable.
+VERDICTS = ("ok", "degraded", "suspect", "gone")
+
+
 @dataclass(frozen=True, slots=True)
 class VerdictReport:
-    """This rank's verdict on one target: usable, or suspect (no look-up hits there)."""
+    """This rank's verdict on one target, one of `VERDICTS`. Not usable: no look-up hits there."""
 
     rank: int
     target: int
-    usable: bool
+    verdict: str
+
+    @property
+    def usable(self) -> bool:
+        return self.verdict in VERDICTS[:2]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,11 +28,17 @@ class FaultyMount:
             pytest.skip("mounting a FUSE file system without fusermount needs root")
         self.place = path / "faulty"
         self.backing = backing or path / "backing"
+        self._options = options
+        self._beneath: list[subprocess.Popen[str]] = []
         self.place.mkdir()
         self.backing.mkdir(exist_ok=True)
+        self.mount()
+
+    def mount(self) -> None:
+        """Mount, once more after `unmount`, or over what is there; the rules begin anew."""
         command = [sys.executable, "-m", "tests.faults.fuse_server"]
         self._server = subprocess.Popen(
-            [*command, str(self.backing), str(self.place), *options],
+            [*command, str(self.backing), str(self.place), *self._options],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -42,6 +48,17 @@ class FaultyMount:
         if "error" in answer:
             self.close()
             pytest.skip(f"mounting is not permitted here: {answer['error']}")
+
+    def mount_over(self) -> None:
+        """Mount a second one of the same files over the first, whatever hangs there."""
+        self._beneath.append(self._server)
+        self.mount()
+
+    def kill_beneath(self) -> None:
+        """What hangs in mounts below others comes to its end."""
+        for server in self._beneath:
+            server.kill()
+            server.communicate()
 
     def _answer(self) -> dict[str, Any]:
         assert self._server.stdout is not None
@@ -85,12 +102,28 @@ class FaultyMount:
         self._server.kill()
         self._server.wait()
 
+    def unmount(self, *options: str) -> None:
+        """As an operator does it, after `kill`; fails if a process keeps a file open there."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.close()
+        self._server.stdout.close()
+        end_s = time.monotonic() + WAIT_S
+        while True:  # what looks at the path makes it busy for an instant
+            command = ["umount", *options, str(self.place)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode == 0:
+                return
+            assert time.monotonic() < end_s, done.stderr
+
     def close(self) -> None:
         """Unmount. The server's end aborts the connection, whatever still hangs in it."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         self.kill()
+        self.kill_beneath()
         self._server.stdin.close()
         self._server.stdout.close()
-        subprocess.run(["umount", "-l", str(self.place)], capture_output=True)
+        for _ in range(1 + len(self._beneath)):
+            subprocess.run(["umount", "-l", str(self.place)], capture_output=True)
         assert not os.path.ismount(self.place)

@@ -72,7 +72,7 @@ def suspect_target_fails_the_reset() -> list[Patch]:
     real = IoPump._refusal
 
     def refusal(self: Any, task: Task) -> Outcome | None:
-        if task.job.kind is JobKind.RESET and self._unreleased[0]:
+        if task.job.kind is JobKind.RESET and not self._health[0].verdict.usable:
             return CANCELLED
         return real(self, task)
 

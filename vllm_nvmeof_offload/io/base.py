@@ -7,7 +7,8 @@ buffer, a second `Completion` follows with `outcome=None` and `released=True`. E
 operation yields one `Completion` that has both. Until its release an operation's buffer
 belongs to the engine.
 
-Short transfers are requeued by the engine; one that makes no progress is IO_ERROR(EIO).
+Short transfers are requeued by the engine; one that makes no progress is an IO_ERROR, with
+errno 0 where no byte was moved.
 
 * A slot write seals the slot (header and payload CRC-32C, `pool.layout`), writes it whole,
   and after that writes the slot's table entry, so that a table entry never precedes its data.
@@ -82,6 +83,12 @@ class IoEngine(Protocol):
 
     def poll(self) -> list[Completion]:
         """Return what has happened since the last call, deadlines included."""
+
+    def replace_target(self, target: int) -> None:
+        """The pool has other files of `target` by now: use them for what is submitted from now on.
+
+        What was submitted before may use the old ones, which stay open until it is released.
+        """
 
     def fileno(self) -> int:
         """An eventfd that is readable when `poll` may have something to say."""

@@ -137,6 +137,9 @@ class FaultyIoEngine:
         """Held operations count as started: they run on."""
         self._inner.cancel([token for token in tokens if token in self._forwarded])
 
+    def replace_target(self, target: int) -> None:
+        self._inner.replace_target(target)
+
     def poll(self) -> list[Completion]:
         self.plan.refresh()
         with contextlib.suppress(BlockingIOError):

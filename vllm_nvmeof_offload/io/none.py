@@ -32,6 +32,9 @@ class NoIoEngine:
     def cancel(self, tokens: Sequence[int]) -> None:
         return
 
+    def replace_target(self, target: int) -> None:
+        return
+
     def poll(self) -> list[Completion]:
         done, self._done = self._done, []
         if done:

@@ -137,6 +137,9 @@ class ThreadsIoEngine:
                 if state is not None and state.phase is Phase.QUEUED:
                     self._end_queued(state, CANCELLED)
 
+    def replace_target(self, target: int) -> None:
+        """Nothing to do: an operation asks the pool for its files when it starts."""
+
     def poll(self) -> list[Completion]:
         # Clear the event before looking: what completes in between signals it again.
         with contextlib.suppress(BlockingIOError):

@@ -26,7 +26,7 @@ def read_slot(pool: Pool, slot: memoryview, pool_slot: int, identity: SlotIdenti
     try:
         _transfer(os.preadv, fd, slot, offset)
     except OSError as error:
-        return io_error(error.errno or errno.EIO)
+        return _failure(error)
     return verify(slot, identity, pool.payload_bytes)
 
 
@@ -46,16 +46,20 @@ def write_slot(
     seal(slot, identity, pool.payload_bytes, stamp.epoch, stamp.adoptable)
     entry = pool.encode_entry(pool_slot, identity, stamp)
     fd, offset = pool.slab_fd(pool_slot)
+    table_fd, table_offset = pool.table_fd(pool_slot)  # now: both of one attachment
     try:
         _transfer(os.pwritev, fd, slot, offset)
         if not wanted():
             return io_error(errno.ECANCELED)
-        table_fd, table_offset = pool.table_fd(pool_slot)
         if os.pwrite(table_fd, entry, table_offset) != len(entry):
             return io_error(errno.EIO)
     except OSError as error:
-        return io_error(error.errno or errno.EIO)
+        return _failure(error)
     return OK
+
+
+def _failure(error: OSError) -> Outcome:
+    return io_error(errno.EIO if error.errno is None else error.errno)
 
 
 def _transfer(
@@ -66,13 +70,13 @@ def _transfer(
     What is left after a short transfer starts on a page boundary again, as O_DIRECT asks for.
 
     Raises:
-        OSError: the kernel's error, or EIO if a call makes no progress.
+        OSError: the kernel's error; if a call makes no progress EIO, or 0 where it moved nothing.
     """
     done = 0
     while done < len(slot):
-        count = call(fd, [slot[done:]], offset + done)
+        count = moved = call(fd, [slot[done:]], offset + done)
         if done + count < len(slot):
             count -= (done + count) % PAGE_BYTES
         if count <= 0:
-            raise OSError(errno.EIO, f"no progress at byte {done} of {len(slot)}")
+            raise OSError(errno.EIO if moved else 0, f"no progress at {done} of {len(slot)} bytes")
         done += count

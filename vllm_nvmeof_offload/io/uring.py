@@ -172,6 +172,11 @@ class UringIoEngine:
         for token in tokens:
             self._core.cancel(token)
 
+    def replace_target(self, target: int) -> None:
+        # Slot `target` is the first one of that target.
+        fds = self._pool.slab_fd(target)[0], self._pool.table_fd(target)[0]
+        self._core.replace_target(target, *fds)
+
     def poll(self) -> list[Completion]:
         found = self._core.poll(int(self._clock() * 1e9))
         ahead_s = self._clock() - time.monotonic()  # the core's clock is the latter

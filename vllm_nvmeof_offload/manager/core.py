@@ -291,8 +291,8 @@ class ManagerCore:
         """Apply the ranks' reports, in the order in which they came."""
         for report in reports:
             if isinstance(report, VerdictReport):
-                self._tiers.targets.verdict(report)
-                self.counters["verdict_changes"] += 1
+                self.counters["verdict_changes"] += self._tiers.targets.verdict(report)
+                self.counters["verdicts_told"] += 1
                 continue
             if isinstance(report, RateReport):
                 self._tiers.targets.rate(report)
@@ -332,7 +332,9 @@ class ManagerCore:
             stored = op.kind is OpKind.STORE
             loaded = op.kind in (OpKind.LOAD, OpKind.FETCH) and outcome != CANCELLED
             if stored or loaded:
-                self._tiers.doom(op.entries[index])
+                slot = op.pool_slots[index] if op.pool_slots else None
+                worn = slot is not None and self._writes.blame(slot, outcome)
+                self._tiers.doom(op.entries[index], retire=worn)
                 self._shelf.gone(op.entries[index])
 
     def _decide(self, op: Op) -> None:
@@ -449,6 +451,10 @@ class ManagerCore:
             len(self.reload),
             *self._shelf.counts.values(),
         )
+
+    def verdicts(self) -> list[int]:
+        """By target: how bad the worst rank finds it, as an index of `protocol.VERDICTS`."""
+        return self._tiers.targets.worst_verdicts()
 
     def learned(self) -> dict[str, float]:
         """What admission goes by, for metrics; 0: not known."""

@@ -236,6 +236,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
             stats.increase_counter(COUNTERS[name].name, amount, labels)
         for (name, labels), source in GAUGE_SOURCES.items():
             stats.set_gauge(GAUGES[name].name, figures[source], labels)
+        for target, verdict in enumerate(self.core.verdicts()):
+            stats.set_gauge(GAUGES["target_verdict"].name, verdict, (str(target),))
         return stats
 
     def _count_lookups(self) -> None:

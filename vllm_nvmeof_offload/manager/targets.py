@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from vllm_nvmeof_offload.manager.policy import EvictionPolicy
 from vllm_nvmeof_offload.manager.slots import SlotPool
-from vllm_nvmeof_offload.protocol import RateReport, VerdictReport
+from vllm_nvmeof_offload.protocol import VERDICTS, RateReport, VerdictReport
 
 __all__ = ["MakePolicy", "Targets"]
 
@@ -47,6 +47,7 @@ class Targets:
         self._make_policy = policy
         #: Targets that some rank finds suspect, and which ranks do.
         self.suspects: dict[int, set[int]] = {}
+        self._verdicts: list[dict[int, int]] = [{} for _ in range(count)]  # by rank
         self.forget()
 
     def forget(self) -> None:
@@ -56,7 +57,10 @@ class Targets:
 
     # -- verdicts ---------------------------------------------------------------------
 
-    def verdict(self, report: VerdictReport) -> None:
+    def verdict(self, report: VerdictReport) -> bool:
+        """Returns whether the target became usable, or stopped to be, for all ranks together."""
+        was_usable = report.target not in self.suspects
+        self._verdicts[report.target][report.rank] = VERDICTS.index(report.verdict)
         ranks = self.suspects.setdefault(report.target, set())
         if report.usable:
             ranks.discard(report.rank)
@@ -64,6 +68,11 @@ class Targets:
             ranks.add(report.rank)
         if not ranks:
             del self.suspects[report.target]
+        return was_usable != report.usable if was_usable else not ranks
+
+    def worst_verdicts(self) -> list[int]:
+        """By target, an index of `protocol.VERDICTS`."""
+        return [max(verdicts.values(), default=0) for verdicts in self._verdicts]
 
     def usable(self, slot: int) -> bool:
         return not self.suspects or slot % self.count not in self.suspects

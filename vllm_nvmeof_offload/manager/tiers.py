@@ -216,12 +216,16 @@ class Tiers:
         if idle and state in (State.CACHED, State.BOTH, State.POOLED):
             self.index.rest(entry)
 
-    def doom(self, entry: Entry) -> None:
-        """Miss at once; the slots are freed at their last release (rule 8)."""
+    def doom(self, entry: Entry, *, retire: bool = False) -> None:
+        """Miss at once; the slots are freed at their last release (rule 8).
+
+        retire: but for the pool slot, which is not used again.
+        """
         if not self.index.holds(entry):
             return  # gone already, or the key has been stored anew since
         entry.on(Event.DOOM)
-        self._forget(entry)
+        self._counters["pool_slots_retired"] += retire and entry.pool_slot is not None
+        self._forget(entry, retire=retire)
 
     def reset(self) -> None:
         """Doom every entry; a slot that nothing uses is free at once."""
@@ -241,13 +245,13 @@ class Tiers:
         else:
             self.settle(entry)
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: Entry, *, retire: bool = False) -> None:
         """Drop from the index and the policies; orphan the slots it still has."""
         self.index.drop(entry)
         if entry.cache_slot is not None:
             self.leave_cache(entry)
         if entry.pool_slot is not None:
-            self.leave_pool(entry)
+            self.leave_pool(entry, retire=retire)
 
     def _home(self, slot: int) -> EvictionPolicy:
         """The policy that this cache slot is in while it is evictable."""

@@ -16,7 +16,7 @@ import errno
 from collections import Counter
 from collections.abc import Callable
 
-from vllm_nvmeof_offload.errors import Outcome, OutcomeKind
+from vllm_nvmeof_offload.errors import Outcome, OutcomeKind, Scope
 from vllm_nvmeof_offload.manager.index import Entry, Event, State
 from vllm_nvmeof_offload.manager.ledger import Ledger, OpKind
 from vllm_nvmeof_offload.manager.plan import CoreConfig, WritePolicy
@@ -25,7 +25,7 @@ from vllm_nvmeof_offload.protocol import Command, WriteCommand
 
 __all__ = ["WriteBehind"]
 
-#: A pool slot whose writes failed this often is not used again.
+#: A pool slot whose reads and writes failed this often is not used again.
 _FAILURES_MAX = 3
 
 
@@ -50,7 +50,7 @@ class WriteBehind:
         self._commands = commands
         self._counters = counters
         self._clock = clock
-        self._failures: Counter[int] = Counter()  # pool slot → failed writes
+        self._failures: Counter[int] = Counter()  # by pool slot, of reads and writes
 
     def attach(self, cache_slots: int) -> None:
         self.pending_max = max(1, int(self._config.writes_pending_share * cache_slots))
@@ -118,9 +118,16 @@ class WriteBehind:
             self._counters["written"] += 1
             return
         entry.on(Event.WRITE_FAILED)
-        self._failures[pool_slot] += failure.kind is OutcomeKind.IO_ERROR
-        full = failure.errno == errno.ENOSPC
-        worn = self._failures[pool_slot] >= _FAILURES_MAX
+        worn = self.blame(pool_slot, failure) or failure.errno == errno.ENOSPC
         self._counters["write_failed"] += 1
-        self._counters["pool_slots_retired"] += full or worn
-        self._tiers.leave_pool(entry, retire=full or worn)
+        self._counters["pool_slots_retired"] += worn
+        self._tiers.leave_pool(entry, retire=worn)
+
+    def blame(self, pool_slot: int, failure: Outcome) -> bool:
+        """Its read or write has failed; returns whether it shall not be used again.
+
+        What lies with the whole target is not the slot's fault.
+        """
+        if failure.kind is OutcomeKind.IO_ERROR and failure.scope is Scope.SLOT:
+            self._failures[pool_slot] += 1
+        return self._failures[pool_slot] >= _FAILURES_MAX

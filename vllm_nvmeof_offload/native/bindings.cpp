@@ -160,6 +160,10 @@ NB_MODULE(_native, m) {
       .def("submit", &submit)
       .def("kick", &Engine::kick, nb::call_guard<nb::gil_scoped_release>())
       .def("cancel", &Engine::cancel, nb::arg("token"))
+      .def("replace_target",
+           [](Engine& engine, size_t index, int slab_fd, int table_fd) {
+             engine.replace_target(index, {slab_fd, table_fd});
+           })
       .def("lift",
            [](Engine& engine, uint64_t barrier, uint32_t epoch, bool adoptable) {
              engine.lift(barrier, {epoch, adoptable});
@@ -175,7 +179,7 @@ NB_MODULE(_native, m) {
       .def("figures", &figures);
 
   m.def("probe_ring", [](int fd, uintptr_t address, size_t bytes, bool registered) {
-    Ring(32, {pointer(address), bytes}, {fd, -1}, kPageBytes, {registered, -1}).enable();
+    Ring(32, {pointer(address), bytes}, fd, kPageBytes, {registered, -1}).enable();
   });
   m.def("entry_crcs", &entry_crcs, nb::arg("entries"), nb::arg("pool_slots"), nb::arg("crcs"));
   m.def("entry_keys", &entry_keys, nb::arg("entries"), nb::arg("rows"));

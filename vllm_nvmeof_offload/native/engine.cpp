@@ -64,7 +64,7 @@ Engine::Engine(const EngineSetup& setup)
   std::vector<std::unique_ptr<Ring>> rings;
   for (const Target& target : setup.targets) {
     const int share_with = rings.empty() ? -1 : rings.front()->fd();
-    rings.push_back(std::make_unique<Ring>(setup.limits.depth, setup.memory, target,
+    rings.push_back(std::make_unique<Ring>(setup.limits.depth, setup.memory, target.slab_fd,
                                            setup.limits.slot_bytes,
                                            RingOptions{setup.registered, share_with}));
   }
@@ -103,6 +103,8 @@ bool Engine::submit(const Request& request) {
   if (request.deadline_ns != kNever) timer_->sooner(request.deadline_ns);
   return true;
 }
+
+void Engine::replace_target(size_t index, Target target) { targets_.at(index)->replace(target); }
 
 void Engine::kick() {
   for (const auto& target : targets_) target->kick();

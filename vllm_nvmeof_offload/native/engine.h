@@ -35,6 +35,9 @@ class Engine {
   bool submit(const Request& request);
   void kick();
   void cancel(uint64_t token);
+  // What is submitted from now on goes to these files; what was submitted before stays with those
+  // of its time, which must be open until it is released.
+  void replace_target(size_t index, Target target);
   void lift(uint64_t barrier, Stamp stamp);
   // What has happened since the last call, what is past its deadline at `now_ns` included.
   std::vector<Completion> poll(int64_t now_ns);

@@ -23,13 +23,13 @@ struct CloneBuffers {
 
 }  // namespace
 
-Ring::Ring(unsigned depth, Memory memory, Target target, size_t slot_bytes, RingOptions options)
-    : memory_(memory), target_(target), region_bytes_(0) {
+Ring::Ring(unsigned depth, Memory memory, int slab_fd, size_t slot_bytes, RingOptions options)
+    : memory_(memory), slab_fd_(slab_fd), region_bytes_(0) {
   unsigned entries = 16;
   while (entries < 2 * depth + 8) entries *= 2;  // reads, writes, the wake-up
   init(entries, true);
   try {
-    const int rc = io_uring_register_files(&ring_, &target_.slab_fd, 1);
+    const int rc = io_uring_register_files(&ring_, &slab_fd_, 1);
     files_registered_ = rc == 0;
     if (!options.registered) {
       if (files_registered_) return;
@@ -96,9 +96,19 @@ int Ring::region_of(const std::byte* at, size_t bytes) const {
   return (begin + bytes - 1) / region_bytes_ == region ? static_cast<int>(region) : -1;
 }
 
-void Ring::prepare(Kind kind, std::byte* at, size_t bytes, uint64_t offset, void* tag) {
+void Ring::use(int slab_fd) {
+  if (slab_fd == slab_fd_ || !files_registered_) return;
+  // What is prepared names the registered place: the kernel must have looked it up before.
+  enter(false);
+  if (io_uring_sq_ready(&ring_) > 0) return;  // the next time
+  if (io_uring_register_files_update(&ring_, 0, &slab_fd, 1) == 1) slab_fd_ = slab_fd;
+}
+
+void Ring::prepare(Kind kind, int slab_fd, std::byte* at, size_t bytes, uint64_t offset,
+                   void* tag) {
   io_uring_sqe* sqe = next_sqe();
-  const int fd = files_registered_ ? 0 : target_.slab_fd;
+  const bool fixed = files_registered_ && slab_fd == slab_fd_ && slab_fd >= 0;
+  const int fd = fixed ? 0 : slab_fd;
   const int region = region_of(at, bytes);
   const auto length = static_cast<unsigned>(bytes);
   if (kind == Kind::kRead) {
@@ -112,7 +122,7 @@ void Ring::prepare(Kind kind, std::byte* at, size_t bytes, uint64_t offset, void
     else
       io_uring_prep_write(sqe, fd, at, length, offset);
   }
-  if (files_registered_) sqe->flags |= IOSQE_FIXED_FILE;
+  if (fixed) sqe->flags |= IOSQE_FIXED_FILE;
   io_uring_sqe_set_data(sqe, tag);
 }
 

@@ -34,7 +34,7 @@ struct RingOptions {
 class Ring {
  public:
   // Throws RingError.
-  Ring(unsigned depth, Memory memory, Target target, size_t slot_bytes, RingOptions options);
+  Ring(unsigned depth, Memory memory, int slab_fd, size_t slot_bytes, RingOptions options);
   ~Ring();
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
@@ -43,8 +43,11 @@ class Ring {
   // All other calls come from the thread that makes this one. Throws RingError, also where the
   // kernel gives a ring and then forbids its use.
   void enable();
-  // One read or write of the slab; `tag` comes back in its completion and is not null.
-  void prepare(Kind kind, std::byte* at, size_t bytes, uint64_t offset, void* tag);
+  // Register this slab in the place of the one before, which the kernel then lets go of as soon as
+  // nothing works on it. Every slab can be read and written, the registered one at the least cost.
+  void use(int slab_fd);
+  // One read or write of a slab; `tag` comes back in its completion and is not null.
+  void prepare(Kind kind, int slab_fd, std::byte* at, size_t bytes, uint64_t offset, void* tag);
   // `wake_fd` becoming readable completes with a null tag, once.
   void arm(int wake_fd);
   // Hand over what is prepared; wait for one completion if told. Returns a negative errno.
@@ -60,7 +63,7 @@ class Ring {
 
   io_uring ring_{};
   Memory memory_;
-  Target target_;
+  int slab_fd_;          // the one that is registered, if any is
   size_t region_bytes_;  // registered pieces end on slot boundaries; 0: nothing registered
   bool files_registered_ = false;
   bool enabled_ = false;

@@ -45,7 +45,8 @@ TargetRing::TargetRing(const TargetSetup& setup)
       limits_(setup.limits),
       pieces_per_slot_(pieces_per_slot(setup.limits)),
       piece_bytes_(bytes_per_piece(setup.limits)),
-      wake_fd_(make_eventfd()) {}
+      wake_fd_(make_eventfd()),
+      target_(setup.target) {}
 
 TargetRing::~TargetRing() { ::close(wake_fd_); }
 
@@ -69,6 +70,7 @@ void TargetRing::submit(const Request& request) {
   op->request = request;
   op->offset = request.pool_slot / setup_.count * limits_.slot_bytes;
   std::lock_guard lock(mutex_);
+  op->target = target_;
   if (request.deadline_ns != kNever) {
     while (!deadlines_.empty() && !ops_.contains(deadlines_.top().second)) deadlines_.pop();
     deadlines_.emplace(request.deadline_ns, request.token);
@@ -80,6 +82,14 @@ void TargetRing::submit(const Request& request) {
 
 void TargetRing::kick() {
   if (!waking_.exchange(true)) eventfd_write(wake_fd_, 1);
+}
+
+void TargetRing::replace(Target target) {
+  {
+    std::lock_guard lock(mutex_);
+    target_ = target;
+  }
+  kick();  // the ring lets go of the old slab
 }
 
 bool TargetRing::cancel(uint64_t token) {
@@ -260,7 +270,7 @@ void TargetRing::finish(Op& op, Code code, int error) {
 // True if the piece has to be issued once more.
 bool TargetRing::goes_on(Piece* piece, int result) {
   Op& op = *piece->op;
-  if (op.error != 0 || op.phase == Phase::kOverdue) return false;
+  if (op.failed || op.phase == Phase::kOverdue) return false;
   if (result == -EAGAIN || result == -EINTR) {
     if (++piece->retries <= kRetriesMax) return true;
   } else if (result > 0) {
@@ -275,7 +285,8 @@ bool TargetRing::goes_on(Piece* piece, int result) {
       return true;
     }
   }
-  op.error = result < 0 ? -result : EIO;  // 0: no progress, the end of the file
+  op.failed = true;
+  op.error = result > 0 ? EIO : -result;  // 0: the end of the file, or of the device
   return false;
 }
 
@@ -297,7 +308,7 @@ void TargetRing::land(Piece* piece, int result) {
 
 void TargetRing::settle(Op& op) {
   if (op.pieces_in_flight > 0) return;
-  if (op.error != 0 || op.phase == Phase::kOverdue) {
+  if (op.failed || op.phase == Phase::kOverdue) {
     finish(op, Code::kIoError, op.error);
   } else if (op.next_piece == pieces_per_slot_) {
     if (op.request.kind == Kind::kRead) {
@@ -346,9 +357,11 @@ void TargetRing::loop(Ring& ring) {
     if (!armed) ring.arm(wake_fd_);
     armed = true;
     pieces.clear();
+    int slab_fd;
     {
       std::lock_guard lock(mutex_);
       if (closing_ && ops_.empty()) return;
+      slab_fd = target_.slab_fd;
       pieces.swap(again_);
       auto ready = std::partition(gated_.begin(), gated_.end(), [this](Piece* piece) {
         return !setup_.gate->open(piece->op->request.pool_slot);
@@ -358,6 +371,7 @@ void TargetRing::loop(Ring& ring) {
       busy = take_pieces(pieces) || busy;
       ++figures_.enters;
     }
+    ring.use(slab_fd);
     issue(ring, pieces);
     const int entered = ring.enter(!busy);
     if (entered < 0 && entered != -EINTR && entered != -EAGAIN && entered != -EBUSY)
@@ -404,8 +418,8 @@ void TargetRing::issue(Ring& ring, const std::vector<Piece*>& pieces) {
 void TargetRing::prepare(Ring& ring, Piece* piece) {
   const Op& op = *piece->op;
   const size_t at = piece->begin + piece->done;
-  ring.prepare(op.request.kind, op.request.address + at, piece->bytes - piece->done,
-               op.offset + at, piece);
+  ring.prepare(op.request.kind, op.target.slab_fd, op.request.address + at,
+               piece->bytes - piece->done, op.offset + at, piece);
 }
 
 bool TargetRing::verify_one() {
@@ -460,20 +474,23 @@ void TargetRing::run_table() {
     if (to_enter_.empty()) break;
     Op& op = *to_enter_.front();
     to_enter_.pop_front();
+    bool failed = false;
     int error = 0;
     // Nobody waits for a write that is overdue, and its slot may be another's soon.
     if (op.phase == Phase::kRunning) {
       const Request& request = op.request;
+      const int table_fd = op.target.table_fd;
       lock.unlock();
       const auto entry = encode_entry(request.pool_slot, request.identity, request.stamp);
       const auto offset = static_cast<off_t>(request.pool_slot / setup_.count * kEntryBytes);
       ssize_t done;
-      do done = pwrite(setup_.target.table_fd, entry.data(), entry.size(), offset);
+      do done = pwrite(table_fd, entry.data(), entry.size(), offset);
       while (done < 0 && errno == EINTR);
-      if (done != static_cast<ssize_t>(entry.size())) error = done < 0 ? errno : EIO;
+      failed = done != static_cast<ssize_t>(entry.size());
+      if (failed) error = done < 0 ? errno : EIO;
       lock.lock();
     }
-    finish(op, error == 0 ? Code::kOk : Code::kIoError, error);
+    finish(op, failed ? Code::kIoError : Code::kOk, error);
   }
   --threads_;
   ended_.notify_all();

@@ -48,6 +48,8 @@ class TargetRing {
   void submit(const Request& request);
   // Make the ring's thread look at what was submitted.
   void kick();
+  // The files of what is submitted from now on.
+  void replace(Target target);
   // Complete it with kCancelled if it has not started. False: not here, or started.
   bool cancel(uint64_t token);
   // Writes that waited for `barrier` or an earlier one may start, marked with `stamp`.
@@ -65,6 +67,7 @@ class TargetRing {
   enum class Phase : uint8_t { kQueued, kRunning, kOverdue };
   struct Op {
     Request request;
+    Target target;  // the files at the time of its submission
     Phase phase = Phase::kQueued;
     uint64_t offset = 0;
     unsigned next_piece = 0;  // the first that was not issued yet
@@ -73,7 +76,8 @@ class TargetRing {
     bool waits_for_turn = true;  // it is in its class's queue
     bool sealing = false;  // the ring's thread works on its buffer: it cannot end now
     bool sealed = false;
-    int error = 0;  // the first errno of any piece
+    bool failed = false;
+    int error = 0;  // where it failed: the first errno of any piece, or 0 for no progress
   };
   struct Piece {
     Op* op;
@@ -140,6 +144,7 @@ class TargetRing {
   std::vector<std::unique_ptr<Piece>> pieces_;  // all there are; they are used again
   std::vector<Piece*> free_pieces_;
   std::vector<Piece*> gated_;
+  Target target_;
   bool closing_ = false;
   unsigned threads_ = 2;
   Figures figures_;

@@ -36,7 +36,7 @@ enum class Code : uint8_t {
 struct Completion {
   uint64_t token;
   Code code;
-  int error;  // errno, positive, where code is kIoError
+  int error;  // where code is kIoError: errno, positive; 0: no bytes were moved, and no errno given
   bool released;
   int64_t ended_ns = 0;  // CLOCK_MONOTONIC; set where it is queued for the caller
 };
@@ -78,6 +78,7 @@ struct Limits {
   size_t write_bytes_beside_reads_max = 512 << 10;
 };
 
+// Descriptors; -1: none, and what is submitted fails with EBADF.
 struct Target {
   int slab_fd = -1;
   int table_fd = -1;

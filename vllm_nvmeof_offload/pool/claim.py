@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload.errors import PoolError, PoolFormatError, PoolLockedError
 from vllm_nvmeof_offload.names import LOGGER_NAME
-from vllm_nvmeof_offload.pool.lock import DirectoryLock, Heartbeat, local_holder_error
+from vllm_nvmeof_offload.pool.heartbeat import ServerHeartbeat
+from vllm_nvmeof_offload.pool.lock import DirectoryLock, local_holder_error
 from vllm_nvmeof_offload.pool.slab import make_directory, open_private
 from vllm_nvmeof_offload.pool.superblock import Superblock, read_superblock
 
@@ -36,8 +37,9 @@ class Claim:
     ) -> None:
         self.engine_index = engine_index
         self.directories = directories
-        self._locks = locks
-        self._heartbeat = Heartbeat([lock.beat for lock in locks])
+        #: By target; None: it is gone, and its lock with it.
+        self._locks: list[DirectoryLock | None] = [*locks]
+        self._heartbeat = ServerHeartbeat(lambda: filter(None, self._locks))
 
     @classmethod
     def make(
@@ -73,10 +75,21 @@ class Claim:
             logger.warning("%s/superblock: %s; starting empty", directory, error)
             return None
 
+    def device(self, index: int) -> int | None:
+        """st_dev of what target `index` is locked on; None: it is gone."""
+        lock = self._locks[index]
+        return None if lock is None else lock.file.device
+
+    def exchange_lock(self, index: int, lock: DirectoryLock | None) -> DirectoryLock | None:
+        """Put a new lock in the place of target `index`'s, which is returned."""
+        old, self._locks[index] = self._locks[index], lock
+        return old
+
     def release(self, keep_descriptors: bool = False) -> None:
         """Let go. `keep_descriptors`: something hangs in the kernel; the flock then stays."""
-        if self._heartbeat.stop() and not keep_descriptors:
-            for lock in self._locks:
+        self._heartbeat.stop()
+        if not keep_descriptors:
+            for lock in filter(None, self._locks):
                 lock.release()
 
 

@@ -27,7 +27,16 @@ from vllm_nvmeof_offload.names import LOGGER_NAME
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["HEARTBEAT_STALE_S", "DirectoryLock", "Heartbeat", "Holder", "read_holder"]
+__all__ = [
+    "HEARTBEAT_PERIOD_S",
+    "HEARTBEAT_STALE_S",
+    "DirectoryLock",
+    "Heartbeat",
+    "Holder",
+    "LockFile",
+    "read_holder",
+    "write_record",
+]
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -47,8 +56,13 @@ class Holder:
     heartbeat: float
 
     @staticmethod
-    def myself() -> Holder:
-        return Holder(socket.gethostname(), os.getpid(), _boot_id(), time.time())
+    def myself(pid: int | None = None) -> Holder:
+        """pid: of the process on this machine that holds it; None: this one."""
+        return Holder(socket.gethostname(), pid or os.getpid(), _boot_id(), time.time())
+
+    def record(self) -> bytes:
+        """What the lock file holds."""
+        return json.dumps(asdict(self)).encode().ljust(_RECORD_BYTES)
 
     def shares_kernel_with(self, other: Holder) -> bool:
         """True where flock already decides: the same machine, in containers too.
@@ -80,16 +94,49 @@ def read_holder(path: Path) -> Holder | None:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class LockFile:
+    """Which file: by its path there may be another one by now."""
+
+    path: str
+    device: int
+    inode: int
+
+
+def write_record(file: LockFile, pid: int) -> None:
+    """Renew the record of process `pid` in its lock file, durably.
+
+    Raises:
+        OSError: it cannot be written; ESTALE if another file is there now.
+    """
+    fd = os.open(file.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(fd)
+        if (status.st_dev, status.st_ino) != (file.device, file.inode):
+            raise OSError(errno.ESTALE, "another lock file is there now", file.path)
+        os.pwrite(fd, Holder.myself(pid).record(), 0)
+        os.fdatasync(fd)
+    finally:
+        os.close(fd)
+
+
 class DirectoryLock:
     """A claimed lock file. `claim` makes one, `release` gives it up."""
 
-    def __init__(self, fd: int, path: Path) -> None:
-        self._fd = fd
-        self.path = path
+    def __init__(self, fd: int, file: LockFile) -> None:
+        """Take over a locked descriptor; `claim` makes one."""
+        self.fd = fd
+        self.file = file
+
+    @property
+    def path(self) -> Path:
+        return Path(self.file.path)
 
     @classmethod
-    def claim(cls, path: Path) -> DirectoryLock | None:
+    def claim(cls, path: Path, pid: int | None = None) -> DirectoryLock | None:
         """Claim `path`, creating it; None if a process on this machine holds it.
+
+        pid: on whose behalf; None: this process's.
 
         Raises:
             PoolLockedError: a live process of another host holds it.
@@ -106,30 +153,36 @@ class DirectoryLock:
                 return None
             # `pool rm` may have deleted the file between open and flock: a lock on a file
             # that has no name any more keeps nobody out.
-            if not os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False)):
+            status = os.fstat(fd)
+            if not os.path.samestat(status, os.stat(path, follow_symlinks=False)):
                 raise OSError(errno.ESTALE, "the pool was removed at this moment", str(path))
             holder = read_holder(path)
-            me = Holder.myself()
+            me = Holder.myself(pid)
             if holder is not None and not holder.shares_kernel_with(me):
                 age_s = me.heartbeat - holder.heartbeat
                 if age_s < HEARTBEAT_STALE_S:
                     raise foreign_holder_error(path, holder, age_s)
-            lock = cls(fd, path)
-            lock.beat()
+            lock = cls(fd, LockFile(str(path), status.st_dev, status.st_ino))
+            lock.beat(pid)
             return lock
         except BaseException:
             os.close(fd)
             raise
 
-    def beat(self) -> None:
-        """Write this process's record, durable. OSError if it cannot be written."""
-        record = json.dumps(asdict(Holder.myself())).encode().ljust(_RECORD_BYTES)
-        os.pwrite(self._fd, record, 0)
-        os.fdatasync(self._fd)
+    def beat(self, pid: int | None = None) -> None:
+        """Write the holder's record, durable. OSError if it cannot be written."""
+        os.pwrite(self.fd, Holder.myself(pid).record(), 0)
+        os.fdatasync(self.fd)
+
+    def abandon(self) -> None:
+        """Let go of a file whose target is gone, writing nothing there."""
+        fd, self.fd = self.fd, -1
+        with contextlib.suppress(OSError):
+            os.close(fd)
 
     def release(self) -> None:
         """Name nobody in the file and let go; errors are ignored, the flock goes anyway."""
-        fd, self._fd = self._fd, -1
+        fd, self.fd = self.fd, -1
         if fd < 0:
             return
         try:
@@ -162,7 +215,7 @@ def local_holder_error(path: Path) -> PoolLockedError:
 
 
 class Heartbeat:
-    """A daemon thread that renews locks. A hung mount hangs this thread and nothing else."""
+    """A daemon thread that renews a command's locks; servers have `pool.heartbeat`."""
 
     def __init__(
         self, beats: list[Callable[[], None]], period_s: float = HEARTBEAT_PERIOD_S

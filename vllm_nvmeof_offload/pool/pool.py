@@ -7,6 +7,7 @@ targets have equally many slots: the fullest one decides.
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,9 +23,12 @@ from vllm_nvmeof_offload.pool.table import ENTRY_BYTES, encode_entry
 from vllm_nvmeof_offload.units import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from vllm_nvmeof_offload.pool.keyspace import Keyspace
+    from vllm_nvmeof_offload.pool.lock import DirectoryLock
+    from vllm_nvmeof_offload.pool.superblock import Superblock
     from vllm_nvmeof_offload.protocol import AdoptedEntries, SlotIdentity
 
 __all__ = ["Pool", "PoolSpec"]
@@ -55,6 +59,8 @@ class Pool:
         self._stamp = Stamp(prepared.superblocks[0].epoch, spec.adoptable)
         self._fallbacks = choose_direct(spec, slabs)
         self._on_progress = on_progress
+        self._direct = tuple(slab.direct for slab in slabs)
+        self._behind: set[int] = set()  # targets whose superblock lacks the last reset
         self._closed = False
 
     @classmethod
@@ -138,7 +144,7 @@ class Pool:
     @property
     def direct(self) -> bool:
         """True if every slab is open for O_DIRECT (buffers and offsets then 4 KiB aligned)."""
-        return all(slab.direct for slab in self._slabs)
+        return all(self._direct)
 
     def slab_fd(self, pool_slot: int) -> tuple[int, int]:
         """Return (descriptor, byte offset) of a pool slot's header page."""
@@ -186,26 +192,70 @@ class Pool:
 
         Writes submitted from now on are marked with `adoptable`. Even when it fails, what this
         process writes later is marked with the new epoch, and then never adoptable: a later
-        start may not know of that epoch, and give its number to another reset.
+        start may not know of that epoch, and give its number to another reset. A target that is
+        away gets its superblock before it serves again; the others' epoch voids it till then.
 
         Raises:
             OSError: a superblock could not be written: what was stored before could be adopted
-                at a later start.
+                at a later start. ENODEV: all targets are away.
         """
         epoch = next_epoch(self._stamp.epoch)
         self._stamp = Stamp(epoch, adoptable)
         self._adopt_slots = [0] * len(self._slabs)
-        failure: OSError | None = None
+        failure: OSError | None = OSError(errno.ENODEV, "every target is gone")
+        if any(slab.is_open for slab in self._slabs):
+            failure = None
         for index, slab in enumerate(self._slabs):
             superblock = replace(self._superblocks[index], epoch=epoch, adoptable=adoptable)
             self._superblocks[index] = superblock
+            self._behind.add(index)
+            if not slab.is_open:
+                continue
             try:
                 write_superblock(slab.directory, superblock)
+                self._behind.discard(index)
             except OSError as error:
                 failure = error
         if failure is not None:
             self._stamp = Stamp(epoch, adoptable=False)
             raise failure
+
+    # -- targets that go and come back ------------------------------------------------------
+
+    def superblock(self, target: int) -> Superblock:
+        """What the target's superblock must be now."""
+        return self._superblocks[target]
+
+    @property
+    def reset_is_durable(self) -> bool:
+        """Has the last reset reached every target by now, if not at once?"""
+        return not self._behind
+
+    def is_direct(self, target: int) -> bool:
+        """Whether its slab is to be open for O_DIRECT."""
+        return self._direct[target]
+
+    def device(self, target: int) -> int | None:
+        """st_dev of the file system that it is on; None: it is away."""
+        return self._claim.device(target)
+
+    def exchange(self, target: int, slab: Slab, lock: DirectoryLock | None) -> Callable[[], None]:
+        """Serve `target` from another slab from now on, or, with a closed one, not at all.
+
+        Returns what closes the old files; call it when no operation uses them any more, on a
+        thread that nobody waits for.
+        """
+        if lock is not None:
+            self._behind.discard(target)  # its superblock was brought up to date
+        old_slab, self._slabs[target] = self._slabs[target], slab
+        old_lock = self._claim.exchange_lock(target, lock)
+
+        def close() -> None:
+            old_slab.close()
+            if old_lock is not None:
+                old_lock.abandon()
+
+        return close
 
     def close(self, abandon: bool = False) -> None:
         """Close the files and give up the claim.

@@ -74,10 +74,20 @@ def open_private(path: Path, flags: int) -> int:
 class Slab:
     """Slab and table files of one rank directory. Buffered descriptors until `use_direct`."""
 
-    def __init__(self, directory: Path) -> None:
-        """Open both files, creating them. OSError if they cannot be opened."""
+    def __init__(self, directory: Path, fds: tuple[int, int] | None = None) -> None:
+        """Open both files, creating them. OSError if they cannot be opened.
+
+        fds: of slab and table, opened by somebody else; -1: there are none.
+        """
         self.directory = directory
         self.direct = False
+        #: Whole entries that the table had when it was opened: fewer than there should be is
+        #: damage, which preallocation would hide behind zeros.
+        self.table_slots_found = 0
+        if fds is not None:
+            self._buffered_fd, self.table_fd = fds
+            self.fd = self._buffered_fd
+            return
         self._buffered_fd = open_private(directory / "slab", os.O_RDWR)
         try:
             self.table_fd = open_private(directory / "table", os.O_RDWR)
@@ -85,9 +95,11 @@ class Slab:
             os.close(self._buffered_fd)
             raise
         self.fd = self._buffered_fd
-        #: Whole entries that the table had when it was opened: fewer than there should be is
-        #: damage, which preallocation would hide behind zeros.
         self.table_slots_found = os.fstat(self.table_fd).st_size // ENTRY_BYTES
+
+    @property
+    def is_open(self) -> bool:
+        return self.fd >= 0
 
     @property
     def header_fd(self) -> int:

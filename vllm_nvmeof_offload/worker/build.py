@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,9 @@ from vllm_nvmeof_offload.config import (
 from vllm_nvmeof_offload.copy.base import CopyEngine
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import EngineError
+from vllm_nvmeof_offload.fabric.health import TargetHealth
+from vllm_nvmeof_offload.fabric.reattach import Caretaker
+from vllm_nvmeof_offload.fabric.watch import TargetWatch
 from vllm_nvmeof_offload.io.base import IoEngine
 from vllm_nvmeof_offload.io.choose import IoLimits, choose_io_engine
 from vllm_nvmeof_offload.io.faults import FaultPlan
@@ -26,6 +31,7 @@ from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello
 from vllm_nvmeof_offload.units import format_bytes, slot_stride_bytes
+from vllm_nvmeof_offload.worker.attachments import Attachments
 from vllm_nvmeof_offload.worker.geometry import ChunkGeometry
 from vllm_nvmeof_offload.worker.iopump import PumpConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
@@ -70,6 +76,7 @@ def build_worker(
     copy = _copy_engine(device, waker)
     io, io_fallbacks = _io_engine(settings, pool, staging)
     target_count = pool.target_count if pool else 1
+    health = tuple(TargetHealth(time.monotonic) for _ in range(target_count)) if pool else None
     pump = PumpConfig(
         rank=place.rank,
         target_count=target_count,
@@ -81,10 +88,13 @@ def build_worker(
         ),
         read_deadline_s=settings.read_deadline_ms / 1000,
         write_deadline_s=settings.write_deadline_ms / 1000,
+        health=health,
+        reset_is_durable=lambda: pool is not None and pool.reset_is_durable,
     )
     pipeline = TransferPipeline(staging.map, copy, io, pump)
     runner = PipelineRunner(pipeline, waker, io.fileno())
     adopted = pool.adopt() if pool else AdoptedEntries()
+    caretaker = _caretaker(pool, io, health, runner) if pool and health else None
     hello = RankHello(
         rank=place.rank,
         engine_index=pool.engine_index if pool else 0,
@@ -97,7 +107,17 @@ def build_worker(
         fallbacks=(*pool.fallbacks, *io_fallbacks) if pool else (),
     )
     _log_summary(settings, place, hello, io.name, staging.size_bytes)
-    return NVMeoFOffloadingWorker(runner, geometry, copy, io, staging, pool), hello
+    return NVMeoFOffloadingWorker(runner, geometry, copy, io, staging, pool, caretaker), hello
+
+
+def _caretaker(
+    pool: Pool, io: IoEngine, health: tuple[TargetHealth, ...], runner: PipelineRunner
+) -> Caretaker:
+    """Who watches the targets, and attaches again those that come back."""
+    # Links are resolved now: later a look at the path might hang.
+    watches = [TargetWatch(os.path.realpath(directory)) for directory in pool.directories]
+    sites = Attachments(pool, io, health)
+    return Caretaker(sites, watches, lambda call: runner.hand_over(lambda _: call()))
 
 
 def _open_pool(settings: OffloadConfig, payload_bytes: int, place: Place) -> Pool | None:

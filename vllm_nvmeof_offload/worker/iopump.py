@@ -2,25 +2,26 @@
 """Feeds the I/O engine: classes, bounds, one retry, and the verdict on each target.
 
 Reads go before writes, demand before urgent fetches before other fetches, each target within
-bounds of its own (`lanes`). A target that holds an operation beyond its deadline is *suspect*:
-no new I/O goes there until the kernel has given everything back, and what would go there fails
+bounds of its own (`lanes`). What would go to a target that is not usable (`fabric.health`) fails
 at once with DEADLINE. So does what waits for a target from which the engine has taken nothing
 of its kind for a deadline's time.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, Outcome, OutcomeKind
+from vllm_nvmeof_offload.fabric.health import TargetHealth
 from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoKind, IoOp
 from vllm_nvmeof_offload.protocol import IoClass, RateReport, VerdictReport
 from vllm_nvmeof_offload.worker.lanes import Lane, Line
 from vllm_nvmeof_offload.worker.pump_config import PumpConfig
 from vllm_nvmeof_offload.worker.rates import RateMeter, saturating
 from vllm_nvmeof_offload.worker.tasks import Job, JobKind, Task
+from vllm_nvmeof_offload.worker.verdicts import VerdictNews
 
 __all__ = ["IoEvent", "IoPump", "PumpConfig"]
 
@@ -37,10 +38,14 @@ class IoEvent:
 
 @dataclass(slots=True)
 class _Flight:
-    """line: where its task waited, and holds a place until the outcome; None: a reset."""
+    """line: where its task waited, and holds a place until the outcome; None: a reset.
+
+    attachment: of its target, when it was submitted. late: past its deadline, not released.
+    """
 
     task: Task
     line: Line | None
+    attachment: int
     late: bool = False
 
     @property
@@ -77,9 +82,10 @@ class IoPump:
         self._resets: deque[Task] = deque()
         self._flights: dict[int, _Flight] = {}
         self._next_token = 1
-        self._unreleased: Counter[int] = Counter()  # target → operations past their deadline
+        lanes = self._lanes
+        self._health = config.health or [TargetHealth(clock, can_return=False) for _ in lanes]
+        self._verdicts = VerdictNews(config.rank, self._health)
         self._failed: list[IoEvent] = []
-        self._verdicts: list[VerdictReport] = []
         self._resetting = False
         #: A reset has failed: nothing may be written that a later start could adopt.
         self._barred = False
@@ -120,11 +126,13 @@ class IoPump:
         return failed
 
     def take_verdicts(self) -> list[VerdictReport]:
-        verdicts, self._verdicts = self._verdicts, []
-        return verdicts
+        return self._verdicts.take()
 
     def take_rates(self) -> list[RateReport]:
-        return self._rates.take()
+        rates = self._rates.take()
+        for rate in rates:
+            self._health[rate.target].rated(rate.read_bytes_per_s)
+        return rates
 
     @property
     def busy(self) -> bool:
@@ -189,9 +197,9 @@ class IoPump:
         """Why a task is not even tried. A reset always is: what follows depends on it."""
         if task.job.kind is JobKind.RESET:
             return None
-        if self._barred and task.job.kind is JobKind.WRITE:
+        if self._barred and task.job.kind is JobKind.WRITE and not self._config.reset_is_durable():
             return CANCELLED
-        return DEADLINE if self._unreleased[task.target] else None
+        return None if self._health[task.target].verdict.usable else DEADLINE
 
     def _fail_stalled(self, is_write: bool, patience_s: float) -> None:
         for lane in self._lanes:
@@ -208,7 +216,8 @@ class IoPump:
 
     def _submit(self, task: Task, line: Line | None) -> bool:
         token = self._next_token
-        flight = _Flight(task, line)
+        health = self._health[task.target]
+        flight = _Flight(task, line, health.attachment)
         reset = line is None
         config = self._config
         deadline_s = config.write_deadline_s if flight.is_write else config.read_deadline_s
@@ -229,6 +238,7 @@ class IoPump:
         task.io_token = token
         self._flights[token] = flight
         if not reset:
+            health.began()
             self._rates.began(task.target, is_write=flight.is_write)
         return True
 
@@ -238,12 +248,15 @@ class IoPump:
         events: list[IoEvent] = []
         for completion in self._engine.poll():
             flight, outcome = self._flights[completion.token], completion.outcome
+            if outcome is not None:
+                self._ended(flight, completion, outcome)
             if completion.released:
                 del self._flights[completion.token]
-            if outcome is None:
-                self._let_go(flight)
-            elif self._ended(flight, completion, outcome):
-                continue
+                if flight.line is not None:
+                    health = self._health[flight.task.target]
+                    health.released(flight.attachment, late=flight.late)
+                if outcome is not None and self._retries(flight, outcome):
+                    continue
             released, ended_s = completion.released, completion.ended_s
             events.append(IoEvent(flight.task, outcome, released, ended_s))
             if completion.released and flight.line is None:
@@ -251,20 +264,21 @@ class IoPump:
                 self._barred = outcome is None or not outcome.ok
         return events
 
-    def _ended(self, flight: _Flight, completion: Completion, outcome: Outcome) -> bool:
-        """An operation has its outcome; True: it is tried once more, and nobody hears of it."""
-        task, ended_s = flight.task, completion.ended_s
-        if flight.line is not None:
-            self._lanes[task.target].queue(flight.line).give_back(task)
-            size, is_write = self._slot_bytes if outcome.ok else 0, flight.is_write
-            self._rates.ended(task.target, size, is_write=is_write, ended_s=ended_s)
-        if not completion.released:
-            self._hold(flight)
-            return False
-        return self._retries(flight, outcome)
+    def _ended(self, flight: _Flight, completion: Completion, outcome: Outcome) -> None:
+        task, line, is_write = flight.task, flight.line, flight.is_write
+        flight.late = not completion.released
+        if line is None:
+            return
+        self._lanes[task.target].queue(line).give_back(task)
+        size, ended_s = self._slot_bytes if outcome.ok else 0, completion.ended_s
+        self._rates.ended(task.target, size, is_write=is_write, ended_s=ended_s)
+        health = self._health[task.target]
+        if flight.late:
+            health.late(flight.attachment)
+        health.ended(flight.attachment, outcome, task.pool_slot or 0, is_write=is_write)
 
     def _retries(self, flight: _Flight, outcome: Outcome) -> bool:
-        """Once, and only a read or a reset that may succeed the next time."""
+        """True: it is tried once more, and nobody hears of it. Only a read or a reset may be."""
         task = flight.task
         if (
             task.job.kind is JobKind.WRITE
@@ -280,20 +294,6 @@ class IoPump:
         else:
             self._lanes[task.target].queue(Line.of(task)).push(task, front=True)
         return True
-
-    def _hold(self, flight: _Flight) -> None:
-        target = flight.task.target
-        flight.late = True
-        self._unreleased[target] += 1
-        if self._unreleased[target] == 1:
-            self._verdicts.append(VerdictReport(self._config.rank, target, usable=False))
-
-    def _let_go(self, flight: _Flight) -> None:
-        assert flight.late
-        target = flight.task.target
-        self._unreleased[target] -= 1
-        if not self._unreleased[target]:
-            self._verdicts.append(VerdictReport(self._config.rank, target, usable=True))
 
     def take_queued_writes(self) -> list[Task]:
         """Take every queued write out, for a reset that voids them."""

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from vllm_nvmeof_offload.fabric.health import TargetHealth
 
 __all__ = ["PumpConfig"]
 
@@ -22,6 +25,10 @@ class PumpConfig:
     writes_in_flight_max: int = 32
     read_deadline_s: float = 5.0
     write_deadline_s: float = 30.0
+    #: One a target, shared with who attaches targets again; None: nobody does.
+    health: tuple[TargetHealth, ...] | None = None
+    #: Has a reset that failed been made good, as its targets came back?
+    reset_is_durable: Callable[[], bool] = lambda: False
     stream_slots: int | None = None
 
     @property

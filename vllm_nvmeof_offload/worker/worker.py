@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from vllm_nvmeof_offload.copy.base import CopyEngine
+from vllm_nvmeof_offload.fabric.reattach import Caretaker
 from vllm_nvmeof_offload.io.base import IoEngine
 from vllm_nvmeof_offload.job_specs import ChunkLoadSpec, ChunkStoreSpec
 from vllm_nvmeof_offload.pool.pool import Pool
@@ -42,6 +43,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         io: IoEngine,
         memory: Staging,
         pool: Pool | None,
+        caretaker: Caretaker | None = None,
     ) -> None:
         self._runner = runner
         self._geometry = geometry
@@ -49,6 +51,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._io = io
         self._memory = memory
         self._pool = pool
+        self._caretaker = caretaker
         self._ops: dict[int, int] = {}  # vLLM's job → our op
         self._jobs: dict[int, int] = {}  # our op → vLLM's job
         self._load_blocks: dict[int, list[list[int]]] = {}  # load op → block ids by chunk
@@ -110,6 +113,8 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._runner.wait(ops)
 
     def shutdown(self) -> None:
+        if self._caretaker is not None:
+            self._caretaker.stop()
         self._runner.stop()
         released = self._io.close()
         self._copy.close()

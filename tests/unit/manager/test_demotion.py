@@ -68,12 +68,12 @@ def test_writes_ahead_of_need_are_bounded() -> None:
 
 def test_what_must_go_before_its_write_could_begin_is_counted() -> None:
     bench = demoting(cache=4)
-    bench.core.report([VerdictReport(0, 0, usable=False)])
+    bench.core.report([VerdictReport(0, 0, "suspect")])
     bench.store(1, 2, 3, 4)
     bench.store(5, 6)
     assert bench.core.counters["write_refused"] == 2
     assert bench.hits(range(1, 7)) == [1, 2, 5, 6]
-    bench.core.report([VerdictReport(0, 0, usable=True)])
+    bench.core.report([VerdictReport(0, 0, "ok")])
     assert written(bench) == [2]
 
 

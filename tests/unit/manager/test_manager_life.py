@@ -10,8 +10,10 @@ import sys
 import pytest
 
 from vllm_nvmeof_offload.errors import DEADLINE, io_error
+from vllm_nvmeof_offload.fabric.health import Verdict
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.protocol import (
+    VERDICTS,
     OpReport,
     ResetCommand,
     VerdictReport,
@@ -53,11 +55,11 @@ def test_without_a_pool_nothing_waits_to_be_written() -> None:
 
 def test_with_one_target_suspect_the_others_take_the_writes() -> None:
     bench = Bench(cache=8, pool=6, targets=3, writes_pending_share=1.0)
-    bench.core.report([VerdictReport(0, 1, usable=False)])
+    bench.core.report([VerdictReport(0, 1, "suspect")])
     bench.store(*range(6))
     assert sorted(c.pool_slot % 3 for c in bench.writes()) == [0, 0, 2, 2]
     assert bench.core.gauges()["write_backlog"] == 2
-    bench.core.report([VerdictReport(0, 1, usable=True)])
+    bench.core.report([VerdictReport(0, 1, "ok")])
     assert [c.pool_slot % 3 for c in bench.writes()] == [1, 1]
 
 
@@ -67,10 +69,10 @@ def test_a_suspect_target_misses_until_every_rank_finds_it_usable() -> None:
     bench.write_all()
     bench.store(2)
     assert bench.core.lookup(b"1") is Source.POOL
-    bench.core.report([VerdictReport(0, 0, usable=False), VerdictReport(1, 0, usable=False)])
-    bench.core.report([VerdictReport(0, 0, usable=True)])
+    bench.core.report([VerdictReport(0, 0, "suspect"), VerdictReport(1, 0, "suspect")])
+    bench.core.report([VerdictReport(0, 0, "ok")])
     assert bench.core.lookup(b"1") is None
-    bench.core.report([VerdictReport(1, 0, usable=True)])
+    bench.core.report([VerdictReport(1, 0, "ok")])
     assert bench.core.lookup(b"1") is Source.POOL
 
 
@@ -94,6 +96,51 @@ def test_a_slot_is_retired_after_its_third_failed_write() -> None:
         (write,) = bench.writes()
         bench.done(write.op, (0, io_error(errno.EIO)))
     assert bench.core.gauges()["pool_slots"] == 0
+
+
+@pytest.mark.parametrize(
+    ("number_of_error", "slots_left"), [(errno.EIO, 0), (errno.ENODATA, 0), (errno.ENODEV, 1)]
+)
+def test_a_slot_whose_reads_fail_is_retired_unless_the_whole_target_fails(
+    number_of_error: int, slots_left: int
+) -> None:
+    bench = Bench(cache=1, pool=1)
+    for number in (0, 2, 4):
+        assert bench.core.gauges()["pool_slots"] == 1
+        bench.store(number)
+        bench.write_all()
+        store = bench.core.prepare_store(keys_of(number + 1)).command  # takes the cache slot
+        load = bench.core.prepare_load(keys_of(number))
+        bench.done(load.op, (0, io_error(number_of_error)))
+        assert store is not None
+        bench.done(store.op, (0, io_error(errno.EIO)))
+    assert bench.core.gauges()["pool_slots"] == slots_left
+
+
+def test_a_degraded_target_is_usable_and_is_told() -> None:
+    bench = Bench(cache=1, ranks=2)
+    bench.store(1)
+    bench.write_all()
+    bench.store(2)
+    bench.core.report([VerdictReport(0, 0, "degraded")])
+    assert bench.core.lookup(b"1") is Source.POOL
+    assert bench.core.verdicts() == [1]
+    assert bench.core.counters["verdict_changes"] == 0
+    told = bench.core.activity()
+    bench.core.report([VerdictReport(1, 0, "gone")])
+    assert bench.core.activity() != told
+    assert bench.core.verdicts() == [3]
+    assert bench.core.lookup(b"1") is None
+    bench.core.report([VerdictReport(1, 0, "ok"), VerdictReport(0, 0, "suspect")])
+    assert bench.core.verdicts() == [2]
+    bench.core.report([VerdictReport(0, 0, "ok")])
+    assert bench.core.verdicts() == [0]
+    assert bench.core.counters["verdict_changes"] == 4
+
+
+def test_verdicts_have_the_names_that_health_gives_them() -> None:
+    assert tuple(verdict.value for verdict in Verdict) == VERDICTS
+    assert [VerdictReport(0, 0, v.value).usable for v in Verdict] == [v.usable for v in Verdict]
 
 
 def test_the_pool_evicts_what_was_used_least_recently() -> None:

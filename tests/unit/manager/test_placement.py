@@ -92,9 +92,9 @@ def test_a_free_slot_goes_before_an_eviction_unless_its_queue_is_much_longer() -
 
 def test_a_target_that_was_suspect_does_not_catch_up() -> None:
     bench = bench_of(2, GB, GB)
-    bench.core.report([VerdictReport(0, 1, usable=False)])
+    bench.core.report([VerdictReport(0, 1, "suspect")])
     assert serve(bench, 50, [1.0, 1.0], 1) == {0: 50}
-    bench.core.report([VerdictReport(0, 1, usable=True)])
+    bench.core.report([VerdictReport(0, 1, "ok")])
     for number in range(100, 120):
         bench.store(number)
     assert Counter(c.pool_slot % 2 for c in bench.writes()) == {0: 10, 1: 10}

@@ -31,12 +31,12 @@ def test_a_deadline_gives_the_outcome_at_once_and_the_slot_later() -> None:
     bench.io_done(DEADLINE, released=False)
     assert bench.reports() == [
         OpReport(1, ((0, DEADLINE),), released=False),
-        VerdictReport(0, 0, usable=False),
+        VerdictReport(0, 0, "suspect"),
     ]
     assert bench.finished() == [(1, ((0, DEADLINE),))]
     assert not bench.pipeline.idle()
     bench.io_done(None)
-    assert bench.reports() == [ReleaseReport(1), VerdictReport(0, 0, usable=True)]
+    assert bench.reports() == [ReleaseReport(1), VerdictReport(0, 0, "ok")]
     assert bench.pipeline.idle()
 
 

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's half without vLLM over a real pool: engine, pipeline, its thread, the caretaker."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from vllm_nvmeof_offload.copy.host import HostCopyEngine
+from vllm_nvmeof_offload.errors import OK, Outcome
+from vllm_nvmeof_offload.fabric.health import TargetHealth, Verdict
+from vllm_nvmeof_offload.fabric.mounts import mount_of, read_mounts
+from vllm_nvmeof_offload.fabric.reattach import Caretaker
+from vllm_nvmeof_offload.fabric.watch import TargetWatch
+from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.protocol import (
+    Command,
+    FetchCommand,
+    OpReport,
+    ReleaseReport,
+    Report,
+    ResetCommand,
+    SlotIdentity,
+    VerdictReport,
+    WriteCommand,
+)
+from vllm_nvmeof_offload.worker.attachments import Attachments
+from vllm_nvmeof_offload.worker.iopump import PumpConfig
+from vllm_nvmeof_offload.worker.pipeline import StagingMap, TransferPipeline
+from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
+
+from .kit import WAIT_S, Bench, name
+
+CACHE_SLOTS = 16
+DEADLINE_S = 0.4
+
+
+class Survivor:
+    """One rank. `read` and `write` move a chunk between its pool slot and a cache slot."""
+
+    def __init__(self, engine: str, pool: Pool, slots: int, **caretaker: object) -> None:
+        """slots: so many of the pool's slots are given `name(slot)` first."""
+        self.pool = pool
+        self.bench = Bench(engine, pool, CACHE_SLOTS)
+        self.bench.store((slot, name(slot)) for slot in range(slots))
+        self.health = tuple(TargetHealth(time.monotonic) for _ in range(pool.target_count))
+        self.reports: list[Report] = []
+        self._ops = itertools.count(1)
+        self._place = itertools.cycle(range(CACHE_SLOTS))
+        waker = Waker()
+        config = PumpConfig(
+            target_count=pool.target_count,
+            read_deadline_s=DEADLINE_S,
+            write_deadline_s=DEADLINE_S,
+            health=self.health,
+            reset_is_durable=lambda: pool.reset_is_durable,
+        )
+        staging = StagingMap(self.bench.base_address, pool.slot_bytes, CACHE_SLOTS, 0)
+        copy = HostCopyEngine(on_done=waker.wake)
+        self._copy = copy
+        engine_of = self.bench.engine
+        self.runner = PipelineRunner(
+            TransferPipeline(staging, copy, engine_of, config), waker, engine_of.fileno()
+        )
+        sites = Attachments(pool, engine_of, self.health)
+        watches = [TargetWatch(str(directory)) for directory in pool.directories]
+        self.caretaker = Caretaker(
+            sites,
+            watches,
+            lambda call: self.runner.hand_over(lambda _: call()),
+            **caretaker,  # type: ignore[arg-type]
+        )
+
+    def obey(self, command: Command) -> int:
+        self.runner.hand_over(lambda pipeline: pipeline.command(command))
+        return command.op  # type: ignore[union-attr]
+
+    def start_read(self, pool_slot: int, identity: SlotIdentity) -> tuple[int, int]:
+        """Returns op and place."""
+        place = next(self._place)
+        self.bench.payload(place)[:] = bytes(self.pool.payload_bytes)
+        return self.obey(FetchCommand(next(self._ops), identity, pool_slot, place)), place
+
+    def outcome(self, op: int) -> Outcome:
+        report = self.wait(lambda r: isinstance(r, OpReport) and r.op == op)
+        assert isinstance(report, OpReport)
+        return report.failures[0][1] if report.failures else OK
+
+    def read(self, pool_slot: int, identity: SlotIdentity) -> Outcome:
+        """A read that says OK has the right bytes."""
+        op, place = self.start_read(pool_slot, identity)
+        outcome = self.outcome(op)
+        assert not outcome.ok or self.bench.right(place, identity)
+        return outcome
+
+    def write(self, source: int, target: int, identity: SlotIdentity) -> Outcome:
+        """Bring a chunk up from pool slot `source` and write it to pool slot `target`."""
+        op, place = self.start_read(source, identity)
+        assert self.outcome(op).ok
+        number = next(self._ops)
+        return self.outcome(self.obey(WriteCommand(number, identity, place, target)))
+
+    def reset(self) -> Outcome:
+        return self.outcome(self.obey(ResetCommand(next(self._ops), adoptable=True)))
+
+    def wait(self, wanted: Callable[[Report], bool]) -> Report:
+        end_s = time.monotonic() + WAIT_S
+        while True:
+            self.reports += self.runner.take()[1]
+            for report in self.reports:
+                if wanted(report):
+                    self.reports.remove(report)
+                    return report
+            assert time.monotonic() < end_s, f"it was not reported; {self.reports}"
+            time.sleep(0.002)
+
+    def wait_released(self, op: int) -> None:
+        self.wait(lambda r: isinstance(r, ReleaseReport) and r.op == op)
+
+    def wait_verdict(self, target: int, verdict: Verdict) -> None:
+        """Until the manager would hear of it."""
+        self.wait(
+            lambda r: (
+                isinstance(r, VerdictReport)
+                and (r.target, r.verdict, r.usable) == (target, verdict.value, verdict.usable)
+            )
+        )
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        end_s = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        self.caretaker.stop()
+        self.runner.stop()
+        assert self.bench.close()
+        self._copy.close()
+
+
+def mount_id_of(place: Path) -> int:
+    mount = mount_of(str(place), read_mounts())
+    assert mount is not None
+    return mount.mount_id
+
+
+def open_files_on(mount: int) -> list[str]:
+    """Of this process, by /proc alone: no look at a file that might hang."""
+    found = []
+    for entry in Path("/proc/self/fdinfo").iterdir():
+        try:
+            text = entry.read_text()
+            link = str((Path("/proc/self/fd") / entry.name).readlink())
+        except OSError:
+            continue
+        mount_id = next(line.split()[1] for line in text.splitlines() if line.startswith("mnt_id"))
+        if mount_id == str(mount):
+            found.append(link)
+    return found
+
+
+def probers() -> list[int]:
+    """Living children of this process that look at a target."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if b"fabric.prober" in command:
+                found.append(int(pid))
+    return found
+
+
+def own_threads() -> list[str]:
+    """Names of this process's threads, without the kernel's workers for io_uring."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            names.append((task / "comm").read_text().strip())
+    return [name for name in names if not name.startswith("iou-")]
+
+
+def closing() -> bool:
+    """Are files of a target that was replaced being closed?"""
+    return "nvmeof-close" in [thread.name for thread in threading.enumerate()]

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A target goes away and comes back, on a real file system (FUSE): served again, no restart.
+
+Pool slots of even number lie on the faulty target, the others on a healthy one beside it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_nvmeof_offload.errors import DEADLINE, OK, Outcome, io_error
+from vllm_nvmeof_offload.fabric import reattach
+from vllm_nvmeof_offload.fabric.health import FAILED_SLOTS_MAX, FAILURES_MAX, Verdict
+from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.pool.superblock import read_superblock
+
+from .fuse_mount import FaultyMount
+from .kit import make_spec, name
+from .survive_rig import Survivor, closing, mount_id_of, open_files_on, own_threads, probers
+
+SLOTS = 2 * FAILED_SLOTS_MAX + 4
+FAULTY, HEALTHY = range(0, SLOTS, 2), range(1, SLOTS, 2)
+
+
+@pytest.fixture
+def survivor(engine_name: str, faulty_mount: FaultyMount, tmp_path: Path) -> Iterator[Survivor]:
+    """All slots hold `name(slot)`."""
+    spec = make_spec(faulty_mount.place / "t", tmp_path / "healthy", slots=SLOTS // 2)
+    survivor = Survivor(engine_name, Pool.open(spec), SLOTS)
+    yield survivor
+    survivor.close()
+
+
+def lose(survivor: Survivor) -> list[Outcome]:
+    """Read until the target is gone."""
+    outcomes = []
+    for slot in FAULTY:
+        outcomes.append(survivor.read(slot, name(slot)))
+        if survivor.health[0].verdict is Verdict.GONE:
+            break
+    survivor.wait_verdict(0, Verdict.GONE)
+    return outcomes
+
+
+def test_gone_and_back(survivor: Survivor, faulty_mount: FaultyMount) -> None:
+    mount = mount_id_of(faulty_mount.place)
+    assert open_files_on(mount)
+    faulty_mount.kill()
+    outcomes = lose(survivor)
+    assert all(not outcome.ok for outcome in outcomes)
+    assert len(outcomes) <= FAILED_SLOTS_MAX
+    # From now on nothing is tried there; the healthy one serves.
+    assert survivor.read(2, name(2)) == DEADLINE
+    assert survivor.read(1, name(1)) == OK
+    # Its files are closed: the dead mount is still there, and can be unmounted as it is.
+    survivor.wait_until(lambda: not open_files_on(mount))
+    faulty_mount.unmount()
+    faulty_mount.mount()
+    survivor.wait_verdict(0, Verdict.OK)
+    for slot in range(SLOTS):
+        assert survivor.read(slot, name(slot)) == OK
+    assert survivor.write(1, 0, name(1)) == OK
+    assert survivor.read(0, name(1)) == OK
+
+
+def test_a_device_that_fails_for_a_while(survivor: Survivor, faulty_mount: FaultyMount) -> None:
+    faulty_mount.rules({"op": "read", "do": "errno", "value": errno.EIO})
+    outcomes = lose(survivor)
+    assert outcomes == [io_error(errno.EIO)] * (FAILED_SLOTS_MAX - 1) + [DEADLINE]
+    # Nothing but probers tries it, and each of them once.
+    struck = faulty_mount.fired()
+    assert survivor.read(FAULTY[-1], name(FAULTY[-1])) == DEADLINE
+    survivor.wait_until(lambda: faulty_mount.fired() >= struck + 2)
+    assert survivor.health[0].verdict is Verdict.GONE
+    faulty_mount.rules()
+    survivor.wait_verdict(0, Verdict.OK)
+    assert all(survivor.read(slot, name(slot)) == OK for slot in FAULTY)
+
+
+def test_a_target_that_names_itself_gone_is_believed_sooner(
+    survivor: Survivor, faulty_mount: FaultyMount
+) -> None:
+    faulty_mount.rules({"op": "read", "do": "errno", "value": errno.ENODEV})
+    assert lose(survivor) == [io_error(errno.ENODEV)] * FAILURES_MAX
+
+
+def test_writes_that_fail_alone_lose_the_target(
+    survivor: Survivor, faulty_mount: FaultyMount
+) -> None:
+    faulty_mount.rules({"op": "write", "do": "errno", "value": errno.EROFS})
+    for _ in range(FAILURES_MAX):
+        assert survivor.write(1, 0, name(1)) == io_error(errno.EROFS)
+        assert survivor.read(2, name(2)) == (
+            OK if survivor.health[0].verdict is Verdict.OK else DEADLINE
+        )
+    survivor.wait_verdict(0, Verdict.GONE)
+
+
+def test_a_mount_over_one_that_hangs(survivor: Survivor, faulty_mount: FaultyMount) -> None:
+    """What hangs may hang for ever: its buffer stays with the kernel, and all else goes on."""
+    faulty_mount.rules({"op": "read", "do": "hang"})
+    op, _ = survivor.start_read(0, name(0))
+    assert survivor.outcome(op) == DEADLINE
+    survivor.wait_verdict(0, Verdict.SUSPECT)
+    hanging = mount_id_of(faulty_mount.place)
+    assert survivor.read(2, name(2)) == DEADLINE
+    faulty_mount.mount_over()
+    survivor.wait_verdict(0, Verdict.OK)
+    assert all(survivor.read(slot, name(slot)) == OK for slot in FAULTY)
+    assert open_files_on(hanging), "the kernel has not returned everything"
+    faulty_mount.kill_beneath()
+    survivor.wait_released(op)
+    survivor.wait_until(lambda: not open_files_on(hanging))
+    assert survivor.read(0, name(0)) == OK
+
+
+def test_the_dead_mount_beneath_is_no_return(
+    survivor: Survivor, faulty_mount: FaultyMount, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty_mount.kill()
+    lose(survivor)
+    survivor.wait_until(lambda: "is not back" in caplog.text)
+    faulty_mount.unmount()
+    # An empty directory is left at the path.
+    survivor.wait_until(lambda: "No such file" in caplog.text or "no pool" in caplog.text)
+    assert list(faulty_mount.place.iterdir()) == []
+    assert survivor.health[0].verdict is Verdict.GONE
+    faulty_mount.mount()
+    survivor.wait_verdict(0, Verdict.OK)
+
+
+def test_a_prober_that_hangs_is_left_behind(
+    survivor: Survivor,
+    faulty_mount: FaultyMount,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(reattach, "_ANSWER_S_MAX", 0.3)
+    faulty_mount.rules(
+        {"name": "reads", "op": "read", "do": "errno", "value": errno.ENODEV},
+        {"name": "opens", "op": "open", "path": "superblock", "do": "hang"},
+    )
+    lose(survivor)
+    survivor.wait_until(lambda: "opening it hangs" in caplog.text)
+    time.sleep(2 * reattach.PROBE_S_MIN)  # the passing of time is what is tested here
+    assert len(probers()) == 1, "one at a time"
+    assert survivor.read(1, name(1)) == OK
+    faulty_mount.rules()
+    survivor.wait_verdict(0, Verdict.OK)
+    survivor.wait_until(lambda: not probers())
+
+
+def test_a_server_of_another_owner_is_not_joined(
+    survivor: Survivor, faulty_mount: FaultyMount, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty_mount.kill()
+    lose(survivor)
+    survivor.wait_until(lambda: survivor.pool.device(0) is None)
+    faulty_mount.unmount()
+    (lock,) = faulty_mount.backing.glob("t/*/engine-0/rank-0/lock")
+    record = {"host": "elsewhere", "pid": 4711, "boot_id": "x", "heartbeat": time.time()}
+    lock.write_text(json.dumps(record))
+    faulty_mount.mount()
+    survivor.wait_until(lambda: "is held by" in caplog.text)
+    assert survivor.health[0].verdict is Verdict.GONE
+
+
+def test_a_reset_that_it_missed(survivor: Survivor, faulty_mount: FaultyMount) -> None:
+    faulty_mount.kill()
+    lose(survivor)
+    survivor.wait_until(lambda: survivor.pool.device(0) is None)
+    assert survivor.reset() == OK
+    epoch = survivor.pool.epoch
+    faulty_mount.unmount()
+    faulty_mount.mount()
+    survivor.wait_verdict(0, Verdict.OK)
+    found = read_superblock(survivor.pool.directories[0])
+    assert found is not None
+    assert found.epoch == epoch
+
+
+def test_a_reset_while_every_target_is_away_is_made_good(
+    engine_name: str, faulty_mount: FaultyMount
+) -> None:
+    """Until it is durable nothing is written that a later start could take for something else."""
+    spec = make_spec(faulty_mount.place / "t", slots=8)
+    survivor = Survivor(engine_name, Pool.open(spec), 8)
+    faulty_mount.rules({"op": "read", "do": "errno", "value": errno.ENODEV})
+    for slot in range(3, 3 + FAILURES_MAX):
+        assert not survivor.read(slot, name(slot)).ok
+    survivor.wait_until(lambda: survivor.pool.device(0) is None)
+    assert survivor.reset() == io_error(errno.ENODEV)
+    assert not survivor.pool.reset_is_durable
+    faulty_mount.rules()
+    survivor.wait_verdict(0, Verdict.OK)
+    assert survivor.write(0, 1, name(0)) == OK
+    found = read_superblock(survivor.pool.directories[0])
+    assert found is not None
+    assert found.epoch == survivor.pool.epoch
+    survivor.close()
+    pool = Pool.open(spec)
+    assert len(pool.adopt()) == 0
+    pool.close()
+
+
+@pytest.mark.slow
+def test_twenty_times(survivor: Survivor, faulty_mount: FaultyMount) -> None:
+    """Neither threads nor descriptors grow."""
+    sizes = []
+    for _ in range(20):
+        faulty_mount.kill()
+        lose(survivor)
+        survivor.wait_until(lambda: survivor.pool.device(0) is None)
+        faulty_mount.unmount()
+        faulty_mount.mount()
+        survivor.wait_verdict(0, Verdict.OK)
+        assert survivor.read(0, name(0)) == OK
+        survivor.wait_until(lambda: not probers() and not closing())
+        sizes.append((len(own_threads()), len(os.listdir("/proc/self/fd"))))
+    for what in (0, 1):
+        first, rest = ([size[what] for size in part] for part in (sizes[:5], sizes[5:]))
+        assert max(rest) <= max(first), sizes

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verdicts, on an injected clock."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from vllm_nvmeof_offload.errors import (
+    CANCELLED,
+    CHECKSUM_MISMATCH,
+    DEADLINE,
+    OK,
+    Outcome,
+    io_error,
+)
+from vllm_nvmeof_offload.fabric.health import (
+    FAILED_SLOTS_MAX,
+    FAILURES_MAX,
+    PathStates,
+    TargetHealth,
+    Verdict,
+)
+
+EIO, ENODEV = io_error(errno.EIO), io_error(errno.ENODEV)
+
+
+class Bench:
+    def __init__(self, *, can_return: bool = True) -> None:
+        self.now_s = 0.0
+        self.health = TargetHealth(lambda: self.now_s, can_return=can_return)
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.health.verdict
+
+    def end(self, outcome: Outcome, slot: int = 0, *, is_write: bool = False) -> Verdict:
+        attachment = self.health.began()
+        self.health.ended(attachment, outcome, slot, is_write=is_write)
+        self.health.released(attachment, late=False)
+        return self.health.verdict
+
+
+def test_suspect_until_the_kernel_has_returned_everything() -> None:
+    bench = Bench()
+    attachments = [bench.health.began() for _ in range(3)]
+    for attachment in attachments[:2]:
+        bench.health.late(attachment)
+        assert bench.verdict is Verdict.SUSPECT
+    bench.health.released(attachments[0], late=True)
+    bench.health.released(attachments[2], late=False)
+    assert bench.verdict is Verdict.SUSPECT
+    assert not bench.verdict.usable
+    bench.health.released(attachments[1], late=True)
+    assert bench.verdict is Verdict.OK
+    assert not bench.health.busy(0)
+
+
+@pytest.mark.parametrize("number", [0, errno.ENODEV, errno.ENXIO, errno.ESHUTDOWN, errno.ENOLINK])
+def test_a_few_failures_of_the_target_in_a_row_and_it_is_gone(number: int) -> None:
+    bench = Bench()
+    for _ in range(FAILURES_MAX - 1):
+        assert bench.end(io_error(number)) is Verdict.OK
+    assert bench.end(io_error(number)) is Verdict.GONE
+    assert str(io_error(number)) in bench.health.reason
+
+
+def test_eio_on_one_slot_is_that_slots_own_on_many_the_targets() -> None:
+    bench = Bench()
+    for _ in range(5 * FAILED_SLOTS_MAX):
+        assert bench.end(EIO, slot=7) is Verdict.OK
+    for slot in range(FAILED_SLOTS_MAX - 2):
+        assert bench.end(EIO, slot) is Verdict.OK
+    assert bench.end(EIO, slot=100) is Verdict.GONE
+
+
+@pytest.mark.parametrize("answer", [OK, CHECKSUM_MISMATCH])
+def test_a_success_begins_the_count_anew_for_its_direction(answer: Outcome) -> None:
+    bench = Bench()
+    for slot in range(10):
+        assert bench.end(ENODEV, slot) is Verdict.OK
+        assert bench.end(answer) is Verdict.OK
+    for _ in range(FAILURES_MAX - 1):  # reads go on, and yet writes are over
+        assert bench.end(ENODEV, is_write=True) is Verdict.OK
+        assert bench.end(OK) is Verdict.OK
+    assert bench.end(ENODEV, is_write=True) is Verdict.GONE
+
+
+@pytest.mark.parametrize("outcome", [DEADLINE, CANCELLED])
+def test_no_answer_is_neither_success_nor_failure(outcome: Outcome) -> None:
+    bench = Bench()
+    for _ in range(FAILURES_MAX - 1):
+        bench.end(ENODEV)
+        for _ in range(20):
+            assert bench.end(outcome) is Verdict.OK
+    assert bench.end(ENODEV) is Verdict.GONE
+
+
+def test_errors_that_are_a_slots_own_count_for_nothing() -> None:
+    bench = Bench()
+    for slot in range(50):
+        for number in (errno.ENOSPC, errno.ENODATA, errno.EILSEQ):
+            assert bench.end(io_error(number), slot) is Verdict.OK
+
+
+def test_gone_is_for_good_until_it_is_attached() -> None:
+    bench = Bench()
+    old = bench.health.began()
+    bench.health.late(old)
+    bench.health.lost("the test says so")
+    bench.health.watched(PathStates(2, 2, 2))
+    bench.end(OK)
+    bench.health.lost("and again")
+    assert (bench.verdict, bench.health.reason) == (Verdict.GONE, "the test says so")
+    bench.health.attached()
+    assert bench.verdict is Verdict.OK
+    # What the old attachment still does is history, but its files are in use.
+    assert bench.health.busy(old)
+    for slot in range(20):
+        bench.health.ended(old, ENODEV, slot, is_write=False)
+    assert bench.verdict is Verdict.OK
+    bench.health.released(old, late=True)
+    assert not bench.health.busy(old)
+    assert bench.verdict is Verdict.OK
+
+
+def test_where_nobody_attaches_again_failures_do_not_make_it_gone() -> None:
+    bench = Bench(can_return=False)
+    for slot in range(50):
+        assert bench.end(ENODEV, slot) is Verdict.OK
+    bench.health.watched(PathStates(device=False))
+    assert bench.verdict is Verdict.OK
+
+
+@pytest.mark.parametrize(
+    ("paths", "verdict"),
+    [
+        (PathStates(), Verdict.OK),
+        (PathStates(known=2, carrying=2, best=2), Verdict.OK),
+        (PathStates(known=2, carrying=2, best=1), Verdict.DEGRADED),
+        (PathStates(known=2, carrying=1, best=0), Verdict.DEGRADED),
+        (PathStates(known=2, carrying=0, best=0), Verdict.SUSPECT),
+        (PathStates(device=False), Verdict.GONE),
+    ],
+)
+def test_what_sysfs_shows(paths: PathStates, verdict: Verdict) -> None:
+    bench = Bench()
+    bench.health.watched(paths)
+    assert bench.verdict is verdict
+    bench.health.watched(PathStates(known=2, carrying=2, best=2))
+    assert bench.verdict is (Verdict.GONE if verdict is Verdict.GONE else Verdict.OK)
+
+
+def test_what_was_seen_of_an_older_attachment_counts_for_nothing() -> None:
+    bench = Bench()
+    bench.health.lost("the test says so")
+    bench.health.attached()
+    bench.health.watched(PathStates(device=False))
+    assert bench.verdict is Verdict.OK
+    bench.health.watched(PathStates(device=False, attachment=1))
+    assert bench.verdict is Verdict.GONE
+
+
+def test_much_slower_than_it_was_is_degraded_and_forgotten_in_time() -> None:
+    bench = Bench()
+    bench.health.rated(8e9)
+    bench.health.rated(2.1e9)
+    assert bench.verdict is Verdict.OK
+    bench.health.rated(1.9e9)
+    assert bench.verdict is Verdict.DEGRADED
+    assert bench.verdict.usable
+    bench.health.rated(0.0)  # unknown says nothing
+    bench.health.rated(3e9)
+    assert bench.verdict is Verdict.DEGRADED
+    bench.now_s = 1800.0
+    bench.health.rated(1.9e9)
+    assert bench.verdict is Verdict.OK
