@@ -20,13 +20,14 @@ export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo test test-fast test-e2e soak bench check format lock clean distclean
+.PHONY: help setup demo test test-fast test-fabric test-e2e soak bench check format lock clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       the main job on this machine: model, server, cache, restart, preemption"
-	@echo "make test       unit, contract, simulator and fault tests, then end to end on real vLLM"
-	@echo "make test-fast  the same without end to end"
+	@echo "make test       unit, contract, simulator, fault and fabric tests, then end to end on real vLLM"
+	@echo "make test-fast  the same without end to end and without the emulated fabric"
+	@echo "make test-fabric the pool on a real NVMe/TCP fabric in an emulated guest, whose paths fail"
 	@echo "make soak       both simulators with fresh seeds, for SOAK_SECONDS (4 hours)"
 	@echo "make bench      the pool beside fio, a bare ring and vLLM's own file tier"
 	@echo "make check      ruff and mypy"
@@ -44,14 +45,18 @@ $(STAMP): $(SETUP_INPUTS)
 demo: setup
 	@$(BIN)/vllm-nvmeof demo
 
-test: test-fast test-e2e
+test: test-fast test-fabric test-e2e
 
 test-fast: setup
 	$(BIN)/python -m pytest tests/unit tests/contract tests/native tests/sim tests/faults \
 		$(PYTEST_ARGS)
 
-# After test-fast even under `make -j`: two suites at once would share two cores.
-test-e2e: setup | test-fast
+# One after the other even under `make -j`: two suites at once would share two cores.
+# build/fabric-report.md has the time line of every scenario.
+test-fabric: setup | test-fast
+	$(BIN)/python -m pytest tests/fabric $(PYTEST_ARGS)
+
+test-e2e: setup | test-fast test-fabric
 	$(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
 
 # Replay a failing seed with: .venv/bin/python -m tests.sim --seed N, or -m tests.faults.store

@@ -154,14 +154,14 @@ class TargetHealth:
         if run.too_long:
             self.lost(f"{'writes' if is_write else 'reads'} fail in a row, now with {outcome}")
 
-    def rated(self, bytes_per_s: float) -> None:
-        """How fast reads are; 0: unknown."""
+    def rated(self, bytes_per_s: float, most: float) -> None:
+        """How fast reads are, and could be at most: few of them at a time do not show it."""
         now_s = self._clock()
         best = self._best_rate * 0.5 ** ((now_s - self._best_s) / _BEST_HALF_LIFE_S)
         self._best_rate, self._best_s = max(best, bytes_per_s), now_s
         if bytes_per_s:
             bound = _NOT_SLOW if self._slow else _SLOW
-            self._slow = bytes_per_s < bound * self._best_rate
+            self._slow = most < bound * self._best_rate
             self._judge()
 
     # -- from outside -----------------------------------------------------------------

@@ -27,6 +27,7 @@ class TargetWatch:
         self._attachment = 0
         self._fabric: TargetFabric | None = None
         self._fabric_of = 0  # the attachment that it is of
+        self._most = 0  # controllers that were there at a time
         self._device = ""  # its directory in sysfs; "": there is none to watch
 
     def renew(self) -> None:
@@ -37,7 +38,7 @@ class TargetWatch:
         fabric, attachment = self._fabric, self._attachment
         if fabric is None or self._fabric_of != attachment:
             fabric = self._fabric = discover(self.target, self._sysfs, self._mountinfo)
-            self._fabric_of = attachment
+            self._fabric_of, self._most = attachment, 0
             self._device = self._device_of(fabric)
         states = read_states(fabric)
         if any(one.state == ABSENT for one in states.values()):
@@ -46,8 +47,10 @@ class TargetWatch:
             if again.mount == fabric.mount and again.namespaces:
                 self._fabric = again
                 states = read_states(again)
+        # One that is lost is removed after ctrl_loss_tmo: its path is missing all the same.
+        self._most = max(self._most, len(states))
         return PathStates(
-            known=len(states),
+            known=self._most,
             carrying=sum(one.carries_io for one in states.values()),
             best=sum(one.at_its_best for one in states.values()),
             device=not self._device or os.path.isdir(self._device),

@@ -130,8 +130,8 @@ class IoPump:
 
     def take_rates(self) -> list[RateReport]:
         rates = self._rates.take()
-        for rate in rates:
-            self._health[rate.target].rated(rate.read_bytes_per_s)
+        for target, rate, most in self._rates.take_read_bounds():
+            self._health[target].rated(rate, most)
         return rates
 
     @property

@@ -164,15 +164,26 @@ def test_what_was_seen_of_an_older_attachment_counts_for_nothing() -> None:
 
 def test_much_slower_than_it_was_is_degraded_and_forgotten_in_time() -> None:
     bench = Bench()
-    bench.health.rated(8e9)
-    bench.health.rated(2.1e9)
+    bench.health.rated(8e9, 8e9)
+    bench.health.rated(2.1e9, 2.1e9)
     assert bench.verdict is Verdict.OK
-    bench.health.rated(1.9e9)
+    bench.health.rated(1.9e9, 1.9e9)
     assert bench.verdict is Verdict.DEGRADED
     assert bench.verdict.usable
-    bench.health.rated(0.0)  # unknown says nothing
-    bench.health.rated(3e9)
+    bench.health.rated(0.0, 0.0)  # unknown says nothing
+    bench.health.rated(3e9, 3e9)
     assert bench.verdict is Verdict.DEGRADED
     bench.now_s = 1800.0
-    bench.health.rated(1.9e9)
+    bench.health.rated(1.9e9, 1.9e9)
+    assert bench.verdict is Verdict.OK
+
+
+def test_few_reads_at_a_time_do_not_make_it_look_slow() -> None:
+    bench = Bench()
+    bench.health.rated(8e9, 8e9)
+    bench.health.rated(1e9, 5e9)
+    assert bench.verdict is Verdict.OK
+    bench.health.rated(1e9, 1e9)
+    assert bench.verdict is Verdict.DEGRADED
+    bench.health.rated(1e9, 4.1e9)
     assert bench.verdict is Verdict.OK

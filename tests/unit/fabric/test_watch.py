@@ -50,3 +50,14 @@ def test_another_mount_counts_from_renew_on(tree: Tree) -> None:
 def test_a_target_on_nothing_that_can_be_watched(tree: Tree) -> None:
     shutil.rmtree(tree.sysfs)
     assert _watch(tree).states() == PathStates()
+
+
+def test_a_controller_that_is_removed_is_still_missed(tree: Tree) -> None:
+    """After ctrl_loss_tmo the kernel takes it away, and what is left is one path of two."""
+    first, _ = two_paths(tree)
+    watch = _watch(tree)
+    watch.states()
+    shutil.rmtree(first)
+    assert watch.states() == PathStates(known=2, carrying=1, best=1)
+    watch.renew()
+    assert watch.states().known == 1, "attached again, one path is all that there is"

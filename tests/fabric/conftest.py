@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Boots the guests once a session, plays every scenario in them, and writes the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .report import render
+from .rig.guest import Guest, GuestFailedError
+from .rig.packages import RigUnavailableError
+from .scenarios import BOOTS
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build"
+REPORT = BUILD / "fabric-report.md"
+#: A boot is stopped after so long; it takes a third of that on two idle cores.
+BOOT_S_MAX = 600.0
+#: Set where a skip would hide that nothing was tested.
+REQUIRED = "VLLM_NVMEOF_FABRIC_REQUIRED"
+
+Results = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def guest() -> Guest:
+    """A guest that is ready to boot; skips with the reason and the remedy where there is none."""
+    try:
+        return Guest.prepare()
+    except RigUnavailableError as error:
+        if os.environ.get(REQUIRED):
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def played(guest: Guest, request: pytest.FixtureRequest) -> Results:
+    """What came of every scenario that a selected test asks for, by NAME:ENGINE."""
+    wanted = {
+        item.callspec.params["scenario"]
+        for item in request.session.items
+        if "scenario" in getattr(getattr(item, "callspec", None), "params", {})
+    }
+    results: Results = {}
+    # Daemons: whoever interrupts the tests does not wait for guests, which die with us.
+    threads = [
+        threading.Thread(
+            target=lambda number, boot: results.update(play(guest, boot, number)),
+            args=(number, [each for each in boot if each in wanted or not wanted]),
+            daemon=True,
+        )
+        for number, boot in enumerate(BOOTS)
+        if not wanted or wanted & set(boot)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    results = {name: results[name] for boot in BOOTS for name in boot if name in results}
+    kernel = next(iter(results.values()))["kernel"]
+    REPORT.write_text(render(results, kernel))
+    return results
+
+
+def play(guest: Guest, scenarios: list[str], number: int) -> Results:
+    """Play scenarios in one boot under virtual time; those that it does not reach have failed."""
+    job = BUILD / "fabric" / f"boot-{number}"
+    python = shlex.quote(sys.executable)
+    names = shlex.join(scenarios)
+    script = (
+        f"cd {shlex.quote(str(ROOT))} && export OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 "
+        f"&& exec {python} -m tests.fabric.run /run/job/result.json {names}\n"
+    )
+    result = job / "result.json"
+    result.unlink(missing_ok=True)
+    failure = "the guest did not come so far"
+    try:
+        guest.run(job, script, BOOT_S_MAX, virtual=True)
+    except GuestFailedError as error:
+        failure = str(error)
+    found: Results = json.loads(result.read_text()) if result.exists() else {}
+    unplayed = {
+        "about": "not played",
+        "ok": False,
+        "failure": failure,
+        "seconds": 0.0,
+        "timeline": [],
+        "counts": {},
+        "worst_s": {},
+        "verdicts": [],
+        "kernel": "unknown",
+    }
+    return {name: found.get(name, unplayed) for name in scenarios}

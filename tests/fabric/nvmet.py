@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real NVMe/TCP fabric within the guest's one kernel, and the knobs that break it.
+
+The target (nvmet-tcp) listens in a network namespace of its own; two veth pairs are the two
+paths to it. Its namespaces lie on device-mapper devices over RAM disks, so that a test can
+hang or slow the medium. The initiator is the kernel's nvme-tcp with native multipath.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import subprocess
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+__all__ = ["HOST_NQN", "IO_QUEUES", "NQN", "PORT", "Fabric", "Timeouts", "run"]
+
+NQN = "nqn.2026-11.test.vllm-nvmeof:pool"
+HOST_ID = "11111111-2222-3333-4444-555555555555"
+HOST_NQN = f"nqn.2014-08.org.nvmexpress:uuid:{HOST_ID}"
+UUIDS = {number: f"00000000-0000-0000-0000-00000000000{number}" for number in (1, 2)}
+NVMET = Path("/sys/kernel/config/nvmet")
+SUBSYSTEM = NVMET / "subsystems" / NQN
+CLASS = Path("/sys/class/nvme")
+PATHS = (1, 2)
+PORT = 4420
+IO_QUEUES = 2
+COMMAND_TIMEOUT_S = 60.0
+APPEAR_S_MAX = 20.0
+
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Options of a connection, by the kernel's names, in seconds; None: the kernel's default."""
+
+    ctrl_loss_tmo: int | None = 60
+    fast_io_fail_tmo: int | None = None
+    keep_alive_tmo: int | None = 2
+    reconnect_delay: int | None = 1
+
+
+def run(*command: str) -> str:
+    """Run a program of the guest; its output."""
+    # No udev in the guest: device mapper is to make its own nodes.
+    environment = {**os.environ, "DM_DISABLE_UDEV": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, env=environment
+    )
+    assert not done.returncode, f"{' '.join(command)}: {done.stderr or done.stdout}"
+    return done.stdout
+
+
+class Fabric:
+    """Target and initiator. Namespace n is the disk `disk<n>` over /dev/ram<n - 1>."""
+
+    def __init__(self) -> None:
+        """Set up links, disks, subsystem, namespaces 1 and 2, and a port a path."""
+        run("ip", "netns", "add", "target")
+        for path in PATHS:
+            near, far = f"near{path}", f"far{path}"
+            run("ip", "link", "add", near, "type", "veth", "peer", far, "netns", "target")
+            run("ip", "addr", "add", f"10.99.{path}.1/24", "dev", near)
+            run("ip", "link", "set", near, "up")
+            run("ip", "-n", "target", "addr", "add", f"10.99.{path}.2/24", "dev", far)
+            run("ip", "-n", "target", "link", "set", far, "up")
+        SUBSYSTEM.mkdir()
+        _put(SUBSYSTEM / "attr_allow_any_host", "1")
+        _put(SUBSYSTEM / "attr_serial", "FABRICTEST")
+        for number in (1, 2):
+            self.slow_disk(number, 0, create=True)
+            self._add_namespace(number)
+        for path in PATHS:
+            port = NVMET / "ports" / str(path)
+            port.mkdir()
+            _put(port / "addr_trtype", "tcp")
+            _put(port / "addr_adrfam", "ipv4")
+            _put(port / "addr_traddr", address(path))
+            _put(port / "addr_trsvcid", str(PORT))
+            self.add_port(path)
+
+    # -- the target's side ------------------------------------------------------------
+
+    def _add_namespace(self, number: int) -> None:
+        place = SUBSYSTEM / "namespaces" / str(number)
+        place.mkdir()
+        _put(place / "device_path", f"/dev/mapper/disk{number}")
+        _put(place / "device_uuid", UUIDS[number])
+        self.enable_namespace(number)
+
+    def enable_namespace(self, number: int, *, on: bool = True) -> None:
+        _put(SUBSYSTEM / "namespaces" / str(number) / "enable", str(int(on)))
+
+    def add_port(self, path: int) -> None:
+        """Offer the subsystem at this path; the link is made in the target's network."""
+        place = NVMET / "ports" / str(path) / "subsystems" / NQN
+        run("nsenter", "--net=/run/netns/target", "ln", "-s", str(SUBSYSTEM), str(place))
+
+    def remove_port(self, path: int) -> None:
+        (NVMET / "ports" / str(path) / "subsystems" / NQN).unlink()
+
+    def set_ana(self, path: int, state: str) -> None:
+        """state: optimized, non-optimized, inaccessible, persistent-loss or change."""
+        _put(NVMET / "ports" / str(path) / "ana_groups" / "1" / "ana_state", state)
+
+    def slow_disk(self, number: int, delay_ms: int, *, create: bool = False) -> None:
+        """Let every operation on a disk take at least so long."""
+        below = f"/dev/ram{number - 1}"
+        sectors = int((Path("/sys/block") / f"ram{number - 1}" / "size").read_text())
+        table = f"0 {sectors} delay {below} 0 {delay_ms}"
+        if delay_ms == 0:
+            table = f"0 {sectors} linear {below} 0"
+        name = f"disk{number}"
+        if create:
+            run("dmsetup", "create", name, "--table", table)
+            return
+        run("dmsetup", "reload", name, "--table", table)
+        run("dmsetup", "resume", name)
+
+    def hang_disk(self, number: int, *, on: bool = True) -> None:
+        """Let a disk answer nothing until it is let go."""
+        disk = f"disk{number}"
+        if on:
+            run("dmsetup", "suspend", disk, "--noflush", "--nolockfs")
+        else:
+            run("dmsetup", "resume", disk)
+
+    # -- the links --------------------------------------------------------------------
+
+    def cut(self, *paths: int) -> None:
+        """Take links down: what is sent on them is lost, and nobody is told."""
+        for path in paths:
+            _set_link(f"near{path}", up=False)
+
+    def mend(self, *paths: int) -> None:
+        for path in paths:
+            _set_link(f"near{path}", up=True)
+
+    # -- the initiator's side -----------------------------------------------------------
+
+    def connect(self, timeouts: Timeouts, paths: tuple[int, ...] = PATHS) -> None:
+        """Connect, and wait for the paths and namespaces."""
+        given = {key: value for key, value in asdict(timeouts).items() if value is not None}
+        for path in paths:
+            options = {
+                "transport": "tcp",
+                "traddr": address(path),
+                "trsvcid": PORT,
+                "nqn": NQN,
+                "hostnqn": HOST_NQN,
+                "hostid": HOST_ID,
+                "nr_io_queues": IO_QUEUES,
+                **given,
+            }
+            line = ",".join(f"{key}={value}" for key, value in options.items())
+            with open("/dev/nvme-fabrics", "r+b", buffering=0) as file:
+                file.write(line.encode())
+        self.wait_devices()
+
+    def disconnect(self) -> None:
+        """Delete every controller."""
+        for controller in self.controllers():
+            with suppress(OSError):
+                _put(CLASS / controller / "delete_controller", "1")
+
+    def reset(self, controller: str) -> None:
+        _put(CLASS / controller / "reset_controller", "1")
+
+    def controllers(self) -> dict[str, str]:
+        """name → state, in the order of their paths."""
+        found = {}
+        for place in CLASS.glob("nvme*"):
+            with suppress(OSError):
+                found[place.name] = (_get(place / "address"), _get(place / "state"))
+        return {name: state for name, (_, state) in sorted(found.items(), key=lambda i: i[1][0])}
+
+    def states(self) -> dict[str, str]:
+        """Everything that changes: controllers, ANA, which namespaces there are."""
+        found = {f"controller {name}": state for name, state in self.controllers().items()}
+        for place in CLASS.glob("nvme*/nvme*c*n*/ana_state"):
+            with suppress(OSError):
+                found[f"path {place.parent.name}"] = _get(place)
+        for number in (1, 2):
+            device = self.device(number)
+            found[f"namespace {number}"] = device.name if device else "not there"
+        return found
+
+    def device(self, number: int) -> Path | None:
+        """The multipath device of a namespace, whose name may be another one each time."""
+        for place in Path("/sys/block").glob("nvme*n*"):
+            if "c" in place.name.removeprefix("nvme"):
+                continue  # one path, which nobody can open
+            with suppress(OSError):
+                if _get(place / "wwid") == f"uuid.{UUIDS[number]}":
+                    return Path("/dev") / place.name
+        return None
+
+    def wait_devices(self) -> None:
+        end_s = time.monotonic() + APPEAR_S_MAX
+        while not (self.device(1) and self.device(2)):
+            assert time.monotonic() < end_s, f"no devices: {self.states()}"
+            time.sleep(0.05)
+
+
+def address(path: int) -> str:
+    """Where the target listens on a path."""
+    return f"10.99.{path}.2"
+
+
+def _put(place: Path, value: str) -> None:
+    """Write an attribute with one call, as sysfs and configfs want it."""
+    fd = os.open(place, os.O_WRONLY)
+    try:
+        os.write(fd, value.encode())
+    finally:
+        os.close(fd)
+
+
+def _get(place: Path) -> str:
+    return place.read_text().strip()
+
+
+def _set_link(name: str, *, up: bool) -> None:
+    """Like `ip link set`, without a program to be loaded in the middle of a measurement."""
+    request = struct.Struct("16sH22x")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        answer = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request.pack(name.encode(), 0))
+        flags = request.unpack(answer)[1]
+        flags = flags | _IFF_UP if up else flags & ~_IFF_UP
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, request.pack(name.encode(), flags))

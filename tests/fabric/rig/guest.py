@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Boots the guest, runs one script in it as root, and brings back what it wrote.
+
+The guest sees this machine's `/` read-only at the same paths: the checkout and its virtual
+environment run inside as they are. What it writes is gone with it, but for the job directory.
+
+Under virtual time the guest's clock jumps over every wait: minutes of timeouts take seconds. It
+has one processor then, and a wait for the outer machine, such as for a file, costs guest time.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from .image import build_image, program
+from .packages import RigUnavailableError, cache_place, locked, tools_root
+
+__all__ = ["Guest", "GuestFailedError", "GuestResult"]
+
+CONSOLE_TAIL_LINES = 40
+
+
+class GuestFailedError(Exception):
+    """The guest did not boot, or did not end by itself; the message has its console's end."""
+
+
+@dataclass(frozen=True)
+class GuestResult:
+    """status: the script's. console: all that the guest printed."""
+
+    status: int
+    console: str
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A guest that can be booted any number of times. It is emulated, and so needs no KVM."""
+
+    tools: Path
+    kernel: Path
+    initramfs: Path
+    memory_mib: int = 2048
+    ram_disk_mib: int = 384
+    processors: int = 2
+
+    @classmethod
+    def prepare(cls, **options: object) -> Guest:
+        """Download and build what is missing (a minute, once).
+
+        Raises:
+            RigUnavailableError: it cannot be had here.
+        """
+        place = cache_place()
+        try:
+            with locked(place):
+                tools = tools_root(place)
+                image = build_image(place, tools)
+        except OSError as error:
+            raise RigUnavailableError(
+                f"the guest cannot be made in {place}: {error}; XDG_CACHE_HOME says where else"
+            ) from error
+        return cls(tools, image.kernel, image.initramfs, **options)  # type: ignore[arg-type]
+
+    def run(
+        self, job: Path, script: str, timeout_s: float, *, virtual: bool = False
+    ) -> GuestResult:
+        """Run `script` (bash) in the guest, in the directory /run/job, which is `job` here.
+
+        Raises:
+            GuestFailedError: it did not end within `timeout_s`, or did not come so far.
+        """
+        job.mkdir(parents=True, exist_ok=True)
+        (job / "status").unlink(missing_ok=True)
+        (job / "job.sh").write_text(script)
+        console = job / "console.log"
+        with console.open("wb") as output:
+            # Killed with us, whatever ends us.
+            command = ["setpriv", "--pdeathsig", "KILL", *self._command(job, virtual)]
+            emulator = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "LD_LIBRARY_PATH": f"{self.tools}/usr/lib/x86_64-linux-gnu"},
+            )
+            try:
+                emulator.wait(timeout_s)
+                why = f"the guest ended without a result (emulator: {emulator.returncode})"
+            except subprocess.TimeoutExpired:
+                why = f"the guest did not end within {timeout_s:g} s"
+            finally:
+                emulator.kill()
+                emulator.wait()
+        text = console.read_text(errors="replace")
+        status = job / "status"
+        if not status.exists() or not status.read_text().strip():
+            tail = "\n".join(text.splitlines()[-CONSOLE_TAIL_LINES:])
+            raise GuestFailedError(f"{why}; the end of {console}:\n{tail}")
+        return GuestResult(int(status.read_text()), text)
+
+    def _command(self, job: Path, virtual: bool) -> list[str]:
+        if virtual:
+            accelerator = ["-accel", "tcg", "-icount", "shift=1,sleep=off", "-smp", "1"]
+        else:
+            accelerator = ["-accel", "tcg,thread=multi", "-smp", str(self.processors)]
+        append = (
+            "console=ttyS0 quiet panic=-1 mitigations=off nokaslr tsc=reliable no_timer_check "
+            f"random.trust_cpu=on rig_ram_mib={self.ram_disk_mib}"
+        )
+        shares = []
+        for tag, path, read_only in (
+            ("outer", Path("/"), True),
+            ("tools", self.tools, True),
+            ("job", job.resolve(), False),
+        ):
+            mode = ",readonly=on" if read_only else ""
+            shares += [
+                "-fsdev",
+                f"local,id={tag},path={path},security_model=none,multidevs=remap{mode}",
+                "-device",
+                f"virtio-9p-pci,fsdev={tag},mount_tag={tag}",
+            ]
+        return [
+            program(self.tools, "qemu-system-x86_64"),
+            *("-L", f"{self.tools}/usr/share/qemu", "-L", f"{self.tools}/usr/share/seabios"),
+            *("-M", "pc", "-cpu", "Nehalem-v1", *accelerator, "-m", str(self.memory_mib)),
+            *("-display", "none", "-nodefaults", "-no-reboot", "-serial", "stdio"),
+            *("-device", "virtio-rng-pci"),
+            *("-kernel", str(self.kernel), "-initrd", str(self.initramfs), "-append", append),
+            *shares,
+        ]

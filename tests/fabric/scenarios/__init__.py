@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every scenario, by name, and what is played in which boot of the guest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.fabric.scenarios import devices, outages, paths, pools
+from tests.fabric.stage import Stage
+
+__all__ = ["BOOTS", "SCENARIOS"]
+
+SCENARIOS: dict[str, Callable[[Stage], None]] = {
+    "fabric-discovered": pools.fabric_discovered,
+    "work-follows-speed": pools.work_follows_speed,
+    "one-of-two-hangs": pools.one_of_two_hangs,
+    "path-lost": paths.path_lost,
+    "port-removed": paths.port_removed,
+    "ana-change": paths.ana_change,
+    "controller-reset": paths.controller_reset,
+    "all-lost-briefly": outages.all_lost_briefly,
+    "all-lost-past-fast-io-fail": outages.all_lost_past_fast_io_fail,
+    "all-lost-past-ctrl-loss": outages.all_lost_past_ctrl_loss,
+    "killed-while-lost": outages.killed_while_lost,
+    "default-timeouts": outages.default_timeouts,
+    "namespace-disabled": devices.namespace_disabled,
+    "medium-hangs": devices.medium_hangs,
+    "medium-hangs-past-io-timeout": devices.medium_hangs_past_io_timeout,
+    "disconnected-while-mounted": devices.disconnected_while_mounted,
+}
+
+#: Two guests at a time, of one processor each and about as long; every entry is NAME:ENGINE.
+BOOTS: tuple[tuple[str, ...], ...] = (
+    (
+        "fabric-discovered:none",
+        "work-follows-speed:uring",
+        "path-lost:uring",
+        "port-removed:uring",
+        "ana-change:uring",
+        "controller-reset:uring",
+        "all-lost-briefly:uring",
+        "all-lost-past-ctrl-loss:threads",
+        "medium-hangs:uring",
+        "one-of-two-hangs:uring",
+        "one-of-two-hangs:threads",
+        "killed-while-lost:uring",
+    ),
+    (
+        "all-lost-past-ctrl-loss:uring",
+        "all-lost-past-fast-io-fail:uring",
+        "namespace-disabled:uring",
+        "disconnected-while-mounted:uring",
+        "medium-hangs-past-io-timeout:uring",
+        "default-timeouts:uring",
+    ),
+)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is seen of a fabric, and several namespaces as one pool."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+
+from tests.fabric.nvmet import HOST_NQN, IO_QUEUES, NQN, PORT, Timeouts, address
+from tests.fabric.stage import Stage
+from vllm_nvmeof_offload.fabric.discover import discover
+
+__all__ = ["fabric_discovered", "one_of_two_hangs", "work_follows_speed"]
+
+
+def fabric_discovered(stage: Stage) -> None:
+    """What `discover` shows is what was configured here."""
+    timeouts = Timeouts(ctrl_loss_tmo=90, fast_io_fail_tmo=7, keep_alive_tmo=3, reconnect_delay=2)
+    (target,) = stage.connect(timeouts)
+    stage.fabric.set_ana(2, "non-optimized")
+    stage.pass_time(1)
+    seen = discover(str(target)).to_json()
+    mount, (namespace,) = seen["mount"], seen["namespaces"]
+    stage.equal("file system", mount["file_system"], "xfs")
+    stage.check("noatime" in mount["options"], "mount options: noatime")
+    stage.equal("device", f"/dev/{namespace['device']}", str(stage.fabric.device(1)))
+    stage.equal("namespace", (namespace["nsid"], namespace["multipath"]), (1, True))
+    subsystem = namespace["subsystem"]
+    stage.equal("subsystem", (subsystem["nqn"], subsystem["iopolicy"]), (NQN, "numa"))
+    controllers = sorted(subsystem["controllers"], key=lambda one: one["traddr"])
+    for path, controller in enumerate(controllers, start=1):
+        where = (controller["transport"], controller["traddr"], controller["trsvcid"])
+        stage.equal(f"path {path}", where, ("tcp", address(path), str(PORT)))
+        stage.equal("host", controller["hostnqn"], HOST_NQN)
+        found = tuple(
+            controller[key]
+            for key in ("state", "ctrl_loss_tmo", "fast_io_fail_tmo", "kato", "reconnect_delay")
+        )
+        stage.equal("state and timeouts", found, ("live", 90, 7, 3, 2))
+        queues = 1 + min(IO_QUEUES, os.cpu_count() or 1)  # the first is the admin queue
+        stage.equal("queues", controller["queue_count"], queues)
+    states = {one["controller"]: one["ana_state"] for one in namespace["paths"]}
+    found = tuple(states[controller["name"]] for controller in controllers)
+    stage.equal("ANA states", found, ("optimized", "non-optimized"))
+
+
+def work_follows_speed(stage: Stage) -> None:
+    """Of two namespaces one is twice as fast: it gets about twice the writes."""
+    targets = stage.connect(Timeouts(), (1, 2))
+    stage.fabric.slow_disk(1, 200)
+    stage.fabric.slow_disk(2, 400)
+    child = stage.load(*targets, loads=False, interval_s=0.01, slots=96)
+    stage.pass_time(4)  # until both rates are known
+    since_s = time.monotonic()
+    stage.pass_time(8)
+    stage.fabric.slow_disk(1, 0)
+    stage.fabric.slow_disk(2, 0)
+    done = Counter(op.target for op in child.between(since_s) if op.kind == "write")
+    ratio = done[0] / done[1]
+    stage.check(1.5 <= ratio <= 2.7, f"writes went {ratio:.2f} : 1 ({done[0]} and {done[1]})")
+    stage.only_ok(since_s, "no operation fails")
+    stage.finish_load()
+
+
+def one_of_two_hangs(stage: Stage) -> None:
+    """One namespace of two hangs: the other one serves on as if nothing was."""
+    targets = stage.connect(Timeouts(), (1, 2))
+    child = stage.load(*targets, interval_s=0.05)
+    stage.pass_time(1)
+    stage.say("the device of namespace 2 hangs")
+    stage.fabric.hang_disk(2)
+    stage.until_verdict("suspect", within_s=5, target=1)
+    since_s = time.monotonic()
+    stage.pass_time(6)
+    others = [op for op in child.between(since_s) if op.target == 0]
+    worst_s = max(op.seconds for op in others)
+    stage.check(
+        all(op.outcome == "ok" for op in others) and worst_s < 1,
+        f"all {len(others)} operations on target 0 succeed (worst {worst_s:.2f} s)",
+    )
+    stage.check(stage.verdict(0) in ("ok", "degraded"), "target 0 stays usable")
+    stage.say("the device answers again")
+    stage.fabric.hang_disk(2, on=False)
+    stage.until_verdict("ok", "degraded", within_s=20, target=1)
+    stage.recovers(within_s=5, targets=2)
+    stage.finish_load()

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pool and the pipeline on a real NVMe/TCP fabric whose paths, ports and media fail.
+
+Each case is a function of `scenarios/`, played in the guest; what it checks is there, and its
+time line is in build/fabric-report.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .conftest import REPORT, Results
+from .rig.guest import Guest, GuestFailedError
+from .scenarios import BOOTS, SCENARIOS
+
+pytestmark = pytest.mark.fabric
+
+ALL = [each for boot in BOOTS for each in boot]
+
+
+@pytest.mark.parametrize("scenario", ALL)
+def test_scenario(scenario: str, played: Results) -> None:
+    one = played[scenario]
+    timeline = "\n".join(f"{at_s:8.2f}  {text}" for at_s, text in one["timeline"])
+    assert one["ok"], f"{one['failure']}\n{timeline}"
+
+
+def test_the_report_has_every_scenario(played: Results) -> None:
+    text = REPORT.read_text()
+    assert [name for name in played if f"## {name}\n" not in text] == []
+
+
+def test_every_scenario_is_played() -> None:
+    assert {each.split(":")[0] for each in ALL} == set(SCENARIOS)
+
+
+def test_a_guest_that_does_not_end_is_stopped_and_said(guest: Guest, tmp_path: Path) -> None:
+    with pytest.raises(GuestFailedError, match="did not end within 20 s") as caught:
+        guest.run(tmp_path, "echo so far; sleep 1000", 20)
+    assert "so far" in str(caught.value)
+
+
+def test_a_guest_brings_back_status_and_files(guest: Guest, tmp_path: Path) -> None:
+    result = guest.run(tmp_path, "uname -r >kernel; exit 7", 60)
+    assert result.status == 7
+    assert (tmp_path / "kernel").read_text().strip() in guest.kernel.parent.joinpath(
+        "packages"
+    ).read_text()
