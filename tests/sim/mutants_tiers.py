@@ -91,8 +91,8 @@ def doomed_entry_still_hits() -> list[Patch]:
 def doom_ignores_the_generation() -> list[Patch]:
     real = Tiers.doom
 
-    def doom(self: Any, entry: Entry) -> None:
-        real(self, self.index.find(entry.identity.key) or entry)
+    def doom(self: Any, entry: Entry, *, retire: bool = False) -> None:
+        real(self, self.index.find(entry.identity.key) or entry, retire=retire)
 
     return [(Tiers, "doom", doom)]
 
