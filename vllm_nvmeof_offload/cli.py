@@ -15,6 +15,7 @@ from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.cli_bench import bench_app
 from vllm_nvmeof_offload.cli_doctor import doctor
 from vllm_nvmeof_offload.cli_pool import pool_app
+from vllm_nvmeof_offload.cli_size import size
 
 __all__ = ["app"]
 
@@ -27,6 +28,7 @@ config_app = typer.Typer(help="The configuration's keys; checks of a configurati
 app.add_typer(config_app, name="config", invoke_without_command=True)
 app.add_typer(pool_app, name="pool")
 app.command()(doctor)
+app.command()(size)
 app.add_typer(bench_app, name="bench")
 
 #: Fields of a whole --kv-transfer-config beside our part of it.

@@ -31,11 +31,11 @@ LONGER_FILES = {
 LAYERS: list[set[str]] = [
     {"errors", "units", "names", "__init__"},
     {"protocol", "config", "config_keys", "config_check", "metrics"},
-    {"copy", "io", "pool", "fabric", "native"},
+    {"copy", "io", "pool", "fabric", "native", "sizing"},
     {"job_specs", "deployment"},
     {"manager", "worker"},
     {"spec", "connector", "plugin", "integration"},
-    {"cli", "cli_bench", "cli_bench_cost", "cli_bench_tier"}
+    {"cli", "cli_size", "cli_size_text", "cli_bench", "cli_bench_cost", "cli_bench_tier"}
     | {"cli_doctor", "cli_pool", "cli_pool_text", "demo"},
 ]
 MAY_IMPORT_VLLM = {

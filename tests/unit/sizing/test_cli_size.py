@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-nvmeof size`: tables, JSON, errors; and what people write for links and rates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_nvmeof_offload.cli import app
+from vllm_nvmeof_offload.sizing.links import parse_duration, parse_link, parse_rate, parse_tokens
+from vllm_nvmeof_offload.sizing.report import SizeReport
+
+runner = CliRunner()
+PLAIN = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def size_json(*options: str) -> SizeReport:
+    result = runner.invoke(app, ["size", *options, "--json"])
+    assert result.exit_code == 0, result.output
+    return SizeReport.model_validate_json(result.stdout)
+
+
+def test_json_has_the_stated_shape_and_the_options_in_it() -> None:
+    report = size_json(
+        *("--preset", "Llama-3.1-70B-Instruct", "--gpus", "8", "--gpu-memory", "141GiB"),
+        *("--tp", "8", "--context", "128k", "--concurrency", "64", "--drives", "24"),
+        *("--drive-bytes", "15.36TB", "--drive-read", "6.5GB/s", "--link", "2x100GbE"),
+        *("--ttft", "2s", "--kv-dtype", "fp8", "--blocks-per-chunk", "4", "--staging", "1TiB"),
+    )
+    deployment = report.deployment
+    assert (deployment.gpus, deployment.tensor_parallel, deployment.kv_element_bytes) == (8, 8, 1)
+    assert deployment.gpu_memory_bytes == 141 << 30
+    assert deployment.context_tokens == 128 << 10
+    assert deployment.drive_read_bytes_per_s == 6.5e9
+    figures = {figure.name: figure for figure in report.figures}
+    assert figures["KV of one token"].value == 160 << 10
+    assert figures["chunk"].value == 64
+    assert report.bottleneck == "links"
+
+
+def test_the_table_has_every_figure_and_its_formula(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(PLAIN))
+    report = size_json("--model", str(tmp_path))
+    result = runner.invoke(app, ["size", "--model", str(file)], env={"COLUMNS": "250"})
+    assert result.exit_code == 0, result.output
+    for figure in report.figures:
+        for part in (figure.name, figure.text, figure.formula):
+            assert part in result.stdout
+    for line in (*report.assumptions, *report.notes, report.published_source):
+        assert line in result.stdout
+    for row in report.scaling:
+        assert f"│ {row.drives} " in result.stdout
+
+
+def test_layers_of_every_kind_are_shown() -> None:
+    shown = runner.invoke(
+        app, ["size", "--preset", "Qwen3-Next-80B-A3B-Instruct"], env={"COLUMNS": "250"}
+    ).stdout
+    assert "one state a sequence, no KV per token" in shown
+    assert "this version of the offload refuses recurrent state" in shown
+    shown = runner.invoke(app, ["size", "--preset", "gpt-oss-120b"], env={"COLUMNS": "250"}).stdout
+    assert "the last 128 tokens" in shown
+
+
+def test_copies_are_pointed_out() -> None:
+    report = size_json("--preset", "DeepSeek-V3", "--tp", "8")
+    assert any(note.startswith("8 copies") for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--model=None: give one of --model and --preset; presets are"),
+        (["--preset", "Qwen3-9B"], "--preset='Qwen3-9B': not known; did you mean Qwen/Qwen3-8B"),
+        (["--model", "/no/such"], "--model='/no/such': cannot be read (No such file"),
+        (["--ttft", "2 parsecs"], "--ttft='2 parsecs': is not a duration above 0; write 2s"),
+        (["--ttft", "0s"], "--ttft='0s': is not a duration above 0"),
+        (["--context", "lots"], "--context='lots': is not a number of tokens"),
+        (["--drive-read", "6.5GB"], "--drive-read='6.5GB': is not a rate above 0; write 6.5GB/s"),
+        (["--link", "wet string"], "--link='wet string': is not a link; write 100GbE"),
+        (["--gpu-link", "pcie9x16"], "--gpu-link='pcie9x16': is not a link"),
+        (["--gpu-memory", "some"], "--gpu-memory='some': is not a size"),
+        (["--drives", "0"], "--drives=0: give a value greater than or equal to 1"),
+        (["--tp", "0"], "--tp=0: give a value greater than or equal to 1"),
+        (["--drive-fill", "1.5"], "--drive-fill=1.5: give a value less than or equal to 1"),
+        (["--drive-bytes", "0"], "--drive-bytes=0: give a value greater than 0"),
+        (["--kv-dtype", "fp12"], "--kv-dtype='fp12': give auto or one of bfloat16"),
+        (["--tp", "3"], "--tp=3: vLLM cannot share 8 KV heads over it"),
+        (["--gpus", "3", "--tp", "2"], "--gpus=3: an engine takes 2"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_one_plain_line(options: list[str], message: str) -> None:
+    model = [] if not options or options[0] in ("--model", "--preset") else ["--preset", "Qwen3-8B"]
+    result = runner.invoke(app, ["size", *model, *options])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "each"),
+    [
+        ("100GbE", 1, 12.5e9),
+        ("2x400GbE", 2, 50e9),
+        ("4 x 200Gb/s", 4, 25e9),
+        ("12.5GB/s", 1, 12.5e9),
+        ("3x1GiB/s", 3, float(1 << 30)),
+        ("pcie4x4", 1, 16e9 * 4 / 8 * 128 / 130),
+        ("2xPCIe5x16", 2, 32e9 * 16 / 8 * 128 / 130),
+    ],
+)
+def test_links(text: str, count: int, each: float) -> None:
+    link = parse_link(text)
+    assert (link.count, link.bytes_per_s) == (count, pytest.approx(each))
+    assert link.total_bytes_per_s == pytest.approx(count * each)
+
+
+def test_rates_durations_and_tokens() -> None:
+    assert parse_rate("900MiB/s") == 900 << 20
+    assert parse_duration("1.5 s") == 1.5
+    assert parse_duration("500ms") == 0.5
+    assert parse_tokens("128k") == 131072
+    assert parse_tokens("1M") == 1 << 20
+    assert parse_tokens("1000") == 1000

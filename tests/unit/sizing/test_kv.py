@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of KV cache: examples by hand, and vLLM's own numbers where it can be imported."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.sizing.kv import KvSizes, Layout
+from vllm_nvmeof_offload.sizing.model import LayerGroup, LayerKind, ModelShape, Weights
+from vllm_nvmeof_offload.sizing.presets import preset
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+def shape(*groups: LayerGroup) -> ModelShape:
+    return ModelShape("a model", groups, Weights(None, "unknown"), 2)
+
+
+def test_grouped_queries_by_hand() -> None:
+    """Llama 3.1 70B: 80 layers × 8 heads × (128 + 128) × 2 bytes = 320 KiB a token."""
+    sizes = KvSizes(preset("Llama-3.1-70B-Instruct"), Layout(tensor_parallel=4))
+    assert sizes.token_bytes() == 320 * KIB
+    assert sizes.rank_token_bytes() == 80 * KIB
+    assert sizes.block_bytes() == 1280 * KIB
+    assert sizes.copies() == 1
+    assert sizes.session_rank_bytes(128 * KIB) == 10 * GIB
+    assert sizes.chunk_tokens == 16
+    # 8192 chunks of 1280 KiB, each with a header page of 4 KiB, on 4 ranks.
+    assert sizes.loaded_bytes(128 * KIB) == 4 * 8192 * 1284 * KIB
+    assert sizes.pooled_bytes(128 * KIB) == 4 * 8192 * (1284 * KIB + 64)
+
+
+def test_more_ranks_than_heads_hold_copies() -> None:
+    """Qwen2.5 1.5B has 2 KV heads: on 8 ranks each is there 4 times."""
+    sizes = KvSizes(preset("Qwen2.5-1.5B-Instruct"), Layout(tensor_parallel=8))
+    assert sizes.token_bytes() == 28 * 2 * 256 * 2
+    assert sizes.rank_token_bytes() == 28 * 1 * 256 * 2
+    assert sizes.copies() == 4
+
+
+def test_a_latent_is_whole_on_every_rank() -> None:
+    """DeepSeek-V3: 61 layers × (512 + 64) × 2 bytes = 70,272 bytes a token, on each rank."""
+    sizes = KvSizes(preset("DeepSeek-V3"), Layout(tensor_parallel=8))
+    assert sizes.token_bytes() == sizes.rank_token_bytes() == 70_272
+    assert sizes.copies() == 8
+    assert sizes.loaded_bytes(16 << 10) >= 8 * (16 << 10) * 70_272
+
+
+def test_fp8_halves_it() -> None:
+    for name in ("Qwen3-8B", "DeepSeek-V3"):
+        model = preset(name)
+        half, whole = KvSizes(model, Layout(kv_bytes=1)), KvSizes(model, Layout(kv_bytes=2))
+        assert 2 * half.token_bytes() == whole.token_bytes()
+
+
+def test_a_window_caps_what_its_layers_keep() -> None:
+    """Gemma 3 27B: 10 of 62 layers keep everything, 52 the last 1024 tokens."""
+    model = preset("gemma-3-27b-it")
+    assert {g.kind: g.layers for g in model.groups} == {
+        LayerKind.FULL: 10,
+        LayerKind.WINDOW: 52,
+    }
+    sizes = KvSizes(model, Layout())
+    page = 16 * 16 * 256 * 2
+    # A window of 1024 tokens reaches into 65 blocks of 16.
+    assert sizes.session_rank_bytes(32 * KIB) == page * (10 * 2048 + 52 * 65)
+    assert sizes.session_rank_bytes(512) == page * 62 * 32
+    slots = {slot.payload_bytes: slot.count for slot in sizes.session_slots(32 * KIB)}
+    assert slots == {52 * page: 65, 10 * page: 2048}
+
+
+def test_recurrent_state_does_not_grow() -> None:
+    """Qwen3-Next: 12 of 48 layers have KV, 36 a state.
+
+    The state of a layer: 8192 channels × 3 tokens of convolution, 32 heads × 128 × 128.
+    """
+    sizes = KvSizes(preset("Qwen3-Next-80B-A3B-Instruct"), Layout())
+    assert sizes.token_bytes() == 12 * 2 * 512 * 2
+    state = 36 * 2 * (8192 * 3 + 32 * 128 * 128)
+    assert sizes.state_bytes() == state
+    grown = sizes.session_rank_bytes(64 * KIB) - sizes.session_rank_bytes(32 * KIB)
+    assert grown == 32 * KIB * sizes.token_bytes()
+    assert sizes.session_rank_bytes(16) == state + 16 * sizes.token_bytes()
+
+
+def test_a_pipeline_spreads_layers_and_the_first_stages_take_the_rest() -> None:
+    model = shape(LayerGroup(LayerKind.FULL, 10, 8, 128, 128))
+    sizes = KvSizes(model, Layout(pipeline_parallel=4))
+    per_layer = 8 * 256 * 2
+    assert [sizes.rank_token_bytes(stage) // per_layer for stage in range(4)] == [3, 3, 2, 2]
+    assert sizes.copies() == 1
+
+
+def test_only_whole_chunks_are_stored() -> None:
+    sizes = KvSizes(preset("Llama-3.1-8B-Instruct"), Layout(blocks_per_chunk=4))
+    assert sizes.chunk_tokens == 64
+    assert sizes.loaded_bytes(63) == 0
+    assert sizes.loaded_bytes(127) == sizes.loaded_bytes(64) == 4 * 2 * MIB + 4 * KIB
+
+
+def test_splits_that_vllm_refuses_are_refused() -> None:
+    model = preset("Llama-3.1-8B-Instruct")
+    with pytest.raises(ConfigError, match="--tp=3: vLLM cannot share 8 KV heads over it"):
+        KvSizes(model, Layout(tensor_parallel=3))
+    with pytest.raises(ConfigError, match="--pp=33: the model has 32 layers"):
+        KvSizes(model, Layout(pipeline_parallel=33))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("block_tokens", [16, 64])
+def test_pages_are_vllms(tp: int, block_tokens: int) -> None:
+    interface = pytest.importorskip("vllm.v1.kv_cache_interface")
+    torch = pytest.importorskip("torch")
+    for name, kv_bytes, dtype in (
+        ("Llama-3.1-8B-Instruct", 2, torch.bfloat16),
+        ("Qwen2.5-7B-Instruct", 1, torch.float8_e4m3fn),
+        ("DeepSeek-V2-Lite-Chat", 2, torch.float16),
+    ):
+        model = preset(name)
+        group = model.groups[0]
+        sizes = KvSizes(model, Layout(tp, 1, kv_bytes, block_tokens))
+        latent = group.kind is LayerKind.LATENT
+        kind = interface.MLAAttentionSpec if latent else interface.FullAttentionSpec
+        heads = 1 if latent else max(1, group.kv_heads // tp)
+        spec = kind(
+            block_size=block_tokens, num_kv_heads=heads, head_size=group.key_width, dtype=dtype
+        )
+        assert sizes.page_bytes(group) == spec.page_size_bytes
+
+
+def test_windows_are_vllms() -> None:
+    interface = pytest.importorskip("vllm.v1.kv_cache_interface")
+    torch = pytest.importorskip("torch")
+    for window in (1, 16, 17, 128, 1024, 4096):
+        group = LayerGroup(LayerKind.WINDOW, 1, 2, 64, 64, window_tokens=window)
+        spec = interface.SlidingWindowSpec(
+            block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=window
+        )
+        sizes = KvSizes(shape(group), Layout())
+        blocks = spec.max_admission_blocks_per_request(0, 128 * KIB)
+        assert sizes.session_rank_bytes(128 * KIB) == blocks * spec.page_size_bytes

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What fits where and what loads in time: by hand, and as properties."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.sizing.bandwidth import plan_reload
+from vllm_nvmeof_offload.sizing.capacity import cpu_room, gpu_room, pool_room
+from vllm_nvmeof_offload.sizing.deployment import Deployment
+from vllm_nvmeof_offload.sizing.kv import KvSizes
+from vllm_nvmeof_offload.sizing.presets import preset, preset_names
+from vllm_nvmeof_offload.sizing.report import build
+from vllm_nvmeof_offload.worker.staging import split_slots
+
+KIB, GIB = 1 << 10, 1 << 30
+#: Llama 3.1 8B, 32k tokens: 2048 chunks of 2 MiB, 4 GiB; with headers 2048 × 2052 KiB.
+CHUNKS, SLOT = 2048, 2052 * KIB
+
+
+def sized(name: str = "Llama-3.1-8B-Instruct", **more: Any) -> tuple[KvSizes, Deployment]:
+    deployment = Deployment(**more)
+    return KvSizes(preset(name, 16 * GIB), deployment.layout), deployment
+
+
+def test_gpu_memory_by_hand() -> None:
+    sizes, deployment = sized(gpus=2, gpu_memory_utilization=0.9)
+    room = gpu_room(sizes, deployment)
+    assert room is not None
+    assert room.free_bytes == 72 * GIB - 4 * GIB - 16 * GIB
+    assert room.session_bytes == 4 * GIB
+    assert room.sessions == 2 * 13
+
+
+def test_weights_that_do_not_fit_are_said_and_leave_no_room() -> None:
+    report = build(preset("DeepSeek-V3"), Deployment())
+    assert any("weights do not fit" in note for note in report.notes)
+    (sessions,) = (f for f in report.figures if f.name == "sessions in GPU memory")
+    assert sessions.value == 0
+
+
+def test_the_cpu_tier_is_the_servers() -> None:
+    sizes, deployment = sized(staging_bytes=64 * GIB)
+    cache_slots, streams = split_slots(64 * GIB, SLOT, deployment.stream_slots)
+    assert streams == 64
+    room = cpu_room(sizes, deployment)
+    assert room.cache_bytes == cache_slots * SLOT
+    assert room.sessions == cache_slots // CHUNKS == 15
+
+
+def test_the_pool_by_hand() -> None:
+    sizes, deployment = sized(drive_bytes=10**13, drive_fill=0.5)
+    session = CHUNKS * (SLOT + 64)
+    room = pool_room(sizes, deployment, 24)
+    assert room.session_bytes == session
+    assert room.sessions_per_drive == 5 * 10**12 // session
+    assert room.sessions == 12 * 10**13 // session
+
+
+def test_the_reload_by_hand() -> None:
+    sizes, deployment = sized(
+        concurrency=10, ttft_seconds=4.0, drive_read_bytes_per_s=5e9, link="3x100GbE",
+        link_efficiency=0.8,
+    )  # fmt: skip
+    back = plan_reload(sizes, deployment, 6)
+    assert back.session_bytes == CHUNKS * SLOT
+    assert back.needed_bytes_per_s == 10 * CHUNKS * SLOT / 4
+    rates = {hop.name: hop.bytes_per_s for hop in back.hops}
+    assert rates["drives"] == 30e9
+    assert rates["links"] == pytest.approx(3 * 12.5e9 * 0.8)
+    assert rates["GPU links"] == pytest.approx(0.8 * 32e9 * 16 / 8 * 128 / 130)
+    # 10.76 GB/s: 3 drives of 5 GB/s, 2 links of 10.
+    assert [hop.needed for hop in back.hops[:2]] == [3, 2]
+    assert back.seconds == pytest.approx(10 * CHUNKS * SLOT / 30e9)
+    assert back.sessions_in_time == int(4 * 30e9 / (CHUNKS * SLOT))
+
+
+@pytest.mark.parametrize(
+    ("more", "bottleneck"),
+    [
+        ({"drives": 1, "link": "8x400GbE"}, "drives"),
+        ({"drives": 24, "link": "100GbE"}, "links"),
+        ({"drives": 24, "link": "8x400GbE", "gpu_link": "pcie4x4"}, "GPU links"),
+    ],
+)
+def test_the_bottleneck_is_named(more: dict[str, Any], bottleneck: str) -> None:
+    report = build(preset("Qwen3-8B"), Deployment(ttft_seconds=0.01, **more))
+    assert report.bottleneck == bottleneck
+    assert not report.meets_ttft
+    assert any(f"the {bottleneck} are in the way" in note for note in report.notes)
+
+
+def test_gpus_that_make_no_engine_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--gpus=6: .* give a multiple, such as 8"):
+        build(preset("Qwen3-8B"), Deployment(gpus=6, tensor_parallel=4))
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_can_be_sized(name: str) -> None:
+    report = build(preset(name), Deployment(gpus=8, tensor_parallel=8))
+    assert all(figure.formula and figure.text for figure in report.figures)
+    assert [row.drives for row in report.scaling] == [1, 6, 12, 24]
+
+
+deployments = st.fixed_dictionaries(
+    {
+        "context_tokens": st.integers(1, 1 << 20),
+        "concurrency": st.integers(1, 1024),
+        "drives": st.integers(1, 96),
+        "ttft_seconds": st.floats(0.01, 60),
+        "tensor_parallel": st.sampled_from([1, 2, 4, 8]),
+        "staging_bytes": st.integers(0, 1 << 40),
+        "block_tokens": st.sampled_from([16, 32, 64]),
+    }
+)
+MORE = {"context_tokens": 1 << 12, "concurrency": 7, "drives": 3, "ttft_seconds": 1.5}
+
+
+@given(st.sampled_from(preset_names()), deployments, st.sampled_from(sorted(MORE)))
+def test_more_of_one_thing_never_helps_or_hurts_against_its_sense(
+    name: str, given_: dict[str, Any], changed: str
+) -> None:
+    given_["gpus"] = given_["tensor_parallel"]
+    less = build(preset(name), Deployment(**given_))
+    more = build(preset(name), Deployment(**{**given_, changed: given_[changed] + MORE[changed]}))
+    a, b = ({f.name: f.value for f in report.figures} for report in (less, more))
+    longer = changed == "context_tokens"
+    if longer:
+        assert b["session, made once"] >= a["session, made once"]
+        assert b["session in the pool"] >= a["session in the pool"]
+        for place in ("in GPU memory", "in the CPU tier", "per drive", "per enclosure"):
+            # A context shorter than a chunk stores nothing, and is counted as no session.
+            if a["session in the pool"]:
+                assert b[f"sessions {place}"] <= a[f"sessions {place}"]
+    if changed in ("context_tokens", "concurrency"):
+        assert b["needed for the TTFT"] >= a["needed for the TTFT"]
+        assert b["time to load them all"] >= a["time to load them all"]
+        assert not more.meets_ttft or less.meets_ttft
+    if changed == "drives":
+        assert b["sessions per enclosure"] >= a["sessions per enclosure"]
+        assert b["time to load them all"] <= a["time to load them all"]
+    if changed == "ttft_seconds":
+        assert b["needed for the TTFT"] <= a["needed for the TTFT"]
+        assert b["sessions at once in the TTFT"] >= a["sessions at once in the TTFT"]
+
+
+@given(st.sampled_from(preset_names()), st.integers(16, 1 << 18), st.sampled_from([1, 2, 8]))
+def test_slots_hold_what_is_stored_and_waste_little(name: str, tokens: int, tp: int) -> None:
+    deployment = Deployment(tensor_parallel=tp)
+    sizes = KvSizes(preset(name), deployment.layout)
+    for slot in sizes.session_slots(tokens):
+        assert slot.payload_bytes <= slot.stride_bytes <= slot.payload_bytes + 2 * 4096
+        assert slot.stride_bytes % 4096 == 0

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model's layers keep for each sequence."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+__all__ = ["LayerGroup", "LayerKind", "ModelShape", "RecurrentState", "Weights"]
+
+
+class LayerKind(enum.Enum):
+    """How a layer's memory grows with the sequence."""
+
+    FULL = "full attention"
+    LATENT = "latent attention (MLA)"
+    INDEXER = "sparse-attention indexer"
+    WINDOW = "sliding window"
+    STATE = "recurrent state"
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentState:
+    """State of one layer for one sequence, of any length, as numbers of elements.
+
+    conv_width × conv_tokens of `conv_bytes` each, and recurrent_elements of `recurrent_bytes`.
+    `group_width`: the part of conv_width that belongs to groups of heads; where the ranks are
+    more than the groups, each rank has a group of its own.
+    """
+
+    conv_width: int
+    conv_tokens: int
+    recurrent_elements: int
+    conv_bytes: int
+    recurrent_bytes: int
+    groups: int = 0
+    group_width: int = 0
+
+    def rank_bytes(self, tensor_parallel: int) -> int:
+        """Bytes on one of `tensor_parallel` ranks."""
+        width = self.conv_width
+        if self.groups and self.groups % tensor_parallel:
+            width += (tensor_parallel - self.groups) * self.group_width
+        conv = width // tensor_parallel * self.conv_tokens * self.conv_bytes
+        return conv + self.recurrent_elements // tensor_parallel * self.recurrent_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """`layers` layers that keep the same.
+
+    key_width, value_width: elements per token and KV head; a latent has one head and no value.
+    window_tokens: what a WINDOW layer looks back on. element_bytes: set where it does not
+    follow the KV cache's dtype. state: of a STATE layer, None where its size is unknown.
+    """
+
+    kind: LayerKind
+    layers: int
+    kv_heads: int = 1
+    key_width: int = 0
+    value_width: int = 0
+    window_tokens: int | None = None
+    element_bytes: int | None = None
+    state: RecurrentState | None = None
+
+    @property
+    def split_by_heads(self) -> bool:
+        """Does tensor parallelism split it? A latent is whole on every rank."""
+        return self.kind in (LayerKind.FULL, LayerKind.WINDOW)
+
+    def heads_per_rank(self, tensor_parallel: int) -> int:
+        """KV heads on one rank; with more ranks than heads each rank has a copy of one."""
+        return max(1, self.kv_heads // tensor_parallel) if self.split_by_heads else 1
+
+    def token_bytes(self, tensor_parallel: int, kv_bytes: int) -> int:
+        """Bytes of one token in one layer on one rank; 0 for a STATE layer."""
+        if self.kind is LayerKind.STATE:
+            return 0
+        width = self.key_width + self.value_width
+        return self.heads_per_rank(tensor_parallel) * width * (self.element_bytes or kv_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Bytes of all weights, over all ranks; None: cannot be told. `source`: how it is known."""
+
+    total_bytes: int | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A model as far as its KV cache and its weights are concerned."""
+
+    name: str
+    groups: tuple[LayerGroup, ...]
+    weights: Weights
+    element_bytes: int
+    context_tokens_max: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def layers(self) -> int:
+        return sum(group.layers for group in self.groups)
