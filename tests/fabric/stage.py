@@ -22,6 +22,8 @@ LOOK_S = 0.1
 READY_S_MAX = 60.0
 #: On a processor that is emulated, how much later than its deadline an outcome may be seen.
 LATE_S_MAX = 1.0
+#: Verdicts are logged once a second; one that has lasted so long must be in the log.
+LOGGED_S_MIN = 3.0
 
 
 @dataclass
@@ -239,6 +241,22 @@ class Stage:
         worst_s = self.worst_s("store")
         self.check(worst_s <= LATE_S_MAX, f"no store waits for a disk (worst {worst_s:.2f} s)")
         self._check_counters(child)
+        self._check_log(child)
+
+    def _check_log(self, child: LoadProcess) -> None:
+        """The log names every verdict worse than degraded that has lasted."""
+        lasting, since = set(), dict[int, tuple[float, str]]()
+        for at_s, target, verdict in [
+            *child.verdicts,
+            *((time.monotonic(), t, "") for t in (0, 1)),
+        ]:
+            before_s, before = since.get(target, (at_s, "ok"))
+            if at_s - before_s >= LOGGED_S_MIN:
+                lasting.add(before)
+            since[target] = at_s, verdict
+        said = [text for _, text in self.timeline if text.startswith("log: ")]
+        for verdict in sorted(lasting & {"suspect", "gone"}):
+            self.check(any(f" is {verdict}: " in line for line in said), f"the log says {verdict}")
 
     def _check_counters(self, child: LoadProcess) -> None:
         """The pipeline's counters say what was seen from outside."""

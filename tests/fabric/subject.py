@@ -116,7 +116,7 @@ class _Load:
         limits = IoLimits(threads=8, depth=16, read_bytes_in_flight_max=8 * MIB)
         chosen = choose_io_engine(spec.engine, self.pool, self.staging.view, base, limits)
         assert not chosen.fallbacks, chosen.fallbacks
-        self.health = tuple(TargetHealth(time.monotonic) for _ in range(count))
+        self.health = tuple(TargetHealth() for _ in range(count))
         config = PumpConfig(
             target_count=count,
             health=self.health,

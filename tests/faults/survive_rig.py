@@ -47,7 +47,7 @@ class Survivor:
         self.pool = pool
         self.bench = Bench(engine, pool, CACHE_SLOTS)
         self.bench.store((slot, name(slot)) for slot in range(slots))
-        self.health = tuple(TargetHealth(time.monotonic) for _ in range(pool.target_count))
+        self.health = tuple(TargetHealth() for _ in range(pool.target_count))
         self.reports: list[Report] = []
         self._ops = itertools.count(1)
         self._place = itertools.cycle(range(CACHE_SLOTS))

@@ -4,8 +4,7 @@
 verdict    when                                                      I/O there
 ========   =======================================================   =========================
 ok         nothing below                                             all
-degraded   a controller is not live, or a path not optimized; or     all
-           reads run at under a quarter of their best rate
+degraded   a controller is not live, or a path not optimized         all
 suspect    an operation is past its deadline, and the kernel still   none: it fails at once
            has its buffer; or none of its controllers carries I/O    with DEADLINE
 gone       of its reads, or of its writes, `FAILURES_MAX` in a row   none, as above, until
@@ -38,7 +37,6 @@ from __future__ import annotations
 import enum
 import errno
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm_nvmeof_offload.errors import Outcome, OutcomeKind, Scope
@@ -49,10 +47,6 @@ __all__ = ["FAILED_SLOTS_MAX", "FAILURES_MAX", "PathStates", "TargetHealth", "Ve
 FAILURES_MAX = 3
 #: EIO may be one bad place. On so many different slots, without a success between, it is not.
 FAILED_SLOTS_MAX = 8
-#: Shares of the best read rate: slow below the first, and then until it is above the second.
-_SLOW, _NOT_SLOW = 1 / 4, 1 / 2
-#: A rate counts half after so long, so that what was once is forgotten.
-_BEST_HALF_LIFE_S = 600.0
 
 
 class Verdict(enum.Enum):
@@ -98,21 +92,18 @@ class _Run:
 class TargetHealth:
     """One target's. An attachment is a number that counts up with each `attached`."""
 
-    def __init__(self, clock: Callable[[], float], *, can_return: bool = True) -> None:
+    def __init__(self, *, can_return: bool = True) -> None:
         """can_return: False where nobody would attach it again: failures do not make it gone."""
         self.verdict = Verdict.OK
         #: Why it is not ok, for people.
         self.reason = ""
         self.attachment = 0
-        self._clock = clock
         self._can_return = can_return
         self._under_way: Counter[int] = Counter()  # attachment → operations, their buffers too
         self._late: Counter[int] = Counter()  # attachment → those past their deadline
         self._lost = ""  # why it is gone
         self._paths = PathStates()
         self._runs = {False: _Run(), True: _Run()}  # by is_write
-        self._best_rate, self._best_s = 0.0, 0.0
-        self._slow = False
 
     def busy(self, attachment: int) -> bool:
         """Does an operation use this attachment's descriptors?"""
@@ -154,16 +145,6 @@ class TargetHealth:
         if run.too_long:
             self.lost(f"{'writes' if is_write else 'reads'} fail in a row, now with {outcome}")
 
-    def rated(self, bytes_per_s: float, most: float) -> None:
-        """How fast reads are, and could be at most: few of them at a time do not show it."""
-        now_s = self._clock()
-        best = self._best_rate * 0.5 ** ((now_s - self._best_s) / _BEST_HALF_LIFE_S)
-        self._best_rate, self._best_s = max(best, bytes_per_s), now_s
-        if bytes_per_s:
-            bound = _NOT_SLOW if self._slow else _SLOW
-            self._slow = most < bound * self._best_rate
-            self._judge()
-
     # -- from outside -----------------------------------------------------------------
 
     def watched(self, paths: PathStates) -> None:
@@ -184,7 +165,7 @@ class TargetHealth:
     def attached(self) -> None:
         """New descriptors serve it: what is known of the old ones is history."""
         self.attachment += 1
-        self._lost, self._slow, self._best_rate = "", False, 0.0
+        self._lost = ""
         self._paths = PathStates()
         self._runs = {False: _Run(), True: _Run()}
         self._judge()
@@ -199,8 +180,6 @@ class TargetHealth:
             found = Verdict.SUSPECT, f"none of its {paths.known} controllers carries I/O"
         elif paths.best < paths.known:
             found = Verdict.DEGRADED, f"{paths.best} of {paths.known} controllers at their best"
-        elif self._slow:
-            found = Verdict.DEGRADED, "reads are at under a quarter of their best rate"
         else:
             found = Verdict.OK, ""
         self.verdict, self.reason = found

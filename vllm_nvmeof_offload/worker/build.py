@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,7 +75,7 @@ def build_worker(
     copy = _copy_engine(device, waker)
     io, io_fallbacks = _io_engine(settings, pool, staging)
     target_count = pool.target_count if pool else 1
-    health = tuple(TargetHealth(time.monotonic) for _ in range(target_count)) if pool else None
+    health = tuple(TargetHealth() for _ in range(target_count)) if pool else None
     pump = PumpConfig(
         rank=place.rank,
         target_count=target_count,

@@ -83,7 +83,7 @@ class IoPump:
         self._flights: dict[int, _Flight] = {}
         self._next_token = 1
         lanes = self._lanes
-        self._health = config.health or [TargetHealth(clock, can_return=False) for _ in lanes]
+        self._health = config.health or [TargetHealth(can_return=False) for _ in lanes]
         self._verdicts = VerdictNews(config.rank, self._health)
         self._failed: list[IoEvent] = []
         self._resetting = False
@@ -129,10 +129,7 @@ class IoPump:
         return self._verdicts.take()
 
     def take_rates(self) -> list[RateReport]:
-        rates = self._rates.take()
-        for target, rate, most in self._rates.take_read_bounds():
-            self._health[target].rated(rate, most)
-        return rates
+        return self._rates.take()
 
     @property
     def busy(self) -> bool:

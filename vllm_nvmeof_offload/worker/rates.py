@@ -51,9 +51,7 @@ class _Meter:
     operation_s: float = 0.0  # operations in flight × seconds
     done_bytes: int = 0
     rate: float = 0.0  # bytes per second; 0: not known
-    most: float = 0.0  # what it can do at most, as far as the last period shows
     told: float = 0.0
-    fresh: bool = False  # a period was closed, and nobody has asked since
 
     def count(self, now_s: float) -> None:
         """Count the time since the last call, before anything changes."""
@@ -71,9 +69,8 @@ class _Meter:
             if not self.rate:
                 self.rate = seen
             in_flight_mean = self.operation_s / self.busy_s
-            self.most = seen * max(1.0, self.saturating / in_flight_mean)
-            self.rate += _NEWEST * (min(max(self.rate, seen), self.most) - self.rate)
-            self.fresh = True
+            most = seen * max(1.0, self.saturating / in_flight_mean)
+            self.rate += _NEWEST * (min(max(self.rate, seen), most) - self.rate)
             self.busy_s, self.operation_s, self.done_bytes = 0.0, 0.0, 0
         return abs(self.rate - self.told) > _CHANGE_MIN * self.told
 
@@ -125,12 +122,3 @@ class RateMeter:
                 write.told, read.told = write.rate, read.rate
                 reports.append(RateReport(self._rank, target, write.rate, read.rate))
         return reports
-
-    def take_read_bounds(self) -> list[tuple[int, float, float]]:
-        """Targets whose reads were measured anew: (target, its rate, what it can do at most)."""
-        found = []
-        for target, meter in enumerate(self._reads):
-            if meter.fresh:
-                meter.fresh = False
-                found.append((target, meter.rate, meter.most))
-        return found

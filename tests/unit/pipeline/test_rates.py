@@ -186,12 +186,3 @@ def test_time_until_this_thread_hears_of_an_end_does_not_count() -> None:
     bench.read(0.5, 100, at_once=4)
     bench.now_s += 1.0
     assert bench.read_rate() is None, "the same again; and what was counted stays counted"
-
-
-def test_reads_one_at_a_time_tell_what_a_target_can_do_at_most() -> None:
-    bench = _known(1000)
-    bench.meter.take_read_bounds()
-    bench.read(1.1, 110, at_once=1)
-    bench.read_rate()
-    assert bench.meter.take_read_bounds() == [(0, pytest.approx(700), pytest.approx(400))]
-    assert bench.meter.take_read_bounds() == []
