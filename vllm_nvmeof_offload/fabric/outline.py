@@ -15,11 +15,15 @@ from vllm_nvmeof_offload.fabric.model import (
     Mount,
     Namespace,
     Path,
+    QueueLimits,
     TargetFabric,
 )
 from vllm_nvmeof_offload.units import format_bytes
 
 __all__ = ["Line", "outline"]
+
+#: What the kernel shows where a device has no limit of its own is near 2^31.
+_NO_LIMIT_KB = 1 << 30
 
 
 @dataclass
@@ -77,13 +81,19 @@ def _or_unknown(value: object, unit: str = "") -> str:
     return "unknown" if value is None else f"{value}{unit}"
 
 
+def _of_hardware(limits: QueueLimits) -> str:
+    """The hardware's limit; over fabrics there often is none, and the kernel shows its largest."""
+    most = limits.max_hw_sectors_kb
+    return "" if most is not None and most >= _NO_LIMIT_KB else f" of {_or_unknown(most)}"
+
+
 def _namespace(namespace: Namespace, nics: dict[str, Nic]) -> Line:
     limits = namespace.limits
     text = (
         f"namespace {namespace.device}: nsid {_or_unknown(namespace.nsid)}, "
         f"{_size(namespace.size_bytes)}, blocks of {_or_unknown(limits.logical_block_bytes)} B, "
-        f"transfers up to {_or_unknown(limits.max_sectors_kb)} of "
-        f"{_or_unknown(limits.max_hw_sectors_kb)} KiB, {namespace.wwid or 'wwid unknown'}"
+        f"transfers up to {_or_unknown(limits.max_sectors_kb)}{_of_hardware(limits)} KiB, "
+        f"{namespace.wwid or 'wwid unknown'}"
     )
     subsystem = namespace.subsystem
     policy = f", iopolicy {subsystem.iopolicy}" if subsystem.iopolicy else ""

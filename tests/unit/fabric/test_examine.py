@@ -110,6 +110,13 @@ def test_the_tree_of_two_paths_is_read_at_a_glance(tree: Tree) -> None:
     )
 
 
+def test_a_device_without_a_limit_of_its_own_shows_none(tree: Tree) -> None:
+    two_paths(tree)
+    (tree.sysfs / "dev/block/259:1/queue/max_hw_sectors_kb").write_text("2147483644\n")
+    shown = text_of(outline(tree.discover(), {}))
+    assert "transfers up to 1280 KiB, " in shown
+
+
 def test_the_tree_of_a_stack_and_of_unknowns(tree: Tree) -> None:
     controller = without_multipath(tree)
     for path in controller.iterdir():
