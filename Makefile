@@ -48,7 +48,7 @@ demo: setup
 test: test-fast test-fabric test-e2e
 
 test-fast: setup
-	$(BIN)/python -m pytest tests/unit tests/contract tests/native tests/sim tests/faults \
+	$(BIN)/python -m pytest tests/unit tests/contract tests/native tests/sim tests/faults tests/gpu \
 		$(PYTEST_ARGS)
 
 # One after the other even under `make -j`: two suites at once would share two cores.

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of this folder run on: a real GPU through torch, or the stub of its driver.
+
+With the stub every test runs on any machine, so that on a GPU only the GPU is new. It proves
+nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from tests.unit.copy.fake_cuda import MODEL_STREAM, FakeCuda
+from vllm_nvmeof_offload.copy.driver import Cuda
+from vllm_nvmeof_offload.copy.nvrtc import compile_kernels
+
+__all__ = ["Device", "Memory", "StubDevice", "TorchDevice", "has_gpu"]
+
+#: About 0.2 s on a GPU of 2 GHz.
+_SLOW_CYCLES = 400_000_000
+
+
+def has_gpu() -> bool:
+    """Cheap: this is asked wherever tests are collected."""
+    return Path("/dev/nvidiactl").exists()
+
+
+class Memory(Protocol):
+    """Bytes on the device."""
+
+    address: int
+
+    def write(self, content: np.ndarray) -> None:
+        """Now, and seen by everything that is submitted later."""
+
+    def read(self) -> np.ndarray:
+        """Now, after everything that the model's stream has to do."""
+
+
+class Device(Protocol):
+    """One GPU, or what stands in for it."""
+
+    cuda: Cuda
+
+    def allocate(self, count: int) -> Memory: ...
+
+    def kernel(self) -> int:
+        """The fast copy kernel."""
+
+    def model_stream(self) -> int: ...
+
+    def later(self, memory: Memory, content: np.ndarray) -> None:
+        """On the model's stream: compute for a while, then write `content`."""
+
+    def go_on(self) -> None:
+        """Let the device work; a GPU does that unasked."""
+
+
+class _TorchMemory:
+    def __init__(self, torch: Any, count: int) -> None:
+        self.tensor = torch.zeros(count, dtype=torch.uint8, device="cuda")
+        self.address = self.tensor.data_ptr()
+        self._torch = torch
+
+    def write(self, content: np.ndarray) -> None:
+        self.tensor.copy_(self._torch.from_numpy(content))
+        self._torch.cuda.synchronize()
+
+    def read(self) -> np.ndarray:
+        found: np.ndarray = self.tensor.cpu().numpy()
+        return found
+
+
+class TorchDevice:
+    """The first GPU."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        torch.cuda.init()
+        self.cuda = Cuda(torch.cuda.current_device())
+
+    def allocate(self, count: int) -> Memory:
+        return _TorchMemory(self._torch, count)
+
+    def kernel(self) -> int:
+        return self.cuda.load_kernel(_compiled(self.cuda.facts.arch), "copy_blocks")
+
+    def model_stream(self) -> int:
+        return int(self._torch.cuda.current_stream().cuda_stream)
+
+    def later(self, memory: Memory, content: np.ndarray) -> None:
+        assert isinstance(memory, _TorchMemory)
+        ready = self._torch.from_numpy(content).cuda()
+        self._torch.cuda._sleep(_SLOW_CYCLES)
+        memory.tensor.copy_(ready)
+
+    def go_on(self) -> None:
+        return
+
+
+class _StubMemory:
+    def __init__(self, count: int) -> None:
+        self.array = np.zeros(count, np.uint8)
+        self.address = self.array.ctypes.data
+
+    def write(self, content: np.ndarray) -> None:
+        self.array[:] = content
+
+    def read(self) -> np.ndarray:
+        return self.array.copy()
+
+
+class StubDevice:
+    """No GPU: see `FakeCuda`."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._fake = FakeCuda(seed)
+        self.cuda: Cuda = self._fake
+
+    def allocate(self, count: int) -> Memory:
+        return _StubMemory(count)
+
+    def kernel(self) -> int:
+        return self.cuda.load_kernel(b"", "copy_blocks")
+
+    def model_stream(self) -> int:
+        return MODEL_STREAM
+
+    def later(self, memory: Memory, content: np.ndarray) -> None:
+        write: Callable[[], None] = functools.partial(memory.write, content.copy())
+        self._fake.on_model(write)
+
+    def go_on(self) -> None:
+        self._fake.drain()
+
+
+@functools.cache
+def _compiled(arch: str) -> bytes:
+    return compile_kernels(arch)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A KV cache of a layout on a device, staging, and the CUDA engine between them."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.gpu.device import Device
+from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine
+from vllm_nvmeof_offload.copy.dma import DmaCopier
+from vllm_nvmeof_offload.copy.kernel import KernelCopier
+from vllm_nvmeof_offload.copy.select import Backend
+from vllm_nvmeof_offload.units import HEADER_BYTES, slot_stride_bytes
+from vllm_nvmeof_offload.worker.geometry import CacheTensor, ChunkGeometry
+from vllm_nvmeof_offload.worker.pinning import StagingPinning
+from vllm_nvmeof_offload.worker.staging_map import StagingMap
+
+__all__ = ["LAYOUTS", "Layout", "Rig"]
+
+WAIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """(offset, stride, page) of each tensor in one allocation of `total` bytes."""
+
+    name: str
+    tensors: tuple[tuple[int, int, int], ...]
+    total: int
+
+
+def _layout(name: str, layers: int, page: int, blocks: int) -> Layout:
+    block = layers * page
+    match name:
+        case "contiguous":  # BLHNC: all layers of a block side by side
+            return Layout(name, ((0, block, block),), blocks * block)
+        case "packed":  # the same memory, seen as a tensor a layer
+            tensors = tuple((at * page, block, page) for at in range(layers))
+            return Layout(name, tensors, blocks * block)
+        case "per_layer":
+            tensors = tuple((at * blocks * page, page, page) for at in range(layers))
+            return Layout(name, tensors, blocks * block)
+        case "split":  # K of all blocks, then V of all blocks, layer by layer
+            return _layout("per_layer", 2 * layers, page // 2, blocks)
+        case "padded":  # as vLLM pads pages of hybrid models to one size
+            stride = page + 256
+            tensors = tuple((at * blocks * stride, stride, page) for at in range(layers))
+            return Layout(name, tensors, layers * blocks * stride)
+    raise AssertionError(name)
+
+
+LAYOUTS = ("contiguous", "packed", "per_layer", "split", "padded")
+
+
+class Rig:
+    """Slots of `per_chunk` blocks in registrations of a few slots each."""
+
+    def __init__(
+        self,
+        device: Device,
+        layout: str,
+        backend: Backend,
+        page: int,
+        layers: int = 3,
+        blocks: int = 48,
+        per_chunk: int = 3,
+        on_done: Callable[[], None] | None = None,
+    ) -> None:
+        self.device = device
+        shape = _layout(layout, layers, page, blocks)
+        self.cache = device.allocate(shape.total)
+        self.blocks, self.per_chunk = blocks, per_chunk
+        base = self.cache.address
+        tensors = [
+            CacheTensor(base + at, stride, size, blocks) for at, stride, size in shape.tensors
+        ]
+        self.geometry = ChunkGeometry(tensors, per_chunk)
+        self._shape = shape
+        slot = slot_stride_bytes(self.geometry.payload_bytes)
+        self.slots = blocks // per_chunk
+        self._memory = mmap.mmap(-1, slot * self.slots)
+        self.staging = np.frombuffer(self._memory, np.uint8).reshape(self.slots, slot)
+        self.map = StagingMap(self.staging.ctypes.data, slot, self.slots - 1, 1)
+        self._rung = threading.Semaphore(0)
+        self._done: dict[int, bool] = {}
+        on_done = on_done or self._rung.release
+        pins = StagingPinning(device.cuda, self.map, on_done, 5 * slot)
+        kernel = KernelCopier(device.cuda, device.kernel()) if backend is Backend.KERNEL else None
+        self.engine = CudaCopyEngine(
+            device.cuda,
+            device.model_stream,
+            Copiers(DmaCopier(device.cuda), kernel, lambda _, __: backend),
+            pins,
+            np.array([t.address for t in tensors], np.uint64),
+            on_done,
+        )
+        pins.start()
+
+    def submit(self, direction: Direction, chunks: list[tuple[list[int], int]]) -> int:
+        """Each chunk: its blocks, and its slot."""
+        parts = []
+        for blocks, slot in chunks:
+            pieces = self.geometry.pieces(np.array(blocks, np.int32), 0)
+            pieces[:, 1] += np.uint64(self.staging[slot].ctypes.data + HEADER_BYTES)
+            parts.append(pieces)
+        return self.engine.submit(direction, np.concatenate(parts), self.engine.record_fence())
+
+    def wait(self, *tickets: int) -> None:
+        end_s = time.monotonic() + WAIT_S
+        while not set(tickets) <= self._done.keys():
+            self.device.go_on()
+            self._done |= {ticket: outcome.ok for ticket, outcome in self.engine.poll()}
+            self._rung.acquire(timeout=0.05)
+            assert time.monotonic() < end_s, "a copy does not end"
+        assert all(self._done[ticket] for ticket in tickets)
+
+    def content_of(self, cache: np.ndarray, blocks: list[int]) -> np.ndarray:
+        """What a slot holds of these blocks: a block after the other, a tensor after the other."""
+        pages = [
+            cache[at + block * stride :][:size]
+            for block in blocks
+            for at, stride, size in self._shape.tensors
+        ]
+        return np.concatenate(pages)
+
+    def place(self, cache: np.ndarray, blocks: list[int], content: np.ndarray) -> None:
+        """The way back, into a copy of the cache."""
+        at = 0
+        for block in blocks:
+            for offset, stride, size in self._shape.tensors:
+                cache[offset + block * stride :][:size] = content[at : at + size]
+                at += size
+
+    def payload(self, slot: int) -> np.ndarray:
+        return self.staging[slot, HEADER_BYTES:][: self.geometry.payload_bytes]
+
+    def close(self) -> None:
+        self.device.go_on()
+        self.engine.close()
+        del self.staging

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV cache → staging → pool on disk → staging → KV cache, hundreds of chunks, by the pipeline."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("crc32c", reason="the pool needs it")
+pytest.importorskip("pydantic", reason="the configuration needs it")
+
+from tests.gpu.device import Device
+from vllm_nvmeof_offload.config import parse_config
+from vllm_nvmeof_offload.copy.select import Backend
+from vllm_nvmeof_offload.errors import OffloadError
+from vllm_nvmeof_offload.io.choose import IoLimits, choose_io_engine
+from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
+from vllm_nvmeof_offload.protocol import (
+    LoadChunk,
+    LoadCommand,
+    SlotIdentity,
+    StoreChunk,
+    StoreCommand,
+    WriteCommand,
+)
+from vllm_nvmeof_offload.units import slot_stride_bytes
+from vllm_nvmeof_offload.worker import gpu
+from vllm_nvmeof_offload.worker.geometry import CacheTensor, ChunkGeometry
+from vllm_nvmeof_offload.worker.iopump import PumpConfig
+from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
+from vllm_nvmeof_offload.worker.staging import Staging
+
+ROUNDS, CHUNKS, PER_CHUNK, PAGE_BYTES = 100, 4, 2, 36_864
+WAIT_S = 60.0
+
+
+class _Pipeline:
+    """One rank's pipeline, stepped by the test."""
+
+    def __init__(self, device: Device, directory: Path, backend: Backend) -> None:
+        self.device = device
+        self.blocks = CHUNKS * PER_CHUNK
+        self.cache = device.allocate(self.blocks * PAGE_BYTES)
+        tensor = CacheTensor(self.cache.address, PAGE_BYTES, PAGE_BYTES, self.blocks)
+        self.geometry = ChunkGeometry([tensor], PER_CHUNK)
+        slot = slot_stride_bytes(self.geometry.payload_bytes)
+        config = parse_config({})
+        self.pool = Pool.open(
+            PoolSpec((directory,), 2 * CHUNKS * (slot + 64), self.geometry.payload_bytes,
+                     Keyspace.of({"test": "gpu"}))
+        )  # fmt: skip
+        self.staging = Staging(slot, CHUNKS, 2)
+        address = self.staging.map.base_address
+        limits = IoLimits(
+            threads=config.io_threads,
+            depth=config.io_depth,
+            split_bytes=config.io_split_bytes,
+            read_bytes_in_flight_max=config.read_bytes_in_flight_max,
+            write_bytes_in_flight_max=config.write_bytes_in_flight_max,
+            write_bytes_beside_reads_max=config.write_bytes_beside_reads_max,
+        )
+        self.io = choose_io_engine("auto", self.pool, self.staging.view, address, limits).engine
+        self.copy = gpu.choose_copy_engine(
+            device.cuda,
+            backend.value,
+            self.staging.map,
+            np.array([self.cache.address], np.uint64),
+            device.model_stream,
+            lambda: None,
+        ).engine
+        pump = PumpConfig(read_deadline_s=WAIT_S, write_deadline_s=WAIT_S)
+        self.pipeline = TransferPipeline(self.staging.map, self.copy, self.io, pump)
+        self._ops = 0
+
+    def op(self) -> int:
+        self._ops += 1
+        return self._ops
+
+    def run(self) -> None:
+        """Until nothing is under way; every job went well."""
+        end_s = time.monotonic() + WAIT_S
+        while True:
+            self.device.go_on()
+            self.pipeline.step()
+            for report in self.pipeline.take_reports():
+                assert not getattr(report, "failures", ()), report
+            for job in self.pipeline.take_finished():
+                assert not job.failures
+            if self.pipeline.idle():
+                return
+            assert time.monotonic() < end_s, "the pipeline does not come to rest"
+
+    def close(self) -> None:
+        assert self.io.close()
+        self.copy.close()
+        self.pool.close()
+        self.staging.close()
+
+
+@pytest.mark.parametrize("backend", list(Backend))
+def test_hundreds_of_round_trips_through_the_pool(
+    device: Device, backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(gpu, "_load_kernel", lambda cuda: _kernel(device))
+    (tmp_path / "pool").mkdir()
+    try:
+        rank = _Pipeline(device, tmp_path / "pool", backend)
+    except OffloadError as error:
+        pytest.skip(str(error))
+    rng = np.random.default_rng(5)
+    for number in range(ROUNDS):
+        original = rng.integers(0, 256, rank.blocks * PAGE_BYTES, np.uint8)
+        rank.cache.write(original)
+        blocks = rng.permutation(rank.blocks).astype(np.int32).reshape(CHUNKS, PER_CHUNK)
+        pieces = [rank.geometry.pieces(part, 0) for part in blocks]
+        names = [SlotIdentity(bytes([i]) * 36, number + 1) for i in range(CHUNKS)]
+        slots = rng.permutation(CHUNKS).tolist()
+        stored = tuple(StoreChunk(*one) for one in zip(names, slots, strict=True))
+        rank.pipeline.store(StoreCommand(rank.op(), stored), pieces, rank.copy.record_fence())
+        for at, name in enumerate(names):
+            rank.pipeline.command(WriteCommand(rank.op(), name, slots[at], at))
+        rank.run()
+        rank.cache.write(np.full_like(original, 0xA5))
+        loads = tuple(LoadChunk(name, None, at) for at, name in enumerate(names))
+        rank.pipeline.load(LoadCommand(rank.op(), loads), pieces, rank.copy.record_fence())
+        rank.run()
+        assert (rank.cache.read() == original).all(), f"round {number}"
+    rank.close()
+
+
+def _kernel(device: Device) -> gpu.KernelCopier:
+    return gpu.KernelCopier(device.cuda, device.kernel())

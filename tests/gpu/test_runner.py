@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine under the pipeline's own thread, which sleeps until a bell of the engine wakes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+pytest.importorskip("crc32c", reason="the pipeline's modules need it")
+
+from tests.gpu.device import Device
+from tests.gpu.rig import Rig
+from vllm_nvmeof_offload.copy.base import Descriptors
+from vllm_nvmeof_offload.copy.select import Backend
+from vllm_nvmeof_offload.io.none import NoIoEngine
+from vllm_nvmeof_offload.protocol import (
+    LoadChunk,
+    LoadCommand,
+    SlotIdentity,
+    StoreChunk,
+    StoreCommand,
+)
+from vllm_nvmeof_offload.worker.iopump import PumpConfig
+from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
+from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
+
+ROUNDS = 40
+#: The runner looks unasked once a second: a lost bell costs a second a copy.
+LONGEST_S = ROUNDS / 2
+
+
+@pytest.mark.parametrize("backend", list(Backend))
+def test_the_thread_is_woken_by_every_copy(device: Device, backend: Backend) -> None:
+    rng = np.random.default_rng(11)
+    waker = Waker()
+    rig = Rig(device, "per_layer", backend, 4096, on_done=waker.wake)
+    io = NoIoEngine()
+    pipeline = TransferPipeline(rig.map, rig.engine, io, PumpConfig())
+    runner = PipelineRunner(pipeline, waker, io.fileno())
+    started_s, op = time.monotonic(), 0
+    count = rig.slots // 2
+    for number in range(ROUNDS):
+        original = rng.integers(0, 256, rig.cache.read().size, np.uint8)
+        rig.cache.write(original)
+        chunks = rng.permutation(rig.blocks)[: count * rig.per_chunk].astype(np.int32)
+        pieces = [rig.geometry.pieces(part, 0) for part in np.split(chunks, count)]
+        names = [SlotIdentity(bytes([i]) * 36, number + 1) for i in range(count)]
+        stored = tuple(StoreChunk(name, slot) for slot, name in enumerate(names))
+        loaded = tuple(LoadChunk(name, slot, None) for slot, name in enumerate(names))
+        expected = original.copy()
+        for command in (StoreCommand(op + 1, stored), LoadCommand(op + 2, loaded)):
+            op = command.op
+            runner.hand_over(_start(command, pieces, rig.engine.record_fence()), op)
+            _finish(device, runner, op)
+            if isinstance(command, StoreCommand):
+                poisoned = np.full_like(original, 0xA5)
+                rig.cache.write(poisoned)
+                expected = poisoned
+        for part in np.split(chunks, count):
+            rig.place(expected, part.tolist(), rig.content_of(original, part.tolist()))
+        assert (rig.cache.read() == expected).all(), f"round {number}"
+        assert time.monotonic() - started_s < LONGEST_S, "copies ended without a bell"
+    runner.stop()
+    rig.close()
+
+
+def _start(
+    command: StoreCommand | LoadCommand, pieces: list[Descriptors], fence: object
+) -> Callable[[TransferPipeline], None]:
+    def call(pipeline: TransferPipeline) -> None:
+        if isinstance(command, StoreCommand):
+            pipeline.store(command, pieces, fence)
+        else:
+            pipeline.load(command, pieces, fence)
+
+    return call
+
+
+def _finish(device: Device, runner: PipelineRunner, op: int) -> None:
+    end_s = time.monotonic() + 30
+    while True:
+        device.go_on()
+        finished, _, _ = runner.take()
+        if finished:
+            assert [(job.op, job.failures) for job in finished] == [(op, ())]
+            return
+        assert time.monotonic() < end_s

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A STUB of the CUDA entry points: no GPU, no driver. Copies run on the host's memory, late.
+
+Nothing runs until `step` or `drain`. Then one operation at a time runs, of any stream whose
+first one may run, in an order that the seed gives; the copies of a batch run in any order,
+between those of other streams. What CUDA leaves open is therefore really different from seed
+to seed, so that an ordering which the engine forgets is seen as wrong bytes:
+
+* `wait_event` waits for what the event had recorded when the wait was submitted;
+* a source of ORDER_ANY may be read as early as in the call;
+* a kernel reads its table of descriptors when it runs.
+
+It asserts what would be a mistake on a GPU: a descriptor across two `regions`, memory freed or
+a stream destroyed with work under way, an event destroyed that a thread waits for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_nvmeof_offload.copy.descriptors import DESCRIPTORS_MAX
+from vllm_nvmeof_offload.copy.driver import ORDER_ANY, Cuda, CudaError, CudaFacts
+
+MODEL_STREAM = 0
+WAITING_CALLS = {"synchronize_stream", "synchronize_event"}
+
+
+class Mark:
+    """One recording of an event."""
+
+    done = False
+
+
+@dataclass
+class Move:
+    """One copy on its way. early: the source's bytes, read in the call."""
+
+    destination: int
+    source: int
+    count: int
+    early: bytes | None = None
+
+    def run(self) -> None:
+        content = ctypes.string_at(self.source, self.count) if self.early is None else self.early
+        ctypes.memmove(self.destination, content, self.count)
+
+
+@dataclass
+class Work:
+    """One operation of a stream: a wait, a recording, a batch of moves, or a kernel."""
+
+    wait: Mark | None = None
+    record: Mark | None = None
+    moves: list[Move] = field(default_factory=list)
+    kernel: Callable[[], None] | None = None
+
+
+class FakeCuda(Cuda):
+    """regions: (first address, bytes) of what is registered or allocated; None: not checked.
+
+    ignore: calls that do nothing, as a mutant of the engine would. fail: calls that fail from
+    the n-th on (n counts from 0).
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        regions: Sequence[tuple[int, int]] | None = None,
+        batch: bool = True,
+        ignore: Sequence[str] = (),
+    ) -> None:
+        self.random = random.Random(seed)
+        self.regions = regions
+        self.ignore = set(ignore)
+        self.fail: dict[str, int] = {}
+        self.batches: list[int] = []
+        self.orders: list[int] = []
+        self.calls: Counter[str] = Counter()
+        self.callers: dict[str, set[int]] = {}
+        self.facts = CudaFacts("stub", "00" * 16, 13010, "sm_90", -1)
+        self.host_pointers_work_in_kernels = True
+        self.streams: dict[int, deque[Work]] = {MODEL_STREAM: deque()}
+        self.events: dict[int, Mark | None] = {}
+        self.waited_for: list[int] = []
+        self.registered: dict[int, int] = {}
+        self.allocated: dict[int, object] = {}
+        self._has_batch = batch
+        self._handles = itertools.count(1000)
+        self._changed = threading.Condition()
+
+    # -- the test's side --------------------------------------------------------------
+
+    def on_model(self, kernel: Callable[[], None]) -> None:
+        """Launch a kernel of the model."""
+        with self._changed:
+            self.streams[MODEL_STREAM].append(Work(kernel=kernel))
+
+    def step(self, stream: int | None = None) -> bool:
+        """Run one operation, or one copy of a batch; False if nothing can run."""
+        with self._changed:
+            ready = [
+                queue
+                for name, queue in sorted(self.streams.items())
+                if queue
+                and stream in (None, name)
+                and (queue[0].wait is None or queue[0].wait.done)
+            ]
+            if not ready:
+                return False
+            queue = self.random.choice(ready)
+            work = queue[0]
+            if work.moves:
+                work.moves.pop(self.random.randrange(len(work.moves))).run()
+            if work.kernel is not None:
+                work.kernel()
+            if work.record is not None:
+                work.record.done = True
+            if not work.moves:
+                queue.popleft()
+            self._changed.notify_all()
+            return True
+
+    def drain(self, stream: int | None = None) -> None:
+        while self.step(stream):
+            pass
+
+    @property
+    def is_idle(self) -> bool:
+        return not any(self.streams.values())
+
+    # -- Cuda's side ------------------------------------------------------------------
+
+    @property
+    def has_batch(self) -> bool:
+        return self._has_batch
+
+    def make_current(self) -> None:
+        return
+
+    def create_stream(self) -> int:
+        with self._changed:
+            stream = next(self._handles)
+            self.streams[stream] = deque()
+            return stream
+
+    def destroy_stream(self, stream: int) -> None:
+        with self._changed:
+            assert not self.streams.pop(stream), "a stream destroyed with work on it"
+
+    def synchronize_stream(self, stream: int) -> None:
+        self._called("synchronize_stream")
+        while self.streams[stream]:
+            assert self.step(), "this stream waits for ever"
+
+    def stream_is_done(self, stream: int) -> bool:
+        self._called("stream_is_done")
+        return not self.streams[stream]
+
+    def wait_event(self, stream: int, event: int) -> None:
+        if self._called("wait_event"):
+            with self._changed:
+                self.streams[stream].append(Work(wait=self.events[event]))
+
+    def create_event(self) -> int:
+        self._called("create_event")
+        event = next(self._handles)
+        self.events[event] = None
+        return event
+
+    def record_event(self, event: int, stream: int) -> None:
+        if self._called("record_event"):
+            with self._changed:
+                mark = self.events[event] = Mark()
+                self.streams[stream].append(Work(record=mark))
+
+    def event_is_done(self, event: int) -> bool:
+        self._called("event_is_done")
+        mark = self.events[event]
+        return mark is None or mark.done
+
+    def synchronize_event(self, event: int) -> None:
+        self._called("synchronize_event")
+        with self._changed:
+            mark = self.events[event]
+            self.waited_for.append(event)
+            assert self._changed.wait_for(lambda: mark is None or mark.done, 20)
+            self.waited_for.remove(event)
+
+    def destroy_event(self, event: int) -> None:
+        with self._changed:
+            del self.events[event]  # CUDA allows it before the event is done…
+            assert event not in self.waited_for  # … but not under a thread that waits for it
+
+    def copy_batch(
+        self,
+        destinations: np.ndarray,
+        sources: np.ndarray,
+        sizes: np.ndarray,
+        stream: int,
+        source_order: int,
+        overlap: bool = False,
+    ) -> None:
+        assert self._has_batch
+        if not self._called("copy_batch"):
+            return
+        for array in (destinations, sources, sizes):
+            assert array.dtype == np.uint64 and array.flags.c_contiguous
+            assert len(array) == len(sizes) <= DESCRIPTORS_MAX
+        self.batches.append(len(sizes))
+        self.orders.append(source_order)
+        rows = zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True)
+        moves = [self._move(*row, may_read_early=source_order == ORDER_ANY) for row in rows]
+        with self._changed:
+            self.streams[stream].append(Work(moves=moves))
+
+    def copy(self, destination: int, source: int, count: int, stream: int) -> None:
+        if self._called("copy"):
+            with self._changed:
+                move = self._move(destination, source, count, may_read_early=False)
+                self.streams[stream].append(Work(moves=[move]))
+
+    def load_kernel(self, code: bytes, name: str) -> int:
+        return next(self._handles)
+
+    def launch(
+        self, kernel: int, blocks: int, threads: int, stream: int, arguments: Sequence[int]
+    ) -> None:
+        self._called("launch")
+        table, count, parts, part_bytes = arguments
+        assert 0 < count <= DESCRIPTORS_MAX and blocks > 0 and threads % 32 == 0
+
+        def run() -> None:
+            rows = np.ctypeslib.as_array((ctypes.c_uint64 * (3 * count)).from_address(table))
+            for row in rows.reshape(count, 3).tolist():
+                assert row[2] <= parts * part_bytes, "the parts do not cover the piece"
+                self._move(*row, may_read_early=False).run()
+
+        with self._changed:
+            self.streams[stream].append(Work(kernel=run))
+
+    def register(self, address: int, count: int) -> None:
+        self._called("register")
+        self.registered[address] = count
+
+    def unregister(self, address: int) -> None:
+        assert self.is_idle, "memory unregistered under way"
+        del self.registered[address]
+
+    def allocate_host(self, count: int) -> int:
+        self._called("allocate_host")
+        memory = ctypes.create_string_buffer(count)
+        self.allocated[ctypes.addressof(memory)] = memory
+        return ctypes.addressof(memory)
+
+    def free_host(self, address: int) -> None:
+        assert self.is_idle, "memory freed under way"
+        del self.allocated[address]
+
+    allocate, free = allocate_host, free_host
+
+    # -- inside -----------------------------------------------------------------------
+
+    def _called(self, name: str) -> bool:
+        """Count the call, or fail it; False if it is to be ignored."""
+        self.callers.setdefault(name, set()).add(threading.get_ident())
+        number = self.calls[name]
+        self.calls[name] += 1
+        if name in self.fail and number >= self.fail[name]:
+            raise CudaError(name, "CUDA_ERROR_STUB")
+        return name not in self.ignore
+
+    def _move(self, destination: int, source: int, count: int, *, may_read_early: bool) -> Move:
+        if self.regions is not None:
+            for address in (destination, source):
+                assert any(
+                    first <= address and address + count <= first + size
+                    for first, size in self.regions
+                ), f"a descriptor of {count} bytes at {address:#x} crosses regions"
+        early = may_read_early and self.random.random() < 0.5
+        return Move(destination, source, count, ctypes.string_at(source, count) if early else None)

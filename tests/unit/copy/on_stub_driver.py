@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run by `test_driver.py` where NVIDIA's library is the stub: real cuda-python over it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine
+from vllm_nvmeof_offload.copy.dma import DmaCopier
+from vllm_nvmeof_offload.copy.driver import ORDER_ANY, ORDER_STREAM, Cuda, CudaError
+from vllm_nvmeof_offload.copy.kernel import KernelCopier
+from vllm_nvmeof_offload.copy.select import Backend, Selector
+from vllm_nvmeof_offload.worker.pinning import StagingPinning
+from vllm_nvmeof_offload.worker.staging_map import StagingMap
+
+SLOTS, SLOT_BYTES = 8, 8192
+
+
+class Seen(ctypes.Structure):
+    """`stub_seen` of stub_driver.c."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint64)
+        for name in (
+            *("batch_calls", "batch_count", "source_order", "flags", "launches", "grid"),
+            *("block", "table", "count", "parts", "part_bytes", "single_copies", "registered"),
+            "not_ready",
+        )
+    )
+
+
+def seen() -> Seen:
+    return Seen.in_dll(ctypes.CDLL("libcuda.so.1"), "stub_seen")
+
+
+def pieces(cache: np.ndarray, staging: np.ndarray, count: int, size: int) -> np.ndarray:
+    """Every second fragment of both sides: nothing to merge."""
+    rows = np.empty((count, 3), np.uint64)
+    rows[:, 0] = cache.ctypes.data + 2 * size * np.arange(count)
+    rows[:, 1] = staging.ctypes.data + 2 * size * np.arange(count)
+    rows[:, 2] = size
+    return rows
+
+
+def engine(cuda: Cuda, staging: np.ndarray, backend: Backend) -> CudaCopyEngine:
+    place = StagingMap(staging.ctypes.data, SLOT_BYTES, SLOTS - 2, 2)
+    pins = StagingPinning(cuda, place, lambda: None, piece_bytes_max=3 * SLOT_BYTES)
+    pins.start()
+    kernel = KernelCopier(cuda, cuda.load_kernel(b"\x7fELF stub", "copy_blocks"))
+    copiers = Copiers(DmaCopier(cuda, overlap=True), kernel, lambda _, __: backend)
+    return CudaCopyEngine(cuda, lambda: 0, copiers, pins, np.array([], np.uint64), lambda: None)
+
+
+def round_trip(cuda: Cuda, backend: Backend) -> None:
+    rng = np.random.default_rng(1)
+    cache = rng.integers(0, 256, SLOTS * SLOT_BYTES, np.uint8)
+    staging = np.zeros_like(cache)
+    copy = engine(cuda, staging, backend)
+    seen().not_ready = 1
+    rows = pieces(cache, staging, 100, 128)
+    expected, found = cache.copy(), dict[int, bool]()
+    for direction in (Direction.STORE, Direction.LOAD):
+        ticket = copy.submit(direction, rows, copy.record_fence())
+        while ticket not in found:
+            found |= {t: outcome.ok for t, outcome in copy.poll()}
+        cache[:] = 0
+    assert found == {1: True, 2: True}
+    part = expected.reshape(-1, 2, 128)[:100, 0]
+    assert (staging.reshape(-1, 2, 128)[:100, 0] == part).all()
+    assert not staging.reshape(-1, 2, 128)[:100, 1].any()
+    copy.close()
+
+
+def facts(cuda: Cuda) -> None:
+    assert (cuda.facts.name, cuda.facts.arch) == ("Stub GPU", "sm_90")
+    assert (cuda.facts.uuid, cuda.facts.numa_node) == ("ab" * 16, None)
+    assert cuda.facts.driver_version == 13000 and cuda.host_pointers_work_in_kernels
+
+
+def errors(cuda: Cuda) -> None:
+    stream = cuda.create_stream()
+    word = np.zeros(2, np.uint64)
+    address = np.array([word.ctypes.data, word.ctypes.data], np.uint64)
+    sizes = np.array([8, 0], np.uint64)
+    with pytest.raises(CudaError, match=r"^cuMemcpyBatchAsync: .*INVALID_VALUE, copy 1 of 2$"):
+        cuda.copy_batch(address, address, sizes, stream, ORDER_STREAM)
+    for call in (cuda.destroy_event, cuda.event_is_done, cuda.synchronize_event):
+        with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_HANDLE"):
+            call(5)
+    cuda.destroy_stream(stream)
+
+
+def host_time(cuda: Cuda, backend: Backend, count: int = 1000, rounds: int = 300) -> float:
+    """Median µs of one submit of `count` pieces: our part, and the stub's few ns a piece."""
+    memory = np.zeros(4 * count * 64, np.uint8)
+    copy = engine(cuda, memory, backend)
+    rows = pieces(memory, memory[2 * count * 64 :], count, 64)
+    rows[:, 1] = memory.ctypes.data  # within what is registered; the stub copies nothing
+    took = []
+    for _ in range(rounds):
+        fence = copy.record_fence()
+        start_s = time.perf_counter()
+        copy.submit(Direction.STORE, rows, fence)
+        took.append(1e6 * (time.perf_counter() - start_s))
+        copy.poll()
+    copy.close()
+    return float(np.median(took))
+
+
+def main() -> None:
+    cuda = Cuda(0)
+    if sys.argv[1:] == ["time"]:
+        for backend in Backend:
+            print(f"{backend.value}: {host_time(cuda, backend):.1f} us")
+        return
+    facts(cuda)
+    if "STUB_OLD_DRIVER" in os.environ:
+        assert not cuda.has_batch
+        round_trip(cuda, Backend.DMA)
+        assert (seen().single_copies, seen().batch_calls) == (200, 0)
+    else:
+        assert cuda.has_batch
+        round_trip(cuda, Backend.DMA)
+        last = seen()
+        assert (last.batch_calls, last.batch_count, last.single_copies) == (2, 200, 0)
+        assert (last.source_order, last.flags) == (ORDER_ANY, 1)
+        assert last.registered == SLOTS * SLOT_BYTES
+        round_trip(cuda, Backend.KERNEL)
+        assert (last.launches, last.count, last.parts, last.part_bytes) == (2, 100, 1, 16384)
+        assert (last.block, last.grid) == (512, 7)
+        errors(cuda)
+    assert Selector().choose(Direction.LOAD, np.ones((1, 3), np.uint64)) is Backend.DMA
+    cuda.release()
+    print("ok")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A KV cache and staging in ordinary memory, and the CUDA engine over the stub."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+
+from tests.unit.copy.fake_cuda import MODEL_STREAM, FakeCuda
+from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine, Readiness
+from vllm_nvmeof_offload.copy.dma import DmaCopier
+from vllm_nvmeof_offload.copy.kernel import KernelCopier
+from vllm_nvmeof_offload.copy.select import Backend
+from vllm_nvmeof_offload.worker.geometry import CacheTensor, ChunkGeometry
+
+BLOCKS = 8
+PAGE_BYTES = 24
+
+
+class Pins:
+    """Staging that is registered as the test says."""
+
+    def __init__(self, starts: list[int]) -> None:
+        self.starts = np.array(starts, np.uint64)
+        self.state = Readiness.READY
+        self.closed = False
+
+    def readiness(self, addresses: np.ndarray) -> Readiness:
+        return self.state
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Rig:
+    """`layers` tensors of BLOCKS blocks; staging slots of two blocks behind a gap each.
+
+    The tensors lie one right behind the other, so that the last block of one is followed by
+    the first of the next, although they are two allocations.
+    """
+
+    def __init__(
+        self,
+        cuda: FakeCuda,
+        layers: int,
+        backend: Backend = Backend.DMA,
+        on_done: Callable[[], None] | None = None,
+    ) -> None:
+        self.cuda = cuda
+        self.cache = np.zeros((layers, BLOCKS, PAGE_BYTES), np.uint8)
+        self.staging = np.zeros((BLOCKS, 2 * layers * PAGE_BYTES), np.uint8)
+        tensors = [CacheTensor(t.ctypes.data, PAGE_BYTES, PAGE_BYTES, BLOCKS) for t in self.cache]
+        self.geometry = ChunkGeometry(tensors, 2)
+        # Two registrations: the first half of the slots, and the others.
+        halves = [self.staging[: BLOCKS // 2], self.staging[BLOCKS // 2 :]]
+        self.pins = Pins([half.ctypes.data for half in halves])
+        cuda.regions = [(a.ctypes.data, a.nbytes) for a in (*self.cache, *halves)]
+        kernel = (
+            KernelCopier(cuda, cuda.load_kernel(b"", "")) if backend is Backend.KERNEL else None
+        )
+        self.engine = CudaCopyEngine(
+            cuda,
+            lambda: MODEL_STREAM,
+            Copiers(DmaCopier(cuda), kernel, lambda _, __: backend),
+            self.pins,
+            np.array([t.address for t in tensors], np.uint64),
+            on_done,
+        )
+        self._values = itertools.count(1)
+
+    def pieces(self, blocks: list[int], slots: list[int]) -> np.ndarray:
+        """Blocks 2i and 2i + 1 of the list belong to slot i of the list."""
+        parts = []
+        for at, slot in enumerate(slots):
+            chunk = self.geometry.pieces(np.array(blocks[2 * at : 2 * at + 2], np.int32), 0)
+            chunk[:, 1] += np.uint64(self.staging[slot].ctypes.data)
+            parts.append(chunk)
+        return np.concatenate(parts)
+
+    def fresh(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Bytes unlike any before."""
+        return np.random.default_rng(next(self._values)).integers(1, 256, shape, np.uint8)
+
+    def in_slot_order(self, blocks: list[int], content: np.ndarray) -> np.ndarray:
+        """What the slots hold of uint8[layers, BLOCKS, PAGE_BYTES]."""
+        return content[:, blocks].transpose(1, 0, 2).reshape(len(blocks) // 2, -1)
+
+    def finish(self) -> list[tuple[int, bool]]:
+        """Run everything; what `poll` says then."""
+        self.cuda.drain()
+        return [(ticket, outcome.ok) for ticket, outcome in self.engine.poll()]
+
+    def store(self, blocks: list[int], slots: list[int]) -> int:
+        fence = self.engine.record_fence()
+        return self.engine.submit(Direction.STORE, self.pieces(blocks, slots), fence)
+
+    def load(self, blocks: list[int], slots: list[int]) -> int:
+        fence = self.engine.record_fence()
+        return self.engine.submit(Direction.LOAD, self.pieces(blocks, slots), fence)

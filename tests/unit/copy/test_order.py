@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Right bytes whatever order CUDA's freedoms give: the engine over the stub of its entry points.
+
+The model writes blocks, stores and loads are submitted, and everything runs in an order that a
+seed decides. Each mutant drops one of the orderings, and must be seen as wrong bytes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.copy.fake_cuda import FakeCuda
+from tests.unit.copy.rig import BLOCKS, Rig
+from vllm_nvmeof_offload.copy import dma
+from vllm_nvmeof_offload.copy.driver import ORDER_ANY
+from vllm_nvmeof_offload.copy.select import Backend
+
+backends = st.sampled_from(list(Backend))
+
+
+def _submit_stores(rig: Rig, rng: random.Random) -> Iterator[tuple[int, list[int], np.ndarray]]:
+    """(ticket, slots, what they must hold): each just behind a kernel that writes its blocks."""
+    blocks = rng.sample(range(BLOCKS), BLOCKS) if rng.random() < 0.5 else list(range(BLOCKS))
+    slots = rng.sample(range(BLOCKS // 2), BLOCKS // 2)
+    cut = rng.randrange(1, len(slots))
+    for part in (slice(None, cut), slice(cut, None)):
+        mine, into = blocks[2 * (part.start or 0) :][: 2 * len(slots[part])], slots[part]
+        fresh = rig.fresh(rig.cache.shape)
+
+        def write(mine: list[int] = mine, fresh: np.ndarray = fresh) -> None:
+            rig.cache[:, mine] = fresh[:, mine]
+
+        rig.cuda.on_model(write)
+        ticket = rig.store(mine, into)
+        yield ticket, into, rig.in_slot_order(mine, fresh)
+        for _ in range(rng.randrange(6)):
+            rig.cuda.step()
+
+
+def _submit_loads(rig: Rig, rng: random.Random) -> Iterator[tuple[int, list[int], np.ndarray]]:
+    """(ticket, blocks, what they must hold): each just behind a kernel that zeroes its blocks."""
+    blocks = rng.sample(range(BLOCKS), BLOCKS)
+    slots = rng.sample(range(BLOCKS // 2, BLOCKS), BLOCKS // 2)
+    for at, slot in enumerate(slots):
+        mine = blocks[2 * at : 2 * at + 2]
+        rig.staging[slot] = content = rig.fresh(rig.staging[slot].shape)
+
+        def zero(mine: list[int] = mine) -> None:
+            rig.cache[:, mine] = 0
+
+        rig.cuda.on_model(zero)
+        yield rig.load(mine, [slot]), mine, content
+        for _ in range(rng.randrange(4)):
+            rig.cuda.step()
+
+
+def _round(rig: Rig, rng: random.Random) -> bool:
+    """Stores beside each other, then loads; True if every byte is where it belongs."""
+    expected = dict[int, tuple[list[int], np.ndarray]]()
+    for ticket, slots, content in _submit_stores(rig, rng):
+        expected[ticket] = slots, content
+    right = True
+    while expected:
+        ran = rig.cuda.step()
+        for ticket, outcome in rig.engine.poll():  # checked at once: later may be too late
+            slots, content = expected.pop(ticket)
+            right &= outcome.ok and bool((rig.staging[slots] == content).all())
+        assert ran or not expected, "a store never ends"
+    for ticket, blocks, content in _submit_loads(rig, rng):
+        expected[ticket] = blocks, content
+    while expected:
+        ran = rig.cuda.step()
+        for ticket, outcome in rig.engine.poll():
+            blocks, content = expected.pop(ticket)
+            found = rig.in_slot_order(blocks, rig.cache)
+            right &= outcome.ok and bool((found == content).all())
+        assert ran or not expected, "a load never ends"
+    rig.cuda.drain()
+    return right
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    layers=st.integers(1, 3),
+    backend=backends,
+    batch=st.booleans(),
+    rounds=st.integers(1, 3),
+)
+@settings(max_examples=150, deadline=None)
+def test_every_byte_arrives_in_any_allowed_order(
+    seed: int, layers: int, backend: Backend, batch: bool, rounds: int
+) -> None:
+    rig = Rig(FakeCuda(seed, batch=batch), layers, backend)
+    rng = random.Random(seed)
+    assert all(_round(rig, rng) for _ in range(rounds))
+    rig.engine.close()
+    assert rig.pins.closed
+    assert not rig.cuda.events and not rig.cuda.allocated
+    assert list(rig.cuda.streams) == [0], "a stream was left"
+
+
+def _is_seen(make: type[FakeCuda] | None = None, ignore: tuple[str, ...] = ()) -> bool:
+    """Whether some seed shows wrong bytes."""
+    for seed in range(60):
+        rig = Rig((make or FakeCuda)(seed, ignore=ignore), 2)
+        rng = random.Random(seed)
+        if not all(_round(rig, rng) for _ in range(2)):
+            return True
+    return False
+
+
+def test_the_stub_shows_a_fence_that_nobody_waits_for() -> None:
+    assert _is_seen(ignore=("wait_event",))
+
+
+def test_the_stub_shows_a_copy_that_is_not_made() -> None:
+    assert _is_seen(ignore=("copy_batch",))
+
+
+def test_the_stub_shows_a_store_that_may_be_read_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dma, "ORDER_STREAM", ORDER_ANY)
+    assert _is_seen()
+
+
+class _RecordsFirst(FakeCuda):
+    """As if the event of a ticket were recorded before its copy."""
+
+    def copy_batch(self, *arguments: object, **named: object) -> None:
+        stream = arguments[3]
+        super().copy_batch(*arguments, **named)  # type: ignore[arg-type]
+        late = self.streams[stream].pop()  # type: ignore[index]
+        self._late = stream, late
+
+    def record_event(self, event: int, stream: int) -> None:
+        super().record_event(event, stream)
+        if stream and (late := self.__dict__.pop("_late", None)):
+            self.streams[late[0]].append(late[1])
+
+
+def test_the_stub_shows_a_ticket_that_ends_before_its_copy() -> None:
+    assert _is_seen(_RecordsFirst)
+
+
+def test_the_stub_is_quiet_about_the_engine_itself() -> None:
+    assert not _is_seen()
+
+
+def test_loads_may_be_read_early_and_stores_may_not() -> None:
+    rig = Rig(FakeCuda(), 1)
+    rig.store([0, 1], [0])
+    rig.load([2, 3], [5])
+    assert rig.cuda.orders == [dma.ORDER_STREAM, dma.ORDER_ANY]
+    rig.finish()
+    rig.engine.close()

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Staging's registration piece by piece, its placement, and the engine built on both."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import itertools
+import mmap
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.unit.copy.fake_cuda import FakeCuda
+from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.copy.cuda import Readiness
+from vllm_nvmeof_offload.copy.driver import CudaError
+from vllm_nvmeof_offload.errors import EngineError
+from vllm_nvmeof_offload.units import MIB, PAGE_BYTES
+from vllm_nvmeof_offload.worker import gpu
+from vllm_nvmeof_offload.worker.memory import populate, prefer_node
+from vllm_nvmeof_offload.worker.pinning import StagingPinning
+from vllm_nvmeof_offload.worker.staging_map import StagingMap
+
+SLOT = 3 * PAGE_BYTES
+BASE = 1 << 30
+
+
+class _SlowCuda(FakeCuda):
+    """Registers one piece a permit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.permits = threading.Semaphore(1)
+
+    def register(self, address: int, count: int) -> None:
+        self.permits.acquire(timeout=20)
+        super().register(address, count)
+
+
+def _addresses(*slots: int) -> np.ndarray:
+    return np.array([BASE + slot * SLOT + PAGE_BYTES for slot in slots], np.uint64)
+
+
+def test_slots_are_ready_as_their_piece_is() -> None:
+    cuda, changed = _SlowCuda(), threading.Semaphore(0)
+    # Two slots and a half a piece: a piece is two slots.
+    pins = StagingPinning(cuda, StagingMap(BASE, SLOT, 6, 1), changed.release, 5 * SLOT // 2)
+    assert pins.first == (BASE, 2 * SLOT)
+    assert pins.readiness(_addresses(0, 1)) is Readiness.READY
+    assert pins.readiness(_addresses(1, 2)) is Readiness.WAITING
+    pins.start()
+    for number in range(1, 4):
+        cuda.permits.release()
+        assert changed.acquire(timeout=20)
+        ready = range(min(7, 2 * number + 2))
+        assert pins.readiness(_addresses(*ready)) is Readiness.READY
+        if number < 3:
+            assert pins.readiness(_addresses(2 * number + 2)) is Readiness.WAITING
+    assert cuda.registered == {BASE + 2 * n * SLOT: (2 if n < 3 else 1) * SLOT for n in range(4)}
+    assert pins.starts.tolist() == sorted(cuda.registered)
+    pins.close()
+    assert not cuda.registered
+
+
+def test_memory_that_cannot_be_registered_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+    cuda, changed = FakeCuda(), threading.Semaphore(0)
+    cuda.fail["register"] = 2
+    pins = StagingPinning(cuda, StagingMap(BASE, SLOT, 3, 0), changed.release, SLOT)
+    pins.start()
+    assert changed.acquire(timeout=20)
+    assert changed.acquire(timeout=20)
+    assert pins.readiness(_addresses(0, 1)) is Readiness.READY
+    assert pins.readiness(_addresses(1, 2)) is Readiness.FAILED
+    assert "CUDA_ERROR_STUB" in caplog.text
+    pins.close()
+    assert not cuda.registered
+
+
+def test_a_machine_that_cannot_register_at_all_refuses_to_start() -> None:
+    cuda = FakeCuda()
+    cuda.fail["register"] = 0
+    with pytest.raises(CudaError, match="CUDA_ERROR_STUB"):
+        StagingPinning(cuda, StagingMap(BASE, SLOT, 3, 0), lambda: None)
+
+
+def test_closing_half_way_leaves_nothing_registered() -> None:
+    cuda, changed = _SlowCuda(), threading.Semaphore(0)
+    pins = StagingPinning(cuda, StagingMap(BASE, SLOT, 9, 0), changed.release, SLOT)
+    pins.start()
+    closer = threading.Thread(target=pins.close)
+    closer.start()
+    cuda.permits.release(9)
+    closer.join(timeout=20)
+    assert not closer.is_alive() and not cuda.registered
+
+
+def test_populate_brings_every_page_in_and_says_how_far_it_is() -> None:
+    size = 3 * MIB
+    memory = mmap.mmap(-1, size)
+    view = np.frombuffer(memory, np.uint8)
+    told: list[tuple[int, int]] = []
+    populate(view.ctypes.data, size, threads=2, on_progress=lambda *at: told.append(at))
+    assert told[-1] == (size, size)
+    vector = (ctypes.c_ubyte * (size // mmap.PAGESIZE))()
+    libc = ctypes.CDLL(None)
+    assert libc.mincore(ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(size), vector) == 0
+    assert all(page & 1 for page in vector)
+    del view
+    memory.close()
+
+
+def test_a_node_that_is_not_known_or_not_there_is_no_preference() -> None:
+    memory = mmap.mmap(-1, MIB)
+    view = np.frombuffer(memory, np.uint8)
+    assert not prefer_node(view.ctypes.data, MIB, None)
+    assert not prefer_node(view.ctypes.data, MIB, 1000)
+    if Path("/sys/devices/system/node/node0").exists() and prefer_node(view.ctypes.data, MIB, 0):
+        view[:] = 1  # and the memory is as good as before
+    del view
+    memory.close()
+
+
+def _engine(cuda: FakeCuda, backend: str, memory: np.ndarray) -> gpu.ChosenCopy:
+    staging = StagingMap(memory.ctypes.data, SLOT, memory.nbytes // SLOT - 1, 1)
+    starts = np.array([], np.uint64)
+    return gpu.choose_copy_engine(cuda, backend, staging, starts, lambda: 0, lambda: None)
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(gpu, "load_or_compile", lambda arch, directory: b"")
+    return np.zeros(5 * MIB, np.uint8)
+
+
+def _store(cuda: FakeCuda, chosen: gpu.ChosenCopy, memory: np.ndarray) -> None:
+    source = np.arange(64, dtype=np.uint8)
+    piece = np.array([[source.ctypes.data, memory.ctypes.data, 64]], np.uint64)
+    chosen.engine.submit(Direction.STORE, piece, chosen.engine.record_fence())
+    cuda.drain()
+    assert [outcome.ok for _, outcome in chosen.engine.poll()] == [True]
+    assert (memory[:64] == source).all()
+
+
+@pytest.mark.parametrize(("backend", "launches"), [("dma", 0), ("kernel", 1)])
+def test_a_backend_that_is_asked_for_is_used(
+    backend: str, launches: int, memory: np.ndarray
+) -> None:
+    cuda = FakeCuda()
+    chosen = _engine(cuda, backend, memory)
+    _store(cuda, chosen, memory)
+    assert cuda.calls["launch"] == launches and cuda.calls["copy_batch"] == 1 - launches
+    chosen.engine.close()
+    assert not cuda.registered and not cuda.allocated and list(cuda.streams) == [0]
+
+
+def test_auto_measures_once_and_remembers(memory: np.ndarray) -> None:
+    measured = []
+    for _ in range(2):
+        cuda = FakeCuda()
+        chosen = _engine(cuda, "auto", memory)
+        measured.append(cuda.calls["launch"])
+        assert chosen.fallbacks == ()
+        chosen.engine.close()
+        assert not cuda.registered and not cuda.allocated
+    assert measured[0] > 0 and measured[1] == 0
+
+
+def test_auto_says_what_it_lacks_and_kernel_refuses(
+    memory: np.ndarray, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(arch: str, directory: Path) -> bytes:
+        raise EngineError("the copy kernel needs cuda-core")
+
+    monkeypatch.setattr(gpu, "load_or_compile", fail)
+    cuda = FakeCuda(batch=False)
+    chosen = _engine(cuda, "auto", memory)
+    assert len(chosen.fallbacks) == 2
+    assert "cuda-core" in caplog.text and "no batch call" in caplog.text
+    _store(cuda, chosen, memory)
+    chosen.engine.close()
+    with pytest.raises(EngineError, match="cuda-core"):
+        _engine(FakeCuda(), "kernel", memory)
+
+
+def test_the_modules_import_without_cuda_and_torch() -> None:
+    for name, part in itertools.product(("cuda", "kernel", "select", "nvrtc"), ("copy",)):
+        module = importlib.import_module(f"vllm_nvmeof_offload.{part}.{name}")
+        assert "torch" not in vars(module)

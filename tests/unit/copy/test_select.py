@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backend a transfer gets, and how the table for it is measured: over the stub."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+
+import numpy as np
+import pytest
+
+from tests.unit.copy.fake_cuda import FakeCuda
+from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.copy.calibrate import calibrate
+from vllm_nvmeof_offload.copy.descriptors import coalesce
+from vllm_nvmeof_offload.copy.dma import DmaCopier
+from vllm_nvmeof_offload.copy.driver import CudaError
+from vllm_nvmeof_offload.copy.kernel import KernelCopier
+from vllm_nvmeof_offload.copy.select import (
+    COUNTS,
+    FRAGMENT_BYTES,
+    Backend,
+    Cell,
+    Selector,
+    dump_cells,
+    parse_cells,
+)
+from vllm_nvmeof_offload.units import KIB, MIB
+
+KERNEL_BELOW = 32 * KIB
+
+
+def _pieces(count: int, size: int, start: int = 0) -> np.ndarray:
+    pieces = np.empty((count, 3), np.uint64)
+    pieces[:, 0] = start + np.arange(count) * 2 * size
+    pieces[:, 1] = np.arange(count) * 4 * size
+    pieces[:, 2] = size
+    return pieces
+
+
+def _cells() -> list[Cell]:
+    """Loads of small fragments are the kernel's, from 64 of them on; stores are DMA's."""
+    return [
+        Cell(
+            direction,
+            size,
+            count,
+            dma_us=10.0,
+            kernel_us=5.0
+            if direction is Direction.LOAD and size < KERNEL_BELOW and count >= 64
+            else 20.0,
+        )
+        for direction, size, count in itertools.product(Direction, FRAGMENT_BYTES, COUNTS)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("direction", "size", "count", "expected"),
+    [
+        (Direction.LOAD, 4 * KIB, 64, Backend.KERNEL),
+        (Direction.LOAD, 4 * KIB, 16, Backend.DMA),
+        (Direction.LOAD, 16, 5000, Backend.KERNEL),  # smaller and more than was measured
+        (Direction.LOAD, 18 * KIB, 100, Backend.KERNEL),
+        (Direction.LOAD, 32 * KIB, 100, Backend.DMA),
+        (Direction.LOAD, 2 * MIB, 1000, Backend.DMA),
+        (Direction.STORE, 4 * KIB, 1000, Backend.DMA),
+        (Direction.LOAD, 4 * KIB, 1, Backend.DMA),
+    ],
+)
+def test_the_nearest_cell_decides(
+    direction: Direction, size: int, count: int, expected: Backend
+) -> None:
+    assert Selector(_cells()).choose(direction, _pieces(count, size)) is expected
+
+
+def test_what_is_not_aligned_goes_by_dma() -> None:
+    selector = Selector(_cells())
+    assert selector.choose(Direction.LOAD, _pieces(64, 4 * KIB, start=8)) is Backend.DMA
+    assert selector.choose(Direction.LOAD, _pieces(64, 4 * KIB - 4)) is Backend.DMA
+
+
+def test_without_a_table_everything_goes_by_dma() -> None:
+    assert Selector().choose(Direction.LOAD, _pieces(64, 4 * KIB)) is Backend.DMA
+
+
+def test_a_table_comes_back_from_its_file() -> None:
+    assert parse_cells(dump_cells(_cells())) == _cells()
+    for bad in (b"{", b"{}", b"[]", dump_cells([Cell(Direction.LOAD, 5, 7, 1.0, 1.0)])):
+        with pytest.raises(ValueError, match=r".+"):
+            parse_cells(bad)
+
+
+class _Clock:
+    """Each look costs a ms, so that each measurement does."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 0.001
+        return self.now_s
+
+
+def _calibrate(cuda: FakeCuda, budget_s: float) -> list[Cell]:
+    memory = ctypes.create_string_buffer(4 * MIB)
+    kernel = KernelCopier(cuda, 1)
+    staging = ctypes.addressof(memory), len(memory)
+    try:
+        return calibrate(cuda, DmaCopier(cuda), kernel, staging, budget_s, _Clock())
+    finally:
+        kernel.close()
+        assert not cuda.allocated and list(cuda.streams) == [0], "something was left"
+
+
+def test_calibration_measures_what_fits_and_leaves_nothing() -> None:
+    cuda = FakeCuda()
+    cells = _calibrate(cuda, budget_s=1e9)
+    fits = [(f, c) for f in FRAGMENT_BYTES for c in COUNTS if f * c <= 4 * MIB]
+    assert {(c.fragment_bytes, c.count) for c in cells} == set(fits)
+    assert len(cells) == 2 * len(fits)
+    assert cuda.calls["launch"] == cuda.calls["copy_batch"] == 4 * len(cells)
+
+
+def test_calibration_stops_when_its_time_is_up() -> None:
+    cells = _calibrate(FakeCuda(), budget_s=0.1)
+    assert 2 <= len(cells) < 20
+    assert cells[0].fragment_bytes * cells[0].count == min(FRAGMENT_BYTES) * min(COUNTS)
+
+
+def test_calibration_without_gpu_memory_leaves_nothing() -> None:
+    cuda = FakeCuda()
+    cuda.fail["allocate_host"] = 1  # the table's is the first
+    with pytest.raises(CudaError, match="STUB"):
+        _calibrate(cuda, budget_s=1.0)
+
+
+def test_merging_what_is_next_to_each_other_keeps_every_byte() -> None:
+    pieces = _pieces(4, 64)
+    pieces[1, :2] = pieces[0, :2] + np.uint64(64)
+    merged = coalesce(pieces, np.array([], np.uint64))
+    assert merged[:, 2].tolist() == [128, 64, 64]
+    assert (coalesce(pieces, np.sort(pieces[:, 0])) == pieces).all()

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns the pieces of a transfer into what one call to the driver may have."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_nvmeof_offload.copy.base import Descriptors, Direction
+
+__all__ = ["DESCRIPTORS_MAX", "coalesce", "sides"]
+
+#: Of one call. Batches of about 50,000 have crashed drivers.
+DESCRIPTORS_MAX = 4096
+
+_Words = npt.NDArray[np.uint64]
+
+
+def coalesce(pieces: Descriptors, starts: _Words) -> Descriptors:
+    """Merge what lies next to each other in the list and on both sides.
+
+    starts: sorted addresses at which an allocation or a registration begins. No descriptor may
+    cross one, also where the next one happens to begin at the very end of the last.
+    Returns `pieces` itself where there is nothing to merge.
+    """
+    cache, staging, sizes = pieces.T
+    joined = cache[:-1] + sizes[:-1] == cache[1:]
+    joined &= staging[:-1] + sizes[:-1] == staging[1:]
+    joins = np.flatnonzero(joined) + 1
+    if not len(joins):
+        return pieces
+    begins = _among(pieces[joins, 0], starts) | _among(pieces[joins, 1], starts)
+    heads = np.ones(len(pieces), bool)
+    heads[joins[~begins]] = False
+    first = np.flatnonzero(heads)
+    merged = pieces[first]
+    merged[:, 2] = np.add.reduceat(sizes, first)
+    return merged
+
+
+def sides(direction: Direction, pieces: Descriptors) -> tuple[_Words, _Words, _Words]:
+    """(destinations, sources, sizes), each uint64[n] and contiguous."""
+    columns = np.ascontiguousarray(pieces.T)
+    if direction is Direction.STORE:
+        return columns[1], columns[0], columns[2]
+    return columns[0], columns[1], columns[2]
+
+
+def _among(addresses: _Words, starts: _Words) -> npt.NDArray[np.bool_]:
+    if not len(starts):
+        return np.zeros(len(addresses), bool)
+    at = np.minimum(np.searchsorted(starts, addresses), len(starts) - 1)
+    found: npt.NDArray[np.bool_] = starts[at] == addresses
+    return found

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry points of NVIDIA's driver that we use, on one GPU: a thin seam over cuda-python.
+
+Streams, events and kernels are plain integers here, addresses and sizes as well. The batch
+copy goes to the driver by ctypes, with the arrays that numpy has made: cuda-python would make
+a Python object of every pointer. Both ways give the interpreter lock up meanwhile.
+
+Tests put a class in this one's place; nothing above knows more of CUDA than these methods.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_nvmeof_offload.errors import EngineError
+
+__all__ = ["ORDER_ANY", "ORDER_STREAM", "Cuda", "CudaError", "CudaFacts"]
+
+#: CUmemcpySrcAccessOrder: the source is read in the stream's order, or at any time from the
+#: call on, before what the stream waits for.
+ORDER_STREAM, ORDER_ANY = 1, 3
+_PREFER_OVERLAP_WITH_COMPUTE = 1  # CUmemcpyFlags
+_NOT_READY = 600
+_STREAM_NON_BLOCKING = 1
+_EVENT_BLOCKING_SYNC_NO_TIMING = 1 | 2
+_HOST_PORTABLE_MAPPED = 1 | 2
+_ATTRIBUTE_HOST_POINTER_IS_DEVICE_POINTER = 91
+_ATTRIBUTE_HOST_NUMA_ID = 134
+_ATTRIBUTE_CAPABILITY = (75, 76)
+#: The first driver with the batch call, whose form we ask for: it names the failing copy.
+_BATCH_VERSION = 12080
+_BATCH = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p),
+)
+
+Addresses = npt.NDArray[np.uint64]
+
+
+class _CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes; the location hints are for managed memory, which we do not use."""
+
+    _fields_ = (
+        ("source_order", ctypes.c_int),
+        ("hints", ctypes.c_int * 4),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class CudaError(EngineError):
+    """A call that CUDA refused. name: CUDA's, such as CUDA_ERROR_INVALID_VALUE."""
+
+    def __init__(self, call: str, name: str, detail: str = "") -> None:
+        super().__init__(f"{call}: {name}{detail}")
+        self.call = call
+        self.name = name
+
+
+class CudaFacts:
+    """What this GPU is. uuid: 32 hex digits; numa_node: None where the machine does not say."""
+
+    def __init__(self, name: str, uuid: str, driver_version: int, arch: str, node: int) -> None:
+        self.name = name
+        self.uuid = uuid
+        self.driver_version = driver_version
+        self.arch = arch
+        self.numa_node = node if node >= 0 else None
+
+
+class Cuda:
+    """One GPU, in the context that torch uses too. Every method may raise `CudaError`."""
+
+    def __init__(self, device_index: int) -> None:
+        """Raises: EngineError: no cuda-python, no driver, or no such GPU."""
+        try:
+            self._api = importlib.import_module("cuda.bindings.driver")
+            self._enter("cuInit", 0)
+        except ImportError as error:
+            raise EngineError(f"copies to a GPU need cuda-python ({error})") from error
+        except RuntimeError as error:  # the library of the driver is not there
+            raise EngineError(f"no NVIDIA driver here: {error}") from error
+        self._device = self._enter("cuDeviceGet", device_index)
+        self._context = self._enter("cuDevicePrimaryCtxRetain", self._device)
+        self._thread = threading.local()
+        self.make_current()
+        self.facts = self._facts()
+        self.host_pointers_work_in_kernels = bool(
+            self._attribute(_ATTRIBUTE_HOST_POINTER_IS_DEVICE_POINTER)
+        )
+        self._batch = self._find_batch()
+
+    # -- the GPU ----------------------------------------------------------------------
+
+    def make_current(self) -> None:
+        """Before the first call of each thread; costs nothing after that."""
+        if not getattr(self._thread, "current", False):
+            self._enter("cuCtxSetCurrent", self._context)
+            self._thread.current = True
+
+    @property
+    def has_batch(self) -> bool:
+        return self._batch is not None
+
+    def release(self) -> None:
+        """Give the context back. Nothing else may be called after this."""
+        self._enter("cuDevicePrimaryCtxRelease", self._device)
+
+    # -- streams and events -----------------------------------------------------------
+
+    def create_stream(self) -> int:
+        """A stream of the lowest priority, which does not wait for the default stream."""
+        least, _ = self._enter("cuCtxGetStreamPriorityRange")
+        return int(self._enter("cuStreamCreateWithPriority", _STREAM_NON_BLOCKING, least))
+
+    def destroy_stream(self, stream: int) -> None:
+        self._enter("cuStreamDestroy", stream)
+
+    def synchronize_stream(self, stream: int) -> None:
+        self._enter("cuStreamSynchronize", stream)
+
+    def stream_is_done(self, stream: int) -> bool:
+        return self._is_done("cuStreamQuery", stream)
+
+    def wait_event(self, stream: int, event: int) -> None:
+        """What is submitted to `stream` from now on comes after what `event` recorded last."""
+        self._enter("cuStreamWaitEvent", stream, event, 0)
+
+    def create_event(self) -> int:
+        return int(self._enter("cuEventCreate", _EVENT_BLOCKING_SYNC_NO_TIMING))
+
+    def record_event(self, event: int, stream: int) -> None:
+        self._enter("cuEventRecord", event, stream)
+
+    def event_is_done(self, event: int) -> bool:
+        return self._is_done("cuEventQuery", event)
+
+    def synchronize_event(self, event: int) -> None:
+        """Block the calling thread, which then does not burn a core."""
+        self._enter("cuEventSynchronize", event)
+
+    def destroy_event(self, event: int) -> None:
+        self._enter("cuEventDestroy", event)
+
+    # -- copies and kernels -----------------------------------------------------------
+
+    def copy_batch(
+        self,
+        destinations: Addresses,
+        sources: Addresses,
+        sizes: Addresses,
+        stream: int,
+        source_order: int,
+        overlap: bool = False,
+    ) -> None:
+        """One call for all. uint64[n], contiguous; read before this returns."""
+        assert self._batch is not None
+        flags = _PREFER_OVERLAP_WITH_COMPUTE if overlap else 0
+        attributes = _CopyAttributes(source_order, (ctypes.c_int * 4)(), flags)
+        first = ctypes.c_size_t(0)
+        failed = ctypes.c_size_t(0)
+        status = self._batch(
+            *(destinations.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes)),
+            *(ctypes.addressof(attributes), ctypes.addressof(first), 1),
+            *(ctypes.addressof(failed), stream),
+        )
+        if status:
+            detail = f", copy {failed.value} of {len(sizes)}"
+            raise CudaError("cuMemcpyBatchAsync", self._api.CUresult(status).name, detail)
+
+    def copy(self, destination: int, source: int, count: int, stream: int) -> None:
+        """One copy, for drivers without the batch call."""
+        self._enter("cuMemcpyAsync", destination, source, count, stream)
+
+    def load_kernel(self, code: bytes, name: str) -> int:
+        """A kernel of a cubin, by its C name. Stays loaded as long as the process."""
+        library = self._enter("cuLibraryLoadData", code, [], [], 0, [], [], 0)
+        kernel = self._enter("cuLibraryGetKernel", library, name.encode())
+        return int(self._enter("cuKernelGetFunction", kernel))
+
+    def launch(
+        self, kernel: int, blocks: int, threads: int, stream: int, arguments: Sequence[int]
+    ) -> None:
+        """Arguments are passed as 64 bits each."""
+        values = tuple(arguments), (ctypes.c_uint64,) * len(arguments)
+        self._enter("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, 0, stream, values, 0)
+
+    # -- memory -----------------------------------------------------------------------
+
+    def register(self, address: int, count: int) -> None:
+        """Pin host memory: DMA reaches it at full rate, kernels at its own address."""
+        self._enter("cuMemHostRegister", address, count, _HOST_PORTABLE_MAPPED)
+
+    def unregister(self, address: int) -> None:
+        self._enter("cuMemHostUnregister", address)
+
+    def allocate_host(self, count: int) -> int:
+        return int(self._enter("cuMemHostAlloc", count, _HOST_PORTABLE_MAPPED))
+
+    def free_host(self, address: int) -> None:
+        self._enter("cuMemFreeHost", address)
+
+    def allocate(self, count: int) -> int:
+        return int(self._enter("cuMemAlloc", count))
+
+    def free(self, address: int) -> None:
+        self._enter("cuMemFree", address)
+
+    # -- inside -----------------------------------------------------------------------
+
+    def _enter(self, call: str, *arguments: Any) -> Any:
+        """Call; return None, the value, or the tuple of values."""
+        status, *values = getattr(self._api, call)(*arguments)
+        if status:
+            raise CudaError(call, status.name)
+        return values[0] if len(values) == 1 else tuple(values) or None
+
+    def _is_done(self, call: str, handle: int) -> bool:
+        (status,) = getattr(self._api, call)(handle)
+        if status and status != _NOT_READY:
+            raise CudaError(call, status.name)
+        return not status
+
+    def _attribute(self, number: int) -> int:
+        return int(
+            self._enter("cuDeviceGetAttribute", self._api.CUdevice_attribute(number), self._device)
+        )
+
+    def _facts(self) -> CudaFacts:
+        name: bytes = self._enter("cuDeviceGetName", 128, self._device)
+        major, minor = (self._attribute(number) for number in _ATTRIBUTE_CAPABILITY)
+        try:
+            node = self._attribute(_ATTRIBUTE_HOST_NUMA_ID)
+        except CudaError:  # drivers before 12.2 do not know the question
+            node = -1
+        return CudaFacts(
+            name=name.split(b"\0")[0].decode(),
+            uuid=bytes(self._enter("cuDeviceGetUuid", self._device).bytes).hex(),
+            driver_version=self._enter("cuDriverGetVersion"),
+            arch=f"sm_{major}{minor}",
+            node=node,
+        )
+
+    def _find_batch(self) -> Any:
+        try:
+            address, _ = self._enter("cuGetProcAddress", b"cuMemcpyBatchAsync", _BATCH_VERSION, 0)
+        except CudaError:
+            return None
+        return _BATCH(int(address)) if address else None

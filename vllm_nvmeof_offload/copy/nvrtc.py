@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the copy kernels for a GPU by NVRTC, once: the machine code is kept in a cache.
+
+Needs neither nvcc nor, to compile, a GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import tempfile
+from pathlib import Path
+
+from vllm_nvmeof_offload.errors import EngineError
+
+__all__ = ["cache_directory", "compile_kernels", "kernel_source", "load_or_compile", "replace_file"]
+
+_FILE = "copy_blocks.cu"
+
+
+def kernel_source() -> str:
+    """The CUDA source: beside this file in an installed wheel, in `kernels/` in a checkout."""
+    here = Path(__file__).parent
+    for path in (here / _FILE, here.parents[1] / "kernels" / _FILE):
+        if path.exists():
+            return path.read_text(encoding="utf-8")
+    raise EngineError(f"{_FILE} is missing from this installation")
+
+
+def compile_kernels(arch: str) -> bytes:
+    """Machine code (a cubin) for `arch`, such as sm_90.
+
+    Raises: EngineError: no cuda-core, no NVRTC, or it cannot compile for this architecture.
+    """
+    source = kernel_source()
+    try:
+        core = importlib.import_module("cuda.core")
+        options = core.ProgramOptions(arch=arch, std="c++17", name=_FILE)
+        code: bytes = core.Program(source, "c++", options).compile("cubin").code
+    except ImportError as error:
+        raise EngineError(f"the copy kernel needs cuda-core ({error})") from error
+    except Exception as error:
+        # No NVRTC library, an architecture it does not know: cuda-core's own have no public base.
+        raise EngineError(f"NVRTC: {error}") from error
+    return code
+
+
+def load_or_compile(arch: str, directory: Path) -> bytes:
+    """The same, from `directory` if this source was compiled for `arch` before."""
+    digest = hashlib.sha256(kernel_source().encode()).hexdigest()[:16]
+    path = directory / f"copy_blocks-{digest}-{arch}.cubin"
+    try:
+        return path.read_bytes()
+    except OSError:
+        code = compile_kernels(arch)
+        replace_file(path, code)
+        return code
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels and measured tables are kept."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # the XDG specification ignores relative values
+        base = os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "vllm-nvmeof" / "copy"
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write whole or not at all: other ranks may write the same. Failure costs only time."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except OSError:
+        return
