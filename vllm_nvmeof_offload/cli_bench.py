@@ -11,7 +11,16 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["bench_app"]
+__all__ = [
+    "Check",
+    "Json",
+    "Plot",
+    "Targets",
+    "bench_app",
+    "import_bench",
+    "names",
+    "plain_errors",
+]
 
 bench_app = typer.Typer(
     help="Benchmarks on this machine: ours beside fio, a bare ring loop and vLLM's own fs tier.",
@@ -27,7 +36,7 @@ Targets = Annotated[bool, typer.Option("--targets/--no-targets", help="Print the
 Check = Annotated[bool, typer.Option("--check", help="Exit code 1 if a target is missed.")]
 
 
-def _import(name: str) -> Any:
+def import_bench(name: str) -> Any:
     """A module of the benchmarks; one plain line if they are not installed."""
     try:
         return importlib.import_module(f"{_PACKAGE}.{name}")
@@ -43,11 +52,11 @@ def _import(name: str) -> Any:
 
 
 @contextlib.contextmanager
-def _plain_errors() -> Iterator[None]:
+def plain_errors() -> Iterator[None]:
     """One line on stderr, and exit code 1, for what the world did."""
     from vllm_nvmeof_offload.errors import OffloadError
 
-    error_type: type[Exception] = _import("pool.settings").BenchError
+    error_type: type[Exception] = import_bench("pool.settings").BenchError
     try:
         yield
     except (error_type, OffloadError) as error:
@@ -58,7 +67,8 @@ def _plain_errors() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _names(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+def names(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """What a comma-separated option names; nothing: all that is known."""
     return tuple(part.strip() for part in text.split(",") if part.strip()) or known
 
 
@@ -102,18 +112,18 @@ def pool(
     Takes about 8 minutes and up to 3 GiB of the disk, which is left as it was. Nothing else
     should run meanwhile: the load average before and after is printed and kept.
     """
-    with _plain_errors():
-        known = _import("pool.settings")
+    with plain_errors():
+        known = import_bench("pool.settings")
         settings = known.Settings(
-            arms=_names(arms, known.ARMS),
-            cases=_names(cases, known.CASES),
+            arms=names(arms, known.ARMS),
+            cases=names(cases, known.CASES),
             blocks=_sizes(blocks, known.BLOCKS),
             rounds=rounds,
             bytes_per_round=_size(bytes_per_round, "--bytes-per-round"),
             depth=depth,
             seed=seed,
         )
-        command = _import("pool.command")
+        command = import_bench("pool.command")
         command.measure(settings, directory, json_path, targets)
         reached = command.show(json_path, plot, targets)
     raise typer.Exit(int(check and not reached))
@@ -127,6 +137,6 @@ def pool_report(
     check: Check = False,
 ) -> None:
     """Print the tables of a file of samples again, or draw it; measure nothing."""
-    with _plain_errors():
-        reached = _import("pool.command").show(json_path, plot, targets)
+    with plain_errors():
+        reached = import_bench("pool.command").show(json_path, plot, targets)
     raise typer.Exit(int(check and not reached))

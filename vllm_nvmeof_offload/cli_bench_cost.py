@@ -13,10 +13,10 @@ from vllm_nvmeof_offload.cli_bench import (
     Json,
     Plot,
     Targets,
-    _import,
-    _names,
-    _plain_errors,
     bench_app,
+    import_bench,
+    names,
+    plain_errors,
 )
 
 __all__ = ["cost", "cost_report"]
@@ -48,10 +48,10 @@ def cost(
     with the one without offloading, round by round. Takes about 10 minutes, 6 GiB of memory
     and up to 5 GiB of the disk, which is left as it was. Nothing else should run meanwhile.
     """
-    with _plain_errors():
-        known = _import("cost.settings")
-        settings = known.Settings(arms=_names(arms, known.ARMS_DEFAULT), pairs=pairs, seed=seed)
-        command = _import("cost.command")
+    with plain_errors():
+        known = import_bench("cost.settings")
+        settings = known.Settings(arms=names(arms, known.ARMS_DEFAULT), pairs=pairs, seed=seed)
+        command = import_bench("cost.command")
         command.measure(settings, directory, json_path)
         reached = command.show(json_path, plot, targets)
     raise typer.Exit(int(check and not reached))
@@ -65,6 +65,6 @@ def cost_report(
     check: Check = False,
 ) -> None:
     """Print the tables of a file of `bench cost` again, or draw it; measure nothing."""
-    with _plain_errors():
-        reached = _import("cost.command").show(json_path, plot, targets)
+    with plain_errors():
+        reached = import_bench("cost.command").show(json_path, plot, targets)
     raise typer.Exit(int(check and not reached))

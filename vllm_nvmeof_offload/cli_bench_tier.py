@@ -13,10 +13,10 @@ from vllm_nvmeof_offload.cli_bench import (
     Json,
     Plot,
     Targets,
-    _import,
-    _names,
-    _plain_errors,
     bench_app,
+    import_bench,
+    names,
+    plain_errors,
 )
 
 __all__ = ["tier", "tier_report"]
@@ -48,15 +48,15 @@ def tier(
     part load takes 3 minutes; the others start vllm serve on the CPU with a small random
     model, seven times in all, and take 10. The disk is left as it was.
     """
-    with _plain_errors():
-        known = _import("tier.settings")
+    with plain_errors():
+        known = import_bench("tier.settings")
         settings = known.Settings(
-            parts=_names(parts, known.PARTS),
+            parts=names(parts, known.PARTS),
             rounds=rounds,
             throttle_mb_per_s=throttle,
             seed=seed,
         )
-        command = _import("tier.command")
+        command = import_bench("tier.command")
         command.measure(settings, directory, json_path)
         reached = command.show(json_path, plot, targets)
     raise typer.Exit(int(check and not reached))
@@ -70,6 +70,6 @@ def tier_report(
     check: Check = False,
 ) -> None:
     """Print the tables of a file of samples again, or draw it; measure nothing."""
-    with _plain_errors():
-        reached = _import("tier.command").show(json_path, plot, targets)
+    with plain_errors():
+        reached = import_bench("tier.command").show(json_path, plot, targets)
     raise typer.Exit(int(check and not reached))

@@ -3,19 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+from vllm_nvmeof_bench.bar import progress
 from vllm_nvmeof_bench.cost import report
-from vllm_nvmeof_bench.cost.run import Progress as OnProgress
 from vllm_nvmeof_bench.cost.run import run
 from vllm_nvmeof_bench.cost.samples import dump, load
 from vllm_nvmeof_bench.cost.settings import Settings
 from vllm_nvmeof_bench.cost.targets import evaluate, missed
+from vllm_nvmeof_bench.show import show as show_all
 
 __all__ = ["measure", "show"]
 
@@ -29,7 +25,7 @@ def measure(settings: Settings, directory: Path, json_path: Path) -> None:
     Raises:
         BenchError: it cannot run here, or a server failed.
     """
-    with _progress() as on_progress:
+    with progress() as on_progress:
         samples, conditions = run(settings, directory, json_path.parent / _LOGS, on_progress)
     dump(json_path, samples, conditions)
 
@@ -41,39 +37,13 @@ def show(json_path: Path, plot_path: Path | None, with_targets: bool) -> bool:
         BenchError: not such a file, or no matplotlib.
     """
     samples, conditions = load(json_path)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_FILE_COLUMNS)
-    report.print_conditions(console, conditions)
-    report.print_samples(console, samples)
     rows = evaluate(samples, conditions) if with_targets else []
-    if rows:
-        report.print_targets(console, rows)
-    console.print(f"{len(samples)} samples in {json_path}", highlight=False, soft_wrap=True)
-    if plot_path is not None:
+
+    def draw(path: Path) -> None:
         from vllm_nvmeof_bench.cost.plot import plot
 
-        plot(plot_path, samples, conditions)
-        console.print(f"picture in {plot_path}", highlight=False, soft_wrap=True)
+        plot(path, samples, conditions)
+
+    found = (samples, conditions, rows)
+    show_all(json_path, plot_path, report, found, draw, _FILE_COLUMNS)
     return not missed(rows)
-
-
-@contextmanager
-def _progress() -> Iterator[OnProgress]:
-    """A bar that is drawn between measurements only: a refreshing thread would be measured."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, auto_refresh=False) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def tell(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total or None, description=what, refresh=True)
-            if not console.is_terminal:
-                bar.console.print(f"{done}/{total} {what}", highlight=False)
-
-        yield tell

@@ -10,32 +10,25 @@ on Ctrl-C and SIGTERM too. The servers' logs stay where a run failed.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import random
 import shutil
-import signal
-import tempfile
-import threading
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from vllm_nvmeof_bench.bar import OnProgress
 from vllm_nvmeof_bench.cost.fleet import Fleet, extra_config
 from vllm_nvmeof_bench.cost.measure import idle_shares, measure
 from vllm_nvmeof_bench.cost.samples import Sample
 from vllm_nvmeof_bench.cost.settings import BASE, CASES, Settings
+from vllm_nvmeof_bench.home import home_in, quiet_interpreter
 from vllm_nvmeof_bench.pool import conditions as pool_conditions
-from vllm_nvmeof_bench.pool.settings import BenchError
 from vllm_nvmeof_bench.pool.settings import Settings as PoolSettings
-from vllm_nvmeof_offload.units import format_bytes
 
-__all__ = ["Progress", "run"]
+__all__ = ["run"]
 
-#: (measurements done, of all, what comes now).
-Progress = Callable[[int, int, str], None]
 #: Rounds of warming up have numbers of their own, so that their prompts do too.
 _WARM_UP = 1_000_000
 
@@ -44,7 +37,7 @@ def run(
     settings: Settings,
     directory: Path,
     logs: Path,
-    on_progress: Progress = lambda done, total, what: None,
+    on_progress: OnProgress = lambda done, total, what: None,
 ) -> tuple[list[Sample], dict[str, Any]]:
     """Measure; return the samples and the conditions.
 
@@ -52,7 +45,7 @@ def run(
         BenchError: too little space, a server that does not start, or one that failed.
     """
     total = settings.pairs * len(CASES) * len(settings.arms)
-    with _home(directory, settings) as home, _quiet_interpreter():
+    with home_in(directory, settings.disk_bytes_max) as home, quiet_interpreter():
         conditions = _conditions(settings, home)
         with Fleet(settings, home, logs, lambda what: on_progress(0, total, what)) as fleet:
             samples = _rounds(fleet, settings, conditions, on_progress, total)
@@ -65,7 +58,7 @@ def _rounds(
     fleet: Fleet,
     settings: Settings,
     conditions: dict[str, Any],
-    on_progress: Progress,
+    on_progress: OnProgress,
     total: int,
 ) -> list[Sample]:
     for number in range(settings.warm_ups):
@@ -111,53 +104,3 @@ def _conditions(settings: Settings, home: Path) -> dict[str, Any]:
 
 def _load() -> list[float]:
     return [round(value, 2) for value in os.getloadavg()]
-
-
-@contextlib.contextmanager
-def _home(directory: Path, settings: Settings) -> Iterator[Path]:
-    """A new directory inside `directory`, which is deleted with all that is in it."""
-    made = not directory.exists()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        home = Path(tempfile.mkdtemp(prefix="vllm-nvmeof-cost-", dir=directory.resolve()))
-    except OSError as error:
-        raise BenchError(f"{directory}: cannot be used ({error.strerror})") from None
-    with _sigterm_as_interrupt():
-        try:
-            status = os.statvfs(home)
-            free = status.f_bavail * status.f_frsize
-            if free < settings.disk_bytes_max:
-                raise BenchError(
-                    f"{directory} has {format_bytes(free)} free; this run takes up to "
-                    f"{format_bytes(settings.disk_bytes_max)}: give another --dir"
-                )
-            yield home
-        finally:
-            shutil.rmtree(home, ignore_errors=True)
-            if made:
-                with contextlib.suppress(OSError):
-                    directory.rmdir()
-
-
-@contextlib.contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    old = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, old)
-
-
-@contextlib.contextmanager
-def _quiet_interpreter() -> Iterator[None]:
-    """No garbage collection inside a measurement."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()

@@ -7,20 +7,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+from vllm_nvmeof_bench.bar import OnProgress, progress
 from vllm_nvmeof_bench.pool import report
-from vllm_nvmeof_bench.pool.run import Progress as OnProgress
 from vllm_nvmeof_bench.pool.run import run
-from vllm_nvmeof_bench.pool.samples import Sample, dump, load
+from vllm_nvmeof_bench.pool.samples import dump, load
 from vllm_nvmeof_bench.pool.settings import BenchError, Settings
 from vllm_nvmeof_bench.pool.targets import evaluate, missed
+from vllm_nvmeof_bench.show import show as show_all
 
 __all__ = ["measure", "show"]
 
@@ -36,7 +32,7 @@ def measure(settings: Settings, directory: Path, json_path: Path, with_targets: 
     Raises:
         BenchError: it cannot run here, or an arm failed.
     """
-    with _progress() as on_progress:
+    with progress(_is_logged) as on_progress:
         samples, conditions = run(settings, directory, on_progress)
         manager = _measure_manager(on_progress) if with_targets else None
     dump(json_path, samples, conditions, manager)
@@ -49,25 +45,16 @@ def show(json_path: Path, plot_path: Path | None, with_targets: bool) -> bool:
         BenchError: not such a file, or no matplotlib.
     """
     samples, conditions, manager = load(json_path)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_FILE_COLUMNS)
-    report.print_conditions(console, conditions)
-    report.print_samples(console, samples)
     rows = evaluate(samples, manager) if with_targets else []
-    if rows:
-        report.print_targets(console, rows)
-    console.print(f"{len(samples)} samples in {json_path}", highlight=False, soft_wrap=True)
-    if plot_path is not None:
-        _plot(plot_path, samples, conditions)
-        console.print(f"picture in {plot_path}", highlight=False, soft_wrap=True)
+
+    def draw(path: Path) -> None:
+        from vllm_nvmeof_bench.pool.plot import plot
+
+        plot(path, samples, conditions)
+
+    found = (samples, conditions, rows)
+    show_all(json_path, plot_path, report, found, draw, _FILE_COLUMNS)
     return not missed(rows)
-
-
-def _plot(path: Path, samples: list[Sample], conditions: dict[str, Any]) -> None:
-    from vllm_nvmeof_bench.pool.plot import plot
-
-    plot(path, samples, conditions)
 
 
 def _measure_manager(on_progress: OnProgress) -> dict[str, Any] | None:
@@ -95,22 +82,5 @@ def _measure_manager(on_progress: OnProgress) -> dict[str, Any] | None:
     return dict(json.loads(done.stdout))
 
 
-@contextmanager
-def _progress() -> Iterator[OnProgress]:
-    """A bar that is drawn between measurements only: a refreshing thread would be measured."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, auto_refresh=False) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def tell(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total or None, description=what, refresh=True)
-            if not console.is_terminal and what.count(" · ") < _STEP_PARTS:
-                bar.console.print(f"{done}/{total} {what}", highlight=False)
-
-        yield tell
+def _is_logged(what: str) -> bool:
+    return what.count(" · ") < _STEP_PARTS

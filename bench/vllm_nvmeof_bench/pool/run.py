@@ -13,30 +13,25 @@ Ctrl-C and SIGTERM too.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import os
 import random
-import shutil
-import signal
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from vllm_nvmeof_bench.bar import OnProgress
+from vllm_nvmeof_bench.home import home_in, quiet_interpreter
 from vllm_nvmeof_bench.pool.conditions import at_end, at_start
 from vllm_nvmeof_bench.pool.field import Field, check_arms
 from vllm_nvmeof_bench.pool.samples import Sample, size_name
 from vllm_nvmeof_bench.pool.settings import KINDS, BenchError, Settings
-from vllm_nvmeof_offload.units import format_bytes
 
-__all__ = ["Progress", "run", "steps"]
+__all__ = ["run", "steps"]
 
-#: (measurements done, of all, what comes now).
-Progress = Callable[[int, int, str], None]
+_REMEDY = "give another --dir, or fewer --bytes-per-round"
+
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -48,14 +43,14 @@ def steps(settings: Settings, arms: tuple[str, ...]) -> int:
 
 
 def run(
-    settings: Settings, directory: Path, on_progress: Progress = lambda done, total, what: None
+    settings: Settings, directory: Path, on_progress: OnProgress = lambda done, total, what: None
 ) -> tuple[list[Sample], dict[str, Any]]:
     """Measure; return the samples and the conditions.
 
     Raises:
         BenchError: too little space, no arm that can run, or an arm failed.
     """
-    with _home(directory, settings) as home, _quiet_interpreter():
+    with home_in(directory, settings.disk_bytes_max, _REMEDY) as home, quiet_interpreter():
         on_progress(0, 0, "looking which arms can run")
         missing = check_arms(settings)
         gc.collect()
@@ -72,7 +67,7 @@ def run(
 
 class _Run:
     def __init__(
-        self, settings: Settings, home: Path, missing: dict[str, str], on_progress: Progress
+        self, settings: Settings, home: Path, missing: dict[str, str], on_progress: OnProgress
     ) -> None:
         self.samples: list[Sample] = []
         self.missing = missing
@@ -128,55 +123,3 @@ def sync_file_system(directory: Path) -> None:
         _libc.syncfs(fd)
     finally:
         os.close(fd)
-
-
-@contextlib.contextmanager
-def _home(directory: Path, settings: Settings) -> Iterator[Path]:
-    """A new directory inside `directory`, which is deleted with all that is in it."""
-    made = not directory.exists()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        home = Path(tempfile.mkdtemp(prefix="vllm-nvmeof-bench-", dir=directory))
-    except OSError as error:
-        raise BenchError(f"{directory}: cannot be used ({error.strerror})") from None
-    with _sigterm_as_interrupt():
-        try:
-            status = os.statvfs(home)
-            free = status.f_bavail * status.f_frsize
-            if free < settings.disk_bytes_max:
-                raise BenchError(
-                    f"{directory} has {format_bytes(free)} free; this run takes up to "
-                    f"{format_bytes(settings.disk_bytes_max)}: give another --dir, or fewer "
-                    f"--bytes-per-round"
-                )
-            yield home
-        finally:
-            shutil.rmtree(home, ignore_errors=True)
-            if made:
-                with contextlib.suppress(OSError):
-                    directory.rmdir()
-
-
-@contextlib.contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    old = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, old)
-
-
-@contextlib.contextmanager
-def _quiet_interpreter() -> Iterator[None]:
-    """No garbage collection inside a measurement."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        if was:
-            gc.enable()

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a benchmark works: a directory that is gone afterwards, an interpreter that is quiet."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_offload.units import format_bytes
+
+__all__ = ["home_in", "quiet_interpreter"]
+
+
+@contextlib.contextmanager
+def home_in(directory: Path, bytes_max: int, remedy: str = "give another --dir") -> Iterator[Path]:
+    """A new directory inside `directory`, which is deleted with all that is in it.
+
+    Raises:
+        BenchError: `directory` cannot be used, or has less than `bytes_max` free.
+    """
+    made = not directory.exists()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        home = Path(tempfile.mkdtemp(prefix="vllm-nvmeof-bench-", dir=directory)).resolve()
+    except OSError as error:
+        raise BenchError(f"{directory}: cannot be used ({error.strerror})") from None
+    with _sigterm_as_interrupt():
+        try:
+            status = os.statvfs(home)
+            free = status.f_bavail * status.f_frsize
+            if free < bytes_max:
+                raise BenchError(
+                    f"{directory} has {format_bytes(free)} free; this run takes up to "
+                    f"{format_bytes(bytes_max)}: {remedy}"
+                )
+            yield home
+        finally:
+            shutil.rmtree(home, ignore_errors=True)
+            if made:
+                with contextlib.suppress(OSError):
+                    directory.rmdir()
+
+
+@contextlib.contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    old = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+@contextlib.contextmanager
+def quiet_interpreter() -> Iterator[None]:
+    """No garbage collection inside a measurement."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was:
+            gc.enable()
