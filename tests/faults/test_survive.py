@@ -17,7 +17,8 @@ import pytest
 
 from vllm_nvmeof_offload.errors import DEADLINE, OK, Outcome, io_error
 from vllm_nvmeof_offload.fabric import reattach
-from vllm_nvmeof_offload.fabric.health import FAILED_SLOTS_MAX, FAILURES_MAX, Verdict
+from vllm_nvmeof_offload.fabric.health import FAILED_SLOTS_MAX, FAILURES_MAX, PathStates, Verdict
+from vllm_nvmeof_offload.fabric.watch import TargetWatch
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.superblock import read_superblock
 
@@ -143,13 +144,24 @@ def test_a_prober_that_hangs_is_left_behind(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(reattach, "_ANSWER_S_MAX", 0.3)
+    monkeypatch.setattr(reattach, "_LOOK_S", 0.02)
+    looks = 0
+    states = TargetWatch.states
+
+    def look(watch: TargetWatch) -> PathStates:
+        nonlocal looks
+        looks += 1
+        return states(watch)
+
+    monkeypatch.setattr(TargetWatch, "states", look)
     faulty_mount.rules(
         {"name": "reads", "op": "read", "do": "errno", "value": errno.ENODEV},
         {"name": "opens", "op": "open", "path": "superblock", "do": "hang"},
     )
     lose(survivor)
     survivor.wait_until(lambda: "opening it hangs" in caplog.text)
-    time.sleep(2 * reattach.PROBE_S_MIN)  # the passing of time is what is tested here
+    enough = looks + 150  # the next probe would be due by then
+    survivor.wait_until(lambda: looks >= enough)
     assert len(probers()) == 1, "one at a time"
     assert survivor.read(1, name(1)) == OK
     faulty_mount.rules()

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tests.unit.copy.fake_cuda import MODEL_STREAM, FakeCuda
+from tests.unit.copies.fake_cuda import MODEL_STREAM, FakeCuda
 from vllm_nvmeof_offload.copy.driver import Cuda
 from vllm_nvmeof_offload.copy.nvrtc import compile_kernels
 

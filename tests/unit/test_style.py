@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,10 @@ def test_the_rules_see_what_they_forbid(tmp_path: Path) -> None:
     assert {"torch", "vllm.config"} <= imports_of(probe)
     assert layer_of("pool") > layer_of("units")
     assert not allowed(PACKAGE / "pool" / "pool.py", MAY_IMPORT_VLLM)
+
+
+def test_no_package_of_tests_has_a_name_that_others_have() -> None:
+    """pytest imports them by their own name: one called `copy` would stand before Python's."""
+    names = [place.parent.name for place in (ROOT / "tests").rglob("__init__.py")]
+    assert set(names).isdisjoint(sys.stdlib_module_names)
+    assert len(set(names)) == len(names)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A STUB of NVIDIA's driver library, on which cuda-python itself runs: no GPU. Every call works
 // at once on host memory. It shows that we call cuda-python as it wants to be called; which
-// orderings matter, tests/unit/copy/fake_cuda.py shows.
+// orderings matter, tests/unit/copies/fake_cuda.py shows.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdint.h>

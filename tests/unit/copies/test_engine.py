@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from tests.unit.copy.fake_cuda import MODEL_STREAM, WAITING_CALLS, FakeCuda
-from tests.unit.copy.rig import BLOCKS, Rig
+from tests.unit.copies.fake_cuda import MODEL_STREAM, WAITING_CALLS, FakeCuda
+from tests.unit.copies.rig import BLOCKS, Rig
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.cuda import Readiness
 from vllm_nvmeof_offload.copy.select import Backend

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.fabric.trees import Tree, local_nvme, one_path, two_paths, without_multipath
+from tests.unit.fabrics.trees import Tree, local_nvme, one_path, two_paths, without_multipath
 from vllm_nvmeof_offload.config import TargetInfo
 from vllm_nvmeof_offload.fabric.dio_align import DirectAlignment
 from vllm_nvmeof_offload.fabric.findings import Finding, Severity

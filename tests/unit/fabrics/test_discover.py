@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.fabric.trees import NQN, UUID, Tree, local_nvme, one_path, two_paths
-from tests.unit.fabric.trees import without_multipath as without_native_multipath
+from tests.unit.fabrics.trees import NQN, UUID, Tree, local_nvme, one_path, two_paths
+from tests.unit.fabrics.trees import without_multipath as without_native_multipath
 from vllm_nvmeof_offload.fabric.discover import (
     discover,
     find_namespace,

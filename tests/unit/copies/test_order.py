@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.copy.fake_cuda import FakeCuda
-from tests.unit.copy.rig import BLOCKS, Rig
+from tests.unit.copies.fake_cuda import FakeCuda
+from tests.unit.copies.rig import BLOCKS, Rig
 from vllm_nvmeof_offload.copy import dma
 from vllm_nvmeof_offload.copy.driver import ORDER_ANY
 from vllm_nvmeof_offload.copy.select import Backend

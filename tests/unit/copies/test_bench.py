@@ -17,7 +17,7 @@ from vllm_nvmeof_bench.gpu.settings import Settings
 from vllm_nvmeof_bench.gpu.targets import evaluate
 from vllm_nvmeof_bench.gpu.world import World
 
-from tests.unit.copy.fake_cuda import FakeCuda
+from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload.units import KIB, MIB
 
 SETTINGS = Settings(

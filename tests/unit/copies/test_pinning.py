@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.copy.fake_cuda import FakeCuda
+from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.cuda import Readiness
 from vllm_nvmeof_offload.copy.driver import CudaError

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.fabric.trees import Tree
+from tests.unit.fabrics.trees import Tree
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _run(stub: Path, **environment: str) -> None:
     paths = {"LD_LIBRARY_PATH": str(stub), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.copy.on_stub_driver"],
+        [sys.executable, "-m", "tests.unit.copies.on_stub_driver"],
         env=os.environ | paths | environment,
         cwd=ROOT,
         capture_output=True,

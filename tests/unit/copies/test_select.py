@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.unit.copy.fake_cuda import FakeCuda
+from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.calibrate import calibrate
 from vllm_nvmeof_offload.copy.descriptors import coalesce

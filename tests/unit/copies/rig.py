@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.unit.copy.fake_cuda import MODEL_STREAM, FakeCuda
+from tests.unit.copies.fake_cuda import MODEL_STREAM, FakeCuda
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine, Readiness
 from vllm_nvmeof_offload.copy.dma import DmaCopier

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.fabric.trees import Tree, local_nvme, two_paths, without_multipath
+from tests.unit.fabrics.trees import Tree, local_nvme, two_paths, without_multipath
 from vllm_nvmeof_offload.fabric import examine
 from vllm_nvmeof_offload.fabric.examine import Examined, Places, examine_target
 from vllm_nvmeof_offload.fabric.findings import Severity, worst
