@@ -34,6 +34,13 @@ SLOT_BYTES = slot_stride_bytes(SHAPE.kv_bytes_per_token * CHUNK_TOKENS)
 LESSONS = 4
 #: Within this factor of the crossover either choice is right: hysteresis, and a noisy machine.
 CLOSE = 2.0
+#: What the server decides by; printed where a test fails.
+GOES_BY = (
+    "prefill_tokens_per_second",
+    "pool_read_bytes_per_second",
+    "load_overhead_seconds",
+    "loads_cut_total",
+)
 
 
 def _spec(directory: Path) -> ServerSpec:
@@ -96,6 +103,8 @@ class Returns:
             name: after.value(f"vllm:nvmeof_{name}") - before.value(f"vllm:nvmeof_{name}")
             for name in ("failed_chunks_total", "loads_cut_total", "verdict_changes_total")
         }
+        goes_by = {name: round(after.value(f"vllm:nvmeof_{name}"), 3) for name in GOES_BY}
+        print(f"{answers[0].ttft_s:.3f} s", made, goes_by)
         # One for one attempt; where nothing of a load came before it was cut off, vLLM asks anew.
         assert 1 <= sum(made.values()) <= 1 + faults["loads_cut_total"], f"{made}, {faults}"
         return next(decision for decision, count in made.items() if count)

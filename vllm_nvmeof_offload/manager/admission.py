@@ -13,7 +13,10 @@ loads took beyond their bytes.
 An estimate that nothing confirms loses its weight: after `_HALF_LIFE_S` without a sample a
 read counts as half as long. So an estimate that is wrong cannot keep the pool switched off;
 and where nothing is read for a load, a few chunks are read in the background, which brings
-samples. What takes much longer than computing would have taken is cut off (`limit_s`).
+samples. What takes much longer than computing would have taken is cut off (`limit_s`). After
+that the first probe that comes whole is believed; after the next cut two must, then four, and
+half as many again for each load that went well: a pool that now and then hangs is given up for
+as long as it costs more than it saves.
 """
 
 from __future__ import annotations
@@ -27,10 +30,12 @@ __all__ = ["Admission", "AdmissionConfig", "Decision", "Find"]
 _HYSTERESIS = 1.25
 _HALF_LIFE_S = 30.0
 #: Weight of the newest overhead.
-_NEWEST = 0.25
+_NEWEST = 0.5
 #: A load is cut off after so many times what computing would take, and not before `_LIMIT_S_MIN`.
 _LIMIT_FACTOR = 2.0
 _LIMIT_S_MIN = 0.25
+#: The most probes that must be seen whole before a pool is read again that was cut off.
+_CAUTION_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,10 @@ class Admission:
         self._slot_bytes = 0
         self._tokens_per_chunk = 1
         self._overhead_s = 0.0
+        #: How many loads or probes must be seen whole before one is believed; at first one.
+        self._doubts = 1
+        #: How many it will be after the next load that is cut off.
+        self._caution = 1
         self._sampled_s: float | None = None
         self._began_s = clock()
 
@@ -128,12 +137,18 @@ class Admission:
         sample_s = max(0.0, seconds - self._read_s(read, queued))
         if missed:  # it would have taken longer yet: believed at once, for each try is dear
             self._overhead_s = max(self._overhead_s, sample_s)
+            self._doubts = self._caution
+            self._caution = min(2 * self._caution, _CAUTION_MAX)
         elif not rated or (any(read) and not self.bytes_per_s):
             return  # the rate comes behind the load that brought it
-        elif self._sampled_s is None:
-            self._overhead_s = sample_s
+        elif self._doubts:
+            self._doubts -= 1
+            if not self._doubts:  # whole loads or probes say more than what was cut off
+                self._overhead_s = sample_s
         else:
             self._overhead_s += _NEWEST * (sample_s - self._overhead_s)
+        if self.reading and not missed:
+            self._caution = max(1, self._caution // 2)
         self._sampled_s = self._clock()
 
     def _read_s(self, chunks: Sequence[int], queued: Sequence[int]) -> float:

@@ -33,7 +33,7 @@ class Op:
     entries: the entry of each chunk, in the command's order.
     cache_slots, pool_slots: what each chunk uses; None: nothing, or let go already.
     landing: indices of a load's chunks that are read into the cache slot of their entry.
-    queued: of a load; by target, chunks that others had yet to read when it was planned.
+    queued: of a load or probe; by target, chunks that others had yet to read before it.
     detached: a fetch that was cancelled: its entry has left it and does not hear of its end.
     probe: a fetch that is there to be timed.
     seconds: what it took on the slowest rank, as far as they have reported.

@@ -69,6 +69,7 @@ class Shelf:
         self._clock = clock
         self._held: dict[bytes, _Held] = {}
         self._unsent: dict[int, FetchCommand] = {}
+        self._probing: list[int] = []  # by target: probes begun since none was under way
         self._room_min = 1
 
     def attach(self, cache_slots: int) -> None:
@@ -118,7 +119,8 @@ class Shelf:
         tiers.pool.use(pool_slot)
         entry.on(Event.FETCH_BEGIN)
         op = self._ledger.open(OpKind.FETCH, self._clock(), (entry,), (slot,), (pool_slot,))
-        op.probe = reason is Reason.PROBE
+        if reason is Reason.PROBE:
+            self._time(op, tiers.pool.lane(pool_slot))
         self._keep(_Held(entry, slot, reason, op, fetched=True))
         tiers.settle(entry)
         self.fetching += 1
@@ -177,6 +179,13 @@ class Shelf:
             self._lose(held)
 
     # -- helpers ----------------------------------------------------------------------
+
+    def _time(self, op: Op, lane: int) -> None:
+        """`op` is there to be timed, behind the probes that began with it."""
+        if not self.counts[Reason.PROBE]:
+            self._probing = [0] * self._tiers.pool.lanes
+        op.probe, op.queued = True, tuple(self._probing)
+        self._probing[lane] += 1
 
     def _has_room(self) -> bool:
         """Whether enough stays evictable with one more held."""

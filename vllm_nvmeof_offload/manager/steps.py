@@ -3,6 +3,10 @@
 
 A step lasts from its scheduling, or from the end of the step before if that came later (the
 engine may schedule ahead), to the arrival of its output.
+
+The prefill rate is that of the largest steps. Every step has a cost of its own beside its tokens:
+what is left of a prompt that was loaded is computed in a small step, at a fraction of the rate
+at which the whole prompt would have been; a server that loads everything has no others.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ _PREFILL_TOKENS_MIN = 64
 _PREFILL_PER_DECODE_MIN = 16
 #: A request with so few decodes; more than one with speculative decoding.
 _DECODE_TOKENS_MAX = 16
-#: What a sample leaves of the ones before it.
+#: What a sample leaves of the ones of its size before it.
 _KEPT = 0.8
 
 
@@ -34,13 +38,16 @@ class StepMeter:
         self._clock = clock
         self._ahead: deque[tuple[float, int, int]] = deque()
         self._ended_s = 0.0
-        self._prefill_tokens = 0.0
-        self._prefill_s = 0.0
+        #: By size class, the number of bits of a step's tokens: tokens, and seconds they took.
+        self._prefill: dict[int, tuple[float, float]] = {}
 
     @property
     def prefill_rate(self) -> float:
-        """Tokens per second of prefill over the last steps; 0: not known."""
-        return self._prefill_tokens / self._prefill_s if self._prefill_s else 0.0
+        """Tokens per second of prefill, over the last of the largest steps; 0: not known."""
+        if not self._prefill:
+            return 0.0
+        tokens, seconds = self._prefill[max(self._prefill)]
+        return tokens / seconds
 
     def clear(self) -> None:
         """Count from zero again; what was learned stays."""
@@ -70,5 +77,6 @@ class StepMeter:
         self.seconds += seconds
         self.tokens += tokens
         if prefill and seconds > 0:
-            self._prefill_tokens = _KEPT * self._prefill_tokens + tokens
-            self._prefill_s = _KEPT * self._prefill_s + seconds
+            size = tokens.bit_length()
+            old_tokens, old_s = self._prefill.get(size, (0.0, 0.0))
+            self._prefill[size] = (_KEPT * old_tokens + tokens, _KEPT * old_s + seconds)

@@ -40,12 +40,14 @@ class IoEvent:
 class _Flight:
     """line: where its task waited, and holds a place until the outcome; None: a reset.
 
-    attachment: of its target, when it was submitted. late: past its deadline, not released.
+    attachment: of its target, when it was submitted. began_s: when that was. late: past its
+    deadline, not released.
     """
 
     task: Task
     line: Line | None
     attachment: int
+    began_s: float = 0.0
     late: bool = False
 
     @property
@@ -236,7 +238,7 @@ class IoPump:
         self._flights[token] = flight
         if not reset:
             health.began()
-            self._rates.began(task.target, is_write=flight.is_write)
+            flight.began_s = self._rates.began(task.target, is_write=flight.is_write)
         return True
 
     # -- from the engine --------------------------------------------------------------
@@ -267,8 +269,8 @@ class IoPump:
         if line is None:
             return
         self._lanes[task.target].queue(line).give_back(task)
-        size, ended_s = self._slot_bytes if outcome.ok else 0, completion.ended_s
-        self._rates.ended(task.target, size, is_write=is_write, ended_s=ended_s)
+        size, time_s = self._slot_bytes if outcome.ok else 0, (flight.began_s, completion.ended_s)
+        self._rates.ended(task.target, size, time_s, is_write=is_write)
         health = self._health[task.target]
         if flight.late:
             health.late(flight.attachment)

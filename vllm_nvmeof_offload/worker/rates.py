@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast each target is when it has enough to do, as far as what it was asked to do shows.
 
-A period gives bytes over busy time. Busy means that at least one operation was with the
-engine, so that an idle hour does not make a target look slow. What came through says what the
-target can do only if enough operations were with the engine: one at a time meets latency. Of
-an unsaturated period it is certain that the target can do what it did, and that with `n`
-operations in flight where it takes `s` to saturate it does about `n / s` of what it can at
-least. The rate moves towards the nearer of these two bounds, and not at all between them; in
-a saturated period they are one. So few reads do not make a target look slow, and a target that
-has become slow is seen even if it is hardly used any more.
+While operations are with the engine, what comes through a second is how many there are times
+the bytes of each over how long each took (Little's law): so what is still under way when a
+period is closed is not taken for time in which nothing came. An idle hour does not count. What
+came through says what the target can do only if enough operations were with the engine: one at
+a time meets latency. Of an unsaturated period it is certain that the target can do what it did,
+and that with `n` operations in flight where it takes `s` to saturate it does about `n / s` of
+what it can at least. The rate moves towards the nearer of these two bounds, and not at all
+between them; in a saturated period they are one. So few reads do not make a target look slow,
+and a target that has become slow is seen even if it is hardly used any more.
 
 The pipeline's thread alone calls; the clock is the caller's.
 """
@@ -23,9 +24,12 @@ from vllm_nvmeof_offload.units import MIB
 
 __all__ = ["RateMeter", "saturating"]
 
-_PERIOD_S = 1.0
-#: Less is no measurement: it goes on into the next period.
+_PERIOD_S = 0.25
+#: Less than both of these is no measurement: it goes on into the next period.
 _BUSY_S_MIN = 0.05
+_ENDED_MIN = 4
+#: After so long a time in which nothing ended that is what was measured.
+_STALL_S = 1.0
 #: Weight of the newest period.
 _NEWEST = 0.5
 _CHANGE_MIN = 0.1
@@ -49,6 +53,8 @@ class _Meter:
     counted_until_s: float = 0.0
     busy_s: float = 0.0
     operation_s: float = 0.0  # operations in flight × seconds
+    ended: int = 0
+    ended_s: float = 0.0  # they took, each counted from its beginning
     done_bytes: int = 0
     rate: float = 0.0  # bytes per second; 0: not known
     told: float = 0.0
@@ -64,15 +70,23 @@ class _Meter:
     def fold(self, now_s: float) -> bool:
         """Close a period; True if the rate differs from what was told."""
         self.count(now_s)
-        if self.busy_s >= _BUSY_S_MIN and (self.done_bytes or self.rate):
-            seen = self.done_bytes / self.busy_s
+        if self._is_measurement:
+            in_flight_mean = self.operation_s / self.busy_s
+            seen = in_flight_mean * self.done_bytes / self.ended_s if self.ended_s else 0.0
             if not self.rate:
                 self.rate = seen
-            in_flight_mean = self.operation_s / self.busy_s
             most = seen * max(1.0, self.saturating / in_flight_mean)
             self.rate += _NEWEST * (min(max(self.rate, seen), most) - self.rate)
-            self.busy_s, self.operation_s, self.done_bytes = 0.0, 0.0, 0
+            self.busy_s, self.operation_s = 0.0, 0.0
+            self.ended, self.ended_s, self.done_bytes = 0, 0.0, 0
         return abs(self.rate - self.told) > _CHANGE_MIN * self.told
+
+    @property
+    def _is_measurement(self) -> bool:
+        if not self.ended:
+            return bool(self.rate) and self.busy_s >= _STALL_S
+        enough = self.busy_s >= _BUSY_S_MIN or self.ended >= _ENDED_MIN
+        return bool(enough and self.busy_s and (self.done_bytes or self.rate))
 
 
 class RateMeter:
@@ -93,24 +107,30 @@ class RateMeter:
         self._reads = [_Meter(saturating_reads) for _ in range(target_count)]
         self._told_s = clock()
 
-    def began(self, target: int, *, is_write: bool) -> None:
-        """The engine has taken an operation."""
+    def began(self, target: int, *, is_write: bool) -> float:
+        """The engine has taken an operation; returns when."""
         meter = (self._writes if is_write else self._reads)[target]
-        meter.count(self._clock())
+        now_s = self._clock()
+        meter.count(now_s)
         meter.in_flight += 1
+        return now_s
 
     def ended(
-        self, target: int, done_bytes: int, *, is_write: bool, ended_s: float | None = None
+        self, target: int, done_bytes: int, time_s: tuple[float, float | None], *, is_write: bool
     ) -> None:
-        """An operation has its outcome; `done_bytes` is 0 if it failed. ended_s: when it ended,
-        where that is known: this thread may have been kept from hearing of it."""
+        """An operation has its outcome; `done_bytes` is 0 if it failed. time_s: when it began,
+        and when it ended where that is known: this thread may have been kept from hearing of it.
+        """
         meter = (self._writes if is_write else self._reads)[target]
-        meter.count(self._clock() if ended_s is None else ended_s)
+        began_s, ended_s = time_s[0], self._clock() if time_s[1] is None else time_s[1]
+        meter.count(ended_s)
         meter.in_flight -= 1
+        meter.ended += 1
+        meter.ended_s += max(0.0, ended_s - began_s)
         meter.done_bytes += done_bytes
 
     def take(self) -> list[RateReport]:
-        """What has changed by more than a tenth; at most once a second."""
+        """What has changed by more than a tenth; at most once a period."""
         now_s = self._clock()
         if now_s - self._told_s < _PERIOD_S:
             return []

@@ -142,9 +142,9 @@ def test_what_a_load_takes_beyond_its_bytes_is_learned() -> None:
     clerk.admission.took(0.58, [8], [0])  # 0.08 s of bytes
     assert clerk.admission.overhead_s == pytest.approx(0.5)
     clerk.admission.took(0.3, [8], [12])  # 0.2 s of bytes, with those before it
-    assert clerk.admission.overhead_s == pytest.approx(0.5 + 0.25 * (0.1 - 0.5))
+    assert clerk.admission.overhead_s == pytest.approx(0.5 + 0.5 * (0.1 - 0.5))
     clerk.admission.took(0.0, [8], [0])  # sooner than its rate allows: no negative overhead
-    assert clerk.admission.overhead_s == pytest.approx(0.4 - 0.25 * 0.4)
+    assert clerk.admission.overhead_s == pytest.approx(0.3 - 0.5 * 0.3)
 
 
 def test_a_load_that_was_cut_off_teaches_that_the_pool_is_slow() -> None:
@@ -156,6 +156,35 @@ def test_a_load_that_was_cut_off_teaches_that_the_pool_is_slow() -> None:
     assert clerk.admission.overhead_s == pytest.approx(1.599), "believed at once"
     assert clerk.chunks(0, 8) == 0
     assert clerk.chunks(0, 30) == 30, "an overhead weighs less in a long load"
+
+
+def test_the_first_that_comes_whole_says_more_than_what_was_cut_off() -> None:
+    clerk = Clerk(mb_per_s=[1000.0])
+    clerk.admission.took(1.6, [1], [0], missed=7)
+    assert clerk.chunks(0, 8) == 0
+    clerk.admission.took(0.024, [4], [0])  # a probe
+    assert clerk.admission.overhead_s == pytest.approx(0.02)
+    assert clerk.chunks(0, 8) == 8
+
+
+def test_a_pool_that_hangs_again_and_again_is_believed_less_and_less() -> None:
+    clerk = Clerk(mb_per_s=[1000.0])
+    probes_needed = []
+    for _ in range(8):
+        assert clerk.chunks(0, 8) == 8
+        clerk.admission.took(1.6, [0], [0], missed=8)
+        probes = 0
+        while not clerk.chunks(0, 8):
+            clerk.admission.took(0.024, [4], [0])
+            probes += 1
+        probes_needed.append(probes)
+    assert probes_needed == [1, 2, 4, 8, 16, 32, 64, 64]
+    for _ in range(6):  # loads that go well
+        clerk.admission.took(0.028, [8], [0])
+    clerk.admission.took(1.6, [0], [0], missed=8)
+    assert clerk.chunks(0, 8) == 0
+    clerk.admission.took(0.024, [4], [0])
+    assert clerk.chunks(0, 8) == 8
 
 
 def test_one_that_was_cut_off_sooner_than_another_does_not_make_the_pool_look_faster() -> None:

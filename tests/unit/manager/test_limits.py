@@ -156,3 +156,20 @@ def test_a_probe_that_met_its_deadline_teaches_that_the_pool_is_slow() -> None:
     (fetch,) = bench.fetches()
     bench.core.report([OpReport(fetch.op, ((0, DEADLINE),), released=False, seconds=5.0)])
     assert bench.core.learned()["load_overhead_s"] == pytest.approx(5.0)
+
+
+def test_a_probe_is_not_charged_with_those_that_were_read_before_it() -> None:
+    """Three read one after the other: the last one takes three times as long as the first."""
+    bench = ShelfBench()
+    bench.in_the_pool(0, 1, 2, 3)
+    bench.core.reload.probe(keys_of(0, 1, 2))
+    fetches = bench.fetches()
+    slot_bytes = bench.core.capacity.slot_bytes
+    bench.core.admission.read_rates = [slot_bytes / 0.5]
+    for count, fetch in enumerate(fetches, 1):
+        bench.core.report([OpReport(fetch.op, seconds=0.5 * count + 0.01)])
+    assert bench.core.learned()["load_overhead_s"] == pytest.approx(0.01)
+    bench.core.reload.probe(keys_of(3))
+    (fetch,) = bench.fetches()
+    bench.core.report([OpReport(fetch.op, seconds=0.51)])
+    assert bench.core.learned()["load_overhead_s"] == pytest.approx(0.01), "none was before it"

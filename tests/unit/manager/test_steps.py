@@ -37,14 +37,14 @@ def test_a_step_lasts_from_its_scheduling_to_its_output() -> None:
 def test_scheduled_ahead_it_lasts_from_the_end_of_the_one_before() -> None:
     engine = Engine()
     engine.scheduled(0.0, 100)
-    engine.scheduled(0.1, 200)
+    engine.scheduled(0.1, 120)
     engine.ended(1.0)
-    engine.scheduled(1.1, 100)
+    engine.scheduled(1.1, 80)
     engine.ended(3.0)
     engine.ended(4.0)
-    assert engine.figures() == (3, 4.0, 400)
+    assert engine.figures() == (3, 4.0, 300)
     assert engine.meter.prefill_rate == pytest.approx(
-        (0.64 * 100 + 0.8 * 200 + 100) / (0.64 * 1 + 0.8 * 2 + 1)
+        (0.64 * 100 + 0.8 * 120 + 80) / (0.64 * 1 + 0.8 * 2 + 1)
     )
 
 
@@ -98,6 +98,20 @@ def test_old_samples_fade() -> None:
         engine.scheduled(float(step), rate)
         engine.ended(step + 1.0)
     assert engine.meter.prefill_rate == pytest.approx(4000, rel=0.02)
+
+
+def test_the_small_steps_of_a_server_that_loads_do_not_make_computing_look_slow() -> None:
+    """0.1 s each and 1 ms a token: what is left of a prompt takes more than it would beside it."""
+    engine = Engine()
+    engine.scheduled(0.0, 2000)
+    engine.ended(2.1)
+    for _ in range(100):
+        engine.scheduled(engine.now_s, 80)
+        engine.ended(engine.now_s + 0.18)
+    assert engine.meter.prefill_rate == pytest.approx(2000 / 2.1)
+    engine.scheduled(engine.now_s, 1900)
+    engine.ended(engine.now_s + 4.2)
+    assert engine.meter.prefill_rate == pytest.approx((0.8 * 2000 + 1900) / (0.8 * 2.1 + 4.2))
 
 
 def test_counting_anew_keeps_what_was_learned() -> None:

@@ -54,8 +54,7 @@ def test_a_fetch_ends_when_its_read_did_not_when_it_was_heard_of() -> None:
     bench.now_s += 0.75
     bench.io.complete(1, ended_s=0.25)
     bench.pipeline.step()
-    (report,) = bench.reports()
-    assert isinstance(report, OpReport)
+    (report,) = [r for r in bench.reports() if isinstance(r, OpReport)]
     assert report.seconds == pytest.approx(0.25)
 
 

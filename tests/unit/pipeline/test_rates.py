@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A target's rate is bytes over busy time, told when it has changed, at most once a second.
+"""A target's rate is bytes over busy time, told when it has changed, four times a second at most.
 
 How much was in flight says how far that can be trusted.
 """
@@ -22,18 +22,17 @@ class Meter:
         )
 
     def write(self, seconds: float, size: int, target: int = 0) -> None:
-        self.meter.began(target, is_write=True)
+        began_s = self.meter.began(target, is_write=True)
         self.now_s += seconds
-        self.meter.ended(target, size, is_write=True)
+        self.meter.ended(target, size, (began_s, None), is_write=True)
 
     def read(self, seconds: float, size: int, *, at_once: int, count: int = 1) -> None:
         """`count` times: so many reads together, each of so many bytes."""
         for _ in range(count):
-            for _ in range(at_once):
-                self.meter.began(0, is_write=False)
+            began = [self.meter.began(0, is_write=False) for _ in range(at_once)]
             self.now_s += seconds
-            for _ in range(at_once):
-                self.meter.ended(0, size, is_write=False)
+            for began_s in began:
+                self.meter.ended(0, size, (began_s, None), is_write=False)
 
     def read_rate(self) -> float | None:
         """What is told now, if anything."""
@@ -58,7 +57,7 @@ def test_operations_at_the_same_time_share_it() -> None:
         bench.meter.began(0, is_write=True)
     bench.now_s = 2.0
     for _ in range(4):
-        bench.meter.ended(0, 100, is_write=True)
+        bench.meter.ended(0, 100, (0.0, None), is_write=True)
     assert bench.rates() == [(0, 200, 0)]
 
 
@@ -67,15 +66,15 @@ def test_directions_and_targets_are_apart() -> None:
     bench.write(1.0, 100, target=1)
     bench.meter.began(1, is_write=False)
     bench.now_s += 1.0
-    bench.meter.ended(1, 300, is_write=False)
+    bench.meter.ended(1, 300, (1.0, None), is_write=False)
     assert bench.rates() == [(1, 100, 300)]
 
 
-def test_told_at_most_once_a_second_and_only_if_changed() -> None:
+def test_told_at_most_four_times_a_second_and_only_if_changed() -> None:
     bench = Meter()
-    bench.write(0.9, 900)
-    assert bench.rates() == []
     bench.write(0.2, 200)
+    assert bench.rates() == []
+    bench.write(0.1, 100)
     assert bench.rates() == [(0, 1000, 0)]
     bench.write(1.5, 1600)
     assert bench.rates() == [], "three per cent"
@@ -96,11 +95,39 @@ def test_a_target_that_stalls_gets_slower() -> None:
     assert [rate for _, rate, _ in rates] == [500, 250, 125]
 
 
-def test_too_short_a_time_is_no_measurement() -> None:
+def test_too_few_in_too_short_a_time_are_no_measurement() -> None:
     bench = Meter()
-    bench.write(0.01, 1000)
+    for _ in range(3):
+        bench.write(0.01, 1000)
     bench.now_s = 2.0
     assert bench.rates() == []
+    bench.write(0.01, 1000)
+    bench.now_s += 1.0
+    assert bench.rates() == [(0, 100_000, 0)], "four are"
+
+
+def test_what_is_under_way_when_a_period_ends_is_not_taken_for_standing_still() -> None:
+    """A target that answers what it was asked together: most of it late in the second period."""
+    bench = _known(1000)
+    began = [bench.meter.began(0, is_write=False) for _ in range(4)]
+    bench.now_s += 1.0
+    bench.meter.ended(0, 250, (began[0], None), is_write=False)
+    assert bench.read_rate() is None, "4 × 250 bytes a second, as it was"
+    bench.now_s += 0.1
+    for began_s in began[1:]:
+        bench.meter.ended(0, 250, (began_s, None), is_write=False)
+    bench.now_s += 0.2
+    rate = bench.read_rate()
+    assert rate is None or rate == pytest.approx(1000, rel=0.1)
+
+
+def test_nothing_ended_for_less_than_a_second_is_no_measurement() -> None:
+    bench = _known(1000)
+    bench.meter.began(0, is_write=False)
+    bench.now_s += 0.9
+    assert bench.read_rate() is None
+    bench.now_s += 0.3
+    assert bench.read_rate() == 500
 
 
 def _known(rate: int) -> Meter:
@@ -181,7 +208,7 @@ def test_time_until_this_thread_hears_of_an_end_does_not_count() -> None:
         bench.meter.began(0, is_write=False)
     bench.now_s = 5.0
     for _ in range(4):
-        bench.meter.ended(0, 100, is_write=False, ended_s=0.5)
+        bench.meter.ended(0, 100, (0.0, 0.5), is_write=False)
     assert bench.read_rate() == pytest.approx(800)
     bench.read(0.5, 100, at_once=4)
     bench.now_s += 1.0
