@@ -13,10 +13,12 @@ loads took beyond their bytes.
 An estimate that nothing confirms loses its weight: after `_HALF_LIFE_S` without a sample a
 read counts as half as long. So an estimate that is wrong cannot keep the pool switched off;
 and where nothing is read for a load, a few chunks are read in the background, which brings
-samples. What takes much longer than computing would have taken is cut off (`limit_s`). After
-that the first probe that comes whole is believed; after the next cut two must, then four, and
-half as many again for each load that went well: a pool that now and then hangs is given up for
-as long as it costs more than it saves.
+samples. What takes much longer than computing would have taken is cut off (`limit_s`).
+
+A load that was cut off, or took clearly longer than computing would have, is believed at once:
+any load counts as so long, until a probe comes whole. After the next one two must, then four,
+and half as many again for each load that went well. So a pool that hangs now and then, or that is
+fast for a few chunks alone, is given up for as long as it costs more than it saves.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Admission", "AdmissionConfig", "Decision", "Find"]
+__all__ = ["Admission", "AdmissionConfig", "Decision", "Find", "Taken"]
 
 #: How much sooner the other way must be before the pool is given up, or taken up again.
 _HYSTERESIS = 1.25
@@ -34,7 +36,7 @@ _NEWEST = 0.5
 #: A load is cut off after so many times what computing would take, and not before `_LIMIT_S_MIN`.
 _LIMIT_FACTOR = 2.0
 _LIMIT_S_MIN = 0.25
-#: The most probes that must be seen whole before a pool is read again that was cut off.
+#: The most probes that must come whole before a pool is read again that went badly.
 _CAUTION_MAX = 64
 
 
@@ -70,6 +72,19 @@ class Decision:
     limit_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a load from the pool, or a probe, took. read: by target, chunks that came; queued:
+    what was to be read before it; missed: chunks that had not come by then.
+    """
+
+    seconds: float
+    read: Sequence[int]
+    queued: Sequence[int]
+    missed: int = 0
+    probe: bool = False
+
+
 class Admission:
     """`attach` once the sizes are known."""
 
@@ -85,9 +100,12 @@ class Admission:
         self._slot_bytes = 0
         self._tokens_per_chunk = 1
         self._overhead_s = 0.0
-        #: How many loads or probes must be seen whole before one is believed; at first one.
-        self._doubts = 1
-        #: How many it will be after the next load that is cut off.
+        self._is_new = True  # no overhead was measured yet
+        #: What any load is expected to take after one that went badly; 0: nothing is feared.
+        self._feared_s = 0.0
+        #: How many loads or probes must come whole before that is forgotten,
+        self._doubts = 0
+        #: and how many it will be the next time.
         self._caution = 1
         self._sampled_s: float | None = None
         self._began_s = clock()
@@ -112,7 +130,7 @@ class Admission:
     @property
     def overhead_s(self) -> float:
         """What a load from the pool takes beyond its bytes over the read rate."""
-        return self._overhead_s
+        return max(self._overhead_s, self._feared_s)
 
     def decide(self, find: Find) -> Decision:
         """How much of what was found to load."""
@@ -120,36 +138,44 @@ class Admission:
         if not from_pool or not self._config.automatic or not tokens_per_s:
             return Decision(find.chunks)
         compute_s = from_pool * self._tokens_per_chunk / tokens_per_s
-        pool_s = (self._overhead_s + self._read_s(find.pool, find.queued)) * self._weight()
+        pool_s = max(self._overhead_s + self._read_s(find.pool, find.queued), self._feared_s)
+        pool_s *= self._weight()
         self.reading = pool_s < compute_s * (_HYSTERESIS if self.reading else 1 / _HYSTERESIS)
         if not self.reading:
             return Decision(find.leading_cpu)
         return Decision(find.chunks, max(_LIMIT_S_MIN, _LIMIT_FACTOR * compute_s))
 
-    def took(
-        self, seconds: float, read: Sequence[int], queued: Sequence[int], missed: int = 0
-    ) -> None:
-        """A load from the pool, or a probe, took so long. read: by target, chunks that came;
-        queued: what was to be read before it; missed: chunks that had not come by then."""
+    def took(self, load: Taken) -> None:
+        """Learn from a load from the pool, or a probe."""
+        alone_s = self._read_s(load.read, [0] * len(load.read))
+        waited_s = self._read_s(load.read, load.queued) - alone_s
+        went_badly = load.missed > 0 or self._is_regretted(load, load.seconds - waited_s)
         rated = self._config.read_bytes_per_s or all(
-            rate or not count for rate, count in zip(self.read_rates, read, strict=False)
+            rate or not count for rate, count in zip(self.read_rates, load.read, strict=False)
         )
-        sample_s = max(0.0, seconds - self._read_s(read, queued))
-        if missed:  # it would have taken longer yet: believed at once, for each try is dear
-            self._overhead_s = max(self._overhead_s, sample_s)
+        if went_badly:
+            self._feared_s = max(self._feared_s, load.seconds - waited_s)
             self._doubts = self._caution
             self._caution = min(2 * self._caution, _CAUTION_MAX)
-        elif not rated or (any(read) and not self.bytes_per_s):
+        elif not rated or (any(load.read) and not self.bytes_per_s):
             return  # the rate comes behind the load that brought it
-        elif self._doubts:
-            self._doubts -= 1
-            if not self._doubts:  # whole loads or probes say more than what was cut off
-                self._overhead_s = sample_s
         else:
-            self._overhead_s += _NEWEST * (sample_s - self._overhead_s)
-        if self.reading and not missed:
-            self._caution = max(1, self._caution // 2)
+            self._doubts = max(0, self._doubts - 1)
+            self._feared_s = self._feared_s if self._doubts else 0.0
+            if not load.probe:
+                self._caution = max(1, self._caution // 2)
+        if not load.missed:
+            sample_s = max(0.0, load.seconds - waited_s - alone_s)
+            first, self._is_new = self._is_new, False
+            self._overhead_s += (1.0 if first else _NEWEST) * (sample_s - self._overhead_s)
         self._sampled_s = self._clock()
+
+    def _is_regretted(self, load: Taken, seconds: float) -> bool:
+        """Whether computing would have been clearly sooner."""
+        tokens_per_s = self.tokens_per_s
+        if load.probe or not tokens_per_s:
+            return False
+        return seconds > _HYSTERESIS * sum(load.read) * self._tokens_per_chunk / tokens_per_s
 
     def _read_s(self, chunks: Sequence[int], queued: Sequence[int]) -> float:
         """How long reading these chunks takes, behind those, by the rates."""

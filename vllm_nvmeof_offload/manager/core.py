@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from vllm_nvmeof_offload.errors import CANCELLED, Outcome, OutcomeKind
-from vllm_nvmeof_offload.manager.admission import Admission, Find
+from vllm_nvmeof_offload.manager.admission import Admission, Find, Taken
 from vllm_nvmeof_offload.manager.adoption import Capacity, agree
 from vllm_nvmeof_offload.manager.index import Entry, Event, State
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op, OpKind
@@ -377,7 +377,8 @@ class ManagerCore:
             elif kind is OutcomeKind.DEADLINE or (was_cut and kind is OutcomeKind.CANCELLED):
                 missed += 1
         if missed or any(read):  # what failed at once says nothing of time
-            self.admission.took(op.seconds, read, op.queued or [0] * len(read), missed)
+            queued = op.queued or [0] * len(read)
+            self.admission.took(Taken(op.seconds, read, queued, missed, probe=op.probe))
 
     def _stored(self, entry: Entry, failure: Outcome | None) -> None:
         if failure is None and entry.on(Event.COPIED) is State.CACHED:

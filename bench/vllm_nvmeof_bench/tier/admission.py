@@ -2,9 +2,10 @@
 """The part "admission": is a returning prompt loaded where that is sooner, and only there?
 
 The same prompts return, one at a time, to three servers: one without offloading computes them,
-one always loads them, one decides. The target is throttled to several rates, in an order drawn
-from the seed; at each rate, in each round, some requests pass before any is measured: those the
-server has for learning that the rate has changed.
+one always loads them, one decides. All three run side by side and are asked in turn. The
+targets are throttled to several rates, in an order drawn from the seed; at each rate, in each
+round, some requests pass before any is measured: those the server has for learning that the
+rate has changed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +57,16 @@ def measure_admission(
     """
     samples: list[Sample] = []
     agreement = Agreement()
-    kind = ""
-    for arm, extra in _ARMS.items():
-        target = None if extra is None else home / f"admission-{arm}"
-        spec = _PLAN.server(settings.models, target, extra)
-        with Throttle(home) as throttle, served(spec, f"admission {arm}", home, tell) as server:
-            kind = throttle.kind
-            one = _Server(server, throttle, arm, settings, agreement)
-            samples += asyncio.run(one.run(tell))
+    with ExitStack() as running:
+        throttle = running.enter_context(Throttle(home))
+        arms = []
+        for arm, extra in _ARMS.items():
+            target = None if extra is None else home / f"admission-{arm}"
+            spec = _PLAN.server(settings.models, target, extra)
+            server = running.enter_context(served(spec, f"admission {arm}", home, tell))
+            arms.append(_Arm(server, arm, settings, agreement))
+        samples = asyncio.run(_run(arms, throttle, settings, tell))
+        kind = throttle.kind
     return samples, {
         "throttle": kind,
         "prompts": _PLAN.count,
@@ -73,53 +77,57 @@ def measure_admission(
     }
 
 
-class _Server:
+async def _run(
+    arms: list[_Arm], throttle: Throttle, settings: Settings, tell: Tell
+) -> list[Sample]:
+    samples: list[Sample] = []
+    for arm in arms:
+        tell(f"admission · computing everything once, {arm.name}")
+        await arm.prepare(throttle)
+    for number in range(settings.server_rounds):
+        dice = random.Random(f"{settings.seed} {number}")
+        for place, rate in enumerate(
+            dice.sample(settings.admission_mb_per_s, len(settings.admission_mb_per_s))
+        ):
+            throttle.limit(read_bytes_per_s=rate * MB or None)
+            for arm in dice.sample(arms, len(arms)):
+                if arm.offloads or not place:  # computing does not depend on the rate
+                    tell(f"admission · round {number + 1} · {throttle_name(rate)} · {arm.name}")
+                    samples += await arm.batch(number, rate if arm.offloads else None)
+    return samples
+
+
+class _Arm:
     """One arm: its server and where in the circle of prompts it is."""
 
-    def __init__(
-        self,
-        server: Server,
-        throttle: Throttle,
-        arm: str,
-        settings: Settings,
-        agreement: Agreement,
-    ) -> None:
+    def __init__(self, server: Server, name: str, settings: Settings, agreement: Agreement) -> None:
+        self.name = name
+        self.offloads = name != "never"
         self._server = server
-        self._throttle = throttle
-        self._arm = arm
         self._settings = settings
         self._agreement = agreement
         self._prompts = _PLAN.prompts(settings.seed)
         self._circle = itertools.cycle(range(_PLAN.count))
 
-    async def run(self, tell: Tell) -> list[Sample]:
-        offloads = self._arm != "never"
-        rates = self._settings.admission_mb_per_s if offloads else (0,)
-        samples: list[Sample] = []
+    async def prepare(self, throttle: Throttle) -> None:
+        """Compute and store everything once."""
         async with Client(self._server.url) as client:
-            tell(f"admission · computing everything once, {self._arm}")
             for _ in range(_PLAN.count):
                 await self._ask(client)
-            await settle(client, offloads)
-            if offloads:
-                self._throttle.add_group(self._server.pid)
-            for number in range(self._settings.server_rounds):
-                dice = random.Random(f"{self._settings.seed} {number}")
-                for rate in dice.sample(rates, len(rates)):
-                    what = throttle_name(rate)
-                    tell(f"admission · round {number + 1} · {what} · {self._arm}")
-                    self._throttle.limit(read_bytes_per_s=rate * MB or None)
-                    samples += await self._batch(client, number, rate if offloads else None)
-        return samples
+            await settle(client, self.offloads)
+        if self.offloads:
+            throttle.add_group(self._server.pid)
 
-    async def _batch(self, client: Client, number: int, at: float | None) -> list[Sample]:
-        for _ in range(self._settings.warm_requests):
-            await self._ask(client)
-        before = await loaded_tokens(client)
-        times = [await self._ask(client) for _ in range(self._settings.requests)]
-        each = round((await loaded_tokens(client) - before) / len(times))
+    async def batch(self, number: int, at: float | None) -> list[Sample]:
+        """Requests at one rate; the first of them are not kept."""
+        async with Client(self._server.url) as client:
+            for _ in range(self._settings.warm_requests):
+                await self._ask(client)
+            before = await loaded_tokens(client)
+            times = [await self._ask(client) for _ in range(self._settings.requests)]
+            each = round((await loaded_tokens(client) - before) / len(times))
         return [
-            Sample("admission", "ttft", self._arm, at, number, i, round(s, 6), loaded_tokens=each)
+            Sample("admission", "ttft", self.name, at, number, i, round(s, 6), loaded_tokens=each)
             for i, s in enumerate(times)
         ]
 

@@ -15,8 +15,9 @@
     admission  prompts that return while the target is throttled to `admission_mb_per_s`, time
                to first token; arms auto, always (load) and never (no offloading: recompute)
 
-The last three run `vllm serve` with a small random model on vLLM's CPU engine, one server at a
-time, so that their arms follow each other; within a server everything goes round by round.
+The last three run `vllm serve` with a small random model on vLLM's CPU engine. Resume and
+prefetch run one server at a time, so that their arms follow each other; within a server everything
+goes round by round. The servers of admission run side by side and are asked in turn.
 """
 
 from __future__ import annotations
