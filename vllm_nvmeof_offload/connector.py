@@ -31,6 +31,7 @@ from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
 
 from vllm_nvmeof_offload.deployment import describe
+from vllm_nvmeof_offload.integration import known_vllm
 from vllm_nvmeof_offload.integration.scheduler_view import SchedulerView, timed
 from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.manager.waiting import WaitingRequests
@@ -84,6 +85,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     """See the module's docstring."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        known_vllm.require()  # where no plugin did
         refuse_unsupported(vllm_config, kv_cache_config)
         choose_blocks_per_chunk(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)

@@ -10,13 +10,14 @@ API server, the engine core, each worker. It changes three things, each once:
 * the names of our connector and spec are registered where their factories are loaded.
 
 When vLLM is not as expected, nothing is changed and one line says so; the JSON form of
-`--kv-transfer-config` with module paths needs no plugin.
+`--kv-transfer-config` with module paths needs no plugin. A vLLM that we do not know at all is
+refused once our backend is asked for (`integration/known_vllm.py`), and not before: others use
+this vLLM too.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 from typing import Any
 
 from vllm_nvmeof_offload.errors import IntegrationError
@@ -36,19 +37,20 @@ def register() -> None:
         _register()
     except Exception as error:  # noqa: BLE001 - a plugin that raises would end vLLM's start
         if not _warned:
-            logger.warning(
-                "nvmeof backend not available: vLLM %s is not as expected (%s). "
-                "--kv-transfer-config with kv_connector_module_path and spec_module_path "
-                "still works.",
-                vllm_version(),
-                _reason(error),
-            )
+            logger.warning("nvmeof backend not available: %s", _explain(error))
         _warned = True
 
 
-def vllm_version() -> str:
-    """Version of the vLLM that is imported, or `unknown`."""
-    return str(getattr(sys.modules.get("vllm"), "__version__", "unknown"))
+def _explain(error: Exception) -> str:
+    from vllm_nvmeof_offload.integration import known_vllm
+
+    unknown = known_vllm.unknown_version()
+    if unknown is not None:
+        return f"{unknown} ({_reason(error)})"
+    return (
+        f"vLLM {known_vllm.version()} is not as expected ({_reason(error)}). --kv-transfer-config "
+        "with kv_connector_module_path and spec_module_path still works."
+    )
 
 
 def _register() -> None:

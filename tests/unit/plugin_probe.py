@@ -9,6 +9,7 @@ Usage: plugin_probe.py MODEL_DIRECTORY SCRATCH_DIRECTORY
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import logging
 import os
@@ -19,6 +20,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import unknown_vllm
 
 FIELDS = (
     "kv_connector",
@@ -240,6 +243,13 @@ def main() -> None:
         "help": forked(scratch, command("serve", "--help=kv-offloading-backend")),
         "serve": forked(scratch, serve),
     }
+    serve, seen = command("serve", "--config", str(scratch / "serve.yaml")), scratch / "seen"
+    for change in unknown_vllm.CHANGES:
+        work = functools.partial(unknown_vllm.refuse, run, serve, change, seen)
+        done = forked(scratch, work)
+        cases = json.loads(seen.read_text()) if seen.exists() else {}
+        forks[change.__name__] = {**done, "cases": cases}
+        seen.unlink(missing_ok=True)
     print(json.dumps({**probe(run), "forks": forks}))
 
 

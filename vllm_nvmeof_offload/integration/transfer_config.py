@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from vllm_nvmeof_offload.errors import ConfigError, IntegrationError
-from vllm_nvmeof_offload.integration import factories, failure_policy
+from vllm_nvmeof_offload.integration import factories, failure_policy, known_vllm
 from vllm_nvmeof_offload.names import (
     BACKEND,
     CONNECTOR_MODULE,
@@ -73,7 +73,7 @@ def install() -> None:
             return
         try:
             complete(self)
-        except ConfigError as error:
+        except (ConfigError, IntegrationError) as error:
             if _is_command_line():
                 # One line instead of vLLM's traceback; a program gets the exception.
                 raise SystemExit(f"vllm: error: {error}") from None
@@ -113,10 +113,13 @@ def complete(vllm_config: Any) -> None:
 
     Raises:
         ConfigError: the configuration cannot work.
+        IntegrationError: this vLLM is none that we know.
     """
     from vllm.config import KVTransferConfig
 
     from vllm_nvmeof_offload.integration.precheck import precheck
+
+    known_vllm.require()
 
     if vllm_config.kv_transfer_config is None:
         vllm_config.kv_transfer_config = KVTransferConfig()

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which versions and which signatures are known; test_plugin.py has whole vLLMs that are not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_nvmeof_offload import plugin
+from vllm_nvmeof_offload.errors import IntegrationError
+from vllm_nvmeof_offload.integration import known_vllm
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [
+        ("0.32.0", True),
+        ("0.32.0+cpu", True),
+        ("0.33.1", True),
+        ("0.33.1.dev12+g1234567", True),
+        ("0.31.0", False),
+        ("0.34.0rc1", False),
+        ("0.330.0", False),
+        ("1.32.0", False),
+        ("dev", False),
+    ],
+)
+def test_a_version_is_known_by_its_first_two_numbers(
+    monkeypatch: pytest.MonkeyPatch, version: str, known: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+    problem = known_vllm.unknown_version()
+    assert (problem is None) == known
+    if problem is not None:
+        assert problem.startswith(f"vLLM {version} is not known to this vllm-nvmeof-offload; use")
+        assert all(release in problem for release in known_vllm.KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("version", "line"),
+    [
+        ("0.33.0", "vLLM 0.33.0 is not as expected (no hook). --kv-transfer-config with "),
+        ("0.34.0", "vLLM 0.34.0 is not known to this vllm-nvmeof-offload; use vLLM 0.32 or 0.33"),
+    ],
+)
+def test_where_the_plugin_cannot_work_one_line_says_which_vllm_would_do(
+    monkeypatch: pytest.MonkeyPatch, version: str, line: str
+) -> None:
+    def fail() -> None:
+        raise IntegrationError("no hook")
+
+    said: list[str] = []
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+    monkeypatch.setattr(plugin, "_register", fail)
+    monkeypatch.setattr(plugin, "_warned", False)
+    monkeypatch.setattr(plugin.logger, "warning", lambda text, *args: said.append(text % args))
+    plugin.register()
+    plugin.register()
+    (only,) = said
+    assert only.startswith(f"nvmeof backend not available: {line}")
+    assert "(no hook)" in only and "\n" not in only
+
+
+def _base(self: Any, job: int, source: str, fast: bool = False) -> None: ...
+def _same(self: Any, job: int, source: str, fast: bool = False) -> None: ...
+def _any_name(self: Any, job: int, source: str, **_: Any) -> None: ...
+def _more(self: Any, job: int, source: str, fast: bool = False, x: int = 1) -> None: ...
+def _fewer(self: Any, job: int) -> None: ...
+def _without_fast(self: Any, job: int, source: str) -> None: ...
+def _swapped(self: Any, source: str, job: int, fast: bool = False) -> None: ...
+def _renamed(self: Any, job: int, origin: str, fast: bool = False) -> None: ...
+def _demands_more(self: Any, job: int, source: str, fast: bool, x: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("ours", "accepted"),
+    [
+        (_same, True),
+        (_any_name, True),
+        (_more, True),
+        (_fewer, False),
+        (_without_fast, False),
+        (_swapped, False),
+        (_renamed, False),
+        (_demands_more, False),
+    ],
+)
+def test_a_method_of_ours_must_take_every_call_that_vllms_takes(
+    ours: Callable[..., Any], accepted: bool
+) -> None:
+    assert known_vllm.accepts(ours, _base) == accepted
