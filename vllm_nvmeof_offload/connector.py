@@ -200,13 +200,15 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        found, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        found, later = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if found is None:
             return None, False
         if not found:
             found = self._view.rest_of_a_chunk(request, num_computed_tokens, self._waiting)
+            later = True
         tokens = self._waiting.decide(request.request_id, num_computed_tokens, found).tokens
-        return tokens, bool(tokens)
+        # Whether the load goes on beside later steps is vLLM's to say: since 0.33 it may not.
+        return tokens, later and bool(tokens)
 
     @timed
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's released tests of its offloading connector pass with ours in its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.upstream import suite
+from tests.upstream.releases import ReleaseUnavailableError
+from tests.upstream.trees import release
+
+pytestmark = pytest.mark.slow
+
+#: Release → tests that pass. No test is left out: none of them cannot hold for us.
+RELEASES = {"0.32.0": 563, "0.33.0": 653}
+#: vLLM skips these two anywhere without a GPU: they have no attention backend to be run with.
+NEED_A_GPU = {"test_register_kv_caches", "test_register_kv_caches_uniform_type"}
+#: What their rig calls of ours. It has vLLM's older `get_finished` instead of
+#: `get_transfer_results`, ends requests of several KV cache groups, and fails no load.
+EXERCISED = {
+    "__init__": 200,
+    "on_new_request": 100,
+    "get_num_new_matched_tokens": 100,
+    "update_state_after_alloc": 100,
+    "build_connector_meta": 1000,
+    "handle_preemptions": 1000,
+    "start_load_kv": 1000,
+    "build_connector_worker_meta": 1000,
+    "update_connector_output": 1000,
+    "get_kv_connector_stats": 1000,
+}
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_vllms_own_tests_pass_with_our_connector(version: str, tmp_path: Path) -> None:
+    try:
+        tree = release(version)
+    except ReleaseUnavailableError as error:
+        pytest.skip(f"vLLM {version}'s own tests are not here: {error}")
+    outcome = suite.run(tree, tmp_path)
+    assert not outcome.failed, outcome.output
+    assert len(outcome.passed) == RELEASES[version], outcome.output
+    assert {name.rpartition("::")[2].partition("[")[0] for name in outcome.skipped} == NEED_A_GPU
+    for method, count in EXERCISED.items():
+        assert outcome.calls.get(method, 0) >= count, (method, outcome.calls)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pytest plugin: our connector takes the stock one's place in vLLM's own tests.
+
+Loaded with `-p nvmeof_swap` before any of vLLM's test modules, so that what they build as
+`OffloadingConnector`, and what vLLM's factory builds for them, is ours. Their rig has a spec of
+its own, whose manager and worker are mocks that the tests script and question. So our connector's
+own manager and worker stand beside them: the manager is the real one, over a core that holds
+nothing; the worker has nothing to report. Models that we refuse come in too: what is tested here
+is that all we put around vLLM's connector leaves its behaviour as it was.
+
+`NVMEOF_SWAP_REPORT` names a file that gets, as JSON, how often which of our methods ran.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector as stock
+from vllm.v1.kv_offload.base import OffloadingSpec
+
+from vllm_nvmeof_offload import connector as ours
+from vllm_nvmeof_offload.integration import known_vllm
+from vllm_nvmeof_offload.manager.admission import AdmissionConfig
+from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
+from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
+
+_calls: Counter[str] = Counter()
+
+
+class QuietWorker:
+    """Stands for a worker in which nothing fails and nothing is done beside vLLM's jobs."""
+
+    has_reports = False
+
+    def obey(self, commands: Any) -> None:
+        assert not commands, "a core that holds nothing has commanded something"
+
+    def take_reports(self) -> tuple[list[Any], Counter[str]]:
+        return [], Counter()
+
+    def take_invalid_blocks(self) -> set[int]:
+        return set()
+
+    def take_failed_jobs(self) -> set[int]:
+        return set()
+
+
+class SwappedConnector(ours.NVMeoFOffloadingConnector):
+    """Ours, with the real manager and a quiet worker beside the mocks of vLLM's tests."""
+
+    @functools.cached_property
+    def _manager(self) -> NVMeoFOffloadingManager:  # type: ignore[override]
+        tokens = self.scheduler.config.kv_group_configs[0].tokens_per_chunk
+        config = CoreConfig(
+            world_size=1,
+            tokens_per_chunk=tokens,
+            admission=AdmissionConfig(automatic=False),
+        )
+        return NVMeoFOffloadingManager(ManagerCore(config), tokens)
+
+    @functools.cached_property
+    def _worker(self) -> QuietWorker:  # type: ignore[override]
+        return QuietWorker()
+
+
+def _counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _calls[name] += 1
+        return method(*args, **kwargs)
+
+    return call
+
+
+def _swap() -> None:
+    known_vllm.require()  # of what is really ours; the answer is kept
+    for name in ("refuse_unsupported", "choose_blocks_per_chunk", "describe"):
+        assert callable(getattr(ours, name))
+        setattr(ours, name, lambda *_args, **_kwargs: None)
+    ours.NVMeoFOffloadingSpec = OffloadingSpec  # type: ignore[misc]
+    for name, method in vars(ours.NVMeoFOffloadingConnector).items():
+        if callable(method):
+            setattr(SwappedConnector, name, _counted(name, method))
+    stock.OffloadingConnector = SwappedConnector  # type: ignore[misc]
+
+
+_swap()
+
+
+def pytest_sessionfinish() -> None:
+    Path(os.environ["NVMEOF_SWAP_REPORT"]).write_text(json.dumps(_calls))
