@@ -28,10 +28,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
+from vllm.v1.engine.core import EngineCore
 from vllm.version import __version__ as vllm_version
 
 from vllm_nvmeof_offload.deployment import describe
-from vllm_nvmeof_offload.integration import known_vllm
+from vllm_nvmeof_offload.integration import known_vllm, weights_watch
 from vllm_nvmeof_offload.integration.scheduler_view import SchedulerView, timed
 from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.manager.waiting import WaitingRequests
@@ -100,6 +101,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             self._view = SchedulerView(self.scheduler, lambda: self._kv_cache_manager)
             by_priority = vllm_config.scheduler_config.policy == "priority"
             self._manager.follow(self._view.queue(by_priority=by_priority))
+            weights_watch.install(EngineCore)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -193,6 +195,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
 
     @timed
     def on_new_request(self, request: Any) -> None:
+        if not self.scheduler._req_status:  # also none that has finished and is still to be stored
+            self._settle()
         super().on_new_request(request)
         self._waiting.added(request, prefetch=self._view.may_prefetch(request))
 
@@ -252,6 +256,29 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             seconds, self._spent_s = self._spent_s, 0.0
             self._manager.step_ended(seconds)
         return super().get_kv_connector_stats()
+
+    def reset_cache(self) -> bool | None:
+        # vLLM's asserts that a step was scheduled since the last one: a paused engine has none.
+        to_flush = self.scheduler._current_batch_jobs_to_flush
+        kept = set(to_flush)
+        to_flush.clear()
+        done: bool | None = super().reset_cache()
+        to_flush |= kept
+        self._settle()
+        return done
+
+    def weights_may_have_changed(self, call: str, *, known: bool) -> None:
+        """`weights_watch`: vLLM did `call`, which changes weights (known), or can."""
+        if self._manager.weights_may_have_changed(call, known=known):
+            self.reset_cache()
+
+    def _settle(self) -> None:
+        """Store again if GPU memory holds nothing that other weights have computed.
+
+        What vLLM caches there is emptied for that if no request runs; it asks its users to do so.
+        """
+        if self._manager.suspended and self._view.empty_prefix_cache():
+            self._manager.suspended = False
 
     def _without_resumed(self, scheduler_output: Any) -> Any:
         """Leave out of the preempted requests those that this very step loads again.

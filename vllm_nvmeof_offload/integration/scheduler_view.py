@@ -79,6 +79,17 @@ class SchedulerView:
         hit = self._scheduler.manager.lookup(key, state.req_context) is LookupResult.HIT
         return missing if hit else 0
 
+    def empty_prefix_cache(self) -> bool:
+        """Forget what GPU memory caches, unless a block is in use; returns whether it is empty."""
+        manager = self._kv_cache_manager()
+        if manager is None:
+            return True
+        pool = manager.block_pool
+        # All but the one that vLLM keeps to itself. vLLM's own test would log a warning.
+        if pool.get_num_free_blocks() < pool.num_gpu_blocks - 1:
+            return False
+        return bool(manager.reset_prefix_cache())
+
     def _is_cached(self, request: Any, chunk: int) -> bool:
         """Whether the last block of the request's chunk is in GPU memory."""
         manager = self._kv_cache_manager()

@@ -74,6 +74,8 @@ class ManagerCore:
         self.config = config
         self.capacity = Capacity()
         self._fallbacks = 0  # of all ranks, in force
+        #: Not the weights any more that the keyspace names: nothing is adoptable from now on.
+        self.weights_changed = False
         #: What happened, for metrics: counter name → count. `failed_chunks:<outcome>` too.
         self.counters: Counter[str] = Counter()
         self._clock = clock
@@ -398,6 +400,10 @@ class ManagerCore:
 
     def reset(self) -> None:
         """Every entry goes, on disk too; slots come back as the ranks release them."""
+        adoptable = self.config.weights_never_change and not self.weights_changed
+        last = self._commands[-1] if self._commands else None
+        if isinstance(last, ResetCommand) and last.adoptable == adoptable and not self._tiers.index:
+            return  # nothing since the last one: weights come in many pieces
         kept: list[Command] = []
         for command in self._commands:
             if isinstance(command, WriteCommand | FetchCommand):
@@ -412,7 +418,7 @@ class ManagerCore:
         self._shelf.reset()
         self.reload.reset()
         op = self._ledger.open(OpKind.RESET, self._clock())
-        self._commands.append(ResetCommand(op.number, self.config.weights_never_change))
+        self._commands.append(ResetCommand(op.number, adoptable))
         self.counters["resets"] += 1
 
     def _identify(self, key: bytes) -> SlotIdentity:

@@ -72,6 +72,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._steps = StepMeter(clock)
         self._scheduler_s = 0.0
         self._told_s = 0.0  # when `get_stats` last had anything to say
+        #: Nothing is stored: what GPU memory holds was computed with other weights.
+        self.suspended = False
         #: Set by `follow`.
         self.waiting: WaitingRequests | None = None
         #: Metric name and label values → increase since the last `get_stats`.
@@ -120,6 +122,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
+        if self.suspended:
+            return PrepareStoreOutput([], LoadStoreSpec(), [])
         plan = self.core.prepare_store(list(keys))
         self._state(req_context).keys.update(dict.fromkeys(keys))
         spec = ChunkStoreSpec(plan.command) if plan.command else LoadStoreSpec()
@@ -179,6 +183,22 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def reset_cache(self) -> None:
         self.core.reset()
         logger.info("every offloaded chunk was declared void")
+
+    def weights_may_have_changed(self, call: str, *, known: bool) -> bool:
+        """vLLM did `call`. Returns whether everything is void, and a reset must follow."""
+        if not known and self.core.config.weights_never_change:
+            return False
+        if not self.suspended:
+            logger.warning(
+                "%s %s the weights: what was offloaded before is void, and what follows will not "
+                "be found by another start%s",
+                call,
+                "changes" if known else "may have changed",
+                "" if known else "; weights_never_change says that such a call does not",
+            )
+        self.suspended = True
+        self.core.weights_changed = True
+        return True
 
     # -- the connector's interface ----------------------------------------------------
 

@@ -68,3 +68,23 @@ def test_a_chunk_below_the_threshold_is_counted() -> None:
     manager = NVMeoFOffloadingManager(bench.core, 16)
     assert manager.prepare_store(keys_of(1, 2), ReqContext("request")).keys_to_store == []
     assert figures(manager)["below_threshold_chunks", ()] == 2
+
+
+def test_after_new_weights_nothing_is_stored_until_the_old_kv_is_gone() -> None:
+    bench = Bench()
+    manager = NVMeoFOffloadingManager(bench.core, 16)
+    context = ReqContext("request")
+    assert manager.weights_may_have_changed("update_weights", known=True)
+    manager.reset_cache()
+    assert manager.prepare_store(keys_of(1), context).keys_to_store == []
+    manager.suspended = False
+    assert manager.prepare_store(keys_of(1), context).keys_to_store == keys_of(1)
+
+
+@pytest.mark.parametrize("never_change", [False, True])
+def test_what_may_change_weights_voids_unless_the_operator_rules_it_out(never_change: bool) -> None:
+    manager = NVMeoFOffloadingManager(Bench(weights_never_change=never_change).core, 16)
+    assert manager.weights_may_have_changed("apply_model", known=False) is not never_change
+    assert manager.suspended is not never_change
+    assert manager.weights_may_have_changed("reload_weights", known=True)
+    assert manager.suspended

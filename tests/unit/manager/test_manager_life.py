@@ -226,3 +226,28 @@ def test_the_core_is_pure() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_after_new_weights_nothing_is_adoptable_whatever_the_operator_says() -> None:
+    bench = Bench(weights_never_change=True)
+    bench.core.weights_changed = True
+    bench.core.reset()
+    bench.store(1)
+    bench.core.reset()
+    resets = [c for c in bench.core.take_commands() if isinstance(c, ResetCommand)]
+    assert [command.adoptable for command in resets] == [False, False]
+
+
+def test_weights_that_come_in_many_pieces_reset_once_a_step() -> None:
+    bench = Bench(weights_never_change=True)
+    bench.store(1)
+    bench.core.reset()
+    bench.core.weights_changed = True
+    for _ in range(100):
+        bench.core.reset()
+    (before, after) = (c for c in bench.core.take_commands() if isinstance(c, ResetCommand))
+    assert (before.adoptable, after.adoptable) == (True, False)
+    bench.core.reset()
+    bench.store(2)  # no step in between
+    bench.core.reset()
+    assert bench.hits([2]) == []
