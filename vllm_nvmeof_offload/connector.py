@@ -31,7 +31,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
 from vllm.version import __version__ as vllm_version
 
-from vllm_nvmeof_offload.deployment import describe
+from vllm_nvmeof_offload.deployment import describe, process_began_s
 from vllm_nvmeof_offload.integration import known_vllm, weights_watch
 from vllm_nvmeof_offload.integration.scheduler_view import SchedulerView, timed
 from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
@@ -94,7 +94,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         if self.connector_worker is not None:
             spec = self.connector_worker.spec
             assert isinstance(spec, NVMeoFOffloadingSpec)
-            spec.deployment = describe(vllm_config, vllm_version)
+            spec.deployment = describe(vllm_config, vllm_version, process_began_s())
         #: Seconds in the methods of the scheduler side since the last step's output.
         self._spent_s = 0.0
         if self.connector_scheduler is not None:

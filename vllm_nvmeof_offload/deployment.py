@@ -13,14 +13,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_offload.pool.keyspace import Keyspace, weights_digest
+from vllm_nvmeof_offload.pool.keyspace import Keyspace, changed_since, weights_digest
 
-__all__ = ["Deployment", "describe"]
+__all__ = ["Deployment", "describe", "process_began_s"]
 
 #: Hash algorithms whose root is drawn at random by each process unless PYTHONHASHSEED is set.
 _SEEDED_HASHES = frozenset({"xxhash", "xxhash_cbor"})
@@ -51,8 +52,19 @@ class Deployment:
         return Keyspace.of({**self.facts, **identity, **geometry})
 
 
-def describe(vllm_config: Any, vllm_version: str) -> Deployment:
-    """Collect the facts from a `VllmConfig`."""
+def process_began_s() -> float:
+    """When this process began, in seconds of the system's clock."""
+    # The second field, the command's name, may hold spaces; the start is the 22nd.
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
+
+
+def describe(vllm_config: Any, vllm_version: str, began_s: float = float("inf")) -> Deployment:
+    """Collect the facts from a `VllmConfig`.
+
+    began_s: when the weights may have begun to be read, in seconds of the system's clock.
+    """
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
@@ -78,12 +90,17 @@ def describe(vllm_config: Any, vllm_version: str) -> Deployment:
     if any(kind in resolved for kind in _LENGTH_DEPENDENT_ROPE):
         facts["max_model_len"] = model.max_model_len
     commit = str(getattr(model.hf_config, "_commit_hash", None) or "")
-    return Deployment(facts, str(model.model), commit, _volatile(vllm_config, commit))
+    why = _volatile(vllm_config, commit)
+    changed = changed_since(Path(str(model.model)), began_s)
+    if changed is not None:
+        # Those that were read may be the ones before, whose KV the keyspace would not name.
+        why.append(f"{changed} was written while this process started")
+    return Deployment(facts, str(model.model), commit, tuple(why))
 
 
-def _volatile(vllm_config: Any, commit: str) -> tuple[str, ...]:
+def _volatile(vllm_config: Any, commit: str) -> list[str]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    why = []
+    why: list[str] = []
     algorithm = str(cache.prefix_caching_hash_algo)
     if algorithm in _SEEDED_HASHES and os.environ.get("PYTHONHASHSEED") is None:
         why.append(f"{algorithm} block hashes are seeded at random unless PYTHONHASHSEED is set")
@@ -100,7 +117,7 @@ def _volatile(vllm_config: Any, commit: str) -> tuple[str, ...]:
     if multimodal is not None and not hashed:
         # vLLM then numbers the items of each process, from 1 again after a restart.
         why.append("multimodal items have no content hash with both of vLLM's caches off")
-    return tuple(why)
+    return why
 
 
 def _multimodal_facts(model: Any) -> str:

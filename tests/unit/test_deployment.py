@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from vllm_nvmeof_offload.deployment import describe
+from vllm_nvmeof_offload.deployment import describe, process_began_s
 
 
 class _HfConfig:
@@ -153,3 +157,23 @@ def test_multimodal_items_without_content_hashes(model: Path) -> None:
     assert describe(config, "0.32.0").volatile == ()
     config.cache_config.enable_prefix_caching = False
     assert "multimodal" in " ".join(describe(config, "0.32.0").volatile)
+
+
+def test_weights_that_came_while_the_server_started_are_not_trusted(model: Path) -> None:
+    """It may have read those before them, and the keyspace is made of what is there now."""
+    file = model / "model.safetensors"
+    written_s = file.stat().st_ctime
+    assert describe(_config(str(model)), "0.32.0", written_s + 60).volatile == ()
+    (why,) = describe(_config(str(model)), "0.32.0", written_s).volatile
+    assert why == "model.safetensors was written while this process started"
+    os.utime(file, (1, 1))  # as `cp -p` and `rsync -a` leave it
+    assert describe(_config(str(model)), "0.32.0", written_s).volatile
+    assert describe(_config("org/name", "aaaa"), "0.32.0", 0.0).volatile == ()
+
+
+def test_when_a_process_began() -> None:
+    code = "from vllm_nvmeof_offload.deployment import process_began_s as p; print(p())"
+    before_s = time.time()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert before_s - 0.1 <= float(done.stdout) <= time.time()
+    assert process_began_s() < before_s

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-__all__ = ["DIGEST_HEX_DIGITS", "Keyspace", "weights_digest"]
+__all__ = ["DIGEST_HEX_DIGITS", "Keyspace", "changed_since", "weights_digest"]
 
 DIGEST_HEX_DIGITS = 32
 
@@ -99,6 +99,17 @@ def weights_digest(model: Path, fallback: str | None = None) -> str:
         digest.update(f"{path.name}\0{size}\0".encode())
         _sample(path, size, digest.update)
     return digest.hexdigest()
+
+
+def changed_since(model: Path, began_s: float) -> str | None:
+    """The name of a file of the weights that was put there or changed at `began_s` or later.
+
+    began_s: seconds of the system's clock. By the time of change, which copying does not keep.
+    """
+    for path in _weight_files(model):
+        if path.stat().st_ctime >= began_s:
+            return path.name
+    return None
 
 
 def _weight_files(model: Path) -> list[Path]:
