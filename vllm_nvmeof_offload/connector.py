@@ -32,7 +32,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.version import __version__ as vllm_version
 
 from vllm_nvmeof_offload.deployment import describe, process_began_s
-from vllm_nvmeof_offload.integration import known_vllm, weights_watch
+from vllm_nvmeof_offload.integration import known_vllm, orphan, weights_watch
 from vllm_nvmeof_offload.integration.scheduler_view import SchedulerView, timed
 from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.manager.waiting import WaitingRequests
@@ -102,6 +102,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             by_priority = vllm_config.scheduler_config.policy == "priority"
             self._manager.follow(self._view.queue(by_priority=by_priority))
             weights_watch.install(EngineCore)
+            orphan.end_with_parent()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
