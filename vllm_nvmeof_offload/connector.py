@@ -32,7 +32,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.version import __version__ as vllm_version
 
 from vllm_nvmeof_offload.deployment import describe, process_began_s
-from vllm_nvmeof_offload.integration import known_vllm, orphan, weights_watch
+from vllm_nvmeof_offload.integration import factories, known_vllm, orphan, weights_watch
 from vllm_nvmeof_offload.integration.scheduler_view import SchedulerView, timed
 from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.manager.waiting import WaitingRequests
@@ -48,6 +48,8 @@ from vllm_nvmeof_offload.worker.worker import NVMeoFOffloadingWorker
 __all__ = ["NVMeoFOffloadingConnector"]
 
 logger = logging.getLogger(LOGGER_NAME)
+
+factories.register_loaded()  # vLLM looks up the class by its name for a MultiConnector's figures
 
 
 @dataclass

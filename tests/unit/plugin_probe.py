@@ -111,6 +111,7 @@ def probe(run: Probe) -> dict[str, Any]:
     stock = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     backend = ("--kv-offloading-backend", "nvmeof")
     size = ("--kv-offloading-size", "1")
+
     return {
         "choices": list(
             arg_utils.get_kwargs(arg_utils.CacheConfig)["kv_offloading_backend"]["choices"]
@@ -149,6 +150,43 @@ def probe(run: Probe) -> dict[str, Any]:
         "stock_cpu": run.cli(
             "--kv-transfer-config",
             json.dumps({**stock, "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30}}),
+        ),
+    }
+
+
+def probe_combined(run: Probe) -> dict[str, Any]:
+    """As one of several, and in combinations that cannot be; the plugin is there already."""
+    ours = {"kv_connector": "NVMeoFOffloadingConnector", "kv_role": "kv_both"}
+    backend = ("--kv-offloading-backend", "nvmeof")
+    size = ("--kv-offloading-size", "1")
+
+    def combined(*others: dict[str, Any], **fields: Any) -> tuple[str, str]:
+        child = {"kv_connector": "NVMeoFOffloadingConnector", **fields}
+        child["kv_connector_extra_config"] = {"targets": run.pool}
+        connectors = {"connectors": [child, *others]}
+        multi = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+        return "--kv-transfer-config", json.dumps(
+            {**multi, "kv_connector_extra_config": connectors}
+        )
+
+    def beside(name: str) -> dict[str, Any]:
+        return run.cli(*combined({"kv_connector": name, "kv_role": "kv_both"}))
+
+    return {
+        "role": run.cli(*run.transfer(**{**ours, "kv_role": "kv_producer"})),
+        "lmcache_and_ours": run.cli(
+            *("--kv-offloading-backend", "lmcache"), *size, *run.transfer(**ours)
+        ),
+        "combined": beside("ExampleConnector"),
+        "combined_size": run.cli(*backend, *size, *combined()),
+        "combined_unknown": beside("NoSuchConnector"),
+        "combined_role": run.cli(*combined(kv_role="kv_consumer")),
+        "combined_twice": beside("NVMeoFOffloadingConnector"),
+        "combined_stock": beside("OffloadingConnector"),
+        "combined_nixl": beside("NixlConnector"),
+        "combined_mooncake": beside("MooncakeStoreConnector"),
+        "combined_without": run.cli(
+            *backend, *run.transfer(kv_connector="MultiConnector", kv_role="kv_both")
         ),
     }
 
@@ -250,7 +288,7 @@ def main() -> None:
         cases = json.loads(seen.read_text()) if seen.exists() else {}
         forks[change.__name__] = {**done, "cases": cases}
         seen.unlink(missing_ok=True)
-    print(json.dumps({**probe(run), "forks": forks}))
+    print(json.dumps({**probe(run), **probe_combined(run), "forks": forks}))
 
 
 if __name__ == "__main__":

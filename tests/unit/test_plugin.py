@@ -146,6 +146,14 @@ def test_vllms_default_policy_is_pickled_as_a_plain_string(probed: dict[str, Any
         ("tiny_staging", ["staging_bytes='4.0 KiB'", "too small for 3 slots", "at least"]),
         ("huge_size", ["--kv-offloading-size=", "this machine has"]),
         ("negative_size", ["--kv-offloading-size=-1.0", "above 0"]),
+        ("role", ["kv_role='kv_producer'", "leave it out"]),
+        ("lmcache_and_ours", ["--kv-offloading-backend='lmcache'", CONNECTOR, "leave out one"]),
+        ("combined_role", ["kv_role='kv_consumer'", "leave it out"]),
+        ("combined_twice", [f"connectors='{CONNECTOR}'", "name it once"]),
+        ("combined_stock", ["connectors='OffloadingConnector'", "offloads as", "alone"]),
+        ("combined_nixl", ["connectors='NixlConnector'", "metadata", "alone"]),
+        ("combined_mooncake", ["connectors='MooncakeStoreConnector'", "may fail to load", "alone"]),
+        ("combined_without", ["kv_connector='MultiConnector'", "among its connectors"]),
         ("bad_target", ["targets='/proc/x'", "cannot be written", "pool_bytes=0"]),
     ],
 )
@@ -156,6 +164,22 @@ def test_what_cannot_work_is_refused_before_the_model_loads(
     assert error.startswith("ConfigError: ")
     for part in parts:
         assert part in error
+
+
+def test_as_one_of_several_it_is_completed_like_alone(probed: dict[str, Any]) -> None:
+    for case, others in (("combined", 1), ("combined_size", 0), ("combined_unknown", 1)):
+        found = probed[case]
+        assert found["kv_connector"] == "MultiConnector", case
+        assert found["kv_load_failure_policy"] == "recompute"
+        (child, *rest) = found["kv_connector_extra_config"]["connectors"]
+        assert len(rest) == others
+        assert child["kv_connector"] == CONNECTOR
+        assert child["kv_connector_module_path"] == MODULE
+        assert child["kv_role"] == "kv_both"
+        assert child["kv_connector_extra_config"]["spec_name"] == "NVMeoFOffloadingSpec"
+        assert child["kv_connector_extra_config"]["staging_bytes"] > 0
+    (child,) = probed["combined_size"]["kv_connector_extra_config"]["connectors"]
+    assert child["kv_connector_extra_config"]["staging_bytes"] == GIB
 
 
 def test_other_backends_are_as_without_the_plugin(probed: dict[str, Any]) -> None:

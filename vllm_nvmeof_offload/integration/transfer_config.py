@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from vllm_nvmeof_offload.errors import ConfigError, IntegrationError
-from vllm_nvmeof_offload.integration import factories, failure_policy, known_vllm
+from vllm_nvmeof_offload.integration import combined, factories, failure_policy, known_vllm
 from vllm_nvmeof_offload.names import (
     BACKEND,
     CONNECTOR_MODULE,
@@ -68,10 +68,10 @@ def install() -> None:
 
     @functools.wraps(stock)
     def wrapped(self: Any) -> None:
-        if not _is_ours(self):
-            stock(self)
-            return
         try:
+            if not _is_ours(self):
+                stock(self)
+                return
             complete(self)
         except (ConfigError, IntegrationError) as error:
             if _is_command_line():
@@ -93,19 +93,24 @@ def _is_command_line() -> bool:
 def _names_us(transfer: Any) -> bool:
     if transfer is None:
         return False
-    if transfer.kv_connector == CONNECTOR_NAME:
+    if combined.names_us(transfer.kv_connector, transfer.kv_connector_extra_config):
         return True
-    spec = transfer.kv_connector_extra_config.get("spec_name")
-    return bool(transfer.kv_connector == STOCK_CONNECTOR_NAME and spec == SPEC_NAME)
+    return combined.find_ours(transfer) is not None
 
 
 def _is_ours(vllm_config: Any) -> bool:
-    cache, transfer = vllm_config.cache_config, vllm_config.kv_transfer_config
+    cache = vllm_config.cache_config
     if cache.kv_offloading_backend == BACKEND:
         return True
-    # With another backend's flag set in earnest, vLLM's rule holds: the flag wins.
-    other = cache.kv_offloading_size is not None and cache.kv_offloading_backend != "native"
-    return _names_us(transfer) and not other
+    if not _names_us(vllm_config.kv_transfer_config):
+        return False
+    if cache.kv_offloading_size is not None and cache.kv_offloading_backend != "native":
+        raise ConfigError(
+            _BACKEND_FLAG,
+            cache.kv_offloading_backend,
+            f"--kv-transfer-config names {CONNECTOR_NAME}; leave out one of the two",
+        )
+    return True
 
 
 def complete(vllm_config: Any) -> None:
@@ -124,15 +129,34 @@ def complete(vllm_config: Any) -> None:
     if vllm_config.kv_transfer_config is None:
         vllm_config.kv_transfer_config = KVTransferConfig()
     transfer = vllm_config.kv_transfer_config
-    _take_connector(transfer)
     if not failure_policy.named_by_user(transfer):
         transfer.kv_load_failure_policy = "recompute"
     elif transfer.kv_load_failure_policy != "recompute":
         logger.warning("kv_load_failure_policy=fail: a failed load will end its request")
-    extra = transfer.kv_connector_extra_config
+    child = combined.find_ours(transfer)
+    if child is None:
+        _take_connector(transfer)
+        extra = transfer.kv_connector_extra_config
+    else:
+        extra = _take_child(child)
+        combined.check_others(transfer)
     key = _take_size(extra, vllm_config.cache_config.kv_offloading_size)
     precheck(vllm_config, extra, key)
     factories.register_loaded()
+
+
+def _take_child(child: dict[str, Any]) -> dict[str, Any]:
+    """Complete the mapping of which `MultiConnector` makes our connector; return its `extra`."""
+    from vllm.config import KVTransferConfig
+
+    made = KVTransferConfig(**{"kv_role": "kv_both", **child})
+    _take_connector(made)
+    child["kv_connector"] = made.kv_connector
+    child["kv_connector_module_path"] = made.kv_connector_module_path
+    child["kv_role"] = made.kv_role
+    child["kv_connector_extra_config"] = made.kv_connector_extra_config
+    extra: dict[str, Any] = made.kv_connector_extra_config
+    return extra
 
 
 def _take_connector(transfer: Any) -> None:
@@ -144,12 +168,19 @@ def _take_connector(transfer: Any) -> None:
             "kv_connector",
             name,
             f"{_BACKEND_FLAG} {BACKEND} brings its own connector, {CONNECTOR_NAME}; leave out the "
-            "flag, or kv_connector in --kv-transfer-config",
+            "flag, or kv_connector in --kv-transfer-config (a MultiConnector has to name ours "
+            "among its connectors)",
         )
     if name != CONNECTOR_NAME or transfer.kv_connector_module_path is None:
         transfer.kv_connector = CONNECTOR_NAME
         transfer.kv_connector_module_path = CONNECTOR_MODULE
     transfer.kv_role = transfer.kv_role or "kv_both"
+    if transfer.kv_role != "kv_both":
+        raise ConfigError(
+            "kv_role",
+            transfer.kv_role,
+            "what is stored here is loaded here: leave it out, or kv_both",
+        )
     extra.setdefault("spec_name", SPEC_NAME)
     extra.setdefault("spec_module_path", SPEC_MODULE)
 
