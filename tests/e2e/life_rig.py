@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model whose weights can be exchanged, what it must answer, and a server's processes."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.e2e import faults_rig as rig
+from vllm_nvmeof_offload.demo.client import Answer, Client
+from vllm_nvmeof_offload.demo.model import make_model
+from vllm_nvmeof_offload.demo.server import MODEL_NAME, Server, ServerSpec
+
+#: Half of the rig's: more than GPU memory and CPU tier hold together is not needed here.
+PROMPTS = 6
+NEW_SHAPE = replace(rig.SHAPE, seed=77)
+PENDING = "vllm:nvmeof_writes_pending"
+_WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Two sets of weights of one shape, and a model's directory that has either."""
+
+    directory: Path
+    old: Path
+    new: Path
+
+    @classmethod
+    def make(cls, directory: Path) -> Weights:
+        """A model with the old ones."""
+        old = make_model(rig.BUILD / "models", rig.SHAPE)
+        shutil.copytree(old, directory)
+        return cls(directory, old, make_model(rig.BUILD / "models", NEW_SHAPE))
+
+    def put(self, model: Path) -> None:
+        """Put the weights of `model` in their place, as one who publishes them does."""
+        fresh = self.directory / "fresh"
+        shutil.copy(model / _WEIGHTS, fresh)
+        fresh.rename(self.directory / _WEIGHTS)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The directory with model and pool, and what each set of weights answers."""
+
+    pool: Path
+    weights: Weights
+    faults: rig.Faults
+    prompts: list[list[int]]
+    old: list[list[int]]
+    new: list[list[int]]
+
+    def start(self, name: str, *arguments: str, step_tokens: int = 8192) -> Server:
+        spec = spec(self.pool, self.weights.directory, fault_injection=str(self.faults.path))
+        spec = replace(spec, extra_args=arguments, max_num_batched_tokens=step_tokens)
+        return rig.start(spec, name)
+
+
+def asked() -> list[list[int]]:
+    return rig.prompts()[:PROMPTS]
+
+
+def expected_of(model: Path, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """`count` greedy tokens of each, as the model's own code computes them without vLLM."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    llama = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    answers: list[list[int]] = []
+    for prompt in prompts:
+        tokens, cache = torch.tensor([list(prompt)]), None
+        answers.append([])
+        for _ in range(count):
+            with torch.no_grad():
+                out = llama(tokens, past_key_values=cache, use_cache=True)
+            best = torch.log_softmax(out.logits[0, -1], -1).topk(2)
+            assert best.values[0] - best.values[1] > 2 * rig.LOGPROB_TOLERANCE, "another seed"
+            cache, tokens = out.past_key_values, best.indices[:1][None]
+            answers[-1].append(int(tokens))
+    return answers
+
+
+def tokens_of(server: Server, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [answer.tokens for answer in rig.ask(server, prompts)]
+
+
+def spec(pool: Path, model: Path, **extra: object) -> ServerSpec:
+    """A server with this pool and model, whose weights are served from either tier."""
+    return replace(rig.spec(pool, admission="always", **extra), model=model)
+
+
+def post(server: Server, path: str, **params: Any) -> httpx.Response:
+    """Call one of vLLM's own administrative endpoints; it must work."""
+    response = httpx.post(f"{server.url}{path}", params=params, timeout=60, trust_env=False)
+    assert response.status_code == httpx.codes.OK, (path, params, response.text)
+    return response
+
+
+def call_workers(server: Server, method: str, **kwargs: Any) -> None:
+    """vLLM's `collective_rpc`."""
+    body = {"method": method, "kwargs": kwargs}
+    response = httpx.post(f"{server.url}/collective_rpc", json=body, timeout=60, trust_env=False)
+    assert response.status_code == httpx.codes.OK, (method, response.text)
+
+
+def group(leader: int) -> dict[int, str]:
+    """Process id → title of the live processes of a group."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(pgrp) == leader and state not in "ZX":
+                title = (stat.parent / "cmdline").read_bytes().replace(b"\0", b" ")
+                found[int(stat.parent.name)] = title.decode(errors="replace").strip()
+    return found
+
+
+def wait_until(what: str, condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+    """Poll `condition`, leaving the processor to those it waits for."""
+    deadline, never = time.monotonic() + limit_s, threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come within {limit_s:.0f} s"
+        never.wait(0.02)
+
+
+def with_priorities(server: Server, prompts: list[list[int]]) -> list[list[int]]:
+    """Ask all at once, the last one first."""
+
+    async def run() -> list[list[int]]:
+        async with httpx.AsyncClient(trust_env=False, timeout=120) as http:
+            return list(await asyncio.gather(*(one(http, i) for i in range(len(prompts)))))
+
+    async def one(http: httpx.AsyncClient, number: int) -> list[int]:
+        body: dict[str, Any] = {"model": MODEL_NAME, "prompt": prompts[number], "temperature": 0}
+        body |= {"max_tokens": rig.ANSWER_TOKENS, "ignore_eos": True, "return_token_ids": True}
+        response = await http.post(
+            f"{server.url}/v1/completions", json={**body, "priority": -number}
+        )
+        response.raise_for_status()
+        return list(response.json()["choices"][0]["token_ids"])
+
+    return asyncio.run(run())
+
+
+def reset_here(server: Server) -> None:
+    """Empty GPU memory's prefix cache alone, so that what returns is loaded."""
+
+    def is_empty() -> bool:
+        return bool(post(server, "/reset_prefix_cache").json()["success"])
+
+    wait_until("an empty prefix cache", is_empty)
+
+
+def returning(server: Server, prompts: list[list[int]]) -> list[list[int]]:
+    reset_here(server)
+    return tokens_of(server, prompts)
+
+
+def wait_for_requests(server: Server) -> None:
+    async def running() -> float:
+        async with Client(server.url) as client:
+            return (await client.metrics()).value("vllm:num_requests_running")
+
+    wait_until("running requests", lambda: asyncio.run(running()) > 0)
+
+
+def while_loads_run(
+    server: Server, scene: Scene, act: Callable[[], None]
+) -> list[Answer | BaseException]:
+    """Requests whose chunks come slowly from the pool, and `act` while they come."""
+    prompts = scene.prompts[::2]
+    assert tokens_of(server, prompts) == scene.old[::2]
+    rig.wait_for(server, "the last write", lambda m: m.value(PENDING) == 0)
+    reset_here(server)
+    scene.faults.set(read_delay_ms=300, write_delay_ms=300)
+    fired = scene.faults.fired("read_delay_ms")
+
+    async def run() -> list[Answer | BaseException]:
+        async with Client(server.url) as client:
+            asked = [client.complete(p, rig.ANSWER_TOKENS) for p in prompts]
+            answers = asyncio.gather(*asked, return_exceptions=True)
+            slow = "a slow read", lambda: scene.faults.fired("read_delay_ms") > fired
+            await asyncio.to_thread(wait_until, *slow)
+            assert not answers.done()
+            await asyncio.to_thread(act)
+            return list(await answers)
+
+    answers = asyncio.run(run())
+    scene.faults.set()
+    return answers

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens to servers and engines: kills, pauses, sleep, resets, new weights, and the end.
+
+One pool passes through all of it, from test to test: a server, and a process that makes one `LLM`
+after the other. After each step the tokens are those that the model's own code computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.e2e import faults_rig as rig
+from tests.e2e import life_rig as life
+from vllm_nvmeof_offload.demo.client import Answer, Client
+from vllm_nvmeof_offload.demo.server import Server
+
+HITS = "vllm:external_prefix_cache_hits_total"
+LOADED = "vllm:nvmeof_loaded_tokens_total"
+MANY = (
+    *("--api-server-count", "2", "--distributed-executor-backend", "mp"),
+    *("--scheduling-policy", "priority", "--enable-log-requests", "--max-log-len", "8"),
+)
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> life.Scene:
+    directory = tmp_path_factory.mktemp("life")
+    weights = life.Weights.make(directory / "model")
+    prompts = life.asked()
+    answers = [
+        life.expected_of(model, prompts, rig.ANSWER_TOKENS) for model in (weights.old, weights.new)
+    ]
+    assert all(old != new for old, new in zip(*answers, strict=True))
+    faults = rig.Faults(directory / "faults.json")
+    return life.Scene(directory / "pool", weights, faults, prompts, *answers)
+
+
+@pytest.fixture(scope="module")
+def server(scene: life.Scene) -> Iterator[Server]:
+    with scene.start("life", *MANY, step_tokens=256) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _no_faults(scene: life.Scene) -> Iterator[None]:
+    scene.faults.set()
+    yield
+    scene.faults.set()
+
+
+def test_two_api_servers_priorities_and_chunked_prefill(server: Server, scene: life.Scene) -> None:
+    assert "Chunked prefill is enabled with max_num_batched_tokens=256" in server.log()
+    before = rig.metrics(server)
+    assert life.tokens_of(server, scene.prompts) == scene.old
+    assert rig.grown(server, before, HITS) == 0
+    assert life.with_priorities(server, scene.prompts) == scene.old
+    for source in ("cpu", "pool"):
+        assert rig.grown(server, before, LOADED, source=source) > 0, source
+    for _ in range(40):  # each over a connection of its own
+        rig.ask(server, [[5, 6, 7]], 1)
+    received = [line for line in server.log().splitlines() if "Received request" in line]
+    for number in (0, 1):
+        assert any(line.startswith(f"(ApiServer_{number} ") for line in received), "never asked"
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_a_pause_while_loads_run(server: Server, scene: life.Scene, mode: str) -> None:
+    def pause() -> None:
+        # vLLM itself cannot clear caches and keep requests that wait for a load.
+        life.post(server, "/pause", mode=mode, clear_cache=mode != "keep")
+        assert httpx.get(f"{server.url}/is_paused", trust_env=False).json()["is_paused"]
+        life.post(server, "/resume")
+
+    answers = life.while_loads_run(server, scene, pause)
+    if mode != "abort":
+        assert [a.tokens for a in answers if isinstance(a, Answer)] == scene.old[::2]
+    assert life.tokens_of(server, scene.prompts[::2]) == scene.old[::2]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_while_loads_run(server: Server, scene: life.Scene, level: int) -> None:
+    """On a CPU vLLM keeps weights and KV cache when it sleeps; we are told the same."""
+
+    def sleep() -> None:
+        life.post(server, "/sleep", level=level)
+        assert httpx.get(f"{server.url}/is_sleeping", trust_env=False).json()["is_sleeping"]
+        life.post(server, "/wake_up")
+
+    life.while_loads_run(server, scene, sleep)
+    before = rig.metrics(server)
+    assert life.tokens_of(server, scene.prompts[::2]) == scene.old[::2]
+    assert rig.grown(server, before, HITS) == 0, "sleep clears every cache"
+    assert life.returning(server, scene.prompts[::2]) == scene.old[::2]
+    assert rig.grown(server, before, HITS) > 0
+
+
+def test_resets_while_loads_and_stores_run(server: Server, scene: life.Scene) -> None:
+    def reset() -> None:
+        for _ in range(5):
+            life.post(server, "/reset_prefix_cache", reset_external=True)
+            life.post(server, "/reset_prefix_cache")
+
+    answers = life.while_loads_run(server, scene, reset)
+    assert [a.tokens for a in answers if isinstance(a, Answer)] == scene.old[::2]
+    assert life.returning(server, scene.prompts) == scene.old
+
+
+def test_new_weights_in_a_server_that_nobody_resets(server: Server, scene: life.Scene) -> None:
+    before = rig.metrics(server)
+    assert life.returning(server, scene.prompts) == scene.old
+    assert rig.grown(server, before, HITS) > 0, "there is KV of the old weights to be taken"
+    scene.weights.put(scene.weights.new)
+    life.call_workers(server, "reload_weights")
+    before = rig.metrics(server)
+    assert life.tokens_of(server, scene.prompts) == scene.new
+    assert rig.grown(server, before, HITS) == 0
+    # The last one asked is in the CPU tier; in their old order all push each other out of it.
+    assert life.returning(server, scene.prompts[-1:]) == scene.new[-1:]
+    assert life.returning(server, scene.prompts) == scene.new
+    for source in ("cpu", "pool"):
+        assert rig.grown(server, before, LOADED, source=source) > 0, source
+
+
+def test_new_weights_while_requests_run(server: Server, scene: life.Scene) -> None:
+    """Those requests go on with KV of both; nobody else may get any of it."""
+
+    async def run() -> None:
+        async with Client(server.url) as client:
+            asked = [client.complete(p, 300) for p in scene.prompts[::2]]
+            answers = asyncio.gather(*asked)
+            await asyncio.to_thread(life.wait_for_requests, server)
+            scene.weights.put(scene.weights.old)
+            await asyncio.to_thread(life.call_workers, server, "reload_weights")
+            assert not answers.done(), "they ended before the weights came"
+            await answers
+
+    life.reset_here(server)
+    asyncio.run(run())
+    before = rig.metrics(server)
+    assert life.tokens_of(server, scene.prompts) == scene.old
+    assert life.returning(server, scene.prompts) == scene.old
+    assert rig.grown(server, before, HITS) > 0, "stored again once nothing old was left"
+
+
+def test_new_weights_during_sleep(server: Server, scene: life.Scene) -> None:
+    life.post(server, "/sleep", level=2)
+    scene.weights.put(scene.weights.new)
+    life.post(server, "/wake_up", tags="weights")
+    life.call_workers(server, "reload_weights")
+    life.post(server, "/wake_up", tags=["kv_cache", "scheduling"])
+    before = rig.metrics(server)
+    assert life.tokens_of(server, scene.prompts) == scene.new
+    assert rig.grown(server, before, HITS) == 0
+    assert life.returning(server, scene.prompts) == scene.new
+    assert rig.grown(server, before, LOADED, source="pool") > 0
+
+
+def test_a_killed_api_server_takes_all_processes_with_it(server: Server, scene: life.Scene) -> None:
+    rig.wait_for(server, "the last write", lambda m: m.value(life.PENDING) == 0)
+    os.kill(server.pid, signal.SIGKILL)
+    life.wait_until("the end of all processes", lambda: not life.group(server.pid), 60)
+
+
+def test_one_llm_after_the_other_on_the_old_weights(scene: life.Scene) -> None:
+    """The pool holds KV of new weights that its keyspace does not name: nothing is adopted.
+
+    Then an engine's worker is killed; the next one goes on with what it wrote, and is closed with
+    writes in flight; a third schedules asynchronously; a fourth has another connector beside ours.
+    """
+    scene.weights.put(scene.weights.old)
+    places = [str(scene.pool), str(scene.weights.directory)]
+    log = rig.BUILD / "logs" / "notebook.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as stderr:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.e2e.notebook_child", *places],
+            cwd=rig.BUILD.parent,
+            env={**rig.spec().environment(), "VLLM_LOGGING_LEVEL": "WARNING"},
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout[-2000:] + log.read_text()[-4000:]
+    (line,) = [s for s in done.stdout.splitlines() if s.startswith("RESULT ")]
+    killed, after, inside, combined = json.loads(line.removeprefix("RESULT "))
+    assert killed["adopted"] == 0, "KV of other weights would be adopted"
+    for run in (killed, after, inside, combined):
+        assert run["tokens"] == [scene.old] * 2
+        assert run["hits"] > 0
+    assert killed["died"] == "EngineDeadError"
+    assert after["pending"] > 0 and after["closing_s"] < 15, "closed with writes in flight"
+    for run in (after, inside, combined):
+        assert run["adopted"] > 0, "each took over the place of the one before"
+    assert after["from_pool"] > 0 and inside["from_pool"] > 0 and combined["from_pool"] > 0
+    assert inside["batches"] == 2, "steps are scheduled ahead"
+    other, ours = combined["beside"]
+    assert other["tokens"] == ours["tokens"] == scene.old
+    assert other["hits"] > 0 and other["ours"] == 0, "after a reset the other one had it"
+    assert ours["hits"] > 0 and ours["ours"] > 0, (
+        "what the other one had brought was stored by ours"
+    )
