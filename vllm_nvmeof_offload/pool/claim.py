@@ -10,16 +10,23 @@ from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload.errors import PoolError, PoolFormatError, PoolLockedError
 from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload.pool.engines import (
+    held_by_another,
+    one_at_a_time,
+    read_owner,
+    write_owner,
+)
 from vllm_nvmeof_offload.pool.heartbeat import ServerHeartbeat
 from vllm_nvmeof_offload.pool.lock import DirectoryLock, local_holder_error
 from vllm_nvmeof_offload.pool.slab import make_directory, open_private
 from vllm_nvmeof_offload.pool.superblock import Superblock, read_superblock
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from vllm_nvmeof_offload.pool.keyspace import Keyspace
+    from vllm_nvmeof_offload.pool.spec import PoolSpec
 
 __all__ = ["ENGINES_MAX", "Claim"]
 
@@ -42,28 +49,36 @@ class Claim:
         self._heartbeat = ServerHeartbeat(lambda: filter(None, self._locks))
 
     @classmethod
-    def make(
-        cls, targets: Sequence[Path], keyspace: Keyspace, rank: int, engine_index: int | None
-    ) -> Claim:
-        """Claim engine `engine_index`, or the first one that nobody on this machine holds.
+    def make(cls, spec: PoolSpec) -> Claim:
+        """Claim engine `spec.engine_index`, or the first one that no other engine holds.
 
         Raises:
             PoolLockedError: a live process holds it, here (by index) or on another host.
             PoolError: a directory cannot be made or locked.
         """
-        candidates = range(ENGINES_MAX) if engine_index is None else [engine_index]
-        for index in candidates:
-            directories = tuple(
-                _make_directories(target, keyspace, index, rank) for target in targets
-            )
+        spaces = [_make_keyspace(target, spec.keyspace) for target in spec.targets]
+        try:
+            with one_at_a_time(spaces):
+                return cls._first_free(spec, spaces)
+        except OSError as error:
+            raise PoolError(f"cannot claim a directory in {spaces[0]}: {error}") from error
+
+    @classmethod
+    def _first_free(cls, spec: PoolSpec, spaces: Sequence[Path]) -> Claim:
+        for index in _candidates(spec, spaces[0]):
+            engines = [space / f"engine-{index}" for space in spaces]
+            if spec.engine and any(held_by_another(one, spec.engine, spec.rank) for one in engines):
+                continue
+            directories = tuple(_make_rank(one, spec.rank) for one in engines)
             locks, busy = _lock_all(directories)
             if locks is not None:
+                _name_owner(engines, spec.engine, locks)
                 return cls(index, directories, locks)
             assert busy is not None
-            if engine_index is not None:
+            if spec.engine_index is not None:
                 raise local_holder_error(busy)
         raise PoolLockedError(
-            f"all {ENGINES_MAX} engine directories in {targets[0]} are held by live processes"
+            f"all {ENGINES_MAX} engine directories in {spaces[0].parent} are held by live processes"
         )
 
     def read_superblock(self, index: int) -> Superblock | None:
@@ -93,20 +108,42 @@ class Claim:
                 lock.release()
 
 
-def _make_directories(target: Path, keyspace: Keyspace, engine: int, rank: int) -> Path:
+def _candidates(spec: PoolSpec, space: Path) -> Iterable[int]:
+    """Engine indices in the order to try: first where other ranks of this engine are."""
+    if spec.engine_index is not None:
+        return [spec.engine_index]
+    ours = []
+    if spec.engine:
+        every = range(ENGINES_MAX)
+        ours = [i for i in every if read_owner(space / f"engine-{i}") == spec.engine]
+    return [*ours, *range(spec.replica, ENGINES_MAX, spec.replicas)]
+
+
+def _make_keyspace(target: Path, keyspace: Keyspace) -> Path:
+    space = target / keyspace.digest
     try:
         target.mkdir(0o700, parents=True, exist_ok=True)
-        space = target / keyspace.digest
         make_directory(space)
         _name_keyspace(space, keyspace)
-        make_directory(space / f"engine-{engine}")
-        directory = space / f"engine-{engine}" / f"rank-{rank}"
+    except OSError as error:
+        raise _unusable(target, error) from error
+    return space
+
+
+def _make_rank(engine: Path, rank: int) -> Path:
+    directory = engine / f"rank-{rank}"
+    try:
+        make_directory(engine)
         make_directory(directory)
     except OSError as error:
-        raise PoolError(
-            f"target {target} cannot be used: {error}; choose a directory that is writable"
-        ) from error
+        raise _unusable(engine.parents[1], error) from error
     return directory
+
+
+def _unusable(target: Path, error: OSError) -> PoolError:
+    return PoolError(
+        f"target {target} cannot be used: {error}; choose a directory that is writable"
+    )
 
 
 def _name_keyspace(space: Path, keyspace: Keyspace) -> None:
@@ -120,6 +157,18 @@ def _name_keyspace(space: Path, keyspace: Keyspace) -> None:
             os.write(fd, keyspace.canonical.encode() + b"\n")
         finally:
             os.close(fd)
+
+
+def _name_owner(engines: Sequence[Path], name: str, locks: Sequence[DirectoryLock]) -> None:
+    """Leave the engine's name, if it has one, for the claims of its other ranks."""
+    try:
+        for engine in engines if name else ():
+            if read_owner(engine) != name:
+                write_owner(engine, name)
+    except OSError:
+        for lock in locks:
+            lock.release()
+        raise
 
 
 def _lock_all(directories: Sequence[Path]) -> tuple[list[DirectoryLock] | None, Path | None]:

@@ -34,6 +34,8 @@ __all__ = [
     "Heartbeat",
     "Holder",
     "LockFile",
+    "foreign_holder_error",
+    "local_holder_error",
     "read_holder",
     "write_record",
 ]

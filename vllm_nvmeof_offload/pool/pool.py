@@ -76,7 +76,7 @@ class Pool:
                 f"pool_bytes is {format_bytes(spec.pool_bytes)} for this rank: less than one slot "
                 f"of {format_bytes(spec.slot_bytes)} on each of {len(spec.targets)} targets"
             )
-        claim = Claim.make(spec.targets, spec.keyspace, spec.rank, spec.engine_index)
+        claim = Claim.make(spec)
         slabs: list[Slab] = []
         try:
             slabs.extend(map(Slab, claim.directories))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload.errors import PoolError
+from vllm_nvmeof_offload.pool.engines import OWNER_FILE
 from vllm_nvmeof_offload.pool.holders import hold
 from vllm_nvmeof_offload.pool.superblock import is_superblock
 from vllm_nvmeof_offload.pool.survey import disk_bytes
@@ -113,7 +114,10 @@ def _remove_parents(directory: RankDirectory) -> None:
     """Engine and keyspace directories, if nothing else is in them."""
     engine, space = directory.path.parents[:2]
     facts = space / "keyspace.json"
+    owner = engine / OWNER_FILE
     with contextlib.suppress(OSError):
+        if os.listdir(engine) == [owner.name] and _is_file(owner):
+            owner.unlink()
         engine.rmdir()
         if os.listdir(space) == [facts.name] and _is_file(facts):
             facts.unlink()

@@ -22,7 +22,9 @@ class PoolSpec:
     """What to open.
 
     targets: directories that exist or can be made. pool_bytes: this rank's share over all
-    targets. payload_bytes: of one slot. engine_index: None takes the first free one.
+    targets. payload_bytes: of one slot. engine_index: None takes the first free one, of replica
+    r of n: r, r + n, r + 2n, … engine: the same on all ranks of one engine, which share an
+    engine directory; "": the rank shares with whom it finds.
     o_direct: "on" fails where "auto" falls back to buffered I/O. adopt: False voids what is
     there. adoptable: may a later start adopt what is written from now on?
     """
@@ -34,6 +36,9 @@ class PoolSpec:
     rank: int = 0
     world_size: int = 1
     engine_index: int | None = None
+    engine: str = ""
+    replica: int = 0
+    replicas: int = 1
     o_direct: str = "auto"
     adopt: bool = True
     adoptable: bool = True
@@ -41,6 +46,7 @@ class PoolSpec:
     def __post_init__(self) -> None:
         assert self.targets
         assert self.payload_bytes > 0
+        assert 0 <= self.replica < self.replicas
         assert self.o_direct in ("auto", "on", "off")
 
     @property
