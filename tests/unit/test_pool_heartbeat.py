@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from vllm_nvmeof_offload.pool import heartbeat
 from vllm_nvmeof_offload.pool.heartbeat import ServerHeartbeat
 from vllm_nvmeof_offload.pool.lock import DirectoryLock, Holder, read_holder, write_record
 
 WAIT_S = 20.0
+NOBODY = Holder("", 0, "", 0)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -57,23 +60,61 @@ def test_the_servers_name_is_renewed(lock: DirectoryLock) -> None:
     beating.stop()
 
 
-def test_a_child_that_is_killed_has_a_successor(
-    lock: DirectoryLock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    children: list[subprocess.Popen[bytes]] = []
-    real = subprocess.Popen
+def beating_for(pid: int) -> list[int]:
+    """The processes that renew the locks of `pid`, and nobody's children by now."""
+    command = b"-m\0vllm_nvmeof_offload.pool.heartbeat\0%d\0" % pid
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "cmdline").read_bytes().endswith(command):
+                parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+                found += [int(process.name)] if parent not in (pid, *found) else []
+    return found
 
-    def popen(*args: object, **more: object) -> subprocess.Popen[bytes]:
-        children.append(real(*args, **more))  # type: ignore[call-overload]
-        return children[-1]
 
-    monkeypatch.setattr(heartbeat.subprocess, "Popen", popen)
+def test_one_that_is_killed_has_a_successor(lock: DirectoryLock) -> None:
     beating = ServerHeartbeat(lambda: [lock], period_s=0.05)
-    wait_until(lambda: len(children) == 1)
-    children[0].kill()
-    wait_until(lambda: len(children) == 2)
+    wait_until(lambda: read_holder(lock.path) is not None and len(beating_for(os.getpid())) == 1)
+    (first,) = beating_for(os.getpid())
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: beating_for(os.getpid()) not in ([], [first]))
+    before = grow_old(lock.path)
+    wait_until(lambda: (read_holder(lock.path) or NOBODY).heartbeat > before)
     beating.stop()
-    assert all(child.returncode is not None for child in children)
+    wait_until(lambda: beating_for(os.getpid()) == [])
+
+
+#: A server whose lock is renewed; says so when it has been.
+SERVER = """
+import sys
+from pathlib import Path
+from vllm_nvmeof_offload.pool.heartbeat import ServerHeartbeat
+from vllm_nvmeof_offload.pool.lock import DirectoryLock, read_holder
+lock = DirectoryLock.claim(Path(sys.argv[1]))
+first = read_holder(lock.path)
+beating = ServerHeartbeat(lambda: [lock], period_s=0.01)
+while read_holder(lock.path) == first:
+    pass
+print("renewed", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_it_is_nobodys_child_and_ends_with_its_server(tmp_path: Path) -> None:
+    """vLLM kills all descendants of an engine, and hangs if one has gone before its turn."""
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(tmp_path / "lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"renewed\n"
+    assert len(beating_for(server.pid)) == 1
+    children = Path(f"/proc/{server.pid}/task").glob("*/children")
+    assert "".join(one.read_text() for one in children) == ""
+    server.kill()
+    server.communicate()
+    wait_until(lambda: beating_for(server.pid) == [])
 
 
 def test_another_file_at_the_path_is_not_written(lock: DirectoryLock, tmp_path: Path) -> None:
@@ -96,12 +137,7 @@ def test_a_file_that_hangs_holds_up_no_other_and_no_server(
     beating = ServerHeartbeat(lambda: [other, lock], period_s=0.05)
     for _ in range(3):
         before = grow_old(lock.path)
-        wait_until(
-            lambda before=before: (
-                (read_holder(lock.path) or Holder("", 0, "", 0)).heartbeat  # type: ignore[misc]
-                > before
-            )
-        )
+        wait_until(lambda before=before: (read_holder(lock.path) or NOBODY).heartbeat > before)
     begun_s = time.monotonic()
     beating.stop()
     assert time.monotonic() - begun_s < 5

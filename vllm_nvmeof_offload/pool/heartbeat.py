@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renews a server's locks, from a process of its own: `python -m …pool.heartbeat`.
+"""Renews a server's locks, from a process of its own: `python -m …pool.heartbeat PID`.
 
 A write or an fdatasync on a path that is lost sits in the kernel and cannot be killed; a server
 with a thread in it could not be stopped. So the server tells a child what to write, by a pipe,
@@ -7,14 +7,18 @@ and never waits for it. The child has a thread for each lock: one that hangs hol
 It opens the file anew each time, and writes only if that is the very file that was locked: by
 then another file system may be mounted there, with an owner of its own. It holds no flock, which
 must end with the server.
+
+It is nobody's child once it runs. vLLM ends an engine by listing all processes below it and
+killing one after the other, and its API server hangs for ever if one that was listed has gone
+before its turn (psutil raises `NoSuchProcess`), as ours would, which ends when its worker does.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -32,13 +36,14 @@ __all__ = ["ServerHeartbeat"]
 
 logger = logging.getLogger(LOGGER_NAME)
 
+_END_S_MAX = 0.5
 _COMMAND = [sys.executable, "-m", "vllm_nvmeof_offload.pool.heartbeat"]
 
 
 class ServerHeartbeat:
     """The server's side: a daemon thread that touches no target.
 
-    The child starts at the first beat, so that who holds a pool for a moment needs none.
+    The process that beats starts at the first beat: who holds a pool for a moment needs none.
     """
 
     def __init__(
@@ -53,7 +58,7 @@ class ServerHeartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop; a child that hangs ends when the kernel lets it."""
+        """Stop; what hangs ends when the kernel lets it."""
         self._stop.set()
         self._thread.join()
 
@@ -64,34 +69,37 @@ class ServerHeartbeat:
             except OSError as error:
                 # The flocks still hold; only foreign hosts see less of us.
                 logger.warning("heartbeat of the pool's directories failed: %s", error)
-        if self._child is not None:
-            self._part_from(self._child)
+        self._part()
 
     def _beat(self) -> None:
-        if self._child is not None and self._child.poll() is not None:
-            self._part_from(self._child)
-            self._child = None
         if self._child is None:
             # Its working directory must not be one that hangs, nor keep one from being unmounted.
-            self._child = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, cwd="/", bufsize=0)
+            command = [*_COMMAND, str(os.getpid())]
+            pipe = subprocess.PIPE
+            self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd="/", bufsize=0)
+            self._child.wait()  # it leaves the beating to a child of its own
         assert self._child.stdin is not None
         os.set_blocking(self._child.stdin.fileno(), False)
         files = [(str(f.path), f.device, f.inode) for f in (x.file for x in self._locks())]
         # At most one pipe's content waits; less than PIPE_BUF is written whole or not at all.
         for file in files:
-            with contextlib.suppress(BlockingIOError):
+            try:
                 os.write(self._child.stdin.fileno(), json.dumps(file).encode() + b"\n")
+            except BlockingIOError:
+                continue
+            except BrokenPipeError:  # somebody has killed it; the next beat starts another
+                self._part()
+                return
 
-    def _part_from(self, child: subprocess.Popen[bytes]) -> None:
-        """It ends at the end of its input. One that hangs is left behind."""
-        assert child.stdin is not None
-        child.stdin.close()
-        try:
-            child.wait(timeout=0.5)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            # Nobody waits for it: Popen would warn of that.
-            child.returncode = -9
+    def _part(self) -> None:
+        """Let it end, as it does at the end of its input; wait for that, but not for long."""
+        child, self._child = self._child, None
+        if child is not None:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            child.stdin.close()
+            select.select([child.stdout], [], [], _END_S_MAX)
+            child.stdout.close()
 
 
 class _Beater:
@@ -120,10 +128,14 @@ class _Beater:
                 self._failing = True
 
 
-def main() -> None:
-    """Lines on stdin: [path, device, inode] of a lock file whose time has come."""
+def main(server: int) -> None:
+    """Lines on stdin: [path, device, inode] of a lock file whose time has come.
+
+    server: process id of who holds the locks.
+    """
+    if os.fork():
+        os._exit(0)
     beaters: dict[LockFile, _Beater] = {}
-    server = os.getppid()
     for line in sys.stdin.buffer:
         file = LockFile(*json.loads(line))
         if file not in beaters:
@@ -133,4 +145,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))
