@@ -161,9 +161,7 @@ def chunk_blocks(config: OffloadConfig, block_bytes: int, block_tokens: int) -> 
     return max(1, min(wanted, CHUNK_TOKENS_MAX // block_tokens))
 
 
-def check_fits(
-    config: OffloadConfig, slot_bytes: int, world_size: int, data_parallel_size: int = 1
-) -> None:
+def check_fits(config: OffloadConfig, slot_bytes: int, world_size: int, replicas: int = 1) -> None:
     """Refuse staging or a pool that cannot hold the slots every rank needs.
 
     slot_bytes: header page and padded payload of one rank's part of a chunk.
@@ -172,24 +170,24 @@ def check_fits(
         ConfigError: naming the size that would be enough.
     """
     slots = STREAM_SLOTS_MIN + 1
-    if config.staging_bytes // world_size < slots * slot_bytes:
+    ranks = world_size * replicas
+    if config.staging_bytes // ranks < slots * slot_bytes:
         raise ConfigError(
             "staging_bytes",
             format_bytes(config.staging_bytes),
-            f"too small for {slots} slots of {format_bytes(slot_bytes)} on each of {world_size} "
-            f"rank(s); give at least {_at_least(slots * slot_bytes * world_size)}, or a smaller "
+            f"too small for {slots} slots of {format_bytes(slot_bytes)} on each of {ranks} "
+            f"rank(s); give at least {_at_least(slots * slot_bytes * ranks)}, or a smaller "
             "chunk_bytes_min",
         )
     pool_bytes = resolve_pool_bytes(config)
-    engines = world_size * data_parallel_size
-    if pool_bytes and pool_bytes // engines < slot_bytes:
+    if pool_bytes and pool_bytes // ranks < slot_bytes:
         explicit = config.pool_bytes is not None
         raise ConfigError(
             "pool_bytes",
             format_bytes(pool_bytes),
-            f"smaller than one slot of {format_bytes(slot_bytes)} on each of {engines} rank(s)"
+            f"smaller than one slot of {format_bytes(slot_bytes)} on each of {ranks} rank(s)"
             f"{'' if explicit else ', which is half of what is free on the targets'}; give at "
-            f"least {_at_least(slot_bytes * engines)}, or 0 for no pool",
+            f"least {_at_least(slot_bytes * ranks)}, or 0 for no pool",
         )
 
 

@@ -222,6 +222,11 @@ class OffloadConfig(BaseModel):
         "Say true if the weights are never updated in a running engine: chunks stored after a "
         "cache reset may then be adopted by a later run.",
     )  # fmt: skip
+    replicas: int = _key(
+        1, "engines", "vLLM's --data-parallel-size, or leave it out",
+        "Data-parallel replicas that share staging_bytes and pool_bytes. Our plugin sets it.",
+        ge=1, le=64,
+    )  # fmt: skip
     fault_injection: str | None = _key(
         None, "file", "the path of a control file, or null",
         "FOR TESTS: a file that makes pool I/O fail. Logged loudly when set.",

@@ -31,12 +31,14 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
 from vllm.version import __version__ as vllm_version
 
+from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.deployment import describe, process_began_s
 from vllm_nvmeof_offload.integration import factories, known_vllm, orphan, weights_watch
 from vllm_nvmeof_offload.integration.scheduler_view import SchedulerView, timed
 from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.manager.waiting import WaitingRequests
 from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload.parallel import replica_of
 from vllm_nvmeof_offload.protocol import Command, RankHello, Report
 from vllm_nvmeof_offload.spec import (
     NVMeoFOffloadingSpec,
@@ -91,12 +93,15 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         known_vllm.require()  # where no plugin did
         refuse_unsupported(vllm_config, kv_cache_config)
         choose_blocks_per_chunk(vllm_config, kv_cache_config)
+        declared = parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config).replicas
+        replica = replica_of(vllm_config, declared)
         super().__init__(vllm_config, role, kv_cache_config)
         self._single_group = len(kv_cache_config.kv_cache_groups) == 1
         if self.connector_worker is not None:
             spec = self.connector_worker.spec
             assert isinstance(spec, NVMeoFOffloadingSpec)
             spec.deployment = describe(vllm_config, vllm_version, process_began_s())
+            spec.replica = replica
         #: Seconds in the methods of the scheduler side since the last step's output.
         self._spent_s = 0.0
         if self.connector_scheduler is not None:

@@ -33,6 +33,7 @@ from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.manager.plan import WritePolicy
 from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES
+from vllm_nvmeof_offload.parallel import Replica, refuse_parallel
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.worker.build import Place, build_worker
 from vllm_nvmeof_offload.worker.geometry import CacheTensor, ChunkGeometry
@@ -63,14 +64,7 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
                 name,
                 f"keeps its KV in a {type(layer).__name__}; this version offloads full attention",
             )
-    parallel = vllm_config.parallel_config
-    for option in (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
-        if getattr(parallel, option) > 1:
-            raise ConfigError(option, getattr(parallel, option), "this version supports 1")
+    refuse_parallel(vllm_config.parallel_config)
 
 
 def choose_blocks_per_chunk(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -92,6 +86,8 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
 
     #: Set by the connector before `get_worker`.
     deployment: Deployment | None = None
+    #: The same: which of several replicas this engine is.
+    replica: Replica = Replica()
     #: Set by `get_worker`: what this rank tells the manager.
     hello: RankHello | None = None
 
@@ -158,6 +154,7 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
             rank=parallel.rank,
             world_size=parallel.world_size,
             volatile=self.deployment.volatile,
+            replica=self.replica,
         )
         device = kv_caches.tensors[0].tensor.device.type
         worker, self.hello = build_worker(self.settings, geometry, place, device)

@@ -104,9 +104,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("io_split_bytes", "1KiB", "4KiB to 1GiB"),
     ("write_bytes_beside_reads_max", 512, "at least 4KiB"),
     ("io_engine", "aio", '"threads"'),
-    ("io_threads", "8", "2 to 256"),
-    ("io_threads", 8.5, "2 to 256"),
-    ("io_threads", 1, "2 to 256"),
+    *(("io_threads", value, "2 to 256") for value in ("8", 8.5, 1)),
+    *(("replicas", value, "--data-parallel-size") for value in (0, "2")),
     ("o_direct", True, '"auto"'),
     ("write_policy", "back", '"through", "on_eviction"'),
     *(("store_threshold", value, "1 to 1000000") for value in (0, True, "2")),
@@ -267,7 +266,7 @@ def test_a_pool_smaller_than_one_slot_names_what_is_enough() -> None:
     enough = parse({"staging_bytes": "1GiB", "pool_bytes": "516KiB"})
     check_fits(enough, 516 * KIB, 1)
     with pytest.raises(ConfigError, match="smaller than one slot"):
-        check_fits(enough, 516 * KIB, 1, data_parallel_size=2)
+        check_fits(enough, 516 * KIB, 1, replicas=2)
 
 
 def test_staging_beyond_physical_memory_is_refused_under_the_key_that_set_it() -> None:

@@ -48,7 +48,11 @@ def refused(*specs, **sizes):
     groups = [Object(kv_cache_spec=spec) for spec in specs]
     return said(refuse_unsupported, config, Object(kv_cache_groups=groups))
 
-replicas = Object(model_config=None, cache_config=None, parallel_config=parallel(data=2))
+def prechecked(**sizes):
+    model = Object(model="org/name", is_moe=True)
+    config = Object(model_config=model, cache_config=None, parallel_config=parallel(**sizes))
+    return said(precheck, config, {}, "staging_bytes")
+
 print("RESULT " + json.dumps({
     "full": refused(full),
     "mla": refused(mla),
@@ -58,7 +62,8 @@ print("RESULT " + json.dumps({
     "pipeline": refused(full, pipeline=2),
     "decode context": refused(full, decode_context=2),
     "prefill context": refused(full, prefill_context=2),
-    "data": said(precheck, replicas, {}, "staging_bytes"),
+    "pipeline, before the model loads": prechecked(pipeline=2),
+    "replicas with experts": prechecked(data=2),
 }))
 """
 
@@ -84,7 +89,8 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
         "pipeline": ["pipeline_parallel_size=2", "supports 1"],
         "decode context": ["decode_context_parallel_size=2", "supports 1"],
         "prefill context": ["prefill_context_parallel_size=2", "supports 1"],
-        "data": ["data_parallel_size=2", "independent servers"],
+        "pipeline, before the model loads": ["pipeline_parallel_size=2", "supports 1"],
+        "replicas with experts": ["data_parallel_size=2", "experts", "independent servers"],
     }
     assert said.keys() == wanted.keys()
     for case, words in wanted.items():

@@ -33,7 +33,7 @@ LAYERS: list[set[str]] = [
     {"errors", "units", "names", "__init__"},
     {"protocol", "config", "config_keys", "config_check", "metrics"},
     {"copy", "io", "pool", "fabric", "native", "sizing"},
-    {"job_specs", "deployment"},
+    {"job_specs", "deployment", "parallel"},
     {"manager", "worker"},
     {"spec", "connector", "plugin", "integration"},
     {"cli", "cli_size", "cli_size_text", "cli_bench", "cli_bench_cost", "cli_bench_tier"}

@@ -103,8 +103,17 @@ class Client:
     ) -> None:
         await self._http.aclose()
 
-    async def complete(self, prompt: Sequence[int], max_tokens: int) -> Answer:
+    async def complete(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        cache_salt: str | None = None,
+        replica: int | None = None,
+    ) -> Answer:
         """Stream a greedy answer of exactly `max_tokens` tokens to `prompt`.
+
+        cache_salt: whose KV cache is shared. replica: which data-parallel one is to answer.
 
         Raises:
             ClientError: the server refused the request, or the answer is not whole.
@@ -120,8 +129,12 @@ class Client:
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
+        if cache_salt is not None:
+            body["cache_salt"] = cache_salt
+        headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
         answer = Answer(sent=time.perf_counter())
-        async with self._http.stream("POST", "/v1/completions", json=body) as response:
+        call = self._http.stream("POST", "/v1/completions", json=body, headers=headers)
+        async with call as response:
             if response.status_code != httpx.codes.OK:
                 text = (await response.aread()).decode(errors="replace")
                 raise ClientError(f"HTTP {response.status_code}: {text}")

@@ -13,9 +13,9 @@ from vllm_nvmeof_offload.config import (
     chunk_blocks,
     parse_config,
 )
-from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.names import LOGGER_NAME
-from vllm_nvmeof_offload.units import slot_stride_bytes
+from vllm_nvmeof_offload.parallel import count_nodes, note_replicas, refuse_parallel
+from vllm_nvmeof_offload.units import format_bytes, slot_stride_bytes
 
 __all__ = ["precheck", "slot_bytes_estimate"]
 
@@ -23,29 +23,31 @@ logger = logging.getLogger(LOGGER_NAME)
 
 
 def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
-    """Parse `extra`, and refuse what cannot work here.
+    """Parse `extra`, and refuse what cannot work here. Notes the number of replicas in it.
 
     staging_key: the flag, key or variable that set the staging size.
 
     Raises:
         ConfigError: naming key, value and remedy.
     """
-    config = parse_config(extra)
     parallel = vllm_config.parallel_config
-    if parallel.data_parallel_size > 1:
-        # Each replica would take the whole pool and all staging.
-        raise ConfigError(
-            "data_parallel_size",
-            parallel.data_parallel_size,
-            "this version supports 1; start independent servers, each with a pool_bytes of its own",
-        )
-    check_memory(config, max(1, getattr(parallel, "nnodes", 1)), staging_key)
+    refuse_parallel(parallel)
+    note_replicas(vllm_config, extra)
+    config = parse_config(extra)
+    check_memory(config, count_nodes(parallel), staging_key)
     check_targets(config)
     if config.fault_injection:
         logger.warning("FAULT INJECTION is on, controlled by %s", config.fault_injection)
     slot_bytes = slot_bytes_estimate(vllm_config, config)
     if slot_bytes is not None:
-        check_fits(config, slot_bytes, parallel.world_size)
+        check_fits(config, slot_bytes, parallel.world_size, config.replicas)
+    if config.replicas > 1:
+        logger.info(
+            "nvmeof: %d data-parallel replicas share %s of pinned memory and the pool, each with "
+            "an engine directory of its own",
+            config.replicas,
+            format_bytes(config.staging_bytes),
+        )
 
 
 def slot_bytes_estimate(vllm_config: Any, config: Any) -> int | None:

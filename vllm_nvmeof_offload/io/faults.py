@@ -3,7 +3,8 @@
 
 A control file is JSON: `{"seed": 7, "read_eio": 2, "write_delay_ms": 50}`. It is read again
 when it changes, so that a test can change the faults of a running server. How often each knob
-has fired is kept in `<control file>.fired`, as JSON.
+has fired is kept in `<control file>.fired` (rank R's in `….fired.R`, from 1 on), as JSON.
+`"rank": R` lets the knobs strike that rank alone, of those that read the same file.
 
 Values: `true` strikes always; a whole number strikes that many times from then on; a fraction
 is a probability. `read_delay_ms` and `write_delay_ms` are milliseconds.
@@ -54,13 +55,17 @@ class FaultPlan:
         *,
         seed: int = 0,
         control_path: Path | None = None,
+        rank: int = 0,
     ) -> None:
         """Start from `knobs`; a control file, where there is one, replaces them.
+
+        rank: whose operations these are.
 
         Raises:
             ConfigError: an unknown knob, or a value that is not a number or boolean.
         """
         self._control_path = control_path
+        self._rank = rank
         self._control_version: tuple[int, int] | None = None
         self._checked_at = float("-inf")
         self._fired: Counter[str] = Counter()
@@ -84,6 +89,8 @@ class FaultPlan:
         self._left.update({name: int(value) for name, value in checked.items()})
 
     def _set(self, knobs: dict[str, object], seed: int) -> None:
+        if knobs.pop("rank", self._rank) != self._rank:
+            knobs = {}
         self._knobs = _checked(knobs)
         self._left = {name: int(value) for name, value in self._knobs.items()}
         self._random = random.Random(seed)
@@ -143,7 +150,8 @@ class FaultPlan:
     def count(self, knob: str) -> None:
         self._fired[knob] += 1
         if self._control_path is not None:
-            path = self._control_path.with_name(self._control_path.name + ".fired")
+            suffix = f".fired.{self._rank}" if self._rank else ".fired"
+            path = self._control_path.with_name(self._control_path.name + suffix)
             temporary = path.with_name(path.name + ".new")
             temporary.write_text(json.dumps(self._fired))
             temporary.rename(path)

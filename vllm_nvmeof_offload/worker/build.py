@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from vllm_nvmeof_offload.config import (
@@ -26,6 +26,7 @@ from vllm_nvmeof_offload.io.faults import FaultPlan
 from vllm_nvmeof_offload.io.faulty import FaultyIoEngine
 from vllm_nvmeof_offload.io.none import NoIoEngine
 from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload.parallel import Replica
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello
@@ -52,6 +53,16 @@ class Place:
     world_size: int
     #: Why nothing is adopted from this pool; empty: it is.
     volatile: tuple[str, ...] = ()
+    replica: Replica = field(default_factory=Replica)
+
+    @property
+    def ranks(self) -> int:
+        """Of all replicas: as many share `pool_bytes` and `staging_bytes`."""
+        return self.world_size * self.replica.count
+
+    def __str__(self) -> str:
+        several = self.replica.count > 1
+        return f"replica {self.replica.index}, rank {self.rank}" if several else f"rank {self.rank}"
 
 
 def build_worker(
@@ -66,14 +77,14 @@ def build_worker(
     """
     slot_bytes = slot_stride_bytes(geometry.payload_bytes)
     check_targets(settings)
-    check_fits(settings, slot_bytes, place.world_size)
-    staging_bytes = settings.staging_bytes // place.world_size
+    check_fits(settings, slot_bytes, place.world_size, place.replica.count)
+    staging_bytes = settings.staging_bytes // place.ranks
     cache_slots, stream_slots = split_slots(staging_bytes, slot_bytes, settings.stream_slots)
     pool = _open_pool(settings, geometry.payload_bytes, place)
     staging = Staging(slot_bytes, cache_slots, stream_slots, _log_progress("pinned memory"))
     waker = Waker()
     copy = _copy_engine(device, waker)
-    io, io_fallbacks = _io_engine(settings, pool, staging)
+    io, io_fallbacks = _io_engine(settings, pool, staging, place.rank)
     target_count = pool.target_count if pool else 1
     health = tuple(TargetHealth() for _ in range(target_count)) if pool else None
     pump = PumpConfig(
@@ -126,11 +137,14 @@ def _open_pool(settings: OffloadConfig, payload_bytes: int, place: Place) -> Poo
     return Pool.open(
         PoolSpec(
             targets=tuple(Path(t) for t in settings.targets),
-            pool_bytes=pool_bytes // place.world_size,
+            pool_bytes=pool_bytes // place.ranks,
             payload_bytes=payload_bytes,
             keyspace=place.keyspace,
             rank=place.rank,
             world_size=place.world_size,
+            engine=place.replica.engine,
+            replica=place.replica.index,
+            replicas=place.replica.count,
             o_direct=settings.o_direct,
             adopt=settings.adopt and not place.volatile,
             adoptable=not place.volatile,
@@ -148,7 +162,7 @@ def _copy_engine(device: str, waker: Waker) -> CopyEngine:
 
 
 def _io_engine(
-    settings: OffloadConfig, pool: Pool | None, staging: Staging
+    settings: OffloadConfig, pool: Pool | None, staging: Staging, rank: int
 ) -> tuple[IoEngine, tuple[str, ...]]:
     """The engine, and what it lacks of the best one."""
     if pool is None:
@@ -166,7 +180,7 @@ def _io_engine(
     engine = chosen.engine
     if settings.fault_injection:
         logger.warning("FAULT INJECTION is on, controlled by %s", settings.fault_injection)
-        plan = FaultPlan(control_path=Path(settings.fault_injection))
+        plan = FaultPlan(control_path=Path(settings.fault_injection), rank=rank)
         engine = FaultyIoEngine(engine, plan, pool, staging.view, address)
     return engine, chosen.fallbacks
 
@@ -198,14 +212,15 @@ def _log_summary(
     """The one start-up line of a rank."""
     volatile = f"; NOTHING IS ADOPTED: {'; '.join(place.volatile)}" if place.volatile else ""
     logger.info(
-        "rank %d: %s of pinned memory (%d cache slots of %s), pool of %d slots (%s) on %s, "
-        "engine %s, %d chunks adopted, keyspace %s%s%s",
-        place.rank,
+        "%s: %s of pinned memory (%d cache slots of %s), pool of %d slots (%s) in engine-%d on "
+        "%s, engine %s, %d chunks adopted, keyspace %s%s%s",
+        place,
         format_bytes(staging_bytes),
         hello.cache_slots,
         format_bytes(hello.slot_bytes),
         hello.pool_slots,
         format_bytes(hello.pool_slots * hello.slot_bytes),
+        hello.engine_index,
         ", ".join(str(t) for t in settings.targets),
         engine,
         len(hello.adopted),
