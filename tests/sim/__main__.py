@@ -17,13 +17,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("--seed", type=int, help="replay this one seed")
     parser.add_argument("--profile", choices=sorted(set(PROFILES)), help="default: by the seed")
+    parser.add_argument(
+        "--ranks", type=int, help="default: by the seed, or each eighth seed with 1 to 8"
+    )
     parser.add_argument("--first", type=int, help="soak: the first seed (default: random)")
     parser.add_argument("--count", type=int, default=10**9, help="soak: how many seeds")
     parser.add_argument("--seconds", type=float, default=60.0, help="soak: how long")
     parser.add_argument("--keep-going", action="store_true", help="soak: list every failing seed")
     arguments = parser.parse_args()
     if arguments.seed is not None:
-        print(dict(play(arguments.seed, arguments.profile)))
+        print(dict(play(arguments.seed, arguments.profile, arguments.ranks)))
         return 0
     first = arguments.first if arguments.first is not None else secrets.randbits(40)
     print(f"first seed {first}", flush=True)
@@ -35,7 +38,8 @@ def main() -> int:
             break
         played += 1
         try:
-            total.update(play(seed, arguments.profile))
+            ranks = arguments.ranks or (1 + seed // 8 % 8 if seed % 8 == 0 else None)
+            total.update(play(seed, arguments.profile, ranks))
         except AssertionError as error:
             failed += 1
             print(f"seed {seed}: {str(error).splitlines()[0]}", flush=True)

@@ -95,6 +95,7 @@ class Knobs:
     prefill_rate: float = 0.0  # tokens per second, as admission has learned it
     reload_share: float = 0.25
     prefetch_share: float = 0.25
+    loses: float = 0.0  # share of crashes after which one rank has lost some of its pool
     slow_target: int = -1  # a target that takes four times as long; -1: none
     read_deadline_s: float = 0.3
     write_deadline_s: float = 2.0

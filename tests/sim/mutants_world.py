@@ -47,6 +47,12 @@ def new_weights_are_adopted() -> list[Patch]:
 
 
 @mutant
+def one_rank_speaks_for_all_at_a_start() -> list[Patch]:
+    real = core.agree
+    return [(core, "agree", lambda hellos: real([hellos[0]] * len(hellos)))]
+
+
+@mutant
 def reset_overtakes_writes() -> list[Patch]:
     return [(IoPump, "_write_may_start", lambda self, task: True)]
 

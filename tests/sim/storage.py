@@ -68,6 +68,21 @@ class RankStore:
                 undo()
         self._undo.clear()
 
+    def lose(self, what: str, rng: random.Random) -> None:
+        """Damage that this rank alone has: a superblock, some entries, or the slab's end."""
+        self._undo.clear()
+        if what == "superblock":
+            self.data.clear()
+            self.table.clear()
+        elif what == "entries":
+            for slot in [slot for slot in sorted(self.table) if rng.random() < 0.3]:
+                del self.table[slot]
+                self.data.pop(slot, None)
+        else:
+            cut = rng.randint(0, max(self.data, default=0))
+            for slot in [slot for slot in self.data if slot >= cut]:
+                del self.data[slot]
+
     def adopt(self) -> AdoptedEntries:
         """What the table says at a start."""
         if not self.adoptable:

@@ -17,6 +17,7 @@ from .world import play
 _SOAK = int(os.environ.get("NVMEOF_SIM_SEEDS", "0"))
 _BATCHES = 8
 _SEEDS = _SOAK or 240
+_SEEDS_OF_RANKS = 6
 _FIRST = int(os.environ.get("NVMEOF_SIM_FIRST", secrets.randbits(40) if _SOAK else 0))
 
 #: Counts over all batches: what the weather must have brought, or it proves nothing.
@@ -30,6 +31,15 @@ def test_no_rule_breaks(batch: int) -> None:
     print(f"seeds {first} … {first + size - 1}")
     for seed in range(first, first + size):
         _seen.update(play(seed))
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_no_rule_breaks_with_as_many_ranks(ranks: int) -> None:
+    """They adopt different sets: one of them has lost entries, its slab's end, or everything."""
+    first = _FIRST + 100 * ranks
+    print(f"seeds {first} … {first + _SEEDS_OF_RANKS - 1}, {ranks} ranks")
+    for seed in range(first, first + _SEEDS_OF_RANKS):
+        _seen.update(play(seed, "restarts", ranks))
 
 
 @pytest.mark.parametrize(
@@ -62,6 +72,9 @@ def test_no_rule_breaks(batch: int) -> None:
         "load_chunks_cpu",
         "load_chunks_pool",
         "loads_from_inside_a_chunk",
+        "lost_entries",
+        "lost_slab",
+        "lost_superblock",
         "pool_slots_retired",
         "preemptions",
         "resets",

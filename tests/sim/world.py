@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from vllm_nvmeof_offload.manager.admission import AdmissionConfig
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
@@ -25,9 +26,11 @@ REQUEST_S_MAX = 300.0
 class World:
     """`run` plays the seed to its end or raises `Violation`."""
 
-    def __init__(self, seed: int, profile: str | None = None) -> None:
+    def __init__(self, seed: int, profile: str | None = None, ranks: int | None = None) -> None:
         self.rng = random.Random(seed)
         self.knobs = Knobs.draw(self.rng, profile)
+        if ranks is not None:
+            self.knobs = replace(self.knobs, ranks=ranks, loses=0.7)
         self.clock = Clock()
         self.trace = Trace(self.clock)
         self.clients = Clients(self.knobs, self.rng)
@@ -86,6 +89,12 @@ class World:
         self.trace("crash", "power cut" if power_cut else "kill")
         for rank in self.ranks:
             rank.io.crash(power_cut=power_cut)
+        if self.knobs.loses and self.rng.random() < self.knobs.loses:
+            rank = self.rng.choice(self.ranks)
+            what = self.rng.choice(("superblock", "entries", "slab"))
+            self.trace("rank", rank.rank, "has lost its", what)
+            self.counts[f"lost_{what}"] += 1
+            rank.io.store.lose(what, self.rng)
         self._count()
         self._start()
 
@@ -204,15 +213,19 @@ class World:
             self.counts.update(rank.io.counts)
 
 
-def play(seed: int, profile: str | None = None) -> Counter[str]:
-    """Run one seed. A violation, or any broken assertion, says how to replay it."""
+def play(seed: int, profile: str | None = None, ranks: int | None = None) -> Counter[str]:
+    """Run one seed. A violation, or any broken assertion, says how to replay it.
+
+    ranks: as many, of which one loses some of its pool at most crashes; None: by the seed.
+    """
     world: World | None = None
     try:
-        world = World(seed, profile)
+        world = World(seed, profile, ranks)
         world.run()
     except AssertionError as error:
         trace = world.trace if world else "  (at the start)"
         replay = f"--seed {seed}" + (f" --profile {profile}" if profile else "")
+        replay += f" --ranks {ranks}" if ranks else ""
         raise AssertionError(
             f"{error or type(error).__name__}\nseed {seed}: {world.knobs if world else ''}\n"
             f"last events:\n{trace}\nreplay: python -m tests.sim {replay}"
