@@ -113,12 +113,14 @@ def check_memory(config: OffloadConfig, node_count: int = 1, key: str = "staging
         )
 
 
-def resolve_pool_bytes(config: OffloadConfig) -> int:
+def resolve_pool_bytes(config: OffloadConfig, others_bytes: int = 0) -> int:
     """Size of the pool in bytes over all ranks and targets; 0: none.
 
     Without `pool_bytes`: the smaller of 100 GiB and half of what the targets could hold, which
     is what is free there and what the pool holds already (else every restart would halve it).
     Targets on one file system count once.
+
+    others_bytes: on the targets, of other servers that run.
     """
     if config.pool_bytes is not None:
         return config.pool_bytes
@@ -126,7 +128,7 @@ def resolve_pool_bytes(config: OffloadConfig) -> int:
     for target in config.targets:
         place = _existing_parent(target)
         free[os.stat(place).st_dev] = shutil.disk_usage(place).free
-    held = sum(_held_bytes(target) for target in config.targets)
+    held = max(0, sum(_held_bytes(target) for target in config.targets) - others_bytes)
     return min(POOL_BYTES_DEFAULT_MAX, (sum(free.values()) + held) // 2)
 
 
@@ -161,10 +163,17 @@ def chunk_blocks(config: OffloadConfig, block_bytes: int, block_tokens: int) -> 
     return max(1, min(wanted, CHUNK_TOKENS_MAX // block_tokens))
 
 
-def check_fits(config: OffloadConfig, slot_bytes: int, world_size: int, replicas: int = 1) -> None:
+def check_fits(
+    config: OffloadConfig,
+    slot_bytes: int,
+    world_size: int,
+    replicas: int = 1,
+    others_bytes: int = 0,
+) -> None:
     """Refuse staging or a pool that cannot hold the slots every rank needs.
 
-    slot_bytes: header page and padded payload of one rank's part of a chunk.
+    slot_bytes: header page and padded payload of one rank's part of a chunk. others_bytes: see
+    `resolve_pool_bytes`.
 
     Raises:
         ConfigError: naming the size that would be enough.
@@ -179,7 +188,7 @@ def check_fits(config: OffloadConfig, slot_bytes: int, world_size: int, replicas
             f"rank(s); give at least {_at_least(slots * slot_bytes * ranks)}, or a smaller "
             "chunk_bytes_min",
         )
-    pool_bytes = resolve_pool_bytes(config)
+    pool_bytes = resolve_pool_bytes(config, others_bytes)
     if pool_bytes and pool_bytes // ranks < slot_bytes:
         explicit = config.pool_bytes is not None
         raise ConfigError(

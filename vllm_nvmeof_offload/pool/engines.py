@@ -21,12 +21,20 @@ from vllm_nvmeof_offload.errors import PoolError
 from vllm_nvmeof_offload.pool.holders import probe_lock
 from vllm_nvmeof_offload.pool.lock import Holder, foreign_holder_error
 from vllm_nvmeof_offload.pool.slab import open_private
+from vllm_nvmeof_offload.pool.survey import disk_bytes, find
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["OWNER_FILE", "held_by_another", "one_at_a_time", "read_owner", "write_owner"]
+__all__ = [
+    "OWNER_FILE",
+    "bytes_of_others",
+    "held_by_another",
+    "one_at_a_time",
+    "read_owner",
+    "write_owner",
+]
 
 OWNER_FILE = "owner"
 CLAIM_WAIT_S_MAX = 30.0
@@ -88,6 +96,23 @@ def held_by_another(directory: Path, engine: str, rank: int) -> bool:
             raise foreign_holder_error(sibling / "lock", state.holder, age_s)
         return True
     return False
+
+
+def bytes_of_others(targets: Sequence[Path], server: str = "") -> int:
+    """Bytes on `targets` that belong to engines that live, but to none of `server`'s.
+
+    server: what the names of its engines have before the slash.
+
+    Raises:
+        PoolError: a directory cannot be listed.
+        OSError: a lock file cannot be read.
+    """
+    return sum(
+        disk_bytes(one.path)
+        for one in find([target for target in targets if target.is_dir()])
+        if probe_lock(one.path).live
+        and not (server and read_owner(one.path.parent).partition("/")[0] == server)
+    )
 
 
 def read_owner(directory: Path) -> str:

@@ -27,6 +27,7 @@ from vllm_nvmeof_offload.io.faulty import FaultyIoEngine
 from vllm_nvmeof_offload.io.none import NoIoEngine
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.parallel import Replica
+from vllm_nvmeof_offload.pool.engines import bytes_of_others
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello
@@ -77,10 +78,10 @@ def build_worker(
     """
     slot_bytes = slot_stride_bytes(geometry.payload_bytes)
     check_targets(settings)
-    check_fits(settings, slot_bytes, place.world_size, place.replica.count)
+    pool_bytes = _pool_bytes(settings, place, slot_bytes)
     staging_bytes = settings.staging_bytes // place.ranks
     cache_slots, stream_slots = split_slots(staging_bytes, slot_bytes, settings.stream_slots)
-    pool = _open_pool(settings, geometry.payload_bytes, place)
+    pool = _open_pool(settings, geometry.payload_bytes, place, pool_bytes)
     staging = Staging(slot_bytes, cache_slots, stream_slots, _log_progress("pinned memory"))
     waker = Waker()
     copy = _copy_engine(device, waker)
@@ -130,8 +131,22 @@ def _caretaker(
     return Caretaker(sites, watches, lambda call: runner.hand_over(lambda _: call()))
 
 
-def _open_pool(settings: OffloadConfig, payload_bytes: int, place: Place) -> Pool | None:
-    pool_bytes = resolve_pool_bytes(settings)
+def _pool_bytes(settings: OffloadConfig, place: Place, slot_bytes: int) -> int:
+    """Of all ranks and replicas together.
+
+    Raises:
+        ConfigError: staging or pool are too small for the slots of each.
+    """
+    others = 0
+    if settings.pool_bytes is None:
+        others = bytes_of_others([Path(t) for t in settings.targets], place.replica.server)
+    check_fits(settings, slot_bytes, place.world_size, place.replica.count, others)
+    return resolve_pool_bytes(settings, others)
+
+
+def _open_pool(
+    settings: OffloadConfig, payload_bytes: int, place: Place, pool_bytes: int
+) -> Pool | None:
     if not pool_bytes:
         return None
     return Pool.open(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,16 +14,18 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from vllm_nvmeof_offload.config import parse_config, resolve_pool_bytes
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
 from vllm_nvmeof_offload.pool import engines
 from vllm_nvmeof_offload.pool.lock import Holder
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.remove import remove
-from vllm_nvmeof_offload.pool.survey import find
+from vllm_nvmeof_offload.pool.survey import disk_bytes, find
 
 from .kit import entries, fill, make_spec
 
@@ -187,6 +190,27 @@ def test_a_claim_that_never_ends_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         pytest.raises(PoolError, match=r"another server has been claiming a directory in .*"),
     ):
         Pool.open(make_spec(tmp_path))
+
+
+def test_what_other_servers_hold_while_they_live_is_not_ours_to_share(
+    tmp_path: Path, ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of what is free is a default for each of several servers, not for the last one."""
+    assert engines.bytes_of_others([tmp_path / "not there yet"]) == 0
+    ranks += [Rank(tmp_path, rank=0, engine=name) for name in ("a/0", "a/1", "b/0")]
+    ready(ranks)
+    assert [rank.open() for rank in ranks] == [0, 1, 2]
+    sizes = [disk_bytes(one.path) for one in find([tmp_path])]
+    assert min(sizes) > 0
+    assert engines.bytes_of_others([tmp_path]) == sum(sizes)
+    assert engines.bytes_of_others([tmp_path], "a") == sizes[2]
+    config = parse_config({"targets": [str(tmp_path)]}, {})
+    free = SimpleNamespace(total=1 << 40, used=0, free=1 << 30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    assert resolve_pool_bytes(config, sum(sizes)) <= free.free // 2 + 4096 * len(sizes)
+    assert resolve_pool_bytes(config) >= (free.free + sum(sizes)) // 2
+    ranks[2].kill()
+    assert engines.bytes_of_others([tmp_path], "a") == 0
 
 
 def test_removal_takes_the_owners_name_along(tmp_path: Path) -> None:
