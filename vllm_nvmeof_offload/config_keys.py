@@ -88,8 +88,8 @@ class OffloadConfig(BaseModel):
 
     staging_bytes: Size = _key(
         default_staging_bytes, "bytes", f"{_SIZE} above 0",
-        "Pinned CPU memory over all ranks: the CPU tier and the slots that loads stream through. "
-        "Default: a quarter of physical memory, at most 8 GiB.",
+        "Pinned CPU memory over all ranks and replicas: the CPU tier and the slots that loads "
+        "stream through. Default: a quarter of physical memory, at most 8 GiB.",
         gt=0,
     )  # fmt: skip
     targets: Annotated[list[str], BeforeValidator(_paths)] = _key(
@@ -100,8 +100,8 @@ class OffloadConfig(BaseModel):
     )  # fmt: skip
     pool_bytes: Size | None = _key(
         None, "bytes", f"{_SIZE}, 0 for none, or null for the default",
-        "Size of the pool over all ranks and targets; 0: no pool, the CPU tier only. Default: the "
-        "smaller of 100 GiB and half of what is free on the targets.",
+        "Size of the pool over all ranks, replicas and targets; 0: no pool, the CPU tier only. "
+        "Default: the smaller of 100 GiB and half of what is free on the targets.",
         ge=0,
     )  # fmt: skip
     chunk_bytes_min: Size = _key(

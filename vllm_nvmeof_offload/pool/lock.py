@@ -209,7 +209,10 @@ def foreign_holder_error(path: Path, holder: Holder, age_s: float) -> PoolLocked
 def local_holder_error(path: Path) -> PoolLockedError:
     """The refusal for a directory that another process on this machine holds."""
     holder = read_holder(path)
-    who = f"pid {holder.pid} on host {holder.host}" if holder else "another process on this host"
+    who = "another process on this host"
+    if holder is not None:
+        age_s = max(time.time() - holder.heartbeat, 0)
+        who = f"pid {holder.pid} on host {holder.host} (heartbeat {age_s:.0f} s old)"
     return PoolLockedError(
         f"{path} is held by {who}. Stop it, or let this one take the next free engine index "
         f"(do not set engine_index)"
