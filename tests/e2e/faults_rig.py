@@ -187,8 +187,8 @@ class Faults:
         fresh.write_text(json.dumps({"seed": 1, **knobs}))
         os.replace(fresh, self.path)
 
-    def fired(self, knob: str) -> int:
-        record = self.path.with_name(self.path.name + ".fired")
+    def fired(self, knob: str, rank: int = 0) -> int:
+        record = self.path.with_name(self.path.name + ".fired" + (f".{rank}" if rank else ""))
         return int(json.loads(record.read_text()).get(knob, 0)) if record.exists() else 0
 
 

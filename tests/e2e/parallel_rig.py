@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model whose KV cache two ranks share out between them, and servers of it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+
+from tests.e2e import faults_rig as rig
+from tests.e2e.plain_answers import plain_answers
+from vllm_nvmeof_offload.demo.client import Answer, Client
+from vllm_nvmeof_offload.demo.model import make_model
+from vllm_nvmeof_offload.demo.server import Server, ServerSpec
+from vllm_nvmeof_offload.units import GIB
+
+RANKS = 2
+#: Two KV heads: each rank holds another one, so that the ranks' bytes cannot stand in for each
+#: other's. A rank's slot is as large as the one-headed model's.
+SHAPE = replace(rig.SHAPE, kv_heads=2)
+PROMPTS, ANSWER_TOKENS = 4, 8
+#: For two of the prompts.
+GPU_BLOCKS = 69
+HITS = "vllm:external_prefix_cache_hits_total"
+LOADED = "vllm:nvmeof_loaded_tokens_total"
+FAILED = "vllm:nvmeof_failed_chunks_total"
+
+
+@functools.cache
+def reference() -> rig.Reference:
+    """Prompts, and what the model answers without vLLM and without us."""
+    asked = rig.prompts(seed=23, count=PROMPTS)
+    model = make_model(rig.BUILD / "models", SHAPE)
+    answers = plain_answers(model, asked, ANSWER_TOKENS)
+    assert min(min(a.gaps) for a in answers) > 2 * rig.LOGPROB_TOLERANCE, "choose another seed"
+    return rig.Reference(asked, answers)
+
+
+def spec(target: Path, option: str, **extra: object) -> ServerSpec:
+    """A server with two ranks or replicas; `option` says which. Each has the usual slots."""
+    pool_bytes = RANKS * rig.POOL_SLOTS * (rig.SLOT_BYTES + 64)
+    base = rig.spec(target, pool_bytes=pool_bytes, admission="always", **extra)
+    assert base.offload is not None
+    size_gib = RANKS * rig.STAGING_SLOTS * rig.SLOT_BYTES / GIB
+    return replace(
+        base,
+        model=make_model(rig.BUILD / "models", SHAPE),
+        gpu_blocks=GPU_BLOCKS,
+        offload=replace(base.offload, size_gib=size_gib),
+        extra_args=(option, str(RANKS)),
+        # Bound to cores, two ranks would need four: one for each, one left free for each.
+        env={**base.env, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
+    )
+
+
+def ask(
+    server: Server,
+    asked: Sequence[Sequence[int]],
+    *,
+    cache_salt: str | None = None,
+    replica: int | None = None,
+) -> list[Answer]:
+    """Ask one after the other, for one tenant, one replica, or anyone."""
+
+    async def run() -> list[Answer]:
+        async with Client(server.url) as client:
+            return [
+                await client.complete(p, ANSWER_TOKENS, cache_salt=cache_salt, replica=replica)
+                for p in asked
+            ]
+
+    return asyncio.run(run())
+
+
+def forget_gpu(server: Server) -> None:
+    """Drop the GPU's prefix cache alone, so that whatever is found again comes from us."""
+    _reset(server, {})
+
+
+def forget_all(server: Server) -> None:
+    """Void GPU cache, CPU tier and pool, as after an update of the weights."""
+    _reset(server, {"reset_external": "true"})
+
+
+def _reset(server: Server, params: dict[str, str]) -> None:
+    # vLLM refuses while blocks are held, which they are until the last store was copied.
+    for _ in range(200):
+        url = f"{server.url}/reset_prefix_cache"
+        response = httpx.post(url, params=params, trust_env=False)
+        response.raise_for_status()
+        if response.json()["success"]:
+            return
+    raise AssertionError("vLLM does not reset its prefix cache")
+
+
+def whole(prompt: Sequence[int]) -> int:
+    """Tokens of a prompt that lie in whole chunks."""
+    return len(prompt) // rig.CHUNK_TOKENS * rig.CHUNK_TOKENS

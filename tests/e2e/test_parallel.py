@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two tensor-parallel ranks, end to end: hits, faults on one of them, tenants, and a restart
+for which one rank has lost its table and headers, and the other the end of its slab.
+
+The tests run in this order, on one server and then on its successor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e import faults_rig as rig
+from tests.e2e import parallel_rig as par
+from tests.e2e.parallel_rig import FAILED, HITS, LOADED
+from vllm_nvmeof_offload.demo.server import Server, ServerSpec
+from vllm_nvmeof_offload.pool.recovery import read_table
+from vllm_nvmeof_offload.pool.superblock import read_superblock
+from vllm_nvmeof_offload.pool.table import decode_table
+from vllm_nvmeof_offload.units import HEADER_BYTES
+
+PENDING = "vllm:nvmeof_writes_pending"
+SUSPECT = "vllm:nvmeof_suspect_targets"
+#: Of the slots in use: how much of rank 0's slab is cut off at the end; and from which place on
+#: each how-manieth of rank 1's headers is lost. The tenants' chunks come before.
+CUT_SHARE, LOST_FROM_SHARE, LOST_EACH = 0.15, 0.6, 4
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the servers keep their pool, and how they are started."""
+
+    directory: Path
+    faults: rig.Faults
+    spec: ServerSpec
+
+    def rank(self, rank: int) -> Path:
+        (found,) = self.directory.glob(f"pool/*/engine-0/rank-{rank}")
+        return found
+
+
+@dataclass(frozen=True)
+class Damage:
+    """used: slots that both ranks could adopt. lost: of them, those that rank 1 has no more."""
+
+    used: int
+    cut: int
+    lost: int
+
+
+def damage(place: Place) -> Damage:
+    """Cut rank 0's slab; delete rank 1's table, and some headers with it."""
+    used = _used(place.rank(0))
+    assert used == _used(place.rank(1))
+    first_cut = int(len(used) * (1 - CUT_SHARE))
+    with (place.rank(0) / "slab").open("r+b") as slab:
+        slab.truncate(used[first_cut] * rig.SLOT_BYTES)
+    (place.rank(1) / "table").unlink()
+    lost = used[int(len(used) * LOST_FROM_SHARE) : first_cut : LOST_EACH]
+    with (place.rank(1) / "slab").open("r+b") as slab:
+        for slot in lost:
+            slab.seek(slot * rig.SLOT_BYTES)
+            slab.write(bytes(HEADER_BYTES))
+    return Damage(len(used), len(used) - first_cut, len(lost))
+
+
+def _used(directory: Path) -> list[int]:
+    """The pool slots that a start adopts, by this rank's table, ascending."""
+    superblock = read_superblock(directory)
+    assert superblock is not None
+    with (directory / "table").open("rb") as file:
+        raw = read_table(file.fileno(), superblock.slots)
+    table = decode_table(raw, np.arange(superblock.slots, dtype=np.int64))
+    usable = table.valid & table.adoptable & (table.epochs == superblock.epoch)
+    return [int(slot) for slot in np.flatnonzero(usable)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    directory = tmp_path_factory.mktemp("parallel")
+    faults = rig.Faults(directory / "faults.json")
+    option = "--tensor-parallel-size"
+    # Chunks that are stored after a reset may then be adopted by the successor.
+    never = {"weights_never_change": True}
+    spec = par.spec(directory / "pool", option, fault_injection=str(faults.path), **never)
+    return Place(directory, faults, spec)
+
+
+@pytest.fixture(scope="module")
+def reference() -> rig.Reference:
+    return par.reference()
+
+
+@pytest.fixture(scope="module")
+def server(place: Place, reference: rig.Reference) -> Iterator[Server]:
+    with rig.start(place.spec, "parallel-before") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def damaged(server: Server, place: Place, reference: rig.Reference) -> Damage:
+    """All is in the pool, the server ends, its files are damaged."""
+    _all_in_the_pool(server, reference)
+    server.stop()
+    return damage(place)
+
+
+@pytest.fixture(scope="module")
+def successor(damaged: Damage, place: Place) -> Iterator[Server]:
+    with rig.start(place.spec, "parallel-after") as server:
+        yield server
+
+
+def _all_in_the_pool(server: Server, reference: rig.Reference) -> None:
+    assert rig.same(par.ask(server, reference.prompts), reference.answers)
+    rig.wait_for(server, "the last write", lambda m: m.value(PENDING) == 0)
+
+
+def test_returning_prompts_are_found(server: Server, reference: rig.Reference) -> None:
+    _all_in_the_pool(server, reference)
+    before = rig.metrics(server)
+    assert rig.same(par.ask(server, reference.prompts), reference.answers)
+    assert rig.grown(server, before, HITS) > 0.45 * sum(map(par.whole, reference.prompts))
+    assert rig.grown(server, before, LOADED, source="pool") > 0
+    par.forget_gpu(server)
+    before = rig.metrics(server)
+    assert rig.same(par.ask(server, reference.prompts[-1:]), reference.answers[-1:])
+    assert rig.grown(server, before, LOADED, source="cpu") > 0
+    assert rig.metrics(server).value(FAILED) == 0
+
+
+@pytest.mark.parametrize(
+    ("rank", "knob", "value"),
+    [(1, "read_eio", 0.5), (0, "flip_byte_on_read", 0.3), (1, "hang_reads", 2)],
+)
+def test_a_fault_on_one_rank_only(
+    server: Server, place: Place, reference: rig.Reference, rank: int, knob: str, value: float
+) -> None:
+    _all_in_the_pool(server, reference)
+    before, fired = rig.metrics(server), [place.faults.fired(knob, r) for r in (0, 1)]
+    place.faults.set(rank=rank, **{knob: value})
+    assert rig.same(par.ask(server, reference.prompts), reference.answers)
+    place.faults.set()
+    struck = [place.faults.fired(knob, r) - fired[r] for r in (0, 1)]
+    assert struck[rank] > 0
+    assert struck[1 - rank] == 0, "the other rank has read all it was asked for"
+    assert rig.grown(server, before, FAILED) > 0
+    assert rig.grown(server, before, HITS) > 0, "what did not fail is still loaded"
+    rig.wait_for(server, "a usable target", lambda m: m.value(SUSPECT) == 0)
+
+
+def test_writes_that_fail_on_one_rank_only(
+    server: Server, place: Place, reference: rig.Reference
+) -> None:
+    par.forget_all(server)
+    before = rig.metrics(server)
+    place.faults.set(rank=0, write_eio=0.3)
+    _all_in_the_pool(server, reference)
+    place.faults.set()
+    assert rig.grown(server, before, FAILED) > 0
+    assert rig.same(par.ask(server, reference.prompts), reference.answers)
+    assert rig.grown(server, before, LOADED, source="pool") > 0
+
+
+def test_wrong_bytes_on_one_rank_are_seen_by_the_comparison(
+    server: Server, place: Place, reference: rig.Reference
+) -> None:
+    """Negative control: else the tests above compare nothing of that rank."""
+    for rank in (0, 1):
+        _all_in_the_pool(server, reference)
+        fired = place.faults.fired("swap_slots", rank)
+        place.faults.set(rank=rank, swap_slots=True)
+        answers = par.ask(server, reference.prompts)
+        place.faults.set()
+        assert place.faults.fired("swap_slots", rank) > fired
+        assert not rig.same(answers, reference.answers)
+        par.forget_all(server)  # the wrong chunks were promoted into both caches
+
+
+def test_tenants_find_nothing_of_each_other(server: Server, reference: rig.Reference) -> None:
+    """Two salts, and none, with the same prompt: in the CPU tier and in the pool."""
+    prompt, answer = reference.prompts[:1], reference.answers[:1]
+
+    def hits(salt: str | None, source: str = "") -> float:
+        par.forget_gpu(server)
+        before = rig.metrics(server)
+        assert rig.same(par.ask(server, prompt, cache_salt=salt), answer)
+        if source:
+            return rig.grown(server, before, LOADED, source=source)
+        assert rig.grown(server, before, "vllm:prefix_cache_hits_total") == 0
+        return rig.grown(server, before, HITS)
+
+    whole = par.whole(prompt[0])
+    par.forget_all(server)
+    assert hits(None) == 0
+    assert hits(None, "cpu") == whole
+    assert hits("one") == 0, "what lies there without a salt is not theirs"
+    assert hits("one", "cpu") == whole
+    assert hits("two") == 0
+    _all_in_the_pool(server, rig.Reference(reference.prompts[1:], reference.answers[1:]))
+    assert hits("three") == 0
+    assert hits("one", "pool") == whole
+    assert hits(None, "pool") == whole
+
+
+def test_a_start_adopts_what_all_ranks_still_have(successor: Server, damaged: Damage) -> None:
+    assert min(damaged.cut, damaged.lost) > 3
+    now = rig.wait_for(successor, "figures", rig.has_figures)
+    assert now.value("vllm:nvmeof_entries") == damaged.used - damaged.lost
+    log = successor.log()
+    assert f"{damaged.lost} pool entries of rank 0 are not on every rank: dropped" in log
+    assert "table entries from slots" in log
+
+
+def test_tenants_find_nothing_of_each_other_after_a_restart(
+    successor: Server, reference: rig.Reference
+) -> None:
+    prompt, answer = reference.prompts[:1], reference.answers[:1]
+    for salt, found in (("four", False), ("one", True), ("two", True), (None, True)):
+        before = rig.metrics(successor)
+        assert rig.same(par.ask(successor, prompt, cache_salt=salt), answer)
+        loaded = rig.grown(successor, before, LOADED, source="pool")
+        assert loaded == (par.whole(prompt[0]) if found else 0), salt
+        assert rig.grown(successor, before, HITS) == loaded
+
+
+def test_what_one_rank_has_lost_is_computed_again(
+    successor: Server, damaged: Damage, reference: rig.Reference
+) -> None:
+    before = rig.metrics(successor)
+    # Whose chunks were written last: rank 0's part of them is cut off, and rank 1's is whole.
+    answers = par.ask(successor, reference.prompts[:1], cache_salt="three")
+    assert rig.same(answers, reference.answers[:1])
+    assert 0 < rig.grown(successor, before, FAILED) <= damaged.cut
+    # Whose headers rank 1 has lost in part: nobody looks for the rest of those any more.
+    assert rig.same(par.ask(successor, reference.prompts), reference.answers)
+    found = rig.grown(successor, before, LOADED, source="pool")
+    assert 0 < found <= (damaged.used - damaged.lost) * rig.CHUNK_TOKENS
+    rig.wait_for(successor, "the last write", lambda m: m.value(PENDING) == 0)
+    par.forget_gpu(successor)
+    before = rig.metrics(successor)
+    answers = par.ask(successor, reference.prompts[:1], cache_salt="three")
+    assert rig.same(answers, reference.answers[:1])
+    assert rig.grown(successor, before, HITS) == par.whole(reference.prompts[0]), "stored again"
+    assert rig.same(par.ask(successor, reference.prompts), reference.answers)
+    assert rig.grown(successor, before, FAILED) == 0

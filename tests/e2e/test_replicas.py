@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two data-parallel replicas behind one API server: a directory each, and no mixing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import faults_rig as rig
+from tests.e2e import parallel_rig as par
+from tests.e2e.parallel_rig import FAILED, HITS, LOADED
+from vllm_nvmeof_offload.demo.client import Metrics
+from vllm_nvmeof_offload.demo.server import Server, ServerError, ServerSpec
+from vllm_nvmeof_offload.pool.lock import read_holder
+
+OPTION = "--data-parallel-size"
+
+
+@pytest.fixture(scope="module")
+def reference() -> rig.Reference:
+    return par.reference()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("replicas") / "pool"
+
+
+@pytest.fixture(scope="module")
+def spec(place: Path) -> ServerSpec:
+    spec = par.spec(place, OPTION)
+    return replace(spec, extra_args=(*spec.extra_args, "--api-server-count", "1"))
+
+
+@pytest.fixture(scope="module")
+def server(spec: ServerSpec, reference: rig.Reference) -> Iterator[Server]:
+    with rig.start(spec, "replicas") as server:
+        yield server
+
+
+def settle(server: Server) -> None:
+    """Each replica takes steps until what it has written is reported."""
+
+    def idle(now: Metrics) -> bool:
+        for replica in (0, 1):
+            par.ask(server, [[5, 6, 7]], replica=replica)
+        return now.value("vllm:nvmeof_writes_pending") == 0
+
+    rig.wait_for(server, "the last write", idle)
+
+
+def test_each_has_a_directory_and_half_of_the_pool(
+    server: Server, spec: ServerSpec, place: Path
+) -> None:
+    settle(server)
+    now = rig.metrics(server)
+    slots = [now.value("vllm:nvmeof_pool_slots", engine=str(r)) for r in (0, 1)]
+    assert slots[0] == slots[1] > 0
+    assert spec.offload is not None
+    slabs = sorted(place.glob("*/engine-*/rank-*/slab"))
+    assert [slab.parts[-3:-1] for slab in slabs] == [(f"engine-{r}", "rank-0") for r in (0, 1)]
+    total = sum(slab.stat().st_size for slab in slabs)
+    configured = spec.offload.extra["pool_bytes"]
+    assert 0.95 * configured < total <= configured
+    holders = [read_holder(slab.with_name("lock")) for slab in slabs]
+    pids = {holder.pid for holder in holders if holder is not None}
+    assert len(pids) == 2
+    for pid in pids:
+        os.kill(pid, 0)
+    log = server.log()
+    assert "2 data-parallel replicas share" in log
+    assert all(f"replica {r}, rank 0: " in log for r in (0, 1))
+
+
+def test_each_finds_its_own_chunks_alone(server: Server, reference: rig.Reference) -> None:
+    par.forget_all(server)
+    for source in ("", "cpu", "pool"):
+        for replica in (0, 1):
+            before = rig.metrics(server)
+            answers = par.ask(server, reference.prompts[:1], replica=replica)
+            assert rig.same(answers, reference.answers[:1])
+            found = rig.grown(server, before, HITS, engine=str(replica))
+            loaded = rig.grown(server, before, LOADED, source=source, engine=str(replica))
+            wanted = par.whole(reference.prompts[0]) if source else 0
+            assert found == wanted, "nothing at first, though the other has it"
+            assert not source or loaded == wanted
+        if source == "cpu":
+            for replica in (0, 1):
+                answers = par.ask(server, reference.prompts[1:], replica=replica)
+                assert rig.same(answers, reference.answers[1:])
+        settle(server)
+        par.forget_gpu(server)
+    assert rig.metrics(server).value(FAILED) == 0
+
+
+@pytest.mark.soak
+def test_after_sigkill_each_finds_its_directory_again(
+    server: Server, spec: ServerSpec, reference: rig.Reference
+) -> None:
+    settle(server)
+    server.kill()
+    with rig.start(spec, "replicas-after") as successor:
+        for replica in (0, 1):
+            before = rig.metrics(successor)
+            answers = par.ask(successor, reference.prompts, replica=replica)
+            assert rig.same(answers, reference.answers)
+            name = str(replica)
+            assert rig.grown(successor, before, LOADED, source="pool", engine=name) > 0
+
+
+@pytest.mark.soak
+def test_without_our_plugin_replicas_are_refused(spec: ServerSpec) -> None:
+    with pytest.raises(ServerError) as refusal:
+        rig.start(rig.without_plugin(spec), "replicas-refused")
+    log = (rig.BUILD / "logs" / "replicas-refused.log").read_text()
+    assert "data_parallel_size=2: our plugin has not run" in log, refusal.value
+
+
+@pytest.mark.soak  # the same text comes from tests/unit/test_refusals.py in seconds
+def test_a_pipeline_is_refused_before_the_model_loads(tmp_path: Path) -> None:
+    spec = par.spec(tmp_path / "pool", "--pipeline-parallel-size")
+    done = subprocess.run(
+        spec.command(port=1),
+        env=spec.environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("vllm: error: pipeline_parallel_size=2: this version supports 1")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "pool").exists()
