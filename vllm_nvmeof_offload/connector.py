@@ -33,6 +33,7 @@ from vllm.version import __version__ as vllm_version
 
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.deployment import describe, process_began_s
+from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.integration import factories, known_vllm, orphan, weights_watch
 from vllm_nvmeof_offload.integration.scheduler_view import SchedulerView, timed
 from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
@@ -91,7 +92,12 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         known_vllm.require()  # where no plugin did
-        refuse_unsupported(vllm_config, kv_cache_config)
+        try:
+            refuse_unsupported(vllm_config, kv_cache_config)
+        except ConfigError as error:
+            # vLLM buries the exception under two processes' tracebacks.
+            logger.error("cannot serve: %s", error)
+            raise
         choose_blocks_per_chunk(vllm_config, kv_cache_config)
         declared = parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config).replicas
         replica = replica_of(vllm_config, declared)

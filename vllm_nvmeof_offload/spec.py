@@ -9,11 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    MLAAttentionSpec,
-    iter_layer_specs,
-)
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingCounterMetadata,
@@ -27,7 +22,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from vllm_nvmeof_offload.config import chunk_blocks, parse_config
 from vllm_nvmeof_offload.deployment import Deployment
-from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.integration.model_shape import refuse_model
 from vllm_nvmeof_offload.manager.admission import AdmissionConfig
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
@@ -49,21 +44,7 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
     Raises:
         ConfigError: naming the model or the option.
     """
-    name = vllm_config.model_config.model
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise ConfigError(
-            "model", name, f"has {len(groups)} KV cache groups; this version offloads one group"
-        )
-    for layer in iter_layer_specs(groups[0].kv_cache_spec):
-        # By exact type: a window, or what derives from full attention to drop blocks while a
-        # request runs, leaves chunks that are not whole.
-        if type(layer) not in (FullAttentionSpec, MLAAttentionSpec):
-            raise ConfigError(
-                "model",
-                name,
-                f"keeps its KV in a {type(layer).__name__}; this version offloads full attention",
-            )
+    refuse_model(vllm_config, kv_cache_config)
     refuse_parallel(vllm_config.parallel_config)
 
 

@@ -18,7 +18,14 @@ import json
 from types import SimpleNamespace as Object
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.integration.precheck import precheck
@@ -28,6 +35,12 @@ common = dict(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32)
 full = FullAttentionSpec(**common)
 mla = MLAAttentionSpec(**common)
 window = SlidingWindowSpec(**common, sliding_window=128)
+local = ChunkedLocalAttentionSpec(**common, attention_chunk_size=128)
+state = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+wide = FullAttentionSpec(**{**common, "num_kv_heads": 4})
+
+def layers(**specs):
+    return UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs)
 
 class Derived(FullAttentionSpec):
     pass
@@ -43,9 +56,14 @@ def said(call, *args):
         return str(error)
     return ""
 
-def refused(*specs, **sizes):
-    config = Object(model_config=Object(model="org/name"), parallel_config=parallel(**sizes))
-    groups = [Object(kv_cache_spec=spec) for spec in specs]
+def refused(*specs, mla=False, caching=True, **sizes):
+    config = Object(
+        model_config=Object(model="org/name", use_mla=mla),
+        parallel_config=parallel(**sizes),
+        scheduler_config=Object(enable_chunked_prefill=caching),
+        cache_config=Object(enable_prefix_caching=caching),
+    )
+    groups = [Object(kv_cache_spec=spec, layer_names=["a", "b"]) for spec in specs]
     return said(refuse_unsupported, config, Object(kv_cache_groups=groups))
 
 def prechecked(**sizes):
@@ -55,8 +73,17 @@ def prechecked(**sizes):
 
 print("RESULT " + json.dumps({
     "full": refused(full),
-    "mla": refused(mla),
+    "full without caching": refused(full, caching=False),
+    "several widths": refused(layers(a=full, b=wide)),
+    "mla": refused(mla, mla=True),
+    "mla without context": refused(mla, mla=True, caching=False),
     "window": refused(window),
+    "window among full": refused(full, window),
+    "window in one group": refused(layers(a=full, b=window)),
+    "chunked local": refused(full, local),
+    "state": refused(full, state),
+    "window and state": refused(full, window, state),
+    "nothing": refused(),
     "derived": refused(Derived(**common)),
     "two groups": refused(full, full),
     "pipeline": refused(full, pipeline=2),
@@ -80,12 +107,20 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [s for s in done.stdout.splitlines() if s.startswith("RESULT ")]
     said = json.loads(line.removeprefix("RESULT "))
-    assert said.pop("full") == ""
-    assert said.pop("mla") == ""
+    for case in ("full", "full without caching", "several widths", "mla"):
+        assert said.pop(case) == "", case
+    keep_all, without = "--disable-hybrid-kv-cache-manager", "serve this model without offloading"
     wanted = {
-        "window": ["org/name", "SlidingWindowSpec", "full attention"],
-        "derived": ["org/name", "Derived"],
-        "two groups": ["org/name", "2 KV cache groups"],
+        "window": ["org/name", "(2 x SlidingWindowSpec)", "--disable-sliding-window", "128 tok"],
+        "window among full": ["2 x FullAttentionSpec, 2 x SlidingWindowSpec", keep_all],
+        "window in one group": ["1 x FullAttentionSpec, 1 x SlidingWindowSpec", keep_all],
+        "chunked local": ["2 x ChunkedLocalAttentionSpec", keep_all],
+        "state": ["2 KV cache groups (2 x FullAttentionSpec, 2 x MambaSpec)", without],
+        "window and state": ["3 KV cache groups", without],
+        "nothing": ["0 KV cache groups (no KV)", without],
+        "mla without context": ["org/name", "MLAAttentionSpec", "no AMX", "without offloading"],
+        "derived": ["org/name", "1 KV cache group (2 x Derived)", "full attention", without],
+        "two groups": ["org/name", "2 KV cache groups (4 x FullAttentionSpec)", without],
         "pipeline": ["pipeline_parallel_size=2", "supports 1"],
         "decode context": ["decode_context_parallel_size=2", "supports 1"],
         "prefill context": ["prefill_context_parallel_size=2", "supports 1"],
