@@ -8,7 +8,7 @@ STAMP := $(VENV)/.setup-stamp
 SETUP_INPUTS := pyproject.toml requirements/cpu.lock requirements/overrides.txt \
 	tools/setup.sh tools/need_packages.sh tools/vllm_cpu_shim.py CMakeLists.txt \
 	$(wildcard vllm_nvmeof_offload/native/*.cpp vllm_nvmeof_offload/native/*.h)
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= --durations=15
 SOAK_SECONDS ?= 14400
 
 # The virtual environment holds the CPU build of vLLM. Nothing here talks to a model hub, and
@@ -28,7 +28,7 @@ help:
 	@echo "make test       unit, contract, simulator, fault and fabric tests, then end to end on real vLLM"
 	@echo "make test-fast  the same without end to end and without the emulated fabric"
 	@echo "make test-fabric the pool on a real NVMe/TCP fabric in an emulated guest, whose paths fail"
-	@echo "make soak       both simulators with fresh seeds, for SOAK_SECONDS (4 hours)"
+	@echo "make soak       the longest tests, then both simulators with fresh seeds for SOAK_SECONDS (4 hours)"
 	@echo "make bench      the pool beside fio, a bare ring and vLLM's own file tier"
 	@echo "make check      ruff and mypy"
 	@echo "make setup      only the virtual environment in $(VENV)/"
@@ -61,6 +61,7 @@ test-e2e: setup | test-fast test-fabric
 
 # Replay a failing seed with: .venv/bin/python -m tests.sim --seed N, or -m tests.faults.store
 soak: setup
+	$(BIN)/python -m pytest tests -m soak $(PYTEST_ARGS)
 	$(BIN)/python -m tests.sim --seconds $$(($(SOAK_SECONDS) / 2)) --keep-going
 	$(BIN)/python -m tests.faults.store --seconds $$(($(SOAK_SECONDS) / 2)) --keep-going
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -20,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
@@ -35,12 +32,16 @@ from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.deployment import describe, process_began_s
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.integration import factories, known_vllm, orphan, weights_watch
+from vllm_nvmeof_offload.integration.messages import (
+    NVMeoFConnectorMetadata,
+    NVMeoFHandshake,
+    NVMeoFWorkerMetadata,
+)
 from vllm_nvmeof_offload.integration.scheduler_view import SchedulerView, timed
 from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.manager.waiting import WaitingRequests
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.parallel import replica_of
-from vllm_nvmeof_offload.protocol import Command, RankHello, Report
 from vllm_nvmeof_offload.spec import (
     NVMeoFOffloadingSpec,
     choose_blocks_per_chunk,
@@ -53,38 +54,6 @@ __all__ = ["NVMeoFOffloadingConnector"]
 logger = logging.getLogger(LOGGER_NAME)
 
 factories.register_loaded()  # vLLM looks up the class by its name for a MultiConnector's figures
-
-
-@dataclass
-class NVMeoFConnectorMetadata(OffloadingConnectorMetadata):
-    """One step's jobs and commands, scheduler → workers."""
-
-    commands: tuple[Command, ...] = ()
-
-
-@dataclass
-class NVMeoFWorkerMetadata(OffloadingWorkerMetadata):
-    """One step's completions and reports, workers → scheduler."""
-
-    reports: tuple[Report, ...] = ()
-    counters: Counter[str] = field(default_factory=Counter)
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> NVMeoFWorkerMetadata:
-        assert isinstance(other, NVMeoFWorkerMetadata)
-        base = super().aggregate(other)
-        return NVMeoFWorkerMetadata(
-            completed_jobs=base.completed_jobs,
-            transfer_stats=base.transfer_stats,
-            reports=self.reports + other.reports,
-            counters=self.counters + other.counters,
-        )
-
-
-@dataclass
-class NVMeoFHandshake(KVConnectorHandshakeMetadata):
-    """What a worker says once, at start."""
-
-    hello: RankHello
 
 
 class NVMeoFOffloadingConnector(OffloadingConnector):

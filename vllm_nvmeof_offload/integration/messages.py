@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM carries between our scheduler side and the workers, with each step and at start."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+
+from vllm_nvmeof_offload.protocol import Command, RankHello, Report
+
+__all__ = ["NVMeoFConnectorMetadata", "NVMeoFHandshake", "NVMeoFWorkerMetadata"]
+
+
+@dataclass
+class NVMeoFConnectorMetadata(OffloadingConnectorMetadata):
+    """One step's jobs and commands, scheduler → workers."""
+
+    commands: tuple[Command, ...] = ()
+
+
+@dataclass
+class NVMeoFWorkerMetadata(OffloadingWorkerMetadata):
+    """One step's completions and reports, workers → scheduler."""
+
+    reports: tuple[Report, ...] = ()
+    counters: Counter[str] = field(default_factory=Counter)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> NVMeoFWorkerMetadata:
+        assert isinstance(other, NVMeoFWorkerMetadata)
+        base = super().aggregate(other)
+        return NVMeoFWorkerMetadata(
+            completed_jobs=base.completed_jobs,
+            transfer_stats=base.transfer_stats,
+            reports=self.reports + other.reports,
+            counters=self.counters + other.counters,
+        )
+
+
+@dataclass
+class NVMeoFHandshake(KVConnectorHandshakeMetadata):
+    """What a worker says once, at start."""
+
+    hello: RankHello
