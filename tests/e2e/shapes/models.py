@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny random models of many shapes, and adapters, from the classes of `transformers`.
+
+Weights are drawn as `demo/model.py` draws them: peaked attention, so that the answer hangs on
+the whole context and a wrong KV byte shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.e2e import faults_rig as rig
+from vllm_nvmeof_offload.demo.model import ModelShape, make_model
+
+__all__ = ["IMAGE_TOKEN", "WINDOW_TOKENS", "make", "make_adapter"]
+
+MODELS = rig.BUILD / "models"
+SHAPE = ModelShape(layers=2, hidden=128, intermediate=256, heads=4, kv_heads=1)
+#: Answers repeat themselves: what a drafter that copies from the context needs.
+LOOPING = ModelShape(
+    layers=2, hidden=128, intermediate=256, heads=4, kv_heads=1, query_gain=1.0, embed_std=1.0
+)
+#: The Gemma-like model's local layers see this many tokens back.
+WINDOW_TOKENS = 64
+IMAGE_TOKEN = SHAPE.vocab
+_SIZES: dict[str, Any] = {
+    "vocab_size": SHAPE.vocab,
+    "hidden_size": SHAPE.hidden,
+    "intermediate_size": SHAPE.intermediate,
+    "num_hidden_layers": 2,
+    "num_attention_heads": SHAPE.heads,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def gemma() -> Any:
+    """Local layers with a sliding window, and one with full attention."""
+    from transformers import Gemma3TextConfig
+
+    return Gemma3TextConfig(
+        **{**_SIZES, "num_hidden_layers": 4},
+        num_key_value_heads=1,
+        head_dim=32,
+        sliding_window=WINDOW_TOKENS,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        query_pre_attn_scalar=4,
+    )
+
+
+def mistral() -> Any:
+    """A sliding window in every layer: one group, and nothing whole in it."""
+    from transformers import MistralConfig
+
+    return MistralConfig(**_SIZES, num_key_value_heads=1, head_dim=32, sliding_window=512)
+
+
+def deepseek() -> Any:
+    """Multi-head latent attention, of the one size that vLLM's CPU kernel knows."""
+    from transformers import DeepseekV2Config
+
+    return DeepseekV2Config(
+        **_SIZES,
+        num_key_value_heads=SHAPE.heads,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        first_k_dense_replace=2,  # no layer of experts
+        n_routed_experts=2,
+        tie_word_embeddings=False,
+    )
+
+
+def jamba() -> Any:
+    """A state-space (Mamba) layer and an attention layer."""
+    from transformers import JambaConfig
+
+    return JambaConfig(
+        **_SIZES,
+        num_key_value_heads=1,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        num_experts=1,
+        num_experts_per_tok=1,
+        mamba_d_state=16,
+        mamba_dt_rank=8,
+        tie_word_embeddings=False,
+    )
+
+
+def mamba() -> Any:
+    """State-space layers and nothing else: no KV at all."""
+    from transformers import MambaConfig
+
+    return MambaConfig(
+        vocab_size=SHAPE.vocab, hidden_size=SHAPE.hidden, num_hidden_layers=2, state_size=16
+    )
+
+
+def llava() -> Any:
+    """Images of 16 tokens before a Llama."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+
+    vision = CLIPVisionConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=56,
+        patch_size=14,
+        projection_dim=64,
+    )
+    text = LlamaConfig(
+        **{**_SIZES, "vocab_size": SHAPE.vocab + 64}, num_key_value_heads=1, head_dim=32
+    )
+    return LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN, image_seq_length=16
+    )
+
+
+def make(kind: str) -> Path:
+    """Make the model unless it is there already; return its directory.
+
+    kind: the name of a function above, `llama` or `looping`.
+    """
+    if kind in ("llama", "looping"):
+        return make_model(MODELS, SHAPE if kind == "llama" else LOOPING)
+    config_of: Callable[[], Any] = globals()[kind]
+    config = config_of()
+    text = json.dumps([config.to_dict(), Path(__file__).read_text()], sort_keys=True, default=str)
+    directory = MODELS / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    if (directory / "config.json").exists():
+        return directory
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    _write(config, partial)
+    partial.rename(directory)
+    return directory
+
+
+def _write(config: Any, directory: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    is_image_model = hasattr(config, "image_token_index")
+    kind = AutoModelForImageTextToText if is_image_model else AutoModelForCausalLM
+    torch.manual_seed(20261121)
+    model = kind.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            _draw(name, weights, tied=config.get_text_config().tie_word_embeddings)
+    model.save_pretrained(directory)
+    tokenizer = make_model(MODELS, SHAPE)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / file, directory / file)
+    if is_image_model:
+        _name_as_vllm_does(directory / "model.safetensors")
+        _write_processor(directory)
+
+
+def _draw(name: str, weights: Any, *, tied: bool) -> None:
+    """Draw a matrix's weights; other vectors stay as the class made them."""
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        weights.fill_(0.5)
+    elif tied and name == "model.norm.weight":
+        # The small embeddings of a tied model give small logits: the last norm makes up for it.
+        weights.fill_(15.0)
+    if weights.ndim != 2:
+        return
+    unit = weights.shape[1] ** -0.5
+    std = unit
+    if "embed_tokens" in name:
+        std = SHAPE.embed_std * (unit if tied else 1.0)
+    elif "lm_head" in name:
+        std = SHAPE.logit_std * unit
+    elif "q_proj" in name:
+        std = SHAPE.query_gain * unit
+    weights.normal_(0.0, std)
+
+
+def _name_as_vllm_does(file: Path) -> None:
+    """vLLM knows the vision tower's weights by the names of published checkpoints."""
+    from safetensors.torch import load_file, save_file
+
+    weights = {
+        name.replace("vision_tower.", "vision_tower.vision_model.", 1): value
+        for name, value in load_file(file).items()
+    }
+    save_file(weights, str(file), metadata={"format": "pt"})
+
+
+def _write_processor(directory: Path) -> None:
+    from transformers import AutoTokenizer, CLIPImageProcessor, LlavaProcessor
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    assert tokenizer.convert_tokens_to_ids("<image>") == IMAGE_TOKEN
+    side = {"height": 56, "width": 56}
+    images = CLIPImageProcessor(size={"shortest_edge": 56}, crop_size=side)
+    LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    ).save_pretrained(directory)
+
+
+def make_adapter(directory: Path, seed: int) -> Path:
+    """Write a LoRA adapter of the Llama; return its directory."""
+    from safetensors.numpy import save_file
+
+    directory.mkdir(parents=True)
+    rng = np.random.default_rng(seed)
+    rank, head = 8, SHAPE.head_dim
+    weights = {}
+    for layer in range(SHAPE.layers):
+        for name, rows in (("q_proj", SHAPE.heads * head), ("v_proj", SHAPE.kv_heads * head)):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            for part, dims in (("A", (rank, SHAPE.hidden)), ("B", (rows, rank))):
+                drawn = rng.standard_normal(dims, dtype=np.float32) * np.float32(dims[1] ** -0.5)
+                weights[f"{prefix}.lora_{part}.weight"] = drawn
+    save_file(weights, str(directory / "adapter_model.safetensors"))
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of engine runs, and the process that plays them (`zygote.py`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from tests.e2e import faults_rig
+from tests.e2e.shapes.models import SHAPE
+from vllm_nvmeof_offload.units import GIB, MIB
+
+__all__ = ["Answer", "Outcome", "Plan", "Request", "Zygote", "play_back", "prompts", "same"]
+
+ROOT = Path(__file__).resolve().parents[3]
+LOGS = faults_rig.BUILD / "logs"
+#: An engine of a tiny model starts in three seconds on an idle machine.
+RUN_S_MAX = 240.0
+LOGPROB_TOLERANCE = 1e-3
+#: Options that must not change an answer.
+_INDIFFERENT = {"speculative_config", "prefix_caching_hash_algo", "mm_processor_cache_gb"}
+STAGING_BYTES, POOL_BYTES = 32 * MIB, 32 * MIB
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt of token ids. image: a seed. lora: name, number and path of an adapter."""
+
+    prompt: list[int]
+    tokens: int = 6
+    image: int | None = None
+    lora: tuple[str, int, str] | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One engine: how it is built, where it offloads to (None: it does not), what it is asked.
+
+    Before each round the GPU's prefix cache is emptied. model: a kind that `models.py` makes.
+    """
+
+    model: str
+    rounds: Sequence[Sequence[Request]] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    target: Path | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    #: Run what is refused, to see what it would give.
+    lift_mla: bool = False
+
+    def plain(self) -> Plan:
+        """The same without offloading and without any cache."""
+        options = {k: v for k, v in self.options.items() if k not in _INDIFFERENT}
+        options["enable_prefix_caching"] = False
+        return replace(self, target=None, extra={}, options=options)
+
+    def arguments(self) -> dict[str, Any]:
+        """`LLM`'s arguments."""
+        arguments: dict[str, Any] = {
+            "model": self.model,
+            "dtype": "float32",
+            "max_model_len": 768,
+            "enforce_eager": True,
+            "block_size": 32,
+            "num_gpu_blocks_override": 80,
+            "disable_log_stats": False,
+        }
+        if self.target is not None:
+            extra = {
+                "targets": [str(self.target)],
+                "pool_bytes": POOL_BYTES,
+                "blocks_per_chunk": 2,
+                **self.extra,
+            }
+            arguments |= {
+                "kv_offloading_backend": "nvmeof",
+                "kv_offloading_size": STAGING_BYTES / GIB,
+                "kv_transfer_config": {"kv_connector_extra_config": extra},
+            }
+        return arguments | dict(self.options)
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: list[int]
+    logprobs: list[float]
+    gap: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One engine's life.
+
+    counters: by round, how much each has grown. error: the exception that `LLM(...)` raised, or
+    empty. log: all that the process printed.
+    """
+
+    answers: list[list[Answer]]
+    counters: list[dict[str, float]]
+    error: str
+    log: str
+
+    def grown(self, turn: int, name: str) -> float:
+        """How much a counter has grown in a round (0 is the first)."""
+        return self.counters[turn].get(name, 0)
+
+
+def play_back(zygote: Zygote, plan: Plan, name: str) -> tuple[Outcome, Outcome]:
+    """Ask what `plan` asks (one round) without offloading, twice with it, and after a restart.
+
+    Every answer must be the same. Returns the two lives of the engine that offloads.
+    """
+    (asked,) = plan.rounds
+    reference = zygote.reference(plan, name)
+    first = zygote.run(replace(plan, rounds=[asked, asked]), f"{name}-first")
+    second = zygote.run(plan, f"{name}-second")
+    for outcome in (first, second):
+        assert not outcome.error, outcome.error
+        for answers, counters in zip(outcome.answers, outcome.counters, strict=True):
+            assert same(answers, reference)
+            assert counters.get("nvmeof_failed_chunks", 0) == 0
+    return first, second
+
+
+def prompts(seed: int, *lengths: int) -> list[list[int]]:
+    """Random prompts that share nothing."""
+    rng = np.random.default_rng(seed)
+    return [[int(t) for t in rng.integers(2, SHAPE.vocab, n)] for n in lengths]
+
+
+def same(answers: Sequence[Answer], reference: Sequence[Answer]) -> bool:
+    """The same tokens, log-probabilities within the tolerance."""
+    return all(
+        a.tokens == b.tokens and np.allclose(a.logprobs, b.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
+        for a, b in zip(answers, reference, strict=True)
+    )
+
+
+class Zygote:
+    """The process of `zygote.py`."""
+
+    def __init__(self) -> None:
+        self._references: dict[str, list[Answer]] = {}
+        LOGS.mkdir(parents=True, exist_ok=True)
+        env = {
+            **faults_rig.spec().environment(),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "INFO",
+            # Threads that wait for one another spin, and the models are too small to share.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }
+        for variable in ("PYTHONHASHSEED", "VLLM_PLUGINS"):
+            env.pop(variable, None)
+        self._log = (LOGS / "shapes-zygote.log").open("w")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.e2e.shapes.zygote"],
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._answer(RUN_S_MAX) == "READY"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._log.close()
+
+    def model(self, kind: str) -> Path:
+        """Make a model; return its directory."""
+        _, seen = self._play(Plan(kind), f"{kind}-made", only_make=True)
+        return Path(seen["model"])
+
+    def run(self, plan: Plan, name: str) -> Outcome:
+        """Play `plan` in a fresh process; its output is in `build/logs/shapes-NAME.log`."""
+        text, seen = self._play(plan, name)
+        return Outcome(
+            [[Answer(**a) for a in answers] for answers in seen.get("answers", [])],
+            seen.get("counters", []),
+            seen.get("error", ""),
+            text,
+        )
+
+    def _play(self, plan: Plan, name: str, *, only_make: bool = False) -> tuple[str, Any]:
+        log, result = LOGS / f"shapes-{name}.log", LOGS / f"shapes-{name}.json"
+        result.unlink(missing_ok=True)
+        order = {
+            "llm": plan.arguments(),
+            "rounds": [[asdict(request) for request in asked] for asked in plan.rounds],
+            "env": dict(plan.env),
+            "only_make": only_make,
+            "lift_mla": plan.lift_mla,
+            "offloads": plan.target is not None,
+            "log": str(log),
+            "result": str(result),
+        }
+        assert self._process.stdin is not None
+        print(json.dumps(order), file=self._process.stdin, flush=True)
+        code = self._answer(RUN_S_MAX)
+        text = log.read_text(errors="replace")
+        assert code == "0" and result.exists(), f"exit {code}\n{text[-4000:]}"
+        return text, json.loads(result.read_text())
+
+    def reference(self, plan: Plan, name: str) -> list[Answer]:
+        """What is answered to `plan`'s one round without offloading; asked once for equal plans."""
+        plain = plan.plain()
+        known = repr(plain)
+        if known not in self._references:
+            outcome = self.run(plain, f"{name}-plain")
+            assert not outcome.error, outcome.error
+            (answers,) = outcome.answers
+            gap = min(answer.gap for answer in answers)
+            assert gap > 2 * LOGPROB_TOLERANCE, "choose another seed"
+            self._references[known] = answers
+        return self._references[known]
+
+    def _answer(self, timeout_s: float) -> str:
+        """The next line; a process that says nothing for so long is killed."""
+        assert self._process.stdout is not None
+        guard = threading.Timer(timeout_s, os.killpg, (self._process.pid, 9))
+        guard.start()
+        try:
+            return self._process.stdout.readline().strip()
+        finally:
+            guard.cancel()

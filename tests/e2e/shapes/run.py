@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine's life: start, rounds of requests, what they gave and what was counted."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from typing import Any
+
+from tests.e2e.shapes.models import make
+
+_SETTLE_S = 30.0
+#: Log-probabilities of the token and of the runner-up.
+_RANKS = 2
+
+
+def play(plan: dict[str, Any]) -> dict[str, Any]:
+    """Start an engine as `plan` says and ask it; `Plan` has the fields.
+
+    Returns `answers` and `counters` of each round, or `error` (the exception's text).
+    """
+    from vllm import LLM
+
+    os.environ.update(plan["env"])
+    if plan["lift_mla"]:
+        _lift_the_refusal_of_mla()
+    arguments = {**plan["llm"], "model": str(make(plan["llm"]["model"]))}
+    drafter = arguments.get("speculative_config")
+    if drafter and "model" in drafter:
+        arguments["speculative_config"] = {**drafter, "model": str(make(drafter["model"]))}
+    if plan["only_make"]:
+        return {"model": arguments["model"]}
+    try:
+        llm = LLM(**arguments)
+    except Exception as error:  # noqa: BLE001 - whatever it says is the result
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
+    answers, counters = [], []
+    for asked in plan["rounds"]:
+        # What comes back comes from us: GPU memory forgets.
+        assert llm.reset_prefix_cache()
+        before = _counters(llm)
+        answers.append([_ask(llm, request) for request in asked])
+        if plan["offloads"]:
+            _settle(llm)
+        after = _counters(llm)
+        counters.append({k: v - before.get(k, 0) for k, v in after.items()})
+    return {"answers": answers, "counters": counters}
+
+
+def _lift_the_refusal_of_mla() -> None:
+    from vllm_nvmeof_offload.integration import model_shape
+
+    model_shape._ignores_loaded_kv = lambda vllm_config: False
+
+
+def _ask(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=request["tokens"],
+        ignore_eos=True,
+        logprobs=_RANKS,
+    )
+    prompt: dict[str, Any] = {"prompt_token_ids": request["prompt"]}
+    if request["image"] is not None:
+        prompt["multi_modal_data"] = {"image": _image(request["image"])}
+    lora = LoRARequest(*request["lora"]) if request["lora"] else None
+    (output,) = llm.generate(prompt, sampling, use_tqdm=False, lora_request=lora)
+    (answer,) = output.outputs
+    tokens = list(answer.token_ids)
+    ranked = [
+        sorted((lp.logprob for lp in step.values()), reverse=True) for step in answer.logprobs
+    ]
+    return {
+        "tokens": tokens,
+        "logprobs": [
+            step[token].logprob for step, token in zip(answer.logprobs, tokens, strict=True)
+        ],
+        "gap": min(first - second for first, second, *_ in ranked),
+    }
+
+
+def _image(seed: int) -> Any:
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (56, 56, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def _counters(llm: Any) -> dict[str, float]:
+    """Counters and gauges by name and, where there is one, source or tier."""
+    found: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        if not hasattr(metric, "value"):
+            continue
+        label = metric.labels.get("source") or metric.labels.get("tier")
+        name = metric.name.removeprefix("vllm:")
+        key = f"{name}:{label}" if label else name
+        found[key] = found.get(key, 0) + metric.value
+    return found
+
+
+def _settle(llm: Any) -> None:
+    """Step until every write has been reported, at most 30 s: reports travel on steps."""
+    deadline = time.monotonic() + _SETTLE_S
+    tiny = {"prompt": [5, 6, 7], "tokens": 1, "image": None, "lora": None}
+    while True:
+        _ask(llm, tiny)
+        now = _counters(llm)
+        written = now.get("nvmeof_written_chunks", 0)
+        if written >= now.get("nvmeof_stored_chunks", 0) and not now.get("nvmeof_writes_pending"):
+            return
+        assert time.monotonic() < deadline, "writes do not end"

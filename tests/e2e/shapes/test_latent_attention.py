@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-head latent attention (a DeepSeek-like model), in blocks of 16 tokens.
+
+vLLM's CPU kernels for it come in two kinds. With AMX it works like any other model. Without,
+vLLM computes what it calls a prefill without looking at the KV before it: tokens would be wrong,
+silently, with any connector. That is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from tests.e2e.shapes.rig import Plan, Request, Zygote, play_back, prompts, same
+
+CPU, POOL = "nvmeof_loaded_tokens:cpu", "nvmeof_loaded_tokens:pool"
+CHUNK_TOKENS = 32
+ASKED = [Request(prompt) for prompt in prompts(6, 5 * CHUNK_TOKENS - 9)]
+OPTIONS = {"block_size": 16, "num_gpu_blocks_override": 120}
+
+
+def test_refused_or_right(zygote: Zygote, tmp_path: Path) -> None:
+    plan = Plan("deepseek", [ASKED], OPTIONS, tmp_path)
+    error = zygote.run(replace(plan, rounds=[]), "mla-refused").error
+    if not error:  # a processor with AMX
+        first, second = play_back(zygote, plan, "mla-amx")
+        assert first.grown(1, CPU) == second.grown(0, POOL) == 4 * CHUNK_TOKENS
+        return
+    assert error.startswith("ConfigError: model=")
+    assert "deepseek" in error
+    assert "MLAAttentionSpec" in error
+    assert "ignores loaded KV where the processor has no AMX" in error
+    assert "serve it without offloading" in error
+
+
+def test_the_refusal_is_needed(zygote: Zygote, tmp_path: Path) -> None:
+    """With the refusal lifted loaded KV is not looked at: when this fails, vLLM has learnt it."""
+    options = {**OPTIONS, "attention_backend": "CPU_MLA"}
+    plan = Plan("deepseek", [ASKED], options, tmp_path, lift_mla=True)
+    reference = zygote.reference(plan, "mla")
+    lifted = zygote.run(replace(plan, rounds=[ASKED, ASKED]), "mla-lifted")
+    cold, loaded = lifted.answers
+    assert same(cold, reference)
+    assert lifted.grown(1, CPU) == 4 * CHUNK_TOKENS
+    assert not same(loaded, reference), "the refusal can go"

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs engines, each in a process of its own that is forked from one that has imported vLLM.
+
+Importing vLLM takes longer than starting an engine for a tiny model: it is done once, and
+every run is still a fresh process, so that a second run on one pool is a restart.
+
+Reads one plan a line (JSON) from standard input, and writes one line when its process ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+_PR_SET_PDEATHSIG = 1
+#: What every engine imports.
+_IMPORTED_ONCE = (
+    "vllm",
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+    "vllm_nvmeof_offload.connector",
+    "transformers",
+)
+
+
+def main() -> None:
+    _die_with_the_parent()
+    _stand_in_for_xxhash()
+    for module in _IMPORTED_ONCE:
+        importlib.import_module(module)
+
+    from tests.e2e.shapes import run
+
+    print("READY", flush=True)
+    for line in sys.stdin:
+        plan = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _be_an_engine(plan, run)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _be_an_engine(plan: dict[str, object], run: object) -> None:
+    _die_with_the_parent()
+    log = os.open(str(plan["log"]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for stream in (0, 1, 2):
+        os.dup2(log if stream else os.open(os.devnull, os.O_RDONLY), stream)
+    result = run.play(plan)  # type: ignore[attr-defined]
+    Path(str(plan["result"])).write_text(json.dumps(result))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _die_with_the_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _stand_in_for_xxhash() -> None:
+    """vLLM takes the package where it is; another hash of 16 bytes serves a test as well."""
+    try:
+        import xxhash  # noqa: F401
+    except ImportError:
+        import hashlib
+
+        def digest(data: bytes) -> bytes:
+            return hashlib.blake2b(data, digest_size=16).digest()
+
+        sys.modules["xxhash"] = SimpleNamespace(xxh3_128_digest=digest)  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    main()
