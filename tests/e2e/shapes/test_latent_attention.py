@@ -3,7 +3,8 @@
 
 vLLM's CPU kernels for it come in two kinds. With AMX it works like any other model. Without,
 vLLM computes what it calls a prefill without looking at the KV before it: tokens would be wrong,
-silently, with any connector. That is refused.
+silently, with any connector. That is refused; with the refusal lifted, the last two tests show
+that it is needed, and that the bytes which come back are right all the same.
 """
 
 from __future__ import annotations
@@ -43,3 +44,26 @@ def test_the_refusal_is_needed(zygote: Zygote, tmp_path: Path) -> None:
     assert same(cold, reference)
     assert lifted.grown(1, CPU) == 4 * CHUNK_TOKENS
     assert not same(loaded, reference), "the refusal can go"
+
+
+def test_the_bytes_are_right(zygote: Zygote, tmp_path: Path) -> None:
+    """One token alone is no prefill: its KV is looked at, and the answer goes on as it did.
+
+    The reference had the same KV by computing it: the prompt's whole chunks, then a token that
+    it chose itself.
+    """
+    options = {**OPTIONS, "attention_backend": "CPU_MLA"}
+    whole = [Request(prompt) for prompt in prompts(6, 4 * CHUNK_TOKENS, 5 * CHUNK_TOKENS)]
+    plan = Plan("deepseek", [whole], options, tmp_path, lift_mla=True)
+    reference = zygote.reference(plan, "mla-whole")
+    one_left = [
+        Request(request.prompt + answer.tokens[:1], tokens=len(answer.tokens) - 1)
+        for request, answer in zip(whole, reference, strict=True)
+    ]
+    first = zygote.run(replace(plan, rounds=[whole, one_left]), "mla-first")
+    second = zygote.run(replace(plan, rounds=[one_left]), "mla-second")
+    rest = [replace(a, tokens=a.tokens[1:], logprobs=a.logprobs[1:]) for a in reference]
+    assert same(first.answers[0], reference)
+    assert first.grown(1, CPU) == second.grown(0, POOL) == 9 * CHUNK_TOKENS
+    assert same(first.answers[1], rest)
+    assert same(second.answers[0], rest)
