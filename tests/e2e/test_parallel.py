@@ -240,11 +240,12 @@ def test_what_one_rank_has_lost_is_computed_again(
     assert rig.same(par.ask(successor, reference.prompts), reference.answers)
     found = rig.grown(successor, before, LOADED, source="pool")
     assert 0 < found <= (damaged.used - damaged.lost) * rig.CHUNK_TOKENS
-    rig.wait_for(successor, "the last write", lambda m: m.value(PENDING) == 0)
-    par.forget_gpu(successor)
-    before = rig.metrics(successor)
-    answers = par.ask(successor, reference.prompts[:1], cache_salt="three")
-    assert rig.same(answers, reference.answers[:1])
-    assert rig.grown(successor, before, HITS) == par.whole(reference.prompts[0]), "stored again"
-    assert rig.same(par.ask(successor, reference.prompts), reference.answers)
-    assert rig.grown(successor, before, FAILED) == 0
+    # A request stores nothing of what it has asked us for, even if it was computed in the end:
+    # the next one does.
+    for found in (None, par.whole(reference.prompts[0])):
+        par.forget_gpu(successor)
+        before = rig.metrics(successor)
+        answers = par.ask(successor, reference.prompts[:1], cache_salt="three")
+        assert rig.same(answers, reference.answers[:1])
+        assert rig.grown(successor, before, FAILED) == 0
+        assert found is None or rig.grown(successor, before, HITS) == found

@@ -137,3 +137,32 @@ def test_a_pipeline_is_refused_before_the_model_loads(tmp_path: Path) -> None:
     assert last.startswith("vllm: error: pipeline_parallel_size=2: this version supports 1")
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "pool").exists()
+
+
+@pytest.mark.soak
+def test_two_servers_that_start_at_once_on_one_target(
+    tmp_path: Path, reference: rig.Reference
+) -> None:
+    target = tmp_path / "pool"
+    spec = replace(par.spec(target, OPTION), extra_args=())
+    logs = rig.BUILD / "logs"
+    with (
+        Server(spec, logs / "beside-one.log") as one,
+        Server(spec, logs / "beside-two.log") as two,
+    ):
+        for server in (one.wait_ready(), two.wait_ready()):
+            before = rig.metrics(server)
+            assert rig.same(par.ask(server, reference.prompts[:1]), reference.answers[:1])
+            assert rig.grown(server, before, HITS) == 0, "nothing of the other server's"
+            par.forget_gpu(server)
+            assert rig.same(par.ask(server, reference.prompts[:1]), reference.answers[:1])
+            assert rig.grown(server, before, HITS) == par.whole(reference.prompts[0])
+            rig.wait_for(server, "writes", lambda m: m.value("vllm:nvmeof_writes_pending") == 0)
+        one.kill()
+        two.kill()
+    engines = sorted(path.name for path in target.glob("*/engine-*"))
+    assert engines == ["engine-0", "engine-1"]
+    with rig.start(spec, "beside-after") as server:
+        before = rig.metrics(server)
+        assert rig.same(par.ask(server, reference.prompts[:1]), reference.answers[:1])
+        assert rig.grown(server, before, LOADED, source="pool") == par.whole(reference.prompts[0])
