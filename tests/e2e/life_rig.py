@@ -60,10 +60,10 @@ class Scene:
     old: list[list[int]]
     new: list[list[int]]
 
-    def start(self, name: str, *arguments: str, step_tokens: int = 8192) -> Server:
-        spec = spec(self.pool, self.weights.directory, fault_injection=str(self.faults.path))
-        spec = replace(spec, extra_args=arguments, max_num_batched_tokens=step_tokens)
-        return rig.start(spec, name)
+    def start(self, name: str, *arguments: str, step_tokens: int) -> Server:
+        made = spec(self.pool, self.weights.directory, fault_injection=str(self.faults.path))
+        made = replace(made, extra_args=arguments, max_num_batched_tokens=step_tokens)
+        return rig.start(made, name)
 
 
 def asked() -> list[list[int]]:

@@ -164,10 +164,17 @@ def test_new_weights_during_sleep(server: Server, scene: life.Scene) -> None:
     assert rig.grown(server, before, LOADED, source="pool") > 0
 
 
-def test_a_killed_api_server_takes_all_processes_with_it(server: Server, scene: life.Scene) -> None:
+def test_an_engine_ends_when_its_server_is_killed(server: Server, scene: life.Scene) -> None:
+    """What vLLM itself would leave: two API servers without an engine, which hold nothing."""
     rig.wait_for(server, "the last write", lambda m: m.value(life.PENDING) == 0)
     os.kill(server.pid, signal.SIGKILL)
-    life.wait_until("the end of all processes", lambda: not life.group(server.pid), 60)
+
+    def no_engine() -> bool:
+        titles = life.group(server.pid).values()
+        return not any(name.startswith(("VLLM::EngineCore", "VLLM::Worker")) for name in titles)
+
+    life.wait_until("the end of engine and worker", no_engine, 60)
+    server.kill()
 
 
 def test_one_llm_after_the_other_on_the_old_weights(scene: life.Scene) -> None:

@@ -167,7 +167,7 @@ def test_what_cannot_work_is_refused_before_the_model_loads(
 
 
 def test_as_one_of_several_it_is_completed_like_alone(probed: dict[str, Any]) -> None:
-    for case, others in (("combined", 1), ("combined_size", 0), ("combined_unknown", 1)):
+    for case, others in (("combined", 1), ("combined_size", 0)):
         found = probed[case]
         assert found["kv_connector"] == "MultiConnector", case
         assert found["kv_load_failure_policy"] == "recompute"
@@ -180,6 +180,8 @@ def test_as_one_of_several_it_is_completed_like_alone(probed: dict[str, Any]) ->
         assert child["kv_connector_extra_config"]["staging_bytes"] > 0
     (child,) = probed["combined_size"]["kv_connector_extra_config"]["connectors"]
     assert child["kv_connector_extra_config"]["staging_bytes"] == GIB
+    unknown = probed["combined_unknown"]["error"]
+    assert "Unsupported connector type: NoSuchConnector" in unknown, "vLLM's own words"
 
 
 def test_other_backends_are_as_without_the_plugin(probed: dict[str, Any]) -> None:

@@ -66,7 +66,7 @@ def check_others(transfer: Any) -> None:
         for method, reason in (
             (
                 "get_handshake_metadata",
-                "hands metadata over at start, as ours does, and vLLM mixes",
+                "hands metadata over at start, as ours does: vLLM mixes them up",
             ),
             ("get_block_ids_with_load_errors", "may fail to load what ours has stored by then"),
         ):
