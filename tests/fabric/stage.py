@@ -273,12 +273,12 @@ class Stage:
 
     def strike(self) -> None:
         """Bring everything back to nothing connected, whatever has happened."""
-        if self.child is not None and self.child.process.is_alive():
-            self.child.kill()
         self.fabric.mend(1, 2)
         for number in (1, 2):
             with suppress(AssertionError, OSError):
                 self.fabric.hang_disk(number, on=False)
+        if self.child is not None and self.child.process.is_alive():
+            self.child.kill()  # only now: a thread that waits for a hung disk does not die
         for place in self.mounted:
             subprocess.run(["umount", "-l", str(place)], capture_output=True, timeout=60)
         self.fabric.disconnect()

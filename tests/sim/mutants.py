@@ -16,7 +16,7 @@ MUTANTS: dict[str, Callable[[], list[Patch]]] = {}
 #: Name → the weather in which the rule matters often.
 PROFILE = {
     "gates_accept_stale": "hangs",
-    "wait_for_a_load_does_not_cancel": "hangs",
+    "wait_for_a_load_does_not_cancel": "flushes",
     "reads_ignore_the_generation": "restarts",
     "outcome_counts_as_release": "hangs",
     "stream_slot_is_free_at_the_outcome": "hangs",

@@ -36,7 +36,7 @@ FIRST: dict[str, int] = {
     "new_weights_are_adopted": 17,
     "reads_ignore_the_generation": 190,
     "suspect_target_fails_the_reset": 52,
-    "wait_for_a_load_does_not_cancel": 42,
+    "wait_for_a_load_does_not_cancel": 8,
 }
 
 

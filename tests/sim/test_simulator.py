@@ -42,6 +42,11 @@ def test_no_rule_breaks_with_as_many_ranks(ranks: int) -> None:
         _seen.update(play(seed, "restarts", ranks))
 
 
+def test_no_rule_breaks_where_vllm_waits_for_loads_that_hang() -> None:
+    for seed in range(_FIRST, _FIRST + 30):
+        _seen.update(play(seed, "flushes"))
+
+
 @pytest.mark.parametrize(
     "what",
     [
