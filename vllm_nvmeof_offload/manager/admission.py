@@ -28,16 +28,21 @@ from dataclasses import dataclass
 
 __all__ = ["Admission", "AdmissionConfig", "Decision", "Find", "Taken"]
 
-#: How much sooner the other way must be before the pool is given up, or taken up again.
+#: How many times sooner loading must be for the pool to be taken up again. It is given up as
+#: soon as computing is sooner: a server must not be slower than without offloading.
 _HYSTERESIS = 1.25
+#: A load that took so many times what computing takes went badly.
+_REGRET = 1.25
 _HALF_LIFE_S = 30.0
 #: Weight of the newest overhead.
 _NEWEST = 0.5
 #: A load is cut off after so many times what computing would take, and not before `_LIMIT_S_MIN`.
 _LIMIT_FACTOR = 2.0
 _LIMIT_S_MIN = 0.25
-#: The most probes that must come whole before a pool is read again that went badly.
-_CAUTION_MAX = 64
+#: The most probes that must come whole before a pool is read again that went badly. A request
+#: brings up to four, so that at worst one load in 128 requests goes badly again. It is cut off
+#: after twice the time of computing, and computed then: 1.6 per cent of all computing.
+_CAUTION_MAX = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +145,7 @@ class Admission:
         compute_s = from_pool * self._tokens_per_chunk / tokens_per_s
         pool_s = max(self._overhead_s + self._read_s(find.pool, find.queued), self._feared_s)
         pool_s *= self._weight()
-        self.reading = pool_s < compute_s * (_HYSTERESIS if self.reading else 1 / _HYSTERESIS)
+        self.reading = pool_s < (compute_s if self.reading else compute_s / _HYSTERESIS)
         if not self.reading:
             return Decision(find.leading_cpu)
         return Decision(find.chunks, max(_LIMIT_S_MIN, _LIMIT_FACTOR * compute_s))
@@ -175,7 +180,7 @@ class Admission:
         tokens_per_s = self.tokens_per_s
         if load.probe or not tokens_per_s:
             return False
-        return seconds > _HYSTERESIS * sum(load.read) * self._tokens_per_chunk / tokens_per_s
+        return seconds > _REGRET * sum(load.read) * self._tokens_per_chunk / tokens_per_s
 
     def _read_s(self, chunks: Sequence[int], queued: Sequence[int]) -> float:
         """How long reading these chunks takes, behind those, by the rates."""
