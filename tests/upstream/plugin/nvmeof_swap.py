@@ -19,6 +19,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector as stock
@@ -80,9 +81,12 @@ def _counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _swap() -> None:
     known_vllm.require()  # of what is really ours; the answer is kept
-    for name in ("refuse_unsupported", "choose_blocks_per_chunk", "describe"):
+    for name in ("refuse_unsupported", "choose_blocks_per_chunk", "describe", "replica_of"):
         assert callable(getattr(ours, name))
         setattr(ours, name, lambda *_args, **_kwargs: None)
+    # Their configuration names a spec of theirs, which ours refuses.
+    assert callable(ours.parse_config)
+    ours.parse_config = lambda _extra: SimpleNamespace(replicas=1)
     ours.NVMeoFOffloadingSpec = OffloadingSpec  # type: ignore[misc]
     for name, method in vars(ours.NVMeoFOffloadingConnector).items():
         if callable(method):
