@@ -191,14 +191,8 @@ def _focus(profile: str, rng: random.Random) -> dict[str, Any]:
             "copy_s": rng.choice((0.0005, 0.01)),
             "ticks": 500,
         }
-    if profile == "flushes":  # by name alone: vLLM waits for loads that hang, longer than it may
-        return {
-            **_focus("hangs", rng),
-            "reset": rng.uniform(0.01, 0.05),
-            "read_deadline_s": 2.0,
-            "crash": 0.0,
-            "admission": False,
-        }
+    if profile == "flushes":
+        return _flushes(rng)
     if profile == "stuck":  # one target never answers, the others do
         return {
             "hangs": rng.uniform(0.2, 0.9),
@@ -241,6 +235,17 @@ def _focus(profile: str, rng: random.Random) -> dict[str, Any]:
             "ticks": 500,
         }
     return {}
+
+
+def _flushes(rng: random.Random) -> dict[str, Any]:
+    """By name alone: vLLM waits for loads that hang longer than it may wait."""
+    return {
+        **_focus("hangs", rng),
+        "reset": rng.uniform(0.01, 0.05),
+        "read_deadline_s": 2.0,
+        "crash": 0.0,
+        "admission": False,
+    }
 
 
 def _crowded(rng: random.Random) -> dict[str, Any]:
