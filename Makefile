@@ -9,6 +9,9 @@ SETUP_INPUTS := pyproject.toml requirements/cpu.lock requirements/overrides.txt 
 	tools/setup.sh tools/need_packages.sh tools/vllm_cpu_shim.py CMakeLists.txt \
 	$(wildcard vllm_nvmeof_offload/native/*.cpp vllm_nvmeof_offload/native/*.h)
 PYTEST_ARGS ?= --durations=15
+# So many test files run side by side; 0: one after the other, in one process.
+JOBS ?= 2
+SIDE_BY_SIDE = -n $(JOBS) --dist loadscope
 SOAK_SECONDS ?= 14400
 
 # The virtual environment holds the CPU build of vLLM. Nothing here talks to a model hub, and
@@ -20,7 +23,7 @@ export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo test test-fast test-fabric test-e2e soak bench check format lock clean distclean
+.PHONY: help setup demo test test-fast test-fabric test-e2e soak bench results gpu wheel check format lock clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -30,6 +33,9 @@ help:
 	@echo "make test-fabric the pool on a real NVMe/TCP fabric in an emulated guest, whose paths fail"
 	@echo "make soak       the longest tests, then both simulators with fresh seeds for SOAK_SECONDS (4 hours)"
 	@echo "make bench      the pool beside fio, a bare ring and vLLM's own file tier"
+	@echo "make results    all benchmarks that need no GPU, short, into bench/results/ (40 min)"
+	@echo "make gpu        on a machine with an NVIDIA GPU: tests/gpu, compute-sanitizer, bench copy"
+	@echo "make wheel      dist/: a manylinux wheel with the native core and the kernels, and the sdist"
 	@echo "make check      ruff and mypy"
 	@echo "make setup      only the virtual environment in $(VENV)/"
 	@echo "make format     ruff's fixes and formatting"
@@ -49,15 +55,17 @@ test: test-fast test-fabric test-e2e
 
 test-fast: setup
 	$(BIN)/python -m pytest tests/unit tests/contract tests/native tests/sim tests/faults tests/gpu \
-		$(PYTEST_ARGS)
+		-m "not soak and not alone" $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/faults -m "alone and not soak" $(PYTEST_ARGS)
 
-# One after the other even under `make -j`: two suites at once would share two cores.
+# One after the other even under `make -j`, and the guest alone: it emulates a machine whose clock
+# its scenarios watch.
 # build/fabric-report.md has the time line of every scenario.
 test-fabric: setup | test-fast
 	$(BIN)/python -m pytest tests/fabric $(PYTEST_ARGS)
 
 test-e2e: setup | test-fast test-fabric
-	$(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/e2e $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 # Replay a failing seed with: .venv/bin/python -m tests.sim --seed N, or -m tests.faults.store
 soak: setup
@@ -69,6 +77,19 @@ soak: setup
 bench: setup
 	@bash tools/bench_setup.sh
 	$(BIN)/vllm-nvmeof bench pool --json build/bench/pool.json --plot build/bench/pool.png
+
+# bench/results/README.md says what each file is.
+results: setup
+	@bash tools/results.sh
+
+# No set-up of vLLM's CPU build: GPU_PYTHON is a Python with torch and the extra [cuda].
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+gpu:
+	@bash tools/gpu.sh "$(GPU_PYTHON)"
+
+# For the Python of the environment: `make distclean wheel PYTHON=python3.12` for another one.
+wheel: setup
+	@bash tools/wheel.sh $(VENV)
 
 check: setup
 	$(BIN)/ruff check .

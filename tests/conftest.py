@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds for all tests."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+# A machine that is lent for its GPU alone may have neither; the GPU's tests do not need them.
+with suppress(ImportError):
+    from hypothesis import settings
+
+    # How long an example takes says how busy the machine is.
+    settings.register_profile("any-machine", deadline=None)
+    settings.load_profile("any-machine")
+
+#: What shares something that a process makes once and takes long; else each file is alone.
+TOGETHER = {
+    "tests/e2e/shapes": "zygote",
+    "tests/e2e/test_faults.py": "server with faults",
+    "tests/e2e/test_monitoring.py": "server with faults",
+}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where tests run side by side, a file's tests stay together, and in their order."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            directory = file.rpartition("/")[0]
+            return TOGETHER.get(file) or TOGETHER.get(directory) or file
+
+    return Together(config, log)
