@@ -53,6 +53,7 @@ def doctor(
     from vllm_nvmeof_offload.fabric.examine import Places, examine_target
     from vllm_nvmeof_offload.fabric.findings import worst
     from vllm_nvmeof_offload.fabric.host_checks import check_host
+    from vllm_nvmeof_offload.fabric.judge_gpu import judge_gpus
     from vllm_nvmeof_offload.fabric.judge_machine import judge_kernel
     from vllm_nvmeof_offload.fabric.machine import read_machine
     from vllm_nvmeof_offload.units import parse_bytes
@@ -64,7 +65,11 @@ def doctor(
         raise typer.Exit(2) from None
     targets = target or [default_target(os.environ)]
     machine, places, console = read_machine(), Places(), Console(stderr=True)
-    host = [*check_host(staging_bytes), judge_kernel(machine, len(targets))]
+    host = [
+        *check_host(staging_bytes),
+        judge_kernel(machine, len(targets)),
+        *judge_gpus(machine),
+    ]
 
     def told(path: str) -> Callable[[str], None] | None:
         return functools.partial(_tell, console, path) if measure else None

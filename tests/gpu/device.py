@@ -2,7 +2,7 @@
 """What the tests of this folder run on: a real GPU through torch, or the stub of its driver.
 
 With the stub every test runs on any machine, so that on a GPU only the GPU is new. It proves
-nothing about a GPU.
+nothing about a GPU. The host's engine, which serves vLLM's CPU engine, passes the same suite.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.unit.copies.fake_cuda import MODEL_STREAM, FakeCuda
 from vllm_nvmeof_offload.copy.driver import Cuda
 from vllm_nvmeof_offload.copy.nvrtc import compile_kernels
 
-__all__ = ["Device", "Memory", "StubDevice", "TorchDevice", "has_gpu"]
+__all__ = ["Device", "HostDevice", "Memory", "StubDevice", "TorchDevice", "has_gpu"]
 
 #: About 0.2 s on a GPU of 2 GHz.
 _SLOW_CYCLES = 400_000_000
@@ -42,9 +42,9 @@ class Memory(Protocol):
 
 
 class Device(Protocol):
-    """One GPU, or what stands in for it."""
+    """One GPU, or what stands in for it. cuda: None: the KV cache is in CPU memory."""
 
-    cuda: Cuda
+    cuda: Cuda | None
 
     def allocate(self, count: int) -> Memory: ...
 
@@ -83,7 +83,7 @@ class TorchDevice:
 
         self._torch = torch
         torch.cuda.init()
-        self.cuda = Cuda(torch.cuda.current_device())
+        self.cuda: Cuda = Cuda(torch.cuda.current_device())
 
     def allocate(self, count: int) -> Memory:
         return _TorchMemory(self._torch, count)
@@ -138,6 +138,27 @@ class StubDevice:
 
     def go_on(self) -> None:
         self._fake.drain()
+
+
+class HostDevice:
+    """CPU memory, and the host's copies. The forward pass has run when vLLM asks for one."""
+
+    cuda = None
+
+    def allocate(self, count: int) -> Memory:
+        return _StubMemory(count)
+
+    def kernel(self) -> int:
+        raise AssertionError("the host has no kernel")
+
+    def model_stream(self) -> int:
+        raise AssertionError("the host has no streams")
+
+    def later(self, memory: Memory, content: np.ndarray) -> None:
+        memory.write(content)
+
+    def go_on(self) -> None:
+        return
 
 
 @functools.cache

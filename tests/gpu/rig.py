@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A KV cache of a layout on a device, staging, and the CUDA engine between them."""
+"""A KV cache of a layout on a device, staging, and the copy engine between them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.gpu.device import Device
-from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.copy.base import CopyEngine, Direction
 from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine
 from vllm_nvmeof_offload.copy.dma import DmaCopier
+from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.copy.kernel import KernelCopier
 from vllm_nvmeof_offload.copy.select import Backend
 from vllm_nvmeof_offload.units import HEADER_BYTES, slot_stride_bytes
@@ -91,17 +92,8 @@ class Rig:
         self._rung = threading.Semaphore(0)
         self._done: dict[int, bool] = {}
         on_done = on_done or self._rung.release
-        pins = StagingPinning(device.cuda, self.map, on_done, 5 * slot)
-        kernel = KernelCopier(device.cuda, device.kernel()) if backend is Backend.KERNEL else None
-        self.engine = CudaCopyEngine(
-            device.cuda,
-            device.model_stream,
-            Copiers(DmaCopier(device.cuda), kernel, lambda _, __: backend),
-            pins,
-            np.array([t.address for t in tensors], np.uint64),
-            on_done,
-        )
-        pins.start()
+        starts = np.array([t.address for t in tensors], np.uint64)
+        self.engine = _engine(device, backend, self.map, starts, on_done)
 
     def submit(self, direction: Direction, chunks: list[tuple[list[int], int]]) -> int:
         """Each chunk: its blocks, and its slot."""
@@ -145,3 +137,22 @@ class Rig:
         self.device.go_on()
         self.engine.close()
         del self.staging
+
+
+def _engine(
+    device: Device,
+    backend: Backend,
+    staging: StagingMap,
+    starts: np.ndarray,
+    on_done: Callable[[], None],
+) -> CopyEngine:
+    """Over a GPU: registrations of five slots, and one backend for everything."""
+    cuda = device.cuda
+    if cuda is None:
+        return HostCopyEngine(on_done)
+    pins = StagingPinning(cuda, staging, on_done, 5 * staging.slot_bytes)
+    kernel = KernelCopier(cuda, device.kernel()) if backend is Backend.KERNEL else None
+    copiers = Copiers(DmaCopier(cuda), kernel, lambda _, __: backend)
+    engine = CudaCopyEngine(cuda, device.model_stream, copiers, pins, starts, on_done)
+    pins.start()
+    return engine

@@ -112,3 +112,20 @@ def test_what_a_slow_kernel_zeroes_before_a_load_stays_loaded(
         rig.place(expected, blocks, rig.payload(slot))
     assert (rig.cache.read() == expected).all()
     rig.close()
+
+
+@backends
+def test_a_transfer_of_nothing_ends_behind_those_before_it(
+    device: Device, backend: Backend
+) -> None:
+    rig = Rig(device, "contiguous", backend, 4096)
+    content = np.random.default_rng(9).integers(0, 256, rig.cache.read().size, np.uint8)
+    rig.cache.write(content)
+    before = rig.submit(Direction.STORE, [([0, 1, 2], 0)])
+    nothing = rig.engine.submit(
+        Direction.STORE, np.empty((0, 3), np.uint64), rig.engine.record_fence()
+    )
+    rig.wait(nothing)
+    assert (rig.payload(0) == rig.content_of(content, [0, 1, 2])).all()
+    rig.wait(before)
+    rig.close()

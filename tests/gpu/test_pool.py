@@ -29,6 +29,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.units import slot_stride_bytes
 from vllm_nvmeof_offload.worker import gpu
+from vllm_nvmeof_offload.worker.device import KvDevice
 from vllm_nvmeof_offload.worker.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.worker.iopump import PumpConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
@@ -64,14 +65,13 @@ class _Pipeline:
             write_bytes_beside_reads_max=config.write_bytes_beside_reads_max,
         )
         self.io = choose_io_engine("auto", self.pool, self.staging.view, address, limits).engine
-        self.copy = gpu.choose_copy_engine(
-            device.cuda,
-            backend.value,
-            self.staging.map,
-            np.array([self.cache.address], np.uint64),
-            device.model_stream,
-            lambda: None,
-        ).engine
+        self.copy = (
+            KvDevice(device.cuda, device.model_stream)
+            .copy_engine(
+                backend.value, self.staging.map, self.geometry.starts, on_done=lambda: None
+            )
+            .engine
+        )
         pump = PumpConfig(read_deadline_s=WAIT_S, write_deadline_s=WAIT_S)
         self.pipeline = TransferPipeline(self.staging.map, self.copy, self.io, pump)
         self._ops = 0

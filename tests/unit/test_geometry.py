@@ -43,7 +43,7 @@ def _tensors(layers: int, page: int, padding: int) -> tuple[list[np.ndarray], li
     skip=st.integers(0, 3),
     data=st.data(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_chunk_comes_back_into_other_blocks(
     layers: int, page: int, padding: int, blocks_per_chunk: int, skip: int, data: st.DataObject
 ) -> None:
@@ -93,6 +93,28 @@ def test_blocks_are_cut_at_chunk_boundaries() -> None:
     ]
     with pytest.raises(AssertionError, match="9 blocks over 2 chunks"):
         geometry.split(blocks, 0, 2)
+
+
+@given(
+    layers=st.integers(1, 3),
+    blocks_per_chunk=st.integers(1, 4),
+    skip=st.integers(0, 3),
+    order=st.permutations(range(BLOCKS)),
+    count=st.integers(1, BLOCKS),
+)
+def test_many_chunks_at_once_are_as_one_after_the_other(
+    layers: int, blocks_per_chunk: int, skip: int, order: list[int], count: int
+) -> None:
+    skip %= blocks_per_chunk
+    geometry = ChunkGeometry(_tensors(layers, 24, 8)[1], blocks_per_chunk)
+    blocks = np.array(order[:count], np.int32)
+    chunks = -(-(skip + count) // blocks_per_chunk)
+    together = geometry.pieces_by_chunk(blocks, skip, chunks)
+    parts = geometry.split(blocks, skip, chunks)
+    alone = [geometry.pieces(part, 0 if i else skip) for i, part in enumerate(parts)]
+    assert [p.tolist() for p in together] == [p.tolist() for p in alone]
+    with pytest.raises(AssertionError, match=f"{count} blocks over {chunks + 1} chunks"):
+        geometry.pieces_by_chunk(blocks, skip, chunks + 1)
 
 
 def test_a_block_outside_the_cache_is_refused() -> None:

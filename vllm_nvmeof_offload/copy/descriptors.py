@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 
-__all__ = ["DESCRIPTORS_MAX", "coalesce", "sides"]
+__all__ = ["DESCRIPTORS_MAX", "coalesce", "sides", "together"]
 
 #: Of one call. Batches of about 50,000 have crashed drivers.
 DESCRIPTORS_MAX = 4096
@@ -44,6 +46,16 @@ def sides(direction: Direction, pieces: Descriptors) -> tuple[_Words, _Words, _W
     if direction is Direction.STORE:
         return columns[1], columns[0], columns[2]
     return columns[0], columns[1], columns[2]
+
+
+def together(parts: Sequence[Descriptors], payloads: Sequence[int]) -> Descriptors:
+    """Put parts in one new array, with staging addresses in place of offsets in payloads.
+
+    payloads: where each part's payload begins, an address in staging.
+    """
+    pieces = np.concatenate(parts)
+    pieces[:, 1] += np.repeat(np.array(payloads, np.uint64), [len(part) for part in parts])
+    return pieces
 
 
 def _among(addresses: _Words, starts: _Words) -> npt.NDArray[np.bool_]:

@@ -84,9 +84,12 @@ class Cuda:
             self._api = importlib.import_module("cuda.bindings.driver")
             self._enter("cuInit", 0)
         except ImportError as error:
-            raise EngineError(f"copies to a GPU need cuda-python ({error})") from error
+            raise EngineError(
+                f"copies to a GPU need cuda-python ({error}): "
+                "pip install 'vllm-nvmeof-offload[cuda]'"
+            ) from None
         except RuntimeError as error:  # the library of the driver is not there
-            raise EngineError(f"no NVIDIA driver here: {error}") from error
+            raise EngineError(f"no NVIDIA driver here: {error}") from None
         self._device = self._enter("cuDeviceGet", device_index)
         self._context = self._enter("cuDevicePrimaryCtxRetain", self._device)
         self._thread = threading.local()

@@ -6,9 +6,11 @@ Needs neither nvcc nor, to compile, a GPU.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -39,7 +41,9 @@ def compile_kernels(arch: str) -> bytes:
         options = core.ProgramOptions(arch=arch, std="c++17", name=_FILE)
         code: bytes = core.Program(source, "c++", options).compile("cubin").code
     except ImportError as error:
-        raise EngineError(f"the copy kernel needs cuda-core ({error})") from error
+        raise EngineError(
+            f"the copy kernel needs cuda-core ({error}): pip install 'vllm-nvmeof-offload[cuda]'"
+        ) from None
     except Exception as error:
         # No NVRTC library, an architecture it does not know: cuda-core's own have no public base.
         raise EngineError(f"NVRTC: {error}") from error
@@ -47,15 +51,24 @@ def compile_kernels(arch: str) -> bytes:
 
 
 def load_or_compile(arch: str, directory: Path) -> bytes:
-    """The same, from `directory` if this source was compiled for `arch` before."""
+    """The same, from `directory` if this source was compiled for `arch` before, by this user."""
     digest = hashlib.sha256(kernel_source().encode()).hexdigest()[:16]
     path = directory / f"copy_blocks-{digest}-{arch}.cubin"
     try:
-        return path.read_bytes()
+        return _read_own(path)
     except OSError:
         code = compile_kernels(arch)
         replace_file(path, code)
         return code
+
+
+def _read_own(path: Path) -> bytes:
+    """This is code: what another user has put there is not run. OSError where it is not ours."""
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(errno.EPERM, "can be written by another user", str(path))
+        return file.read()
 
 
 def cache_directory() -> Path:

@@ -7,6 +7,7 @@ from vllm_nvmeof_offload.fabric.findings import Finding, Severity
 from vllm_nvmeof_offload.fabric.links import Nic
 from vllm_nvmeof_offload.fabric.machine import Machine
 from vllm_nvmeof_offload.fabric.model import PcieLink, TargetFabric
+from vllm_nvmeof_offload.fabric.pcie import is_below, now, shape
 
 __all__ = ["judge_kernel", "judge_mount", "judge_numa", "judge_pcie"]
 
@@ -37,12 +38,12 @@ def judge_pcie(fabric: TargetFabric, nics: dict[str, Nic]) -> list[Finding]:
     links = _links(fabric, nics)
     if not links:
         return []
-    below = {name: link for name, link in links.items() if _below(link)}
+    below = {name: link for name, link in links.items() if is_below(link)}
     if not below:
-        shown = ", ".join(f"{name} {_now(link)}" for name, link in links.items())
+        shown = ", ".join(f"{name} {now(link)}" for name, link in links.items())
         return [Finding("pcie_link", fabric.target, Severity.OK, shown)]
     shown = ", ".join(
-        f"{name} runs at {_now(link)}, and can do {_shape(link.speed_max, link.width_max)}"
+        f"{name} runs at {now(link)}, and can do {shape(link.speed_max, link.width_max)}"
         for name, link in below.items()
     )
     addresses = " ".join(link.address for link in below.values())
@@ -57,21 +58,6 @@ def _links(fabric: TargetFabric, nics: dict[str, Nic]) -> dict[str, PcieLink]:
             name = nic.name if len(nic.cards) == 1 else f"{nic.name} at {card.address}"
             found[name] = card
     return found
-
-
-def _below(link: PcieLink) -> bool:
-    slower = link.speed is not None and link.speed_max is not None and link.speed < link.speed_max
-    thinner = link.width is not None and link.width_max is not None and link.width < link.width_max
-    return slower or thinner
-
-
-def _now(link: PcieLink) -> str:
-    return _shape(link.speed, link.width)
-
-
-def _shape(speed: float | None, width: int | None) -> str:
-    lanes = "x?" if width is None else f"x{width}"
-    return f"{'unknown' if speed is None else f'{speed:g}'} GT/s {lanes}"
 
 
 def judge_numa(fabric: TargetFabric, nics: dict[str, Nic], machine: Machine) -> list[Finding]:

@@ -3,25 +3,17 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 from dataclasses import dataclass
 
-from vllm_nvmeof_offload.fabric.sysfs import children, read_number, read_text
+from vllm_nvmeof_offload.fabric.gpus import Gpu, read_gpus
+from vllm_nvmeof_offload.fabric.sysfs import children, read_text
 
 __all__ = ["Gpu", "Machine", "parse_cpus", "read_machine"]
 
 _NODE = re.compile(r"^node([0-9]+)$")
 _RANGE = re.compile(r"^([0-9]{1,6})(?:-([0-9]{1,6}))?$")
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """numa_node: None where the machine has one node, or does not tell."""
-
-    index: int
-    numa_node: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +43,7 @@ def read_machine(sysfs: str = "/sys") -> Machine:
         for name in children(directory)
         if (match := _NODE.match(name))
     }
-    return Machine(nodes, frozenset(os.sched_getaffinity(0)), _gpus(sysfs), kernel, release)
+    return Machine(nodes, frozenset(os.sched_getaffinity(0)), read_gpus(sysfs), kernel, release)
 
 
 def parse_cpus(text: str | None) -> frozenset[int]:
@@ -63,30 +55,3 @@ def parse_cpus(text: str | None) -> frozenset[int]:
             first = int(match.group(1))
             found.update(range(first, int(match.group(2) or first) + 1))
     return frozenset(found)
-
-
-def _gpus(sysfs: str) -> tuple[Gpu, ...]:
-    """GPUs by NVML, where it is there."""
-    try:
-        nvml = importlib.import_module("pynvml")
-    except ImportError:
-        return ()
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return ()  # no driver, or another one's version
-    try:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(at) for at in range(nvml.nvmlDeviceGetCount())]
-        addresses = [nvml.nvmlDeviceGetPciInfo(handle).busId for handle in handles]
-    except nvml.NVMLError:
-        return ()
-    finally:
-        nvml.nvmlShutdown()
-    return tuple(Gpu(index, _node_of(sysfs, address)) for index, address in enumerate(addresses))
-
-
-def _node_of(sysfs: str, address: bytes | str) -> int | None:
-    text = address.decode("ascii") if isinstance(address, bytes) else address
-    domain, _, rest = text.lower().partition(":")
-    # NVML gives the domain eight digits, sysfs four.
-    return read_number(sysfs, "bus/pci/devices", f"{domain[-4:]}:{rest}", "numa_node")

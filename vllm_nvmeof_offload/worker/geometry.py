@@ -42,6 +42,11 @@ class ChunkGeometry:
         self._page = np.array([t.page_bytes for t in tensors], np.uint64)
         self._page_offset = np.cumsum(self._page) - self._page
 
+    @property
+    def starts(self) -> npt.NDArray[np.uint64]:
+        """Where tensors begin: no descriptor may cross from one into the next."""
+        return self._address
+
     def pieces(self, block_ids: npt.NDArray[np.int32], first_position: int) -> Descriptors:
         """Pieces of consecutive blocks of one chunk, the first at `first_position` in it.
 
@@ -50,14 +55,22 @@ class ChunkGeometry:
         """
         count = len(block_ids)
         assert 0 < count <= self.blocks_per_chunk - first_position
-        assert int(block_ids.min()) >= 0 and int(block_ids.max()) < self._block_count
-        blocks = block_ids.astype(np.uint64)[:, None]
-        positions = np.arange(first_position, first_position + count, dtype=np.uint64)[:, None]
-        pieces = np.empty((count, len(self._page), 3), np.uint64)
-        pieces[:, :, 0] = self._address + blocks * self._stride
-        pieces[:, :, 1] = positions * np.uint64(self.block_bytes) + self._page_offset
-        pieces[:, :, 2] = self._page
-        return pieces.reshape(-1, 3)
+        return self._pieces(block_ids, first_position).reshape(-1, 3)
+
+    def pieces_by_chunk(
+        self, block_ids: npt.NDArray[np.int32], first_position: int, chunk_count: int
+    ) -> list[Descriptors]:
+        """Pieces of the blocks of consecutive chunks, cut at chunk boundaries.
+
+        As `pieces` of each part of `split`, but made at once: a job has hundreds of chunks, and
+        the model's thread waits for this. The arrays returned are views of one.
+        """
+        bounds = self._bounds(len(block_ids), first_position, chunk_count)
+        pieces = self._pieces(block_ids, first_position)
+        return [
+            pieces[begin:end].reshape(-1, 3)
+            for begin, end in zip(bounds, [*bounds[1:], len(block_ids)], strict=True)
+        ]
 
     def split(
         self, block_ids: npt.NDArray[np.int32], first_position: int, chunk_count: int
@@ -67,7 +80,25 @@ class ChunkGeometry:
         `first_position`: where in the first chunk the first block lies. Returns one array a
         chunk; the first and the last may cover their chunk in part.
         """
-        cuts = range(self.blocks_per_chunk - first_position, len(block_ids), self.blocks_per_chunk)
-        parts = np.split(block_ids, list(cuts))
-        assert len(parts) == chunk_count, f"{len(block_ids)} blocks over {chunk_count} chunks"
-        return parts
+        bounds = self._bounds(len(block_ids), first_position, chunk_count)
+        return np.split(block_ids, bounds[1:])
+
+    def _bounds(self, block_count: int, first_position: int, chunk_count: int) -> list[int]:
+        """Which of so many blocks are the first of a chunk."""
+        cuts = range(self.blocks_per_chunk - first_position, block_count, self.blocks_per_chunk)
+        bounds = [0, *cuts]
+        assert len(bounds) == chunk_count, f"{block_count} blocks over {chunk_count} chunks"
+        return bounds
+
+    def _pieces(self, block_ids: npt.NDArray[np.int32], first_position: int) -> Descriptors:
+        """Return uint64[n, tensors, 3]; the blocks may go on into the next chunks."""
+        count = len(block_ids)
+        assert int(block_ids.min()) >= 0 and int(block_ids.max()) < self._block_count
+        blocks = block_ids.astype(np.uint64)[:, None]
+        positions = np.arange(first_position, first_position + count, dtype=np.uint64)
+        positions = (positions % np.uint64(self.blocks_per_chunk))[:, None]
+        pieces = np.empty((count, len(self._page), 3), np.uint64)
+        pieces[:, :, 0] = self._address + blocks * self._stride
+        pieces[:, :, 1] = positions * np.uint64(self.block_bytes) + self._page_offset
+        pieces[:, :, 2] = self._page
+        return pieces

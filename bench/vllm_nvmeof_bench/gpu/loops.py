@@ -22,7 +22,12 @@ _STEPS = 10
 _BLOCK_BYTES = 2 * MIB
 
 
-def measure_loops(world: World, settings: Settings, torch: Any) -> list[Sample]:
+def measure_loops(
+    world: World,
+    settings: Settings,
+    torch: Any,
+    tell: Callable[[int, int, str], None] = lambda *at: None,
+) -> list[Sample]:
     """Steps/s of a bf16 matrix product and of adding large arrays, each with each arm."""
     square = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
     product = torch.empty_like(square)
@@ -33,6 +38,7 @@ def measure_loops(world: World, settings: Settings, torch: Any) -> list[Sample]:
     }
     samples = []
     for number in range(settings.rounds):
+        tell(number, settings.rounds, f"loops of compute, round {number + 1}")
         for name, step in loops.items():
             for arm in _ARMS:
                 with _copying(world, settings, arm):

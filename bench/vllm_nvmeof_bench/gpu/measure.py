@@ -1,34 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases: arms in turn, round by round, so that a slow moment meets all of them."""
+"""The cases of copies: arms in turn, round by round, so that a slow moment meets all of them."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 from vllm_nvmeof_bench.gpu.samples import Sample
 from vllm_nvmeof_bench.gpu.settings import Settings
 from vllm_nvmeof_bench.gpu.world import World
+from vllm_nvmeof_bench.pool.settings import BenchError
 from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.copy.select import Backend
 from vllm_nvmeof_offload.units import KIB
 
 __all__ = ["ARMS", "measure"]
 
+#: Of ours; where vLLM's copy code can be had it is one more.
 ARMS = ("dma", "dma_overlap", "kernel", "auto")
 _CHECKED = ((4 * KIB, 100), (24 * KIB + 16, 50), (512 * KIB, 8))
 
 
 def measure(
-    world: World, settings: Settings, tell: Callable[[str], None] = lambda what: None
+    world: World, settings: Settings, tell: Callable[[int, int, str], None] = lambda *at: None
 ) -> list[Sample]:
-    """Raises: RuntimeError: an arm moved wrong bytes."""
-    for arm in ARMS:
+    """Raises: BenchError: an arm moved wrong bytes."""
+    for arm in world.arms:
         for size, count in _CHECKED:
             if not world.check(arm, size, count):
-                raise RuntimeError(f"{arm}: wrong bytes with {count} blocks of {size}")
+                raise BenchError(f"{arm}: wrong bytes with {count} blocks of {size}")
     samples: list[Sample] = []
-    for number in range(-1, settings.rounds):  # the first round warms up
-        tell(f"round {max(0, number) + 1} of {settings.rounds}")
-        for case in (_transfers, _few_small, _both_ways, _submits):
+    cases = [case for part, case in _CASES.items() if part in settings.parts]
+    rounds = range(-1, settings.rounds)  # the first one warms up
+    for step, number in enumerate(rounds):
+        tell(step, len(rounds), f"copies, round {max(0, number) + 1} of {settings.rounds}")
+        for case in cases:
             samples += [one for one in case(world, settings, number) if number >= 0]
     return samples
 
@@ -41,42 +47,56 @@ def _transfers(world: World, settings: Settings, number: int) -> Iterator[Sample
             whole = {direction: world.pieces(size * count, 1)}
             took_s = world.seconds_of("dma", whole)
             yield _rate("transfer", "contiguous", direction.value, size, count, number, took_s)
-            work = {direction: world.pieces(size, count, number + 1)}
-            for arm in ARMS:
-                took_s = world.seconds_of(arm, work)
-                yield _rate("transfer", arm, direction.value, size, count, number, took_s)
+            yield from _arms(world, "transfer", direction, size, count, number)
 
 
 def _few_small(world: World, settings: Settings, number: int) -> Iterator[Sample]:
     for size in settings.small_sizes:
         for count in settings.counts:
             for direction in Direction:
-                work = {direction: world.pieces(size, count, number + 1)}
-                for arm in ARMS:
-                    took_s = world.seconds_of(arm, work)
-                    yield _rate("few", arm, direction.value, size, count, number, took_s)
+                yield from _arms(world, "few", direction, size, count, number)
+
+
+def _models(world: World, settings: Settings, number: int) -> Iterator[Sample]:
+    for size in settings.model_sizes:
+        for direction in Direction:
+            yield from _arms(world, "model", direction, size, settings.count_of(size), number)
+
+
+def _arms(
+    world: World, case: str, direction: Direction, size: int, count: int, number: int
+) -> Iterator[Sample]:
+    work = {direction: world.pieces(size, count, number + 1)}
+    for arm in world.arms:
+        took_s = world.seconds_of(arm, work)
+        yield _rate(case, arm, direction.value, size, count, number, took_s)
 
 
 def _both_ways(world: World, settings: Settings, number: int) -> Iterator[Sample]:
-    """Stores from one half of both memories, loads into the other."""
+    """Stores from one part of both memories, loads into the rest; half and half, then mixes."""
     size = settings.both_size
-    count = max(1, min(settings.blocks, settings.bytes_max // size) // 2)
-    halves = {
-        Direction.STORE: world.pieces(size, count, number + 1),
-        Direction.LOAD: world.pieces(size, count, number + 2, first=size * count),
-    }
-    for arm in ARMS:
-        took_s = world.seconds_of(arm, halves)
-        yield _rate("both", arm, "both", size, 2 * count, number, took_s)
-        for direction, pieces in halves.items():
-            took_s = world.seconds_of(arm, {direction: pieces})
-            yield _rate("both", arm, direction.value, size, count, number, took_s)
+    count = max(2, min(settings.blocks, settings.bytes_max // size))
+    for percent in (50, *settings.mix_percent):
+        loads = min(count - 1, max(1, count * percent // 100))
+        parts = {
+            Direction.STORE: world.pieces(size, count - loads, number + 1),
+            Direction.LOAD: world.pieces(size, loads, number + 2, first=size * (count - loads)),
+        }
+        case, what = ("both", "both") if percent == 50 else ("mix", f"load {percent}%")
+        for arm in world.arms:
+            took_s = world.seconds_of(arm, parts)
+            yield _rate(case, arm, what, size, count, number, took_s)
+            if percent == 50:
+                for direction, pieces in parts.items():
+                    took_s = world.seconds_of(arm, {direction: pieces})
+                    yield _rate(case, arm, direction.value, size, len(pieces), number, took_s)
 
 
 def _submits(world: World, settings: Settings, number: int) -> Iterator[Sample]:
     size, count = settings.submit_size, settings.count_of(settings.submit_size)
-    took_us = world.submit_us(size, count)
-    yield Sample("submit", "dma", "store", size, count, number, round(took_us, 2))
+    for direction, backend in itertools.product(Direction, Backend):
+        took_us = round(world.submit_us(size, count, direction, backend), 2)
+        yield Sample("submit", backend.value, direction.value, size, count, number, took_us)
 
 
 def _rate(
@@ -84,3 +104,12 @@ def _rate(
 ) -> Sample:
     rate = round(size * count / took_s / 1e9, 3)
     return Sample(case, arm, direction, size, count, number, rate)
+
+
+_CASES: dict[str, Callable[[World, Settings, int], Iterator[Sample]]] = {
+    "transfer": _transfers,
+    "few": _few_small,
+    "model": _models,
+    "both": _both_ways,
+    "submit": _submits,
+}

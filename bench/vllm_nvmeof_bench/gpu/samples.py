@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One measurement as a row of numbers, and the JSON file of them."""
+"""One measurement as a row of numbers."""
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Sample", "dump", "median_of"]
+from vllm_nvmeof_bench import files
 
-SCHEMA = 1
+__all__ = ["Sample", "dump", "load", "median_of"]
+
+_BENCH = "copy"
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,10 @@ def median_of(samples: Sequence[Sample], **wanted: object) -> float | None:
 
 
 def dump(path: Path, samples: Sequence[Sample], conditions: dict[str, Any]) -> None:
-    """Write `{"schema": 1, "samples": […], "conditions": {…}}`, making the directory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [asdict(one) for one in samples]
-    content = {"schema": SCHEMA, "samples": rows, "conditions": conditions}
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    """Write the file; as `files.dump`."""
+    files.dump(path, _BENCH, samples, conditions)
+
+
+def load(path: Path) -> tuple[list[Sample], dict[str, Any]]:
+    """Read (samples, conditions) back; as `files.load`."""
+    return files.load(path, _BENCH, Sample)

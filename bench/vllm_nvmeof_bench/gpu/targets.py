@@ -4,59 +4,82 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from vllm_nvmeof_bench.gpu.samples import Sample, median_of
+from vllm_nvmeof_bench.pool.targets import Row
 from vllm_nvmeof_offload.units import KIB, format_bytes
 
-__all__ = ["Row", "evaluate"]
+__all__ = ["evaluate"]
 
 _LARGE = 512 * KIB
+_SMALL = (16 * KIB, 64 * KIB)
 _Key = tuple[str, str, int, int]  # case, direction, bytes of a block, blocks
 
 
-@dataclass(frozen=True)
-class Row:
-    """measured: None: nothing to compute it from. where: what decided."""
-
-    target: str
-    required: str
-    measured: float | None
-    reached: bool | None
-    where: str = ""
-
-
 def evaluate(samples: Sequence[Sample]) -> list[Row]:
-    """In the order of the requirements."""
+    """In the order of the requirements; `where` says what decided."""
     keys = sorted({(s.case, s.direction, s.block_bytes, s.count) for s in samples})
-    large = [key for key in keys if key[0] == "transfer" and key[2] >= _LARGE]
+    transfers = [key for key in keys if key[0] == "transfer"]
+    large = [key for key in transfers if key[2] >= _LARGE]
+    small = [key for key in transfers if _SMALL[0] <= key[2] <= _SMALL[1]]
     choices = [key for key in keys if key[0] in ("transfer", "few")]
     both = [key for key in keys if key[0] == "both" and key[1] == "both"]
+    loops = [("loop_matrix", "both", 0, 0)]
+
+    def over(above: str, below: str) -> Callable[[_Key], float | None]:
+        return lambda key: _ratio(_value(samples, key, above), _value(samples, key, below))
+
     rows = [
-        _worst("DMA of blocks ≥ 512 KiB / one contiguous copy", 0.97, large,
-               lambda key: _ratio(_value(samples, key, "dma"), _value(samples, key, "contiguous"))),
-        _worst("both directions at once / one direction, 2 MiB", 1.6, both,
-               lambda key: _both(samples, key)),
-        _worst("auto / the better of DMA and kernel", 0.95, choices,
-               lambda key: _ratio(_value(samples, key, "auto"), _better(samples, key))),
-        _worst("bf16 matrix products beside copies by DMA / alone", 0.97,
-               [("loop_matrix", "both", 0, 0)],
-               lambda key: _ratio(_value(samples, key, "dma"), _value(samples, key, "alone"))),
+        _worst(
+            Row("DMA of blocks ≥ 512 KiB / one contiguous copy", True, 0.97),
+            samples, large, over("dma", "contiguous"),
+        ),
+        _worst(
+            Row("both directions at once / one direction, 2 MiB", True, 1.6),
+            samples, both, lambda key: _both(samples, key),
+        ),
+        _worst(
+            Row("auto / the better of DMA and kernel", True, 0.95),
+            samples, choices,
+            lambda key: _ratio(_value(samples, key, "auto"), _better(samples, key)),
+        ),
+        _worst(
+            Row("auto / vLLM's own code, 16 to 64 KiB", True, 1.0),
+            samples, small, over("auto", "vllm"),
+        ),
+        _worst(
+            Row("bf16 matrix products beside copies by DMA / alone", True, 0.97),
+            samples, loops, over("dma", "alone"),
+        ),
     ]  # fmt: skip
-    took = median_of(samples, case="submit")
-    reached = None if took is None else took <= 50
-    return [*rows, Row("host time to submit 1000 blocks", "≤ 50 µs", took, reached)]
+    submits = [key for key in keys if key[0] == "submit"]
+    took = [(value, key) for key in submits if (value := _value(samples, key, "dma")) is not None]
+    row = Row("host time to submit 1000 blocks", False, 50, " µs")
+    if took:
+        value, key = max(took)
+        row = replace(row, measured=value, n=_count(samples, key), where=_where(key))
+    return [*rows, row]
 
 
 def _worst(
-    target: str, limit: float, keys: Iterable[_Key], ratio: Callable[[_Key], float | None]
+    row: Row, samples: Sequence[Sample], keys: Iterable[_Key], ratio: Callable[[_Key], float | None]
 ) -> Row:
     found = [(value, key) for key in keys if (value := ratio(key)) is not None]
     if not found:
-        return Row(target, f"≥ {limit}", None, None)
-    value, (_, direction, size, count) = min(found)
-    where = f"{count} × {format_bytes(size)}, {direction}" if count else direction
-    return Row(target, f"≥ {limit}", round(value, 3), value >= limit, where)
+        return row
+    value, key = min(found)
+    return replace(row, measured=value, n=_count(samples, key), where=_where(key))
+
+
+def _where(key: _Key) -> str:
+    _, direction, size, count = key
+    return f"{count} × {format_bytes(size)}, {direction}" if count else direction
+
+
+def _count(samples: Sequence[Sample], key: _Key) -> int:
+    """Rounds."""
+    return len({s.round for s in samples if (s.case, s.direction, s.block_bytes, s.count) == key})
 
 
 def _value(samples: Sequence[Sample], key: _Key, arm: str) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,9 @@ from vllm_nvmeof_offload.worker.memory import populate, prefer_node
 from vllm_nvmeof_offload.worker.pinning import StagingPinning
 from vllm_nvmeof_offload.worker.staging_map import StagingMap
 
-__all__ = ["World"]
+__all__ = ["CopyCall", "World"]
 
-_Copy = Callable[[Direction, Descriptors, int], None]
+CopyCall = Callable[[Direction, Descriptors, int], None]
 
 
 class _Borrowed:
@@ -39,9 +39,11 @@ class _Borrowed:
 
 
 class World:
-    """`size` bytes on each side. Arms: dma, dma_overlap, kernel, auto."""
+    """`size` bytes on each side. Arms: dma, dma_overlap, kernel, auto, and those of `others`."""
 
-    def __init__(self, cuda: Cuda, kernel: int, size: int) -> None:
+    def __init__(
+        self, cuda: Cuda, kernel: int, size: int, others: Mapping[str, CopyCall] | None = None
+    ) -> None:
         self.cuda = cuda
         self._memory = mmap.mmap(-1, size)
         self._staging = np.frombuffer(self._memory, np.uint8)
@@ -52,6 +54,7 @@ class World:
         place = StagingMap(address, MIB, max(1, size // MIB), 0)
         self._pins = self._timed("register", lambda: self._register(place))
         self._gpu = cuda.allocate(size)
+        self._function = kernel
         self._dma, self._kernel = DmaCopier(cuda), KernelCopier(cuda, kernel)
         self.cells: list[Cell] = self._timed(
             "calibrate", lambda: calibrate(cuda, self._dma, self._kernel, self._pins.first)
@@ -59,11 +62,12 @@ class World:
         self._choose = Selector(self.cells).choose
         self._used: list[Table] = []
         overlap = DmaCopier(cuda, overlap=True)
-        self.arms: dict[str, _Copy] = {
+        self.arms: dict[str, CopyCall] = {
             "dma": self._dma.copy,
             "dma_overlap": overlap.copy,
             "kernel": self._by_kernel,
             "auto": self._auto,
+            **(others or {}),
         }
         self._streams = {direction: cuda.create_stream() for direction in Direction}
 
@@ -99,14 +103,15 @@ class World:
         self.seconds_of(arm, {Direction.STORE: place})
         return bool((self._staging[:end] == content).all())
 
-    def submit_us(self, size: int, count: int) -> float:
+    def submit_us(self, size: int, count: int, direction: Direction, backend: Backend) -> float:
         """Host time of one `submit` of the engine."""
-        copiers = Copiers(self._dma, None, lambda _, __: Backend.DMA)
+        kernel = KernelCopier(self.cuda, self._function) if backend is Backend.KERNEL else None
+        copiers = Copiers(self._dma, kernel, lambda _, __: backend)
         nothing = np.array([], np.uint64)
         engine = CudaCopyEngine(self.cuda, lambda: 0, copiers, _Borrowed(self._pins), nothing)
         place, fence = self.pieces(size, count), engine.record_fence()
         start_s = time.perf_counter()
-        engine.submit(Direction.STORE, place, fence)
+        engine.submit(direction, place, fence)
         took_s = time.perf_counter() - start_s
         del fence
         engine.close()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 import time
 
 import numpy as np
@@ -97,6 +98,34 @@ def errors(cuda: Cuda) -> None:
     cuda.destroy_stream(stream)
 
 
+class Gate(ctypes.Structure):
+    """`stub_gate` of stub_driver.c."""
+
+    _fields_ = (("shut", ctypes.c_uint64), ("inside", ctypes.c_uint64))
+
+
+def others_run_meanwhile(cuda: Cuda) -> None:
+    """Another thread ends a batch call that waits for it: the interpreter lock is free in it."""
+    gate = Gate.in_dll(ctypes.CDLL("libcuda.so.1"), "stub_gate")
+    words = np.arange(2, dtype=np.uint64)
+    address = np.array([words.ctypes.data], np.uint64)
+    stream = cuda.create_stream()
+
+    def open_the_gate() -> None:
+        while not gate.inside:
+            time.sleep(0.001)
+        gate.shut = 0
+
+    gate.shut = 1
+    other = threading.Thread(target=open_the_gate, daemon=True)
+    other.start()
+    size = np.array([8], np.uint64)
+    cuda.copy_batch(address + np.uint64(8), address, size, stream, ORDER_STREAM)
+    other.join()
+    assert words.tolist() == [0, 0]
+    cuda.destroy_stream(stream)
+
+
 def host_time(cuda: Cuda, backend: Backend, count: int = 1000, rounds: int = 300) -> float:
     """Median µs of one submit of `count` pieces: our part, and the stub's few ns a piece."""
     memory = np.zeros(4 * count * 64, np.uint8)
@@ -136,6 +165,7 @@ def main() -> None:
         assert (last.launches, last.count, last.parts, last.part_bytes) == (2, 100, 1, 16384)
         assert (last.block, last.grid) == (512, 7)
         errors(cuda)
+        others_run_meanwhile(cuda)
     assert Selector().choose(Direction.LOAD, np.ones((1, 3), np.uint64)) is Backend.DMA
     cuda.release()
     print("ok")

@@ -4,20 +4,24 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm_nvmeof_bench")
 
-from vllm_nvmeof_bench.gpu.__main__ import conditions, show
+from vllm_nvmeof_bench.gpu.conditions import conditions
+from vllm_nvmeof_bench.gpu.disk import measure_disk
 from vllm_nvmeof_bench.gpu.measure import ARMS, measure
-from vllm_nvmeof_bench.gpu.samples import Sample, dump
+from vllm_nvmeof_bench.gpu.samples import dump, load
 from vllm_nvmeof_bench.gpu.settings import Settings
-from vllm_nvmeof_bench.gpu.targets import evaluate
 from vllm_nvmeof_bench.gpu.world import World
+from vllm_nvmeof_bench.pool.settings import BenchError
 
 from tests.unit.copies.fake_cuda import FakeCuda
+from vllm_nvmeof_offload.copy.dma import DmaCopier
 from vllm_nvmeof_offload.units import KIB, MIB
 
 SETTINGS = Settings(
@@ -27,48 +31,81 @@ SETTINGS = Settings(
     sizes=(4 * KIB, 512 * KIB),
     small_sizes=(4 * KIB,),
     counts=(4,),
+    model_sizes=(72 * KIB,),
     both_size=64 * KIB,
+    mix_percent=(25,),
     submit_size=4 * KIB,
+    disk_bytes=MIB,
+    disk_chunk_bytes=64 * KIB,
+    disk_tier_slots=8,
 )
 
 
-def test_every_case_is_measured_and_nothing_is_left(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def working() -> Iterator[FakeCuda]:
+    """A stub that works unasked, as a GPU does."""
+    cuda, stopping = FakeCuda(), threading.Event()
+
+    def work() -> None:
+        while not stopping.is_set():
+            if not cuda.step():
+                stopping.wait(0.0005)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    yield cuda
+    stopping.set()
+    thread.join()
+
+
+def test_every_case_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
     cuda = FakeCuda()
-    world = World(cuda, 1, SETTINGS.bytes_max)
+    world = World(cuda, 1, SETTINGS.bytes_max, {"vllm": DmaCopier(cuda).copy})
     samples = measure(world, SETTINGS)
-    dump(tmp_path / "build" / "copy.json", samples, conditions(world, SETTINGS))
+    file = tmp_path / "build" / "copy.json"
+    dump(file, samples, conditions(world, SETTINGS, "a stand-in"))
     world.close()
     assert not cuda.registered and not cuda.allocated and not cuda.events
-    content = json.loads((tmp_path / "build" / "copy.json").read_text())
-    assert {row["case"] for row in content["samples"]} == {"transfer", "few", "both", "submit"}
-    assert {row["arm"] for row in content["samples"]} == {"contiguous", *ARMS}
-    show(samples)
-    assert "not measured" in capsys.readouterr().out, "there were no loops of compute"
+    found, about = load(file)
+    assert found == samples
+    cases = {"transfer", "few", "model", "both", "mix", "submit"}
+    assert {one.case for one in samples} == cases
+    assert {one.arm for one in samples} == {"contiguous", *ARMS, "vllm"}
+    assert {s.direction for s in samples if s.case == "mix"} == {"load 25%"}
+    assert about["vllm_arm"] == "a stand-in"
+    assert "/" not in json.dumps(about).replace("GT/s", ""), "a path"
+
+
+def test_only_the_parts_that_were_asked_for(tmp_path: Path) -> None:
+    world = World(FakeCuda(), 1, SETTINGS.bytes_max)
+    only = Settings(rounds=1, parts=("submit",), bytes_max=4 * MIB, blocks=8, submit_size=4 * KIB)
+    assert {(one.case, one.arm, one.direction) for one in measure(world, only)} == {
+        ("submit", arm, direction) for arm in ("dma", "kernel") for direction in ("store", "load")
+    }
+    world.close()
 
 
 def test_wrong_bytes_stop_the_benchmark() -> None:
     world = World(FakeCuda(ignore=("copy_batch",)), 1, SETTINGS.bytes_max)
-    with pytest.raises(RuntimeError, match="wrong bytes"):
+    with pytest.raises(BenchError, match="wrong bytes"):
         measure(world, SETTINGS)
 
 
-def _sample(arm: str, value: float, case: str = "transfer", direction: str = "store") -> Sample:
-    count = 20 if direction == "both" else 10
-    return Sample(case, arm, direction, MIB, count, 0, value)
+def test_loads_from_disk_are_streamed_and_in_two_phases(working: FakeCuda, tmp_path: Path) -> None:
+    samples = measure_disk(working, SETTINGS, tmp_path)
+    assert {(one.arm, one.count) for one in samples} == {
+        (arm, count) for arm in ("streamed", "two_phase", "read") for count in (4, 16)
+    }
+    assert all(one.value > 0 for one in samples)
+    assert not working.registered and not working.allocated
+    assert list(tmp_path.iterdir()) == [], "the disk is left as it was"
 
 
-def test_targets_are_ratios_of_medians_and_the_worst_decides() -> None:
-    samples = [
-        *(_sample("contiguous", 50.0), _sample("dma", 49.0), _sample("kernel", 30.0)),
-        *(_sample("auto", 44.1), _sample("dma", 99.0, "both", "both")),
-        *(_sample("dma", 55.0, "both", "store"), _sample("dma", 45.0, "both", "load")),
-        _sample("dma", 51.0, "submit"),
-    ]
-    rows = {row.target.split(" ")[0]: row for row in evaluate(samples)}
-    assert (rows["DMA"].measured, rows["DMA"].reached) == (0.98, True)
-    assert (rows["auto"].measured, rows["auto"].reached) == (0.9, False)
-    assert (rows["both"].measured, rows["both"].reached) == (1.98, True)
-    assert (rows["host"].measured, rows["host"].reached) == (51.0, False)
-    assert rows["bf16"].reached is None
+def test_wrong_bytes_from_disk_stop_it(
+    working: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_nvmeof_bench.gpu.disk import GpuRig
+
+    monkeypatch.setattr(GpuRig, "fill", lambda self: None)  # GPU memory holds something else
+    with pytest.raises(BenchError, match="do not hold what was written"):
+        measure_disk(working, SETTINGS, tmp_path)

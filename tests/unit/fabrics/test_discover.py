@@ -245,9 +245,7 @@ def test_each_file_may_vanish_or_be_unreadable(tree: Tree) -> None:
             path.write_bytes(content or b"")
 
 
-@settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(data=st.data())
 def test_garbage_is_unknown_and_never_an_error(tmp_path: Path, data: st.DataObject) -> None:
     tree = Tree(tmp_path / f"machine{len(list(tmp_path.iterdir()))}")

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""File, tables, targets, picture and command line of `bench copy`, on made-up samples."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+from vllm_nvmeof_bench.gpu import report
+from vllm_nvmeof_bench.gpu.models import model_blocks
+from vllm_nvmeof_bench.gpu.plot import plot
+from vllm_nvmeof_bench.gpu.samples import Sample, dump, load
+from vllm_nvmeof_bench.gpu.targets import evaluate
+from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.pool.targets import Row, missed
+
+from tests.unit.bench.copy_made_up import CONDITIONS, everything
+from vllm_nvmeof_offload.cli import app
+from vllm_nvmeof_offload.units import KIB, MIB
+
+NO_GPU = not Path("/dev/nvidiactl").exists()
+
+
+def rows(samples: list[Sample]) -> dict[str, Row]:
+    return {row.target: row for row in evaluate(samples)}
+
+
+def slower(samples: list[Sample], share: float, **wanted: object) -> list[Sample]:
+    """Those with these fields at `share` of their value."""
+    return [
+        replace(one, value=one.value * share)
+        if all(getattr(one, name) == value for name, value in wanted.items())
+        else one
+        for one in samples
+    ]
+
+
+def printed(samples: list[Sample]) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=240)
+    report.print_conditions(console, CONDITIONS)
+    report.print_samples(console, samples)
+    report.print_targets(console, evaluate(samples))
+    return out.getvalue()
+
+
+def test_all_targets_are_reached_by_what_was_made_up_for_it() -> None:
+    found = evaluate(everything())
+    assert len(found) == 6
+    assert [row.target for row in found if row.reached is not True] == []
+
+
+@pytest.mark.parametrize(
+    ("target", "share", "wanted"),
+    [
+        ("DMA of blocks ≥ 512 KiB / one contiguous copy", 0.9,
+         {"case": "transfer", "arm": "dma", "direction": "load", "block_bytes": 4 * MIB}),
+        ("both directions at once / one direction, 2 MiB", 0.9,
+         {"case": "both", "direction": "both"}),
+        ("auto / the better of DMA and kernel", 0.9,
+         {"case": "few", "arm": "auto", "direction": "store"}),
+        ("auto / vLLM's own code, 16 to 64 KiB", 0.7,
+         {"case": "transfer", "arm": "auto", "block_bytes": 32 * KIB}),
+        ("bf16 matrix products beside copies by DMA / alone", 0.9,
+         {"case": "loop_matrix", "arm": "dma"}),
+        ("host time to submit 1000 blocks", 2.0, {"case": "submit", "direction": "load"}),
+    ],
+)  # fmt: skip
+def test_one_bad_size_or_direction_misses_a_target(
+    target: str, share: float, wanted: dict[str, object]
+) -> None:
+    samples = slower(everything(), share, **wanted)
+    row = rows(samples)[target]
+    assert row.reached is False and row.n == 3
+    for field in ("direction",):
+        assert str(wanted.get(field, "")) in row.where
+    assert row in missed(evaluate(samples))
+
+
+def test_targets_are_ratios_of_medians() -> None:
+    found = rows(everything())
+    both = found["both directions at once / one direction, 2 MiB"]
+    assert both.measured == pytest.approx(85.0 / 50.0)
+    assert found["auto / vLLM's own code, 16 to 64 KiB"].measured == pytest.approx(0.98 / 0.7)
+
+
+def test_without_vllms_arm_its_target_is_neither_reached_nor_missed() -> None:
+    samples = [one for one in everything() if one.arm != "vllm"]
+    assert rows(samples)["auto / vLLM's own code, 16 to 64 KiB"].reached is None
+    assert all(row.reached is None for row in evaluate([]))
+
+
+def test_the_models_are_those_of_the_table() -> None:
+    models = model_blocks()
+    assert len(models) == 15 and len({one.name for one in models}) == 15
+    by_name = {one.name: one for one in models}
+    llama = by_name["meta-llama/Llama-3.1-8B-Instruct"]
+    assert (llama.fragment_bytes, llama.block_bytes) == (32 * KIB, 2 * MIB)
+
+
+def test_every_case_has_its_table() -> None:
+    text = printed(everything())
+    for needed in (
+        "Made-up GPU (sm_90), PCIe 32.0 GT/s x16, driver 13010",
+        "vLLM's own code: 0.0.0 (made up)",
+        "One transfer of many blocks",
+        "load 25%",
+        "Llama-3.1-70B-Instruct",
+        "load vllm",
+        "matrix: steps/s",
+        "98.00 0.980",
+        "two_phase",
+        "Host time of one submit",
+        "1.700",
+    ):
+        assert needed in text, needed
+
+
+def test_what_was_not_measured_is_a_dash() -> None:
+    only = [
+        s
+        for s in everything()
+        if s.case == "transfer" and (s.arm, s.direction) != ("kernel", "load")
+    ]
+    text = printed(only)
+    assert "–" in text and "not measured" in text
+    assert "Few small" not in text
+
+
+def test_a_file_comes_back_and_others_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "copy.json"
+    dump(file, everything(), CONDITIONS)
+    samples, conditions = load(file)
+    assert conditions == CONDITIONS
+    rounded = [replace(one, value=pytest.approx(one.value, rel=1e-5)) for one in everything()]
+    assert samples == rounded
+    for content in ("{", "{}", '{"bench": "pool", "samples": [], "conditions": {}}'):
+        file.write_text(content)
+        with pytest.raises(BenchError, match="not a file of `bench copy --json`"):
+            load(file)
+
+
+def test_the_picture_is_drawn_of_whatever_there_is(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for number, samples in enumerate((everything(), everything()[:3])):
+        plot(tmp_path / f"{number}.png", samples, CONDITIONS)
+        assert (tmp_path / f"{number}.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(BenchError, match="nothing to draw"):
+        plot(tmp_path / "none.png", [], CONDITIONS)
+
+
+def test_the_report_judges_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "copy.json"
+    dump(file, everything(), CONDITIONS)
+    done = CliRunner().invoke(app, ["bench", "copy-report", str(file), "--check"])
+    assert done.exit_code == 0, done.output
+    assert "samples in" in done.output
+    dump(file, slower(everything(), 0.5, case="both", direction="both"), CONDITIONS)
+    assert CliRunner().invoke(app, ["bench", "copy-report", str(file), "--check"]).exit_code == 1
+
+
+@pytest.mark.skipif(not NO_GPU, reason="there is a GPU here")
+def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "copy.json"
+    done = CliRunner().invoke(app, ["bench", "copy", "--json", str(file), "--dir", str(tmp_path)])
+    assert done.exit_code == 1
+    assert done.output.count("\n") == 1
+    assert "vllm-nvmeof: bench copy needs an NVIDIA GPU: " in done.output
+    assert not file.exists()
+
+
+def test_an_unknown_part_is_refused_by_name() -> None:
+    done = CliRunner().invoke(app, ["bench", "copy", "--parts", "transfer,loop"])
+    assert done.exit_code == 2 and "loops" in done.output

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which device gets which copy engine, and what is said where none can be had."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.unit.copies.fake_cuda import FakeCuda
+from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.copy.driver import CudaFacts
+from vllm_nvmeof_offload.copy.host import HostCopyEngine
+from vllm_nvmeof_offload.errors import EngineError
+from vllm_nvmeof_offload.units import MIB, PAGE_BYTES
+from vllm_nvmeof_offload.worker import memory
+from vllm_nvmeof_offload.worker import staging as staging_module
+from vllm_nvmeof_offload.worker.device import KvDevice, open_device
+from vllm_nvmeof_offload.worker.geometry import CacheTensor, ChunkGeometry
+from vllm_nvmeof_offload.worker.staging import Staging
+
+NO_GPU = not Path("/dev/nvidiactl").exists()
+
+
+def test_the_cpu_has_the_engine_of_the_host() -> None:
+    staging = Staging(PAGE_BYTES, 3, 1)
+    starts = np.array([], np.uint64)
+    built = open_device("cpu").copy_engine("auto", staging.map, starts, lambda: None)
+    assert isinstance(built.engine, HostCopyEngine) and built.fallbacks == ()
+    built.engine.close()
+    staging.close()
+
+
+def test_another_kind_of_device_is_refused_by_name() -> None:
+    with pytest.raises(EngineError, match=r"'xpu:0'.*NVIDIA GPUs and vLLM's CPU engine"):
+        open_device("xpu:0")
+
+
+def test_a_gpu_of_amd_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = SimpleNamespace(version=SimpleNamespace(hip="6.4"))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    with pytest.raises(EngineError, match="AMD"):
+        open_device("cuda:0")
+
+
+def test_a_gpu_without_cuda_python_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=SimpleNamespace(hip=None)))
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    with pytest.raises(EngineError, match=r"pip install 'vllm-nvmeof-offload\[cuda\]'"):
+        open_device("cuda:0")
+
+
+@pytest.mark.skipif(not NO_GPU, reason="there is a GPU here")
+def test_no_driver_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings.driver")
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=SimpleNamespace(hip=None)))
+    with pytest.raises(EngineError, match="driver") as error:
+        open_device("cuda:0")
+    assert "\n" not in str(error.value)
+    assert error.value.__cause__ is None, "a traceback of two exceptions"
+
+
+def test_staging_is_on_the_node_of_the_gpu_before_its_first_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[str, int | None]] = []
+    monkeypatch.setattr(
+        staging_module, "prefer_node", lambda *given: asked.append(("node", given[2])) or True
+    )
+
+    def populate(address: int, size: int, **named: object) -> None:
+        asked.append(("pages", size))
+        memory.populate(address, size)
+
+    monkeypatch.setattr(staging_module, "populate", populate)
+    cuda = FakeCuda()
+    cuda.facts = CudaFacts("stub", "00" * 16, 13010, "sm_90", 1)
+    staging = Staging(PAGE_BYTES, 3, 1, numa_node=KvDevice(cuda).numa_node)
+    assert asked == [("node", 1), ("pages", 4 * PAGE_BYTES)] and staging.on_node
+    staging.close()
+    assert KvDevice(FakeCuda()).numa_node is None, "a machine that says -1 does not say"
+
+
+def test_copies_of_a_gpu_run_between_its_tensors_and_staging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the worker puts them together, over the stub."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache = np.random.default_rng(0).integers(0, 256, (2, 64, 256), np.uint8)
+    tensors = [CacheTensor(t.ctypes.data, 256, 256, 64) for t in cache]
+    geometry = ChunkGeometry(tensors, 2)
+    assert geometry.starts.tolist() == [t.address for t in tensors]
+    staging = Staging(PAGE_BYTES, 2 * MIB // PAGE_BYTES, 1)
+    cuda = FakeCuda()
+    built = KvDevice(cuda).copy_engine("dma", staging.map, geometry.starts, lambda: None)
+    assert built.name == "dma on stub"
+    # The last block of one tensor lies right before the first of the next: never one piece.
+    pieces = geometry.pieces(np.array([63, 0], np.int32), 0)
+    pieces[:, 1] += np.uint64(staging.map.cache_address(0))
+    ticket = built.engine.submit(Direction.STORE, pieces, built.engine.record_fence())
+    cuda.drain()
+    assert [(number, outcome.ok) for number, outcome in built.engine.poll()] == [(ticket, True)]
+    found = np.frombuffer(staging.view, np.uint8)[: 4 * 256].copy()
+    assert (found.reshape(2, 2, 256) == cache[:, [63, 0]].transpose(1, 0, 2)).all()
+    assert cuda.batches == [4]
+    built.engine.close()
+    assert not cuda.registered and list(cuda.streams) == [0]
+    staging.close()
