@@ -149,6 +149,12 @@ class OffloadConfig(BaseModel):
         "learned from its reads.",
         gt=0,
     )  # fmt: skip
+    copy_backend: Literal["auto", "dma", "kernel"] = _key(
+        "auto", "", '"auto", "dma" or "kernel"',
+        "What moves bytes between a GPU and pinned memory. auto: the faster of the two for each "
+        "size, count and direction, as measured at start; dma: the copy engines alone; kernel: a "
+        "kernel on a few multiprocessors alone, for comparisons. Without a GPU it means nothing.",
+    )  # fmt: skip
     io_engine: Literal["auto", "uring", "threads"] = _key(
         "auto", "", '"auto", "uring" or "threads"',
         "How staging and pool exchange bytes. auto: io_uring, or threads where it is denied; "
@@ -180,6 +186,14 @@ class OffloadConfig(BaseModel):
         "through: what is stored in the CPU tier is written to the pool behind it; on_eviction: "
         "only when the CPU tier is about to need its room, which writes less and loses more at a "
         "restart; off: the pool is only read.",
+    )  # fmt: skip
+    eviction_policy: str = _key(
+        "credited_lru", "", '"credited_lru", "lru", or "module:Class" of a policy of your own',
+        "Which chunk goes first where room is needed. lru: the least recently used; credited_lru: "
+        "the same, but in the CPU tier what later requests came back for counts as used later "
+        "(as lru where write_policy is not through, which finds more there); "
+        "examples/04_custom_policy.py has one of another kind, for both tiers.",
+        min_length=1,
     )  # fmt: skip
     store_threshold: int = _key(
         1, "sightings", "an integer from 1 to 1000000",

@@ -10,9 +10,10 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
+from collections.abc import Iterable
 from typing import Any
 
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -30,17 +31,17 @@ from vllm.version import __version__ as vllm_version
 
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.deployment import describe, process_began_s
-from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.integration import factories, known_vllm, orphan, weights_watch
 from vllm_nvmeof_offload.integration.messages import (
     NVMeoFConnectorMetadata,
     NVMeoFHandshake,
     NVMeoFWorkerMetadata,
 )
+from vllm_nvmeof_offload.integration.plainly import said_plainly
 from vllm_nvmeof_offload.integration.scheduler_view import SchedulerView, timed
+from vllm_nvmeof_offload.integration.stats import OffloadingStats
 from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.manager.waiting import WaitingRequests
-from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.parallel import replica_of
 from vllm_nvmeof_offload.spec import (
     NVMeoFOffloadingSpec,
@@ -51,8 +52,6 @@ from vllm_nvmeof_offload.worker.worker import NVMeoFOffloadingWorker
 
 __all__ = ["NVMeoFOffloadingConnector"]
 
-logger = logging.getLogger(LOGGER_NAME)
-
 factories.register_loaded()  # vLLM looks up the class by its name for a MultiConnector's figures
 
 
@@ -61,12 +60,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         known_vllm.require()  # where no plugin did
-        try:
+        with said_plainly():
             refuse_unsupported(vllm_config, kv_cache_config)
-        except ConfigError as error:
-            # vLLM buries the exception under two processes' tracebacks.
-            logger.error("cannot serve: %s", error)
-            raise
         choose_blocks_per_chunk(vllm_config, kv_cache_config)
         declared = parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config).replicas
         replica = replica_of(vllm_config, declared)
@@ -79,6 +74,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             spec.replica = replica
         #: Seconds in the methods of the scheduler side since the last step's output.
         self._spent_s = 0.0
+        #: KV events that were made before their time, for the next step.
+        self._events: list[KVCacheEvent] = []
         if self.connector_scheduler is not None:
             self._view = SchedulerView(self.scheduler, lambda: self._kv_cache_manager)
             by_priority = vllm_config.scheduler_config.policy == "priority"
@@ -92,6 +89,10 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         # where BLHNC is not supported, and says so.
         return "LBHNC" if current_platform.is_cpu() else "BLHNC"
 
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OffloadingStats:
+        return OffloadingStats() if data is None else OffloadingStats(data=data)
+
     # -- worker side ------------------------------------------------------------------
 
     @property
@@ -100,6 +101,10 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         worker = self.connector_worker.worker
         assert isinstance(worker, NVMeoFOffloadingWorker)
         return worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        with said_plainly():  # no driver, pinned memory refused, a pool of others
+            super().register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         assert self.connector_worker is not None
@@ -245,10 +250,21 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         to_flush = self.scheduler._current_batch_jobs_to_flush
         kept = set(to_flush)
         to_flush.clear()
+        if self._manager.core.residency is not None:
+            # Here already, and again by vLLM, where it changes nothing any more: vLLM's reset
+            # forgets which blocks a chunk has, which the events of its leaving must name.
+            self._manager.reset_cache()
+            while self._manager.core.residency:
+                self._events += self.scheduler.take_events()
         done: bool | None = super().reset_cache()
         to_flush |= kept
         self._settle()
         return done
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        kept, self._events = self._events, []
+        yield from kept
+        yield from super().take_events()
 
     def weights_may_have_changed(self, call: str, *, known: bool) -> None:
         """`weights_watch`: vLLM did `call`, which changes weights (known), or can."""

@@ -2,104 +2,294 @@
 """Names and meaning of what this package exports through vLLM's `/metrics`.
 
 Every name that is emitted must be declared here: vLLM drops, or dies of, any other.
+docs/METRICS.md is made from this module by `tools/metrics_doc.py`; a test holds them together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
-__all__ = ["COUNTERS", "GAUGES", "Metric"]
+__all__ = ["CONFIG_LABELS", "COUNTERS", "GAUGES", "PREFIX", "Label", "Metric"]
 
-_PREFIX = "vllm:nvmeof_"
+PREFIX = "vllm:nvmeof_"
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """values: all it can have; none given: they come from the deployment, as `of` says."""
+
+    name: str
+    values: tuple[str, ...] = ()
+    of: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Prometheus name without `_total`, help text, label names."""
+    """name: with prefix, a counter's without `_total`. unit: what one of it is."""
 
     name: str
+    unit: str
     help: str
-    labels: tuple[str, ...] = ()
+    labels: tuple[Label, ...] = ()
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        return tuple(label.name for label in self.labels)
+
+    def series(self, targets: int) -> Sequence[tuple[str, ...]]:
+        """Label values of all series, with so many targets; none if they are not known ahead."""
+        values = [_TARGETS(targets) if one is TARGET else one.values for one in self.labels]
+        return list(product(*values))
 
 
-def _metric(name: str, text: str, *labels: str) -> Metric:
-    return Metric(_PREFIX + name, text, labels)
+def _TARGETS(count: int) -> tuple[str, ...]:  # noqa: N802
+    return tuple(map(str, range(count)))
 
 
-COUNTERS = {
-    m.name.removeprefix(_PREFIX): m
-    for m in (
-        _metric("lookups", "Chunks looked up, by the tier that had them.", "source"),
-        _metric("loaded_tokens", "Tokens whose KV a load was started for, by source.", "source"),
-        _metric("reloaded_tokens", "Tokens of resumed, preempted requests that were loaded."),
-        _metric(
-            "recomputed_tokens",
-            "Tokens of resumed, preempted requests that had been computed and were not found.",
-        ),
-        _metric("preemptions", "Preemptions seen by the scheduler."),
-        _metric(
-            "resumed_chunk_tokens",
+#: A target's number: its place in the list of targets, from 0. `target_info` has its directory.
+TARGET = Label("target", of="the configured targets, by number")
+_DIRECTION = Label("direction", ("store", "load"))
+_STAGES = (_DIRECTION, Label("stage", ("gpu", "pool")))
+_OUTCOMES = ("io_error", "checksum_mismatch", "stale", "deadline", "cancelled")
+#: What `config_info` says, once a server: each fixed while it runs.
+CONFIG_LABELS = (
+    "version",
+    "io_engine",
+    "copy_engine",
+    "write_policy",
+    "admission",
+    "prompts_only",
+    "keyspace",
+    "engine_index",
+    "adopts",
+)
+
+
+def _metrics(*rows: tuple[str, str, str, tuple[Label, ...]]) -> dict[str, Metric]:
+    return {name: Metric(PREFIX + name, unit, text, labels) for name, unit, text, labels in rows}
+
+
+def _is(name: str, *values: str) -> tuple[Label, ...]:
+    return (Label(name, values),)
+
+
+_NO: tuple[Label, ...] = ()
+
+COUNTERS = _metrics(
+    # -- what requests find
+    (
+        "lookups",
+        "chunks",
+        "Chunks looked up, by the tier that had them.",
+        _is("source", "cpu", "pool", "miss"),
+    ),
+    (
+        "loaded_tokens",
+        "tokens",
+        "Tokens whose KV a load was started for, by source.",
+        _is("source", "cpu", "pool"),
+    ),
+    ("failed_load_tokens", "tokens", "Those of them that did not come: computed again.", _NO),
+    ("declined_tokens", "tokens", "Tokens found and not loaded: computing was to be sooner.", _NO),
+    (
+        "admissions",
+        "hits",
+        "Hits that vLLM went on with, by what was decided on them.",
+        _is("decision", "load", "partial", "recompute"),
+    ),
+    ("loads_cut", "loads", "Loads cut off: computing would have been sooner by now.", _NO),
+    # -- preempted requests
+    ("preemptions", "requests", "Preemptions seen by the scheduler.", _NO),
+    ("reloaded_tokens", "tokens", "Tokens of resumed, preempted requests that were loaded.", _NO),
+    (
+        "recomputed_tokens",
+        "tokens",
+        "Tokens of resumed, preempted requests that had been computed and were not found.",
+        _NO,
+    ),
+    (
+        "resumed_chunk_tokens",
+        "tokens",
+        (
             "Tokens of resumed requests in full chunks that had been computed before the "
-            "preemption and were not in GPU memory any more.",
+            "preemption and were not in GPU memory any more."
         ),
-        _metric("resumed_chunk_tokens_lost", "Those of them that were not loaded: recomputed."),
-        _metric(
-            "admissions", "Hits that vLLM went on with, by what was decided on them.", "decision"
+        _NO,
+    ),
+    ("resumed_chunk_tokens_lost", "tokens", "Those of them that were computed again.", _NO),
+    # -- ahead of need
+    (
+        "prefetches",
+        "chunks",
+        "Chunks fetched from the pool ahead of need, by reason.",
+        _is("reason", "reload", "queue", "probe"),
+    ),
+    (
+        "prefetches_ended",
+        "chunks",
+        "What became of them.",
+        _is("how", "used", "wasted", "cancelled", "failed", "probe"),
+    ),
+    # -- stores, writes, evictions
+    ("stored_chunks", "chunks", "Chunks whose store into the CPU tier was planned.", _NO),
+    ("refused_stores", "chunks", "New chunks that found no room in the CPU tier.", _NO),
+    ("below_threshold_chunks", "chunks", "New chunks not seen often enough to be stored.", _NO),
+    ("refused_writes", "chunks", "Chunks dropped from the CPU tier before being written.", _NO),
+    ("written_chunks", "chunks", "Chunks written to the pool by every rank.", _NO),
+    ("evictions", "chunks", "Chunks evicted from a tier.", _is("tier", "cpu", "pool")),
+    # -- bytes and time
+    (
+        "transfer_operations",
+        "operations",
+        (
+            "Operations that ended, all ranks. Stage gpu: batches of copies between GPU and pinned "
+            "memory; stage pool: reads and writes of a slot."
         ),
-        _metric("loads_cut", "Loads cut off because computing would have been sooner by now."),
-        _metric("declined_tokens", "Tokens found and not loaded: computing was to be sooner."),
-        _metric("prefetches", "Chunks fetched from the pool ahead of need, by reason.", "reason"),
-        _metric(
-            "prefetches_ended",
-            "What became of them: used by a load, cancelled, failed, or wasted.",
-            "how",
+        _STAGES,
+    ),
+    (
+        "transfer_bytes",
+        "bytes",
+        "Bytes that they moved; failed operations count none.",
+        _STAGES,
+    ),
+    (
+        "transfer_seconds",
+        "seconds",
+        "Time that they took, each from its hand-over to its outcome; they overlap.",
+        _STAGES,
+    ),
+    ("read_bytes", "bytes", "Bytes read from the pool for loads and fetches, all ranks.", _NO),
+    ("written_bytes", "bytes", "Bytes written to the pool, all ranks: the wear of flash.", _NO),
+    ("target_written_bytes", "bytes", "As written_bytes, by target.", (TARGET,)),
+    # -- what goes wrong
+    (
+        "failed_chunks",
+        "chunks",
+        "Chunks whose operation failed; a store touches no target.",
+        (
+            Label("operation", ("store", "load", "write", "fetch", "reset")),
+            Label("outcome", _OUTCOMES),
+            Label("target", of="as everywhere, and none"),
         ),
-        _metric(
-            "scheduler_seconds", "Time in the connector's scheduler side, vLLM's half included."
-        ),
-        _metric("scheduler_steps", "Engine steps that computed tokens."),
-        _metric("step_seconds", "What these steps took."),
-        _metric("step_tokens", "Tokens that they computed."),
-        _metric("stored_chunks", "Chunks whose store into the CPU tier was planned."),
-        _metric("refused_stores", "New chunks that found no room in the CPU tier."),
-        _metric("below_threshold_chunks", "New chunks not seen often enough to be stored."),
-        _metric("refused_writes", "Chunks dropped from the CPU tier before their write began."),
-        _metric("written_chunks", "Chunks written to the pool by every rank."),
-        _metric("evictions", "Chunks evicted from a tier.", "tier"),
-        _metric("failed_chunks", "Chunks whose operation failed, by outcome.", "outcome"),
-        _metric("read_bytes", "Bytes read from the pool, all ranks."),
-        _metric("written_bytes", "Bytes written to the pool, all ranks."),
-        _metric("target_written_bytes", "As written_bytes, by target: its wear.", "target"),
-        _metric("adopted_chunks", "Chunks taken over from the pool at start."),
-        _metric("resets", "Times that everything stored was declared void."),
-        _metric("retired_pool_slots", "Pool slots given up after failed writes."),
-        _metric("verdict_changes", "Times that a target stopped to be usable, or became so again."),
-    )
-}
+    ),
+    ("retired_pool_slots", "slots", "Pool slots given up after failed writes.", _NO),
+    ("verdict_changes", "changes", "Times that a target's usability changed.", _NO),
+    ("resets", "resets", "Times that everything stored was declared void.", _NO),
+    # -- start
+    ("adopted_chunks", "chunks", "Chunks taken over from the pool at start.", _NO),
+    (
+        "unadopted_chunks",
+        "chunks",
+        "Chunks that a rank found in the pool and that are not on every rank.",
+        _NO,
+    ),
+    # -- what it costs
+    ("scheduler_seconds", "seconds", "In the connector's scheduler side, vLLM's half too.", _NO),
+    ("scheduler_steps", "steps", "Engine steps that computed tokens.", _NO),
+    ("step_seconds", "seconds", "What these steps took.", _NO),
+    ("step_tokens", "tokens", "Tokens that they computed.", _NO),
+)
 
-GAUGES = {
-    m.name.removeprefix(_PREFIX): m
-    for m in (
-        _metric("entries", "Chunks in the index."),
-        _metric("cache_slots", "Cache slots of the CPU tier."),
-        _metric("cache_slots_used", "Cache slots taken."),
-        _metric("pool_slots", "Pool slots, without the retired ones."),
-        _metric("pool_slots_used", "Pool slots taken."),
-        _metric("writes_pending", "Writes to the pool that were sent and not reported."),
-        _metric("write_backlog", "Chunks in the CPU tier that wait for their write."),
-        _metric("fallbacks", "Parts that run slower than they could, as start-up said, all ranks."),
-        _metric("held_cache_slots", "Cache slots held for requests to come, by reason.", "reason"),
-        _metric("prefill_tokens_per_second", "Learned: how fast prompts are computed; 0: unknown."),
-        _metric("pool_read_bytes_per_second", "Learned: of the slowest rank; 0: unknown."),
-        _metric(
-            "load_overhead_seconds",
-            "Learned: what a load from the pool takes beyond its bytes over the read rate.",
+GAUGES = _metrics(
+    # -- room
+    ("entries", "chunks", "Chunks in the index.", _NO),
+    ("cache_slots", "slots", "Cache slots of the CPU tier.", _NO),
+    ("cache_slots_used", "slots", "Cache slots taken.", _NO),
+    (
+        "held_cache_slots",
+        "slots",
+        "Cache slots held for requests to come, by reason.",
+        _is("reason", "reload", "queue"),
+    ),
+    ("stream_slots", "slots", "Stream slots, through which loads pass; all ranks.", _NO),
+    ("stream_slots_used", "slots", "Stream slots taken, when the ranks last reported.", _NO),
+    ("pool_slots", "slots", "Pool slots, without the retired ones.", _NO),
+    ("pool_slots_used", "slots", "Pool slots taken.", _NO),
+    ("slot_bytes", "bytes", "Size of a slot on one rank, header included.", _NO),
+    ("capacity_tokens", "tokens", "Tokens that a tier holds.", _is("tier", "cpu", "pool")),
+    # -- queues
+    ("writes_pending", "chunks", "Writes to the pool that were sent and not reported.", _NO),
+    ("write_backlog", "chunks", "Chunks in the CPU tier that wait for their write.", _NO),
+    (
+        "queued_operations",
+        "operations",
+        (
+            "Chunks that wait in the workers, all ranks, when they last reported: for a stream "
+            "slot; for their read, of a load or ahead of need; for their write."
         ),
-        _metric("suspect_targets", "Targets that at least one rank finds suspect or gone."),
-        _metric(
-            "target_verdict",
-            "The worst rank's: 0 ok, 1 degraded, 2 suspect, 3 gone; targets as they are listed.",
-            "target",
+        _is("queue", "stream_slot", "read", "prefetch", "write"),
+    ),
+    (
+        "operations_in_flight",
+        "operations",
+        "Reads (load) and writes (store) with the I/O engine, likewise.",
+        (_DIRECTION,),
+    ),
+    (
+        "requests_waiting",
+        "requests",
+        "Requests, preempted or in vLLM's queue, whose chunks are looked after.",
+        _NO,
+    ),
+    # -- learned
+    (
+        "prefill_tokens_per_second",
+        "tokens/s",
+        "Learned: how fast prompts are computed; 0: unknown.",
+        _NO,
+    ),
+    ("pool_read_bytes_per_second", "bytes/s", "Learned: of the slowest rank; 0: unknown.", _NO),
+    (
+        "load_overhead_seconds",
+        "seconds",
+        "Learned: what a load from the pool takes beyond its bytes over the read rate.",
+        _NO,
+    ),
+    (
+        "target_read_bytes_per_second",
+        "bytes/s",
+        "Learned: of the slowest rank, by target; 0: unknown.",
+        (TARGET,),
+    ),
+    (
+        "target_write_bytes_per_second",
+        "bytes/s",
+        "Learned: of the slowest rank, by target; 0: unknown.",
+        (TARGET,),
+    ),
+    # -- health
+    ("suspect_targets", "targets", "Targets that at least one rank finds suspect or gone.", _NO),
+    (
+        "target_verdict",
+        "verdict",
+        "The worst rank's: 0 ok, 1 degraded, 2 suspect, 3 gone.",
+        (TARGET,),
+    ),
+    (
+        "fallbacks",
+        "parts",
+        (
+            "Parts that run slower than they could, as start-up said, all ranks: threads instead "
+            "of io_uring, unregistered memory, the page cache instead of O_DIRECT, GPU copies "
+            "without the batch call or the kernel."
         ),
-    )
-}
+        _is("part", "io_uring", "registration", "o_direct", "copies"),
+    ),
+    # -- facts
+    ("adoption_seconds", "seconds", "What the slowest rank took to read its pool at start.", _NO),
+    (
+        "target_info",
+        "1",
+        "Which directory a target is.",
+        (TARGET, Label("path", of="the configured targets")),
+    ),
+    (
+        "config_info",
+        "1",
+        "How this server runs, by its labels.",
+        tuple(Label(name, of="this server") for name in CONFIG_LABELS),
+    ),
+)

@@ -30,6 +30,7 @@ __all__ = [
     "Command",
     "FetchCommand",
     "IoClass",
+    "LevelReport",
     "LoadChunk",
     "LoadCommand",
     "OpReport",
@@ -194,7 +195,24 @@ class RateReport:
     read_bytes_per_s: float
 
 
-Report = OpReport | ReleaseReport | VerdictReport | RateReport
+@dataclass(frozen=True, slots=True)
+class LevelReport:
+    """How many chunks wait in this rank's queues, and for what; how much the I/O engine has.
+
+    It rides along as `RateReport` does, and is for people alone.
+    """
+
+    rank: int
+    stream_slots_used: int = 0
+    stream_slot_waiting: int = 0
+    read_waiting: int = 0
+    prefetch_waiting: int = 0
+    write_waiting: int = 0
+    reads_in_flight: int = 0
+    writes_in_flight: int = 0
+
+
+Report = OpReport | ReleaseReport | VerdictReport | RateReport | LevelReport
 
 
 @dataclass(frozen=True)
@@ -218,6 +236,9 @@ class RankHello:
 
     The manager's capacity is the minimum over the ranks, its index the intersection of what
     they adopted. `target_count`: pool slot p lies on target `p % target_count`.
+    What follows `adopted` is for people: what runs slower than it could and why, the targets'
+    directories, what does copies and I/O, how long the pool took to be read, why nothing is
+    adopted from it, and which of several replicas this is.
     """
 
     rank: int
@@ -229,3 +250,10 @@ class RankHello:
     slot_bytes: int
     adopted: AdoptedEntries = field(default_factory=AdoptedEntries)
     fallbacks: tuple[str, ...] = ()
+    stream_slots: int = 0
+    targets: tuple[str, ...] = ()
+    io_engine: str = "none"
+    copy_engine: str = "none"
+    adoption_s: float = 0.0
+    volatile: tuple[str, ...] = ()
+    replica: int | None = None

@@ -20,14 +20,16 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from vllm_nvmeof_offload.config import chunk_blocks, parse_config
+from vllm_nvmeof_offload.config import OffloadConfig, chunk_blocks, parse_config
 from vllm_nvmeof_offload.deployment import Deployment
 from vllm_nvmeof_offload.integration.model_shape import refuse_model
 from vllm_nvmeof_offload.manager.admission import AdmissionConfig
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.manager.plan import WritePolicy
-from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES
+from vllm_nvmeof_offload.manager.policy_choice import CREDITED, choose_policy
+from vllm_nvmeof_offload.manager.recency import CREDIT_SHARE
+from vllm_nvmeof_offload.metrics import CONFIG_LABELS, COUNTERS, GAUGES
 from vllm_nvmeof_offload.parallel import Replica, refuse_parallel
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.worker.build import Place, build_worker
@@ -62,6 +64,13 @@ def choose_blocks_per_chunk(vllm_config: Any, kv_cache_config: Any) -> None:
     extra["blocks_per_chunk"] = chunk_blocks(parse_config(extra), block_bytes, block_tokens)
 
 
+def _credit_share(settings: OffloadConfig) -> float:
+    """Where chunks are written on eviction plain LRU finds more: 52.2 % against 49.9 % by `bench
+    tiers` on public agentic traces."""
+    credited = settings.eviction_policy == CREDITED and settings.write_policy == "through"
+    return CREDIT_SHARE if credited else 0.0
+
+
 class NVMeoFOffloadingSpec(OffloadingSpec):
     """See the module's docstring."""
 
@@ -76,9 +85,16 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
-        counters = {m.name: OffloadingCounterMetadata(m.help, m.labels) for m in COUNTERS.values()}
-        gauges = {m.name: OffloadingGaugeMetadata(m.help, m.labels) for m in GAUGES.values()}
-        return {**counters, **gauges}
+        made: dict[str, OffloadingMetricMetadata] = {}
+        for one in COUNTERS.values():
+            made[one.name] = OffloadingCounterMetadata(one.help, one.label_names)
+        for one in GAUGES.values():
+            made[one.name] = OffloadingGaugeMetadata(one.help, one.label_names)
+        return made
+
+    @classmethod
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
+        return CONFIG_LABELS
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
@@ -93,6 +109,7 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
             CoreConfig(
                 world_size=self.config.parallel.world_size,
                 store_threshold=settings.store_threshold,
+                credit_share=_credit_share(settings),
                 write_policy=WritePolicy(settings.write_policy),
                 weights_never_change=settings.weights_never_change,
                 land_cache_share=settings.land_cache_share,
@@ -105,9 +122,12 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
                     read_bytes_per_s=settings.read_bytes_per_s,
                 ),
                 report_deadline_s=deadline_ms / 1000 + _REPORT_GRACE_S,
-            )
+                tell_residency=self.kv_events_config.enable_kv_cache_events,
+            ),
+            policy=choose_policy(settings.eviction_policy),
         )
-        return NVMeoFOffloadingManager(core, tokens_per_chunk)
+        prompts_only = settings.offload_prompt_only
+        return NVMeoFOffloadingManager(core, tokens_per_chunk, prompts_only=prompts_only)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         assert self.deployment is not None, "the connector sets it"
@@ -137,6 +157,6 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
             volatile=self.deployment.volatile,
             replica=self.replica,
         )
-        device = kv_caches.tensors[0].tensor.device.type
+        device = str(kv_caches.tensors[0].tensor.device)
         worker, self.hello = build_worker(self.settings, geometry, place, device)
         return worker

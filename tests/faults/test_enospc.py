@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.small_disk import mounted, tmpfs
 from vllm_nvmeof_offload.errors import OK, OutcomeKind, io_error
 from vllm_nvmeof_offload.pool import slab
 from vllm_nvmeof_offload.pool.pool import Pool
@@ -28,24 +29,20 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
     """A real file system of 8 MiB."""
     path = tmp_path / "small"
     path.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("mounting needs root")
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "vnvme-test", str(path)]
-    if request.param == "ext4":
-        image = tmp_path / "image"
-        image.touch()
-        os.truncate(image, DISK_BYTES)
-        make = ["mkfs.ext4", "-q", "-O", "^has_journal", "-m", "0", str(image)]
-        try:
-            subprocess.run(make, check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no ext4 can be made here: {error}")
-        command = ["mount", "-t", "ext4", "-o", "loop", str(image), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
+    if request.param == "tmpfs":
+        with tmpfs(path, DISK_BYTES):
+            yield path
+        return
+    image = tmp_path / "image"
+    image.touch()
+    os.truncate(image, DISK_BYTES)
+    make = ["mkfs.ext4", "-q", "-O", "^has_journal", "-m", "0", str(image)]
+    try:
+        subprocess.run(make, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no ext4 can be made here: {error}")
+    with mounted(path, "-t", "ext4", "-o", "loop", str(image)):
+        yield path
 
 
 def test_a_full_target_shrinks_the_pool_and_every_slot_can_be_written(

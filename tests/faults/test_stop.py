@@ -23,6 +23,8 @@ from vllm_nvmeof_offload.pool.pool import Pool
 from .fuse_mount import FaultyMount
 from .kit import WAIT_S, make_spec
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[2]
 SEED = int(os.environ.get("VLLM_NVMEOF_SEED", "0")) or random.SystemRandom().getrandbits(32)
 STOPS = 6

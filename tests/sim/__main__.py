@@ -20,13 +20,14 @@ def main() -> int:
     parser.add_argument(
         "--ranks", type=int, help="default: by the seed, or each eighth seed with 1 to 8"
     )
+    parser.add_argument("--policy", default="lru", help="as eviction_policy is configured")
     parser.add_argument("--first", type=int, help="soak: the first seed (default: random)")
     parser.add_argument("--count", type=int, default=10**9, help="soak: how many seeds")
     parser.add_argument("--seconds", type=float, default=60.0, help="soak: how long")
     parser.add_argument("--keep-going", action="store_true", help="soak: list every failing seed")
     arguments = parser.parse_args()
     if arguments.seed is not None:
-        print(dict(play(arguments.seed, arguments.profile, arguments.ranks)))
+        print(dict(play(arguments.seed, arguments.profile, arguments.ranks, arguments.policy)))
         return 0
     first = arguments.first if arguments.first is not None else secrets.randbits(40)
     print(f"first seed {first}", flush=True)
@@ -39,7 +40,7 @@ def main() -> int:
         played += 1
         try:
             ranks = arguments.ranks or (1 + seed // 8 % 8 if seed % 8 == 0 else None)
-            total.update(play(seed, arguments.profile, ranks))
+            total.update(play(seed, arguments.profile, ranks, arguments.policy))
         except AssertionError as error:
             failed += 1
             print(f"seed {seed}: {str(error).splitlines()[0]}", flush=True)

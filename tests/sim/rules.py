@@ -21,6 +21,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 
 from .base import Clock, Knobs, Violation
+from .event_rules import EventRules
 from .memory import Tag
 from .ops import SentOp
 from .policy_rules import PolicyRules
@@ -49,6 +50,7 @@ class Rules:
         self.ops: dict[int, SentOp] = {}
         self._core = core
         self._policies = PolicyRules(core, knobs)
+        self._events = EventRules(core)
         self._knobs = knobs
         self._clock = clock
         self._expected = expected
@@ -176,6 +178,7 @@ class Rules:
         if gauges["ops"] != len(self.ops) + gauges["commands_waiting"]:
             raise Violation("leak", f"{gauges['ops']} ops, {len(self.ops)} known outside")
         self._policies.check()
+        self._events.check()
         self.check_memory()
 
     def check_memory(self) -> None:

@@ -20,8 +20,7 @@ from .rank import Metadata, Output, TransferJob, Work
 from .requests import BlockPool, Request, Status, take_victim, who_lets_go
 from .rules import Rules
 
-LOAD_ATTEMPTS_MAX = 20
-BUDGET_TOKENS = 24
+LOAD_ATTEMPTS_MAX, BUDGET_TOKENS = 20, 24
 
 
 class SimScheduler:
@@ -384,6 +383,7 @@ class SimScheduler:
     def _finish(self, request: Request) -> None:
         self._trace("finish", request)
         request.status = Status.DONE
+        self.core.ended([request.key(i, self._knobs) for i in range(request.stored_chunks)])
         for op in request.jobs:
             self._fence(request, op, self._store_blocks[op])
         self._blocks.release(request.blocks)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from . import (
+    mutants_events,
     mutants_policy,
     mutants_reload,
     mutants_stream,
@@ -17,7 +18,8 @@ from .mutants import MUTANTS, PROFILE, broken
 from .world import play
 
 assert (
-    mutants_policy
+    mutants_events
+    and mutants_policy
     and mutants_reload
     and mutants_stream
     and mutants_transfer
@@ -30,13 +32,19 @@ SEEDS_MAX = 500
 #: Where to begin: a seed that is known to catch the mutant keeps the test short. When the
 #: simulator changes, the search simply goes on from there, and round.
 FIRST: dict[str, int] = {
-    "doom_ignores_the_generation": 53,
-    "gates_accept_stale": 14,
+    "doom_ignores_the_generation": 71,
+    "failed_copy_counts_as_copied": 14,
+    "gates_accept_stale": 32,
     "hung_share_of_a_target_blocks_its_loads": 51,
-    "new_weights_are_adopted": 17,
-    "reads_ignore_the_generation": 190,
-    "suspect_target_fails_the_reset": 52,
-    "wait_for_a_load_does_not_cancel": 8,
+    "hung_stream_slots_block_loads": 51,
+    "new_weights_are_adopted": 36,
+    "policy_off_is_ignored": 31,
+    "promoted_fetch_never_runs": 7,
+    "reads_ignore_the_generation": 286,
+    "reset_keeps_the_holds": 7,
+    "stream_slot_is_free_at_the_outcome": 54,
+    "suspect_target_fails_the_reset": 75,
+    "wait_for_a_load_does_not_cancel": 25,
 }
 
 

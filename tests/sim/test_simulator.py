@@ -9,8 +9,11 @@ from __future__ import annotations
 import os
 import secrets
 from collections import Counter
+from pathlib import Path
 
 import pytest
+
+from vllm_nvmeof_offload.manager.policy_choice import POLICIES
 
 from .world import play
 
@@ -45,6 +48,17 @@ def test_no_rule_breaks_with_as_many_ranks(ranks: int) -> None:
 def test_no_rule_breaks_where_vllm_waits_for_loads_that_hang() -> None:
     for seed in range(_FIRST, _FIRST + 30):
         _seen.update(play(seed, "flushes"))
+
+
+@pytest.mark.parametrize(
+    "policy", [*sorted(POLICIES.keys() - {"lru"}), "04_custom_policy:SecondChance"]
+)
+def test_no_rule_breaks_whichever_policy_evicts(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    for seed in range(_FIRST + 1000, _FIRST + 1012):
+        _seen.update(play(seed, policy=policy))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dataclasses import replace
 from vllm_nvmeof_offload.manager.admission import AdmissionConfig
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.plan import WritePolicy
+from vllm_nvmeof_offload.manager.policy_choice import choose_policy
 
 from .base import Clock, Knobs, Trace, Violation
 from .memory import Tag
@@ -26,8 +27,11 @@ REQUEST_S_MAX = 300.0
 class World:
     """`run` plays the seed to its end or raises `Violation`."""
 
-    def __init__(self, seed: int, profile: str | None = None, ranks: int | None = None) -> None:
+    def __init__(
+        self, seed: int, profile: str | None = None, ranks: int | None = None, policy: str = "lru"
+    ) -> None:
         self.rng = random.Random(seed)
+        self._policy = choose_policy(policy)
         self.knobs = Knobs.draw(self.rng, profile)
         if ranks is not None:
             self.knobs = replace(self.knobs, ranks=ranks, loses=0.7)
@@ -58,8 +62,11 @@ class World:
             store_threshold=knobs.store_threshold,
             write_policy=WritePolicy(knobs.write_policy),
             report_deadline_s=knobs.report_deadline_s,
+            tell_residency=True,
         )
-        self.core = ManagerCore(config, self.clock, first_generation=self._boots << 32)
+        self.core = ManagerCore(
+            config, self.clock, self._policy, first_generation=self._boots << 32
+        )
         self.rules = Rules(self.core, knobs, self.clock, self.expected)
         self.ranks = [
             SimRank(
@@ -207,25 +214,32 @@ class World:
         return any(o.finished or o.reports for outputs in self._outputs for o in outputs)
 
     def _count(self) -> None:
-        self.counts.update(self.core.counters)
+        for name, count in self.core.counters.items():
+            metric, *labels = name.split(":")
+            by_outcome = f"{metric}:{labels[1]}" if metric == "failed_chunks" else name
+            self.counts[by_outcome] += count
         self.counts.update(self.scheduler.counts)
         for rank in self.ranks:
             self.counts.update(rank.io.counts)
 
 
-def play(seed: int, profile: str | None = None, ranks: int | None = None) -> Counter[str]:
+def play(
+    seed: int, profile: str | None = None, ranks: int | None = None, policy: str = "lru"
+) -> Counter[str]:
     """Run one seed. A violation, or any broken assertion, says how to replay it.
 
     ranks: as many, of which one loses some of its pool at most crashes; None: by the seed.
+    policy: as `eviction_policy` is configured.
     """
     world: World | None = None
     try:
-        world = World(seed, profile, ranks)
+        world = World(seed, profile, ranks, policy)
         world.run()
     except AssertionError as error:
         trace = world.trace if world else "  (at the start)"
         replay = f"--seed {seed}" + (f" --profile {profile}" if profile else "")
         replay += f" --ranks {ranks}" if ranks else ""
+        replay += f" --policy {policy}" if policy != "lru" else ""
         raise AssertionError(
             f"{error or type(error).__name__}\nseed {seed}: {world.knobs if world else ''}\n"
             f"last events:\n{trace}\nreplay: python -m tests.sim {replay}"

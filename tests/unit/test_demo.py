@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from vllm_nvmeof_offload.demo import model
 from vllm_nvmeof_offload.demo.client import Answer, ClientError, Metrics, _take
 from vllm_nvmeof_offload.demo.model import ModelShape, distinct_ratio, make_model, random_tokens
 from vllm_nvmeof_offload.demo.report import Report, compare
@@ -213,12 +215,19 @@ def test_the_model_is_the_same_every_time(tmp_path: Path) -> None:
     assert weights < (one / "model.safetensors").stat().st_size < weights + 8192
 
 
-def test_a_partial_model_is_made_anew(tmp_path: Path) -> None:
+def test_who_makes_the_same_model_at_once_makes_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = make_model(tmp_path / "a", TINY)
-    partial = tmp_path / "b" / f".{whole.name}.partial"
-    partial.mkdir(parents=True)
-    (partial / "model.safetensors").write_bytes(b"half")
+    write = model._write_weights
+
+    def overtaken(path: Path, shape: ModelShape) -> None:
+        shutil.copytree(whole, tmp_path / "b" / whole.name)
+        write(path, shape)
+
+    monkeypatch.setattr(model, "_write_weights", overtaken)
     made = make_model(tmp_path / "b", TINY)
+    assert [p.name for p in (tmp_path / "b").iterdir()] == [made.name]
     name = "model.safetensors"
     assert (made / name).read_bytes() == (whole / name).read_bytes()
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -15,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from vllm_nvmeof_offload.errors import PoolLockedError
+from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
-from vllm_nvmeof_offload.pool.lock import Heartbeat, Holder, read_holder
+from vllm_nvmeof_offload.pool.lock import DirectoryLock, Heartbeat, Holder, read_holder
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 
 CHILD = """
@@ -167,3 +170,29 @@ def test_a_failed_open_leaves_no_lock(tmp_path: Path) -> None:
             Pool.open(make_spec(tmp_path, engine_index=0))
     slab.rmdir()
     Pool.open(make_spec(tmp_path, engine_index=0)).close()
+
+
+def test_a_target_that_does_not_answer_is_left_without_an_alarm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the end of a server whose target is lost: nothing that an operator must do."""
+    lock = DirectoryLock.claim(tmp_path / "lock")
+    assert lock is not None
+    ours = logging.getLogger(LOGGER_NAME)
+    monkeypatch.setattr(ours, "propagate", False)
+    caplog.set_level(logging.INFO, LOGGER_NAME)
+    ours.addHandler(caplog.handler)
+
+    def fails(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fails)
+        lock.release()
+    ours.removeHandler(caplog.handler)
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert "left as it is (EIO): the next start takes it over" in record.getMessage()
+    taken_over = DirectoryLock.claim(tmp_path / "lock")
+    assert taken_over is not None, "and it does"
+    taken_over.release()

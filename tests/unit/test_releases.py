@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.fabric.rig.packages import locked
 from tests.upstream.releases import (
     ReleaseDamagedError,
     ReleaseUnavailableError,
     ask_index,
     fetch,
-    locked,
 )
 
 CONTENT = b"a source distribution"

@@ -87,7 +87,7 @@ class SlotMachine(RuleBasedStateMachine):
         assert all(pool.in_use(slot) == bool(self.users[slot]) for slot in range(self.capacity))
 
 
-SlotMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+SlotMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 TestSlotMachine = SlotMachine.TestCase
 
 

@@ -36,8 +36,7 @@ LAYERS: list[set[str]] = [
     {"job_specs", "deployment", "parallel"},
     {"manager", "worker"},
     {"spec", "connector", "plugin", "integration"},
-    {"cli", "cli_size", "cli_size_text", "cli_bench", "cli_bench_cost", "cli_bench_tier"}
-    | {"cli_doctor", "cli_pool", "cli_pool_text", "demo"},
+    {"demo"} | {module.stem for module in PACKAGE.glob("cli*.py")},
 ]
 MAY_IMPORT_VLLM = {
     "plugin.py",

@@ -29,7 +29,7 @@ def new_parameter() -> None:
     from vllm.v1.kv_offload.base import OffloadingWorker
 
     def submit_store(self: Any, job_id: int, priority: int, src_spec: Any, dst_spec: Any) -> bool:
-        raise NotImplementedError
+        raise AssertionError("refused by its parameters, before anything is stored")
 
     OffloadingWorker.submit_store = abc.abstractmethod(submit_store)
 

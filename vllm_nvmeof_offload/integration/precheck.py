@@ -13,6 +13,8 @@ from vllm_nvmeof_offload.config import (
     chunk_blocks,
     parse_config,
 )
+from vllm_nvmeof_offload.integration.platform_check import refuse_platform
+from vllm_nvmeof_offload.manager.policy_choice import choose_policy
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.parallel import count_nodes, note_replicas, refuse_parallel
 from vllm_nvmeof_offload.units import format_bytes, slot_stride_bytes
@@ -34,6 +36,8 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
     refuse_parallel(parallel)
     note_replicas(vllm_config, extra)
     config = parse_config(extra)
+    refuse_platform(config, _platform())
+    choose_policy(config.eviction_policy)
     check_memory(config, count_nodes(parallel), staging_key)
     check_targets(config)
     if config.fault_injection:
@@ -48,6 +52,12 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
             config.replicas,
             format_bytes(config.staging_bytes),
         )
+
+
+def _platform() -> Any:
+    from vllm.platforms import current_platform
+
+    return current_platform
 
 
 def slot_bytes_estimate(vllm_config: Any, config: Any) -> int | None:

@@ -31,8 +31,10 @@ __all__ = ["Admission", "AdmissionConfig", "Decision", "Find", "Taken"]
 #: How many times sooner loading must be for the pool to be taken up again. It is given up as
 #: soon as computing is sooner: a server must not be slower than without offloading.
 _HYSTERESIS = 1.25
-#: A load that took so many times what computing takes went badly.
+#: A load that took so many times what computing takes went badly, if it lost that much at least:
+#: of what is shorter the learned overhead takes care.
 _REGRET = 1.25
+_REGRET_S_MIN = 0.05
 _HALF_LIFE_S = 30.0
 #: Weight of the newest overhead.
 _NEWEST = 0.5
@@ -110,8 +112,8 @@ class Admission:
         self._feared_s = 0.0
         #: How many loads or probes must come whole before that is forgotten,
         self._doubts = 0
-        #: and how many it will be the next time.
-        self._caution = 1
+        #: how many these were after the first bad one, and how many it will be the next time.
+        self._demanded = self._caution = 1
         self._sampled_s: float | None = None
         self._began_s = clock()
 
@@ -160,8 +162,10 @@ class Admission:
         )
         if went_badly:
             self._feared_s = max(self._feared_s, load.seconds - waited_s)
-            self._doubts = self._caution
-            self._caution = min(2 * self._caution, _CAUTION_MAX)
+            if not self._doubts:  # else it was decided on before the first one of a batch ended
+                self._demanded = self._caution
+                self._caution = min(2 * self._caution, _CAUTION_MAX)
+            self._doubts = self._demanded
         elif not rated or (any(load.read) and not self.bytes_per_s):
             return  # the rate comes behind the load that brought it
         else:
@@ -180,7 +184,8 @@ class Admission:
         tokens_per_s = self.tokens_per_s
         if load.probe or not tokens_per_s:
             return False
-        return seconds > _REGRET * sum(load.read) * self._tokens_per_chunk / tokens_per_s
+        compute_s = sum(load.read) * self._tokens_per_chunk / tokens_per_s
+        return seconds > max(_REGRET * compute_s, compute_s + _REGRET_S_MIN)
 
     def _read_s(self, chunks: Sequence[int], queued: Sequence[int]) -> float:
         """How long reading these chunks takes, behind those, by the rates."""

@@ -16,24 +16,26 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from vllm_nvmeof_offload.errors import CANCELLED, Outcome, OutcomeKind
-from vllm_nvmeof_offload.manager.admission import Admission, Find, Taken
+from vllm_nvmeof_offload.errors import CANCELLED, Outcome
+from vllm_nvmeof_offload.manager.admission import Admission, Find
 from vllm_nvmeof_offload.manager.adoption import Capacity, agree
 from vllm_nvmeof_offload.manager.index import Entry, Event, State
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op, OpKind
-from vllm_nvmeof_offload.manager.limits import LoadLimits
+from vllm_nvmeof_offload.manager.load_times import LoadTimes
 from vllm_nvmeof_offload.manager.plan import CoreConfig, Source, StorePlan
 from vllm_nvmeof_offload.manager.policy import LruPolicy
 from vllm_nvmeof_offload.manager.reload import ReloadScheduler
+from vllm_nvmeof_offload.manager.residency import ResidencyLog
 from vllm_nvmeof_offload.manager.shelf import Reason, Shelf
 from vllm_nvmeof_offload.manager.sightings import Sightings
-from vllm_nvmeof_offload.manager.targets import MakePolicy
+from vllm_nvmeof_offload.manager.targets import MakePolicy, Targets
 from vllm_nvmeof_offload.manager.tiers import Tiers
 from vllm_nvmeof_offload.manager.writes import WriteBehind
 from vllm_nvmeof_offload.protocol import (
     CancelCommand,
     Command,
     FetchCommand,
+    LevelReport,
     LoadChunk,
     LoadCommand,
     OpReport,
@@ -55,8 +57,6 @@ _SIGHTINGS_MIN = 1 << 16
 _GENERATION_MASK = (1 << 64) - 1
 #: Not in a cache slot yet, whatever the entry says of it.
 _READ_FIRST = frozenset({State.POOLED, State.FETCHING})
-#: What a read that was read to its end may have come to.
-_READ = frozenset({OutcomeKind.OK, OutcomeKind.CHECKSUM_MISMATCH, OutcomeKind.STALE})
 # Look-ups are many, and an enum's member is looked up slowly.
 _CPU, _POOL = Source.CPU, Source.POOL
 
@@ -73,15 +73,20 @@ class ManagerCore:
     ) -> None:
         self.config = config
         self.capacity = Capacity()
-        self._fallbacks = 0  # of all ranks, in force
         #: Not the weights any more that the keyspace names: nothing is adoptable from now on.
         self.weights_changed = False
-        #: What happened, for metrics: counter name → count. `failed_chunks:<outcome>` too.
+        #: What happened, for metrics: counter name → count; those with a colon have labels.
         self.counters: Counter[str] = Counter()
+        #: By counter of `failed_chunks`: the last one of them.
+        self.last_failures: dict[str, Outcome] = {}
+        self.levels: dict[int, LevelReport] = {}  # by rank, as it last said
         self._clock = clock
         self._ledger = Ledger(config.world_size)
         self._commands: list[Command] = []
-        self._tiers = Tiers(policy, self.counters, config.write_policy)
+        self._tiers = Tiers(policy, self.counters, config.write_policy, config.credit_share)
+        #: What came to a tier and left it, if the configuration asks for it.
+        self.residency = ResidencyLog() if config.tell_residency else None
+        self._tiers.changes = self.residency
         self._writes = WriteBehind(
             config, self._tiers, self._ledger, self._commands, self.counters, clock
         )
@@ -91,8 +96,7 @@ class ManagerCore:
             config.reload_cache_share, config.prefetch_cache_share, self._shelf, clock
         )
         self.admission = Admission(config.admission, clock)
-        self._limits = LoadLimits(clock)
-        self._reading = [0]  # by target: chunks that loads have yet to read there
+        self._load_times = LoadTimes(self._tiers, self._ledger, self.admission, clock)
         self._cached, self._pooled = self._tiers.index.cached, self._tiers.index.pooled
         self._sightings = Sightings(config.store_threshold, _SIGHTINGS_MIN)
         # Boot nonce and counter in one: compared for equality alone.
@@ -113,9 +117,14 @@ class ManagerCore:
         self._shelf.attach(self.capacity.cache_slots)
         self.reload.attach(self.capacity.cache_slots, self.capacity.slot_bytes)
         self.admission.attach(self.capacity.slot_bytes, self.config.tokens_per_chunk)
-        self._reading = [0] * self.capacity.target_count
-        self._fallbacks = sum(len(hello.fallbacks) for hello in hellos)
+        self._load_times.attach(self.capacity.target_count)
+        found = max(len(hello.adopted) for hello in hellos)
+        self.counters["unadopted"] += found - len(agreement.entries)
         return agreement.notes
+
+    def follow_prompts(self, prompts_s: Callable[[], float]) -> None:
+        """Learn from `prompts_s` how long the model has computed prompts, in seconds."""
+        self._ledger.prompts_s = prompts_s
 
     # -- look-up ----------------------------------------------------------------------
 
@@ -139,7 +148,8 @@ class ManagerCore:
     def find(self, keys: Sequence[bytes]) -> Find:
         """Where `keys`, all of which `lookup` has just found, would be loaded from."""
         index, lane = self._tiers.index, self._tiers.pool.lane
-        pool = [0] * len(self._reading)
+        reading = self._load_times.reading
+        pool = [0] * len(reading)
         leading, all_cpu = 0, True
         for key in keys:
             in_cache = key in self._cached
@@ -153,11 +163,11 @@ class ManagerCore:
                 pool_slot = index.slots(key)[1]
                 assert pool_slot is not None
                 pool[lane(pool_slot)] += 1
-        return Find(len(keys), leading, tuple(pool), tuple(self._reading))
+        return Find(len(keys), leading, tuple(pool), tuple(reading))
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """`keys`, in prefix order, were used: the head of a prefix outlives its tail."""
-        self._tiers.touch(keys)
+    def ended(self, keys: Iterable[bytes]) -> None:
+        """A request that used `keys`, in prefix order, has ended."""
+        self._tiers.touch(keys, ended=True)
 
     # -- store ------------------------------------------------------------------------
 
@@ -170,12 +180,18 @@ class ManagerCore:
         absent = [key for key in once if key not in tiers.index]
         new = [key for key in absent if self._sightings.enough(key)]
         self.counters["below_threshold"] += len(absent) - len(new)
+        held: list[int] = []
         if len(new) > tiers.cache.free:
             tiers.touch(keys)  # before evicting: what is asked for here goes last
+            # On eviction what is in the pool as well goes first, be it of this very prefix.
+            held = [] if tiers.demotes else tiers.hold_back(once)
         entries: list[Entry] = []
         chunks: list[StoreChunk] = []
         for key in new:
             slot = tiers.take_cache_slot()
+            if slot is None and held:
+                tiers.put_back(held)
+                slot = tiers.take_cache_slot()
             if slot is None:
                 break
             entry = Entry(self._identify(key), State.STORING, cache_slot=slot)
@@ -183,6 +199,7 @@ class ManagerCore:
             tiers.index.add(entry)
             entries.append(entry)
             chunks.append(StoreChunk(entry.identity, slot))
+        tiers.put_back(held)
         tiers.touch(keys)
         refused = len(new) - len(entries)
         self.counters["stored"] += len(entries)
@@ -242,12 +259,7 @@ class ManagerCore:
             tuple(pool_slots),
             frozenset(landing),
         )
-        op.queued = tuple(self._reading)
-        for chunk in chunks:
-            if chunk.pool_slot is not None:
-                self._reading[tiers.pool.lane(chunk.pool_slot)] += 1
-        if limit_s is not None:
-            self._limits.planned(op.number, limit_s)
+        self._load_times.planned(op, limit_s)
         from_pool = sum(chunk.pool_slot is not None for chunk in chunks)
         self.counters["load_chunks_cpu"] += len(chunks) - from_pool
         self.counters["load_chunks_pool"] += from_pool
@@ -263,7 +275,7 @@ class ManagerCore:
             return False
         self._tiers.give_cache(entry, slot)
         self._tiers.cache.use(slot)
-        entry.on(Event.FETCH_BEGIN)
+        self._tiers.on(entry, Event.FETCH_BEGIN)
         self._tiers.settle(entry)
         return True
 
@@ -272,15 +284,15 @@ class ManagerCore:
     def turn(self) -> None:
         """Once a step, before its commands are taken: look after the requests that wait, and cut
         off the loads that are overdue."""
-        for op in self._limits.take_overdue():
+        for op in self._load_times.limits.take_overdue():
             self._commands.append(CancelCommand(op))
             self.counters["loads_cut"] += 1
         self.reload.turn()
-        self._limits.scheduled()
+        self._load_times.limits.scheduled()
 
     def step_ended(self) -> None:
         """The output of the oldest step that was not ended has come, its reports applied."""
-        self._limits.ended()
+        self._load_times.limits.ended()
 
     def take_commands(self) -> list[Command]:
         """What to send to every rank with this step, in order."""
@@ -299,6 +311,9 @@ class ManagerCore:
             if isinstance(report, RateReport):
                 self._tiers.targets.rate(report)
                 self.admission.read_rates = self._tiers.targets.read_rates
+                continue
+            if isinstance(report, LevelReport):
+                self.levels[report.rank] = report
                 continue
             op, decided, released = self._ledger.apply(report)
             if isinstance(report, OpReport):
@@ -339,9 +354,17 @@ class ManagerCore:
                 self._tiers.doom(op.entries[index], retire=worn)
                 self._shelf.gone(op.entries[index])
 
+    def _count_failure(self, op: Op, index: int, outcome: Outcome) -> None:
+        slot = op.pool_slots[index] if op.pool_slots else None
+        target = "none" if slot is None else self._tiers.pool.lane(slot)
+        name = f"failed_chunks:{op.kind.value}:{outcome.kind.value}:{target}"
+        self.counters[name] += 1
+        self.counters["failed_load_chunks"] += op.kind is OpKind.LOAD
+        self.last_failures[name] = outcome
+
     def _decide(self, op: Op) -> None:
-        for outcome in op.failures.values():
-            self.counters[f"failed_chunks:{outcome.kind.value}"] += 1
+        for index, outcome in op.failures.items():
+            self._count_failure(op, index, outcome)
         for index, entry in enumerate(op.entries):
             failure = op.failures.get(index)
             if op.kind is OpKind.STORE:
@@ -353,57 +376,34 @@ class ManagerCore:
             elif (op.kind is OpKind.FETCH and not op.detached) or index in op.landing:
                 self._fetched(entry, failure)
         if op.kind is OpKind.LOAD:
-            self._loaded(op)
+            self._load_times.loaded(op)
         elif op.kind is OpKind.FETCH:
             self._shelf.ended(op, op.failures.get(0))
             if op.probe and not op.detached:
-                self._learn(op, was_cut=False)
-
-    def _loaded(self, op: Op) -> None:
-        was_cut = self._limits.over(op.number)
-        for slot in op.pool_slots:
-            if slot is not None:
-                self._reading[self._tiers.pool.lane(slot)] -= 1
-        if any(slot is not None for slot in op.pool_slots):
-            self._learn(op, was_cut)
-
-    def _learn(self, op: Op, was_cut: bool) -> None:
-        """How long this took that read from the pool, and what came of it by then."""
-        read, missed = [0] * len(self._reading), 0
-        for index, slot in enumerate(op.pool_slots):
-            if slot is None:
-                continue
-            kind = op.failures[index].kind if index in op.failures else OutcomeKind.OK
-            if kind in _READ:
-                read[self._tiers.pool.lane(slot)] += 1
-            elif kind is OutcomeKind.DEADLINE or (was_cut and kind is OutcomeKind.CANCELLED):
-                missed += 1
-        if missed or any(read):  # what failed at once says nothing of time
-            queued = op.queued or [0] * len(read)
-            self.admission.took(Taken(op.seconds, read, queued, missed, probe=op.probe))
+                self._load_times.learn(op, was_cut=False)
 
     def _stored(self, entry: Entry, failure: Outcome | None) -> None:
-        if failure is None and entry.on(Event.COPIED) is State.CACHED:
+        if failure is None and self._tiers.on(entry, Event.COPIED) is State.CACHED:
             self._writes.want(entry)
 
     def _fetched(self, entry: Entry, failure: Outcome | None) -> None:
         if entry.state is State.DOOMED:
             return
         if failure is None:
-            entry.on(Event.FETCHED)
+            self._tiers.on(entry, Event.FETCHED)
         else:  # cancelled: any other failure has doomed the entry
-            entry.on(Event.FETCH_CANCELLED)
+            self._tiers.on(entry, Event.FETCH_CANCELLED)
             self._shelf.gone(entry)  # a landing may be held
             self._tiers.leave_cache(entry)
 
     # -- reset ------------------------------------------------------------------------
 
-    def reset(self) -> None:
-        """Every entry goes, on disk too; slots come back as the ranks release them."""
+    def reset(self) -> bool:
+        """Every entry goes, on disk too; slots come back as they are released. False: none was."""
         adoptable = self.config.weights_never_change and not self.weights_changed
         last = self._commands[-1] if self._commands else None
         if isinstance(last, ResetCommand) and last.adoptable == adoptable and not self._tiers.index:
-            return  # nothing since the last one: weights come in many pieces
+            return False  # weights come in many pieces
         kept: list[Command] = []
         for command in self._commands:
             if isinstance(command, WriteCommand | FetchCommand):
@@ -420,6 +420,7 @@ class ManagerCore:
         op = self._ledger.open(OpKind.RESET, self._clock())
         self._commands.append(ResetCommand(op.number, adoptable))
         self.counters["resets"] += 1
+        return True
 
     def _identify(self, key: bytes) -> SlotIdentity:
         self._generation = (self._generation + 1) & _GENERATION_MASK
@@ -447,7 +448,6 @@ class ManagerCore:
             "requests_waiting": len(self.reload),
             "cache_slots_in_use": tiers.cache.in_use_count,
             "suspect_targets": len(tiers.targets.suspects),
-            "fallbacks": self._fallbacks,
         }
 
     def activity(self) -> tuple[int, ...]:
@@ -459,9 +459,10 @@ class ManagerCore:
             *self._shelf.counts.values(),
         )
 
-    def verdicts(self) -> list[int]:
-        """By target: how bad the worst rank finds it, as an index of `protocol.VERDICTS`."""
-        return self._tiers.targets.worst_verdicts()
+    @property
+    def targets(self) -> Targets:
+        """For its verdicts and rates."""
+        return self._tiers.targets
 
     def learned(self) -> dict[str, float]:
         """What admission goes by, for metrics; 0: not known."""

@@ -8,7 +8,7 @@ op's slots are let go when all ranks have released them.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from vllm_nvmeof_offload.errors import CANCELLED, Outcome
@@ -37,6 +37,7 @@ class Op:
     detached: a fetch that was cancelled: its entry has left it and does not hear of its end.
     probe: a fetch that is there to be timed.
     seconds: what it took on the slowest rank, as far as they have reported.
+    prompts_s: of a load or fetch; how long the model had computed prompts when it was planned.
     """
 
     number: int
@@ -53,6 +54,10 @@ class Op:
     detached: bool = False
     probe: bool = False
     seconds: float = 0.0
+    prompts_s: float = 0.0
+
+
+_TIMED = (OpKind.LOAD, OpKind.FETCH)
 
 
 class Ledger:
@@ -62,6 +67,8 @@ class Ledger:
         self._world_size = world_size
         self._next = 1
         self._ops: dict[int, Op] = {}
+        #: Seconds that the model has computed prompts, since the start.
+        self.prompts_s: Callable[[], float] = lambda: 0.0
 
     def __len__(self) -> int:
         return len(self._ops)
@@ -89,6 +96,8 @@ class Ledger:
             pool_slots,
             landing,
         )
+        if kind in _TIMED:
+            op.prompts_s = self.prompts_s()
         self._next += 1
         self._ops[op.number] = op
         return op

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    OffloadingEvent,
     OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
@@ -28,12 +29,14 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_nvmeof_offload.job_specs import ChunkLoadSpec, ChunkStoreSpec
+from vllm_nvmeof_offload.manager.complaints import Complaints
 from vllm_nvmeof_offload.manager.core import ManagerCore, Source
-from vllm_nvmeof_offload.manager.figures import CORE_COUNTERS, GAUGE_SOURCES
+from vllm_nvmeof_offload.manager.figures import Figures
 from vllm_nvmeof_offload.manager.resumes import Resume
 from vllm_nvmeof_offload.manager.steps import StepMeter
+from vllm_nvmeof_offload.manager.summary import config_of, start_line
 from vllm_nvmeof_offload.manager.waiting import Attempt, Queue, WaitingRequests
-from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES
+from vllm_nvmeof_offload.metrics import CONFIG_LABELS, COUNTERS, GAUGES
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.protocol import Command, RankHello, Report
 
@@ -64,22 +67,26 @@ class NVMeoFOffloadingManager(OffloadingManager):
         core: ManagerCore,
         tokens_per_chunk: int,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        prompts_only: bool = False,
     ) -> None:
         self.core = core
-        self._clock = clock
-        self._worked_s = clock()
+        self._clock, self._worked_s = clock, clock()
         self.tokens_per_chunk = tokens_per_chunk
         self._steps = StepMeter(clock)
+        core.follow_prompts(self._steps.prompts_s)
         self._scheduler_s = 0.0
-        self._told_s = 0.0  # when `get_stats` last had anything to say
+        self._told_s = self._told_all_s = 0.0  # when `get_stats` told anything, every gauge
         #: Nothing is stored: what GPU memory holds was computed with other weights.
         self.suspended = False
         #: Set by `follow`.
         self.waiting: WaitingRequests | None = None
-        #: Metric name and label values → increase since the last `get_stats`.
-        self._counts: defaultdict[tuple[str, tuple[str, ...]], float] = defaultdict(int)
+        self.figures = Figures(core, tokens_per_chunk)
+        self._config = dict.fromkeys(CONFIG_LABELS, "")
+        self._config["prompts_only"] = "yes" if prompts_only else "no"
+        self._complaints = Complaints(core, clock)
+        self._untold = False  # since `attach`
         self._missed = self._found_cpu = self._found_pool = 0  # look-ups since then
-        self._core_seen: Counter[str] = Counter()
         self._activity_seen: tuple[int, ...] = ()
 
     # -- look-up and jobs -------------------------------------------------------------
@@ -116,7 +123,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         }
         state.keys.update(dict.fromkeys(keys))
         for source in state.sources.values():
-            self._counts["loaded_tokens", (source.value,)] += self.tokens_per_chunk
+            self.figures.add("loaded_tokens", self.tokens_per_chunk, source.value)
         return ChunkLoadSpec(command)
 
     def prepare_store(
@@ -144,7 +151,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         state = req_context.get_state(_RequestKeys)
         if state is not None:
-            self.core.touch(state.keys)
+            self.core.ended(state.keys)
 
     def follow(self, queue: Queue) -> WaitingRequests:
         """Look after the requests that wait in this queue."""
@@ -159,7 +166,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
             self._worked_s = self._clock()
         self._steps.scheduled(tokens)
         if scheduler_output.preempted_req_ids:
-            self._counts["preemptions", ()] += len(scheduler_output.preempted_req_ids)
+            self.figures.add("preemptions", len(scheduler_output.preempted_req_ids))
         self.waiting.step(scheduler_output)
 
     def step_ended(self, scheduler_s: float) -> None:
@@ -176,13 +183,26 @@ class NVMeoFOffloadingManager(OffloadingManager):
         For write-behind only for a bounded time after the last token: stepping costs an idle
         core, and blocks pause, sleep and shutdown. What is left goes on with the next request.
         """
+        if self._untold or self.core.residency:  # one step tells the figures, some the events
+            return True
         idle_s = self._clock() - self._worked_s
         bound_s = self.core.config.report_deadline_s
         return self.core.has_pending_work(count_writes=idle_s < bound_s)
 
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """What came to a tier and left it, oldest first, as much as one step should carry."""
+        for change in self.core.residency.take() if self.core.residency is not None else ():
+            yield OffloadingEvent(
+                keys=[OffloadKey(key) for key in change.keys],
+                medium=_MEDIUM[change.tier],
+                removed=change.removed,
+                removal_expected=not change.removed,
+            )
+
     def reset_cache(self) -> None:
-        self.core.reset()
-        logger.info("every offloaded chunk was declared void")
+        entries = self.core.gauges()["entries"]
+        if self.core.reset():
+            logger.info("a reset declared void what was offloaded: %d chunks", entries)
 
     def weights_may_have_changed(self, call: str, *, known: bool) -> bool:
         """vLLM did `call`. Returns whether everything is void, and a reset must follow."""
@@ -207,6 +227,11 @@ class NVMeoFOffloadingManager(OffloadingManager):
         ordered = sorted(hellos, key=lambda hello: hello.rank)
         for note in self.core.attach(ordered):
             logger.warning("%s", note)
+        logger.info("%s", start_line(ordered, self.core, self.tokens_per_chunk))
+        self._complaints.attach(ordered[0].targets)
+        self._config |= config_of(ordered[0], self.core.config)
+        self.figures.attach(ordered, self._config)
+        self._untold = True
 
     def take_commands(self) -> list[Command]:
         self.core.turn()
@@ -215,73 +240,55 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def report(self, reports: Iterable[Report], worker_counters: Counter[str]) -> None:
         """Apply the workers' reports; must come before vLLM's next look-up."""
         self.core.report(reports)
-        if worker_counters["read_bytes"]:
-            self._counts["read_bytes", ()] += worker_counters["read_bytes"]
-        for name, count in worker_counters.items():
-            direction, _, target = name.partition(":")
-            if direction == "written_bytes":
-                self._counts["written_bytes", ()] += count
-                self._counts["target_written_bytes", (target,)] += count
+        self.figures.add_from_workers(worker_counters)
+        self._complaints.look()
 
     def count_resume(self, resume: Resume) -> None:
         """A preempted request was resumed."""
-        self._counts["reloaded_tokens", ()] += resume.reloaded
-        self._counts["recomputed_tokens", ()] += resume.recomputed
-        self._counts["resumed_chunk_tokens", ()] += resume.chunk_tokens
-        self._counts["resumed_chunk_tokens_lost", ()] += resume.chunk_tokens_lost
+        self.figures.add("reloaded_tokens", resume.reloaded)
+        self.figures.add("recomputed_tokens", resume.recomputed)
+        self.figures.add("resumed_chunk_tokens", resume.chunk_tokens)
+        self.figures.add("resumed_chunk_tokens_lost", resume.chunk_tokens_lost)
 
     def count_attempt(self, attempt: Attempt) -> None:
         """vLLM went on with what was decided on a hit."""
-        self._counts["admissions", (attempt.decision,)] += 1
-        self._counts["declined_tokens", ()] += attempt.declined
-
-    # -- figures ----------------------------------------------------------------------
+        self.figures.add("admissions", 1, attempt.decision)
+        self.figures.add("declined_tokens", attempt.declined)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         # Once a step, and most steps change nothing: time alone is told now and then.
         lookups = self._found_cpu + self._found_pool + self._missed
         activity, now_s = self.core.activity(), self._clock()
-        quiet = not lookups and not self._counts and activity == self._activity_seen
+        quiet = not lookups and not self.figures.waiting and activity == self._activity_seen
         if quiet and now_s - self._told_s < _TELL_TIME_S:
             return None
-        self._told_s, self._activity_seen = now_s, activity
-        self._count_lookups()
-        self._count_core()
-        self._count_time()
-        counts = {item: count for item, count in self._counts.items() if count}
-        self._counts.clear()
-        figures = {**self.core.gauges(), **self.core.learned()}
+        self._told_s, self._activity_seen, self._untold = now_s, activity, False
+        self._count()
+        if all_gauges := now_s - self._told_all_s >= _TELL_TIME_S:
+            self._told_all_s = now_s
+        told = self.figures.take(all_gauges=all_gauges)
         stats = OffloadingConnectorStats()
-        for (name, labels), amount in counts.items():
+        for (name, labels), amount in told.counters.items():
             stats.increase_counter(COUNTERS[name].name, amount, labels)
-        for (name, labels), source in GAUGE_SOURCES.items():
-            stats.set_gauge(GAUGES[name].name, figures[source], labels)
-        for target, verdict in enumerate(self.core.verdicts()):
-            stats.set_gauge(GAUGES["target_verdict"].name, verdict, (str(target),))
+        for (name, labels), value in told.gauges.items():
+            stats.set_gauge(GAUGES[name].name, value, labels)
         return stats
 
-    def _count_lookups(self) -> None:
-        self._counts["lookups", ("cpu",)] += self._found_cpu
-        self._counts["lookups", ("pool",)] += self._found_pool
-        self._counts["lookups", ("miss",)] += self._missed
+    def config_info(self) -> list[dict[str, str | int | float | bool]]:
+        """What vLLM 0.33 publishes as its own `kv_offload_config_info`."""
+        return [dict(self._config)]
+
+    def _count(self) -> None:
+        """Hand over what was counted here since the last call."""
+        add, steps = self.figures.add, self._steps
+        add("lookups", self._found_cpu, "cpu")
+        add("lookups", self._found_pool, "pool")
+        add("lookups", self._missed, "miss")
+        add("scheduler_seconds", self._scheduler_s)
+        add("scheduler_steps", steps.steps)
+        add("step_seconds", steps.seconds)
+        add("step_tokens", steps.tokens)
         self._missed = self._found_cpu = self._found_pool = 0
-
-    def _count_core(self) -> None:
-        for name, count in self.core.counters.items():
-            increase = count - self._core_seen[name]
-            if increase and name in CORE_COUNTERS:
-                self._counts[CORE_COUNTERS[name]] += increase
-            elif increase and ":" in name:
-                metric, _, label = name.partition(":")
-                self._counts[metric, (label,)] += increase
-        self._core_seen = Counter(self.core.counters)
-
-    def _count_time(self) -> None:
-        steps = self._steps
-        self._counts["scheduler_seconds", ()] += self._scheduler_s
-        self._counts["scheduler_steps", ()] += steps.steps
-        self._counts["step_seconds", ()] += steps.seconds
-        self._counts["step_tokens", ()] += steps.tokens
         self._scheduler_s = 0.0
         steps.clear()
 

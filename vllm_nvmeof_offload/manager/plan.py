@@ -7,6 +7,7 @@ import enum
 from dataclasses import dataclass, field
 
 from vllm_nvmeof_offload.manager.admission import AdmissionConfig
+from vllm_nvmeof_offload.manager.recency import CREDIT_SHARE
 from vllm_nvmeof_offload.protocol import StoreCommand
 
 __all__ = ["CoreConfig", "Source", "StorePlan", "WritePolicy"]
@@ -33,11 +34,14 @@ class CoreConfig:
 
     tokens_per_chunk: what a chunk saves the model.
     store_threshold: a chunk is stored on its n-th sighting (`sightings`).
+    credit_share: what a chunk's return is worth at eviction (`recency`); 0: plain LRU.
     clean_share: on-eviction writing keeps at least as much free, or evictable without a loss.
+    tell_residency: somebody takes `ManagerCore.residency`'s changes, after every step.
     """
 
     world_size: int = 1
     store_threshold: int = 1
+    credit_share: float = CREDIT_SHARE
     write_policy: WritePolicy = WritePolicy.THROUGH
     weights_never_change: bool = False
     land_cache_share: float = 0.5
@@ -48,6 +52,7 @@ class CoreConfig:
     writes_pending_share: float = 0.5
     clean_share: float = 0.125
     report_deadline_s: float = 60.0
+    tell_residency: bool = False
 
 
 @dataclass(frozen=True, slots=True)

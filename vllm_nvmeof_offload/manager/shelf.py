@@ -117,7 +117,7 @@ class Shelf:
         tiers.give_cache(entry, slot)
         tiers.cache.use(slot)
         tiers.pool.use(pool_slot)
-        entry.on(Event.FETCH_BEGIN)
+        tiers.on(entry, Event.FETCH_BEGIN)
         op = self._ledger.open(OpKind.FETCH, self._clock(), (entry,), (slot,), (pool_slot,))
         if reason is Reason.PROBE:
             self._time(op, tiers.pool.lane(pool_slot))
@@ -215,7 +215,7 @@ class Shelf:
     def _cancel(self, entry: Entry, op: Op) -> None:
         """Take the entry off its fetch: whoever looks it up from now on finds it in the pool."""
         assert entry.state is State.FETCHING
-        entry.on(Event.FETCH_CANCELLED)
+        self._tiers.on(entry, Event.FETCH_CANCELLED)
         self._tiers.leave_cache(entry)
         op.detached = True
         if op.number not in self._unsent:

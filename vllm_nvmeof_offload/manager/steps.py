@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 __all__ = ["StepMeter"]
 
@@ -28,6 +29,16 @@ _DECODE_TOKENS_MAX = 16
 _KEPT = 0.8
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """tokens: of prompts and decodes. counts: for the prefill rate. share: that prompts have."""
+
+    began_s: float
+    tokens: int
+    counts: bool
+    share: float
+
+
 class StepMeter:
     """`scheduled` and `ended` come in turn, once for every step."""
 
@@ -36,8 +47,9 @@ class StepMeter:
         self.seconds = 0.0  # they took
         self.tokens = 0  # they computed
         self._clock = clock
-        self._ahead: deque[tuple[float, int, int]] = deque()
+        self._ahead: deque[_Step] = deque()
         self._ended_s = 0.0
+        self._prompts_s = 0.0
         #: By size class, the number of bits of a step's tokens: tokens, and seconds they took.
         self._prefill: dict[int, tuple[float, float]] = {}
 
@@ -49,6 +61,16 @@ class StepMeter:
         tokens, seconds = self._prefill[max(self._prefill)]
         return tokens / seconds
 
+    def prompts_s(self) -> float:
+        """Seconds since the start in which the model computed prompts, the step that is under way
+        included. Of a step that decodes as well, the share of its tokens that prompts have.
+        """
+        under_way_s = 0.0
+        if self._ahead:
+            step = self._ahead[0]
+            under_way_s = step.share * (self._clock() - max(step.began_s, self._ended_s))
+        return self._prompts_s + max(0.0, under_way_s)
+
     def clear(self) -> None:
         """Count from zero again; what was learned stays."""
         self.steps, self.seconds, self.tokens = 0, 0.0, 0
@@ -59,7 +81,8 @@ class StepMeter:
         total, prompts = sum(tokens.values()), sum(prefill)
         decodes = len(tokens) - len(prefill)
         enough = max(_PREFILL_TOKENS_MIN, _PREFILL_PER_DECODE_MIN * decodes)
-        self._ahead.append((self._clock(), total, prompts if prompts >= enough else 0))
+        share = prompts / total if total else 0.0
+        self._ahead.append(_Step(self._clock(), total, prompts >= enough, share))
         if len(self._ahead) > _AHEAD_MAX:
             self._ahead.popleft()
 
@@ -67,16 +90,17 @@ class StepMeter:
         """The oldest step's output has come."""
         if not self._ahead:
             return
-        began_s, tokens, prefill = self._ahead.popleft()
+        step = self._ahead.popleft()
         now_s = self._clock()
-        seconds = now_s - max(began_s, self._ended_s)
+        seconds = now_s - max(step.began_s, self._ended_s)
         self._ended_s = now_s
-        if not tokens:
+        if not step.tokens:
             return
         self.steps += 1
         self.seconds += seconds
-        self.tokens += tokens
-        if prefill and seconds > 0:
-            size = tokens.bit_length()
+        self.tokens += step.tokens
+        self._prompts_s += step.share * seconds
+        if step.counts and seconds > 0:
+            size = step.tokens.bit_length()
             old_tokens, old_s = self._prefill.get(size, (0.0, 0.0))
-            self._prefill[size] = (_KEPT * old_tokens + tokens, _KEPT * old_s + seconds)
+            self._prefill[size] = (_KEPT * old_tokens + step.tokens, _KEPT * old_s + seconds)

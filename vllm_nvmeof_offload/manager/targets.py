@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_nvmeof_offload.manager.policy import EvictionPolicy
+from vllm_nvmeof_offload.manager.recency import Recency
 from vllm_nvmeof_offload.manager.slots import SlotPool
 from vllm_nvmeof_offload.protocol import VERDICTS, RateReport, VerdictReport
 
@@ -32,13 +32,14 @@ class Targets:
     def __init__(self, slots: int, count: int, policy: MakePolicy) -> None:
         self.count = count
         self.slots = SlotPool(slots, count)
-        #: By pool slot: when what is there was last used.
-        self.used = array("Q", bytes(8 * slots))
+        #: By pool slot: when what is there was last used. Without credit: see `recency`.
+        self.recency = Recency(slots)
         #: By target: writes sent and not reported by every rank.
         self.pending = [0] * count
         self._rates: list[dict[int, float]] = [{} for _ in range(count)]  # by rank, bytes/s
         #: By target: bytes/s at which its slowest rank reads; 0: unknown.
         self.read_rates = [0.0] * count
+        self.write_rates = [0.0] * count  # the same for writes
         self._reads: list[dict[int, float]] = [{} for _ in range(count)]  # by rank, bytes/s
         self._speeds = [0.0] * count  # of each one's slowest rank, as shares of the fastest; 0: ?
         self._passes = [0.0] * count  # by target: how much it was given, over its rate
@@ -52,7 +53,8 @@ class Targets:
 
     def forget(self) -> None:
         """Nothing is evictable."""
-        used = memoryview(self.used)
+        self.recency.forget_all()
+        used = memoryview(self.recency.used)
         self._policies = [self._make_policy(used[t :: self.count]) for t in range(self.count)]
 
     # -- verdicts ---------------------------------------------------------------------
@@ -83,7 +85,7 @@ class Targets:
         self._reads[report.target][report.rank] = report.read_bytes_per_s
         self.read_rates[report.target] = min(self._reads[report.target].values())
         self._rates[report.target][report.rank] = report.write_bytes_per_s
-        slowest = [min(rates.values(), default=0.0) for rates in self._rates]
+        slowest = self.write_rates = [min(r.values(), default=0.0) for r in self._rates]
         fastest = max(slowest)
         self._speeds = [max(rate / fastest, _SPEED_MIN) if rate else 0.0 for rate in slowest]
 
@@ -141,8 +143,9 @@ class Targets:
         else:
             self._policies[target].withdraw(index)
 
-    def touch(self, slot: int, used: int) -> None:
-        self.used[slot] = used
+    def touch(self, slot: int, now: int, *, ended: bool = False) -> None:
+        """See `Recency.use`."""
+        self.recency.use(slot, now, ended=ended)
         index, target = divmod(slot, self.count)
         self._policies[target].touch(index)
 

@@ -16,8 +16,10 @@ import numpy as np
 from vllm_nvmeof_offload.manager.adoption import Agreement
 from vllm_nvmeof_offload.manager.index import Entry, Event, Index, State
 from vllm_nvmeof_offload.manager.ledger import Op
-from vllm_nvmeof_offload.manager.plan import WritePolicy
-from vllm_nvmeof_offload.manager.policy import EvictionPolicy
+from vllm_nvmeof_offload.manager.plan import Source, WritePolicy
+from vllm_nvmeof_offload.manager.policy import EvictionPolicy, LruPolicy
+from vllm_nvmeof_offload.manager.recency import Recency
+from vllm_nvmeof_offload.manager.residency import ResidencyLog
 from vllm_nvmeof_offload.manager.slots import SlotPool
 from vllm_nvmeof_offload.manager.targets import MakePolicy, Targets
 
@@ -33,13 +35,20 @@ class Tiers:
     """
 
     def __init__(
-        self, policy: MakePolicy, counters: Counter[str], writes: WritePolicy = WritePolicy.THROUGH
+        self,
+        policy: MakePolicy,
+        counters: Counter[str],
+        writes: WritePolicy = WritePolicy.THROUGH,
+        credit_share: float = 0.0,
     ) -> None:
         self.demotes = writes is WritePolicy.ON_EVICTION
+        #: Told of every chunk that comes to a tier or leaves it; None: nobody asks.
+        self.changes: ResidencyLog | None = None
         #: Evictions of clean slots while a colder one waited to be written.
         self.passed_over = 0
         self._counters = counters
         self._make_policy = policy
+        self._credit_share = credit_share
         self._evicted: list[bytes] = []
         self._uses = 0
         self._arrivals = 0
@@ -51,16 +60,19 @@ class Tiers:
         self.targets = targets
         self.pool = targets.slots
         self.backlog = 0
-        self._used = array("Q", bytes(8 * cache_slots))  # by cache slot: when last used
+        self._recency = Recency(cache_slots, self._credit_share)
         self._arrived = array("Q", bytes(8 * cache_slots))  # by cache slot: when it began to wait
         self._forget_order()
 
     def _forget_order(self) -> None:
         """Nothing is evictable in the cache, and nothing waits."""
+        self._recency.forget_all()
         self._wanted = bytearray(self.cache.capacity)
-        self.clean: EvictionPolicy = self._make_policy(self._used)
-        order = self._used if self.demotes else self._arrived
-        self.waiting: EvictionPolicy = self._make_policy(order)
+        self.clean: EvictionPolicy = self._make_policy(self._recency.used)
+        # Written through, chunks go in the order in which they came, whatever the policy.
+        self.waiting: EvictionPolicy = LruPolicy(self._arrived)
+        if self.demotes:
+            self.waiting = self._make_policy(self._recency.used)
 
     def attach(self, agreement: Agreement) -> None:
         """Take the agreed sizes and adopt the agreed entries."""
@@ -69,10 +81,13 @@ class Tiers:
         self._size(capacity.cache_slots, targets)
         slots, count = adopted.pool_slots, len(adopted)
         self.index.adopt(slots, adopted.generations, adopted.keys)
-        np.frombuffer(targets.used, np.uint64)[slots] = np.arange(1, count + 1, dtype=np.uint64)
+        used = np.frombuffer(targets.recency.used, np.uint64)
+        used[slots] = np.arange(1, count + 1, dtype=np.uint64)
         self._uses += count
         targets.adopt(slots)
         self._counters["adopted"] += count
+        if self.changes is not None:
+            self.changes.came(Source.POOL, adopted.keys)
 
     # -- slots ------------------------------------------------------------------------
 
@@ -97,10 +112,25 @@ class Tiers:
         self._evict(entry, Event.EVICT_CACHE)
         return self.cache.take()
 
+    def hold_back(self, keys: Iterable[bytes]) -> list[int]:
+        """Make what `keys` have in the cache not evictable, until `put_back`: a prefix must not
+        make room for its own continuation, which nobody could find then."""
+        found = (self.index.cached.get(key) for key in keys)
+        held = [slot for slot in found if slot is not None and slot in self.clean]
+        for slot in held:
+            self.clean.withdraw(slot)
+        return held
+
+    def put_back(self, held: list[int]) -> None:
+        for slot in held:
+            self.clean.admit(slot)
+        held.clear()
+
     def _note_who_was_colder(self, victim: int) -> None:
         if self.demotes:
             coldest = self.waiting.peek()
-            self.passed_over += coldest is not None and self._used[coldest] < self._used[victim]
+            used = self._recency.used
+            self.passed_over += coldest is not None and used[coldest] < used[victim]
 
     def take_pool_slot(self) -> int | None:
         """A slot on a target that answers; None if there is none, or all there are pinned."""
@@ -122,14 +152,14 @@ class Tiers:
         """`slot`, just taken, is for this pool entry's chunk to be read into."""
         assert entry.pool_slot is not None
         entry.cache_slot = slot
-        self._used[slot] = self.targets.used[entry.pool_slot]
+        self._recency.take_over(slot, self.targets.recency, entry.pool_slot)
         self.index.name_cache(entry)
 
     def give_pool(self, entry: Entry, slot: int) -> None:
         """`slot`, just taken, is for this cached entry's chunk to be written to."""
         assert entry.cache_slot is not None
         entry.pool_slot = slot
-        self.targets.used[slot] = self._used[entry.cache_slot]
+        self.targets.recency.take_over(slot, self._recency, entry.cache_slot)
         self.index.name_pool(entry)
 
     def leave_cache(self, entry: Entry) -> None:
@@ -139,12 +169,14 @@ class Tiers:
             self.unwant(slot)
             self._counters["write_refused"] += 1
         self.clean.withdraw(slot)
+        self._recency.forget(slot)
         self.cache.orphan(slot)
         entry.cache_slot = None
 
     def leave_pool(self, entry: Entry, *, retire: bool = False) -> None:
         assert entry.pool_slot is not None
         self.targets.place(entry.pool_slot, evictable=False)
+        self.targets.recency.forget(entry.pool_slot)
         self.pool.orphan(entry.pool_slot, retire)
         entry.pool_slot = None
 
@@ -184,16 +216,24 @@ class Tiers:
 
     # -- entries ----------------------------------------------------------------------
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """`keys`, in prefix order, were used: the head of a prefix outlives its tail."""
+    def on(self, entry: Entry, event: Event) -> State | None:
+        """`event` has happened to the entry; returns its new state, None for ABSENT."""
+        before = entry.state
+        after = entry.on(event)
+        if self.changes is not None:
+            self.changes.moved(entry.identity.key, before, after)
+        return after
+
+    def touch(self, keys: Iterable[bytes], *, ended: bool = False) -> None:
+        """`keys`, in prefix order, were used, `ended`: by an ended request. Heads outlive tails."""
         for key in reversed(list(keys)):
             cache_slot, pool_slot = self.index.slots(key)
             self._uses += 1
             if cache_slot is not None:
-                self._used[cache_slot] = self._uses
+                self._recency.use(cache_slot, self._uses, ended=ended)
                 self._home(cache_slot).touch(cache_slot)
             if pool_slot is not None:
-                self.targets.touch(pool_slot, self._uses)
+                self.targets.touch(pool_slot, self._uses, ended=ended)
 
     def settle(self, entry: Entry) -> None:
         """Admit the entry to the policies in which it is evictable, withdraw it elsewhere; if
@@ -223,7 +263,7 @@ class Tiers:
         """
         if not self.index.holds(entry):
             return  # gone already, or the key has been stored anew since
-        entry.on(Event.DOOM)
+        self.on(entry, Event.DOOM)
         self._counters["pool_slots_retired"] += retire and entry.pool_slot is not None
         self._forget(entry, retire=retire)
 
@@ -234,12 +274,14 @@ class Tiers:
         self.targets.forget()
         for entry in self.index.awake():
             self.doom(entry)
+        if self.changes is not None:
+            self.changes.all_leave(self.index)
         self.index.clear()
         self.cache.orphan_unused()
         self.pool.orphan_unused()
 
     def _evict(self, entry: Entry, event: Event) -> None:
-        if entry.on(event) is None:
+        if self.on(entry, event) is None:
             self._evicted.append(entry.identity.key)
             self._forget(entry)
         else:

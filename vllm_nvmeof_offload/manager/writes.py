@@ -89,7 +89,7 @@ class WriteBehind:
     def _begin(self, entry: Entry, pool_slot: int) -> None:
         assert entry.cache_slot is not None
         self._tiers.give_pool(entry, pool_slot)
-        entry.on(Event.WRITE_BEGIN)
+        self._tiers.on(entry, Event.WRITE_BEGIN)
         self._tiers.cache.use(entry.cache_slot)
         self._tiers.pool.use(pool_slot)
         op = self._ledger.open(
@@ -114,10 +114,10 @@ class WriteBehind:
         if entry.state is State.DOOMED:
             return  # its slots were orphaned when it was doomed
         if failure is None:
-            entry.on(Event.WRITTEN)
+            self._tiers.on(entry, Event.WRITTEN)
             self._counters["written"] += 1
             return
-        entry.on(Event.WRITE_FAILED)
+        self._tiers.on(entry, Event.WRITE_FAILED)
         worn = self.blame(pool_slot, failure) or failure.errno == errno.ENOSPC
         self._counters["write_failed"] += 1
         self._counters["pool_slots_retired"] += worn

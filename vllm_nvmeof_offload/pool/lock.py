@@ -183,7 +183,7 @@ class DirectoryLock:
             os.close(fd)
 
     def release(self) -> None:
-        """Name nobody in the file and let go; errors are ignored, the flock goes anyway."""
+        """Name nobody in the file and let go; an error matters to nobody, the flock goes anyway."""
         fd, self.fd = self.fd, -1
         if fd < 0:
             return
@@ -191,7 +191,9 @@ class DirectoryLock:
             os.pwrite(fd, b" " * _RECORD_BYTES, 0)
             os.fdatasync(fd)
         except OSError as error:
-            logger.warning("cannot clear %s: %s", self.path, error)
+            what = self.path, errno.errorcode.get(error.errno or 0, error)
+            # A target that does not answer: nothing is lost, the flock goes with us.
+            logger.info("lock %s is left as it is (%s): the next start takes it over", *what)
         with contextlib.suppress(OSError):  # a dead network mount; the descriptor goes anyway
             os.close(fd)
 

@@ -41,7 +41,8 @@ def make_directory(path: Path) -> None:
     """Make `path` (0700) if it is not there; tighten it, with a warning, if it is wider.
 
     Raises:
-        OSError: it cannot be made, or is a link, or belongs to another user.
+        OSError: it cannot be made, or is a link, or belongs to another user: who owns it could
+            put chunks of their own into it, and checksums do not tell by whom bytes were written.
     """
     try:
         path.mkdir(0o700)
@@ -54,7 +55,11 @@ def make_directory(path: Path) -> None:
 
 
 def _tighten(fd: int, path: Path, mode: int) -> None:
-    found = stat.S_IMODE(os.fstat(fd).st_mode)
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid():
+        why = f"belongs to uid {status.st_uid}, this runs as uid {os.geteuid()}: chown or remove it"
+        raise PermissionError(errno.EPERM, why, str(path))
+    found = stat.S_IMODE(status.st_mode)
     if found & ~mode:
         logger.warning("%s has mode %o; KV cache is private: setting %o", path, found, mode)
         os.fchmod(fd, found & mode)

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,9 +16,6 @@ from vllm_nvmeof_offload.config import (
     check_targets,
     resolve_pool_bytes,
 )
-from vllm_nvmeof_offload.copy.base import CopyEngine
-from vllm_nvmeof_offload.copy.host import HostCopyEngine
-from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.fabric.health import TargetHealth
 from vllm_nvmeof_offload.fabric.reattach import Caretaker
 from vllm_nvmeof_offload.fabric.watch import TargetWatch
@@ -31,8 +30,9 @@ from vllm_nvmeof_offload.pool.engines import bytes_of_others
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello
-from vllm_nvmeof_offload.units import format_bytes, slot_stride_bytes
+from vllm_nvmeof_offload.units import slot_stride_bytes
 from vllm_nvmeof_offload.worker.attachments import Attachments
+from vllm_nvmeof_offload.worker.device import open_device
 from vllm_nvmeof_offload.worker.geometry import ChunkGeometry
 from vllm_nvmeof_offload.worker.iopump import PumpConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
@@ -71,25 +71,78 @@ def build_worker(
 ) -> tuple[NVMeoFOffloadingWorker, RankHello]:
     """Build the worker of one rank. Opens the pool and allocates all staging.
 
+    device: as torch names it, with its number; on the thread on which the model runs.
+
     Raises:
         ConfigError: staging or pool are too small for one slot.
         PoolError: the pool cannot be opened.
-        EngineError: no copy engine for `device`.
+        EngineError: no copy engine for `device`, or CUDA refuses staging.
     """
+    kv_device = open_device(device)  # first: nothing is made where it cannot be used
     slot_bytes = slot_stride_bytes(geometry.payload_bytes)
     check_targets(settings)
     pool_bytes = _pool_bytes(settings, place, slot_bytes)
     staging_bytes = settings.staging_bytes // place.ranks
     cache_slots, stream_slots = split_slots(staging_bytes, slot_bytes, settings.stream_slots)
     pool = _open_pool(settings, geometry.payload_bytes, place, pool_bytes)
-    staging = Staging(slot_bytes, cache_slots, stream_slots, _log_progress("pinned memory"))
+    staging = Staging(
+        slot_bytes,
+        cache_slots,
+        stream_slots,
+        _log_progress("pinned memory"),
+        kv_device.numa_node,
+    )
     waker = Waker()
-    copy = _copy_engine(device, waker)
-    io, io_fallbacks = _io_engine(settings, pool, staging, place.rank)
+    copy = kv_device.copy_engine(settings.copy_backend, staging.map, geometry.starts, waker.wake)
+    with contextlib.ExitStack() as undo:
+        undo.callback(copy.engine.close)  # else pages stay pinned that nobody owns
+        io, io_fallbacks = _io_engine(settings, pool, staging, place.rank)
+        began_s = time.monotonic()
+        adopted = pool.adopt() if pool else AdoptedEntries()
+        adoption_s = time.monotonic() - began_s
+        undo.pop_all()
     target_count = pool.target_count if pool else 1
     health = tuple(TargetHealth() for _ in range(target_count)) if pool else None
-    pump = PumpConfig(
+    pump = _pump_config(settings, place.rank, pool, io, slot_bytes, health)
+    pipeline = TransferPipeline(staging.map, copy.engine, io, pump)
+    runner = PipelineRunner(pipeline, waker, io.fileno())
+    caretaker = _caretaker(pool, io, health, runner) if pool and health else None
+    hello = RankHello(
         rank=place.rank,
+        engine_index=pool.engine_index if pool else 0,
+        keyspace=place.keyspace.digest,
+        cache_slots=cache_slots,
+        pool_slots=pool.slots if pool else 0,
+        target_count=pool.target_count if pool else 1,
+        slot_bytes=slot_bytes,
+        adopted=adopted,
+        fallbacks=(*copy.fallbacks, *(pool.fallbacks if pool else ()), *io_fallbacks),
+        stream_slots=stream_slots,
+        targets=tuple(str(t) for t in settings.targets) if pool else (),
+        io_engine=io.name,
+        copy_engine=copy.name + (", memory on its NUMA node" if staging.on_node else ""),
+        adoption_s=adoption_s,
+        volatile=place.volatile,
+        replica=place.replica.index if place.replica.count > 1 else None,
+    )
+    logger.debug("%s: ready with %d adopted chunks", place, len(adopted))
+    for line in kv_device.warnings:
+        logger.warning("%s", line)
+    worker = NVMeoFOffloadingWorker(runner, geometry, copy.engine, io, staging, pool, caretaker)
+    return worker, hello
+
+
+def _pump_config(
+    settings: OffloadConfig,
+    rank: int,
+    pool: Pool | None,
+    io: IoEngine,
+    slot_bytes: int,
+    health: tuple[TargetHealth, ...] | None,
+) -> PumpConfig:
+    target_count = pool.target_count if pool else 1
+    return PumpConfig(
+        rank=rank,
         target_count=target_count,
         reads_in_flight_max=_handed_over_max(
             settings, io, settings.read_bytes_in_flight_max, slot_bytes, target_count
@@ -102,23 +155,6 @@ def build_worker(
         health=health,
         reset_is_durable=lambda: pool is not None and pool.reset_is_durable,
     )
-    pipeline = TransferPipeline(staging.map, copy, io, pump)
-    runner = PipelineRunner(pipeline, waker, io.fileno())
-    adopted = pool.adopt() if pool else AdoptedEntries()
-    caretaker = _caretaker(pool, io, health, runner) if pool and health else None
-    hello = RankHello(
-        rank=place.rank,
-        engine_index=pool.engine_index if pool else 0,
-        keyspace=place.keyspace.digest,
-        cache_slots=cache_slots,
-        pool_slots=pool.slots if pool else 0,
-        target_count=pool.target_count if pool else 1,
-        slot_bytes=slot_bytes,
-        adopted=adopted,
-        fallbacks=(*pool.fallbacks, *io_fallbacks) if pool else (),
-    )
-    _log_summary(settings, place, hello, io.name, staging.size_bytes)
-    return NVMeoFOffloadingWorker(runner, geometry, copy, io, staging, pool, caretaker), hello
 
 
 def _caretaker(
@@ -168,14 +204,6 @@ def _open_pool(
     )
 
 
-def _copy_engine(device: str, waker: Waker) -> CopyEngine:
-    if device == "cpu":
-        return HostCopyEngine(on_done=waker.wake)
-    raise EngineError(
-        f"no copy engine for device {device!r} in this version: it serves vLLM's CPU engine"
-    )
-
-
 def _io_engine(
     settings: OffloadConfig, pool: Pool | None, staging: Staging, rank: int
 ) -> tuple[IoEngine, tuple[str, ...]]:
@@ -219,27 +247,3 @@ def _log_progress(what: str):  # type: ignore[no-untyped-def]
         logger.info("%s: %d %% of %s", what, 100 * done // max(1, total), total)
 
     return log
-
-
-def _log_summary(
-    settings: OffloadConfig, place: Place, hello: RankHello, engine: str, staging_bytes: int
-) -> None:
-    """The one start-up line of a rank."""
-    volatile = f"; NOTHING IS ADOPTED: {'; '.join(place.volatile)}" if place.volatile else ""
-    logger.info(
-        "%s: %s of pinned memory (%d cache slots of %s), pool of %d slots (%s) in engine-%d on "
-        "%s, engine %s, %d chunks adopted, keyspace %s%s%s",
-        place,
-        format_bytes(staging_bytes),
-        hello.cache_slots,
-        format_bytes(hello.slot_bytes),
-        hello.pool_slots,
-        format_bytes(hello.pool_slots * hello.slot_bytes),
-        hello.engine_index,
-        ", ".join(str(t) for t in settings.targets),
-        engine,
-        len(hello.adopted),
-        hello.keyspace,
-        "".join(f"; FALLBACK {f}" for f in hello.fallbacks),
-        volatile,
-    )

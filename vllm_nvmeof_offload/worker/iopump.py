@@ -11,48 +11,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, Outcome, OutcomeKind
 from vllm_nvmeof_offload.fabric.health import TargetHealth
 from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoKind, IoOp
 from vllm_nvmeof_offload.protocol import IoClass, RateReport, VerdictReport
+from vllm_nvmeof_offload.worker.flights import Flight, IoEvent
 from vllm_nvmeof_offload.worker.lanes import Lane, Line
+from vllm_nvmeof_offload.worker.meter import TransferMeter
 from vllm_nvmeof_offload.worker.pump_config import PumpConfig
 from vllm_nvmeof_offload.worker.rates import RateMeter, saturating
 from vllm_nvmeof_offload.worker.tasks import Job, JobKind, Task
 from vllm_nvmeof_offload.worker.verdicts import VerdictNews
 
 __all__ = ["IoEvent", "IoPump", "PumpConfig"]
-
-
-@dataclass(frozen=True, slots=True)
-class IoEvent:
-    """outcome None: the late release of a task whose outcome came before."""
-
-    task: Task
-    outcome: Outcome | None
-    released: bool
-    ended_s: float | None = None
-
-
-@dataclass(slots=True)
-class _Flight:
-    """line: where its task waited, and holds a place until the outcome; None: a reset.
-
-    attachment: of its target, when it was submitted. began_s: when that was. late: past its
-    deadline, not released.
-    """
-
-    task: Task
-    line: Line | None
-    attachment: int
-    began_s: float = 0.0
-    late: bool = False
-
-    @property
-    def is_write(self) -> bool:
-        return self.line in (None, Line.WRITE)
 
 
 class IoPump:
@@ -65,6 +37,7 @@ class IoPump:
         clock: Callable[[], float],
         address_of: Callable[[Task], int],
         slot_bytes: int,
+        meter: TransferMeter,
     ) -> None:
         reads_max, writes_max = config.target_reads_max, config.target_writes_max
         self._engine = engine
@@ -72,6 +45,7 @@ class IoPump:
         self._clock = clock
         self._address_of = address_of
         self._slot_bytes = slot_bytes
+        self._meter = meter
         self._rates = RateMeter(
             config.rank,
             config.target_count,
@@ -82,7 +56,7 @@ class IoPump:
         self._lanes = [Lane(reads_max, writes_max) for _ in range(config.target_count)]
         self._first = 0  # the target that is asked first: each in its turn
         self._resets: deque[Task] = deque()
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[int, Flight] = {}
         self._next_token = 1
         lanes = self._lanes
         self._health = config.health or [TargetHealth(can_return=False) for _ in lanes]
@@ -137,6 +111,16 @@ class IoPump:
     def busy(self) -> bool:
         waiting = any(lane.waiting for lane in self._lanes)
         return bool(self._flights) or bool(self._resets) or waiting
+
+    def waiting(self, line: Line) -> int:
+        """How many wait in this line, over all targets."""
+        return sum(len(lane.queue(line)) for lane in self._lanes)
+
+    @property
+    def in_flight(self) -> tuple[int, int]:
+        """Reads and writes that the engine has, or whose buffers the kernel has."""
+        writes = sum(flight.is_write for flight in self._flights.values())
+        return len(self._flights) - writes, writes
 
     # -- towards the engine -----------------------------------------------------------
 
@@ -216,7 +200,7 @@ class IoPump:
     def _submit(self, task: Task, line: Line | None) -> bool:
         token = self._next_token
         health = self._health[task.target]
-        flight = _Flight(task, line, health.attachment)
+        flight = Flight(task, line, health.attachment)
         reset = line is None
         config = self._config
         deadline_s = config.write_deadline_s if flight.is_write else config.read_deadline_s
@@ -263,7 +247,7 @@ class IoPump:
                 self._barred = outcome is None or not outcome.ok
         return events
 
-    def _ended(self, flight: _Flight, completion: Completion, outcome: Outcome) -> None:
+    def _ended(self, flight: Flight, completion: Completion, outcome: Outcome) -> None:
         task, line, is_write = flight.task, flight.line, flight.is_write
         flight.late = not completion.released
         if line is None:
@@ -271,12 +255,13 @@ class IoPump:
         self._lanes[task.target].queue(line).give_back(task)
         size, time_s = self._slot_bytes if outcome.ok else 0, (flight.began_s, completion.ended_s)
         self._rates.ended(task.target, size, time_s, is_write=is_write)
+        self._meter.moved(size, time_s, is_write=is_write)
         health = self._health[task.target]
         if flight.late:
             health.late(flight.attachment)
         health.ended(flight.attachment, outcome, task.pool_slot or 0, is_write=is_write)
 
-    def _retries(self, flight: _Flight, outcome: Outcome) -> bool:
+    def _retries(self, flight: Flight, outcome: Outcome) -> bool:
         """True: it is tried once more, and nobody hears of it. Only a read or a reset may be."""
         task = flight.task
         if (

@@ -24,9 +24,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from vllm_nvmeof_offload.copy.base import CopyEngine, Descriptors, Direction
+from vllm_nvmeof_offload.copy.descriptors import together
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, STALE, Outcome
 from vllm_nvmeof_offload.io.base import IoEngine
 from vllm_nvmeof_offload.protocol import (
@@ -46,6 +45,8 @@ from vllm_nvmeof_offload.protocol import (
 from vllm_nvmeof_offload.units import HEADER_BYTES
 from vllm_nvmeof_offload.worker.gates import Grant, SlotGates
 from vllm_nvmeof_offload.worker.iopump import IoEvent, IoPump
+from vllm_nvmeof_offload.worker.levels import LevelNews
+from vllm_nvmeof_offload.worker.meter import TransferMeter
 from vllm_nvmeof_offload.worker.pump_config import PumpConfig
 from vllm_nvmeof_offload.worker.staging_map import StagingMap
 from vllm_nvmeof_offload.worker.streams import StreamSlots
@@ -74,10 +75,12 @@ class TransferPipeline:
         self._clock = clock
         self._target_count = config.target_count
         config = replace(config, stream_slots=staging.stream_slots)
-        self._pump = IoPump(io, config, clock, self._address_of, staging.slot_bytes)
+        self._meter, size = TransferMeter(self.counters, clock), staging.slot_bytes
+        self._pump = IoPump(io, config, clock, self._address_of, size, self._meter)
         self._gates: SlotGates[Task] = SlotGates()
         self._jobs: dict[int, Job] = {}
         self._streams = StreamSlots(staging.stream_slots, config.target_count)
+        self._levels = LevelNews(config.rank, self._streams, self._pump)
         self._to_copy: dict[int, list[Task]] = {}  # op → tasks ready to be copied
         self._tickets: dict[int, list[Task]] = {}
         self._reports: list[Report] = []
@@ -147,6 +150,7 @@ class TransferPipeline:
     def step(self) -> None:
         """Move everything that can move now."""
         for ticket, outcome in self._copy.poll():
+            self._meter.copied(ticket, ok=outcome.ok)
             for task in self._tickets.pop(ticket):
                 self._copied(task, outcome)
         self._hand_out_stream_slots()
@@ -161,8 +165,8 @@ class TransferPipeline:
 
     def take_reports(self) -> list[Report]:
         reports, self._reports = self._reports, []
-        if reports:  # rates ride along: they never make the engine step
-            reports.extend(self._pump.take_rates())
+        if reports:  # these ride along: they never make the engine step
+            reports += [*self._pump.take_rates(), *self._levels.take()]
         return reports
 
     def take_finished(self) -> list[FinishedJob]:
@@ -375,16 +379,14 @@ class TransferPipeline:
         for op, tasks in to_copy.items():
             job = self._jobs[op]
             store = job.kind is JobKind.STORE
-            pieces = np.concatenate([self._absolute(task) for task in tasks])
-            job.copied_bytes += int(pieces[:, 2].sum())
+            payloads = [self._address_of(task) + HEADER_BYTES for task in tasks]
+            pieces = together([task.pieces for task in tasks], payloads)
+            size = int(pieces[:, 2].sum())
+            job.copied_bytes += size
             direction = Direction.STORE if store else Direction.LOAD
             ticket = self._copy.submit(direction, pieces, job.fence)
             self._tickets[ticket] = tasks
-
-    def _absolute(self, task: Task) -> Descriptors:
-        pieces = task.pieces.copy()
-        pieces[:, 1] += np.uint64(self._address_of(task) + HEADER_BYTES)
-        return pieces
+            self._meter.copying(ticket, size, is_store=store)
 
     def _copied(self, task: Task, outcome: Outcome) -> None:
         if outcome.ok:

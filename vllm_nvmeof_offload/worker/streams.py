@@ -27,6 +27,14 @@ class StreamSlots:
         self._hung = [0] * target_count
         self._next = 0  # the target that is asked first: with few slots, each in its turn
 
+    @property
+    def used(self) -> int:
+        return self._slots - len(self._free)
+
+    @property
+    def waiting(self) -> int:
+        return sum(map(len, self._queues))
+
     def wait(self, task: Task) -> None:
         self._queues[task.target].push(task)
 

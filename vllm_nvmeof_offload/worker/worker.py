@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LoadStoreSpec,
@@ -19,17 +22,27 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from vllm_nvmeof_offload.copy.base import CopyEngine
+from vllm_nvmeof_offload.copy.base import CopyEngine, Descriptors
 from vllm_nvmeof_offload.fabric.reattach import Caretaker
 from vllm_nvmeof_offload.io.base import IoEngine
 from vllm_nvmeof_offload.job_specs import ChunkLoadSpec, ChunkStoreSpec
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import Command, LoadCommand, Report, StoreCommand
 from vllm_nvmeof_offload.worker.geometry import ChunkGeometry
+from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.runner import PipelineRunner
 from vllm_nvmeof_offload.worker.staging import Staging
 
 __all__ = ["NVMeoFOffloadingWorker"]
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadBlocks:
+    """What `ChunkGeometry.split` needs of a load, for the case that a chunk fails."""
+
+    ids: npt.NDArray[np.int32]
+    first_position: int
+    chunks: int
 
 
 class NVMeoFOffloadingWorker(OffloadingWorker):
@@ -54,7 +67,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._caretaker = caretaker
         self._ops: dict[int, int] = {}  # vLLM's job → our op
         self._jobs: dict[int, int] = {}  # our op → vLLM's job
-        self._load_blocks: dict[int, list[list[int]]] = {}  # load op → block ids by chunk
+        self._load_blocks: dict[int, _LoadBlocks] = {}  # by load op
         self._invalid_blocks: set[int] = set()
         self._failed_jobs: set[int] = set()
         self._reports: list[Report] = []
@@ -67,8 +80,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
     ) -> bool:
         assert isinstance(dst_spec, ChunkStoreSpec)
         command: StoreCommand = dst_spec.command
-        parts = self._split(src_spec, len(command.chunks))
-        pieces = [self._geometry.pieces(part, 0) for part in parts]
+        pieces, _ = self._pieces(src_spec, len(command.chunks))
         fence = self._copy.record_fence()
         self._remember(job_id, command.op)
         self._runner.hand_over(lambda p: p.store(command, pieces, fence), command.op)
@@ -79,12 +91,10 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
     ) -> bool:
         assert isinstance(src_spec, ChunkLoadSpec)
         command: LoadCommand = src_spec.command
-        first = self._first_position(dst_spec)
-        parts = self._split(dst_spec, len(command.chunks))
-        pieces = [self._geometry.pieces(p, 0 if i else first) for i, p in enumerate(parts)]
+        pieces, first = self._pieces(dst_spec, len(command.chunks))
         fence = self._copy.record_fence()
         self._remember(job_id, command.op)
-        self._load_blocks[command.op] = [part.tolist() for part in parts]
+        self._load_blocks[command.op] = _LoadBlocks(dst_spec.block_ids, first, len(command.chunks))
         self._runner.hand_over(lambda p: p.load(command, pieces, fence), command.op)
         return True
 
@@ -99,8 +109,9 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
             blocks = self._load_blocks.pop(job.op, None)
             if blocks is not None and job.failures:
                 self._failed_jobs.add(job_id)
+                parts = self._geometry.split(blocks.ids, blocks.first_position, blocks.chunks)
                 for index, _ in job.failures:
-                    self._invalid_blocks.update(blocks[index])
+                    self._invalid_blocks.update(parts[index].tolist())
             results.append(TransferResult(job_id, True, job.copied_bytes, job.seconds))
         return results
 
@@ -127,8 +138,9 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
 
     def obey(self, commands: Iterable[Command]) -> None:
         """Start commands that move no GPU blocks, in their order."""
-        for command in commands:
-            self._runner.hand_over(lambda p, c=command: p.command(c))  # type: ignore[misc]
+        given = tuple(commands)
+        if given:  # in one hand-over: after a long prompt these are hundreds
+            self._runner.hand_over(lambda pipeline: _command_all(pipeline, given))
 
     @property
     def has_reports(self) -> bool:
@@ -156,9 +168,12 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._ops[job_id] = op
         self._jobs[op] = job_id
 
-    def _first_position(self, spec: GPULoadStoreSpec) -> int:
-        return int(spec.block_indices[0]) % self._geometry.blocks_per_chunk
+    def _pieces(self, spec: GPULoadStoreSpec, chunk_count: int) -> tuple[list[Descriptors], int]:
+        """Pieces by chunk, and where in the first chunk the first block lies."""
+        first = int(spec.block_indices[0]) % self._geometry.blocks_per_chunk
+        return self._geometry.pieces_by_chunk(spec.block_ids, first, chunk_count), first
 
-    def _split(self, spec: GPULoadStoreSpec, chunk_count: int) -> list[Any]:
-        first = self._first_position(spec)
-        return self._geometry.split(spec.block_ids, first, chunk_count)
+
+def _command_all(pipeline: TransferPipeline, commands: tuple[Command, ...]) -> None:
+    for command in commands:
+        pipeline.command(command)

@@ -79,14 +79,21 @@ class Damage:
 
     def _misdirected(self, event: Data) -> None:
         """It landed in another's place: of the same file, or of the other target's."""
-        directory = self.dice.choice(self.directories)
+        places = self.directories
+        if event.file.name == "superblock":
+            # A superblock is all its file: at home it would be an older one that speaks again,
+            # for a reset that failed leaves its write in the journal.
+            places = tuple(one for one in places if one != event.file.directory)
+        if not places:
+            return
+        directory = self.dice.choice(places)
         path = directory / event.file.name
         if not path.exists():
             return
         file = self.disk.file(path)
         stride = {"slab": self.slot_bytes, "table": ENTRY_BYTES}.get(event.file.name, 0)
-        places = max(file.size() // stride, 1) if stride else 1
-        event.put(event.new, file, self.dice.randrange(places) * stride)
+        count = max(file.size() // stride, 1) if stride else 1
+        event.put(event.new, file, self.dice.randrange(count) * stride)
 
     def _flip(self, data: bytes) -> bytes:
         damaged = bytearray(data)

@@ -55,7 +55,7 @@ def test_what_is_used_is_not_written() -> None:
     bench = demoting(cache=8)
     for number in range(1, 7):
         bench.store(number)
-    bench.core.touch(keys_of(1, 2))
+    bench.core.ended(keys_of(1, 2))
     bench.store(7, 8)
     assert written(bench) == [3, 4]
 

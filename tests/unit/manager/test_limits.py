@@ -130,6 +130,28 @@ def test_a_load_that_takes_longer_than_its_limit_is_cut_off_and_teaches() -> Non
     assert core.lookup(b"0") is Source.POOL
 
 
+@pytest.mark.parametrize(("computed_s", "overhead_s"), [(0.0, 0.6), (0.25, 0.35), (9.0, 0.0)])
+def test_the_time_in_which_others_were_computed_is_not_held_against_a_load(
+    computed_s: float, overhead_s: float
+) -> None:
+    """Neither a load's time nor a probe's."""
+    for probe in (False, True):
+        bench, prompts_s = ShelfBench(), [100.0]
+        core = bench.core
+        core.follow_prompts(lambda of=prompts_s: of[0])
+        core.admission.read_rates = [1e15]
+        bench.in_the_pool(0)
+        prompts_s[0] = 200.0
+        if probe:
+            core.reload.probe(keys_of(0))
+            op = bench.fetches()[0].op
+        else:
+            op = core.prepare_load(keys_of(0), 10.0).op
+        prompts_s[0] += computed_s
+        core.report([OpReport(op, seconds=0.6)])
+        assert core.learned()["load_overhead_s"] == pytest.approx(overhead_s)
+
+
 @pytest.mark.parametrize(
     ("outcome", "seconds", "overhead_s"),
     [

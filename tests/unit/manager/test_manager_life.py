@@ -124,17 +124,17 @@ def test_a_degraded_target_is_usable_and_is_told() -> None:
     bench.store(2)
     bench.core.report([VerdictReport(0, 0, "degraded")])
     assert bench.core.lookup(b"1") is Source.POOL
-    assert bench.core.verdicts() == [1]
+    assert bench.core.targets.worst_verdicts() == [1]
     assert bench.core.counters["verdict_changes"] == 0
     told = bench.core.activity()
     bench.core.report([VerdictReport(1, 0, "gone")])
     assert bench.core.activity() != told
-    assert bench.core.verdicts() == [3]
+    assert bench.core.targets.worst_verdicts() == [3]
     assert bench.core.lookup(b"1") is None
     bench.core.report([VerdictReport(1, 0, "ok"), VerdictReport(0, 0, "suspect")])
-    assert bench.core.verdicts() == [2]
+    assert bench.core.targets.worst_verdicts() == [2]
     bench.core.report([VerdictReport(0, 0, "ok")])
-    assert bench.core.verdicts() == [0]
+    assert bench.core.targets.worst_verdicts() == [0]
     assert bench.core.counters["verdict_changes"] == 4
 
 

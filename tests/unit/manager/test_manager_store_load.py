@@ -65,7 +65,7 @@ def test_a_touched_prefix_outlives_an_older_one() -> None:
     bench = Bench(cache=4, pool=0)
     bench.store(1, 2)
     bench.store(3, 4)
-    bench.core.touch(keys_of(1, 2))
+    bench.core.ended(keys_of(1, 2))
     assert bench.core.prepare_store(keys_of(5, 6)).evicted == tuple(keys_of(4, 3))
 
 

@@ -150,4 +150,4 @@ class ReloadMachine(RuleBasedStateMachine):
 
 
 TestReloadMachine = ReloadMachine.TestCase
-TestReloadMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestReloadMachine.settings = settings(max_examples=150, stateful_step_count=40)

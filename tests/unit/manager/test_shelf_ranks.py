@@ -186,7 +186,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(actions)
 def test_whatever_happens_nothing_is_held_or_owed_when_all_have_left(
     todo: list[tuple[str, int, int]],

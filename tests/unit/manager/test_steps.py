@@ -114,6 +114,28 @@ def test_the_small_steps_of_a_server_that_loads_do_not_make_computing_look_slow(
     assert engine.meter.prefill_rate == pytest.approx((0.8 * 2000 + 1900) / (0.8 * 2.1 + 4.2))
 
 
+def test_the_time_in_which_prompts_are_computed() -> None:
+    engine = Engine()
+    assert engine.meter.prompts_s() == 0.0
+    engine.scheduled(1.0, 100)
+    engine.now_s = 1.5
+    assert engine.meter.prompts_s() == 0.5, "the step that is under way"
+    engine.ended(2.0)
+    engine.now_s = 9.0
+    assert engine.meter.prompts_s() == 1.0, "nothing runs"
+    engine.scheduled(9.0, 1, 1, 1)
+    engine.ended(10.0)
+    assert engine.meter.prompts_s() == 1.0, "decodes alone"
+    engine.scheduled(10.0, 97, 1, 1, 1)
+    engine.scheduled(10.5, 50)
+    engine.ended(11.0)
+    assert engine.meter.prompts_s() == pytest.approx(1.97), "their share"
+    engine.now_s = 12.0
+    assert engine.meter.prompts_s() == pytest.approx(2.97), "since the step before has ended"
+    engine.meter.clear()
+    assert engine.meter.prompts_s() == pytest.approx(2.97)
+
+
 def test_counting_anew_keeps_what_was_learned() -> None:
     engine = Engine()
     engine.scheduled(0.0, 500)

@@ -18,6 +18,7 @@ from vllm_nvmeof_offload.errors import (
 from vllm_nvmeof_offload.io.base import Completion, IoOp
 from vllm_nvmeof_offload.protocol import (
     FetchCommand,
+    LevelReport,
     LoadChunk,
     LoadCommand,
     OpReport,
@@ -112,6 +113,8 @@ class FakeIo:
 class Bench:
     def __init__(self, stream_slots: int = 1, cache_slots: int = 4, **config: float) -> None:
         self.now_s = 0.0
+        #: They ride along with the other reports.
+        self.levels: list[LevelReport] = []
         self.copy, self.io = FakeCopy(), FakeIo()
         self.pipeline = TransferPipeline(
             StagingMap(0, STRIDE, cache_slots, stream_slots),
@@ -168,7 +171,9 @@ class Bench:
         self.pipeline.step()
 
     def reports(self) -> list[object]:
-        return list(self.pipeline.take_reports())
+        taken = self.pipeline.take_reports()
+        self.levels += [one for one in taken if isinstance(one, LevelReport)]
+        return [one for one in taken if not isinstance(one, LevelReport)]
 
     def finished(self) -> list[tuple[int, tuple[tuple[int, Outcome], ...]]]:
         return [(job.op, job.failures) for job in self.pipeline.take_finished()]

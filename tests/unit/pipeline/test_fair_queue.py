@@ -182,4 +182,4 @@ class SharedByJobs(RuleBasedStateMachine):
 
 
 TestSharedByJobs = SharedByJobs.TestCase
-TestSharedByJobs.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSharedByJobs.settings = settings(max_examples=150, stateful_step_count=40)

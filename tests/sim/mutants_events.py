@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants of what routers are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_nvmeof_offload.manager.index import Index, State
+from vllm_nvmeof_offload.manager.plan import Source
+from vllm_nvmeof_offload.manager.residency import ResidencyLog
+
+from .mutants import Patch, mutant
+
+
+@mutant
+def failures_are_not_told() -> list[Patch]:
+    real = ResidencyLog.moved
+
+    def moved(self: Any, key: bytes, before: State | None, after: State | None) -> None:
+        if after is not State.DOOMED:
+            real(self, key, before, after)
+
+    return [(ResidencyLog, "moved", moved)]
+
+
+@mutant
+def reset_is_not_told() -> list[Patch]:
+    return [(ResidencyLog, "all_leave", lambda self, index: None)]
+
+
+@mutant
+def reset_forgets_the_pools_copies() -> list[Patch]:
+    def all_leave(self: Any, index: Index) -> None:
+        self.forget_arrivals()
+        self.left(Source.CPU, index.cached)
+        self.left(Source.POOL, index.pooled)
+
+    return [(ResidencyLog, "all_leave", all_leave)]
+
+
+@mutant
+def a_fetch_is_told_at_its_beginning() -> list[Patch]:
+    real = ResidencyLog.moved
+
+    def moved(self: Any, key: bytes, before: State | None, after: State | None) -> None:
+        early = {State.FETCHING: State.BOTH}
+        real(self, key, early.get(before, before), early.get(after, after))  # type: ignore[arg-type]
+
+    return [(ResidencyLog, "moved", moved)]

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the index to a router: vLLM's own tracker and publisher, and a real subscriber."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("vllm", reason="events are vLLM's")
+
+from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
+from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, make_offload_key
+
+from tests.e2e.router import Router
+from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
+from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
+
+from .bench import hello
+
+CHUNKS = 10_000
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline, never = time.monotonic() + 60, threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline
+        never.wait(0.02)
+
+
+def test_a_router_hears_of_what_was_adopted_and_of_a_reset() -> None:
+    """In parts, step by step; and the engine goes on stepping until all of it is told."""
+    keys = [make_offload_key(b"%032d" % number, 0) for number in range(CHUNKS)]
+    core = ManagerCore(CoreConfig(tell_residency=True))
+    manager = NVMeoFOffloadingManager(core, 16)
+    manager.attach([hello(0, 4, CHUNKS, [(i, i + 1, key) for i, key in enumerate(keys)])])
+    tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, False))
+    with Router() as router:
+        config = {key: value for key, value in router.config.items() if "endpoint" in key}
+        publisher = ZmqEventPublisher(data_parallel_rank=0, **config)
+
+        def step_until_told() -> int:
+            """As vLLM's scheduler; returns after how many steps there is nothing left."""
+            steps = 0
+            while core.residency:
+                assert manager.has_pending_work()
+                events = list(tracker.take_events(manager.take_events()))
+                publisher.publish(KVEventBatch(ts=0.0, events=events))
+                steps += 1
+            return steps
+
+        assert step_until_told() > 1, "not all in one step"
+        wait_until(lambda: router.counts() == (0, CHUNKS, CHUNKS))
+        manager.reset_cache()
+        step_until_told()
+        wait_until(lambda: router.counts() == (0, 0, 0))
+        publisher.shutdown()
+    assert router.removed["STORAGE"] == CHUNKS

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What counts as used last, and which chunks are therefore kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_nvmeof_offload.manager.recency import CREDITED_MAX, Recency
+from vllm_nvmeof_offload.protocol import OpReport
+
+from .bench import Bench, keys_of
+
+_CALLS = st.lists(
+    st.tuples(st.sampled_from(["use", "ended", "forget"]), st.integers(0, 3), st.integers(1, 9)),
+    max_size=60,
+)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
+@settings(deadline=None, max_examples=60)
+@given(calls=_CALLS)
+def test_each_return_is_worth_a_share_of_the_tier(
+    share: float, calls: list[tuple[str, int, int]]
+) -> None:
+    recency = Recency(4, share)
+    returns, last, now = [0] * 4, [0] * 4, 0
+    for name, slot, step in calls:
+        now += step
+        if name == "forget":
+            recency.forget(slot)
+            returns[slot] = 0
+            continue
+        before = recency.used[slot]
+        fresh = returns[slot] == 0
+        returns[slot] += name == "ended"
+        last[slot] = now
+        recency.use(slot, now, ended=name == "ended")
+        credited = min(CREDITED_MAX, max(0, returns[slot] - 1))
+        assert recency.used[slot] == now + credited * int(share * 4)
+        assert fresh or recency.used[slot] > before, "policies rely on it"
+
+
+def test_a_chunk_takes_its_returns_along_to_the_other_tier() -> None:
+    small, large = Recency(4, 1.0), Recency(40, 1.0)
+    for now in (10, 20, 30):
+        small.use(1, now, ended=True)
+    assert small.used[1] == 30 + 2 * 4
+    large.take_over(7, small, 1)
+    assert large.used[7] == 30 + 2 * 40
+    small.forget(1)
+    small.take_over(3, large, 7)
+    assert small.used[3] == 30 + 2 * 4
+    small.take_over(3, Recency(4, 1.0), 0)
+    assert small.used[3] == 0
+
+
+def serve(bench: Bench, numbers: Sequence[int]) -> int:
+    """One request: look up, load, store what is missing, end; returns how many were found."""
+    keys = keys_of(*numbers)
+    found = 0
+    while found < len(keys) and bench.core.lookup(keys[found]) is not None:
+        found += 1
+    if found:
+        bench.done(bench.core.prepare_load(keys[:found]).op)
+    plan = bench.core.prepare_store(keys)
+    if plan.command is not None:
+        bench.core.report([OpReport(plan.command.op)])
+    bench.write_all()
+    bench.core.ended(keys)
+    return found
+
+
+@pytest.mark.parametrize(("share", "found"), [(0.0, 0), (2.0, 4)])
+def test_what_came_back_outlives_what_came_once(share: float, found: int) -> None:
+    bench = Bench(cache=8, pool=0, credit_share=share)
+    for _ in range(2):
+        serve(bench, [1, 2, 3, 4])
+    for other in (10, 20):
+        serve(bench, [other, other + 1, other + 2, other + 3])
+    assert serve(bench, [1, 2, 3, 4]) == found
+
+
+def test_what_came_back_goes_once_nobody_comes_any_more() -> None:
+    bench = Bench(cache=8, pool=16, credit_share=2.0)
+    for _ in range(9):
+        serve(bench, [1, 2, 3, 4])
+    for other in range(10, 1000, 10):
+        serve(bench, [other, other + 1, other + 2])
+    assert bench.hits([1, 2, 3, 4]) == []
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    asks=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 7)), max_size=60),
+    cache=st.integers(7, 20),
+    pool=st.sampled_from([0, 10, 30]),
+)
+def test_a_conversation_is_kept_from_its_beginning(
+    asks: list[tuple[int, int]], cache: int, pool: int
+) -> None:
+    """No chunk without the one before it: nothing could ever find it."""
+    bench = Bench(cache=cache, pool=pool, credit_share=2.0)
+    longest = [0] * 4
+    for user, more in asks:
+        longest[user] = min(7, longest[user] + more)
+        serve(bench, [100 * user + at for at in range(longest[user])])
+        for one in range(4):
+            there = bench.hits(100 * one + at for at in range(7))
+            assert there == [100 * one + at for at in range(len(there))]
+
+
+def test_a_reset_forgets_who_came_back() -> None:
+    bench = Bench(cache=4, pool=0, credit_share=2.0)
+    for _ in range(3):
+        serve(bench, [1, 2])
+    bench.core.reset()
+    for command in bench.core.take_commands():
+        bench.done(command.op)  # type: ignore[union-attr]
+    serve(bench, [1, 2])
+    serve(bench, [3, 4])
+    serve(bench, [5, 6])
+    assert bench.hits([1, 2, 3, 4, 5, 6]) == [3, 4, 5, 6]

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every way into a tier and out of it, told in order; the simulator replays them at random."""
+
+from __future__ import annotations
+
+from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH
+from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
+from vllm_nvmeof_offload.manager.residency import ResidencyLog
+
+from .bench import Bench, hello, keys_of
+
+CPU, POOL = Source.CPU, Source.POOL
+CAME, LEFT = False, True
+
+
+def told(core: ManagerCore) -> list[tuple[Source, bool, list[bytes]]]:
+    """Everything since the last call."""
+    assert core.residency is not None
+    changes = core.residency.take(len(core.residency))
+    assert not core.residency
+    return [(change.tier, change.removed, change.keys) for change in changes]
+
+
+def test_a_store_is_told_when_it_is_copied_and_a_write_when_it_is_written() -> None:
+    bench = Bench(ranks=2, tell_residency=True)
+    plan = bench.core.prepare_store(keys_of(1, 2))
+    assert told(bench.core) == [], "under way"
+    assert plan.command is not None
+    bench.done(plan.command.op)
+    assert told(bench.core) == [(CPU, CAME, keys_of(1, 2))]
+    bench.write_all()
+    assert told(bench.core) == [(POOL, CAME, keys_of(1, 2))]
+
+
+def test_an_eviction_takes_a_chunk_from_one_tier() -> None:
+    bench = Bench(cache=1, pool=8, tell_residency=True)
+    bench.store(1)
+    bench.write_all()
+    told(bench.core)
+    bench.store(2)
+    assert told(bench.core) == [(CPU, LEFT, keys_of(1)), (CPU, CAME, keys_of(2))]
+    assert bench.hits([1]) == [1], "it is in the pool still"
+
+
+def test_what_fails_leaves_every_tier() -> None:
+    bench = Bench(tell_residency=True)
+    bench.store(1)
+    bench.write_all()
+    told(bench.core)
+    load = bench.core.prepare_load(keys_of(1))
+    bench.done(load.op, (0, CHECKSUM_MISMATCH))
+    assert told(bench.core) == [(CPU, LEFT, keys_of(1)), (POOL, LEFT, keys_of(1))]
+
+
+def test_adoption_is_told_and_a_reset_takes_everything() -> None:
+    core = ManagerCore(CoreConfig(tell_residency=True))
+    core.attach([hello(0, 2, 8, [(3, 7, b"a"), (5, 8, b"b")])])
+    assert told(core) == [(POOL, CAME, [b"a", b"b"])]
+    core.reset()
+    assert told(core) == [(POOL, LEFT, [b"a", b"b"])]
+
+
+def test_a_large_adoption_is_told_in_parts_and_not_at_all_after_a_reset() -> None:
+    log = ResidencyLog()
+    log.came(POOL, [b"%d" % n for n in range(100_000)])
+    parts = [len(change.keys) for change in log.take()]
+    assert sum(parts) == 100_000 // 8, "not all in one step"
+    log.left(CPU, [b"gone"])
+    log.forget_arrivals()
+    assert [(c.tier, c.removed, c.keys) for c in log.take()] == [(CPU, LEFT, [b"gone"])]
+    assert not log
+
+
+def test_nothing_is_kept_where_nobody_asks() -> None:
+    assert Bench().core.residency is None

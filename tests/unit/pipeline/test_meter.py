@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes, time and queue lengths as the pipeline tells them."""
+
+from __future__ import annotations
+
+import errno
+
+from vllm_nvmeof_offload.errors import io_error
+
+from .bench import STRIDE, Bench
+
+
+def test_a_store_and_a_load_are_metered_by_stage() -> None:
+    bench = Bench()
+    bench.store(1, 0, 7)
+    bench.now_s += 0.25
+    bench.copy.finish(bench.copy.submitted[-1][0])
+    bench.pipeline.step()
+    counters = bench.pipeline.counters
+    assert counters["transfer_operations:store:gpu"] == 1
+    assert counters["transfer_us:store:gpu"] == 250_000
+    assert counters["transfer_bytes:store:gpu"] > 0
+    bench.load(2, 8, None, 3)
+    bench.now_s += 0.5
+    bench.io_done()
+    assert counters["transfer_us:load:pool"] == 500_000
+    assert counters["transfer_bytes:load:pool"] == STRIDE
+    assert counters["transfer_operations:load:gpu"] == 0, "its copy is under way"
+
+
+def test_a_failed_read_moves_no_bytes() -> None:
+    bench = Bench()
+    bench.load(1, 8, None, 3)
+    bench.io_done(io_error(errno.ENODATA))
+    assert bench.pipeline.counters["transfer_operations:load:pool"] == 1
+    assert bench.pipeline.counters["transfer_bytes:load:pool"] == 0
+
+
+def test_levels_ride_along_and_end_at_nothing() -> None:
+    bench = Bench(stream_slots=2, reads_in_flight_max=1)
+    bench.stream(1, range(4))
+    bench.pipeline.step()
+    bench.store(2, 0, 7)
+    bench.copy.finish(bench.copy.submitted[-1][0])
+    bench.pipeline.step()
+    bench.reports()
+    (level,) = bench.levels
+    assert (level.stream_slots_used, level.stream_slot_waiting) == (2, 2)
+    assert (level.reads_in_flight, level.read_waiting) == (1, 1)
+    while bench.turn():
+        pass
+    bench.reports()
+    assert bench.levels[-1] == type(level)(0), "the last report is of empty queues"

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Platforms without a copy engine, and missing packages of a GPU, are refused in one line."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_nvmeof_offload.config import parse_config
+from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.integration.platform_check import refuse_platform
+
+
+def platform(kind: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        device_type=kind, is_cpu=lambda: kind == "cpu", is_cuda=lambda: kind == "cuda"
+    )
+
+
+def refused(kind: str, backend: str = "auto") -> str:
+    try:
+        refuse_platform(parse_config({"copy_backend": backend}, {}), platform(kind))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
+    def find_spec(name: str) -> object:
+        if name.partition(".")[0] in missing:
+            raise ModuleNotFoundError(name)
+        return None if name in missing else object()
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+
+
+def test_the_cpu_needs_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "cuda")
+    assert refused("cpu", "kernel") == ""
+
+
+@pytest.mark.parametrize("kind", ["rocm", "xpu", "tpu"])
+def test_platforms_without_a_copy_engine(kind: str) -> None:
+    said = refused(kind)
+    assert said.startswith("--kv-offloading-backend='nvmeof': ")
+    assert f"'{kind}'" in said and "NVIDIA GPUs" in said
+
+
+def test_a_gpu_is_served_with_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch)
+    for backend in ("auto", "dma", "kernel"):
+        assert refused("cuda", backend) == ""
+
+
+@pytest.mark.parametrize("missing", ["cuda", "cuda.bindings"])
+def test_a_gpu_without_them_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    without(monkeypatch, missing)
+    said = refused("cuda")
+    assert "cuda-bindings" in said and "pip install 'vllm-nvmeof-offload[cuda]'" in said
+
+
+def test_only_the_kernel_needs_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "cuda.core")
+    assert refused("cuda", "auto") == refused("cuda", "dma") == ""
+    assert "cuda-core" in refused("cuda", "kernel")
+
+
+def test_an_unknown_backend_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r'copy_backend=.*"auto", "dma" or "kernel"'):
+        parse_config({"copy_backend": "sm"}, {})

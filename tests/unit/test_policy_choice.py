@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`eviction_policy`: one of the user's own is taken, and refused by name if it is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.manager.policy import LruPolicy
+from vllm_nvmeof_offload.manager.policy_choice import POLICIES, choose_policy, try_policy
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MODULE = """
+from vllm_nvmeof_offload.manager.policy import LruPolicy
+
+class Good(LruPolicy):
+    pass
+
+class Forgetful(LruPolicy):
+    def withdraw(self, slot):
+        pass
+
+class Inventive(LruPolicy):
+    def victim(self):
+        super().victim()
+        return 0
+
+class Raising(LruPolicy):
+    def admit(self, slot):
+        raise KeyError(slot)
+
+class Empty:
+    pass
+
+Number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "policies_of_a_user.py").write_text(MODULE)
+    (tmp_path / "broken_of_a_user.py").write_text("import no_such_module_anywhere")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def test_ours_and_a_users_own_are_taken() -> None:
+    assert choose_policy("lru") is LruPolicy
+    made = choose_policy("policies_of_a_user:Good")(range(4))
+    made.admit(2)
+    assert made.victim() == 2
+
+
+@pytest.mark.parametrize("name", [*POLICIES, "04_custom_policy:SecondChance"])
+def test_every_policy_passes_the_trial(name: str) -> None:
+    assert try_policy(choose_policy(name)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("no-such", 'no such policy; give .*"lru" or "module:Class"'),
+        ("policies_of_a_user:", "no such policy"),
+        ("nowhere_at_all:Policy", "nowhere_at_all cannot be imported.*PYTHONPATH"),
+        ("broken_of_a_user:Policy", "broken_of_a_user cannot be imported.*no_such_module"),
+        ("policies_of_a_user:Missing", "the module has no Missing"),
+        ("policies_of_a_user:Empty", "has no admit, withdraw, touch, peek, victim, __contains__"),
+        ("policies_of_a_user:Number", "has no admit"),
+        ("policies_of_a_user:Forgetful", "does not know which slots are evictable"),
+        ("policies_of_a_user:Inventive", "peek said .*, victim gave 0"),
+        ("policies_of_a_user:Raising", "it raises KeyError"),
+    ],
+)
+def test_what_is_no_policy_is_refused_by_name(name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        choose_policy(name)
+    assert str(caught.value).startswith(f"eviction_policy='{name}': ")

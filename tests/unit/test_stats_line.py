@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's periodic line has what happened, and no more."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm", reason="the line is vLLM's")
+
+from vllm_nvmeof_offload.integration.stats import OffloadingStats
+from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES
+
+
+def test_the_line_has_what_happened() -> None:
+    stats = OffloadingStats()
+    stats.increase_counter(COUNTERS["lookups"].name, 3, ("cpu",))
+    stats.increase_counter(COUNTERS["lookups"].name, 0, ("miss",))
+    stats.increase_counter(COUNTERS["transfer_seconds"].name, 0.12345, ("load", "pool"))
+    stats.set_gauge(GAUGES["entries"].name, 12)
+    stats.set_gauge(GAUGES["target_verdict"].name, 1, ("0",))
+    stats.increase_counter("vllm:kv_offload_load_bytes", 7)
+    assert stats.reduce() == {
+        "lookups cpu": 3,
+        "transfer_seconds load pool": 0.123,
+        "vllm:kv_offload_load_bytes": 7,
+    }
