@@ -9,9 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
-import vllm_nvmeof_offload.cli_bench_cost  # adds its commands to bench_app
-import vllm_nvmeof_offload.cli_bench_tier  # noqa: F401 - adds its commands to bench_app
-from vllm_nvmeof_offload import __version__
+from vllm_nvmeof_offload import (  # noqa: F401 - each adds its commands to bench_app
+    __version__,
+    cli_bench_copy,
+    cli_bench_cost,
+    cli_bench_latency,
+    cli_bench_replay,
+    cli_bench_report,
+    cli_bench_serve,
+    cli_bench_tier,
+    cli_bench_tiers,
+)
 from vllm_nvmeof_offload.cli_bench import bench_app
 from vllm_nvmeof_offload.cli_doctor import doctor
 from vllm_nvmeof_offload.cli_pool import pool_app
@@ -94,10 +102,12 @@ def config_check(
         resolve_pool_bytes,
     )
     from vllm_nvmeof_offload.errors import ConfigError
+    from vllm_nvmeof_offload.manager.policy_choice import choose_policy
     from vllm_nvmeof_offload.units import format_bytes
 
     try:
         settings = parse_config(_read_json(source))
+        choose_policy(settings.eviction_policy)
         check_memory(settings)
         targets = check_targets(settings)
         pool_bytes = resolve_pool_bytes(settings)

@@ -16,9 +16,11 @@ __all__ = [
     "Json",
     "Plot",
     "Targets",
+    "add_report",
     "bench_app",
     "import_bench",
     "names",
+    "parse_size",
     "plain_errors",
 ]
 
@@ -31,6 +33,7 @@ _PACKAGE = "vllm_nvmeof_bench"
 _JSON = Path("build/bench/pool.json")
 
 Json = Annotated[Path, typer.Option("--json", help="Where the samples go.")]
+Written = Annotated[Path, typer.Argument(help="A file that the benchmark wrote.")]
 Plot = Annotated[Path | None, typer.Option(help="Also draw them: a PNG file; needs matplotlib.")]
 Targets = Annotated[bool, typer.Option("--targets/--no-targets", help="Print the targets.")]
 Check = Annotated[bool, typer.Option("--check", help="Exit code 1 if a target is missed.")]
@@ -74,16 +77,36 @@ def names(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
 
 def _sizes(text: str, known: tuple[int, ...]) -> tuple[int, ...]:
     parts = [part for part in text.split(",") if part.strip()]
-    return tuple(_size(part, "--blocks") for part in parts) or known
+    return tuple(parse_size(part, "--blocks") for part in parts) or known
 
 
-def _size(text: str, option: str) -> int:
+def parse_size(text: str, option: str) -> int:
+    """Bytes that an option gives, such as 64KiB; a usage error else."""
     from vllm_nvmeof_offload.units import parse_bytes
 
     try:
         return parse_bytes(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=option) from None
+
+
+def add_report(name: str, default: Path) -> None:
+    """Adds the command NAME-report: what `bench NAME` wrote, printed or drawn again.
+
+    default: the file that it reads unless it is told another.
+    """
+    help_text = f"Print the tables of a file of `bench {name}` again, or draw it; measure nothing."
+
+    @bench_app.command(f"{name}-report", help=help_text)
+    def report(
+        json_path: Written = default,
+        plot: Plot = None,
+        targets: Targets = True,
+        check: Check = False,
+    ) -> None:
+        with plain_errors():
+            reached = import_bench("show").show_file(name, json_path, plot, targets)
+        raise typer.Exit(int(check and not reached))
 
 
 @bench_app.command()
@@ -119,24 +142,13 @@ def pool(
             cases=names(cases, known.CASES),
             blocks=_sizes(blocks, known.BLOCKS),
             rounds=rounds,
-            bytes_per_round=_size(bytes_per_round, "--bytes-per-round"),
+            bytes_per_round=parse_size(bytes_per_round, "--bytes-per-round"),
             depth=depth,
             seed=seed,
         )
-        command = import_bench("pool.command")
-        command.measure(settings, directory, json_path, targets)
-        reached = command.show(json_path, plot, targets)
+        import_bench("pool.command").measure(settings, directory, json_path, targets)
+        reached = import_bench("show").show_file("pool", json_path, plot, targets)
     raise typer.Exit(int(check and not reached))
 
 
-@bench_app.command("pool-report")
-def pool_report(
-    json_path: Annotated[Path, typer.Argument(help="A file that `bench pool` wrote.")] = _JSON,
-    plot: Plot = None,
-    targets: Targets = True,
-    check: Check = False,
-) -> None:
-    """Print the tables of a file of samples again, or draw it; measure nothing."""
-    with plain_errors():
-        reached = import_bench("pool.command").show(json_path, plot, targets)
-    raise typer.Exit(int(check and not reached))
+add_report("pool", _JSON)

@@ -13,13 +13,14 @@ from vllm_nvmeof_offload.cli_bench import (
     Json,
     Plot,
     Targets,
+    add_report,
     bench_app,
     import_bench,
     names,
     plain_errors,
 )
 
-__all__ = ["cost", "cost_report"]
+__all__ = ["cost"]
 
 _JSON = Path("build/bench/cost.json")
 
@@ -51,20 +52,9 @@ def cost(
     with plain_errors():
         known = import_bench("cost.settings")
         settings = known.Settings(arms=names(arms, known.ARMS_DEFAULT), pairs=pairs, seed=seed)
-        command = import_bench("cost.command")
-        command.measure(settings, directory, json_path)
-        reached = command.show(json_path, plot, targets)
+        import_bench("cost.command").measure(settings, directory, json_path)
+        reached = import_bench("show").show_file("cost", json_path, plot, targets)
     raise typer.Exit(int(check and not reached))
 
 
-@bench_app.command("cost-report")
-def cost_report(
-    json_path: Annotated[Path, typer.Argument(help="A file that `bench cost` wrote.")] = _JSON,
-    plot: Plot = None,
-    targets: Targets = True,
-    check: Check = False,
-) -> None:
-    """Print the tables of a file of `bench cost` again, or draw it; measure nothing."""
-    with plain_errors():
-        reached = import_bench("cost.command").show(json_path, plot, targets)
-    raise typer.Exit(int(check and not reached))
+add_report("cost", _JSON)

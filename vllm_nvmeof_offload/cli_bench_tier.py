@@ -13,13 +13,14 @@ from vllm_nvmeof_offload.cli_bench import (
     Json,
     Plot,
     Targets,
+    add_report,
     bench_app,
     import_bench,
     names,
     plain_errors,
 )
 
-__all__ = ["tier", "tier_report"]
+__all__ = ["tier"]
 
 _JSON = Path("build/bench/tier.json")
 
@@ -56,20 +57,9 @@ def tier(
             throttle_mb_per_s=throttle,
             seed=seed,
         )
-        command = import_bench("tier.command")
-        command.measure(settings, directory, json_path)
-        reached = command.show(json_path, plot, targets)
+        import_bench("tier.command").measure(settings, directory, json_path)
+        reached = import_bench("show").show_file("tier", json_path, plot, targets)
     raise typer.Exit(int(check and not reached))
 
 
-@bench_app.command("tier-report")
-def tier_report(
-    json_path: Annotated[Path, typer.Argument(help="A file that `bench tier` wrote.")] = _JSON,
-    plot: Plot = None,
-    targets: Targets = True,
-    check: Check = False,
-) -> None:
-    """Print the tables of a file of samples again, or draw it; measure nothing."""
-    with plain_errors():
-        reached = import_bench("tier.command").show(json_path, plot, targets)
-    raise typer.Exit(int(check and not reached))
+add_report("tier", _JSON)

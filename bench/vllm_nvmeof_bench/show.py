@@ -9,7 +9,35 @@ from typing import Any
 
 from rich.console import Console
 
-__all__ = ["show"]
+from vllm_nvmeof_bench.page.kinds import bench_of
+from vllm_nvmeof_bench.pool.targets import missed
+
+__all__ = ["show", "show_file"]
+
+#: Of a table that goes to a file, unless the benchmark has a FILE_COLUMNS of its own.
+_FILE_COLUMNS = 130
+
+
+def show_file(
+    name: str, json_path: Path, plot_path: Path | None, with_targets: bool = True
+) -> bool:
+    """Print (and draw) what a file of benchmark `name` holds; True unless a target is missed.
+
+    Raises:
+        BenchError: not such a file, or no matplotlib.
+    """
+    bench = bench_of(name)
+    samples, conditions, rows = bench.read(json_path)
+    found = (samples, conditions, rows if with_targets else [])
+    show(
+        json_path,
+        plot_path,
+        bench.report,
+        found,
+        lambda path: bench.draw(path, samples, conditions),
+        getattr(bench, "FILE_COLUMNS", _FILE_COLUMNS),
+    )
+    return not missed(found[2])
 
 
 def show(

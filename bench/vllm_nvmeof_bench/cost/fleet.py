@@ -23,7 +23,7 @@ from vllm_nvmeof_bench.pool.settings import BenchError
 from vllm_nvmeof_offload.demo.model import make_model
 from vllm_nvmeof_offload.demo.server import OffloadSpec, Server, ServerError, ServerSpec
 
-__all__ = ["Fleet", "extra_config"]
+__all__ = ["Fleet", "extra_config", "plainly"]
 
 Tell = Callable[[str], None]
 
@@ -110,7 +110,7 @@ class Fleet:
     def _start(self, stack: ExitStack, arm: str, model: Path) -> None:
         self._tell(f"starting vllm serve, arm {arm}")
         spec = server_spec(arm, self._settings, model, self._home)
-        with _plainly(arm):
+        with plainly(arm):
             server = stack.enter_context(Server(spec, self._logs / f"{arm}.log"))
             server.wait_ready()
         self.servers[arm] = server
@@ -119,7 +119,7 @@ class Fleet:
 
 
 @contextmanager
-def _plainly(arm: str) -> Iterator[None]:
+def plainly(arm: str) -> Iterator[None]:
     """A server's failure as one line: what happened, and the log's last line of an error."""
     try:
         yield

@@ -17,7 +17,7 @@ from vllm_nvmeof_bench.cost.report import COMPARED, arms_of
 from vllm_nvmeof_bench.cost.samples import MEASURES, Sample, median_of, select
 from vllm_nvmeof_bench.cost.settings import BASE, CASES, CPU_ONLY, OURS, PROMPT_ONLY
 from vllm_nvmeof_bench.cost.targets import COST_MAX
-from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.picture import pyplot, save
 from vllm_nvmeof_offload.units import MIB
 
 __all__ = ["plot"]
@@ -38,12 +38,9 @@ def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -
     Raises:
         BenchError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        from matplotlib import pyplot as plt
-        from matplotlib.patches import Patch
-    except ImportError:
-        raise BenchError("--plot needs matplotlib: pip install matplotlib") from None
-    plt.switch_backend("Agg")  # no display
+    plt = pyplot()
+    from matplotlib.patches import Patch
+
     figure = plt.figure(figsize=(16, 9), layout="constrained")
     grid = figure.add_gridspec(2, 3, width_ratios=(1.35, 1, 1))
     _ratios(figure.add_subplot(grid[:, 0]), samples)
@@ -58,13 +55,7 @@ def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -
         handles, labels, loc="outside lower center", ncols=max(1, len(labels)), fontsize=_SIZE
     )
     figure.suptitle(_title(samples, conditions), fontsize=_SIZE)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110, facecolor="white")
-    except (OSError, ValueError) as error:
-        raise BenchError(f"{path}: cannot be written ({error})") from None
-    finally:
-        plt.close(figure)
+    save(figure, path)
 
 
 _BARS = (

@@ -7,18 +7,16 @@ computes one from the samples, in this process or in a reader's.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench import files
 
 __all__ = ["MEASURES", "Sample", "dump", "load", "median_of", "select"]
 
-SCHEMA = 1
 _BENCH = "cost"
 
 
@@ -103,36 +101,10 @@ def median_of(samples: Iterable[Sample], arm: str, case: str, measure: str) -> f
 
 
 def dump(path: Path, samples: Sequence[Sample], conditions: dict[str, Any]) -> None:
-    """Write the file, making its directory.
-
-    Raises:
-        BenchError: it cannot be written.
-    """
-    rows = [
-        {
-            name: round(value, 6) if isinstance(value, float) else value
-            for name, value in asdict(one).items()
-        }
-        for one in samples
-    ]
-    content = {"schema": SCHEMA, "bench": _BENCH, "samples": rows, "conditions": conditions}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise BenchError(f"{path}: cannot be written ({error.strerror})") from None
+    """Write the file; as `files.dump`."""
+    files.dump(path, _BENCH, samples, conditions)
 
 
 def load(path: Path) -> tuple[list[Sample], dict[str, Any]]:
-    """Read (samples, conditions) back.
-
-    Raises:
-        BenchError: the file cannot be read, or is not one of these.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        names = {field.name for field in fields(Sample)}
-        samples = [Sample(**{name: row[name] for name in names}) for row in content["samples"]]
-        return samples, dict(content["conditions"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BenchError(f"{path}: not a file of `bench cost --json`: {error!r}") from None
+    """Read (samples, conditions) back; as `files.load`."""
+    return files.load(path, _BENCH, Sample)

@@ -16,7 +16,7 @@ from vllm_nvmeof_bench.cost.paired import Paired, ratios_of
 from vllm_nvmeof_bench.cost.samples import Sample, select
 from vllm_nvmeof_bench.cost.settings import BASE, CASES, OURS
 
-__all__ = ["COST_MAX", "Row", "evaluate", "missed", "scheduler_share"]
+__all__ = ["COST_MAX", "Row", "evaluate", "scheduler_share"]
 
 COST_MAX = 0.02
 SCHEDULER_SHARE_MAX = 0.05
@@ -45,10 +45,6 @@ def evaluate(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[R
     ]
     rows += [_share_row(samples, case) for case in CASES]
     return [*rows, _fair_row(samples), _idle_row(conditions)]
-
-
-def missed(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.reached is False]
 
 
 def within(ratio: Paired, more_is_worse: bool) -> bool:

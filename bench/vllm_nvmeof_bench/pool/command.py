@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-nvmeof bench pool` behind its options: run with a progress bar, print, write, draw."""
+"""`vllm-nvmeof bench pool`: run with a progress bar, write; read a file again."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_nvmeof_bench.bar import OnProgress, progress
 from vllm_nvmeof_bench.pool import report
 from vllm_nvmeof_bench.pool.run import run
-from vllm_nvmeof_bench.pool.samples import dump, load
+from vllm_nvmeof_bench.pool.samples import Sample, dump, load, median_of
 from vllm_nvmeof_bench.pool.settings import BenchError, Settings
-from vllm_nvmeof_bench.pool.targets import evaluate, missed
-from vllm_nvmeof_bench.show import show as show_all
+from vllm_nvmeof_bench.pool.targets import Row, evaluate
+from vllm_nvmeof_offload.units import MIB
 
-__all__ = ["measure", "show"]
+__all__ = ["FILE_COLUMNS", "beside", "draw", "measure", "read", "report"]
 
 _MANAGER_ENTRIES = 1_000_000
 #: What a single measurement's description has more of; a log gets only the others.
 _STEP_PARTS = 3
-_FILE_COLUMNS = 120
+FILE_COLUMNS = 120
+_BESIDE_BYTES = 2 * MIB
 
 
 def measure(settings: Settings, directory: Path, json_path: Path, with_targets: bool) -> None:
@@ -38,23 +40,35 @@ def measure(settings: Settings, directory: Path, json_path: Path, with_targets: 
     dump(json_path, samples, conditions, manager)
 
 
-def show(json_path: Path, plot_path: Path | None, with_targets: bool) -> bool:
-    """Print (and draw) what a file holds; True unless a target is missed.
+def read(json_path: Path) -> tuple[list[Sample], dict[str, Any], list[Row]]:
+    """Samples, conditions, targets.
 
     Raises:
-        BenchError: not such a file, or no matplotlib.
+        BenchError: not such a file.
     """
     samples, conditions, manager = load(json_path)
-    rows = evaluate(samples, manager) if with_targets else []
+    return samples, conditions, evaluate(samples, manager)
 
-    def draw(path: Path) -> None:
-        from vllm_nvmeof_bench.pool.plot import plot
 
-        plot(path, samples, conditions)
+def draw(path: Path, samples: Sequence[Sample], conditions: dict[str, Any]) -> None:
+    """The PNG; matplotlib is imported only for it."""
+    from vllm_nvmeof_bench.pool.plot import plot
 
-    found = (samples, conditions, rows)
-    show_all(json_path, plot_path, report, found, draw, _FILE_COLUMNS)
-    return not missed(rows)
+    plot(path, samples, conditions)
+
+
+def beside(samples: Sequence[Sample]) -> dict[str, str]:
+    """Reads of 2 MiB as shares of fio's throughput."""
+    rates = {
+        arm: median_of(samples, arm, "batch_read", _BESIDE_BYTES)
+        for arm in ("ours", "vllm_fs", "fio")
+    }
+    fio = rates.pop("fio")
+    names = {
+        "ours": "reads of 2 MiB, ours / fio",
+        "vllm_fs": "reads of 2 MiB, vLLM's fs tier / fio",
+    }
+    return {names[arm]: f"{rate / fio:.0%}" for arm, rate in rates.items() if rate and fio}
 
 
 def _measure_manager(on_progress: OnProgress) -> dict[str, Any] | None:

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_nvmeof_bench.picture import pyplot, save
 from vllm_nvmeof_bench.pool.samples import Sample, median_of, select, size_name
-from vllm_nvmeof_bench.pool.settings import ARMS, BenchError
+from vllm_nvmeof_bench.pool.settings import ARMS
 
 __all__ = ["plot"]
 
@@ -42,11 +43,7 @@ def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -
     Raises:
         BenchError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        from matplotlib import pyplot as plt
-    except ImportError:
-        raise BenchError("--plot needs matplotlib: pip install matplotlib") from None
-    plt.switch_backend("Agg")  # no display
+    plt = pyplot()
     figure, axes = plt.subplots(3, 3, figsize=(16, 12.5), layout="constrained")
     places = list(axes.flat)
     for place, (case, field, title, unit) in zip(places, _LINES, strict=False):
@@ -80,13 +77,7 @@ def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -
     handles = [found[label] for label in labels]
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=12)
     figure.suptitle(_subtitle(samples, conditions), fontsize=12)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110, facecolor="white")
-    except (OSError, ValueError) as error:
-        raise BenchError(f"{path}: cannot be written ({error})") from None
-    finally:
-        plt.close(figure)
+    save(figure, path)
 
 
 def _subtitle(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> str:

@@ -1,26 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One measurement as a row of numbers; percentiles, medians; the JSON file.
-
-A file is `{"schema": 1, "samples": […], "conditions": {…}, "manager": {…} or null}`. It holds
-no verdict: `targets` computes one from the samples, in this process or in a reader's.
-"""
+"""One measurement as a row of numbers; percentiles, medians; the JSON file."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench import files
 from vllm_nvmeof_offload.units import GIB, MIB, format_bytes
 
 __all__ = ["Figures", "Sample", "dump", "load", "median_of", "percentile", "select", "size_name"]
 
-SCHEMA = 1
+_BENCH = "pool"
 
 
 @dataclass(frozen=True)
@@ -108,27 +103,11 @@ def dump(
     conditions: dict[str, Any],
     manager: dict[str, Any] | None,
 ) -> None:
-    """Write the file, making its directory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "schema": SCHEMA,
-        "samples": [asdict(one) for one in samples],
-        "conditions": conditions,
-        "manager": manager,
-    }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    """Write the file; as `files.dump`. The manager's figures lie among the conditions."""
+    files.dump(path, _BENCH, samples, {**conditions, "manager": manager})
 
 
 def load(path: Path) -> tuple[list[Sample], dict[str, Any], dict[str, Any] | None]:
-    """Read (samples, conditions, manager) back.
-
-    Raises:
-        BenchError: the file cannot be read, or is not one of these.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        names = {field.name for field in fields(Sample)}
-        samples = [Sample(**{name: row[name] for name in names}) for row in content["samples"]]
-        return samples, dict(content["conditions"]), content.get("manager")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BenchError(f"{path}: not a file of `bench pool --json`: {error!r}") from None
+    """Read (samples, conditions, manager) back; as `files.load`."""
+    samples, conditions = files.load(path, _BENCH, Sample)
+    return samples, conditions, conditions.pop("manager", None)

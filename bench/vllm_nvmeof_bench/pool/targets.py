@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from vllm_nvmeof_bench.pool.samples import Sample, median_of, select, size_name
 from vllm_nvmeof_offload.units import KIB, MIB
@@ -89,7 +89,16 @@ def evaluate(samples: Sequence[Sample], manager: Mapping[str, Any] | None) -> li
     return rows + _manager_rows(manager)
 
 
-def missed(rows: Sequence[Row]) -> list[Row]:
+class _Judged(Protocol):
+    @property
+    def reached(self) -> bool | None: ...
+
+
+_J = TypeVar("_J", bound=_Judged)
+
+
+def missed(rows: Sequence[_J]) -> list[_J]:
+    """Of any benchmark's targets, those that were measured and not reached."""
     return [row for row in rows if row.reached is False]
 
 

@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-nvmeof bench tier` behind its options: run with a progress bar, print, write, draw."""
+"""`vllm-nvmeof bench tier`: run with a progress bar, write; read a file again."""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from vllm_nvmeof_bench.bar import progress
-from vllm_nvmeof_bench.pool.targets import missed
-from vllm_nvmeof_bench.show import show as show_all
+from vllm_nvmeof_bench.pool.targets import Row
 from vllm_nvmeof_bench.tier import report
 from vllm_nvmeof_bench.tier.run import run
-from vllm_nvmeof_bench.tier.samples import dump, load
+from vllm_nvmeof_bench.tier.samples import Sample, dump, load, round_ratios
 from vllm_nvmeof_bench.tier.settings import Settings
 from vllm_nvmeof_bench.tier.targets import evaluate
 
-__all__ = ["measure", "show"]
+__all__ = ["FILE_COLUMNS", "beside", "draw", "measure", "read", "report"]
 
 #: What a single load's description has more of; a log gets only the others.
 _STEP_PARTS = 3
-_FILE_COLUMNS = 140
+FILE_COLUMNS = 140
+_BESIDE_SIZE = 8
 
 
 def measure(settings: Settings, directory: Path, json_path: Path) -> None:
@@ -36,23 +39,30 @@ def measure(settings: Settings, directory: Path, json_path: Path) -> None:
         )
 
 
-def show(json_path: Path, plot_path: Path | None, with_targets: bool) -> bool:
-    """Print (and draw) what a file holds; True unless a target is missed.
+def read(json_path: Path) -> tuple[list[Sample], dict[str, Any], list[Row]]:
+    """Samples, conditions, targets.
 
     Raises:
-        BenchError: not such a file, or no matplotlib.
+        BenchError: not such a file.
     """
     samples, conditions = load(json_path)
-    rows = evaluate(samples, conditions) if with_targets else []
+    return samples, conditions, evaluate(samples, conditions)
 
-    def draw(path: Path) -> None:
-        from vllm_nvmeof_bench.tier.plot import plot
 
-        plot(path, samples, conditions)
+def draw(path: Path, samples: Sequence[Sample], conditions: dict[str, Any]) -> None:
+    """The PNG; matplotlib is imported only for it."""
+    from vllm_nvmeof_bench.tier.plot import plot
 
-    found = (samples, conditions, rows)
-    show_all(json_path, plot_path, report, found, draw, _FILE_COLUMNS)
-    return not missed(rows)
+    plot(path, samples, conditions)
+
+
+def beside(samples: Sequence[Sample]) -> dict[str, str]:
+    """The largest load: streamed over two phases, medians of the rounds' ratios."""
+    ratios = round_ratios(samples, "load", "ours", ("two_phase",), "memory", _BESIDE_SIZE)
+    if not ratios:
+        return {}
+    name = "a load of 8 × the CPU tier, streamed / through the tier"
+    return {name: f"{statistics.median(ratios):.2f} (median of {len(ratios)} rounds)"}
 
 
 def _is_logged(what: str) -> bool:

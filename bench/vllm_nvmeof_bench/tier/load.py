@@ -24,7 +24,7 @@ from vllm_nvmeof_bench.tier.samples import Sample
 from vllm_nvmeof_bench.tier.settings import ARMS, MB, Settings
 from vllm_nvmeof_offload.protocol import FetchCommand, IoClass, LoadChunk
 
-__all__ = ["measure_load", "steps"]
+__all__ = ["measure_arm", "measure_load", "steps"]
 
 _CHECKED = ("ours", "two_phase")
 
@@ -92,7 +92,7 @@ def _round(rig: Rig, settings: Settings, number: int, tell: Callable[[str], None
         rig.copy.bytes_per_s = rig.bare_copy.bytes_per_s = rate
         for arm in dice.sample(ARMS["load"], len(ARMS["load"])):
             tell(f"load · round {number + 1} · {size:g}× the CPU tier, {case} · {arm}")
-            seconds, cpu_s = _measure(rig, arm, settings.chunks(size))
+            seconds, cpu_s = measure_arm(rig, arm, settings.chunks(size))
             payload = settings.chunks(size) * settings.chunk_bytes
             samples.append(
                 Sample("load", case, arm, size, number, 0, round(seconds, 6), payload, cpu_s)
@@ -100,7 +100,7 @@ def _round(rig: Rig, settings: Settings, number: int, tell: Callable[[str], None
     return samples
 
 
-def _measure(rig: Rig, arm: str, count: int) -> tuple[float, float]:
+def measure_arm(rig: Rig, arm: str, count: int) -> tuple[float, float]:
     """(seconds, CPU seconds) of one load of the first `count` chunks."""
     run = _prepare(rig, arm, count)
     rig.zero(count)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_nvmeof_bench.picture import pyplot, save
 from vllm_nvmeof_bench.pool.settings import BenchError
 from vllm_nvmeof_bench.tier.samples import (
     Sample,
@@ -52,14 +53,10 @@ def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -
     Raises:
         BenchError: nothing to draw, no matplotlib, or the file cannot be written.
     """
-    try:
-        from matplotlib import pyplot as plt
-    except ImportError:
-        raise BenchError("--plot needs matplotlib: pip install matplotlib") from None
+    plt = pyplot()
     parts = [part for part in PARTS if select(samples, part)]
     if not parts:
         raise BenchError("there is nothing to draw: the file has no samples")
-    plt.switch_backend("Agg")  # no display
     columns = min(2, len(parts))
     rows = -(-len(parts) // columns)
     figure, axes = plt.subplots(
@@ -75,13 +72,7 @@ def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -
     for panel in panels[len(parts) :]:
         panel.set_visible(False)
     figure.suptitle(_title(conditions), fontsize=11)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110, facecolor="white")
-    except (OSError, ValueError) as error:
-        raise BenchError(f"{path}: cannot be written ({error})") from None
-    finally:
-        plt.close(figure)
+    save(figure, path)
 
 
 def _title(conditions: Mapping[str, Any]) -> str:

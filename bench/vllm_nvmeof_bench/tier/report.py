@@ -25,7 +25,7 @@ from vllm_nvmeof_bench.tier.samples import (
 from vllm_nvmeof_bench.tier.settings import ARMS
 from vllm_nvmeof_bench.tier.targets import admission_ratio, median_ratio, throttle_name
 
-__all__ = ["print_conditions", "print_samples", "print_targets"]
+__all__ = ["number_table", "print_conditions", "print_samples", "print_targets"]
 
 _MS_BELOW_S = 1.0
 _SMALL_MS = 100.0
@@ -58,12 +58,13 @@ def print_samples(console: Console, samples: Sequence[Sample]) -> None:
         )
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD)
-    table.columns[0].no_wrap = True
-    for column in table.columns[1:]:
+def number_table(title: str, *columns: str) -> Table:
+    """The first column as it is, numbers to the right in the others."""
+    made = Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD)
+    made.columns[0].no_wrap = True
+    for column in made.columns[1:]:
         column.justify = "right"
-    return table
+    return made
 
 
 def _time(spread: Spread | None, alone: bool = False) -> str:
@@ -86,7 +87,7 @@ def _ratio(spread: Spread | None) -> str:
 
 def _load_table(samples: Sequence[Sample], case: str) -> Table:
     """One row a size; ratios are of arms of one round, the others show their median alone."""
-    table = _table(
+    table = number_table(
         _LOAD_TITLES[case],
         "× tier",
         "ours",
@@ -126,7 +127,7 @@ def _load_table(samples: Sequence[Sample], case: str) -> Table:
 def _pair_table(samples: Sequence[Sample], part: str, case: str, title: str) -> Table:
     """Ours above what it is compared with, and the ratio of their medians."""
     arms = ARMS[part]
-    table = _table(title, part, "time", "n", "ratio", "loaded tokens")
+    table = number_table(title, part, "time", "n", "ratio", "loaded tokens")
     ratio = median_ratio(samples, part, arms[0], arms[1], case)
     for number, arm in enumerate(arms):
         chosen = select(samples, part, arm, case)
@@ -138,7 +139,7 @@ def _pair_table(samples: Sequence[Sample], part: str, case: str, title: str) -> 
 
 def _admission_table(samples: Sequence[Sample]) -> Table:
     arms = ARMS["admission"]
-    table = _table(
+    table = number_table(
         "A prompt returns: time to first token",
         "pool reads",
         *({"never": "never (recompute)", "always": "always (load)"}.get(arm, arm) for arm in arms),

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -71,10 +72,9 @@ class Rig:
         rng = np.random.default_rng(settings.seed)
         self._written = np.frombuffer(rng.bytes(count * settings.chunk_bytes), np.uint8)
         self._written = self._written.reshape(count * per_chunk, settings.block_bytes)
-        self._blocks = np.zeros_like(self._written)
         self._ids = rng.permutation(count * per_chunk).astype(np.int32).reshape(count, per_chunk)
         tensor = CacheTensor(
-            self._blocks.ctypes.data, settings.block_bytes, settings.block_bytes, len(self._blocks)
+            self._allocate(), settings.block_bytes, settings.block_bytes, count * per_chunk
         )
         self._geometry = ChunkGeometry([tensor], per_chunk)
         self.identities = [
@@ -91,11 +91,16 @@ class Rig:
         self._stack.callback(pool.close)
         if pool.slots < count:
             raise BenchError(f"no space for a pool of {count} chunks in {directory}")
-        staging = Staging(settings.slot_bytes, settings.cache_slots, settings.stream_slots)
+        staging = Staging(
+            settings.slot_bytes,
+            settings.cache_slots,
+            settings.stream_slots,
+            numa_node=self._numa_node(),
+        )
         self._stack.callback(staging.close)
         self.staging = staging.map
         waker = Waker()
-        self.copy = PacedCopyEngine(on_done=waker.wake)
+        self.copy = self._copy_engine(waker)
         self._stack.callback(self.copy.close)
         self.bare_copy = PacedCopyEngine(on_done=(bare_waker := Waker()).wake)
         self._bare_waker = bare_waker
@@ -109,6 +114,24 @@ class Rig:
         pipeline = TransferPipeline(staging.map, self.copy, io, pump)
         self.runner = PipelineRunner(pipeline, waker, io.fileno())
         self._stack.callback(self.runner.stop)
+
+    # -- "GPU memory" and its copies: a subclass has them on a GPU -----------------------
+
+    def _allocate(self) -> int:
+        self._blocks = np.zeros_like(self._written)
+        return self._blocks.ctypes.data
+
+    def _numa_node(self) -> int | None:
+        return None
+
+    def _copy_engine(self, waker: Waker) -> Any:
+        return PacedCopyEngine(on_done=waker.wake)
+
+    def fill(self) -> None:
+        """Every block holds what is to be written."""
+        self._blocks[self._ids.ravel()] = self._written
+
+    # -- the pool ---------------------------------------------------------------------
 
     def _engine(self, pool: Pool, staging: Staging) -> IoEngine:
         """One with the product's limits, closed before what it works on."""
@@ -151,7 +174,8 @@ class Rig:
     def start(self, chunks: Sequence[LoadChunk], pieces: Sequence[Descriptors]) -> int:
         """Hand over one load; return its op."""
         command = LoadCommand(self.op(), tuple(chunks))
-        self.runner.hand_over(lambda p: p.load(command, pieces, None), command.op)
+        fence = self.copy.record_fence()
+        self.runner.hand_over(lambda p: p.load(command, pieces, fence), command.op)
         return command.op
 
     def obey(self, command: Command) -> None:
@@ -172,7 +196,7 @@ class Rig:
 
     def write_all(self) -> None:
         """Store every chunk and write it to its pool slot, one CPU tier after the other."""
-        self._blocks[self._ids.ravel()] = self._written
+        self.fill()
         tier = self.settings.cache_slots
         for first in range(0, len(self.identities), tier):
             numbers = range(first, min(first + tier, len(self.identities)))
@@ -181,8 +205,9 @@ class Rig:
                 self.op(), tuple(StoreChunk(identity, slot) for _, identity, slot in named)
             )
             pieces = [self.pieces(number) for number in numbers]
+            fence = self.copy.record_fence()
             self.runner.hand_over(
-                lambda p, s=store, parts=pieces: p.store(s, parts, None),  # type: ignore[misc]
+                lambda p, s=store, parts=pieces, f=fence: p.store(s, parts, f),  # type: ignore[misc]
                 store.op,
             )
             for number, identity, slot in named:

@@ -7,15 +7,14 @@ verdict: `targets` computes one from the samples, in this process or in a reader
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_nvmeof_bench import files
 from vllm_nvmeof_bench.pool.samples import percentile
-from vllm_nvmeof_bench.pool.settings import BenchError
 from vllm_nvmeof_offload.units import GIB
 
 __all__ = [
@@ -31,7 +30,6 @@ __all__ = [
     "spread_of",
 ]
 
-SCHEMA = 1
 _BENCH = "tier"
 #: From so many values on the spread is p5 to p95; of fewer it is the smallest and largest.
 PERCENTILES_FROM = 20
@@ -142,27 +140,10 @@ def round_ratios(
 
 
 def dump(path: Path, samples: Sequence[Sample], conditions: dict[str, Any]) -> None:
-    """Write the file, making its directory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "schema": SCHEMA,
-        "bench": _BENCH,
-        "samples": [asdict(one) for one in samples],
-        "conditions": conditions,
-    }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    """Write the file; as `files.dump`."""
+    files.dump(path, _BENCH, samples, conditions)
 
 
 def load(path: Path) -> tuple[list[Sample], dict[str, Any]]:
-    """Read (samples, conditions) back.
-
-    Raises:
-        BenchError: the file cannot be read, or is not one of these.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        names = {field.name for field in fields(Sample)}
-        samples = [Sample(**{name: row[name] for name in names}) for row in content["samples"]]
-        return samples, dict(content["conditions"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BenchError(f"{path}: not a file of `bench tier --json`: {error!r}") from None
+    """Read (samples, conditions) back; as `files.load`."""
+    return files.load(path, _BENCH, Sample)

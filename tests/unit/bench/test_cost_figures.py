@@ -11,8 +11,9 @@ from vllm_nvmeof_bench.cost.findings import sentences
 from vllm_nvmeof_bench.cost.paired import Paired, differences, ratios, ratios_of
 from vllm_nvmeof_bench.cost.samples import dump, load, median_of
 from vllm_nvmeof_bench.cost.settings import ARMS_DEFAULT, Settings
-from vllm_nvmeof_bench.cost.targets import Row, evaluate, missed, scheduler_share, within
+from vllm_nvmeof_bench.cost.targets import Row, evaluate, scheduler_share, within
 from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.pool.targets import missed
 
 from tests.unit.bench.made_up_costs import CONDITIONS, everything, rounds, sample
 from vllm_nvmeof_offload.units import MIB

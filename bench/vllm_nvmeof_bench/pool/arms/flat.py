@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from vllm_nvmeof_bench.pool.samples import Figures
 from vllm_nvmeof_bench.pool.settings import BenchError, Settings
 from vllm_nvmeof_offload.units import MIB
 
-__all__ = ["FioArm", "RingArm", "build_ring", "fio_version", "write_flat"]
+__all__ = ["FioArm", "RingArm", "build_ring", "fio_figures", "fio_version", "run_fio", "write_flat"]
 
 _RING_SOURCE = Path(__file__).parents[1] / "ring_loop.c"
 _TIMEOUT_S = 300.0
@@ -72,36 +73,15 @@ class FioArm:
         self._block_bytes = block_bytes
 
     def measure(self, kind: str) -> dict[str, Figures]:
-        try:
-            output = self._fio(kind)
-        except BenchError:
-            if not FioArm.registered:
-                raise
-            FioArm.registered = False
-            output = self._fio(kind)
-        return {kind: fio_figures(json.loads(output[output.index("{") :]))}
-
-    def _fio(self, kind: str) -> str:
         how = {"batch_write": "write", "batch_read": "read", "mixed": "rw"}[kind]
-        blocks = self._settings.batch_blocks(self._block_bytes)
         options = {
-            "name": "bench",
-            "filename": str(self._path).replace(":", "\\:"),
             "rw": how,
             "bs": self._block_bytes,
-            "size": blocks * self._block_bytes,
+            "size": self._settings.batch_blocks(self._block_bytes) * self._block_bytes,
             "iodepth": self._settings.depth,
-            "ioengine": "io_uring",
-            "direct": 1,
-            "fixedbufs": int(FioArm.registered),
-            "registerfiles": int(FioArm.registered),
-            "scramble_buffers": 0,
-            "unified_rw_reporting": "mixed",
-            "percentile_list": "50:99",
-            "output-format": "json",
             "randseed": self._settings.seed,
         }
-        return _run(["fio", *(f"--{key}={value}" for key, value in options.items())], "fio")
+        return {kind: fio_figures(run_fio(options, [self._path]))}
 
     def tidy(self) -> bool:
         return False
@@ -110,22 +90,61 @@ class FioArm:
         """Nothing is left running."""
 
 
-def fio_figures(report: dict[str, Any]) -> Figures:
+def run_fio(options: Mapping[str, object], files: Sequence[Path]) -> dict[str, Any]:
+    """fio's report on one group of processes, one a file: io_uring, O_DIRECT, registered.
+
+    Raises:
+        BenchError: fio failed, without registration too.
+    """
+    try:
+        output = _run(_fio_command(options, files), "fio")
+    except BenchError:
+        if not FioArm.registered:
+            raise
+        FioArm.registered = False
+        output = _run(_fio_command(options, files), "fio")
+    report: dict[str, Any] = json.loads(output[output.index("{") :])
+    return report
+
+
+def _fio_command(options: Mapping[str, object], files: Sequence[Path]) -> list[str]:
+    common = {
+        "name": "global",
+        **options,
+        "ioengine": "io_uring",
+        "direct": 1,
+        "fixedbufs": int(FioArm.registered),
+        "registerfiles": int(FioArm.registered),
+        "scramble_buffers": 0,
+        "unified_rw_reporting": "mixed",
+        "group_reporting": 1,
+        "percentile_list": "50:99",
+        "output-format": "json",
+    }
+    command = ["fio", *(f"--{key}={value}" for key, value in common.items())]
+    for number, path in enumerate(files):
+        name = str(path).replace(":", "\\:")
+        command += [f"--name=job{number}", f"--filename={name}"]
+    return command
+
+
+def fio_figures(report: dict[str, Any], latency: str = "clat_ns") -> Figures:
     """Figures of fio's JSON with `unified_rw_reporting=mixed`.
 
-    CPU time: of the job's process, which fio gives as shares of its time.
+    CPU time: of the jobs' processes, which fio gives as shares of their time. latency: which of
+    fio's; `lat_ns` has submission in it.
     """
     job = report["jobs"][0]
     total = job["mixed"]
-    latency = total["clat_ns"].get("percentile", {})
+    found = total[latency].get("percentile", {})
     cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
     seconds = total["io_bytes"] / total["bw_bytes"]
     return Figures(
         total["io_bytes"],
         seconds,
         cpu_s,
-        latency["50.000000"] / 1000 if "50.000000" in latency else None,
-        latency["99.000000"] / 1000 if "99.000000" in latency else None,
+        found["50.000000"] / 1000 if "50.000000" in found else None,
+        found["99.000000"] / 1000 if "99.000000" in found else None,
     )
 
 

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latency of storage, two targets side by side, and what our engine adds to fio."""

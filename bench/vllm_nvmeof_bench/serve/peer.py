@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own tiering on vLLM's CPU engine, which it refuses: for the benchmarks alone.
+
+Its spec asks for a GPU only because its worker copies with CUDA streams. The subclass gives it
+a worker that copies between host buffers, with the thread and the memmove that our arms use.
+The manager, the CPU tier's shared memory, eviction, promotion and the fs tier are vLLM's own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from vllm.v1.kv_offload.base import (
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from vllm_nvmeof_offload.copy.base import Descriptors, Direction
+from vllm_nvmeof_offload.copy.descriptors import together
+from vllm_nvmeof_offload.copy.host import HostCopyEngine
+from vllm_nvmeof_offload.worker.geometry import CacheTensor, ChunkGeometry
+
+__all__ = ["HostCopyWorker", "HostTieringOffloadingSpec"]
+
+_WAIT_S = 60.0
+
+
+class HostCopyWorker(OffloadingWorker):
+    """Copies blocks to and from chunks of `region`, in the order of submission."""
+
+    def __init__(self, geometry: ChunkGeometry, region: Any, chunk_stride_bytes: int) -> None:
+        self._geometry = geometry
+        self._region = region
+        self._base = int(region.base_tensor.data_ptr())
+        self._stride = chunk_stride_bytes
+        self._changed = threading.Condition()
+        self._copy = HostCopyEngine(on_done=self._notify)
+        self._jobs: dict[int, tuple[int, int, float]] = {}  # ticket → job, bytes, start
+        self._done: list[TransferResult] = []
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        self._submit(job_id, Direction.STORE, src_spec, dst_spec)
+        return True
+
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **_: Any
+    ) -> bool:
+        self._submit(job_id, Direction.LOAD, dst_spec, src_spec)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        self._collect()
+        done, self._done = self._done, []
+        return done
+
+    def wait(self, job_ids: set[int]) -> None:
+        end_s = time.monotonic() + _WAIT_S
+        with self._changed:
+            while True:
+                self._collect()
+                if job_ids.isdisjoint(job for job, _, _ in self._jobs.values()):
+                    return
+                assert self._changed.wait(end_s - time.monotonic()), "a copy does not end"
+
+    def shutdown(self) -> None:
+        self._copy.close()
+        self._region.cleanup()
+
+    def _submit(self, job: int, way: Direction, gpu: GPULoadStoreSpec, chunks: Any) -> None:
+        assert isinstance(chunks, BlockIDsLoadStoreSpec)
+        assert len(gpu.group_sizes) == 1, "made for models of one group"
+        pieces = self._pieces(gpu, chunks.block_ids)
+        ticket = self._copy.submit(way, pieces, None)
+        self._jobs[ticket] = (job, int(pieces[:, 2].sum()), time.monotonic())
+
+    def _pieces(self, gpu: GPULoadStoreSpec, chunks: Any) -> Descriptors:
+        first = gpu.block_indices[0] % self._geometry.blocks_per_chunk
+        parts = self._geometry.pieces_by_chunk(gpu.block_ids, int(first), len(chunks))
+        return together(parts, [self._base + chunk * self._stride for chunk in chunks.tolist()])
+
+    def _collect(self) -> None:
+        for ticket, _ in self._copy.poll():
+            job, count, start_s = self._jobs.pop(ticket)
+            seconds = time.monotonic() - start_s
+            self._done.append(TransferResult(job, True, count, seconds))
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+class HostTieringOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]
+    """vLLM's tiering with a `HostCopyWorker`."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if self._worker is None:
+            self._worker = self.create_worker(kv_caches)
+        return self._worker
+
+    def create_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        tensors = [
+            CacheTensor(
+                one.tensor.data_ptr(),
+                one.tensor.stride(0) * one.tensor.element_size(),
+                one.page_size_bytes,
+                one.tensor.shape[0],
+            )
+            for one in kv_caches.tensors
+        ]
+        region = SharedOffloadRegion(
+            engine_id=self._engine_id,
+            num_chunks=self.num_chunks,
+            rank=self.config.parallel.rank,
+            kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+            cpu_page_size=self.cpu_page_size_per_worker,
+        )
+        geometry = ChunkGeometry(tensors, self.blocks_per_chunk)
+        return HostCopyWorker(geometry, region, self.kv_bytes_per_chunk)

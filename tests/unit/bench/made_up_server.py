@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A MADE-UP server of the OpenAI API on the loopback address: it computes nothing.
+
+It remembers prompts by their first tokens, as a prefix cache of two levels would: what was asked
+since its last reset is found in "GPU memory", what was asked before in the "CPU tier". Its
+answers depend on the prompt alone.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, Self
+
+__all__ = ["MadeUpServer"]
+
+_PREFIX = 64
+
+
+class MadeUpServer:
+    """A context manager. fails: each request whose prompt is this long is refused.
+
+    resets, metrics: whether it has these routes. skew: added to every answer's token.
+    """
+
+    def __init__(
+        self, fails: int = 0, resets: bool = True, metrics: bool = True, skew: int = 0
+    ) -> None:
+        self.fails, self.resets, self.metrics, self.skew = fails, resets, metrics, skew
+        self.asked = 0
+        self.counts = {"prompt": 0, "gpu": 0, "cpu": 0}
+        self._gpu: set[tuple[int, ...]] = set()
+        self._cpu: set[tuple[int, ...]] = set()
+        self._lock = threading.Lock()
+        outer = self
+
+        class Handler(_Handler):
+            owner = outer
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._http.shutdown()
+        self._thread.join()
+        self._http.server_close()
+
+    def take(self, prompt: list[int]) -> None:
+        """Count one prompt, and remember it."""
+        key = tuple(prompt[:_PREFIX])
+        with self._lock:
+            self.asked += 1
+            self.counts["prompt"] += len(prompt)
+            if len(prompt) < _PREFIX:
+                return
+            if key in self._gpu:
+                self.counts["gpu"] += len(prompt)
+            elif key in self._cpu:
+                self.counts["cpu"] += len(prompt)
+            self._gpu.add(key)
+            self._cpu.add(key)
+
+    def forget(self) -> None:
+        with self._lock:
+            self._gpu.clear()
+
+    def page(self) -> str:
+        counts = self.counts
+        source = "vllm:prompt_tokens_cached_by_source_total"
+        return (
+            f"vllm:prompt_tokens_total {counts['prompt']}\n"
+            f"vllm:prefix_cache_hits_total {counts['gpu']}\n"
+            f"vllm:external_prefix_cache_hits_total {counts['cpu']}\n"
+            f'{source}{{source="host"}} {counts["cpu"]}\n'
+        )
+
+
+class _Handler(BaseHTTPRequestHandler):
+    owner: MadeUpServer
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
+        pass
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self._send(200, json.dumps({"data": [{"id": "made-up"}]}))
+        elif self.path == "/metrics" and self.owner.metrics:
+            self._send(200, self.owner.page())
+        else:
+            self._send(404, "no such route")
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        if self.path == "/reset_prefix_cache" and self.owner.resets:
+            self.owner.forget()
+            self._send(200, json.dumps({"success": True}))
+        elif self.path == "/v1/completions":
+            self._complete(json.loads(body))
+        else:
+            self._send(404, "no such route")
+
+    def _complete(self, asked: dict[str, Any]) -> None:
+        assert asked["model"] == "made-up"
+        prompt = asked["prompt"]
+        if self.owner.fails and len(prompt) == self.owner.fails:
+            self._send(503, "overloaded")
+            return
+        self.owner.take(prompt)
+        count = asked["max_tokens"]
+        token = (sum(prompt) + self.owner.skew) % 1000
+        events: list[dict[str, Any]] = [
+            {"choices": [{"text": f"<{token + i}>", "token_ids": [token + i]}]}
+            for i in range(count)
+        ]
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": count}
+        events.append({"choices": [], "usage": usage})
+        lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+        self._send(200, "".join([*lines, "data: [DONE]\n\n"]))
+
+    def _send(self, status: int, text: str) -> None:
+        data = text.encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)

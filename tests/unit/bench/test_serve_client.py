@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client of whole servers and what it reads of `/metrics`; arms by name and by URL."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.serve.arms import ARMS, Sizes, arms_of, offload_of, server_spec
+from vllm_nvmeof_bench.serve.client import Client
+from vllm_nvmeof_bench.serve.hits import Hits
+from vllm_nvmeof_bench.serve.prompts import Tokens
+
+from tests.unit.bench.made_up_server import MadeUpServer
+from vllm_nvmeof_offload.config import parse_config
+from vllm_nvmeof_offload.demo.client import Metrics
+from vllm_nvmeof_offload.units import GIB
+
+SIZES = Sizes(working_tokens=9600, request_tokens_max=1000, gpu_tokens=1024)
+LONG = list(range(100, 200))
+
+
+def on(server: MadeUpServer, work: Callable[[Client], Coroutine[Any, Any, Any]]) -> Any:
+    async def both() -> Any:
+        client = Client(server.url)
+        try:
+            return await work(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(both())
+
+
+def test_a_stream_is_timed_and_counted() -> None:
+    with MadeUpServer() as server:
+        reply = on(server, lambda client: client.complete([1, 2, 3], 2))
+    assert reply.failure is None
+    assert reply.ttft_s is not None and 0 < reply.ttft_s <= reply.end_s
+    assert (reply.tokens_in, reply.tokens_out) == (3, 2)
+    assert (reply.tokens, reply.text) == ((6, 7), "<6><7>")
+
+
+def test_a_refused_request_is_a_failure_with_its_reason() -> None:
+    with MadeUpServer(fails=3) as server:
+        reply = on(server, lambda client: client.complete([1, 2, 3], 2))
+    assert reply.failure == "HTTP 503: overloaded"
+    assert reply.ttft_s is None
+    assert reply.tokens_out == 0
+
+
+def test_a_server_that_is_gone_is_a_failure_too() -> None:
+    with MadeUpServer() as server:
+        url = server.url
+
+    async def gone() -> Any:
+        client = Client(url, model="made-up")
+        try:
+            return await client.complete([1], 1)
+        finally:
+            await client.close()
+
+    assert "ConnectError" in str(asyncio.run(gone()).failure)
+
+
+def test_hits_are_told_by_where_they_came_from() -> None:
+    async def work(client: Client) -> list[Hits]:
+        found = [await client.hits()]
+        for reset in (False, False, True):
+            if reset:
+                assert await client.forget_gpu()
+            await client.complete(LONG, 1)
+            found.append(await client.hits())
+        return found
+
+    with MadeUpServer() as server:
+        none, first, again, after = on(server, work)
+    assert first - none == Hits(prompt=100)
+    assert again - first == Hits(prompt=100, gpu=100)
+    assert after - again == Hits(prompt=100, cpu=100)
+    assert (after - none).found == 200
+
+
+def test_our_own_counters_come_before_vllms() -> None:
+    text = (
+        "vllm:external_prefix_cache_hits_total 100\n"
+        'vllm:nvmeof_loaded_tokens_total{source="cpu"} 30\n'
+        'vllm:nvmeof_loaded_tokens_total{source="pool"} 60\n'
+        'vllm:prompt_tokens_cached_by_source_total{source="host"} 100\n'
+    )
+    assert Hits.of(Metrics(text)) == Hits(cpu=30, pool=60, other=10)
+
+
+def test_a_server_without_these_routes_gives_zeros() -> None:
+    async def work(client: Client) -> tuple[Hits, bool]:
+        await client.settle([1, 2, 3])
+        return await client.hits([1, 2, 3]), await client.forget_gpu()
+
+    with MadeUpServer(resets=False, metrics=False) as server:
+        assert on(server, work) == (Hits(), False)
+
+
+def test_arms_by_name_and_by_url() -> None:
+    assert [arm.name for arm in arms_of(["pool", "peer"], [])] == ["pool", "peer"]
+    first, second = arms_of(["pool"], ["ours=http://a:1/v1/", "http://b:2"])
+    assert (first.name, first.url) == ("ours", "http://a:1")
+    assert (second.name, second.url) == ("server2", "http://b:2")
+
+
+@pytest.mark.parametrize(
+    ("names", "urls", "needed"),
+    [
+        (["poool"], [], "no arm 'poool'; there are none, cpu"),
+        ([], [], "nothing to measure"),
+        ([], ["a=http://x", "a=http://y"], "the same name"),
+        ([], ["localhost:8000"], "NAME=http://HOST:PORT"),
+    ],
+)
+def test_arms_that_cannot_be_are_refused(names: list[str], urls: list[str], needed: str) -> None:
+    with pytest.raises(BenchError, match=needed):
+        arms_of(names, urls)
+
+
+@pytest.mark.parametrize("text", ["", "5", "9:3", "-1:100", "a:b"])
+def test_token_ids_that_cannot_be_are_refused(text: str) -> None:
+    with pytest.raises(BenchError, match="token ids"):
+        Tokens.parse(text)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("full", "peer_full"), ("pool", "peer")])
+def test_the_peer_gets_what_its_counterpart_gets(ours: str, theirs: str, tmp_path: Path) -> None:
+    mine, rival = (offload_of(ARMS[name], SIZES, tmp_path) for name in (ours, theirs))
+    assert mine is not None and mine.size_gib is not None and rival is not None
+    assert mine.size_gib * GIB == rival.extra["cpu_bytes_to_use"]
+    settings = parse_config(mine.extra)
+    block_bytes = rival.extra["block_size"] * SIZES.shape.kv_bytes_per_token
+    assert settings.chunk_bytes_min == block_bytes
+    assert settings.offload_prompt_only is rival.extra["offload_prompt_only"] is False
+
+
+def test_arms_differ_from_a_plain_server_in_offloading_alone(tmp_path: Path) -> None:
+    commands = {
+        name: server_spec(arm, SIZES, tmp_path, tmp_path).command(1) for name, arm in ARMS.items()
+    }
+    bare = commands.pop("none")
+    assert all(command[: len(bare)] == bare for command in commands.values())
+    third, whole = SIZES.staging_bytes("third"), SIZES.staging_bytes("all")
+    assert 0.3 < third / whole < 0.4
+    cpu = offload_of(ARMS["cpu"], SIZES, tmp_path)
+    assert cpu is not None and parse_config(cpu.extra).pool_bytes == 0

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tier simulator, on tiny made-up traces; and that its manager is the product's."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+from vllm_nvmeof_bench.tiers import report
+from vllm_nvmeof_bench.tiers.candidates import CANDIDATES, hit_rate
+from vllm_nvmeof_bench.tiers.chunks import Ask, asks_of
+from vllm_nvmeof_bench.tiers.run import run
+from vllm_nvmeof_bench.tiers.settings import POLICIES, Settings
+from vllm_nvmeof_bench.tiers.world import Shape, World
+from vllm_nvmeof_bench.traces.read import read_trace
+from vllm_nvmeof_bench.traces.schedule import Pace
+
+from tests.unit.bench.trace_files import agentic, entry, mooncake, session_file
+from vllm_nvmeof_offload.cli import app
+from vllm_nvmeof_offload.config import parse_config
+from vllm_nvmeof_offload.manager.plan import CoreConfig
+
+
+def prompts(*asks: list[int]) -> list[Ask]:
+    return [Ask(float(at), tuple(ask), ()) for at, ask in enumerate(asks)]
+
+
+def test_chunks_are_whole_and_answers_fill_chunks_of_their_own(tmp_path: Path) -> None:
+    trace = read_trace(mooncake(tmp_path / "trace.jsonl"))
+    asks = asks_of(trace, Pace(), 1)
+    assert [ask.prompt for ask in asks] == [(0,), (0, 1), (0,)]  # 1000 tokens: one whole block
+    assert [len(ask.answer) for ask in asks] == [0, 2, 0]  # 1500 + 900 tokens: four blocks
+    assert all(chunk < 0 for ask in asks for chunk in ask.answer)
+    assert [ask.prompt for ask in asks_of(trace, Pace(), 2)] == [(), (1,), ()]
+
+
+def test_what_the_gpu_loses_is_found_in_the_cpu_tier_and_then_in_the_pool() -> None:
+    world = World(Shape(gpu=2, cache=4, pool=8))
+    world.serve([1, 2], [])
+    world.serve([1, 2], [])
+    assert world.counts["gpu"] == 2 and world.counts["miss"] == 2
+    world.serve([3, 4], [])
+    world.serve([1, 2], [])
+    assert world.counts["cpu"] == 2
+    world.serve([5, 6, 7, 8], [])
+    world.serve([3, 4], [])
+    assert world.counts["pool"] == 2
+    assert world.counts["written"] == 8
+    assert world.chunks() == {1, 2, 3, 4, 5, 6, 7, 8}
+
+
+@pytest.mark.parametrize(("threshold", "stored"), [(1, 4), (2, 0)])
+def test_a_threshold_and_writing_on_eviction_write_less(threshold: int, stored: int) -> None:
+    world = World(Shape(2, 8, 8, store_threshold=threshold, write_policy="on_eviction"))
+    world.serve([1, 2], [-1, -2])
+    assert world.counts["stored"] == stored
+    assert world.counts["written"] == 0
+
+
+def test_orders_of_eviction_where_the_answer_is_plain() -> None:
+    circle = prompts(*([[n] for n in (1, 2, 3)] * 20))
+    found = {name: hit_rate(make, 2, circle) for name, make in CANDIDATES.items()}
+    assert found["lru"] == 0.0  # each is lost just before its turn
+    assert found["best"] == pytest.approx(0.5, abs=0.05)
+    assert all(rate <= found["best"] + 1e-9 for rate in found.values())
+
+
+def test_a_scan_passes_s3_fifo_and_credited_lru_by() -> None:
+    hot = [[1, 2], [3, 4]]
+    scan = [[100 + n, 200 + n] for n in range(6)]
+    asks = prompts(*(hot * 3 + scan) * 5)
+    found = {name: hit_rate(make, 12, asks) for name, make in CANDIDATES.items()}
+    assert found["lru"] < found["credited_lru"] <= found["best"]
+    assert found["lru"] < found["s3_fifo"] <= found["best"]
+
+
+def test_a_request_never_makes_room_with_its_own_beginning() -> None:
+    long = prompts([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6])
+    for name, make in CANDIDATES.items():
+        assert hit_rate(make, 4, long) == pytest.approx(4 / 12), name
+
+
+def test_the_default_policy_is_the_product_s() -> None:
+    assert CoreConfig().credit_share == POLICIES[parse_config({}).eviction_policy]
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Path:
+    folder = agentic(tmp_path / "traces")
+    for number in range(4):
+        ids = list(range(1, 30))
+        turns = [entry(10.0 * n, ids[: 9 + 5 * n], think_time=1.0) for n in range(4)]
+        session_file(folder, f"more_{number}", turns)
+    return folder
+
+
+def test_a_run_covers_every_sweep_and_prints_it(traces: Path) -> None:
+    pace = Pace(users=3)
+    settings = Settings(pace, 64, cpu=0.5, pools=(0.0, 1.5), cpus=(0.5,), alone=(1.5,))
+    said: list[str] = []
+    samples, conditions = run(settings, traces, lambda done, total, what: said.append(what))
+    assert {one.sweep for one in samples} == {"pool", "cpu", "writes", "alone"}
+    assert len(said) == len(samples) + 2
+    big = [one for one in samples if one.sweep == "pool" and one.pool_tokens]
+    assert all(one.hit == pytest.approx(conditions["reusable"]) for one in big)
+    assert all(
+        one.hit_pool == one.written == 0
+        for one in samples
+        if one.sweep == "pool" and not one.pool_tokens
+    )
+    out = io.StringIO()
+    console = Console(file=out, width=200)
+    report.print_conditions(console, conditions)
+    report.print_samples(console, samples, conditions)
+    text = out.getvalue()
+    assert "6 sessions, 23 requests" in text
+    assert "on_eviction, threshold 2" in text
+    assert "One tier alone" in text
+
+
+def test_the_command_writes_draws_and_prints_again(traces: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file, picture = tmp_path / "out" / "tiers.json", tmp_path / "out" / "tiers.png"
+    arguments = ["--json", str(file), "--plot", str(picture), "--chunk-tokens", "64"]
+    arguments += ["--pools", "0,0.5,2", "--cpus", "0.2"]
+    result = CliRunner().invoke(app, ["bench", "tiers", str(traces), *arguments])
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(file.read_text())["bench"] == "tiers"
+    again = CliRunner().invoke(app, ["bench", "tiers-report", str(file)])
+    assert again.exit_code == 0 and "One tier alone" in again.output
+
+
+def test_errors_are_one_plain_line(tmp_path: Path) -> None:
+    for path, needed in (
+        (tmp_path / "none", "no such file or folder"),
+        (session_file(tmp_path, "a", [entry(0, [])]), "no request of a chunk or more"),
+    ):
+        result = CliRunner().invoke(app, ["bench", "tiers", str(path)])
+        assert result.exit_code == 1
+        last = result.stderr.splitlines()[-1]
+        assert last.startswith("vllm-nvmeof: ") and needed in last
