@@ -7,13 +7,17 @@ import asyncio
 import functools
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import httpx
 import numpy as np
 
+from tests.e2e.forked_server import ForkedServer, can_be_forked
 from vllm_nvmeof_offload.demo.client import Answer, Client, Metrics
 from vllm_nvmeof_offload.demo.model import ModelShape, make_model, random_tokens
 from vllm_nvmeof_offload.demo.server import OffloadSpec, Server, ServerSpec
@@ -30,6 +34,9 @@ PROMPTS = 12
 STAGING_SLOTS = 40  # less than three prompts
 POOL_SLOTS = 512
 LOGPROB_TOLERANCE = 1e-3
+#: Of `spec`, where deadlines are to be missed: yet longer than a shared disk stalls by itself.
+SHORT_DEADLINES = {"read_deadline_ms": 4000, "write_deadline_ms": 8000}
+_FORKING = Path(__file__).with_name("forking_vllm.py")
 
 
 @dataclass(frozen=True)
@@ -58,8 +65,9 @@ def spec(target: Path | None = None, **extra: object) -> ServerSpec:
             "targets": [str(target)],
             "pool_bytes": POOL_SLOTS * SLOT_BYTES,
             "blocks_per_chunk": BLOCKS_PER_CHUNK,
-            "read_deadline_ms": 1500,
-            "write_deadline_ms": 3000,
+            # A disk that is shared stalls for seconds, and here nothing may fail by itself.
+            "read_deadline_ms": 20_000,
+            "write_deadline_ms": 20_000,
         }
         size_gib = STAGING_SLOTS * SLOT_BYTES / GIB
         offload = OffloadSpec(size_gib, {**settings, **extra})
@@ -97,8 +105,34 @@ def without_plugin(server_spec: ServerSpec) -> ServerSpec:
     )
 
 
-def start(server_spec: ServerSpec, name: str) -> Server:
-    return Server(server_spec, BUILD / "logs" / f"{name}.log").wait_ready()
+def llm_options(server_spec: ServerSpec) -> dict[str, Any]:
+    """Arguments of `LLM` that make the same engine as this server's."""
+    offload = server_spec.offload
+    assert offload is not None
+    return {
+        "model": str(server_spec.model),
+        "dtype": "float32",
+        "max_model_len": server_spec.max_model_len,
+        "enforce_eager": True,
+        "block_size": server_spec.block_size,
+        "num_gpu_blocks_override": server_spec.gpu_blocks,
+        "disable_log_stats": False,
+        "kv_offloading_backend": "nvmeof",
+        "kv_offloading_size": offload.size_gib,
+        "kv_transfer_config": {"kv_connector_extra_config": dict(offload.extra)},
+    }
+
+
+def start(server_spec: ServerSpec, name: str, *, anew: bool = False) -> Server:
+    """Ready to answer. Its processes are forked, unless `server_spec` names a program.
+
+    anew: its first one is not, so that it shares nothing with the servers before it.
+    """
+    log = BUILD / "logs" / f"{name}.log"
+    if can_be_forked(server_spec) and not anew:
+        return ForkedServer(server_spec, log).wait_ready()
+    program = server_spec.program or (sys.executable, "-P", str(_FORKING))
+    return Server(replace(server_spec, program=program), log).wait_ready()
 
 
 @functools.cache
@@ -141,6 +175,14 @@ def metrics(server: Server) -> Metrics:
     return asyncio.run(run())
 
 
+#: `/metrics` of one server in this session, for who looks at the texts.
+scrapes: list[str] = []
+
+
+def keep_scrape(server: Server) -> None:
+    scrapes.append(httpx.get(f"{server.url}/metrics", timeout=30, trust_env=False).text)
+
+
 def grown(server: Server, before: Metrics, name: str, **labels: str) -> float:
     """How much a counter has grown since `before`."""
     return metrics(server).value(name, **labels) - before.value(name, **labels)
@@ -152,12 +194,12 @@ def has_figures(now: Metrics) -> bool:
 
 
 def wait_for(server: Server, what: str, condition: Callable[[Metrics], bool]) -> Metrics:
-    """Poll `/metrics` until `condition` holds, at most 30 s.
+    """Poll `/metrics` until `condition` holds, at most 120 s.
 
     Reports travel with the engine's steps, and an idle engine takes none: a tiny request each
     time, too short for a chunk, makes it step.
     """
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while True:
         assert server.running, f"the server died while we waited for {what}"
         ask(server, [[5, 6, 7]], 1)
@@ -165,6 +207,27 @@ def wait_for(server: Server, what: str, condition: Callable[[Metrics], bool]) ->
         if condition(now):
             return now
         assert time.monotonic() < deadline, f"{what} did not come; {server.log_path}"
+
+
+def forget_gpu(server: Server) -> None:
+    """Drop the GPU's prefix cache alone, so that whatever is found again comes from us."""
+    _reset(server, {})
+
+
+def forget_all(server: Server) -> None:
+    """Void GPU cache, CPU tier and pool, as after an update of the weights."""
+    _reset(server, {"reset_external": "true"})
+
+
+def _reset(server: Server, params: dict[str, str]) -> None:
+    # vLLM refuses while blocks are held, which they are until the last store was copied.
+    for _ in range(200):
+        url = f"{server.url}/reset_prefix_cache"
+        response = httpx.post(url, params=params, trust_env=False)
+        response.raise_for_status()
+        if response.json()["success"]:
+            return
+    raise AssertionError("vLLM does not reset its prefix cache")
 
 
 def same(answers: Sequence[Answer], reference: Sequence[Answer]) -> bool:

@@ -125,7 +125,7 @@ def group(leader: int) -> dict[int, str]:
     return found
 
 
-def wait_until(what: str, condition: Callable[[], bool], limit_s: float = 30.0) -> None:
+def wait_until(what: str, condition: Callable[[], bool], limit_s: float = 120.0) -> None:
     """Poll `condition`, leaving the processor to those it waits for."""
     deadline, never = time.monotonic() + limit_s, threading.Event()
     while not condition():
@@ -152,17 +152,8 @@ def with_priorities(server: Server, prompts: list[list[int]]) -> list[list[int]]
     return asyncio.run(run())
 
 
-def reset_here(server: Server) -> None:
-    """Empty GPU memory's prefix cache alone, so that what returns is loaded."""
-
-    def is_empty() -> bool:
-        return bool(post(server, "/reset_prefix_cache").json()["success"])
-
-    wait_until("an empty prefix cache", is_empty)
-
-
 def returning(server: Server, prompts: list[list[int]]) -> list[list[int]]:
-    reset_here(server)
+    rig.forget_gpu(server)
     return tokens_of(server, prompts)
 
 
@@ -181,7 +172,7 @@ def while_loads_run(
     prompts = scene.prompts[::2]
     assert tokens_of(server, prompts) == scene.old[::2]
     rig.wait_for(server, "the last write", lambda m: m.value(PENDING) == 0)
-    reset_here(server)
+    rig.forget_gpu(server)
     scene.faults.set(read_delay_ms=300, write_delay_ms=300)
     fired = scene.faults.fired("read_delay_ms")
 

@@ -9,24 +9,14 @@ from pathlib import Path
 
 
 def main(target: str) -> None:
+    from tests.e2e import faults_rig as rig
+    from tests.e2e import forking_vllm
+
+    forking_vllm.fork_engines()
     from vllm import LLM, SamplingParams
 
-    from tests.e2e import faults_rig as rig
-
     spec = rig.spec(Path(target))
-    assert spec.offload is not None
-    llm = LLM(
-        model=str(spec.model),
-        dtype="float32",
-        max_model_len=spec.max_model_len,
-        enforce_eager=True,
-        block_size=spec.block_size,
-        num_gpu_blocks_override=spec.gpu_blocks,
-        disable_log_stats=False,
-        kv_offloading_backend="nvmeof",
-        kv_offloading_size=spec.offload.size_gib,
-        kv_transfer_config={"kv_connector_extra_config": dict(spec.offload.extra)},
-    )
+    llm = LLM(**rig.llm_options(spec))
     sampling = SamplingParams(temperature=0.0, max_tokens=rig.ANSWER_TOKENS, ignore_eos=True)
     asked = rig.prompts()
 

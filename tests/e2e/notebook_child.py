@@ -22,8 +22,10 @@ from typing import Any
 
 def main(pool: str, model: str) -> None:
     from tests.e2e import faults_rig as rig
+    from tests.e2e import forking_vllm
     from tests.e2e import life_rig as life
 
+    forking_vllm.fork_engines()
     faults = rig.Faults(Path(pool).parent / "notebook-faults.json")
     runs = []
     for number in range(4):
@@ -72,18 +74,7 @@ def _llm(pool: Path, model: str, faults: str, *, combined: bool) -> Any:
         connectors = [{"kv_connector": "NVMeoFOffloadingConnector", **transfer}, other]
         transfer = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
         transfer["kv_connector_extra_config"] = {"connectors": connectors}
-    llm = LLM(
-        model=model,
-        dtype="float32",
-        max_model_len=spec.max_model_len,
-        enforce_eager=True,
-        block_size=spec.block_size,
-        num_gpu_blocks_override=spec.gpu_blocks,
-        disable_log_stats=False,
-        kv_offloading_backend="nvmeof",
-        kv_offloading_size=spec.offload.size_gib,
-        kv_transfer_config=transfer,
-    )
+    llm = LLM(**{**rig.llm_options(spec), "model": model, "kv_transfer_config": transfer})
     assert spec.block_size == rig.BLOCK_TOKENS
     _generate(llm, [5, 6, 7], 1)  # figures come with the first step
     return llm

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
-
 from tests.e2e import faults_rig as rig
 from tests.e2e.plain_answers import plain_answers
 from vllm_nvmeof_offload.demo.client import Answer, Client
@@ -74,27 +72,6 @@ def ask(
             ]
 
     return asyncio.run(run())
-
-
-def forget_gpu(server: Server) -> None:
-    """Drop the GPU's prefix cache alone, so that whatever is found again comes from us."""
-    _reset(server, {})
-
-
-def forget_all(server: Server) -> None:
-    """Void GPU cache, CPU tier and pool, as after an update of the weights."""
-    _reset(server, {"reset_external": "true"})
-
-
-def _reset(server: Server, params: dict[str, str]) -> None:
-    # vLLM refuses while blocks are held, which they are until the last store was copied.
-    for _ in range(200):
-        url = f"{server.url}/reset_prefix_cache"
-        response = httpx.post(url, params=params, trust_env=False)
-        response.raise_for_status()
-        if response.json()["success"]:
-            return
-    raise AssertionError("vLLM does not reset its prefix cache")
 
 
 def whole(prompt: Sequence[int]) -> int:

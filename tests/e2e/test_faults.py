@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.e2e import faults_rig as rig
-from vllm_nvmeof_offload.demo.client import Answer, Client
+from vllm_nvmeof_offload.demo.client import Answer, Client, Metrics
 from vllm_nvmeof_offload.demo.server import Server
 
 FAILED = "vllm:nvmeof_failed_chunks_total"
@@ -38,9 +38,12 @@ def faults(directory: Path) -> rig.Faults:
 @pytest.fixture(scope="module")
 def server(directory: Path, faults: rig.Faults, reference: rig.Reference) -> Iterator[Server]:
     # Whatever a fault has taught, the pool is read: that is what is tested.
-    spec = rig.spec(directory / "pool", fault_injection=str(faults.path), admission="always")
+    told = {"fault_injection": str(faults.path), "admission": "always", **rig.SHORT_DEADLINES}
+    spec = rig.spec(directory / "pool", **told)
     with rig.start(spec, "faults") as server:
+        rig.keep_scrape(server)
         yield server
+        rig.keep_scrape(server)
         assert server.running
 
 
@@ -65,17 +68,24 @@ def test_returning_prompts_come_from_the_pool(server: Server, reference: rig.Ref
 
 
 def test_read_errors(server: Server, faults: rig.Faults, reference: rig.Reference) -> None:
+    """One in five, and one in five of their second tries.
+
+    More would make the target gone: errors come at once and bytes when the disk has them, so
+    that on a slow one eight slots in a row have failed before any read has ended. The slowness
+    is made here, that it be seen each time.
+    """
     before = rig.metrics(server)
-    faults.set(read_eio=0.5)
+    faults.set(read_eio=0.2, seed=3, read_delay_ms=300)
     assert rig.same(rig.ask(server, reference.prompts), reference.answers)
     assert faults.fired("read_eio") > 0
+    assert rig.metrics(server).value(SUSPECT) == 0
     assert rig.grown(server, before, FAILED, outcome="io_error") > 0
     assert rig.grown(server, before, HITS) > 0, "what did not fail is still loaded"
 
 
 def test_write_errors(server: Server, faults: rig.Faults, reference: rig.Reference) -> None:
     before = rig.metrics(server)
-    _reset(server)
+    rig.forget_all(server)
     faults.set(write_eio=0.5)
     assert rig.same(rig.ask(server, reference.prompts), reference.answers)
     rig.wait_for(server, "failed writes", lambda m: m.value(FAILED) > before.value(FAILED))
@@ -85,7 +95,7 @@ def test_write_errors(server: Server, faults: rig.Faults, reference: rig.Referen
 
 def test_a_full_device(server: Server, faults: rig.Faults, reference: rig.Reference) -> None:
     slots = rig.metrics(server).value("vllm:nvmeof_pool_slots")
-    _reset(server)
+    rig.forget_all(server)
     faults.set(enospc_writes=20)
     assert rig.same(rig.ask(server, reference.prompts), reference.answers)
     now = rig.wait_for(
@@ -121,7 +131,7 @@ def test_reads_that_hang(server: Server, faults: rig.Faults, reference: rig.Refe
 
 
 def test_writes_that_hang(server: Server, faults: rig.Faults, reference: rig.Reference) -> None:
-    _reset(server)
+    rig.forget_all(server)
     faults.set(hang_writes=2)
     answers = rig.ask(server, reference.prompts)
     assert rig.same(answers, reference.answers)
@@ -161,7 +171,7 @@ def test_preemption_and_many_at_once(server: Server, reference: rig.Reference) -
 
 
 def test_reset_with_the_connector(server: Server, reference: rig.Reference) -> None:
-    _reset(server)
+    rig.forget_all(server)
     assert rig.metrics(server).value("vllm:nvmeof_entries") >= 0
     before = rig.metrics(server)
     # The first of each pair that shares its first half: nothing may hit now.
@@ -173,21 +183,28 @@ def test_reset_while_requests_run(server: Server, reference: rig.Reference) -> N
     """vLLM preempts what runs, and the next step finds it with us (it once stopped the engine)."""
     before = rig.metrics(server)
 
+    def preempted(now: Metrics) -> bool:
+        name = "vllm:num_preemptions_total"
+        return now.value(name) > before.value(name)
+
     async def run() -> list[Answer]:
         async with Client(server.url) as client, httpx.AsyncClient(trust_env=False) as http:
             asked = [client.complete(p, 150) for p in reference.prompts[:3]]
             answers = asyncio.gather(*asked)
-            for _ in range(3):
-                await asyncio.wait([asyncio.ensure_future(answers)], timeout=0.5)
+            resets = 0
+            # On a slow machine all may still wait for their loads when the first ones come.
+            while resets < 3 or not (answers.done() or preempted(await client.metrics())):
+                await asyncio.wait([answers], timeout=0.5)
                 url = f"{server.url}/reset_prefix_cache"
                 response = await http.post(url, params={"reset_running_requests": "true"})
                 response.raise_for_status()
+                resets += 1
             return list(await answers)
 
     answers = asyncio.run(run())
     for answer, expected in zip(answers, reference.answers, strict=False):
         assert answer.tokens[: rig.ANSWER_TOKENS] == expected.tokens
-    assert rig.grown(server, before, "vllm:num_preemptions_total") > 0, "nothing was running"
+    assert preempted(rig.metrics(server)), "nothing was running"
 
 
 @pytest.mark.parametrize("knob", ["flip_with_valid_crc", "swap_slots"])
@@ -200,19 +217,4 @@ def test_negative_control(
     faults.set()
     assert faults.fired(knob) > 0
     assert not rig.same(answers, reference.answers)
-    _reset(server)  # the wrong chunks were promoted into both caches
-
-
-def _reset(server: Server) -> None:
-    """Void GPU cache, CPU tier and pool, as after an update of the weights.
-
-    vLLM refuses while blocks are held, which they are until the last store was copied.
-    """
-    for _ in range(200):
-        response = httpx.post(
-            f"{server.url}/reset_prefix_cache", params={"reset_external": "true"}, trust_env=False
-        )
-        response.raise_for_status()
-        if response.json()["success"]:
-            return
-    raise AssertionError("vLLM does not reset its prefix cache")
+    rig.forget_all(server)  # the wrong chunks were promoted into both caches

@@ -143,7 +143,7 @@ def test_new_weights_while_requests_run(server: Server, scene: life.Scene) -> No
             assert not answers.done(), "they ended before the weights came"
             await answers
 
-    life.reset_here(server)
+    rig.forget_gpu(server)
     asyncio.run(run())
     before = rig.metrics(server)
     assert life.tokens_of(server, scene.prompts) == scene.old

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e import faults_rig as rig
 
 
+@pytest.mark.soak  # in short by `test_examples.py`
 def test_llm_takes_the_backend_as_an_argument(tmp_path: Path) -> None:
     reference = rig.reference()
     done = subprocess.run(

@@ -8,7 +8,7 @@ The tests run in this order, on one server and then on its successor.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +90,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(directory, faults, spec)
 
 
+def _impatient(spec: ServerSpec) -> ServerSpec:
+    """With a read deadline that a read which hangs is to miss."""
+    assert spec.offload is not None
+    extra = {**spec.offload.extra, "read_deadline_ms": rig.SHORT_DEADLINES["read_deadline_ms"]}
+    return replace(spec, offload=replace(spec.offload, extra=extra))
+
+
 @pytest.fixture(scope="module")
 def reference() -> rig.Reference:
     return par.reference()
@@ -97,7 +104,7 @@ def reference() -> rig.Reference:
 
 @pytest.fixture(scope="module")
 def server(place: Place, reference: rig.Reference) -> Iterator[Server]:
-    with rig.start(place.spec, "parallel-before") as server:
+    with rig.start(_impatient(place.spec), "parallel-before") as server:
         yield server
 
 
@@ -126,7 +133,7 @@ def test_returning_prompts_are_found(server: Server, reference: rig.Reference) -
     assert rig.same(par.ask(server, reference.prompts), reference.answers)
     assert rig.grown(server, before, HITS) > 0.45 * sum(map(par.whole, reference.prompts))
     assert rig.grown(server, before, LOADED, source="pool") > 0
-    par.forget_gpu(server)
+    rig.forget_gpu(server)
     before = rig.metrics(server)
     assert rig.same(par.ask(server, reference.prompts[-1:]), reference.answers[-1:])
     assert rig.grown(server, before, LOADED, source="cpu") > 0
@@ -156,7 +163,7 @@ def test_a_fault_on_one_rank_only(
 def test_writes_that_fail_on_one_rank_only(
     server: Server, place: Place, reference: rig.Reference
 ) -> None:
-    par.forget_all(server)
+    rig.forget_all(server)
     before = rig.metrics(server)
     place.faults.set(rank=0, write_eio=0.3)
     _all_in_the_pool(server, reference)
@@ -178,7 +185,7 @@ def test_wrong_bytes_on_one_rank_are_seen_by_the_comparison(
         place.faults.set()
         assert place.faults.fired("swap_slots", rank) > fired
         assert not rig.same(answers, reference.answers)
-        par.forget_all(server)  # the wrong chunks were promoted into both caches
+        rig.forget_all(server)  # the wrong chunks were promoted into both caches
 
 
 def test_tenants_find_nothing_of_each_other(server: Server, reference: rig.Reference) -> None:
@@ -186,7 +193,7 @@ def test_tenants_find_nothing_of_each_other(server: Server, reference: rig.Refer
     prompt, answer = reference.prompts[:1], reference.answers[:1]
 
     def hits(salt: str | None, source: str = "") -> float:
-        par.forget_gpu(server)
+        rig.forget_gpu(server)
         before = rig.metrics(server)
         assert rig.same(par.ask(server, prompt, cache_salt=salt), answer)
         if source:
@@ -195,7 +202,7 @@ def test_tenants_find_nothing_of_each_other(server: Server, reference: rig.Refer
         return rig.grown(server, before, HITS)
 
     whole = par.whole(prompt[0])
-    par.forget_all(server)
+    rig.forget_all(server)
     assert hits(None) == 0
     assert hits(None, "cpu") == whole
     assert hits("one") == 0, "what lies there without a salt is not theirs"
@@ -243,7 +250,7 @@ def test_what_one_rank_has_lost_is_computed_again(
     # A request stores nothing of what it has asked us for, even if it was computed in the end:
     # the next one does.
     for found in (None, par.whole(reference.prompts[0])):
-        par.forget_gpu(successor)
+        rig.forget_gpu(successor)
         before = rig.metrics(successor)
         answers = par.ask(successor, reference.prompts[:1], cache_salt="three")
         assert rig.same(answers, reference.answers[:1])

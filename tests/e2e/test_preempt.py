@@ -77,7 +77,7 @@ def expected() -> list[list[Answer]]:
     return answers
 
 
-@pytest.fixture(scope="module", params=["fcfs", "priority"])
+@pytest.fixture(scope="module", params=["fcfs", pytest.param("priority", marks=pytest.mark.soak)])
 def outcome(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,

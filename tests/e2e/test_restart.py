@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two targets, one of them full; SIGKILL in the middle of writes, and the start after it."""
+"""Two targets, one of them full; SIGKILL in the middle of writes, and the start after it.
+
+A router listens to both servers, and knows at any time what they have.
+"""
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from tests.e2e import faults_rig as rig
+from tests.e2e import life_rig
+from tests.e2e.router import CPU, STORAGE, Router
+from tests.small_disk import tmpfs
+from vllm_nvmeof_offload.demo.client import Metrics
+from vllm_nvmeof_offload.demo.server import Server, ServerSpec
 
 SLOTS = 35  # on each of two targets, of which a prompt needs 15: the pool evicts as well
 
@@ -23,16 +30,78 @@ def reference() -> rig.Reference:
 @pytest.fixture(scope="module")
 def small_file_system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A real file system that is full once the pool has been made."""
-    directory = tmp_path_factory.mktemp("full")
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    size = f"size={SLOTS * rig.SLOT_BYTES + 256 * 1024}"
-    mount = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(directory)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
-    yield directory
-    subprocess.run(["umount", str(directory)], check=True)
+    size_bytes = SLOTS * rig.SLOT_BYTES + 256 * 1024
+    with tmpfs(tmp_path_factory.mktemp("full"), size_bytes) as directory:
+        yield directory
+
+
+def router_agrees(server: Server, router: Router) -> None:
+    """What was told by KV events is what the server has, tier by tier."""
+
+    def agrees(now: Metrics) -> bool:
+        in_cpu, in_pool, in_either = router.counts()
+        return (
+            now.value("vllm:nvmeof_cache_slots_used") == in_cpu
+            and now.value("vllm:nvmeof_pool_slots_used") == in_pool
+            and now.value("vllm:nvmeof_entries") == in_either
+        )
+
+    rig.wait_for(server, "a router that agrees", agrees)
+
+
+@dataclass(frozen=True)
+class Lives:
+    """Two servers over one pool, and who listens to each."""
+
+    spec: ServerSpec
+    faults: rig.Faults
+
+    def first(self, reference: rig.Reference) -> float:
+        """Fills both tiers beyond what they hold, and dies while it writes. Its pool slots."""
+        with Router() as router:
+            spec = replace(self.spec, extra_args=router.arguments)
+            with rig.start(spec, "restart-before") as server:
+                now = rig.metrics(server)
+                slots = now.value("vllm:nvmeof_pool_slots")
+                assert 0 < slots < rig.POOL_SLOTS, "capacity is what is there; told at once"
+                assert "no space for" in server.log()
+                assert rig.same(rig.ask(server, reference.prompts), reference.answers)
+                now = rig.wait_for(server, "evictions", _has_evicted)
+                assert now.value("vllm:nvmeof_written_chunks_total") > 0
+                router_agrees(server, router)
+                assert router.removed[CPU] and router.removed[STORAGE]
+                # Longer than it takes until the next look, however slow the machine is.
+                self.faults.set(write_delay_ms=10_000)
+                rig.ask(server, reference.prompts[:2])
+                rig.wait_for(
+                    server, "writes under way", lambda m: m.value("vllm:nvmeof_writes_pending") > 0
+                )
+                server.kill()
+        self.faults.set()
+        return slots
+
+    def second(self, reference: rig.Reference, slots: float) -> None:
+        """Finds what the first left, told of us in another way."""
+        with Router() as router:
+            spec = replace(rig.without_plugin(self.spec), extra_args=router.arguments)
+            with rig.start(spec, "restart-after", anew=True) as server:
+                adopted = rig.metrics(server).value("vllm:nvmeof_entries")
+                assert 0 < adopted <= slots
+                router_agrees(server, router)
+                assert len(router.has[STORAGE]) == adopted, "what was adopted is told"
+                before = rig.metrics(server)
+                last = reference.prompts[-1:]
+                assert rig.same(rig.ask(server, last), reference.answers[-1:])
+                assert rig.grown(server, before, "vllm:nvmeof_loaded_tokens_total", source="pool")
+                assert rig.same(rig.ask(server, reference.prompts), reference.answers)
+                assert rig.metrics(server).value("vllm:nvmeof_failed_chunks_total") == 0
+                life_rig.post(server, "/reset_prefix_cache", reset_external="true")
+                router_agrees(server, router)
+                assert router.counts() == (0, 0, 0)
+
+
+def _has_evicted(now: Metrics) -> bool:
+    return now.value("vllm:nvmeof_evictions_total", tier="pool") > 0
 
 
 def test_sigkill_during_writes_on_a_full_file_system(
@@ -41,29 +110,5 @@ def test_sigkill_during_writes_on_a_full_file_system(
     faults = rig.Faults(tmp_path / "faults.json")
     targets = [str(small_file_system / "pool"), str(tmp_path / "pool")]
     spec = rig.spec(small_file_system, targets=targets, fault_injection=str(faults.path))
-    with rig.start(spec, "restart-before") as server:
-        slots = rig.wait_for(server, "figures", rig.has_figures).value("vllm:nvmeof_pool_slots")
-        assert 0 < slots < rig.POOL_SLOTS, "capacity is what is there"
-        assert "no space for" in server.log()
-        assert rig.same(rig.ask(server, reference.prompts), reference.answers)
-        now = rig.wait_for(
-            server, "evictions", lambda m: m.value("vllm:nvmeof_evictions_total", tier="pool") > 0
-        )
-        assert now.value("vllm:nvmeof_written_chunks_total") > 0
-        faults.set(write_delay_ms=2000)
-        rig.ask(server, reference.prompts[:2])
-        rig.wait_for(
-            server, "writes under way", lambda m: m.value("vllm:nvmeof_writes_pending") > 0
-        )
-        server.kill()
-    faults.set()
-    # Found again by a server that was told of us in another way.
-    with rig.start(rig.without_plugin(spec), "restart-after") as server:
-        adopted = rig.wait_for(server, "figures", rig.has_figures).value("vllm:nvmeof_entries")
-        assert 0 < adopted <= slots
-        before = rig.metrics(server)
-        last = reference.prompts[-1:]
-        assert rig.same(rig.ask(server, last), reference.answers[-1:])
-        assert rig.grown(server, before, "vllm:nvmeof_loaded_tokens_total", source="pool") > 0
-        assert rig.same(rig.ask(server, reference.prompts), reference.answers)
-        assert rig.metrics(server).value("vllm:nvmeof_failed_chunks_total") == 0
+    lives = Lives(spec, faults)
+    lives.second(reference, lives.first(reference))

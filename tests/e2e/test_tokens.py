@@ -57,10 +57,10 @@ class Outcome:
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     plain = server_spec(PLAN, make_model(rig.BUILD / "models", rig.SHAPE))
-    runs = Runs(PLAN, rig.SHAPE)
     with rig.start(plain, "tokens-plain") as server:
-        expected = asyncio.run(runs.baseline(server))
+        expected = asyncio.run(Runs(PLAN, rig.SHAPE).baseline(server))
     for _ in range(_ATTEMPTS_MAX):
+        runs = Runs(PLAN, rig.SHAPE)  # conversations grow: each attempt begins its own
         offload = _stock_spelling(tmp_path_factory.mktemp("tokens"))
         with rig.start(replace(plain, offload=offload), "tokens-offloading") as server:
             got = asyncio.run(runs.offloaded(server))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two engines of whichever vLLM is imported, one after the other, on one pool; prints what they
-answered and what was found where, as JSON."""
+"""An engine of whichever vLLM is imported; prints what it answered and what was found where, as
+JSON."""
 
 from __future__ import annotations
 
@@ -10,25 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e import faults_rig as rig
+from tests.e2e import forking_vllm
 
 
 def build(target: str) -> Any:
     from vllm import LLM
 
     spec = rig.spec(Path(target))
-    assert spec.offload is not None
-    return LLM(
-        model=str(spec.model),
-        dtype="float32",
-        max_model_len=spec.max_model_len,
-        enforce_eager=True,
-        block_size=spec.block_size,
-        num_gpu_blocks_override=spec.gpu_blocks,
-        disable_log_stats=False,
-        kv_offloading_backend="nvmeof",
-        kv_offloading_size=spec.offload.size_gib,
-        kv_transfer_config={"kv_connector_extra_config": dict(spec.offload.extra)},
-    )
+    return LLM(**rig.llm_options(spec))
 
 
 def ask(llm: Any, prompts: list[list[int]]) -> list[list[int]]:
@@ -49,28 +38,14 @@ def loaded(llm: Any) -> dict[str, float]:
 def main(target: str) -> None:
     import vllm
 
+    forking_vllm.fork_engines()
     prompts = rig.prompts()
     llm = build(target)
-    first = {"cold": ask(llm, prompts), "back": ask(llm, prompts)}
+    result = {"version": vllm.__version__, "cold": ask(llm, prompts), "back": ask(llm, prompts)}
     assert llm.reset_prefix_cache()  # the GPU's alone: the latest prompt is in the CPU tier
-    first["again"] = ask(llm, prompts[-1:])
-    first_loaded = loaded(llm)
-    # Not the engine's own end of life alone: a program goes on and makes another.
+    result |= {"again": ask(llm, prompts[-1:]), "loaded": loaded(llm)}
+    # Not the engine's own end of life alone: a program goes on.
     llm.llm_engine.engine_core.shutdown()
-    del llm
-    llm = build(target)
-    second = ask(llm, prompts)
-    second_loaded = loaded(llm)
-    assert llm.reset_prefix_cache(reset_connector=True)
-    result = {
-        "version": vllm.__version__,
-        **first,
-        "first_loaded": first_loaded,
-        "restarted": second,
-        "second_loaded": second_loaded,
-        "void": ask(llm, prompts[-1:]),
-        "void_loaded": loaded(llm),
-    }
     print("RESULT " + json.dumps(result))
 
 

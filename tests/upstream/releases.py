@@ -7,7 +7,6 @@ variables as for any installation. What was fetched stays in the user's cache di
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import subprocess
@@ -16,8 +15,7 @@ import tempfile
 import tomllib
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +26,6 @@ __all__ = [
     "ask_index",
     "cache_place",
     "fetch",
-    "locked",
 ]
 
 _ASK_TIMEOUT_S = 60
@@ -56,15 +53,6 @@ def cache_place() -> Path:
     """Where releases are kept, packed and unpacked (about 150 MB each)."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "vllm-nvmeof" / "releases"
-
-
-@contextmanager
-def locked(place: Path) -> Iterator[None]:
-    """One process at a time fills `place`."""
-    place.mkdir(parents=True, exist_ok=True)
-    with (place / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def ask_index(version: str) -> tuple[str, str]:

@@ -16,7 +16,8 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.upstream.releases import Sdist, cache_place, fetch, locked
+from tests.fabric.rig.packages import locked
+from tests.upstream.releases import Sdist, cache_place, fetch
 
 __all__ = ["Release", "installed_version", "release"]
 

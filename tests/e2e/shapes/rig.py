@@ -56,12 +56,16 @@ class Plan:
     env: Mapping[str, str] = field(default_factory=dict)
     #: Run what is refused, to see what it would give.
     lift_mla: bool = False
+    #: See `stand_ins.py`.
+    packed: bool = False
+    stub_gpu: bool = False
 
     def plain(self) -> Plan:
         """The same without offloading and without any cache."""
         options = {k: v for k, v in self.options.items() if k not in _INDIFFERENT}
         options["enable_prefix_caching"] = False
-        return replace(self, target=None, extra={}, options=options)
+        without = replace(self, target=None, extra={}, options=options, env={})
+        return replace(without, packed=False, stub_gpu=False)
 
     def arguments(self) -> dict[str, Any]:
         """`LLM`'s arguments."""
@@ -206,6 +210,8 @@ class Zygote:
             "env": dict(plan.env),
             "only_make": only_make,
             "lift_mla": plan.lift_mla,
+            "packed": plan.packed,
+            "stub_gpu": plan.stub_gpu,
             "offloads": plan.target is not None,
             "log": str(log),
             "result": str(result),

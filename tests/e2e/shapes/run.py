@@ -8,9 +8,10 @@ import time
 import traceback
 from typing import Any
 
+from tests.e2e.shapes import stand_ins
 from tests.e2e.shapes.models import make
 
-_SETTLE_S = 30.0
+_SETTLE_S = 120.0
 #: Log-probabilities of the token and of the runner-up.
 _RANKS = 2
 
@@ -25,6 +26,10 @@ def play(plan: dict[str, Any]) -> dict[str, Any]:
     os.environ.update(plan["env"])
     if plan["lift_mla"]:
         _lift_the_refusal_of_mla()
+    if plan["packed"]:
+        stand_ins.ask_as_on_a_gpu()
+    if plan["stub_gpu"]:
+        stand_ins.copy_by_stub()
     arguments = {**plan["llm"], "model": str(make(plan["llm"]["model"]))}
     drafter = arguments.get("speculative_config")
     if drafter and "model" in drafter:
@@ -106,7 +111,7 @@ def _counters(llm: Any) -> dict[str, float]:
 
 
 def _settle(llm: Any) -> None:
-    """Step until every write has been reported, at most 30 s: reports travel on steps."""
+    """Step until every write has been reported, at most 120 s: reports travel on steps."""
     deadline = time.monotonic() + _SETTLE_S
     tiny = {"prompt": [5, 6, 7], "tokens": 1, "image": None, "lora": None}
     while True:

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 _PR_SET_PDEATHSIG = 1
 #: What every engine imports.
-_IMPORTED_ONCE = (
+IMPORTED_ONCE = (
     "vllm",
     "vllm.entrypoints.llm",
     "vllm.v1.engine.core",
@@ -34,7 +34,7 @@ _IMPORTED_ONCE = (
 def main() -> None:
     _die_with_the_parent()
     _stand_in_for_xxhash()
-    for module in _IMPORTED_ONCE:
+    for module in IMPORTED_ONCE:
         importlib.import_module(module)
 
     from tests.e2e.shapes import run

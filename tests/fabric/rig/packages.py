@@ -16,7 +16,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["RigUnavailableError", "cache_place", "locked", "tools_root"]
+__all__ = [
+    "RigUnavailableError",
+    "apt_in",
+    "cache_place",
+    "locked",
+    "run_tool",
+    "tools_root",
+    "unpack",
+]
 
 #: Beside the kernel: the emulator; what makes the initramfs; what the scenarios call.
 TOOLS = ("qemu-system-x86", "busybox-static", "kmod", "xfsprogs", "iproute2", "dmsetup")
@@ -68,14 +76,18 @@ def tools_root(place: Path) -> Path:
         (root / "usr" / name).mkdir(parents=True)
         (root / name).symlink_to(f"usr/{name}")
     for archive in archives:
-        _unpack(archive, place / "kernel" if archive.name.startswith("linux-image") else root)
+        unpack(archive, place / "kernel" if archive.name.startswith("linux-image") else root)
     shutil.rmtree(place / "apt")
     stamp.write_text("\n".join([EDITION, *sorted(a.name for a in archives)]) + "\n")
     return root
 
 
-def _download(place: Path) -> list[Path]:
-    """Every package that is needed and not installed, and the kernel."""
+def apt_in(place: Path) -> list[str]:
+    """apt's options for lists and a cache of its own in `place`, which are made and filled.
+
+    Raises:
+        RigUnavailableError: with the reason and the remedy.
+    """
     lists, archives = place / "apt" / "lists", place / "apt" / "archives"
     for folder in (lists, archives):
         (folder / "partial").mkdir(parents=True, exist_ok=True)
@@ -86,20 +98,27 @@ def _download(place: Path) -> list[Path]:
         "APT::Sandbox::User": "root",  # apt's own user may not look into the cache
     }
     apt = [f"-o{key}={value}" for key, value in options.items()]
-    _run(["apt-get", *apt, "-qq", "update"], place)
-    depends = _run(["apt-cache", *apt, "depends", KERNEL], place)
+    run_tool(["apt-get", *apt, "-qq", "update"], place)
+    return apt
+
+
+def _download(place: Path) -> list[Path]:
+    """Every package that is needed and not installed, and the kernel."""
+    apt, archives = apt_in(place), place / "apt" / "archives"
+    depends = run_tool(["apt-cache", *apt, "depends", KERNEL], place)
     found = re.search(r"Depends: (linux-image-[0-9]\S*)", depends)
     if found is None:
         raise RigUnavailableError(
             f"apt knows no {KERNEL}; the guest's kernel is Debian's: use Debian 12 or later"
         )
     install = ["install", "--download-only", "--no-install-recommends", "--yes"]
-    _run(["apt-get", *apt, "-qq", *install, *TOOLS], place)
-    _run(["apt-get", *apt, "-qq", "download", found[1]], archives)
+    run_tool(["apt-get", *apt, "-qq", *install, *TOOLS], place)
+    run_tool(["apt-get", *apt, "-qq", "download", found[1]], archives)
     return sorted(archives.glob("*.deb"))
 
 
-def _run(command: list[str], place: Path) -> str:
+def run_tool(command: list[str], place: Path) -> str:
+    """What `command` says; RigUnavailableError if it does not work."""
     try:
         done = subprocess.run(
             command, cwd=place, capture_output=True, text=True, timeout=APT_TIMEOUT_S
@@ -108,14 +127,14 @@ def _run(command: list[str], place: Path) -> str:
         raise RigUnavailableError(f"{command[0]} does not work here: {error}") from error
     if done.returncode:
         raise RigUnavailableError(
-            f"`{command[0]}` could not get the guest's Debian packages: "
+            f"`{command[0]}` could not get the Debian packages: "
             f"{' '.join((done.stderr or done.stdout).split())[-300:]}; "
             "give this machine access to a Debian mirror (/etc/apt/sources.list)"
         )
     return done.stdout
 
 
-def _unpack(archive: Path, into: Path) -> None:
+def unpack(archive: Path, into: Path) -> None:
     """Like dpkg-deb -x, but what a package has in /lib goes to usr/lib, where /lib leads."""
     into.mkdir(exist_ok=True)
     dpkg = subprocess.Popen(["dpkg-deb", "--fsys-tarfile", archive], stdout=subprocess.PIPE)

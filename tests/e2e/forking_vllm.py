@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm`, whose engine and workers are forked, as vLLM does it for a GPU by default.
+
+On the CPU it starts them anew, and each of the two imports vLLM again: 12 s of one core, twice
+a server. `make demo`, the examples and the tests of the wheel start vLLM as it is.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.context import BaseContext
+
+from vllm.utils import system_utils
+
+
+def _forked() -> BaseContext:
+    return multiprocessing.get_context("fork")
+
+
+def fork_engines() -> None:
+    """Call it before anything of vLLM has taken the function that it replaces.
+
+    Safe beside the CPU's math threads: there are none, OMP_NUM_THREADS is 1 in all these tests.
+    """
+    system_utils.get_mp_context = _forked
+
+
+if __name__ == "__main__":
+    fork_engines()
+    from vllm.entrypoints.cli.main import main
+
+    main()

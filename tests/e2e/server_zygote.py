@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts servers, each a process of its own that is forked from one that has imported vLLM.
+
+Importing vLLM takes 12 s of one core, and the engine of a tiny model starts in three. What a
+server reads from its environment it has from this process: it is started with that of all its
+servers (`forked_server.py`).
+
+Reads one server a line (JSON: its arguments, its log) from standard input. Writes one line for
+each that was started (its process id) and for each that has ended (process id, exit status).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+
+from tests.e2e.shapes.zygote import IMPORTED_ONCE
+
+_PR_SET_PDEATHSIG = 1
+_LOOK_S = 0.05
+#: What the API server imports beside what every engine does.
+_IMPORTED_ONCE = (
+    "vllm.entrypoints.cli.main",
+    "vllm.entrypoints.cli.serve",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.async_llm",
+    *IMPORTED_ONCE,
+)
+
+
+def main() -> None:
+    _die_with_the_parent(signal.SIGKILL)
+    from tests.e2e.forking_vllm import fork_engines
+
+    fork_engines()
+    for module in _IMPORTED_ONCE:
+        importlib.import_module(module)
+    arguments = _serve_forks()
+    if arguments is not None:
+        sys.argv = ["vllm", *arguments]
+        from vllm.entrypoints.cli.main import main as vllm
+
+        vllm()
+
+
+def _serve_forks() -> list[str] | None:
+    """None at the end of the input; in each forked process its arguments."""
+    pending = b""
+    while True:
+        _tell_who_has_ended()
+        if not select.select([0], [], [], _LOOK_S)[0]:
+            continue
+        read = os.read(0, 1 << 16)
+        if not read:
+            return None
+        *lines, pending = (pending + read).split(b"\n")
+        for line in lines:
+            order = json.loads(line)
+            pid = os.fork()
+            if pid == 0:
+                _be_a_server(order["log"])
+                arguments: list[str] = order["arguments"]
+                return arguments
+            print(json.dumps({"started": pid}), flush=True)
+
+
+def _tell_who_has_ended() -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        ended = {"ended": pid, "status": os.waitstatus_to_exitcode(status)}
+        print(json.dumps(ended), flush=True)
+
+
+def _be_a_server(log: str) -> None:
+    os.setsid()
+    _die_with_the_parent(signal.SIGTERM)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for stream in (0, 1, 2):
+        os.dup2(output if stream else os.open(os.devnull, os.O_RDONLY), stream)
+    os.close(output)
+
+
+def _die_with_the_parent(number: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands in for parts of a GPU in an engine's process on a machine without one."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+__all__ = ["ask_as_on_a_gpu", "copy_by_stub"]
+
+
+def ask_as_on_a_gpu() -> None:
+    """The connector asks for its layout as on a GPU, and the CPU's attention takes it.
+
+    vLLM's CPU kernels go by strides, so that they serve the packed layout too, in which all
+    layers of a block are contiguous; the CPU backend only does not offer it.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    from vllm_nvmeof_offload import connector
+
+    class Asked(CPUAttentionBackend):
+        @classmethod
+        def supported_kv_cache_layouts(cls) -> Any:
+            return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+
+    CPUAttentionBackend.supported_kv_cache_layouts = Asked.supported_kv_cache_layouts
+    connector.current_platform = SimpleNamespace(is_cpu=lambda: False)
+
+
+def copy_by_stub() -> None:
+    """The worker is built as on a GPU, over a STUB of CUDA whose copies run late and reordered.
+
+    It proves how the parts are put together, and nothing about a GPU.
+    """
+    from tests.unit.copies.fake_cuda import MODEL_STREAM, FakeCuda
+    from vllm_nvmeof_offload.worker import build, device
+
+    def open_device(name: str) -> device.KvDevice:
+        assert name == "cpu"
+        cuda = FakeCuda(seed=os.getpid())
+        threading.Thread(target=_go_on, args=(cuda,), name="stub-gpu", daemon=True).start()
+        return device.KvDevice(cuda, lambda: MODEL_STREAM, ("a STUB stands in for the GPU",))
+
+    build.open_device = open_device
+
+
+def _go_on(cuda: Any) -> None:
+    """What a GPU does unasked."""
+    while True:
+        if not cuda.step():
+            threading.Event().wait(0.0005)

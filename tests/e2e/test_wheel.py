@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wheel: what is in it, what it can do alone, and a server that knows nothing but it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import faults_rig as rig
+from tests.e2e import wheel_rig
+from tests.e2e.wheel_rig import ROOT, Environment
+from vllm_nvmeof_offload import __version__
+from vllm_nvmeof_offload.demo.server import Server, ServerSpec
+from vllm_nvmeof_offload.units import GIB
+
+PROMPTS = 5  # the CPU tier holds less than three
+#: The example's policy, which leaves a line for every victim.
+POLICY = """
+import importlib, os
+SecondChance = importlib.import_module("04_custom_policy").SecondChance
+
+class Told(SecondChance):
+    def victim(self):
+        slot = super().victim()
+        with open(os.environ["TOLD_POLICY"], "a") as file:
+            file.write(f"{slot}\\n")
+        return slot
+"""
+ALONE = """
+import json
+from vllm_nvmeof_offload import native
+from vllm_nvmeof_offload.copy.nvrtc import kernel_source
+import vllm_nvmeof_offload, vllm_nvmeof_bench
+print(json.dumps([native.WHY_NOT, len(kernel_source()), vllm_nvmeof_offload.__file__,
+                  vllm_nvmeof_bench.__file__]))
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    scratch = tmp_path_factory.mktemp("wheel")
+    wheel, sdist = wheel_rig.build_wheel(scratch / "dist")
+    assert sdist.name == f"vllm_nvmeof_offload-{__version__}.tar.gz"
+    return wheel_rig.install(wheel, scratch / "environment")
+
+
+def test_the_wheel_has_everything_and_runs_alone(installed: Environment) -> None:
+    name = installed.wheel.name
+    assert name.startswith(f"vllm_nvmeof_offload-{__version__}-cp3")
+    assert "-manylinux_2_" in name
+    inside = zipfile.ZipFile(installed.wheel).namelist()
+    assert {"vllm_nvmeof_offload/py.typed", "vllm_nvmeof_offload/copy/copy_blocks.cu"} <= {*inside}
+    assert any(file.startswith("vllm_nvmeof_offload.libs/libisal") for file in inside)
+    notices = {Path(file).stem for file in inside if re.search(r"/native/notices/.", file)}
+    if Path("/etc/debian_version").exists():  # elsewhere distributions keep them in other places
+        assert notices == {"gcc", "libisal", "liburing", "nanobind"}
+    assert not [file for file in inside if file.endswith((".cpp", ".h")) or "tests/" in file]
+
+    assert f"{__version__} (vllm not installed)" in installed.run("vllm-nvmeof", "version")
+    why_not, kernel, *places = json.loads(installed.run("python", "-c", ALONE))
+    assert not why_not
+    assert kernel > 1000
+    assert all(Path(place).is_relative_to(installed.prefix) for place in places)
+    (metadata,) = installed.site_packages.glob("vllm_nvmeof_offload-*.dist-info/METADATA")
+    for extra in ("bench", "cpu", "cuda"):
+        assert f"Provides-Extra: {extra}\n" in metadata.read_text()
+    disk = installed.prefix / "disk"
+    few = ("--rounds", 1, "--blocks", "2MiB", "--arms", "ours", "--bytes-per-round", "16MiB")
+    figures = installed.run(
+        "vllm-nvmeof", "bench", "pool", *few, "--no-targets", "--dir", disk, "--json", "pool.json"
+    )
+    assert "2 MiB" in figures or "2.0 MiB" in figures
+
+
+@dataclass(frozen=True)
+class ByExample(ServerSpec):
+    """`examples/02_serve.sh`, with what the environment has installed."""
+
+    def command(self, port: int) -> list[str]:
+        script = str(ROOT / "examples" / "02_serve.sh")
+        return ["/bin/bash", script, *super().command(port)[2:]]
+
+    def environment(self) -> dict[str, str]:
+        env = super().environment()
+        env.pop("PYTHONPATH", None)
+        return env | dict(self.env)
+
+
+def test_a_server_from_the_wheel_by_the_examples_script_and_policy(
+    installed: Environment, tmp_path: Path
+) -> None:
+    wheel_rig.link_vllm(installed)
+    shutil.copy(ROOT / "examples" / "04_custom_policy.py", tmp_path)
+    (tmp_path / "told_policy.py").write_text(POLICY)
+    told, plain = tmp_path / "victims", rig.spec()
+    env = installed.variables(
+        TARGETS=str(tmp_path / "pool"),
+        STAGING_GIB=f"{rig.STAGING_SLOTS * rig.SLOT_BYTES / GIB:.6f}",
+        POOL_BYTES=str(rig.POOL_SLOTS * rig.SLOT_BYTES),
+        VLLM_NVMEOF_CHUNK_BYTES_MIN=str(rig.SHAPE.kv_bytes_per_token * rig.CHUNK_TOKENS),
+        VLLM_NVMEOF_EVICTION_POLICY="told_policy:Told",
+        TOLD_POLICY=str(told),
+        PYTHONPATH=str(tmp_path),
+        VLLM_CPU_NUM_OF_RESERVED_CPU="1",
+    )
+    spec = ByExample(plain.model, plain.max_model_len, plain.gpu_blocks, plain.block_size, env=env)
+    asked = rig.prompts()[:PROMPTS]
+    with Server(spec, rig.BUILD / "logs" / "wheel.log").wait_ready() as server:
+        cold = rig.ask(server, asked)
+        back = rig.ask(server, asked)
+        assert rig.same(back, cold)
+        now = rig.metrics(server)
+        assert now.value("vllm:nvmeof_loaded_tokens_total", source="pool") > 0
+        assert now.value("vllm:nvmeof_fallbacks") == 0
+    assert told.read_text().split(), "the user's policy chose no victim"
+
+
+@pytest.mark.soak
+def test_the_demo_from_the_wheel(installed: Environment) -> None:
+    wheel_rig.link_vllm(installed)
+    printed = installed.run("vllm-nvmeof", "demo", timeout_s=900)
+    assert "identical" in printed
