@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -83,14 +84,18 @@ def make_model(root: Path, shape: ModelShape | None = None) -> Path:
     directory = root / f"model-{shape.digest()}"
     if (directory / "config.json").exists():
         return directory
-    partial = root / f".{directory.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    root.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=root))
     _write_weights(partial / "model.safetensors", shape)
     _write_tokenizer(partial, shape)
     (partial / "config.json").write_text(json.dumps(_config(shape), indent=1))
     (partial / "generation_config.json").write_text(json.dumps({"do_sample": False}))
-    partial.rename(directory)
+    try:
+        partial.rename(directory)
+    except OSError:  # another process was sooner with the same one
+        shutil.rmtree(partial)
+        if not (directory / "config.json").exists():
+            raise
     return directory
 
 

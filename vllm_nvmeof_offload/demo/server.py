@@ -28,7 +28,7 @@ import httpx
 
 from vllm_nvmeof_offload.errors import OffloadError
 
-__all__ = ["OffloadSpec", "Server", "ServerError", "ServerSpec"]
+__all__ = ["OffloadSpec", "Server", "ServerError", "ServerSpec", "free_port"]
 
 MODEL_NAME = "demo"
 #: Asks the kernel for SIGTERM (15) at the parent's death, PR_SET_PDEATHSIG being 1, checks that
@@ -79,6 +79,7 @@ class ServerSpec:
 
     gpu_blocks: blocks of `block_size` tokens in the "GPU" cache, which on a CPU build is
     ordinary memory. cores_reserved: cores that vLLM leaves to everything but its math.
+    program: what stands for `vllm`; empty: the one beside this Python.
     """
 
     model: Path
@@ -91,6 +92,7 @@ class ServerSpec:
     offload: OffloadSpec | None = None
     extra_args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    program: tuple[str, ...] = ()
 
     @property
     def gpu_tokens(self) -> int:
@@ -110,8 +112,8 @@ class ServerSpec:
             "--block-size": self.block_size,
             "--num-gpu-blocks-override": self.gpu_blocks,
         }
-        vllm = Path(sys.executable).parent / "vllm"
-        out = [str(vllm), "serve", str(self.model)]
+        vllm = self.program or (str(Path(sys.executable).parent / "vllm"),)
+        out = [*vllm, "serve", str(self.model)]
         for name, value in fixed.items():
             out += [name, str(value)]
         # Compilation would add a minute to the start and change nothing that is shown here.
@@ -149,21 +151,26 @@ class Server:
     def __init__(self, spec: ServerSpec, log_path: Path) -> None:
         self.spec = spec
         self.log_path = log_path
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.startup_s = 0.0
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._started = time.monotonic()
-        with log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _LAUNCHER, str(os.getpid()), *spec.command(self.port)],
+        self._process = self._launch()
+        _alive.add(self)
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        """Start it in a process group of its own, with its output in `log_path`."""
+        command = [sys.executable, "-c", _LAUNCHER, str(os.getpid()), *self.spec.command(self.port)]
+        with self.log_path.open("wb") as log:
+            return subprocess.Popen(
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=spec.environment(),
+                env=self.spec.environment(),
                 start_new_session=True,
             )
-        _alive.add(self)
 
     @property
     def pid(self) -> int:
@@ -259,7 +266,8 @@ def _kill_all() -> None:
             server.kill()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback address that nobody listens on at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Looks at the targets, then serves a model with its KV cache on them.
+#
+#   TARGETS=/mnt/nvme0:/mnt/nvme1 STAGING_GIB=64 POOL_BYTES=4TiB examples/02_serve.sh MODEL [vllm's options]
+#
+# TARGETS: directories on mounted namespaces, with ":" between them.
+# STAGING_GIB: pinned memory over all ranks. POOL_BYTES: over all ranks and targets.
+set -euo pipefail
+
+model=${1:?usage: TARGETS=/mnt/nvme0 examples/02_serve.sh MODEL [options of vllm serve]}
+shift
+: "${TARGETS:?name the directories of the pool, such as TARGETS=/mnt/nvme0:/mnt/nvme1}"
+
+# 0: well; 1: slower, or sooner lost, than need be: read what it says; 2: would not run.
+IFS=: read -ra targets <<<"$TARGETS"
+status=0
+vllm-nvmeof doctor "${targets[@]/#/--target=}" --staging "${STAGING_GIB:=30}GiB" || status=$?
+[ "$status" -lt 2 ] || exit "$status"
+
+# The same keys as in --kv-transfer-config, as variables.
+export VLLM_NVMEOF_TARGETS=$TARGETS
+[ -z "${POOL_BYTES:-}" ] || export VLLM_NVMEOF_POOL_BYTES=$POOL_BYTES
+exec vllm serve "$model" --kv-offloading-backend nvmeof --kv-offloading-size "$STAGING_GIB" "$@"

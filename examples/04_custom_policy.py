@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An eviction policy of your own, and how it compares with ours.
+
+    python examples/04_custom_policy.py
+
+plays a made-up day on the manager alone, without vLLM, and prints how many chunks came back.
+A server takes the policy from its configuration:
+
+    PYTHONPATH=examples vllm serve MODEL --kv-offloading-backend nvmeof --kv-transfer-config \
+      '{"kv_connector_extra_config": {"eviction_policy": "04_custom_policy:SecondChance"}}'
+
+It runs in the scheduler, once for the CPU tier and once for each target: no I/O, no waiting.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from vllm_nvmeof_offload.manager.policy import EvictionPolicy, LruPolicy
+from vllm_nvmeof_offload.manager.policy_choice import try_policy
+
+
+class SecondChance:
+    """First in, first out; but what was used since its last turn goes to the end of the queue.
+
+    `used[slot]` is when a slot was last used: the manager keeps it, so a use costs nothing here.
+    """
+
+    def __init__(self, used: Sequence[int]) -> None:
+        self._used = used
+        self._seen = [0] * len(used)  # used[slot] when it was last looked at
+        self._inside = bytearray(len(used))
+        self._queued = bytearray(len(used))
+        self._queue: deque[int] = deque()
+        self._count = 0
+
+    def admit(self, slot: int) -> None:
+        self._count += 1 - self._inside[slot]
+        self._inside[slot] = 1
+        if not self._queued[slot]:
+            self._queued[slot] = 1
+            self._seen[slot] = self._used[slot]
+            self._queue.append(slot)
+
+    def withdraw(self, slot: int) -> None:
+        # It keeps its place in case it comes back: pinned is not used.
+        self._count -= self._inside[slot]
+        self._inside[slot] = 0
+
+    def touch(self, slot: int) -> None:
+        """Nothing to do: `used` tells."""
+
+    def peek(self) -> int | None:
+        while self._queue:
+            slot = self._queue[0]
+            if not self._inside[slot]:
+                self._queued[self._queue.popleft()] = 0
+            elif self._used[slot] != self._seen[slot]:
+                self._seen[slot] = self._used[slot]
+                self._queue.rotate(-1)
+            else:
+                return slot
+        return None
+
+    def victim(self) -> int | None:
+        slot = self.peek()
+        if slot is not None:
+            self._queued[self._queue.popleft()] = 0
+            self.withdraw(slot)
+        return slot
+
+    def __contains__(self, slot: int) -> bool:
+        return bool(self._inside[slot])
+
+    def __len__(self) -> int:
+        return self._count
+
+
+def hits(make: Callable[[Sequence[int]], EvictionPolicy], slots: int, day: Sequence[int]) -> int:
+    """Play `day`, a chunk for each time, on `slots` slots; return how often one was found."""
+    used = [0] * slots
+    policy, holds, free, found = make(used), dict[int, int](), list(range(slots)), 0
+    for now, chunk in enumerate(day, 1):
+        if chunk in holds:
+            found += 1
+            used[holds[chunk]] = now
+            policy.touch(holds[chunk])
+            continue
+        if not free:
+            victim = policy.victim()
+            assert victim is not None
+            del holds[next(c for c, slot in holds.items() if slot == victim)]
+            free.append(victim)
+        slot = free.pop()
+        holds[chunk] = slot
+        used[slot] = now
+        policy.admit(slot)
+    return found
+
+
+def main() -> None:
+    fault = try_policy(SecondChance)
+    assert fault is None, fault
+    rng = random.Random(1)
+    day = [min(int(rng.paretovariate(0.6)), 2000) for _ in range(20_000)]
+    for name, make in (("lru", LruPolicy), ("SecondChance", SecondChance)):
+        found = hits(make, 100, day)
+        print(f"{name:12} {found} of {len(day)} chunks came back ({found / len(day):.1%})")
+
+
+if __name__ == "__main__":
+    main()
