@@ -110,8 +110,9 @@ def main() -> None:
     while sys.stdin not in select.select([sys.stdin], [], [], 0)[0]:
         traffic.start()
         traffic.reap(bench.wait(bool))
-        if traffic.counts.total() >= said + 16:
-            said = traffic.counts.total()
+        # Of what has succeeded: on a disk that is slow itself most of it misses its deadline.
+        if traffic.counts[str(OK)] >= said + 8:
+            said = traffic.counts[str(OK)]
             print(said, flush=True)
     traffic.end()
     assert bench.close()

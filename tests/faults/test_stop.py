@@ -146,7 +146,7 @@ def test_a_stopped_owner_keeps_its_directory(start_child: StartChild, tmp_path: 
     assert other.engine_index == 1
     other.close()
     child.send_signal(signal.SIGCONT)
-    for _ in range(8):  # what was in flight may have missed its deadline; what follows has not
+    for _ in range(4):  # what was in flight may have missed its deadline; what follows has not
         hear(child)
     assert end(child)["ok"] > 0
     pool = Pool.open(spec)
