@@ -56,7 +56,8 @@ test: test-fast test-fabric test-e2e
 test-fast: setup
 	$(BIN)/python -m pytest tests/unit tests/contract tests/native tests/sim tests/faults tests/gpu \
 		-m "not soak and not alone" $(SIDE_BY_SIDE) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/faults -m "alone and not soak" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/faults -m "alone and not soak" -n $(if $(filter 0,$(JOBS)),0,3) \
+		--dist loadscope $(PYTEST_ARGS)
 
 # One after the other even under `make -j`, and the guest alone: it emulates a machine whose clock
 # its scenarios watch.

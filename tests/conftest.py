@@ -22,6 +22,8 @@ TOGETHER = {
     "tests/e2e/test_faults.py": "server with faults",
     "tests/e2e/test_monitoring.py": "server with faults",
 }
+#: What mostly waits, and has nothing that its tests share: those of one parameter stay together.
+APART = {"tests/faults/test_survive.py", "tests/faults/test_stop.py"}
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -32,6 +34,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Together(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
+            if file in APART:
+                return file + nodeid.partition("[")[2]
             directory = file.rpartition("/")[0]
             return TOGETHER.get(file) or TOGETHER.get(directory) or file
 

@@ -26,7 +26,7 @@ from .fuse_mount import FaultyMount
 from .kit import make_spec, name
 from .survive_rig import Survivor, closing, mount_id_of, open_files_on, own_threads, probers
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("own_mount_table")]
 
 SLOTS = 2 * FAILED_SLOTS_MAX + 4
 FAULTY, HEALTHY = range(0, SLOTS, 2), range(1, SLOTS, 2)
