@@ -230,6 +230,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         if isinstance(meta, NVMeoFWorkerMetadata):
             # First: a failed key must miss before vLLM looks it up again.
             self._manager.report(meta.reports, meta.counters)
+        if connector_output.invalid_block_ids:
+            self._view.store_again()
         super().update_connector_output(connector_output)
 
     @timed

@@ -418,6 +418,9 @@ class SimScheduler:
                 if request.blocks[index] in invalid:
                     request.computed = index * size
                     request.failed = True
+                    # Our connector's part: what is computed in their place is stored.
+                    computed = request.computed // self._knobs.chunk_tokens
+                    request.stored_chunks = min(request.stored_chunks, computed)
                     break
 
     def _job_finished(self, op: int, rank: int) -> None:

@@ -79,6 +79,18 @@ class SchedulerView:
         hit = self._scheduler.manager.lookup(key, state.req_context) is LookupResult.HIT
         return missing if hit else 0
 
+    def store_again(self) -> None:
+        """Loads have failed: let their requests store what they compute instead.
+
+        vLLM takes what a load is to bring as stored, from its plan on: the next request would have
+        to compute it a second time before it is kept. By now the requests count as computed no
+        more than what came before the first failure.
+        """
+        for state in self._scheduler._req_status.values():
+            computed = state.req.num_computed_tokens // self._tokens_per_chunk
+            group = state.group_states[0]
+            group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, computed)
+
     def empty_prefix_cache(self) -> bool:
         """Forget what GPU memory caches, unless a block is in use; returns whether it is empty."""
         manager = self._kv_cache_manager()
