@@ -72,6 +72,12 @@ class Request:
         """Offload key: like vLLM's, it names the tokens and not the weights."""
         return self.hashes[(chunk + 1) * knobs.chunk_tokens - 1].to_bytes(8, "big")
 
+    def load_failed(self, block: int, knobs: Knobs) -> None:
+        """What comes from this block on is computed and, as our connector wants it, stored."""
+        self.failed = True
+        self.computed = block * knobs.block_tokens
+        self.stored_chunks = min(self.stored_chunks, self.computed // knobs.chunk_tokens)
+
 
 def take_victim(running: list[Request], *, by_priority: bool) -> Request:
     """Whom vLLM preempts; taken out of `running`."""

@@ -416,11 +416,7 @@ class SimScheduler:
                 continue
             for index in range(-(-request.computed // size)):
                 if request.blocks[index] in invalid:
-                    request.computed = index * size
-                    request.failed = True
-                    # Our connector's part: what is computed in their place is stored.
-                    computed = request.computed // self._knobs.chunk_tokens
-                    request.stored_chunks = min(request.stored_chunks, computed)
+                    request.load_failed(index, self._knobs)
                     break
 
     def _job_finished(self, op: int, rank: int) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,10 @@ SHAPE = ModelShape(layers=2, hidden=128, intermediate=256, heads=4, kv_heads=1)
 LOOPING = ModelShape(
     layers=2, hidden=128, intermediate=256, heads=4, kv_heads=1, query_gain=1.0, embed_std=1.0
 )
+#: Of `SHAPE`, with other weights.
+OTHER = replace(SHAPE, seed=SHAPE.seed + 2)
+#: What `demo/model.py` makes by itself.
+_PLAIN = {"llama": SHAPE, "other": OTHER, "looping": LOOPING}
 #: The Gemma-like model's local layers see this many tokens back.
 WINDOW_TOKENS = 64
 IMAGE_TOKEN = SHAPE.vocab
@@ -133,10 +138,10 @@ def llava() -> Any:
 def make(kind: str) -> Path:
     """Make the model unless it is there already; return its directory.
 
-    kind: the name of a function above, `llama` or `looping`.
+    kind: the name of a function above, or of `_PLAIN`.
     """
-    if kind in ("llama", "looping"):
-        return make_model(MODELS, SHAPE if kind == "llama" else LOOPING)
+    if kind in _PLAIN:
+        return make_model(MODELS, _PLAIN[kind])
     config_of: Callable[[], Any] = globals()[kind]
     config = config_of()
     text = json.dumps([config.to_dict(), Path(__file__).read_text()], sort_keys=True, default=str)

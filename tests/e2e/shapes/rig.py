@@ -56,6 +56,10 @@ class Plan:
     env: Mapping[str, str] = field(default_factory=dict)
     #: Run what is refused, to see what it would give.
     lift_mla: bool = False
+    #: After the first round: the model whose weights are put into this one, by vLLM's API.
+    reload: str = ""
+    #: Nobody tells the connector of it.
+    unwatched: bool = False
     #: See `stand_ins.py`.
     packed: bool = False
     stub_gpu: bool = False
@@ -210,6 +214,8 @@ class Zygote:
             "env": dict(plan.env),
             "only_make": only_make,
             "lift_mla": plan.lift_mla,
+            "reload": plan.reload,
+            "unwatched": plan.unwatched,
             "packed": plan.packed,
             "stub_gpu": plan.stub_gpu,
             "offloads": plan.target is not None,

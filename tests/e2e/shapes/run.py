@@ -26,6 +26,8 @@ def play(plan: dict[str, Any]) -> dict[str, Any]:
     os.environ.update(plan["env"])
     if plan["lift_mla"]:
         _lift_the_refusal_of_mla()
+    if plan["unwatched"]:
+        _watch_nothing()
     if plan["packed"]:
         stand_ins.ask_as_on_a_gpu()
     if plan["stub_gpu"]:
@@ -42,7 +44,10 @@ def play(plan: dict[str, Any]) -> dict[str, Any]:
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"}
     answers, counters = [], []
-    for asked in plan["rounds"]:
+    for number, asked in enumerate(plan["rounds"]):
+        if plan["reload"] and number == 1:
+            new = {"weights_path": str(make(plan["reload"]))}
+            llm.collective_rpc("reload_weights", kwargs=new)
         # What comes back comes from us: GPU memory forgets.
         assert llm.reset_prefix_cache()
         before = _counters(llm)
@@ -58,6 +63,12 @@ def _lift_the_refusal_of_mla() -> None:
     from vllm_nvmeof_offload.integration import model_shape
 
     model_shape._ignores_loaded_kv = lambda vllm_config: False
+
+
+def _watch_nothing() -> None:
+    from vllm_nvmeof_offload.integration import weights_watch
+
+    weights_watch.install = lambda engine_core: None
 
 
 def _ask(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
