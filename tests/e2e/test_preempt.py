@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.e2e import faults_rig as rig
+from tests.small_disk import tmpfs
 from vllm_nvmeof_offload.demo.client import Answer, Metrics
 from vllm_nvmeof_offload.demo.model import random_tokens
 from vllm_nvmeof_offload.demo.server import ServerSpec
@@ -83,9 +86,13 @@ def outcome(
     tmp_path_factory: pytest.TempPathFactory,
     expected: list[list[Answer]],
 ) -> Outcome:
-    target = tmp_path_factory.mktemp("preempt") / "pool"
-    spec = _spec(target, "--scheduling-policy", request.param)
-    got, before, after = _rounds(spec, f"preempt-{request.param}")
+    place = tmp_path_factory.mktemp("preempt")
+    with ExitStack() as mounts:
+        # The CPU tier holds a third of all chunks: what a stalling disk does not take in is lost.
+        if os.geteuid() == 0:
+            mounts.enter_context(tmpfs(place, 1 * GIB))
+        spec = _spec(place / "pool", "--scheduling-policy", request.param)
+        got, before, after = _rounds(spec, f"preempt-{request.param}")
     return Outcome(expected, got, before, after)
 
 
@@ -103,7 +110,8 @@ def test_hardly_anything_is_computed_twice(outcome: Outcome) -> None:
     """Of what was computed, in full chunks, and not in GPU memory any more."""
     gone = outcome.ours("resumed_chunk_tokens")
     assert gone > 1000
-    assert outcome.ours("resumed_chunk_tokens_lost") <= 0.05 * gone
+    refused = {name: outcome.ours(name) for name in ("refused_stores", "refused_writes")}
+    assert outcome.ours("resumed_chunk_tokens_lost") <= 0.05 * gone, refused
     assert outcome.ours("failed_chunks") == 0
 
 
