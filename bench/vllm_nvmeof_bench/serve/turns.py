@@ -11,6 +11,7 @@ first arm.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 import time
 from collections.abc import Sequence
@@ -188,4 +189,5 @@ async def _converse(
 
 
 def _digest(reply: Reply) -> str:
-    return " ".join(map(str, reply.tokens)) or reply.text
+    text = " ".join(map(str, reply.tokens)) or reply.text
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
