@@ -30,8 +30,9 @@ SHAPE = ModelShape(layers=6, hidden=512, intermediate=1024, heads=4, kv_heads=4)
 BLOCK_TOKENS, CHUNK_TOKENS, PROMPT_TOKENS, ANSWER_TOKENS = 32, 64, 707, 4
 PROMPTS = 6
 SLOT_BYTES = slot_stride_bytes(SHAPE.kv_bytes_per_token * CHUNK_TOKENS)
-#: Loads after which a new rate must have been learned.
-LESSONS = 4
+#: Returns after which a new rate must have been learned. Each read halves the distance, and what a
+#: throttle lets through at once goes at the disk's speed: from there to 10 MB/s are six.
+LESSONS = 7
 #: Within this factor of the crossover either choice is right: hysteresis, and a noisy machine.
 CLOSE = 2.0
 #: What the server decides by; printed where a test fails.
