@@ -3,7 +3,7 @@
 
     python examples/04_custom_policy.py
 
-plays a made-up day on the manager alone, without vLLM, and prints how many chunks came back.
+plays a made-up day on the policy alone, without vLLM, and prints how many chunks came back.
 A server takes the policy from its configuration:
 
     PYTHONPATH=examples vllm serve MODEL --kv-offloading-backend nvmeof --kv-transfer-config \

@@ -24,12 +24,20 @@ class Forgetful(LruPolicy):
 
 class Inventive(LruPolicy):
     def victim(self):
-        super().victim()
+        return None if super().victim() is None else 0
+
+class Generous(LruPolicy):
+    def victim(self):
         return 0
 
 class Raising(LruPolicy):
     def admit(self, slot):
         raise KeyError(slot)
+
+class Dividing(LruPolicy):
+    def __init__(self, used):
+        super().__init__(used)
+        self.share = 100 // len(used)
 
 class Empty:
     pass
@@ -42,6 +50,7 @@ Number = 3
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "policies_of_a_user.py").write_text(MODULE)
     (tmp_path / "broken_of_a_user.py").write_text("import no_such_module_anywhere")
+    (tmp_path / "folder_of_a_user").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.syspath_prepend(str(EXAMPLES))
 
@@ -65,7 +74,10 @@ def test_every_policy_passes_the_trial(name: str) -> None:
         ("policies_of_a_user:", "no such policy"),
         ("nowhere_at_all:Policy", "nowhere_at_all cannot be imported.*PYTHONPATH"),
         ("broken_of_a_user:Policy", "broken_of_a_user cannot be imported.*no_such_module"),
-        ("policies_of_a_user:Missing", "the module has no Missing"),
+        ("policies_of_a_user:Missing", "policies_of_a_user.py, has no Missing"),
+        ("folder_of_a_user:Good", "folder_of_a_user, has no Good"),
+        ("policies_of_a_user:Generous", "a slot where there are none"),
+        ("policies_of_a_user:Dividing", "raises ZeroDivisionError"),
         ("policies_of_a_user:Empty", "has no admit, withdraw, touch, peek, victim, __contains__"),
         ("policies_of_a_user:Number", "has no admit"),
         ("policies_of_a_user:Forgetful", "does not know which slots are evictable"),

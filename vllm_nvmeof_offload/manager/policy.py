@@ -22,6 +22,7 @@ class EvictionPolicy(Protocol):
 
     Made with `used`: by slot, when it was last used. The manager keeps it and a policy reads
     it; it grows with every use of any slot, and a withdrawn slot may come back with any value.
+    Made several times: with no slots before the sizes are known, and anew after each reset.
     """
 
     def admit(self, slot: int) -> None:

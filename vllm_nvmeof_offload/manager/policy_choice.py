@@ -54,13 +54,19 @@ def _imported(name: str) -> Callable[..., EvictionPolicy]:
         known = ", ".join(f'"{one}"' for one in POLICIES)
         raise ConfigError(_KEY, name, f'no such policy; give {known} or "module:Class"')
     try:
-        found: Callable[..., EvictionPolicy] = getattr(importlib.import_module(module), attribute)
-    except AttributeError:
-        remedy = f"the module has no {attribute}; name a class that it defines"
-        raise ConfigError(_KEY, name, remedy) from None
+        imported = importlib.import_module(module)
     except Exception as error:
         remedy = f"{module} cannot be imported ({error}); install it, or put it on PYTHONPATH"
         raise ConfigError(_KEY, name, remedy) from error
+    found: Callable[..., EvictionPolicy] | None = getattr(imported, attribute, None)
+    if found is None:
+        # A folder of this name is a module too, without a file.
+        where = getattr(imported, "__file__", None) or ", ".join(getattr(imported, "__path__", ()))
+        remedy = (
+            f"the module, found at {where}, has no {attribute}; name a class that it defines, or "
+            "put the directory of the right module on PYTHONPATH"
+        )
+        raise ConfigError(_KEY, name, remedy)
     return found
 
 
@@ -69,6 +75,9 @@ def try_policy(make: MakePolicy) -> str | None:
 
     It knows which slots are evictable, and nothing of the order in which they should go.
     """
+    none = make(array("Q"))  # as it is made before the sizes are known
+    if none.peek() is not None or none.victim() is not None:
+        return "it gives a slot where there are none"
     used = array("Q", bytes(8 * _TRIAL_SLOTS))
     policy, inside, state = make(used), set[int](), 1
     for now in range(1, _TRIAL_CALLS):
