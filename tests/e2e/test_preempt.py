@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -89,7 +88,7 @@ def outcome(
     place = tmp_path_factory.mktemp("preempt")
     with ExitStack() as mounts:
         # The CPU tier holds a third of all chunks: what a stalling disk does not take in is lost.
-        if os.geteuid() == 0:
+        with suppress(pytest.skip.Exception):  # where mounting is not permitted, on that disk
             mounts.enter_context(tmpfs(place, 1 * GIB))
         spec = _spec(place / "pool", "--scheduling-policy", request.param)
         got, before, after = _rounds(spec, f"preempt-{request.param}")

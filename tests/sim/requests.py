@@ -6,6 +6,7 @@ from __future__ import annotations
 import enum
 import random
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .base import Knobs
@@ -73,10 +74,15 @@ class Request:
         return self.hashes[(chunk + 1) * knobs.chunk_tokens - 1].to_bytes(8, "big")
 
     def load_failed(self, block: int, knobs: Knobs) -> None:
-        """What comes from this block on is computed and, as our connector wants it, stored."""
+        """What comes from this block on has to be computed."""
         self.failed = True
         self.computed = block * knobs.block_tokens
-        self.stored_chunks = min(self.stored_chunks, self.computed // knobs.chunk_tokens)
+
+
+def store_again(requests: Iterable[Request], knobs: Knobs) -> None:
+    """Our connector's part when a load has failed, whoever's: see its `store_again`."""
+    for request in requests:
+        request.stored_chunks = min(request.stored_chunks, request.computed // knobs.chunk_tokens)
 
 
 def take_victim(running: list[Request], *, by_priority: bool) -> Request:

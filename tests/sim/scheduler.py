@@ -17,7 +17,7 @@ from .base import Clock, Knobs, Trace, Violation
 from .memory import Tag
 from .queue import SimQueue
 from .rank import Metadata, Output, TransferJob, Work
-from .requests import BlockPool, Request, Status, take_victim, who_lets_go
+from .requests import BlockPool, Request, Status, store_again, take_victim, who_lets_go
 from .rules import Rules
 
 LOAD_ATTEMPTS_MAX, BUDGET_TOKENS = 20, 24
@@ -397,6 +397,7 @@ class SimScheduler:
         invalid: set[int] = set().union(*(o.invalid_blocks for o in outputs))
         if invalid:
             self._invalidate(invalid)
+            store_again(self._requests.values(), self._knobs)
         self._rules.report([report for output in outputs for report in output.reports])
         self.core.step_ended()
         for rank, output in enumerate(outputs):
