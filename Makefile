@@ -83,10 +83,13 @@ bench: setup
 results: setup
 	@bash tools/results.sh
 
-# No set-up of vLLM's CPU build: GPU_PYTHON is a Python with torch and the extra [cuda].
+# No set-up of vLLM's CPU build: GPU_PYTHON is a Python with torch and the extra [cuda], and, for
+# the parts engine and ttft, with a vLLM for GPUs. GPU_PARTS: some of copies sanitizer engine bench
+# ttft; all by default. GPU_SERVER_ARGS: more arguments of the servers of ttft.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+GPU_PARTS ?=
 gpu:
-	@bash tools/gpu.sh "$(GPU_PYTHON)"
+	@bash tools/gpu.sh "$(GPU_PYTHON)" $(GPU_PARTS)
 
 # For the Python of the environment: `make distclean wheel PYTHON=python3.12` for another one.
 wheel: setup

@@ -24,7 +24,8 @@ Directory = Annotated[Path, typer.Option("--dir", help="Where pools of servers s
 Arms = Annotated[
     str,
     typer.Option(
-        help="Servers to start here, of none,cpu,pool,target,full,peer,peer_target,peer_full."
+        help="Servers to start here, of none,cpu,pool,target,full,peer,peer_target,peer_full; "
+        "on a GPU ours also as full:dma or full:kernel."
     ),
 ]
 BaseUrl = Annotated[
@@ -39,6 +40,11 @@ Rounds = Annotated[int, typer.Option(help="Of everything, arms interleaved.", mi
 Seed = Annotated[int, typer.Option(help="Of the prompts and the order.")]
 Rate = Annotated[
     int, typer.Option("--target-mb-per-s", help="Of the throttled stand-in for a target.", min=1)
+]
+
+ServerArgs = Annotated[
+    str,
+    typer.Option(help="More arguments of vllm serve, quoted, for the servers started here."),
 ]
 
 
@@ -77,6 +83,7 @@ def ttft(
     lengths: Annotated[str, typer.Option(help="Of prompts. Default: 256,1024,4096.")] = "",
     rounds: Rounds = 3,
     target_rate: Rate = 200,
+    server_args: ServerArgs = "",
     token_ids: TokenIds = "",
     seed: Seed = 1,
     directory: Directory = _BUILD / "disk",
@@ -86,9 +93,14 @@ def ttft(
     """Time to first token of one request, against its length: computed, and brought back.
 
     With --base-url any server with an OpenAI API is measured, several side by side. Without, small
-    servers are started here on vLLM's CPU engine, about half a minute each.
+    servers are started here on the engine of the vLLM that is installed, about half a minute each.
     """
-    given: dict[str, Any] = {"rounds": rounds, "seed": seed, "target_mb_per_s": target_rate}
+    given: dict[str, Any] = {
+        "rounds": rounds,
+        "seed": seed,
+        "target_mb_per_s": target_rate,
+        "server_args": server_args,
+    }
     given |= _numbers(lengths, "lengths")
     _run("ttft", given, arms, base_url, token_ids, (directory, json_path, plot))
 
@@ -102,6 +114,7 @@ def hits(
     prompt_tokens: Annotated[int, typer.Option(help="Of each prompt.", min=1)] = 512,
     rounds: Rounds = 2,
     target_rate: Rate = 200,
+    server_args: ServerArgs = "",
     token_ids: TokenIds = "",
     seed: Seed = 1,
     directory: Directory = _BUILD / "disk",
@@ -118,7 +131,8 @@ def hits(
         "rounds": rounds,
         "seed": seed,
     }
-    given |= {"seed": seed, "target_mb_per_s": target_rate, **_numbers(rates, "rates")}
+    given |= {"target_mb_per_s": target_rate, "server_args": server_args}
+    given |= _numbers(rates, "rates")
     _run("hits", given, arms, base_url, token_ids, (directory, json_path, plot))
 
 
@@ -132,6 +146,7 @@ def turns(
     answer_tokens: Annotated[int, typer.Option(help="Of each answer.", min=1)] = 16,
     rounds: Rounds = 2,
     target_rate: Rate = 200,
+    server_args: ServerArgs = "",
     token_ids: TokenIds = "",
     seed: Seed = 1,
     directory: Directory = _BUILD / "disk",
@@ -150,6 +165,7 @@ def turns(
         "rounds": rounds,
         "seed": seed,
         "target_mb_per_s": target_rate,
+        "server_args": server_args,
         **_numbers(concurrency, "concurrency"),
     }
     _run("turns", given, arms, base_url, token_ids, (directory, json_path, plot))
@@ -161,6 +177,7 @@ def serve(
     arms: Arms = "",
     parts: Annotated[str, typer.Option(help="Of ttft,hits,turns. Default: all.")] = "",
     target_rate: Rate = 200,
+    server_args: ServerArgs = "",
     token_ids: TokenIds = "",
     seed: Seed = 1,
     directory: Directory = _BUILD / "disk",
@@ -177,7 +194,7 @@ def serve(
         if unknown:
             message = f"no part {unknown[0]!r}; there are {', '.join(command.BENCHES)}"
             raise typer.BadParameter(message, param_hint="--parts")
-        given = {"seed": seed, "target_mb_per_s": target_rate}
+        given = {"seed": seed, "target_mb_per_s": target_rate, "server_args": server_args}
         settings = {name: command.BENCHES[name].module.Settings(**given) for name in chosen}
         files = {name: out / f"{name}.json" for name in chosen}
         known = names(arms, ())

@@ -19,6 +19,7 @@ import numpy as np
 
 from tests.e2e.forked_server import ForkedServer, can_be_forked
 from vllm_nvmeof_offload.demo.client import Answer, Client, Metrics
+from vllm_nvmeof_offload.demo.engine import has_cpu_engine
 from vllm_nvmeof_offload.demo.model import ModelShape, make_model, random_tokens
 from vllm_nvmeof_offload.demo.server import OffloadSpec, Server, ServerSpec
 from vllm_nvmeof_offload.units import GIB, KIB, slot_stride_bytes
@@ -36,6 +37,8 @@ POOL_SLOTS = 512
 LOGPROB_TOLERANCE = 1e-3
 #: Of `spec`, where deadlines are to be missed: yet longer than a shared disk stalls by itself.
 SHORT_DEADLINES = {"read_deadline_ms": 4000, "write_deadline_ms": 8000}
+#: Of a GPU's memory, so that several servers find room on one.
+GPU_MEMORY = None if has_cpu_engine() else 0.25
 _FORKING = Path(__file__).with_name("forking_vllm.py")
 
 
@@ -78,6 +81,7 @@ def spec(target: Path | None = None, **extra: object) -> ServerSpec:
         block_size=BLOCK_TOKENS,
         max_num_seqs=16,
         offload=offload,
+        gpu_memory=GPU_MEMORY,
         env={"VLLM_SERVER_DEV_MODE": "1"},
     )
 
@@ -131,7 +135,8 @@ def start(server_spec: ServerSpec, name: str, *, anew: bool = False) -> Server:
     log = BUILD / "logs" / f"{name}.log"
     if can_be_forked(server_spec) and not anew:
         return ForkedServer(server_spec, log).wait_ready()
-    program = server_spec.program or (sys.executable, "-P", str(_FORKING))
+    forking = (sys.executable, "-P", str(_FORKING)) if has_cpu_engine() else ()
+    program = server_spec.program or forking
     return Server(replace(server_spec, program=program), log).wait_ready()
 
 

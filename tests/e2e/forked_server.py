@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vllm_nvmeof_offload.demo.engine import has_cpu_engine
 from vllm_nvmeof_offload.demo.server import Server, ServerSpec
 
 __all__ = ["ForkedServer", "can_be_forked"]
@@ -33,7 +34,8 @@ _MANY_SERVERS = frozenset({"--api-server-count", "--data-parallel-size"})
 
 
 def can_be_forked(spec: ServerSpec) -> bool:
-    others_vllm = "PYTHONPATH" in spec.env
+    """CUDA does not live on in a child."""
+    others_vllm = "PYTHONPATH" in spec.env or not has_cpu_engine()
     return not (spec.program or others_vllm or _MANY_SERVERS.intersection(spec.extra_args))
 
 

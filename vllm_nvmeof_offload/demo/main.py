@@ -30,7 +30,7 @@ from vllm_nvmeof_offload.demo.model import ModelShape, make_model
 from vllm_nvmeof_offload.demo.report import Report
 from vllm_nvmeof_offload.demo.runs import Runs
 from vllm_nvmeof_offload.demo.server import Server, ServerSpec
-from vllm_nvmeof_offload.demo.sizes import offload_spec, server_spec
+from vllm_nvmeof_offload.demo.sizes import model_shape, offload_spec, server_spec
 from vllm_nvmeof_offload.demo.workload import CrowdPlan, Plan
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.units import format_bytes
@@ -63,7 +63,7 @@ def run(
     plan = _QUICK if quick else Plan()
     build = Path("build").resolve()
     target = (pool_dir or build).resolve() / f"demo-pool-{os.getpid()}"
-    demo = _Demo(console, plan, ModelShape(), build, target)
+    demo = _Demo(console, plan, model_shape(), build, target)
     try:
         report = demo.run()
     except (OffloadError, httpx.HTTPError) as error:

@@ -26,6 +26,7 @@ from typing import Any, Self
 
 import httpx
 
+from vllm_nvmeof_offload.demo.engine import engine_environment, vllm_command
 from vllm_nvmeof_offload.errors import OffloadError
 
 __all__ = ["OffloadSpec", "Server", "ServerError", "ServerSpec", "free_port"]
@@ -79,7 +80,8 @@ class ServerSpec:
 
     gpu_blocks: blocks of `block_size` tokens in the "GPU" cache, which on a CPU build is
     ordinary memory. cores_reserved: cores that vLLM leaves to everything but its math.
-    program: what stands for `vllm`; empty: the one beside this Python.
+    gpu_memory: share of the GPU's memory that is this server's; None: vLLM's default.
+    program: what stands for `vllm`; empty: that of this Python.
     """
 
     model: Path
@@ -90,6 +92,8 @@ class ServerSpec:
     max_num_batched_tokens: int = 8192
     cores_reserved: int = 1
     offload: OffloadSpec | None = None
+    dtype: str = "float32"
+    gpu_memory: float | None = None
     extra_args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     program: tuple[str, ...] = ()
@@ -101,19 +105,20 @@ class ServerSpec:
 
     def command(self, port: int) -> list[str]:
         """Return the command line of the server on `port`."""
-        fixed = {
+        fixed: dict[str, object] = {
             "--host": "127.0.0.1",
             "--port": port,
             "--served-model-name": MODEL_NAME,
-            "--dtype": "float32",
+            "--dtype": self.dtype,
             "--max-model-len": self.max_model_len,
             "--max-num-seqs": self.max_num_seqs,
             "--max-num-batched-tokens": self.max_num_batched_tokens,
             "--block-size": self.block_size,
             "--num-gpu-blocks-override": self.gpu_blocks,
         }
-        vllm = self.program or (str(Path(sys.executable).parent / "vllm"),)
-        out = [*vllm, "serve", str(self.model)]
+        if self.gpu_memory is not None:
+            fixed["--gpu-memory-utilization"] = self.gpu_memory
+        out = [*(self.program or vllm_command()), "serve", str(self.model)]
         for name, value in fixed.items():
             out += [name, str(value)]
         # Compilation would add a minute to the start and change nothing that is shown here.
@@ -124,22 +129,7 @@ class ServerSpec:
 
     def environment(self) -> dict[str, str]:
         """Return the environment of the server's process."""
-        env = dict(os.environ)
-        # Without compiled bytecode three processes compile some 2,000 modules at every start.
-        env.pop("PYTHONDONTWRITEBYTECODE", None)
-        env |= {
-            "VLLM_TARGET_DEVICE": "cpu",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_NUM_OF_RESERVED_CPU": str(self.cores_reserved),
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            # Its messages are read by people and by tests; both want no escape codes.
-            "NO_COLOR": "1",
-        }
-        return env | dict(self.env)
+        return engine_environment(self.cores_reserved) | dict(self.env)
 
 
 Progress = Callable[[float, str], None]

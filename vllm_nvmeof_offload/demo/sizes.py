@@ -1,22 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large the server's caches are, so that a plan's conversations leave them when they should."""
+"""How large model and caches are, so that a plan's conversations leave them when they should."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
 
+from vllm_nvmeof_offload.demo.engine import has_cpu_engine
 from vllm_nvmeof_offload.demo.model import ModelShape
 from vllm_nvmeof_offload.demo.server import OffloadSpec, ServerSpec
 from vllm_nvmeof_offload.demo.workload import Plan
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, slot_stride_bytes
 
-__all__ = ["BLOCK_TOKENS", "offload_spec", "server_spec"]
+__all__ = ["BLOCK_TOKENS", "model_shape", "offload_spec", "server_spec"]
 
 BLOCK_TOKENS = 32
 _CHUNK_BYTES = 512 * KIB
 _STREAM_SLOTS = 16
 _POOL_BYTES = 512 * MIB
+#: Fifteen times what two cores get, and no more KV: else a GPU computes a prompt at once.
+_ON_A_GPU = ModelShape(hidden=4096, intermediate=14336, heads=32)
+
+
+def model_shape() -> ModelShape:
+    """For the engine of the vLLM that is installed."""
+    return ModelShape() if has_cpu_engine() else _ON_A_GPU
 
 
 def server_spec(plan: Plan, model: Path) -> ServerSpec:

@@ -24,7 +24,7 @@ class Gpu:
     """numa_node: None where the machine has one node, or does not tell. uuid: 32 hex digits.
 
     pcie: its maxima are what GPU and slot can do together. is_idle: then the link may run
-    slower than it can, to save power.
+    slower than it can, to save power. driver: NVIDIA's version of it, such as 580.95.05.
     """
 
     index: int
@@ -33,6 +33,7 @@ class Gpu:
     uuid: str = ""
     pcie: PcieLink | None = None
     is_idle: bool = False
+    driver: str = ""
 
 
 def read_gpus(sysfs: str = "/sys") -> tuple[Gpu, ...]:
@@ -75,13 +76,14 @@ def _gpu(nvml: Any, index: int, sysfs: str) -> Gpu:
         .replace("-", ""),
         pcie=link,
         is_idle=state is not None and state >= _IDLE_FROM,
+        driver=_text(_asked(nvml, "nvmlSystemGetDriverVersion") or ""),
     )
 
 
-def _asked(nvml: Any, call: str, handle: Any) -> Any:
+def _asked(nvml: Any, call: str, *arguments: Any) -> Any:
     """None where this GPU, such as a virtual one, does not answer the question."""
     try:
-        return getattr(nvml, call)(handle)
+        return getattr(nvml, call)(*arguments)
     except (AttributeError, nvml.NVMLError):
         return None
 

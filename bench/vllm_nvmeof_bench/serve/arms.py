@@ -11,8 +11,9 @@
     peer_full    vLLM's own tiering, whose CPU tier holds everything
 
 `full` and `peer_full`, `pool` and `peer`, `target` and `peer_target` get the same bytes of CPU
-memory, the same chunks, and store the same tokens. An arm of the form NAME=URL is a server that
-runs already, with whatever configuration it has.
+memory, the same chunks, and store the same tokens. One of ours may say how its GPU copies, as
+full:dma or full:kernel. An arm of the form NAME=URL is a server that runs already, with whatever
+configuration it has.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import vllm_nvmeof_bench
 from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_offload.copy.select import Backend
+from vllm_nvmeof_offload.demo.engine import has_cpu_engine
 from vllm_nvmeof_offload.demo.model import ModelShape
 from vllm_nvmeof_offload.demo.server import OffloadSpec, ServerSpec
 from vllm_nvmeof_offload.units import GIB, MIB, slot_stride_bytes
@@ -38,6 +41,14 @@ _THIRD = 3
 _READ_DEADLINE_MS = 60_000
 _PEER_MODULE = "vllm_nvmeof_bench.serve.peer"
 _PEER_SPEC = "HostTieringOffloadingSpec"
+_PEER_SPEC_ON_GPU = "TieringOffloadingSpec"
+_SMALL = ModelShape(layers=4, hidden=256, intermediate=1024, heads=2, kv_heads=2)
+_LARGE = ModelShape(
+    layers=8, hidden=2048, intermediate=7168, heads=16, kv_heads=4, positions_max=65_536
+)
+_BYTES = {"float32": 4, "bfloat16": 2}
+#: Of a GPU's memory, for all servers together.
+_GPU_MEMORY = 0.9
 
 #: Printed wherever the peer's figures are.
 PEER_NOTE = (
@@ -51,7 +62,8 @@ PEER_NOTE = (
 class Arm:
     """One server. says: for people. tier: what the CPU tier holds, "all", "third" or "none".
 
-    url: of one that runs already; everything else is then not known.
+    url: of one that runs already; everything else is then not known. copy_backend: of ours on a
+    GPU, "dma" or "kernel"; empty: what is chosen by measurement.
     """
 
     name: str
@@ -61,6 +73,7 @@ class Arm:
     throttled: bool = False
     peer: bool = False
     url: str | None = None
+    copy_backend: str = ""
 
 
 ARMS = {
@@ -93,15 +106,25 @@ def arms_of(names: Sequence[str], base_urls: Sequence[str]) -> list[Arm]:
     """
     found = [_remote(text, number) for number, text in enumerate(base_urls)]
     if not found:
-        for name in names:
-            if name not in ARMS:
-                raise BenchError(f"no arm {name!r}; there are {', '.join(ARMS)}, or --base-url")
-        found = [ARMS[name] for name in names]
+        found = [_named(name) for name in names]
     if not found:
         raise BenchError("nothing to measure: give at least one arm")
     if len({arm.name for arm in found}) < len(found):
         raise BenchError("two arms have the same name: give each NAME=URL a name of its own")
     return found
+
+
+def _named(text: str) -> Arm:
+    name, colon, backend = text.partition(":")
+    if name not in ARMS:
+        raise BenchError(f"no arm {name!r}; there are {', '.join(ARMS)}, or --base-url")
+    arm = ARMS[name]
+    if not colon:
+        return arm
+    known = [one.value for one in Backend]
+    if backend not in known or arm.peer or arm.tier == "none":
+        raise BenchError(f"no arm {text!r}: one of ours may be followed by :{' or :'.join(known)}")
+    return replace(arm, name=text, says=f"{arm.says}; copies by {backend}", copy_backend=backend)
 
 
 def _remote(text: str, number: int) -> Arm:
@@ -120,7 +143,8 @@ class Sizes:
     working_tokens: whose KV an arm "that holds all" holds in its CPU tier. third_tokens: the same
     of one that holds a third; None: a third of it. request_tokens_max: of one prompt with its
     answer. gpu_tokens: of the GPU cache (ordinary memory on a CPU engine). target_mb_per_s: what
-    the throttled stand-in reads and writes, MB/s. models: where the random model is kept.
+    the throttled stand-in reads and writes, MB/s. models: where the random model is kept; it is
+    small for two cores, larger and bfloat16 for a GPU. server_args: more arguments of the servers.
     """
 
     working_tokens: int
@@ -129,12 +153,10 @@ class Sizes:
     third_tokens: int | None = None
     max_num_seqs: int = 16
     target_mb_per_s: int = 200
-    shape: ModelShape = field(
-        default_factory=lambda: ModelShape(
-            layers=4, hidden=256, intermediate=1024, heads=2, kv_heads=2
-        )
-    )
+    shape: ModelShape = field(default_factory=lambda: _SMALL if has_cpu_engine() else _LARGE)
+    dtype: str = field(default_factory=lambda: "float32" if has_cpu_engine() else "bfloat16")
     models: Path = Path("build/models")
+    server_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.gpu_tokens < self.request_tokens_max:
@@ -146,9 +168,14 @@ class Sizes:
             raise BenchError("the throttled stand-in needs at least 1 MB/s")
 
     @property
+    def kv_bytes_per_token(self) -> int:
+        """Over all layers."""
+        return self.shape.kv_bytes_per_token * _BYTES[self.dtype] // _BYTES["float32"]
+
+    @property
     def chunk_bytes(self) -> int:
         """Of one block: the smallest chunk that any arm could have."""
-        return BLOCK_TOKENS * self.shape.kv_bytes_per_token
+        return BLOCK_TOKENS * self.kv_bytes_per_token
 
     @property
     def pool_bytes(self) -> int:
@@ -181,9 +208,11 @@ def offload_of(arm: Arm, sizes: Sizes, place: Path) -> OffloadSpec | None:
         return None
     staging = sizes.staging_bytes(arm.tier)
     if arm.peer:
+        spec = {"spec_name": _PEER_SPEC_ON_GPU}
+        if has_cpu_engine():
+            spec = {"spec_name": _PEER_SPEC, "spec_module_path": _PEER_MODULE}
         extra = {
-            "spec_name": _PEER_SPEC,
-            "spec_module_path": _PEER_MODULE,
+            **spec,
             "cpu_bytes_to_use": staging,
             "block_size": BLOCK_TOKENS,
             "offload_prompt_only": False,
@@ -202,11 +231,13 @@ def offload_of(arm: Arm, sizes: Sizes, place: Path) -> OffloadSpec | None:
         "stream_slots": _STREAM_SLOTS,
         "read_deadline_ms": _READ_DEADLINE_MS,
     }
+    if arm.copy_backend:
+        ours["copy_backend"] = arm.copy_backend
     return OffloadSpec(staging / GIB, ours)
 
 
-def server_spec(arm: Arm, sizes: Sizes, model: Path, place: Path) -> ServerSpec:
-    """The server of an arm that is started here."""
+def server_spec(arm: Arm, sizes: Sizes, model: Path, place: Path, servers: int = 1) -> ServerSpec:
+    """The server of an arm that is started here, one of so many that share the GPU."""
     length = -(-(sizes.request_tokens_max + 1) // BLOCK_TOKENS) * BLOCK_TOKENS
     package = Path(vllm_nvmeof_bench.__file__).parents[1]
     path = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH", ""))))
@@ -218,6 +249,9 @@ def server_spec(arm: Arm, sizes: Sizes, model: Path, place: Path) -> ServerSpec:
         max_num_seqs=sizes.max_num_seqs,
         cores_reserved=0,
         offload=offload_of(arm, sizes, place),
+        dtype=sizes.dtype,
+        gpu_memory=None if has_cpu_engine() else round(_GPU_MEMORY / servers, 3),
+        extra_args=sizes.server_args,
         # The route that empties the GPU's prefix cache is one of the development mode.
         env={"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path},
     )

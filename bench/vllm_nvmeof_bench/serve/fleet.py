@@ -22,8 +22,10 @@ from vllm_nvmeof_bench.pool.settings import Settings as PoolSettings
 from vllm_nvmeof_bench.serve.arms import PEER_NOTE, Arm, Sizes, engine_id, server_spec
 from vllm_nvmeof_bench.serve.client import Client
 from vllm_nvmeof_bench.throttle import Throttle
+from vllm_nvmeof_offload.demo.engine import has_cpu_engine
 from vllm_nvmeof_offload.demo.model import make_model
 from vllm_nvmeof_offload.demo.server import Server
+from vllm_nvmeof_offload.fabric.gpus import read_gpus
 
 __all__ = ["ServeFleet", "conditions_of"]
 
@@ -98,7 +100,8 @@ class ServeFleet:
             if arm.throttled:
                 rate = self.sizes.target_mb_per_s * _MB
                 throttle = stack.enter_context(Throttle(place, rate, rate))
-            spec = server_spec(arm, self.sizes, model, place)
+            servers = sum(one.url is None for one in self.arms)
+            spec = server_spec(arm, self.sizes, model, place, servers)
             server = stack.enter_context(Server(spec, self._logs / f"{arm.name}.log"))
             if throttle is not None:
                 throttle.add(server.pid)  # and all that it starts
@@ -125,8 +128,10 @@ def conditions_of(arms: Sequence[Arm], sizes: Sizes | None, directory: Path) -> 
     kept = ("versions", "machine", "disk", "load_average_at_start")
     found: dict[str, Any] = {name: common[name] for name in kept}
     found["arms"] = {arm.name: _described(arm, sizes) for arm in arms}
-    if any(arm.peer for arm in arms):
+    if any(arm.peer for arm in arms) and has_cpu_engine():
         found["peer_note"] = PEER_NOTE
+    if not has_cpu_engine():
+        found["gpus"] = [f"{gpu.name}, driver {gpu.driver}" for gpu in read_gpus()]
     if any(arm.throttled for arm in arms) and sizes is not None:
         found["stand_in"] = (
             f"the NVMe-oF target is a stand-in: a directory on the local disk, whose reads and "
@@ -135,9 +140,9 @@ def conditions_of(arms: Sequence[Arm], sizes: Sizes | None, directory: Path) -> 
     if sizes is not None and any(arm.url is None for arm in arms):
         shape = sizes.shape
         found["model"] = {
-            "name": "random Llama, float32",
+            "name": f"random Llama, {sizes.dtype}",
             "parameters": shape.parameters,
-            "kv_bytes_per_token": shape.kv_bytes_per_token,
+            "kv_bytes_per_token": sizes.kv_bytes_per_token,
             "shape": asdict(shape),
         }
         found["gpu_tokens"] = sizes.gpu_tokens

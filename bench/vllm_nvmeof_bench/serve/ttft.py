@@ -11,6 +11,7 @@ tier that holds a third of it all.
 from __future__ import annotations
 
 import random
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,7 @@ class Settings:
     rounds: int = 3
     seed: int = 1
     target_mb_per_s: int = 200
+    server_args: str = ""
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1:
@@ -49,7 +51,13 @@ class Settings:
         """Of servers that are started here."""
         longest = max(self.lengths) + _ANSWER_TOKENS
         total = self.rounds * sum(length + _ANSWER_TOKENS for length in self.lengths)
-        return Sizes(total, longest, longest + 64, target_mb_per_s=self.target_mb_per_s)
+        return Sizes(
+            total,
+            longest,
+            longest + 64,
+            target_mb_per_s=self.target_mb_per_s,
+            server_args=tuple(shlex.split(self.server_args)),
+        )
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class Settings:
     rounds: int = 2
     seed: int = 1
     target_mb_per_s: int = 200
+    server_args: str = ""
 
     def __post_init__(self) -> None:
         if not self.concurrency or min(self.concurrency) < 1:
@@ -70,6 +72,7 @@ class Settings:
             _GPU_CONVERSATIONS * blocks,
             max_num_seqs=_SEQUENCES,
             target_mb_per_s=self.target_mb_per_s,
+            server_args=tuple(shlex.split(self.server_args)),
         )
 
 

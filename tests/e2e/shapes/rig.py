@@ -14,12 +14,24 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import pytest
 
 from tests.e2e import faults_rig
 from tests.e2e.shapes.models import SHAPE
+from vllm_nvmeof_offload.demo.engine import has_cpu_engine
 from vllm_nvmeof_offload.units import GIB, MIB
 
-__all__ = ["Answer", "Outcome", "Plan", "Request", "Zygote", "play_back", "prompts", "same"]
+__all__ = [
+    "Answer",
+    "Outcome",
+    "Plan",
+    "Request",
+    "Zygote",
+    "only_cpu_engine",
+    "play_back",
+    "prompts",
+    "same",
+]
 
 ROOT = Path(__file__).resolve().parents[3]
 LOGS = faults_rig.BUILD / "logs"
@@ -27,8 +39,14 @@ LOGS = faults_rig.BUILD / "logs"
 RUN_S_MAX = 240.0
 LOGPROB_TOLERANCE = 1e-3
 #: Options that must not change an answer.
-_INDIFFERENT = {"speculative_config", "prefix_caching_hash_algo", "mm_processor_cache_gb"}
+_INDIFFERENT = {
+    *("speculative_config", "prefix_caching_hash_algo", "mm_processor_cache_gb"),
+    *("async_scheduling", "enforce_eager", "compilation_config"),
+}
 STAGING_BYTES, POOL_BYTES = 32 * MIB, 32 * MIB
+only_cpu_engine = pytest.mark.skipif(
+    not has_cpu_engine(), reason="of vLLM's CPU engine; this vLLM is a build for GPUs"
+)
 
 
 @dataclass(frozen=True)
@@ -82,6 +100,8 @@ class Plan:
             "num_gpu_blocks_override": 80,
             "disable_log_stats": False,
         }
+        if faults_rig.GPU_MEMORY is not None:
+            arguments["gpu_memory_utilization"] = faults_rig.GPU_MEMORY
         if self.target is not None:
             extra = {
                 "targets": [str(self.target)],

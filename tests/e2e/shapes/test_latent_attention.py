@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tests.e2e.shapes.rig import Plan, Request, Zygote, play_back, prompts, same
+from tests.e2e.shapes.rig import Plan, Request, Zygote, only_cpu_engine, play_back, prompts, same
 
+pytestmark = only_cpu_engine
 CPU, POOL = "nvmeof_loaded_tokens:cpu", "nvmeof_loaded_tokens:pool"
 CHUNK_TOKENS = 32
 ASKED = [Request(prompt) for prompt in prompts(6, 5 * CHUNK_TOKENS - 9)]

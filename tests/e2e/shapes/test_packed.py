@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.e2e.shapes.rig import Plan, Zygote, play_back
+from tests.e2e.shapes.rig import Plan, Zygote, only_cpu_engine, play_back
 from tests.e2e.shapes.test_answers import ASKED, all_came_back, whole_chunks
 
+pytestmark = only_cpu_engine  # on a GPU: test_on_gpu.py
 PACKED = "Using BLHNC KV cache layout"
 
 

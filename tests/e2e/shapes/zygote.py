@@ -2,9 +2,11 @@
 """Runs engines, each in a process of its own that is forked from one that has imported vLLM.
 
 Importing vLLM takes longer than starting an engine for a tiny model: it is done once, and
-every run is still a fresh process, so that a second run on one pool is a restart.
+every run is still a fresh process, so that a second run on one pool is a restart. Where vLLM's
+engine is one for GPUs nothing is forked: CUDA does not live on in a child.
 
 Reads one plan a line (JSON) from standard input, and writes one line when its process ended.
+With a plan's file as its argument it is the engine of that plan.
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+
+from vllm_nvmeof_offload.demo.engine import has_cpu_engine
 
 _PR_SET_PDEATHSIG = 1
 #: What every engine imports.
@@ -33,28 +38,43 @@ IMPORTED_ONCE = (
 
 def main() -> None:
     _die_with_the_parent()
-    _stand_in_for_xxhash()
-    for module in IMPORTED_ONCE:
-        importlib.import_module(module)
-
-    from tests.e2e.shapes import run
-
+    if sys.argv[1:]:
+        _be_an_engine(json.loads(Path(sys.argv[1]).read_text()))
+    start = _fork if has_cpu_engine() else _spawn
+    if start is _fork:
+        _stand_in_for_xxhash()
+        for module in (*IMPORTED_ONCE, "tests.e2e.shapes.run"):
+            importlib.import_module(module)
     print("READY", flush=True)
     for line in sys.stdin:
-        plan = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            _be_an_engine(plan, run)
-        _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        print(start(line), flush=True)
 
 
-def _be_an_engine(plan: dict[str, object], run: object) -> None:
+def _fork(line: str) -> int:
+    pid = os.fork()
+    if pid == 0:
+        _be_an_engine(json.loads(line))
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _spawn(line: str) -> int:
+    plan = Path(json.loads(line)["result"]).with_suffix(".plan")
+    plan.write_text(line)
+    command = [sys.executable, "-m", "tests.e2e.shapes.zygote", str(plan)]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
+
+
+def _be_an_engine(plan: dict[str, object]) -> None:
     _die_with_the_parent()
     log = os.open(str(plan["log"]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for stream in (0, 1, 2):
         os.dup2(log if stream else os.open(os.devnull, os.O_RDONLY), stream)
-    result = run.play(plan)  # type: ignore[attr-defined]
+    _stand_in_for_xxhash()
+
+    from tests.e2e.shapes import run
+
+    result = run.play(plan)
     Path(str(plan["result"])).write_text(json.dumps(result))
     sys.stdout.flush()
     sys.stderr.flush()

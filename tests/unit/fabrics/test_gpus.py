@@ -28,6 +28,7 @@ ANSWERS = {
     "nvmlDeviceGetUUID": "GPU-01234567-89ab-cdef-0123-456789abcdef",
     "nvmlDeviceGetPciInfo": types.SimpleNamespace(busId="00000000:3B:00.0"),
     "nvmlDeviceGetHandleByIndex": 0,
+    "nvmlSystemGetDriverVersion": "580.95.05",
 }
 
 
@@ -38,7 +39,7 @@ def made_up_nvml(**changed: object) -> types.ModuleType:
         pass
 
     def answering(value: object) -> object:
-        def call(handle: int) -> object:
+        def call(handle: int = 0) -> object:
             if value is None:
                 raise NVMLError("not supported")
             return value
@@ -67,9 +68,8 @@ def machine(gpu: Gpu, own: int = 1) -> Machine:
 
 def test_link_and_place_are_read(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = read(tree, monkeypatch)
-    assert gpu == Gpu(
-        0, 1, "Made-up GPU", UUID, PcieLink("0000:3b:00.0", 16.0, 32.0, 16, 16, 1), False
-    )
+    link = PcieLink("0000:3b:00.0", 16.0, 32.0, 16, 16, 1)
+    assert gpu == Gpu(0, 1, "Made-up GPU", UUID, link, False, "580.95.05")
 
 
 def test_a_slower_link_is_a_warning(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads that fail under whatever engine this vLLM has; `test_faults.py` asks a server at length."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from tests.e2e.shapes.rig import Plan, Zygote, same
+from tests.e2e.shapes.test_answers import ASKED, POOL, whole_chunks
+
+
+def test_reads_that_fail(zygote: Zygote, tmp_path: Path) -> None:
+    """After a restart all is in the pool. Both reads of the first prompt fail, and one of their
+    second tries: what does not come back is computed, and what follows comes back.
+    """
+    plan = Plan("llama", [ASKED], target=tmp_path / "pool")
+    reference = zygote.reference(plan, "failing")
+    stored = zygote.run(plan, "failing-stored")
+    assert same(stored.answers[0], reference)
+    faults = tmp_path / "faults.json"
+    faults.write_text('{"read_eio": 3, "seed": 1}')
+    told = {"fault_injection": str(faults), "admission": "always"}
+    failed = zygote.run(replace(plan, extra=told), "failing")
+    assert same(failed.answers[0], reference)
+    assert failed.grown(0, "nvmeof_failed_chunks") > 0
+    assert failed.grown(0, POOL) == whole_chunks(ASKED, 64), "all of it was asked for"
+    assert 0 < failed.grown(0, "nvmeof_failed_load_tokens") < whole_chunks(ASKED, 64)
+    assert failed.grown(0, "nvmeof_stored_chunks") > 0, "what was computed in its place"

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers are started for the engine that the installed vLLM has."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from vllm_nvmeof_offload.demo import engine
+from vllm_nvmeof_offload.demo.server import ServerSpec
+from vllm_nvmeof_offload.demo.sizes import model_shape
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    def answer(name: str) -> str:
+        assert name == "vllm"
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", answer)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_cpu"), [("0.32.0+cpu", True), ("0.33.0", False), (None, False)]
+)
+def test_the_version_tells(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, is_cpu: bool
+) -> None:
+    installed(monkeypatch, version)
+    assert engine.has_cpu_engine() is is_cpu
+
+
+def test_a_build_for_gpus_is_not_told_to_be_one_for_cpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")  # as the Makefile says it to everything
+    installed(monkeypatch, "0.33.0")
+    env = ServerSpec(tmp_path, 64, 8, env={"X": "y"}).environment()
+    assert not {name for name in env if name.startswith(("VLLM_TARGET", "VLLM_CPU"))}
+    assert (env["TRITON_F32_DEFAULT"], env["HF_HUB_OFFLINE"], env["X"]) == ("ieee", "1", "y")
+
+
+def test_a_build_for_cpus_gets_its_memory_and_its_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    installed(monkeypatch, "0.32.0+cpu")
+    env = ServerSpec(tmp_path, 64, 8, cores_reserved=3).environment()
+    assert (env["VLLM_TARGET_DEVICE"], env["VLLM_CPU_NUM_OF_RESERVED_CPU"]) == ("cpu", "3")
+    assert "TRITON_F32_DEFAULT" not in env
+
+
+def test_a_vllm_without_a_script_is_started_by_its_module(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    command = ServerSpec(tmp_path, 64, 8, gpu_memory=0.25, dtype="bfloat16").command(80)
+    assert command[:4] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+    options = dict(zip(command[5::2], command[6::2], strict=False))
+    assert (options["--gpu-memory-utilization"], options["--dtype"]) == ("0.25", "bfloat16")
+    (tmp_path / "vllm").touch()
+    command = ServerSpec(tmp_path, 64, 8).command(80)
+    assert command[:2] == [str(tmp_path / "vllm"), "serve"]
+    assert "--gpu-memory-utilization" not in command
+
+
+def test_a_gpu_gets_a_model_that_takes_it_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, "0.32.0+cpu")
+    small = model_shape()
+    installed(monkeypatch, "0.33.0")
+    large = model_shape()
+    assert large.parameters > 10 * small.parameters
+    assert large.kv_bytes_per_token == small.kv_bytes_per_token, "the tiers' sizes are the same"
