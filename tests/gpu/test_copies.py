@@ -14,9 +14,9 @@ from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.select import Backend
 
 POISON = 0xA5
-#: Bytes of a block in a layer: odd, FP8 and BF16 MLA (576 numbers × 16 tokens), 8 heads × 128
-#: × 16 tokens of BF16.
-PAGES = (38, 576 * 16, 2 * 576 * 16, 8 * 128 * 16 * 2)
+#: Bytes of a block in a layer: odd, so that the kernel goes byte by byte, and by words of 4; FP8
+#: and BF16 MLA (576 numbers × 16 tokens), 8 heads × 128 × 16 tokens of BF16.
+PAGES = (38, 36, 576 * 16, 2 * 576 * 16, 8 * 128 * 16 * 2)
 
 backends = pytest.mark.parametrize("backend", list(Backend))
 layouts = pytest.mark.parametrize("layout", LAYOUTS)

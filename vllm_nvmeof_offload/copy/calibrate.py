@@ -32,7 +32,7 @@ def calibrate(
     budget_s: float = 1.5,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Cell]:
-    """Measure the grid of `select`, small transfers first; what the budget leaves out is DMA's.
+    """Measure the grid of `select`, small transfers first, as far as the budget reaches.
 
     staging: address and bytes of registered memory that nobody uses; its contents are lost.
     Raises: CudaError: such as no GPU memory to spare.

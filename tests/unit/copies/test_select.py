@@ -73,6 +73,21 @@ def test_the_nearest_cell_decides(
     assert Selector(_cells()).choose(direction, _pieces(count, size)) is expected
 
 
+def test_what_was_not_measured_goes_as_fewer_of_its_size() -> None:
+    """128 KiB × 1024 is more than a calibration may take; so is much, where time ran out."""
+    large = 128 * KIB
+    cells = [
+        Cell(Direction.LOAD, large, 16, dma_us=10.0, kernel_us=20.0),
+        Cell(Direction.LOAD, large, 256, dma_us=10.0, kernel_us=5.0),
+        Cell(Direction.STORE, large, 256, dma_us=10.0, kernel_us=20.0),
+    ]
+    selector = Selector(cells)
+    assert selector.choose(Direction.LOAD, _pieces(1000, large)) is Backend.KERNEL
+    assert selector.choose(Direction.LOAD, _pieces(64, large)) is Backend.DMA
+    assert selector.choose(Direction.STORE, _pieces(1000, large)) is Backend.DMA
+    assert selector.choose(Direction.LOAD, _pieces(1000, 64 * KIB)) is Backend.DMA, "another size"
+
+
 def test_what_is_not_aligned_goes_by_dma() -> None:
     selector = Selector(_cells())
     assert selector.choose(Direction.LOAD, _pieces(64, 4 * KIB, start=8)) is Backend.DMA
