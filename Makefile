@@ -85,7 +85,7 @@ results: setup
 
 # No set-up of vLLM's CPU build: GPU_PYTHON is a Python with torch and the extra [cuda], and, for
 # the parts engine and ttft, with a vLLM for GPUs. GPU_PARTS: some of copies sanitizer engine bench
-# ttft; all by default. GPU_SERVER_ARGS: more arguments of the servers of ttft.
+# ttft shapes; all by default. GPU_SERVER_ARGS: more arguments of the servers of ttft.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 GPU_PARTS ?=
 gpu:

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # All that only a GPU can tell, in parts: tests/gpu on it, the same under compute-sanitizer, real
-# vLLM on it, the benchmark of copies, time to first token out of the tiers. `make gpu` calls it.
+# vLLM on it, the benchmark of copies, time to first token out of the tiers, models of many kinds.
+# `make gpu` calls it.
 # Arguments: PYTHON [PART…]
 # Nothing is fetched where all packages are there. Without a vLLM for GPUs the parts that need one
 # are left out, and said; without the native I/O core threads do the I/O.
@@ -12,7 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${1:?usage: tools/gpu.sh PYTHON [PART...]}
 shift
 parts=("${@:-}")
-[ -n "${parts[0]}" ] || parts=(copies sanitizer engine bench ttft)
+[ -n "${parts[0]}" ] || parts=(copies sanitizer engine bench ttft shapes)
 out=build/bench
 # What is installed comes first: it may have the native core, which a bare checkout has not.
 export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$PWD:$PWD/bench"
@@ -97,11 +98,18 @@ sanitizer() {
 engine() {
     has_engine || return 0
     local status=0
-    run_tests engine tests/e2e/shapes/test_on_gpu.py tests/e2e/shapes/test_failing_reads.py \
-        tests/e2e/shapes/test_answers.py tests/e2e/shapes/test_weights.py || status=1
+    run_tests engine tests/e2e/shapes/test_on_gpu.py \
+        tests/e2e/shapes/test_failing_reads.py || status=1
     run_tests server tests/e2e/test_tokens.py tests/e2e/test_preempt.py \
         tests/e2e/test_faults.py || status=1
     return $status
+}
+
+# Adapters, images, drafts, FP8, other block sizes: some thirty engines.
+shapes() {
+    has_engine || return 0
+    run_tests shapes tests/e2e/shapes/test_answers.py tests/e2e/shapes/test_weights.py \
+        tests/e2e/shapes/test_hash_seeds.py
 }
 
 bench() {
@@ -126,7 +134,7 @@ command -v nvidia-smi >/dev/null && nvidia-smi --query-gpu=name,driver_version,p
 failed=()
 for part in "${parts[@]}"; do
     declare -F "$part" >/dev/null ||
-        fail "no part $part; there are copies, sanitizer, engine, bench, ttft"
+        fail "no part $part; there are copies, sanitizer, engine, bench, ttft, shapes"
     began=$SECONDS
     echo "gpu: $part"
     "$part" || failed+=("$part") # the others run all the same
