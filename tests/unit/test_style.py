@@ -31,7 +31,7 @@ LONGER_FILES = {
 #: Each package or module, from the lowest layer to the highest. Imports go down or sideways.
 LAYERS: list[set[str]] = [
     {"errors", "units", "names", "__init__"},
-    {"protocol", "config", "config_keys", "config_check", "metrics"},
+    {"protocol", "config", "config_keys", "config_check", "metric", "gauges", "metrics"},
     {"copy", "io", "pool", "fabric", "native", "sizing"},
     {"job_specs", "deployment", "parallel"},
     {"manager", "worker"},

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_nvmeof_offload.manager.core import ManagerCore
+from vllm_nvmeof_offload.manager.resumes import Resume
+from vllm_nvmeof_offload.manager.waiting import Attempt
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, COUNTERS
 from vllm_nvmeof_offload.protocol import RankHello
 
@@ -114,6 +116,18 @@ class Figures:
     def add(self, name: str, amount: float, *labels: str) -> None:
         if amount:
             self._counts[name, labels] += amount
+
+    def count_resume(self, resume: Resume) -> None:
+        """A preempted request was resumed."""
+        self.add("reloaded_tokens", resume.reloaded)
+        self.add("recomputed_tokens", resume.recomputed)
+        self.add("resumed_chunk_tokens", resume.chunk_tokens)
+        self.add("resumed_chunk_tokens_lost", resume.chunk_tokens_lost)
+
+    def count_attempt(self, attempt: Attempt) -> None:
+        """vLLM went on with what was decided on a hit."""
+        self.add("admissions", 1, attempt.decision)
+        self.add("declined_tokens", attempt.declined)
 
     def add_from_workers(self, counters: Mapping[str, int]) -> None:
         """What the ranks have counted, summed: `metric:label value:…`; time in microseconds."""

@@ -32,10 +32,9 @@ from vllm_nvmeof_offload.job_specs import ChunkLoadSpec, ChunkStoreSpec
 from vllm_nvmeof_offload.manager.complaints import Complaints
 from vllm_nvmeof_offload.manager.core import ManagerCore, Source
 from vllm_nvmeof_offload.manager.figures import Figures
-from vllm_nvmeof_offload.manager.resumes import Resume
 from vllm_nvmeof_offload.manager.steps import StepMeter
 from vllm_nvmeof_offload.manager.summary import config_of, start_line
-from vllm_nvmeof_offload.manager.waiting import Attempt, Queue, WaitingRequests
+from vllm_nvmeof_offload.manager.waiting import Queue, WaitingRequests
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, COUNTERS, GAUGES
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.protocol import Command, RankHello, Report
@@ -242,18 +241,6 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self.core.report(reports)
         self.figures.add_from_workers(worker_counters)
         self._complaints.look()
-
-    def count_resume(self, resume: Resume) -> None:
-        """A preempted request was resumed."""
-        self.figures.add("reloaded_tokens", resume.reloaded)
-        self.figures.add("recomputed_tokens", resume.recomputed)
-        self.figures.add("resumed_chunk_tokens", resume.chunk_tokens)
-        self.figures.add("resumed_chunk_tokens_lost", resume.chunk_tokens_lost)
-
-    def count_attempt(self, attempt: Attempt) -> None:
-        """vLLM went on with what was decided on a hit."""
-        self.figures.add("admissions", 1, attempt.decision)
-        self.figures.add("declined_tokens", attempt.declined)
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         # Once a step, and most steps change nothing: time alone is told now and then.
