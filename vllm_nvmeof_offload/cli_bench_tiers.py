@@ -13,6 +13,7 @@ from vllm_nvmeof_offload.cli_bench import (
     Plot,
     bench_app,
     import_bench,
+    names,
     plain_errors,
 )
 
@@ -63,6 +64,9 @@ def tiers(
     pool: Annotated[float, typer.Option(help="Pool / working set.")] = 0.1,
     pools: Annotated[str, typer.Option(help="Sweep, such as 0.05,0.1,0.4.")] = "",
     cpus: Annotated[str, typer.Option(help="Sweep, such as 0.02,0.1.")] = "",
+    policies: Annotated[
+        str, typer.Option(help="Of eviction, as eviction_policy has them, module:Class too.")
+    ] = "lru,credited_lru",
     plot: Plot = None,
 ) -> None:
     """Simulate both tiers over a trace: hits by tier and bytes, over sizes and policies.
@@ -84,6 +88,7 @@ def tiers(
             gpu=gpu,
             cpu=cpu,
             pool=pool,
+            policies=names(policies, ("lru", "credited_lru")),
             **{name: found for name, found in sweeps.items() if found},
         )
         command = import_bench("tiers.command")

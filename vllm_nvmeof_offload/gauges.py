@@ -12,6 +12,7 @@ CONFIG_LABELS = (
     "version",
     "io_engine",
     "copy_engine",
+    "eviction_policy",
     "write_policy",
     "admission",
     "prompts_only",

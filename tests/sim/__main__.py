@@ -9,6 +9,8 @@ import sys
 import time
 from collections import Counter
 
+from vllm_nvmeof_offload.manager.recency import CREDITED
+
 from .base import PROFILES
 from .world import play
 
@@ -20,7 +22,7 @@ def main() -> int:
     parser.add_argument(
         "--ranks", type=int, help="default: by the seed, or each eighth seed with 1 to 8"
     )
-    parser.add_argument("--policy", default="lru", help="as eviction_policy is configured")
+    parser.add_argument("--policy", default=CREDITED, help="as eviction_policy is configured")
     parser.add_argument("--first", type=int, help="soak: the first seed (default: random)")
     parser.add_argument("--count", type=int, default=10**9, help="soak: how many seeds")
     parser.add_argument("--seconds", type=float, default=60.0, help="soak: how long")

@@ -11,7 +11,8 @@ from dataclasses import replace
 from vllm_nvmeof_offload.manager.admission import AdmissionConfig
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.plan import WritePolicy
-from vllm_nvmeof_offload.manager.policy_choice import choose_policy
+from vllm_nvmeof_offload.manager.policy_choice import choose_policy, credit_share
+from vllm_nvmeof_offload.manager.recency import CREDITED
 
 from .base import Clock, Knobs, Trace, Violation
 from .memory import Tag
@@ -28,9 +29,14 @@ class World:
     """`run` plays the seed to its end or raises `Violation`."""
 
     def __init__(
-        self, seed: int, profile: str | None = None, ranks: int | None = None, policy: str = "lru"
+        self,
+        seed: int,
+        profile: str | None = None,
+        ranks: int | None = None,
+        policy: str = CREDITED,
     ) -> None:
         self.rng = random.Random(seed)
+        self._policy_name = policy
         self._policy = choose_policy(policy)
         self.knobs = Knobs.draw(self.rng, profile)
         if ranks is not None:
@@ -60,6 +66,8 @@ class World:
             tokens_per_chunk=knobs.chunk_tokens,
             admission=AdmissionConfig(automatic=knobs.admission),
             store_threshold=knobs.store_threshold,
+            eviction_policy=self._policy_name,
+            credit_share=credit_share(self._policy_name, WritePolicy(knobs.write_policy)),
             write_policy=WritePolicy(knobs.write_policy),
             report_deadline_s=knobs.report_deadline_s,
             tell_residency=True,
@@ -224,7 +232,7 @@ class World:
 
 
 def play(
-    seed: int, profile: str | None = None, ranks: int | None = None, policy: str = "lru"
+    seed: int, profile: str | None = None, ranks: int | None = None, policy: str = CREDITED
 ) -> Counter[str]:
     """Run one seed. A violation, or any broken assertion, says how to replay it.
 
@@ -239,7 +247,7 @@ def play(
         trace = world.trace if world else "  (at the start)"
         replay = f"--seed {seed}" + (f" --profile {profile}" if profile else "")
         replay += f" --ranks {ranks}" if ranks else ""
-        replay += f" --policy {policy}" if policy != "lru" else ""
+        replay += f" --policy {policy}" if policy != CREDITED else ""
         raise AssertionError(
             f"{error or type(error).__name__}\nseed {seed}: {world.knobs if world else ''}\n"
             f"last events:\n{trace}\nreplay: python -m tests.sim {replay}"

@@ -7,7 +7,7 @@ import enum
 from dataclasses import dataclass, field
 
 from vllm_nvmeof_offload.manager.admission import AdmissionConfig
-from vllm_nvmeof_offload.manager.recency import CREDIT_SHARE
+from vllm_nvmeof_offload.manager.recency import CREDIT_SHARE, CREDITED
 from vllm_nvmeof_offload.protocol import StoreCommand
 
 __all__ = ["CoreConfig", "Source", "StorePlan", "WritePolicy"]
@@ -34,6 +34,7 @@ class CoreConfig:
 
     tokens_per_chunk: what a chunk saves the model.
     store_threshold: a chunk is stored on its n-th sighting (`sightings`).
+    eviction_policy: its configured name, for people; the core is given what it makes.
     credit_share: what a chunk's return is worth at eviction (`recency`); 0: plain LRU.
     clean_share: on-eviction writing keeps at least as much free, or evictable without a loss.
     tell_residency: somebody takes `ManagerCore.residency`'s changes, after every step.
@@ -41,6 +42,7 @@ class CoreConfig:
 
     world_size: int = 1
     store_threshold: int = 1
+    eviction_policy: str = CREDITED
     credit_share: float = CREDIT_SHARE
     write_policy: WritePolicy = WritePolicy.THROUGH
     weights_never_change: bool = False

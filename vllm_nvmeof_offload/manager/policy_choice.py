@@ -8,18 +8,28 @@ from array import array
 from collections.abc import Callable
 
 from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.manager.plan import WritePolicy
 from vllm_nvmeof_offload.manager.policy import EvictionPolicy, LruPolicy
+from vllm_nvmeof_offload.manager.recency import CREDIT_SHARE, CREDITED
 from vllm_nvmeof_offload.manager.targets import MakePolicy
 
-__all__ = ["CREDITED", "POLICIES", "choose_policy", "try_policy"]
+__all__ = ["POLICIES", "choose_policy", "credit_share", "try_policy"]
 
 _KEY = "eviction_policy"
-#: It differs from `lru` in what counts as the last use, which `recency` keeps.
-CREDITED = "credited_lru"
-#: By their configured names.
+#: By their configured names. `credited_lru` differs in what counts as the last use, which
+#: `recency` keeps.
 POLICIES: dict[str, MakePolicy] = {CREDITED: LruPolicy, "lru": LruPolicy}
 _METHODS = ("admit", "withdraw", "touch", "peek", "victim", "__contains__", "__len__")
 _TRIAL_SLOTS, _TRIAL_CALLS = 16, 2000
+
+
+def credit_share(name: str, write_policy: WritePolicy = WritePolicy.THROUGH) -> float:
+    """What a chunk's return is worth under the policy `name`, as `CoreConfig` has it.
+
+    Where chunks are written on eviction plain LRU finds more: 52.2 % against 49.9 % by `bench
+    tiers` on public agentic traces.
+    """
+    return CREDIT_SHARE if name == CREDITED and write_policy is WritePolicy.THROUGH else 0.0
 
 
 def choose_policy(name: str) -> MakePolicy:

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 from array import array
 
-__all__ = ["CREDITED_MAX", "CREDIT_SHARE", "Recency"]
+__all__ = ["CREDITED", "CREDITED_MAX", "CREDIT_SHARE", "Recency"]
 
+#: The eviction policy that goes by it, as the configuration names it.
+CREDITED = "credited_lru"
 #: Uses that each such request is worth, in slots of the tier. A request touches each of its
 #: chunks about three times.
 CREDIT_SHARE = 2.0

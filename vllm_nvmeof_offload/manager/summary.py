@@ -31,6 +31,7 @@ def start_line(hellos: Sequence[RankHello], core: ManagerCore, tokens_per_chunk:
         _pool(first, capacity, tokens_per_chunk, ranks),
         f"engine {_each(hellos, [hello.io_engine for hello in hellos])}",
         f"copies by {_each(hellos, [hello.copy_engine for hello in hellos])}",
+        f"evicts by {core.config.eviction_policy}",
         f"{adopted} chunks adopted ({adopted * tokens_per_chunk:,} tokens)",
         f"keyspace {first.keyspace}",
     ]
@@ -47,6 +48,7 @@ def config_of(first: RankHello, policies: CoreConfig) -> dict[str, str]:
         "version": __version__,
         "io_engine": first.io_engine,
         "copy_engine": first.copy_engine,
+        "eviction_policy": policies.eviction_policy,
         "write_policy": policies.write_policy.value,
         "admission": "auto" if policies.admission.automatic else "always",
         "keyspace": first.keyspace,

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders of eviction on one tier alone: ours, S3-FIFO, and the best that there could be.
+"""Orders of eviction on one tier alone: ours or yours, S3-FIFO, and the best there could be.
 
-`lru` and `credited_lru` are the product's own classes. `s3_fifo` is Yang et al. (SOSP '23): a
-small queue of a tenth, a main queue, a ghost queue as long as the tier, counts up to 3; a chunk
-counts once a request, or the look-up and the store of one request would be two uses. `best` is
-Belady's: what is needed last goes first, which takes knowing the future.
+`lru` and `credited_lru` are the product's own classes, others what the configuration names.
+`s3_fifo` is Yang et al. (SOSP '23): a small queue of a tenth, a main queue, a ghost queue as long
+as the tier, counts up to 3; a chunk counts once a request, or the look-up and the store of one
+request would be two uses. `best` is Belady's: what is needed last goes first, which takes
+knowing the future.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from vllm_nvmeof_bench.tiers.chunks import Ask
-from vllm_nvmeof_offload.manager.policy import LruPolicy
-from vllm_nvmeof_offload.manager.recency import CREDIT_SHARE, Recency
+from vllm_nvmeof_offload.manager.policy_choice import choose_policy, credit_share
+from vllm_nvmeof_offload.manager.recency import Recency
 
-__all__ = ["CANDIDATES", "hit_rate"]
+__all__ = ["Make", "candidates", "hit_rate"]
 
 _NEVER = 1 << 62
 _SMALL = 0.1
@@ -66,11 +67,11 @@ def hit_rate(make: Make, slots: int, asks: Sequence[Ask]) -> float:
 
 
 class _Ours:
-    """The product's policy over the product's recency."""
+    """A policy as it is configured, over the product's recency."""
 
-    def __init__(self, slots: int, credit_share: float) -> None:
-        self._recency = Recency(slots, credit_share)
-        self._policy = LruPolicy(self._recency.used)
+    def __init__(self, slots: int, name: str) -> None:
+        self._recency = Recency(slots, credit_share(name))
+        self._policy = choose_policy(name)(self._recency.used)
         self._slot_of: dict[int, int] = {}
         self._chunk_in = [0] * slots
         self._asked = [-1] * slots  # by slot: the last request that used it
@@ -197,9 +198,11 @@ class _Best:
         """Nothing more."""
 
 
-CANDIDATES: dict[str, Make] = {
-    "lru": lambda slots, asks: _Ours(slots, 0.0),
-    "credited_lru": lambda slots, asks: _Ours(slots, CREDIT_SHARE),
-    "s3_fifo": lambda slots, asks: _S3Fifo(slots),
-    "best": _Best,
-}
+def candidates(policies: Sequence[str]) -> dict[str, Make]:
+    """By name: `policies`, as they are configured, and what they are held against."""
+    ours: dict[str, Make] = {name: _of_policy(name) for name in policies}
+    return {**ours, "s3_fifo": lambda slots, asks: _S3Fifo(slots), "best": _Best}
+
+
+def _of_policy(name: str) -> Make:
+    return lambda slots, asks: _Ours(slots, name)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The samples as one picture (PNG). matplotlib is imported here and only when it is asked for.
 
-Left: hits by tier over the size of the pool, the default policy's as areas, plain LRU's sum as
-a line. Middle: what is written for each token of a prompt. Right: orders of eviction alone.
+Left: hits by tier over the size of the pool, the default policy's as areas, the others' sums as
+lines. Middle: what is written for each token of a prompt. Right: orders of eviction alone.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ _LINES = {
     _PLAIN: ("#D55E00", "--", "plain LRU"),
     "s3_fifo": ("#009E73", "-.", "S3-FIFO"),
 }
+#: Of the user's own policies, in turn.
+_OWN = ("#CC79A7", "#E69F00", "#56B4E9", "black")
 
 
 def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -> None:
@@ -49,23 +51,26 @@ def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -
 
 
 def _by_tier(place: Any, samples: Sequence[Sample], conditions: Mapping[str, Any]) -> None:
-    ours = [one for one in samples if one.policy == _DEFAULT]
+    names = _policies(samples)
+    areas = _DEFAULT if _DEFAULT in names else names[0]
+    ours = [one for one in samples if one.policy == areas]
     across = [share_of(one.pool_tokens, conditions) for one in ours]
     layers = [
         [100 * getattr(one, field) / one.prompt_tokens for one in ours]
         for field, _, _ in (*_TIERS, _POOL)
     ]
     colours = [colour for _, colour, _ in (*_TIERS, _POOL)]
-    names = [name for _, _, name in (*_TIERS, _POOL)]
-    place.stackplot(across, layers, colors=colours, labels=names, alpha=0.75)
-    plain = [one for one in samples if one.policy == _PLAIN]
-    place.plot(
-        [share_of(one.pool_tokens, conditions) for one in plain],
-        [100 * one.hit for one in plain],
-        "--",
-        color="black",
-        label="all tiers, plain LRU",
-    )
+    tiers = [name for _, _, name in (*_TIERS, _POOL)]
+    place.stackplot(across, layers, colors=colours, labels=tiers, alpha=0.75)
+    for number, policy in enumerate(name for name in names if name != areas):
+        some = [one for one in samples if one.policy == policy]
+        place.plot(
+            [share_of(one.pool_tokens, conditions) for one in some],
+            [100 * one.hit for one in some],
+            ("--", ":", "-.")[number % 3],
+            color="black",
+            label=f"all tiers, {_line_of(policy, names)[2]}",
+        )
     place.axhline(100 * conditions["reusable"], color="black", linewidth=1, linestyle=":")
     place.annotate(
         "all that comes again",
@@ -80,8 +85,9 @@ def _by_tier(place: Any, samples: Sequence[Sample], conditions: Mapping[str, Any
 
 
 def _written(place: Any, samples: Sequence[Sample], conditions: Mapping[str, Any]) -> None:
-    for policy in (_DEFAULT, _PLAIN):
-        colour, style, name = _LINES[policy]
+    names = _policies(samples)
+    for policy in names:
+        colour, style, name = _line_of(policy, names)
         some = [one for one in samples if one.policy == policy and one.pool_tokens]
         place.plot(
             [share_of(one.pool_tokens, conditions) for one in some],
@@ -96,7 +102,9 @@ def _written(place: Any, samples: Sequence[Sample], conditions: Mapping[str, Any
 
 
 def _alone(place: Any, samples: Sequence[Sample], conditions: Mapping[str, Any]) -> None:
-    for policy, (colour, style, name) in _LINES.items():
+    names = _policies(samples)
+    for policy in names:
+        colour, style, name = _line_of(policy, names)
         some = [one for one in samples if one.policy == policy]
         place.plot(
             [share_of(one.pool_tokens, conditions) for one in some],
@@ -113,6 +121,20 @@ def _alone(place: Any, samples: Sequence[Sample], conditions: Mapping[str, Any])
     place.set_xticks(sizes, [f"{size:.2g}" for size in sizes])
     place.minorticks_off()
     place.legend(fontsize=_SIZE - 1)
+
+
+def _policies(samples: Sequence[Sample]) -> list[str]:
+    """In the order of `_LINES`, then the user's own."""
+    there = dict.fromkeys(one.policy for one in samples)
+    return [*(name for name in _LINES if name in there), *(n for n in there if n not in _LINES)]
+
+
+def _line_of(policy: str, names: Sequence[str]) -> tuple[str, str, str]:
+    """Colour, style, and what the legend says."""
+    if policy in _LINES:
+        return _LINES[policy]
+    own = [name for name in names if name not in _LINES]
+    return _OWN[own.index(policy) % len(_OWN)], "-", policy
 
 
 def _finish(place: Any, what: str, title: str) -> None:

@@ -11,18 +11,16 @@ from typing import Any
 
 from vllm_nvmeof_bench.bar import OnProgress
 from vllm_nvmeof_bench.pool.settings import BenchError
-from vllm_nvmeof_bench.tiers.candidates import CANDIDATES, hit_rate
+from vllm_nvmeof_bench.tiers.candidates import Make, candidates, hit_rate
 from vllm_nvmeof_bench.tiers.chunks import Ask, asks_of
 from vllm_nvmeof_bench.tiers.samples import Sample
-from vllm_nvmeof_bench.tiers.settings import POLICIES, Settings
+from vllm_nvmeof_bench.tiers.settings import Settings
 from vllm_nvmeof_bench.tiers.world import Shape, World
 from vllm_nvmeof_bench.traces.model import Trace
 from vllm_nvmeof_bench.traces.read import read_trace
 from vllm_nvmeof_offload import __version__
 
 __all__ = ["run"]
-
-_NAMES = {credit: name for name, credit in POLICIES.items()}
 
 
 def run(
@@ -44,16 +42,17 @@ def run(
     if not before:
         raise BenchError(f"{trace_path}: no request of a chunk or more under the context cap")
     shapes = list(settings.shapes(len(before)))
-    total = len(shapes) + len(settings.alone) * len(CANDIDATES)
+    orders = candidates(settings.policies)
+    total = len(shapes) + len(settings.alone) * len(orders)
     samples: list[Sample] = []
     for sweep, shape in shapes:
-        on_progress(len(samples), total, f"{sweep} · {_NAMES[shape.credit_share]}")
+        on_progress(len(samples), total, f"{sweep} · {shape.policy}")
         samples.append(_tiers(sweep, shape, asks, chunk_tokens, before))
     for share in settings.alone:
-        for name in CANDIDATES:
+        for name, make in orders.items():
             on_progress(len(samples), total, f"one tier · {name}")
             slots = max(8, int(share * len(before)))
-            samples.append(_alone(name, slots, asks, chunk_tokens))
+            samples.append(_alone(name, make, slots, asks, chunk_tokens))
     on_progress(total, total, "done")
     return samples, _conditions(settings, trace, asks, chunk_tokens, len(before))
 
@@ -81,7 +80,7 @@ def _tiers(
     lost = sum(before.get(one) is not None and before[one] not in there for one in there)
     return Sample(
         sweep=sweep,
-        policy=_NAMES[shape.credit_share],
+        policy=shape.policy,
         write_policy=shape.write_policy,
         store_threshold=shape.store_threshold,
         gpu_tokens=shape.gpu * chunk_tokens,
@@ -97,9 +96,9 @@ def _tiers(
     )
 
 
-def _alone(name: str, slots: int, asks: Sequence[Ask], chunk_tokens: int) -> Sample:
+def _alone(name: str, make: Make, slots: int, asks: Sequence[Ask], chunk_tokens: int) -> Sample:
     asked = sum(len(ask.prompt) for ask in asks)
-    found = round(hit_rate(CANDIDATES[name], slots, asks) * asked)
+    found = round(hit_rate(make, slots, asks) * asked)
     return Sample(
         sweep="alone",
         policy=name,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.plan import WritePolicy
+from vllm_nvmeof_offload.manager.policy_choice import choose_policy, credit_share
 from vllm_nvmeof_offload.protocol import CancelCommand, OpReport, RankHello, WriteCommand
 
 __all__ = ["Shape", "World"]
@@ -24,12 +25,12 @@ _CHUNK_BYTES = 1 << 20  # only ratios matter: sizes are in chunks here
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes in chunks. pool 0: no pool."""
+    """Sizes in chunks. pool 0: no pool. policy: as `eviction_policy` is configured."""
 
     gpu: int
     cache: int
     pool: int
-    credit_share: float = 0.0
+    policy: str = "lru"
     write_policy: str = WritePolicy.THROUGH.value
     store_threshold: int = 1
 
@@ -45,9 +46,11 @@ class World:
         config = CoreConfig(
             write_policy=WritePolicy(shape.write_policy),
             store_threshold=shape.store_threshold,
-            credit_share=shape.credit_share,
+            # Also where chunks are written on eviction, where the product counts no returns: so
+            # it is seen what that is worth.
+            credit_share=credit_share(shape.policy),
         )
-        self._core = ManagerCore(config, first_generation=0)
+        self._core = ManagerCore(config, policy=choose_policy(shape.policy), first_generation=0)
         hello = RankHello(
             rank=0,
             engine_index=0,

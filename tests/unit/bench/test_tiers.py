@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 from vllm_nvmeof_bench.tiers import report
-from vllm_nvmeof_bench.tiers.candidates import CANDIDATES, hit_rate
+from vllm_nvmeof_bench.tiers.candidates import candidates, hit_rate
 from vllm_nvmeof_bench.tiers.chunks import Ask, asks_of
 from vllm_nvmeof_bench.tiers.run import run
-from vllm_nvmeof_bench.tiers.settings import POLICIES, Settings
+from vllm_nvmeof_bench.tiers.settings import Settings
 from vllm_nvmeof_bench.tiers.world import Shape, World
 from vllm_nvmeof_bench.traces.read import read_trace
 from vllm_nvmeof_bench.traces.schedule import Pace
@@ -22,7 +22,11 @@ from vllm_nvmeof_bench.traces.schedule import Pace
 from tests.unit.bench.trace_files import agentic, entry, mooncake, session_file
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.config import parse_config
+from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.manager.plan import CoreConfig
+from vllm_nvmeof_offload.manager.policy_choice import credit_share
+
+CANDIDATES = candidates(("lru", "credited_lru"))
 
 
 def prompts(*asks: list[int]) -> list[Ask]:
@@ -85,7 +89,30 @@ def test_a_request_never_makes_room_with_its_own_beginning() -> None:
 
 
 def test_the_default_policy_is_the_product_s() -> None:
-    assert CoreConfig().credit_share == POLICIES[parse_config({}).eviction_policy]
+    default = parse_config({}).eviction_policy
+    assert default in Settings().policies
+    assert (CoreConfig().eviction_policy, CoreConfig().credit_share) == (
+        default,
+        credit_share(default),
+    )
+
+
+def test_a_policy_of_one_s_own_stands_beside_ours(
+    traces: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="no_such_module cannot be imported"):
+        Settings(policies=("lru", "no_such_module:Own"))
+    own = "04_custom_policy:SecondChance"
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
+    settings = Settings(
+        Pace(users=3), 64, cpu=0.3, pools=(0.0,), cpus=(0.3,), alone=(0.3,), policies=("lru", own)
+    )
+    samples, _ = run(settings, traces)
+    assert {one.policy for one in samples} == {"lru", own, "s3_fifo", "best"}
+    by_policy = [
+        {one.policy: one for one in samples if one.sweep == sweep} for sweep in ("cpu", "alone")
+    ]
+    assert all(0 < found[own].hit <= 1 for found in by_policy)
 
 
 @pytest.fixture

@@ -121,6 +121,7 @@ def test_the_start_line_names_what_an_operator_asks_for() -> None:
         "/mnt/one, /mnt/two",
         "engine io_uring on rank 0, threads on rank 1",
         "copies by memcpy",
+        "evicts by credited_lru",
         "0 chunks adopted (0 tokens)",
         "NOTHING IS ADOPTED: hashes are seeded",
     ):
