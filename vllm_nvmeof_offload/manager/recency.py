@@ -10,7 +10,9 @@ request that uses its tail, so the head's count is never less, and the tail stil
 
 The CPU tier counts so; the pool behind it is plain LRU, and keeps what the CPU tier gave up for
 what had come back: together they hold more that differs. Nor could the pool keep a prefix
-from making room for its own continuation, as `Tiers.hold_back` does.
+from making room for its own continuation, as `Tiers.hold_back` does. One that is at most
+twice as large as the CPU tier may give up the middle of a prefix that the CPU tier still has, and
+keep the end, which nobody finds: some chunks in a thousand (`tests/unit/manager/test_recency.py`).
 """
 
 from __future__ import annotations
