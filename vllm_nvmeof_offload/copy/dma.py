@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
-from vllm_nvmeof_offload.copy.descriptors import DESCRIPTORS_MAX, sides
+from vllm_nvmeof_offload.copy.descriptors import DESCRIPTORS_MAX, address_of, sides
 from vllm_nvmeof_offload.copy.driver import ORDER_ANY, ORDER_STREAM, Cuda
 
 __all__ = ["DmaCopier"]
@@ -30,8 +30,8 @@ class DmaCopier:
                 self._cuda.copy(*one, stream)
             return
         order = ORDER_STREAM if direction is Direction.STORE else ORDER_ANY
+        tables = [address_of(column) for column in (destinations, sources, sizes)]
         for start in range(0, len(sizes), DESCRIPTORS_MAX):
-            part = slice(start, start + DESCRIPTORS_MAX)
-            self._cuda.copy_batch(
-                *(destinations[part], sources[part], sizes[part]), stream, order, self._overlap
-            )
+            count = min(DESCRIPTORS_MAX, len(sizes) - start)
+            first, second, third = (table + start * sizes.itemsize for table in tables)
+            self._cuda.copy_batch((first, second, third), count, stream, order, self._overlap)

@@ -2,8 +2,8 @@
 """The entry points of NVIDIA's driver that we use, on one GPU: a thin seam over cuda-python.
 
 Streams, events and kernels are plain integers here, addresses and sizes as well. The batch
-copy goes to the driver by ctypes, with the arrays that numpy has made: cuda-python would make
-a Python object of every pointer. Both ways give the interpreter lock up meanwhile.
+copy goes to the driver by ctypes, with arrays in memory: cuda-python would make a Python object
+of every pointer. Both ways give the interpreter lock up meanwhile.
 
 Tests put a class in this one's place; nothing above knows more of CUDA than these methods.
 """
@@ -15,9 +15,6 @@ import importlib
 import threading
 from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from vllm_nvmeof_offload.errors import EngineError
 
@@ -42,8 +39,6 @@ _BATCH = ctypes.CFUNCTYPE(
     *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p),
 )
 
-Addresses = npt.NDArray[np.uint64]
-
 
 class _CopyAttributes(ctypes.Structure):
     """CUmemcpyAttributes; the location hints are for managed memory, which we do not use."""
@@ -53,6 +48,19 @@ class _CopyAttributes(ctypes.Structure):
         ("hints", ctypes.c_int * 4),
         ("flags", ctypes.c_uint),
     )
+
+
+#: Made once: the driver only reads them, and to submit 1000 pieces there are few microseconds.
+_MADE = {
+    (order, overlap): _CopyAttributes(
+        order, (ctypes.c_int * 4)(), _PREFER_OVERLAP_WITH_COMPUTE if overlap else 0
+    )
+    for order in (ORDER_STREAM, ORDER_ANY)
+    for overlap in (False, True)
+}
+_ATTRIBUTES = {key: ctypes.addressof(made) for key, made in _MADE.items()}
+_ZERO = ctypes.c_size_t(0)
+_FIRST = ctypes.addressof(_ZERO)
 
 
 class CudaError(EngineError):
@@ -156,26 +164,23 @@ class Cuda:
 
     def copy_batch(
         self,
-        destinations: Addresses,
-        sources: Addresses,
-        sizes: Addresses,
+        tables: tuple[int, int, int],
+        count: int,
         stream: int,
         source_order: int,
         overlap: bool = False,
     ) -> None:
-        """One call for all. uint64[n], contiguous; read before this returns."""
+        """One call for all. tables: addresses of destinations, of sources, of sizes in bytes, each
+        uint64[count]; they are read before this returns.
+        """
         assert self._batch is not None
-        flags = _PREFER_OVERLAP_WITH_COMPUTE if overlap else 0
-        attributes = _CopyAttributes(source_order, (ctypes.c_int * 4)(), flags)
-        first = ctypes.c_size_t(0)
         failed = ctypes.c_size_t(0)
+        attributes = _ATTRIBUTES[source_order, overlap]
         status = self._batch(
-            *(destinations.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes)),
-            *(ctypes.addressof(attributes), ctypes.addressof(first), 1),
-            *(ctypes.addressof(failed), stream),
+            *tables, count, attributes, _FIRST, 1, ctypes.addressof(failed), stream
         )
         if status:
-            detail = f", copy {failed.value} of {len(sizes)}"
+            detail = f", copy {failed.value} of {count}"
             raise CudaError("cuMemcpyBatchAsync", self._api.CUresult(status).name, detail)
 
     def copy(self, destination: int, source: int, count: int, stream: int) -> None:

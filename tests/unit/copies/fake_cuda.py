@@ -202,9 +202,8 @@ class FakeCuda(Cuda):
 
     def copy_batch(
         self,
-        destinations: np.ndarray,
-        sources: np.ndarray,
-        sizes: np.ndarray,
+        tables: tuple[int, int, int],
+        count: int,
         stream: int,
         source_order: int,
         overlap: bool = False,
@@ -212,12 +211,11 @@ class FakeCuda(Cuda):
         assert self._has_batch
         if not self._called("copy_batch"):
             return
-        for array in (destinations, sources, sizes):
-            assert array.dtype == np.uint64 and array.flags.c_contiguous
-            assert len(array) == len(sizes) <= DESCRIPTORS_MAX
-        self.batches.append(len(sizes))
+        assert 0 < count <= DESCRIPTORS_MAX
+        columns = [(ctypes.c_uint64 * count).from_address(table) for table in tables]
+        self.batches.append(count)
         self.orders.append(source_order)
-        rows = zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True)
+        rows = zip(*columns, strict=True)
         moves = [self._move(*row, may_read_early=source_order == ORDER_ANY) for row in rows]
         with self._changed:
             self.streams[stream].append(Work(moves=moves))

@@ -79,6 +79,11 @@ def round_trip(cuda: Cuda, backend: Backend) -> None:
     copy.close()
 
 
+def _tables(*arrays: np.ndarray) -> tuple[int, int, int]:
+    first, second, third = (array.ctypes.data for array in arrays)
+    return first, second, third
+
+
 def facts(cuda: Cuda) -> None:
     assert (cuda.facts.name, cuda.facts.arch) == ("Stub GPU", "sm_90")
     assert (cuda.facts.uuid, cuda.facts.numa_node) == ("ab" * 16, None)
@@ -91,7 +96,7 @@ def errors(cuda: Cuda) -> None:
     address = np.array([word.ctypes.data, word.ctypes.data], np.uint64)
     sizes = np.array([8, 0], np.uint64)
     with pytest.raises(CudaError, match=r"^cuMemcpyBatchAsync: .*INVALID_VALUE, copy 1 of 2$"):
-        cuda.copy_batch(address, address, sizes, stream, ORDER_STREAM)
+        cuda.copy_batch(_tables(address, address, sizes), 2, stream, ORDER_STREAM)
     for call in (cuda.destroy_event, cuda.event_is_done, cuda.synchronize_event):
         with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_HANDLE"):
             call(5)
@@ -120,7 +125,8 @@ def others_run_meanwhile(cuda: Cuda) -> None:
     other = threading.Thread(target=open_the_gate, daemon=True)
     other.start()
     size = np.array([8], np.uint64)
-    cuda.copy_batch(address + np.uint64(8), address, size, stream, ORDER_STREAM)
+    behind = address + np.uint64(8)
+    cuda.copy_batch(_tables(behind, address, size), 1, stream, ORDER_STREAM)
     other.join()
     assert words.tolist() == [0, 0]
     cuda.destroy_stream(stream)

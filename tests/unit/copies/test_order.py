@@ -132,7 +132,7 @@ class _RecordsFirst(FakeCuda):
     """As if the event of a ticket were recorded before its copy."""
 
     def copy_batch(self, *arguments: object, **named: object) -> None:
-        stream = arguments[3]
+        _tables, _count, stream, *_rest = arguments
         super().copy_batch(*arguments, **named)  # type: ignore[arg-type]
         late = self.streams[stream].pop()  # type: ignore[index]
         self._late = stream, late
