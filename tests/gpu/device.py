@@ -59,6 +59,9 @@ class Device(Protocol):
     def go_on(self) -> None:
         """Let the device work; a GPU does that unasked."""
 
+    def capture(self, meanwhile: Callable[[], None]) -> None:
+        """Capture a graph as vLLM does, while `meanwhile` runs; and see that it is whole."""
+
 
 class _TorchMemory:
     def __init__(self, torch: Any, count: int) -> None:
@@ -103,6 +106,18 @@ class TorchDevice:
     def go_on(self) -> None:
         return
 
+    def capture(self, meanwhile: Callable[[], None]) -> None:
+        torch = self._torch
+        graph, one = torch.cuda.CUDAGraph(), torch.ones(1 << 20, device="cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            two = one * 2
+            meanwhile()
+            three = two + 1
+        graph.replay()
+        torch.cuda.synchronize()
+        assert bool((three == 3).all())
+
 
 class _StubMemory:
     def __init__(self, count: int) -> None:
@@ -139,6 +154,12 @@ class StubDevice:
     def go_on(self) -> None:
         self._fake.drain()
 
+    def capture(self, meanwhile: Callable[[], None]) -> None:
+        self._fake.capturing = True
+        meanwhile()
+        self._fake.capturing = False
+        assert self._fake.spoilt == []
+
 
 class HostDevice:
     """CPU memory, and the host's copies. The forward pass has run when vLLM asks for one."""
@@ -159,6 +180,9 @@ class HostDevice:
 
     def go_on(self) -> None:
         return
+
+    def capture(self, meanwhile: Callable[[], None]) -> None:
+        meanwhile()
 
 
 @functools.cache

@@ -95,14 +95,20 @@ class Rig:
         starts = np.array([t.address for t in tensors], np.uint64)
         self.engine = _engine(device, backend, self.map, starts, on_done)
 
-    def submit(self, direction: Direction, chunks: list[tuple[list[int], int]]) -> int:
-        """Each chunk: its blocks, and its slot."""
+    def submit(
+        self,
+        direction: Direction,
+        chunks: list[tuple[list[int], int]],
+        fence: object | None = None,
+    ) -> int:
+        """Each chunk: its blocks, and its slot. fence: one that was recorded before."""
         parts = []
         for blocks, slot in chunks:
             pieces = self.geometry.pieces(np.array(blocks, np.int32), 0)
             pieces[:, 1] += np.uint64(self.staging[slot].ctypes.data + HEADER_BYTES)
             parts.append(pieces)
-        return self.engine.submit(direction, np.concatenate(parts), self.engine.record_fence())
+        fence = fence or self.engine.record_fence()
+        return self.engine.submit(direction, np.concatenate(parts), fence)
 
     def wait(self, *tickets: int) -> None:
         end_s = time.monotonic() + WAIT_S

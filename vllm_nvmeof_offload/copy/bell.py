@@ -46,7 +46,7 @@ class Bell:
 
     def _run(self) -> None:
         with contextlib.suppress(CudaError):  # then every wait below fails, and rings
-            self._cuda.make_current()
+            self._cuda.enter_own_thread()
         while (flight := self._queue.get()) is not None:
             with contextlib.suppress(CudaError):  # `poll` sees the same error, and says so
                 self._cuda.synchronize_event(flight.event)

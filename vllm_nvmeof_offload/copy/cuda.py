@@ -162,14 +162,14 @@ class CudaCopyEngine:
 
     def submit(self, direction: Direction, pieces: Descriptors, fence: object) -> int:
         assert isinstance(fence, _Fence)
-        self._cuda.make_current()
+        self._cuda.enter_own_thread()
         ticket = self._next
         self._next += 1
         self._start(ticket, direction, coalesce(pieces, self._starts), fence)
         return ticket
 
     def poll(self) -> list[tuple[int, Outcome]]:
-        self._cuda.make_current()
+        self._cuda.enter_own_thread()
         if self._held:
             held, self._held = self._held, []
             for waiting in held:

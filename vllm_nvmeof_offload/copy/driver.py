@@ -66,6 +66,11 @@ _FIRST = ctypes.addressof(_ZERO)
 class CudaError(EngineError):
     """A call that CUDA refused. name: CUDA's, such as CUDA_ERROR_INVALID_VALUE."""
 
+    @property
+    def while_capturing(self) -> bool:
+        """Refused because a CUDA graph was being captured: later it may be done."""
+        return self.name.startswith("CUDA_ERROR_STREAM_CAPTURE_")
+
     def __init__(self, call: str, name: str, detail: str = "") -> None:
         super().__init__(f"{call}: {name}{detail}")
         self.call = call
@@ -115,6 +120,20 @@ class Cuda:
         if not getattr(self._thread, "current", False):
             self._enter("cuCtxSetCurrent", self._context)
             self._thread.current = True
+
+    def enter_own_thread(self) -> None:
+        """The same, for threads on which nothing of the model runs.
+
+        vLLM captures its CUDA graphs in the mode in which what another thread does meanwhile, such
+        as registering memory or asking for an event, fails and spoils the capture (its own
+        offloading had to give up pinning in the background: vllm#46933). A thread may declare
+        that what it does has nothing to do with any capture.
+        """
+        self.make_current()
+        if not getattr(self._thread, "relaxed", False):
+            mode = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+            self._enter("cuThreadExchangeStreamCaptureMode", mode)
+            self._thread.relaxed = True
 
     @property
     def has_batch(self) -> bool:

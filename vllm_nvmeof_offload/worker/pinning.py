@@ -28,6 +28,8 @@ logger = logging.getLogger(LOGGER_NAME)
 
 _WAITING, _READY, _FAILED = range(3)
 _TELL_EVERY_S = 5.0
+#: Some drivers refuse what others do while a CUDA graph is captured: then it is tried again.
+_CAPTURE_S = 0.1
 
 
 class StagingPinning:
@@ -57,7 +59,7 @@ class StagingPinning:
         )
         self._states = np.full(count, _WAITING, np.uint8)
         self._all_ready = False
-        self._stopping = False
+        self._stopping = threading.Event()
         cuda.register(self._base, self._bytes_of(0))
         self._states[0] = _READY
         self._thread = threading.Thread(target=self._run, name="nvmeof-pinning", daemon=True)
@@ -86,7 +88,7 @@ class StagingPinning:
 
     def close(self) -> None:
         """Unregister, after the piece that is being registered. No copy is under way."""
-        self._stopping = True
+        self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
         for number in np.flatnonzero(self._states == _READY).tolist():
@@ -102,7 +104,7 @@ class StagingPinning:
     def _run(self) -> None:
         told_s = time.monotonic()
         for number in range(1, len(self._states)):
-            if self._stopping:
+            if self._stopping.is_set():
                 return
             self._states[number] = self._register(number)
             self._on_change()
@@ -115,8 +117,14 @@ class StagingPinning:
 
     def _register(self, number: int) -> int:
         try:
-            self._cuda.make_current()
-            self._cuda.register(int(self.starts[number]), self._bytes_of(number))
+            self._cuda.enter_own_thread()
+            while True:
+                try:
+                    self._cuda.register(int(self.starts[number]), self._bytes_of(number))
+                    break
+                except CudaError as error:
+                    if not error.while_capturing or self._stopping.wait(_CAPTURE_S):
+                        raise
         except CudaError as error:
             logger.error(
                 "%s of pinned memory cannot be registered, and their slots fail: %s",

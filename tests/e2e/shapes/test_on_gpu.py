@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.shapes.rig import Outcome, Plan, Zygote, play_back
 from tests.e2e.shapes.test_answers import ASKED, all_came_back, whole_chunks
 from tests.gpu.device import has_gpu
 from vllm_nvmeof_offload.demo.engine import has_cpu_engine
+from vllm_nvmeof_offload.units import GIB
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,7 +46,13 @@ def test_tokens_come_back(zygote: Zygote, tmp_path: Path, backend: str, layout: 
 
 
 def test_tokens_come_back_between_cuda_graphs(zygote: Zygote, tmp_path: Path) -> None:
+    """Which vLLM captures while a CPU tier of this size is still being registered."""
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    options = {"enforce_eager": False, "compilation_config": graphs}
+    size_gib = min(24.0, psutil.virtual_memory().available / 4 / GIB)
+    options = {
+        "enforce_eager": False,
+        "compilation_config": graphs,
+        "kv_offloading_size": size_gib,
+    }
     lives = play_back(zygote, Plan("llama", [ASKED], options, tmp_path), "gpu-graphs")
     _all_came_back_as_asked(lives, "auto", "BLHNC")

@@ -11,7 +11,8 @@ to seed, so that an ordering which the engine forgets is seen as wrong bytes:
 * a kernel reads its table of descriptors when it runs.
 
 It asserts what would be a mistake on a GPU: a descriptor across two `regions`, memory freed or
-a stream destroyed with work under way, an event destroyed that a thread waits for.
+a stream destroyed with work under way, an event destroyed that a thread waits for. While
+`capturing`, it refuses what CUDA does, of threads that have not declared themselves: `spoilt`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from vllm_nvmeof_offload.copy.driver import ORDER_ANY, Cuda, CudaError, CudaFact
 
 MODEL_STREAM = 0
 WAITING_CALLS = {"synchronize_stream", "synchronize_event"}
+#: What threads may do while a CUDA graph is captured only if they have declared themselves.
+SPOILING_CALLS = {"register", "allocate_host", "event_is_done", "stream_is_done", *WAITING_CALLS}
 
 
 class Mark:
@@ -92,6 +95,9 @@ class FakeCuda(Cuda):
         self.waited_for: list[int] = []
         self.registered: dict[int, int] = {}
         self.allocated: dict[int, object] = {}
+        self.capturing = False
+        self.spoilt: list[str] = []
+        self._relaxed: set[int] = set()
         self._has_batch = batch
         self._handles = itertools.count(1000)
         self._changed = threading.Condition()
@@ -142,8 +148,11 @@ class FakeCuda(Cuda):
     def has_batch(self) -> bool:
         return self._has_batch
 
-    def make_current(self) -> None:
-        return
+    def make_current(self) -> None: ...
+
+    def enter_own_thread(self) -> None:
+        if self._called("enter_own_thread"):
+            self._relaxed.add(threading.get_ident())
 
     def create_stream(self) -> int:
         with self._changed:
@@ -272,6 +281,10 @@ class FakeCuda(Cuda):
         self.callers.setdefault(name, set()).add(threading.get_ident())
         number = self.calls[name]
         self.calls[name] += 1
+        undeclared = threading.get_ident() not in self._relaxed
+        if self.capturing and undeclared and name in SPOILING_CALLS:
+            self.spoilt.append(name)
+            raise CudaError(name, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED")
         if name in self.fail and number >= self.fail[name]:
             raise CudaError(name, "CUDA_ERROR_STUB")
         return name not in self.ignore

@@ -17,7 +17,7 @@ enum { OK = 0, INVALID_VALUE = 1, NOT_READY = 600 };
 // What the last calls were given, for the test to look at.
 struct {
   uint64_t batch_calls, batch_count, source_order, flags, launches, grid, block, arguments[4];
-  uint64_t single_copies, registered, not_ready;
+  uint64_t single_copies, registered, not_ready, relaxed;
 } stub_seen;
 
 // The batch call waits inside until another thread opens this again, at most 10 s.
@@ -43,6 +43,9 @@ R stub_cuDeviceGetAttribute(int* value, int which, int d) {
 R stub_cuDevicePrimaryCtxRetain(P* c, int d) { return *c = 77, (void)d, OK; }
 R stub_cuDevicePrimaryCtxRelease(int d) { return (void)d, OK; }
 R stub_cuCtxSetCurrent(P c) { return c == 77 ? OK : 201; }
+R stub_cuThreadExchangeStreamCaptureMode(int* mode) {
+  return stub_seen.relaxed += *mode == 2, *mode = 0, OK;
+}
 R stub_cuCtxGetStreamPriorityRange(int* least, int* most) { return *least = 0, *most = -5, OK; }
 R stub_cuStreamCreateWithPriority(P* s, unsigned flags, int priority) {
   return *s = 1000, flags == 1 && priority == 0 ? OK : INVALID_VALUE;

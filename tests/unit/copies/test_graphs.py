@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""While vLLM captures a CUDA graph our threads work on, and do not spoil it: over the stub."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.unit.copies.fake_cuda import FakeCuda
+from tests.unit.copies.rig import Rig
+from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.copy.cuda import Readiness
+from vllm_nvmeof_offload.units import PAGE_BYTES
+from vllm_nvmeof_offload.worker import pinning
+from vllm_nvmeof_offload.worker.pinning import StagingPinning
+from vllm_nvmeof_offload.worker.staging_map import StagingMap
+
+BASE, SLOTS = 1 << 30, 6
+#: The negative control: nobody declares what a thread is for.
+UNDECLARED = ("enter_own_thread",)
+
+
+def _on_a_thread(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def _pins(cuda: FakeCuda) -> StagingPinning:
+    place = StagingMap(BASE, PAGE_BYTES, SLOTS, 0)
+    return StagingPinning(cuda, place, lambda: None, PAGE_BYTES)
+
+
+def _everything(pins: StagingPinning) -> Readiness:
+    return pins.readiness(np.array([BASE + n * PAGE_BYTES for n in range(SLOTS)], np.uint64))
+
+
+def test_memory_is_registered_meanwhile() -> None:
+    cuda = FakeCuda()
+    pins = _pins(cuda)
+    cuda.capturing = True
+    pins.start()
+    pins.wait()
+    assert cuda.spoilt == []
+    assert _everything(pins) is Readiness.READY
+
+
+def test_where_a_driver_refuses_it_is_done_after_the_capture(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pinning, "_CAPTURE_S", 0.001)
+    cuda = FakeCuda(ignore=UNDECLARED)
+    pins = _pins(cuda)
+    cuda.capturing = True
+    pins.start()
+    end_s = time.monotonic() + 20
+    while len(cuda.spoilt) < 3 and time.monotonic() < end_s:
+        time.sleep(0.001)
+    assert _everything(pins) is Readiness.WAITING
+    cuda.capturing = False
+    pins.wait()
+    assert set(cuda.spoilt) == {"register"}
+    assert _everything(pins) is Readiness.READY
+    assert not caplog.records
+
+
+def test_a_refusal_that_does_not_end_does_not_keep_the_server_from_ending() -> None:
+    cuda = FakeCuda(ignore=UNDECLARED)
+    pins = _pins(cuda)
+    cuda.capturing = True
+    pins.start()
+    pins.close()
+    assert not cuda.registered
+
+
+@pytest.mark.parametrize(("ignored", "spoils"), [((), False), (UNDECLARED, True)])
+def test_copies_start_and_end_meanwhile(ignored: tuple[str, ...], spoils: bool) -> None:
+    """On the pipeline's thread, which polls, and the bells', which wait."""
+    cuda = FakeCuda(ignore=ignored)
+    rung = threading.Semaphore(0)
+    rig = Rig(cuda, 2, on_done=rung.release)
+    fence = rig.engine.record_fence()
+    ended: list[bool] = []
+
+    def pipeline() -> None:
+        ticket = rig.engine.submit(Direction.STORE, rig.pieces([0, 1], [0]), fence)
+        cuda.drain()
+        assert rung.acquire(timeout=20)
+        ended.extend(outcome.ok for done, outcome in rig.engine.poll() if done == ticket)
+
+    cuda.capturing = True
+    _on_a_thread(pipeline)
+    cuda.capturing = False
+    assert bool(cuda.spoilt) is spoils
+    assert ended == [not spoils]
+    rig.engine.close()
+
+
+def test_the_model_s_thread_declares_nothing() -> None:
+    """What it does while it captures is its own business."""
+    cuda = FakeCuda()
+    rig = Rig(cuda, 1)
+    rig.engine.record_fence()
+    assert "enter_own_thread" not in cuda.callers
