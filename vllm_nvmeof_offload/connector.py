@@ -39,6 +39,7 @@ from vllm_nvmeof_offload.integration.messages import (
 )
 from vllm_nvmeof_offload.integration.plainly import said_plainly
 from vllm_nvmeof_offload.integration.scheduler_view import SchedulerView, timed
+from vllm_nvmeof_offload.integration.sleep_hooks import SleepHooks
 from vllm_nvmeof_offload.integration.stats import OffloadingStats
 from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.manager.waiting import WaitingRequests
@@ -55,7 +56,7 @@ __all__ = ["NVMeoFOffloadingConnector"]
 factories.register_loaded()  # vLLM looks up the class by its name for a MultiConnector's figures
 
 
-class NVMeoFOffloadingConnector(OffloadingConnector):
+class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
     """See the module's docstring."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -121,10 +122,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         metadata = self._connector_metadata
         assert isinstance(metadata, NVMeoFConnectorMetadata)
         if metadata.commands:  # a model runner that does not call handle_preemptions
-            assert self.connector_worker is not None
-            self.connector_worker.handle_preemptions(
-                NVMeoFConnectorMetadata(load_jobs={}, store_jobs={})
-            )
+            self.submit_deferred_stores()
             self._obey(metadata)
         super().start_load_kv(forward_context, **kwargs)
 

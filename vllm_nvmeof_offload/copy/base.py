@@ -31,6 +31,9 @@ class CopyEngine(Protocol):
     touch both sides of every piece.
     """
 
+    #: Set where no ticket is in flight: the KV cache's memory is gone, and every ticket fails.
+    asleep: bool
+
     def record_fence(self) -> object:
         """Record, on the model's thread, the point that a later copy must come after.
 

@@ -130,6 +130,7 @@ class CudaCopyEngine:
         cache_starts: npt.NDArray[np.uint64],
         on_done: Callable[[], None] | None = None,
     ) -> None:
+        self.asleep = False
         self._cuda = cuda
         self._model_stream = model_stream
         self._copiers = copiers
@@ -206,6 +207,9 @@ class CudaCopyEngine:
     # -- inside -----------------------------------------------------------------------
 
     def _start(self, ticket: int, direction: Direction, pieces: Descriptors, fence: _Fence) -> None:
+        if self.asleep:
+            self._done.append((ticket, _FAILED))
+            return
         match self._pins.readiness(pieces[:, 1]):
             case Readiness.WAITING:
                 self._held.append((ticket, direction, pieces, fence))

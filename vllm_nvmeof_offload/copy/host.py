@@ -28,9 +28,13 @@ _copy_locked = ctypes.PYFUNCTYPE(*_SIGNATURE)(_memmove_address)
 
 
 class HostCopyEngine:
-    """See `copy.base.CopyEngine`. `on_done` is called from the thread after each ticket."""
+    """See `copy.base.CopyEngine`. `on_done` is called from the thread after each ticket.
+
+    Memory of a CPU stays where it is when vLLM sleeps: `asleep` changes nothing.
+    """
 
     def __init__(self, on_done: Callable[[], None] = lambda: None) -> None:
+        self.asleep = False
         self._on_done = on_done
         self._lock = threading.Condition()
         self._queue: deque[tuple[int, Direction, Descriptors]] = deque()

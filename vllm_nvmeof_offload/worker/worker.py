@@ -123,6 +123,14 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
                 self._runner.hand_over(lambda p, op=op: p.cancel(op))  # type: ignore[misc]
         self._runner.wait(ops)
 
+    def sleep(self) -> None:
+        """vLLM is about to take the KV cache's memory away. Until `wake` nothing touches it."""
+        self.wait(set(self._ops))
+        self._copy.asleep = True
+
+    def wake(self) -> None:
+        self._copy.asleep = False
+
     def shutdown(self) -> None:
         if self._caretaker is not None:
             self._caretaker.stop()

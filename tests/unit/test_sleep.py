@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When vLLM sleeps, nothing of ours touches the KV cache's memory: over the stub of CUDA."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
+
+from tests.gpu.device import StubDevice
+from tests.gpu.rig import Rig
+from tests.unit.copies.fake_cuda import FakeCuda
+from vllm_nvmeof_offload.copy.select import Backend
+from vllm_nvmeof_offload.integration.sleep_hooks import SleepHooks
+from vllm_nvmeof_offload.io.none import NoIoEngine
+from vllm_nvmeof_offload.job_specs import ChunkStoreSpec
+from vllm_nvmeof_offload.protocol import SlotIdentity, StoreChunk, StoreCommand
+from vllm_nvmeof_offload.worker.iopump import PumpConfig
+from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
+from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
+from vllm_nvmeof_offload.worker.worker import NVMeoFOffloadingWorker
+
+WAIT_S = 20
+
+
+class _Rank:
+    """A worker over the stub, whose GPU works only when it is told to."""
+
+    def __init__(self) -> None:
+        waker = Waker()
+        self.rig = Rig(StubDevice(), "contiguous", Backend.DMA, 4096, on_done=waker.wake)
+        self.cuda = cast(FakeCuda, self.rig.device.cuda)
+        io = NoIoEngine()
+        pipeline = TransferPipeline(self.rig.map, self.rig.engine, io, PumpConfig())
+        self.runner = PipelineRunner(pipeline, waker, io.fileno())
+        self.worker = NVMeoFOffloadingWorker(
+            self.runner,
+            self.rig.geometry,
+            self.rig.engine,
+            io,
+            cast(Any, SimpleNamespace(close=lambda: None)),
+            None,
+            None,
+        )
+
+    def store(self, job: int) -> None:
+        """Blocks 0 to 2 into slot 0."""
+        chunk = StoreChunk(SlotIdentity(bytes([job]) * 36, job), 0)
+        spec = GPULoadStoreSpec([0, 1, 2], group_sizes=(3,), block_indices=(0,))
+        self.worker.submit_store(job, spec, ChunkStoreSpec(StoreCommand(job, (chunk,))))
+
+    def finished(self) -> bool:
+        """Whether the one job that is open went well; when it has ended."""
+        end_s = time.monotonic() + WAIT_S
+        while not self.worker.get_finished():
+            self.cuda.drain()
+            assert time.monotonic() < end_s
+        reports, _ = self.worker.take_reports()
+        return not any(report.failures for report in reports)  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def rank() -> Iterator[_Rank]:
+    one = _Rank()
+    yield one
+    one.runner.stop()
+    one.rig.close()
+
+
+def test_sleep_comes_after_the_copies_that_are_under_way(rank: _Rank) -> None:
+    content = np.random.default_rng(1).integers(1, 256, rank.rig.cache.read().size, np.uint8)
+    rank.rig.cache.write(content)
+    rank.store(1)
+    asleep = threading.Thread(target=rank.worker.sleep)
+    asleep.start()
+    asleep.join(0.2)
+    assert asleep.is_alive(), "its copy has not run"
+    end_s = time.monotonic() + WAIT_S
+    while asleep.is_alive() and time.monotonic() < end_s:
+        rank.cuda.drain()
+    assert not asleep.is_alive()
+    assert (rank.rig.payload(0) == rank.rig.content_of(content, [0, 1, 2])).all()
+    assert rank.finished()
+
+
+def test_nothing_is_copied_until_it_wakes(rank: _Rank) -> None:
+    rank.worker.sleep()
+    rank.store(1)
+    assert not rank.finished()
+    assert rank.cuda.calls["copy_batch"] == 0
+    rank.worker.wake()
+    rank.store(2)
+    assert rank.finished()
+    assert rank.cuda.calls["copy_batch"] == 1
+
+
+def test_the_connector_submits_first_what_was_put_off() -> None:
+    did: list[str] = []
+
+    class Connector(SleepHooks):
+        connector_worker = SimpleNamespace(handle_preemptions=lambda meta: did.append("submit"))
+        _worker = SimpleNamespace(
+            sleep=lambda: did.append("sleep"), wake=lambda: did.append("wake")
+        )
+
+    connector = Connector()
+    connector.unregister_kv_caches()
+    connector.restore_kv_caches()
+    assert did == ["submit", "sleep", "wake"]
