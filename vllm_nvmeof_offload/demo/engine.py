@@ -8,7 +8,10 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["engine_environment", "has_cpu_engine", "vllm_command"]
+__all__ = ["engine_environment", "gpu_share", "has_cpu_engine", "vllm_command"]
+
+#: Of a GPU's memory, for all servers together: vLLM's own default for one.
+_GPU_MEMORY = 0.9
 
 
 def has_cpu_engine() -> bool:
@@ -17,6 +20,11 @@ def has_cpu_engine() -> bool:
         return "cpu" in metadata.version("vllm")
     except metadata.PackageNotFoundError:
         return False
+
+
+def gpu_share(servers: int) -> float | None:
+    """What one of so many servers at once may have of a GPU's memory; None on a CPU's engine."""
+    return None if has_cpu_engine() else round(_GPU_MEMORY / servers, 3)
 
 
 def vllm_command() -> tuple[str, ...]:

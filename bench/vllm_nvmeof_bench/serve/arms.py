@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from typing import Any
 import vllm_nvmeof_bench
 from vllm_nvmeof_bench.pool.settings import BenchError
 from vllm_nvmeof_offload.copy.select import Backend
-from vllm_nvmeof_offload.demo.engine import has_cpu_engine
+from vllm_nvmeof_offload.demo.engine import gpu_share, has_cpu_engine
 from vllm_nvmeof_offload.demo.model import ModelShape
 from vllm_nvmeof_offload.demo.server import OffloadSpec, ServerSpec
 from vllm_nvmeof_offload.units import GIB, MIB, slot_stride_bytes
@@ -47,8 +48,6 @@ _LARGE = ModelShape(
     layers=8, hidden=2048, intermediate=7168, heads=16, kv_heads=4, positions_max=65_536
 )
 _BYTES = {"float32": 4, "bfloat16": 2}
-#: Of a GPU's memory, for all servers together.
-_GPU_MEMORY = 0.9
 
 #: Printed wherever the peer's figures are.
 PEER_NOTE = (
@@ -144,7 +143,8 @@ class Sizes:
     of one that holds a third; None: a third of it. request_tokens_max: of one prompt with its
     answer. gpu_tokens: of the GPU cache (ordinary memory on a CPU engine). target_mb_per_s: what
     the throttled stand-in reads and writes, MB/s. models: where the random model is kept; it is
-    small for two cores, larger and bfloat16 for a GPU. server_args: more arguments of the servers.
+    small for two cores, larger and bfloat16 for a GPU. server_args: more arguments of the servers,
+    quoted as for a shell.
     """
 
     working_tokens: int
@@ -156,9 +156,13 @@ class Sizes:
     shape: ModelShape = field(default_factory=lambda: _SMALL if has_cpu_engine() else _LARGE)
     dtype: str = field(default_factory=lambda: "float32" if has_cpu_engine() else "bfloat16")
     models: Path = Path("build/models")
-    server_args: tuple[str, ...] = ()
+    server_args: str = ""
 
     def __post_init__(self) -> None:
+        try:
+            shlex.split(self.server_args)
+        except ValueError as error:
+            raise BenchError(f"--server-args {self.server_args!r}: {error}") from None
         if self.gpu_tokens < self.request_tokens_max:
             raise BenchError(
                 f"a GPU cache of {self.gpu_tokens} tokens does not hold one request of "
@@ -250,8 +254,8 @@ def server_spec(arm: Arm, sizes: Sizes, model: Path, place: Path, servers: int =
         cores_reserved=0,
         offload=offload_of(arm, sizes, place),
         dtype=sizes.dtype,
-        gpu_memory=None if has_cpu_engine() else round(_GPU_MEMORY / servers, 3),
-        extra_args=sizes.server_args,
+        gpu_memory=gpu_share(servers),
+        extra_args=tuple(shlex.split(sizes.server_args)),
         # The route that empties the GPU's prefix cache is one of the development mode.
         env={"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path},
     )

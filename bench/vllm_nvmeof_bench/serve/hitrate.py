@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import shlex
 import time
 from dataclasses import dataclass
 
@@ -63,7 +62,7 @@ class Settings:
             third_tokens=self.count * one // 3,
             max_num_seqs=_SEQUENCES,
             target_mb_per_s=self.target_mb_per_s,
-            server_args=tuple(shlex.split(self.server_args)),
+            server_args=self.server_args,
         )
 
 

@@ -11,7 +11,6 @@ tier that holds a third of it all.
 from __future__ import annotations
 
 import random
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,7 +55,7 @@ class Settings:
             longest,
             longest + 64,
             target_mb_per_s=self.target_mb_per_s,
-            server_args=tuple(shlex.split(self.server_args)),
+            server_args=self.server_args,
         )
 
 

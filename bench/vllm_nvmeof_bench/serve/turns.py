@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,7 +71,7 @@ class Settings:
             _GPU_CONVERSATIONS * blocks,
             max_num_seqs=_SEQUENCES,
             target_mb_per_s=self.target_mb_per_s,
-            server_args=tuple(shlex.split(self.server_args)),
+            server_args=self.server_args,
         )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only a GPU has: its layouts and copies, model runner V2, CUDA graphs, an FP8 cache."""
+"""What only a GPU has: its layouts and copies, model runner V2, CUDA graphs."""
 
 from __future__ import annotations
 

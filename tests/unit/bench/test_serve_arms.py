@@ -11,11 +11,14 @@ from vllm_nvmeof_bench.serve import arms
 from vllm_nvmeof_bench.serve.arms import BLOCK_TOKENS, Sizes, arms_of, offload_of, server_spec
 from vllm_nvmeof_bench.serve.ttft import Settings
 
+from vllm_nvmeof_offload.demo import engine
+
 PLACE = Path("place")
 
 
 def on(monkeypatch: pytest.MonkeyPatch, *, cpu: bool) -> Sizes:
-    monkeypatch.setattr(arms, "has_cpu_engine", lambda: cpu)
+    for module in (arms, engine):
+        monkeypatch.setattr(module, "has_cpu_engine", lambda: cpu)
     return Settings(lengths=(1000,), server_args="--a 'b c'").sizes()
 
 
@@ -45,6 +48,11 @@ def test_servers_share_a_gpu_s_memory(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert "spec_module_path" not in spec.offload.extra, "vLLM's own, as it is"
     assert spec.offload.extra["cpu_bytes_to_use"] == sizes.staging_bytes("third")
     assert sizes.chunk_bytes == BLOCK_TOKENS * sizes.shape.kv_bytes_per_token // 2
+
+
+def test_arguments_that_cannot_be_read_are_named() -> None:
+    with pytest.raises(BenchError, match=r"^--server-args \"--a 'b\": No closing quotation$"):
+        Settings(server_args="--a 'b").sizes()
 
 
 def test_on_the_cpu_s_engine_the_model_is_small(

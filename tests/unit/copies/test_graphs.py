@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -14,6 +13,7 @@ from tests.unit.copies.fake_cuda import FakeCuda
 from tests.unit.copies.rig import Rig
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.cuda import Readiness
+from vllm_nvmeof_offload.copy.driver import CudaError
 from vllm_nvmeof_offload.units import PAGE_BYTES
 from vllm_nvmeof_offload.worker import pinning
 from vllm_nvmeof_offload.worker.pinning import StagingPinning
@@ -22,6 +22,21 @@ from vllm_nvmeof_offload.worker.staging_map import StagingMap
 BASE, SLOTS = 1 << 30, 6
 #: The negative control: nobody declares what a thread is for.
 UNDECLARED = ("enter_own_thread",)
+
+
+class _Refusing(FakeCuda):
+    """Says when it has refused to register memory."""
+
+    def __init__(self, ignore: tuple[str, ...]) -> None:
+        super().__init__(ignore=ignore)
+        self.refused = threading.Semaphore(0)
+
+    def register(self, address: int, count: int) -> None:
+        try:
+            super().register(address, count)
+        except CudaError:
+            self.refused.release()
+            raise
 
 
 def _on_a_thread(work: Callable[[], None]) -> None:
@@ -54,13 +69,11 @@ def test_where_a_driver_refuses_it_is_done_after_the_capture(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(pinning, "_CAPTURE_S", 0.001)
-    cuda = FakeCuda(ignore=UNDECLARED)
+    cuda = _Refusing(ignore=UNDECLARED)
     pins = _pins(cuda)
     cuda.capturing = True
     pins.start()
-    end_s = time.monotonic() + 20
-    while len(cuda.spoilt) < 3 and time.monotonic() < end_s:
-        time.sleep(0.001)
+    assert all(cuda.refused.acquire(timeout=20) for _ in range(3))
     assert _everything(pins) is Readiness.WAITING
     cuda.capturing = False
     pins.wait()
