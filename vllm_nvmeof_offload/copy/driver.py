@@ -66,15 +66,15 @@ _FIRST = ctypes.addressof(_ZERO)
 class CudaError(EngineError):
     """A call that CUDA refused. name: CUDA's, such as CUDA_ERROR_INVALID_VALUE."""
 
-    @property
-    def while_capturing(self) -> bool:
-        """Refused because a CUDA graph was being captured: later it may be done."""
-        return self.name.startswith("CUDA_ERROR_STREAM_CAPTURE_")
-
     def __init__(self, call: str, name: str, detail: str = "") -> None:
         super().__init__(f"{call}: {name}{detail}")
         self.call = call
         self.name = name
+
+    @property
+    def while_capturing(self) -> bool:
+        """Refused because a CUDA graph was being captured: later it may be done."""
+        return self.name.startswith("CUDA_ERROR_STREAM_CAPTURE_")
 
 
 class CudaFacts:

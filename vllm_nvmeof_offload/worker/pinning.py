@@ -32,9 +32,9 @@ logger = logging.getLogger(LOGGER_NAME)
 _WAITING, _READY, _FAILED = range(3)
 _TELL_EVERY_S = 5.0
 _PIECE_BYTES_MAX = 256 * MIB
-#: Some ten times as long as a waiting thread takes to wake up.
+#: So that a thread that waits for the lock wakes up and gets it; never measured on a GPU.
 _PAUSE_S = 0.001
-#: Some drivers refuse what others do while a CUDA graph is captured: then it is tried again.
+#: Should a driver refuse it all the same while a CUDA graph is captured: until the next try.
 _CAPTURE_S = 0.1
 
 
