@@ -6,10 +6,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload.errors import PoolError, PoolFormatError, PoolLockedError
 from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload.pool import ending
 from vllm_nvmeof_offload.pool.engines import (
     held_by_another,
     one_at_a_time,
@@ -34,6 +36,7 @@ logger = logging.getLogger(LOGGER_NAME)
 
 #: Engines of one keyspace on one set of targets, each with its own directories.
 ENGINES_MAX = 64
+_POLL_S = 0.1
 
 
 class Claim:
@@ -52,22 +55,34 @@ class Claim:
     def make(cls, spec: PoolSpec) -> Claim:
         """Claim engine `spec.engine_index`, or the first one that no other engine holds.
 
+        One that is held by a process which was killed and is ending is waited for.
+
         Raises:
             PoolLockedError: a live process holds it, here (by index) or on another host.
             PoolError: a directory cannot be made or locked.
         """
         spaces = [_make_keyspace(target, spec.keyspace) for target in spec.targets]
-        try:
-            with one_at_a_time(spaces):
-                return cls._first_free(spec, spaces)
-        except OSError as error:
-            raise PoolError(f"cannot claim a directory in {spaces[0]}: {error}") from error
+        deadline = time.monotonic() + ending.ENDING_WAIT_S_MAX
+        told = False
+        while True:
+            try:
+                with one_at_a_time(spaces):
+                    return cls._first_free(spec, spaces, waits=time.monotonic() < deadline)
+            except _EndingError as error:
+                if not told:
+                    logger.warning("%s; waiting %.0f s at most", error, ending.ENDING_WAIT_S_MAX)
+                told = True
+            except OSError as error:
+                raise PoolError(f"cannot claim a directory in {spaces[0]}: {error}") from error
+            time.sleep(_POLL_S)
 
     @classmethod
-    def _first_free(cls, spec: PoolSpec, spaces: Sequence[Path]) -> Claim:
+    def _first_free(cls, spec: PoolSpec, spaces: Sequence[Path], *, waits: bool) -> Claim:
+        """waits: stop at one whose holder is ending, by `_EndingError`, instead of passing it."""
         for index in _candidates(spec, spaces[0]):
             engines = [space / f"engine-{index}" for space in spaces]
             if spec.engine and any(held_by_another(one, spec.engine, spec.rank) for one in engines):
+                _stop_at_ending(engines, waits=waits)
                 continue
             directories = tuple(_make_rank(one, spec.rank) for one in engines)
             locks, busy = _lock_all(directories)
@@ -75,6 +90,7 @@ class Claim:
                 _name_owner(engines, spec.engine, locks)
                 return cls(index, directories, locks)
             assert busy is not None
+            _stop_at_ending(engines, waits=waits)
             if spec.engine_index is not None:
                 raise local_holder_error(busy)
         raise PoolLockedError(
@@ -106,6 +122,16 @@ class Claim:
         if not keep_descriptors:
             for lock in filter(None, self._locks):
                 lock.release()
+
+
+class _EndingError(Exception):
+    """A directory is worth waiting for."""
+
+
+def _stop_at_ending(engines: Sequence[Path], *, waits: bool) -> None:
+    rank = ending.ending_holder(engines) if waits else None
+    if rank is not None:
+        raise _EndingError(f"{rank} is held by a process that was killed and has not ended yet")
 
 
 def _candidates(spec: PoolSpec, space: Path) -> Iterable[int]:

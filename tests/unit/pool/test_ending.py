@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server that starts while the one before it, killed, still has its locks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload.pool import ending
+from vllm_nvmeof_offload.pool.pool import Pool
+
+from .kit import make_spec
+
+#: Its first thread ends once it has been told to; another one stays, as one does that waits in
+#: the kernel for a device, and with it the locks.
+CHILD = """
+import ctypes, os, sys, threading, pathlib
+from tests.unit.pool.kit import make_spec
+from vllm_nvmeof_offload.pool.pool import Pool
+pool = Pool.open(make_spec(pathlib.Path(sys.argv[1]), engine=sys.argv[2], rank=int(sys.argv[3])))
+print(pool.engine_index, flush=True)
+sys.stdin.readline()
+def stay():
+    sys.stdin.read()
+    os._exit(0)
+threading.Thread(target=stay).start()
+SYS_EXIT = {"x86_64": 60, "aarch64": 93}[os.uname().machine]
+ctypes.CDLL(None).syscall(SYS_EXIT, 0)
+"""
+
+
+class Other:
+    """A server that holds engine 0, and can be made to end slowly."""
+
+    def __init__(self, target: Path, engine: str, rank: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(target), engine, str(rank)],
+            cwd=Path(__file__).resolve().parents[3],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "0\n"
+
+    def begin_to_end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        while not ending.is_ending(self.process.pid):
+            time.sleep(0.01)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(params=[("", 0), ("a", 1)], ids=["the same rank", "another rank"])
+def other(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Other]:
+    server = Other(tmp_path, *request.param)
+    yield server
+    server.end()
+
+
+class _Ender(logging.Handler):
+    """Lets the other server end once ours says that it waits."""
+
+    def __init__(self, other: Other) -> None:
+        super().__init__()
+        self._other = other
+
+    def emit(self, record: logging.LogRecord) -> None:
+        assert "waiting" in record.getMessage()
+        self._other.end()
+
+
+def test_the_pool_of_a_server_that_is_ending_is_waited_for(tmp_path: Path, other: Other) -> None:
+    other.begin_to_end()
+    ender = _Ender(other)
+    ours = logging.getLogger(LOGGER_NAME)
+    ours.addHandler(ender)
+    try:
+        pool = Pool.open(make_spec(tmp_path, engine="b"))
+    finally:
+        ours.removeHandler(ender)
+    assert other.process.returncode is not None, "it ended because ours waited"
+    assert pool.engine_index == 0
+    pool.close()
+
+
+def test_it_is_not_waited_for_for_ever(
+    tmp_path: Path,
+    other: Other,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ending, "ENDING_WAIT_S_MAX", 0.3)
+    other.begin_to_end()
+    with caplog.at_level(logging.WARNING, LOGGER_NAME):
+        pool = Pool.open(make_spec(tmp_path, engine="b"))
+    assert pool.engine_index == 1
+    pool.close()
+    told = [r for r in caplog.messages if "was killed and has not ended yet; waiting" in r]
+    assert len(told) == 1
+
+
+def test_a_server_that_lives_is_not_waited_for(
+    tmp_path: Path, other: Other, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, LOGGER_NAME):
+        pool = Pool.open(make_spec(tmp_path, engine="b"))
+    assert pool.engine_index == 1
+    pool.close()
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        ("State:\tS (sleeping)\nSigPnd:\t0000000000000000\nShdPnd:\t0000000000000000\n", False),
+        ("State:\tD (disk sleep)\nSigPnd:\t0000000000000100\nShdPnd:\t0000000000000000\n", True),
+        ("State:\tD (disk sleep)\nSigPnd:\t0000000000000000\nShdPnd:\t0000000000000100\n", True),
+        ("State:\tD (disk sleep)\nSigPnd:\t0000000000004000\nShdPnd:\t0000000000000000\n", False),
+        ("State:\tZ (zombie)\n", True),
+        ("nothing that is known\n", False),
+    ],
+    ids=["lives", "killed", "killed as a whole", "asked to end", "no first thread", "unknown"],
+)
+def test_what_the_kernel_says_of_a_process(tmp_path: Path, status: str, expected: bool) -> None:
+    (tmp_path / "4711").mkdir()
+    (tmp_path / "4711" / "status").write_text(status)
+    assert ending.is_ending(4711, tmp_path) is expected
+    assert not ending.is_ending(4712, tmp_path), "gone"
+    assert not ending.is_ending(os.getpid()), "we live"
