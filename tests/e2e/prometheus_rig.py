@@ -21,7 +21,7 @@ from typing import Any, Self
 import httpx
 
 from tests.fabric.rig.packages import RigUnavailableError, apt_in, locked, run_tool, unpack
-from vllm_nvmeof_offload.demo.server import free_port
+from vllm_nvmeof_offload.demo.processes import ReservedPort
 
 __all__ = ["Exporter", "Prometheus", "RigUnavailableError", "tool"]
 
@@ -105,7 +105,8 @@ class Prometheus:
             "scrape_configs:\n"
             f"  - {{job_name: vllm, static_configs: [{{targets: ['{address}']}}]}}\n"
         )
-        port = free_port()
+        self._reserved = ReservedPort()
+        port = self._reserved.number
         self.url = f"http://127.0.0.1:{port}"
         self._log = directory / "prometheus.log"
         with self._log.open("wb") as log:
@@ -134,6 +135,7 @@ class Prometheus:
         self._http.close()
         self._process.terminate()
         self._process.wait(20)
+        self._reserved.close()
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         """The series of an instant query; AssertionError if it is refused."""

@@ -16,7 +16,7 @@ import msgspec
 import zmq
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
-from vllm_nvmeof_offload.demo.server import free_port
+from vllm_nvmeof_offload.demo.processes import ReservedPort
 
 CPU, STORAGE = "CPU", "STORAGE"
 _POLL_MS = 100
@@ -30,7 +30,9 @@ class Router:
         self._live = context.socket(zmq.SUB)
         self._live.setsockopt(zmq.SUBSCRIBE, b"")
         port = self._live.bind_to_random_port("tcp://127.0.0.1")
-        replay = f"tcp://127.0.0.1:{free_port()}"
+        # The server binds it only after half a minute.
+        self._reserved = ReservedPort()
+        replay = f"tcp://127.0.0.1:{self._reserved.number}"
         self._replay = context.socket(zmq.DEALER)
         self._replay.connect(replay)
         self.config = {
@@ -63,6 +65,7 @@ class Router:
         self._thread.join()
         self._live.close(linger=0)
         self._replay.close(linger=0)
+        self._reserved.close()
 
     def counts(self) -> tuple[int, int, int]:
         """Chunks in pinned memory, in the pool, and in either."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from vllm_nvmeof_offload.demo.processes import ReservedPort, group_alive
 from vllm_nvmeof_offload.demo.server import Server, ServerError, ServerSpec
 
 #: Answers /health; a child of its own outlives SIGTERM, as a stuck worker would.
@@ -91,6 +94,60 @@ def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
         pytest.raises(ServerError, match=r"ended with 3[\s\S]*no such model"),
     ):
         server.wait_ready(30)
+
+
+_TRACEBACKS = """
+for who, said in (("Worker", "PoolError: no space"), ("EngineCore", "RuntimeError: see above")):
+    for _ in range(2):
+        print(f"({who} pid=7) ERROR 11-22 11:12:44 [core.py:1] Traceback (most recent call last):")
+        print(f"({who} pid=7) ERROR 11-22 11:12:44 [core.py:1] vllm_nvmeof_offload.{said}")
+print("at the end\\n" * 40)
+raise SystemExit(1)
+"""
+
+
+def test_the_errors_of_all_its_processes_are_named_first(tmp_path: Path) -> None:
+    spec = FakeSpec(tmp_path, 64, 8, script=_TRACEBACKS)
+    with Server(spec, tmp_path / "log") as server, pytest.raises(ServerError) as failed:
+        server.wait_ready(30)
+    assert str(failed.value).splitlines()[:4] == [
+        "vllm serve ended with 1",
+        "vllm_nvmeof_offload.PoolError: no space",
+        "vllm_nvmeof_offload.RuntimeError: see above",
+        f"the end of {server.log_path}:",
+    ]
+
+
+def test_nobody_else_is_given_a_reserved_port() -> None:
+    reserved = ReservedPort()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", reserved.number))
+    with socket.create_server(("127.0.0.1", reserved.number)):
+        pass  # sets SO_REUSEADDR, as what the port is reserved for does
+    reserved.close()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", reserved.number))
+
+
+#: Its first thread ends; another one holds on until the end of the input.
+_FIRST_THREAD_ENDS = """
+import ctypes, os, sys, threading
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0))).start()
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)
+"""
+
+
+def test_a_process_whose_first_thread_alone_has_ended_is_alive() -> None:
+    command = [sys.executable, "-c", _FIRST_THREAD_ENDS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
+        while running(process.pid):
+            time.sleep(0.01)
+        assert group_alive(process.pid)
+        assert process.stdin is not None
+        process.stdin.close()
+        while process.poll() is None:
+            time.sleep(0.01)
+    assert not group_alive(process.pid)
 
 
 def test_a_server_that_never_answers_is_ended(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,9 +27,10 @@ from typing import Any, Self
 import httpx
 
 from vllm_nvmeof_offload.demo.engine import engine_environment, vllm_command
+from vllm_nvmeof_offload.demo.processes import ReservedPort, group_alive
 from vllm_nvmeof_offload.errors import OffloadError
 
-__all__ = ["OffloadSpec", "Server", "ServerError", "ServerSpec", "free_port"]
+__all__ = ["OffloadSpec", "Server", "ServerError", "ServerSpec"]
 
 MODEL_NAME = "demo"
 #: Asks the kernel for SIGTERM (15) at the parent's death, PR_SET_PDEATHSIG being 1, checks that
@@ -42,6 +43,10 @@ if os.getppid() == int(sys.argv[1]):
 """
 _POLL_S = 0.2
 _LOG_TAIL_LINES = 30
+_ERRORS_MAX = 4
+#: What vLLM's logger puts before each line of a traceback, and a traceback's last line.
+_LOG_PREFIX = re.compile(r"^(\([^)]*\) )?([A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] )?")
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception): ")
 
 
 class ServerError(OffloadError):
@@ -141,7 +146,8 @@ class Server:
     def __init__(self, spec: ServerSpec, log_path: Path) -> None:
         self.spec = spec
         self.log_path = log_path
-        self.port = free_port()
+        self._reserved = ReservedPort()
+        self.port = self._reserved.number
         self.url = f"http://127.0.0.1:{self.port}"
         self.startup_s = 0.0
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -220,7 +226,7 @@ class Server:
     def _reap(self, grace_s: float) -> None:
         """Wait until no process of the group is left; SIGKILL them after `grace_s`."""
         deadline = time.monotonic() + grace_s
-        while _group_alive(self.pid) or self.running:
+        while group_alive(self.pid) or self.running:
             if time.monotonic() >= deadline:
                 with suppress(ProcessLookupError):
                     os.killpg(self.pid, signal.SIGKILL)
@@ -229,6 +235,7 @@ class Server:
             if time.monotonic() > deadline + 30.0:
                 raise ServerError(self._failure("does not end on SIGKILL"))
         _alive.discard(self)
+        self._reserved.close()
 
     def _stage(self) -> str:
         """Return what the server is at, in a few words."""
@@ -242,8 +249,11 @@ class Server:
         return next((name for mark, name in stages if mark in text), "importing vLLM")
 
     def _failure(self, what: str) -> str:
-        tail = "\n".join(self.log().splitlines()[-_LOG_TAIL_LINES:])
-        return f"vllm serve {what}; the end of {self.log_path}:\n{tail}"
+        lines = self.log().splitlines()
+        # The cause is said first, by the process that had it; the end is its parents' despair.
+        errors = "".join(f"\n{error}" for error in _errors(lines)[:_ERRORS_MAX])
+        tail = "\n".join(lines[-_LOG_TAIL_LINES:])
+        return f"vllm serve {what}{errors}\nthe end of {self.log_path}:\n{tail}"
 
 
 _alive: weakref.WeakSet[Server] = weakref.WeakSet()
@@ -256,18 +266,7 @@ def _kill_all() -> None:
             server.kill()
 
 
-def free_port() -> int:
-    """A port of the loopback address that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _group_alive(group: int) -> bool:
-    """Whether a process of the group runs; one that has ended but is not reaped does not."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(pgrp) == group and state not in "ZX":
-                return True
-    return False
+def _errors(lines: Iterable[str]) -> list[str]:
+    """Return the last lines of the tracebacks in a log, each once."""
+    bare = (_LOG_PREFIX.sub("", line) for line in lines)
+    return list(dict.fromkeys(line for line in bare if _ERROR.match(line)))
