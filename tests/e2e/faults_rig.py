@@ -39,6 +39,8 @@ LOGPROB_TOLERANCE = 1e-3
 SHORT_DEADLINES = {"read_deadline_ms": 4000, "write_deadline_ms": 8000}
 #: Of a GPU's memory, so that several servers find room on one.
 GPU_MEMORY = None if has_cpu_engine() else 0.25
+_REFUSED = ("vllm:nvmeof_refused_stores_total", "vllm:nvmeof_refused_writes_total")
+_ROUNDS_MAX = 8
 _FORKING = Path(__file__).with_name("forking_vllm.py")
 
 
@@ -212,6 +214,24 @@ def wait_for(server: Server, what: str, condition: Callable[[Metrics], bool]) ->
         if condition(now):
             return now
         assert time.monotonic() < deadline, f"{what} did not come; {server.log_path}"
+
+
+def store_all(
+    server: Server,
+    reference: Reference,
+    ask: Callable[[Server, Sequence[Sequence[int]]], list[Answer]] = ask,
+) -> None:
+    """Ask until every chunk is stored and written.
+
+    A round may not do: while a shared disk stalls, others' chunks find no room.
+    """
+    for _ in range(_ROUNDS_MAX):
+        before = metrics(server)
+        assert same(ask(server, reference.prompts), reference.answers)
+        wait_for(server, "the last write", lambda m: m.value("vllm:nvmeof_writes_pending") == 0)
+        if not any(grown(server, before, name) for name in _REFUSED):
+            return
+    raise AssertionError(f"chunks are refused in each of {_ROUNDS_MAX} rounds")
 
 
 def forget_gpu(server: Server) -> None:

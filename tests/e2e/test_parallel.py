@@ -23,7 +23,6 @@ from vllm_nvmeof_offload.pool.superblock import read_superblock
 from vllm_nvmeof_offload.pool.table import decode_table
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
-PENDING = "vllm:nvmeof_writes_pending"
 SUSPECT = "vllm:nvmeof_suspect_targets"
 #: Of the slots in use: how much of rank 0's slab is cut off at the end; and from which place on
 #: each how-manieth of rank 1's headers is lost. The tenants' chunks come before.
@@ -123,8 +122,7 @@ def successor(damaged: Damage, place: Place) -> Iterator[Server]:
 
 
 def _all_in_the_pool(server: Server, reference: rig.Reference) -> None:
-    assert rig.same(par.ask(server, reference.prompts), reference.answers)
-    rig.wait_for(server, "the last write", lambda m: m.value(PENDING) == 0)
+    rig.store_all(server, reference, par.ask)
 
 
 def test_returning_prompts_are_found(server: Server, reference: rig.Reference) -> None:

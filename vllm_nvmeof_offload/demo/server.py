@@ -187,6 +187,7 @@ class Server:
         with httpx.Client(timeout=2.0, trust_env=False) as client:
             while time.monotonic() < deadline:
                 if not self.running:
+                    self.kill()  # what its first process has left
                     raise ServerError(self._failure(f"ended with {self._process.returncode}"))
                 with suppress(httpx.TransportError):
                     if client.get(f"{self.url}/health").status_code == httpx.codes.OK:
