@@ -213,15 +213,23 @@ class ThreadsIoEngine:
         self._queues.threads_working = self._threads_alive - self._overdue
 
     def _take(self) -> OpState | None:
-        """Wait for work; None: this thread is to end."""
+        """Wait for work; None: this thread is to end, and does not count any more."""
         while True:
             surplus = self._queues.threads_working > self._limits.threads
             if self._closed or surplus:
+                # Under the same lock: all threads that look before this one has gone would find
+                # the same surplus, and none would be left.
+                self._leave()
                 return None
             state = self._queues.start_next()
             if state is not None:
                 return state
             self._work.wait()
+
+    def _leave(self) -> None:
+        self._threads_alive -= 1
+        self._count_working()
+        self._idle.notify_all()
 
     def _finish(self, state: OpState, outcome: Outcome) -> None:
         late = state.phase is Phase.OVERDUE
@@ -239,24 +247,22 @@ class ThreadsIoEngine:
 
     def _run(self) -> None:
         unbind_this_thread()
-        try:
-            while True:
-                with self._lock:
-                    state = self._take()
-                if state is None:
-                    return
-                # An exception here is a mistake of ours; the operation must end even then.
-                outcome = io_error(errno.EIO)
-                try:
-                    outcome = self._execute(state)
-                finally:
-                    with self._lock:
-                        self._finish(state, outcome)
-        finally:
+        while True:
             with self._lock:
-                self._threads_alive -= 1
-                self._count_working()
-                self._idle.notify_all()
+                state = self._take()
+            if state is None:
+                return
+            # An exception here is a mistake of ours; the operation must end even then, and the
+            # thread with it.
+            outcome, ends = io_error(errno.EIO), True
+            try:
+                outcome = self._execute(state)
+                ends = False
+            finally:
+                with self._lock:
+                    self._finish(state, outcome)
+                    if ends:
+                        self._leave()
 
     def _execute(self, state: OpState) -> Outcome:
         op = state.op
