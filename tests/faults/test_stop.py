@@ -63,7 +63,11 @@ def start_child() -> Iterator[StartChild]:
 def hear(child: subprocess.Popen[str]) -> None:
     """Wait until it says something: it is at work."""
     assert child.stdout is not None
-    assert select.select([child.stdout], [], [], WAIT_S)[0], "the child is silent"
+    if not select.select([child.stdout], [], [], WAIT_S)[0]:
+        child.send_signal(signal.SIGUSR1)  # its stacks
+        time.sleep(1)
+        child.kill()
+        raise AssertionError(f"the child is silent\n{child.communicate()[1]}")
     line = child.stdout.readline()
     assert line, child.communicate()[1]
 

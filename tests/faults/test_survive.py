@@ -15,12 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.small_disk import tmpfs
 from vllm_nvmeof_offload.errors import DEADLINE, OK, Outcome, io_error
 from vllm_nvmeof_offload.fabric import reattach
 from vllm_nvmeof_offload.fabric.health import FAILED_SLOTS_MAX, FAILURES_MAX, PathStates, Verdict
 from vllm_nvmeof_offload.fabric.watch import TargetWatch
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.superblock import read_superblock
+from vllm_nvmeof_offload.units import MIB
 
 from .fuse_mount import FaultyMount
 from .kit import make_spec, name
@@ -30,6 +32,14 @@ pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("own_mount_table")]
 
 SLOTS = 2 * FAILED_SLOTS_MAX + 4
 FAULTY, HEALTHY = range(0, SLOTS, 2), range(1, SLOTS, 2)
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """In memory: deadlines here are shorter than a shared disk stalls by itself."""
+    (place := tmp_path / "memory").mkdir()
+    with tmpfs(place, 256 * MIB) as directory:
+        yield directory
 
 
 @pytest.fixture
