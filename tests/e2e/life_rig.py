@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import threading
 import time
@@ -47,6 +48,9 @@ class Weights:
         fresh = self.directory / "fresh"
         shutil.copy(model / _WEIGHTS, fresh)
         fresh.rename(self.directory / _WEIGHTS)
+        # When a process began is known in ticks: one that begins in this tick would hold them
+        # for weights that were changed while it started.
+        time.sleep(2 / os.sysconf("SC_CLK_TCK"))
 
 
 @dataclass(frozen=True)
