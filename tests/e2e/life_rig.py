@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import Any
 import httpx
 
 from tests.e2e import faults_rig as rig
+from tests.wait import wait_until
 from vllm_nvmeof_offload.demo.client import Answer, Client
 from vllm_nvmeof_offload.demo.model import make_model
 from vllm_nvmeof_offload.demo.server import MODEL_NAME, Server, ServerSpec
@@ -127,14 +127,6 @@ def group(leader: int) -> dict[int, str]:
                 title = (stat.parent / "cmdline").read_bytes().replace(b"\0", b" ")
                 found[int(stat.parent.name)] = title.decode(errors="replace").strip()
     return found
-
-
-def wait_until(what: str, condition: Callable[[], bool], limit_s: float = 120.0) -> None:
-    """Poll `condition`, leaving the processor to those it waits for."""
-    deadline, never = time.monotonic() + limit_s, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come within {limit_s:.0f} s"
-        never.wait(0.02)
 
 
 def with_priorities(server: Server, prompts: list[list[int]]) -> list[list[int]]:

@@ -158,6 +158,7 @@ def _beside(llm: Any) -> list[dict[str, Any]]:
 def _died(llm: Any) -> str:
     """The name of what the next request meets, once nothing of the engine is left."""
     from tests.e2e import life_rig as life
+    from tests.wait import wait_until
 
     def gone() -> bool:
         titles = life.group(os.getpgrp()).values()
@@ -165,7 +166,7 @@ def _died(llm: Any) -> str:
         known = llm.llm_engine.engine_core.resources.engine_dead
         return bool(known) and not any("VLLM::" in title for title in titles)
 
-    life.wait_until("the end of the engine's processes", gone)
+    wait_until("the end of the engine's processes", gone)
     try:
         _generate(llm, [5, 6, 7], 1)
     except Exception as error:  # noqa: BLE001 - its name is what is asked for

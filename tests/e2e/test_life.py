@@ -20,6 +20,7 @@ import pytest
 
 from tests.e2e import faults_rig as rig
 from tests.e2e import life_rig as life
+from tests.wait import wait_until
 from vllm_nvmeof_offload.demo.client import Answer, Client
 from vllm_nvmeof_offload.demo.server import Server
 
@@ -173,7 +174,7 @@ def test_an_engine_ends_when_its_server_is_killed(server: Server, scene: life.Sc
         titles = life.group(server.pid).values()
         return not any(name.startswith(("VLLM::EngineCore", "VLLM::Worker")) for name in titles)
 
-    life.wait_until("the end of engine and worker", no_engine, 60)
+    wait_until("the end of engine and worker", no_engine, 60)
     server.kill()
 
 

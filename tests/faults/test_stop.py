@@ -27,6 +27,7 @@ pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).parents[2]
 SEED = int(os.environ.get("VLLM_NVMEOF_SEED", "0")) or random.SystemRandom().getrandbits(32)
+_PYTHON = (sys.executable, "-W", "error", "-X", "faulthandler")
 STOPS = 6
 DEADLINE_S = 0.1
 
@@ -43,7 +44,7 @@ def start_child() -> Iterator[StartChild]:
         job = {"engine": engine, "seed": SEED, "deadline_s": DEADLINE_S}
         job["targets"] = list(map(str, targets))
         child = subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "tests.faults.stop_child", json.dumps(job)],
+            [*_PYTHON, "-m", "tests.faults.stop_child", json.dumps(job)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -64,9 +65,7 @@ def hear(child: subprocess.Popen[str]) -> None:
     """Wait until it says something: it is at work."""
     assert child.stdout is not None
     if not select.select([child.stdout], [], [], WAIT_S)[0]:
-        child.send_signal(signal.SIGUSR1)  # its stacks
-        time.sleep(1)
-        child.kill()
+        child.send_signal(signal.SIGABRT)  # with its stacks
         raise AssertionError(f"the child is silent\n{child.communicate()[1]}")
     line = child.stdout.readline()
     assert line, child.communicate()[1]

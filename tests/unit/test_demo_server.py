@@ -8,12 +8,12 @@ import select
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.wait import wait_until
 from vllm_nvmeof_offload.demo.processes import ReservedPort, group_alive
 from vllm_nvmeof_offload.demo.server import Server, ServerError, ServerSpec
 
@@ -129,24 +129,18 @@ def test_nobody_else_is_given_a_reserved_port() -> None:
         other.bind(("127.0.0.1", reserved.number))
 
 
-#: Its first thread ends; another one holds on until the end of the input.
-_FIRST_THREAD_ENDS = """
-import ctypes, os, sys, threading
-threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0))).start()
-ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)
-"""
-
-
 def test_a_process_whose_first_thread_alone_has_ended_is_alive() -> None:
-    command = [sys.executable, "-c", _FIRST_THREAD_ENDS]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
-        while running(process.pid):
-            time.sleep(0.01)
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.unit.first_thread"],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        wait_until("its first thread's end", lambda: not running(process.pid))
         assert group_alive(process.pid)
         assert process.stdin is not None
         process.stdin.close()
-        while process.poll() is None:
-            time.sleep(0.01)
+        process.wait(60)
     assert not group_alive(process.pid)
 
 

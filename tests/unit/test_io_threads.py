@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 import pytest
 
@@ -38,12 +37,7 @@ class _Unhurried:
     def __enter__(self) -> None:
         self._lock.acquire()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._lock.release()
         if threading.current_thread().name.startswith("io-"):
             time.sleep(0.01)

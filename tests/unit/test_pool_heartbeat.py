@@ -10,23 +10,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.wait import wait_until
 from vllm_nvmeof_offload.pool.heartbeat import ServerHeartbeat
 from vllm_nvmeof_offload.pool.lock import DirectoryLock, Holder, read_holder, write_record
 
 WAIT_S = 20.0
 NOBODY = Holder("", 0, "", 0)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s
-        os.sched_yield()
 
 
 @pytest.fixture
@@ -53,7 +47,7 @@ def test_the_servers_name_is_renewed(lock: DirectoryLock) -> None:
         holder = read_holder(lock.path)
         return holder is not None and holder.heartbeat > before
 
-    wait_until(renewed)
+    wait_until("a heartbeat", renewed)
     holder = read_holder(lock.path)
     assert holder is not None
     assert holder.pid == os.getpid(), "not the child's"
@@ -74,20 +68,24 @@ def beating_for(pid: int) -> list[int]:
 
 def test_one_that_is_killed_has_a_successor(lock: DirectoryLock) -> None:
     beating = ServerHeartbeat(lambda: [lock], period_s=0.05)
-    wait_until(lambda: read_holder(lock.path) is not None and len(beating_for(os.getpid())) == 1)
+    wait_until(
+        "a heartbeat",
+        lambda: read_holder(lock.path) is not None and len(beating_for(os.getpid())) == 1,
+    )
     (first,) = beating_for(os.getpid())
     os.kill(first, signal.SIGKILL)
-    wait_until(lambda: beating_for(os.getpid()) not in ([], [first]))
+    wait_until("a heartbeat", lambda: beating_for(os.getpid()) not in ([], [first]))
     before = grow_old(lock.path)
-    wait_until(lambda: (read_holder(lock.path) or NOBODY).heartbeat > before)
+    wait_until("a heartbeat", lambda: (read_holder(lock.path) or NOBODY).heartbeat > before)
     beating.stop()
-    wait_until(lambda: beating_for(os.getpid()) == [])
+    wait_until("a heartbeat", lambda: beating_for(os.getpid()) == [])
 
 
 #: A server whose lock is renewed; says so when it has been.
 SERVER = """
 import sys
 from pathlib import Path
+from tests.wait import wait_until
 from vllm_nvmeof_offload.pool.heartbeat import ServerHeartbeat
 from vllm_nvmeof_offload.pool.lock import DirectoryLock, read_holder
 lock = DirectoryLock.claim(Path(sys.argv[1]))
@@ -114,7 +112,7 @@ def test_it_is_nobodys_child_and_ends_with_its_server(tmp_path: Path) -> None:
     assert "".join(one.read_text() for one in children) == ""
     server.kill()
     server.communicate()
-    wait_until(lambda: beating_for(server.pid) == [])
+    wait_until("a heartbeat", lambda: beating_for(server.pid) == [])
 
 
 def test_another_file_at_the_path_is_not_written(lock: DirectoryLock, tmp_path: Path) -> None:
@@ -137,7 +135,10 @@ def test_a_file_that_hangs_holds_up_no_other_and_no_server(
     beating = ServerHeartbeat(lambda: [other, lock], period_s=0.05)
     for _ in range(3):
         before = grow_old(lock.path)
-        wait_until(lambda before=before: (read_holder(lock.path) or NOBODY).heartbeat > before)
+        wait_until(
+            "a heartbeat",
+            lambda before=before: (read_holder(lock.path) or NOBODY).heartbeat > before,
+        )
     begun_s = time.monotonic()
     beating.stop()
     assert time.monotonic() - begun_s < 5

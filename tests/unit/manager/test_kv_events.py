@@ -3,10 +3,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
-
 import pytest
 
 pytest.importorskip("vllm", reason="events are vLLM's")
@@ -16,19 +12,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import Offlo
 from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, make_offload_key
 
 from tests.e2e.router import Router
+from tests.wait import wait_until
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
 
 from .bench import hello
 
 CHUNKS = 10_000
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline, never = time.monotonic() + 60, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline
-        never.wait(0.02)
 
 
 def test_a_router_hears_of_what_was_adopted_and_of_a_reset() -> None:
@@ -53,9 +43,9 @@ def test_a_router_hears_of_what_was_adopted_and_of_a_reset() -> None:
             return steps
 
         assert step_until_told() > 1, "not all in one step"
-        wait_until(lambda: router.counts() == (0, CHUNKS, CHUNKS))
+        wait_until("a router that agrees", lambda: router.counts() == (0, CHUNKS, CHUNKS))
         manager.reset_cache()
         step_until_told()
-        wait_until(lambda: router.counts() == (0, 0, 0))
+        wait_until("a router that agrees", lambda: router.counts() == (0, 0, 0))
         publisher.shutdown()
     assert router.removed["STORAGE"] == CHUNKS

@@ -7,12 +7,12 @@ import logging
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.wait import wait_until
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool import ending
 from vllm_nvmeof_offload.pool.pool import Pool
@@ -22,18 +22,14 @@ from .kit import make_spec
 #: Its first thread ends once it has been told to; another one stays, as one does that waits in
 #: the kernel for a device, and with it the locks.
 CHILD = """
-import ctypes, os, sys, threading, pathlib
+import sys, pathlib
+from tests.unit.first_thread import end_first_thread
 from tests.unit.pool.kit import make_spec
 from vllm_nvmeof_offload.pool.pool import Pool
 pool = Pool.open(make_spec(pathlib.Path(sys.argv[1]), engine=sys.argv[2], rank=int(sys.argv[3])))
 print(pool.engine_index, flush=True)
 sys.stdin.readline()
-def stay():
-    sys.stdin.read()
-    os._exit(0)
-threading.Thread(target=stay).start()
-SYS_EXIT = {"x86_64": 60, "aarch64": 93}[os.uname().machine]
-ctypes.CDLL(None).syscall(SYS_EXIT, 0)
+end_first_thread()
 """
 
 
@@ -55,8 +51,7 @@ class Other:
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        while not ending.is_ending(self.process.pid):
-            time.sleep(0.01)
+        wait_until("its first thread's end", lambda: ending.is_ending(self.process.pid))
 
     def end(self) -> None:
         self.process.kill()
