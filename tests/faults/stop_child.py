@@ -38,6 +38,8 @@ class Traffic:
         self._generation = 1
         #: pool slot → its only right identity; None where a write has missed its deadline.
         self.stored: dict[int, SlotIdentity | None] = {n: name(n) for n in range(SLOTS)}
+        #: pool slot → what was written last, or was to be.
+        self._tried = {n: name(n) for n in range(SLOTS)}
         #: token → (place, pool slot, identity, is it a write)
         self._busy: dict[int, tuple[int, int, SlotIdentity, bool]] = {}
         self._late: set[int] = set()
@@ -49,15 +51,14 @@ class Traffic:
         for place in set(range(PLACES)) - places:
             taken = {pool_slot for _, pool_slot, *_ in self._busy.values()}
             pool_slot = self._dice.choice([n for n in range(SLOTS) if n not in taken])
-            identity = self.stored[pool_slot]
             deadline_s = time.monotonic() + self._deadline_s
-            is_write = identity is None or self._dice.random() < 0.5
+            is_write = self._dice.random() < 0.5
             if is_write:
                 self._generation += 1
-                identity = name(pool_slot, self._generation)
+                identity = self._tried[pool_slot] = name(pool_slot, self._generation)
                 op = self._bench.write(pool_slot, place, identity, deadline_s=deadline_s)
             else:
-                assert identity is not None
+                identity = self._tried[pool_slot]
                 op = self._bench.read(pool_slot, place, identity, deadline_s=deadline_s)
             self._busy[op.token] = (place, pool_slot, identity, is_write)
             self._bench.submit(op)
@@ -72,7 +73,9 @@ class Traffic:
                 self.counts["late"] += 1
             else:
                 assert token not in self._late, "two outcomes"
-                assert completion.outcome in (OK, DEADLINE), completion
+                sure = is_write or self.stored[pool_slot] is not None
+                other = () if sure else (STALE, CHECKSUM_MISMATCH)
+                assert completion.outcome in (OK, DEADLINE, *other), completion
                 self.counts[str(completion.outcome)] += 1
                 if completion.outcome == DEADLINE and is_write:
                     self.stored[pool_slot] = None
