@@ -23,12 +23,16 @@ export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo test test-fast test-fabric test-e2e soak bench results gpu wheel check format lock clean distclean
+.PHONY: help setup demo test test-fast test-fabric test-e2e suite-fast suite-alone suite-fabric \
+	suite-e2e soak bench results gpu wheel check format lock clean distclean
 .DEFAULT_GOAL := help
+# Set-up comes before everything, and suites run one after the other, under `make -j` too.
+.NOTPARALLEL:
 
 help:
 	@echo "make demo       the main job on this machine: model, server, cache, restart, preemption"
-	@echo "make test       unit, contract, simulator, fault and fabric tests, then end to end on real vLLM"
+	@echo "make test       unit, contract, simulator, fault and fabric tests, then end to end on real vLLM;"
+	@echo "                goes on after a suite that fails, and names those that did at the end"
 	@echo "make test-fast  the same without end to end and without the emulated fabric"
 	@echo "make test-fabric the pool on a real NVMe/TCP fabric in an emulated guest, whose paths fail"
 	@echo "make soak       the longest tests, then both simulators with fresh seeds for SOAK_SECONDS (4 hours)"
@@ -51,22 +55,35 @@ $(STAMP): $(SETUP_INPUTS)
 demo: setup
 	@$(BIN)/vllm-nvmeof demo
 
-test: test-fast test-fabric test-e2e
+# All suites run, also behind one that fails; the last lines name those that failed.
+# `exec`: a signal that make passes on reaches the suite, not a shell around it.
+SUITES = $(BIN)/python tools/suites.py "$(MAKE)"
+
+test: setup
+	+@exec $(SUITES) fast alone fabric e2e
 
 test-fast: setup
-	$(BIN)/python -m pytest tests/unit tests/contract tests/native tests/sim tests/faults tests/gpu \
+	+@exec $(SUITES) fast alone
+
+# build/fabric-report.md has the time line of every scenario.
+test-fabric: setup suite-fabric
+
+test-e2e: setup suite-e2e
+
+suite-fast:
+	exec $(BIN)/python -m pytest tests/unit tests/contract tests/native tests/sim tests/faults tests/gpu \
 		-m "not soak and not alone" $(SIDE_BY_SIDE) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/faults -m "alone and not soak" -n $(if $(filter 0,$(JOBS)),0,3) \
+
+suite-alone:
+	exec $(BIN)/python -m pytest tests/faults -m "alone and not soak" -n $(if $(filter 0,$(JOBS)),0,3) \
 		--dist loadscope $(PYTEST_ARGS)
 
-# One after the other even under `make -j`, and the guest alone: it emulates a machine whose clock
-# its scenarios watch.
-# build/fabric-report.md has the time line of every scenario.
-test-fabric: setup | test-fast
-	$(BIN)/python -m pytest tests/fabric $(PYTEST_ARGS)
+# In one process: the guest emulates a machine whose clock its scenarios watch.
+suite-fabric:
+	exec $(BIN)/python -m pytest tests/fabric $(PYTEST_ARGS)
 
-test-e2e: setup | test-fast test-fabric
-	$(BIN)/python -m pytest tests/e2e $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+suite-e2e:
+	exec $(BIN)/python -m pytest tests/e2e $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 # Replay a failing seed with: .venv/bin/python -m tests.sim --seed N, or -m tests.faults.store
 soak: setup

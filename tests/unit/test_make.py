@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make test`, its suites played by a script: all of them run, and the end says which failed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.wait import wait_until
+
+ROOT = Path(__file__).parents[2]
+SUITES = {
+    "fast": "tests/unit",
+    "alone": "alone and not soak",
+    "fabric": "tests/fabric",
+    "e2e": "tests/e2e",
+}
+WAITS = """
+import signal, sys
+from pathlib import Path
+here, suite = Path(sys.argv[1]), sys.argv[2]
+def end(number, frame):
+    (here / "interrupted").write_text(suite)
+    sys.exit(2)
+signal.signal(signal.SIGINT, end)
+signal.signal(signal.SIGTERM, end)
+(here / "waiting").touch()
+signal.pause()
+"""
+#: In place of the environment's Python: pytest is this script, everything else is real.
+PYTHON = """#!/usr/bin/env bash
+[ "$1" = -m ] || exec {python} "$@"
+here={here}
+case "$* " in
+*" -m alone and not soak "*) suite=alone ;;
+*" tests/unit "*) suite=fast ;;
+*" tests/fabric "*) suite=fabric ;;
+*" tests/e2e "*) suite=e2e ;;
+esac
+echo "$*" >"$here/$suite.args"
+echo "$suite" >>"$here/started"
+if [ -e "$here/$suite.waits" ]; then
+    exec {python} -c '{waits}' "$here" "$suite"
+fi
+echo "closing line of $suite"
+[ ! -e "$here/$suite.fails" ]
+"""
+
+
+class Make:
+    """The project's Makefile with a made-up environment whose suites do what the test says."""
+
+    def __init__(self, here: Path) -> None:
+        self.here = here
+        (here / "stamp").touch()
+        python = here / "python"
+        python.write_text(PYTHON.format(python=sys.executable, here=here, waits=WAITS))
+        python.chmod(0o755)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """In a process group of its own, as a shell starts what a terminal's Ctrl-C reaches."""
+        made_up = (f"BIN={self.here}", f"STAMP={self.here}/stamp", "SETUP_INPUTS=")
+        # The suite that runs this test was started by make, too.
+        outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES")
+        return subprocess.Popen(
+            ["make", *arguments, *made_up],
+            cwd=ROOT,
+            env={name: value for name, value in os.environ.items() if name not in outer},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *arguments: str) -> tuple[int, str]:
+        """Return the exit status and everything printed."""
+        process = self.start(*arguments)
+        output, _ = process.communicate(timeout=120)
+        return process.returncode, output
+
+    def started(self) -> list[str]:
+        return (self.here / "started").read_text().split()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    return Make(tmp_path)
+
+
+@pytest.mark.parametrize("jobs", [(), ("-j4",), ("JOBS=0",)])
+def test_all_suites_run_when_some_fail_and_the_end_names_those(
+    make: Make, jobs: tuple[str, ...]
+) -> None:
+    (make.here / "fast.fails").touch()
+    (make.here / "fabric.fails").touch()
+    status, output = make.run("test", *jobs)
+    assert status != 0
+    assert make.started() == list(SUITES)
+    closing = output[output.index("closing line of e2e") :].splitlines()
+    assert closing[1:3] == ["test suites passed: alone, e2e", "test suites FAILED: fast, fabric"]
+    assert all(f"closing line of {name}" in output for name in SUITES)
+    for name, mark in SUITES.items():
+        assert mark in (make.here / f"{name}.args").read_text()
+    assert "jobserver" not in output
+
+
+def test_all_suites_that_pass_make_it_pass(make: Make) -> None:
+    status, output = make.run("test")
+    assert status == 0
+    assert make.started() == list(SUITES)
+    assert output.splitlines()[-1] == "test suites passed: fast, alone, fabric, e2e"
+
+
+def test_the_fast_tests_go_on_to_those_that_run_alone(make: Make) -> None:
+    (make.here / "fast.fails").touch()
+    status, output = make.run("test-fast")
+    assert status != 0
+    assert make.started() == ["fast", "alone"]
+    assert "test suites FAILED: fast\n" in output
+
+
+@pytest.mark.parametrize("suite", ["fabric", "e2e"])
+def test_one_suite_by_itself_is_only_that_and_fails_with_it(make: Make, suite: str) -> None:
+    (make.here / f"{suite}.fails").touch()
+    assert make.run(f"test-{suite}")[0] != 0
+    assert make.started() == [suite]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_suite_that_runs_and_starts_no_other(
+    make: Make, number: signal.Signals
+) -> None:
+    (make.here / "alone.waits").touch()
+    process = make.start("test")
+    try:
+        wait_until("the suite that waits", (make.here / "waiting").exists)
+        if number == signal.SIGINT:  # as a terminal does
+            os.killpg(process.pid, number)
+        else:
+            process.terminate()
+        output, _ = process.communicate(timeout=120)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # all have ended, as they must
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode != 0
+    assert (make.here / "interrupted").read_text().split() == ["alone"]
+    assert make.started() == ["fast", "alone"]
+    assert f"{number.name} ended alone; not run: fabric, e2e" in output
