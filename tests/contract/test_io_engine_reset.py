@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vllm_nvmeof_offload.errors import (
-    OK,
-)
-from vllm_nvmeof_offload.io.base import IoKind
+from vllm_nvmeof_offload.errors import DEADLINE, OK
+from vllm_nvmeof_offload.io.base import Completion, IoKind
+from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.pool.superblock import read_superblock
 
 from .rig import Rig, content, name
 
@@ -48,3 +48,31 @@ def test_two_resets_and_writes_between(make_rig: MakeRig) -> None:
     ops.append(rig.write(20, 20, name(20)))
     assert {c.outcome for c in rig.run(*ops)} == {OK}
     assert rig.reopen().adopt().keys == (name(20).key,)
+
+
+def test_a_write_that_hangs_holds_up_neither_a_reset_nor_what_follows(make_rig: MakeRig) -> None:
+    rig = make_rig(threads=4, targets=2)
+    rig.store(0, name(1))
+    rig.store(1, name(2))
+    rig.gate.shut([2])
+    hung = rig.write(2, 1, name(3), deadline_s=rig.clock() + 1.0)
+    rig.fill(1, name(3))
+    rig.submit(hung)
+    rig.gate.wait_started(3)
+    rig.clock.advance(2.0)
+    assert rig.wait(bool) == [Completion(hung.token, DEADLINE, released=False)]
+    rig.fill(2, name(4))
+    (reset, after) = rig.run(rig.op(IoKind.RESET), rig.write(3, 2, name(4)))
+    assert (reset.outcome, after.outcome) == (OK, OK)
+    epochs = {read_superblock(directory) for directory in rig.pool.directories}
+    assert {found.epoch for found in epochs if found is not None} == {rig.pool.epoch}
+    rig.gate.open_all()
+    assert rig.wait(bool) == [Completion(hung.token, None)]
+    pool = rig.reopen()
+    assert pool.adopt().keys == (name(4).key,)
+    # Its header came to the disk with the epoch of before: void where the table is lost, too.
+    pool.close()
+    for directory in pool.directories:
+        (directory / "table").write_bytes(b"")
+    rig.pool = Pool.open(rig.spec)
+    assert rig.pool.adopt().keys == (name(4).key,)

@@ -209,7 +209,7 @@ def _focus(profile: str, rng: random.Random) -> dict[str, Any]:
             "cache_slots": rng.randint(4, 10),
             "pool_slots": rng.randint(16, 40),
             "gpu_blocks": rng.randint(12, 18),
-            "reset": 0.0,
+            "reset": rng.choice((0.0, 0.01)),
             "crash": rng.choice((0.0, 0.005)),
             "ticks": 400,
         }

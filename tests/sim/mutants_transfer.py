@@ -20,7 +20,8 @@ from vllm_nvmeof_offload.worker.tasks import Step, Task
 
 from .mutants import Patch, mutant
 from .rank import SimRank
-from .storage import Record, SimIo
+from .storage import SimIo
+from .store import Record
 
 # -- rule 1: per-slot order and identity --------------------------------------------------
 

@@ -16,7 +16,8 @@ from vllm_nvmeof_offload.worker.tasks import JobKind, Task
 
 from .mutants import Patch, mutant
 from .rank import Metadata, Output, SimRank
-from .storage import RankStore, SimIo
+from .storage import SimIo
+from .store import RankStore
 
 # -- reports and reset --------------------------------------------------------------------
 
@@ -43,7 +44,8 @@ def reset_keeps_the_entries() -> list[Patch]:
 @mutant
 def new_weights_are_adopted() -> list[Patch]:
     real = RankStore.reset
-    return [(RankStore, "reset", lambda self, *, adoptable: real(self, adoptable=True))]
+    reset = lambda self, *, adoptable, targets: real(self, adoptable=True, targets=targets)  # noqa: E731
+    return [(RankStore, "reset", reset)]
 
 
 @mutant
@@ -55,6 +57,18 @@ def one_rank_speaks_for_all_at_a_start() -> list[Patch]:
 @mutant
 def reset_overtakes_writes() -> list[Patch]:
     return [(IoPump, "_write_may_start", lambda self, task: True)]
+
+
+@mutant
+def a_reset_waits_for_a_late_write() -> list[Patch]:
+    real = IoPump._write_may_start
+
+    def may_start(self: Any, task: Task) -> bool:
+        if task.job.kind is JobKind.RESET:
+            return not any(flight.is_write for flight in self._flights.values())
+        return real(self, task)
+
+    return [(IoPump, "_write_may_start", may_start)]
 
 
 @mutant

@@ -27,7 +27,8 @@ from vllm_nvmeof_offload.worker.tasks import FinishedJob
 from .base import BLOCK_BYTES, GPU_BASE, STAGING_BASE, Clock, Knobs, Trace, Violation
 from .copying import SimCopy
 from .memory import Memory, Tag
-from .storage import RankStore, SimIo
+from .storage import SimIo
+from .store import RankStore
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ class SimRank:
         while self._inbox:
             self._inbox.popleft()()
         self.pipeline.step()
+        self.io.check()
         finished = self.pipeline.take_finished()
         self._finished += finished
         self._reports += self.pipeline.take_reports()

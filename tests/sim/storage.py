@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated pool that survives crashes, and an I/O engine over it with every kind of fault."""
+"""A simulated I/O engine over a `RankStore`, with every kind of fault."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import errno
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from vllm_nvmeof_offload.errors import (
     CANCELLED,
@@ -22,89 +20,13 @@ from vllm_nvmeof_offload.errors import (
     io_error,
 )
 from vllm_nvmeof_offload.io.base import Completion, IoKind, IoOp
-from vllm_nvmeof_offload.protocol import AdoptedEntries, SlotIdentity
+from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
 from .base import BLOCK_BYTES, STAGING_BASE, Clock, Knobs, Violation
 from .memory import Memory, Tag
-
-
-@dataclass(frozen=True)
-class Record:
-    """A pool slot's bytes. `intact`: header and payload prove themselves."""
-
-    identity: SlotIdentity
-    payload: tuple[Tag | None, ...]
-    intact: bool = True
-
-
-class RankStore:
-    """What is on one rank's targets: slots, table, adoptable mark. Outlives processes."""
-
-    def __init__(self) -> None:
-        self.data: dict[int, Record] = {}
-        self.table: dict[int, SlotIdentity] = {}
-        self.adoptable = True
-        self._undo: list[Callable[[], None]] = []
-
-    def put_data(self, slot: int, record: Record) -> None:
-        self._remember(self.data, slot)
-        self.data[slot] = record
-
-    def put_table(self, slot: int, identity: SlotIdentity) -> None:
-        self._remember(self.table, slot)
-        self.table[slot] = identity
-
-    def reset(self, *, adoptable: bool) -> None:
-        """Durable before it is reported: a power cut does not bring anything back."""
-        self.adoptable = adoptable
-        self.table.clear()
-        self._undo.clear()
-
-    def power_cut(self, rng: random.Random) -> None:
-        """Any of the last writes may be lost, in any combination."""
-        for undo in reversed(self._undo):
-            if rng.random() < 0.4:
-                undo()
-        self._undo.clear()
-
-    def lose(self, what: str, rng: random.Random) -> None:
-        """Damage that this rank alone has: a superblock, some entries, or the slab's end."""
-        self._undo.clear()
-        if what == "superblock":
-            self.data.clear()
-            self.table.clear()
-        elif what == "entries":
-            for slot in [slot for slot in sorted(self.table) if rng.random() < 0.3]:
-                del self.table[slot]
-                self.data.pop(slot, None)
-        else:
-            cut = rng.randint(0, max(self.data, default=0))
-            for slot in [slot for slot in self.data if slot >= cut]:
-                del self.data[slot]
-
-    def adopt(self) -> AdoptedEntries:
-        """What the table says at a start."""
-        if not self.adoptable:
-            self.reset(adoptable=True)
-        slots = sorted(self.table)
-        return AdoptedEntries(
-            np.array(slots, np.int64),
-            np.array([self.table[s].generation for s in slots], np.uint64),
-            tuple(self.table[s].key for s in slots),
-        )
-
-    def _remember(self, where: dict, slot: int) -> None:  # type: ignore[type-arg]
-        old = where.get(slot)
-
-        def undo() -> None:
-            if old is None:
-                where.pop(slot, None)
-            else:
-                where[slot] = old
-
-        self._undo.append(undo)
-        del self._undo[:-6]
+from .reset_rule import ResetRule
+from .store import RankStore, Record, Superblock
 
 
 @dataclass(eq=False)
@@ -122,6 +44,8 @@ class _Flight:
     late: bool = False
     unwanted: bool = False  # cancelled: whatever it reads is thrown away
     resets_asked: int = 0
+    epoch: int = 0  # the store's, when it was submitted
+    behind: dict[int, float] = field(default_factory=dict)  # a reset's: targets that hang, until
 
     def __str__(self) -> str:
         return f"{self.op.kind.value} of pool slot {self.op.pool_slot} (io {self.op.token})"
@@ -153,6 +77,9 @@ class SimIo:
         self._flights: dict[int, _Flight] = {}
         self._cancelled: list[_Flight] = []
         self._resets_asked = 0
+        self._reset_rule = ResetRule(clock, knobs.write_deadline_s)
+        #: Superblocks whose writes hang: (when they are written, target, what).
+        self._late_superblocks: list[tuple[float, int, Superblock]] = []
         self._void = False  # a reset was asked for and has not succeeded
         #: Identities of writes that were given before a reset: they may not start after it.
         self.overtaken: set[int] = set()
@@ -165,7 +92,10 @@ class SimIo:
         accepted = 0
         for op in ops:
             full = len(self._flights) >= self._knobs.engine_depth
-            if full or (not self.calm and self._rng.random() < self._knobs.busy):
+            refused = full or (not self.calm and self._rng.random() < self._knobs.busy)
+            if op.kind is IoKind.RESET:
+                self._reset_rule.offered(accepted=not refused)
+            if refused:
                 self.counts["io_busy"] += 1
                 break
             self._accept(op)
@@ -222,6 +152,10 @@ class SimIo:
 
     def advance(self) -> None:
         now = self._clock()
+        for when_s, target, superblock in self._late_superblocks:
+            if when_s <= now:
+                self.store.put_superblock(target, superblock)
+        self._late_superblocks = [late for late in self._late_superblocks if late[0] > now]
         for flight in self._flights.values():
             kind = flight.op.kind
             if not flight.data_done and flight.data_s <= now:
@@ -240,6 +174,12 @@ class SimIo:
         """The rank was told to reset: no write may start before that has succeeded."""
         self._resets_asked += 1
         self._void = True
+        self._reset_rule.asked()
+
+    def check(self) -> None:
+        """After a turn of the pipeline's thread."""
+        resetting = any(f.op.kind is IoKind.RESET for f in self._flights.values())
+        self._reset_rule.check(resetting=resetting)
 
     def crash(self, *, power_cut: bool) -> None:
         """The process is gone; what had started may or may not have got further."""
@@ -264,7 +204,7 @@ class SimIo:
         start_s = now + knobs.io_s * rng.choice((0.0, 0.0, rng.random()))
         slow = 4.0 if op.pool_slot % knobs.targets == knobs.slow_target else 1.0
         done_s = start_s + slow * knobs.io_s * rng.uniform(0.2, 2.0)
-        flight = _Flight(op, slot, start_s, 0.0, 0.0, done_s)
+        flight = _Flight(op, slot, start_s, 0.0, 0.0, done_s, epoch=self.store.epoch)
         self._draw_fault(flight)
         span = min(flight.done_s, start_s + 10.0) - start_s
         first, second = sorted((rng.random(), rng.random()))
@@ -291,11 +231,10 @@ class SimIo:
         rng, knobs, op = self._rng, self._knobs, flight.op
         if self.calm:
             return
-        target = knobs.hanging_target
-        here = target is None or op.pool_slot % knobs.targets == target
-        if here and rng.random() < knobs.hangs:
-            never = rng.random() < knobs.never
-            flight.done_s = math.inf if never else flight.start_s + rng.uniform(0.1, 8.0)
+        if op.kind is IoKind.RESET:
+            self._hang_superblocks(flight)
+        else:
+            flight.done_s = self._hang(flight, op.pool_slot % knobs.targets) or flight.done_s
         writes = op.kind is not IoKind.READ_SLOT
         if op.kind is IoKind.WRITE_SLOT and (op.pool_slot * 0.618) % 1 < knobs.full_slot:
             flight.fault, flight.outcome = "error", io_error(errno.ENOSPC)
@@ -306,6 +245,21 @@ class SimIo:
             flight.fault = "flip"
         elif op.kind is IoKind.WRITE_SLOT and rng.random() < knobs.write_lies:
             flight.fault = rng.choice(("lost", "torn", "misdirected", "flip"))
+
+    def _hang(self, flight: _Flight, target: int) -> float | None:
+        """When an operation on this target ends, if it hangs."""
+        rng, knobs = self._rng, self._knobs
+        if knobs.hanging_target not in (None, target) or rng.random() >= knobs.hangs:
+            return None
+        return math.inf if rng.random() < knobs.never else flight.start_s + rng.uniform(0.1, 8.0)
+
+    def _hang_superblocks(self, flight: _Flight) -> None:
+        """A reset goes on without the targets that hang; where all do, it waits for one."""
+        ends = {target: self._hang(flight, target) for target in range(self._knobs.targets)}
+        flight.behind = {target: end_s for target, end_s in ends.items() if end_s is not None}
+        if len(flight.behind) == self._knobs.targets:
+            target, flight.done_s = min(flight.behind.items(), key=lambda item: item[1])
+            del flight.behind[target]
 
     def _check_write(self, flight: _Flight) -> None:
         """Rule 1 and 5: a write signs the bytes that are there under the identity it names."""
@@ -326,7 +280,7 @@ class SimIo:
                 raise Violation("7", f"{flight} while {other} is under way")
 
     def _check_reset(self, flight: _Flight) -> None:
-        if any(f.op.kind is IoKind.WRITE_SLOT for f in self._flights.values()):
+        if any(f.op.kind is IoKind.WRITE_SLOT and not f.late for f in self._flights.values()):
             raise Violation("reset", "a reset overtakes a write that was given before it")
         flight.resets_asked = self._resets_asked
 
@@ -351,7 +305,7 @@ class SimIo:
         assert flight.op.identity is not None
         if not flight.data_done:
             raise Violation("5", f"{flight}: table entry before the data")
-        self.store.put_table(flight.op.pool_slot, flight.op.identity)
+        self.store.put_table(flight.op.pool_slot, flight.op.identity, flight.epoch)
 
     def _read(self, flight: _Flight) -> None:
         op = flight.op
@@ -377,7 +331,13 @@ class SimIo:
 
     def _reset(self, flight: _Flight) -> None:
         if flight.outcome.ok:
-            self.store.reset(adoptable=flight.op.adoptable)
+            superblock = self.store.reset(
+                adoptable=flight.op.adoptable,
+                targets=[t for t in range(self._knobs.targets) if t not in flight.behind],
+            )
+            late = [(when_s, target, superblock) for target, when_s in flight.behind.items()]
+            self._late_superblocks += late
+            self.counts["io_reset_without_a_target"] += bool(late)
             self._void = flight.resets_asked != self._resets_asked
             self.committed.clear()
 

@@ -89,6 +89,7 @@ def test_no_rule_breaks_whichever_policy_evicts(
         "io_busy",
         "io_cancelled",
         "io_late",
+        "io_reset_without_a_target",
         "load_chunks_cpu",
         "load_chunks_pool",
         "loads_from_inside_a_chunk",

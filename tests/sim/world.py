@@ -20,7 +20,7 @@ from .rank import Output, SimRank
 from .requests import Clients, Request
 from .rules import Rules
 from .scheduler import SimScheduler
-from .storage import RankStore
+from .store import RankStore
 
 REQUEST_S_MAX = 300.0
 
@@ -47,7 +47,7 @@ class World:
         self.counts: Counter[str] = Counter()
         #: What each generation stands for, over all processes' lives.
         self.expected: dict[int, list[Tag]] = {}
-        self._stores = [RankStore() for _ in range(self.knobs.ranks)]
+        self._stores = [RankStore(self.knobs.targets) for _ in range(self.knobs.ranks)]
         self._boots = 0
         self._calm = False
         self._start()

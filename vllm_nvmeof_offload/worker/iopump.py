@@ -191,9 +191,11 @@ class IoPump:
 
     def _write_may_start(self, task: Task) -> bool:
         """A reset waits for the writes before it, and writes after it wait for the reset:
-        otherwise a chunk from before could reach the disk as one from after."""
+        otherwise a chunk from before could reach the disk as one from after. A write past its
+        deadline is not waited for: it may hang for ever, and its epoch, taken when it was
+        submitted, keeps it from being adopted, whenever it reaches the disk."""
         if task.job.kind is JobKind.RESET:
-            return not any(f.is_write for f in self._flights.values())
+            return not any(f.is_write and not f.late for f in self._flights.values())
         # What was queued before a reset has been taken out (`take_queued_writes`).
         return not self._resetting and not self._resets
 

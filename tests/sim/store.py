@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's simulated pool: what is on its targets. It survives crashes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_nvmeof_offload.protocol import AdoptedEntries, SlotIdentity
+
+from .memory import Tag
+
+
+@dataclass(frozen=True)
+class Record:
+    """A pool slot's bytes. `intact`: header and payload prove themselves."""
+
+    identity: SlotIdentity
+    payload: tuple[Tag | None, ...]
+    intact: bool = True
+
+
+@dataclass(frozen=True)
+class Superblock:
+    """One target's: entries of another epoch than the highest one are void."""
+
+    epoch: int = 1
+    adoptable: bool = True
+
+
+class RankStore:
+    """Slots, table and the superblock of each target."""
+
+    def __init__(self, targets: int) -> None:
+        self.data: dict[int, Record] = {}
+        #: Pool slot → what its entry names, and the epoch in which its write was submitted.
+        self.table: dict[int, tuple[SlotIdentity, int]] = {}
+        self.superblocks = [Superblock()] * targets
+        #: What a write that is submitted now is marked with.
+        self.epoch = 1
+        self._undo: list[Callable[[], None]] = []
+
+    def put_data(self, slot: int, record: Record) -> None:
+        self._remember(self.data, slot)
+        self.data[slot] = record
+
+    def put_table(self, slot: int, identity: SlotIdentity, epoch: int) -> None:
+        self._remember(self.table, slot)
+        self.table[slot] = identity, epoch
+
+    def put_superblock(self, target: int, superblock: Superblock) -> None:
+        """It is durable at once; an older one never replaces a newer one."""
+        if superblock.epoch > self.superblocks[target].epoch:
+            self.superblocks[target] = superblock
+
+    def reset(self, *, adoptable: bool, targets: Sequence[int]) -> Superblock:
+        """Durable on `targets` before it is reported; the others get what is returned later."""
+        self.epoch += 1
+        superblock = Superblock(self.epoch, adoptable)
+        for target in targets:
+            self.put_superblock(target, superblock)
+        return superblock
+
+    def power_cut(self, rng: random.Random) -> None:
+        """Any of the last writes may be lost, in any combination."""
+        for undo in reversed(self._undo):
+            if rng.random() < 0.4:
+                undo()
+        self._undo.clear()
+
+    def lose(self, what: str, rng: random.Random) -> None:
+        """Damage that this rank alone has: its superblocks, some entries, or the slab's end."""
+        self._undo.clear()
+        if what == "superblock":
+            self.data.clear()
+            self.table.clear()
+        elif what == "entries":
+            for slot in [slot for slot in sorted(self.table) if rng.random() < 0.3]:
+                del self.table[slot]
+                self.data.pop(slot, None)
+        else:
+            cut = rng.randint(0, max(self.data, default=0))
+            for slot in [slot for slot in self.data if slot >= cut]:
+                del self.data[slot]
+
+    def adopt(self) -> AdoptedEntries:
+        """What the table says at a start."""
+        self.epoch = max(superblock.epoch for superblock in self.superblocks)
+        if not all(superblock.adoptable for superblock in self.superblocks):
+            self.epoch += 1
+        self.superblocks = [Superblock(self.epoch)] * len(self.superblocks)
+        slots = [slot for slot, (_, epoch) in sorted(self.table.items()) if epoch == self.epoch]
+        return AdoptedEntries(
+            np.array(slots, np.int64),
+            np.array([self.table[s][0].generation for s in slots], np.uint64),
+            tuple(self.table[s][0].key for s in slots),
+        )
+
+    def _remember(self, where: dict, slot: int) -> None:  # type: ignore[type-arg]
+        old = where.get(slot)
+
+        def undo() -> None:
+            if old is None:
+                where.pop(slot, None)
+            else:
+                where[slot] = old
+
+        self._undo.append(undo)
+        del self._undo[:-6]

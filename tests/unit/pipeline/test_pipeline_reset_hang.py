@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reset beside a write that hangs: the other targets neither wait nor fail."""
+
+from __future__ import annotations
+
+from vllm_nvmeof_offload.errors import DEADLINE
+from vllm_nvmeof_offload.io.base import IoKind
+from vllm_nvmeof_offload.protocol import OpReport, ReleaseReport, ResetCommand, WriteCommand
+
+from .bench import WRITE_S, Bench, identity
+
+
+def _hung_write(target_count: int = 2) -> Bench:
+    """Write 10, of target 0, is past its deadline and with the kernel."""
+    bench = Bench(target_count=target_count)
+    for op, slot in ((1, 0), (2, 1)):
+        bench.stored(op, slot, number=op)
+    bench.pipeline.command(WriteCommand(10, identity(1), 0, 0))
+    bench.pipeline.step()
+    bench.io_done(DEADLINE, released=False)
+    assert OpReport(10, ((0, DEADLINE),), released=False) in bench.reports()
+    return bench
+
+
+def test_a_reset_does_not_wait_for_a_write_that_hangs() -> None:
+    bench = _hung_write()
+    bench.pipeline.command(ResetCommand(11, adoptable=True))
+    bench.pipeline.step()
+    assert [op.kind for op in bench.io.started] == [IoKind.WRITE_SLOT, IoKind.RESET]
+
+
+def test_writes_to_other_targets_follow_a_reset_while_one_hangs() -> None:
+    bench = _hung_write()
+    hung = next(iter(bench.io.ops))
+    bench.pipeline.command(ResetCommand(11, adoptable=True))
+    bench.pipeline.command(WriteCommand(12, identity(2), 1, 1))
+    bench.pipeline.step()
+    assert [op.pool_slot for op in bench.io.started if op.kind is IoKind.WRITE_SLOT] == [0]
+    for token in [token for token in bench.io.ops if token != hung]:
+        bench.io.complete(token)
+    bench.pipeline.step()
+    assert [op.pool_slot for op in bench.io.started if op.kind is IoKind.WRITE_SLOT] == [0, 1]
+    bench.io.complete(next(token for token in bench.io.ops if token != hung))
+    bench.now_s = 10 * WRITE_S
+    bench.pipeline.step()
+    assert [r for r in bench.reports() if isinstance(r, OpReport)] == [OpReport(11), OpReport(12)]
+    bench.io_done(None)
+    assert ReleaseReport(10) in bench.reports()
+    assert bench.pipeline.idle()
+
+
+def test_a_reset_waits_for_a_write_that_may_still_end_in_time() -> None:
+    bench = Bench(target_count=2)
+    bench.stored(1, 0, number=1)
+    bench.pipeline.command(WriteCommand(10, identity(1), 0, 0))
+    bench.pipeline.step()
+    bench.pipeline.command(ResetCommand(11, adoptable=True))
+    bench.pipeline.step()
+    assert [op.kind for op in bench.io.started] == [IoKind.WRITE_SLOT]
+    bench.io_done(DEADLINE, released=False)
+    bench.pipeline.step()
+    assert [op.kind for op in bench.io.started] == [IoKind.WRITE_SLOT, IoKind.RESET]
