@@ -18,7 +18,7 @@ import pytest
 
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE, Outcome
 from vllm_nvmeof_offload.io import transfer
-from vllm_nvmeof_offload.pool import layout, pool, prepare, recovery
+from vllm_nvmeof_offload.pool import layout, pool, prepare, recovery, superblock_writer
 from vllm_nvmeof_offload.pool.slab import Slab
 from vllm_nvmeof_offload.protocol import AdoptedEntries, SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES
@@ -121,7 +121,11 @@ BROKEN: dict[str, tuple[object, str, object]] = {
         "decode_table",
         decode_with(adoptable=lambda count: np.ones(count, np.bool_)),
     ),
-    "reset not written": (pool, "write_superblock", lambda directory, superblock: None),
+    "reset not written": (
+        superblock_writer,
+        "write_superblock",
+        lambda directory, superblock: None,
+    ),
     "a failed reset's writes adoptable": (
         pool,
         "Stamp",

@@ -8,6 +8,7 @@ targets have equally many slots: the fullest one decides.
 from __future__ import annotations
 
 import errno
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from vllm_nvmeof_offload.pool.prepare import choose_direct, next_epoch, prepare
 from vllm_nvmeof_offload.pool.recovery import Progress, RankFiles, adopt_entries
 from vllm_nvmeof_offload.pool.slab import Slab
 from vllm_nvmeof_offload.pool.spec import PoolSpec
-from vllm_nvmeof_offload.pool.superblock import write_superblock
+from vllm_nvmeof_offload.pool.superblock_writer import SuperblockWriter, first_failure
 from vllm_nvmeof_offload.pool.table import ENTRY_BYTES, encode_entry
 from vllm_nvmeof_offload.units import format_bytes
 
@@ -60,7 +61,11 @@ class Pool:
         self._fallbacks = choose_direct(spec, slabs)
         self._on_progress = on_progress
         self._direct = tuple(slab.direct for slab in slabs)
-        self._behind: set[int] = set()  # targets whose superblock lacks the last reset
+        self._written = threading.Condition()
+        self._writers = [
+            SuperblockWriter(slab.directory, superblock, self._written)
+            for slab, superblock in zip(slabs, prepared.superblocks, strict=True)
+        ]
         self._closed = False
 
     @classmethod
@@ -193,7 +198,8 @@ class Pool:
         Writes submitted from now on are marked with `adoptable`. Even when it fails, what this
         process writes later is marked with the new epoch, and then never adoptable: a later
         start may not know of that epoch, and give its number to another reset. A target that is
-        away gets its superblock before it serves again; the others' epoch voids it till then.
+        away gets its superblock before it serves again, one that hangs when it answers; until
+        then the others' epoch voids what it holds.
 
         Raises:
             OSError: a superblock could not be written: what was stored before could be adopted
@@ -202,20 +208,16 @@ class Pool:
         epoch = next_epoch(self._stamp.epoch)
         self._stamp = Stamp(epoch, adoptable)
         self._adopt_slots = [0] * len(self._slabs)
-        failure: OSError | None = OSError(errno.ENODEV, "every target is gone")
-        if any(slab.is_open for slab in self._slabs):
-            failure = None
+        writers: list[SuperblockWriter] = []
         for index, slab in enumerate(self._slabs):
             superblock = replace(self._superblocks[index], epoch=epoch, adoptable=adoptable)
             self._superblocks[index] = superblock
-            self._behind.add(index)
-            if not slab.is_open:
-                continue
-            try:
-                write_superblock(slab.directory, superblock)
-                self._behind.discard(index)
-            except OSError as error:
-                failure = error
+            if slab.is_open:
+                writers.append(self._writers[index])
+                writers[-1].write(superblock)
+        failure: OSError | None = OSError(errno.ENODEV, "every target is gone")
+        if writers:
+            failure = first_failure(writers, self._written)
         if failure is not None:
             self._stamp = Stamp(epoch, adoptable=False)
             raise failure
@@ -229,7 +231,8 @@ class Pool:
     @property
     def reset_is_durable(self) -> bool:
         """Has the last reset reached every target by now, if not at once?"""
-        return not self._behind
+        pairs = zip(self._writers, self._superblocks, strict=True)
+        return all(writer.durable == superblock for writer, superblock in pairs)
 
     def is_direct(self, target: int) -> bool:
         """Whether its slab is to be open for O_DIRECT."""
@@ -245,8 +248,11 @@ class Pool:
         Returns what closes the old files; call it when no operation uses them any more, on a
         thread that nobody waits for.
         """
+        durable = self._writers[target].durable
         if lock is not None:
-            self._behind.discard(target)  # its superblock was brought up to date
+            durable = self._superblocks[target]  # it was brought up to date
+        # A thread that hangs in the old files is left behind.
+        self._writers[target] = SuperblockWriter(slab.directory, durable, self._written)
         old_slab, self._slabs[target] = self._slabs[target], slab
         old_lock = self._claim.exchange_lock(target, lock)
 
@@ -261,10 +267,12 @@ class Pool:
         """Close the files and give up the claim.
 
         abandon: an engine's thread still hangs in the kernel; keep every descriptor, so that
-        their numbers are not given to other files. The process's end closes them.
+        their numbers are not given to other files. The process's end closes them. The same where
+        a superblock's write hangs: another owner must not come between.
         """
         if self._closed:
             return
+        abandon = abandon or any(writer.busy for writer in self._writers)
         self._closed = True
         self._claim.release(keep_descriptors=abandon)
         if not abandon:

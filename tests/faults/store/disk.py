@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-from vllm_nvmeof_offload.pool import slab
+from vllm_nvmeof_offload.pool import slab, superblock_writer
 
 _WATCHED = frozenset({"slab", "table", "superblock", "superblock.new"})
 
@@ -134,6 +134,8 @@ class Disk:
         """Watch this process's system calls; one thread at a time changes watched files."""
         patches = [mock.patch.object(os, name, getattr(self, f"_{name}")) for name in _PATCHED]
         patches.append(mock.patch.object(slab, "reserve", self._reserve))
+        in_order = lambda run: run()  # noqa: E731
+        patches.append(mock.patch.object(superblock_writer, "start_thread", in_order))
         for patch in patches:
             patch.start()
         try:

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reset while one of two targets hangs: durable on the other, which goes on being written.
+
+Pool slots of even number lie on the target that hangs, the others on a healthy one beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.wait import wait_until
+from vllm_nvmeof_offload.errors import DEADLINE, OK
+from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.pool.superblock import read_superblock
+
+from .fuse_mount import FaultyMount
+from .kit import adopted, make_spec, name
+from .survive_rig import Survivor
+
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("own_mount_table")]
+
+SLOTS = 8
+DATA = {"name": "data", "op": "write", "path": "slab", "do": "hang"}
+SUPERBLOCK = {"name": "superblock", "op": "write", "path": "superblock.new", "do": "hang"}
+
+
+@pytest.fixture
+def survivor(engine_name: str, faulty_mount: FaultyMount, tmp_path: Path) -> Iterator[Survivor]:
+    """All slots hold `name(slot)`."""
+    spec = make_spec(faulty_mount.place / "t", tmp_path / "healthy", slots=SLOTS // 2)
+    survivor = Survivor(engine_name, Pool.open(spec), SLOTS)
+    yield survivor
+    faulty_mount.rules()
+    survivor.close()
+
+
+def epoch_of(directory: Path) -> int:
+    found = read_superblock(directory)
+    assert found is not None
+    return found.epoch
+
+
+def test_a_write_that_hangs(survivor: Survivor, faulty_mount: FaultyMount) -> None:
+    faulty_mount.rules(DATA)
+    assert survivor.write(1, 2, name(1)) == DEADLINE
+    assert survivor.reset() == OK
+    assert survivor.pool.reset_is_durable
+    assert survivor.write(1, 3, name(1)) == OK
+    assert [epoch_of(place) for place in survivor.pool.directories] == [survivor.pool.epoch] * 2
+    check_what_is_left(survivor, faulty_mount)
+
+
+@pytest.mark.parametrize("rules", [[SUPERBLOCK], [SUPERBLOCK, DATA]], ids=["alone", "and data"])
+def test_a_superblock_that_hangs(
+    survivor: Survivor, faulty_mount: FaultyMount, rules: list[dict[str, str]]
+) -> None:
+    old = survivor.pool.epoch
+    faulty_mount.rules(*rules)
+    if DATA in rules:
+        assert survivor.write(1, 2, name(1)) == DEADLINE
+    for number in (1, 2):  # the second one finds the first one hanging
+        assert survivor.reset() == OK
+        assert not survivor.pool.reset_is_durable
+        assert survivor.write(1, 3, name(1)) == OK
+        backing, healthy = faulty_mount.backing / "t", survivor.pool.directories[1]
+        (behind,) = (path.parent for path in backing.glob("*/engine-0/rank-0/superblock"))
+        assert (epoch_of(behind), epoch_of(healthy)) == (old, old + number)
+        faulty_mount.wait_hanging(len(rules))
+    check_what_is_left(survivor, faulty_mount)
+
+
+def check_what_is_left(survivor: Survivor, faulty_mount: FaultyMount) -> None:
+    """What hangs comes to its end: then nothing of before the reset is adoptable anywhere."""
+    pool = survivor.pool
+    faulty_mount.rules()
+    wait_until("the superblock of the target that hung", lambda: pool.reset_is_durable)
+    assert [epoch_of(directory) for directory in pool.directories] == [pool.epoch] * 2
+    survivor.wait_until(lambda: all(health.verdict.usable for health in survivor.health))
+    survivor.runner.stop()
+    assert survivor.bench.close()
+    targets = [directory.parents[2] for directory in pool.directories]
+    again = Pool.open(make_spec(*targets, slots=SLOTS // 2))
+    assert adopted(again) == {3: name(1)}
+    again.close()
