@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_offload.pool.keyspace import Keyspace, changed_since, weights_digest
+from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.weights import changed_since, weights_digest
 
 __all__ = ["Deployment", "describe", "process_began_s"]
 

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a model or an adapter: a digest of their content, and whether they were replaced.
+
+The digest names the weights across machines and restarts. It reads a bounded part of each file:
+
+* safetensors: the header, every tensor of at most 64 KiB whole (norms, biases, scales of a
+  quantization: few bytes that decide much), and one sample of every larger tensor;
+* every weight file: 64 samples of 4 KiB over the whole file;
+* configuration files and code: every byte.
+
+A change in fewer bytes of a large tensor can go unseen, and so can a change of small tensors in
+a file of another format. The stamp has no such gap, but means something on one machine only: it
+is taken before the weights are read and compared afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_nvmeof_offload.errors import ConfigError
+
+__all__ = ["SUFFIXES", "changed_since", "weights_digest", "weights_stamp"]
+
+SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
+_CONFIG_NAMES = frozenset(
+    {
+        "config.json",
+        "adapter_config.json",
+        "quantize_config.json",
+        "hf_quant_config.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "video_preprocessor_config.json",
+    }
+)
+#: vLLM loads only those safetensors files that the index names.
+_INDEX_SUFFIX = ".index.json"
+
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+_SMALL_TENSOR_BYTES_MAX = 64 << 10
+#: About 250,000 tensors. The format allows 100 MB; a longer header leaves only the samples.
+_HEADER_BYTES_MAX = 32 << 20
+_LENGTH_BYTES = 8
+_READ_BYTES_MAX = 1 << 20
+#: Files read at once: samples are small reads, whose latency on a network file system adds up.
+_FILES_AT_ONCE_MAX = 8
+
+_Range = tuple[int, int]
+
+
+@dataclass(frozen=True, order=True)
+class _File:
+    """name: relative to the model's directory."""
+
+    name: str
+    path: Path
+
+
+def weights_digest(model: Path, fallback: str | None = None, *, code: bool = False) -> str:
+    """Return 64 hex digits that identify the content of the weights.
+
+    model: a directory with weight files (or one weight file). Headers alone would be equal
+    across fine-tunes. In a directory without any file of a known weight format all files count.
+    fallback: stands for the content where `model` is no local path (a hub's commit hash).
+    code: the directory's Python files are run, so they count too.
+
+    Raises:
+        ConfigError: `model` is not local, or holds no file, and there is no fallback.
+        OSError: a file cannot be read.
+    """
+    files = _files(model, code=code)
+    if not files:
+        if fallback:
+            return hashlib.sha256(f"revision:{model}:{fallback}".encode()).hexdigest()
+        raise ConfigError(
+            "model",
+            str(model),
+            "no files there to tell this model's KV from another's; "
+            "use a local directory, or name a revision",
+        )
+    digest = hashlib.sha256()
+    with ThreadPoolExecutor(min(len(files), _FILES_AT_ONCE_MAX)) as readers:
+        for one in readers.map(_file_digest, files):
+            digest.update(one)
+    return digest.hexdigest()
+
+
+def weights_stamp(model: Path, *, code: bool = False) -> str:
+    """Return 64 hex digits that change when any of the files is written or another one is there.
+
+    Paths are followed to the files, so a symbolic link or a directory that leads to other files
+    changes the stamp. Files are opened, because a network file system then asks its server.
+
+    Raises:
+        OSError: a file cannot be opened.
+    """
+    digest = hashlib.sha256()
+    for file in _files(model, code=code):
+        fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            at = os.fstat(fd)
+        finally:
+            os.close(fd)
+        identity = (at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns)
+        digest.update(f"{file.name}\0{identity}\0".encode())
+    return digest.hexdigest()
+
+
+def changed_since(model: Path, began_s: float, *, code: bool = False) -> str | None:
+    """The name of a file, or of a link or directory that leads to it, that is newer than that.
+
+    For a model that nobody stamped. Judges by the time of change, which copying does not keep
+    and which renaming sets. Misses a directory above the model's own that was renamed: the time
+    of a directory changes with everything in it.
+
+    began_s: seconds of the system's clock.
+    """
+    for file in _files(model, code=code):
+        if max(file.path.stat().st_ctime, file.path.lstat().st_ctime) >= began_s:
+            return file.name
+    if model.is_dir() and model.stat().st_ctime >= began_s:
+        return f"{model.resolve().name}/"
+    for link in _links(model) if model.exists() else ():
+        if link.lstat().st_ctime >= began_s:
+            return link.name
+    return None
+
+
+def _links(model: Path) -> list[Path]:
+    """The symbolic links on the way to `model`, and on the way to where they point."""
+    links: list[Path] = []
+    paths = [Path(os.path.abspath(model))]
+    while paths:
+        path = paths.pop()
+        for place in (path, *path.parents):
+            if place.is_symlink() and place not in links:
+                links.append(place)
+                paths.append(Path(os.path.abspath(place.parent / place.readlink())))
+    return links
+
+
+def _files(model: Path, *, code: bool) -> list[_File]:
+    """Sorted by name. Weights also in subdirectories, where some models keep an encoder."""
+    if model.is_file():
+        return [_File(model.name, model)]
+    if not model.is_dir():
+        return []
+    files = list(_in_directory(model, ""))
+    inner = [
+        file
+        for place in model.iterdir()
+        if place.is_dir() and not place.name.startswith(".")
+        for file in _in_directory(place, f"{place.name}/")
+    ]
+    known = [file for file in (*files, *inner) if file.path.suffix in SUFFIXES]
+    if not known:
+        return sorted(files)
+    known += [file for file in files if _is_configuration(file.path.name)]
+    if code:
+        known += [file for file in (*files, *inner) if file.path.suffix == ".py"]
+    return sorted(known)
+
+
+def _in_directory(directory: Path, prefix: str) -> Iterator[_File]:
+    for path in directory.iterdir():
+        if path.is_file():
+            yield _File(prefix + path.name, path)
+
+
+def _is_configuration(name: str) -> bool:
+    return name in _CONFIG_NAMES or name.endswith(_INDEX_SUFFIX)
+
+
+def _file_digest(file: _File) -> bytes:
+    digest = hashlib.sha256()
+    fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # reads nothing beyond what is asked
+        for start, end in _ranges(fd, file, size):
+            for block in _blocks(fd, start, end):
+                digest.update(block)
+    finally:
+        os.close(fd)
+    return digest.digest()
+
+
+def _blocks(fd: int, start: int, end: int) -> Iterator[bytes]:
+    """The bytes of a range, fewer where the file is shorter than it was."""
+    while start < end:
+        block = os.pread(fd, min(end - start, _READ_BYTES_MAX), start)
+        if not block:
+            return
+        yield block
+        start += len(block)
+
+
+def _ranges(fd: int, file: _File, size: int) -> list[_Range]:
+    """The parts of a file that count: a function of its name, its size and its header."""
+    if file.path.suffix not in SUFFIXES and (
+        file.path.suffix == ".py" or _is_configuration(file.path.name)
+    ):
+        return [(0, size)]
+    generator = random.Random(f"{file.path.name}:{size}")
+    samples = _samples(size, generator)
+    if file.path.suffix != ".safetensors":
+        return samples
+    header = _read_header(fd, size)
+    tensors = _tensors(header, size)
+    if tensors is None:
+        return samples
+    return [(0, _LENGTH_BYTES + len(header)), *_of_tensors(tensors, generator), *samples]
+
+
+def _samples(size: int, generator: random.Random) -> list[_Range]:
+    """First, last, and one at a pseudo-random place of each stretch between.
+
+    A fixed stride could fall on the same kind of tensor each time; a random place in each of
+    62 equal stretches covers the file without that.
+    """
+    if size <= _SAMPLES * _SAMPLE_BYTES:
+        return [(0, size)]
+    last = size - _SAMPLE_BYTES
+    stretch = last // (_SAMPLES - 2)
+    inner = [i * stretch + generator.randrange(stretch) for i in range(_SAMPLES - 2)]
+    return [(offset, offset + _SAMPLE_BYTES) for offset in (0, *inner, last)]
+
+
+def _read_header(fd: int, size: int) -> bytes:
+    """The header's JSON; empty where there is none of an acceptable length."""
+    length = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little")
+    if not 0 < length <= min(size - _LENGTH_BYTES, _HEADER_BYTES_MAX):
+        return b""
+    header = os.pread(fd, length, _LENGTH_BYTES)
+    return header if len(header) == length else b""
+
+
+def _tensors(header: bytes, size: int) -> list[_Range] | None:
+    """Where the tensors lie in the file, in their order; None: this is not such a header.
+
+    As the format demands they do not overlap, so that no header makes us read a file twice.
+    """
+    try:
+        entries = json.loads(header)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(entries, dict):
+        return None
+    data = _LENGTH_BYTES + len(header)
+    found: list[_Range] = []
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+        if not isinstance(offsets, list) or [type(offset) for offset in offsets] != [int, int]:
+            return None
+        found.append((data + offsets[0], data + offsets[1]))
+    found.sort()
+    reached = data
+    for start, end in found:
+        if not reached <= start <= end <= size:
+            return None
+        reached = end
+    return found
+
+
+def _of_tensors(tensors: list[_Range], generator: random.Random) -> list[_Range]:
+    """Small tensors whole, neighbours in one range; one sample of every other tensor."""
+    ranges: list[_Range] = []
+    joinable = False
+    for start, end in tensors:
+        small = end - start <= _SMALL_TENSOR_BYTES_MAX
+        if not small:
+            offset = start + generator.randrange(end - start - _SAMPLE_BYTES + 1)
+            ranges.append((offset, offset + _SAMPLE_BYTES))
+        elif joinable and ranges[-1][1] == start:
+            ranges[-1] = (ranges[-1][0], end)
+        else:
+            ranges.append((start, end))
+        joinable = small
+    return ranges
