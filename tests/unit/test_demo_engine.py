@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -59,14 +60,11 @@ def test_a_vllm_without_a_script_is_started_by_its_module(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    command = ServerSpec(tmp_path, 64, 8, gpu_memory=0.25, dtype="bfloat16").command(80)
+    command = ServerSpec(tmp_path, 64, 8).command(80)
     assert command[:4] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
-    options = dict(zip(command[5::2], command[6::2], strict=False))
-    assert (options["--gpu-memory-utilization"], options["--dtype"]) == ("0.25", "bfloat16")
     (tmp_path / "vllm").touch()
     command = ServerSpec(tmp_path, 64, 8).command(80)
     assert command[:2] == [str(tmp_path / "vllm"), "serve"]
-    assert "--gpu-memory-utilization" not in command
 
 
 def test_a_gpu_gets_a_model_that_takes_it_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,3 +74,46 @@ def test_a_gpu_gets_a_model_that_takes_it_some_time(monkeypatch: pytest.MonkeyPa
     large = model_shape()
     assert large.parameters > 10 * small.parameters
     assert large.kv_bytes_per_token == small.kv_bytes_per_token, "the tiers' sizes are the same"
+
+
+class OnCuda:
+    """vLLM's platform, answering as one of CUDA with an H100."""
+
+    def __init__(self, real: object) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._real, name)
+
+    def is_cuda(self) -> bool:
+        return True
+
+    def get_device_capability(self, device_id: int = 0) -> object:
+        from vllm.platforms.interface import DeviceCapability
+
+        return DeviceCapability(9, 0)
+
+
+@pytest.mark.skipif(find_spec("flashinfer") is not None, reason="FlashInfer is installed here")
+def test_vllm_s_sampler_on_a_gpu_does_without_flashinfer_where_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sampler = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler")
+    monkeypatch.setattr(sampler, "current_platform", OnCuda(sampler.current_platform))
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
+    with pytest.raises(ModuleNotFoundError, match="flashinfer"):
+        sampler.flashinfer_sampler_supported()
+    installed(monkeypatch, "0.33.0")
+    for name, value in engine.engine_environment().items():
+        monkeypatch.setenv(name, value)
+    assert sampler.flashinfer_sampler_supported() is False
+
+
+def test_where_flashinfer_is_installed_vllm_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
+    installed(monkeypatch, "0.33.0")
+    monkeypatch.setattr(engine, "find_spec", lambda name: object())
+    assert "VLLM_USE_FLASHINFER_SAMPLER" not in engine.engine_environment()
+    installed(monkeypatch, "0.32.0+cpu")
+    monkeypatch.setattr(engine, "find_spec", lambda name: None)
+    assert "VLLM_USE_FLASHINFER_SAMPLER" not in engine.engine_environment()

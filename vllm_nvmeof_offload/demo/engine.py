@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 __all__ = ["engine_environment", "gpu_share", "has_cpu_engine", "vllm_command"]
@@ -64,4 +65,8 @@ def engine_environment(cores_reserved: int = 0) -> dict[str, str]:
         # Triton's attention would compute float32 products in TF32, of 10 bits: what is compared
         # with what is loaded must not hang on where a prompt was cut.
         env["TRITON_F32_DEFAULT"] = "ieee"
+        # vLLM's sampler imports FlashInfer on CUDA unless this variable forbids it, and no engine
+        # starts where FlashInfer is missing.
+        if find_spec("flashinfer") is None:
+            env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     return env
