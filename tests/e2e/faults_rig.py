@@ -19,7 +19,7 @@ import numpy as np
 
 from tests.e2e.forked_server import ForkedServer, can_be_forked
 from vllm_nvmeof_offload.demo.client import Answer, Client, Metrics
-from vllm_nvmeof_offload.demo.engine import has_cpu_engine
+from vllm_nvmeof_offload.demo.engine import engine_memory, has_cpu_engine
 from vllm_nvmeof_offload.demo.model import ModelShape, make_model, random_tokens
 from vllm_nvmeof_offload.demo.server import OffloadSpec, Server, ServerSpec
 from vllm_nvmeof_offload.units import GIB, KIB, slot_stride_bytes
@@ -37,8 +37,6 @@ POOL_SLOTS = 512
 LOGPROB_TOLERANCE = 1e-3
 #: Of `spec`, where deadlines are to be missed: yet longer than a shared disk stalls by itself.
 SHORT_DEADLINES = {"read_deadline_ms": 4000, "write_deadline_ms": 8000}
-#: Of a GPU's memory, so that several servers find room on one.
-GPU_MEMORY = None if has_cpu_engine() else 0.25
 _REFUSED = ("vllm:nvmeof_refused_stores_total", "vllm:nvmeof_refused_writes_total")
 _ROUNDS_MAX = 8
 _FORKING = Path(__file__).with_name("forking_vllm.py")
@@ -83,7 +81,6 @@ def spec(target: Path | None = None, **extra: object) -> ServerSpec:
         block_size=BLOCK_TOKENS,
         max_num_seqs=16,
         offload=offload,
-        gpu_memory=GPU_MEMORY,
         env={"VLLM_SERVER_DEV_MODE": "1"},
     )
 
@@ -122,6 +119,7 @@ def llm_options(server_spec: ServerSpec) -> dict[str, Any]:
         "enforce_eager": True,
         "block_size": server_spec.block_size,
         "num_gpu_blocks_override": server_spec.gpu_blocks,
+        **engine_memory(),
         "disable_log_stats": False,
         "kv_offloading_backend": "nvmeof",
         "kv_offloading_size": offload.size_gib,

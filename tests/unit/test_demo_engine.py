@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+from dataclasses import fields
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.faults_rig import llm_options
+from tests.e2e.shapes.rig import Plan
 from vllm_nvmeof_offload.demo import engine
-from vllm_nvmeof_offload.demo.server import ServerSpec
+from vllm_nvmeof_offload.demo.server import OffloadSpec, ServerSpec
 from vllm_nvmeof_offload.demo.sizes import model_shape
 
 
@@ -74,6 +78,35 @@ def test_a_gpu_gets_a_model_that_takes_it_some_time(monkeypatch: pytest.MonkeyPa
     large = model_shape()
     assert large.parameters > 10 * small.parameters
     assert large.kv_bytes_per_token == small.kv_bytes_per_token, "the tiers' sizes are the same"
+
+
+def _options(command: list[str]) -> dict[str, object]:
+    """The options of a command line, named as the arguments of `LLM`."""
+    pairs = itertools.pairwise(command)
+    return {name[2:].replace("-", "_"): value for name, value in pairs if name.startswith("--")}
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.32.0+cpu"])
+def test_engines_on_a_gpu_do_not_measure_its_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str
+) -> None:
+    installed(monkeypatch, version)
+    spec = ServerSpec(tmp_path, 64, 8, offload=OffloadSpec(0.25))
+    wanted = engine.engine_memory()
+    assert set(wanted) == (
+        {"kv_cache_memory_bytes", "gpu_memory_utilization"} if version == "0.33.0" else set()
+    )
+    for found in (_options(spec.command(80)), llm_options(spec), Plan("llama").arguments()):
+        about_memory = {name: found[name] for name in found if "memory" in name}
+        assert about_memory.keys() == wanted.keys()
+        assert all(float(str(about_memory[name])) == wanted[name] for name in wanted)
+        assert "num_gpu_blocks_override" in found, "vLLM would take the 2 GiB for real"
+
+
+def test_vllm_knows_the_arguments_about_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = pytest.importorskip("vllm.engine.arg_utils").EngineArgs
+    installed(monkeypatch, "0.33.0")
+    assert engine.engine_memory().keys() <= {one.name for one in fields(arguments)}
 
 
 class OnCuda:

@@ -9,10 +9,14 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["engine_environment", "gpu_share", "has_cpu_engine", "vllm_command"]
+from vllm_nvmeof_offload.units import GIB
 
-#: Of a GPU's memory, for all servers together: vLLM's own default for one.
-_GPU_MEMORY = 0.9
+__all__ = ["engine_environment", "engine_memory", "has_cpu_engine", "vllm_command"]
+
+#: Named in vLLM's log only: every engine here states its number of blocks as well.
+_KV_CACHE_BYTES = 2 * GIB
+#: The share of a GPU's memory that must be free when an engine starts.
+_FREE_AT_START = 0.1
 
 
 def has_cpu_engine() -> bool:
@@ -23,9 +27,20 @@ def has_cpu_engine() -> bool:
         return False
 
 
-def gpu_share(servers: int) -> float | None:
-    """What one of so many servers at once may have of a GPU's memory; None on a CPU's engine."""
-    return None if has_cpu_engine() else round(_GPU_MEMORY / servers, 3)
+def engine_memory() -> dict[str, int | float]:
+    """Return the arguments of `LLM` about GPU memory; none for vLLM's CPU engine.
+
+    With `kv_cache_memory_bytes` vLLM does not measure how much memory is left for the KV cache.
+    The measurement takes seconds, and it ends the engine if another process on the same GPU
+    frees memory meanwhile. The caller must set the number of GPU blocks: vLLM then allocates as
+    many, and `gpu_memory_utilization` only says how much memory must be free at the start.
+    """
+    if has_cpu_engine():
+        return {}
+    return {
+        "kv_cache_memory_bytes": _KV_CACHE_BYTES,
+        "gpu_memory_utilization": _FREE_AT_START,
+    }
 
 
 def vllm_command() -> tuple[str, ...]:

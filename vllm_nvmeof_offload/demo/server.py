@@ -26,7 +26,7 @@ from typing import Any, Self
 
 import httpx
 
-from vllm_nvmeof_offload.demo.engine import engine_environment, vllm_command
+from vllm_nvmeof_offload.demo.engine import engine_environment, engine_memory, vllm_command
 from vllm_nvmeof_offload.demo.processes import ReservedPort, group_alive
 from vllm_nvmeof_offload.errors import OffloadError
 
@@ -85,7 +85,6 @@ class ServerSpec:
 
     gpu_blocks: blocks of `block_size` tokens in the "GPU" cache, which on a CPU build is
     ordinary memory. cores_reserved: cores that vLLM leaves to everything but its math.
-    gpu_memory: share of the GPU's memory that is this server's; None: vLLM's default.
     program: what stands for `vllm`; empty: that of this Python.
     """
 
@@ -98,7 +97,6 @@ class ServerSpec:
     cores_reserved: int = 1
     offload: OffloadSpec | None = None
     dtype: str = "float32"
-    gpu_memory: float | None = None
     extra_args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     program: tuple[str, ...] = ()
@@ -121,8 +119,7 @@ class ServerSpec:
             "--block-size": self.block_size,
             "--num-gpu-blocks-override": self.gpu_blocks,
         }
-        if self.gpu_memory is not None:
-            fixed["--gpu-memory-utilization"] = self.gpu_memory
+        fixed |= {f"--{name.replace('_', '-')}": value for name, value in engine_memory().items()}
         out = [*(self.program or vllm_command()), "serve", str(self.model)]
         for name, value in fixed.items():
             out += [name, str(value)]

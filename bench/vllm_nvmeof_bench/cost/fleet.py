@@ -20,7 +20,6 @@ from vllm_nvmeof_bench.cost.settings import (
     Settings,
 )
 from vllm_nvmeof_bench.pool.settings import BenchError
-from vllm_nvmeof_offload.demo.engine import gpu_share
 from vllm_nvmeof_offload.demo.model import make_model
 from vllm_nvmeof_offload.demo.server import OffloadSpec, Server, ServerError, ServerSpec
 
@@ -51,7 +50,6 @@ def server_spec(arm: str, settings: Settings, model: Path, home: Path) -> Server
         block_size=BLOCK_TOKENS,
         cores_reserved=0,
         offload=offload,
-        gpu_memory=gpu_share(len(settings.arms)),
     )
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import vllm_nvmeof_bench
 from vllm_nvmeof_bench.pool.settings import BenchError
 from vllm_nvmeof_offload.copy.select import Backend
-from vllm_nvmeof_offload.demo.engine import gpu_share, has_cpu_engine
+from vllm_nvmeof_offload.demo.engine import has_cpu_engine
 from vllm_nvmeof_offload.demo.model import ModelShape
 from vllm_nvmeof_offload.demo.server import OffloadSpec, ServerSpec
 from vllm_nvmeof_offload.units import GIB, MIB, slot_stride_bytes
@@ -240,8 +240,8 @@ def offload_of(arm: Arm, sizes: Sizes, place: Path) -> OffloadSpec | None:
     return OffloadSpec(staging / GIB, ours)
 
 
-def server_spec(arm: Arm, sizes: Sizes, model: Path, place: Path, servers: int = 1) -> ServerSpec:
-    """The server of an arm that is started here, one of so many that share the GPU."""
+def server_spec(arm: Arm, sizes: Sizes, model: Path, place: Path) -> ServerSpec:
+    """The server of an arm that is started here."""
     length = -(-(sizes.request_tokens_max + 1) // BLOCK_TOKENS) * BLOCK_TOKENS
     package = Path(vllm_nvmeof_bench.__file__).parents[1]
     path = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH", ""))))
@@ -254,7 +254,6 @@ def server_spec(arm: Arm, sizes: Sizes, model: Path, place: Path, servers: int =
         cores_reserved=0,
         offload=offload_of(arm, sizes, place),
         dtype=sizes.dtype,
-        gpu_memory=gpu_share(servers),
         extra_args=tuple(shlex.split(sizes.server_args)),
         # The route that empties the GPU's prefix cache is one of the development mode.
         env={"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path},

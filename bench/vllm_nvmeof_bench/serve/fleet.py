@@ -100,8 +100,7 @@ class ServeFleet:
             if arm.throttled:
                 rate = self.sizes.target_mb_per_s * _MB
                 throttle = stack.enter_context(Throttle(place, rate, rate))
-            servers = sum(one.url is None for one in self.arms)
-            spec = server_spec(arm, self.sizes, model, place, servers)
+            spec = server_spec(arm, self.sizes, model, place)
             server = stack.enter_context(Server(spec, self._logs / f"{arm.name}.log"))
             if throttle is not None:
                 throttle.add(server.pid)  # and all that it starts

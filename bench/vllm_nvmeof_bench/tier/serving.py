@@ -16,7 +16,6 @@ import numpy as np
 
 from vllm_nvmeof_bench.pool.settings import BenchError
 from vllm_nvmeof_offload.demo.client import Answer, Client
-from vllm_nvmeof_offload.demo.engine import gpu_share
 from vllm_nvmeof_offload.demo.model import ModelShape, make_model, random_tokens
 from vllm_nvmeof_offload.demo.server import OffloadSpec, Server, ServerSpec
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, slot_stride_bytes
@@ -34,8 +33,6 @@ _STREAM_SLOTS = 16
 _READ_DEADLINE_MS = 60_000
 _SETTLE_S_MAX = 60.0
 _SETTLE_PAUSE_S = 0.1
-#: Of the parts here: admission has an arm that decides, one that loads, one that computes.
-_SERVERS_MAX = 3
 _UNSETTLED = ("vllm:nvmeof_writes_pending", "vllm:nvmeof_write_backlog")
 _LOADED = "vllm:nvmeof_loaded_tokens_total"
 
@@ -86,7 +83,6 @@ class ReturnPlan:
             max_num_seqs=self.max_num_seqs,
             cores_reserved=0,
             offload=offload,
-            gpu_memory=gpu_share(_SERVERS_MAX),
         )
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from tests.e2e import faults_rig
 from tests.e2e.shapes.models import SHAPE
-from vllm_nvmeof_offload.demo.engine import has_cpu_engine
+from vllm_nvmeof_offload.demo.engine import engine_memory, has_cpu_engine
 from vllm_nvmeof_offload.units import GIB, MIB
 
 __all__ = [
@@ -99,9 +99,8 @@ class Plan:
             "block_size": 32,
             "num_gpu_blocks_override": 80,
             "disable_log_stats": False,
+            **engine_memory(),
         }
-        if faults_rig.GPU_MEMORY is not None:
-            arguments["gpu_memory_utilization"] = faults_rig.GPU_MEMORY
         if self.target is not None:
             extra = {
                 "targets": [str(self.target)],

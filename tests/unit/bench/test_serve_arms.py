@@ -38,11 +38,13 @@ def test_others_have_no_such_choice(name: str) -> None:
         arms_of([name], ())
 
 
-def test_servers_share_a_gpu_s_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_on_a_gpu_servers_get_the_given_arguments(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     sizes = on(monkeypatch, cpu=False)
     (arm,) = arms_of(["peer"], ())
-    spec = server_spec(arm, sizes, tmp_path, PLACE, servers=3)
-    assert (spec.gpu_memory, spec.dtype, spec.extra_args) == (0.3, "bfloat16", ("--a", "b c"))
+    spec = server_spec(arm, sizes, tmp_path, PLACE)
+    assert (spec.dtype, spec.extra_args) == ("bfloat16", ("--a", "b c"))
     assert spec.offload is not None
     assert spec.offload.extra["spec_name"] == "TieringOffloadingSpec"
     assert "spec_module_path" not in spec.offload.extra, "vLLM's own, as it is"
@@ -61,8 +63,8 @@ def test_on_the_cpu_s_engine_the_model_is_small(
     large = on(monkeypatch, cpu=False).shape.parameters
     sizes = on(monkeypatch, cpu=True)
     (arm,) = arms_of(["peer"], ())
-    spec = server_spec(arm, sizes, tmp_path, PLACE, servers=3)
-    assert (spec.gpu_memory, spec.dtype) == (None, "float32")
+    spec = server_spec(arm, sizes, tmp_path, PLACE)
+    assert spec.dtype == "float32"
     assert spec.offload is not None
     assert spec.offload.extra["spec_module_path"] == "vllm_nvmeof_bench.serve.peer"
     assert sizes.chunk_bytes == BLOCK_TOKENS * sizes.shape.kv_bytes_per_token
