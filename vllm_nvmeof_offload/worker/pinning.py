@@ -25,13 +25,13 @@ from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.units import MIB, format_bytes
 from vllm_nvmeof_offload.worker.staging_map import StagingMap
 
-__all__ = ["StagingPinning"]
+__all__ = ["REGISTERED_BYTES_MAX", "StagingPinning"]
 
 logger = logging.getLogger(LOGGER_NAME)
 
 _WAITING, _READY, _FAILED = range(3)
 _TELL_EVERY_S = 5.0
-_PIECE_BYTES_MAX = 256 * MIB
+REGISTERED_BYTES_MAX = 256 * MIB
 #: So that a thread that waits for the lock wakes up and gets it; never measured on a GPU.
 _PAUSE_S = 0.001
 #: Should a driver refuse it all the same while a CUDA graph is captured: until the next try.
@@ -49,7 +49,7 @@ class StagingPinning:
         cuda: Cuda,
         staging: StagingMap,
         on_change: Callable[[], None],
-        piece_bytes_max: int = _PIECE_BYTES_MAX,
+        piece_bytes_max: int = REGISTERED_BYTES_MAX,
     ) -> None:
         self._cuda = cuda
         self._on_change = on_change

@@ -42,6 +42,7 @@ def conditions(world: World, settings: Settings, theirs: str) -> dict[str, Any]:
         "numa_bound": world.numa_bound,
         "versions": versions,
         "vllm_arm": theirs,
+        "failed_arms": world.failed,
         "cpus": len(os.sched_getaffinity(0)),
         "settings": asdict(settings),
         "seconds": world.seconds,

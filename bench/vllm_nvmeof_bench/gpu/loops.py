@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -41,10 +42,14 @@ def measure_loops(
         tell(number, settings.rounds, f"loops of compute, round {number + 1}")
         for name, step in loops.items():
             for arm in _ARMS:
+                if arm != "alone" and arm not in world.arms:
+                    continue
                 with _copying(world, settings, arm):
                     rate = _steps_per_s(step, settings.loop_s, torch)
+                if arm in world.failed:
+                    continue  # its copies ended before the loop did
                 samples.append(Sample(f"loop_{name}", arm, "both", 0, 0, number, round(rate, 3)))
-    return samples
+    return [one for one in samples if one.arm not in world.failed]
 
 
 def _steps_per_s(step: Callable[[], object], seconds: float, torch: Any) -> float:
@@ -62,7 +67,7 @@ def _steps_per_s(step: Callable[[], object], seconds: float, torch: Any) -> floa
 
 @contextmanager
 def _copying(world: World, settings: Settings, arm: str) -> Iterator[None]:
-    """Copies both ways, one transfer after the other, until left."""
+    """Copies both ways, one transfer after the other, until left, or until the arm fails."""
     if arm == "alone":
         yield
         return
@@ -75,8 +80,9 @@ def _copying(world: World, settings: Settings, arm: str) -> Iterator[None]:
 
     def run() -> None:
         world.cuda.make_current()
-        while not stopping.is_set():
-            world.seconds_of(arm, work)
+        transfer = functools.partial(world.seconds_of, arm, work)
+        while not stopping.is_set() and world.attempt(arm, transfer) is not None:
+            pass
 
     thread = threading.Thread(target=run, name="copies")
     thread.start()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -10,7 +11,7 @@ from vllm_nvmeof_bench.gpu.samples import Sample
 from vllm_nvmeof_bench.gpu.settings import Settings
 from vllm_nvmeof_bench.gpu.world import World
 from vllm_nvmeof_bench.pool.settings import BenchError
-from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.copy.select import Backend
 from vllm_nvmeof_offload.units import KIB
 
@@ -24,10 +25,13 @@ _CHECKED = ((4 * KIB, 100), (24 * KIB + 16, 50), (512 * KIB, 8))
 def measure(
     world: World, settings: Settings, tell: Callable[[int, int, str], None] = lambda *at: None
 ) -> list[Sample]:
-    """Raises: BenchError: an arm moved wrong bytes."""
-    for arm in world.arms:
+    """Samples of the arms that did not fail; those of one that fails later are dropped as well.
+
+    Raises: BenchError: an arm moved wrong bytes, or every arm failed.
+    """
+    for arm in list(world.arms):
         for size, count in _CHECKED:
-            if not world.check(arm, size, count):
+            if world.attempt(arm, functools.partial(world.check, arm, size, count)) is False:
                 raise BenchError(f"{arm}: wrong bytes with {count} blocks of {size}")
     samples: list[Sample] = []
     cases = [case for part, case in _CASES.items() if part in settings.parts]
@@ -36,7 +40,10 @@ def measure(
         tell(step, len(rounds), f"copies, round {max(0, number) + 1} of {settings.rounds}")
         for case in cases:
             samples += [one for one in case(world, settings, number) if number >= 0]
-    return samples
+    if not world.arms:
+        failed = "; ".join(f"{arm}: {error}" for arm, error in world.failed.items())
+        raise BenchError(f"every way to copy failed: {failed}")
+    return [one for one in samples if one.arm not in world.failed]
 
 
 def _transfers(world: World, settings: Settings, number: int) -> Iterator[Sample]:
@@ -44,9 +51,10 @@ def _transfers(world: World, settings: Settings, number: int) -> Iterator[Sample
     for size in settings.sizes:
         count = settings.count_of(size)
         for direction in Direction:
-            whole = {direction: world.pieces(size * count, 1)}
-            took_s = world.seconds_of("dma", whole)
-            yield _rate("transfer", "contiguous", direction.value, size, count, number, took_s)
+            whole = {direction: world.contiguous(size * count)}
+            took_s = _seconds(world, "dma", whole)
+            if took_s is not None:
+                yield _rate("transfer", "contiguous", direction.value, size, count, number, took_s)
             yield from _arms(world, "transfer", direction, size, count, number)
 
 
@@ -67,9 +75,10 @@ def _arms(
     world: World, case: str, direction: Direction, size: int, count: int, number: int
 ) -> Iterator[Sample]:
     work = {direction: world.pieces(size, count, number + 1)}
-    for arm in world.arms:
-        took_s = world.seconds_of(arm, work)
-        yield _rate(case, arm, direction.value, size, count, number, took_s)
+    for arm in list(world.arms):
+        took_s = _seconds(world, arm, work)
+        if took_s is not None:
+            yield _rate(case, arm, direction.value, size, count, number, took_s)
 
 
 def _both_ways(world: World, settings: Settings, number: int) -> Iterator[Sample]:
@@ -83,20 +92,28 @@ def _both_ways(world: World, settings: Settings, number: int) -> Iterator[Sample
             Direction.LOAD: world.pieces(size, loads, number + 2, first=size * (count - loads)),
         }
         case, what = ("both", "both") if percent == 50 else ("mix", f"load {percent}%")
-        for arm in world.arms:
-            took_s = world.seconds_of(arm, parts)
-            yield _rate(case, arm, what, size, count, number, took_s)
-            if percent == 50:
-                for direction, pieces in parts.items():
-                    took_s = world.seconds_of(arm, {direction: pieces})
-                    yield _rate(case, arm, direction.value, size, len(pieces), number, took_s)
+        asked = [(what, count, parts)]
+        if percent == 50:
+            asked += [(one.value, len(rows), {one: rows}) for one, rows in parts.items()]
+        for arm, (name, blocks, work) in itertools.product(list(world.arms), asked):
+            took_s = _seconds(world, arm, work)
+            if took_s is not None:
+                yield _rate(case, arm, name, size, blocks, number, took_s)
 
 
 def _submits(world: World, settings: Settings, number: int) -> Iterator[Sample]:
     size, count = settings.submit_size, settings.count_of(settings.submit_size)
     for direction, backend in itertools.product(Direction, Backend):
-        took_us = round(world.submit_us(size, count, direction, backend), 2)
-        yield Sample("submit", backend.value, direction.value, size, count, number, took_us)
+        call = functools.partial(world.submit_us, size, count, direction, backend)
+        took_us = world.attempt(backend.value, call)
+        if took_us is not None:
+            found = round(took_us, 2)
+            yield Sample("submit", backend.value, direction.value, size, count, number, found)
+
+
+def _seconds(world: World, arm: str, work: dict[Direction, Descriptors]) -> float | None:
+    """None: the arm failed, now or before."""
+    return world.attempt(arm, functools.partial(world.seconds_of, arm, work))
 
 
 def _rate(

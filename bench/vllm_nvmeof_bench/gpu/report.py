@@ -106,7 +106,7 @@ def _arm_table(chosen: Sequence[Sample], case: str) -> Table:
 
 
 def print_conditions(console: Console, conditions: Mapping[str, Any]) -> None:
-    """The GPU, its link and driver, what vLLM's arm was: a few lines."""
+    """The GPU, its link and driver, what vLLM's arm was, failed arms: a few lines."""
     gpu, link = conditions.get("gpu", {}), conditions.get("pcie") or {}
     pcie = f", PCIe {link.get('speed')} GT/s x{link.get('width')}" if link else ""
     driver = conditions.get("driver", "?")
@@ -116,6 +116,8 @@ def print_conditions(console: Console, conditions: Mapping[str, Any]) -> None:
         highlight=False,
     )
     console.print(f"vLLM's own code: {conditions.get('vllm_arm', '?')}", highlight=False)
+    for arm, error in conditions.get("failed_arms", {}).items():
+        console.print(f"left out: {arm}: {error}", highlight=False, markup=False)
     took = conditions.get("seconds", {})
     words = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in took.items())
     load = conditions.get("load_average_at_end", ["?"])[0]

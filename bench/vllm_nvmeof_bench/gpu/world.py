@@ -3,28 +3,33 @@
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
+from vllm_nvmeof_bench.pool.settings import BenchError
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.copy.calibrate import calibrate
-from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine
+from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine, Readiness
 from vllm_nvmeof_offload.copy.dma import DmaCopier
-from vllm_nvmeof_offload.copy.driver import Cuda
+from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
 from vllm_nvmeof_offload.copy.kernel import KernelCopier, Table
 from vllm_nvmeof_offload.copy.select import Backend, Cell, Selector
 from vllm_nvmeof_offload.units import MIB
-from vllm_nvmeof_offload.worker.memory import populate, prefer_node
-from vllm_nvmeof_offload.worker.pinning import StagingPinning
-from vllm_nvmeof_offload.worker.staging_map import StagingMap
+from vllm_nvmeof_offload.worker.pinning import REGISTERED_BYTES_MAX, StagingPinning
+from vllm_nvmeof_offload.worker.staging import Staging
 
 __all__ = ["CopyCall", "World"]
 
 CopyCall = Callable[[Direction, Descriptors, int], None]
+
+#: Of the product's staging, so that a registration ends at a power of two.
+_SLOT_BYTES = MIB
+#: A block of at most an eighth of a registration fits where it would cross the registration's end.
+_ROOM = 8 / 7
 
 
 class _Borrowed:
@@ -39,21 +44,33 @@ class _Borrowed:
 
 
 class World:
-    """`size` bytes on each side. Arms: dma, dma_overlap, kernel, auto, and those of `others`."""
+    """Room for `size` bytes of blocks on each side; the CPU's is staging as a server has it.
+
+    Arms: dma, dma_overlap, kernel, auto, and those of `others`. An arm that fails is left out:
+    `failed` has its error.
+    """
 
     def __init__(
-        self, cuda: Cuda, kernel: int, size: int, others: Mapping[str, CopyCall] | None = None
+        self,
+        cuda: Cuda,
+        kernel: int,
+        size: int,
+        others: Mapping[str, CopyCall] | None = None,
+        piece_bytes_max: int = REGISTERED_BYTES_MAX,
     ) -> None:
         self.cuda = cuda
-        self._memory = mmap.mmap(-1, size)
-        self._staging = np.frombuffer(self._memory, np.uint8)
-        address = self._staging.ctypes.data
-        self.numa_bound = prefer_node(address, size, cuda.facts.numa_node)
         self.seconds: dict[str, float] = {}
-        self._timed("populate", lambda: populate(address, size))
-        place = StagingMap(address, MIB, max(1, size // MIB), 0)
-        self._pins = self._timed("register", lambda: self._register(place))
-        self._gpu = cuda.allocate(size)
+        self.failed: dict[str, str] = {}
+        slots = -(-int(size * _ROOM) // _SLOT_BYTES)
+        node = cuda.facts.numa_node
+        self._memory = self._timed(
+            "populate", lambda: Staging(_SLOT_BYTES, slots, 0, numa_node=node)
+        )
+        self.numa_bound = self._memory.on_node
+        self._staging = np.frombuffer(self._memory.view, np.uint8)
+        self._pins = self._timed("register", lambda: self._register(piece_bytes_max))
+        self._piece_bytes = self._pins.first[1]
+        self._gpu = cuda.allocate(self._memory.size_bytes)
         self._function = kernel
         self._dma, self._kernel = DmaCopier(cuda), KernelCopier(cuda, kernel)
         self.cells: list[Cell] = self._timed(
@@ -62,6 +79,7 @@ class World:
         self._choose = Selector(self.cells).choose
         self._used: list[Table] = []
         overlap = DmaCopier(cuda, overlap=True)
+        self._others = frozenset(others or {})
         self.arms: dict[str, CopyCall] = {
             "dma": self._dma.copy,
             "dma_overlap": overlap.copy,
@@ -72,13 +90,43 @@ class World:
         self._streams = {direction: cuda.create_stream() for direction in Direction}
 
     def pieces(self, size: int, count: int, seed: int = 0, first: int = 0) -> Descriptors:
-        """Blocks in random order on the GPU, one after the other in staging."""
+        """Blocks in random order on the GPU, one after the other in staging.
+
+        first: bytes of blocks of this size that come before. No block lies in two registrations,
+        as no slot of the product does.
+        """
         rows = np.empty((count, 3), np.uint64)
-        places = first + np.arange(count, dtype=np.uint64) * np.uint64(size)
+        per_piece = self._piece_bytes // size
+        assert per_piece, "a block is larger than a registration"
+        numbers = first // size + np.arange(count, dtype=np.uint64)
+        pieces, within = np.divmod(numbers, np.uint64(per_piece))
+        places = pieces * np.uint64(self._piece_bytes) + within * np.uint64(size)
         rows[:, 0] = np.uint64(self._gpu) + np.random.default_rng(seed).permutation(places)
         rows[:, 1] = np.uint64(self._staging.ctypes.data) + places
         rows[:, 2] = size
         return rows
+
+    def contiguous(self, size: int) -> Descriptors:
+        """So many bytes from the start of both sides, in one piece per registration."""
+        starts = np.arange(0, size, self._piece_bytes, dtype=np.uint64)
+        rows = np.empty((len(starts), 3), np.uint64)
+        rows[:, 0] = np.uint64(self._gpu) + starts
+        rows[:, 1] = np.uint64(self._staging.ctypes.data) + starts
+        rows[:, 2] = np.minimum(np.uint64(self._piece_bytes), np.uint64(size) - starts)
+        return rows
+
+    def attempt(self, arm: str, call: Callable[[], float]) -> float | None:
+        """The result of a call that uses `arm`; None if the arm fails, or has failed before."""
+        if arm not in self.arms:
+            return None
+        try:
+            return call()
+        except Exception as error:
+            # Other people's code may raise anything; ours only what the driver answers.
+            if arm not in self._others and not isinstance(error, CudaError):
+                raise
+            self._leave_out(arm, error)
+            return None
 
     def seconds_of(self, arm: str, work: dict[Direction, Descriptors]) -> float:
         """From the first submit until everything is done."""
@@ -95,13 +143,16 @@ class World:
     def check(self, arm: str, size: int, count: int) -> bool:
         """Whether bytes that are stored and loaded again are the same: no figure of wrong bytes."""
         place = self.pieces(size, count)
-        end = count * size
-        content = np.random.default_rng(size).integers(0, 256, end, np.uint8)
-        self._staging[:end] = content
+        offsets = place[:, 1] - np.uint64(self._staging.ctypes.data)
+        blocks = [self._staging[at : at + size] for at in offsets.tolist()]
+        content = np.random.default_rng(size).integers(0, 256, (count, size), np.uint8)
+        for block, row in zip(blocks, content, strict=True):
+            block[:] = row
         self.seconds_of(arm, {Direction.LOAD: place})
-        self._staging[:end] = 0
+        for block in blocks:
+            block[:] = 0
         self.seconds_of(arm, {Direction.STORE: place})
-        return bool((self._staging[:end] == content).all())
+        return all(np.array_equal(block, row) for block, row in zip(blocks, content, strict=True))
 
     def submit_us(self, size: int, count: int, direction: Direction, backend: Backend) -> float:
         """Host time of one `submit` of the engine."""
@@ -124,15 +175,25 @@ class World:
         self.cuda.free(self._gpu)
         self._pins.close()
         del self._staging
+        self._memory.close()
 
-    def _register(self, place: StagingMap) -> StagingPinning:
-        # One registration: the contiguous copy may not cross two.
-        pins = StagingPinning(
-            self.cuda, place, lambda: None, piece_bytes_max=place.slot_bytes * place.cache_slots
-        )
+    def _register(self, piece_bytes_max: int) -> StagingPinning:
+        pins = StagingPinning(self.cuda, self._memory.map, lambda: None, piece_bytes_max)
         pins.start()
         pins.wait()
+        if pins.readiness(pins.starts) is not Readiness.READY:
+            raise BenchError("staging could not be registered with CUDA; the log has the error")
         return pins
+
+    def _leave_out(self, arm: str, error: Exception) -> None:
+        """Measure without `arm` from now on, after what it has started."""
+        del self.arms[arm]
+        self.failed[arm] = f"{type(error).__name__}: {error}".splitlines()[0]
+        for stream in self._streams.values():
+            with suppress(CudaError):
+                self.cuda.synchronize_stream(stream)
+        while self._used:
+            self._used.pop().give_back()
 
     def _by_kernel(self, direction: Direction, pieces: Descriptors, stream: int) -> None:
         if not self._kernel.copy(direction, pieces, stream, self._used):

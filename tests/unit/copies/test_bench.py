@@ -6,21 +6,28 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+from rich.console import Console
 
 pytest.importorskip("vllm_nvmeof_bench")
 
 from vllm_nvmeof_bench.gpu.conditions import conditions
 from vllm_nvmeof_bench.gpu.disk import measure_disk
+from vllm_nvmeof_bench.gpu.loops import measure_loops
 from vllm_nvmeof_bench.gpu.measure import ARMS, measure
+from vllm_nvmeof_bench.gpu.report import print_conditions
 from vllm_nvmeof_bench.gpu.samples import dump, load
 from vllm_nvmeof_bench.gpu.settings import Settings
 from vllm_nvmeof_bench.gpu.world import World
 from vllm_nvmeof_bench.pool.settings import BenchError
 
 from tests.unit.copies.fake_cuda import FakeCuda
+from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.copy.dma import DmaCopier
 from vllm_nvmeof_offload.units import KIB, MIB
 
@@ -82,6 +89,103 @@ def test_only_the_parts_that_were_asked_for(tmp_path: Path) -> None:
     assert {(one.case, one.arm, one.direction) for one in measure(world, only)} == {
         ("submit", arm, direction) for arm in ("dma", "kernel") for direction in ("store", "load")
     }
+    world.close()
+
+
+def test_staging_is_the_product_s_and_no_copy_crosses_a_registration() -> None:
+    cuda = FakeCuda()
+    world = World(cuda, 1, SETTINGS.bytes_max, piece_bytes_max=MIB)
+    assert len(cuda.registered) > SETTINGS.bytes_max // MIB
+    row = world.pieces(4 * KIB, 1)[0].tolist()
+    assert "dc" in vm_flags(row[1]), "a forked child would inherit it: not the product's mapping"
+    # Not a divisor of a registration: 14 blocks, then a gap.
+    sizes = Settings(**{**vars(SETTINGS), "model_sizes": (72 * KIB,), "blocks": 40})
+    cuda.regions = [*cuda.registered.items(), (row[0], 5 * MIB)]
+    assert {one.arm for one in measure(world, sizes)} == {"contiguous", *ARMS}
+    world.close()
+
+
+def vm_flags(address: int) -> set[str]:
+    """The kernel's flags of the mapping that holds `address`."""
+    within = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(one, 16) for one in first.split("-"))
+            within = begin <= address < end
+        elif within and first == "VmFlags:":
+            return set(rest.split())
+    raise AssertionError("no mapping there")
+
+
+class Failing:
+    """An arm of others that works so many times."""
+
+    def __init__(self, cuda: FakeCuda, times: int) -> None:
+        self._copy = DmaCopier(cuda).copy
+        self._left = times
+
+    def __call__(self, direction: Direction, pieces: Descriptors, stream: int) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError("no such\nimage")
+        self._copy(direction, pieces, stream)
+
+
+@pytest.mark.parametrize("times", [0, 9])
+def test_an_arm_that_fails_is_left_out_with_its_error(times: int) -> None:
+    cuda = FakeCuda()
+    world = World(cuda, 1, SETTINGS.bytes_max, {"vllm": Failing(cuda, times)})
+    samples = measure(world, SETTINGS)
+    about = conditions(world, SETTINGS, "a stand-in")
+    world.close()
+    assert {one.arm for one in samples} == {"contiguous", *ARMS}
+    assert {one.case for one in samples} == {"transfer", "few", "model", "both", "mix", "submit"}
+    assert about["failed_arms"] == {"vllm": "ValueError: no such"}
+    console = Console(record=True, width=100, file=StringIO())
+    print_conditions(console, about)
+    assert "left out: vllm: ValueError: no such" in console.export_text()
+
+
+def test_a_kernel_that_the_driver_refuses_is_left_out() -> None:
+    cuda = FakeCuda()
+    world = World(cuda, 1, SETTINGS.bytes_max)
+    cuda.fail = {"launch": cuda.calls["launch"] + 5}
+    arms = {one.arm for one in measure(world, SETTINGS)}
+    world.close()
+    assert arms >= {"contiguous", "dma", "dma_overlap"} and "kernel" not in arms
+    assert "CUDA_ERROR_STUB" in world.failed["kernel"]
+    assert not cuda.registered and not cuda.allocated and not cuda.events
+
+
+def test_where_no_arm_works_there_is_an_error() -> None:
+    cuda = FakeCuda()
+    world = World(cuda, 1, SETTINGS.bytes_max)
+    cuda.fail = {"launch": cuda.calls["launch"], "copy_batch": cuda.calls["copy_batch"]}
+    with pytest.raises(BenchError, match=r"every way to copy failed: dma: .*CUDA_ERROR_STUB"):
+        measure(world, SETTINGS)
+
+
+def test_a_mistake_of_ours_is_no_failed_arm() -> None:
+    world = World(FakeCuda(), 1, SETTINGS.bytes_max)
+
+    def wrong(*_: object) -> None:
+        raise ZeroDivisionError
+
+    world.arms["dma"] = wrong
+    with pytest.raises(ZeroDivisionError):
+        measure(world, SETTINGS)
+
+
+def test_a_loop_beside_an_arm_that_fails_gives_no_figure(working: FakeCuda) -> None:
+    stream = SimpleNamespace(synchronize=lambda: None)
+    torch = MagicMock()
+    torch.cuda.current_stream.return_value = stream
+    world = World(working, 1, SETTINGS.bytes_max)
+    working.fail = {"launch": working.calls["launch"] + 3}
+    short = Settings(**{**vars(SETTINGS), "loop_s": 0.5})
+    arms = {one.arm for one in measure_loops(world, short, torch)}
+    assert arms == {"alone", "dma", "dma_overlap"} and "kernel" in world.failed
     world.close()
 
 
