@@ -29,6 +29,14 @@ class CopyEngine(Protocol):
 
     A ticket is in flight from `submit` until `poll` returns it: until then the engine may
     touch both sides of every piece.
+
+    No chunk waits for another job's fence. A ticket starts when its own fence has passed and its
+    memory is registered, whatever was submitted before it and whatever fences are still open:
+    loads that stream in from the pool hold a stream slot each, and a younger load whose fence
+    lies behind a running forward pass must not keep those slots. So where one ticket writes what
+    another one touches, the order is the caller's: it submits the second when `poll` has returned
+    the first. Only a ticket of no pieces waits for others: it ends behind every ticket of its
+    direction that was submitted before it, and behind its own fence.
     """
 
     #: Set where no ticket is in flight: the KV cache's memory is gone, and every ticket fails.
@@ -37,7 +45,8 @@ class CopyEngine(Protocol):
     def record_fence(self) -> object:
         """Record, on the model's thread, the point that a later copy must come after.
 
-        CUDA: an event on the model's stream. Host: whatever; the forward pass has run.
+        CUDA: an event on the model's stream, the same one for all fences, so that they pass in
+        the order of their recording. Host: whatever; the forward pass has run.
         """
 
     def submit(self, direction: Direction, pieces: Descriptors, fence: object) -> int:

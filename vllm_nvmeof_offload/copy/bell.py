@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wakes the pipeline when copies of one direction finish, by a thread that sleeps meanwhile.
+"""Wakes the pipeline when copies finish or fences pass, by a thread that sleeps meanwhile.
 
 The pipeline's thread sleeps on file descriptors, and an event of CUDA's is none. Only the
 engine's `poll` says what has finished; this says when to ask.
@@ -51,4 +51,5 @@ class Bell:
             with contextlib.suppress(CudaError):  # `poll` sees the same error, and says so
                 self._cuda.synchronize_event(flight.event)
             flight.rung = True
+            del flight  # before the call: whoever is told may use its event again
             self._on_done()

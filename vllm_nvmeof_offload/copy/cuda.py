@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between a KV cache in GPU memory and pinned staging, asynchronously.
 
-Each direction has a stream of the lowest priority. A ticket is, in stream order: wait for the
-fence that the model's thread recorded, copy, record an event; `poll` queries the events. No
-call here waits for the GPU except `close`, and the model's thread makes two: create (at first)
-and record the fence's event.
+Each direction has one stream, on which nothing ever waits for the model: a ticket whose fence has
+not passed is held here, and `poll` starts it when it has. So a ticket waits for its own fence and
+for no other, whatever the order in which tickets and fences come, and two streams are enough. A
+wait on the stream would hold up every later ticket of an older fence, for a whole forward pass.
+A ticket is, in stream order: copy, record an event; `poll` queries the events. No call here
+waits for the GPU except `close`, and the model's thread makes two: create (at first) and record
+the fence's event.
 
 What the caller guarantees (the pipeline's gates do): when a load is submitted, its staging
 bytes are complete in the host's eyes, and nothing else uses the staging bytes of a ticket in
-flight. So a load may read its source before its fence; it writes GPU memory after it.
+flight.
 """
 
 from __future__ import annotations
@@ -17,9 +20,8 @@ import contextlib
 import enum
 import errno
 import logging
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,9 +32,11 @@ from vllm_nvmeof_offload.copy.bell import Bell
 from vllm_nvmeof_offload.copy.descriptors import coalesce
 from vllm_nvmeof_offload.copy.dma import DmaCopier
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
+from vllm_nvmeof_offload.copy.fences import Fence, Fences
 from vllm_nvmeof_offload.copy.kernel import KernelCopier, Table
+from vllm_nvmeof_offload.copy.lane import Flight, Lane, Ticket
 from vllm_nvmeof_offload.copy.select import Backend
-from vllm_nvmeof_offload.errors import OK, Outcome, OutcomeKind
+from vllm_nvmeof_offload.errors import Outcome, OutcomeKind
 from vllm_nvmeof_offload.names import LOGGER_NAME
 
 __all__ = ["Copiers", "CudaCopyEngine", "Readiness", "StagingPins"]
@@ -73,46 +77,6 @@ class Copiers:
     choose: Callable[[Direction, Descriptors], Backend]
 
 
-class _Fence:
-    """An event on the model's stream; goes back for another fence when nobody holds this one.
-
-    That may be before the GPU is there: who waits for an event waits for what it recorded when
-    the wait was submitted, not for what it records later.
-    """
-
-    __slots__ = ("_idle", "event")
-
-    def __init__(self, event: int, idle: deque[int]) -> None:
-        self.event = event
-        self._idle = idle
-
-    def __del__(self) -> None:
-        self._idle.append(self.event)
-
-
-@dataclass(slots=True)
-class _Flight:
-    """One ticket that the GPU works on. recorded: `event` marks its end."""
-
-    ticket: int
-    event: int
-    outcome: Outcome = OK
-    recorded: bool = True
-    rung: bool = False
-    tables: list[Table] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Lane:
-    """One direction."""
-
-    stream: int
-    bell: Bell | None
-    flights: deque[_Flight] = field(default_factory=deque)
-    #: Polled as finished; their events may be used again as soon as the bell has rung.
-    finished: deque[_Flight] = field(default_factory=deque)
-
-
 class CudaCopyEngine:
     """See `copy.base.CopyEngine`.
 
@@ -132,12 +96,12 @@ class CudaCopyEngine:
     ) -> None:
         self.asleep = False
         self._cuda = cuda
-        self._model_stream = model_stream
+        self._on_done = on_done
         self._copiers = copiers
         self._pins = pins
         self._starts = np.unique(np.concatenate([pins.starts, cache_starts.astype(np.uint64)]))
-        self._lanes: Mapping[Direction, _Lane] = {
-            direction: _Lane(
+        self._lanes: Mapping[Direction, Lane] = {
+            direction: Lane(
                 cuda.create_stream(),
                 Bell(cuda, on_done, f"nvmeof-{direction.value}-bell") if on_done else None,
             )
@@ -145,36 +109,28 @@ class CudaCopyEngine:
         }
         self._next = 1
         self._done: list[tuple[int, Outcome]] = []
-        self._held: list[tuple[int, Direction, Descriptors, _Fence]] = []
-        self._idle_fences: deque[int] = deque()
+        self._fences = Fences(cuda, model_stream, on_done)
+        self._held: list[Ticket] = []  # in the order of their submission
         self._events: list[int] = []  # all that were made for tickets
         self._complained: set[str] = set()
 
     def record_fence(self) -> object:
         """On the model's thread. Raises CudaError: then the model cannot go on either."""
-        self._cuda.make_current()
-        try:
-            event = self._idle_fences.popleft()
-        except IndexError:
-            event = self._cuda.create_event()
-        fence = _Fence(event, self._idle_fences)
-        self._cuda.record_event(event, self._model_stream())
-        return fence
+        return self._fences.record()
 
     def submit(self, direction: Direction, pieces: Descriptors, fence: object) -> int:
-        assert isinstance(fence, _Fence)
+        assert isinstance(fence, Fence)
         self._cuda.enter_own_thread()
-        ticket = self._next
+        ticket = Ticket(self._next, direction, coalesce(pieces, self._starts), fence)
         self._next += 1
-        self._start(ticket, direction, coalesce(pieces, self._starts), fence)
-        return ticket
+        self._start([ticket])
+        return ticket.number
 
     def poll(self) -> list[tuple[int, Outcome]]:
         self._cuda.enter_own_thread()
-        if self._held:
-            held, self._held = self._held, []
-            for waiting in held:
-                self._start(*waiting)
+        held, self._held = self._held, []
+        if held:
+            self._start(held)
         for lane in self._lanes.values():
             while lane.flights and self._has_ended(lane, lane.flights[0]):
                 flight = lane.flights.popleft()
@@ -188,16 +144,17 @@ class CudaCopyEngine:
     def close(self) -> None:
         with self._complaining():
             self._cuda.make_current()
+        self._launch_held()
         for lane in self._lanes.values():
             with self._complaining():
                 self._cuda.synchronize_stream(lane.stream)
             if lane.bell is not None:
                 lane.bell.close()
-        self._held.clear()  # their memory was never touched
+        fences = self._fences.close()
         self._pins.close()
         if self._copiers.kernel is not None:
             self._copiers.kernel.close()
-        for event in (*self._events, *self._idle_fences):
+        for event in (*self._events, *fences):
             with self._complaining():
                 self._cuda.destroy_event(event)
         for lane in self._lanes.values():
@@ -206,28 +163,55 @@ class CudaCopyEngine:
 
     # -- inside -----------------------------------------------------------------------
 
-    def _start(self, ticket: int, direction: Direction, pieces: Descriptors, fence: _Fence) -> None:
-        if self.asleep:
-            self._done.append((ticket, _FAILED))
+    def _start(self, tickets: Sequence[Ticket]) -> None:
+        """Start what may start, in this order; hold the others."""
+        try:
+            self._fences.look()
+        except CudaError as error:  # nobody will ever know that their fences have passed
+            self._complain(error)
+            self._fail(*tickets)
             return
-        match self._pins.readiness(pieces[:, 1]):
-            case Readiness.WAITING:
-                self._held.append((ticket, direction, pieces, fence))
-            case Readiness.FAILED:
-                self._done.append((ticket, _FAILED))
-            case Readiness.READY:
-                self._launch(ticket, direction, pieces, fence)
+        for ticket in tickets:
+            readiness = self._pins.readiness(ticket.pieces[:, 1])
+            if self.asleep or readiness is Readiness.FAILED:
+                self._fail(ticket)
+            elif readiness is Readiness.WAITING or self._must_queue(ticket):
+                self._held.append(ticket)
+            elif not ticket.fence.passed:
+                self._fences.announce(ticket.fence)
+                self._held.append(ticket)
+            else:
+                self._launch(ticket)
 
-    def _launch(
-        self, ticket: int, direction: Direction, pieces: Descriptors, fence: _Fence
-    ) -> None:
-        lane = self._lanes[direction]
-        flight = _Flight(ticket, 0, recorded=False, rung=True)
+    def _fail(self, *tickets: Ticket) -> None:
+        """Before anything of theirs is under way. No bell will ring for them."""
+        self._done += [(ticket.number, _FAILED) for ticket in tickets]
+        if self._on_done is not None:
+            self._on_done()
+
+    def _launch_held(self) -> None:
+        """Before the end: nothing comes behind them, so the GPU itself may wait for fences."""
+        held, self._held = self._held, []
+        for ticket in held:
+            if self._pins.readiness(ticket.pieces[:, 1]) is Readiness.READY:
+                with self._complaining():
+                    stream = self._lanes[ticket.direction].stream
+                    self._cuda.wait_event(stream, ticket.fence.event)
+                    self._launch(ticket)
+
+    def _must_queue(self, ticket: Ticket) -> bool:
+        """One of nothing ends behind those before it, so it starts behind them."""
+        return not len(ticket.pieces) and any(
+            earlier.direction is ticket.direction for earlier in self._held
+        )
+
+    def _launch(self, ticket: Ticket) -> None:
+        lane = self._lanes[ticket.direction]
+        flight = Flight(ticket.number, 0, recorded=False, rung=True)
         lane.flights.append(flight)
         try:
             flight.event = self._take_event(lane)
-            self._cuda.wait_event(lane.stream, fence.event)
-            self._copy(direction, pieces, lane.stream, flight.tables)
+            self._copy(ticket.direction, ticket.pieces, lane.stream, flight.tables)
         except CudaError as error:
             self._complain(error)
             flight.outcome = _FAILED
@@ -254,7 +238,7 @@ class CudaCopyEngine:
             return
         self._copiers.dma.copy(direction, pieces, stream)
 
-    def _take_event(self, lane: _Lane) -> int:
+    def _take_event(self, lane: Lane) -> int:
         while lane.finished and lane.finished[0].rung:
             event = lane.finished.popleft().event
             if event:
@@ -263,7 +247,7 @@ class CudaCopyEngine:
         self._events.append(event)
         return event
 
-    def _has_ended(self, lane: _Lane, flight: _Flight) -> bool:
+    def _has_ended(self, lane: Lane, flight: Flight) -> bool:
         try:
             if flight.recorded:
                 return self._cuda.event_is_done(flight.event)

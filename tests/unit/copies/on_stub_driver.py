@@ -179,8 +179,8 @@ def main() -> None:
         round_trip(cuda, Backend.KERNEL)
         assert (last.launches, last.count, last.parts, last.part_bytes) == (2, 100, 1, 16384)
         assert (last.block, last.grid) == (512, 7)
-        # This thread, once; and of each engine two bells and what registers its memory.
-        assert last.relaxed == 1 + 2 * 3
+        # This thread, once; and of each engine three bells and what registers its memory.
+        assert last.relaxed == 1 + 2 * 4
         errors(cuda)
         others_run_meanwhile(cuda)
     assert Selector().choose(Direction.LOAD, np.ones((1, 3), np.uint64)) is Backend.DMA

@@ -89,9 +89,13 @@ class Rig:
         return content[:, blocks].transpose(1, 0, 2).reshape(len(blocks) // 2, -1)
 
     def finish(self) -> list[tuple[int, bool]]:
-        """Run everything; what `poll` says then."""
-        self.cuda.drain()
-        return [(ticket, outcome.ok) for ticket, outcome in self.engine.poll()]
+        """Run everything; what `poll` says meanwhile, which also starts what has waited."""
+        done: list[tuple[int, bool]] = []
+        while True:
+            self.cuda.drain()
+            done += [(ticket, outcome.ok) for ticket, outcome in self.engine.poll()]
+            if self.cuda.is_idle:
+                return done
 
     def store(self, blocks: list[int], slots: list[int]) -> int:
         fence = self.engine.record_fence()
@@ -100,3 +104,9 @@ class Rig:
     def load(self, blocks: list[int], slots: list[int]) -> int:
         fence = self.engine.record_fence()
         return self.engine.submit(Direction.LOAD, self.pieces(blocks, slots), fence)
+
+    def passed_fence(self) -> object:
+        """A fence behind which the model has nothing left to do."""
+        fence = self.engine.record_fence()
+        self.cuda.drain(MODEL_STREAM)
+        return fence

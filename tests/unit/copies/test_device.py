@@ -102,7 +102,9 @@ def test_copies_of_a_gpu_run_between_its_tensors_and_staging(
     # The last block of one tensor lies right before the first of the next: never one piece.
     pieces = geometry.pieces(np.array([63, 0], np.int32), 0)
     pieces[:, 1] += np.uint64(staging.map.cache_address(0))
-    ticket = built.engine.submit(Direction.STORE, pieces, built.engine.record_fence())
+    fence = built.engine.record_fence()
+    cuda.drain()
+    ticket = built.engine.submit(Direction.STORE, pieces, fence)
     cuda.drain()
     assert [(number, outcome.ok) for number, outcome in built.engine.poll()] == [(ticket, True)]
     found = np.frombuffer(staging.view, np.uint8)[: 4 * 256].copy()

@@ -4,30 +4,43 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from tests.unit.copies.fake_cuda import MODEL_STREAM, WAITING_CALLS, FakeCuda
+from tests.unit.copies.fake_cuda import MODEL_STREAM, WAITING_CALLS, FakeCuda, Work
 from tests.unit.copies.rig import BLOCKS, Rig
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.cuda import Readiness
 from vllm_nvmeof_offload.copy.select import Backend
 
 
-def test_a_ticket_is_a_wait_a_copy_and_a_recording_in_this_order() -> None:
+def test_a_ticket_is_a_copy_and_a_recording_behind_its_fence() -> None:
     rig = Rig(FakeCuda(), 2)
     rig.store([4, 1], [0])
-    (store_stream,) = (s for s, queue in rig.cuda.streams.items() if queue and s != MODEL_STREAM)
-    wait, copy, record = rig.cuda.streams[store_stream]
-    assert wait.wait is not None and copy.moves and record.record is not None
+    assert list(_work_of_ours(rig)) == []
+    assert rig.engine.poll() == [] and list(_work_of_ours(rig)) == [], "the fence is open"
+    rig.cuda.drain(MODEL_STREAM)
+    assert rig.engine.poll() == []
+    copy, record = _work_of_ours(rig)
+    assert copy.moves and record.record is not None
     assert rig.finish() == [(1, True)]
     rig.engine.close()
+
+
+def _work_of_ours(rig: Rig) -> Iterator[Work]:
+    """What the streams of the engine have to do."""
+    for stream, queue in rig.cuda.streams.items():
+        if stream != MODEL_STREAM:
+            yield from queue
 
 
 def test_nothing_is_reported_before_the_gpu_has_done_it() -> None:
     rig = Rig(FakeCuda(), 2)
     ticket = rig.store([0, 1], [0])
+    assert rig.engine.poll() == []
+    rig.cuda.drain(MODEL_STREAM)
     assert rig.engine.poll() == []
     while not rig.cuda.is_idle:
         assert rig.engine.poll() == []
@@ -40,6 +53,7 @@ def test_the_directions_do_not_wait_for_each_other() -> None:
     rig = Rig(FakeCuda(), 1)
     store, load = rig.store([0, 1], [0]), rig.load([2, 3], [5])
     rig.cuda.drain(MODEL_STREAM)
+    assert rig.engine.poll() == []
     load_stream = max(rig.cuda.streams)
     rig.cuda.drain(load_stream)
     assert [t for t, _ in rig.engine.poll()] == [load]
@@ -74,7 +88,8 @@ def test_a_fence_that_is_recorded_again_does_not_move_an_earlier_wait() -> None:
     rig.store([0, 1], [0])
     rig.cuda.drain(MODEL_STREAM)
     rig.cuda.on_model(lambda: None)
-    rig.engine.record_fence()  # the same event, on a stream that goes on only at the end
+    rig.engine.record_fence()  # on a stream that goes on only at the end
+    assert rig.engine.poll() == []
     for stream in rig.cuda.streams.keys() - {MODEL_STREAM}:
         rig.cuda.drain(stream)
     assert [ok.ok for _, ok in rig.engine.poll()] == [True]
@@ -88,8 +103,8 @@ def test_neighbours_are_one_descriptor_and_registrations_two() -> None:
     rig.store([2, 3], [0])
     # Slots 3 and 4 are neighbours of two registrations; so are blocks 5 and 6, 7 and 4.
     rig.store([4, 5, 6, 7], [3, 4])
-    assert rig.cuda.batches == [1, 2]
     rig.finish()
+    assert rig.cuda.batches == [1, 2]
     rig.engine.close()
 
 
@@ -101,8 +116,8 @@ def test_two_tensors_side_by_side_are_not_one_descriptor() -> None:
     chain[1, 1] = chain[0, 1] + chain[0, 2]
     assert chain[0, 0] + chain[0, 2] == chain[1, 0]
     rig.engine.submit(Direction.STORE, chain, rig.engine.record_fence())
-    assert rig.cuda.batches == [2]
     rig.finish()
+    assert rig.cuda.batches == [2]
     rig.engine.close()
 
 
@@ -116,8 +131,8 @@ def test_many_pieces_go_in_calls_of_at_most_4096() -> None:
     pieces[:, 1] = staging.ctypes.data + 4 * np.arange(count)
     pieces[:, 2] = 2
     rig.engine.submit(Direction.STORE, pieces, rig.engine.record_fence())
-    assert rig.cuda.batches == [4096, 4096, 1808]
     assert rig.finish() == [(1, True)]
+    assert rig.cuda.batches == [4096, 4096, 1808]
     assert (staging[::2] == cache[::2]).all()
     assert not staging[1::2].any()
     rig.engine.close()
@@ -125,15 +140,16 @@ def test_many_pieces_go_in_calls_of_at_most_4096() -> None:
 
 def test_kernel_tables_come_back_only_when_the_gpu_is_done() -> None:
     rig = Rig(FakeCuda(), 1, Backend.KERNEL)
+    fence = rig.passed_fence()
     for _ in range(40):
-        rig.store([0, 1], [0])
+        rig.engine.submit(Direction.STORE, rig.pieces([0, 1], [0]), fence)
     launched = rig.cuda.calls["launch"]
     assert 0 < launched < 40
     assert launched + rig.cuda.calls["copy_batch"] == 40, "without a table it goes by DMA"
     assert len(rig.finish()) == 40
     rig.store([0, 1], [0])
-    assert rig.cuda.calls["launch"] == launched + 1
     rig.finish()
+    assert rig.cuda.calls["launch"] == launched + 1
     rig.engine.close()
 
 
@@ -143,7 +159,6 @@ def test_copies_wait_for_their_staging_to_be_registered() -> None:
     ticket = rig.store([0, 1], [0])
     assert rig.finish() == [] and not rig.cuda.batches
     rig.pins.state = Readiness.READY
-    assert rig.engine.poll() == []
     assert rig.finish() == [(ticket, True)]
     rig.pins.state = Readiness.FAILED
     ticket = rig.store([0, 1], [0])
@@ -151,9 +166,7 @@ def test_copies_wait_for_their_staging_to_be_registered() -> None:
     rig.engine.close()
 
 
-@pytest.mark.parametrize(
-    "call", ["wait_event", "copy_batch", "record_event", "event_is_done", "create_event"]
-)
+@pytest.mark.parametrize("call", ["copy_batch", "record_event", "event_is_done", "create_event"])
 def test_an_error_of_cuda_is_an_outcome(call: str, caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(FakeCuda(), 1)
     good = rig.store([0, 1], [0])
@@ -182,7 +195,7 @@ def test_a_ticket_that_failed_half_way_ends_after_its_other_half() -> None:
     pieces[:, 1] = staging.ctypes.data + 4 * np.arange(5000)
     pieces[:, 2] = 2
     rig.cuda.fail["copy_batch"] = 1
-    ticket = rig.engine.submit(Direction.STORE, pieces, rig.engine.record_fence())
+    ticket = rig.engine.submit(Direction.STORE, pieces, rig.passed_fence())
     assert rig.engine.poll() == [], "the first 4096 are under way"
     assert rig.finish() == [(ticket, False)]
     assert staging.sum() == 4096

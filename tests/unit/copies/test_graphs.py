@@ -102,9 +102,10 @@ def test_copies_start_and_end_meanwhile(ignored: tuple[str, ...], spoils: bool) 
 
     def pipeline() -> None:
         ticket = rig.engine.submit(Direction.STORE, rig.pieces([0, 1], [0]), fence)
-        cuda.drain()
-        assert rung.acquire(timeout=20)
-        ended.extend(outcome.ok for done, outcome in rig.engine.poll() if done == ticket)
+        while not ended:
+            cuda.drain()
+            assert rung.acquire(timeout=20)
+            ended.extend(outcome.ok for done, outcome in rig.engine.poll() if done == ticket)
 
     cuda.capturing = True
     _on_a_thread(pipeline)

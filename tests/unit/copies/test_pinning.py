@@ -139,7 +139,9 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
 def _store(cuda: FakeCuda, chosen: gpu.ChosenCopy, memory: np.ndarray) -> None:
     source = np.arange(64, dtype=np.uint8)
     piece = np.array([[source.ctypes.data, memory.ctypes.data, 64]], np.uint64)
-    chosen.engine.submit(Direction.STORE, piece, chosen.engine.record_fence())
+    fence = chosen.engine.record_fence()
+    cuda.drain()
+    chosen.engine.submit(Direction.STORE, piece, fence)
     cuda.drain()
     assert [outcome.ok for _, outcome in chosen.engine.poll()] == [True]
     assert (memory[:64] == source).all()

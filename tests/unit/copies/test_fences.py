@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No chunk waits for another job's fence, in whatever order tickets come: over the stub."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.copies.fake_cuda import MODEL_STREAM, FakeCuda
+from tests.unit.copies.rig import Rig
+from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.copy.cuda import Readiness
+from vllm_nvmeof_offload.copy.select import Backend
+
+directions = pytest.mark.parametrize("direction", list(Direction))
+
+
+def _submit(rig: Rig, direction: Direction, chunk: int, fence: object) -> int:
+    pieces = rig.pieces([2 * chunk, 2 * chunk + 1], [chunk])
+    return rig.engine.submit(direction, pieces, fence)
+
+
+def _fences(rig: Rig, count: int) -> list[object]:
+    """Each behind a forward pass of its own, which runs when the test lets it."""
+    found = []
+    for _ in range(count):
+        rig.cuda.on_model(lambda: None)
+        found.append(rig.engine.record_fence())
+    return found
+
+
+def _pass_one(rig: Rig) -> None:
+    """One forward pass, and the fence behind it."""
+    assert rig.cuda.step(MODEL_STREAM) and rig.cuda.step(MODEL_STREAM)
+
+
+def _run_copies(rig: Rig) -> set[int]:
+    """Everything but the model goes on until nothing moves: what has ended."""
+    done: set[int] = set()
+    while True:
+        found = {ticket for ticket, outcome in rig.engine.poll() if outcome.ok}
+        done |= found
+        ran = [rig.cuda.step(s) for s in list(rig.cuda.streams) if s != MODEL_STREAM]
+        if not found and not any(ran):
+            return done
+
+
+@directions
+def test_older_jobs_finish_while_a_younger_fence_stays_open(direction: Direction) -> None:
+    rig = Rig(FakeCuda(), 2)
+    old, young = _fences(rig, 2)
+    _pass_one(rig)
+    younger = _submit(rig, direction, 0, young)
+    older = [_submit(rig, direction, chunk, old) for chunk in (1, 2)]
+    assert _run_copies(rig) == set(older)
+    _pass_one(rig)
+    assert _run_copies(rig) == {younger}
+    rig.engine.close()
+
+
+@directions
+@given(order=st.permutations(range(4)), seed=st.integers(0, 1000))
+@settings(max_examples=40, deadline=None)
+def test_each_ticket_ends_with_its_own_fence(
+    direction: Direction, order: list[int], seed: int
+) -> None:
+    """All fences are open when the tickets come, in any order."""
+    rig = Rig(FakeCuda(seed), 1)
+    fences = _fences(rig, 4)
+    tickets = {number: _submit(rig, direction, number, fences[number]) for number in order}
+    assert _run_copies(rig) == set()
+    for number in range(4):
+        _pass_one(rig)
+        assert _run_copies(rig) == {tickets[number]}
+    rig.engine.close()
+
+
+def test_the_engine_has_two_streams_however_many_fences_are_open() -> None:
+    rig = Rig(FakeCuda(), 1)
+    for fence in _fences(rig, 50):
+        _submit(rig, Direction.LOAD, 0, fence)
+    assert len(rig.cuda.streams) == 1 + len(Direction)
+    assert len(rig.finish()) == 50
+    rig.engine.close()
+
+
+def test_what_waits_for_its_memory_holds_up_nobody_else() -> None:
+    rig = Rig(FakeCuda(), 1)
+    fence = rig.passed_fence()
+    rig.pins.state = Readiness.WAITING
+    waiting = _submit(rig, Direction.LOAD, 0, fence)
+    rig.pins.state = Readiness.READY
+    other = _submit(rig, Direction.LOAD, 1, fence)
+    rig.pins.state = Readiness.WAITING
+    assert _run_copies(rig) == {other}
+    rig.pins.state = Readiness.READY
+    assert _run_copies(rig) == {waiting}
+    rig.engine.close()
+
+
+@directions
+def test_a_ticket_of_nothing_ends_behind_all_before_it_of_its_direction(
+    direction: Direction,
+) -> None:
+    """Also behind one whose fence is younger than its own: that is what it is for."""
+    rig = Rig(FakeCuda(), 1)
+    old, young = _fences(rig, 2)
+    _pass_one(rig)
+    before = _submit(rig, direction, 0, young)
+    nothing = rig.engine.submit(direction, np.empty((0, 3), np.uint64), old)
+    after = _submit(rig, direction, 1, old)
+    assert _run_copies(rig) == {after}
+    _pass_one(rig)
+    assert _run_copies(rig) == {before, nothing}
+    rig.engine.close()
+
+
+@pytest.mark.parametrize("backend", list(Backend))
+def test_what_a_late_fence_lets_through_has_the_right_bytes(backend: Backend) -> None:
+    """A store of what the forward pass writes, given when an older store is still to come."""
+    rig = Rig(FakeCuda(), 2, backend)
+    before, after = rig.fresh(rig.cache.shape), rig.fresh(rig.cache.shape)
+    rig.cache[:] = before
+    old = rig.engine.record_fence()
+    rig.cuda.on_model(lambda: rig.cache.__setitem__((slice(None), slice(4, 8)), after[:, 4:8]))
+    young = rig.engine.record_fence()
+    assert rig.cuda.step(MODEL_STREAM)
+    _submit(rig, Direction.STORE, 2, young)
+    _submit(rig, Direction.STORE, 0, old)
+    rig.finish()
+    assert (rig.staging[0] == rig.in_slot_order([0, 1], before)[0]).all()
+    assert (rig.staging[2] == rig.in_slot_order([4, 5], after)[0]).all()
+    rig.engine.close()
+
+
+def test_the_bell_rings_for_an_older_fence_while_it_waits_for_a_younger_one() -> None:
+    """Nobody polls unasked: the older one's ticket came when the bell had the younger."""
+    rung = threading.Semaphore(0)
+    rig = Rig(FakeCuda(), 1, on_done=rung.release)
+    old, young = _fences(rig, 2)
+    younger = _submit(rig, Direction.LOAD, 0, young)
+    older = _submit(rig, Direction.LOAD, 1, old)
+    _pass_one(rig)
+    assert rung.acquire(timeout=20), "nobody says that the older fence has passed"
+    assert _run_copies(rig) == {older}
+    _pass_one(rig)
+    done: set[int] = set()
+    while not done:
+        assert rung.acquire(timeout=20), "nobody says that the younger fence has passed"
+        done = _run_copies(rig)
+    assert done == {younger}
+    rig.engine.close()
+
+
+def test_a_fence_that_nobody_can_ask_about_fails_its_tickets_and_rings() -> None:
+    rung = threading.Semaphore(0)
+    rig = Rig(FakeCuda(), 1, on_done=rung.release)
+    rig.cuda.fail["event_is_done"] = rig.cuda.calls["event_is_done"]
+    ticket = _submit(rig, Direction.LOAD, 0, rig.engine.record_fence())
+    assert rung.acquire(timeout=20)
+    assert [(number, outcome.ok) for number, outcome in rig.engine.poll()] == [(ticket, False)]
+    rig.cuda.drain()
+    rig.engine.close()
