@@ -25,6 +25,7 @@ from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
 from vllm_nvmeof_offload.io.uring import UringIoEngine
 from vllm_nvmeof_offload.native import WHY_NOT, core
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.layout import SlotPlace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import IoClass, SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, KIB
@@ -53,13 +54,13 @@ class GatedPool:
     def __getattr__(self, name: str) -> object:
         return getattr(self._pool, name)
 
-    def slab_fd(self, pool_slot: int) -> tuple[int, int]:
+    def place(self, pool_slot: int) -> SlotPlace:
         if threading.current_thread() is not self._caller:
             with self._gate:
                 self.started.append(pool_slot)
                 self._gate.notify_all()
                 self._gate.wait_for(lambda: pool_slot not in self._shut)
-        return self._pool.slab_fd(pool_slot)
+        return self._pool.place(pool_slot)
 
     def shut(self, pool_slots: Iterable[int]) -> None:
         with self._gate:
@@ -219,12 +220,14 @@ def name(number: int, generation: int = 1) -> SlotIdentity:
     return SlotIdentity(number.to_bytes(36, "little"), generation)
 
 
-def _pool(path: Path, o_direct: str, targets: int, slots: int) -> tuple[Pool, PoolSpec]:
+def _pool(path: Path, o_direct: str, targets: int, slots: int, rank: int) -> tuple[Pool, PoolSpec]:
     spec = PoolSpec(
         targets=tuple(path / f"target-{i}" for i in range(targets)),
         pool_bytes=1,
         payload_bytes=PAYLOAD_BYTES,
         keyspace=Keyspace.of({"test": 1}),
+        rank=rank,
+        world_size=2,
         o_direct=o_direct,
     )
     spec = PoolSpec(**{**vars(spec), "pool_bytes": slots * (spec.slot_bytes + 64)})
@@ -232,8 +235,10 @@ def _pool(path: Path, o_direct: str, targets: int, slots: int) -> tuple[Pool, Po
 
 
 def _rig(engine_of: MakeEngine, o_direct: str, *, faulty: bool = False) -> Callable[..., Rig]:
-    def make(path: Path, *, targets: int = 1, slots: int = 64, **options: int) -> Rig:
-        pool, spec = _pool(path, o_direct, targets, slots)
+    def make(
+        path: Path, *, targets: int = 1, slots: int = 64, rank: int = 0, **options: int
+    ) -> Rig:
+        pool, spec = _pool(path, o_direct, targets, slots, rank)
         memory = mmap.mmap(-1, STAGING_SLOTS * pool.slot_bytes)
         base_address = np.frombuffer(memory, np.uint8).ctypes.data
         view = memoryview(memory)

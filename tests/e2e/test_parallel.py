@@ -7,6 +7,7 @@ The tests run in this order, on one server and then on its successor.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -185,6 +186,27 @@ def test_wrong_bytes_on_one_rank_are_seen_by_the_comparison(
         assert place.faults.fired("swap_slots", rank) > fired
         assert not rig.same(answers, reference.answers)
         rig.forget_all(server)  # the wrong chunks were promoted into both caches
+
+
+def exchange_slabs(place: Place) -> None:
+    """As a script that moves slabs does it, or storage that takes one file for another."""
+    slabs = [place.rank(rank) / "slab" for rank in (0, 1)]
+    for slab, other in zip(slabs, [slab.read_bytes() for slab in reversed(slabs)], strict=True):
+        with slab.open("r+b") as file:
+            file.write(other)
+            os.fsync(file.fileno())
+
+
+def test_slabs_that_are_exchanged_between_the_ranks_serve_nothing(
+    server: Server, place: Place, reference: rig.Reference
+) -> None:
+    """Key, generation and slot are the same on both ranks; the bytes are not."""
+    _all_in_the_pool(server, reference)
+    exchange_slabs(place)
+    before = rig.metrics(server)
+    assert rig.same(par.ask(server, reference.prompts), reference.answers)
+    assert rig.grown(server, before, FAILED, outcome="stale") > 0
+    rig.forget_all(server)
 
 
 def test_tenants_find_nothing_of_each_other(server: Server, reference: rig.Reference) -> None:

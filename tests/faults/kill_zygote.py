@@ -20,7 +20,7 @@ from typing import Any
 
 from vllm_nvmeof_offload.errors import OK, Outcome
 from vllm_nvmeof_offload.io import threads
-from vllm_nvmeof_offload.io.transfer import write_slot
+from vllm_nvmeof_offload.io.transfer import SlotFiles, write_slot
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import SlotIdentity
 
@@ -42,9 +42,9 @@ def say(*words: object) -> None:
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
-def acknowledge_early(pool: Pool, slot: memoryview, pool_slot: int, *more: Any) -> Outcome:
+def acknowledge_early(pool: Pool, slot: memoryview, files: SlotFiles, *more: Any) -> Outcome:
     """A control's engine: one of four slots is never written, and yet acknowledged."""
-    return OK if pool_slot % 4 == 0 else write_slot(pool, slot, pool_slot, *more)
+    return OK if files.pool_slot % 4 == 0 else write_slot(pool, slot, files, *more)
 
 
 class Life:

@@ -21,7 +21,7 @@ from vllm_nvmeof_offload.errors import (
     OutcomeKind,
     io_error,
 )
-from vllm_nvmeof_offload.io.transfer import read_slot
+from vllm_nvmeof_offload.io.transfer import SlotFiles, read_slot
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
@@ -214,7 +214,7 @@ def test_a_short_write_is_finished_or_fails(bench: Bench, faulty_mount: FaultyMo
     assert adopted(pool) == kept
     for slot, identity in kept.items():
         memory = memoryview(bytearray(pool.slot_bytes))
-        assert read_slot(pool, memory, slot, identity) == OK
+        assert read_slot(pool, memory, SlotFiles.of(pool, slot), identity) == OK
 
 
 def test_a_short_write_that_the_kernel_shows_is_finished(engine_name: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_nvmeof_offload.errors import PoolError
-from vllm_nvmeof_offload.io.transfer import write_slot
+from vllm_nvmeof_offload.io.transfer import SlotFiles, write_slot
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 
 from .fuse_mount import FaultyMount
@@ -26,7 +26,8 @@ def spec(faulty_mount: FaultyMount) -> PoolSpec:
     pool = Pool.open(spec)
     for slot, identity in STORED.items():
         memory = memoryview(bytearray(pool.slot_bytes))
-        assert write_slot(pool, memory, slot, identity, pool.stamp, lambda: True).ok
+        files = SlotFiles.of(pool, slot)
+        assert write_slot(pool, memory, files, identity, pool.stamp, lambda: True).ok
     pool.close()
     return spec
 

@@ -19,7 +19,14 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE, PoolFormatError
-from vllm_nvmeof_offload.pool.layout import KEY_BYTES_MAX, Stamp, parse_header, seal, verify
+from vllm_nvmeof_offload.pool.layout import (
+    KEY_BYTES_MAX,
+    SlotPlace,
+    Stamp,
+    parse_header,
+    seal,
+    verify,
+)
 from vllm_nvmeof_offload.pool.superblock import Superblock, is_superblock, read_superblock
 from vllm_nvmeof_offload.pool.table import ENTRY_BYTES, decode_table, encode_entry
 from vllm_nvmeof_offload.protocol import SlotIdentity
@@ -29,14 +36,16 @@ from .mutations import changes, edits, mutated, of_file, same_directory
 
 PAYLOAD = bytes(range(256)) * 20
 ONE, OTHER = SlotIdentity(b"one" * 12, 7), SlotIdentity(b"other" * 7, 8)
-FIELDS_END = 82  # of a header: beyond are zeros and the CRC
+PLACE = SlotPlace(bytes(range(16)), 5, 6)
+#: Of a header: what is between them, and beyond, are zeros and the CRC.
+FIELDS = [*range(82), *range(128, 150)]
 BLOCK = Superblock(bytes(range(16)), "0f" * 16, 8192, 4096, 9, 1, 2, 3, 4, 5, True)
 
 
 def sealed(identity: SlotIdentity = ONE) -> bytes:
     slot = bytearray(slot_stride_bytes(len(PAYLOAD)))
     slot[HEADER_BYTES : HEADER_BYTES + len(PAYLOAD)] = PAYLOAD
-    seal(memoryview(slot), identity, len(PAYLOAD), 3, True)
+    seal(memoryview(slot), identity, len(PAYLOAD), Stamp(3, True), PLACE)
     return bytes(slot)
 
 
@@ -52,14 +61,14 @@ MATTERS = HEADER_BYTES + len(PAYLOAD)  # what follows is padding
 @given(changes)
 def test_a_mutated_slot_is_never_ok(mutations: list[tuple[str, int, bytes]]) -> None:
     slot = mutated(SEALED, mutations)
-    outcome = verify(memoryview(slot), ONE, len(PAYLOAD))
+    outcome = verify(memoryview(slot), ONE, len(PAYLOAD), PLACE)
     if slot[:MATTERS] == SEALED[:MATTERS]:
         assert outcome == OK
     else:
         assert outcome in (CHECKSUM_MISMATCH, STALE)
 
 
-@given(st.lists(st.tuples(st.just("put"), st.integers(0, FIELDS_END - 1), st.binary(max_size=4))))
+@given(st.lists(st.tuples(st.just("put"), st.sampled_from(FIELDS), st.binary(max_size=1))))
 @example([])
 @example([("put", 8, b"\2")])  # version
 @example([("put", 10, b"\2")])  # flags
@@ -67,28 +76,25 @@ def test_a_mutated_slot_is_never_ok(mutations: list[tuple[str, int, bytes]]) -> 
 @example([("put", 11, b"\x2f")])
 @example([("put", 24, b"\xff" * 8)])  # payload length
 @example([("put", 36 + KEY_BYTES_MAX - 1, b"x")])  # padding of the key
+@example([("put", 128, b"x")])  # uuid of the pool
+@example([("put", 144, b"x")])  # pool slot
+@example([("put", 148, b"x")])  # rank
 def test_a_signed_header_of_nonsense_is_refused_or_stale(
     mutations: list[tuple[str, int, bytes]],
 ) -> None:
     page = signed(mutated(SEALED[:HEADER_BYTES], mutations))
     slot = page + SEALED[HEADER_BYTES:]
     header = parse_header(page)
-    outcome = verify(memoryview(slot), ONE, len(PAYLOAD))
+    outcome = verify(memoryview(slot), ONE, len(PAYLOAD), PLACE)
     if header is None:
         assert outcome == CHECKSUM_MISMATCH
         return
     # What is accepted as a header encodes to the same fields again.
     assert 0 < len(header.identity.key) <= KEY_BYTES_MAX
     again = bytearray(SEALED)
-    seal(
-        memoryview(again),
-        header.identity,
-        len(PAYLOAD),
-        header.stamp.epoch,
-        header.stamp.adoptable,
-    )
+    seal(memoryview(again), header.identity, len(PAYLOAD), header.stamp, header.place)
     same = header.identity == ONE and header.payload_bytes == len(PAYLOAD)
-    if not same:
+    if not same or header.place != PLACE:
         assert outcome == STALE
     elif page[32:36] == SEALED[32:36]:
         assert (page, outcome) == (bytes(again[:HEADER_BYTES]), OK)
@@ -100,18 +106,18 @@ def test_a_signed_header_of_nonsense_is_refused_or_stale(
 @example(b"", 0)
 @example(SEALED[:HEADER_BYTES], len(PAYLOAD))  # an intact header and nothing behind it
 def test_random_bytes_never_verify(data: bytes, payload_bytes: int) -> None:
-    assert verify(memoryview(data), ONE, payload_bytes) in (CHECKSUM_MISMATCH, STALE)
+    assert verify(memoryview(data), ONE, payload_bytes, PLACE) in (CHECKSUM_MISMATCH, STALE)
 
 
 def test_a_header_in_anothers_slot_is_stale_for_the_other() -> None:
     """A misdirected write: a whole slot, or its header page alone."""
     other = sealed(OTHER)
-    assert verify(memoryview(other), ONE, len(PAYLOAD)) == STALE
-    assert verify(memoryview(other), OTHER, len(PAYLOAD)) == OK
+    assert verify(memoryview(other), ONE, len(PAYLOAD), PLACE) == STALE
+    assert verify(memoryview(other), OTHER, len(PAYLOAD), PLACE) == OK
     spliced = other[:HEADER_BYTES] + SEALED[HEADER_BYTES:-1] + b"x"
-    assert verify(memoryview(spliced), ONE, len(PAYLOAD)) == STALE
+    assert verify(memoryview(spliced), ONE, len(PAYLOAD), PLACE) == STALE
     half = SEALED[:HEADER_BYTES] + bytes(len(SEALED) - HEADER_BYTES)
-    assert verify(memoryview(half), ONE, len(PAYLOAD)) == CHECKSUM_MISMATCH
+    assert verify(memoryview(half), ONE, len(PAYLOAD), PLACE) == CHECKSUM_MISMATCH
 
 
 # ---- the table ----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_nvmeof_offload.io.transfer import write_slot
+from vllm_nvmeof_offload.io.transfer import SlotFiles, write_slot
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import SlotIdentity
 
@@ -31,7 +31,7 @@ def spec(disk: Disk) -> PoolSpec:
 
 def put(pool: Pool, slot: int, identity: SlotIdentity) -> None:
     memory = memoryview(bytearray(pool.slot_bytes))
-    assert write_slot(pool, memory, slot, identity, pool.stamp, lambda: True).ok
+    assert write_slot(pool, memory, SlotFiles.of(pool, slot), identity, pool.stamp, lambda: True).ok
 
 
 def start(spec: PoolSpec, use: Callable[[Pool], None]) -> dict[int, SlotIdentity]:

@@ -19,6 +19,7 @@ import pytest
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE, Outcome
 from vllm_nvmeof_offload.io import transfer
 from vllm_nvmeof_offload.pool import layout, pool, prepare, recovery, superblock_writer
+from vllm_nvmeof_offload.pool.layout import SlotPlace
 from vllm_nvmeof_offload.pool.slab import Slab
 from vllm_nvmeof_offload.protocol import AdoptedEntries, SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES
@@ -44,6 +45,7 @@ def test_a_load_gives_the_right_bytes_or_a_miss_and_nothing_is_lost() -> None:
     wanted += ["kept", "lost", "torn", "misdirected", "flipped", "name lost", "crash inside"]
     wanted += [f"rot: {what}" for what in ("slab", "table", "superblock", "swapped", "cut")]
     wanted += ["reset", "reset failed", "write failed", "clean end", "killed"]
+    wanted += ["misdirected read"]
     assert [what for what in wanted if not counts[what]] == []
 
 
@@ -51,10 +53,14 @@ def test_a_seed_repeats() -> None:
     assert play_in_memory(SEED) == play_in_memory(SEED)
 
 
-def verify_without(*, crc: bool = True, key: bool = True, generation: bool = True) -> object:
-    """`layout.verify` with one of its checks left out."""
+def verify_without(
+    *, crc: bool = True, key: bool = True, generation: bool = True, place: tuple[str, ...] = ()
+) -> object:
+    """`layout.verify` with one of its checks left out; place: the fields not compared."""
 
-    def verify(slot: memoryview, identity: SlotIdentity, payload_bytes: int) -> Outcome:
+    def verify(
+        slot: memoryview, identity: SlotIdentity, payload_bytes: int, at: SlotPlace
+    ) -> Outcome:
         header = layout.parse_header(slot[:HEADER_BYTES])
         if header is None:
             return CHECKSUM_MISMATCH
@@ -63,14 +69,17 @@ def verify_without(*, crc: bool = True, key: bool = True, generation: bool = Tru
             identity.key if key else found.key,
             identity.generation if generation else found.generation,
         )
-        if found != wanted:
+        at = at._replace(**{field: getattr(header.place, field) for field in place})
+        if found != wanted or header.place != at:
             return STALE
-        return layout.verify(slot, found, payload_bytes) if crc else OK
+        return layout.verify(slot, found, payload_bytes, at) if crc else OK
 
     return verify
 
 
-class EveryEpoch:
+class Equal:
+    """To everything."""
+
     def __eq__(self, other: object) -> bool:
         return True
 
@@ -104,6 +113,14 @@ def no_headers(fd: int, indices: np.ndarray, slot_bytes: int) -> Iterator[object
     yield indices.tolist(), [None] * len(indices)
 
 
+def headers_of_any_place(fd: int, indices: np.ndarray, slot_bytes: int) -> Iterator[object]:
+    for batch, headers in SCAN_HEADERS(fd, indices, slot_bytes):
+        yield batch, [header and replace(header, place=Equal()) for header in headers]  # type: ignore[arg-type]
+
+
+SCAN_HEADERS = recovery.scan_headers
+
+
 def play_many(lies: bool = False) -> None:
     for seed in range(SEED, SEED + CONTROL_SEEDS_MAX):
         play_in_memory(seed, lies)
@@ -114,8 +131,15 @@ BROKEN: dict[str, tuple[object, str, object]] = {
     "payload CRC not checked": (transfer, "verify", verify_without(crc=False)),
     "generation not compared": (transfer, "verify", verify_without(generation=False)),
     "key not compared": (transfer, "verify", verify_without(key=False, generation=False)),
+    "place not compared": (
+        transfer,
+        "verify",
+        verify_without(place=("pool_uuid", "rank", "pool_slot")),
+    ),
+    "pool not compared": (transfer, "verify", verify_without(place=("pool_uuid",))),
+    "place not compared in recovery": (recovery, "scan_headers", headers_of_any_place),
     "no CRC in slots": (layout, "crc32c", lambda data: 0),
-    "epoch ignored": (recovery, "decode_table", decode_with(epochs=lambda count: EveryEpoch())),
+    "epoch ignored": (recovery, "decode_table", decode_with(epochs=lambda count: Equal())),
     "adoptable ignored": (
         recovery,
         "decode_table",
@@ -137,7 +161,7 @@ BROKEN: dict[str, tuple[object, str, object]] = {
         "write_superblock",
         lambda directory, superblock: None,
     ),
-    "every load misses": (transfer, "verify", lambda slot, identity, size: CHECKSUM_MISMATCH),
+    "every load misses": (transfer, "verify", lambda *slot: CHECKSUM_MISMATCH),
     "nothing is adopted": (pool, "adopt_entries", adopt_nothing),
     "lost entries not recovered": (recovery, "scan_headers", no_headers),
 }

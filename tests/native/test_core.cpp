@@ -37,6 +37,8 @@ constexpr unsigned kTargets = 2;
 constexpr unsigned kPoolSlots = 48;
 constexpr unsigned kStagingSlots = 24;
 
+const PoolId kPool{{1, 2, 3}, 7};
+
 int64_t now_ns() {
   return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
 }
@@ -87,6 +89,7 @@ struct Place {
   EngineSetup setup(bool registered, std::shared_ptr<StartGate> gate = nullptr) const {
     EngineSetup made;
     made.targets = {targets.begin(), targets.begin() + kTargets};
+    made.pool = kPool;
     made.limits.slot_bytes = kSlot;
     made.limits.payload_bytes = kPayload;
     made.limits.split_bytes = 16 << 10;
@@ -125,15 +128,19 @@ std::vector<Completion> wait(Engine& engine) {
 void test_format() {
   std::vector<std::byte> slot(kSlot);
   fill(slot.data(), 1, 2);
-  seal(slot.data(), identity(1, 2), kPayload, {7, true});
-  CHECK(verify(slot.data(), identity(1, 2), kPayload) == Code::kOk);
-  CHECK(verify(slot.data(), identity(1, 3), kPayload) == Code::kStale);
-  CHECK(verify(slot.data(), identity(2, 2), kPayload) == Code::kStale);
-  CHECK(verify(slot.data(), identity(1, 2), kPayload - 1) == Code::kStale);
+  const SlotPlace place{kPool, 5};
+  seal(slot.data(), identity(1, 2), kPayload, {7, true}, place);
+  CHECK(verify(slot.data(), identity(1, 2), kPayload, place) == Code::kOk);
+  CHECK(verify(slot.data(), identity(1, 3), kPayload, place) == Code::kStale);
+  CHECK(verify(slot.data(), identity(2, 2), kPayload, place) == Code::kStale);
+  CHECK(verify(slot.data(), identity(1, 2), kPayload - 1, place) == Code::kStale);
+  for (const SlotPlace& other : {SlotPlace{kPool, 6}, SlotPlace{{kPool.uuid, 8}, 5},
+                                 SlotPlace{{{1, 2, 4}, 7}, 5}})
+    CHECK(verify(slot.data(), identity(1, 2), kPayload, other) == Code::kStale);
   for (const size_t at : {size_t{0}, size_t{9}, size_t{100}, kHeaderBytes - 1, kHeaderBytes,
                           kHeaderBytes + kPayload - 1}) {
     slot[at] ^= std::byte{4};
-    CHECK(verify(slot.data(), identity(1, 2), kPayload) == Code::kChecksumMismatch);
+    CHECK(verify(slot.data(), identity(1, 2), kPayload, place) == Code::kChecksumMismatch);
     slot[at] ^= std::byte{4};
   }
   const auto entry = encode_entry(5, identity(1, 2), {7, true});

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.layout import SLOT_LAYOUT
 
 
 def test_a_digest_depends_on_every_fact_and_not_on_their_order() -> None:
@@ -20,4 +21,14 @@ def test_a_digest_depends_on_every_fact_and_not_on_their_order() -> None:
 
 
 def test_facts_come_back() -> None:
-    assert Keyspace.of({"a": [1, None, "x"]}).facts == {"a": [1, None, "x"]}
+    facts = {"a": [1, None, "x"]}
+    assert Keyspace.exactly(facts).facts == facts
+    assert Keyspace.of(facts).facts == {**facts, "slot_layout": SLOT_LAYOUT}
+
+
+def test_a_pool_whose_slots_do_not_name_their_place_is_another_keyspace() -> None:
+    facts = {"model": "m"}
+    before = Keyspace.exactly(facts)
+    assert before.canonical == '{"model":"m"}'
+    assert Keyspace.of(facts).digest != before.digest
+    assert Keyspace.of(facts) == Keyspace.exactly(Keyspace.of(facts).facts)

@@ -11,7 +11,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE, PoolFormatError
-from vllm_nvmeof_offload.pool.layout import KEY_BYTES_MAX, Stamp, parse_header, seal, verify
+from vllm_nvmeof_offload.pool.layout import (
+    KEY_BYTES_MAX,
+    SlotPlace,
+    Stamp,
+    parse_header,
+    seal,
+    verify,
+)
 from vllm_nvmeof_offload.pool.superblock import Superblock
 from vllm_nvmeof_offload.pool.table import ENTRY_BYTES, decode_table, encode_entry
 from vllm_nvmeof_offload.protocol import SlotIdentity
@@ -21,28 +28,57 @@ keys = st.binary(min_size=1, max_size=KEY_BYTES_MAX)
 generations = st.integers(0, (1 << 64) - 1)
 identities = st.builds(SlotIdentity, keys, generations)
 stamps = st.builds(Stamp, st.integers(0, (1 << 32) - 1), st.booleans())
+places = st.builds(
+    SlotPlace,
+    st.binary(min_size=16, max_size=16),
+    st.integers(0, (1 << 16) - 1),
+    st.integers(0, (1 << 32) - 1),
+)
 STAMP = Stamp(1, True)
+PLACE = SlotPlace(bytes(range(16)), 3, 77)
 IDENTITY = SlotIdentity(b"k" * 36, 0x1234_5678_9ABC_DEF0)
 
 
-def sealed(identity: SlotIdentity, payload: bytes, stamp: Stamp = STAMP) -> bytearray:
+def sealed(
+    identity: SlotIdentity, payload: bytes, stamp: Stamp = STAMP, place: SlotPlace = PLACE
+) -> bytearray:
     # Whatever the page held before must not matter.
     slot = bytearray(b"\xa5" * slot_stride_bytes(len(payload)))
     slot[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
-    seal(memoryview(slot), identity, len(payload), stamp.epoch, stamp.adoptable)
+    seal(memoryview(slot), identity, len(payload), stamp, place)
     return slot
 
 
-@given(identities, st.binary(min_size=1, max_size=9000), stamps)
-@example(SlotIdentity(b"\0" * 36, 0), b"\0", Stamp(0, False))
-@example(SlotIdentity(b"a\0\0", 5), b"x" * 4096, Stamp(1, True))
-def test_a_sealed_slot_proves_itself(identity: SlotIdentity, payload: bytes, stamp: Stamp) -> None:
-    slot = sealed(identity, payload, stamp)
+@given(identities, st.binary(min_size=1, max_size=9000), stamps, places)
+@example(SlotIdentity(b"\0" * 36, 0), b"\0", Stamp(0, False), PLACE)
+@example(SlotIdentity(b"a\0\0", 5), b"x" * 4096, Stamp(1, True), PLACE)
+def test_a_sealed_slot_proves_itself(
+    identity: SlotIdentity, payload: bytes, stamp: Stamp, place: SlotPlace
+) -> None:
+    slot = sealed(identity, payload, stamp, place)
     header = parse_header(slot)
     assert header is not None
     assert (header.identity, header.payload_bytes, header.stamp) == (identity, len(payload), stamp)
     assert slot[HEADER_BYTES : HEADER_BYTES + len(payload)] == payload
-    assert verify(memoryview(slot), identity, len(payload)) == OK
+    assert header.place == place
+    assert verify(memoryview(slot), identity, len(payload), place) == OK
+
+
+@given(places, places)
+@example(PLACE, PLACE)
+@example(PLACE, PLACE._replace(rank=4))
+@example(PLACE, PLACE._replace(pool_slot=78))
+@example(PLACE, PLACE._replace(pool_uuid=bytes(16)))
+def test_only_the_right_place_is_ok(one: SlotPlace, other: SlotPlace) -> None:
+    slot = memoryview(sealed(IDENTITY, b"payload", place=one))
+    assert verify(slot, IDENTITY, 7, other) == (OK if one == other else STALE)
+
+
+def test_the_place_lies_where_the_format_says() -> None:
+    slot = sealed(IDENTITY, b"payload")
+    assert slot[82:128] == bytes(46)
+    assert slot[128:150] == bytes(range(16)) + (77).to_bytes(4, "little") + b"\3\0"
+    assert slot[150:4092] == bytes(4092 - 150)
 
 
 @given(identities, identities, st.integers(1, 100), st.integers(1, 100))
@@ -51,7 +87,7 @@ def test_only_the_right_identity_and_length_are_ok(
 ) -> None:
     slot = memoryview(sealed(one, bytes(length)))
     same = one == other and length == other_length
-    assert verify(slot, other, other_length) == (OK if same else STALE)
+    assert verify(slot, other, other_length, PLACE) == (OK if same else STALE)
 
 
 def test_every_single_bit_flip_is_seen() -> None:
@@ -64,9 +100,9 @@ def test_every_single_bit_flip_is_seen() -> None:
     for at in [*places, HEADER_BYTES + size - 1]:
         for bit in range(8):
             slot[at] ^= 1 << bit
-            assert verify(view, IDENTITY, size) == CHECKSUM_MISMATCH, (at, bit)
+            assert verify(view, IDENTITY, size, PLACE) == CHECKSUM_MISMATCH, (at, bit)
             slot[at] ^= 1 << bit
-    assert verify(view, IDENTITY, size) == OK
+    assert verify(view, IDENTITY, size, PLACE) == OK
 
 
 @given(st.binary(max_size=2 * HEADER_BYTES))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from vllm_nvmeof_offload.errors import OK, Outcome, io_error
-from vllm_nvmeof_offload.io.transfer import read_slot, write_slot
+from vllm_nvmeof_offload.io.transfer import SlotFiles, read_slot, write_slot
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import SlotIdentity
@@ -44,11 +44,12 @@ def shorten(monkeypatch: pytest.MonkeyPatch, name: str, limit: Callable[[int], i
 
 def write(pool: Pool) -> Outcome:
     slot = memoryview(bytearray(random.Random(1).randbytes(pool.slot_bytes)))
-    return write_slot(pool, slot, 2, IDENTITY, pool.stamp, lambda: True)
+    return write_slot(pool, slot, SlotFiles.of(pool, 2), IDENTITY, pool.stamp, lambda: True)
 
 
 def read(pool: Pool) -> Outcome:
-    return read_slot(pool, memoryview(bytearray(pool.slot_bytes)), 2, IDENTITY)
+    slot = memoryview(bytearray(pool.slot_bytes))
+    return read_slot(pool, slot, SlotFiles.of(pool, 2), IDENTITY)
 
 
 @pytest.mark.parametrize("name", ["preadv", "pwritev"])

@@ -23,7 +23,7 @@ from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, EngineError, Out
 from vllm_nvmeof_offload.io.affinity import unbind_this_thread
 from vllm_nvmeof_offload.io.base import Completion, IoKind, IoOp
 from vllm_nvmeof_offload.io.queues import Limits, OpState, Phase, Queues
-from vllm_nvmeof_offload.io.transfer import read_slot, write_slot
+from vllm_nvmeof_offload.io.transfer import SlotFiles, read_slot, write_slot
 from vllm_nvmeof_offload.pool.layout import check_key
 from vllm_nvmeof_offload.units import MIB, PAGE_BYTES
 
@@ -275,11 +275,12 @@ class ThreadsIoEngine:
         assert op.identity is not None
         offset = op.address - self._base_address
         slot = self._memory[offset : offset + self._limits.slot_bytes]
+        files = SlotFiles.of(self._pool, op.pool_slot)
         if op.kind is IoKind.READ_SLOT:
-            return read_slot(self._pool, slot, op.pool_slot, op.identity)
+            return read_slot(self._pool, slot, files, op.identity)
         assert state.stamp is not None
         wanted = lambda: state.phase is Phase.RUNNING  # noqa: E731
-        return write_slot(self._pool, slot, op.pool_slot, op.identity, state.stamp, wanted)
+        return write_slot(self._pool, slot, files, op.identity, state.stamp, wanted)
 
     def _run_timer(self) -> None:
         """Make deadlines wake the caller, who may be waiting on `fileno()`."""

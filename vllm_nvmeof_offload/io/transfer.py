@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_nvmeof_offload.errors import OK, Outcome, io_error
 from vllm_nvmeof_offload.pool.layout import Stamp, seal, verify
@@ -17,23 +17,38 @@ if TYPE_CHECKING:
     from vllm_nvmeof_offload.pool.pool import Pool
     from vllm_nvmeof_offload.protocol import SlotIdentity
 
-__all__ = ["read_slot", "write_slot"]
+__all__ = ["SlotFiles", "read_slot", "write_slot"]
 
 
-def read_slot(pool: Pool, slot: memoryview, pool_slot: int, identity: SlotIdentity) -> Outcome:
+class SlotFiles(NamedTuple):
+    """A pool slot, and the descriptors and byte offsets where it lies at a moment."""
+
+    pool_slot: int
+    slab_fd: int
+    slab_offset: int
+    table_fd: int
+    table_offset: int
+
+    @staticmethod
+    def of(pool: Pool, pool_slot: int) -> SlotFiles:
+        """Of the attachment that serves `pool_slot` now."""
+        return SlotFiles(pool_slot, *pool.slab_fd(pool_slot), *pool.table_fd(pool_slot))
+
+
+def read_slot(pool: Pool, slot: memoryview, files: SlotFiles, identity: SlotIdentity) -> Outcome:
     """Read the pool slot into `slot` (uint8[slot_bytes]) and verify it."""
-    fd, offset = pool.slab_fd(pool_slot)
+    place = pool.place(files.pool_slot)
     try:
-        _transfer(os.preadv, fd, slot, offset)
+        _transfer(os.preadv, files.slab_fd, slot, files.slab_offset)
     except OSError as error:
         return _failure(error)
-    return verify(slot, identity, pool.payload_bytes)
+    return verify(slot, identity, pool.payload_bytes, place)
 
 
 def write_slot(
     pool: Pool,
     slot: memoryview,
-    pool_slot: int,
+    files: SlotFiles,
     identity: SlotIdentity,
     stamp: Stamp,
     wanted: Callable[[], bool],
@@ -43,15 +58,13 @@ def write_slot(
     wanted: asked between the two. Nobody waits for a write that was given up meanwhile, and
     its pool slot may be another's soon: it gets no table entry.
     """
-    seal(slot, identity, pool.payload_bytes, stamp.epoch, stamp.adoptable)
-    entry = pool.encode_entry(pool_slot, identity, stamp)
-    fd, offset = pool.slab_fd(pool_slot)
-    table_fd, table_offset = pool.table_fd(pool_slot)  # now: both of one attachment
+    seal(slot, identity, pool.payload_bytes, stamp, pool.place(files.pool_slot))
+    entry = pool.encode_entry(files.pool_slot, identity, stamp)
     try:
-        _transfer(os.pwritev, fd, slot, offset)
+        _transfer(os.pwritev, files.slab_fd, slot, files.slab_offset)
         if not wanted():
             return io_error(errno.ECANCELED)
-        if os.pwrite(table_fd, entry, table_offset) != len(entry):
+        if os.pwrite(files.table_fd, entry, files.table_offset) != len(entry):
             return io_error(errno.EIO)
     except OSError as error:
         return _failure(error)

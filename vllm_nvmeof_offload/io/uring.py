@@ -105,11 +105,14 @@ class UringIoEngine:
         self._resets = Resets(pool, self._reset_ended)
         self._closed = False
         targets = range(pool.target_count)
+        place = pool.place(0)
         try:
             self._core = core.Engine(
                 [(pool.slab_fd(target)[0], pool.table_fd(target)[0]) for target in targets],
                 base_address,
                 len(memory),
+                pool_uuid=place.pool_uuid,
+                rank=place.rank,
                 slot_bytes=pool.slot_bytes,
                 payload_bytes=pool.payload_bytes,
                 registered=registered,

@@ -16,6 +16,8 @@ class Engine:
         base: int,
         length: int,
         *,
+        pool_uuid: bytes,
+        rank: int,
         slot_bytes: int,
         payload_bytes: int,
         registered: bool,
@@ -64,10 +66,20 @@ def seal(
     payload_bytes: int,
     epoch: int,
     adoptable: bool,
+    pool_uuid: bytes,
+    rank: int,
+    pool_slot: int,
     /,
 ) -> None: ...
 def verify(
-    slot: npt.NDArray[np.uint8], key: bytes, generation: int, payload_bytes: int, /
+    slot: npt.NDArray[np.uint8],
+    key: bytes,
+    generation: int,
+    payload_bytes: int,
+    pool_uuid: bytes,
+    rank: int,
+    pool_slot: int,
+    /,
 ) -> int: ...
 def encode_entry(
     pool_slot: int, key: bytes, generation: int, epoch: int, adoptable: bool, /

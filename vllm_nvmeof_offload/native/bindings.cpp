@@ -28,15 +28,25 @@ Identity identity_of(const nb::bytes& key, uint64_t generation) {
   return identity;
 }
 
+PoolId pool_of(const nb::bytes& uuid, uint16_t rank) {
+  if (uuid.size() != kUuidBytes) throw nb::value_error("a pool's uuid has 16 bytes");
+  PoolId pool;
+  std::memcpy(pool.uuid.data(), uuid.c_str(), kUuidBytes);
+  pool.rank = rank;
+  return pool;
+}
+
 std::byte* pointer(uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
 void make_engine(Engine* at, const std::vector<std::pair<int, int>>& targets, uintptr_t base,
-                 size_t bytes, size_t slot_bytes, size_t payload_bytes, bool registered,
+                 size_t bytes, const nb::bytes& pool_uuid, uint16_t rank, size_t slot_bytes,
+                 size_t payload_bytes, bool registered,
                  size_t split_bytes, unsigned depth, size_t read_bytes_in_flight_max,
                  size_t write_bytes_in_flight_max, size_t write_bytes_beside_reads_max,
                  size_t queue_max, const std::vector<int>& cpus, std::shared_ptr<StartGate> gate) {
   EngineSetup setup;
   for (const auto& [slab_fd, table_fd] : targets) setup.targets.push_back({slab_fd, table_fd});
+  setup.pool = pool_of(pool_uuid, rank);
   setup.limits = {slot_bytes,
                   payload_bytes,
                   split_bytes,
@@ -153,7 +163,7 @@ NB_MODULE(_native, m) {
 
   nb::class_<Engine>(m, "Engine")
       .def("__init__", &make_engine, nb::arg("targets"), nb::arg("base"), nb::arg("length"),
-           nb::kw_only(), nb::arg("slot_bytes"), nb::arg("payload_bytes"), nb::arg("registered"),
+           nb::kw_only(), nb::arg("pool_uuid"), nb::arg("rank"), nb::arg("slot_bytes"), nb::arg("payload_bytes"), nb::arg("registered"),
            nb::arg("split_bytes"), nb::arg("depth"), nb::arg("read_bytes_in_flight_max"),
            nb::arg("write_bytes_in_flight_max"), nb::arg("write_bytes_beside_reads_max"),
            nb::arg("queue_max"), nb::arg("cpus"), nb::arg("gate").none())
@@ -184,15 +194,19 @@ NB_MODULE(_native, m) {
   m.def("entry_crcs", &entry_crcs, nb::arg("entries"), nb::arg("pool_slots"), nb::arg("crcs"));
   m.def("entry_keys", &entry_keys, nb::arg("entries"), nb::arg("rows"));
   m.def("seal", [](Bytes slot, const nb::bytes& key, uint64_t generation, size_t payload_bytes,
-                   uint32_t epoch, bool adoptable) {
+                   uint32_t epoch, bool adoptable, const nb::bytes& pool_uuid, uint16_t rank,
+                   uint32_t pool_slot) {
     auto* data = reinterpret_cast<std::byte*>(whole_slot(slot, payload_bytes));
-    seal(data, identity_of(key, generation), payload_bytes, {epoch, adoptable});
+    seal(data, identity_of(key, generation), payload_bytes, {epoch, adoptable},
+         {pool_of(pool_uuid, rank), pool_slot});
   });
   m.def("verify",
-        [](ConstBytes slot, const nb::bytes& key, uint64_t generation, size_t payload_bytes) {
+        [](ConstBytes slot, const nb::bytes& key, uint64_t generation, size_t payload_bytes,
+           const nb::bytes& pool_uuid, uint16_t rank, uint32_t pool_slot) {
           const auto* data = reinterpret_cast<const std::byte*>(whole_slot(slot, payload_bytes));
           return static_cast<unsigned>(
-              verify(data, identity_of(key, generation), payload_bytes));
+              verify(data, identity_of(key, generation), payload_bytes,
+                     {pool_of(pool_uuid, rank), pool_slot}));
         });
   m.def("encode_entry", [](uint64_t pool_slot, const nb::bytes& key, uint64_t generation,
                            uint32_t epoch, bool adoptable) {

@@ -69,6 +69,7 @@ Engine::Engine(const EngineSetup& setup)
                                            RingOptions{setup.registered, share_with}));
   }
   TargetSetup one;
+  one.pool = setup.pool;
   one.count = static_cast<unsigned>(setup.targets.size());
   one.limits = setup.limits;
   one.completions = completions_;

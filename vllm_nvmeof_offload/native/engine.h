@@ -14,6 +14,7 @@ namespace nvmeof {
 
 struct EngineSetup {
   std::vector<Target> targets;
+  PoolId pool;
   Limits limits;
   Memory memory;
   bool registered = true;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <bit>
 #include <cassert>
+#include <cstddef>
 #include <cstring>
 
 namespace nvmeof {
@@ -29,6 +30,10 @@ struct Header {
   uint64_t payload_bytes;
   uint32_t payload_crc;
   uint8_t key[kKeyBytesMax];
+  uint8_t zero[46];
+  uint8_t pool_uuid[kUuidBytes];
+  uint32_t pool_slot;
+  uint16_t rank;
 };
 struct Entry {
   uint32_t crc;
@@ -39,7 +44,9 @@ struct Entry {
   uint8_t key[kKeyBytesMax];
 };
 #pragma pack(pop)
-static_assert(sizeof(Header) == 36 + kKeyBytesMax);
+static_assert(offsetof(Header, key) == 36);
+static_assert(offsetof(Header, pool_uuid) == 128);
+static_assert(sizeof(Header) == 150);
 static_assert(sizeof(Entry) == kEntryBytes);
 
 uint32_t stored_crc(const std::byte* slot) {
@@ -55,6 +62,11 @@ bool intact(const std::byte* slot, const Header& header) {
   if (header.key_bytes == 0 || header.key_bytes > kKeyBytesMax) return false;
   return std::all_of(header.key + header.key_bytes, header.key + kKeyBytesMax,
                      [](uint8_t byte) { return byte == 0; });
+}
+
+bool belongs(const Header& header, const SlotPlace& place) {
+  return header.pool_slot == place.pool_slot && header.rank == place.pool.rank &&
+         std::memcmp(header.pool_uuid, place.pool.uuid.data(), kUuidBytes) == 0;
 }
 
 }  // namespace
@@ -73,7 +85,8 @@ uint32_t crc32c(const void* data, size_t bytes) {
   return ~crc;
 }
 
-void seal(std::byte* slot, const Identity& identity, size_t payload_bytes, Stamp stamp) {
+void seal(std::byte* slot, const Identity& identity, size_t payload_bytes, Stamp stamp,
+          const SlotPlace& place) {
   assert(identity.key_bytes > 0 && identity.key_bytes <= kKeyBytesMax);
   Header header{};
   std::memcpy(header.magic, kMagic, sizeof kMagic);
@@ -85,19 +98,24 @@ void seal(std::byte* slot, const Identity& identity, size_t payload_bytes, Stamp
   header.payload_bytes = payload_bytes;
   header.payload_crc = crc32c(slot + kHeaderBytes, payload_bytes);
   std::memcpy(header.key, identity.key.data(), identity.key_bytes);
+  std::memcpy(header.pool_uuid, place.pool.uuid.data(), kUuidBytes);
+  header.pool_slot = place.pool_slot;
+  header.rank = place.pool.rank;
   std::memcpy(slot, &header, sizeof header);
   std::memset(slot + sizeof header, 0, kCrcAt - sizeof header);
   const uint32_t crc = crc32c(slot, kCrcAt);
   std::memcpy(slot + kCrcAt, &crc, sizeof crc);
 }
 
-Code verify(const std::byte* slot, const Identity& identity, size_t payload_bytes) {
+Code verify(const std::byte* slot, const Identity& identity, size_t payload_bytes,
+            const SlotPlace& place) {
   Header header;
   std::memcpy(&header, slot, sizeof header);
   if (!intact(slot, header)) return Code::kChecksumMismatch;
   if (header.key_bytes != identity.key_bytes || header.generation != identity.generation ||
       header.payload_bytes != payload_bytes ||
-      std::memcmp(header.key, identity.key.data(), identity.key_bytes) != 0)
+      std::memcmp(header.key, identity.key.data(), identity.key_bytes) != 0 ||
+      !belongs(header, place))
     return Code::kStale;
   const bool right = crc32c(slot + kHeaderBytes, payload_bytes) == header.payload_crc;
   return right ? Code::kOk : Code::kChecksumMismatch;

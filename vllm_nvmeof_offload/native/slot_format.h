@@ -12,10 +12,12 @@ namespace nvmeof {
 uint32_t crc32c(const void* data, size_t bytes);
 
 // Fill the header page in front of a payload that is there.
-void seal(std::byte* slot, const Identity& identity, size_t payload_bytes, Stamp stamp);
+void seal(std::byte* slot, const Identity& identity, size_t payload_bytes, Stamp stamp,
+          const SlotPlace& place);
 
-// kOk, kStale (an intact header of another identity or length) or kChecksumMismatch.
-Code verify(const std::byte* slot, const Identity& identity, size_t payload_bytes);
+// kOk, kStale (an intact header of another identity, length or place) or kChecksumMismatch.
+Code verify(const std::byte* slot, const Identity& identity, size_t payload_bytes,
+            const SlotPlace& place);
 
 std::array<std::byte, kEntryBytes> encode_entry(uint64_t pool_slot, const Identity& identity,
                                                 Stamp stamp);

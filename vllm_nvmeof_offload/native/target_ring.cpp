@@ -430,7 +430,8 @@ bool TargetRing::verify_one() {
     op = to_verify_.front();
     to_verify_.pop_front();
   }
-  const Code code = verify(op->request.address, op->request.identity, limits_.payload_bytes);
+  const Code code = verify(op->request.address, op->request.identity, limits_.payload_bytes,
+                           place_of(*op));
   std::lock_guard lock(mutex_);
   finish(*op, code);
   return true;
@@ -460,8 +461,13 @@ bool TargetRing::seal_one() {
 }
 
 void TargetRing::seal_op(Op& op) {
-  seal(op.request.address, op.request.identity, limits_.payload_bytes, op.request.stamp);
+  seal(op.request.address, op.request.identity, limits_.payload_bytes, op.request.stamp,
+       place_of(op));
   op.sealed = true;
+}
+
+SlotPlace TargetRing::place_of(const Op& op) const {
+  return {setup_.pool, static_cast<uint32_t>(op.request.pool_slot)};
 }
 
 // ---- the table's thread -----------------------------------------------------------------

@@ -29,6 +29,7 @@ namespace nvmeof {
 
 struct TargetSetup {
   Target target;
+  PoolId pool;
   unsigned count = 1;  // of targets: pool slot p lies at p / count of its target's slab
   Limits limits;
   cpu_set_t cpus;  // where the threads may run
@@ -120,6 +121,7 @@ class TargetRing {
   bool verify_one();
   bool seal_one();
   void seal_op(Op& op);
+  SlotPlace place_of(const Op& op) const;
 
   const TargetSetup setup_;
   const Limits limits_;

@@ -15,6 +15,7 @@ inline constexpr size_t kPageBytes = 4096;
 inline constexpr size_t kHeaderBytes = kPageBytes;
 inline constexpr size_t kKeyBytesMax = 46;
 inline constexpr size_t kEntryBytes = 64;
+inline constexpr size_t kUuidBytes = 16;
 inline constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
 enum class Kind : uint8_t { kRead, kWrite };
@@ -45,6 +46,18 @@ struct Identity {
   std::array<uint8_t, kKeyBytesMax> key{};
   uint8_t key_bytes = 0;
   uint64_t generation = 0;
+};
+
+// One rank's pool over all its targets.
+struct PoolId {
+  std::array<uint8_t, kUuidBytes> uuid{};
+  uint16_t rank = 0;
+};
+
+// Where a slot belongs; see `pool/layout.py`.
+struct SlotPlace {
+  PoolId pool;
+  uint32_t pool_slot = 0;
 };
 
 // What a write is marked with; see `pool/layout.py`.

@@ -179,6 +179,9 @@ def _slot(rank: OfflineRank, index: int) -> dict[str, Any]:
         found["header"] = {
             **_identity(header.identity),
             **asdict(header.stamp),
+            "pool_uuid": header.place.pool_uuid.hex(),
+            "rank": header.place.rank,
+            "slot": header.place.pool_slot,
             "payload_bytes": header.payload_bytes,
             "payload_crc32c": f"{header.payload_crc:08x}",
         }

@@ -132,6 +132,7 @@ def _suspects(rank: OfflineRank, table: Table, on_progress: Progress | None) -> 
                 and table.live[index]
                 and header.identity == table.identity(index)
                 and header.payload_bytes == rank.superblock.payload_bytes
+                and header.place == rank.place(index)
             )
             if not proven and not (header is None and table.missing[index]):
                 suspects.append(index)

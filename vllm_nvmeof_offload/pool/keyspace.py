@@ -12,6 +12,8 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm_nvmeof_offload.pool.layout import SLOT_LAYOUT
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -28,11 +30,16 @@ class Keyspace:
 
     @staticmethod
     def of(facts: Mapping[str, object]) -> Keyspace:
-        """Freeze `facts` (JSON values).
+        """Freeze `facts` (JSON values), and beside them how slots are laid out on disk.
 
         Raises:
             TypeError, ValueError: a value is not JSON (NaN included).
         """
+        return Keyspace.exactly({"slot_layout": SLOT_LAYOUT, **facts})
+
+    @staticmethod
+    def exactly(facts: Mapping[str, object]) -> Keyspace:
+        """Freeze facts that were read from disk, where an earlier release may have put them."""
         return Keyspace(json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False))
 
     @property

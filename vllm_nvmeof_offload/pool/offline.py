@@ -21,10 +21,10 @@ import numpy.typing as npt
 
 from vllm_nvmeof_offload.errors import Outcome, PoolError, Scope, io_error
 from vllm_nvmeof_offload.pool.holders import LockState, give_to_owner, hold
-from vllm_nvmeof_offload.pool.layout import SlotHeader, Stamp, parse_header
+from vllm_nvmeof_offload.pool.layout import NOWHERE, SlotHeader, SlotPlace, Stamp, parse_header
 from vllm_nvmeof_offload.pool.recovery import read_table
 from vllm_nvmeof_offload.pool.slab import open_private
-from vllm_nvmeof_offload.pool.survey import RankDirectory, Surveyed, survey
+from vllm_nvmeof_offload.pool.survey import RankDirectory, Surveyed, read_facts, survey
 from vllm_nvmeof_offload.pool.table import ENTRY_BYTES, decode_table, encode_entry
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES
@@ -121,16 +121,26 @@ class Judgement:
 
 @dataclass(frozen=True)
 class OfflineRank:
-    """Use `open_rank`. table_fd is -1 where there is no table."""
+    """Use `open_rank`. table_fd is -1 where there is no table.
+
+    names_places: False in a pool of a release whose headers did not name their place.
+    """
 
     surveyed: Surveyed
     superblock: Superblock
     slab_fd: int
     table_fd: int
+    names_places: bool
 
     def pool_slot(self, index: int) -> int:
         """The pool slot at `index` of this target."""
         return index * self.superblock.target_count + self.superblock.target_index
+
+    def place(self, index: int) -> SlotPlace:
+        """What the header of the slot at `index` must name."""
+        if not self.names_places:
+            return NOWHERE
+        return SlotPlace(self.superblock.uuid, self.superblock.rank, self.pool_slot(index))
 
     @property
     def slab_slots(self) -> int:
@@ -226,7 +236,8 @@ class OfflineRank:
         header = self.header(index)
         replacement = bytes(ENTRY_BYTES)
         if isinstance(header, SlotHeader):
-            if header.payload_bytes == self.superblock.payload_bytes:
+            fits = header.payload_bytes == self.superblock.payload_bytes
+            if fits and header.place == self.place(index):
                 replacement = encode_entry(self.pool_slot(index), header.identity, header.stamp)
             if entry.state == "live" and header.identity == entry.identity and any(replacement):
                 return None
@@ -234,14 +245,16 @@ class OfflineRank:
             holds = isinstance(header, SlotHeader) and self.adopts(header.stamp)
             listed = entry.state == "damaged" or (holds and any(replacement))
             return Judgement(f"table entry {entry.state}", replacement, listed)
-        return Judgement(self._mismatch(entry, header), replacement)
+        return Judgement(self._mismatch(index, entry, header), replacement)
 
-    def _mismatch(self, entry: Entry, header: SlotHeader | Outcome | None) -> str:
+    def _mismatch(self, index: int, entry: Entry, header: SlotHeader | Outcome | None) -> str:
         assert entry.identity is not None
         if header is None:
             return "slot has no intact header"
         if isinstance(header, Outcome):
             return f"slot cannot be read: {header}"
+        if header.place != self.place(index):
+            return "slot holds what belongs in another place"
         if header.identity.key != entry.identity.key:
             return "slot holds another key"
         if header.identity.generation != entry.identity.generation:
@@ -282,4 +295,6 @@ def open_rank(surveyed: Surveyed, writable: bool = False) -> Iterator[OfflineRan
                     give_to_owner(table)
         except OSError as error:
             raise PoolError(f"cannot open the pool in {surveyed.path}: {error}") from error
-        yield OfflineRank(surveyed, surveyed.superblock, slab_fd, table_fd)
+        facts = read_facts(surveyed.path.parents[1])
+        named = facts is None or "slot_layout" in facts
+        yield OfflineRank(surveyed, surveyed.superblock, slab_fd, table_fd, named)

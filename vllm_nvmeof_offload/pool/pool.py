@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload.errors import PoolError
 from vllm_nvmeof_offload.pool.claim import Claim
-from vllm_nvmeof_offload.pool.layout import Stamp
+from vllm_nvmeof_offload.pool.layout import SlotPlace, Stamp
 from vllm_nvmeof_offload.pool.prepare import choose_direct, next_epoch, prepare
 from vllm_nvmeof_offload.pool.recovery import Progress, RankFiles, adopt_entries
 from vllm_nvmeof_offload.pool.slab import Slab
@@ -38,8 +38,8 @@ __all__ = ["Pool", "PoolSpec"]
 class Pool:
     """An open pool. Everything but the fd look-ups may block: keep it off the engine's poll.
 
-    `reset` is called on an I/O thread; `slab_fd`, `table_fd`, `encode_entry` and `stamp` from
-    any thread. The rest belongs to the thread that opened it.
+    `reset` is called on an I/O thread; `slab_fd`, `table_fd`, `place`, `encode_entry` and `stamp`
+    from any thread. The rest belongs to the thread that opened it.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Pool:
         self._claim = claim
         self._slabs = slabs
         self._superblocks = prepared.superblocks
+        self._uuid = prepared.superblocks[0].uuid  # of all of them, and it stays
         self._slots_per_target = prepared.slots_per_target
         self._adopt_slots = prepared.adopt_slots
         self._stamp = Stamp(prepared.superblocks[0].epoch, spec.adoptable)
@@ -163,6 +164,10 @@ class Pool:
         assert 0 <= index < self._slots_per_target
         return self._slabs[target].table_fd, index * ENTRY_BYTES
 
+    def place(self, pool_slot: int) -> SlotPlace:
+        """What the header of this pool slot must name."""
+        return SlotPlace(self._uuid, self._spec.rank, pool_slot)
+
     def encode_entry(
         self, pool_slot: int, identity: SlotIdentity, stamp: Stamp | None = None
     ) -> bytes:
@@ -181,7 +186,9 @@ class Pool:
         slot is kept.
         """
         files = [
-            RankFiles(slab.header_fd, slab.table_fd, target, count, slab.table_slots_found)
+            RankFiles(
+                slab.header_fd, slab.table_fd, target, count, slab.table_slots_found, self.place
+            )
             for target, (slab, count) in enumerate(zip(self._slabs, self._adopt_slots, strict=True))
         ]
         return adopt_entries(

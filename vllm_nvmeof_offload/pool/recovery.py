@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.native import core
-from vllm_nvmeof_offload.pool.layout import SlotHeader, parse_header
+from vllm_nvmeof_offload.pool.layout import SlotHeader, SlotPlace, parse_header
 from vllm_nvmeof_offload.pool.table import ENTRY_BYTES, decode_table, encode_entry
 from vllm_nvmeof_offload.protocol import AdoptedEntries
 from vllm_nvmeof_offload.units import HEADER_BYTES
@@ -49,6 +49,7 @@ class RankFiles:
 
     slots: how many of its slots an earlier process can have written and are still there.
     table_slots: how many entries its table had when it was opened (fewer: damage).
+    place: what the header of a pool slot must name; others' headers are not adopted.
     """
 
     slab_fd: int
@@ -56,6 +57,7 @@ class RankFiles:
     target_index: int
     slots: int
     table_slots: int
+    place: Callable[[int], SlotPlace]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,11 @@ def _from_headers(
         for index, header in zip(batch, headers, strict=True):
             pool_slot = int(pool_slots[index])
             entry = bytes(ENTRY_BYTES)
-            if header is not None and header.payload_bytes == payload_bytes:
+            if (
+                header is not None
+                and header.payload_bytes == payload_bytes
+                and header.place == one.place(pool_slot)
+            ):
                 entry = encode_entry(pool_slot, header.identity, header.stamp)
                 if header.stamp.adoptable and header.stamp.epoch == epoch:
                     slots.append(pool_slot)

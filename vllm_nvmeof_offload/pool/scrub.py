@@ -85,8 +85,10 @@ class SlotReader:
                     whole = self._read(view, index * len(view))
                 except OSError as error:
                     return self._rank.read_error(error)
+                if not whole:
+                    return CHECKSUM_MISMATCH
                 payload_bytes = self._rank.superblock.payload_bytes
-                return verify(view, identity, payload_bytes) if whole else CHECKSUM_MISMATCH
+                return verify(view, identity, payload_bytes, self._rank.place(index))
         finally:
             self._buffers.put(buffer)
 

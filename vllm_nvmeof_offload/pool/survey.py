@@ -258,7 +258,7 @@ def read_facts(space: Path) -> dict[str, Any] | None:
     try:
         with (space / "keyspace.json").open("rb") as file:
             facts = json.loads(file.read(_FACTS_BYTES_MAX))
-        same = isinstance(facts, dict) and Keyspace.of(facts).digest == space.name
+        same = isinstance(facts, dict) and Keyspace.exactly(facts).digest == space.name
     except (OSError, ValueError, RecursionError):
         return None
     return facts if same else None

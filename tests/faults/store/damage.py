@@ -78,8 +78,10 @@ class Damage:
         event.put(self._flip(event.new))
 
     def _misdirected(self, event: Data) -> None:
-        """It landed in another's place: of the same file, or of the other target's."""
+        """It landed in another's place: of the same file, or of another target, rank or server."""
         places = self.directories
+        if event.file.name == "superblock" and event.file.directory not in places:
+            return
         if event.file.name == "superblock":
             # A superblock is all its file: at home it would be an older one that speaks again,
             # for a reset that failed leaves its write in the journal.
@@ -93,7 +95,10 @@ class Damage:
         file = self.disk.file(path)
         stride = {"slab": self.slot_bytes, "table": ENTRY_BYTES}.get(event.file.name, 0)
         count = max(file.size() // stride, 1) if stride else 1
-        event.put(event.new, file, self.dice.randrange(count) * stride)
+        at = self.dice.randrange(count) * stride
+        if directory != event.file.directory and event.offset < file.size():
+            at = self.dice.choice([at, event.offset])  # one file was taken for the other
+        event.put(event.new, file, at)
 
     def _flip(self, data: bytes) -> bytes:
         damaged = bytearray(data)

@@ -27,7 +27,7 @@ def play(seed: int, root: Path, lies: bool = False) -> Counter[str]:
             raise AssertionError(f"{error} (replay: {command})") from error
         finally:
             world.disk.dead = True
-            world._close()
+            world.close()
     return world.counts
 
 

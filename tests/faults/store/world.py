@@ -6,8 +6,11 @@ last acknowledged write put there, and for each generation when it was written. 
 
 * never wrong: whatever a load serves is the one right content of the identity it asked for;
 * never revived: nothing is adopted that was written before an acknowledged reset, or that was
-  marked not adoptable, or that nobody ever wrote;
+  marked not adoptable, or that nobody ever wrote there;
 * never lost: what was acknowledged, and whose bytes the crash left whole, is found and served.
+
+What storage misdirects between slots, targets, ranks and servers must not be served either:
+beside the pool there are neighbours (`written`).
 """
 
 from __future__ import annotations
@@ -16,36 +19,23 @@ import errno
 import os
 import random
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
 
 from vllm_nvmeof_offload.io import transfer
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.pool.table import ENTRY_BYTES, decode_table
+from vllm_nvmeof_offload.pool.table import ENTRY_BYTES
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
 from .damage import Damage
 from .disk import Crash, Disk
+from .written import PAYLOAD_BYTES, SLOTS, Neighbours, Written, content, proves_itself, store
 
-PAYLOAD_BYTES = 5000
-SLOTS = 16  # over all targets
 KEYS = 20
 LIVES = 8
 STEPS = 16
-
-
-@dataclass(frozen=True)
-class Written:
-    """An acknowledged write: what must be on the disk for it to be found again."""
-
-    identity: SlotIdentity
-    epoch: int
-    slot: bytes
-    entry: bytes
 
 
 class World:
@@ -58,6 +48,7 @@ class World:
             pool_bytes=1,
             payload_bytes=PAYLOAD_BYTES,
             keyspace=Keyspace.of({"m": 1}),
+            world_size=2,
             o_direct="off",
         )
         self.generation = 0
@@ -73,8 +64,11 @@ class World:
         #: A reset has failed: it is not said what the next start finds, until it has found it.
         self.unclear = False
         self.pool: Pool | None = None
+        self.neighbours: Neighbours | None = None
 
     def play(self) -> None:
+        self.neighbours = Neighbours(self.spec)
+        self.disk.sync()
         for _ in range(LIVES):
             if self.dice.random() < 0.25:
                 self.disk.crash_after = self.dice.randrange(60)
@@ -86,7 +80,7 @@ class World:
                 self.counts["crash inside"] += 1
             self._end()
         self._start()
-        self._close()
+        self.close()
 
     # ---- start and end of a life ----------------------------------------------------------
 
@@ -141,7 +135,7 @@ class World:
         if entry == written.entry:
             return True
         # A damaged entry is looked up in the header; an old or an empty one speaks for itself.
-        return any(entry) and not _proves_itself(entry, number)
+        return any(entry) and not proves_itself(entry, number)
 
     def _check_adopted(self, must: dict[int, Written]) -> None:
         assert self.pool is not None
@@ -159,6 +153,7 @@ class World:
             resets, adoptable = self.born.get(identity.generation, (-1, False))
             assert resets == self.resets, f"slot {slot}: adopted from before a reset: {identity}"
             assert adoptable, f"slot {slot}: adopted, and marked not adoptable: {identity}"
+            assert identity in self.past[slot], f"slot {slot}: adopted from elsewhere: {identity}"
             if self.load(slot, identity):
                 self.known[slot] = identity
         for slot, written in must.items():
@@ -186,6 +181,11 @@ class World:
             self.pool.close()
             self.pool = None
 
+    def close(self) -> None:
+        self._close()
+        if self.neighbours is not None:
+            self.neighbours.close()
+
     def _directories(self) -> tuple[Path, ...]:
         place = Path(self.spec.keyspace.digest) / "engine-0" / "rank-0"
         return tuple(target / place for target in self.spec.targets)
@@ -196,6 +196,7 @@ class World:
         assert self.pool is not None
         steps = {self._store: 60, self._load: 15, self._load_past: 10, self._sync: 8}
         steps |= {self._fail_a_write: 4, self._reset: 2, self._fail_a_reset: 1}
+        steps |= {self._load_elsewhere: 5}
         self.dice.choices(list(steps), list(steps.values()))[0]()
 
     def _store(self) -> None:
@@ -208,19 +209,17 @@ class World:
         self.born[self.generation] = (self.resets, stamp.adoptable)
         self.known.pop(slot, None)
         self.written.pop(slot, None)
-        memory = bytearray(self.pool.slot_bytes)
-        memory[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = content(identity)
-        view = memoryview(memory)
-        outcome = transfer.write_slot(self.pool, view, slot, identity, stamp, lambda: True)
         self.past[slot].append(identity)
-        if not outcome.ok:
+        sealed = store(self.pool, slot, identity, stamp)
+        if sealed is None:
             self.counts["write failed"] += 1
             return
         self.known[slot] = identity
         if stamp.adoptable and not self.unclear:
-            sealed = bytes(memory[: HEADER_BYTES + PAYLOAD_BYTES])
             entry = self.pool.encode_entry(slot, identity, stamp)
             self.written[slot] = Written(identity, stamp.epoch, sealed, entry)
+        assert self.neighbours is not None
+        self.neighbours.store(slot, identity, stamp)
 
     def _load(self) -> None:
         if self.known:
@@ -235,11 +234,25 @@ class World:
             identity = self.dice.choice(self.past[slot])
             self.load(slot, identity)
 
-    def load(self, slot: int, identity: SlotIdentity) -> bool:
-        """True if it was served, and then it was right."""
+    def _load_elsewhere(self) -> None:
+        """A misdirected read: of another slot or target, or of another rank's or server's file."""
+        assert self.pool is not None
+        if self.known:
+            slot = self.dice.choice(sorted(self.known))
+            assert self.neighbours is not None
+            other = self.dice.choice([self.pool, *self.neighbours.pools])
+            at = self.dice.choice([slot, self.dice.randrange(self.pool.slots)])
+            self.load(slot, self.known[slot], other.slab_fd(at))
+            self.counts["misdirected read"] += 1
+
+    def load(self, slot: int, identity: SlotIdentity, place: tuple[int, int] | None = None) -> bool:
+        """True if it was served, and then it was right. place: where the storage reads."""
         assert self.pool is not None
         memory = bytearray(self.pool.slot_bytes)
-        if not transfer.read_slot(self.pool, memoryview(memory), slot, identity).ok:
+        files = transfer.SlotFiles.of(self.pool, slot)
+        if place is not None:
+            files = files._replace(slab_fd=place[0], slab_offset=place[1])
+        if not transfer.read_slot(self.pool, memoryview(memory), files, identity).ok:
             self.counts["miss"] += 1
             return False
         served = memory[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES]
@@ -280,13 +293,3 @@ class World:
         self.disk.fail_count = self.dice.choice([1, 2])
         self._reset(fails=True)
         self.disk.fail = None
-
-
-def _proves_itself(entry: bytes, pool_slot: int) -> bool:
-    table = decode_table(np.frombuffer(entry, np.uint8), np.array([pool_slot]))
-    return bool(table.valid[0])
-
-
-def content(identity: SlotIdentity) -> bytes:
-    """The one right payload of an identity."""
-    return random.Random(repr((identity.key, identity.generation))).randbytes(PAYLOAD_BYTES)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vllm_nvmeof_offload.errors import OK
-from vllm_nvmeof_offload.io.transfer import read_slot, write_slot
+from vllm_nvmeof_offload.io.transfer import SlotFiles, read_slot, write_slot
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.layout import Stamp
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
@@ -44,12 +44,13 @@ def put(pool: Pool, pool_slot: int, identity: SlotIdentity, stamp: Stamp | None 
     slot = bytearray(pool.slot_bytes)
     slot[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = payload(identity)
     view = memoryview(slot)
-    assert write_slot(pool, view, pool_slot, identity, stamp or pool.stamp, lambda: True) == OK
+    files = SlotFiles.of(pool, pool_slot)
+    assert write_slot(pool, view, files, identity, stamp or pool.stamp, lambda: True) == OK
 
 
 def get(pool: Pool, pool_slot: int, identity: SlotIdentity) -> bytes | None:
     slot = bytearray(pool.slot_bytes)
-    if not read_slot(pool, memoryview(slot), pool_slot, identity).ok:
+    if not read_slot(pool, memoryview(slot), SlotFiles.of(pool, pool_slot), identity).ok:
         return None
     return bytes(slot[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES])
 

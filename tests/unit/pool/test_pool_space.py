@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from vllm_nvmeof_offload.errors import PoolError, io_error
-from vllm_nvmeof_offload.io.transfer import write_slot
+from vllm_nvmeof_offload.io.transfer import SlotFiles, write_slot
 from vllm_nvmeof_offload.pool import prepare
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool
@@ -172,7 +172,8 @@ def test_a_write_that_the_disk_refuses_is_an_io_error(open_pool: OpenPool) -> No
     slot = memoryview(bytearray(pool.slot_bytes))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * SLOT_BYTES, hard))
     try:
-        outcome = write_slot(pool, slot, 9, name(9), pool.stamp, lambda: True)
+        files = SlotFiles.of(pool, 9)
+        outcome = write_slot(pool, slot, files, name(9), pool.stamp, lambda: True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert outcome == io_error(errno.EFBIG)

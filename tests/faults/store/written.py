@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is written into slots, by the pool under test and by its neighbours.
+
+The neighbours are another rank and another server. They write the same identities into the same
+slots of pools of their own, as ranks do, with other bytes.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from vllm_nvmeof_offload.io import transfer
+from vllm_nvmeof_offload.pool.layout import Stamp
+from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
+from vllm_nvmeof_offload.pool.table import ENTRY_BYTES, decode_table
+from vllm_nvmeof_offload.protocol import SlotIdentity
+from vllm_nvmeof_offload.units import HEADER_BYTES
+
+PAYLOAD_BYTES = 5000
+SLOTS = 16  # over all targets
+
+
+@dataclass(frozen=True)
+class Written:
+    """An acknowledged write: what must be on the disk for it to be found again."""
+
+    identity: SlotIdentity
+    epoch: int
+    slot: bytes
+    entry: bytes
+
+
+class Neighbours:
+    """Open pools on the same targets; from one start to the end of a seed."""
+
+    def __init__(self, spec: PoolSpec) -> None:
+        spec = replace(spec, pool_bytes=SLOTS * (spec.slot_bytes + ENTRY_BYTES))
+        self.pools = [Pool.open(replace(spec, rank=1, engine_index=0))]
+        self.pools.append(Pool.open(replace(spec, rank=0, engine_index=1)))
+
+    def store(self, slot: int, identity: SlotIdentity, stamp: Stamp) -> None:
+        """Sealed with the epoch of the pool under test: an epoch tells nobody apart."""
+        for number, pool in enumerate(self.pools, 1):
+            store(pool, slot, identity, stamp, neighbour=number)
+
+    def close(self) -> None:
+        while self.pools:
+            self.pools.pop().close()
+
+
+def store(
+    pool: Pool, slot: int, identity: SlotIdentity, stamp: Stamp, neighbour: int = 0
+) -> bytes | None:
+    """Write the content of `identity`; return header page and payload, None if it failed."""
+    memory = bytearray(pool.slot_bytes)
+    memory[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = content(identity, neighbour)
+    files = transfer.SlotFiles.of(pool, slot)
+    view = memoryview(memory)
+    outcome = transfer.write_slot(pool, view, files, identity, stamp, lambda: True)
+    return bytes(memory[: HEADER_BYTES + PAYLOAD_BYTES]) if outcome.ok else None
+
+
+def content(identity: SlotIdentity, neighbour: int = 0) -> bytes:
+    """The one right payload of an identity in the pool under test (0), or in a neighbour's."""
+    dice = random.Random(repr((identity.key, identity.generation, neighbour)))
+    return dice.randbytes(PAYLOAD_BYTES)
+
+
+def proves_itself(entry: bytes, pool_slot: int) -> bool:
+    """Is the table entry intact, and of this slot?"""
+    table = decode_table(np.frombuffer(entry, np.uint8), np.array([pool_slot]))
+    return bool(table.valid[0])

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slots that lie where they do not belong: found offline, and never adopted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from vllm_nvmeof_offload.pool.details import inspect_slot
+from vllm_nvmeof_offload.pool.fsck import fsck
+from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.layout import NOWHERE
+from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.pool.report import exit_code
+from vllm_nvmeof_offload.pool.scrub import scrub
+from vllm_nvmeof_offload.pool.survey import find, survey
+
+from .kit import SLOT_BYTES, STORED, OpenPool, entries, fill, get, make_spec, name, put
+from .offline_kit import KEYSPACE, adopted, write_pool
+
+ELSEWHERE = "slot holds what belongs in another place"
+
+
+def swap(one: Path, other: Path) -> None:
+    """Exchange two files' bytes."""
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+def two_pools(place: Path, kind: str) -> list[Path]:
+    """Directories of two ranks of an engine, or of one rank of two; both hold `STORED`."""
+    if kind == "rank":
+        changes = [{"rank": 0, "world_size": 2}, {"rank": 1, "world_size": 2}]
+    else:
+        changes = [{"engine_index": 0}, {"engine_index": 1}]
+    return [write_pool(place, **change)[0] for change in changes]
+
+
+@pytest.mark.parametrize("kind", ["rank", "engine"])
+def test_exchanged_slabs_are_found_by_fsck_scrub_and_inspection(tmp_path: Path, kind: str) -> None:
+    one, other = two_pools(tmp_path, kind)
+    assert exit_code(scrub(find([tmp_path]))) == 0
+    swap(one / "slab", other / "slab")
+    for report in fsck(find([tmp_path])):
+        assert report.counts == {ELSEWHERE: len(STORED)}
+    for report in scrub(find([tmp_path])):
+        assert report.counts == {"slot is damaged: stale": len(STORED)}
+    (part,) = [part for part in survey(find([tmp_path])) if part.path == one]
+    found = inspect_slot([part], 7)
+    assert (found["payload"], found["verdict"]) == ("stale", ELSEWHERE)
+    assert found["header"]["slot"] == 7
+    assert found["header"]["rank"] == (1 if kind == "rank" else 0)
+    assert part.superblock is not None
+    assert found["header"]["pool_uuid"] != part.superblock.uuid.hex()
+    swap(one / "slab", other / "slab")
+    assert exit_code(fsck(find([tmp_path]))) == 0, "nothing was written"
+    swap(one / "slab", other / "slab")
+    assert exit_code(fsck(find([tmp_path]), repair=True)) == 1
+    assert exit_code(fsck(find([tmp_path]))) == 0
+    assert adopted(tmp_path) == {}
+
+
+@pytest.mark.parametrize("left", [0, 3 * 64])
+def test_a_table_is_not_rebuilt_from_slots_that_belong_elsewhere(
+    open_pool: OpenPool, left: int
+) -> None:
+    pool = open_pool()
+    fill(pool)
+    directory = pool.directories[0]
+    data = (directory / "slab").read_bytes()
+    with (directory / "slab").open("r+b") as slab:  # 7's bytes, also where nothing was written
+        for at in (3, 5, 15):
+            slab.seek(at * SLOT_BYTES)
+            slab.write(data[7 * SLOT_BYTES : 8 * SLOT_BYTES])
+    os.truncate(directory / "table", left)
+    wanted = {slot: identity for slot, identity in STORED.items() if slot != 3}
+    assert entries(open_pool()) == wanted
+    assert entries(open_pool()) == wanted, "nor at the start after that"
+
+
+def test_the_slab_of_another_rank_is_not_adopted_from(tmp_path: Path) -> None:
+    one, other = two_pools(tmp_path, "rank")
+    swap(one / "slab", other / "slab")
+    for directory in (one, other):
+        (directory / "table").unlink()
+    pool = Pool.open(make_spec(tmp_path, keyspace=KEYSPACE, world_size=2))
+    assert (pool.directories, entries(pool)) == ((one,), {})
+    pool.close()
+
+
+def test_a_table_that_names_another_key_is_told_from_another_place(open_pool: OpenPool) -> None:
+    pool = open_pool()
+    put(pool, 3, name(3))
+    fd, offset = pool.table_fd(3)
+    os.pwrite(fd, pool.encode_entry(3, name(4)), offset)
+    pool.close()
+    assert fsck(find([pool.directories[0].parents[2]]))[0].counts == {"slot holds another key": 1}
+
+
+def test_a_whole_target_that_was_copied_or_moved_is_served(tmp_path: Path) -> None:
+    """Superblock, table and slab go together, so the place is theirs wherever they lie."""
+    places = [tmp_path / "a", tmp_path / "b"]
+    write_pool(*places)
+    copies = [tmp_path / "copy-a", tmp_path / "copy-b"]
+    for place, copy in zip(places, copies, strict=True):
+        shutil.copytree(place, copy)
+    assert exit_code(scrub(find(copies))) == 0
+    pool = Pool.open(make_spec(*copies, keyspace=KEYSPACE))
+    assert entries(pool) == STORED
+    assert get(pool, 7, STORED[7]) is not None
+    pool.close()
+
+
+def test_a_pool_of_a_release_that_named_no_places_is_whole_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No server of this release opens it; `pool fsck --repair` must not take it for damage."""
+    before = Keyspace.exactly({"model": "m"})
+    with monkeypatch.context() as patch:
+        patch.setattr(Pool, "place", lambda pool, pool_slot: NOWHERE)
+        pool = Pool.open(make_spec(tmp_path, keyspace=before))
+        fill(pool)
+        pool.close()
+    for check in (fsck, scrub):
+        (report,) = check(find([tmp_path]), repair=True)
+        assert (report.counts, report.checked) == ({}, len(STORED))
+    pool = Pool.open(make_spec(tmp_path))
+    assert pool.directories[0].parents[1].name != before.digest
+    pool.close()
+    # Without its facts nothing tells it from a pool whose slots were misdirected.
+    (tmp_path / before.digest / "keyspace.json").unlink()
+    reports = [one for one in fsck(find([tmp_path])) if one.checked]
+    assert [report.counts for report in reports] == [{ELSEWHERE: len(STORED)}]
