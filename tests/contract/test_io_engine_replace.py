@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from vllm_nvmeof_offload.errors import OK, io_error
@@ -77,3 +79,47 @@ def test_without_files_a_target_fails_at_once_and_its_descriptors_are_let_go(
     exchange(rig, 0, there)()
     assert rig.run(rig.read(0, 2, name(1)))[0].outcome == OK
     assert rig.payload(2) == content(name(1))
+
+
+def test_what_is_queued_keeps_the_files_of_its_submission_over_two_exchanges(
+    make_rig: MakeRig, tmp_path: Path
+) -> None:
+    """They stay open until it is released; those of later attachments may be closed before."""
+    rig = make_rig(targets=1, threads=2)
+    first = rig.pool.directories[0]
+    second, third = copy_of(rig, 0, tmp_path / "second"), copy_of(rig, 0, tmp_path / "third")
+    rig.gate.shut([1])
+    rig.fill(1, name(1))
+    rig.fill(2, name(2))
+    rig.submit(rig.write(1, 1, name(1)))
+    rig.gate.wait_started(1)
+    rig.submit(rig.write(2, 2, name(2)))  # one write runs at a time
+    close_first = exchange(rig, 0, second)
+    close_second = exchange(rig, 0, third)
+    numbers = {second.fd, second.table_fd}
+    close_second()
+    with files_with(numbers, tmp_path) as strangers:
+        rig.gate.open_all()
+        done = rig.wait(lambda found: len(found) == 2)
+        sizes = [os.path.getsize(path) for path in strangers]
+    assert sizes == [0] * len(sizes), "a file of somebody else was written"
+    assert [completion.outcome for completion in done] == [OK, OK]
+    close_first()
+    for identity in (name(1), name(2)):
+        assert holds(first, identity) == (True, True)
+        assert holds(tmp_path / "second", identity) == (False, False)
+        assert holds(tmp_path / "third", identity) == (False, False)
+
+
+@contextmanager
+def files_with(numbers: set[int], place: Path) -> Iterator[list[Path]]:
+    """New empty files that have got the descriptors `numbers`, among others."""
+    opened: dict[int, Path] = {}
+    try:
+        while not numbers <= set(opened):
+            path = place / f"stranger-{len(opened)}"
+            opened[os.open(path, os.O_RDWR | os.O_CREAT)] = path
+        yield list(opened.values())
+    finally:
+        for number in opened:
+            os.close(number)

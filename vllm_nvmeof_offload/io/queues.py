@@ -19,6 +19,7 @@ from vllm_nvmeof_offload.protocol import IoClass
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from vllm_nvmeof_offload.io.transfer import SlotFiles
     from vllm_nvmeof_offload.pool.layout import Stamp
 
 __all__ = ["Limits", "OpState", "Phase", "Queues"]
@@ -38,10 +39,12 @@ class OpState:
 
     stamp: of a write; the pool's when it was submitted, or, if resets were pending then, when
     the last of those finished. So a reset voids exactly the writes submitted before it.
+    files: the pool's when it was submitted; None for a reset.
     """
 
     op: IoOp
     sequence: int
+    files: SlotFiles | None = None
     stamp: Stamp | None = None
     phase: Phase = Phase.QUEUED
 

@@ -119,8 +119,8 @@ class ThreadsIoEngine:
             assert offset % PAGE_BYTES == 0
             assert 0 <= offset <= len(self._memory) - self._limits.slot_bytes
             assert op.identity is not None
-            self._pool.slab_fd(op.pool_slot)  # asserts the bounds here, not on a thread
             check_key(op.identity.key)
+            state.files = SlotFiles.of(self._pool, op.pool_slot)
         self._ops[op.token] = state
         if op.kind is IoKind.WRITE_SLOT and not self._queues.barriers:
             state.stamp = self._pool.stamp
@@ -138,7 +138,7 @@ class ThreadsIoEngine:
                     self._end_queued(state, CANCELLED)
 
     def replace_target(self, target: int) -> None:
-        """Nothing to do: an operation asks the pool for its files when it starts."""
+        """Nothing to do: an operation has the files of its submission."""
 
     def poll(self) -> list[Completion]:
         # Clear the event before looking: what completes in between signals it again.
@@ -273,14 +273,14 @@ class ThreadsIoEngine:
                 return io_error(error.errno or errno.EIO)
             return OK
         assert op.identity is not None
+        assert state.files is not None
         offset = op.address - self._base_address
         slot = self._memory[offset : offset + self._limits.slot_bytes]
-        files = SlotFiles.of(self._pool, op.pool_slot)
         if op.kind is IoKind.READ_SLOT:
-            return read_slot(self._pool, slot, files, op.identity)
+            return read_slot(self._pool, slot, state.files, op.identity)
         assert state.stamp is not None
         wanted = lambda: state.phase is Phase.RUNNING  # noqa: E731
-        return write_slot(self._pool, slot, files, op.identity, state.stamp, wanted)
+        return write_slot(self._pool, slot, state.files, op.identity, state.stamp, wanted)
 
     def _run_timer(self) -> None:
         """Make deadlines wake the caller, who may be waiting on `fileno()`."""

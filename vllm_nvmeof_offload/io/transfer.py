@@ -21,7 +21,11 @@ __all__ = ["SlotFiles", "read_slot", "write_slot"]
 
 
 class SlotFiles(NamedTuple):
-    """A pool slot, and the descriptors and byte offsets where it lies at a moment."""
+    """A pool slot, and the descriptors and byte offsets where it lies at a moment.
+
+    Take it when an operation is submitted: a target's files may be exchanged before it runs, and
+    only those of its submission stay open until it is released.
+    """
 
     pool_slot: int
     slab_fd: int
