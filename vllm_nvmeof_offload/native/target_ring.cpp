@@ -118,9 +118,11 @@ int64_t TargetRing::expire(int64_t now_ns) {
   while (!deadlines_.empty()) {
     const auto [deadline_ns, token] = deadlines_.top();
     const auto found = ops_.find(token);
-    if (found != ops_.end() && deadline_ns > now_ns) return deadline_ns;
+    // A token may be used again: then this is the deadline of an operation that has finished.
+    const bool ended = found == ops_.end() || found->second->request.deadline_ns != deadline_ns;
+    if (!ended && deadline_ns > now_ns) return deadline_ns;
     deadlines_.pop();
-    if (found == ops_.end()) continue;
+    if (ended) continue;
     Op& op = *found->second;
     if (op.sealing) {
       --queued_;
