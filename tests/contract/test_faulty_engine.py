@@ -17,6 +17,7 @@ from vllm_nvmeof_offload.io.faults import KNOBS, FaultPlan
 from vllm_nvmeof_offload.io.faulty import FaultyIoEngine
 
 from .rig import ENGINES, WAIT_S, Rig, content, name
+from .test_io_engine_replace import copy_of, exchange, holds
 
 EIO = io_error(errno.EIO)
 
@@ -93,6 +94,25 @@ def test_a_hang_ends_when_its_knob_is_cleared(rig: Rig, what: str) -> None:
     found = rig.wait(lambda completions: len(completions) == 2)
     assert {(c.token, c.outcome) for c in found} == {(patient.token, OK), (hasty.token, None)}
     assert plan_of(rig).fired == {f"hang_{what}s": 2}
+
+
+@pytest.mark.parametrize("what", ["read", "write"])
+def test_what_hangs_while_its_target_is_exchanged_does_not_touch_the_new_files(
+    rig: Rig, tmp_path: Path, what: str
+) -> None:
+    """It was submitted to the old ones: those stay open for it, and no others do."""
+    rig.fill(10, name(9))
+    plan_of(rig).set(**{f"hang_{what}s": True})
+    op = rig.read(0, 11, name(0)) if what == "read" else rig.write(9, 10, name(9))
+    rig.submit(op)
+    new = copy_of(rig, 0, tmp_path / "new")
+    close = exchange(rig, 0, new)
+    plan_of(rig).set(**{f"hang_{what}s": False})
+    assert [c.outcome for c in rig.wait(bool)] == [io_error(errno.ESTALE)]
+    close()
+    assert holds(rig.pool.directories[0], name(9)) == (False, False)
+    assert holds(tmp_path / "new", name(9)) == (False, False)
+    assert outcomes(rig, range(2)) == [OK, OK]
 
 
 def test_a_flipped_byte_is_caught_by_the_engine(rig: Rig) -> None:

@@ -39,12 +39,16 @@ _TICK_S = 0.005
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """An operation that a fault holds. hang: the knob, or "" for a delay until `until_s`."""
+    """An operation that a fault holds. hang: the knob, or "" for a delay until `until_s`.
+
+    exchanged: its target has other files by now, which it was not submitted to.
+    """
 
     op: IoOp
     hang: str
     until_s: float
     overdue: bool = False
+    exchanged: bool = False
 
 
 class FaultyIoEngine:
@@ -138,6 +142,10 @@ class FaultyIoEngine:
         self._inner.cancel([token for token in tokens if token in self._forwarded])
 
     def replace_target(self, target: int) -> None:
+        # What is held cannot be handed over any more: it would get the new files, which nobody
+        # keeps open for an operation of before.
+        for held in self._held:
+            held.exchanged |= held.op.pool_slot % self._pool.target_count == target
         self._inner.replace_target(target)
 
     def poll(self) -> list[Completion]:
@@ -177,6 +185,8 @@ class FaultyIoEngine:
             over = not self.plan.is_set(held.hang) if held.hang else held.until_s <= now
             if over and held.overdue:
                 self._release(held)
+            elif over and held.exchanged:
+                self._complete(Completion(held.op.token, io_error(errno.ESTALE)))
             elif not over or not self._forward(held.op):
                 kept.append(held)
         self._held = kept
