@@ -228,9 +228,8 @@ class OffloadConfig(BaseModel):
         ge=PAGE_BYTES,
     )  # fmt: skip
     adopt: bool = _key(
-        True, "", "true or false",
-        "Whether chunks that an earlier run left in the pool are used.",
-    )  # fmt: skip
+        True, "", "true or false", "Whether chunks that an earlier run left in the pool are used."
+    )
     weights_never_change: bool = _key(
         False, "", "true or false",
         "Say true if the weights are never updated in a running engine: chunks stored after a "
@@ -240,6 +239,10 @@ class OffloadConfig(BaseModel):
         1, "engines", "vLLM's --data-parallel-size, or leave it out",
         "Data-parallel replicas that share staging_bytes and pool_bytes. Our plugin sets it.",
         ge=1, le=64,
+    )  # fmt: skip
+    weights_seen: dict[str, str] = _key(
+        dict, "", "a mapping of models to stamps, or leave it out",
+        "Stamps of the files of each model from before vLLM read them. Our plugin sets it.",
     )  # fmt: skip
     fault_injection: str | None = _key(
         None, "file", "the path of a control file, or null",
@@ -253,21 +256,18 @@ class OffloadConfig(BaseModel):
     )  # fmt: skip
     blocks_per_chunk: int | None = _key(
         None, "blocks", "an integer of at least 1, or leave it out",
-        "vLLM's key: blocks in one chunk; overrides chunk_bytes_min.",
-        ge=1,
+        "vLLM's key: blocks in one chunk; overrides chunk_bytes_min.", ge=1,
     )  # fmt: skip
     block_size: int | None = _key(
         None, "tokens", "a multiple of vLLM's --block-size, or leave it out",
-        "vLLM's key: tokens in one chunk; overrides chunk_bytes_min.",
-        ge=1,
+        "vLLM's key: tokens in one chunk; overrides chunk_bytes_min.", ge=1,
     )  # fmt: skip
     self_describing_kv_events: bool = _key(
         False, "", "true or false", "vLLM's key: put token ids into KV events."
     )
     sync_load_budget_bytes: int = _key(
         0, "bytes", "0, or leave it out: a synchronous load that fails cannot be reported in time",
-        "vLLM's key; must be 0.",
-        ge=0, le=0,
+        "vLLM's key; must be 0.", ge=0, le=0,
     )  # fmt: skip
     canonical_layout: Literal[False] = _key(
         False, "", "false, or leave it out: pools keep each rank's own layout",

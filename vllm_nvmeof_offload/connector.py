@@ -27,11 +27,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
-from vllm.version import __version__ as vllm_version
 
 from vllm_nvmeof_offload.config import parse_config
-from vllm_nvmeof_offload.deployment import describe, process_began_s
 from vllm_nvmeof_offload.integration import factories, known_vllm, orphan, weights_watch
+from vllm_nvmeof_offload.integration.deployed import deployed
 from vllm_nvmeof_offload.integration.messages import (
     NVMeoFConnectorMetadata,
     NVMeoFHandshake,
@@ -71,7 +70,7 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
         if self.connector_worker is not None:
             spec = self.connector_worker.spec
             assert isinstance(spec, NVMeoFOffloadingSpec)
-            spec.deployment = describe(vllm_config, vllm_version, process_began_s())
+            spec.deployment = deployed(vllm_config, spec.settings.weights_seen)
             spec.replica = replica
         #: Seconds in the methods of the scheduler side since the last step's output.
         self._spent_s = 0.0

@@ -148,7 +148,7 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
             keyspace=keyspace,
             rank=parallel.rank,
             world_size=parallel.world_size,
-            volatile=self.deployment.volatile,
+            volatile=(*self.deployment.volatile, *self.deployment.replaced()),
             replica=self.replica,
         )
         device = str(kv_caches.tensors[0].tensor.device)

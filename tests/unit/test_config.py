@@ -105,6 +105,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("io_engine", "aio", '"threads"'),
     *(("io_threads", value, "2 to 256") for value in ("8", 8.5, 1)),
     *(("replicas", value, "--data-parallel-size") for value in (0, "2")),
+    *(("weights_seen", value, "mapping of models") for value in (None, "x", {"m": 1})),
     ("o_direct", True, '"auto"'),
     ("write_policy", "back", '"through", "on_eviction"'),
     *(("store_threshold", value, "1 to 1000000") for value in (0, True, "2")),

@@ -33,7 +33,7 @@ LAYERS: list[set[str]] = [
     {"errors", "units", "names", "__init__"},
     {"protocol", "config", "config_keys", "config_check", "metric", "gauges", "metrics"},
     {"copy", "io", "pool", "fabric", "native", "sizing"},
-    {"job_specs", "deployment", "parallel", "weights"},
+    {"job_specs", "deployment", "parallel", "weights", "model_source"},
     {"manager", "worker"},
     {"spec", "connector", "plugin", "integration"},
     {"demo"} | {module.stem for module in PACKAGE.glob("cli*.py")},

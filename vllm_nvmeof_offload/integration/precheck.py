@@ -13,6 +13,7 @@ from vllm_nvmeof_offload.config import (
     chunk_blocks,
     parse_config,
 )
+from vllm_nvmeof_offload.deployment import note_weights
 from vllm_nvmeof_offload.integration.platform_check import refuse_platform
 from vllm_nvmeof_offload.manager.policy_choice import choose_policy
 from vllm_nvmeof_offload.names import LOGGER_NAME
@@ -25,7 +26,8 @@ logger = logging.getLogger(LOGGER_NAME)
 
 
 def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
-    """Parse `extra`, and refuse what cannot work here. Notes the number of replicas in it.
+    """Parse `extra`, and refuse what cannot work here. Notes the number of replicas
+    and the stamps of the weights in it.
 
     staging_key: the flag, key or variable that set the staging size.
 
@@ -36,6 +38,7 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
     refuse_parallel(parallel)
     note_replicas(vllm_config, extra)
     config = parse_config(extra)
+    note_weights(vllm_config, config.weights_seen, extra)
     refuse_platform(config, _platform())
     choose_policy(config.eviction_policy)
     check_memory(config, count_nodes(parallel), staging_key)

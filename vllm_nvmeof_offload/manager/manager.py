@@ -228,7 +228,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
             logger.warning("%s", note)
         logger.info("%s", start_line(ordered, self.core, self.tokens_per_chunk))
         self._complaints.attach(ordered[0].targets)
-        self._config |= config_of(ordered[0], self.core.config)
+        self._config |= config_of(ordered, self.core.config)
         self.figures.attach(ordered, self._config)
         self._untold = True
 

@@ -37,13 +37,15 @@ def start_line(hellos: Sequence[RankHello], core: ManagerCore, tokens_per_chunk:
     ]
     lines = {line: None for hello in hellos for line in hello.fallbacks}
     parts += [f"FALLBACK {line}" for line in lines]
-    if first.volatile:
-        parts.append(f"NOTHING IS ADOPTED: {'; '.join(first.volatile)}")
+    reasons = {reason: None for hello in hellos for reason in hello.volatile}
+    if reasons:
+        parts.append(f"NOTHING IS ADOPTED: {'; '.join(reasons)}")
     return "; ".join(parts)
 
 
-def config_of(first: RankHello, policies: CoreConfig) -> dict[str, str]:
-    """first: of rank 0; the others run alike, or the start line says what differs."""
+def config_of(hellos: Sequence[RankHello], policies: CoreConfig) -> dict[str, str]:
+    """As on rank 0; the others run alike, or the start line says what differs."""
+    first = hellos[0]
     return {
         "version": __version__,
         "io_engine": first.io_engine,
@@ -53,7 +55,7 @@ def config_of(first: RankHello, policies: CoreConfig) -> dict[str, str]:
         "admission": "auto" if policies.admission.automatic else "always",
         "keyspace": first.keyspace,
         "engine_index": str(first.engine_index),
-        "adopts": "no" if first.volatile else "yes",
+        "adopts": "no" if any(hello.volatile for hello in hellos) else "yes",
     }
 
 

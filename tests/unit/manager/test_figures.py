@@ -33,7 +33,7 @@ def hellos(ranks: int = 1, **changes: object) -> list[RankHello]:
 def figures_of(bench: Bench, **changes: object) -> Figures:
     figures = Figures(bench.core, TOKENS)
     said = hellos(bench.ranks, **changes)
-    figures.attach(said, {"prompts_only": "no", **config_of(said[0], CoreConfig())})
+    figures.attach(said, {"prompts_only": "no", **config_of(said, CoreConfig())})
     return figures
 
 
@@ -111,7 +111,7 @@ def test_fallbacks_are_told_by_part() -> None:
 def test_the_start_line_names_what_an_operator_asks_for() -> None:
     bench = Bench(ranks=2, targets=2)
     said = hellos(2, volatile=("hashes are seeded",), fallbacks=("io_uring→threads: EPERM",))
-    said[1] = replace(said[1], io_engine="threads")
+    said[1] = replace(said[1], io_engine="threads", volatile=("hashes are seeded", "files moved"))
     line = start_line(said, bench.core, TOKENS)
     assert "\n" not in line
     for part in (
@@ -123,7 +123,7 @@ def test_the_start_line_names_what_an_operator_asks_for() -> None:
         "copies by memcpy",
         "evicts by credited_lru",
         "0 chunks adopted (0 tokens)",
-        "NOTHING IS ADOPTED: hashes are seeded",
+        "NOTHING IS ADOPTED: hashes are seeded; files moved",
     ):
         assert part in line
     assert line.count("FALLBACK") == 1, "once, not once a rank"
