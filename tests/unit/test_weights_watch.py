@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from vllm_nvmeof_offload.errors import IntegrationError
 from vllm_nvmeof_offload.integration import weights_watch
+from vllm_nvmeof_offload.integration.adapters import Adapters
 
 
 class Connector:
@@ -22,7 +25,7 @@ class Connector:
         self.told.append((call, known))
 
 
-def engine(connector: Any) -> Any:
+def engine(connector: Any, loads: Callable[[], object] = bool) -> Any:
     """An engine whose workers answer with what they were asked."""
 
     class EngineCore:
@@ -35,7 +38,11 @@ def engine(connector: Any) -> Any:
             return [method, timeout, args]
 
         def add_lora(self, lora_request: Any) -> bool:
+            loads()
             return bool(lora_request)
+
+        def add_request(self, request: Any, request_wave: int = 0) -> None:
+            pass
 
     weights_watch.install(EngineCore)
     weights_watch.install(EngineCore)  # wrapped once, so told once
@@ -74,13 +81,87 @@ def test_a_call_that_fails_is_told_as_well() -> None:
     assert connector.told == [("update_weights", True)]
 
 
-def test_an_adapter_in_the_place_of_another_is_told() -> None:
+def make_adapter(directory: Path, weights: bytes) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_config.json").write_text("{}")
+    (directory / "adapter_model.safetensors").write_bytes(weights)
+    return directory
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    return make_adapter(tmp_path / "tuned", b"old")
+
+
+def lora(number: int, path: Path, *, name: str = "tuned", load_inplace: bool = False) -> Any:
+    return SimpleNamespace(
+        lora_name=name, lora_int_id=number, lora_path=str(path), load_inplace=load_inplace
+    )
+
+
+def test_an_adapter_in_the_place_of_another_is_told(adapter: Path) -> None:
     connector = Connector()
     core = engine(connector)
-    core.add_lora(SimpleNamespace(load_inplace=False))
+    core.add_lora(lora(1, adapter))
     assert connector.told == []
-    core.add_lora(SimpleNamespace(load_inplace=True))
+    core.add_lora(lora(1, adapter, load_inplace=True))
     assert connector.told == [("add_lora with load_inplace", True)]
+
+
+def test_an_adapter_that_comes_again_with_other_files_is_told(adapter: Path) -> None:
+    """Unloaded, overwritten and loaded again: another number, and the same block hashes."""
+    connector = Connector()
+    core = engine(connector)
+    for number in (1, 2):
+        core.add_lora(lora(number, adapter))
+        core.collective_rpc("remove_lora", args=(number,))
+    core.add_lora(lora(3, adapter, name="another"))
+    assert connector.told == []
+    (adapter / "adapter_model.safetensors").write_bytes(b"new")
+    core.add_lora(lora(4, adapter))
+    assert connector.told == [("add_lora with other files than before", True)]
+    core.add_lora(lora(5, adapter))
+    assert len(connector.told) == 1
+
+
+def test_an_adapter_that_only_requests_name_is_told(adapter: Path) -> None:
+    """Offline nobody calls `add_lora`: the workers load what a request names."""
+    connector = Connector()
+    core = engine(connector)
+    for number in (1, 1, 2):
+        core.add_request(SimpleNamespace(lora_request=lora(number, adapter)), 7)
+    core.add_request(SimpleNamespace(lora_request=None))
+    assert connector.told == []
+    adapter.rename(adapter.with_name("old"))
+    make_adapter(adapter, b"new")
+    core.add_request(SimpleNamespace(lora_request=lora(2, adapter)))
+    assert connector.told == [], "the workers have that one already"
+    core.add_request(SimpleNamespace(lora_request=lora(3, adapter)))
+    told = ("a request for an adapter with other files than before", True)
+    assert connector.told == [told]
+
+
+def test_files_that_change_while_they_are_read_are_not_known(adapter: Path) -> None:
+    connector = Connector()
+    core = engine(connector, loads=lambda: make_adapter(adapter, b"meanwhile"))
+    core.add_lora(lora(1, adapter))
+    core.add_lora(lora(2, adapter))
+    assert connector.told == [("add_lora with other files than before", True)]
+
+
+def test_an_adapter_of_a_hub_may_have_moved() -> None:
+    connector = Connector()
+    core = engine(connector)
+    core.add_lora(lora(1, Path("org/adapter")))
+    assert connector.told == []
+    core.add_lora(lora(2, Path("org/adapter")))
+    assert connector.told == [("add_lora with other files than before", True)]
+
+
+def test_adapters_that_were_forgotten_count_as_new() -> None:
+    adapters = Adapters(adapters_max=2)
+    told = [adapters.note(lora(n, Path(f"/{n}")), "same") for n in (1, 2, 1, 3, 1, 3)]
+    assert told == [False, False, False, True, False, False]
 
 
 def test_our_connector_is_found_among_several() -> None:

@@ -7,9 +7,10 @@ vLLM tells a connector of a reset alone. New weights go to the workers past the 
 otherwise. What we hold would then be loaded for prompts that the new weights answer.
 
 All of that passes `EngineCore.collective_rpc`, in the process where the scheduler's side of the
-connector lives, and so does an adapter that is loaded in the place of another with
-`EngineCore.add_lora`. Both are wrapped there. Who changes weights past the engine (an executor of
-one's own, a worker that listens by itself) must reset with the connector.
+connector lives. An adapter is loaded by `EngineCore.add_lora`, or by the workers for the first
+request that names it (`EngineCore.add_request`). All three are wrapped there. Whoever changes
+weights past the engine (an executor of one's own, a worker that listens by itself) must reset
+with the connector.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm_nvmeof_offload.errors import IntegrationError
+from vllm_nvmeof_offload.integration.adapters import Adapters, stamp_of
 
 __all__ = ["HARMLESS", "KNOWN_TO_CHANGE", "install"]
 
@@ -71,7 +73,11 @@ def install(engine_core: type) -> None:
     Raises:
         IntegrationError: it is not as expected.
     """
-    for name, wrap in (("collective_rpc", _watch_calls), ("add_lora", _watch_adapters)):
+    for name, wrap in (
+        ("collective_rpc", _watch_calls),
+        ("add_lora", _watch_adapters),
+        ("add_request", _watch_requests),
+    ):
         stock = getattr(engine_core, name, None)
         if not callable(stock):
             raise IntegrationError(f"EngineCore has no {name}")
@@ -98,14 +104,38 @@ def _watch_calls(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _watch_adapters(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def add_lora(self: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
+        before = stamp_of(lora_request)
         try:
             return stock(self, lora_request, *args, **kwargs)
         finally:
+            # Files that changed meanwhile may have been read in either state.
+            stamp = before if stamp_of(lora_request) == before else ""
+            others = _adapters(self).note(lora_request, stamp)
             # Blocks are named after an adapter's name and path, which stay.
             if getattr(lora_request, "load_inplace", False):
                 _tell(self, "add_lora with load_inplace", known=True)
+            elif others:
+                _tell(self, "add_lora with other files than before", known=True)
 
     return add_lora
+
+
+def _watch_requests(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        lora = getattr(request, "lora_request", None)
+        adapters = _adapters(self)
+        new = lora is not None and not adapters.knows(lora)
+        if new and adapters.note(lora, stamp_of(lora)):
+            _tell(self, "a request for an adapter with other files than before", known=True)
+        return stock(self, request, *args, **kwargs)
+
+    return add_request
+
+
+def _adapters(engine_core: Any) -> Adapters:
+    adapters: Adapters = vars(engine_core).setdefault("_nvmeof_adapters", Adapters())
+    return adapters
 
 
 def _tell(engine_core: Any, call: str, *, known: bool) -> None:

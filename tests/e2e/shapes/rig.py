@@ -76,7 +76,9 @@ class Plan:
     lift_mla: bool = False
     #: After the first round: the model whose weights are put into this one, by vLLM's API.
     reload: str = ""
-    #: Nobody tells the connector of it.
+    #: After the first round: the adapter whose files are put in the place of another's.
+    adapter_swap: tuple[str, str] | None = None
+    #: Nobody tells the connector of new weights.
     unwatched: bool = False
     #: See `stand_ins.py`.
     packed: bool = False
@@ -234,6 +236,7 @@ class Zygote:
             "only_make": only_make,
             "lift_mla": plan.lift_mla,
             "reload": plan.reload,
+            "adapter_swap": plan.adapter_swap,
             "unwatched": plan.unwatched,
             "packed": plan.packed,
             "stub_gpu": plan.stub_gpu,

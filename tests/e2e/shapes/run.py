@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 import traceback
 from typing import Any
@@ -48,6 +49,9 @@ def play(plan: dict[str, Any]) -> dict[str, Any]:
         if plan["reload"] and number == 1:
             new = {"weights_path": str(make(plan["reload"]))}
             llm.collective_rpc("reload_weights", kwargs=new)
+        if plan["adapter_swap"] and number == 1:
+            new, old = plan["adapter_swap"]
+            shutil.copytree(new, old, dirs_exist_ok=True)
         # What comes back comes from us: GPU memory forgets.
         assert llm.reset_prefix_cache()
         before = _counters(llm)

@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tests.e2e.shapes.rig import Plan, Zygote, same
+from tests.e2e.shapes.models import make_adapter
+from tests.e2e.shapes.rig import Outcome, Plan, Request, Zygote, same
 from tests.e2e.shapes.test_answers import ASKED, CPU
 
 
@@ -24,3 +25,30 @@ def test_kv_of_old_weights_is_not_used(zygote: Zygote, tmp_path: Path) -> None:
     assert same(unwatched.answers[0], watched.answers[0])
     assert unwatched.grown(1, CPU) > 0
     assert not same(unwatched.answers[1], new)
+
+
+def test_kv_of_an_adapters_old_files_is_not_used(zygote: Zygote, tmp_path: Path) -> None:
+    """Overwritten on disk and loaded again under its name and path; with the same control."""
+    new_files = make_adapter(tmp_path / "new", 2)
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "block_size": 64}
+
+    def asked(number: int, path: Path) -> list[Request]:
+        return [Request(one.prompt, lora=("tuned", number, str(path))) for one in ASKED]
+
+    def swapped(name: str, *, unwatched: bool) -> Outcome:
+        adapter = make_adapter(tmp_path / name, 1)
+        rounds = [asked(1, adapter), asked(2, adapter)]
+        plan = Plan("llama", rounds, options, tmp_path / f"{name}-pool", unwatched=unwatched)
+        swap = (str(new_files), str(adapter))
+        return zygote.run(replace(plan, adapter_swap=swap), f"adapter-{name}")
+
+    reference = zygote.reference(Plan("llama", [asked(1, new_files)], options), "adapter-new")
+    watched = swapped("watched", unwatched=False)
+    assert not watched.error, watched.error
+    assert not same(watched.answers[0], reference)
+    assert same(watched.answers[1], reference)
+    assert watched.grown(1, CPU) == 0
+    unwatched = swapped("unwatched", unwatched=True)
+    assert same(unwatched.answers[0], watched.answers[0])
+    assert unwatched.grown(1, CPU) > 0
+    assert not same(unwatched.answers[1], reference)
