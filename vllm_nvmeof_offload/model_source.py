@@ -18,11 +18,11 @@ from typing import Any
 
 from vllm_nvmeof_offload.weights import SUFFIXES, weights_digest
 
-__all__ = ["ModelSource", "drafter_of", "why_unknown"]
+__all__ = ["FILE_FORMATS", "ModelSource", "drafter_of", "why_unknown"]
 
 #: Load formats of vLLM 0.32 and 0.33 whose weights are the files of `model`, each time.
 #: Not `npcache`: it reads a copy that an earlier start made, even if the files have changed.
-_FILE_FORMATS = frozenset(
+FILE_FORMATS = frozenset(
     {
         *("auto", "hf", "safetensors", "pt", "mistral", "fastsafetensors", "instanttensor"),
         *("sharded_state", "runai_streamer", "runai_streamer_sharded"),
@@ -92,7 +92,7 @@ def _reasons(model: Any, load: Any, foreign_formats: Collection[str]) -> Iterato
 def _unknown_format(name: str, load: Any, foreign_formats: Collection[str]) -> str:
     if name == "dummy":
         return "the weights are dummies"
-    if name not in _FILE_FORMATS:
+    if name not in FILE_FORMATS:
         return f"load format {name} takes weights from elsewhere than the model's files"
     if name in foreign_formats:
         return f"load format {name} has a loader that is not vLLM's own"

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The load formats of the installed vLLM: ours are known to it, a plugin's are noticed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.slow
+
+_CHILD = """
+import json
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor import model_loader
+from vllm_nvmeof_offload import model_source
+from vllm_nvmeof_offload.integration.deployed import foreign_formats
+
+known = sorted(model_source.FILE_FORMATS - set(model_loader._LOAD_FORMAT_TO_MODEL_LOADER))
+before = sorted(foreign_formats())
+
+@register_model_loader("hf")
+@register_model_loader("mine")
+class Mine(DefaultModelLoader):
+    pass
+
+print("RESULT " + json.dumps([known, before, sorted(foreign_formats())]))
+"""
+
+
+def test_a_plugins_loader_is_noticed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    result = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
+    unknown_to_vllm, before, after = json.loads(result.removeprefix("RESULT "))
+    assert unknown_to_vllm == []
+    assert before == []
+    assert after == ["hf", "mine"]
