@@ -101,8 +101,9 @@ def config_check(
         parse_config,
         resolve_pool_bytes,
     )
-    from vllm_nvmeof_offload.errors import ConfigError
+    from vllm_nvmeof_offload.errors import ConfigError, PoolError
     from vllm_nvmeof_offload.manager.policy_choice import choose_policy
+    from vllm_nvmeof_offload.pool.engines import bytes_of_pools
     from vllm_nvmeof_offload.units import format_bytes
 
     try:
@@ -110,8 +111,9 @@ def config_check(
         choose_policy(settings.eviction_policy)
         check_memory(settings)
         targets = check_targets(settings)
-        pool_bytes = resolve_pool_bytes(settings)
-    except ConfigError as error:
+        held = bytes_of_pools([Path(target) for target in settings.targets])
+        pool_bytes = resolve_pool_bytes(settings, held)
+    except (ConfigError, PoolError) as error:
         typer.echo(f"vllm-nvmeof: {error}", err=True)
         raise typer.Exit(1) from None
     if as_json:

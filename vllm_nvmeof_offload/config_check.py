@@ -6,7 +6,6 @@ Every refusal is a `ConfigError` that names the key, the value and the remedy.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import tempfile
@@ -113,14 +112,15 @@ def check_memory(config: OffloadConfig, node_count: int = 1, key: str = "staging
         )
 
 
-def resolve_pool_bytes(config: OffloadConfig, others_bytes: int = 0) -> int:
+def resolve_pool_bytes(config: OffloadConfig, held_bytes: int) -> int:
     """Size of the pool in bytes over all ranks and targets; 0: none.
 
     Without `pool_bytes`: the smaller of 100 GiB and half of what the targets could hold, which
     is what is free there and what the pool holds already (else every restart would halve it).
     Targets on one file system count once.
 
-    others_bytes: on the targets, of other servers that run.
+    held_bytes: on the targets, of pools that this server may use. Other files there are not the
+    server's to give away, so `pool.engines.bytes_of_pools` counts pools alone.
     """
     if config.pool_bytes is not None:
         return config.pool_bytes
@@ -128,25 +128,13 @@ def resolve_pool_bytes(config: OffloadConfig, others_bytes: int = 0) -> int:
     for target in config.targets:
         place = _existing_parent(target)
         free[os.stat(place).st_dev] = shutil.disk_usage(place).free
-    held = max(0, sum(_held_bytes(target) for target in config.targets) - others_bytes)
-    return min(POOL_BYTES_DEFAULT_MAX, (sum(free.values()) + held) // 2)
+    return min(POOL_BYTES_DEFAULT_MAX, (sum(free.values()) + held_bytes) // 2)
 
 
 def _existing_parent(path: str) -> str:
     while not os.path.isdir(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     return path
-
-
-def _held_bytes(directory: str) -> int:
-    """Bytes of storage that the files below `directory` occupy."""
-    held = 0
-    for parent, _, names in os.walk(directory):
-        for name in names:
-            # Another engine may remove its files meanwhile; those count as free by then.
-            with contextlib.suppress(FileNotFoundError):
-                held += os.lstat(os.path.join(parent, name)).st_blocks * 512
-    return held
 
 
 def chunk_blocks(config: OffloadConfig, block_bytes: int, block_tokens: int) -> int:
@@ -168,11 +156,11 @@ def check_fits(
     slot_bytes: int,
     world_size: int,
     replicas: int = 1,
-    others_bytes: int = 0,
+    held_bytes: int = 0,
 ) -> None:
     """Refuse staging or a pool that cannot hold the slots every rank needs.
 
-    slot_bytes: header page and padded payload of one rank's part of a chunk. others_bytes: see
+    slot_bytes: header page and padded payload of one rank's part of a chunk. held_bytes: see
     `resolve_pool_bytes`.
 
     Raises:
@@ -188,7 +176,7 @@ def check_fits(
             f"rank(s); give at least {_at_least(slots * slot_bytes * ranks)}, or a smaller "
             "chunk_bytes_min",
         )
-    pool_bytes = resolve_pool_bytes(config, others_bytes)
+    pool_bytes = resolve_pool_bytes(config, held_bytes)
     if pool_bytes and pool_bytes // ranks < slot_bytes:
         explicit = config.pool_bytes is not None
         raise ConfigError(

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -57,3 +60,15 @@ def test_config_check_refuses_in_one_plain_line(source: str, message: str) -> No
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
     assert message in result.stderr
+
+
+def test_config_check_takes_foreign_files_on_a_target_for_no_part_of_the_default_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = SimpleNamespace(total=1 << 40, used=0, free=1 << 30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    with (tmp_path / "data.parquet").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 16 << 20)
+    source = json.dumps({"targets": str(tmp_path)})
+    result = runner.invoke(app, ["config", "check", source, "--json"])
+    assert json.loads(result.stdout)["pool_bytes_resolved"] == 1 << 29

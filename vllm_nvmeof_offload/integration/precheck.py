@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 from vllm_nvmeof_offload.config import (
@@ -18,6 +19,7 @@ from vllm_nvmeof_offload.integration.platform_check import refuse_platform
 from vllm_nvmeof_offload.manager.policy_choice import choose_policy
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.parallel import count_nodes, note_replicas, refuse_parallel
+from vllm_nvmeof_offload.pool.engines import bytes_of_pools
 from vllm_nvmeof_offload.units import format_bytes, slot_stride_bytes
 
 __all__ = ["precheck", "slot_bytes_estimate"]
@@ -47,7 +49,9 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
         logger.warning("FAULT INJECTION is on, controlled by %s", config.fault_injection)
     slot_bytes = slot_bytes_estimate(vllm_config, config)
     if slot_bytes is not None:
-        check_fits(config, slot_bytes, parallel.world_size, config.replicas)
+        default = config.pool_bytes is None
+        held = bytes_of_pools([Path(target) for target in config.targets]) if default else 0
+        check_fits(config, slot_bytes, parallel.world_size, config.replicas, held)
     if config.replicas > 1:
         logger.info(
             "nvmeof: %d data-parallel replicas share %s of pinned memory and the pool, each with "

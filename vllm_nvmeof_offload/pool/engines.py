@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "OWNER_FILE",
     "bytes_of_others",
+    "bytes_of_pools",
     "held_by_another",
     "one_at_a_time",
     "read_owner",
@@ -96,6 +97,15 @@ def held_by_another(directory: Path, engine: str, rank: int) -> bool:
             raise foreign_holder_error(sibling / "lock", state.holder, age_s)
         return True
     return False
+
+
+def bytes_of_pools(targets: Sequence[Path]) -> int:
+    """Bytes on `targets` that rank directories occupy. No other file there is looked at.
+
+    Raises:
+        PoolError: a directory cannot be listed.
+    """
+    return sum(disk_bytes(one.path) for one in find([x for x in targets if x.is_dir()]))
 
 
 def bytes_of_others(targets: Sequence[Path], server: str = "") -> int:

@@ -26,7 +26,7 @@ from vllm_nvmeof_offload.io.faulty import FaultyIoEngine
 from vllm_nvmeof_offload.io.none import NoIoEngine
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.parallel import Replica
-from vllm_nvmeof_offload.pool.engines import bytes_of_others
+from vllm_nvmeof_offload.pool.engines import bytes_of_others, bytes_of_pools
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello
@@ -173,11 +173,13 @@ def _pool_bytes(settings: OffloadConfig, place: Place, slot_bytes: int) -> int:
     Raises:
         ConfigError: staging or pool are too small for the slots of each.
     """
-    others = 0
+    held = 0
     if settings.pool_bytes is None:
-        others = bytes_of_others([Path(t) for t in settings.targets], place.replica.server)
-    check_fits(settings, slot_bytes, place.world_size, place.replica.count, others)
-    return resolve_pool_bytes(settings, others)
+        targets = [Path(target) for target in settings.targets]
+        others = bytes_of_others(targets, place.replica.server)
+        held = max(0, bytes_of_pools(targets) - others)
+    check_fits(settings, slot_bytes, place.world_size, place.replica.count, held)
+    return resolve_pool_bytes(settings, held)
 
 
 def _open_pool(

@@ -207,8 +207,8 @@ def test_what_other_servers_hold_while_they_live_is_not_ours_to_share(
     config = parse_config({"targets": [str(tmp_path)]}, {})
     free = SimpleNamespace(total=1 << 40, used=0, free=1 << 30)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
-    assert resolve_pool_bytes(config, sum(sizes)) <= free.free // 2 + 4096 * len(sizes)
-    assert resolve_pool_bytes(config) >= (free.free + sum(sizes)) // 2
+    assert engines.bytes_of_pools([tmp_path]) == sum(sizes)
+    assert resolve_pool_bytes(config, sum(sizes)) == (free.free + sum(sizes)) // 2
     ranks[2].kill()
     assert engines.bytes_of_others([tmp_path], "a") == 0
 
@@ -220,3 +220,34 @@ def test_removal_takes_the_owners_name_along(tmp_path: Path) -> None:
     assert os.stat(space / "engine-0" / "owner").st_mode & 0o777 == 0o600
     remove(find([tmp_path]))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_on_a_target_that_are_not_of_a_pool_are_neither_counted_nor_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their bytes would be given away twice: they are not free, and the pool cannot use them."""
+    target = tmp_path / "data"
+    assert engines.bytes_of_pools([target]) == 0
+    Pool.open(make_spec(target)).close()
+    ours = engines.bytes_of_pools([target])
+    assert ours == sum(disk_bytes(one.path) for one in find([target])) > 0
+    (space,) = {one.keyspace for one in find([target])}
+    for folder in (".", "set", f"{space}x", f"{space}/rank-0", f"{space}/engine-0/other"):
+        (target / folder).mkdir(parents=True, exist_ok=True)
+        with (target / folder / "foreign").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 1 << 20)
+    listed: list[str] = []
+
+    def listing(place: str | Path) -> object:
+        listed.append(os.fspath(place))
+        return scandir(place)
+
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", listing)
+    assert engines.bytes_of_pools([target]) == ours
+    assert {Path(place).relative_to(target).as_posix() for place in listed} == {
+        ".",
+        space,
+        f"{space}/engine-0",
+        f"{space}/engine-0/rank-0",
+    }
