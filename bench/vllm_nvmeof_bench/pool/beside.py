@@ -81,7 +81,7 @@ def _figures(totals: _Totals, block_bytes: int) -> dict[str, Figures]:
             percentile(latencies_us, 0.5),
             percentile(latencies_us, 0.99),
         ),
-        "writes_beside_read": Figures(max(written, 1), totals.seconds, totals.cpu_s * share),
+        "writes_beside_read": Figures(written, totals.seconds, totals.cpu_s * share),
     }
 
 
@@ -124,13 +124,20 @@ class _Episode:
         goal = len(totals.latencies_s) + reads
         written, reading, submitted_s = 0, 0, 0.0
         due_s = time.perf_counter() + self._settings.read_gap_s / 4
-        # A read that was handed over is waited for, whatever the budget says.
-        while reading or (written < budget and not (reads and len(totals.latencies_s) >= goal)):
+        end_s = time.perf_counter() + _STALL_S
+        # A read that was handed over is waited for, whatever the budget says; and so is the first
+        # write: where none ended, there would be no rate.
+        while True:
+            more = len(totals.latencies_s) < goal
+            if written and not reading and (written >= budget or (reads and not more)):
+                break
             now_s = time.perf_counter()
-            if reads and not reading and now_s >= due_s:
+            if now_s > end_s and not written:
+                raise BenchError(f"no write ended for {_STALL_S:.0f} s beside reads")
+            if more and not reading and now_s >= due_s:
                 reading, submitted_s = next(self._tokens), now_s
                 self._mover.submit(Job(reading, True, (self._random.choice(read_blocks),)))
-            pause_s = due_s - now_s if reads and not reading else _POLL_S_MAX
+            pause_s = due_s - now_s if more and not reading else _POLL_S_MAX
             finished = self._mover.poll(min(max(pause_s, 0.0), _POLL_S_MAX))
             if reading in finished:
                 now_s = time.perf_counter()
