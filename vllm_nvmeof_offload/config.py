@@ -23,6 +23,7 @@ from vllm_nvmeof_offload.config_check import (
     check_memory,
     check_targets,
     chunk_blocks,
+    judge_access,
     resolve_pool_bytes,
 )
 from vllm_nvmeof_offload.config_keys import (
@@ -35,6 +36,7 @@ from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.units import format_bytes
 
 __all__ = [
+    "ALLOW_FAULTS",
     "ENV_PREFIX",
     "OffloadConfig",
     "TargetInfo",
@@ -45,11 +47,14 @@ __all__ = [
     "default_staging_bytes",
     "default_target",
     "describe_keys",
+    "judge_access",
     "parse_config",
     "resolve_pool_bytes",
 ]
 
 ENV_PREFIX = "VLLM_NVMEOF_"
+#: Beside the key `fault_injection`, and only in the environment: one slip turns no faults on.
+ALLOW_FAULTS = "VLLM_NVMEOF_ALLOW_FAULT_INJECTION"
 #: Keys of other backends that people bring along, and what they are called here.
 _FOREIGN_KEYS = {
     "cpu_bytes_to_use": "staging_bytes",
@@ -65,7 +70,8 @@ def parse_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None)
     `env` defaults to this process's. What `extra` names wins over its variable.
 
     Raises:
-        ConfigError: an unknown key or variable, a wrong type, or a value that cannot work.
+        ConfigError: an unknown key or variable, a wrong type, a value that cannot work, or
+            fault injection that `ALLOW_FAULTS` does not allow.
     """
     env = os.environ if env is None else env
     values = {**_from_env(env), **extra}
@@ -74,11 +80,19 @@ def parse_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None)
             raise _unknown(str(name), extra[name], "", list(OffloadConfig.model_fields))
     values.setdefault("targets", [default_target(env)])
     try:
-        return OffloadConfig.model_validate(values)
+        config = OffloadConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = str(first["loc"][0])
         raise _refusal(key, values[key], key in extra, first) from None
+    if config.fault_injection is not None and env.get(ALLOW_FAULTS) != "1":
+        raise ConfigError(
+            "fault_injection" if "fault_injection" in extra else _variable("fault_injection"),
+            config.fault_injection,
+            "makes I/O fail and answers wrong on purpose; leave it out, or, for a test, set "
+            f"the environment variable {ALLOW_FAULTS}=1 beside it",
+        )
+    return config
 
 
 def _variable(key: str) -> str:
@@ -98,7 +112,7 @@ def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
     known = _variables()
     values: dict[str, Any] = {}
     for variable, text in env.items():
-        if not variable.startswith(ENV_PREFIX):
+        if not variable.startswith(ENV_PREFIX) or variable == ALLOW_FAULTS:
             continue
         if variable not in known:
             raise _unknown(variable, text, "environment variable ", list(known))

@@ -7,7 +7,9 @@ Every refusal is a `ConfigError` that names the key, the value and the remedy.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+import stat
 import tempfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,6 +29,7 @@ __all__ = [
     "check_memory",
     "check_targets",
     "chunk_blocks",
+    "judge_access",
     "resolve_pool_bytes",
 ]
 
@@ -77,6 +80,27 @@ def _check_target(path: str) -> TargetInfo:
             "access, or name another directory (pool_bytes=0 runs without a pool)",
         ) from None
     return TargetInfo(path, _file_system(path), os.stat(path).st_dev, shutil.disk_usage(path).free)
+
+
+def judge_access(path: str) -> tuple[str, str]:
+    """Return in which way other users can meddle with a target, and the remedy; "" for neither.
+
+    Whoever may rename in a directory, or owns it, can put our keyspaces away, though not read
+    them. Root can do that everywhere and is not named.
+    """
+    status = os.stat(path)
+    me = os.geteuid()
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid not in (me, 0):
+        problem = f"belongs to uid {status.st_uid}, while this process runs as uid {me}"
+    elif mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
+        problem = f"can be written by other users (mode {mode:04o}, without the sticky bit)"
+    else:
+        return "", ""
+    who = "that user" if status.st_uid not in (me, 0) else "they"
+    place = shlex.quote(path)
+    remedy = f"chown {me} {place} && chmod 0700 {place}, or name another directory"
+    return f"{problem}: {who} can remove or rename the pool", remedy
 
 
 def _file_system(path: str) -> str:

@@ -246,8 +246,8 @@ class OffloadConfig(BaseModel):
     )  # fmt: skip
     fault_injection: str | None = _key(
         None, "file", "the path of a control file, or null",
-        "FOR TESTS: a file that makes pool I/O fail. Logged loudly when set.",
-        min_length=1,
+        "FOR TESTS: a file that makes pool I/O fail or deliver wrong KV. Refused unless the "
+        "environment variable VLLM_NVMEOF_ALLOW_FAULT_INJECTION is 1; logged.", min_length=1,
     )  # fmt: skip
     offload_prompt_only: bool = _key(
         False, "", "true or false",

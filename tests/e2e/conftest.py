@@ -9,3 +9,5 @@ import os
 # binds it to a core: to the same core in every server.
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 os.environ["OMP_NUM_THREADS"] = "1"
+# Faults are injected by their control files, in servers that these tests start.
+os.environ["VLLM_NVMEOF_ALLOW_FAULT_INJECTION"] = "1"

@@ -38,6 +38,7 @@ def test_a_healthy_machine_is_said_to_be_one(tmp_path: Path) -> None:
         "kernel": "ok",
         "fabric": "ok",
         "atime": "ok",
+        "target_access": "ok",
         "o_direct": "ok",
         "free_space": "ok",
     }

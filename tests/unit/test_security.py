@@ -4,15 +4,22 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.unit.pool.kit import fill, make_spec
+from vllm_nvmeof_offload.config import ALLOW_FAULTS, judge_access, parse_config
 from vllm_nvmeof_offload.copy import nvrtc
-from vllm_nvmeof_offload.errors import PoolError
+from vllm_nvmeof_offload.errors import ConfigError, PoolError
+from vllm_nvmeof_offload.fabric.findings import Severity
+from vllm_nvmeof_offload.fabric.host_checks import check_target
 from vllm_nvmeof_offload.pool.pool import Pool
 
 ROOT = Path(__file__).parents[2]
@@ -110,3 +117,89 @@ def test_machine_code_that_another_user_could_write_is_not_run(
         os.chown(file, uid, -1)
     assert nvrtc.load_or_compile("sm_90", tmp_path) == b"compiled here"
     assert file.read_bytes() == b"compiled here", "replaced"
+
+
+@pytest.mark.parametrize("switch", [None, "", "0", "true"])
+@pytest.mark.parametrize("by_json", [True, False])
+def test_faults_are_refused_without_the_second_switch(by_json: bool, switch: str | None) -> None:
+    env = {} if switch is None else {ALLOW_FAULTS: switch}
+    extra = {"fault_injection": "/faults.json"} if by_json else {}
+    if not by_json:
+        env["VLLM_NVMEOF_FAULT_INJECTION"] = "/faults.json"
+    with pytest.raises(ConfigError, match=f"leave it out, or, for a test, .*{ALLOW_FAULTS}=1") as e:
+        parse_config(extra, env)
+    assert e.value.key == ("fault_injection" if by_json else "VLLM_NVMEOF_FAULT_INJECTION")
+    assert parse_config(extra, {**env, ALLOW_FAULTS: "1"}).fault_injection == "/faults.json"
+
+
+def test_the_second_switch_is_of_the_environment_and_injects_nothing_by_itself() -> None:
+    assert parse_config({}, {ALLOW_FAULTS: "1"}).fault_injection is None
+    for key in ("allow_fault_injection", ALLOW_FAULTS):
+        with pytest.raises(ConfigError, match="unknown key"):
+            parse_config({"fault_injection": "/faults.json", key: 1}, {})
+
+
+@pytest.mark.parametrize(
+    ("mode", "exposed"),
+    [(0o700, False), (0o755, False), (0o777, True), (0o770, True), (0o702, True), (0o1777, False)],
+)
+def test_a_target_that_others_can_write_is_found(tmp_path: Path, mode: int, exposed: bool) -> None:
+    tmp_path.chmod(mode)
+    problem, remedy = judge_access(str(tmp_path))
+    assert bool(problem) == exposed
+    assert ("can be written by other users" in problem) == exposed
+    assert ("chmod 0700" in remedy) == exposed
+    (finding,) = [f for f in check_target(str(tmp_path)) if f.check == "target_access"]
+    assert finding.severity is (Severity.WARNING if exposed else Severity.OK)
+    assert (finding.remedy == remedy) or not exposed
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a directory to another user needs root")
+@pytest.mark.parametrize("mode", [0o700, 0o1777])
+def test_a_target_of_another_user_is_found(tmp_path: Path, mode: int) -> None:
+    target = tmp_path / "theirs"
+    target.mkdir()
+    target.chmod(mode)
+    os.chown(target, 12345, 12345)
+    problem, remedy = judge_access(str(target))
+    assert problem.startswith("belongs to uid 12345")
+    assert remedy.startswith(f"chown 0 {target}")
+
+
+#: In a process of its own, because it imports vLLM.
+START = """
+import json, logging, sys
+from types import SimpleNamespace as Object
+from vllm_nvmeof_offload.integration import precheck
+class Said(logging.Handler):
+    def emit(self, record):
+        print("SAID", record.getMessage())
+precheck.logger.addHandler(Said())
+precheck.slot_bytes_estimate = lambda *_: None
+names = ("pipeline", "decode_context", "prefill_context", "data")
+parallel = Object(world_size=1, **{f"{name}_parallel_size": 1 for name in names})
+config = Object(model_config=Object(is_moe=False), cache_config=None, parallel_config=parallel)
+precheck.precheck(config, json.loads(sys.argv[1]), "staging_bytes")
+"""
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+def test_a_start_warns_once_of_each_exposed_target_and_of_faults(tmp_path: Path) -> None:
+    private, shared = tmp_path / "private", tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    extra = {"targets": [str(private), str(shared)], "fault_injection": "/faults.json"}
+    done = subprocess.run(
+        [sys.executable, "-c", START, json.dumps({**extra, "staging_bytes": "64MiB"})],
+        env={**os.environ, ALLOW_FAULTS: "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
+    (warning,) = [line for line in said if "nvmeof: target " in line]
+    assert f"target {shared} can be written by other users (mode 0777" in warning
+    assert "chmod 0700" in warning
+    assert sum("FAULT INJECTION is on" in line for line in said) == 1

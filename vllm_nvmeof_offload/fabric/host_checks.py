@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_nvmeof_offload.config import TargetInfo, check_targets, parse_config
+from vllm_nvmeof_offload.config import TargetInfo, check_targets, judge_access, parse_config
 from vllm_nvmeof_offload.errors import ConfigError, PoolError
 from vllm_nvmeof_offload.fabric.dio_align import DirectAlignment, direct_alignment
 from vllm_nvmeof_offload.fabric.findings import Finding, Severity
@@ -107,7 +107,15 @@ def check_target(target: str) -> list[Finding]:
     except ConfigError as error:
         evidence, _, remedy = error.remedy.partition("; ")
         return [Finding("target", target, Severity.ERROR, evidence, remedy)]
-    return [_check_o_direct(info), _check_space(info)]
+    return [_check_access(info), _check_o_direct(info), _check_space(info)]
+
+
+def _check_access(info: TargetInfo) -> Finding:
+    problem, remedy = judge_access(info.path)
+    if problem:
+        return Finding("target_access", info.path, Severity.WARNING, problem, remedy)
+    evidence = "no other user can remove or rename the pool"
+    return Finding("target_access", info.path, Severity.OK, evidence)
 
 
 def _check_o_direct(info: TargetInfo) -> Finding:

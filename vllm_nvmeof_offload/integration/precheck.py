@@ -12,6 +12,7 @@ from vllm_nvmeof_offload.config import (
     check_memory,
     check_targets,
     chunk_blocks,
+    judge_access,
     parse_config,
 )
 from vllm_nvmeof_offload.deployment import note_weights
@@ -44,9 +45,15 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
     refuse_platform(config, _platform())
     choose_policy(config.eviction_policy)
     check_memory(config, count_nodes(parallel), staging_key)
-    check_targets(config)
+    for target in check_targets(config):
+        problem, remedy = judge_access(target.path)
+        if problem:
+            logger.warning("nvmeof: target %s %s; %s", target.path, problem, remedy)
     if config.fault_injection:
-        logger.warning("FAULT INJECTION is on, controlled by %s", config.fault_injection)
+        logger.warning(
+            "FAULT INJECTION is on: I/O fails and answers may be wrong on purpose, as %s says",
+            config.fault_injection,
+        )
     slot_bytes = slot_bytes_estimate(vllm_config, config)
     if slot_bytes is not None:
         default = config.pool_bytes is None

@@ -224,7 +224,10 @@ def _io_engine(
     chosen = choose_io_engine(settings.io_engine, pool, staging.view, address, limits)
     engine = chosen.engine
     if settings.fault_injection:
-        logger.warning("FAULT INJECTION is on, controlled by %s", settings.fault_injection)
+        logger.warning(
+            "FAULT INJECTION is on: I/O fails and answers may be wrong on purpose, as %s says",
+            settings.fault_injection,
+        )
         plan = FaultPlan(control_path=Path(settings.fault_injection), rank=rank)
         engine = FaultyIoEngine(engine, plan, pool, staging.view, address)
     return engine, chosen.fallbacks
