@@ -350,7 +350,7 @@ class ManagerCore:
             loaded = op.kind in (OpKind.LOAD, OpKind.FETCH) and outcome != CANCELLED
             if stored or loaded:
                 slot = op.pool_slots[index] if op.pool_slots else None
-                worn = slot is not None and self._writes.blame(slot, outcome)
+                worn = slot is not None and self._writes.read_failed(slot, outcome)
                 self._tiers.doom(op.entries[index], retire=worn)
                 self._shelf.gone(op.entries[index])
 
@@ -375,6 +375,8 @@ class ManagerCore:
                 self._writes.ended(entry, pool_slot, failure)
             elif (op.kind is OpKind.FETCH and not op.detached) or index in op.landing:
                 self._fetched(entry, failure)
+        if op.kind in (OpKind.LOAD, OpKind.FETCH):
+            self._writes.reads_ended(op)
         if op.kind is OpKind.LOAD:
             self._load_times.loaded(op)
         elif op.kind is OpKind.FETCH:
@@ -415,6 +417,7 @@ class ManagerCore:
                 kept.append(command)
         self._commands[:] = kept
         self._tiers.reset()
+        self._writes.reset()
         self._shelf.reset()
         self.reload.reset()
         op = self._ledger.open(OpKind.RESET, self._clock())

@@ -18,14 +18,14 @@ from collections.abc import Callable
 
 from vllm_nvmeof_offload.errors import Outcome, OutcomeKind, Scope
 from vllm_nvmeof_offload.manager.index import Entry, Event, State
-from vllm_nvmeof_offload.manager.ledger import Ledger, OpKind
+from vllm_nvmeof_offload.manager.ledger import Ledger, Op, OpKind
 from vllm_nvmeof_offload.manager.plan import CoreConfig, WritePolicy
 from vllm_nvmeof_offload.manager.tiers import Tiers
 from vllm_nvmeof_offload.protocol import Command, WriteCommand
 
 __all__ = ["WriteBehind"]
 
-#: A pool slot whose reads and writes failed this often is not used again.
+#: A pool slot of which so many reads, or writes, in a row have failed is not used again.
 _FAILURES_MAX = 3
 
 
@@ -50,7 +50,9 @@ class WriteBehind:
         self._commands = commands
         self._counters = counters
         self._clock = clock
-        self._failures: Counter[int] = Counter()  # by pool slot, of reads and writes
+        #: By pool slot, in a row. Apart: what a device takes it may not give back.
+        self._failed_reads: Counter[int] = Counter()
+        self._failed_writes: Counter[int] = Counter()
 
     def attach(self, cache_slots: int) -> None:
         self.pending_max = max(1, int(self._config.writes_pending_share * cache_slots))
@@ -114,20 +116,39 @@ class WriteBehind:
         if entry.state is State.DOOMED:
             return  # its slots were orphaned when it was doomed
         if failure is None:
+            self._failed_writes.pop(pool_slot, None)
             self._tiers.on(entry, Event.WRITTEN)
             self._counters["written"] += 1
             return
         self._tiers.on(entry, Event.WRITE_FAILED)
-        worn = self.blame(pool_slot, failure) or failure.errno == errno.ENOSPC
+        worn = _blame(self._failed_writes, pool_slot, failure) or failure.errno == errno.ENOSPC
         self._counters["write_failed"] += 1
         self._counters["pool_slots_retired"] += worn
         self._tiers.leave_pool(entry, retire=worn)
 
-    def blame(self, pool_slot: int, failure: Outcome) -> bool:
-        """Its read or write has failed; returns whether it shall not be used again.
+    def read_failed(self, pool_slot: int, failure: Outcome) -> bool:
+        """A read of this pool slot has failed; returns whether it shall not be used again."""
+        return _blame(self._failed_reads, pool_slot, failure)
 
-        What lies with the whole target is not the slot's fault.
-        """
-        if failure.kind is OutcomeKind.IO_ERROR and failure.scope is Scope.SLOT:
-            self._failures[pool_slot] += 1
-        return self._failures[pool_slot] >= _FAILURES_MAX
+    def reads_ended(self, op: Op) -> None:
+        """A load or fetch is over: a slot that was read well has no failed reads any more."""
+        if not self._failed_reads:
+            return
+        for index, slot in enumerate(op.pool_slots):
+            if slot is not None and index not in op.failures:
+                self._failed_reads.pop(slot, None)
+
+    def reset(self) -> None:
+        """No slot holds anything any more: each begins without failures."""
+        self._failed_reads.clear()
+        self._failed_writes.clear()
+
+
+def _blame(failed: Counter[int], pool_slot: int, failure: Outcome) -> bool:
+    """Count a slot's failure; returns whether it shall not be used again.
+
+    What lies with the whole target is not the slot's fault.
+    """
+    if failure.kind is OutcomeKind.IO_ERROR and failure.scope is Scope.SLOT:
+        failed[pool_slot] += 1
+    return failed[pool_slot] >= _FAILURES_MAX

@@ -117,6 +117,44 @@ def test_a_slot_whose_reads_fail_is_retired_unless_the_whole_target_fails(
     assert bench.core.gauges()["pool_slots"] == slots_left
 
 
+def test_failed_writes_far_apart_do_not_retire_a_slot() -> None:
+    bench = Bench(cache=2, pool=1)
+    for number in range(60):
+        bench.store(number)
+        for command in bench.writes():
+            bench.done(command.op, *([(0, io_error(errno.EIO))] if number % 10 == 9 else []))
+    assert bench.core.counters["write_failed"] == 6
+    assert bench.core.gauges()["pool_slots"] == 1
+
+
+def test_failed_reads_far_apart_do_not_retire_a_slot() -> None:
+    bench = Bench(cache=1, pool=1)
+    for number in range(20):
+        bench.store(100 + number)
+        bench.write_all()
+        store = bench.core.prepare_store(keys_of(200 + number)).command  # takes the cache slot
+        assert store is not None
+        for failures in ((), ((0, io_error(errno.EIO)),)):
+            load = bench.core.prepare_load(keys_of(100 + number))
+            assert load.chunks[0].pool_slot == 0
+            bench.done(load.op, *failures)
+        bench.done(store.op, (0, io_error(errno.EIO)))
+    assert bench.core.gauges()["pool_slots"] == 1
+
+
+def test_a_reset_forgets_the_failures_of_slots() -> None:
+    bench = Bench(cache=8, pool=1)
+    for number in range(6):
+        bench.store(number)
+        (write,) = bench.writes()
+        bench.done(write.op, (0, io_error(errno.EIO)))
+        if number % 2:
+            bench.core.reset()
+            (reset,) = bench.core.take_commands()
+            bench.done(reset.op)
+    assert bench.core.gauges()["pool_slots"] == 1
+
+
 def test_a_degraded_target_is_usable_and_is_told() -> None:
     bench = Bench(cache=1, ranks=2)
     bench.store(1)
