@@ -96,6 +96,7 @@ class Knobs:
     reload_share: float = 0.25
     prefetch_share: float = 0.25
     loses: float = 0.0  # share of crashes after which one rank has lost some of its pool
+    drafts: int = 0  # tokens that a step drafts at most for each request that generates
     slow_target: int = -1  # a target that takes four times as long; -1: none
     read_deadline_s: float = 0.3
     write_deadline_s: float = 2.0
@@ -269,6 +270,7 @@ def _crowded(rng: random.Random) -> dict[str, Any]:
         "io_s": rng.choice((0.001, 0.02)),
         "compute_s": 0.002,
         "ticks": 500,
+        "drafts": rng.choice((0, 2, 5)),
     }
 
 

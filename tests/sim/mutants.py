@@ -45,6 +45,7 @@ PROFILE = {
     "cancelled_fetch_still_counts_for_its_entry": "waiting",
     "cancelled_fetch_frees_its_slot_at_once": "waiting",
     "cancelled_prefetches_are_not_counted": "waiting",
+    "rejected_drafts_count_as_computed": "waiting",
 }
 
 

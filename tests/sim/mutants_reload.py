@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants of what is done for requests that wait: holds, fetches, their cancellation, budgets."""
+"""Mutants of what is done for requests that wait: holds, fetches, their cancellation, budgets,
+and of what is known of those that were preempted."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 
 from vllm_nvmeof_offload.manager.ledger import Op
 from vllm_nvmeof_offload.manager.reload import ReloadScheduler
+from vllm_nvmeof_offload.manager.resumes import ResumeCounter
 from vllm_nvmeof_offload.manager.shelf import Shelf
 from vllm_nvmeof_offload.manager.slots import SlotPool
 
@@ -96,3 +98,12 @@ def cancelled_prefetches_are_not_counted() -> list[Patch]:
         real(self, held, how)
 
     return [(Shelf, "_let_go", let_go)]
+
+
+@mutant
+def rejected_drafts_count_as_computed() -> list[Patch]:
+    def computed(self: Any, request_id: str) -> int:
+        seen = self._preempted.get(request_id)
+        return seen.tokens if seen is not None else 0
+
+    return [(ResumeCounter, "computed", computed)]

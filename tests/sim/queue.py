@@ -3,39 +3,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 from vllm_nvmeof_offload.manager.core import ManagerCore
 from vllm_nvmeof_offload.manager.resumes import Resume
 from vllm_nvmeof_offload.manager.waiting import Queue, WaitingRequests
 
-from .base import Clock, Knobs
+from .base import Clock, Knobs, Violation
 from .requests import BlockPool, Request
+
+
+class _Face:
+    """A request as vLLM shows it: it has more tokens each time one looks."""
+
+    def __init__(self, request: Request) -> None:
+        self.request_id = str(request)
+        self.priority, self.arrival_time = request.priority, request.born_s
+        self._request = request
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._request.tokens)
 
 
 class SimQueue:
     """The real `WaitingRequests`, told of each step in the shape of vLLM's `SchedulerOutput`."""
 
-    def __init__(self, core: ManagerCore, knobs: Knobs, blocks: BlockPool, clock: Clock) -> None:
+    def __init__(
+        self,
+        core: ManagerCore,
+        knobs: Knobs,
+        blocks: BlockPool,
+        clock: Clock,
+        counts: Counter[str],
+    ) -> None:
+        self._counts = counts
         self._knobs = knobs
         self._blocks = blocks
         self._requests: dict[str, Request] = {}
         self._seen: set[str] = set()  # scheduled before
+        self._had: dict[Request, int] = {}  # preempted: the most it had computed
+        self._drafted: set[str] = set()  # … by the last step, with drafts
         queue = Queue(self._keys_of, self._is_cached, knobs.chunk_tokens, knobs.by_priority)
         self.waiting = WaitingRequests(core, queue, clock)
         core.admission.prefill_rate = knobs.prefill_rate
 
     def added(self, request: Request) -> None:
         self._requests[str(request)] = request
-        self.waiting.added(
-            SimpleNamespace(
-                request_id=str(request),
-                num_tokens=len(request.tokens),
-                priority=request.priority,
-                arrival_time=request.born_s,
-            )
-        )
+        self.waiting.added(_Face(request))
 
     def decide(self, request: Request, local: int, found: int) -> int:
         """Tokens to load of those found."""
@@ -48,16 +65,19 @@ class SimQueue:
         """The request got its blocks."""
         resume = self.waiting.resumes.resumed(str(request))
         self.waiting.allocated(str(request))
+        if resume is not None:
+            self._had.pop(request, None)
         return resume
 
     def step(
         self,
         scheduled: Sequence[tuple[Request, int]],
-        preempted: Iterable[Request],
-        ended: Iterable[Request],
+        preempted: Sequence[Request],
+        ended: Sequence[Request],
     ) -> None:
         new = [(r, n) for r, n in scheduled if str(r) not in self._seen]
         old = [(r, n) for r, n in scheduled if str(r) in self._seen]
+        drafts = {str(r): [0] * (r.computed + n - len(r.tokens)) for r, n in old}
         self._seen.update(str(r) for r, _ in new)
         self.waiting.step(
             SimpleNamespace(
@@ -69,12 +89,28 @@ class SimQueue:
                     req_ids=[str(r) for r, _ in old],
                     num_computed_tokens=[r.computed for r, _ in old],
                 ),
+                scheduled_spec_decode_tokens={name: d for name, d in drafts.items() if d},
                 preempted_req_ids={str(r) for r in preempted},
                 finished_req_ids={str(r) for r in ended},
             )
         )
+        for request in preempted:
+            self._had[request] = max(request.had, self._had.get(request, 0))
+        elsewhere = {*(r for r, _ in scheduled), *ended}  # run again, or over
+        self._check_counts([r for r in preempted if r not in elsewhere])
+        self._drafted = {name for name, tokens in drafts.items() if tokens}
         for request in ended:
             self._requests.pop(str(request), None)
+            self._had.pop(request, None)
+
+    def _check_counts(self, preempted: Sequence[Request]) -> None:
+        """A preempted request is known to have had what it had: no draft that was rejected."""
+        for request in preempted:
+            computed = self.waiting.resumes.computed(str(request))
+            self._counts["preempted_with_drafts"] += str(request) in self._drafted
+            if computed != self._had[request]:
+                had = self._had[request]
+                raise Violation("count", f"{request} had {had} tokens computed, not {computed}")
 
     def _keys_of(self, request_id: str) -> list[bytes] | None:
         request = self._requests.get(request_id)

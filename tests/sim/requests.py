@@ -56,6 +56,7 @@ class Request:
     zombie: bool = False  # aborted during its load, which is not over yet
     signaled: bool = False
     load_attempts: int = 0
+    had: int = 0  # tokens computed when it was last preempted
     priority: int = 0  # lower goes first, where the policy says so
 
     def __post_init__(self) -> None:
@@ -68,6 +69,23 @@ class Request:
         token = self.hashes[-1] % 5
         self.tokens.append(token)
         self.hashes.append(extend(self.hashes[-1], token))
+
+    def wanted(self, knobs: Knobs) -> int:
+        """Tokens to schedule: those not computed yet, and drafts once it generates."""
+        left = len(self.tokens) - self.computed
+        room = self.length - len(self.tokens) - 1
+        return left + (min(knobs.drafts, room) if left == 1 else 0)
+
+    def verify(self, count: int) -> int:
+        """Compute so many tokens; returns how many are computed then, without rejected drafts."""
+        after = self.computed + count
+        while len(self.tokens) < after and self.hashes[-1] % 3:  # this draft is what it samples
+            self.sample()
+        return min(after, len(self.tokens))
+
+    def preempted(self) -> None:
+        self.had = self.computed
+        self.status = Status.WAITING
 
     def key(self, chunk: int, knobs: Knobs) -> bytes:
         """Offload key: like vLLM's, it names the tokens and not the weights."""

@@ -58,7 +58,7 @@ class SimScheduler:
         self._requests: dict[int, Request] = {}
         self._ended: list[Request] = []  # finished since the last step
         self._loading_keys: set[bytes] = set()
-        self._queue = SimQueue(core, knobs, self._blocks, clock)
+        self._queue = SimQueue(core, knobs, self._blocks, clock, self.counts)
         self._dropped: list[Request] = []  # preempted between two steps
 
     # -- from outside -----------------------------------------------------------------
@@ -133,7 +133,7 @@ class SimScheduler:
         for block in self._allocated & self._fences.keys():
             self._flush |= self._fences[block]
         for request, count in scheduled:
-            self._store(metadata, request, request.computed + count)
+            self._store(metadata, request, min(request.computed + count, len(request.tokens)))
         ended, self._ended = self._ended, []
         for request in ended:
             self._store_rest(metadata, request)
@@ -145,7 +145,7 @@ class SimScheduler:
         metadata.commands = self.core.take_commands()
         self._rules.commanded(metadata.commands)
         for request, count in scheduled:
-            after = request.computed + count
+            after = request.verify(count)
             metadata.work.append(
                 Work(tuple(request.blocks), tuple(request.hashes), request.computed, after)
             )
@@ -159,7 +159,7 @@ class SimScheduler:
         for request in list(self.running):
             if request not in self.running:
                 continue
-            count = min(len(request.tokens) - request.computed, budget)
+            count = min(request.wanted(self._knobs), budget)
             while count and not self._grow(request, request.computed + count):
                 victim = take_victim(self.running, by_priority=self._knobs.by_priority)
                 scheduled[:] = [item for item in scheduled if item[0] is not victim]
@@ -368,8 +368,8 @@ class SimScheduler:
     def _preempt(self, request: Request) -> None:
         self._trace("preempt", request)
         self.counts["preemptions"] += 1
+        request.preempted()
         self._drop(request)
-        request.status = Status.WAITING
         self.waiting.insert(0, request)
 
     def _free(self, request: Request) -> None:

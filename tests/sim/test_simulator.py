@@ -97,6 +97,7 @@ def test_no_rule_breaks_whichever_policy_evicts(
         "lost_slab",
         "lost_superblock",
         "pool_slots_retired",
+        "preempted_with_drafts",
         "preemptions",
         "resets",
         "store_refused",

@@ -6,6 +6,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from vllm_nvmeof_offload.manager.resumes import Resume, ResumeCounter
 
 
@@ -14,8 +16,12 @@ def _step(
     cached: dict[str, tuple[int, int]] | None = None,
     preempted: tuple[str, ...] = (),
     finished: tuple[str, ...] = (),
+    drafts: tuple[str, ...] = (),
 ) -> Any:
-    """Requests as name → (tokens computed before the step, tokens scheduled in it)."""
+    """Requests as name → (tokens computed before the step, tokens scheduled in it).
+
+    drafts: of these requests all scheduled tokens but the first are drafts.
+    """
     new, cached = new or {}, cached or {}
     return SimpleNamespace(
         num_scheduled_tokens={name: n for name, (_, n) in {**new, **cached}.items()},
@@ -25,13 +31,19 @@ def _step(
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=list(cached), num_computed_tokens=[c for c, _ in cached.values()]
         ),
+        scheduled_spec_decode_tokens={name: [0] * (cached[name][1] - 1) for name in drafts},
         preempted_req_ids=set(preempted),
         finished_req_ids=set(finished),
     )
 
 
+def _counter(tokens_per_chunk: int = 1, tokens: int = 1000) -> ResumeCounter:
+    """Every request has so many tokens."""
+    return ResumeCounter(lambda name: tokens, tokens_per_chunk)
+
+
 def test_reloaded_and_recomputed_tokens_of_a_resume() -> None:
-    counter = ResumeCounter()
+    counter = _counter()
     counter.step(_step(new={"a": (0, 100)}))
     counter.step(_step(cached={"a": (100, 1)}))
     counter.step(_step(preempted=("a",)))
@@ -42,13 +54,13 @@ def test_reloaded_and_recomputed_tokens_of_a_resume() -> None:
 
 
 def test_a_first_admission_is_no_resume() -> None:
-    counter = ResumeCounter()
+    counter = _counter()
     counter.offered("a", 0, 64)
     assert counter.resumed("a") is None
 
 
 def test_preempted_twice_before_it_ran_again() -> None:
-    counter = ResumeCounter()
+    counter = _counter()
     counter.step(_step(new={"a": (0, 40)}))
     counter.step(_step(preempted=("a",)))
     counter.step(_step(preempted=("a",)))
@@ -57,7 +69,7 @@ def test_preempted_twice_before_it_ran_again() -> None:
 
 
 def test_a_request_that_ends_while_preempted_is_forgotten() -> None:
-    counter = ResumeCounter()
+    counter = _counter()
     counter.step(_step(new={"a": (0, 40)}))
     counter.step(_step(preempted=("a",)))
     counter.step(_step(finished=("a",)))
@@ -66,7 +78,7 @@ def test_a_request_that_ends_while_preempted_is_forgotten() -> None:
 
 
 def test_chunk_tokens_are_those_of_full_chunks_outside_gpu_memory() -> None:
-    counter = ResumeCounter(tokens_per_chunk=16)
+    counter = _counter(tokens_per_chunk=16)
     counter.step(_step(new={"a": (0, 100)}))
     counter.step(_step(preempted=("a",)))
     counter.offered("a", 32, 32)
@@ -76,7 +88,7 @@ def test_chunk_tokens_are_those_of_full_chunks_outside_gpu_memory() -> None:
 
 
 def test_everything_computed_but_the_last_unfinished_chunk_is_no_loss() -> None:
-    counter = ResumeCounter(tokens_per_chunk=16)
+    counter = _counter(tokens_per_chunk=16)
     counter.step(_step(new={"a": (0, 60)}))
     counter.step(_step(cached={"a": (60, 1)}))
     counter.step(_step(preempted=("a",)))
@@ -88,7 +100,7 @@ def test_everything_computed_but_the_last_unfinished_chunk_is_no_loss() -> None:
 
 def test_more_found_than_was_computed_is_no_negative_loss() -> None:
     """Another request had the same prefix, and more of it."""
-    counter = ResumeCounter(tokens_per_chunk=16)
+    counter = _counter(tokens_per_chunk=16)
     counter.step(_step(new={"a": (0, 20)}))
     counter.step(_step(preempted=("a",)))
     counter.offered("a", 16, 32)
@@ -96,7 +108,7 @@ def test_more_found_than_was_computed_is_no_negative_loss() -> None:
 
 
 def test_what_a_victim_had_computed_is_known_while_it_waits_alone() -> None:
-    counter = ResumeCounter()
+    counter = _counter()
     counter.step(_step(new={"a": (0, 40), "b": (16, 8)}))
     assert (counter.computed("a"), counter.computed("unknown")) == (0, 0)
     counter.step(_step(preempted=("a", "b")))
@@ -108,7 +120,7 @@ def test_what_a_victim_had_computed_is_known_while_it_waits_alone() -> None:
 
 
 def test_a_victim_preempted_during_its_load_still_had_what_it_had() -> None:
-    counter = ResumeCounter()
+    counter = _counter()
     counter.step(_step(new={"a": (0, 40)}))
     counter.step(_step(preempted=("a",)))
     counter.offered("a", 0, 32)
@@ -119,8 +131,64 @@ def test_a_victim_preempted_during_its_load_still_had_what_it_had() -> None:
 
 def test_preempted_between_two_steps_and_run_again_in_the_next() -> None:
     """`reset_prefix_cache`: the next step names the request as preempted and schedules it."""
-    counter = ResumeCounter()
+    counter = _counter()
     counter.step(_step(new={"a": (0, 40)}))
     counter.step(_step(preempted=("a",), cached={"a": (0, 41)}))
     counter.step(_step(preempted=("a",)))
     assert counter.computed("a") == 41
+
+
+def test_rejected_drafts_were_not_computed() -> None:
+    """28 tokens and one answered; then one step computes that one and five drafts."""
+    tokens = 29
+    counter = ResumeCounter(lambda name: tokens, tokens_per_chunk=8)
+    counter.step(_step(new={"a": (0, 28)}))
+    counter.step(_step(cached={"a": (28, 6)}, drafts=("a",)))
+    tokens = 30  # every draft was rejected: only the token that was sampled instead is new
+    counter.step(_step(preempted=("a",)))
+    assert counter.computed("a") == 29
+    counter.offered("a", 16, 0)
+    assert counter.resumed("a") == Resume(
+        reloaded=0, recomputed=13, chunk_tokens=8, chunk_tokens_lost=8
+    )
+
+
+@pytest.mark.parametrize("accepted", range(6))
+def test_accepted_drafts_were_computed(accepted: int) -> None:
+    tokens = 29
+    counter = ResumeCounter(lambda name: tokens)
+    counter.step(_step(new={"a": (0, 28)}))
+    counter.step(_step(cached={"a": (28, 6)}, drafts=("a",)))
+    tokens += accepted + 1
+    counter.step(_step(preempted=("a",)))
+    assert counter.computed("a") == 29 + accepted
+
+
+def test_tokens_of_a_step_that_ends_after_the_preemption_count() -> None:
+    """Asynchronous scheduling: the step's answer comes when the next step is scheduled."""
+    tokens = 29
+    counter = ResumeCounter(lambda name: tokens)
+    counter.step(_step(new={"a": (0, 28)}))
+    counter.step(_step(cached={"a": (28, 6)}, drafts=("a",)))
+    counter.step(_step(preempted=("a",)))
+    assert counter.computed("a") <= tokens
+    tokens = 33
+    assert counter.computed("a") == 32
+
+
+def test_drafts_of_an_earlier_step_do_not_matter() -> None:
+    counter = _counter(tokens=40)
+    counter.step(_step(new={"a": (0, 28)}))
+    counter.step(_step(cached={"a": (28, 6)}, drafts=("a",)))
+    counter.step(_step(cached={"a": (29, 1)}))  # vLLM has taken back what was rejected
+    counter.step(_step(preempted=("a",)))
+    assert counter.computed("a") == 30
+
+
+def test_a_request_never_had_more_computed_than_it_has_tokens() -> None:
+    """A step that was scheduled ahead of its tokens, and whose answer was dropped."""
+    counter = _counter(tokens=28)
+    counter.step(_step(new={"a": (0, 28)}))
+    counter.step(_step(cached={"a": (28, 1)}))
+    counter.step(_step(preempted=("a",)))
+    assert counter.computed("a") == 28

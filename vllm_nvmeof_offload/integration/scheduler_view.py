@@ -72,8 +72,10 @@ class SchedulerView:
         if not missing or local + missing > waiting.resumes.computed(request_id):
             return 0
         keys, state = self.keys_of(request_id), self._scheduler._req_status[request_id]
-        assert keys is not None
-        key = keys[local // per_chunk]
+        chunk = local // per_chunk
+        if keys is None or chunk >= len(keys):  # the request has not got so many tokens
+            return 0
+        key = keys[chunk]
         if state.transfer_jobs or key in (self._scheduler._chunks_being_loaded or ()):
             return 0
         hit = self._scheduler.manager.lookup(key, state.req_context) is LookupResult.HIT

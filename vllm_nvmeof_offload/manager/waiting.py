@@ -61,7 +61,7 @@ class WaitingRequests:
     def __init__(
         self, core: ManagerCore, queue: Queue, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.resumes = ResumeCounter(queue.tokens_per_chunk)
+        self.resumes = ResumeCounter(self._num_tokens, queue.tokens_per_chunk)
         self._core = core
         self._queue = queue
         self._clock = clock
@@ -142,6 +142,10 @@ class WaitingRequests:
             return
         count = self.resumes.computed(request_id) // self._queue.tokens_per_chunk
         self._core.reload.preempted(request_id, keys[:count], self._in_gpu(request))
+
+    def _num_tokens(self, request_id: str) -> int:
+        request = self._requests.get(request_id)
+        return request.num_tokens if request is not None else 0
 
     def _order(self, request: Any) -> Order:
         if self._queue.by_priority:

@@ -72,6 +72,10 @@ class Plan:
     target: Path | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
+    #: How long it may take on a busy machine.
+    run_s_max: float = RUN_S_MAX
+    #: All requests of a round together, not one after the other.
+    at_once: bool = False
     #: Run what is refused, to see what it would give.
     lift_mla: bool = False
     #: After the first round: the model whose weights are put into this one, by vLLM's API.
@@ -234,6 +238,7 @@ class Zygote:
             "rounds": [[asdict(request) for request in asked] for asked in plan.rounds],
             "env": dict(plan.env),
             "only_make": only_make,
+            "at_once": plan.at_once,
             "lift_mla": plan.lift_mla,
             "reload": plan.reload,
             "adapter_swap": plan.adapter_swap,
@@ -246,7 +251,7 @@ class Zygote:
         }
         assert self._process.stdin is not None
         print(json.dumps(order), file=self._process.stdin, flush=True)
-        code = self._answer(RUN_S_MAX)
+        code = self._answer(plan.run_s_max)
         text = log.read_text(errors="replace")
         assert code == "0" and result.exists(), f"exit {code}\n{text[-4000:]}"
         return text, json.loads(result.read_text())

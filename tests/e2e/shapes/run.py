@@ -33,10 +33,7 @@ def play(plan: dict[str, Any]) -> dict[str, Any]:
         stand_ins.ask_as_on_a_gpu()
     if plan["stub_gpu"]:
         stand_ins.copy_by_stub()
-    arguments = {**plan["llm"], "model": str(make(plan["llm"]["model"]))}
-    drafter = arguments.get("speculative_config")
-    if drafter and "model" in drafter:
-        arguments["speculative_config"] = {**drafter, "model": str(make(drafter["model"]))}
+    arguments = _with_models(plan["llm"])
     if plan["only_make"]:
         return {"model": arguments["model"]}
     try:
@@ -55,12 +52,21 @@ def play(plan: dict[str, Any]) -> dict[str, Any]:
         # What comes back comes from us: GPU memory forgets.
         assert llm.reset_prefix_cache()
         before = _counters(llm)
-        answers.append([_ask(llm, request) for request in asked])
+        answers.append(_ask(llm, asked) if plan["at_once"] else [_ask(llm, [r])[0] for r in asked])
         if plan["offloads"]:
             _settle(llm)
         after = _counters(llm)
         counters.append({k: v - before.get(k, 0) for k, v in after.items()})
     return {"answers": answers, "counters": counters}
+
+
+def _with_models(arguments: dict[str, Any]) -> dict[str, Any]:
+    """`LLM`'s arguments with models' directories in the place of their kinds."""
+    made = {**arguments, "model": str(make(arguments["model"]))}
+    drafter = made.get("speculative_config")
+    if drafter and "model" in drafter:
+        made["speculative_config"] = {**drafter, "model": str(make(drafter["model"]))}
+    return made
 
 
 def _lift_the_refusal_of_mla() -> None:
@@ -75,22 +81,25 @@ def _watch_nothing() -> None:
     weights_watch.install = lambda engine_core: None
 
 
-def _ask(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
+def _ask(llm: Any, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Ask all of it at once."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
-    sampling = SamplingParams(
-        temperature=0.0,
-        max_tokens=request["tokens"],
-        ignore_eos=True,
-        logprobs=_RANKS,
-    )
-    prompt: dict[str, Any] = {"prompt_token_ids": request["prompt"]}
-    if request["image"] is not None:
-        prompt["multi_modal_data"] = {"image": _image(request["image"])}
-    lora = LoRARequest(*request["lora"]) if request["lora"] else None
-    (output,) = llm.generate(prompt, sampling, use_tqdm=False, lora_request=lora)
-    (answer,) = output.outputs
+    prompts: list[dict[str, Any]] = [{"prompt_token_ids": r["prompt"]} for r in asked]
+    for prompt, request in zip(prompts, asked, strict=True):
+        if request["image"] is not None:
+            prompt["multi_modal_data"] = {"image": _image(request["image"])}
+    sampling = [
+        SamplingParams(temperature=0.0, max_tokens=r["tokens"], ignore_eos=True, logprobs=_RANKS)
+        for r in asked
+    ]
+    loras = [LoRARequest(*r["lora"]) if r["lora"] else None for r in asked]
+    outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=loras)
+    return [_answer(*output.outputs) for output in outputs]
+
+
+def _answer(answer: Any) -> dict[str, Any]:
     tokens = list(answer.token_ids)
     ranked = [
         sorted((lp.logprob for lp in step.values()), reverse=True) for step in answer.logprobs
@@ -130,7 +139,7 @@ def _settle(llm: Any) -> None:
     deadline = time.monotonic() + _SETTLE_S
     tiny = {"prompt": [5, 6, 7], "tokens": 1, "image": None, "lora": None}
     while True:
-        _ask(llm, tiny)
+        _ask(llm, [tiny])
         now = _counters(llm)
         written = now.get("nvmeof_written_chunks", 0)
         if written >= now.get("nvmeof_stored_chunks", 0) and not now.get("nvmeof_writes_pending"):

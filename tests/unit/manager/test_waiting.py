@@ -69,6 +69,7 @@ class Lobby:
                 scheduled_cached_reqs=SimpleNamespace(
                     req_ids=list(cached), num_computed_tokens=[c for c, _ in cached.values()]
                 ),
+                scheduled_spec_decode_tokens={},
                 preempted_req_ids=set(preempted),
                 finished_req_ids=set(finished),
             )

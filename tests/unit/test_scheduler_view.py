@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read of vLLM's scheduler: the rest of a chunk of which GPU memory has a part."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="the view reads vLLM's objects")
+
+from vllm.v1.kv_offload.base import LookupResult
+
+from vllm_nvmeof_offload.integration.scheduler_view import SchedulerView
+
+BLOCK, BLOCKS_PER_CHUNK = 16, 2
+CHUNK = BLOCK * BLOCKS_PER_CHUNK
+
+
+class State:
+    """vLLM's state of a request: its keys follow its tokens."""
+
+    def __init__(self, request: Any) -> None:
+        self.req = request
+        self.req_context = None
+        self.transfer_jobs: set[int] = set()
+        self.group_states = (SimpleNamespace(offload_keys=[]),)
+
+    def update_offload_keys(self) -> None:
+        count = self.req.num_tokens // CHUNK
+        self.group_states[0].offload_keys[:] = [b"key %d" % i for i in range(count)]
+
+
+def _rest(num_tokens: int, local: int, computed: int, hit: bool = True) -> int:
+    """Ask for a request's rest of a chunk; `computed` is what is said to have been computed."""
+    request = SimpleNamespace(request_id="a", num_tokens=num_tokens)
+    group = SimpleNamespace(
+        tokens_per_block=BLOCK, tokens_per_chunk=CHUNK, hashes_per_chunk=BLOCKS_PER_CHUNK
+    )
+    found = LookupResult.HIT if hit else LookupResult.MISS
+    scheduler = SimpleNamespace(
+        config=SimpleNamespace(kv_group_configs=(group,), tokens_per_hash=BLOCK),
+        _req_status={"a": State(request)},
+        _chunks_being_loaded=set(),
+        manager=SimpleNamespace(lookup=lambda key, context: found),
+    )
+    view = SchedulerView(scheduler, lambda: None)
+    waiting: Any = SimpleNamespace(resumes=SimpleNamespace(computed=lambda request_id: computed))
+    return view.rest_of_a_chunk(request, local, waiting)
+
+
+def test_the_rest_of_a_chunk_that_was_computed_is_offered() -> None:
+    assert _rest(num_tokens=40, local=16, computed=39) == 16
+    assert _rest(num_tokens=40, local=16, computed=39, hit=False) == 0
+
+
+def test_nothing_is_offered_behind_whole_chunks_and_of_what_was_not_computed() -> None:
+    assert _rest(num_tokens=80, local=32, computed=79) == 0
+    assert _rest(num_tokens=80, local=48, computed=63) == 0
+
+
+def test_a_count_beyond_the_requests_tokens_is_not_trusted() -> None:
+    """No key has so high a number."""
+    assert _rest(num_tokens=30, local=16, computed=34) == 0
+    assert _rest(num_tokens=31, local=16, computed=1000) == 0
