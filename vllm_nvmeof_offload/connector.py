@@ -36,6 +36,7 @@ from vllm_nvmeof_offload.integration.messages import (
     NVMeoFHandshake,
     NVMeoFWorkerMetadata,
 )
+from vllm_nvmeof_offload.integration.old_kv import OldKV
 from vllm_nvmeof_offload.integration.plainly import said_plainly
 from vllm_nvmeof_offload.integration.scheduler_view import SchedulerView, timed
 from vllm_nvmeof_offload.integration.sleep_hooks import SleepHooks
@@ -78,6 +79,7 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
         self._events: list[KVCacheEvent] = []
         if self.connector_scheduler is not None:
             self._view = SchedulerView(self.scheduler, lambda: self._kv_cache_manager)
+            self._old_kv = OldKV(self._manager.core.suspension, self._view)
             by_priority = vllm_config.scheduler_config.policy == "priority"
             self._manager.follow(self._view.queue(by_priority=by_priority))
             weights_watch.install(EngineCore)
@@ -180,8 +182,6 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
 
     @timed
     def on_new_request(self, request: Any) -> None:
-        if not self.scheduler._req_status:  # also none that has finished and is still to be stored
-            self._settle()
         super().on_new_request(request)
         self._waiting.added(request, prefetch=self._view.may_prefetch(request))
 
@@ -192,6 +192,7 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
         found, later = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if found is None:
             return None, False
+        self._old_kv.looked_up(request.request_id, num_computed_tokens)
         if not found:
             found = self._view.rest_of_a_chunk(request, num_computed_tokens, self._waiting)
             later = True
@@ -205,6 +206,7 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
         if resume is not None:
             self._manager.figures.count_resume(resume)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        self._old_kv.admitted(request, blocks, num_external_tokens)
         attempt = self._waiting.allocated(request.request_id)
         if attempt is not None:
             self._manager.figures.count_attempt(attempt)
@@ -212,6 +214,7 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
     @timed
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         self._manager.step_scheduled(scheduler_output)
+        self._old_kv.step(scheduler_output.preempted_req_ids or ())
         meta = super().build_connector_meta(self._without_resumed(scheduler_output))
         assert isinstance(meta, OffloadingConnectorMetadata)
         return NVMeoFConnectorMetadata(
@@ -233,7 +236,14 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
 
     @timed
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, Any]:
+        self._old_kv.finished(request.request_id)
         result: tuple[bool, Any] = super().request_finished(request, block_ids)
+        return result
+
+    @timed
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, Any]:
+        self._old_kv.finished(request.request_id)
+        result: tuple[bool, Any] = super().request_finished_all_groups(request, block_ids)
         return result
 
     @timed
@@ -257,7 +267,6 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
                 self._events += self.scheduler.take_events()
         done: bool | None = super().reset_cache()
         to_flush |= kept
-        self._settle()
         return done
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -267,16 +276,9 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
 
     def weights_may_have_changed(self, call: str, *, known: bool) -> None:
         """`weights_watch`: vLLM did `call`, which changes weights (known), or can."""
-        if self._manager.weights_may_have_changed(call, known=known):
+        if self._manager.weights_may_have_changed(known=known):
             self.reset_cache()
-
-    def _settle(self) -> None:
-        """Store again if GPU memory holds nothing that other weights have computed.
-
-        What vLLM caches there is emptied for that if no request runs; it asks its users to do so.
-        """
-        if self._manager.suspended and self._view.empty_prefix_cache():
-            self._manager.suspended = False
+            self._old_kv.began(call, self.scheduler._req_status, known=known)
 
     def _without_resumed(self, scheduler_output: Any) -> Any:
         """Leave out of the preempted requests those that this very step loads again.

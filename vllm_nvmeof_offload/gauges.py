@@ -62,6 +62,15 @@ GAUGES = metrics(
         "Requests, preempted or in vLLM's queue, whose chunks are looked after.",
         NO,
     ),
+    (
+        "stores_suspended",
+        "requests",
+        (
+            "Requests of which nothing is stored, because weights may have changed since a part "
+            "of their KV was computed; each counts until it ends or computes everything again."
+        ),
+        NO,
+    ),
     # -- learned
     (
         "prefill_tokens_per_second",

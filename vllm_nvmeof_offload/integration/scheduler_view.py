@@ -37,8 +37,9 @@ class SchedulerView:
 
     def __init__(self, scheduler: Any, kv_cache_manager: Callable[[], Any]) -> None:
         self._scheduler = scheduler
-        self._kv_cache_manager = kv_cache_manager
+        self.kv_cache_manager = kv_cache_manager
         group = scheduler.config.kv_group_configs[0]
+        self.tokens_per_block: int = group.tokens_per_block
         self._tokens_per_chunk: int = group.tokens_per_chunk
         self._hashes_per_chunk: int = group.hashes_per_chunk
         # Blocks in GPU memory are known by the hash of one block.
@@ -93,20 +94,14 @@ class SchedulerView:
             group = state.group_states[0]
             group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, computed)
 
-    def empty_prefix_cache(self) -> bool:
-        """Forget what GPU memory caches, unless a block is in use; returns whether it is empty."""
-        manager = self._kv_cache_manager()
-        if manager is None:
-            return True
-        pool = manager.block_pool
-        # All but the one that vLLM keeps to itself. vLLM's own test would log a warning.
-        if pool.get_num_free_blocks() < pool.num_gpu_blocks - 1:
-            return False
-        return bool(manager.reset_prefix_cache())
+    def store_from_the_first(self, request_id: str) -> None:
+        """Store the request's chunks again, although vLLM has counted them as stored."""
+        for group in self._scheduler._req_status[request_id].group_states:
+            group.next_stored_chunk_idx = 0
 
     def _is_cached(self, request: Any, chunk: int) -> bool:
         """Whether the last block of the request's chunk is in GPU memory."""
-        manager = self._kv_cache_manager()
+        manager = self.kv_cache_manager()
         if manager is None or not self._comparable:
             return False
         last = request.block_hashes[(chunk + 1) * self._hashes_per_chunk - 1]

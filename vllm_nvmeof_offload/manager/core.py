@@ -28,6 +28,7 @@ from vllm_nvmeof_offload.manager.reload import ReloadScheduler
 from vllm_nvmeof_offload.manager.residency import ResidencyLog
 from vllm_nvmeof_offload.manager.shelf import Reason, Shelf
 from vllm_nvmeof_offload.manager.sightings import Sightings
+from vllm_nvmeof_offload.manager.suspension import Suspension
 from vllm_nvmeof_offload.manager.targets import MakePolicy, Targets
 from vllm_nvmeof_offload.manager.tiers import Tiers
 from vllm_nvmeof_offload.manager.writes import WriteBehind
@@ -75,6 +76,7 @@ class ManagerCore:
         self.capacity = Capacity()
         #: Not the weights any more that the keyspace names: nothing is adoptable from now on.
         self.weights_changed = False
+        self.suspension = Suspension(clock)
         #: What happened, for metrics: counter name → count; those with a colon have labels.
         self.counters: Counter[str] = Counter()
         #: By counter of `failed_chunks`: the last one of them.
@@ -451,6 +453,7 @@ class ManagerCore:
             "requests_waiting": len(self.reload),
             "cache_slots_in_use": tiers.cache.in_use_count,
             "suspect_targets": len(tiers.targets.suspects),
+            "stores_suspended": len(self.suspension),
         }
 
     def activity(self) -> tuple[int, ...]:

@@ -54,6 +54,7 @@ _GAUGE_SOURCES: dict[Series, str] = {
     ("write_backlog", ()): "write_backlog",
     ("suspect_targets", ()): "suspect_targets",
     ("requests_waiting", ()): "requests_waiting",
+    ("stores_suspended", ()): "stores_suspended",
     ("prefill_tokens_per_second", ()): "prefill_tokens_per_s",
     ("pool_read_bytes_per_second", ()): "read_bytes_per_s",
     ("load_overhead_seconds", ()): "load_overhead_s",

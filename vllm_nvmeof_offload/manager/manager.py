@@ -76,8 +76,6 @@ class NVMeoFOffloadingManager(OffloadingManager):
         core.follow_prompts(self._steps.prompts_s)
         self._scheduler_s = 0.0
         self._told_s = self._told_all_s = 0.0  # when `get_stats` told anything, every gauge
-        #: Nothing is stored: what GPU memory holds was computed with other weights.
-        self.suspended = False
         #: Set by `follow`.
         self.waiting: WaitingRequests | None = None
         self.figures = Figures(core, tokens_per_chunk)
@@ -128,7 +126,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        if self.suspended:
+        if req_context.req_id in self.core.suspension:
             return PrepareStoreOutput([], LoadStoreSpec(), [])
         plan = self.core.prepare_store(list(keys))
         self._state(req_context).keys.update(dict.fromkeys(keys))
@@ -148,6 +146,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        # Comes when nothing more of the request will be stored.
+        self.core.suspension.ended(req_context.req_id)
         state = req_context.get_state(_RequestKeys)
         if state is not None:
             self.core.ended(state.keys)
@@ -167,6 +167,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if scheduler_output.preempted_req_ids:
             self.figures.add("preemptions", len(scheduler_output.preempted_req_ids))
         self.waiting.step(scheduler_output)
+        self.core.suspension.say()
 
     def step_ended(self, scheduler_s: float) -> None:
         """A step's output has come, and was taken in. scheduler_s: spent in our scheduler side
@@ -203,19 +204,10 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if self.core.reset():
             logger.info("a reset declared void what was offloaded: %d chunks", entries)
 
-    def weights_may_have_changed(self, call: str, *, known: bool) -> bool:
-        """vLLM did `call`. Returns whether everything is void, and a reset must follow."""
+    def weights_may_have_changed(self, *, known: bool) -> bool:
+        """Returns whether everything is void: a reset must follow, and a suspension."""
         if not known and self.core.config.weights_never_change:
             return False
-        if not self.suspended:
-            logger.warning(
-                "%s %s the weights: what was offloaded before is void, and what follows will not "
-                "be found by another start%s",
-                call,
-                "changes" if known else "may have changed",
-                "" if known else "; weights_never_change says that such a call does not",
-            )
-        self.suspended = True
         self.core.weights_changed = True
         return True
 

@@ -84,6 +84,10 @@ class Plan:
     adapter_swap: tuple[str, str] | None = None
     #: Nobody tells the connector of new weights.
     unwatched: bool = False
+    #: The weights change while the first round's request runs (`steady.py`).
+    steady: bool = False
+    #: Store nonetheless what earlier weights have computed.
+    unsuspended: bool = False
     #: See `stand_ins.py`.
     packed: bool = False
     stub_gpu: bool = False
@@ -243,6 +247,8 @@ class Zygote:
             "reload": plan.reload,
             "adapter_swap": plan.adapter_swap,
             "unwatched": plan.unwatched,
+            "steady": plan.steady,
+            "unsuspended": plan.unsuspended,
             "packed": plan.packed,
             "stub_gpu": plan.stub_gpu,
             "offloads": plan.target is not None,

@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.e2e.shapes import stand_ins
 from tests.e2e.shapes.models import make
+from tests.e2e.shapes.steady import SteadyEngine
 
 _SETTLE_S = 120.0
 #: Log-probabilities of the token and of the runner-up.
@@ -29,6 +30,8 @@ def play(plan: dict[str, Any]) -> dict[str, Any]:
         _lift_the_refusal_of_mla()
     if plan["unwatched"]:
         _watch_nothing()
+    if plan["unsuspended"]:
+        _suspend_nothing()
     if plan["packed"]:
         stand_ins.ask_as_on_a_gpu()
     if plan["stub_gpu"]:
@@ -41,23 +44,29 @@ def play(plan: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - whatever it says is the result
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"}
+    if plan["steady"]:
+        return _play_steadily(llm, plan)
     answers, counters = [], []
     for number, asked in enumerate(plan["rounds"]):
-        if plan["reload"] and number == 1:
-            new = {"weights_path": str(make(plan["reload"]))}
-            llm.collective_rpc("reload_weights", kwargs=new)
-        if plan["adapter_swap"] and number == 1:
-            new, old = plan["adapter_swap"]
-            shutil.copytree(new, old, dirs_exist_ok=True)
+        if number == 1:
+            _change_weights(llm, plan)
         # What comes back comes from us: GPU memory forgets.
         assert llm.reset_prefix_cache()
         before = _counters(llm)
         answers.append(_ask(llm, asked) if plan["at_once"] else [_ask(llm, [r])[0] for r in asked])
         if plan["offloads"]:
             _settle(llm)
-        after = _counters(llm)
-        counters.append({k: v - before.get(k, 0) for k, v in after.items()})
+        counters.append(_grown(before, _counters(llm)))
     return {"answers": answers, "counters": counters}
+
+
+def _change_weights(llm: Any, plan: dict[str, Any]) -> None:
+    """Between the first round and the second, as the plan asks: the model's, or an adapter's."""
+    if plan["reload"]:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(make(plan["reload"]))})
+    if plan["adapter_swap"]:
+        new, old = plan["adapter_swap"]
+        shutil.copytree(new, old, dirs_exist_ok=True)
 
 
 def _with_models(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -69,10 +78,40 @@ def _with_models(arguments: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
+def _play_steadily(llm: Any, plan: dict[str, Any]) -> dict[str, Any]:
+    """The weights change while the first round's request runs; the second round is asked beside
+    it, the third when it has ended and GPU memory has forgotten all. `counters` has for the first
+    round how things stand while all run."""
+    (long,), during, afterwards = plan["rounds"]
+    engine = SteadyEngine(llm, long)
+    engine.reload(plan["reload"])
+    before = _counters(llm)
+    answers = [[engine.ask(request) for request in during]]
+    beside = _counters(llm)
+    counters = [beside, _grown(before, beside)]
+    answers.insert(0, [engine.finish()])
+    _settle(llm)
+    assert llm.reset_prefix_cache()
+    before = _counters(llm)
+    answers.append([answer for request in afterwards for answer in _ask(llm, [request])])
+    counters += [_grown(before, _counters(llm))]
+    return {"answers": answers, "counters": counters}
+
+
+def _grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0) for name, value in after.items()}
+
+
 def _lift_the_refusal_of_mla() -> None:
     from vllm_nvmeof_offload.integration import model_shape
 
     model_shape._ignores_loaded_kv = lambda vllm_config: False
+
+
+def _suspend_nothing() -> None:
+    from vllm_nvmeof_offload.manager.suspension import Suspension
+
+    Suspension.begin = lambda self, call, requests, known: None  # type: ignore[method-assign]
 
 
 def _watch_nothing() -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.e2e.shapes.models import make_adapter
-from tests.e2e.shapes.rig import Outcome, Plan, Request, Zygote, same
-from tests.e2e.shapes.test_answers import ASKED, CPU
+from tests.e2e.shapes.rig import Outcome, Plan, Request, Zygote, prompts, same
+from tests.e2e.shapes.test_answers import ASKED, CPU, POOL, whole_chunks
 
 
 def test_kv_of_old_weights_is_not_used(zygote: Zygote, tmp_path: Path) -> None:
@@ -52,3 +52,27 @@ def test_kv_of_an_adapters_old_files_is_not_used(zygote: Zygote, tmp_path: Path)
     assert same(unwatched.answers[0], watched.answers[0])
     assert unwatched.grown(1, CPU) > 0
     assert not same(unwatched.answers[1], reference)
+
+
+def test_a_server_that_is_never_idle_stores_again(zygote: Zygote, tmp_path: Path) -> None:
+    """While a request of before runs on, others are stored, and of that one nothing is served."""
+    long = Request(prompts(9, 150)[0], tokens=400)
+    again = Request([*long.prompt, 7, 8, 9])  # both of the long prompt's chunks come before it
+    afterwards = [*ASKED, again]
+    new = zygote.reference(Plan("other", [afterwards]), "other-steady")
+    plan = Plan(
+        "llama", [[long], ASKED, afterwards], target=tmp_path / "pool", reload="other", steady=True
+    )
+    steady = zygote.run(plan, "steady")
+    _, during, after = steady.answers
+    assert [a.tokens for a in during] == [a.tokens for a in new[: len(ASKED)]]
+    assert steady.counters[0]["nvmeof_stores_suspended"] == 1
+    assert steady.grown(1, "nvmeof_stored_chunks") >= whole_chunks(ASKED, 64) // 64
+    assert same(after, new)
+    assert steady.grown(2, CPU) + steady.grown(2, POOL) == whole_chunks(ASKED, 64)
+    assert "of 1 requests, computed in part before, nothing is stored" in steady.log
+    assert "after the weights may have changed all is stored again" in steady.log
+
+    control = replace(plan, target=tmp_path / "control", unsuspended=True)
+    _, _, mixed = zygote.run(control, "steady-unsuspended").answers
+    assert not same(mixed[-1:], new[-1:])

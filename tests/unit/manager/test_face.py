@@ -70,21 +70,23 @@ def test_a_chunk_below_the_threshold_is_counted() -> None:
     assert figures(manager)["below_threshold_chunks", ()] == 2
 
 
-def test_after_new_weights_nothing_is_stored_until_the_old_kv_is_gone() -> None:
+def test_of_requests_computed_with_earlier_weights_nothing_is_stored() -> None:
     bench = Bench()
     manager = NVMeoFOffloadingManager(bench.core, 16)
-    context = ReqContext("request")
-    assert manager.weights_may_have_changed("update_weights", known=True)
+    old, new = ReqContext("old"), ReqContext("new")
+    assert manager.weights_may_have_changed(known=True)
     manager.reset_cache()
-    assert manager.prepare_store(keys_of(1), context).keys_to_store == []
-    manager.suspended = False
-    assert manager.prepare_store(keys_of(1), context).keys_to_store == keys_of(1)
+    bench.core.suspension.begin("update_weights", ["old"], known=True)
+    assert manager.prepare_store(keys_of(1), old).keys_to_store == []
+    assert manager.prepare_store(keys_of(2), new).keys_to_store == keys_of(2)
+    assert bench.core.gauges()["stores_suspended"] == 1
+    manager.on_request_finished(old)  # its name may be used again
+    assert manager.prepare_store(keys_of(1), old).keys_to_store == keys_of(1)
+    assert bench.core.gauges()["stores_suspended"] == 0
 
 
 @pytest.mark.parametrize("never_change", [False, True])
 def test_what_may_change_weights_voids_unless_the_operator_rules_it_out(never_change: bool) -> None:
     manager = NVMeoFOffloadingManager(Bench(weights_never_change=never_change).core, 16)
-    assert manager.weights_may_have_changed("apply_model", known=False) is not never_change
-    assert manager.suspended is not never_change
-    assert manager.weights_may_have_changed("reload_weights", known=True)
-    assert manager.suspended
+    assert manager.weights_may_have_changed(known=False) is not never_change
+    assert manager.weights_may_have_changed(known=True)
