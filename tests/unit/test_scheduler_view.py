@@ -32,9 +32,8 @@ class State:
         self.group_states[0].offload_keys[:] = [b"key %d" % i for i in range(count)]
 
 
-def _rest(num_tokens: int, local: int, computed: int, hit: bool = True) -> int:
-    """Ask for a request's rest of a chunk; `computed` is what is said to have been computed."""
-    request = SimpleNamespace(request_id="a", num_tokens=num_tokens)
+def _view(request: Any, hit: bool = True, cached: tuple[bytes, ...] = ()) -> SchedulerView:
+    """Of a scheduler with one request. cached: block hashes that GPU memory has."""
     group = SimpleNamespace(
         tokens_per_block=BLOCK, tokens_per_chunk=CHUNK, hashes_per_chunk=BLOCKS_PER_CHUNK
     )
@@ -45,9 +44,15 @@ def _rest(num_tokens: int, local: int, computed: int, hit: bool = True) -> int:
         _chunks_being_loaded=set(),
         manager=SimpleNamespace(lookup=lambda key, context: found),
     )
-    view = SchedulerView(scheduler, lambda: None)
+    pool = SimpleNamespace(get_cached_block=lambda key, groups: [1] if key in cached else None)
+    return SchedulerView(scheduler, lambda: SimpleNamespace(block_pool=pool))
+
+
+def _rest(num_tokens: int, local: int, computed: int, hit: bool = True) -> int:
+    """Ask for a request's rest of a chunk; `computed` is what is said to have been computed."""
+    request = SimpleNamespace(request_id="a", num_tokens=num_tokens)
     waiting: Any = SimpleNamespace(resumes=SimpleNamespace(computed=lambda request_id: computed))
-    return view.rest_of_a_chunk(request, local, waiting)
+    return _view(request, hit).rest_of_a_chunk(request, local, waiting)
 
 
 def test_the_rest_of_a_chunk_that_was_computed_is_offered() -> None:
@@ -64,3 +69,12 @@ def test_a_count_beyond_the_requests_tokens_is_not_trusted() -> None:
     """No key has so high a number."""
     assert _rest(num_tokens=30, local=16, computed=34) == 0
     assert _rest(num_tokens=31, local=16, computed=1000) == 0
+
+
+def test_a_chunk_is_cached_if_its_last_block_is() -> None:
+    """A chunk that was known earlier may have lost its tokens since: it is not in GPU memory."""
+    request = SimpleNamespace(request_id="a", num_tokens=64, block_hashes=[b"0", b"1", b"2", b"3"])
+    is_cached = _view(request, cached=(b"0", b"3")).queue(by_priority=False).is_cached
+    assert [is_cached(request, chunk) for chunk in range(2)] == [False, True]
+    del request.block_hashes[3:]
+    assert not is_cached(request, 1)

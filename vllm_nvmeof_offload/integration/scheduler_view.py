@@ -104,5 +104,8 @@ class SchedulerView:
         manager = self.kv_cache_manager()
         if manager is None or not self._comparable:
             return False
-        last = request.block_hashes[(chunk + 1) * self._hashes_per_chunk - 1]
-        return manager.block_pool.get_cached_block(last, [0]) is not None
+        last = (chunk + 1) * self._hashes_per_chunk - 1
+        hashes = request.block_hashes
+        if last >= len(hashes):  # vLLM takes tokens back between the turns of a session
+            return False
+        return manager.block_pool.get_cached_block(hashes[last], [0]) is not None
