@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.e2e.shapes.rig import Plan, Request, Zygote, prompts
 
-COUNT, ANSWER_TOKENS = 80, 140
+COUNT, ANSWER_TOKENS = 80, 220
 GPU_BLOCKS, BLOCKS_PER_REQUEST_MAX = 60, 16
 PREEMPTIONS_MIN = 30
 #: Half a minute on an idle machine.
