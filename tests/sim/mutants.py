@@ -23,6 +23,7 @@ PROFILE = {
     "release_report_is_lost": "hangs",
     "pending_work_never_ends": "hangs",
     "suspect_target_fails_the_reset": "hangs",
+    "stale_at_a_gate_dooms_a_good_place": "hangs",
     "a_reset_waits_for_a_late_write": "stuck",
     "hung_fill_blocks_its_readers": "stuck",
     "hung_stream_slots_block_loads": "hangs",

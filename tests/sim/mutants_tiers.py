@@ -83,6 +83,11 @@ def failed_key_is_not_dropped() -> list[Patch]:
 
 
 @mutant
+def stale_at_a_gate_dooms_a_good_place() -> list[Patch]:
+    return [(core, "_READ_FIRST", frozenset())]
+
+
+@mutant
 def doomed_entry_still_hits() -> list[Patch]:
     return [(Index, "drop", lambda self, entry: None)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm_nvmeof_offload.errors import Outcome
+from vllm_nvmeof_offload.errors import CANCELLED, STALE, Outcome
 from vllm_nvmeof_offload.protocol import SlotIdentity
 
 
@@ -21,3 +21,17 @@ class SentOp:
     outcomes: int = 0
     releases: int = 0
     failures: dict[int, Outcome] = field(default_factory=dict)
+
+    def blames(self, index: int, outcome: Outcome, in_pool: set[int]) -> bool:
+        """Does a rank's failure say that the chunk is bad, so that it may go?
+
+        in_pool: generations that were in the pool alone, or being read from there. An op that
+        did not read the pool has proved nothing about those.
+        """
+        if self.kind == "store":
+            return True
+        if self.kind not in ("load", "fetch") or outcome == CANCELLED:
+            return False
+        identity = self.identities[index]
+        waited = identity.generation in in_pool and identity not in self.pool.values()
+        return outcome != STALE or not waited

@@ -30,6 +30,7 @@ from .rank import SimRank
 _HAS_CACHE = {State.STORING, State.CACHED, State.WRITING, State.BOTH, State.FETCHING}
 _HAS_POOL = {State.WRITING, State.BOTH, State.POOLED, State.FETCHING}
 _STAGED = {State.CACHED, State.WRITING, State.BOTH}
+_READ_FIRST = {State.POOLED, State.FETCHING}
 _READS = ("load", "fetch")
 #: STALE: it waited for a read that was cut off; the entry may be whole in the pool, or be gone.
 _SPARES = (None, CANCELLED, STALE)
@@ -58,6 +59,7 @@ class Rules:
         self._failing: set[int] = set()  # a rank reported a failure: may go
         self._failed: set[int] = set()  # every rank has reported: must be gone
         self._void: set[int] = set()  # from before a reset
+        self._in_pool: set[int] = set()  # no cache slot held them before these reports
         self._waiting_since_s: float | None = None  # the oldest command not sent yet
 
     # -- calls ------------------------------------------------------------------------
@@ -132,6 +134,7 @@ class Rules:
 
     def report(self, reports: Sequence[Report]) -> None:
         before = {e.identity.generation: (e, e.state) for e in self._core.entries()}
+        self._in_pool = {g for g, (_, state) in before.items() if state in _READ_FIRST}
         for report in reports:
             if isinstance(report, OpReport | ReleaseReport):
                 self._apply(report)
@@ -274,7 +277,7 @@ class Rules:
             for index, outcome in report.failures:
                 if op.failures.get(index, CANCELLED) == CANCELLED:
                     op.failures[index] = outcome
-                if op.kind == "store" or (op.kind in _READS and outcome != CANCELLED):
+                if op.blames(index, outcome, self._in_pool):
                     self._failing.add(op.identities[index].generation)
             if op.outcomes == self._knobs.ranks:
                 self._decided(op)

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from vllm_nvmeof_offload.errors import CANCELLED, Outcome
+from vllm_nvmeof_offload.errors import CANCELLED, STALE, Outcome
 from vllm_nvmeof_offload.manager.admission import Admission, Find
 from vllm_nvmeof_offload.manager.adoption import Capacity, agree
 from vllm_nvmeof_offload.manager.index import Entry, Event, State
@@ -350,8 +350,10 @@ class ManagerCore:
         for index, outcome in report.failures:
             stored = op.kind is OpKind.STORE
             loaded = op.kind in (OpKind.LOAD, OpKind.FETCH) and outcome != CANCELLED
+            slot = op.pool_slots[index] if op.pool_slots else None
+            if outcome == STALE and slot is None and op.entries[index].state in _READ_FIRST:
+                continue  # it waited for another's read, which was cut off: the pool has it yet
             if stored or loaded:
-                slot = op.pool_slots[index] if op.pool_slots else None
                 worn = slot is not None and self._writes.read_failed(slot, outcome)
                 self._tiers.doom(op.entries[index], retire=worn)
                 self._shelf.gone(op.entries[index])

@@ -68,6 +68,11 @@ class SlotGates(Generic[T]):
         gate.fillers = [filler for filler in gate.fillers if filler is not task]
         return True, self._turn(gate)
 
+    def awaited(self, slot: int) -> bool:
+        """Does anyone wait to read what is being filled in?"""
+        gate = self._gates[slot]
+        return any(not fill and identity == gate.filling for _, identity, fill in gate.queue)
+
     def filled(self, slot: int, *, ok: bool) -> list[Grant[T]]:
         """The fill is over and the buffer released; a failed one leaves the slot empty."""
         gate = self._gates[slot]

@@ -227,8 +227,7 @@ class TransferPipeline:
         job = self._open(command.op, JobKind.RESET)
         task = self._task(job, _NOTHING, None, None, IoClass.WRITE_BEHIND)
         task.adoptable = command.adoptable
-        job.tasks_left = 1
-        task.step = Step.IO
+        job.tasks_left, task.step = 1, Step.IO
         self._pump.enqueue(task)
 
     def _decide(self, task: Task, outcome: Outcome, *, released: bool = True) -> None:
@@ -257,23 +256,30 @@ class TransferPipeline:
         """The engine keeps a decided task's buffer, for who knows how long."""
         if task.stream_slot is None and task.cache_slot is not None:
             task.job.unreleased += 1
-            if task.fills:  # whoever waits to read the slot must not wait for the kernel
+            if task.fills and not self._read_for_others(task):
                 self._act(self._gates.abandon(task.cache_slot))
+
+    def _read_for_others(self, task: Task) -> bool:
+        """Its load was cut off, and others wait for what it lands: only its copy is dropped."""
+        job, slot = task.job, task.cache_slot
+        lands = job.kind is JobKind.LOAD and task.fills and slot is not None
+        return lands and job.cancelled and self._gates.awaited(slot)  # type: ignore[arg-type]
 
     def _hangs(self, task: Task) -> None:
         """Past its deadline and not released: its stream slot may never come back."""
         if task.stream_slot is not None:
             self._streams.hangs(task)
+        elif task.fills and task.cache_slot is not None:
+            self._act(self._gates.abandon(task.cache_slot))
 
-    def _released_late(self, task: Task) -> None:
+    def _released_late(self, task: Task, *, filled: bool) -> None:
         """The kernel has let go of the buffer of a task that was decided before."""
         assert task.step is Step.ZOMBIE
         task.step = Step.DONE
-        self._leave_slot(task)
+        self._leave_slot(task, filled=filled)
         if task.cache_slot is None:
             return
-        job = task.job
-        job.unreleased -= 1
+        (job := task.job).unreleased -= 1
         if job.reported and not job.unreleased:
             self._reports.append(ReleaseReport(job.op))
             del self._jobs[job.op]
@@ -325,7 +331,7 @@ class TransferPipeline:
         if task.step is Step.ZOMBIE:
             # Cancelled or past its deadline: only the buffer matters any more.
             if event.released:
-                self._released_late(task)
+                self._released_late(task, filled=outcome is not None and outcome.ok)
             else:
                 self._hangs(task)
             return
@@ -361,11 +367,11 @@ class TransferPipeline:
         elif task.step is Step.STREAM:
             self._streams.withdraw(task)
             self._decide(task, CANCELLED)
-        elif self._pump.cancel(task):
+        elif not self._read_for_others(task) and self._pump.cancel(task):
             self._leave_slot(task)
             self._decide(task, CANCELLED)
         else:
-            # With the engine: its buffer is not ours, but nothing will be copied from it.
+            # Its buffer is not ours yet, and nothing will be copied from it for this job.
             self._decide(task, CANCELLED, released=False)
 
     # -- copies -----------------------------------------------------------------------
@@ -378,15 +384,14 @@ class TransferPipeline:
         to_copy, self._to_copy = self._to_copy, {}
         for op, tasks in to_copy.items():
             job = self._jobs[op]
-            store = job.kind is JobKind.STORE
             payloads = [self._address_of(task) + HEADER_BYTES for task in tasks]
             pieces = together([task.pieces for task in tasks], payloads)
             size = int(pieces[:, 2].sum())
             job.copied_bytes += size
-            direction = Direction.STORE if store else Direction.LOAD
+            direction = Direction.STORE if job.kind is JobKind.STORE else Direction.LOAD
             ticket = self._copy.submit(direction, pieces, job.fence)
             self._tickets[ticket] = tasks
-            self._meter.copying(ticket, size, is_store=store)
+            self._meter.copying(ticket, size, is_store=job.kind is JobKind.STORE)
 
     def _copied(self, task: Task, outcome: Outcome) -> None:
         if outcome.ok:

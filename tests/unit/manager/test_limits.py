@@ -11,6 +11,7 @@ from vllm_nvmeof_offload.errors import (
     CANCELLED,
     CHECKSUM_MISMATCH,
     DEADLINE,
+    STALE,
     Outcome,
     io_error,
 )
@@ -18,7 +19,7 @@ from vllm_nvmeof_offload.manager.core import Source
 from vllm_nvmeof_offload.manager.limits import LoadLimits
 from vllm_nvmeof_offload.protocol import CancelCommand, OpReport
 
-from .bench import keys_of
+from .bench import Bench, keys_of
 from .test_shelf import ShelfBench
 
 
@@ -150,6 +151,33 @@ def test_the_time_in_which_others_were_computed_is_not_held_against_a_load(
         prompts_s[0] += computed_s
         core.report([OpReport(op, seconds=0.6)])
         assert core.learned()["load_overhead_s"] == pytest.approx(overhead_s)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_cutting_a_load_does_not_doom_what_another_waits_for(first: int) -> None:
+    """In whichever order the two reports come: the pool's copy was read by neither."""
+    bench = Bench(cache=8, pool=16, land_cache_share=1.0)
+    bench.store(1, 2, 3)
+    bench.write_all()
+    bench.store(4, 5, 6, 7, 8, 9, 10, 11)
+    bench.write_all()
+    assert bench.core.lookup(b"1") is Source.POOL
+    lands, waits = (bench.core.prepare_load(keys_of(1)) for _ in range(2))
+    assert lands.chunks[0].pool_slot is not None
+    assert waits.chunks[0].pool_slot is None
+    reports = [(lands.op, CANCELLED), (waits.op, STALE)]
+    for op, outcome in (reports[first], reports[1 - first]):
+        bench.done(op, (0, outcome))
+    assert bench.core.lookup(b"1") is Source.POOL
+    assert bench.core.gauges()["cache_slots_in_use"] == 0
+
+
+def test_a_cache_slot_that_is_not_what_it_should_be_dooms_its_chunk() -> None:
+    bench = Bench(cache=4, pool=4)
+    bench.store(1)
+    bench.write_all()
+    bench.done(bench.core.prepare_load(keys_of(1)).op, (0, STALE))
+    assert bench.core.lookup(b"1") is None
 
 
 @pytest.mark.parametrize(
