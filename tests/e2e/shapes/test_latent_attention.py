@@ -12,27 +12,46 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tests.e2e.shapes.rig import Plan, Request, Zygote, only_cpu_engine, play_back, prompts, same
+import pytest
+import torch
+
+from tests.e2e.shapes.rig import Plan, Request, Zygote, only_cpu_engine, prompts, same
 
 pytestmark = only_cpu_engine
+HAS_AMX = torch.cpu._is_amx_tile_supported()
 CPU, POOL = "nvmeof_loaded_tokens:cpu", "nvmeof_loaded_tokens:pool"
 CHUNK_TOKENS = 32
 ASKED = [Request(prompt) for prompt in prompts(6, 5 * CHUNK_TOKENS - 9)]
 OPTIONS = {"block_size": 16, "num_gpu_blocks_override": 120}
 
 
-def test_refused_or_right(zygote: Zygote, tmp_path: Path) -> None:
+@pytest.mark.skipif(HAS_AMX, reason="this processor has AMX")
+def test_it_is_refused_without_amx(zygote: Zygote, tmp_path: Path) -> None:
     plan = Plan("deepseek", [ASKED], OPTIONS, tmp_path)
     error = zygote.run(replace(plan, rounds=[]), "mla-refused").error
-    if not error:  # a processor with AMX
-        first, second = play_back(zygote, plan, "mla-amx")
-        assert first.grown(1, CPU) == second.grown(0, POOL) == 4 * CHUNK_TOKENS
-        return
     assert error.startswith("ConfigError: model=")
     assert "deepseek" in error
     assert "MLAAttentionSpec" in error
     assert "ignores loaded KV where the processor has no AMX" in error
     assert "serve it without offloading" in error
+
+
+@pytest.mark.skipif(not HAS_AMX, reason="this processor has no AMX")
+def test_it_is_right_with_amx(zygote: Zygote, tmp_path: Path) -> None:
+    """Its kernels take bfloat16 and blocks of 32 tokens only, and a prompt's rest rounds otherwise
+    than the whole prompt: what is loaded must give what KV still in GPU memory gives."""
+    options = {"dtype": "bfloat16", "block_size": 32, "num_gpu_blocks_override": 60}
+    plan = Plan("deepseek", [ASKED], options, tmp_path, {"blocks_per_chunk": 1})
+    reference = zygote.reference(plan, "mla-amx")
+    first = zygote.run(replace(plan, rounds=[ASKED + ASKED, ASKED]), "mla-amx-first")
+    second = zygote.run(plan, "mla-amx-second")
+    assert not first.error, first.error
+    computed, from_gpu = first.answers[0]
+    assert same([computed], reference)
+    assert same(first.answers[1], [from_gpu])
+    assert same(second.answers[0], [from_gpu])
+    assert first.grown(0, CPU) == 0
+    assert first.grown(1, CPU) == second.grown(0, POOL) == 4 * CHUNK_TOKENS
 
 
 def test_the_refusal_is_needed(zygote: Zygote, tmp_path: Path) -> None:
