@@ -11,7 +11,7 @@ from tests.upstream import suite
 from tests.upstream.releases import ReleaseUnavailableError
 from tests.upstream.trees import release
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
 
 #: Release → tests that pass. No test is left out: none of them cannot hold for us.
 RELEASES = {"0.32.0": 563, "0.33.0": 653}
