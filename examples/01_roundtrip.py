@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from vllm_nvmeof_offload.io.transfer import read_slot, write_slot
+from vllm_nvmeof_offload.io.transfer import SlotFiles, read_slot, write_slot
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import SlotIdentity
@@ -40,7 +40,7 @@ def main(target: Path) -> None:
     began = time.perf_counter()
     for slot, (name, content) in enumerate(zip(names, contents, strict=True)):
         buffer[payload] = content
-        assert write_slot(pool, buffer, slot, name, pool.stamp, lambda: True).ok
+        assert write_slot(pool, buffer, SlotFiles.of(pool, slot), name, pool.stamp, lambda: True).ok
     seconds = time.perf_counter() - began
     print(f"wrote {CHUNKS} chunks of {format_bytes(PAYLOAD_BYTES)} in {seconds * 1000:.0f} ms")
     pool.close()
@@ -50,7 +50,7 @@ def main(target: Path) -> None:
     print(f"opened again: {len(found)} chunks adopted")
     for slot, (name, content) in enumerate(zip(names, contents, strict=True)):
         buffer[:] = bytes(len(buffer))
-        assert read_slot(pool, buffer, slot, name).ok
+        assert read_slot(pool, buffer, SlotFiles.of(pool, slot), name).ok
         assert buffer[payload] == content
     print("read back: every byte is right")
 
@@ -58,8 +58,10 @@ def main(target: Path) -> None:
     with slab.open("r+b") as file:
         file.seek(3 * pool.slot_bytes + HEADER_BYTES + 12345)
         file.write(b"?!")
-    print(f"two bytes changed behind its back: {read_slot(pool, buffer, 3, names[3]).kind.name}")
-    assert read_slot(pool, buffer, 4, names[3]).kind.name == "STALE", "another chunk's slot"
+    outcome = read_slot(pool, buffer, SlotFiles.of(pool, 3), names[3])
+    print(f"two bytes changed behind its back: {outcome.kind.name}")
+    outcome = read_slot(pool, buffer, SlotFiles.of(pool, 4), names[3])
+    assert outcome.kind.name == "STALE", "another chunk's slot"
     pool.close()
 
 
