@@ -44,9 +44,9 @@ def outcome_counts_as_release() -> list[Patch]:
 
     late = TransferPipeline._released_late
 
-    def released_late(self: Any, task: Task) -> None:
+    def released_late(self: Any, task: Task, *, filled: bool) -> None:
         task.job.unreleased += 2
-        late(self, task)
+        late(self, task, filled=filled)
 
     return [
         (TransferPipeline, "_decide", decide),

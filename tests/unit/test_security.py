@@ -175,7 +175,7 @@ class Said(logging.Handler):
     def emit(self, record):
         print("SAID", record.getMessage())
 precheck.logger.addHandler(Said())
-precheck.slot_bytes_estimate = lambda *_: None
+precheck.slot_bytes_estimate = precheck.note_weights = lambda *_: None
 names = ("pipeline", "decode_context", "prefill_context", "data")
 parallel = Object(world_size=1, **{f"{name}_parallel_size": 1 for name in names})
 config = Object(model_config=Object(is_moe=False), cache_config=None, parallel_config=parallel)
