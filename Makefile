@@ -38,7 +38,7 @@ help:
 	@echo "make soak       the longest tests, then both simulators with fresh seeds for SOAK_SECONDS (4 hours)"
 	@echo "make bench      the pool beside fio, a bare ring and vLLM's own file tier"
 	@echo "make results    all benchmarks that need no GPU, short, into bench/results/ (40 min)"
-	@echo "make gpu        on a machine with an NVIDIA GPU: tests/gpu, compute-sanitizer, bench copy"
+	@echo "make gpu        on a machine with an NVIDIA GPU: its tests and benchmarks, in stages (GPU_STAGES)"
 	@echo "make wheel      dist/: a manylinux wheel with the native core and the kernels, and the sdist"
 	@echo "make check      ruff and mypy"
 	@echo "make setup      only the virtual environment in $(VENV)/"
@@ -101,12 +101,12 @@ results: setup
 	@bash tools/results.sh
 
 # No set-up of vLLM's CPU build: GPU_PYTHON is a Python with torch and the extra [cuda], and, for
-# the parts engine and ttft, with a vLLM for GPUs. GPU_PARTS: some of copies sanitizer engine bench
-# ttft shapes; all by default. GPU_SERVER_ARGS: more arguments of the servers of ttft.
+# the stages with an engine, with a vLLM for GPUs. GPU_STAGES: names, each with its limit if wanted
+# (smoke:60 copies); all stages by default. GPU_SERVER_ARGS: more arguments of the servers of ttft.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
-GPU_PARTS ?=
+GPU_STAGES ?=
 gpu:
-	@bash tools/gpu.sh "$(GPU_PYTHON)" $(GPU_PARTS)
+	@"$(GPU_PYTHON)" tools/gpu.py $(GPU_STAGES)
 
 # For the Python of the environment: `make distclean wheel PYTHON=python3.12` for another one.
 wheel: setup

@@ -1,29 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs what a GPU machine that reaches no package index lacks for all of `make gpu`.
+"""Packs what a GPU machine without a package index lacks for `make gpu` into one archive.
 
-    python3.12 tools/gpu_bundle.py dist/vllm_nvmeof_offload-*.whl
-    # there, with torch for its CUDA version, triton and transformers installed:
-    cat gpu-bundle.part* | tar xJ && export PYTHONPATH=$PWD/gpu-bundle
-    make gpu GPU_PYTHON=python3 GPU_SERVER_ARGS="--attention-backend TRITON_ATTN"
+    python3 tools/gpu_bundle.py --arch sm_90 --python 3.12 WHEEL
+
+    # there, with torch for its CUDA version, triton and transformers installed, in a checkout:
+    python3 tools/gpu.py --bundle gpu-bundle.tar.xz smoke one copies
+    # or without one: the archive has this source in gpu-bundle/project
+    python3 -c 'import tarfile; tarfile.open("gpu-bundle.tar.xz").extractall(filter="data")'
+    python3 gpu-bundle/project/tools/gpu.py smoke one copies
 
 Inside is a vLLM of a fifth of its size: without FlashAttention, the experts' kernels and third
-parties', so with Triton's attention and no experts; and of its requirements those that an engine
-and a server import. Run it with the Python whose version the machine has.
+parties', so with Triton's attention and no experts, and with the machine code of one GPU
+architecture; of its requirements those that an engine and a server import; our wheel. Add
+GPU_SERVER_ARGS="--attention-backend TRITON_ATTN" for the stage ttft.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from thin_fatbin import thin  # noqa: E402 - a script's neighbour
+
 VLLM = "0.33.0"
 NAME = "gpu-bundle"
+MIB = 1 << 20
+#: What a device machine takes with one command, its checkout included, is 64 MiB.
+MIB_MAX = 60
 #: Of vLLM's wheel.
 LEFT_OUT = (
     "vllm/vllm_flash_attn/*.so",
@@ -48,6 +64,22 @@ REQUIRED = (
 )
 #: vLLM's wheels are for this glibc and later.
 PLATFORM = "manylinux_2_28_x86_64"
+#: Of this source tree: no stage needs it.
+NOT_CARRIED = ("bench/results/", "docs/")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """wheel: ours, for Python `python` (3.12). arch: the GPU's, sm_90. place: for the archive."""
+
+    wheel: Path
+    arch: str
+    python: str
+    place: Path
+
+    @property
+    def archive(self) -> Path:
+        return self.place / f"{NAME}.tar.xz"
 
 
 def pip(*arguments: str) -> None:
@@ -57,62 +89,121 @@ def pip(*arguments: str) -> None:
         raise SystemExit(f"gpu_bundle: failed: pip {' '.join(arguments)}")
 
 
-def unpack_slim(wheel: Path, site: Path) -> int:
-    """Unpack vLLM's wheel without LEFT_OUT; return the bytes that were left out."""
+def cache_place() -> Path:
+    """Where vLLM's wheel (340 MB) is kept."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "vllm-nvmeof" / "gpu"
+
+
+def vllm_wheel() -> Path:
+    """vLLM's wheel for CUDA, fetched from the package index once."""
+    place = cache_place()
+    if not (known := list(place.glob(f"vllm-{VLLM}-*.whl"))):
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place) as fresh:
+            platform = ("--only-binary=:all:", "--platform", PLATFORM)
+            pip("download", "--no-deps", *platform, "--dest", fresh, f"vllm=={VLLM}")
+            (found,) = Path(fresh).glob("vllm-*.whl")
+            known = [found.rename(place / found.name)]
+    return known[0]
+
+
+def install(plan: Plan, site: Path) -> None:
+    """What vLLM imports, and our wheel, for the Python and glibc of the machine."""
+    binary = ("--no-deps", "--only-binary=:all:", "--python-version", plan.python)
+    # Ours may be of a later glibc: its tags are the file name's last part.
+    own = plan.wheel.stem.split("-")[-1].split(".")
+    target = ("install", "--no-compile", "--upgrade", "--target", str(site))
+    platforms = [PLATFORM, "manylinux2014_x86_64"]
+    for tags, packages in ((platforms, REQUIRED), (own, (str(plan.wheel),))):
+        pip(*target, *binary, *(f"--platform={tag}" for tag in tags), *packages)
+    shutil.rmtree(site / "bin", ignore_errors=True)
+
+
+def unpack_slim(wheel: Path, site: Path, arch: str) -> int:
+    """Unpack vLLM's wheel without LEFT_OUT and other GPUs' code; return bytes left out."""
     left_out = 0
     with zipfile.ZipFile(wheel) as archive:
         for entry in archive.infolist():
             if any(fnmatch(entry.filename, pattern) for pattern in LEFT_OUT):
                 left_out += entry.file_size
-            else:
-                archive.extract(entry, site)
+                continue
+            path = Path(archive.extract(entry, site))
+            if path.suffix == ".so":
+                library = bytearray(path.read_bytes())
+                left_out += thin(library, arch)[1]
+                path.write_bytes(library)
     (site / STAND_IN).write_text('"""Not here; attention is Triton\'s (tools/gpu_bundle.py)."""\n')
     return left_out
 
 
-def pack(site: Path, out: Path, part_bytes: int) -> list[Path]:
-    """Write `site` as parts of a tar.xz; return them."""
-    for old in out.glob(f"{NAME}.part*"):
-        old.unlink()
-    prefix = out / f"{NAME}.part"
-    tar = ["tar", "c", "-C", str(site.parent), "--exclude=__pycache__", site.name]
-    split = ["split", "--numeric-suffixes", "-b", str(part_bytes), "-", str(prefix)]
-    with (
-        subprocess.Popen(tar, stdout=subprocess.PIPE) as tarring,
-        subprocess.Popen(["xz", "-T0"], stdin=tarring.stdout, stdout=subprocess.PIPE) as packing,
-    ):
-        subprocess.run(split, stdin=packing.stdout, check=True)
-    if tarring.returncode or packing.returncode:
-        raise SystemExit("gpu_bundle: tar or xz failed; what it said stands above")
-    return sorted(out.glob(f"{NAME}.part*"))
+def copy_project(target: Path, root: Path = ROOT) -> None:
+    """The files of this checkout that git knows or would add, as they are now."""
+    listed = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    done = subprocess.run(["git", "-C", root, *listed], check=True, capture_output=True, text=True)
+    for name in filter(None, done.stdout.split("\0")):
+        if not name.startswith(NOT_CARRIED) and (root / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, target / name)
+
+
+def pack(tree: Path, archive: Path) -> int:
+    """Write `tree` as a tar.xz; return its bytes."""
+    fresh = archive.with_name(archive.name + ".part")
+    with tarfile.open(fresh, "w:xz") as tar:
+        tar.add(
+            tree,
+            arcname=tree.name,
+            filter=lambda entry: None if entry.name.endswith("__pycache__") else entry,
+        )
+    os.replace(fresh, archive)
+    return archive.stat().st_size
+
+
+def build(
+    plan: Plan,
+    vllm: Callable[[], Path] = vllm_wheel,
+    install: Callable[[Plan, Path], None] = install,
+    tell: Callable[[str], None] = lambda text: print(f"gpu_bundle: {text}", flush=True),
+) -> int:
+    """Make the archive; return its bytes.
+
+    Raises: SystemExit: pip failed, or the archive is larger than a machine takes at once.
+    """
+    plan.place.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=plan.place) as scratch:
+        tree = Path(scratch) / NAME
+        site = tree / "site"
+        site.mkdir(parents=True)
+        tell(f"vLLM {VLLM}")
+        left_out = unpack_slim(vllm(), site, plan.arch)
+        tell(f"left out {left_out / MIB:.0f} MiB of it; what it imports, and {plan.wheel.name}")
+        install(plan, site)
+        copy_project(tree / "project")
+        tell("packing, one or two minutes")
+        size = pack(tree, plan.archive)
+    tell(f"{plan.archive}, {size / MIB:.1f} MiB")
+    if size > MIB_MAX * MIB:
+        raise SystemExit(f"gpu_bundle: {size / MIB:.1f} MiB is more than {MIB_MAX} MiB")
+    return size
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("wheel", type=Path, help="ours, for this Python, of `make wheel`")
-    parser.add_argument("--out", type=Path, default=Path("build"))
-    parser.add_argument("--part-mib", type=int, default=1024, help="of one part, at most")
+    parser.add_argument("wheel", type=Path, help="ours, for the machine's Python, of `make wheel`")
+    parser.add_argument("--arch", default="sm_90", help="the machine's GPU (default: %(default)s)")
+    parser.add_argument(
+        "--python", default="3.12", help="the machine's Python (default: %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("build"), help="directory of the archive")
     given = parser.parse_args()
     if not given.wheel.is_file():
-        parser.error(f"{given.wheel} is not there: `make distclean wheel PYTHON={sys.executable}`")
-    given.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=given.out) as scratch:
-        site = Path(scratch) / NAME
-        site.mkdir()
-        print(f"gpu_bundle: fetching vLLM {VLLM}", flush=True)
-        binary = ("--no-deps", "--only-binary=:all:", "--platform", PLATFORM)
-        pip("download", *binary, "--dest", scratch, f"vllm=={VLLM}")
-        (wheel,) = Path(scratch).glob("vllm-*.whl")
-        left_out = unpack_slim(wheel, site)
-        wheel.unlink()
-        print(f"gpu_bundle: left out {left_out >> 20} MiB of it; fetching what it imports")
-        target = ("install", "--no-compile", "--target", str(site))
-        pip(*target, *binary, "--platform", "manylinux2014_x86_64", *REQUIRED)
-        shutil.rmtree(site / "bin", ignore_errors=True)
-        pip(*target, "--no-deps", str(given.wheel))
-        print("gpu_bundle: packing, half a minute", flush=True)
-        for part in pack(site, given.out, given.part_mib << 20):
-            print(f"gpu_bundle: {part}, {part.stat().st_size / (1 << 20):.1f} MiB")
+        parser.error(
+            f"{given.wheel} is not there: make distclean wheel PYTHON=python{given.python}"
+        )
+    if f"cp{given.python.replace('.', '')}-" not in given.wheel.name:
+        parser.error(f"{given.wheel.name} is not for Python {given.python}")
+    build(Plan(given.wheel, given.arch, given.python, given.out))
 
 
 if __name__ == "__main__":

@@ -1,59 +1,154 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is packed for a GPU machine that reaches no package index. Fetching is not tested here."""
+"""What is packed for a GPU machine that reaches no package index; fetching is for `make soak`."""
 
 from __future__ import annotations
 
-import importlib.util
+import os
 import subprocess
+import sys
+import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.e2e.wheel_rig import build_wheel
+from tests.fabric.rig.packages import locked
+from tests.unit.gpu_tools import ROOT, tool
+from tests.unit.test_thin_fatbin import CODE, fat_binary
+from tests.upstream.releases import ReleaseUnavailableError, ask_index
+
+bundle = tool("gpu_bundle")
+KEPT = ("vllm/_C_stable_libtorch.abi3.so", "vllm/vllm_flash_attn/__init__.py", "vllm/LICENSE")
+HEAVY = (
+    *("vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so", "vllm/_moe_C_stable_libtorch.abi3.so"),
+    *("vllm/vllm-rs", "vllm/third_party/deep_gemm/include/a/b.hpp"),
+)
+#: That of the machines' torch 2.11.
+TRITON = "3.6.0"
+FAT = fat_binary((CODE, 80, b"a" * 64), (CODE, 90, b"b" * 64))
+THIN = fat_binary((CODE, 80, bytes(64)), (CODE, 90, b"b" * 64))
 
 
-@pytest.fixture(scope="module")
-def bundle() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_bundle", ROOT / "tools/gpu_bundle.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def made_up(tmp_path: Path) -> Path:
+    """A wheel with files of vLLM's names, and a fat binary in its library."""
+    wheel = tmp_path / "vllm.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in (*KEPT[1:], *HEAVY):
+            archive.writestr(name, "12345")
+        archive.writestr(KEPT[0], FAT)
+    return wheel
 
 
-def test_of_vllm_s_wheel_only_what_is_needed_is_unpacked(
-    bundle: ModuleType, tmp_path: Path
-) -> None:
-    kept = ["vllm/_C_stable_libtorch.abi3.so", "vllm/vllm_flash_attn/__init__.py", "vllm/LICENSE"]
-    heavy = [
-        *("vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so", "vllm/_moe_C_stable_libtorch.abi3.so"),
-        *("vllm/vllm-rs", "vllm/third_party/deep_gemm/include/a/b.hpp"),
-    ]
-    with zipfile.ZipFile(tmp_path / "v.whl", "w") as wheel:
-        for name in kept + heavy:
-            wheel.writestr(name, "12345")
+def plan(place: Path) -> object:
+    return bundle.Plan(place / "ours-cp312-cp312-manylinux_2_34_x86_64.whl", "sm_90", "3.12", place)
+
+
+def test_of_vllm_s_wheel_only_what_is_needed_is_unpacked(made_up: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
-    assert bundle.unpack_slim(tmp_path / "v.whl", site) == 5 * len(heavy)
+    assert bundle.unpack_slim(made_up, site, "sm_90") == 5 * len(HEAVY) + 64
     found = {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()}
-    assert found == {*kept, bundle.STAND_IN}
+    assert found == {*KEPT, bundle.STAND_IN}
+    assert (site / KEPT[0]).read_bytes() == THIN
 
 
-def test_the_parts_give_back_the_whole(bundle: ModuleType, tmp_path: Path) -> None:
-    site = tmp_path / bundle.NAME
-    (site / "__pycache__").mkdir(parents=True)
-    (site / "__pycache__" / "left.pyc").touch()
-    content = bytes(range(256)) * 4096
-    (site / "file").write_bytes(content)
-    old = tmp_path / f"{bundle.NAME}.part99"
-    old.touch()
-    parts = bundle.pack(site, tmp_path, 100)
-    assert len(parts) > 2 and not old.exists()
-    assert all(part.stat().st_size <= 100 for part in parts)
-    (tmp_path / "there").mkdir()
-    packed = b"".join(part.read_bytes() for part in parts)
-    subprocess.run(["tar", "xJ", "-C", str(tmp_path / "there")], input=packed, check=True)
-    there = tmp_path / "there" / bundle.NAME
-    assert [path.name for path in there.iterdir()] == ["file"]
-    assert (there / "file").read_bytes() == content
+def test_one_archive_has_packages_and_project_and_is_read_by_python_alone(
+    made_up: Path, tmp_path: Path
+) -> None:
+    def install(_: object, site: Path) -> None:
+        (site / "ours").mkdir()
+        (site / "ours" / "__pycache__").mkdir()
+        (site / "ours" / "__pycache__" / "left.pyc").touch()
+
+    out = tmp_path / "out"
+    told: list[str] = []
+    wanted = plan(out)
+    size = bundle.build(wanted, lambda: made_up, install, told.append)
+    print(f"the project and a made-up vLLM: {size / bundle.MIB:.2f} MiB")
+    assert [path.name for path in out.iterdir()] == ["gpu-bundle.tar.xz"]
+    assert size < 2 * bundle.MIB, "the project's part of 60 MiB"
+    assert told[-1].endswith(f"gpu-bundle.tar.xz, {size / bundle.MIB:.1f} MiB")
+    with tarfile.open(out / "gpu-bundle.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    there = tmp_path / "gpu-bundle"
+    assert (there / "site" / KEPT[0]).read_bytes() == THIN
+    assert not list(there.rglob("__pycache__"))
+    project = there / "project"
+    for name in ("tools/gpu.py", "tests/gpu/test_copies.py", "kernels/copy_blocks.cu"):
+        assert (project / name).read_bytes() == (ROOT / name).read_bytes()
+    assert not (project / "docs").exists() and not (project / "bench" / "results").exists()
+    if not Path("/dev/nvidiactl").exists():
+        bare = {"PATH": "/nowhere", "HOME": str(tmp_path)}
+        command = [sys.executable, "-I", "-S", str(project / "tools/gpu.py"), "smoke"]
+        done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=60)
+        assert done.stderr.endswith("here to run: smoke (at most 110 s)\n")
+
+
+def test_an_archive_that_no_machine_takes_at_once_is_an_error(
+    made_up: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundle, "MIB_MAX", 0)
+    with pytest.raises(SystemExit, match=r"MiB is more than 0 MiB"):
+        bundle.build(plan(tmp_path / "out"), lambda: made_up, lambda *_: None, lambda _: None)
+
+
+def test_a_wheel_for_another_python_is_refused(tmp_path: Path) -> None:
+    wheel = tmp_path / "vllm_nvmeof_offload-0.1.0-cp311-cp311-manylinux_2_34_x86_64.whl"
+    wheel.touch()
+    command = [sys.executable, "tools/gpu_bundle.py", str(wheel)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "is not for Python 3.12" in done.stderr
+
+
+def real_bundle() -> Path:
+    return Path(bundle.cache_place()) / "gpu-bundle.tar.xz"
+
+
+def test_the_real_bundle_is_small_enough_for_one_command(
+    record_property: Callable[[str, object], None],
+) -> None:
+    """The one that `make soak` has built, if it has."""
+    if not real_bundle().exists():
+        pytest.skip("no bundle in the user's cache: make soak builds it from the package index")
+    size = real_bundle().stat().st_size / bundle.MIB
+    print(f"gpu-bundle.tar.xz: {size:.1f} MiB")
+    record_property("gpu_bundle_mib", round(size, 1))
+    assert size < bundle.MIB_MAX
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(2400)
+def test_the_real_bundle_is_built_and_all_in_it_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For this Python. The rehearsal takes torch from this environment, and Triton by index."""
+    try:
+        ask_index(bundle.VLLM)
+    except ReleaseUnavailableError as error:
+        pytest.skip(str(error))
+    wheel, _ = build_wheel(tmp_path / "dist")
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    place = real_bundle().parent
+    with locked(place):
+        size = bundle.build(bundle.Plan(wheel, "sm_90", version, place))
+        with tarfile.open(real_bundle()) as archive:
+            archive.extractall(tmp_path, filter="data")
+    with capsys.disabled():
+        print(f"gpu-bundle.tar.xz: {size / bundle.MIB:.1f} MiB")
+    assert size < bundle.MIB_MAX * bundle.MIB
+    bundle.pip("install", "--no-deps", "--target", str(tmp_path / "triton"), f"triton=={TRITON}")
+    there = tmp_path / "gpu-bundle"
+    project = there / "project"
+    path = (project, project / "bench", there / "site", tmp_path / "triton")
+    done = subprocess.run(
+        [sys.executable, "-P", str(project / "tools/gpu_rehearsal.py")],
+        cwd=project,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert f"vLLM {bundle.VLLM}: " in done.stdout

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make gpu`: stages that end in time, keep what they found, and leave nothing running."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.unit.gpu_tools import ROOT, tool
+from tests.wait import wait_until
+
+gpu = tool("gpu")
+#: Plays one stage in a process of its own, since what remains of a stage is killed.
+PLAY = """
+import json, os, sys
+sys.path.insert(0, "tools")
+from dataclasses import asdict
+from pathlib import Path
+from gpu_stage import pack, run_stage
+command, limit_s, place = json.loads(sys.argv[1])
+place = Path(place)
+ended = run_stage(command, limit_s, os.environ, place / "found" / "log", place / "live", place)
+pack([place / "found"], place / "all.tgz")
+print(json.dumps(asdict(ended)))
+"""
+
+
+def play(place: Path, program: str, limit_s: float = 60) -> dict[str, object]:
+    order = json.dumps([[sys.executable, "-u", "-c", program], limit_s, str(place)])
+    done = subprocess.run(
+        [sys.executable, "-c", PLAY, order], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    ended: dict[str, object] = json.loads(done.stdout)
+    return ended
+
+
+def test_a_stage_s_output_is_kept_and_packed(tmp_path: Path) -> None:
+    program = "print('one'); import sys; print('two', file=sys.stderr); sys.exit(3)"
+    ended = play(tmp_path, program)
+    assert (ended["code"], ended["timed_out"], ended["tail"]) == (3, False, "one\ntwo\n")
+    assert (tmp_path / "live").read_text() == "one\ntwo\n"
+    with tarfile.open(tmp_path / "all.tgz") as archive:
+        log = archive.extractfile("found/log")
+        assert log is not None and log.read() == b"one\ntwo\n"
+    assert not (tmp_path / "all.tgz.part").exists()
+
+
+def test_at_its_limit_a_stage_may_write_what_it_has_found(tmp_path: Path) -> None:
+    program = """
+import sys, time
+try:
+    print("begun")
+    time.sleep(600)
+except KeyboardInterrupt:
+    open("found/partial", "w").write("half of it")
+    sys.exit(2)
+"""
+    ended = play(tmp_path, program, limit_s=30)
+    assert (ended["code"], ended["timed_out"], ended["tail"]) == (2, True, "begun\n")
+    with tarfile.open(tmp_path / "all.tgz") as archive:
+        assert {"found/partial", "found/log"} <= set(archive.getnames())
+
+
+def test_no_process_outlives_its_stage(tmp_path: Path) -> None:
+    """A server in a session of its own, whose parent has ended, that ignores SIGINT and SIGTERM."""
+    server = (
+        "import signal, time, os\n"
+        "for one in (signal.SIGINT, signal.SIGTERM): signal.signal(one, signal.SIG_IGN)\n"
+        "open('pid', 'w').write(str(os.getpid()))\n"
+        "time.sleep(600)"
+    )
+    program = f"""
+import subprocess, sys, time, pathlib
+subprocess.Popen([sys.executable, "-c", {server!r}], start_new_session=True)
+while not (pathlib.Path("pid").exists() and pathlib.Path("pid").read_text()):
+    time.sleep(0.01)
+"""
+    ended = play(tmp_path, program)
+    assert (ended["code"], ended["timed_out"]) == (0, False)
+    number = int((tmp_path / "pid").read_text())
+    wait_until("the server's end", lambda: not Path(f"/proc/{number}").exists())
+
+
+def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "tools/gpu.py", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is an NVIDIA GPU here")
+def test_without_a_gpu_one_line_says_what_would_run() -> None:
+    done = run()
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert line.startswith("gpu: there is no NVIDIA GPU")
+    for name, stage in gpu.STAGES.items():
+        assert f"{name} (at most {stage.limit_s} s)" in line
+    assert run("copies", "smoke:50").stderr.endswith(
+        "run: copies (at most 180 s), smoke (at most 50 s)\n"
+    )
+
+
+@pytest.mark.parametrize("word", ["smok", "smoke:600", "smoke:0", "smoke:x"])
+def test_stages_and_limits_that_cannot_be_are_refused(word: str) -> None:
+    done = run(word)
+    assert done.returncode == 1
+    assert "the stages are" in done.stderr or "a limit is 1 to 560 seconds" in done.stderr
+
+
+def test_every_stage_ends_within_a_command_and_names_what_is_there() -> None:
+    for name, stage in gpu.STAGES.items():
+        assert 0 < stage.limit_s <= gpu.LIMIT_S_MAX < 600
+        for word in stage.command(name):
+            if word.startswith("tests/"):
+                assert (ROOT / word).exists(), f"{name}: {word}"
+
+
+@pytest.mark.parametrize("name", ["sanitizer", "one"])
+def test_the_tests_of_a_stage_are_found(name: str) -> None:
+    """Names in `-k` change unseen: a stage of no test would be one that passes."""
+    command = gpu.STAGES[name].command(name)
+    command = command[command.index(sys.executable) :]
+    path = os.pathsep.join((str(ROOT), str(ROOT / "bench")))
+    done = subprocess.run(
+        [*command, "--collect-only", "-q"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_checkout_takes_the_native_core_of_a_wheel_once(tmp_path: Path) -> None:
+    suffix = gpu.sysconfig.get_config_var("EXT_SUFFIX")
+    wheel, checkout = tmp_path / "site", tmp_path / "main" / "vllm_nvmeof_offload"
+    (checkout / "native").mkdir(parents=True)
+    (wheel / "vllm_nvmeof_offload" / "native").mkdir(parents=True)
+    (wheel / "vllm_nvmeof_offload" / "native" / f"_native{suffix}").write_text("core")
+    (wheel / "vllm_nvmeof_offload.libs").mkdir()
+    (wheel / "vllm_nvmeof_offload.libs" / "libisal.so.2").write_text("isal")
+    nowhere = str(tmp_path / "nowhere")
+    assert gpu.take_native_core([nowhere, str(wheel)], checkout) == str(wheel)
+    assert (checkout / "native" / f"_native{suffix}").read_text() == "core"
+    assert (tmp_path / "main" / "vllm_nvmeof_offload.libs" / "libisal.so.2").exists()
+    assert gpu.take_native_core([str(wheel)], checkout) == "", "its own stays"
+
+
+def test_stages_run_the_checkout_and_reach_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "gpu")
+    env = gpu.environment([str(ROOT), "/a/wheel"])
+    assert env["PYTHONPATH"] == f"{ROOT}{os.pathsep}/a/wheel"
+    assert (env["PIP_NO_INDEX"], env["PYTHONUNBUFFERED"], env["HF_HUB_OFFLINE"]) == ("1", "1", "1")
+    assert env.get("VLLM_TARGET_DEVICE") != "gpu"

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the checks and benchmarks that need an NVIDIA GPU, stage by stage. `make gpu` calls it.
+
+    python3 tools/gpu.py [--bundle gpu-bundle.tar.xz] [STAGE[:SECONDS] ...]
+
+Each stage ends within its own limit, which is below ten minutes. After each stage everything
+found so far is packed into gpu.tgz in the directory that the variable OUT names; gpu.log there
+grows while a stage runs. Needs this Python alone: no network, make, tar or xz.
+
+This file names the stages and decides which ones run; gpu_stage.py runs one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import sysconfig
+import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from gpu_stage import Ended, pack, run_stage  # noqa: E402 - a script's neighbour
+
+RESULTS = ROOT / "build" / "bench"
+LOGS = ROOT / "build" / "logs"
+#: A device machine ends a command after 600 s; its own start and packing come on top of a stage.
+LIMIT_S_MAX = 560
+BUNDLE = "gpu-bundle"
+NEEDED = ("numpy", "pytest", "torch", "cuda.bindings", "cuda.core", "pydantic", "rich", "typer")
+_SHAPES = "tests/e2e/shapes"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """limit_s: seconds after which it is ended. engine: needs a vLLM for GPUs, and our plugin."""
+
+    limit_s: int
+    command: Callable[[str], list[str]]
+    engine: bool = False
+
+
+def run_pytest(*arguments: str, timeout_s: int = 150) -> Callable[[str], list[str]]:
+    """pytest without the project's settings: they name plugins that a machine may lack."""
+
+    def command(name: str) -> list[str]:
+        limit = ["--timeout", str(timeout_s)] if there("pytest_timeout") else []
+        return [
+            *(sys.executable, "-P", "-m", "pytest", "--import-mode=importlib"),
+            *("-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", str(ROOT), "-v", "-ra"),
+            *(*limit, "--junitxml", str(RESULTS / f"gpu-{name}.xml"), *arguments),
+        ]
+
+    return command
+
+
+def bench(name: str, json: str, *arguments: str) -> Callable[[str], list[str]]:
+    def command(_: str) -> list[str]:
+        plot = ["--plot", str(RESULTS / f"{json}.png")] if there("matplotlib") else []
+        call = [sys.executable, "-P", "-m", "vllm_nvmeof_offload.cli", "bench", name]
+        return [*call, *arguments, "--json", str(RESULTS / f"{json}.json"), *plot]
+
+    return command
+
+
+def ttft(name: str) -> list[str]:
+    arms = "none,full:dma,full:kernel,pool:dma,peer_full"
+    sizes = ("--lengths", "4096,16384,32768", "--rounds", "2", "--arms", arms)
+    servers = ("--server-args", os.environ.get("GPU_SERVER_ARGS", ""))
+    return bench("ttft", "ttft-gpu", *sizes, *servers)(name)
+
+
+def sanitizer(name: str) -> list[str]:
+    # torch makes calls that fail and that do no harm.
+    tool = ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no"]
+    chosen = "(contiguous or per_layer) and (38 or 36 or 9216)"
+    call = run_pytest("tests/gpu/test_copies.py", "-m", "gpu", "-k", chosen)(name)
+    return [*tool, "--error-exitcode", "9", "--target-processes", "all", *call]
+
+
+def engine(*files: str, timeout_s: int = 300) -> Callable[[str], list[str]]:
+    return run_pytest(*files, "-m", "not soak", timeout_s=timeout_s)
+
+
+STAGES: dict[str, Stage] = {
+    "smoke": Stage(110, lambda _: [sys.executable, "-P", str(ROOT / "tools/gpu_smoke.py")]),
+    "one": Stage(
+        190,
+        run_pytest(f"{_SHAPES}/test_on_gpu.py", "-m", "gpu", "-k", "dma and BLHNC"),
+        engine=True,
+    ),
+    "copies": Stage(180, run_pytest("tests/gpu", "-m", "gpu")),
+    "sanitizer": Stage(240, sanitizer),
+    "ongpu": Stage(
+        420, engine(f"{_SHAPES}/test_on_gpu.py", f"{_SHAPES}/test_failing_reads.py"), engine=True
+    ),
+    "tokens": Stage(240, engine("tests/e2e/test_tokens.py"), engine=True),
+    "preempt": Stage(240, engine("tests/e2e/test_preempt.py"), engine=True),
+    "faults": Stage(240, engine("tests/e2e/test_faults.py"), engine=True),
+    "bench": Stage(
+        300,
+        bench("copy", "copy", "--rounds", "3", "--parts", "transfer,few,both,submit,loops"),
+    ),
+    "benchmodel": Stage(240, bench("copy", "copy-model", "--rounds", "3", "--parts", "model,disk")),
+    "ttft": Stage(560, ttft, engine=True),
+    "shapes": Stage(560, engine(f"{_SHAPES}/test_answers.py"), engine=True),
+    "weights": Stage(
+        560, engine(f"{_SHAPES}/test_weights.py", f"{_SHAPES}/test_hash_seeds.py"), engine=True
+    ),
+}
+
+
+def there(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def why_no_engine() -> str:
+    """The reason why no stage with an engine can run here, or nothing."""
+    try:
+        version = metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return "no vLLM is installed"
+    if "cpu" in version:
+        return f"vLLM {version} is a build for CPUs"
+    plugins = {one.name for one in metadata.entry_points(group="vllm.general_plugins")}
+    return "" if "nvmeof" in plugins else "vLLM does not see our plugin: install our wheel"
+
+
+def chosen(words: list[str]) -> list[tuple[str, int]]:
+    """Names and limits; all stages where there are no words.
+
+    Raises: SystemExit: a word names no stage, or a limit that no machine grants.
+    """
+    found = []
+    for word in words or STAGES:
+        name, _, limit = word.partition(":")
+        if name not in STAGES:
+            raise SystemExit(f"gpu: no stage {name}; the stages are {', '.join(STAGES)}")
+        if limit and not (limit.isdecimal() and 0 < int(limit) <= LIMIT_S_MAX):
+            raise SystemExit(f"gpu: {word}: a limit is 1 to {LIMIT_S_MAX} seconds")
+        found.append((name, int(limit or STAGES[name].limit_s)))
+    return found
+
+
+def unpacked(bundle: Path, place: Path) -> Path:
+    """The bundle's packages, unpacked into `place` by the first call for this archive."""
+    about = bundle.stat()
+    mark, wanted = place / "unpacked", f"{about.st_size} {about.st_mtime_ns}"
+    if not (mark.exists() and mark.read_text() == wanted):
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        with tarfile.open(bundle) as archive:
+            archive.extractall(place, filter="data")
+        mark.write_text(wanted)
+    return place / BUNDLE / "site"
+
+
+def take_native_core(path: list[str], package: Path = ROOT / "vllm_nvmeof_offload") -> str:
+    """Copy the native core of an installed wheel into a checkout that has none; say from where.
+
+    The checkout comes first on the path, so that what it changes is what runs.
+    """
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    inside = Path("native") / f"_native{suffix}"
+    for place in map(Path, path):
+        core = place / package.name / inside
+        if (package / inside).exists() or not core.exists():
+            continue
+        libraries = place / f"{package.name}.libs"
+        if libraries.is_dir():
+            shutil.copytree(libraries, package.parent / libraries.name, dirs_exist_ok=True)
+        shutil.copy2(core, package / inside)
+        return str(place)
+    return ""
+
+
+def environment(path: list[str]) -> dict[str, str]:
+    """For every stage: the checkout before what is installed, no network, no waiting output."""
+    from vllm_nvmeof_offload.demo.engine import engine_environment
+
+    return engine_environment() | {
+        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONUNBUFFERED": "1",
+        "PIP_NO_INDEX": "1",
+    }
+
+
+def left_out(name: str) -> str:
+    """The reason why a stage cannot run here, or nothing."""
+    if STAGES[name].engine and (why := why_no_engine()):
+        return why
+    if name == "sanitizer" and shutil.which("compute-sanitizer") is None:
+        return "no compute-sanitizer on PATH (it comes with the CUDA toolkit)"
+    return ""
+
+
+def run(stages: list[tuple[str, int]], env: dict[str, str]) -> list[str]:
+    """Run the stages one after the other; return the names of those that failed."""
+    out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
+    failed = []
+    for name, limit_s in stages:
+        if why := left_out(name):
+            print(f"gpu: {name}: left out: {why}", flush=True)
+            continue
+        print(f"gpu: {name}: at most {limit_s} s", flush=True)
+        log, live = LOGS / f"gpu-{name}.log", out / "gpu.log" if out else None
+        ended = run_stage(STAGES[name].command(name), limit_s, env, log, live, ROOT)
+        print(f"{ended.tail}gpu: {name}: {said(ended)}, {ended.seconds:.0f} s", flush=True)
+        if out:
+            pack([RESULTS, LOGS], out / "gpu.tgz")
+        if ended.code != 0 or ended.timed_out:
+            failed.append(name)
+    return failed
+
+
+def said(ended: Ended) -> str:
+    if ended.timed_out:
+        return "ENDED AT ITS LIMIT"
+    return "ok" if ended.code == 0 else f"FAILED (exit {ended.code})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("stages", nargs="*", metavar="STAGE[:SECONDS]", help=", ".join(STAGES))
+    parser.add_argument("--bundle", type=Path, help="the archive that gpu_bundle.py made")
+    parser.add_argument("--at", type=Path, default=Path("/tmp") / BUNDLE, help="unpack it there")
+    given = parser.parse_args()
+    stages = chosen(given.stages)
+    if not Path("/dev/nvidiactl").exists():
+        plan = ", ".join(f"{name} (at most {limit_s} s)" for name, limit_s in stages)
+        raise SystemExit(f"gpu: there is no NVIDIA GPU with its driver here to run: {plan}")
+    site = ROOT.parent / "site"  # where a bundle's own source runs
+    if given.bundle:
+        site = unpacked(given.bundle, given.at)
+    installed = [str(site)] if site.is_dir() else []
+    installed += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    path = [str(ROOT), str(ROOT / "bench"), *installed]
+    sys.path[:0] = path
+    if missing := [name for name in NEEDED if not there(name)]:
+        raise SystemExit(
+            f"gpu: {sys.executable} lacks {', '.join(missing)}: pip install '.[cuda,dev,bench]' "
+            "with an index, or --bundle with the archive of tools/gpu_bundle.py"
+        )
+    if place := take_native_core([*installed, *sys.path]):
+        print(f"gpu: the native core comes from {place}")
+    if failed := run(stages, environment(path)):
+        raise SystemExit(f"gpu: failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

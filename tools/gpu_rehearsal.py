@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports on a machine without a GPU what the stages of `make gpu` import on one.
+
+    PYTHONPATH=gpu-bundle/project:gpu-bundle/project/bench:gpu-bundle/site \\
+        python3.12 gpu-bundle/project/tools/gpu_rehearsal.py
+
+Without a GPU Triton has no active driver, and vLLM puts placeholders where its kernels would be
+imported: an error among them would be seen on the GPU only. So Triton's NVIDIA driver is said to be
+active here. Needs torch, triton and transformers, in the versions of the GPU machine. Prints a
+line per module that does not import, then how many did; the exit status is 1 if one did not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+
+#: What an engine of our models and an API server import, also where it is imported late.
+ENGINE = (
+    *("vllm.triton_utils", "vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main"),
+    *("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner", "vllm.lora.ops.triton_ops"),
+    *("vllm.model_executor.models.llama", "vllm.model_executor.warmup.kernel_warmup"),
+    *("vllm.v1.attention.backends.triton_attn", "vllm.v1.spec_decode.utils"),
+    *("vllm.v1.sample.ops.topk_topp_triton", "vllm.v1.kv_offload.cpu.swap_blocks_triton"),
+    *("vllm.v1.kv_offload.cpu.gpu_worker", "vllm.v1.kv_offload.tiering.spec"),
+)
+#: Every module inside is imported as well.
+PACKAGES = ("vllm.v1.worker.gpu", "vllm_nvmeof_offload", "vllm_nvmeof_bench")
+TESTS = (
+    *("tests.gpu.test_copies", "tests.gpu.test_graphs", "tests.gpu.test_pool"),
+    *("tests.e2e.shapes.test_on_gpu", "tests.e2e.shapes.zygote", "tests.e2e.faults_rig"),
+)
+
+
+def activate_triton() -> None:
+    """Say that Triton's NVIDIA driver is active, and no other."""
+    from triton.backends import backends
+
+    for name, backend in backends.items():
+        active = name == "nvidia"
+        backend.driver.is_active = staticmethod(lambda active=active: active)
+    from vllm.triton_utils import HAS_TRITON
+
+    if not HAS_TRITON:
+        raise SystemExit("gpu_rehearsal: vLLM does not take Triton for active")
+
+
+def modules() -> list[str]:
+    found = [*ENGINE, *TESTS]
+    for name in PACKAGES:
+        package = importlib.import_module(name)
+        inside = pkgutil.walk_packages(package.__path__, f"{name}.", onerror=lambda _: None)
+        found += [name, *(one.name for one in inside if not one.name.endswith("__main__"))]
+    return found
+
+
+def main() -> int:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    activate_triton()
+    names, failed = modules(), 0
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001 - other people's import-time code
+            failed += 1
+            print(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
+    vllm = importlib.import_module("vllm.version").__version__
+    print(f"vLLM {vllm}: {len(names) - failed} modules were imported, {failed} were not")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

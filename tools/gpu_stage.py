@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one command within a limit, keeps its output, and leaves no process behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import tarfile
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+__all__ = ["Ended", "pack", "run_stage"]
+
+_TAIL_LINES = 14
+#: A process that the driver holds in the kernel cannot be killed: the next stage runs beside it.
+_KILL_S_MAX = 10.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Ended:
+    """code: the exit status; negative: the signal. tail: the last lines, each with its end."""
+
+    code: int
+    seconds: float
+    timed_out: bool
+    tail: str
+
+
+def run_stage(
+    command: Sequence[str],
+    limit_s: float,
+    env: Mapping[str, str],
+    log: Path,
+    live: Path | None,
+    directory: Path,
+) -> Ended:
+    """Run `command` in `directory`; append its output to `live` too, if that is a path.
+
+    A tenth of the limit, at most 15 s, is for an end by itself: after SIGINT pytest writes what
+    it has found. Then every process is killed that the command has left.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    for path in filter(None, (log, live)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    began_s = time.monotonic()
+    tail: deque[str] = deque(maxlen=_TAIL_LINES)
+    with contextlib.ExitStack() as files:
+        copies = [files.enter_context(log.open("w"))]
+        if live is not None:
+            copies.append(files.enter_context(live.open("a")))
+        process = subprocess.Popen(
+            command,
+            cwd=directory,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        reader = threading.Thread(target=_keep, args=(process.stdout, copies, tail), daemon=True)
+        reader.start()
+        grace_s = min(15.0, limit_s / 10)
+        try:
+            timed_out = not _ends(process, limit_s - grace_s)
+            if timed_out:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGINT)
+                _ends(process, grace_s)
+        finally:
+            _kill_all(process)
+            reader.join(_KILL_S_MAX)
+    code = -signal.SIGKILL if process.returncode is None else process.returncode
+    return Ended(code, time.monotonic() - began_s, timed_out, "".join(tail))
+
+
+def pack(directories: Sequence[Path], archive: Path) -> None:
+    """Write the directories into a tar.gz; at no moment is there half of one."""
+    fresh = archive.with_name(archive.name + ".part")
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(fresh, "w:gz") as tar:
+        for directory in directories:
+            if directory.is_dir():
+                tar.add(directory, arcname=directory.name)
+    os.replace(fresh, archive)
+
+
+def _keep(stream: IO[str], copies: Sequence[IO[str]], tail: deque[str]) -> None:
+    """Until every process that has the pipe open has ended."""
+    for line in stream:
+        tail.append(line)
+        for copy in copies:
+            with contextlib.suppress(ValueError):  # closed: the command outlived its stage
+                copy.write(line)
+                copy.flush()
+
+
+def _ends(process: subprocess.Popen[str], within_s: float) -> bool:
+    try:
+        process.wait(within_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _kill_all(process: subprocess.Popen[str]) -> None:
+    """Kill the command's process and its descendants.
+
+    This process is their reaper: a descendant whose parent has died becomes its child. Servers
+    have sessions of their own, so that killing a process group would not reach them.
+    """
+    process.kill()
+    _ends(process, _KILL_S_MAX)
+    deadline_s = time.monotonic() + _KILL_S_MAX
+    while (orphans := _children()) and time.monotonic() < deadline_s:
+        for number in orphans:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(number, os.WNOHANG)
+        time.sleep(0.01)
+
+
+def _children() -> list[int]:
+    """The children of this process, by /proc."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            after_name = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended
+        if int(after_name[1]) == os.getpid():
+            found.append(int(stat.parent.name))
+    return found
