@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 import sysconfig
 import tarfile
@@ -214,10 +215,12 @@ def run(stages: list[tuple[str, int]], env: dict[str, str]) -> list[str]:
             continue
         print(f"gpu: {name}: at most {limit_s} s", flush=True)
         log, live = LOGS / f"gpu-{name}.log", out / "gpu.log" if out else None
-        ended = run_stage(STAGES[name].command(name), limit_s, env, log, live, ROOT)
+        try:
+            ended = run_stage(STAGES[name].command(name), limit_s, env, log, live, ROOT)
+        finally:  # also if this process is told to end
+            if out:
+                pack([RESULTS, LOGS], out / "gpu.tgz")
         print(f"{ended.tail}gpu: {name}: {said(ended)}, {ended.seconds:.0f} s", flush=True)
-        if out:
-            pack([RESULTS, LOGS], out / "gpu.tgz")
         if ended.code != 0 or ended.timed_out:
             failed.append(name)
     return failed
@@ -253,6 +256,7 @@ def main() -> None:
         )
     if place := take_native_core([*installed, *sys.path]):
         print(f"gpu: the native core comes from {place}")
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     if failed := run(stages, environment(path)):
         raise SystemExit(f"gpu: failed: {', '.join(failed)}")
 

@@ -88,6 +88,60 @@ while not (pathlib.Path("pid").exists() and pathlib.Path("pid").read_text()):
     wait_until("the server's end", lambda: not Path(f"/proc/{number}").exists())
 
 
+#: `gpu.run` with made-up stages, one of which waits to be ended.
+RUN = """
+import os, signal, sys
+sys.path.insert(0, "tools")
+from pathlib import Path
+import gpu
+place = Path(sys.argv[1])
+gpu.RESULTS, gpu.LOGS = place / "bench", place / "logs"
+def stage(program, **more):
+    return gpu.Stage(60, lambda name: [sys.executable, "-u", "-c", program], **more)
+gpu.STAGES = {
+    "bad": stage("print('not so'); raise SystemExit(3)"),
+    "engine": stage("print('never')", engine=True),
+    "good": stage("print('fine')"),
+    "long": stage("import time; print('begun'); time.sleep(600)"),
+}
+gpu.why_no_engine = lambda: "no vLLM is installed"
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+os.environ["OUT"] = str(place / "out")
+print(gpu.run([(name, 60) for name in sys.argv[2:]], dict(os.environ)))
+"""
+
+
+def packed(place: Path) -> set[str]:
+    with tarfile.open(place / "out" / "gpu.tgz") as archive:
+        return {Path(name).name for name in archive.getnames()}
+
+
+def test_a_stage_that_fails_does_not_stop_the_next_ones(tmp_path: Path) -> None:
+    command = [sys.executable, "-u", "-c", RUN, str(tmp_path), "bad", "engine", "good"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    lines = [line.rsplit(", ", 1)[0] for line in done.stdout.splitlines()]
+    assert lines == [
+        "gpu: bad: at most 60 s",
+        *("not so", "gpu: bad: FAILED (exit 3)"),
+        "gpu: engine: left out: no vLLM is installed",
+        "gpu: good: at most 60 s",
+        *("fine", "gpu: good: ok"),
+        "['bad']",
+    ], done.stderr
+    assert packed(tmp_path) >= {"gpu-bad.log", "gpu-good.log"}
+    assert (tmp_path / "out" / "gpu.log").read_text() == "not so\nfine\n"
+
+
+def test_when_it_is_told_to_end_it_packs_what_there_is(tmp_path: Path) -> None:
+    command = [sys.executable, "-u", "-c", RUN, str(tmp_path), "long"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        live = tmp_path / "out" / "gpu.log"
+        wait_until("the stage's output", lambda: live.exists() and "begun" in live.read_text())
+        process.terminate()
+        assert process.wait(60) == 143
+    assert "gpu-long.log" in packed(tmp_path)
+
+
 def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "tools/gpu.py", *arguments],
