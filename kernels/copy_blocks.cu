@@ -49,27 +49,28 @@ __device__ void copy_by(char* destination, const char* source, u64 bytes, unsign
     destination[rest] = source[rest];
 }
 
-// A warp takes one part of one piece: parts × part_bytes covers the longest piece, so that a
-// few long pieces keep as many warps busy as many short ones. part_bytes is a multiple of 16.
-extern "C" __global__ void copy_blocks(const Piece* pieces, u64 count, u64 parts,
-                                       u64 part_bytes) {
+// A warp takes one part after another; the host has cut long pieces, so that all parts are short
+// and every warp has work. The table lies in host memory: the row of the next part is on its way
+// while this one is copied, else each part would begin with a round trip.
+extern "C" __global__ void copy_blocks(const Piece* parts, u64 count) {
   const unsigned lane = threadIdx.x % kLanes;
   const u64 warps_a_block = blockDim.x / kLanes;
-  const u64 first = blockIdx.x * warps_a_block + threadIdx.x / kLanes;
-  for (u64 i = first; i < count * parts; i += gridDim.x * warps_a_block) {
-    const Piece piece = pieces[i / parts];
-    const u64 start = (i % parts) * part_bytes;
-    if (start >= piece.bytes) continue;
-    const u64 left = piece.bytes - start;
-    const u64 bytes = left < part_bytes ? left : part_bytes;
-    char* destination = reinterpret_cast<char*>(piece.destination + start);
-    const char* source = reinterpret_cast<const char*>(piece.source + start);
-    const u64 misaligned = piece.destination | piece.source;
+  const u64 step = gridDim.x * warps_a_block;
+  u64 i = blockIdx.x * warps_a_block + threadIdx.x / kLanes;
+  if (i >= count) return;
+  Piece next = parts[i];
+  while (i < count) {
+    const Piece part = next;
+    i += step;
+    if (i < count) next = parts[i];
+    char* destination = reinterpret_cast<char*>(part.destination);
+    const char* source = reinterpret_cast<const char*>(part.source);
+    const u64 misaligned = part.destination | part.source;
     if (misaligned % 16 == 0)
-      copy_by<uint4>(destination, source, bytes, lane);
+      copy_by<uint4>(destination, source, part.bytes, lane);
     else if (misaligned % 4 == 0)
-      copy_by<unsigned>(destination, source, bytes, lane);
+      copy_by<unsigned>(destination, source, part.bytes, lane);
     else
-      copy_by<char>(destination, source, bytes, lane);
+      copy_by<char>(destination, source, part.bytes, lane);
   }
 }

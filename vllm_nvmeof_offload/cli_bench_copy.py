@@ -32,7 +32,11 @@ def copy(
     ] = Path("build/bench/copy-disk"),
     json_path: Json = _JSON,
     parts: Annotated[
-        str, typer.Option(help="Of transfer,few,model,both,submit,loops,disk. Default: all.")
+        str,
+        typer.Option(
+            help="Of transfer,few,model,both,submit,loops,disk and sweep (the kernel by its thread "
+            "blocks). Default: all but sweep."
+        ),
     ] = "",
     rounds: Annotated[int, typer.Option(help="Of everything.", min=1)] = 5,
     gib: Annotated[
@@ -50,7 +54,7 @@ def copy(
     with plain_errors():
         known = import_bench("gpu.settings")
         settings = known.Settings(
-            parts=_known(names(parts, known.PARTS), known.PARTS),
+            parts=_known(names(parts, known.USUAL_PARTS), known.PARTS),
             rounds=rounds,
             bytes_max=int(gib * (1 << 30)),
         )

@@ -13,36 +13,48 @@ import os
 import stat
 import tempfile
 from pathlib import Path
+from typing import TextIO
 
 from vllm_nvmeof_offload.errors import EngineError
 
-__all__ = ["cache_directory", "compile_kernels", "kernel_source", "load_or_compile", "replace_file"]
+__all__ = [
+    "COPY_BLOCKS",
+    "cache_directory",
+    "compile_kernels",
+    "kernel_source",
+    "load_or_compile",
+    "replace_file",
+]
 
-_FILE = "copy_blocks.cu"
+#: Names of files with kernels.
+COPY_BLOCKS = "copy_blocks.cu"
 
 
-def kernel_source() -> str:
+def kernel_source(name: str = COPY_BLOCKS) -> str:
     """The CUDA source: beside this file in an installed wheel, in `kernels/` in a checkout."""
     here = Path(__file__).parent
-    for path in (here / _FILE, here.parents[1] / "kernels" / _FILE):
+    for path in (here / name, here.parents[1] / "kernels" / name):
         if path.exists():
             return path.read_text(encoding="utf-8")
-    raise EngineError(f"{_FILE} is missing from this installation")
+    raise EngineError(f"{name} is missing from this installation")
 
 
-def compile_kernels(arch: str) -> bytes:
+def compile_kernels(arch: str, name: str = COPY_BLOCKS, log: TextIO | None = None) -> bytes:
     """Machine code (a cubin) for `arch`, such as sm_90.
+
+    log: gets what the assembler says of each kernel's registers and spills.
 
     Raises: EngineError: no cuda-core, no NVRTC, or it cannot compile for this architecture.
     """
-    source = kernel_source()
+    source = kernel_source(name)
     try:
         core = importlib.import_module("cuda.core")
-        options = core.ProgramOptions(arch=arch, std="c++17", name=_FILE)
-        code: bytes = core.Program(source, "c++", options).compile("cubin").code
+        wordy = {"ptxas_options": ["-v"]} if log is not None else {}
+        options = core.ProgramOptions(arch=arch, std="c++17", name=name, **wordy)
+        code: bytes = core.Program(source, "c++", options).compile("cubin", logs=log).code
     except ImportError as error:
         raise EngineError(
-            f"the copy kernel needs cuda-core ({error}): pip install 'vllm-nvmeof-offload[cuda]'"
+            f"the kernels need cuda-core ({error}): pip install 'vllm-nvmeof-offload[cuda]'"
         ) from None
     except Exception as error:
         # No NVRTC library, an architecture it does not know: cuda-core's own have no public base.
@@ -51,7 +63,7 @@ def compile_kernels(arch: str) -> bytes:
 
 
 def load_or_compile(arch: str, directory: Path) -> bytes:
-    """The same, from `directory` if this source was compiled for `arch` before, by this user."""
+    """The copy kernel, from `directory` if this user has compiled this source for `arch` before."""
     digest = hashlib.sha256(kernel_source().encode()).hexdigest()[:16]
     path = directory / f"copy_blocks-{digest}-{arch}.cubin"
     try:

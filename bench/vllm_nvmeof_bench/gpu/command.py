@@ -17,6 +17,7 @@ from vllm_nvmeof_bench.gpu.loops import measure_loops
 from vllm_nvmeof_bench.gpu.measure import measure as measure_copies
 from vllm_nvmeof_bench.gpu.samples import Sample, dump, load, median_of
 from vllm_nvmeof_bench.gpu.settings import Settings
+from vllm_nvmeof_bench.gpu.sweep import measure_sweep
 from vllm_nvmeof_bench.gpu.targets import Row, evaluate
 from vllm_nvmeof_bench.gpu.theirs import load_theirs
 from vllm_nvmeof_bench.gpu.world import World
@@ -52,7 +53,7 @@ def measure(settings: Settings, directory: Path, json_path: Path) -> None:
         progress() as tell,
         contextlib.closing(World(cuda, kernel, settings.bytes_max, others)) as world,
     ):
-        for part in (_copies, _loops, _disk):
+        for part in (_copies, _sweep, _loops, _disk):
             samples += part(world, settings, directory, tell)
             dump(json_path, samples, conditions(world, settings, about))
 
@@ -107,6 +108,16 @@ def _loops(world: World, settings: Settings, _: Path, tell: OnProgress) -> list[
     except ImportError:
         raise BenchError("the loops of compute need torch; leave out the part: loops") from None
     return measure_loops(world, settings, torch, tell)
+
+
+def _sweep(world: World, settings: Settings, _: Path, tell: OnProgress) -> list[Sample]:
+    if "sweep" not in settings.parts:
+        return []
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:  # without it the kernel is measured alone
+        torch = None
+    return measure_sweep(world, settings, torch, tell)
 
 
 def _disk(world: World, settings: Settings, directory: Path, tell: OnProgress) -> list[Sample]:

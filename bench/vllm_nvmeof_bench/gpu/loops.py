@@ -16,7 +16,7 @@ from vllm_nvmeof_bench.gpu.world import World
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.units import MIB
 
-__all__ = ["measure_loops"]
+__all__ = ["copying", "matrix_step", "measure_loops", "steps_per_s"]
 
 _ARMS = ("alone", "dma", "dma_overlap", "kernel")
 _STEPS = 10
@@ -30,11 +30,9 @@ def measure_loops(
     tell: Callable[[int, int, str], None] = lambda *at: None,
 ) -> list[Sample]:
     """Steps/s of a bf16 matrix product and of adding large arrays, each with each arm."""
-    square = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    product = torch.empty_like(square)
     large = torch.zeros(256 * MIB, dtype=torch.float32, device="cuda")
     loops: dict[str, Callable[[], object]] = {
-        "matrix": lambda: torch.mm(square, square, out=product),
+        "matrix": matrix_step(torch),
         "memory": lambda: large.add_(1.0),
     }
     samples = []
@@ -44,15 +42,23 @@ def measure_loops(
             for arm in _ARMS:
                 if arm != "alone" and arm not in world.arms:
                     continue
-                with _copying(world, settings, arm):
-                    rate = _steps_per_s(step, settings.loop_s, torch)
+                with copying(world, settings, arm):
+                    rate = steps_per_s(step, settings.loop_s, torch)
                 if arm in world.failed:
                     continue  # its copies ended before the loop did
                 samples.append(Sample(f"loop_{name}", arm, "both", 0, 0, number, round(rate, 3)))
     return [one for one in samples if one.arm not in world.failed]
 
 
-def _steps_per_s(step: Callable[[], object], seconds: float, torch: Any) -> float:
+def matrix_step(torch: Any) -> Callable[[], object]:
+    """One bf16 matrix product."""
+    square = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    product = torch.empty_like(square)
+    return lambda: torch.mm(square, square, out=product)
+
+
+def steps_per_s(step: Callable[[], object], seconds: float, torch: Any) -> float:
+    """Steps on the current stream."""
     step()
     torch.cuda.synchronize()
     done, start_s = 0, time.perf_counter()
@@ -66,7 +72,7 @@ def _steps_per_s(step: Callable[[], object], seconds: float, torch: Any) -> floa
 
 
 @contextmanager
-def _copying(world: World, settings: Settings, arm: str) -> Iterator[None]:
+def copying(world: World, settings: Settings, arm: str) -> Iterator[None]:
     """Copies both ways, one transfer after the other, until left, or until the arm fails."""
     if arm == "alone":
         yield

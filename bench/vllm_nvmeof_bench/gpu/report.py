@@ -23,6 +23,8 @@ _TITLES = {
     "both": "Both directions at once, and each alone, GB/s",
     "mix": "Both directions at once, by the share of loads, GB/s",
     "submit": "Host time of one submit, µs",
+    "sweep": "The copy kernel by its thread blocks, GB/s",
+    "sweep_matrix": "bf16 matrix products beside the kernel by its thread blocks, steps/s",
 }
 
 

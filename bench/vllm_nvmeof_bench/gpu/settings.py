@@ -10,6 +10,8 @@ Cases; a value is GB/s (1e9 bytes of payload) unless it says otherwise:
     mix       the same blocks, another share of them loads: "load 25%"
     submit    host time of one submit of the engine, µs
     loop_…    steps/s of a loop of compute beside copies
+    sweep     the kernel by its thread blocks: arms kernel_2 … kernel_32
+    sweep_matrix  steps/s of a bf16 matrix product beside each of them, copying both ways
     disk      a load from disk to the GPU: streamed, in two phases, and each half alone
 """
 
@@ -20,9 +22,11 @@ from dataclasses import dataclass
 from vllm_nvmeof_bench.gpu.models import model_blocks
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
 
-__all__ = ["PARTS", "Settings"]
+__all__ = ["PARTS", "USUAL_PARTS", "Settings"]
 
-PARTS = ("transfer", "few", "model", "both", "submit", "loops", "disk")
+#: What is measured unless parts are named.
+USUAL_PARTS = ("transfer", "few", "model", "both", "submit", "loops", "disk")
+PARTS = (*USUAL_PARTS, "sweep")
 
 
 def _model_sizes() -> tuple[int, ...]:
@@ -34,15 +38,15 @@ def _model_sizes() -> tuple[int, ...]:
 class Settings:
     """sizes: bytes of a block in one transfer of `blocks` blocks, or of as many as fit into
     `bytes_max`. counts: for `small_sizes`, where `auto` has to choose. loop_s: of each loop of
-    compute, alone and beside copies. mix_percent: shares of loads beside those of `both`.
-    disk_bytes: of one load; disk_chunk_bytes: of one slot of the pool; disk_tier_slots: cache
-    slots that the two phases go through.
+    compute, alone and beside copies. sweep_blocks: thread blocks of the kernel. mix_percent:
+    shares of loads beside those of `both`. disk_bytes: of one load; disk_chunk_bytes: of one slot
+    of the pool; disk_tier_slots: cache slots that the two phases go through.
     """
 
     rounds: int = 5
     blocks: int = 1000
     bytes_max: int = 4 * GIB
-    parts: tuple[str, ...] = PARTS
+    parts: tuple[str, ...] = USUAL_PARTS
     sizes: tuple[int, ...] = tuple((4 * KIB) << k for k in range(13))  # 4 KiB … 16 MiB
     small_sizes: tuple[int, ...] = tuple((4 * KIB) << k for k in range(7))  # 4 KiB … 256 KiB
     counts: tuple[int, ...] = (4, 16, 64, 256)
@@ -51,6 +55,8 @@ class Settings:
     mix_percent: tuple[int, ...] = (10, 25, 75, 90)
     submit_size: int = 512 * KIB
     loop_s: float = 2.0
+    sweep_blocks: tuple[int, ...] = (2, 4, 8, 12, 16, 24, 32)
+    sweep_sizes: tuple[int, ...] = (8 * KIB, 32 * KIB, 128 * KIB, 2 * MIB)
     disk_bytes: int = 4 * GIB
     disk_chunk_bytes: int = 2 * MIB
     disk_tier_slots: int = 512

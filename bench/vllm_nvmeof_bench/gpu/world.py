@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from vllm_nvmeof_bench.pool.settings import BenchError
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.copy.calibrate import calibrate
 from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine, Readiness
+from vllm_nvmeof_offload.copy.descriptors import DESCRIPTORS_MAX
 from vllm_nvmeof_offload.copy.dma import DmaCopier
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
-from vllm_nvmeof_offload.copy.kernel import KernelCopier, Table
+from vllm_nvmeof_offload.copy.kernel import PART_BYTES_MAX, KernelCopier, Table
 from vllm_nvmeof_offload.copy.select import Backend, Cell, Selector
 from vllm_nvmeof_offload.units import MIB
 from vllm_nvmeof_offload.worker.pinning import REGISTERED_BYTES_MAX, StagingPinning
@@ -72,7 +74,8 @@ class World:
         self._piece_bytes = self._pins.first[1]
         self._gpu = cuda.allocate(self._memory.size_bytes)
         self._function = kernel
-        self._dma, self._kernel = DmaCopier(cuda), KernelCopier(cuda, kernel)
+        self._tables = 2 + size // (DESCRIPTORS_MAX * PART_BYTES_MAX)
+        self._dma, self._kernel = DmaCopier(cuda), KernelCopier(cuda, kernel, tables=self._tables)
         self.cells: list[Cell] = self._timed(
             "calibrate", lambda: calibrate(cuda, self._dma, self._kernel, self._pins.first)
         )
@@ -154,6 +157,18 @@ class World:
         self.seconds_of(arm, {Direction.STORE: place})
         return all(np.array_equal(block, row) for block, row in zip(blocks, content, strict=True))
 
+    @contextlib.contextmanager
+    def kernel_of(self, blocks: int) -> Iterator[str]:
+        """Meanwhile there is an arm, whose name this gives: the kernel with so many blocks."""
+        name = f"kernel_{blocks}"
+        kernel = KernelCopier(self.cuda, self._function, blocks, self._tables)
+        self.arms[name] = functools.partial(self._by_kernel, kernel=kernel)
+        try:
+            yield name
+        finally:
+            self.arms.pop(name, None)  # it may have failed
+            kernel.close()
+
     def submit_us(self, size: int, count: int, direction: Direction, backend: Backend) -> float:
         """Host time of one `submit` of the engine."""
         kernel = KernelCopier(self.cuda, self._function) if backend is Backend.KERNEL else None
@@ -191,13 +206,19 @@ class World:
         del self.arms[arm]
         self.failed[arm] = f"{type(error).__name__}: {error}".splitlines()[0]
         for stream in self._streams.values():
-            with suppress(CudaError):
+            with contextlib.suppress(CudaError):
                 self.cuda.synchronize_stream(stream)
         while self._used:
             self._used.pop().give_back()
 
-    def _by_kernel(self, direction: Direction, pieces: Descriptors, stream: int) -> None:
-        if not self._kernel.copy(direction, pieces, stream, self._used):
+    def _by_kernel(
+        self,
+        direction: Direction,
+        pieces: Descriptors,
+        stream: int,
+        kernel: KernelCopier | None = None,
+    ) -> None:
+        if not (kernel or self._kernel).copy(direction, pieces, stream, self._used):
             raise RuntimeError("more descriptors than the kernel has tables")
 
     def _auto(self, direction: Direction, pieces: Descriptors, stream: int) -> None:

@@ -23,10 +23,10 @@ import random
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
+from tests.unit.copies.fake_work import Mark, Move, Work
 from vllm_nvmeof_offload.copy.descriptors import DESCRIPTORS_MAX
 from vllm_nvmeof_offload.copy.driver import ORDER_ANY, Cuda, CudaError, CudaFacts
 
@@ -34,36 +34,6 @@ MODEL_STREAM = 0
 WAITING_CALLS = {"synchronize_stream", "synchronize_event"}
 #: What threads may do while a CUDA graph is captured only if they have declared themselves.
 SPOILING_CALLS = {"register", "allocate_host", "event_is_done", "stream_is_done", *WAITING_CALLS}
-
-
-class Mark:
-    """One recording of an event."""
-
-    done = False
-
-
-@dataclass
-class Move:
-    """One copy on its way. early: the source's bytes, read in the call."""
-
-    destination: int
-    source: int
-    count: int
-    early: bytes | None = None
-
-    def run(self) -> None:
-        content = ctypes.string_at(self.source, self.count) if self.early is None else self.early
-        ctypes.memmove(self.destination, content, self.count)
-
-
-@dataclass
-class Work:
-    """One operation of a stream: a wait, a recording, a batch of moves, or a kernel."""
-
-    wait: Mark | None = None
-    record: Mark | None = None
-    moves: list[Move] = field(default_factory=list)
-    kernel: Callable[[], None] | None = None
 
 
 class FakeCuda(Cuda):
@@ -86,6 +56,8 @@ class FakeCuda(Cuda):
         self.fail: dict[str, int] = {}
         self.batches: list[int] = []
         self.orders: list[int] = []
+        #: Bytes of each part that a kernel copied, by launch.
+        self.launched: list[list[int]] = []
         self.calls: Counter[str] = Counter()
         self.callers: dict[str, set[int]] = {}
         self.facts = CudaFacts("stub", "00" * 16, 13010, "sm_90", -1)
@@ -242,13 +214,14 @@ class FakeCuda(Cuda):
         self, kernel: int, blocks: int, threads: int, stream: int, arguments: Sequence[int]
     ) -> None:
         self._called("launch")
-        table, count, parts, part_bytes = arguments
+        table, count = arguments
         assert 0 < count <= DESCRIPTORS_MAX and blocks > 0 and threads % 32 == 0
 
         def run() -> None:
             rows = np.ctypeslib.as_array((ctypes.c_uint64 * (3 * count)).from_address(table))
-            for row in rows.reshape(count, 3).tolist():
-                assert row[2] <= parts * part_bytes, "the parts do not cover the piece"
+            rows = rows.reshape(count, 3)
+            self.launched.append(rows[:, 2].tolist())
+            for row in rows.tolist():
                 self._move(*row, may_read_early=False).run()
 
         with self._changed:

@@ -27,15 +27,14 @@ void __stcs(Word* at, Word value) {
 #include COPY_BLOCKS
 
 // Returns how many words were not aligned, which on a GPU is a fault.
-extern "C" u64 run(int fast, unsigned blocks, unsigned threads, const Piece* pieces, u64 count,
-                   u64 parts, u64 part_bytes) {
+extern "C" u64 run(int fast, unsigned blocks, unsigned threads, const Piece* pieces, u64 count) {
   misaligned_words = 0;
   gridDim.x = blocks;
   blockDim.x = threads;
   for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
     for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x)
       if (fast)
-        copy_blocks(pieces, count, parts, part_bytes);
+        copy_blocks(pieces, count);
       else
         copy_blocks_reference(pieces, count);
   return misaligned_words;

@@ -16,7 +16,7 @@ enum { OK = 0, INVALID_VALUE = 1, NOT_READY = 600 };
 
 // What the last calls were given, for the test to look at.
 struct {
-  uint64_t batch_calls, batch_count, source_order, flags, launches, grid, block, arguments[4];
+  uint64_t batch_calls, batch_count, source_order, flags, launches, grid, block, arguments[2];
   uint64_t single_copies, registered, not_ready, relaxed;
 } stub_seen;
 
@@ -101,7 +101,7 @@ R stub_cuLaunchKernel(P f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, u
                       unsigned bz, unsigned shared, P stream, void** arguments, void** extra) {
   if (f != 3002 || gy * gz * by * bz != 1 || shared || stream != 1000 || extra) return 400;
   stub_seen.launches++, stub_seen.grid = gx, stub_seen.block = bx;
-  for (int i = 0; i < 4; ++i) stub_seen.arguments[i] = *(uint64_t*)arguments[i];
+  for (int i = 0; i < 2; ++i) stub_seen.arguments[i] = *(uint64_t*)arguments[i];
   uint64_t* row = (uint64_t*)stub_seen.arguments[0];
   int copies = !getenv("STUB_COPIES_NOTHING");
   for (uint64_t i = 0; i < stub_seen.arguments[1]; ++i, row += 3)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from vllm_nvmeof_bench.gpu.measure import ARMS, measure
 from vllm_nvmeof_bench.gpu.report import print_conditions
 from vllm_nvmeof_bench.gpu.samples import dump, load
 from vllm_nvmeof_bench.gpu.settings import Settings
+from vllm_nvmeof_bench.gpu.sweep import measure_sweep
 from vllm_nvmeof_bench.gpu.world import World
 from vllm_nvmeof_bench.pool.settings import BenchError
 
@@ -186,6 +188,49 @@ def test_a_loop_beside_an_arm_that_fails_gives_no_figure(working: FakeCuda) -> N
     short = Settings(**{**vars(SETTINGS), "loop_s": 0.5})
     arms = {one.arm for one in measure_loops(world, short, torch)}
     assert arms == {"alone", "dma", "dma_overlap"} and "kernel" in world.failed
+
+
+class _Compute:
+    """As much of torch as a loop of compute needs."""
+
+    bfloat16 = None
+
+    def __init__(self) -> None:
+        self.products = 0
+        nothing = SimpleNamespace(synchronize=lambda: None)
+        self.cuda = SimpleNamespace(synchronize=lambda: None, current_stream=lambda: nothing)
+
+    def randn(self, *shape: int, **named: object) -> None: ...
+
+    def empty_like(self, other: object) -> None: ...
+
+    def mm(self, *factors: object, **named: object) -> None:
+        self.products += 1
+
+
+def test_the_kernel_is_swept_over_its_thread_blocks(working: FakeCuda) -> None:
+    few = replace(SETTINGS, sweep_blocks=(2, 8), sweep_sizes=(4 * KIB, 64 * KIB), loop_s=0.01)
+    world = World(working, 1, few.bytes_max)
+    compute = _Compute()
+    samples = measure_sweep(world, few, compute)
+    rates = {(s.arm, s.direction, s.block_bytes, s.count) for s in samples if s.case == "sweep"}
+    assert rates == {
+        (f"kernel_{blocks}", direction, size, 8)
+        for blocks in (2, 8)
+        for direction in ("store", "load")
+        for size in few.sweep_sizes
+    }
+    steps = [s.arm for s in samples if s.case == "sweep_matrix"]
+    assert sorted(steps) == ["alone", "kernel_2", "kernel_8"] and compute.products
+    assert "kernel_8" not in world.arms, "an arm was left"
+    world.close()
+    assert not working.allocated
+
+
+def test_the_sweep_goes_on_without_torch() -> None:
+    few = replace(SETTINGS, sweep_blocks=(2,), sweep_sizes=(4 * KIB,))
+    world = World(FakeCuda(), 1, few.bytes_max)
+    assert {s.case for s in measure_sweep(world, few, None)} == {"sweep"}
     world.close()
 
 

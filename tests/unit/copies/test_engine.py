@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.unit.copies.fake_cuda import MODEL_STREAM, WAITING_CALLS, FakeCuda, Work
+from tests.unit.copies.fake_cuda import MODEL_STREAM, WAITING_CALLS, FakeCuda
+from tests.unit.copies.fake_work import Work
 from tests.unit.copies.rig import BLOCKS, Rig
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.cuda import Readiness

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import io
 import shutil
 import subprocess
 from pathlib import Path
@@ -38,16 +39,14 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def _run(kernels: ctypes.CDLL, fast: bool, grid: tuple[int, int], table: np.ndarray) -> int:
-    part_bytes = 256
-    parts = -(-int(table[:, 2].max()) // part_bytes)
-    rest = [ctypes.c_uint64(v) for v in (len(table), parts, part_bytes)]
-    found: int = kernels.run(int(fast), *grid, ctypes.c_void_p(table.ctypes.data), *rest)
+    rows = ctypes.c_void_p(table.ctypes.data), ctypes.c_uint64(len(table))
+    found: int = kernels.run(int(fast), *grid, *rows)
     return found
 
 
 @pytest.mark.parametrize("fast", [False, True])
 @given(
-    sizes=st.lists(st.integers(1, 1500), min_size=1, max_size=12),
+    sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=40),
     align=st.sampled_from([1, 4, 16]),
     skew=st.sampled_from([0, 1, 4, 8, 16]),
     grid=st.sampled_from([(1, 32), (2, 64), (5, 96)]),
@@ -65,7 +64,7 @@ def test_each_piece_is_copied_and_nothing_else(
 ) -> None:
     rng = np.random.default_rng(seed)
     sizes = [max(align, size // align * align) for size in sizes]
-    room = 2048
+    room = 5056
     base = np.zeros(len(sizes) * room + 64, np.uint8)
     source = rng.integers(1, 256, base.size, np.uint8)
     expected = base.copy()
@@ -94,9 +93,13 @@ needs_nvrtc = pytest.mark.skipif(
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_kernels_compile_to_machine_code_without_a_gpu(arch: str) -> None:
-    code = compile_kernels(arch)
+    log = io.StringIO()
+    code = compile_kernels(arch, log=log)
     assert code.startswith(b"\x7fELF")
     assert b"copy_blocks_reference" in code
+    spills = [line for line in log.getvalue().splitlines() if "spill" in line]
+    assert len(spills) == 2, "one line a kernel"
+    assert all("0 bytes stack frame, 0 bytes spill stores" in line for line in spills)
 
 
 @needs_nvrtc
