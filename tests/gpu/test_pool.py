@@ -14,6 +14,7 @@ pytest.importorskip("pydantic", reason="the configuration needs it")
 
 from tests.gpu.device import Device
 from vllm_nvmeof_offload.config import parse_config
+from vllm_nvmeof_offload.copy.kernel import KernelCopier
 from vllm_nvmeof_offload.copy.select import Backend
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.io.choose import IoLimits, choose_io_engine
@@ -106,7 +107,7 @@ def test_hundreds_of_round_trips_through_the_pool(
     device: Device, backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(gpu, "_load_kernel", lambda cuda: _kernel(device))
+    monkeypatch.setattr(gpu, "load_kernel", lambda cuda: _kernel(device))
     (tmp_path / "pool").mkdir()
     try:
         rank = _Pipeline(device, tmp_path / "pool", backend)
@@ -133,5 +134,5 @@ def test_hundreds_of_round_trips_through_the_pool(
     rank.close()
 
 
-def _kernel(device: Device) -> gpu.KernelCopier:
-    return gpu.KernelCopier(device.cuda, device.kernel())
+def _kernel(device: Device) -> KernelCopier:
+    return KernelCopier(device.cuda, device.kernel())

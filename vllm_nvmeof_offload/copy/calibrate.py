@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures DMA against the kernel on this GPU, at start, within a budget of time."""
+"""Measures DMA, DMA with the overlap hint and the kernel on this GPU, within a budget of time."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
@@ -14,7 +15,7 @@ from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.copy.dma import DmaCopier
 from vllm_nvmeof_offload.copy.driver import Cuda
 from vllm_nvmeof_offload.copy.kernel import KernelCopier, Table
-from vllm_nvmeof_offload.copy.select import COUNTS, FRAGMENT_BYTES, Cell
+from vllm_nvmeof_offload.copy.select import OVERLAP_BYTES_MAX, Backend, Cell, grid
 from vllm_nvmeof_offload.units import MIB
 
 __all__ = ["CALIBRATION_BYTES_MAX", "calibrate"]
@@ -22,6 +23,8 @@ __all__ = ["CALIBRATION_BYTES_MAX", "calibrate"]
 #: GPU memory taken meanwhile, and staging overwritten.
 CALIBRATION_BYTES_MAX = 64 * MIB
 _ROUNDS = 3
+
+_Way = Callable[[int, list[Table]], None]
 
 
 def calibrate(
@@ -44,15 +47,12 @@ def calibrate(
     memory = 0
     try:
         memory = cuda.allocate(size)
-        grid = sorted(itertools.product(FRAGMENT_BYTES, COUNTS), key=lambda c: c[0] * c[1])
-        for (fragment_bytes, count), direction in itertools.product(grid, Direction):
+        for (fragment_bytes, count), direction in itertools.product(grid(size), Direction):
             if clock() - started_s > budget_s:
                 break
-            if fragment_bytes * count > size:
-                continue
             pieces = _scattered(memory, staging[0], fragment_bytes, count)
-            took = _measure(cuda, dma, kernel, direction, pieces, stream, clock)
-            cells.append(Cell(direction, fragment_bytes, count, *took))
+            took = _measure(_ways(cuda, dma, kernel, direction, pieces), cuda, stream, clock)
+            cells.append(_cell(direction, fragment_bytes, count, took))
     finally:
         cuda.synchronize_stream(stream)
         if memory:
@@ -71,27 +71,51 @@ def _scattered(memory: int, staging: int, fragment_bytes: int, count: int) -> De
     return pieces
 
 
+def _ways(
+    cuda: Cuda, dma: DmaCopier, kernel: KernelCopier, direction: Direction, pieces: Descriptors
+) -> dict[Backend, _Way]:
+    """What may carry these pieces."""
+
+    def by_kernel(stream: int, used: list[Table]) -> None:
+        kernel.copy(direction, pieces, stream, used)
+
+    def by_dma(stream: int, _: list[Table], *, overlap: bool = False) -> None:
+        dma.copy(direction, pieces, stream, overlap=overlap)
+
+    ways: dict[Backend, _Way] = {Backend.DMA: by_dma, Backend.KERNEL: by_kernel}
+    if cuda.has_batch and int(pieces[0, 2]) <= OVERLAP_BYTES_MAX:
+        ways[Backend.OVERLAP] = functools.partial(by_dma, overlap=True)
+    return ways
+
+
 def _measure(
-    cuda: Cuda,
-    dma: DmaCopier,
-    kernel: KernelCopier,
-    direction: Direction,
-    pieces: Descriptors,
-    stream: int,
-    clock: Callable[[], float],
-) -> tuple[float, float]:
-    """Medians in µs, DMA and kernel in turn; the first round warms up."""
+    ways: dict[Backend, _Way], cuda: Cuda, stream: int, clock: Callable[[], float]
+) -> dict[Backend, list[float]]:
+    """Sorted times in µs, the ways in turn; the first round only warms up."""
     used: list[Table] = []
-    ways: tuple[Callable[[], object], ...] = (
-        lambda: dma.copy(direction, pieces, stream),
-        lambda: kernel.copy(direction, pieces, stream, used),
-    )
-    took: tuple[list[float], list[float]] = ([], [])
-    for _, (copy, samples) in itertools.product(range(1 + _ROUNDS), zip(ways, took, strict=True)):
+    took: dict[Backend, list[float]] = {way: [] for way in ways}
+    for number, way in itertools.product(range(1 + _ROUNDS), ways):
         start_s = clock()
-        copy()
+        ways[way](stream, used)
         cuda.synchronize_stream(stream)
-        samples.append(1e6 * (clock() - start_s))
+        if number:
+            took[way].append(1e6 * (clock() - start_s))
         while used:
             used.pop().give_back()
-    return statistics.median(took[0][1:]), statistics.median(took[1][1:])
+    return {way: sorted(times) for way, times in took.items()}
+
+
+def _cell(
+    direction: Direction, fragment_bytes: int, count: int, took: dict[Backend, list[float]]
+) -> Cell:
+    medians = {way: statistics.median(times) for way, times in took.items()}
+    spreads = [(times[-1] - times[0]) / medians[way] for way, times in took.items()]
+    return Cell(
+        direction,
+        fragment_bytes,
+        count,
+        medians[Backend.DMA],
+        medians[Backend.KERNEL],
+        medians.get(Backend.OVERLAP),
+        round(max(spreads), 3),
+    )

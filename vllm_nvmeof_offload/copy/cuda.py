@@ -229,14 +229,15 @@ class CudaCopyEngine:
     ) -> None:
         if not len(pieces):  # a ticket that only waits for its turn
             return
-        kernel = self._copiers.kernel
+        kernel, backend = self._copiers.kernel, self._copiers.choose(direction, pieces)
         if (
             kernel is not None
-            and self._copiers.choose(direction, pieces) is Backend.KERNEL
+            and backend is Backend.KERNEL
             and kernel.copy(direction, pieces, stream, tables)
         ):
             return
-        self._copiers.dma.copy(direction, pieces, stream)
+        overlap = backend is Backend.OVERLAP
+        self._copiers.dma.copy(direction, pieces, stream, overlap=overlap)
 
     def _take_event(self, lane: Lane) -> int:
         while lane.finished and lane.finished[0].rung:

@@ -11,14 +11,18 @@ __all__ = ["DmaCopier"]
 
 
 class DmaCopier:
-    """overlap: set CUDA 13.1's hint that copies should overlap with compute."""
+    """Has no state of its own."""
 
-    def __init__(self, cuda: Cuda, overlap: bool = False) -> None:
+    def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
-        self._overlap = overlap
 
-    def copy(self, direction: Direction, pieces: Descriptors, stream: int) -> None:
+    def copy(
+        self, direction: Direction, pieces: Descriptors, stream: int, *, overlap: bool = False
+    ) -> None:
         """Submit to `stream`; pieces as of `coalesce`.
+
+        overlap: set CUDA 13.1's hint that copies should overlap with compute; a driver without
+        the batch call has none.
 
         A store reads what the model's kernels write: the source in the stream's order, after
         the fence. A load reads staging, which no kernel writes, and which the host has seen
@@ -34,4 +38,4 @@ class DmaCopier:
         for start in range(0, len(sizes), DESCRIPTORS_MAX):
             count = min(DESCRIPTORS_MAX, len(sizes) - start)
             first, second, third = (table + start * sizes.itemsize for table in tables)
-            self._cuda.copy_batch((first, second, third), count, stream, order, self._overlap)
+            self._cuda.copy_batch((first, second, third), count, stream, order, overlap)

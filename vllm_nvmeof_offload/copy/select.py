@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DMA or kernel, for each transfer: by a table of what each took on this GPU."""
+"""DMA, with or without a hint, or the kernel: by a table of what each took on this GPU."""
 
 from __future__ import annotations
 
@@ -15,31 +15,66 @@ import numpy as np
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.units import KIB
 
-__all__ = ["COUNTS", "FRAGMENT_BYTES", "Backend", "Cell", "Selector", "dump_cells", "parse_cells"]
+__all__ = [
+    "COUNTS",
+    "FRAGMENT_BYTES",
+    "KERNEL_MARGIN",
+    "OVERLAP_BYTES_MAX",
+    "Backend",
+    "Cell",
+    "Selector",
+    "best_of",
+    "dump_cells",
+    "grid",
+    "missing_cells",
+    "parse_cells",
+]
 
 #: The table's grid: powers of two, so that the nearest one is a rounding away.
 FRAGMENT_BYTES = tuple(KIB << k for k in range(2, 9))  # 4 KiB … 256 KiB
 COUNTS = (4, 16, 64, 256, 1024)
 _SIZE_LOG2_MIN, _SIZE_LOG2_MAX = 12, 18
 _WORD_BYTES = 16
+#: The table comes from an idle GPU. Beside a model the kernel takes multiprocessors from it, and
+#: the copy engines take none: the kernel has to be so many times as fast as they are.
+KERNEL_MARGIN = 1.5
+#: RMM and cuDF set the hint only up to here; for larger copies others saw it do harm.
+OVERLAP_BYTES_MAX = 128 * KIB
 
 
 class Backend(enum.Enum):
     """What moves the bytes."""
 
     DMA = "dma"
+    OVERLAP = "dma_overlap"  # DMA with the hint that it should overlap with compute
     KERNEL = "kernel"
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What `count` fragments of `fragment_bytes` took, in µs from submit to the end."""
+    """What `count` fragments of `fragment_bytes` took: medians, in µs from submit to the end.
+
+    overlap_us: None: not tried. spread: of the way that varied most, its slowest round less its
+    fastest over its median.
+    """
 
     direction: Direction
     fragment_bytes: int
     count: int
     dma_us: float
     kernel_us: float
+    overlap_us: float | None = None
+    spread: float = 0.0
+
+
+def best_of(cell: Cell) -> Backend:
+    """DMA unless another way is clearly faster: the hint by more than the spread, the kernel by
+    `KERNEL_MARGIN` over the better kind of DMA.
+    """
+    backend, took_us = Backend.DMA, cell.dma_us
+    if cell.overlap_us is not None and cell.overlap_us * (1 + cell.spread) < took_us:
+        backend, took_us = Backend.OVERLAP, cell.overlap_us
+    return Backend.KERNEL if cell.kernel_us * KERNEL_MARGIN <= took_us else backend
 
 
 class Selector:
@@ -50,18 +85,18 @@ class Selector:
     """
 
     def __init__(self, cells: Iterable[Cell] = ()) -> None:
-        known = {(c.direction, c.fragment_bytes, c.count): c.kernel_us < c.dma_us for c in cells}
-        self._kernel_wins = set[tuple[Direction, int, int]]()
+        known = {(c.direction, c.fragment_bytes, c.count): best_of(c) for c in cells}
+        self._table: dict[tuple[Direction, int, int], Backend] = {}
         for direction, size in itertools.product(Direction, FRAGMENT_BYTES):
-            wins = False
+            best = Backend.DMA
             for count in COUNTS:
-                wins = known.get((direction, size, count), wins)
-                if wins:
-                    self._kernel_wins.add((direction, size, count))
+                best = known.get((direction, size, count), best)
+                if best is not Backend.DMA:
+                    self._table[direction, size, count] = best
 
     def choose(self, direction: Direction, pieces: Descriptors) -> Backend:
         """Pieces as they are submitted: coalesced."""
-        if not self._kernel_wins:
+        if not self._table:
             return Backend.DMA
         count = len(pieces)
         log2 = round(math.log2(max(1, int(pieces[:, 2].sum()) // count)))
@@ -70,12 +105,19 @@ class Selector:
         nearest = 4 ** round(math.log(count, 4))
         nearest = min(max(nearest, COUNTS[0]), COUNTS[-1])
         cell = (direction, 1 << max(log2, _SIZE_LOG2_MIN), nearest)
-        if cell not in self._kernel_wins:
-            return Backend.DMA
+        best = self._table.get(cell, Backend.DMA)
         # What is not aligned goes word by word, or byte by byte: that was not measured.
-        if int(np.bitwise_or.reduce(pieces, axis=None)) % _WORD_BYTES:
+        if best is Backend.KERNEL and int(np.bitwise_or.reduce(pieces, axis=None)) % _WORD_BYTES:
             return Backend.DMA
-        return Backend.KERNEL
+        if best is Backend.OVERLAP and int(pieces[:, 2].max()) > OVERLAP_BYTES_MAX:
+            return Backend.DMA
+        return best
+
+
+def grid(size: int) -> list[tuple[int, int]]:
+    """(bytes, count) of the fragments to measure within `size` bytes, small transfers first."""
+    cells = [cell for cell in itertools.product(FRAGMENT_BYTES, COUNTS) if math.prod(cell) <= size]
+    return sorted(cells, key=math.prod)
 
 
 def dump_cells(cells: Iterable[Cell]) -> bytes:
@@ -84,15 +126,19 @@ def dump_cells(cells: Iterable[Cell]) -> bytes:
     return json.dumps({"cells": rows}, indent=1).encode()
 
 
-def parse_cells(content: bytes) -> list[Cell]:
-    """Raises: ValueError: this is not what `dump_cells` made, or of another grid."""
+def parse_cells(content: bytes, size: int) -> list[Cell]:
+    """Raises: ValueError: this is not what `dump_cells` made, or lacks a cell of `grid(size)`."""
     try:
         rows = json.loads(content)["cells"]
         cells = [Cell(**(row | {"direction": Direction(row["direction"])})) for row in rows]
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a table of cells: {error!r}") from None
-    if {(c.fragment_bytes, c.count) for c in cells} - {
-        (size, count) for size in FRAGMENT_BYTES for count in COUNTS
-    }:
-        raise ValueError("a table of another grid")
+    if missing_cells(cells, size):
+        raise ValueError("a table with cells missing")
     return cells
+
+
+def missing_cells(cells: Iterable[Cell], size: int) -> int:
+    """How many of `grid(size)`, in both directions, are not among `cells`."""
+    wanted = {(direction, *cell) for direction in Direction for cell in grid(size)}
+    return len(wanted - {(c.direction, c.fragment_bytes, c.count) for c in cells})

@@ -81,15 +81,14 @@ class World:
         )
         self._choose = Selector(self.cells).choose
         self._used: list[Table] = []
-        overlap = DmaCopier(cuda, overlap=True)
         self._others = frozenset(others or {})
-        self.arms: dict[str, CopyCall] = {
-            "dma": self._dma.copy,
-            "dma_overlap": overlap.copy,
-            "kernel": self._by_kernel,
-            "auto": self._auto,
-            **(others or {}),
+        #: What `auto` chooses from, also when an arm was left out.
+        self._ours: dict[str, CopyCall] = {
+            Backend.DMA.value: self._dma.copy,
+            Backend.OVERLAP.value: functools.partial(self._dma.copy, overlap=True),
+            Backend.KERNEL.value: self._by_kernel,
         }
+        self.arms: dict[str, CopyCall] = {**self._ours, "auto": self._auto, **(others or {})}
         self._streams = {direction: cuda.create_stream() for direction in Direction}
 
     def pieces(self, size: int, count: int, seed: int = 0, first: int = 0) -> Descriptors:
@@ -222,8 +221,7 @@ class World:
             raise RuntimeError("more descriptors than the kernel has tables")
 
     def _auto(self, direction: Direction, pieces: Descriptors, stream: int) -> None:
-        by_kernel = self._choose(direction, pieces) is Backend.KERNEL
-        (self._by_kernel if by_kernel else self._dma.copy)(direction, pieces, stream)
+        self._ours[self._choose(direction, pieces).value](direction, pieces, stream)
 
     def _timed(self, name: str, call: Callable[[], Any]) -> Any:
         start_s = time.perf_counter()

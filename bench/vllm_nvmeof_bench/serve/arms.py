@@ -120,7 +120,7 @@ def _named(text: str) -> Arm:
     arm = ARMS[name]
     if not colon:
         return arm
-    known = [one.value for one in Backend]
+    known = [one.value for one in (Backend.DMA, Backend.KERNEL)]  # as `copy_backend` has them
     if backend not in known or arm.peer or arm.tier == "none":
         raise BenchError(f"no arm {text!r}: one of ours may be followed by :{' or :'.join(known)}")
     return replace(arm, name=text, says=f"{arm.says}; copies by {backend}", copy_backend=backend)

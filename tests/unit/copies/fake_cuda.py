@@ -56,6 +56,7 @@ class FakeCuda(Cuda):
         self.fail: dict[str, int] = {}
         self.batches: list[int] = []
         self.orders: list[int] = []
+        self.hints: list[bool] = []  # by batch: to overlap with compute
         #: Bytes of each part that a kernel copied, by launch.
         self.launched: list[list[int]] = []
         self.calls: Counter[str] = Counter()
@@ -196,6 +197,7 @@ class FakeCuda(Cuda):
         columns = [(ctypes.c_uint64 * count).from_address(table) for table in tables]
         self.batches.append(count)
         self.orders.append(source_order)
+        self.hints.append(overlap)
         rows = zip(*columns, strict=True)
         moves = [self._move(*row, may_read_early=source_order == ORDER_ANY) for row in rows]
         with self._changed:

@@ -61,7 +61,7 @@ def engine(
     pins = StagingPinning(cuda, place, lambda: None, piece_bytes_max=3 * SLOT_BYTES)
     pins.start()
     kernel = KernelCopier(cuda, cuda.load_kernel(b"\x7fELF stub", "copy_blocks"))
-    copiers = Copiers(DmaCopier(cuda, overlap=True), kernel, lambda _, __: backend)
+    copiers = Copiers(DmaCopier(cuda), kernel, lambda _, __: backend)
     return CudaCopyEngine(cuda, lambda: 0, copiers, pins, np.array([], np.uint64), on_done)
 
 
@@ -174,13 +174,15 @@ def main() -> None:
         round_trip(cuda, Backend.DMA)
         last = seen()
         assert (last.batch_calls, last.batch_count, last.single_copies) == (2, 200, 0)
-        assert (last.source_order, last.flags) == (ORDER_ANY, 1)
+        assert (last.source_order, last.flags) == (ORDER_ANY, 0)
         assert last.registered == SLOTS * SLOT_BYTES
+        round_trip(cuda, Backend.OVERLAP)
+        assert (last.batch_calls, last.source_order, last.flags) == (4, ORDER_ANY, 1)
         round_trip(cuda, Backend.KERNEL)
         assert (last.launches, last.count) == (2, 100)
         assert (last.block, last.grid) == (512, 7)
         # This thread, once; and of each engine three bells and what registers its memory.
-        assert last.relaxed == 1 + 2 * 4
+        assert last.relaxed == 1 + 3 * 4
         errors(cuda)
         others_run_meanwhile(cuda)
     assert Selector().choose(Direction.LOAD, np.ones((1, 3), np.uint64)) is Backend.DMA

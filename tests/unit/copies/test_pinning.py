@@ -9,14 +9,18 @@ import itertools
 import mmap
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.unit.copies.fake_cuda import FakeCuda
+from vllm_nvmeof_offload.copy import table
 from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.copy.calibrate import calibrate
 from vllm_nvmeof_offload.copy.cuda import Readiness
 from vllm_nvmeof_offload.copy.driver import CudaError
+from vllm_nvmeof_offload.copy.select import Cell
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.units import MIB, PAGE_BYTES
 from vllm_nvmeof_offload.worker import gpu
@@ -132,7 +136,7 @@ def _engine(cuda: FakeCuda, backend: str, memory: np.ndarray) -> gpu.ChosenCopy:
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(gpu, "load_or_compile", lambda arch, directory: b"")
+    monkeypatch.setattr(table, "load_or_compile", lambda arch, directory: b"")
     return np.zeros(5 * MIB, np.uint8)
 
 
@@ -147,7 +151,7 @@ def _store(cuda: FakeCuda, chosen: gpu.ChosenCopy, memory: np.ndarray) -> None:
     assert (memory[:64] == source).all()
 
 
-@pytest.mark.parametrize(("backend", "launches"), [("dma", 0), ("kernel", 1)])
+@pytest.mark.parametrize(("backend", "launches"), [("dma", 0), ("dma_overlap", 0), ("kernel", 1)])
 def test_a_backend_that_is_asked_for_is_used(
     backend: str, launches: int, memory: np.ndarray
 ) -> None:
@@ -159,7 +163,13 @@ def test_a_backend_that_is_asked_for_is_used(
     assert not cuda.registered and not cuda.allocated and list(cuda.streams) == [0]
 
 
-def test_auto_measures_once_and_remembers(memory: np.ndarray) -> None:
+def test_auto_measures_once_and_remembers(
+    memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_limit(*given: Any) -> list[Cell]:  # the stub copies slowly
+        return calibrate(*given[:-1], budget_s=1e9)
+
+    monkeypatch.setattr(table, "calibrate", without_limit)
     measured = []
     for _ in range(2):
         cuda = FakeCuda()
@@ -177,7 +187,7 @@ def test_auto_says_what_it_lacks_and_kernel_refuses(
     def fail(arch: str, directory: Path) -> bytes:
         raise EngineError("the copy kernel needs cuda-core")
 
-    monkeypatch.setattr(gpu, "load_or_compile", fail)
+    monkeypatch.setattr(table, "load_or_compile", fail)
     cuda = FakeCuda(batch=False)
     chosen = _engine(cuda, "auto", memory)
     assert len(chosen.fallbacks) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from vllm_nvmeof_offload.copy.select import (
     Backend,
     Cell,
     Selector,
+    best_of,
     dump_cells,
     parse_cells,
 )
@@ -98,11 +100,50 @@ def test_without_a_table_everything_goes_by_dma() -> None:
     assert Selector().choose(Direction.LOAD, _pieces(64, 4 * KIB)) is Backend.DMA
 
 
+def _cell(dma_us: float, kernel_us: float, **rest: float) -> Cell:
+    return Cell(Direction.LOAD, 64 * KIB, 16, dma_us, kernel_us, **rest)
+
+
+@pytest.mark.parametrize(
+    ("cell", "expected"),
+    [
+        (_cell(15.0, 10.0), Backend.KERNEL),
+        (_cell(14.9, 10.0), Backend.DMA),
+        (_cell(15.0, 10.0, overlap_us=14.0), Backend.OVERLAP),  # the better kind of DMA
+        (_cell(10.0, 10.0, overlap_us=9.0), Backend.OVERLAP),
+        (_cell(10.0, 10.0, overlap_us=9.0, spread=0.1), Backend.OVERLAP),
+        (_cell(10.0, 10.0, overlap_us=9.0, spread=0.2), Backend.DMA),  # as much as times vary
+        (_cell(10.0, 10.0, overlap_us=10.0), Backend.DMA),
+    ],
+)
+def test_what_is_not_clearly_faster_does_not_replace_dma(cell: Cell, expected: Backend) -> None:
+    assert best_of(cell) is expected
+    store = replace(cell, direction=Direction.STORE)
+    for one in (cell, store):
+        assert Selector([one]).choose(one.direction, _pieces(16, 64 * KIB)) is expected
+
+
+def test_the_hint_is_only_for_pieces_of_128_kib_and_less() -> None:
+    cells = [
+        Cell(Direction.LOAD, size, 16, dma_us=10.0, kernel_us=20.0, overlap_us=5.0)
+        for size in FRAGMENT_BYTES
+    ]
+    selector = Selector(cells)
+    assert selector.choose(Direction.LOAD, _pieces(16, 128 * KIB)) is Backend.OVERLAP
+    assert selector.choose(Direction.LOAD, _pieces(16, 4 * KIB + 3)) is Backend.OVERLAP
+    mixed = _pieces(16, 64 * KIB)
+    mixed[3, 2] = 256 * KIB
+    assert selector.choose(Direction.LOAD, mixed) is Backend.DMA
+    assert selector.choose(Direction.LOAD, _pieces(16, 256 * KIB)) is Backend.DMA
+
+
 def test_a_table_comes_back_from_its_file() -> None:
-    assert parse_cells(dump_cells(_cells())) == _cells()
-    for bad in (b"{", b"{}", b"[]", dump_cells([Cell(Direction.LOAD, 5, 7, 1.0, 1.0)])):
+    cells = _cells()
+    assert parse_cells(dump_cells(cells), 64 * MIB) == cells
+    assert parse_cells(dump_cells(cells[:-1]), 4 * MIB) == cells[:-1], "enough for so many bytes"
+    for bad in (b"{", b"{}", b"[]", dump_cells(cells[1:]), dump_cells([])):
         with pytest.raises(ValueError, match=r".+"):
-            parse_cells(bad)
+            parse_cells(bad, 4 * MIB)
 
 
 class _Clock:
@@ -133,7 +174,18 @@ def test_calibration_measures_what_fits_and_leaves_nothing() -> None:
     fits = [(f, c) for f in FRAGMENT_BYTES for c in COUNTS if f * c <= 4 * MIB]
     assert {(c.fragment_bytes, c.count) for c in cells} == set(fits)
     assert len(cells) == 2 * len(fits)
-    assert cuda.calls["launch"] == cuda.calls["copy_batch"] == 4 * len(cells)
+    hinted = [cell for cell in cells if cell.fragment_bytes <= 128 * KIB]
+    assert cuda.calls["launch"] == 4 * len(cells)
+    assert cuda.calls["copy_batch"] == 4 * (len(cells) + len(hinted))
+    assert sum(cuda.hints) == 4 * len(hinted)
+    assert [cell for cell in cells if cell.overlap_us is not None] == hinted
+    assert all(cell.spread >= 0 for cell in cells)
+
+
+def test_a_driver_without_the_batch_call_has_no_hint() -> None:
+    cuda = FakeCuda(batch=False)
+    cells = _calibrate(cuda, budget_s=0.1)
+    assert cells and all(cell.overlap_us is None for cell in cells)
 
 
 def test_calibration_stops_when_its_time_is_up() -> None:
