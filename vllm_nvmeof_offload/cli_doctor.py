@@ -41,6 +41,14 @@ def doctor(
         bool,
         typer.Option("--measure", help="Measure each target: 256 MiB written, about 3 seconds."),
     ] = False,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Compare DMA and the copy kernel on each GPU, and keep the result in place of the "
+            "earlier one: seconds for each GPU, on which nothing else should run.",
+        ),
+    ] = False,
 ) -> None:
     """Check the I/O path of this machine and its targets, through NVMe-oF down to each path.
 
@@ -57,6 +65,7 @@ def doctor(
     from vllm_nvmeof_offload.fabric.judge_machine import judge_kernel
     from vllm_nvmeof_offload.fabric.machine import read_machine
     from vllm_nvmeof_offload.units import parse_bytes
+    from vllm_nvmeof_offload.worker.calibrations import calibrate_gpus
 
     try:
         staging_bytes = parse_bytes(staging) if staging else default_staging_bytes()
@@ -69,6 +78,7 @@ def doctor(
         *check_host(staging_bytes),
         judge_kernel(machine, len(targets)),
         *judge_gpus(machine),
+        *(calibrate_gpus() if calibrate else ()),
     ]
 
     def told(path: str) -> Callable[[str], None] | None:
