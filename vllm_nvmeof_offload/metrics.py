@@ -105,7 +105,11 @@ COUNTERS = metrics(
     (
         "transfer_seconds",
         "seconds",
-        "Time that they took, each from its hand-over to its outcome; they overlap.",
+        (
+            "Time that transfers took, each from its hand-over to its outcome; they overlap. On a "
+            "GPU those of stage gpu include the wait for the forward pass that runs at their "
+            "hand-over, so bytes divided by seconds are not the link's rate."
+        ),
         _STAGES,
     ),
     ("read_bytes", "bytes", "Bytes read from the pool for loads and fetches, all ranks.", NO),

@@ -13,7 +13,9 @@ class TransferMeter:
     """Counts into `counters`: `transfer_<what>:<direction>:<stage>`, time in microseconds.
 
     direction: store, from the GPU towards the pool, or load. stage: gpu, copies between KV
-    cache and staging, or pool, reads and writes of slots.
+    cache and staging, or pool, reads and writes of slots. The time of a copy begins when the
+    engine is given it, so it includes the wait for the job's fence; `TransferResult.seconds`,
+    which begins with the job, includes that wait and the reads from the pool as well.
     """
 
     def __init__(self, counters: Counter[str], clock: Callable[[], float]) -> None:
