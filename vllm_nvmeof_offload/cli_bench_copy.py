@@ -34,8 +34,8 @@ def copy(
     parts: Annotated[
         str,
         typer.Option(
-            help="Of transfer,few,model,both,submit,loops,disk and sweep (the kernel by its thread "
-            "blocks). Default: all but sweep."
+            help="Of transfer,few,model,both,submit,loops,disk, sweep (the kernel by its thread "
+            "blocks) and crc (CRC-32C by the GPU). Default: all but sweep and crc."
         ),
     ] = "",
     rounds: Annotated[int, typer.Option(help="Of everything.", min=1)] = 5,

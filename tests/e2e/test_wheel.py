@@ -55,7 +55,11 @@ def test_the_wheel_has_everything_and_runs_alone(installed: Environment) -> None
     assert name.startswith(f"vllm_nvmeof_offload-{__version__}-cp3")
     assert "-manylinux_2_" in name
     inside = zipfile.ZipFile(installed.wheel).namelist()
-    assert {"vllm_nvmeof_offload/py.typed", "vllm_nvmeof_offload/copy/copy_blocks.cu"} <= {*inside}
+    assert {
+        "vllm_nvmeof_offload/py.typed",
+        "vllm_nvmeof_offload/copy/copy_blocks.cu",
+        "vllm_nvmeof_offload/copy/crc_blocks.cu",
+    } <= {*inside}
     assert any(file.startswith("vllm_nvmeof_offload.libs/libisal") for file in inside)
     notices = {Path(file).stem for file in inside if re.search(r"/native/notices/.", file)}
     if Path("/etc/debian_version").exists():  # elsewhere distributions keep them in other places

@@ -12,6 +12,7 @@ from typing import Any
 from vllm_nvmeof_bench.bar import OnProgress, progress
 from vllm_nvmeof_bench.gpu import report
 from vllm_nvmeof_bench.gpu.conditions import conditions
+from vllm_nvmeof_bench.gpu.crc import measure_crc
 from vllm_nvmeof_bench.gpu.disk import measure_disk
 from vllm_nvmeof_bench.gpu.loops import measure_loops
 from vllm_nvmeof_bench.gpu.measure import measure as measure_copies
@@ -22,6 +23,7 @@ from vllm_nvmeof_bench.gpu.targets import Row, evaluate
 from vllm_nvmeof_bench.gpu.theirs import load_theirs
 from vllm_nvmeof_bench.gpu.world import World
 from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_offload.copy.crc import CRC_BLOCKS, KERNEL_NAME
 from vllm_nvmeof_offload.copy.driver import Cuda
 from vllm_nvmeof_offload.copy.nvrtc import compile_kernels
 from vllm_nvmeof_offload.errors import EngineError
@@ -53,7 +55,7 @@ def measure(settings: Settings, directory: Path, json_path: Path) -> None:
         progress() as tell,
         contextlib.closing(World(cuda, kernel, settings.bytes_max, others)) as world,
     ):
-        for part in (_copies, _sweep, _loops, _disk):
+        for part in (_copies, _sweep, _crc, _loops, _disk):
             samples += part(world, settings, directory, tell)
             dump(json_path, samples, conditions(world, settings, about))
 
@@ -113,11 +115,23 @@ def _loops(world: World, settings: Settings, _: Path, tell: OnProgress) -> list[
 def _sweep(world: World, settings: Settings, _: Path, tell: OnProgress) -> list[Sample]:
     if "sweep" not in settings.parts:
         return []
+    return measure_sweep(world, settings, _torch(), tell)
+
+
+def _crc(world: World, settings: Settings, _: Path, tell: OnProgress) -> list[Sample]:
+    if "crc" not in settings.parts:
+        return []
+    code = compile_kernels(world.cuda.facts.arch, CRC_BLOCKS)
+    kernel = world.cuda.load_kernel(code, KERNEL_NAME)
+    return measure_crc(world, settings, kernel, _torch(), tell)
+
+
+def _torch() -> Any | None:
+    """None: what needs no loop of compute is measured all the same."""
     try:
-        torch = importlib.import_module("torch")
-    except ImportError:  # without it the kernel is measured alone
-        torch = None
-    return measure_sweep(world, settings, torch, tell)
+        return importlib.import_module("torch")
+    except ImportError:
+        return None
 
 
 def _disk(world: World, settings: Settings, directory: Path, tell: OnProgress) -> list[Sample]:

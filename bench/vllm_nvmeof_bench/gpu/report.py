@@ -25,6 +25,9 @@ _TITLES = {
     "submit": "Host time of one submit, µs",
     "sweep": "The copy kernel by its thread blocks, GB/s",
     "sweep_matrix": "bf16 matrix products beside the kernel by its thread blocks, steps/s",
+    "crc": "CRC-32C by the GPU, GB/s; blocks: the pieces of a chunk",
+    "crc_join": "Host time to join the parts of one chunk's CRC, µs",
+    "crc_matrix": "bf16 matrix products beside the CRC, steps/s",
 }
 
 

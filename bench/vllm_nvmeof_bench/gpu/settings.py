@@ -12,6 +12,9 @@ Cases; a value is GB/s (1e9 bytes of payload) unless it says otherwise:
     loop_…    steps/s of a loop of compute beside copies
     sweep     the kernel by its thread blocks: arms kernel_2 … kernel_32
     sweep_matrix  steps/s of a bf16 matrix product beside each of them, copying both ways
+    crc       CRC-32C of chunks in GPU memory, by the GPU: alone, and beside the product below
+    crc_join  host time to join the parts of one chunk, µs
+    crc_matrix  steps/s of a bf16 matrix product, alone and beside the CRC
     disk      a load from disk to the GPU: streamed, in two phases, and each half alone
 """
 
@@ -26,7 +29,7 @@ __all__ = ["PARTS", "USUAL_PARTS", "Settings"]
 
 #: What is measured unless parts are named.
 USUAL_PARTS = ("transfer", "few", "model", "both", "submit", "loops", "disk")
-PARTS = (*USUAL_PARTS, "sweep")
+PARTS = (*USUAL_PARTS, "sweep", "crc")
 
 
 def _model_sizes() -> tuple[int, ...]:
@@ -39,7 +42,8 @@ class Settings:
     """sizes: bytes of a block in one transfer of `blocks` blocks, or of as many as fit into
     `bytes_max`. counts: for `small_sizes`, where `auto` has to choose. loop_s: of each loop of
     compute, alone and beside copies. sweep_blocks: thread blocks of the kernel. mix_percent:
-    shares of loads beside those of `both`. disk_bytes: of one load; disk_chunk_bytes: of one slot
+    shares of loads beside those of `both`. crc_chunks: bytes of a piece, and pieces of a chunk;
+    crc_bytes: of all chunks of one run. disk_bytes: of one load; disk_chunk_bytes: of one slot
     of the pool; disk_tier_slots: cache slots that the two phases go through.
     """
 
@@ -57,6 +61,8 @@ class Settings:
     loop_s: float = 2.0
     sweep_blocks: tuple[int, ...] = (2, 4, 8, 12, 16, 24, 32)
     sweep_sizes: tuple[int, ...] = (8 * KIB, 32 * KIB, 128 * KIB, 2 * MIB)
+    crc_chunks: tuple[tuple[int, int], ...] = ((2 * MIB, 1), (64 * KIB, 8), (72 * KIB, 5))
+    crc_bytes: int = 256 * MIB
     disk_bytes: int = 4 * GIB
     disk_chunk_bytes: int = 2 * MIB
     disk_tier_slots: int = 512

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_nvmeof_bench.pool.settings import BenchError
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
@@ -155,6 +156,15 @@ class World:
             block[:] = 0
         self.seconds_of(arm, {Direction.STORE: place})
         return all(np.array_equal(block, row) for block, row in zip(blocks, content, strict=True))
+
+    def fill(self, pieces: Descriptors) -> npt.NDArray[np.uint8]:
+        """Random bytes into these places of GPU memory; returns them in the order of `pieces`."""
+        first = int(pieces[0, 1]) - self._staging.ctypes.data
+        end = first + int(pieces[:, 2].sum())
+        content = np.random.default_rng(end).integers(0, 256, end - first, np.uint8)
+        self._staging[first:end] = content
+        self.seconds_of("dma", {Direction.LOAD: pieces})
+        return content
 
     @contextlib.contextmanager
     def kernel_of(self, blocks: int) -> Iterator[str]:

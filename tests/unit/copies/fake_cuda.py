@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tests.unit.copies.fake_work import Mark, Move, Work
+from tests.unit.copies.fake_work import Mark, Move, Work, make_crcs
 from vllm_nvmeof_offload.copy.descriptors import DESCRIPTORS_MAX
 from vllm_nvmeof_offload.copy.driver import ORDER_ANY, Cuda, CudaError, CudaFacts
 
@@ -57,7 +57,8 @@ class FakeCuda(Cuda):
         self.batches: list[int] = []
         self.orders: list[int] = []
         self.hints: list[bool] = []  # by batch: to overlap with compute
-        #: Bytes of each part that a kernel copied, by launch.
+        self.kernels: dict[int, str] = {}
+        #: Bytes of each part that a kernel went through, by launch.
         self.launched: list[list[int]] = []
         self.calls: Counter[str] = Counter()
         self.callers: dict[str, set[int]] = {}
@@ -210,14 +211,19 @@ class FakeCuda(Cuda):
                 self.streams[stream].append(Work(moves=[move]))
 
     def load_kernel(self, code: bytes, name: str) -> int:
-        return next(self._handles)
+        handle = next(self._handles)
+        self.kernels[handle] = name
+        return handle
 
     def launch(
         self, kernel: int, blocks: int, threads: int, stream: int, arguments: Sequence[int]
     ) -> None:
         self._called("launch")
-        table, count = arguments
+        table, count, *rest = arguments
         assert 0 < count <= DESCRIPTORS_MAX and blocks > 0 and threads % 32 == 0
+
+        def crc() -> None:
+            self.launched.append(make_crcs(table, count, rest[1]))
 
         def run() -> None:
             rows = np.ctypeslib.as_array((ctypes.c_uint64 * (3 * count)).from_address(table))
@@ -227,7 +233,9 @@ class FakeCuda(Cuda):
                 self._move(*row, may_read_early=False).run()
 
         with self._changed:
-            self.streams[stream].append(Work(kernel=run))
+            self.streams[stream].append(
+                Work(kernel=crc if self.kernels.get(kernel) == "crc_blocks" else run)
+            )
 
     def register(self, address: int, count: int) -> None:
         self._called("register")

@@ -18,6 +18,7 @@ from rich.console import Console
 pytest.importorskip("vllm_nvmeof_bench")
 
 from vllm_nvmeof_bench.gpu.conditions import conditions
+from vllm_nvmeof_bench.gpu.crc import measure_crc
 from vllm_nvmeof_bench.gpu.disk import measure_disk
 from vllm_nvmeof_bench.gpu.loops import measure_loops
 from vllm_nvmeof_bench.gpu.measure import ARMS, measure
@@ -30,6 +31,7 @@ from vllm_nvmeof_bench.pool.settings import BenchError
 
 from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
+from vllm_nvmeof_offload.copy.crc import KERNEL_NAME
 from vllm_nvmeof_offload.copy.dma import DmaCopier
 from vllm_nvmeof_offload.units import KIB, MIB
 
@@ -232,6 +234,35 @@ def test_the_sweep_goes_on_without_torch() -> None:
     world = World(FakeCuda(), 1, few.bytes_max)
     assert {s.case for s in measure_sweep(world, few, None)} == {"sweep"}
     world.close()
+
+
+CRC_SETTINGS = replace(
+    SETTINGS, crc_chunks=((MIB, 1), (8 * KIB, 3)), crc_bytes=2 * MIB, loop_s=0.01, rounds=2
+)
+
+
+def test_crcs_are_measured_alone_and_beside_compute(working: FakeCuda) -> None:
+    world = World(working, 1, SETTINGS.bytes_max)
+    kernel = working.load_kernel(b"", KERNEL_NAME)
+    samples = measure_crc(world, CRC_SETTINGS, kernel, _Compute())
+    found = {(s.case, s.arm, s.block_bytes, s.count) for s in samples}
+    assert found >= {
+        *((case, arm, MIB, 1) for case, arm in (("crc", "gpu"), ("crc_join", "host"))),
+        *((case, arm, 8 * KIB, 3) for case, arm in (("crc", "gpu"), ("crc_join", "host"))),
+        *(("crc_matrix", arm, 0, 0) for arm in ("alone", "crc")),
+    }
+    assert all(one.value > 0 for one in samples)
+    world.close()
+    assert not working.allocated
+
+
+def test_a_wrong_crc_stops_the_benchmark() -> None:
+    cuda = FakeCuda()
+    world = World(cuda, 1, SETTINGS.bytes_max)
+    kernel = cuda.load_kernel(b"", KERNEL_NAME)
+    cuda.ignore.add("copy_batch")  # GPU memory holds something else
+    with pytest.raises(BenchError, match="a wrong CRC of a chunk of 1 × 1048576 bytes"):
+        measure_crc(world, CRC_SETTINGS, kernel, None)
 
 
 def test_wrong_bytes_stop_the_benchmark() -> None:

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// CRC-32C of parts of GPU memory, a warp a part. NVRTC compiles this at run time; nothing is
+// included. The host cuts pieces into parts and joins their CRCs (copy/crc.py).
+//
+// A CRC without its first and last inversion is linear: of what several lanes read it is the xor
+// of what each of them read, followed by as many zero bytes as come behind. So each lane writes
+// one word for each part, out[32 * part + lane], and the host takes the xor of 32.
+//
+// The ladder: `crc_blocks_reference` says what is right; `crc_blocks` is what runs.
+
+typedef unsigned long long u64;
+
+// A row of the host's table: uint64[n, 2]. source: a multiple of 16; bytes: of 512.
+struct Part {
+  u64 source;
+  u64 bytes;
+};
+
+constexpr int kLanes = 32;
+constexpr int kNibbles = 8;
+constexpr int kValues = 16;
+// A stripe is a 16-byte word of each lane: 512 bytes. So many stripes are read ahead.
+constexpr int kAhead = 4;
+
+// A thread a part, a bit at a time.
+extern "C" __global__ void crc_blocks_reference(const Part* parts, u64 count, const unsigned*,
+                                                unsigned* out) {
+  const u64 first = blockIdx.x * static_cast<u64>(blockDim.x) + threadIdx.x;
+  for (u64 i = first; i < count; i += gridDim.x * static_cast<u64>(blockDim.x)) {
+    const unsigned char* bytes = reinterpret_cast<const unsigned char*>(parts[i].source);
+    unsigned crc = 0;
+    for (u64 at = 0; at < parts[i].bytes; ++at) {
+      crc ^= bytes[at];
+      for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ (0x82F63B78u & (0u - (crc & 1)));
+    }
+    for (int lane = 0; lane < kLanes; ++lane) out[kLanes * i + lane] = lane ? 0 : crc;
+  }
+}
+
+// 512 zero bytes behind `crc`: a table of 16 values for each of its eight nibbles. `mine` is a
+// lane's own copy, in a bank of shared memory of its own.
+__device__ unsigned advance(const unsigned* mine, unsigned crc) {
+  unsigned found = 0;
+#pragma unroll
+  for (int i = 0; i < kNibbles; ++i)
+    found ^= mine[(i * kValues + ((crc >> (4 * i)) & (kValues - 1))) * kLanes];
+  return found;
+}
+
+// Another number of zero bytes, by what each bit of `crc` becomes. Once or a few times a part.
+__device__ unsigned by_columns(const unsigned* columns, unsigned crc) {
+  unsigned found = 0;
+#pragma unroll 8
+  for (int bit = 0; bit < 32; ++bit) found ^= columns[bit] & (0u - ((crc >> bit) & 1));
+  return found;
+}
+
+// tables: uint32, as `copy.crc.kernel_tables` makes them: [8][16] for 512 zero bytes, [32] for 4,
+// and [32 lanes][32] for what of a stripe comes behind a lane's word. At most 1024 threads a block.
+extern "C" __global__ void crc_blocks(const Part* parts, u64 count, const unsigned* tables,
+                                      unsigned* out) {
+  __shared__ unsigned table[kNibbles * kValues * kLanes];
+  for (unsigned at = threadIdx.x; at < kNibbles * kValues * kLanes; at += blockDim.x)
+    table[at] = tables[at / kLanes];
+  __syncthreads();
+  const unsigned lane = threadIdx.x % kLanes;
+  const unsigned* mine = table + lane;
+  const unsigned* word = tables + kNibbles * kValues;
+  const unsigned* behind = word + 32 + 32 * lane;
+  const u64 warps_a_block = blockDim.x / kLanes;
+  const u64 step = gridDim.x * warps_a_block;
+  for (u64 i = blockIdx.x * warps_a_block + threadIdx.x / kLanes; i < count; i += step) {
+    const u64 stripes = parts[i].bytes / (sizeof(uint4) * kLanes);
+    const uint4* from = reinterpret_cast<const uint4*>(parts[i].source) + lane;
+    unsigned x = 0, y = 0, z = 0, w = 0;
+    u64 at = 0;
+    for (; at + kAhead <= stripes; at += kAhead) {
+      uint4 held[kAhead];
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) held[k] = __ldcs(from + kLanes * (at + k));
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        x = advance(mine, x) ^ held[k].x;
+        y = advance(mine, y) ^ held[k].y;
+        z = advance(mine, z) ^ held[k].z;
+        w = advance(mine, w) ^ held[k].w;
+      }
+    }
+    for (; at < stripes; ++at) {
+      const uint4 held = __ldcs(from + kLanes * at);
+      x = advance(mine, x) ^ held.x;
+      y = advance(mine, y) ^ held.y;
+      z = advance(mine, z) ^ held.z;
+      w = advance(mine, w) ^ held.w;
+    }
+    // The four words of the lane, one behind the other; then what comes behind the lane.
+    unsigned crc = by_columns(word, x);
+    crc = by_columns(word, crc ^ y);
+    crc = by_columns(word, crc ^ z);
+    crc = by_columns(word, crc ^ w);
+    out[kLanes * i + lane] = by_columns(behind, crc);
+  }
+}

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CRC-32C of chunks in GPU memory, made by the GPU: the host's half of `kernels/crc_blocks.cu`.
+
+The kernel gives the CRC of short parts without its first and last inversion; parts are joined
+here. Only `bench copy --parts crc` uses this yet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_nvmeof_offload.copy.driver import Cuda
+from vllm_nvmeof_offload.errors import EngineError
+from vllm_nvmeof_offload.units import KIB, MIB
+
+__all__ = [
+    "CRC_BLOCKS",
+    "KERNEL_NAME",
+    "STRIPE_BYTES",
+    "CrcKernel",
+    "cut_chunks",
+    "join",
+    "kernel_tables",
+]
+
+#: The file of the kernel, and its name in there.
+CRC_BLOCKS = "crc_blocks.cu"
+KERNEL_NAME = "crc_blocks"
+#: What a warp reads at once: pieces must be whole numbers of it.
+STRIPE_BYTES = 512
+_ALIGNMENT = 16
+#: Of one part, which a warp takes; a multiple of a stripe.
+_PART_BYTES_MAX = 64 * KIB
+#: Of one launch, as for copies: its blocks keep their multiprocessors until it ends.
+_LAUNCH_BYTES_MAX = 8 * MIB
+_THREADS = 256
+_LANES = 32
+_ROW_BYTES = 2 * 8
+_POLYNOMIAL = 0x82F63B78
+_ALL_ONES = 0xFFFFFFFF
+
+_Words = npt.NDArray[np.uint32]
+_Rows = npt.NDArray[np.uint64]
+
+
+@functools.cache
+def _zeros(count: int) -> _Words:
+    """uint32[32]: what each bit of a CRC becomes when `count` zero bytes follow."""
+    if count == 0:
+        return np.uint32(1) << np.arange(32, dtype=np.uint32)
+    if count == 1:
+        crc = _zeros(0)
+        for _ in range(8):
+            crc = (crc >> np.uint32(1)) ^ (crc & np.uint32(1)) * np.uint32(_POLYNOMIAL)
+        return crc
+    half = _zeros(count // 2)
+    both = _apply(half, half)
+    return _apply(_zeros(1), both) if count % 2 else both
+
+
+def _apply(columns: _Words, values: _Words) -> _Words:
+    found = np.zeros_like(values)
+    for bit in range(32):
+        found ^= columns[bit] * ((values >> np.uint32(bit)) & np.uint32(1))
+    return found
+
+
+@functools.cache
+def _by_bytes(count: int) -> list[list[int]]:
+    """The same as `_zeros`, as a table of 256 for each of the four bytes of a CRC."""
+    values = np.arange(256, dtype=np.uint32)
+    return [_apply(_zeros(count), values << np.uint32(8 * at)).tolist() for at in range(4)]
+
+
+def kernel_tables() -> _Words:
+    """What the kernel looks up; its source says in which order."""
+    values = np.arange(16, dtype=np.uint32)
+    nibbles = [_apply(_zeros(STRIPE_BYTES), values << np.uint32(4 * at)) for at in range(8)]
+    behind = [_zeros(16 * (_LANES - 1 - lane)) for lane in range(_LANES)]
+    return np.concatenate([*nibbles, _zeros(4), *behind])
+
+
+def cut_chunks(chunks: Sequence[_Rows]) -> tuple[_Rows, list[int]]:
+    """(uint64[n, 2] of (address, bytes) of parts, how many parts each chunk has).
+
+    chunks: each uint64[m, 2], the (address, bytes) of its pieces in their order.
+
+    Raises: EngineError: a piece that is not a multiple of 512 bytes, or not aligned to 16.
+    """
+    parts: list[tuple[int, int]] = []
+    counts: list[int] = []
+    for chunk in chunks:
+        before = len(parts)
+        for address, size in chunk.tolist():
+            if size == 0 or size % STRIPE_BYTES:
+                raise EngineError(
+                    f"the GPU makes no CRC of a piece of {size} bytes: it needs a multiple of "
+                    f"{STRIPE_BYTES}"
+                )
+            if address % _ALIGNMENT:
+                raise EngineError(
+                    f"the GPU makes no CRC of a piece at {address:#x}: it needs a multiple of "
+                    f"{_ALIGNMENT}"
+                )
+            parts += [
+                (address + at, min(_PART_BYTES_MAX, size - at))
+                for at in range(0, size, _PART_BYTES_MAX)
+            ]
+        counts.append(len(parts) - before)
+    return np.array(parts, np.uint64).reshape(-1, 2), counts
+
+
+def join(words: _Words, sizes: npt.NDArray[np.uint64], counts: Sequence[int]) -> list[int]:
+    """CRC-32C of each chunk. words: uint32[n, 32], of the kernel; sizes: of its n parts."""
+    raw = np.bitwise_xor.reduce(words, axis=1).tolist()
+    lengths = sizes.tolist()
+    found: list[int] = []
+    at = 0
+    for count in counts:
+        crc = _ALL_ONES
+        for part in range(at, at + count):
+            first, second, third, fourth = _by_bytes(lengths[part])
+            low = first[crc & 255] ^ second[crc >> 8 & 255]
+            crc = low ^ third[crc >> 16 & 255] ^ fourth[crc >> 24] ^ raw[part]
+        found.append(crc ^ _ALL_ONES)
+        at += count
+    return found
+
+
+class CrcKernel:
+    """parts_max: of one call. blocks_max: thread blocks of one launch. One call at a time."""
+
+    def __init__(self, cuda: Cuda, kernel: int, parts_max: int, blocks_max: int = 4) -> None:
+        self._cuda = cuda
+        self._kernel = kernel
+        self._blocks_max = blocks_max
+        self.parts_max = parts_max
+        tables = kernel_tables()
+        sizes = (parts_max * _ROW_BYTES, parts_max * _LANES * 4, tables.nbytes)
+        self._memory = cuda.allocate_host(sum(sizes))
+        self._rows_at, self._words_at = self._memory, self._memory + sizes[0]
+        self._tables_at = self._words_at + sizes[1]
+        rows = (ctypes.c_uint64 * (2 * parts_max)).from_address(self._rows_at)
+        words = (ctypes.c_uint32 * (_LANES * parts_max)).from_address(self._words_at)
+        self._rows = np.ctypeslib.as_array(rows).reshape(parts_max, 2)
+        self._words = np.ctypeslib.as_array(words).reshape(parts_max, _LANES)
+        ctypes.memmove(self._tables_at, tables.ctypes.data, tables.nbytes)
+
+    def submit(self, parts: _Rows, stream: int) -> None:
+        """Start on `stream`. parts: of `cut_chunks`, at most `parts_max`; see `words`."""
+        assert len(parts) <= self.parts_max
+        self._rows[: len(parts)] = parts
+        ends = np.cumsum(parts[:, 1])
+        first, done = 0, 0
+        while first < len(parts):
+            last = int(np.searchsorted(ends, np.uint64(done + _LAUNCH_BYTES_MAX), side="right"))
+            blocks = min(self._blocks_max, -(-(last - first) * _LANES // _THREADS))
+            self._cuda.launch(
+                self._kernel,
+                blocks,
+                _THREADS,
+                stream,
+                (
+                    self._rows_at + first * _ROW_BYTES,
+                    last - first,
+                    self._tables_at,
+                    self._words_at + first * _LANES * 4,
+                ),
+            )
+            first, done = last, int(ends[last - 1])
+
+    def words(self, count: int) -> _Words:
+        """uint32[count, 32], for `join`, when the stream has passed the submitted work."""
+        return self._words[:count]
+
+    def close(self) -> None:
+        """Only when nothing is under way."""
+        self._cuda.free_host(self._memory)
