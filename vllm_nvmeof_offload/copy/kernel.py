@@ -103,9 +103,11 @@ def cut(
     sizes: npt.NDArray[np.uint64],
 ) -> npt.NDArray[np.uint64]:
     """uint64[n, 3], (destination, source, bytes) of parts of at most `PART_BYTES_MAX`, in order."""
+    if int(sizes.max(initial=1)) <= PART_BYTES_MAX:
+        rows = np.empty((len(sizes), 3), np.uint64)
+        rows[:, 0], rows[:, 1], rows[:, 2] = destinations, sources, sizes
+        return rows
     counts = (sizes + np.uint64(PART_BYTES_MAX - 1)) // np.uint64(PART_BYTES_MAX)
-    if int(counts.max(initial=1)) == 1:
-        return np.column_stack((destinations, sources, sizes))
     repeats = counts.astype(np.intp)
     ends = np.cumsum(repeats)
     numbers = np.arange(ends[-1]) - np.repeat(ends - repeats, repeats)
