@@ -12,6 +12,7 @@ from vllm_nvmeof_bench.gpu.samples import Sample
 from vllm_nvmeof_bench.gpu.settings import Settings
 from vllm_nvmeof_bench.gpu.world import World
 from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.copy.select import Backend
 
 __all__ = ["measure_sweep"]
 
@@ -23,6 +24,8 @@ def measure_sweep(
     tell: Callable[[int, int, str], None] = lambda *at: None,
 ) -> list[Sample]:
     """GB/s alone, and with torch the steps/s of a bf16 matrix product beside copies both ways."""
+    if Backend.KERNEL.value in world.failed:
+        return []
     step = matrix_step(torch) if torch is not None else None
     samples = []
     for number in range(-1, settings.rounds):  # the first one warms up

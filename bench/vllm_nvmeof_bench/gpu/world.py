@@ -19,8 +19,9 @@ from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine, Readiness
 from vllm_nvmeof_offload.copy.descriptors import DESCRIPTORS_MAX
 from vllm_nvmeof_offload.copy.dma import DmaCopier
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
-from vllm_nvmeof_offload.copy.kernel import PART_BYTES_MAX, KernelCopier, Table
+from vllm_nvmeof_offload.copy.kernel import BLOCKS_MAX, PART_BYTES_MAX, KernelCopier, Table
 from vllm_nvmeof_offload.copy.select import Backend, Cell, Selector
+from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.units import MIB
 from vllm_nvmeof_offload.worker.pinning import REGISTERED_BYTES_MAX, StagingPinning
 from vllm_nvmeof_offload.worker.staging import Staging
@@ -50,13 +51,13 @@ class World:
     """Room for `size` bytes of blocks on each side; the CPU's is staging as a server has it.
 
     Arms: dma, dma_overlap, kernel, auto, and those of `others`. An arm that fails is left out:
-    `failed` has its error.
+    `failed` has its error. kernel: the loaded function, or why there is none.
     """
 
     def __init__(
         self,
         cuda: Cuda,
-        kernel: int,
+        kernel: int | EngineError,
         size: int,
         others: Mapping[str, CopyCall] | None = None,
         piece_bytes_max: int = REGISTERED_BYTES_MAX,
@@ -76,10 +77,9 @@ class World:
         self._gpu = cuda.allocate(self._memory.size_bytes)
         self._function = kernel
         self._tables = 2 + size // (DESCRIPTORS_MAX * PART_BYTES_MAX)
-        self._dma, self._kernel = DmaCopier(cuda), KernelCopier(cuda, kernel, tables=self._tables)
-        self.cells: list[Cell] = self._timed(
-            "calibrate", lambda: calibrate(cuda, self._dma, self._kernel, self._pins.first)
-        )
+        self._dma = DmaCopier(cuda)
+        self._kernel = self._copier()
+        self.cells = self._calibrated()
         self._choose = Selector(self.cells).choose
         self._used: list[Table] = []
         self._others = frozenset(others or {})
@@ -89,7 +89,8 @@ class World:
             Backend.OVERLAP.value: functools.partial(self._dma.copy, overlap=True),
             Backend.KERNEL.value: self._by_kernel,
         }
-        self.arms: dict[str, CopyCall] = {**self._ours, "auto": self._auto, **(others or {})}
+        arms = {**self._ours, "auto": self._auto, **(others or {})}
+        self.arms = {name: call for name, call in arms.items() if name not in self.failed}
         self._streams = {direction: cuda.create_stream() for direction in Direction}
 
     def pieces(self, size: int, count: int, seed: int = 0, first: int = 0) -> Descriptors:
@@ -170,7 +171,8 @@ class World:
     def kernel_of(self, blocks: int) -> Iterator[str]:
         """Meanwhile there is an arm, whose name this gives: the kernel with so many blocks."""
         name = f"kernel_{blocks}"
-        kernel = KernelCopier(self.cuda, self._function, blocks, self._tables)
+        kernel = self._copier(blocks)
+        assert kernel is not None, "there is no kernel"
         self.arms[name] = functools.partial(self._by_kernel, kernel=kernel)
         try:
             yield name
@@ -180,7 +182,7 @@ class World:
 
     def submit_us(self, size: int, count: int, direction: Direction, backend: Backend) -> float:
         """Host time of one `submit` of the engine."""
-        kernel = KernelCopier(self.cuda, self._function) if backend is Backend.KERNEL else None
+        kernel = self._copier() if backend is Backend.KERNEL else None
         copiers = Copiers(self._dma, kernel, lambda _, __: backend)
         nothing = np.array([], np.uint64)
         engine = CudaCopyEngine(self.cuda, lambda: 0, copiers, _Borrowed(self._pins), nothing)
@@ -196,11 +198,32 @@ class World:
     def close(self) -> None:
         for stream in self._streams.values():
             self.cuda.destroy_stream(stream)
-        self._kernel.close()
+        if self._kernel is not None:
+            self._kernel.close()
         self.cuda.free(self._gpu)
         self._pins.close()
         del self._staging
         self._memory.close()
+
+    def _copier(self, blocks: int = BLOCKS_MAX) -> KernelCopier | None:
+        if isinstance(self._function, EngineError):
+            return None
+        return KernelCopier(self.cuda, self._function, blocks, self._tables)
+
+    def _calibrated(self) -> list[Cell]:
+        """What `auto` chooses by; empty without a kernel, or where that fails."""
+        if self._kernel is None:
+            self.failed |= dict.fromkeys(("kernel", "auto"), _line_of(self._function))
+            return []
+        kernel = self._kernel
+        try:
+            cells: list[Cell] = self._timed(
+                "calibrate", lambda: calibrate(self.cuda, self._dma, kernel, self._pins.first)
+            )
+        except CudaError as error:  # its tables are gone with it
+            self.failed |= dict.fromkeys(("kernel", "auto"), _line_of(error))
+            return []
+        return cells
 
     def _register(self, piece_bytes_max: int) -> StagingPinning:
         pins = StagingPinning(self.cuda, self._memory.map, lambda: None, piece_bytes_max)
@@ -213,7 +236,7 @@ class World:
     def _leave_out(self, arm: str, error: Exception) -> None:
         """Measure without `arm` from now on, after what it has started."""
         del self.arms[arm]
-        self.failed[arm] = f"{type(error).__name__}: {error}".splitlines()[0]
+        self.failed[arm] = _line_of(error)
         for stream in self._streams.values():
             with contextlib.suppress(CudaError):
                 self.cuda.synchronize_stream(stream)
@@ -227,7 +250,9 @@ class World:
         stream: int,
         kernel: KernelCopier | None = None,
     ) -> None:
-        if not (kernel or self._kernel).copy(direction, pieces, stream, self._used):
+        copier = kernel or self._kernel
+        assert copier is not None, "there is no kernel"
+        if not copier.copy(direction, pieces, stream, self._used):
             raise RuntimeError("more descriptors than the kernel has tables")
 
     def _auto(self, direction: Direction, pieces: Descriptors, stream: int) -> None:
@@ -238,3 +263,7 @@ class World:
         result = call()
         self.seconds[name] = round(time.perf_counter() - start_s, 4)
         return result
+
+
+def _line_of(error: object) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

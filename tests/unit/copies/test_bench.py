@@ -33,6 +33,7 @@ from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.copy.crc import KERNEL_NAME
 from vllm_nvmeof_offload.copy.dma import DmaCopier
+from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.units import KIB, MIB
 
 SETTINGS = Settings(
@@ -160,6 +161,25 @@ def test_a_kernel_that_the_driver_refuses_is_left_out() -> None:
     assert arms >= {"contiguous", "dma", "dma_overlap"} and "kernel" not in arms
     assert "CUDA_ERROR_STUB" in world.failed["kernel"]
     assert not cuda.registered and not cuda.allocated and not cuda.events
+
+
+def test_without_a_kernel_dma_is_measured() -> None:
+    refused = EngineError("no NVRTC library\nin a second line")
+    world = World(FakeCuda(), refused, SETTINGS.bytes_max)
+    assert {one.arm for one in measure(world, SETTINGS)} == {"contiguous", "dma", "dma_overlap"}
+    assert measure_sweep(world, SETTINGS, None) == []
+    assert world.failed == dict.fromkeys(("kernel", "auto"), "EngineError: no NVRTC library")
+    world.close()
+
+
+def test_a_calibration_that_fails_leaves_out_the_kernel() -> None:
+    cuda = FakeCuda()
+    cuda.fail = {"launch": 3}
+    world = World(cuda, 1, SETTINGS.bytes_max)
+    cuda.fail = {}
+    assert {one.arm for one in measure(world, SETTINGS)} == {"contiguous", "dma", "dma_overlap"}
+    assert "CUDA_ERROR_STUB" in world.failed["kernel"]
+    world.close()
 
 
 def test_where_no_arm_works_there_is_an_error() -> None:
