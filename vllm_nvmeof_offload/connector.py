@@ -64,14 +64,14 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
         with said_plainly():
             refuse_unsupported(vllm_config, kv_cache_config)
         choose_blocks_per_chunk(vllm_config, kv_cache_config)
-        declared = parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config).replicas
-        replica = replica_of(vllm_config, declared)
+        config = parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        replica = replica_of(vllm_config, config.replicas)
         super().__init__(vllm_config, role, kv_cache_config)
         self._single_group = len(kv_cache_config.kv_cache_groups) == 1
         if self.connector_worker is not None:
             spec = self.connector_worker.spec
             assert isinstance(spec, NVMeoFOffloadingSpec)
-            spec.deployment = deployed(vllm_config, spec.settings.weights_seen)
+            spec.deployment = deployed(vllm_config, config.weights_seen)
             spec.replica = replica
         #: Seconds in the methods of the scheduler side since the last step's output.
         self._spent_s = 0.0

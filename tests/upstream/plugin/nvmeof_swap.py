@@ -81,12 +81,12 @@ def _counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _swap() -> None:
     known_vllm.require()  # of what is really ours; the answer is kept
-    for name in ("refuse_unsupported", "choose_blocks_per_chunk", "describe", "replica_of"):
+    for name in ("refuse_unsupported", "choose_blocks_per_chunk", "deployed", "replica_of"):
         assert callable(getattr(ours, name))
         setattr(ours, name, lambda *_args, **_kwargs: None)
     # Their configuration names a spec of theirs, which ours refuses.
     assert callable(ours.parse_config)
-    ours.parse_config = lambda _extra: SimpleNamespace(replicas=1)
+    ours.parse_config = lambda _extra: SimpleNamespace(replicas=1, weights_seen={})
     ours.NVMeoFOffloadingSpec = OffloadingSpec  # type: ignore[misc]
     for name, method in vars(ours.NVMeoFOffloadingConnector).items():
         if callable(method):
