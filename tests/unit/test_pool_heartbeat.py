@@ -143,3 +143,63 @@ def test_a_file_that_hangs_holds_up_no_other_and_no_server(
     beating.stop()
     assert time.monotonic() - begun_s < 5
     assert "pool-heartbeat" not in [thread.name for thread in threading.enumerate()]
+
+
+#: Goes on where Ctrl-C asks it to end, as vLLM does while it drains; stops when told to.
+DRAINING = (
+    SERVER.replace(
+        "import sys", "import signal, sys\nsignal.signal(signal.SIGINT, lambda *_: None)"
+    )
+    + "beating.stop()\n"
+)
+
+
+def test_ctrl_c_does_not_end_it_before_its_server(tmp_path: Path) -> None:
+    """The console sends SIGINT to all of a server's process group; the server drains first."""
+    path = tmp_path / "lock"
+    server = subprocess.Popen(
+        [sys.executable, "-c", DRAINING, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"renewed\n"
+    beating = beating_for(server.pid)
+    os.killpg(server.pid, signal.SIGINT)
+    before = grow_old(path)
+    wait_until("a heartbeat", lambda: (read_holder(path) or NOBODY).heartbeat > before)
+    assert beating_for(server.pid) == beating, "the same one, not a successor"
+    assert server.communicate() == (b"", b"")
+    assert server.returncode == 0
+    wait_until("its end", lambda: beating_for(server.pid) == [])
+
+
+def test_a_stop_waits_for_no_child_that_cannot_start(
+    lock: DirectoryLock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python on a mount that hangs: the server ends without it."""
+    starting, started = threading.Event(), threading.Event()
+
+    class Hanging(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            starting.set()
+            started.wait()
+            return super().wait(timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", Hanging)
+        beating = ServerHeartbeat(lambda: [lock], period_s=0.01)
+        assert starting.wait(WAIT_S)
+        stopping = threading.Thread(target=beating.stop)
+        stopping.start()
+        stopping.join(WAIT_S)
+        stopped = not stopping.is_alive()
+        before = grow_old(lock.path)
+        started.set()
+    assert stopped
+    wait_until("its end", lambda: beating_for(os.getpid()) == [])
+    holder = read_holder(lock.path)
+    assert holder is not None
+    assert holder.heartbeat == before, "nothing is written after the stop"

@@ -71,8 +71,12 @@ class _Probe:
             self.channel.send(job.encode())
             with theirs:
                 # "/": no working directory that hangs, or that keeps one from being unmounted.
+                # A session of its own: Ctrl-C is for the server, which ends its probers.
                 self.child = subprocess.Popen(
-                    [*command, str(theirs.fileno())], pass_fds=[theirs.fileno()], cwd="/"
+                    [*command, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    cwd="/",
+                    start_new_session=True,
                 )
         except BaseException:
             self.channel.close()

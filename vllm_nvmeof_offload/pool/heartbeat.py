@@ -11,6 +11,8 @@ must end with the server.
 It is nobody's child once it runs. vLLM ends an engine by listing all processes below it and
 killing one after the other, and its API server hangs for ever if one that was listed has gone
 before its turn (psutil raises `NoSuchProcess`), as ours would, which ends when its worker does.
+It has a session of its own: Ctrl-C reaches the whole process group of a console, and the beat
+must go on while the server drains.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ __all__ = ["ServerHeartbeat"]
 logger = logging.getLogger(LOGGER_NAME)
 
 _END_S_MAX = 0.5
+#: More than `_END_S_MAX`. What takes longer is a child that cannot start: Python's files hang.
+_STOP_S_MAX = 2.0
 _COMMAND = [sys.executable, "-m", "vllm_nvmeof_offload.pool.heartbeat"]
 
 
@@ -58,9 +62,9 @@ class ServerHeartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop; what hangs ends when the kernel lets it."""
+        """Stop; what hangs ends when the kernel lets it, and writes no more then."""
         self._stop.set()
-        self._thread.join()
+        self._thread.join(_STOP_S_MAX)
 
     def _run(self) -> None:
         while not self._stop.wait(self._period_s):
@@ -76,8 +80,12 @@ class ServerHeartbeat:
             # Its working directory must not be one that hangs, nor keep one from being unmounted.
             command = [*_COMMAND, str(os.getpid())]
             pipe = subprocess.PIPE
-            self._child = subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd="/", bufsize=0)
+            self._child = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, cwd="/", bufsize=0, start_new_session=True
+            )
             self._child.wait()  # it leaves the beating to a child of its own
+            if self._stop.is_set():  # while it started; the locks may be released by now
+                return
         assert self._child.stdin is not None
         os.set_blocking(self._child.stdin.fileno(), False)
         files = [(str(f.path), f.device, f.inode) for f in (x.file for x in self._locks())]
