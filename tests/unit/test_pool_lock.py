@@ -18,6 +18,7 @@ import pytest
 
 from vllm_nvmeof_offload.errors import PoolLockedError
 from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload.pool import silence
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.lock import DirectoryLock, Heartbeat, Holder, read_holder
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
@@ -136,8 +137,12 @@ def test_a_live_owner_on_another_host_is_refused_by_name(
     ids=["dead host", "another container, same kernel", "same host, rebooted", "garbage"],
 )
 def test_a_dead_owner_is_taken_over(
-    tmp_path: Path, age_s: float, changes: dict[str, object]
+    tmp_path: Path,
+    age_s: float,
+    changes: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(silence, "SILENCE_S", 0.01)
     leave_lock(tmp_path, age_s, **changes)
     pool = Pool.open(make_spec(tmp_path, engine_index=0))
     assert pool.engine_index == 0

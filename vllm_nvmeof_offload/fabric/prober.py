@@ -23,6 +23,7 @@ from typing import Any
 
 from vllm_nvmeof_offload.errors import PoolError
 from vllm_nvmeof_offload.pool.lock import DirectoryLock, local_holder_error
+from vllm_nvmeof_offload.pool.silence import Silence
 from vllm_nvmeof_offload.pool.superblock import Superblock, read_superblock, write_superblock
 from vllm_nvmeof_offload.units import PAGE_BYTES
 
@@ -83,9 +84,10 @@ def probe(job: ProbeJob) -> tuple[ProbeAnswer, list[int]]:
     failure = _mismatch(directory, wanted)  # before anything is made in a directory of others
     if failure:
         return ProbeAnswer(failure), []
-    lock = DirectoryLock.claim(directory / "lock", job.pid)
+    path = directory / "lock"
+    lock = Silence().settled(lambda silence: DirectoryLock.claim(path, job.pid, silence))
     if lock is None:
-        raise local_holder_error(directory / "lock")
+        raise local_holder_error(path)
     fds = _open_files(directory, direct=job.direct)
     failure = _mismatch(directory, wanted) or _too_short(job, fds)
     if failure:

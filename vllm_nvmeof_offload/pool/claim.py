@@ -20,6 +20,7 @@ from vllm_nvmeof_offload.pool.engines import (
 )
 from vllm_nvmeof_offload.pool.heartbeat import ServerHeartbeat
 from vllm_nvmeof_offload.pool.lock import DirectoryLock, local_holder_error
+from vllm_nvmeof_offload.pool.silence import Silence, UnsettledError
 from vllm_nvmeof_offload.pool.slab import make_directory, open_private
 from vllm_nvmeof_offload.pool.superblock import Superblock, read_superblock
 
@@ -64,10 +65,14 @@ class Claim:
         spaces = [_make_keyspace(target, spec.keyspace) for target in spec.targets]
         deadline = time.monotonic() + ending.ENDING_WAIT_S_MAX
         told = False
+        silence = Silence()
         while True:
             try:
                 with one_at_a_time(spaces):
-                    return cls._first_free(spec, spaces, waits=time.monotonic() < deadline)
+                    waits = time.monotonic() < deadline
+                    return cls._first_free(spec, spaces, silence, waits=waits)
+            except UnsettledError:
+                pass  # other ranks may claim theirs meanwhile
             except _EndingError as error:
                 if not told:
                     logger.warning("%s; waiting %.0f s at most", error, ending.ENDING_WAIT_S_MAX)
@@ -77,15 +82,21 @@ class Claim:
             time.sleep(_POLL_S)
 
     @classmethod
-    def _first_free(cls, spec: PoolSpec, spaces: Sequence[Path], *, waits: bool) -> Claim:
+    def _first_free(
+        cls, spec: PoolSpec, spaces: Sequence[Path], silence: Silence, *, waits: bool
+    ) -> Claim:
         """waits: stop at one whose holder is ending, by `_EndingError`, instead of passing it."""
         for index in _candidates(spec, spaces[0]):
             engines = [space / f"engine-{index}" for space in spaces]
-            if spec.engine and any(held_by_another(one, spec.engine, spec.rank) for one in engines):
+            which = "rank-*" if spec.engine else f"rank-{spec.rank}"
+            silence.watch(_locks(engines, which))
+            if spec.engine and any(
+                held_by_another(one, spec.engine, spec.rank, silence) for one in engines
+            ):
                 _stop_at_ending(engines, waits=waits)
                 continue
             directories = tuple(_make_rank(one, spec.rank) for one in engines)
-            locks, busy = _lock_all(directories)
+            locks, busy = _lock_all(directories, silence)
             if locks is not None:
                 _name_owner(engines, spec.engine, locks)
                 return cls(index, directories, locks)
@@ -122,6 +133,13 @@ class Claim:
         if not keep_descriptors:
             for lock in filter(None, self._locks):
                 lock.release()
+
+
+def _locks(engines: Sequence[Path], ranks: str) -> list[Path]:
+    """Lock files of `ranks`, a name or a pattern; no directory is listed for a name."""
+    if "*" not in ranks:
+        return [one / ranks / "lock" for one in engines]
+    return [lock for one in engines for lock in sorted(one.glob(f"{ranks}/lock"))]
 
 
 class _EndingError(Exception):
@@ -197,12 +215,14 @@ def _name_owner(engines: Sequence[Path], name: str, locks: Sequence[DirectoryLoc
         raise
 
 
-def _lock_all(directories: Sequence[Path]) -> tuple[list[DirectoryLock] | None, Path | None]:
+def _lock_all(
+    directories: Sequence[Path], silence: Silence
+) -> tuple[list[DirectoryLock] | None, Path | None]:
     """Lock all; or give back what was taken and return the lock file that is busy."""
     locks: list[DirectoryLock] = []
     try:
         for directory in directories:
-            lock = DirectoryLock.claim(directory / "lock")
+            lock = DirectoryLock.claim(directory / "lock", silence=silence)
             if lock is None:
                 for taken in locks:
                     taken.release()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["inspect_rank", "inspect_slot", "occupancy", "summaries", "usage"]
 
-_LOCK_KINDS = ("none", "stale", "live")
+_LOCK_KINDS = ("none", "stale", "old", "live")
 
 
 def summaries(parts: Sequence[Surveyed]) -> list[dict[str, Any]]:
@@ -44,9 +44,7 @@ def summaries(parts: Sequence[Surveyed]) -> list[dict[str, Any]]:
 def _summary(parts: list[Surveyed]) -> dict[str, Any]:
     directory = parts[0].directory
     # The part that a live server holds says the most, then one that a dead one left.
-    lock = max(
-        (one.lock for one in parts), key=lambda one: ["none", "stale", "live"].index(one.kind)
-    )
+    lock = max((one.lock for one in parts), key=lambda one: _LOCK_KINDS.index(one.kind))
     used = [one.last_use_s for one in parts if one.last_use_s is not None]
     counts = [occupancy(one) for one in parts]
     return {

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from vllm_nvmeof_offload.pool.silence import Silence
+
 __all__ = [
     "OWNER_FILE",
     "bytes_of_others",
@@ -77,12 +79,13 @@ def _lock(fd: int, space: str) -> None:
         time.sleep(_POLL_S)
 
 
-def held_by_another(directory: Path, engine: str, rank: int) -> bool:
+def held_by_another(directory: Path, engine: str, rank: int, silence: Silence) -> bool:
     """Whether ranks of another engine live in `directory`, apart from `rank`'s, which is locked.
 
     Raises:
         OSError: a lock file cannot be read.
         PoolLockedError: they live on another host.
+        UnsettledError: `silence` cannot tell yet whether they do.
     """
     if read_owner(directory) == engine:
         return False
@@ -90,11 +93,13 @@ def held_by_another(directory: Path, engine: str, rank: int) -> bool:
         if sibling.name == f"rank-{rank}":
             continue
         state = probe_lock(sibling)
-        if not state.live:
+        path, holder = sibling / "lock", state.holder
+        if state.kind == "old" and holder is not None and silence.is_dead(path, holder):
             continue
-        if state.holder is not None and not state.holder.shares_kernel_with(Holder.myself()):
-            age_s = state.heartbeat_age_s or 0.0
-            raise foreign_holder_error(sibling / "lock", state.holder, age_s)
+        if not state.live and state.kind != "old":
+            continue
+        if holder is not None and not holder.shares_kernel_with(Holder.myself()):
+            raise foreign_holder_error(path, holder, state.heartbeat_age_s or 0.0)
         return True
     return False
 

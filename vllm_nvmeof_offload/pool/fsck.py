@@ -68,7 +68,7 @@ def _check(
         _check_lengths(rank, table, report, repair)
         report.checked = int(table.live.sum())
         suspects = _suspects(rank, table, on_progress)
-        if suspects and not repair and surveyed.lock.live:
+        if suspects and not repair and surveyed.lock.may_live:
             settle()
         try:
             _judge(rank, table, suspects, report, repair)

@@ -9,6 +9,7 @@ import fcntl
 import os
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
@@ -19,6 +20,7 @@ from vllm_nvmeof_offload.pool.lock import (
     Holder,
     read_holder,
 )
+from vllm_nvmeof_offload.pool.silence import Silence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,7 +31,10 @@ __all__ = ["LockState", "give_to_owner", "hold", "probe_lock"]
 
 @dataclass(frozen=True, slots=True)
 class LockState:
-    """kind: "none" (given up in order), "stale" (its process is gone) or "live".
+    """kind: "none" (given up in order), "stale" (its process is gone), "old" or "live".
+
+    "old": it is on another host, and its heartbeat is old by this host's clock. It is dead, or
+    the clocks are apart: a claim waits for another heartbeat to find out.
 
     holder: None where the lock file names nobody who can be read. heartbeat_age_s: seconds.
     """
@@ -41,6 +46,11 @@ class LockState:
     @property
     def live(self) -> bool:
         return self.kind == "live"
+
+    @property
+    def may_live(self) -> bool:
+        """True also where only the clocks may be apart."""
+        return self.kind in ("live", "old")
 
     def __str__(self) -> str:
         if self.kind == "none":
@@ -68,7 +78,7 @@ def probe_lock(directory: Path) -> LockState:
         age_s = time.time() - holder.heartbeat if holder is not None else None
         if holder is not None and not holder.shares_kernel_with(Holder.myself()):
             assert age_s is not None
-            return LockState("live" if age_s < HEARTBEAT_STALE_S else "stale", holder, age_s)
+            return LockState("live" if age_s < HEARTBEAT_STALE_S else "old", holder, age_s)
         # A shared flock, given back at once. A server that starts in these microseconds would
         # see the directory as taken; the record is looked at first, so that this can only
         # happen where a killed server left its name.
@@ -93,9 +103,11 @@ def hold(directories: Sequence[Path]) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         locks = []
+        silence = Silence()
+        silence.watch(directory / "lock" for directory in directories)
         for directory in directories:
             try:
-                lock = DirectoryLock.claim(directory / "lock")
+                lock = silence.settled(partial(DirectoryLock.claim, directory / "lock", None))
             except OSError as error:
                 raise PoolError(f"cannot lock {directory / 'lock'}: {error}") from error
             if lock is None:

@@ -27,6 +27,8 @@ from vllm_nvmeof_offload.names import LOGGER_NAME
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vllm_nvmeof_offload.pool.silence import Silence
+
 __all__ = [
     "HEARTBEAT_PERIOD_S",
     "HEARTBEAT_STALE_S",
@@ -43,7 +45,7 @@ __all__ = [
 logger = logging.getLogger(LOGGER_NAME)
 
 HEARTBEAT_PERIOD_S = 5.0
-#: A foreign holder whose heartbeat is older than this is taken for dead.
+#: A foreign holder whose heartbeat is older than this may be dead; see `silence`.
 HEARTBEAT_STALE_S = 30.0
 _RECORD_BYTES = 512
 
@@ -85,7 +87,10 @@ def _boot_id() -> str:
 def read_holder(path: Path) -> Holder | None:
     """Return the holder that a lock file names; None if it names nobody."""
     try:
-        record = json.loads(path.read_bytes().rstrip(b"\0 \n") or b"null")
+        with path.open("rb") as file:
+            # This kernel's page cache does not see what another host writes.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            record = json.loads(file.read().rstrip(b"\0 \n") or b"null")
         return Holder(
             str(record["host"]),
             int(record["pid"]),
@@ -135,13 +140,17 @@ class DirectoryLock:
         return Path(self.file.path)
 
     @classmethod
-    def claim(cls, path: Path, pid: int | None = None) -> DirectoryLock | None:
+    def claim(
+        cls, path: Path, pid: int | None = None, silence: Silence | None = None
+    ) -> DirectoryLock | None:
         """Claim `path`, creating it; None if a process on this machine holds it.
 
-        pid: on whose behalf; None: this process's.
+        pid: on whose behalf; None: this process's. silence: tells whether a holder on another
+        host is dead; None: none is, whatever its heartbeat's age.
 
         Raises:
             PoolLockedError: a live process of another host holds it.
+            UnsettledError: `silence` cannot tell yet.
             OSError: the file cannot be opened or written.
         """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -162,7 +171,8 @@ class DirectoryLock:
             me = Holder.myself(pid)
             if holder is not None and not holder.shares_kernel_with(me):
                 age_s = me.heartbeat - holder.heartbeat
-                if age_s < HEARTBEAT_STALE_S:
+                old = age_s >= HEARTBEAT_STALE_S
+                if not (old and silence is not None and silence.is_dead(path, holder)):
                     raise foreign_holder_error(path, holder, age_s)
             lock = cls(fd, LockFile(str(path), status.st_dev, status.st_ino))
             lock.beat(pid)

@@ -148,7 +148,7 @@ def _scrub(
                 if not outcome.ok:
                     suspects.append(index)
             report.seconds = time.monotonic() - started_s
-            if suspects and not repair and surveyed.lock.live:
+            if suspects and not repair and surveyed.lock.may_live:
                 settle()
             _confirm(rank, table, reader, suspects, report, repair)
     return report

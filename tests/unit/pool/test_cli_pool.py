@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.errors import PoolError
-from vllm_nvmeof_offload.pool import lock
+from vllm_nvmeof_offload.pool import lock, silence
 from vllm_nvmeof_offload.pool.holders import hold, probe_lock
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool
@@ -190,14 +190,18 @@ def test_a_live_server_is_named_and_left_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_live_server_on_another_host_counts(tmp_path: Path) -> None:
+def test_a_live_server_on_another_host_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (directory,) = write_pool(tmp_path)
     record = {"host": "elsewhere", "pid": 4711, "boot_id": "x", "heartbeat": time.time() - 3}
     (directory / "lock").write_text(json.dumps(record))
     assert probe_lock(directory).kind == "live"
     assert "pid 4711 on host elsewhere" in refused("rm", "--yes", directory)
     (directory / "lock").write_text(json.dumps(record | {"heartbeat": time.time() - 60}))
-    assert probe_lock(directory).kind == "stale"
+    assert probe_lock(directory).kind == "old"
+    assert "old: pid 4711 on elsewhere" in run("ls", "--target", tmp_path).stdout
+    monkeypatch.setattr(silence, "SILENCE_S", 0.01)
     run("rm", "--yes", directory)
 
 

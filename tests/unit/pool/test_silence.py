@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a holder on another host is dead does not depend on that host's clock."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from vllm_nvmeof_offload.errors import PoolLockedError
+from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload.pool import silence
+from vllm_nvmeof_offload.pool.lock import HEARTBEAT_PERIOD_S, DirectoryLock, Holder
+from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.pool.silence import SILENCE_S, Silence
+
+from .kit import make_spec
+
+
+class Elsewhere:
+    """Another host, and the time that passes while we wait. A live one beats meanwhile."""
+
+    def __init__(self, paths: list[Path], behind_s: float, *, lives: bool) -> None:
+        self.now_s = 0.0
+        self._paths, self._behind_s, self._lives = paths, behind_s, lives
+        self._beaten_s = 0.0
+        self.beat()
+
+    def beat(self) -> None:
+        heartbeat = time.time() + self.now_s - self._behind_s
+        for path in self._paths:
+            path.write_bytes(Holder("elsewhere", 4711, "another-kernel", heartbeat).record())
+        self._beaten_s = self.now_s
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        if self._lives and self.now_s - self._beaten_s >= HEARTBEAT_PERIOD_S:
+            self.beat()
+
+    def claim(self, path: Path) -> DirectoryLock | None:
+        watch = Silence(self.clock, self.wait)
+        watch.watch(self._paths)
+        return watch.settled(partial(DirectoryLock.claim, path, None))
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    ours = logging.getLogger(LOGGER_NAME)
+    ours.addHandler(caplog.handler)
+    yield caplog
+    ours.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize("behind_s", [31, 5 * 3600])
+def test_a_live_holder_whose_clock_is_behind_is_refused(tmp_path: Path, behind_s: float) -> None:
+    elsewhere = Elsewhere([tmp_path / "lock"], behind_s, lives=True)
+    with pytest.raises(PoolLockedError, match="pid 4711 on host elsewhere"):
+        elsewhere.claim(tmp_path / "lock")
+    assert elsewhere.now_s <= SILENCE_S
+
+
+def test_a_dead_holder_is_taken_over_after_one_wait_for_all_its_directories(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    paths = [tmp_path / "lock", tmp_path / "other"]
+    elsewhere = Elsewhere(paths, 31, lives=False)
+    watch = Silence(elsewhere.clock, elsewhere.wait)
+    watch.watch(paths)
+    for path in paths:
+        lock = watch.settled(partial(DirectoryLock.claim, path, None))
+        assert lock is not None
+        lock.release()
+    assert SILENCE_S <= elsewhere.now_s < 2 * HEARTBEAT_PERIOD_S
+    said = {record.getMessage() for record in log.records}
+    assert len(said) == 1, said
+    assert "pid 4711 on host elsewhere" in said.pop()
+
+
+@pytest.mark.parametrize("heartbeat_age_s", [3, -3600])
+def test_nobody_waits_where_the_heartbeat_is_new(tmp_path: Path, heartbeat_age_s: float) -> None:
+    elsewhere = Elsewhere([tmp_path / "lock"], heartbeat_age_s, lives=True)
+    with pytest.raises(PoolLockedError, match="elsewhere"):
+        elsewhere.claim(tmp_path / "lock")
+    assert elsewhere.now_s == 0
+
+
+def test_a_holder_on_this_host_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    elsewhere = Elsewhere([], 0, lives=False)
+    mine = Holder.myself()
+    path.write_bytes(Holder(mine.host, mine.pid, mine.boot_id, mine.heartbeat - 1e6).record())
+    lock = elsewhere.claim(path)
+    assert lock is not None
+    lock.release()
+    assert elsewhere.now_s == 0
+
+
+def test_without_anybody_who_watches_an_old_heartbeat_is_not_taken_over(tmp_path: Path) -> None:
+    Elsewhere([tmp_path / "lock"], 31, lives=False)
+    with pytest.raises(PoolLockedError, match="elsewhere"):
+        DirectoryLock.claim(tmp_path / "lock")
+
+
+def test_a_beat_is_seen_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another host's write reaches the device; this kernel goes on showing what it has read."""
+    path = tmp_path / "lock"
+    elsewhere = Elsewhere([path], 31, lives=False)
+    real = os.posix_fadvise
+
+    def forget(fd: int, offset: int, length: int, advice: int) -> None:
+        real(fd, offset, length, advice)
+        if advice == os.POSIX_FADV_DONTNEED and elsewhere.now_s >= HEARTBEAT_PERIOD_S:
+            elsewhere.beat()
+
+    monkeypatch.setattr(os, "posix_fadvise", forget)
+    with pytest.raises(PoolLockedError, match="elsewhere"):
+        elsewhere.claim(path)
+
+
+@pytest.mark.parametrize("engine", ["", "b"])
+def test_a_pool_of_a_host_whose_clock_is_behind_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """Rank 0 meets a record in its own directory, or in that of another rank."""
+    pools = [Pool.open(make_spec(tmp_path, engine="a", rank=rank)) for rank in (0, 1)]
+    paths = [pool.directories[0] / "lock" for pool in pools]
+    for pool in pools:
+        pool.close()
+    elsewhere = Elsewhere(paths, 31, lives=True)
+    looks = iter(range(2))
+    real = Silence.watch
+
+    def watch(self: Silence, paths: Iterable[Path]) -> None:
+        real(self, paths)
+        if next(looks, None) == 1:  # a beat between the second look and the claim
+            elsewhere.beat()
+
+    monkeypatch.setattr(Silence, "watch", watch)
+    with pytest.raises(PoolLockedError, match="pid 4711 on host elsewhere"):
+        Pool.open(make_spec(tmp_path, engine=engine, rank=0))
+
+
+def test_a_dead_hosts_pool_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(silence, "SILENCE_S", 0.01)
+    pools = [Pool.open(make_spec(tmp_path, engine="a", rank=rank)) for rank in (0, 1)]
+    paths = [pool.directories[0] / "lock" for pool in pools]
+    for pool in pools:
+        pool.close()
+    Elsewhere(paths, 31, lives=False)
+    pool = Pool.open(make_spec(tmp_path, engine="b", rank=0))
+    assert pool.directories[0] == paths[0].parent
+    pool.close()
