@@ -10,13 +10,13 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from vllm_nvmeof_bench.pool.settings import BenchError
 from vllm_nvmeof_offload.units import format_bytes
 
-__all__ = ["home_in", "quiet_interpreter"]
+__all__ = ["drop_logs", "home_in", "quiet_interpreter"]
 
 
 @contextlib.contextmanager
@@ -47,6 +47,18 @@ def home_in(directory: Path, bytes_max: int, remedy: str = "give another --dir")
             if made:
                 with contextlib.suppress(OSError):
                     directory.rmdir()
+
+
+def drop_logs(logs: Path, names: Iterable[str]) -> None:
+    """Delete the logs of the servers `names`; the directory too, unless something else is in it.
+
+    It lies where the user has files, under a name that one of those may have had before.
+    """
+    for name in names:
+        with contextlib.suppress(OSError):
+            (logs / f"{name}.log").unlink()
+    with contextlib.suppress(OSError):
+        logs.rmdir()
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vllm_nvmeof_offload.demo import model
+from vllm_nvmeof_offload.demo import main, model
 from vllm_nvmeof_offload.demo.client import Answer, ClientError, Metrics, _take
 from vllm_nvmeof_offload.demo.model import ModelShape, distinct_ratio, make_model, random_tokens
 from vllm_nvmeof_offload.demo.report import Report, compare
@@ -25,6 +26,7 @@ from vllm_nvmeof_offload.demo.workload import (
     conversations,
     resume_times_s,
 )
+from vllm_nvmeof_offload.errors import OffloadError
 
 TINY = ModelShape(layers=1, hidden=32, intermediate=48, heads=2, kv_heads=1, vocab=300)
 
@@ -256,3 +258,29 @@ def test_the_command_line_names_backend_size_and_keys(tmp_path: Path) -> None:
     config = json.loads(command[command.index("--kv-transfer-config") + 1])
     assert config == {"kv_connector_extra_config": {"stream_slots": 4}}
     assert "--kv-offloading-backend" not in replace(spec, offload=None).command(8001)
+
+
+def test_a_directory_that_was_there_before_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container a process number comes back soon: the name of an earlier run's pool."""
+    kept = tmp_path / "pools" / f"demo-pool-{os.getpid()}" / "slab"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("of an earlier run")
+    monkeypatch.chdir(tmp_path)
+
+    def fails(*_: object) -> Path:
+        raise OffloadError("no model")
+
+    monkeypatch.setattr(main, "make_model", fails)
+    assert main.run(pool_dir=tmp_path / "pools") == 1
+    assert kept.read_text() == "of an earlier run"
+    assert [path.name for path in kept.parents[1].iterdir()] == [kept.parent.name]
+
+
+def test_a_pool_directory_that_cannot_be_made_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main.run(pool_dir=tmp_path / "file") == 1
+    assert str(tmp_path / "file") in capsys.readouterr().out.replace("\n", "")

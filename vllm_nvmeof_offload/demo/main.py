@@ -15,6 +15,7 @@ import asyncio
 import os
 import platform
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,7 +63,13 @@ def run(
     console = Console(highlight=False)
     plan = _QUICK if quick else Plan()
     build = Path("build").resolve()
-    target = (pool_dir or build).resolve() / f"demo-pool-{os.getpid()}"
+    above = (pool_dir or build).resolve()
+    try:
+        above.mkdir(parents=True, exist_ok=True)
+        target = Path(tempfile.mkdtemp(prefix="demo-pool-", dir=above))
+    except OSError as error:
+        console.print("[red]demo failed:[/]", escape(str(error)))
+        return 1
     demo = _Demo(console, plan, model_shape(), build, target)
     try:
         report = demo.run()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from vllm_nvmeof_bench.cost.fleet import Fleet, extra_config
 from vllm_nvmeof_bench.cost.measure import idle_shares, measure
 from vllm_nvmeof_bench.cost.samples import Sample
 from vllm_nvmeof_bench.cost.settings import BASE, CASES, Settings
-from vllm_nvmeof_bench.home import home_in, quiet_interpreter
+from vllm_nvmeof_bench.home import drop_logs, home_in, quiet_interpreter
 from vllm_nvmeof_bench.pool import conditions as pool_conditions
 from vllm_nvmeof_bench.pool.settings import Settings as PoolSettings
 
@@ -50,7 +49,7 @@ def run(
         with Fleet(settings, home, logs, lambda what: on_progress(0, total, what)) as fleet:
             samples = _rounds(fleet, settings, conditions, on_progress, total)
             conditions["load_average_at_end"] = _load()
-    shutil.rmtree(logs, ignore_errors=True)
+    drop_logs(logs, settings.arms)
     return samples, conditions
 
 

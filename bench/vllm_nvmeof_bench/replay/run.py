@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_nvmeof_bench.bar import OnProgress
-from vllm_nvmeof_bench.home import home_in
+from vllm_nvmeof_bench.home import drop_logs, home_in
 from vllm_nvmeof_bench.pool.settings import BenchError
 from vllm_nvmeof_bench.replay.samples import Sample
 from vllm_nvmeof_bench.replay.settings import Settings
@@ -78,7 +77,7 @@ def run(
         with ServeFleet(arms, sizes or _ANY, home, logs, tell) as fleet:
             samples = _replays(fleet, trace, settings, conditions, on_progress)
         conditions["load_average_at_end"] = [round(one, 2) for one in os.getloadavg()]
-    shutil.rmtree(logs, ignore_errors=True)
+    drop_logs(logs, [arm.name for arm in arms if arm.url is None])
     return samples, conditions
 
 

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from vllm_nvmeof_bench.bar import OnProgress
-from vllm_nvmeof_bench.home import home_in, quiet_interpreter
+from vllm_nvmeof_bench.home import drop_logs, home_in, quiet_interpreter
 from vllm_nvmeof_bench.serve.arms import Arm, Sizes
 from vllm_nvmeof_bench.serve.fleet import ServeFleet, conditions_of
 from vllm_nvmeof_bench.serve.prompts import Tokens
@@ -61,7 +60,7 @@ def run(
                 finally:
                     if samples:  # what was measured is not lost with what was not
                         keep(name, samples, {**own, "load_average_at_end": _load()})
-    shutil.rmtree(logs, ignore_errors=True)
+    drop_logs(logs, [arm.name for arm in arms if arm.url is None])
 
 
 def merged(sizes: Sequence[Sizes]) -> Sizes:

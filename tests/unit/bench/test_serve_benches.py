@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 from vllm_nvmeof_bench.files import dump, load
+from vllm_nvmeof_bench.home import drop_logs
 from vllm_nvmeof_bench.pool.settings import BenchError
 from vllm_nvmeof_bench.serve import findings
 from vllm_nvmeof_bench.serve.figures import changed, paired, percentile
@@ -58,6 +59,27 @@ def test_ttft_from_beginning_to_end(tmp_path: Path) -> None:
     assert "answers that equal the first arm's: 8 of 16" in text
     assert "was not emptied on b" in text
     assert content["conditions"]["models"] == {"a": "made-up", "b": "made-up"}
+
+
+def test_the_users_files_beside_the_logs_stay(tmp_path: Path) -> None:
+    theirs = tmp_path / "out" / "ttft-logs" / "notes.txt"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("mine")
+    with MadeUpServer() as one:
+        bench(tmp_path, "ttft", [one], "--lengths", "100", "--rounds", "1")
+    assert theirs.read_text() == "mine"
+
+
+def test_only_the_logs_of_our_servers_are_deleted(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    drop_logs(logs, ["a"])
+    logs.mkdir()
+    for name in ("a.log", "b.log", "theirs.log"):
+        (logs / name).touch()
+    drop_logs(logs, ["a", "b", "never started"])
+    assert [path.name for path in logs.iterdir()] == ["theirs.log"]
+    drop_logs(logs, ["theirs"])
+    assert not logs.exists()
 
 
 def test_hits_from_beginning_to_end(tmp_path: Path) -> None:
