@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 PAYLOAD_BYTES = 24_000  # not a multiple of 4 KiB: the padding is exercised
 STAGING_SLOTS = 32
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 class GatedPool:

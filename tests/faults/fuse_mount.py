@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 class FaultyMount:

@@ -24,7 +24,7 @@ from vllm_nvmeof_offload.units import HEADER_BYTES
 
 from .engines import ENGINES
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 PAYLOAD_BYTES = 61_000  # not a multiple of 4 KiB: the padding is exercised
 
 

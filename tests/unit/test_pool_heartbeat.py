@@ -19,7 +19,7 @@ from tests.wait import wait_until
 from vllm_nvmeof_offload.pool.heartbeat import ServerHeartbeat
 from vllm_nvmeof_offload.pool.lock import DirectoryLock, Holder, read_holder, write_record
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 NOBODY = Holder("", 0, "", 0)
 
 

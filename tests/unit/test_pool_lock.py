@@ -157,7 +157,7 @@ def test_the_heartbeat_is_renewed_and_survives_errors(tmp_path: Path) -> None:
         raise OSError(5, "the target is gone for a moment")
 
     heartbeat = Heartbeat([beat], period_s=0.001)
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + 120
     while len(beats) < 3:
         assert time.monotonic() < end_s
         os.sched_yield()

@@ -92,7 +92,7 @@ class Rank:
         return finished
 
     def settle(self) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while self.manager.has_pending_work():
             assert time.monotonic() < deadline, self.manager.gauges()
             self.step()

@@ -26,7 +26,7 @@ from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
 from vllm_nvmeof_offload.worker.worker import NVMeoFOffloadingWorker
 
-WAIT_S = 20
+WAIT_S = 120
 
 
 class _Rank:

@@ -184,7 +184,7 @@ def test_a_group_of_processes_is_throttled_and_put_back(tmp_path: Path) -> None:
             pytest.skip(f"cannot throttle here: {error}")
         assert groups.read_text() == before
     finally:
-        child.communicate(b"\n", timeout=10)
+        child.communicate(b"\n", timeout=60)
 
 
 def test_a_process_group_is_found_whole() -> None:
@@ -194,5 +194,5 @@ def test_a_process_group_is_found_whole() -> None:
     try:
         assert processes_of(child.pid) == [child.pid]
     finally:
-        child.communicate(b"\n", timeout=10)
+        child.communicate(b"\n", timeout=60)
     assert processes_of(child.pid) == []

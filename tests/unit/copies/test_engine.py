@@ -241,7 +241,7 @@ def test_an_event_is_not_recorded_again_while_the_bell_needs_it() -> None:
     assert cuda.calls["create_event"] == made + 3
     cuda.gate.set()
     for _ in range(3):
-        assert rung.acquire(timeout=20)
+        assert rung.acquire(timeout=120)
     run(3)
     assert cuda.calls["create_event"] == made + 3
     rig.engine.close()
@@ -256,7 +256,7 @@ def test_the_bell_rings_for_every_ticket_from_threads_of_its_own() -> None:
         seen: set[int] = set()
         while seen != {store, load}:
             rig.cuda.drain()
-            assert rung.acquire(timeout=20)
+            assert rung.acquire(timeout=120)
             seen |= {ticket for ticket, _ in rig.engine.poll()}
     assert me not in rig.cuda.callers["synchronize_event"]
     rig.engine.close()

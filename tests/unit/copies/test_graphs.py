@@ -73,7 +73,7 @@ def test_where_a_driver_refuses_it_is_done_after_the_capture(
     pins = _pins(cuda)
     cuda.capturing = True
     pins.start()
-    assert all(cuda.refused.acquire(timeout=20) for _ in range(3))
+    assert all(cuda.refused.acquire(timeout=120) for _ in range(3))
     assert _everything(pins) is Readiness.WAITING
     cuda.capturing = False
     pins.wait()
@@ -104,7 +104,7 @@ def test_copies_start_and_end_meanwhile(ignored: tuple[str, ...], spoils: bool) 
         ticket = rig.engine.submit(Direction.STORE, rig.pieces([0, 1], [0]), fence)
         while not ended:
             cuda.drain()
-            assert rung.acquire(timeout=20)
+            assert rung.acquire(timeout=120)
             ended.extend(outcome.ok for done, outcome in rig.engine.poll() if done == ticket)
 
     cuda.capturing = True

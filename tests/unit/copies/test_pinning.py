@@ -40,7 +40,7 @@ class _SlowCuda(FakeCuda):
         self.permits = threading.Semaphore(1)
 
     def register(self, address: int, count: int) -> None:
-        self.permits.acquire(timeout=20)
+        self.permits.acquire(timeout=120)
         super().register(address, count)
 
 
@@ -58,7 +58,7 @@ def test_slots_are_ready_as_their_piece_is() -> None:
     pins.start()
     for number in range(1, 4):
         cuda.permits.release()
-        assert changed.acquire(timeout=20)
+        assert changed.acquire(timeout=120)
         ready = range(min(7, 2 * number + 2))
         assert pins.readiness(_addresses(*ready)) is Readiness.READY
         if number < 3:
@@ -74,8 +74,8 @@ def test_memory_that_cannot_be_registered_fails_alone(caplog: pytest.LogCaptureF
     cuda.fail["register"] = 2
     pins = StagingPinning(cuda, StagingMap(BASE, SLOT, 3, 0), changed.release, SLOT)
     pins.start()
-    assert changed.acquire(timeout=20)
-    assert changed.acquire(timeout=20)
+    assert changed.acquire(timeout=120)
+    assert changed.acquire(timeout=120)
     assert pins.readiness(_addresses(0, 1)) is Readiness.READY
     assert pins.readiness(_addresses(1, 2)) is Readiness.FAILED
     assert "CUDA_ERROR_STUB" in caplog.text
@@ -97,7 +97,7 @@ def test_closing_half_way_leaves_nothing_registered() -> None:
     closer = threading.Thread(target=pins.close)
     closer.start()
     cuda.permits.release(9)
-    closer.join(timeout=20)
+    closer.join(timeout=120)
     assert not closer.is_alive() and not cuda.registered
 
 

@@ -23,7 +23,7 @@ from vllm_nvmeof_offload.units import HEADER_BYTES
 from .kit import PAYLOAD_BYTES, SLOT_BYTES, STORED, make_spec, payload
 
 KEYSPACE = Keyspace.of({"model": "tiny-model", "dtype": "bfloat16"})
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 HOLDER = """
 import sys, pathlib
