@@ -66,8 +66,8 @@ GAUGES = metrics(
         "stores_suspended",
         "requests",
         (
-            "Requests of which nothing is stored, because weights may have changed since a part "
-            "of their KV was computed; each counts until it ends or computes everything again."
+            "Running requests that are not stored because weights may have changed after a part "
+            "of their KV was computed. A request leaves when it ends or starts again."
         ),
         NO,
     ),

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the requests whose KV hangs on weights that may have changed since.
+"""Finds the requests whose KV depends on weights that may have changed since.
 
-KV hangs on all KV before it. So a request is *old* if it had GPU blocks when the weights changed,
+KV depends on all KV before it. So a request is *old* if it had GPU blocks when the weights changed,
 or has taken over a block that an old request computed. It stays old until it ends, or has lost its
-blocks and is admitted again without any of them. Of old requests nothing is stored.
+blocks and is admitted again without any of them. Old requests are not stored.
 
-What vLLM's prefix cache has is forgotten at the change, blocks in use included, and so is, in
-each step, what old requests add to it. In between, another request may find such a block: while
+The change empties vLLM's prefix cache, blocks in use included, and each step takes out of it what
+old requests have added. In between, another request may find such a block: while
 vLLM schedules the very step that completes it, or, with asynchronous scheduling, right after an
 output. Each admission is therefore compared with what old requests have added since the last step.
 """

@@ -167,7 +167,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if scheduler_output.preempted_req_ids:
             self.figures.add("preemptions", len(scheduler_output.preempted_req_ids))
         self.waiting.step(scheduler_output)
-        self.core.suspension.say()
+        self.core.suspension.log_while_it_lasts()
 
     def step_ended(self, scheduler_s: float) -> None:
         """A step's output has come, and was taken in. scheduler_s: spent in our scheduler side

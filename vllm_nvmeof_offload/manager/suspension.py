@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests' chunks are not stored: weights may have changed since their KV was computed.
-
-Everything else is stored. `integration/old_kv.py` finds these requests.
+"""The requests whose chunks are not stored, because weights may have changed since their KV was
+computed. Every other request is stored. `integration/old_kv.py` finds these requests.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ __all__ = ["Suspension"]
 
 logger = logging.getLogger(LOGGER_NAME)
 
-#: Between two log lines that begin or go on with the same story.
+#: Between two log lines about the same suspension.
 _LOG_PERIOD_S = 60.0
 
 
@@ -27,8 +26,8 @@ class Suspension:
         self._clock = clock
         self._requests: set[str] = set()
         self._began_s = 0.0
-        self._said_s = -_LOG_PERIOD_S
-        self._announced = False  # that it lasts was logged, so its end is, too
+        self._logged_s = -_LOG_PERIOD_S
+        self._announced = False  # its beginning was logged, so its end is logged as well
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._requests
@@ -44,19 +43,19 @@ class Suspension:
         """vLLM did `call`, which changes weights (known) or can, while `requests` had KV."""
         self._requests = set(requests)
         self._began_s = self._clock()
-        if self._began_s - self._said_s < _LOG_PERIOD_S:
+        if self._began_s - self._logged_s < _LOG_PERIOD_S:
             return
-        self._said_s = self._began_s
+        self._logged_s = self._began_s
         self._announced = bool(self._requests)
         logger.warning(
-            "%s %s the weights: what was offloaded before is void, and what follows will not "
-            "be found by another start; %s%s",
+            "%s %s the weights: everything offloaded before is void, and a later start does not "
+            "adopt what is stored from now on; %s%s",
             call,
-            "changes" if known else "may have changed",
-            f"of {len(self._requests)} requests, computed in part before, nothing is stored"
+            "changed" if known else "may have changed",
+            f"{len(self._requests)} requests with KV of before are not stored"
             if self._requests
-            else "what is computed from now on is stored",
-            "" if known else "; weights_never_change says that such a call does not",
+            else "every request is stored",
+            "" if known else " (set weights_never_change if such a call leaves the weights alone)",
         )
 
     def add(self, request_id: str) -> None:
@@ -69,19 +68,19 @@ class Suspension:
         if self._announced and not self._requests:
             self._announced = False
             lasted_s = self._clock() - self._began_s
-            logger.info("%.0f s after the weights may have changed all is stored again", lasted_s)
+            logger.info("every request is stored again, %.0f s after that call", lasted_s)
 
-    def say(self) -> None:
-        """Log, once a minute, that it lasts. Called in each step."""
+    def log_while_it_lasts(self) -> None:
+        """Log the number of requests once a minute. Called in each step."""
         if not self._requests:
             return
         now_s = self._clock()
-        if now_s - self._said_s < _LOG_PERIOD_S:
+        if now_s - self._logged_s < _LOG_PERIOD_S:
             return
-        self._said_s, self._announced = now_s, True
+        self._logged_s, self._announced = now_s, True
         logger.warning(
-            "%.0f s after the weights may have changed %d requests computed in part before are "
-            "still there: nothing of them is stored",
-            now_s - self._began_s,
+            "%d requests are still not stored, %.0f s after a call that may have changed the "
+            "weights: they began before it",
             len(self._requests),
+            now_s - self._began_s,
         )

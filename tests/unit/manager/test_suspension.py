@@ -31,13 +31,13 @@ def test_beginning_and_end_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     told.suspension.begin("my_monitor", ["a", "b"], known=False)
     (line,) = told.lines()
     assert line.startswith("my_monitor may have changed the weights")
-    assert "of 2 requests, computed in part before, nothing is stored" in line
+    assert "2 requests with KV of before are not stored" in line
     assert "weights_never_change" in line
     told.now_s += 20
     told.suspension.ended("a")
     assert told.lines() == []
     told.suspension.ended("b")
-    assert told.lines() == ["20 s after the weights may have changed all is stored again"]
+    assert told.lines() == ["every request is stored again, 20 s after that call"]
     told.suspension.ended("b")
     assert told.lines() == []
 
@@ -47,22 +47,22 @@ def test_that_it_lasts_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture)
     told.suspension.begin("reload_weights", ["a"], known=True)
     assert "weights_never_change" not in told.lines()[0]
     for _ in range(125):
-        told.suspension.say()
+        told.suspension.log_while_it_lasts()
         told.now_s += 1
     first, second = told.lines()
-    assert first.startswith("60 s after the weights may have changed 1 requests")
-    assert second.startswith("120 s after")
+    assert first.startswith("1 requests are still not stored, 60 s after a call")
+    assert "120 s after" in second
 
 
 def test_a_call_each_second_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     told = Told(caplog)
     for _ in range(150):
         told.suspension.begin("my_monitor", [], known=False)
-        told.suspension.say()
+        told.suspension.log_while_it_lasts()
         told.now_s += 1
     lines = told.lines()
     assert len(lines) == 3
-    assert all("what is computed from now on is stored" in line for line in lines)
+    assert all("every request is stored" in line for line in lines)
 
 
 def test_one_that_began_without_a_line_ends_without_one(caplog: pytest.LogCaptureFixture) -> None:
