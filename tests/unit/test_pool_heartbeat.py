@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.descriptors import numbers_from
 from tests.wait import wait_until
 from vllm_nvmeof_offload.pool.heartbeat import ServerHeartbeat
 from vllm_nvmeof_offload.pool.lock import DirectoryLock, Holder, read_holder, write_record
@@ -78,6 +79,11 @@ def test_one_that_is_killed_has_a_successor(lock: DirectoryLock) -> None:
     before = grow_old(lock.path)
     wait_until("a heartbeat", lambda: (read_holder(lock.path) or NOBODY).heartbeat > before)
     beating.stop()
+
+
+def test_so_has_one_in_a_server_with_many_descriptors(lock: DirectoryLock) -> None:
+    with numbers_from(1024):
+        test_one_that_is_killed_has_a_successor(lock)
     wait_until("a heartbeat", lambda: beating_for(os.getpid()) == [])
 
 

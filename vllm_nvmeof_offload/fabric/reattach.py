@@ -82,6 +82,13 @@ class _Probe:
             self.channel.close()
             raise
 
+    @property
+    def has_answered(self) -> bool:
+        """Or has ended."""
+        poller = select.poll()  # `select.select` refuses descriptors from 1024 on
+        poller.register(self.channel, select.POLLIN)
+        return bool(poller.poll(0))
+
     def answer(self) -> tuple[ProbeAnswer, list[int]]:
         """Of a channel that is readable."""
         try:
@@ -188,7 +195,7 @@ class Caretaker:
         search.changed = search.changed or changed
         probe, wanted = search.probe, self._wanted[target]
         if probe is not None:
-            if select.select([probe.channel], [], [], 0)[0]:
+            if probe.has_answered:
                 self._answered(target, search, probe)
             elif now_s >= probe.late_s:
                 self._end(search, probe)

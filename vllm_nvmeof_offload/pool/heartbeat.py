@@ -106,7 +106,9 @@ class ServerHeartbeat:
             assert child.stdin is not None
             assert child.stdout is not None
             child.stdin.close()
-            select.select([child.stdout], [], [], _END_S_MAX)
+            ended = select.poll()  # `select.select` refuses descriptors from 1024 on
+            ended.register(child.stdout, select.POLLIN)
+            ended.poll(_END_S_MAX * 1000)
             child.stdout.close()
 
 

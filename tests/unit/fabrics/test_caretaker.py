@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thread that has lost targets looked for outlives whatever its probers answer."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.descriptors import numbers_from
+from tests.wait import wait_until
+from vllm_nvmeof_offload.fabric.health import PathStates
+from vllm_nvmeof_offload.fabric.prober import ProbeAnswer, ProbeJob
+from vllm_nvmeof_offload.fabric.reattach import Caretaker, Wanted
+from vllm_nvmeof_offload.fabric.watch import TargetWatch
+from vllm_nvmeof_offload.names import LOGGER_NAME
+
+PROBER = """
+import socket, sys
+with socket.socket(fileno=int(sys.argv[2])) as channel:
+    channel.recv(1 << 16)
+    channel.send(sys.argv[1].encode())
+"""
+
+
+class _Sites:
+    """Always looks for its one target."""
+
+    def __init__(self, directory: Path) -> None:
+        self._job = ProbeJob(str(directory), "", False, 0, 0, 0, None)
+
+    def look(self, states: Sequence[PathStates]) -> list[Wanted | None]:
+        return [Wanted(self._job, patient=False)]
+
+    def attach(self, target: int, job: ProbeJob, answer: ProbeAnswer, fds: list[int]) -> str:
+        raise AssertionError("there was nothing to attach")
+
+
+def said_of(answer: str, directory: Path, caplog: pytest.LogCaptureFixture) -> str:
+    """What a server logs of a prober that gives this answer; its thread must live on."""
+    with caplog.at_level(logging.WARNING, LOGGER_NAME):
+        caretaker = Caretaker(
+            _Sites(directory),
+            [TargetWatch(str(directory))],
+            lambda call: call(),
+            command=[sys.executable, "-c", PROBER, answer],
+        )
+        try:
+            wait_until("the prober's answer", lambda: bool(caplog.messages), limit_s=30.0)
+        finally:
+            caretaker.stop()
+    return caplog.messages[0]
+
+
+def test_a_server_with_many_descriptors_looks_for_its_targets(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = ProbeAnswer("no pool is there").encode().decode()
+    with numbers_from(1024):
+        said = said_of(answer, tmp_path, caplog)
+    assert said == f"target {tmp_path} is not back: no pool is there"
