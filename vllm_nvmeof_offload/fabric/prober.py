@@ -67,7 +67,18 @@ class ProbeAnswer:
 
     @staticmethod
     def decode(message: bytes) -> ProbeAnswer:
-        return ProbeAnswer(**json.loads(message))
+        """Raises ValueError: a prober of this version does not answer so.
+
+        Whoever upgrades the package under a running server has probers of another one.
+        """
+        try:
+            answer = ProbeAnswer(**json.loads(message))
+        except (TypeError, RecursionError) as error:
+            raise ValueError(str(error)) from None
+        numbers = answer.device, answer.inode
+        if isinstance(answer.failure, str) and all(type(one) is int for one in numbers):
+            return answer
+        raise ValueError(f"no answer: {answer}")
 
 
 def probe(job: ProbeJob) -> tuple[ProbeAnswer, list[int]]:

@@ -99,12 +99,16 @@ class _Probe:
             return ProbeAnswer(f"the prober cannot be heard: {error}"), []
         if not message:
             return ProbeAnswer("the prober ended without an answer"), []
-        answer = ProbeAnswer.decode(message)
-        if answer.failure or len(fds) == len(OPENED):
+        try:
+            answer = ProbeAnswer.decode(message)
+        except ValueError:
+            answer = ProbeAnswer("its prober is of another version of this package: start anew")
+        if not answer.failure and len(fds) == len(OPENED):
             return answer, fds
         for fd in fds:
             os.close(fd)
-        return ProbeAnswer("this process may have no more descriptors (ulimit -n)"), []
+        why = answer.failure or "this process may have no more descriptors (ulimit -n)"
+        return ProbeAnswer(why), []
 
     def end(self) -> bool:
         """True: the child has ended. False: it hangs; its kill takes effect when that ends."""

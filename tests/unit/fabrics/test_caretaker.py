@@ -62,3 +62,22 @@ def test_a_server_with_many_descriptors_looks_for_its_targets(
     with numbers_from(1024):
         said = said_of(answer, tmp_path, caplog)
     assert said == f"target {tmp_path} is not back: no pool is there"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "not JSON",
+        "[" * 10_000,
+        "[1]",
+        "{}x",
+        '{"failure": "", "device": 1, "inode": 2, "later": 3}',
+        '{"failure": "", "device": "1", "inode": 2}',
+        '{"failure": null}',
+    ],
+    ids=["text", "deep", "list", "garbled", "later version", "no number", "no reason"],
+)
+def test_an_answer_that_makes_no_sense_is_a_failure(
+    answer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert "another version of this package" in said_of(answer, tmp_path, caplog)
