@@ -93,7 +93,7 @@ def _try_ring(*, registered: bool) -> UringDeniedError | None:
 
 def _may_lock_anything() -> bool:
     """Does this process have CAP_IPC_LOCK? Then no limit counts."""
-    with open("/proc/self/status", encoding="ascii") as status:
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
         for line in status:
             if line.startswith("CapEff:"):
                 return bool(int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1)

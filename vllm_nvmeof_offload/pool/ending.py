@@ -45,10 +45,11 @@ def is_ending(pid: int, proc: Path = _PROC) -> bool:
     once, and goes on.
     """
     try:
-        lines = (proc / str(pid) / "status").read_text().splitlines()
+        # The name of a process is bytes, whatever they are.
+        status = (proc / str(pid) / "status").read_text(encoding="ascii", errors="replace")
     except OSError:
         return False
-    facts = dict(line.split(":", 1) for line in lines if ":" in line)
+    facts = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
     if facts.get("State", "").strip()[:1] in ("Z", "X"):
         return True
     pending = int(facts.get("SigPnd", "0"), 16) | int(facts.get("ShdPnd", "0"), 16)

@@ -135,3 +135,9 @@ def test_what_the_kernel_says_of_a_process(tmp_path: Path, status: str, expected
     assert ending.is_ending(4711, tmp_path) is expected
     assert not ending.is_ending(4712, tmp_path), "gone"
     assert not ending.is_ending(os.getpid()), "we live"
+
+
+def test_the_name_of_a_process_need_not_be_text(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "status").write_bytes(b"Name:\t\xff\xfe\nState:\tZ (zombie)\n")
+    assert ending.is_ending(7, tmp_path)
