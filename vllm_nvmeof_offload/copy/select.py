@@ -131,11 +131,21 @@ def parse_cells(content: bytes, size: int) -> list[Cell]:
     try:
         rows = json.loads(content)["cells"]
         cells = [Cell(**(row | {"direction": Direction(row["direction"])})) for row in rows]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"not a table of cells: {error!r}") from None
+    if not all(map(_is_measurement, cells)):
+        raise ValueError("not a table of cells: a number is missing or makes no sense")
     if missing_cells(cells, size):
         raise ValueError("a table with cells missing")
     return cells
+
+
+def _is_measurement(cell: Cell) -> bool:
+    times = [cell.dma_us, cell.kernel_us, cell.spread]
+    times += [] if cell.overlap_us is None else [cell.overlap_us]
+    return all(type(one) is int for one in (cell.fragment_bytes, cell.count)) and all(
+        type(one) in (int, float) and 0 <= one < math.inf for one in times
+    )
 
 
 def missing_cells(cells: Iterable[Cell], size: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -207,3 +208,17 @@ def test_merging_what_is_next_to_each_other_keeps_every_byte() -> None:
     merged = coalesce(pieces, np.array([], np.uint64))
     assert merged[:, 2].tolist() == [128, 64, 64]
     assert (coalesce(pieces, np.sort(pieces[:, 0])) == pieces).all()
+
+
+@pytest.mark.parametrize("name", ["fragment_bytes", "count", "dma_us", "kernel_us", "spread"])
+@pytest.mark.parametrize("value", [None, "1", [], True, -1, float("nan"), float("inf")])
+def test_a_kept_table_with_what_is_no_measurement_is_none(name: str, value: object) -> None:
+    rows = json.loads(dump_cells(_cells()))["cells"]
+    rows[0][name] = value
+    with pytest.raises(ValueError, match=r"not a table of cells|cells missing"):
+        parse_cells(json.dumps({"cells": rows}).encode(), 64 * MIB)
+
+
+def test_a_kept_table_that_is_nested_without_end_is_none() -> None:
+    with pytest.raises(ValueError, match="not a table of cells"):
+        parse_cells(b"[" * 100_000, 64 * MIB)
