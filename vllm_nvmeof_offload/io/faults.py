@@ -91,8 +91,9 @@ class FaultPlan:
     def _set(self, knobs: dict[str, object], seed: int) -> None:
         if knobs.pop("rank", self._rank) != self._rank:
             knobs = {}
-        self._knobs = _checked(knobs)
-        self._left = {name: int(value) for name, value in self._knobs.items()}
+        checked = _checked(knobs)
+        left = {name: int(value) for name, value in checked.items()}
+        self._knobs, self._left = checked, left
         self._random = random.Random(seed)
         logger.info("fault injection: seed %d, %s", seed, self._knobs)
 
@@ -114,7 +115,10 @@ class FaultPlan:
             if self._control_version is not None:
                 self._control_version = None
                 self._set({}, 0)
-        except (ValueError, AttributeError, ConfigError) as error:
+        except (
+            *(OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError),
+            ConfigError,
+        ) as error:
             # Half-written, most likely: it is read again at the next call.
             logger.warning("fault injection: cannot use %s yet: %s", self._control_path, error)
 
