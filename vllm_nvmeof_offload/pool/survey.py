@@ -35,8 +35,8 @@ __all__ = [
 ]
 
 _KEYSPACE = re.compile(rf"[0-9a-f]{{{DIGEST_HEX_DIGITS}}}")
-_ENGINE = re.compile(r"engine-(\d{1,9})")
-_RANK = re.compile(r"rank-(\d{1,9})")
+_ENGINE = re.compile(r"engine-(0|[1-9][0-9]{0,8})")
+_RANK = re.compile(r"rank-(0|[1-9][0-9]{0,8})")
 _FACTS_BYTES_MAX = 1 << 20
 _PREFIX_MIN = 4
 

@@ -251,3 +251,10 @@ def test_what_root_repairs_still_belongs_to_the_server(tmp_path: Path) -> None:
     assert exit_code(fsck(find([tmp_path / "t"]), repair=True)) == 1
     for file in ("table", "lock"):
         assert (directory / file).stat().st_uid == 65534
+
+
+def test_a_name_that_no_server_gives_is_no_rank_directory(tmp_path: Path) -> None:
+    """A copy beside the pool would otherwise be taken for the pool itself, twice."""
+    for name in ("engine-0/rank-0", "engine-00/rank-0", "engine-0/rank-00", "engine-\u0663/rank-1"):
+        (tmp_path / ("0" * 32) / name).mkdir(parents=True)
+    assert [one.name for one in find([tmp_path])] == [f"{'0' * 32}/engine-0/rank-0"]
