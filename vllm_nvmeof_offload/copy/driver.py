@@ -204,7 +204,13 @@ class Cuda:
         )
         if status:
             detail = f", copy {failed.value} of {count}"
-            raise CudaError("cuMemcpyBatchAsync", self._api.CUresult(status).name, detail)
+            raise CudaError("cuMemcpyBatchAsync", self._name_of(status), detail)
+
+    def _name_of(self, status: int) -> str:
+        try:
+            return str(self._api.CUresult(status).name)
+        except ValueError:  # newer than these bindings
+            return f"CUDA error {status}"
 
     def copy(self, destination: int, source: int, count: int, stream: int) -> None:
         """One copy, for drivers without the batch call."""

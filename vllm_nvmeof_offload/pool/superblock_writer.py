@@ -51,7 +51,10 @@ class SuperblockWriter:
             self._next, self.failure = superblock, None
             idle, self.busy = not self.busy, True
         if idle:
-            start_thread(self._run)
+            try:
+                start_thread(self._run)
+            except RuntimeError:  # no thread can be started: this one waits for the disk instead
+                self._run()
 
     def _run(self) -> None:
         try:

@@ -103,6 +103,9 @@ def errors(cuda: Cuda) -> None:
     sizes = np.array([8, 0], np.uint64)
     with pytest.raises(CudaError, match=r"^cuMemcpyBatchAsync: .*INVALID_VALUE, copy 1 of 2$"):
         cuda.copy_batch(_tables(address, address, sizes), 2, stream, ORDER_STREAM)
+    sizes[1] = ~np.uint64(0)
+    with pytest.raises(CudaError, match="CUDA error 987654, copy 1 of 2"):
+        cuda.copy_batch(_tables(address, address, sizes), 2, stream, ORDER_STREAM)
     for call in (cuda.destroy_event, cuda.event_is_done, cuda.synchronize_event):
         with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_HANDLE"):
             call(5)

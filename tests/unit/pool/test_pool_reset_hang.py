@@ -51,6 +51,18 @@ def epochs(pool: Pool) -> list[int]:
     return [superblock.epoch for superblock in found if superblock is not None]
 
 
+def test_a_reset_needs_no_new_thread(open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = open_pool(2)
+    old = pool.epoch
+
+    def refuse(run: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(superblock_writer, "start_thread", refuse)
+    pool.reset(adoptable=True)
+    assert epochs(pool) == [old + 1, old + 1]
+
+
 @pytest.mark.parametrize("target", ["t0", "t1"])
 def test_the_other_target_does_not_wait(open_pool: OpenPool, hang: Hang, target: str) -> None:
     pool = open_pool(2)
