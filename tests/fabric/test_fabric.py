@@ -15,7 +15,8 @@ from .conftest import REPORT, Results
 from .rig.guest import Guest, GuestFailedError
 from .scenarios import BOOTS, SCENARIOS
 
-pytestmark = pytest.mark.fabric
+#: The first test of a session waits for the guests; see `BOOT_S_MAX`.
+pytestmark = [pytest.mark.fabric, pytest.mark.timeout(2000)]
 
 ALL = [each for boot in BOOTS for each in boot]
 
