@@ -90,7 +90,7 @@ def _play_steadily(llm: Any, plan: dict[str, Any]) -> dict[str, Any]:
     beside = _counters(llm)
     counters = [beside, _grown(before, beside)]
     answers.insert(0, [engine.finish()])
-    _settle(llm)
+    _settle(llm, voided_max=engine.chunks_before_max)
     assert llm.reset_prefix_cache()
     before = _counters(llm)
     answers.append([answer for request in afterwards for answer in _ask(llm, [request])])
@@ -173,14 +173,18 @@ def _counters(llm: Any) -> dict[str, float]:
     return found
 
 
-def _settle(llm: Any) -> None:
-    """Step until every write has been reported, at most 120 s: reports travel on steps."""
+def _settle(llm: Any, voided_max: int = 0) -> None:
+    """Step until every write has been reported, at most 120 s: reports travel on steps.
+
+    voided_max: chunks that new weights may have made void before they were written.
+    """
     deadline = time.monotonic() + _SETTLE_S
     tiny = {"prompt": [5, 6, 7], "tokens": 1, "image": None, "lora": None}
     while True:
         _ask(llm, [tiny])
         now = _counters(llm)
         written = now.get("nvmeof_written_chunks", 0)
-        if written >= now.get("nvmeof_stored_chunks", 0) and not now.get("nvmeof_writes_pending"):
+        stored = now.get("nvmeof_stored_chunks", 0) - voided_max
+        if written >= stored and not now.get("nvmeof_writes_pending"):
             return
         assert time.monotonic() < deadline, "writes do not end"

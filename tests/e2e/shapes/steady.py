@@ -21,6 +21,8 @@ class SteadyEngine:
         self._answers: dict[str, list[int]] = {}
         self._numbers = self._names()
         self._long = self._add(long)
+        #: What the long request has stored before the weights change, in chunks of 64 tokens.
+        self.chunks_before_max = (len(long["prompt"]) + _STEPS_BEFORE) // 64
         for _ in range(_STEPS_BEFORE):
             self._step()
 
