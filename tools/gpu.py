@@ -189,7 +189,7 @@ def take_native_core(path: list[str], package: Path = ROOT / "vllm_nvmeof_offloa
 
 def environment(path: list[str]) -> dict[str, str]:
     """For every stage: the checkout before what is installed, no network, no waiting output."""
-    from vllm_nvmeof_offload.demo.engine import engine_environment
+    from vllm_nvmeof_bench.servers.engine import engine_environment
 
     return engine_environment() | {
         "PYTHONPATH": os.pathsep.join(path),

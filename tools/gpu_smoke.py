@@ -22,10 +22,10 @@ from vllm_nvmeof_bench.gpu.world import World
 
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.driver import Cuda
+from vllm_nvmeof_offload.copy.gpu import choose_copy_engine
 from vllm_nvmeof_offload.copy.nvrtc import compile_kernels
+from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
-from vllm_nvmeof_offload.worker.gpu import choose_copy_engine
-from vllm_nvmeof_offload.worker.staging import Staging
 
 PACKAGES = (
     *("torch", "triton", "vllm", "cuda-bindings", "cuda-core", "nvidia-cuda-nvrtc", "numpy"),

@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-
-from vllm_nvmeof_offload import (  # noqa: F401 - each adds its commands to bench_app
-    __version__,
-    cli_bench_copy,
-    cli_bench_cost,
-    cli_bench_latency,
-    cli_bench_replay,
-    cli_bench_report,
-    cli_bench_serve,
-    cli_bench_tier,
-    cli_bench_tiers,
+from vllm_nvmeof_bench import (  # noqa: F401 - each adds its commands to bench_app
+    cli_copy,
+    cli_cost,
+    cli_latency,
+    cli_replay,
+    cli_report,
+    cli_serve,
+    cli_tier,
+    cli_tiers,
 )
-from vllm_nvmeof_offload.cli_bench import bench_app
-from vllm_nvmeof_offload.cli_doctor import doctor
-from vllm_nvmeof_offload.cli_pool import pool_app
-from vllm_nvmeof_offload.cli_size import size
+from vllm_nvmeof_bench.cli import bench_app
+
+from vllm_nvmeof_offload import __version__
+from vllm_nvmeof_offload.commands.doctor.cli import doctor
+from vllm_nvmeof_offload.commands.pool.cli import pool_app
+from vllm_nvmeof_offload.commands.size.cli import size
 
 __all__ = ["app"]
 
@@ -161,7 +161,7 @@ def demo(
     ] = None,
 ) -> None:
     """Run the main job here: a small model, a real vLLM server, cache, restart, preemption."""
-    from vllm_nvmeof_offload.demo.main import run
+    from vllm_nvmeof_bench.demo.main import run
 
     raise typer.Exit(run(json_path, quick=quick, keep=keep, pool_dir=pool))
 

@@ -29,27 +29,27 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
 
 from vllm_nvmeof_offload.config import parse_config
-from vllm_nvmeof_offload.integration import factories, known_vllm, orphan, weights_watch
-from vllm_nvmeof_offload.integration.deployed import deployed
-from vllm_nvmeof_offload.integration.messages import (
-    NVMeoFConnectorMetadata,
-    NVMeoFHandshake,
-    NVMeoFWorkerMetadata,
-)
-from vllm_nvmeof_offload.integration.old_kv import OldKV
-from vllm_nvmeof_offload.integration.plainly import said_plainly
-from vllm_nvmeof_offload.integration.scheduler_view import SchedulerView, timed
-from vllm_nvmeof_offload.integration.sleep_hooks import SleepHooks
-from vllm_nvmeof_offload.integration.stats import OffloadingStats
-from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.manager.waiting import WaitingRequests
-from vllm_nvmeof_offload.parallel import replica_of
 from vllm_nvmeof_offload.spec import (
     NVMeoFOffloadingSpec,
     choose_blocks_per_chunk,
     refuse_unsupported,
 )
-from vllm_nvmeof_offload.worker.worker import NVMeoFOffloadingWorker
+from vllm_nvmeof_offload.vllm_adapter import factories, known_vllm, orphan, weights_watch
+from vllm_nvmeof_offload.vllm_adapter.deployed import deployed
+from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
+from vllm_nvmeof_offload.vllm_adapter.messages import (
+    NVMeoFConnectorMetadata,
+    NVMeoFHandshake,
+    NVMeoFWorkerMetadata,
+)
+from vllm_nvmeof_offload.vllm_adapter.old_kv import OldKV
+from vllm_nvmeof_offload.vllm_adapter.parallel import replica_of
+from vllm_nvmeof_offload.vllm_adapter.plainly import said_plainly
+from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView, timed
+from vllm_nvmeof_offload.vllm_adapter.sleep_hooks import SleepHooks
+from vllm_nvmeof_offload.vllm_adapter.stats import OffloadingStats
+from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 
 __all__ = ["NVMeoFOffloadingConnector"]
 

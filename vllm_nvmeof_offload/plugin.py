@@ -42,7 +42,7 @@ def register() -> None:
 
 
 def _explain(error: Exception) -> str:
-    from vllm_nvmeof_offload.integration import known_vllm
+    from vllm_nvmeof_offload.vllm_adapter import known_vllm
 
     unknown = known_vllm.unknown_version()
     if unknown is not None:
@@ -54,7 +54,7 @@ def _explain(error: Exception) -> str:
 
 
 def _register() -> None:
-    from vllm_nvmeof_offload.integration import backend_choice, factories, transfer_config
+    from vllm_nvmeof_offload.vllm_adapter import backend_choice, factories, transfer_config
 
     steps: list[Any] = [backend_choice, transfer_config]
     for step in steps:  # all expectations first: a flag that is accepted must also work

@@ -168,7 +168,7 @@ def _face_lookups(core: ManagerCore) -> float | None:
     try:
         from vllm.v1.kv_offload.base import ReqContext
 
-        from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
+        from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
     except ImportError:
         return None
     manager = NVMeoFOffloadingManager(core, 256)

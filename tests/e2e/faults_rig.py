@@ -16,12 +16,12 @@ from typing import Any
 
 import httpx
 import numpy as np
+from vllm_nvmeof_bench.servers.client import Answer, Client, Metrics
+from vllm_nvmeof_bench.servers.engine import engine_memory, has_cpu_engine
+from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
+from vllm_nvmeof_bench.servers.server import OffloadSpec, Server, ServerSpec
 
 from tests.e2e.forked_server import ForkedServer, can_be_forked
-from vllm_nvmeof_offload.demo.client import Answer, Client, Metrics
-from vllm_nvmeof_offload.demo.engine import engine_memory, has_cpu_engine
-from vllm_nvmeof_offload.demo.model import ModelShape, make_model, random_tokens
-from vllm_nvmeof_offload.demo.server import OffloadSpec, Server, ServerSpec
 from vllm_nvmeof_offload.units import GIB, KIB, slot_stride_bytes
 
 BUILD = Path(__file__).resolve().parents[2] / "build"

@@ -21,8 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_offload.demo.engine import has_cpu_engine
-from vllm_nvmeof_offload.demo.server import Server, ServerSpec
+from vllm_nvmeof_bench.servers.engine import has_cpu_engine
+from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 
 __all__ = ["ForkedServer", "can_be_forked"]
 

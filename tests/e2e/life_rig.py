@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from vllm_nvmeof_bench.servers.client import Answer, Client
+from vllm_nvmeof_bench.servers.model import make_model
+from vllm_nvmeof_bench.servers.server import MODEL_NAME, Server, ServerSpec
 
 from tests.e2e import faults_rig as rig
 from tests.wait import wait_until
-from vllm_nvmeof_offload.demo.client import Answer, Client
-from vllm_nvmeof_offload.demo.model import make_model
-from vllm_nvmeof_offload.demo.server import MODEL_NAME, Server, ServerSpec
 
 #: Half of the rig's: more than GPU memory and CPU tier hold together is not needed here.
 PROMPTS = 6

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from vllm_nvmeof_bench.servers.client import Answer, Client
+from vllm_nvmeof_bench.servers.model import make_model
+from vllm_nvmeof_bench.servers.server import Server, ServerSpec
+
 from tests.e2e import faults_rig as rig
 from tests.e2e.plain_answers import plain_answers
-from vllm_nvmeof_offload.demo.client import Answer, Client
-from vllm_nvmeof_offload.demo.model import make_model
-from vllm_nvmeof_offload.demo.server import Server, ServerSpec
 from vllm_nvmeof_offload.units import GIB
 
 RANKS = 2

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_offload.demo.client import Answer
+from vllm_nvmeof_bench.servers.client import Answer
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -19,9 +19,9 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
+from vllm_nvmeof_bench.servers.processes import ReservedPort
 
 from tests.fabric.rig.packages import RigUnavailableError, apt_in, locked, run_tool, unpack
-from vllm_nvmeof_offload.demo.processes import ReservedPort
 
 __all__ = ["Exporter", "Prometheus", "RigUnavailableError", "tool"]
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from vllm_nvmeof_bench.servers.client import Answer, Metrics
+from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
+from vllm_nvmeof_bench.servers.server import OffloadSpec, Server, ServerSpec
 
 from tests.e2e import faults_rig as rig
-from vllm_nvmeof_offload.demo.client import Answer, Metrics
-from vllm_nvmeof_offload.demo.model import ModelShape, make_model, random_tokens
-from vllm_nvmeof_offload.demo.server import OffloadSpec, Server, ServerSpec
 from vllm_nvmeof_offload.units import GIB, slot_stride_bytes
 
 if importlib.util.find_spec("vllm_nvmeof_bench") is None:  # an editable install's finder has it

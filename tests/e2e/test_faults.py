@@ -9,10 +9,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from vllm_nvmeof_bench.servers.client import Answer, Client, Metrics
+from vllm_nvmeof_bench.servers.server import Server
 
 from tests.e2e import faults_rig as rig
-from vllm_nvmeof_offload.demo.client import Answer, Client, Metrics
-from vllm_nvmeof_offload.demo.server import Server
 
 FAILED = "vllm:nvmeof_failed_chunks_total"
 LOADED = "vllm:nvmeof_loaded_tokens_total"

@@ -17,12 +17,12 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from vllm_nvmeof_bench.servers.client import Answer, Client
+from vllm_nvmeof_bench.servers.server import Server
 
 from tests.e2e import faults_rig as rig
 from tests.e2e import life_rig as life
 from tests.wait import wait_until
-from vllm_nvmeof_offload.demo.client import Answer, Client
-from vllm_nvmeof_offload.demo.server import Server
 
 HITS = "vllm:external_prefix_cache_hits_total"
 LOADED = "vllm:nvmeof_loaded_tokens_total"

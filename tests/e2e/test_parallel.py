@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 
 from tests.e2e import faults_rig as rig
 from tests.e2e import parallel_rig as par
 from tests.e2e.parallel_rig import FAILED, HITS, LOADED
-from vllm_nvmeof_offload.demo.server import Server, ServerSpec
 from vllm_nvmeof_offload.pool.recovery import read_table
 from vllm_nvmeof_offload.pool.superblock import read_superblock
 from vllm_nvmeof_offload.pool.table import decode_table

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from vllm_nvmeof_bench.servers.client import Answer, Metrics
+from vllm_nvmeof_bench.servers.model import random_tokens
+from vllm_nvmeof_bench.servers.server import ServerSpec
 
 from tests.e2e import faults_rig as rig
 from tests.small_disk import tmpfs
-from vllm_nvmeof_offload.demo.client import Answer, Metrics
-from vllm_nvmeof_offload.demo.model import random_tokens
-from vllm_nvmeof_offload.demo.server import ServerSpec
 from vllm_nvmeof_offload.units import GIB
 
 COUNT, PROMPT_TOKENS, ANSWER_TOKENS = 12, 75, 190

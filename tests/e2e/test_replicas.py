@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from vllm_nvmeof_bench.servers.client import Metrics
+from vllm_nvmeof_bench.servers.server import Server, ServerError, ServerSpec
 
 from tests.e2e import faults_rig as rig
 from tests.e2e import parallel_rig as par
 from tests.e2e.parallel_rig import FAILED, HITS, LOADED
-from vllm_nvmeof_offload.demo.client import Metrics
-from vllm_nvmeof_offload.demo.server import Server, ServerError, ServerSpec
 from vllm_nvmeof_offload.pool.lock import read_holder
 
 OPTION = "--data-parallel-size"

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from vllm_nvmeof_bench.servers.client import Metrics
+from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 
 from tests.e2e import faults_rig as rig
 from tests.e2e import life_rig
 from tests.e2e.router import CPU, STORAGE, Router
 from tests.small_disk import tmpfs
-from vllm_nvmeof_offload.demo.client import Metrics
-from vllm_nvmeof_offload.demo.server import Server, ServerSpec
 
 SLOTS = 35  # on each of two targets, of which a prompt needs 15: the pool evicts as well
 

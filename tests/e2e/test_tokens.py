@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from vllm_nvmeof_bench.demo.report import LOGPROB_TOLERANCE, Comparison, compare
+from vllm_nvmeof_bench.demo.runs import Runs, Session
+from vllm_nvmeof_bench.demo.sizes import BLOCK_TOKENS, offload_spec, server_spec
+from vllm_nvmeof_bench.demo.workload import CrowdPlan, Plan, Turn
+from vllm_nvmeof_bench.servers.client import Metrics
+from vllm_nvmeof_bench.servers.model import make_model
+from vllm_nvmeof_bench.servers.server import OffloadSpec
 
 from tests.e2e import faults_rig as rig
-from vllm_nvmeof_offload.demo.client import Metrics
-from vllm_nvmeof_offload.demo.model import make_model
-from vllm_nvmeof_offload.demo.report import LOGPROB_TOLERANCE, Comparison, compare
-from vllm_nvmeof_offload.demo.runs import Runs, Session
-from vllm_nvmeof_offload.demo.server import OffloadSpec
-from vllm_nvmeof_offload.demo.sizes import BLOCK_TOKENS, offload_spec, server_spec
-from vllm_nvmeof_offload.demo.workload import CrowdPlan, Plan, Turn
 from vllm_nvmeof_offload.units import GIB
 
 PLAN = Plan(

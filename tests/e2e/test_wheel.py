@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 
 from tests.e2e import faults_rig as rig
 from tests.e2e import wheel_rig
 from tests.e2e.wheel_rig import ROOT, Environment
 from vllm_nvmeof_offload import __version__
-from vllm_nvmeof_offload.demo.server import Server, ServerSpec
 from vllm_nvmeof_offload.units import GIB
 
 PROMPTS = 5  # the CPU tier holds less than three

@@ -24,9 +24,6 @@ import numpy as np
 from tests.fabric.loadspec import LoadSpec, OpEnd
 from vllm_nvmeof_offload.copy.base import Descriptors
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
-from vllm_nvmeof_offload.fabric.health import TargetHealth
-from vllm_nvmeof_offload.fabric.reattach import Caretaker
-from vllm_nvmeof_offload.fabric.watch import TargetWatch
 from vllm_nvmeof_offload.io.choose import IoLimits, choose_io_engine
 from vllm_nvmeof_offload.manager.policy import LruPolicy
 from vllm_nvmeof_offload.manager.targets import Targets
@@ -45,12 +42,15 @@ from vllm_nvmeof_offload.protocol import (
     VerdictReport,
     WriteCommand,
 )
+from vllm_nvmeof_offload.staging import Staging
+from vllm_nvmeof_offload.targets.attachments import Attachments
+from vllm_nvmeof_offload.targets.health import TargetHealth
+from vllm_nvmeof_offload.targets.reattach import Caretaker
+from vllm_nvmeof_offload.targets.watch import TargetWatch
 from vllm_nvmeof_offload.units import KIB, MIB
-from vllm_nvmeof_offload.worker.attachments import Attachments
 from vllm_nvmeof_offload.worker.iopump import PumpConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
-from vllm_nvmeof_offload.worker.staging import Staging
 
 __all__ = ["run_load"]
 

@@ -13,10 +13,10 @@ from tests.gpu.device import Device
 from tests.gpu.rig import Rig
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.cuda import Readiness
+from vllm_nvmeof_offload.copy.pinning import StagingPinning
 from vllm_nvmeof_offload.copy.select import Backend
+from vllm_nvmeof_offload.staging_map import StagingMap
 from vllm_nvmeof_offload.units import MIB
-from vllm_nvmeof_offload.worker.pinning import StagingPinning
-from vllm_nvmeof_offload.worker.staging_map import StagingMap
 
 ROUNDS = 20
 SLOTS, SLOT_BYTES = 32, 4 * MIB

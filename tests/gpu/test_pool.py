@@ -14,6 +14,9 @@ pytest.importorskip("pydantic", reason="the configuration needs it")
 
 from tests.gpu.device import Device
 from vllm_nvmeof_offload.config import parse_config
+from vllm_nvmeof_offload.copy import gpu
+from vllm_nvmeof_offload.copy.device import KvDevice
+from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.kernel import KernelCopier
 from vllm_nvmeof_offload.copy.select import Backend
 from vllm_nvmeof_offload.errors import OffloadError
@@ -28,13 +31,10 @@ from vllm_nvmeof_offload.protocol import (
     StoreCommand,
     WriteCommand,
 )
+from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import slot_stride_bytes
-from vllm_nvmeof_offload.worker import gpu
-from vllm_nvmeof_offload.worker.device import KvDevice
-from vllm_nvmeof_offload.worker.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.worker.iopump import PumpConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
-from vllm_nvmeof_offload.worker.staging import Staging
 
 ROUNDS, CHUNKS, PER_CHUNK, PAGE_BYTES = 100, 4, 2, 36_864
 WAIT_S = 60.0

@@ -11,14 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from vllm_nvmeof_offload.demo import main, model
-from vllm_nvmeof_offload.demo.client import Answer, ClientError, Metrics, _take
-from vllm_nvmeof_offload.demo.model import ModelShape, distinct_ratio, make_model, random_tokens
-from vllm_nvmeof_offload.demo.report import Report, compare
-from vllm_nvmeof_offload.demo.runs import Session
-from vllm_nvmeof_offload.demo.server import OffloadSpec, ServerSpec
-from vllm_nvmeof_offload.demo.workload import (
+from vllm_nvmeof_bench.demo import main
+from vllm_nvmeof_bench.demo.report import Report, compare
+from vllm_nvmeof_bench.demo.runs import Session
+from vllm_nvmeof_bench.demo.workload import (
     Conversation,
     CrowdResult,
     Plan,
@@ -26,6 +22,11 @@ from vllm_nvmeof_offload.demo.workload import (
     conversations,
     resume_times_s,
 )
+from vllm_nvmeof_bench.servers import model
+from vllm_nvmeof_bench.servers.client import Answer, ClientError, Metrics, _take
+from vllm_nvmeof_bench.servers.model import ModelShape, distinct_ratio, make_model, random_tokens
+from vllm_nvmeof_bench.servers.server import OffloadSpec, ServerSpec
+
 from vllm_nvmeof_offload.errors import OffloadError
 
 TINY = ModelShape(layers=1, hidden=32, intermediate=48, heads=2, kv_heads=1, vocab=300)

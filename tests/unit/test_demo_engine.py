@@ -11,12 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from vllm_nvmeof_bench.demo.sizes import model_shape
+from vllm_nvmeof_bench.servers import engine
+from vllm_nvmeof_bench.servers.server import OffloadSpec, ServerSpec
 
 from tests.e2e.faults_rig import llm_options
 from tests.e2e.shapes.rig import Plan
-from vllm_nvmeof_offload.demo import engine
-from vllm_nvmeof_offload.demo.server import OffloadSpec, ServerSpec
-from vllm_nvmeof_offload.demo.sizes import model_shape
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:

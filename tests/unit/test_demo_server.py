@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from vllm_nvmeof_bench.servers.processes import ReservedPort, group_alive
+from vllm_nvmeof_bench.servers.server import Server, ServerError, ServerSpec
 
 from tests.wait import wait_until
-from vllm_nvmeof_offload.demo.processes import ReservedPort, group_alive
-from vllm_nvmeof_offload.demo.server import Server, ServerError, ServerSpec
 
 #: Answers /health; a child of its own outlives SIGTERM, as a stuck worker would.
 _SCRIPT = """
@@ -34,7 +34,7 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_demo_server import FakeSpec
-from vllm_nvmeof_offload.demo.server import Server
+from vllm_nvmeof_bench.servers.server import Server
 server = Server(FakeSpec(Path("m"), 64, 8), Path(sys.argv[2])).wait_ready(30)
 print(server.pid, flush=True)
 os.kill(os.getpid(), 9)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from vllm_nvmeof_offload.deployment import describe, process_began_s
+from vllm_nvmeof_offload.vllm_adapter.deployment import describe, process_began_s
 
 
 class _HfConfig:
@@ -168,7 +168,9 @@ def test_multimodal_items_without_content_hashes(model: Path) -> None:
 
 
 def test_when_a_process_began() -> None:
-    code = "from vllm_nvmeof_offload.deployment import process_began_s as p; print(p())"
+    code = (
+        "from vllm_nvmeof_offload.vllm_adapter.deployment import process_began_s as p; print(p())"
+    )
     before_s = time.time()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert before_s - 0.1 <= float(done.stdout) <= time.time()

@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_nvmeof_offload.cli import app
-from vllm_nvmeof_offload.fabric import host_checks, measure
+from vllm_nvmeof_offload.commands.doctor import host_checks, measure
 from vllm_nvmeof_offload.fabric.findings import Finding, Severity, worst
-from vllm_nvmeof_offload.fabric.model import TargetFabric
+from vllm_nvmeof_offload.fabric.topology import TargetFabric
 
 
 def run(*words: object, code: int) -> Any:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
-from vllm_nvmeof_offload.worker.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.worker.runner import Waker
 
 BLOCKS = 12

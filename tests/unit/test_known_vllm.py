@@ -12,7 +12,7 @@ import pytest
 
 from vllm_nvmeof_offload import plugin
 from vllm_nvmeof_offload.errors import IntegrationError
-from vllm_nvmeof_offload.integration import known_vllm
+from vllm_nvmeof_offload.vllm_adapter import known_vllm
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.test_deployment import _config, _digest
-from vllm_nvmeof_offload.deployment import describe
+from vllm_nvmeof_offload.vllm_adapter.deployment import describe
 
 ONE, TWO = "1" * 40, "2" * 40
 

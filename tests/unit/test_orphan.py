@@ -16,7 +16,7 @@ import pytest
 #: Makes a process as vLLM makes its engine, and stays until it is killed.
 _PARENT = """
 import multiprocessing, signal, sys, threading
-from vllm_nvmeof_offload.integration import orphan
+from vllm_nvmeof_offload.vllm_adapter import orphan
 
 def engine(deaf):
     orphan._GRACE_S = 0.2

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import numpy as np
 
+from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import RankHello
+from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import MIB, slot_stride_bytes
-from vllm_nvmeof_offload.worker.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.worker.iopump import PumpConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
-from vllm_nvmeof_offload.worker.staging import Staging
 
 PAGE = 3000  # bytes: slots are padded to 4 KiB
 LAYERS, BLOCKS, PER_CHUNK = 3, 400, 2

@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="the view reads vLLM's objects")
 
 from vllm.v1.kv_offload.base import LookupResult
 
-from vllm_nvmeof_offload.integration.scheduler_view import SchedulerView
+from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView
 
 BLOCK, BLOCKS_PER_CHUNK = 16, 2
 CHUNK = BLOCK * BLOCKS_PER_CHUNK

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from tests.unit.pool.kit import fill, make_spec
+from vllm_nvmeof_offload.commands.doctor.host_checks import check_target
 from vllm_nvmeof_offload.config import ALLOW_FAULTS, judge_access, parse_config
 from vllm_nvmeof_offload.copy import nvrtc
 from vllm_nvmeof_offload.errors import ConfigError, PoolError
 from vllm_nvmeof_offload.fabric.findings import Severity
-from vllm_nvmeof_offload.fabric.host_checks import check_target
 from vllm_nvmeof_offload.pool.pool import Pool
 
 ROOT = Path(__file__).parents[2]
@@ -170,7 +170,7 @@ def test_a_target_of_another_user_is_found(tmp_path: Path, mode: int) -> None:
 START = """
 import json, logging, sys
 from types import SimpleNamespace as Object
-from vllm_nvmeof_offload.integration import precheck
+from vllm_nvmeof_offload.vllm_adapter import precheck
 class Said(logging.Handler):
     def emit(self, record):
         print("SAID", record.getMessage())

@@ -17,14 +17,15 @@ from tests.gpu.device import StubDevice
 from tests.gpu.rig import Rig
 from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload.copy.select import Backend
-from vllm_nvmeof_offload.integration.sleep_hooks import SleepHooks
 from vllm_nvmeof_offload.io.none import NoIoEngine
-from vllm_nvmeof_offload.job_specs import ChunkStoreSpec
 from vllm_nvmeof_offload.protocol import SlotIdentity, StoreChunk, StoreCommand
+from vllm_nvmeof_offload.vllm_adapter.job_specs import ChunkStoreSpec
+from vllm_nvmeof_offload.vllm_adapter.sleep_hooks import SleepHooks
+from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
+from vllm_nvmeof_offload.worker.build import RankWorker
 from vllm_nvmeof_offload.worker.iopump import PumpConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
-from vllm_nvmeof_offload.worker.worker import NVMeoFOffloadingWorker
 
 WAIT_S = 120
 
@@ -40,13 +41,15 @@ class _Rank:
         pipeline = TransferPipeline(self.rig.map, self.rig.engine, io, PumpConfig())
         self.runner = PipelineRunner(pipeline, waker, io.fileno())
         self.worker = NVMeoFOffloadingWorker(
-            self.runner,
-            self.rig.geometry,
-            self.rig.engine,
-            io,
-            cast(Any, SimpleNamespace(close=lambda: None)),
-            None,
-            None,
+            RankWorker(
+                self.runner,
+                self.rig.geometry,
+                self.rig.engine,
+                io,
+                cast(Any, SimpleNamespace(close=lambda: None)),
+                None,
+                None,
+            )
         )
 
     def store(self, job: int) -> None:

@@ -32,24 +32,17 @@ LONGER_FILES = {
 #: Each package or module, from the lowest layer to the highest. Imports go down or sideways.
 LAYERS: list[set[str]] = [
     {"errors", "units", "names", "__init__"},
-    {"protocol", "config", "config_keys", "config_check", "metric", "gauges", "metrics"},
-    {"copy", "io", "pool", "fabric", "native", "sizing"},
-    {"job_specs", "deployment", "parallel", "weights", "model_source"},
+    {"protocol", "config", "metrics", "staging", "config_keys", "config_check", "config_replica"}
+    | {"metric", "gauges", "staging_map", "memory"},
+    {"copy", "io", "pool", "fabric", "native"},
+    {"targets"},
     {"manager", "worker"},
-    {"spec", "connector", "plugin", "integration"},
-    {"demo"} | {module.stem for module in PACKAGE.glob("cli*.py")},
+    {"vllm_adapter", "spec", "connector", "plugin"},
+    {"commands"},
+    {"cli"},
 ]
-MAY_IMPORT_VLLM = {
-    "plugin.py",
-    "spec.py",
-    "connector.py",
-    "job_specs.py",
-    "manager/manager.py",
-    "worker/worker.py",
-    "integration",
-    "demo",
-}
-MAY_IMPORT_TORCH = {"copy", "worker", "demo"}
+MAY_IMPORT_VLLM = {"plugin.py", "spec.py", "connector.py", "vllm_adapter"}
+MAY_IMPORT_TORCH = {"copy", "worker", "vllm_adapter"}
 
 
 def name_of(path: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_nvmeof_offload.errors import ConfigError
-from vllm_nvmeof_offload.weights import weights_digest
+from vllm_nvmeof_offload.vllm_adapter.weights import weights_digest
 
 SMALL_BYTES = 64 << 10
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.test_deployment import _config
 from tests.wait import wait_until
-from vllm_nvmeof_offload.deployment import Deployment, describe, note_weights
+from vllm_nvmeof_offload.vllm_adapter.deployment import Deployment, describe, note_weights
 
 
 def _version(directory: Path, byte: int) -> Path:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from vllm_nvmeof_offload.errors import IntegrationError
-from vllm_nvmeof_offload.integration import weights_watch
-from vllm_nvmeof_offload.integration.adapters import Adapters
+from vllm_nvmeof_offload.vllm_adapter import weights_watch
+from vllm_nvmeof_offload.vllm_adapter.adapters import Adapters
 
 
 class Connector:

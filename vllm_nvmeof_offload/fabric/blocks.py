@@ -6,8 +6,8 @@ from __future__ import annotations
 import os
 import re
 
-from vllm_nvmeof_offload.fabric.model import BlockDevice, Mount, QueueLimits
 from vllm_nvmeof_offload.fabric.sysfs import children, read_number, read_text, resolve
+from vllm_nvmeof_offload.fabric.topology import BlockDevice, Mount, QueueLimits
 
 __all__ = ["block_stack", "device_of_mount", "read_limits", "read_size"]
 

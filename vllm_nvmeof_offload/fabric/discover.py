@@ -10,13 +10,6 @@ from __future__ import annotations
 import os
 
 from vllm_nvmeof_offload.fabric.blocks import block_stack, device_of_mount
-from vllm_nvmeof_offload.fabric.model import (
-    ABSENT,
-    ControllerState,
-    Mount,
-    Namespace,
-    TargetFabric,
-)
 from vllm_nvmeof_offload.fabric.mounts import (
     MOUNTINFO,
     mount_of,
@@ -24,6 +17,13 @@ from vllm_nvmeof_offload.fabric.mounts import (
 )
 from vllm_nvmeof_offload.fabric.nvme import namespace_at, namespaces
 from vllm_nvmeof_offload.fabric.sysfs import read_text
+from vllm_nvmeof_offload.fabric.topology import (
+    ABSENT,
+    ControllerState,
+    Mount,
+    Namespace,
+    TargetFabric,
+)
 
 __all__ = ["discover", "find_namespace", "mount_points_of", "read_states"]
 

@@ -8,8 +8,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_nvmeof_offload.fabric.model import PcieLink
 from vllm_nvmeof_offload.fabric.sysfs import read_number
+from vllm_nvmeof_offload.fabric.topology import PcieLink
 
 __all__ = ["Gpu", "read_gpus"]
 

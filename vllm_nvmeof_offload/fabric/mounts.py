@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from vllm_nvmeof_offload.fabric.model import Mount
+from vllm_nvmeof_offload.fabric.topology import Mount
 
 __all__ = ["MOUNTINFO", "mount_of", "parse_mountinfo", "read_mounts"]
 

@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator
 
 from vllm_nvmeof_offload.fabric.blocks import read_limits, read_size
-from vllm_nvmeof_offload.fabric.model import Controller, Namespace, Path, Subsystem
 from vllm_nvmeof_offload.fabric.sysfs import (
     children,
     read_number,
@@ -22,6 +21,7 @@ from vllm_nvmeof_offload.fabric.sysfs import (
     read_timeout,
     resolve,
 )
+from vllm_nvmeof_offload.fabric.topology import Controller, Namespace, Path, Subsystem
 
 __all__ = ["namespace_at", "namespaces"]
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm_nvmeof_offload.fabric.model import PcieLink
+from vllm_nvmeof_offload.fabric.topology import PcieLink
 
 __all__ = ["is_below", "now", "shape"]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 
-from vllm_nvmeof_offload.fabric.model import OFF, PcieLink
+from vllm_nvmeof_offload.fabric.topology import OFF, PcieLink
 
 __all__ = [
     "children",

@@ -23,13 +23,13 @@ from vllm_nvmeof_offload.manager.index import Entry, Event, State
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op, OpKind
 from vllm_nvmeof_offload.manager.load_times import LoadTimes
 from vllm_nvmeof_offload.manager.plan import CoreConfig, Source, StorePlan
-from vllm_nvmeof_offload.manager.policy import LruPolicy
+from vllm_nvmeof_offload.manager.policy import LruPolicy, MakePolicy
 from vllm_nvmeof_offload.manager.reload import ReloadScheduler
 from vllm_nvmeof_offload.manager.residency import ResidencyLog
 from vllm_nvmeof_offload.manager.shelf import Reason, Shelf
 from vllm_nvmeof_offload.manager.sightings import Sightings
 from vllm_nvmeof_offload.manager.suspension import Suspension
-from vllm_nvmeof_offload.manager.targets import MakePolicy, Targets
+from vllm_nvmeof_offload.manager.targets import Targets
 from vllm_nvmeof_offload.manager.tiers import Tiers
 from vllm_nvmeof_offload.manager.writes import WriteBehind
 from vllm_nvmeof_offload.protocol import (

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-__all__ = ["EvictionPolicy", "LruPolicy"]
+__all__ = ["EvictionPolicy", "LruPolicy", "MakePolicy"]
 
 
 class EvictionPolicy(Protocol):
@@ -48,6 +48,10 @@ class EvictionPolicy(Protocol):
 _SHELF_BITS = 12
 _SLOT_BITS = 32
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
+
+
+#: Makes a policy from the array of each slot's last use.
+MakePolicy = Callable[[Sequence[int]], EvictionPolicy]
 
 
 class LruPolicy:

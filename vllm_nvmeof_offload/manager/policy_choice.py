@@ -9,9 +9,8 @@ from collections.abc import Callable
 
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.manager.plan import WritePolicy
-from vllm_nvmeof_offload.manager.policy import EvictionPolicy, LruPolicy
+from vllm_nvmeof_offload.manager.policy import EvictionPolicy, LruPolicy, MakePolicy
 from vllm_nvmeof_offload.manager.recency import CREDIT_SHARE, CREDITED
-from vllm_nvmeof_offload.manager.targets import MakePolicy
 
 __all__ = ["POLICIES", "choose_policy", "credit_share", "try_policy"]
 

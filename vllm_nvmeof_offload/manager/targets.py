@@ -3,26 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
 import numpy.typing as npt
 
-from vllm_nvmeof_offload.manager.policy import EvictionPolicy
+from vllm_nvmeof_offload.manager.policy import MakePolicy
 from vllm_nvmeof_offload.manager.recency import Recency
 from vllm_nvmeof_offload.manager.slots import SlotPool
 from vllm_nvmeof_offload.protocol import VERDICTS, RateReport, VerdictReport
 
-__all__ = ["MakePolicy", "Targets"]
+__all__ = ["Targets"]
 
 #: The least share of the fastest target's rate that counts: what has been slow must get a
 #: write now and then, or nobody would see that it is fast again.
 _SPEED_MIN = 1 / 32
 #: How many times the shortest queue another one may be, and still be added to.
 _PATIENCE = 2.0
-
-#: Of the array that says when each slot was last used.
-MakePolicy = Callable[[Sequence[int]], EvictionPolicy]
 
 
 class Targets:

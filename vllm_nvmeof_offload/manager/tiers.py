@@ -17,11 +17,11 @@ from vllm_nvmeof_offload.manager.adoption import Agreement
 from vllm_nvmeof_offload.manager.index import Entry, Event, Index, State
 from vllm_nvmeof_offload.manager.ledger import Op
 from vllm_nvmeof_offload.manager.plan import Source, WritePolicy
-from vllm_nvmeof_offload.manager.policy import EvictionPolicy, LruPolicy
+from vllm_nvmeof_offload.manager.policy import EvictionPolicy, LruPolicy, MakePolicy
 from vllm_nvmeof_offload.manager.recency import Recency
 from vllm_nvmeof_offload.manager.residency import ResidencyLog
 from vllm_nvmeof_offload.manager.slots import SlotPool
-from vllm_nvmeof_offload.manager.targets import MakePolicy, Targets
+from vllm_nvmeof_offload.manager.targets import Targets
 
 __all__ = ["Tiers"]
 

@@ -16,31 +16,31 @@ from vllm_nvmeof_offload.config import (
     check_targets,
     resolve_pool_bytes,
 )
-from vllm_nvmeof_offload.fabric.health import TargetHealth
-from vllm_nvmeof_offload.fabric.reattach import Caretaker
-from vllm_nvmeof_offload.fabric.watch import TargetWatch
+from vllm_nvmeof_offload.config_replica import Replica
+from vllm_nvmeof_offload.copy.base import CopyEngine
+from vllm_nvmeof_offload.copy.device import open_device
+from vllm_nvmeof_offload.copy.geometry import ChunkGeometry
 from vllm_nvmeof_offload.io.base import IoEngine
 from vllm_nvmeof_offload.io.choose import IoLimits, choose_io_engine
 from vllm_nvmeof_offload.io.faults import FaultPlan
 from vllm_nvmeof_offload.io.faulty import FaultyIoEngine
 from vllm_nvmeof_offload.io.none import NoIoEngine
 from vllm_nvmeof_offload.names import LOGGER_NAME
-from vllm_nvmeof_offload.parallel import Replica
 from vllm_nvmeof_offload.pool.engines import bytes_of_others, bytes_of_pools
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello
+from vllm_nvmeof_offload.staging import Staging, split_slots
+from vllm_nvmeof_offload.targets.attachments import Attachments
+from vllm_nvmeof_offload.targets.health import TargetHealth
+from vllm_nvmeof_offload.targets.reattach import Caretaker
+from vllm_nvmeof_offload.targets.watch import TargetWatch
 from vllm_nvmeof_offload.units import slot_stride_bytes
-from vllm_nvmeof_offload.worker.attachments import Attachments
-from vllm_nvmeof_offload.worker.device import open_device
-from vllm_nvmeof_offload.worker.geometry import ChunkGeometry
 from vllm_nvmeof_offload.worker.iopump import PumpConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
-from vllm_nvmeof_offload.worker.staging import Staging, split_slots
-from vllm_nvmeof_offload.worker.worker import NVMeoFOffloadingWorker
 
-__all__ = ["Place", "build_worker"]
+__all__ = ["Place", "RankWorker", "build_worker"]
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -66,9 +66,22 @@ class Place:
         return f"replica {self.replica.index}, rank {self.rank}" if several else f"rank {self.rank}"
 
 
+@dataclass(frozen=True, slots=True)
+class RankWorker:
+    """The parts of one rank's worker; `vllm_adapter.worker` drives them for vLLM."""
+
+    runner: PipelineRunner
+    geometry: ChunkGeometry
+    copy: CopyEngine
+    io: IoEngine
+    staging: Staging
+    pool: Pool | None
+    caretaker: Caretaker | None = None
+
+
 def build_worker(
     settings: OffloadConfig, geometry: ChunkGeometry, place: Place, device: str
-) -> tuple[NVMeoFOffloadingWorker, RankHello]:
+) -> tuple[RankWorker, RankHello]:
     """Build the worker of one rank. Opens the pool and allocates all staging.
 
     device: as torch names it, with its number; on the thread on which the model runs.
@@ -128,8 +141,8 @@ def build_worker(
     logger.debug("%s: ready with %d adopted chunks", place, len(adopted))
     for line in kv_device.warnings:
         logger.warning("%s", line)
-    worker = NVMeoFOffloadingWorker(runner, geometry, copy.engine, io, staging, pool, caretaker)
-    return worker, hello
+    parts = RankWorker(runner, geometry, copy.engine, io, staging, pool, caretaker)
+    return parts, hello
 
 
 def _pump_config(

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, Outcome, OutcomeKind
-from vllm_nvmeof_offload.fabric.health import TargetHealth
 from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoKind, IoOp
 from vllm_nvmeof_offload.protocol import IoClass, RateReport, VerdictReport
+from vllm_nvmeof_offload.targets.health import TargetHealth
 from vllm_nvmeof_offload.worker.flights import Flight, IoEvent
 from vllm_nvmeof_offload.worker.lanes import Lane, Line
 from vllm_nvmeof_offload.worker.meter import TransferMeter

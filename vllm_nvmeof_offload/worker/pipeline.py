@@ -42,13 +42,13 @@ from vllm_nvmeof_offload.protocol import (
     StoreCommand,
     WriteCommand,
 )
+from vllm_nvmeof_offload.staging_map import StagingMap
 from vllm_nvmeof_offload.units import HEADER_BYTES
 from vllm_nvmeof_offload.worker.gates import Grant, SlotGates
 from vllm_nvmeof_offload.worker.iopump import IoEvent, IoPump
 from vllm_nvmeof_offload.worker.levels import LevelNews
 from vllm_nvmeof_offload.worker.meter import TransferMeter
 from vllm_nvmeof_offload.worker.pump_config import PumpConfig
-from vllm_nvmeof_offload.worker.staging_map import StagingMap
 from vllm_nvmeof_offload.worker.streams import StreamSlots
 from vllm_nvmeof_offload.worker.tasks import FinishedJob, Job, JobKind, Step, Task
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_nvmeof_offload.fabric.health import TargetHealth
+from vllm_nvmeof_offload.targets.health import TargetHealth
 
 __all__ = ["PumpConfig"]
 

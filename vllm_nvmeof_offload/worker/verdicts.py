@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_nvmeof_offload.fabric.health import TargetHealth, Verdict
 from vllm_nvmeof_offload.protocol import VerdictReport
+from vllm_nvmeof_offload.targets.health import TargetHealth, Verdict
 
 __all__ = ["VerdictNews"]
 

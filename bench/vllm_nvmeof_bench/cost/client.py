@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import httpx
 
 from vllm_nvmeof_bench.pool.settings import BenchError
-from vllm_nvmeof_offload.demo.client import Metrics
-from vllm_nvmeof_offload.demo.server import MODEL_NAME
+from vllm_nvmeof_bench.servers.client import Metrics
+from vllm_nvmeof_bench.servers.server import MODEL_NAME
 
 __all__ = ["Client", "Timed"]
 

@@ -20,8 +20,8 @@ from vllm_nvmeof_bench.cost.settings import (
     Settings,
 )
 from vllm_nvmeof_bench.pool.settings import BenchError
-from vllm_nvmeof_offload.demo.model import make_model
-from vllm_nvmeof_offload.demo.server import OffloadSpec, Server, ServerError, ServerSpec
+from vllm_nvmeof_bench.servers.model import make_model
+from vllm_nvmeof_bench.servers.server import OffloadSpec, Server, ServerError, ServerSpec
 
 __all__ = ["Fleet", "extra_config", "plainly"]
 

@@ -16,8 +16,8 @@ from vllm_nvmeof_bench.cost.cpu import wait_until_quiet
 from vllm_nvmeof_bench.cost.fleet import Fleet
 from vllm_nvmeof_bench.cost.samples import Sample
 from vllm_nvmeof_bench.cost.settings import BLOCK_TOKENS, CASES, Settings
-from vllm_nvmeof_offload.demo.client import Metrics
-from vllm_nvmeof_offload.demo.model import random_tokens
+from vllm_nvmeof_bench.servers.client import Metrics
+from vllm_nvmeof_bench.servers.model import random_tokens
 
 __all__ = ["idle_shares", "measure", "prompts_of"]
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vllm_nvmeof_bench.pool.settings import BenchError
-from vllm_nvmeof_offload.demo.model import ModelShape
+from vllm_nvmeof_bench.servers.model import ModelShape
 from vllm_nvmeof_offload.units import GIB
 
 __all__ = ["ARMS", "ARMS_DEFAULT", "BASE", "CASES", "CPU_ONLY", "OURS", "PROMPT_ONLY", "Settings"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_nvmeof_offload.sizing.kv import KvSizes, Layout
-from vllm_nvmeof_offload.sizing.presets import preset
+from vllm_nvmeof_offload.commands.size.kv import KvSizes, Layout
+from vllm_nvmeof_offload.commands.size.presets import preset
 
 __all__ = ["ModelBlock", "model_blocks"]
 

@@ -20,11 +20,11 @@ from vllm_nvmeof_offload.copy.descriptors import DESCRIPTORS_MAX
 from vllm_nvmeof_offload.copy.dma import DmaCopier
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
 from vllm_nvmeof_offload.copy.kernel import BLOCKS_MAX, PART_BYTES_MAX, KernelCopier, Table
+from vllm_nvmeof_offload.copy.pinning import REGISTERED_BYTES_MAX, StagingPinning
 from vllm_nvmeof_offload.copy.select import Backend, Cell, Selector
 from vllm_nvmeof_offload.errors import EngineError
+from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import MIB
-from vllm_nvmeof_offload.worker.pinning import REGISTERED_BYTES_MAX, StagingPinning
-from vllm_nvmeof_offload.worker.staging import Staging
 
 __all__ = ["CopyCall", "World"]
 

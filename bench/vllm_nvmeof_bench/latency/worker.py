@@ -24,8 +24,8 @@ from vllm_nvmeof_bench.pool.arms.engine import EngineMover, Ground, open_engine
 from vllm_nvmeof_bench.pool.field import fill
 from vllm_nvmeof_bench.pool.settings import BenchError
 from vllm_nvmeof_offload.errors import OffloadError
+from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import slot_stride_bytes
-from vllm_nvmeof_offload.worker.staging import Staging
 
 __all__ = ["Answer", "Order", "drive"]
 

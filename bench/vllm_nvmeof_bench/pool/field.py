@@ -26,8 +26,8 @@ from vllm_nvmeof_bench.pool.arms.flat import (
 from vllm_nvmeof_bench.pool.arms.inprocess import MoverArm
 from vllm_nvmeof_bench.pool.arms.vllm_fs import FsMover, import_tier
 from vllm_nvmeof_bench.pool.settings import BenchError, Settings
+from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import slot_stride_bytes
-from vllm_nvmeof_offload.worker.staging import Staging
 
 if TYPE_CHECKING:
     from vllm_nvmeof_bench.pool.arms.base import Arm

@@ -28,10 +28,10 @@ from typing import Any
 
 import vllm_nvmeof_bench
 from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.servers.engine import has_cpu_engine
+from vllm_nvmeof_bench.servers.model import ModelShape
+from vllm_nvmeof_bench.servers.server import OffloadSpec, ServerSpec
 from vllm_nvmeof_offload.copy.select import Backend
-from vllm_nvmeof_offload.demo.engine import has_cpu_engine
-from vllm_nvmeof_offload.demo.model import ModelShape
-from vllm_nvmeof_offload.demo.server import OffloadSpec, ServerSpec
 from vllm_nvmeof_offload.units import GIB, MIB, slot_stride_bytes
 
 __all__ = ["ARMS", "PEER_NOTE", "Arm", "Sizes", "arms_of", "engine_id", "offload_of", "server_spec"]

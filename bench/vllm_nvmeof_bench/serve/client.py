@@ -17,7 +17,7 @@ import httpx
 
 from vllm_nvmeof_bench.pool.settings import BenchError
 from vllm_nvmeof_bench.serve.hits import Hits
-from vllm_nvmeof_offload.demo.client import Metrics
+from vllm_nvmeof_bench.servers.client import Metrics
 
 __all__ = ["Client", "Reply"]
 

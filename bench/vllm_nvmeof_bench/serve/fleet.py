@@ -21,10 +21,10 @@ from vllm_nvmeof_bench.pool import conditions as pool_conditions
 from vllm_nvmeof_bench.pool.settings import Settings as PoolSettings
 from vllm_nvmeof_bench.serve.arms import PEER_NOTE, Arm, Sizes, engine_id, server_spec
 from vllm_nvmeof_bench.serve.client import Client
+from vllm_nvmeof_bench.servers.engine import has_cpu_engine
+from vllm_nvmeof_bench.servers.model import make_model
+from vllm_nvmeof_bench.servers.server import Server
 from vllm_nvmeof_bench.throttle import Throttle
-from vllm_nvmeof_offload.demo.engine import has_cpu_engine
-from vllm_nvmeof_offload.demo.model import make_model
-from vllm_nvmeof_offload.demo.server import Server
 from vllm_nvmeof_offload.fabric.gpus import read_gpus
 
 __all__ = ["ServeFleet", "conditions_of"]

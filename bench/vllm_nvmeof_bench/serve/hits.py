@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Self
 
-from vllm_nvmeof_offload.demo.client import Metrics
+from vllm_nvmeof_bench.servers.client import Metrics
 
 __all__ = ["Hits"]
 

@@ -25,8 +25,8 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.copy.descriptors import together
+from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
-from vllm_nvmeof_offload.worker.geometry import CacheTensor, ChunkGeometry
 
 __all__ = ["HostCopyWorker", "HostTieringOffloadingSpec"]
 

@@ -17,6 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from vllm_nvmeof_bench.servers.client import Client
+from vllm_nvmeof_bench.servers.server import Server
 from vllm_nvmeof_bench.throttle import Throttle
 from vllm_nvmeof_bench.tier.samples import Sample
 from vllm_nvmeof_bench.tier.serving import (
@@ -30,8 +32,6 @@ from vllm_nvmeof_bench.tier.serving import (
 )
 from vllm_nvmeof_bench.tier.settings import MB, Settings
 from vllm_nvmeof_bench.tier.targets import throttle_name
-from vllm_nvmeof_offload.demo.client import Client
-from vllm_nvmeof_offload.demo.server import Server
 
 __all__ = ["measure_admission", "steps"]
 

@@ -14,6 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from vllm_nvmeof_bench.servers.client import Client
+from vllm_nvmeof_bench.servers.server import Server
 from vllm_nvmeof_bench.throttle import Throttle
 from vllm_nvmeof_bench.tier.samples import Sample
 from vllm_nvmeof_bench.tier.serving import (
@@ -26,8 +28,6 @@ from vllm_nvmeof_bench.tier.serving import (
     settle,
 )
 from vllm_nvmeof_bench.tier.settings import MB, Settings
-from vllm_nvmeof_offload.demo.client import Client
-from vllm_nvmeof_offload.demo.server import Server
 
 __all__ = ["measure_prefetch", "steps"]
 

@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vllm_nvmeof_bench.demo.sizes import offload_spec, server_spec
+from vllm_nvmeof_bench.demo.workload import Plan, run_crowd
 from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.servers.client import Client
+from vllm_nvmeof_bench.servers.model import ModelShape, make_model
+from vllm_nvmeof_bench.servers.server import Server
 from vllm_nvmeof_bench.tier.samples import Sample
 from vllm_nvmeof_bench.tier.serving import Agreement, Tell, served
 from vllm_nvmeof_bench.tier.settings import Settings
-from vllm_nvmeof_offload.demo.client import Client
-from vllm_nvmeof_offload.demo.model import ModelShape, make_model
-from vllm_nvmeof_offload.demo.server import Server
-from vllm_nvmeof_offload.demo.sizes import offload_spec, server_spec
-from vllm_nvmeof_offload.demo.workload import Plan, run_crowd
 
 __all__ = ["measure_resume", "steps"]
 

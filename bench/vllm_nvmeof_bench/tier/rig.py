@@ -23,6 +23,7 @@ from vllm_nvmeof_bench.tier.paced import PacedCopyEngine
 from vllm_nvmeof_bench.tier.settings import Settings
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
+from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.io.base import IoEngine, IoKind, IoOp
 from vllm_nvmeof_offload.io.choose import IoLimits, choose_io_engine
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
@@ -38,12 +39,11 @@ from vllm_nvmeof_offload.protocol import (
     StoreCommand,
     WriteCommand,
 )
+from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import HEADER_BYTES
-from vllm_nvmeof_offload.worker.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.worker.iopump import PumpConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
-from vllm_nvmeof_offload.worker.staging import Staging
 
 __all__ = ["NO_PIECES", "Rig"]
 

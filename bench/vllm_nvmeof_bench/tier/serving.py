@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from vllm_nvmeof_bench.pool.settings import BenchError
-from vllm_nvmeof_offload.demo.client import Answer, Client
-from vllm_nvmeof_offload.demo.model import ModelShape, make_model, random_tokens
-from vllm_nvmeof_offload.demo.server import OffloadSpec, Server, ServerSpec
+from vllm_nvmeof_bench.servers.client import Answer, Client
+from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
+from vllm_nvmeof_bench.servers.server import OffloadSpec, Server, ServerSpec
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, slot_stride_bytes
 
 __all__ = ["SHAPE", "Agreement", "ReturnPlan", "Tell", "loaded_tokens", "served", "settle"]

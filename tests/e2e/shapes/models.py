@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from vllm_nvmeof_bench.servers.model import ModelShape, make_model
 
 from tests.e2e import faults_rig as rig
-from vllm_nvmeof_offload.demo.model import ModelShape, make_model
 
 __all__ = ["IMAGE_TOKEN", "WINDOW_TOKENS", "make", "make_adapter"]
 

@@ -15,10 +15,10 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
+from vllm_nvmeof_bench.servers.engine import engine_memory, has_cpu_engine
 
 from tests.e2e import faults_rig
 from tests.e2e.shapes.models import SHAPE
-from vllm_nvmeof_offload.demo.engine import engine_memory, has_cpu_engine
 from vllm_nvmeof_offload.units import GIB, MIB
 
 __all__ = [

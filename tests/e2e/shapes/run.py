@@ -103,7 +103,7 @@ def _grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float
 
 
 def _lift_the_refusal_of_mla() -> None:
-    from vllm_nvmeof_offload.integration import model_shape
+    from vllm_nvmeof_offload.vllm_adapter import model_shape
 
     model_shape._ignores_loaded_kv = lambda vllm_config: False
 
@@ -115,7 +115,7 @@ def _suspend_nothing() -> None:
 
 
 def _watch_nothing() -> None:
-    from vllm_nvmeof_offload.integration import weights_watch
+    from vllm_nvmeof_offload.vllm_adapter import weights_watch
 
     weights_watch.install = lambda engine_core: None
 

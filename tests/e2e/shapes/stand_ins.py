@@ -37,7 +37,8 @@ def copy_by_stub() -> None:
     It proves how the parts are put together, and nothing about a GPU.
     """
     from tests.unit.copies.fake_cuda import MODEL_STREAM, FakeCuda
-    from vllm_nvmeof_offload.worker import build, device
+    from vllm_nvmeof_offload.copy import device
+    from vllm_nvmeof_offload.worker import build
 
     def open_device(name: str) -> device.KvDevice:
         assert name == "cpu"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 
 from tests.e2e.shapes.rig import Outcome, Plan, Zygote, play_back
 from tests.e2e.shapes.test_answers import ASKED, all_came_back, whole_chunks
 from tests.gpu.device import has_gpu
-from vllm_nvmeof_offload.demo.engine import has_cpu_engine
 from vllm_nvmeof_offload.units import GIB
 
 pytestmark = [

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from vllm_nvmeof_bench.servers.server import ServerError
 
 from tests.e2e import faults_rig
 from tests.e2e.shapes.rig import Plan, Zygote
-from vllm_nvmeof_offload.demo.server import ServerError
 
 SERVE_WITHOUT = "serve this model without offloading"
 

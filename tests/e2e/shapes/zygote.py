@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from vllm_nvmeof_offload.demo.engine import has_cpu_engine
+from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 
 _PR_SET_PDEATHSIG = 1
 #: What every engine imports.

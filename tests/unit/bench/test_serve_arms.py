@@ -10,8 +10,7 @@ from vllm_nvmeof_bench.pool.settings import BenchError
 from vllm_nvmeof_bench.serve import arms
 from vllm_nvmeof_bench.serve.arms import BLOCK_TOKENS, Sizes, arms_of, offload_of, server_spec
 from vllm_nvmeof_bench.serve.ttft import Settings
-
-from vllm_nvmeof_offload.demo import engine
+from vllm_nvmeof_bench.servers import engine
 
 PLACE = Path("place")
 

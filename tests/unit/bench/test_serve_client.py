@@ -14,10 +14,10 @@ from vllm_nvmeof_bench.serve.arms import ARMS, Sizes, arms_of, offload_of, serve
 from vllm_nvmeof_bench.serve.client import Client
 from vllm_nvmeof_bench.serve.hits import Hits
 from vllm_nvmeof_bench.serve.prompts import Tokens
+from vllm_nvmeof_bench.servers.client import Metrics
 
 from tests.unit.bench.made_up_server import MadeUpServer
 from vllm_nvmeof_offload.config import parse_config
-from vllm_nvmeof_offload.demo.client import Metrics
 from vllm_nvmeof_offload.units import GIB
 
 SIZES = Sizes(working_tokens=9600, request_tokens_max=1000, gpu_tokens=1024)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from vllm_nvmeof_offload.worker.geometry import CacheTensor, ChunkGeometry
+from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 
 BLOCKS, PAGE, PER_CHUNK, CHUNKS = 12, 4096, 2, 5
 

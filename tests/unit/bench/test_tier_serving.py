@@ -6,13 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from vllm_nvmeof_bench.servers.client import Answer
 from vllm_nvmeof_bench.tier import admission, prefetch, resume
 from vllm_nvmeof_bench.tier.run import steps
 from vllm_nvmeof_bench.tier.serving import SHAPE, Agreement, ReturnPlan
 from vllm_nvmeof_bench.tier.settings import PARTS, Settings
 
 from vllm_nvmeof_offload.config import parse_config
-from vllm_nvmeof_offload.demo.client import Answer
 from vllm_nvmeof_offload.units import GIB
 
 PLAN = ReturnPlan(count=12, tier_prompts=4.0)

@@ -18,9 +18,9 @@ from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine
 from vllm_nvmeof_offload.copy.dma import DmaCopier
 from vllm_nvmeof_offload.copy.driver import ORDER_ANY, ORDER_STREAM, Cuda, CudaError
 from vllm_nvmeof_offload.copy.kernel import KernelCopier
+from vllm_nvmeof_offload.copy.pinning import StagingPinning
 from vllm_nvmeof_offload.copy.select import Backend, Selector
-from vllm_nvmeof_offload.worker.pinning import StagingPinning
-from vllm_nvmeof_offload.worker.staging_map import StagingMap
+from vllm_nvmeof_offload.staging_map import StagingMap
 
 SLOTS, SLOT_BYTES = 8, 8192
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.copies.fake_cuda import FakeCuda
+from vllm_nvmeof_offload.commands.doctor import calibrations
+from vllm_nvmeof_offload.commands.doctor.calibrations import calibrate_gpus
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
 from vllm_nvmeof_offload.copy.select import Cell
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.fabric.findings import Severity
-from vllm_nvmeof_offload.worker import calibrations
-from vllm_nvmeof_offload.worker.calibrations import calibrate_gpus
 
 _CELLS = [
     Cell(Direction.LOAD, 4096, 64, 20.0, 10.0, spread=0.07),

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from tests.unit.copies.fake_cuda import FakeCuda
+from vllm_nvmeof_offload import memory
+from vllm_nvmeof_offload import staging as staging_module
 from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.copy.device import KvDevice, open_device
 from vllm_nvmeof_offload.copy.driver import CudaFacts
+from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import EngineError
+from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import MIB, PAGE_BYTES
-from vllm_nvmeof_offload.worker import memory
-from vllm_nvmeof_offload.worker import staging as staging_module
-from vllm_nvmeof_offload.worker.device import KvDevice, open_device
-from vllm_nvmeof_offload.worker.geometry import CacheTensor, ChunkGeometry
-from vllm_nvmeof_offload.worker.staging import Staging
 
 NO_GPU = not Path("/dev/nvidiactl").exists()
 

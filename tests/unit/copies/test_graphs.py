@@ -11,13 +11,13 @@ import pytest
 
 from tests.unit.copies.fake_cuda import FakeCuda
 from tests.unit.copies.rig import Rig
+from vllm_nvmeof_offload.copy import pinning
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.cuda import Readiness
 from vllm_nvmeof_offload.copy.driver import CudaError
+from vllm_nvmeof_offload.copy.pinning import StagingPinning
+from vllm_nvmeof_offload.staging_map import StagingMap
 from vllm_nvmeof_offload.units import PAGE_BYTES
-from vllm_nvmeof_offload.worker import pinning
-from vllm_nvmeof_offload.worker.pinning import StagingPinning
-from vllm_nvmeof_offload.worker.staging_map import StagingMap
 
 BASE, SLOTS = 1 << 30, 6
 #: The negative control: nobody declares what a thread is for.

@@ -15,18 +15,17 @@ import numpy as np
 import pytest
 
 from tests.unit.copies.fake_cuda import FakeCuda
-from vllm_nvmeof_offload.copy import table
+from vllm_nvmeof_offload.copy import gpu, table
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.calibrate import calibrate
 from vllm_nvmeof_offload.copy.cuda import Readiness
 from vllm_nvmeof_offload.copy.driver import CudaError
+from vllm_nvmeof_offload.copy.pinning import StagingPinning
 from vllm_nvmeof_offload.copy.select import Cell
 from vllm_nvmeof_offload.errors import EngineError
+from vllm_nvmeof_offload.memory import populate, prefer_node
+from vllm_nvmeof_offload.staging_map import StagingMap
 from vllm_nvmeof_offload.units import MIB, PAGE_BYTES
-from vllm_nvmeof_offload.worker import gpu
-from vllm_nvmeof_offload.worker.memory import populate, prefer_node
-from vllm_nvmeof_offload.worker.pinning import StagingPinning
-from vllm_nvmeof_offload.worker.staging_map import StagingMap
 
 SLOT = 3 * PAGE_BYTES
 BASE = 1 << 30

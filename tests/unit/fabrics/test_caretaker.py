@@ -12,11 +12,11 @@ import pytest
 
 from tests.descriptors import numbers_from
 from tests.wait import wait_until
-from vllm_nvmeof_offload.fabric.health import PathStates
-from vllm_nvmeof_offload.fabric.prober import ProbeAnswer, ProbeJob
-from vllm_nvmeof_offload.fabric.reattach import Caretaker, Wanted
-from vllm_nvmeof_offload.fabric.watch import TargetWatch
 from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload.targets.health import PathStates
+from vllm_nvmeof_offload.targets.prober import ProbeAnswer, ProbeJob
+from vllm_nvmeof_offload.targets.reattach import Caretaker, Wanted
+from vllm_nvmeof_offload.targets.watch import TargetWatch
 
 PROBER = """
 import socket, sys

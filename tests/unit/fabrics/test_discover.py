@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from tests.unit.fabrics.trees import NQN, UUID, Tree, local_nvme, one_path, two_paths
 from tests.unit.fabrics.trees import without_multipath as without_native_multipath
+from vllm_nvmeof_offload.commands.doctor.judge_paths import can_do_io, judge_paths
+from vllm_nvmeof_offload.commands.doctor.outline import outline
 from vllm_nvmeof_offload.fabric.discover import (
     discover,
     find_namespace,
     mount_points_of,
     read_states,
 )
-from vllm_nvmeof_offload.fabric.judge_paths import can_do_io, judge_paths
-from vllm_nvmeof_offload.fabric.model import ABSENT, OFF
-from vllm_nvmeof_offload.fabric.outline import outline
+from vllm_nvmeof_offload.fabric.topology import ABSENT, OFF
 
 
 def test_two_paths_to_one_namespace(tree: Tree) -> None:

@@ -14,7 +14,7 @@ from vllm_nvmeof_offload.fabric.findings import Severity
 from vllm_nvmeof_offload.fabric.gpus import Gpu, read_gpus
 from vllm_nvmeof_offload.fabric.judge_gpu import gpu_warnings, judge_gpus
 from vllm_nvmeof_offload.fabric.machine import Machine
-from vllm_nvmeof_offload.fabric.model import PcieLink
+from vllm_nvmeof_offload.fabric.topology import PcieLink
 
 UUID = "0123456789abcdef0123456789abcdef"
 #: All that is asked of NVML, and what a made-up driver answers.

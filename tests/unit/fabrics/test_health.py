@@ -15,7 +15,7 @@ from vllm_nvmeof_offload.errors import (
     Outcome,
     io_error,
 )
-from vllm_nvmeof_offload.fabric.health import (
+from vllm_nvmeof_offload.targets.health import (
     FAILED_SLOTS_MAX,
     FAILURES_MAX,
     PathStates,

@@ -8,18 +8,18 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.fabrics.trees import Tree, local_nvme, one_path, two_paths, without_multipath
-from vllm_nvmeof_offload.config import TargetInfo
-from vllm_nvmeof_offload.fabric.dio_align import DirectAlignment
-from vllm_nvmeof_offload.fabric.findings import Finding, Severity
-from vllm_nvmeof_offload.fabric.host_checks import judge_alignment
-from vllm_nvmeof_offload.fabric.judge_machine import (
+from vllm_nvmeof_offload.commands.doctor.dio_align import DirectAlignment
+from vllm_nvmeof_offload.commands.doctor.host_checks import judge_alignment
+from vllm_nvmeof_offload.commands.doctor.judge_machine import (
     judge_kernel,
     judge_mount,
     judge_numa,
     judge_pcie,
 )
-from vllm_nvmeof_offload.fabric.judge_paths import judge_paths
-from vllm_nvmeof_offload.fabric.links import nics_of
+from vllm_nvmeof_offload.commands.doctor.judge_paths import judge_paths
+from vllm_nvmeof_offload.commands.doctor.links import nics_of
+from vllm_nvmeof_offload.config import TargetInfo
+from vllm_nvmeof_offload.fabric.findings import Finding, Severity
 from vllm_nvmeof_offload.fabric.machine import Gpu, Machine
 
 OK, WARNING, ERROR = Severity.OK, Severity.WARNING, Severity.ERROR

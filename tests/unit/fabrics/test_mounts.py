@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_nvmeof_offload.fabric.model import Mount
 from vllm_nvmeof_offload.fabric.mounts import mount_of, parse_mountinfo, read_mounts
+from vllm_nvmeof_offload.fabric.topology import Mount
 
 ESCAPED = " \t\n\\#"
 words = st.text(

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.wait import wait_until
-from vllm_nvmeof_offload.fabric.health import PathStates
-from vllm_nvmeof_offload.fabric.prober import ProbeAnswer, ProbeJob
-from vllm_nvmeof_offload.fabric.reattach import Caretaker, Wanted
-from vllm_nvmeof_offload.fabric.watch import TargetWatch
+from vllm_nvmeof_offload.targets.health import PathStates
+from vllm_nvmeof_offload.targets.prober import ProbeAnswer, ProbeJob
+from vllm_nvmeof_offload.targets.reattach import Caretaker, Wanted
+from vllm_nvmeof_offload.targets.watch import TargetWatch
 
 #: Leaves its session's number in a file that appears whole.
 PROBER = """

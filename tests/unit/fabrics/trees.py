@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vllm_nvmeof_offload.commands.doctor.links import NetPlaces
 from vllm_nvmeof_offload.fabric.discover import discover
-from vllm_nvmeof_offload.fabric.links import NetPlaces
-from vllm_nvmeof_offload.fabric.model import TargetFabric
+from vllm_nvmeof_offload.fabric.topology import TargetFabric
 
 NQN = "nqn.2026-01.test:pool"
 UUID = "11111111-2222-3333-4444-555555555555"

@@ -15,8 +15,8 @@ pytest.importorskip("vllm", reason="the face needs vLLM's types")
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
-from vllm_nvmeof_offload.manager import manager as face
-from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
+from vllm_nvmeof_offload.vllm_adapter import manager as face
+from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 
 
 def figures(manager: NVMeoFOffloadingManager) -> dict[tuple[str, tuple[str, ...]], float]:

@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, make_offload_key
 from tests.e2e.router import Router
 from tests.wait import wait_until
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
-from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
+from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 
 from .bench import hello
 

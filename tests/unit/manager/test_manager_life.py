@@ -10,7 +10,6 @@ import sys
 import pytest
 
 from vllm_nvmeof_offload.errors import DEADLINE, io_error
-from vllm_nvmeof_offload.fabric.health import Verdict
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.protocol import (
     VERDICTS,
@@ -18,6 +17,7 @@ from vllm_nvmeof_offload.protocol import (
     ResetCommand,
     VerdictReport,
 )
+from vllm_nvmeof_offload.targets.health import Verdict
 
 from .bench import Bench, hello, keys_of
 

@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 
+from vllm_nvmeof_offload.commands.pool.remove import remove
 from vllm_nvmeof_offload.config import parse_config, resolve_pool_bytes
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
 from vllm_nvmeof_offload.pool import engines
 from vllm_nvmeof_offload.pool.lock import Holder
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.pool.remove import remove
 from vllm_nvmeof_offload.pool.survey import disk_bytes, find
 
 from .kit import entries, fill, make_spec

@@ -10,8 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_nvmeof_offload.cli import app
-from vllm_nvmeof_offload.sizing.links import parse_duration, parse_link, parse_rate, parse_tokens
-from vllm_nvmeof_offload.sizing.report import SizeReport
+from vllm_nvmeof_offload.commands.size.links import (
+    parse_duration,
+    parse_link,
+    parse_rate,
+    parse_tokens,
+)
+from vllm_nvmeof_offload.commands.size.report import SizeReport
 
 runner = CliRunner()
 PLAIN = {

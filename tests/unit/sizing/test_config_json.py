@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from vllm_nvmeof_offload.commands.size.config_json import parse_model, read_model
+from vllm_nvmeof_offload.commands.size.model import LayerKind
 from vllm_nvmeof_offload.errors import ConfigError
-from vllm_nvmeof_offload.sizing.config_json import parse_model, read_model
-from vllm_nvmeof_offload.sizing.model import LayerKind
 
 PLAIN: dict[str, Any] = {
     "hidden_size": 1024,

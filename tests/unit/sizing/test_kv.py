@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 
+from vllm_nvmeof_offload.commands.size.kv import KvSizes, Layout
+from vllm_nvmeof_offload.commands.size.model import LayerGroup, LayerKind, ModelShape, Weights
+from vllm_nvmeof_offload.commands.size.presets import preset
 from vllm_nvmeof_offload.errors import ConfigError
-from vllm_nvmeof_offload.sizing.kv import KvSizes, Layout
-from vllm_nvmeof_offload.sizing.model import LayerGroup, LayerKind, ModelShape, Weights
-from vllm_nvmeof_offload.sizing.presets import preset
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

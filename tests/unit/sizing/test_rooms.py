@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_nvmeof_offload.commands.size.bandwidth import plan_reload
+from vllm_nvmeof_offload.commands.size.capacity import cpu_room, gpu_room, pool_room
+from vllm_nvmeof_offload.commands.size.deployment import Deployment
+from vllm_nvmeof_offload.commands.size.kv import KvSizes
+from vllm_nvmeof_offload.commands.size.presets import preset, preset_names
+from vllm_nvmeof_offload.commands.size.report import build
 from vllm_nvmeof_offload.errors import ConfigError
-from vllm_nvmeof_offload.sizing.bandwidth import plan_reload
-from vllm_nvmeof_offload.sizing.capacity import cpu_room, gpu_room, pool_room
-from vllm_nvmeof_offload.sizing.deployment import Deployment
-from vllm_nvmeof_offload.sizing.kv import KvSizes
-from vllm_nvmeof_offload.sizing.presets import preset, preset_names
-from vllm_nvmeof_offload.sizing.report import build
-from vllm_nvmeof_offload.worker.staging import split_slots
+from vllm_nvmeof_offload.staging import split_slots
 
 KIB, GIB = 1 << 10, 1 << 30
 #: Llama 3.1 8B, 32k tokens: 2048 chunks of 2 MiB, 4 GiB; with headers 2048 × 2052 KiB.

@@ -26,10 +26,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector as
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from vllm_nvmeof_offload import connector as ours
-from vllm_nvmeof_offload.integration import known_vllm
 from vllm_nvmeof_offload.manager.admission import AdmissionConfig
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
-from vllm_nvmeof_offload.manager.manager import NVMeoFOffloadingManager
+from vllm_nvmeof_offload.vllm_adapter import known_vllm
+from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 
 _calls: Counter[str] = Counter()
 

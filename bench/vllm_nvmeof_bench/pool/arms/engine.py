@@ -26,7 +26,7 @@ from vllm_nvmeof_offload.protocol import IoClass, SlotIdentity
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
 if TYPE_CHECKING:
-    from vllm_nvmeof_offload.worker.staging import Staging
+    from vllm_nvmeof_offload.staging import Staging
 
 __all__ = ["EngineMover", "Ground", "limits", "open_engine"]
 

@@ -31,7 +31,7 @@ from vllm_nvmeof_bench.pool.settings import BenchError
 from vllm_nvmeof_offload.units import MIB
 
 if TYPE_CHECKING:
-    from vllm_nvmeof_offload.worker.staging import Staging
+    from vllm_nvmeof_offload.staging import Staging
 
 __all__ = ["FsMover", "describe", "import_tier"]
 

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job, in order: model, a server without offloading, one with it, its restart.
+
+1. Without offloading: every conversation, turn by turn, and the crowd. Its tokens are what
+   is right, its cold first turns and its recomputed resumes what offloading must beat.
+2. With offloading: the main conversations cold, then again from the CPU tier; other
+   conversations push them out of GPU and CPU memory; then all return from the pool; the
+   crowd gets preempted and resumes.
+3. The server is stopped with SIGTERM and started again on the same pool: all return.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+from rich.markup import escape
+
+from vllm_nvmeof_bench.demo.report import Report
+from vllm_nvmeof_bench.demo.runs import Runs
+from vllm_nvmeof_bench.demo.sizes import model_shape, offload_spec, server_spec
+from vllm_nvmeof_bench.demo.workload import CrowdPlan, Plan
+from vllm_nvmeof_bench.servers.model import ModelShape, make_model
+from vllm_nvmeof_bench.servers.server import Server, ServerSpec
+from vllm_nvmeof_offload.errors import OffloadError
+from vllm_nvmeof_offload.units import format_bytes
+
+__all__ = ["run"]
+
+#: `--quick`: fewer and shorter conversations, the same cases.
+_QUICK = Plan(
+    main=2,
+    others=2,
+    prompt_tokens=2400,
+    gpu_tokens=3104,
+    cpu_tier_conversations=2.4,
+    crowd=CrowdPlan(count=8, prompt_tokens=360, answer_tokens=160, answer_step=8),
+)
+
+
+def run(
+    json_path: Path = Path("build/demo.json"),
+    quick: bool = False,
+    keep: bool = False,
+    pool_dir: Path | None = None,
+) -> int:
+    """Run the main job; return 0 if every check held, else 1.
+
+    json_path: where the figures go. pool_dir: where to make a fresh directory for the pool,
+    default `build`. keep: leave that directory behind.
+    """
+    console = Console(highlight=False)
+    plan = _QUICK if quick else Plan()
+    build = Path("build").resolve()
+    above = (pool_dir or build).resolve()
+    try:
+        above.mkdir(parents=True, exist_ok=True)
+        target = Path(tempfile.mkdtemp(prefix="demo-pool-", dir=above))
+    except OSError as error:
+        console.print("[red]demo failed:[/]", escape(str(error)))
+        return 1
+    demo = _Demo(console, plan, model_shape(), build, target)
+    try:
+        report = demo.run()
+    except (OffloadError, httpx.HTTPError) as error:
+        console.print("[red]demo failed:[/]", type(error).__name__, escape(str(error)))
+        console.print(f"the servers' output is in {build / 'demo-logs'}", soft_wrap=True)
+        return 1
+    finally:
+        if not keep:
+            shutil.rmtree(target, ignore_errors=True)
+    report.write(json_path)
+    return _finish(console, report, json_path)
+
+
+class _Demo:
+    """One run of the demo; its methods are the steps of the module's docstring."""
+
+    def __init__(
+        self, console: Console, plan: Plan, shape: ModelShape, build: Path, target: Path
+    ) -> None:
+        self._console = console
+        self._plan = plan
+        self._shape = shape
+        self._build = build
+        self._target = target
+
+    def run(self) -> Report:
+        """Run all steps and return what was measured."""
+        began, plan, shape = time.monotonic(), self._plan, self._shape
+        with self._console.status("making the model"):
+            model = make_model(self._build / "models", shape)
+        self._say(
+            f"model: {shape.parameters / 1e6:.0f} M random float32 parameters, "
+            f"{format_bytes(shape.kv_bytes_per_token)} of KV cache a token"
+        )
+        plain = server_spec(plan, model)
+        spec = replace(plain, offload=offload_spec(plan, shape, self._target))
+        runs = Runs(plan, shape, self._say, self._console)
+        with self._server("without offloading", plain) as server:
+            baseline = asyncio.run(runs.baseline(server))
+        with self._server("with --kv-offloading-backend nvmeof", spec) as server:
+            offloaded = asyncio.run(runs.offloaded(server))
+        with self._server("started again on the same pool", spec) as server:
+            restarted = asyncio.run(runs.restarted(server))
+        report = Report(baseline, offloaded, restarted)
+        report.conditions.update(_conditions(spec, plan, shape))
+        report.conditions["seconds"] = round(time.monotonic() - began, 1)
+        return report
+
+    @contextmanager
+    def _server(self, what: str, spec: ServerSpec) -> Iterator[Server]:
+        log_path = self._build / "demo-logs" / f"{what.split(maxsplit=1)[0]}.log"
+        with self._console.status(f"vllm serve, {what}") as status, Server(spec, log_path) as one:
+            one.wait_ready(
+                progress=lambda s, stage: status.update(f"vllm serve, {what}: {stage}, {s:.0f} s")
+            )
+            status.stop()
+            self._say(f"\n[bold]vllm serve, {what}[/] (ready after {one.startup_s:.0f} s)")
+            yield one
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
+
+def _conditions(spec: ServerSpec, plan: Plan, shape: ModelShape) -> dict[str, object]:
+    assert spec.offload is not None
+    return {
+        "vllm": metadata.version("vllm"),
+        "package": metadata.version("vllm-nvmeof-offload"),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "parameters": shape.parameters,
+        "kv_bytes_per_token": shape.kv_bytes_per_token,
+        "gpu_cache_tokens": spec.gpu_tokens,
+        "staging_gib": spec.offload.size_gib,
+        "extra_config": {k: v for k, v in spec.offload.extra.items() if k != "targets"},
+        "conversations": plan.main + plan.others,
+        "prompt_tokens": plan.prompt_tokens,
+        "answer_tokens": plan.answer_tokens,
+        "crowd": f"{plan.crowd.count} requests of {plan.crowd.prompt_tokens} tokens",
+    }
+
+
+def _finish(console: Console, report: Report, json_path: Path) -> int:
+    seen, data, failures = report.comparison(), report.data(), report.failures()
+    console.print()
+    console.print(report.table())
+    console.print(
+        f"{seen.tokens} greedy tokens of {seen.answers} answers compared with the server "
+        f"without offloading: {'identical' if seen.identical else 'DIFFERENT'}; "
+        f"log-probabilities differ by at most {seen.logprob_difference_max:.1g}, "
+        f"the runner-up is never nearer than {seen.gap_min:.1g}",
+        f"{data['external_hit_tokens']} prompt tokens loaded; {data['preemptions']} preemptions: "
+        f"{data['reloaded_tokens']} tokens reloaded, {data['recomputed_tokens']} recomputed",
+        f"figures: {json_path}; {report.conditions['seconds']:.0f} s in all",
+        sep="\n",
+        soft_wrap=True,
+    )
+    for line in failures:
+        console.print(f"[red]failed:[/] {escape(line)}", soft_wrap=True)
+    return 1 if failures else 0

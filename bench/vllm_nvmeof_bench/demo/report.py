@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures, verdict and table of the demo.
+
+Every case keeps all its samples, in seconds:
+
+    cold                first turns on the offloading server: nothing was there to load
+    cpu_tier            returns whose prompt came mostly from pinned CPU memory
+    pool                returns whose prompt came mostly from the pool's files
+    restart             first returns after the server was stopped and started again
+    preempted           resumes of preempted requests, offloading (`workload.resume_times_s`)
+    preempted_recompute the same crowd's resumes on a server without offloading
+
+`speedup` divides medians. Its numerator is, for returning conversations, the smaller of the
+two medians of cold first turns, with and without offloading, whose prompts are a little
+shorter than those of the returns; for `preempted` it is `preempted_recompute`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.table import Table
+
+from vllm_nvmeof_bench.demo.runs import Session
+from vllm_nvmeof_bench.demo.workload import Turn
+from vllm_nvmeof_bench.servers.client import Answer
+from vllm_nvmeof_bench.servers.model import distinct_ratio
+
+__all__ = ["LOGPROB_TOLERANCE", "SPEEDUP_MIN", "Comparison", "Report", "compare"]
+
+#: The largest difference of a token's log-probability between two servers that still counts
+#: as the same. Float32 sums in another order (other batches, other chunks of a prompt) were
+#: seen to move it by up to 5e-5; KV of another token moves it by whole units.
+LOGPROB_TOLERANCE = 1e-3
+#: A returning conversation must reach its first token this many times sooner than a cold one.
+SPEEDUP_MIN = 3.0
+#: Below this share of distinct 3-grams an answer counts as a loop, which would hide wrong KV.
+DISTINCT_RATIO_MIN = 0.5
+
+_RETURNING = ("cpu_tier", "pool", "restart")
+_TITLES = {
+    "cold": "cold",
+    "cpu_tier": "back, from CPU tier",
+    "pool": "back, from pool",
+    "restart": "back, after restart",
+    "preempted_recompute": "preempted, recompute",
+    "preempted": "preempted, reload",
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Greedy answers of two servers, token by token.
+
+    logprob_difference_max: over tokens up to the first one that differs. gap_min: the
+    smallest distance in log-probability between a chosen token and the runner-up.
+    """
+
+    answers: int
+    tokens: int
+    differences: tuple[str, ...]
+    logprob_difference_max: float
+    gap_min: float
+    distinct_ratio_min: float
+
+    @property
+    def identical(self) -> bool:
+        return not self.differences and self.logprob_difference_max <= LOGPROB_TOLERANCE
+
+
+def compare(expected: Mapping[str, Answer], got: Mapping[str, Answer]) -> Comparison:
+    """Compare the answers in `got` with those of the same name in `expected`."""
+    differences: list[str] = []
+    logprob_max, gap_min, ratio_min, tokens = 0.0, float("inf"), 1.0, 0
+    for name, answer in got.items():
+        reference = expected[name]
+        same = list(zip(reference.tokens, answer.tokens, strict=False))
+        at = next((i for i, (a, b) in enumerate(same) if a != b), len(same))
+        if reference.tokens != answer.tokens:
+            differences.append(f"{name}: token {at + 1} of {len(reference.tokens)} differs")
+        deltas = zip(reference.logprobs[:at], answer.logprobs[:at], strict=True)
+        logprob_max = max([logprob_max, *(abs(a - b) for a, b in deltas)])
+        gap_min = min([gap_min, *reference.gaps])
+        ratio_min = min(ratio_min, distinct_ratio(reference.tokens))
+        tokens += len(answer.tokens)
+    return Comparison(len(got), tokens, tuple(differences), logprob_max, gap_min, ratio_min)
+
+
+@dataclass
+class Report:
+    """Everything measured: a run without offloading, one with it, and one after its restart."""
+
+    baseline: Session
+    offloaded: Session
+    restarted: Session
+    conditions: dict[str, Any] = field(default_factory=dict)
+
+    def samples(self) -> dict[str, list[float]]:
+        """Return the samples of every case in seconds."""
+        out: dict[str, list[float]] = {name: [] for name in _TITLES}
+        for turn in self.offloaded.turns:
+            if turn.case in ("cold", *_RETURNING):
+                out[turn.case].append(turn.answer.ttft_s)
+        for turn in self.restarted.turns:
+            if turn.case in _RETURNING:
+                out["restart"].append(turn.answer.ttft_s)
+        out["preempted"] = _resumes(self.offloaded)
+        out["preempted_recompute"] = _resumes(self.baseline)
+        return out
+
+    def comparison(self) -> Comparison:
+        """Compare both offloading runs with the one without."""
+        got = self.offloaded.answers() | self.restarted.answers()
+        return compare(self.baseline.answers(), got)
+
+    def baseline_cold(self) -> list[float]:
+        """Return the cold first turns without offloading, in seconds."""
+        return [t.answer.ttft_s for t in self.baseline.turns if t.case == "cold"]
+
+    def speedups(self) -> dict[str, float]:
+        """Return each case's speed-up, for the cases that have samples."""
+        samples = self.samples()
+        cold = min(map(statistics.median, filter(None, (samples["cold"], self.baseline_cold()))))
+        against = dict.fromkeys(_RETURNING, cold)
+        if samples["preempted_recompute"]:
+            against["preempted"] = statistics.median(samples["preempted_recompute"])
+        pairs = ((name, base, samples[name]) for name, base in against.items())
+        return {name: base / statistics.median(have) for name, base, have in pairs if have}
+
+    def failures(self) -> list[str]:
+        """Return why the demo failed, a line each; empty if it did not."""
+        seen, samples, speedups = self.comparison(), self.samples(), self.speedups()
+        out = list(seen.differences)
+        if seen.logprob_difference_max > LOGPROB_TOLERANCE:
+            out.append(
+                f"log-probabilities differ by up to {seen.logprob_difference_max:.2g}, "
+                f"more than {LOGPROB_TOLERANCE:g}"
+            )
+        if seen.distinct_ratio_min < DISTINCT_RATIO_MIN:
+            out.append(f"an answer is a loop: {seen.distinct_ratio_min:.0%} distinct 3-grams")
+        out += [f"{title}: never seen" for name, title in _TITLES.items() if not samples[name]]
+        returns = [t for t in self.offloaded.turns if t.number > 1] + self.restarted.turns
+        out += [
+            f"{t.conversation}, turn {t.number}: found {t.gpu_hit_tokens + t.external_hit_tokens} "
+            f"of {t.prompt_tokens} prompt tokens"
+            for t in returns
+            if t.case in ("cold", "partial")
+        ]
+        if self.offloaded.crowd is not None and not self.offloaded.reloaded_tokens:
+            out.append("no token of a preempted request was reloaded")
+        out += [
+            f"{_TITLES[name]}: only {speedups[name]:.1f}× faster than cold"
+            for name in _RETURNING
+            if name in speedups and speedups[name] < SPEEDUP_MIN
+        ]
+        return out
+
+    def data(self) -> dict[str, Any]:
+        """Return what `build/demo.json` holds."""
+        seen, crowd = self.comparison(), self.offloaded.crowd
+        return {
+            "identical": seen.identical,
+            "ttft_s": {name: _rounded(values) for name, values in self.samples().items()},
+            "speedup": {name: round(value, 2) for name, value in self.speedups().items()},
+            "external_hit_tokens": self.offloaded.external_hit_tokens
+            + self.restarted.external_hit_tokens,
+            "preemptions": crowd.preemptions if crowd else 0,
+            "reloaded_tokens": self.offloaded.reloaded_tokens,
+            "recomputed_tokens": self.offloaded.recomputed_tokens,
+            "conditions": {
+                **self.conditions,
+                "failures": self.failures(),
+                "answers_compared": seen.answers,
+                "tokens_compared": seen.tokens,
+                "logprob_difference_max": seen.logprob_difference_max,
+                "logprob_tolerance": LOGPROB_TOLERANCE,
+                "logprob_gap_min": seen.gap_min,
+                "distinct_3gram_ratio_min": seen.distinct_ratio_min,
+                "cold_without_offloading_s": _rounded(self.baseline_cold()),
+                "preemptions_without_offloading": _preemptions(self.baseline),
+                "startup_s": _rounded(
+                    [s.startup_s for s in (self.baseline, self.offloaded, self.restarted)]
+                ),
+                "turns": [_turn(t) for s in (self.offloaded, self.restarted) for t in s.turns],
+            },
+        }
+
+    def write(self, path: Path) -> None:
+        """Write `data` as JSON to `path`."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.data(), indent=1) + "\n")
+
+    def table(self) -> Table:
+        """Return the table that ends the demo."""
+        table = Table(title="Time to first token (preempted: from room to next token)")
+        for heading in ("case", "samples", "median", "least", "most", "speed-up"):
+            justify: Literal["left", "right"] = "left" if heading == "case" else "right"
+            table.add_column(heading, justify=justify, no_wrap=True)
+        speedups = self.speedups()
+        rows = {"cold, no offloading": self.baseline_cold()}
+        rows |= {_TITLES[name]: values for name, values in self.samples().items()}
+        by_title = {_TITLES[name]: value for name, value in speedups.items()}
+        for title, values in rows.items():
+            times = (statistics.median(values), min(values), max(values)) if values else ()
+            cells = [f"{t:.3f} s" for t in times] or ["-"] * 3
+            ratio = f"{by_title[title]:.1f}×" if title in by_title else ""
+            table.add_row(title, str(len(values)), *cells, ratio)
+        return table
+
+
+def _resumes(session: Session) -> list[float]:
+    return session.crowd.resumes_s if session.crowd is not None else []
+
+
+def _preemptions(session: Session) -> int:
+    return session.crowd.preemptions if session.crowd is not None else 0
+
+
+def _rounded(values: Iterable[float]) -> list[float]:
+    return [round(v, 4) for v in values]
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    return {
+        "conversation": turn.conversation,
+        "turn": turn.number,
+        "case": turn.case,
+        "ttft_s": round(turn.answer.ttft_s, 4),
+        "prompt_tokens": turn.prompt_tokens,
+        "gpu_hit_tokens": turn.gpu_hit_tokens,
+        "external_hit_tokens": turn.external_hit_tokens,
+        "cpu_tokens": turn.cpu_tokens,
+        "pool_tokens": turn.pool_tokens,
+    }

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demo asks a server to do: conversations that come back, and a crowd.
+
+A conversation opens with a long prompt; each later turn sends everything said so far and a
+new question. Where the KV of such a turn came from is read off the server's counters, not
+assumed: each turn is measured alone, between two readings.
+
+A crowd is many requests at once in a GPU cache that holds their prompts and not their
+answers, so that vLLM preempts some. A preempted request waits until another one ends. The
+time from that end to its next token is what a client can see of the resume: one scheduling
+step, and bringing its KV back, by loading or by recomputing it. `resume_times_s` finds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from vllm_nvmeof_bench.servers.client import Answer, Client, Metrics
+from vllm_nvmeof_bench.servers.model import ModelShape, random_tokens
+
+__all__ = [
+    "Conversation",
+    "CrowdPlan",
+    "CrowdResult",
+    "Plan",
+    "Turn",
+    "conversations",
+    "resume_times_s",
+    "run_crowd",
+    "run_turn",
+]
+
+#: A request was preempted when, during one pause of its own, another got this many tokens.
+_PREEMPTED_TOKENS_MIN = 8
+#: Tokens of one request that arrive closer than this were delivered late, in one go: a
+#: scheduling step takes longer.
+_BURST_S = 0.005
+
+
+@dataclass(frozen=True)
+class CrowdPlan:
+    """Many requests at once; request i gets `answer_tokens + i * answer_step` tokens."""
+
+    seed: int = 21
+    count: int = 12
+    prompt_tokens: int = 400
+    answer_tokens: int = 256
+    answer_step: int = 12
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of the workload, in tokens and conversations.
+
+    main: conversations that return from the CPU tier, then from the pool. others: the
+    traffic that pushes them out, conversations that return from the pool as well.
+    cpu_tier_conversations: how many of them the CPU tier holds.
+    """
+
+    seed: int = 7
+    main: int = 3
+    others: int = 2
+    prompt_tokens: int = 4000
+    question_tokens: int = 40
+    answer_tokens: int = 24
+    gpu_tokens: int = 5088
+    cpu_tier_conversations: float = 3.3
+    crowd: CrowdPlan = field(default_factory=CrowdPlan)
+
+    @property
+    def conversation_tokens_max(self) -> int:
+        """Tokens of a conversation after its last turn."""
+        return self.prompt_tokens + 4 * (self.question_tokens + self.answer_tokens)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn: prompt length, answer, and where the prompt's KV came from (tokens)."""
+
+    conversation: str
+    number: int
+    prompt_tokens: int
+    answer: Answer
+    gpu_hit_tokens: int
+    external_hit_tokens: int
+    cpu_tokens: int
+    pool_tokens: int
+
+    @property
+    def case(self) -> str:
+        """Name the source of most of what was found of the prompt.
+
+        cold: nothing was anywhere; partial: less than half of the prompt was found; otherwise
+        gpu (still in the GPU cache), cpu_tier or pool, whichever gave the most tokens.
+        """
+        found = self.gpu_hit_tokens + self.external_hit_tokens
+        if found == 0:
+            return "cold"
+        if found < self.prompt_tokens / 2:
+            return "partial"
+        if self.gpu_hit_tokens > max(self.cpu_tokens, self.pool_tokens):
+            return "gpu"
+        return "cpu_tier" if self.cpu_tokens > self.pool_tokens else "pool"
+
+
+class Conversation:
+    """What was said so far, and what the user will ask next (token ids)."""
+
+    def __init__(self, name: str, seed: Sequence[int], plan: Plan, shape: ModelShape) -> None:
+        self.name = name
+        self.turns = 0
+        self._rng = np.random.default_rng(list(seed))
+        self._plan = plan
+        self._shape = shape
+        self._said: list[int] = []
+
+    def next_prompt(self) -> list[int]:
+        """Add the user's next message and return the whole prompt."""
+        plan = self._plan
+        count = plan.question_tokens if self.turns else plan.prompt_tokens
+        self._said += random_tokens(self._rng, count, self._shape)
+        self.turns += 1
+        return list(self._said)
+
+    def hear(self, answer: Answer) -> None:
+        """Add the answer to what was said."""
+        self._said += answer.tokens
+
+
+@dataclass(frozen=True)
+class CrowdResult:
+    """The answers of a crowd, the preemptions it met, and the resumes a client can see."""
+
+    answers: list[Answer]
+    preemptions: int
+    resumes_s: list[float]
+
+
+def conversations(plan: Plan, shape: ModelShape) -> tuple[list[Conversation], list[Conversation]]:
+    """Return the main conversations and the others, the same at every call."""
+    names = [f"user {i + 1}" for i in range(plan.main + plan.others)]
+    made = [Conversation(n, (plan.seed, i), plan, shape) for i, n in enumerate(names)]
+    return made[: plan.main], made[plan.main :]
+
+
+async def run_turn(client: Client, conversation: Conversation, answer_tokens: int) -> Turn:
+    """Run the conversation's next turn, alone on the server, and see where its KV came from."""
+    prompt = conversation.next_prompt()
+    before = await client.metrics()
+    answer = await client.complete(prompt, answer_tokens)
+    after = await client.metrics()
+    conversation.hear(answer)
+
+    def grown(name: str, **labels: str) -> int:
+        return int(after.value(name, **labels) - before.value(name, **labels))
+
+    return Turn(
+        conversation=conversation.name,
+        number=conversation.turns,
+        prompt_tokens=len(prompt),
+        answer=answer,
+        gpu_hit_tokens=grown("vllm:prefix_cache_hits_total"),
+        external_hit_tokens=grown("vllm:external_prefix_cache_hits_total"),
+        cpu_tokens=grown("vllm:nvmeof_loaded_tokens_total", source="cpu"),
+        pool_tokens=grown("vllm:nvmeof_loaded_tokens_total", source="pool"),
+    )
+
+
+async def run_crowd(
+    client: Client,
+    plan: Plan,
+    shape: ModelShape,
+    progress: Callable[[Metrics], None] | None = None,
+) -> CrowdResult:
+    """Send the whole crowd at once and wait for its answers."""
+    crowd = plan.crowd
+    rng = np.random.default_rng([crowd.seed, 1000])
+    prompts = [random_tokens(rng, crowd.prompt_tokens, shape) for _ in range(crowd.count)]
+    lengths = [crowd.answer_tokens + i * crowd.answer_step for i in range(crowd.count)]
+    before = await client.metrics()
+    watcher = asyncio.create_task(_watch(client, progress)) if progress is not None else None
+    try:
+        pairs = zip(prompts, lengths, strict=True)
+        answers = await asyncio.gather(*(client.complete(p, n) for p, n in pairs))
+    finally:
+        if watcher is not None:
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+    after = await client.metrics()
+    name = "vllm:num_preemptions_total"
+    preemptions = int(after.value(name) - before.value(name))
+    return CrowdResult(answers, preemptions, resume_times_s(answers))
+
+
+async def _watch(client: Client, progress: Callable[[Metrics], None]) -> None:
+    while True:
+        progress(await client.metrics())
+        await asyncio.sleep(1.0)
+
+
+def resume_times_s(answers: Sequence[Answer]) -> list[float]:
+    """Return, for each preemption a client can see, the seconds from room to the next token.
+
+    A request was preempted in a pause between two of its tokens if another request kept
+    receiving tokens in it, `_PREEMPTED_TOKENS_MIN` of them one after the other. Its resume
+    begins when the last other request that ended in that pause ended: that is what made room.
+
+    Left out is what a client cannot time: a pause in which none ended, and one whose end came
+    together with the end of the other request. On a busy machine tokens arrive in bursts;
+    those closer than `_BURST_S` count as one.
+    """
+    out: list[float] = []
+    for one in answers:
+        others = [a for a in answers if a is not one]
+        for left, right in pairwise(one.times):
+            seen = max((_arrivals(a.times, left, right) for a in others), default=0)
+            ends = [a.times[-1] for a in others if left < a.times[-1] < right - _BURST_S]
+            if seen >= _PREEMPTED_TOKENS_MIN and ends:
+                out.append(right - max(ends))
+    return out
+
+
+def _arrivals(times: Sequence[float], left: float, right: float) -> int:
+    """Count the arrivals between `left` and `right` that are at least `_BURST_S` apart."""
+    count, last = 0, left
+    for t in times:
+        if last + _BURST_S <= t < right:
+            count, last = count + 1, t
+    return count

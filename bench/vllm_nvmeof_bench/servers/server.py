@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One `vllm serve` process: start it, wait until it answers, stop it, kill it.
+
+The server runs in a session and process group of its own, so that all its processes (API
+server, EngineCore, workers) end together, on the loopback address, on a free port, with its
+output in a log file. It gets SIGTERM if the process that started it dies.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from vllm_nvmeof_bench.servers.engine import engine_environment, engine_memory, vllm_command
+from vllm_nvmeof_bench.servers.processes import ReservedPort, group_alive
+from vllm_nvmeof_offload.errors import OffloadError
+
+__all__ = ["OffloadSpec", "Server", "ServerError", "ServerSpec"]
+
+MODEL_NAME = "demo"
+#: Asks the kernel for SIGTERM (15) at the parent's death, PR_SET_PDEATHSIG being 1, checks that
+#: it is not dead already, and becomes the server. A `preexec_fn` is unsafe beside threads.
+_LAUNCHER = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+_POLL_S = 0.2
+_LOG_TAIL_LINES = 30
+_ERRORS_MAX = 4
+#: What vLLM's logger puts before each line of a traceback, and a traceback's last line.
+_LOG_PREFIX = re.compile(r"^(\([^)]*\) )?([A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] )?")
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception): ")
+
+
+class ServerError(OffloadError):
+    """A server that did not start, died, or would not end; the message has its last lines."""
+
+
+@dataclass(frozen=True)
+class OffloadSpec:
+    """How the server offloads.
+
+    size_gib: `--kv-offloading-size`, GiB of pinned memory over all ranks; None leaves the flag
+    away, and `transfer` and `extra` must say everything. extra: keys of
+    `kv_connector_extra_config`, sizes in bytes. transfer: other keys of `--kv-transfer-config`.
+    """
+
+    size_gib: float | None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    transfer: Mapping[str, Any] = field(default_factory=dict)
+    backend: str = "nvmeof"
+
+    def arguments(self) -> list[str]:
+        """Return the command line's part."""
+        out = []
+        if self.size_gib is not None:
+            out = ["--kv-offloading-backend", self.backend]
+            out += ["--kv-offloading-size", str(self.size_gib)]
+        config = dict(self.transfer)
+        if self.extra:
+            config["kv_connector_extra_config"] = dict(self.extra)
+        return [*out, "--kv-transfer-config", json.dumps(config)] if config else out
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """What a server is started with. Tokens, blocks and sequences are counts.
+
+    gpu_blocks: blocks of `block_size` tokens in the "GPU" cache, which on a CPU build is
+    ordinary memory. cores_reserved: cores that vLLM leaves to everything but its math.
+    program: what stands for `vllm`; empty: that of this Python.
+    """
+
+    model: Path
+    max_model_len: int
+    gpu_blocks: int
+    block_size: int = 32
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 8192
+    cores_reserved: int = 1
+    offload: OffloadSpec | None = None
+    dtype: str = "float32"
+    extra_args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    program: tuple[str, ...] = ()
+
+    @property
+    def gpu_tokens(self) -> int:
+        """Tokens that the GPU cache holds (vLLM keeps one block to itself)."""
+        return (self.gpu_blocks - 1) * self.block_size
+
+    def command(self, port: int) -> list[str]:
+        """Return the command line of the server on `port`."""
+        fixed: dict[str, object] = {
+            "--host": "127.0.0.1",
+            "--port": port,
+            "--served-model-name": MODEL_NAME,
+            "--dtype": self.dtype,
+            "--max-model-len": self.max_model_len,
+            "--max-num-seqs": self.max_num_seqs,
+            "--max-num-batched-tokens": self.max_num_batched_tokens,
+            "--block-size": self.block_size,
+            "--num-gpu-blocks-override": self.gpu_blocks,
+        }
+        fixed |= {f"--{name.replace('_', '-')}": value for name, value in engine_memory().items()}
+        out = [*(self.program or vllm_command()), "serve", str(self.model)]
+        for name, value in fixed.items():
+            out += [name, str(value)]
+        # Compilation would add a minute to the start and change nothing that is shown here.
+        out += ["--enforce-eager", "--disable-uvicorn-access-log"]
+        if self.offload is not None:
+            out += self.offload.arguments()
+        return [*out, *self.extra_args]
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of the server's process."""
+        return engine_environment(self.cores_reserved) | dict(self.env)
+
+
+Progress = Callable[[float, str], None]
+
+
+class Server:
+    """A running server. Use it as a context manager, or call `stop`."""
+
+    def __init__(self, spec: ServerSpec, log_path: Path) -> None:
+        self.spec = spec
+        self.log_path = log_path
+        self._reserved = ReservedPort()
+        self.port = self._reserved.number
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.startup_s = 0.0
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._started = time.monotonic()
+        self._process = self._launch()
+        _alive.add(self)
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        """Start it in a process group of its own, with its output in `log_path`."""
+        command = [sys.executable, "-c", _LAUNCHER, str(os.getpid()), *self.spec.command(self.port)]
+        with self.log_path.open("wb") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.spec.environment(),
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the API server, and of the process group."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_ready(self, timeout_s: float = 300.0, progress: Progress | None = None) -> Self:
+        """Wait until the server answers `/health`; report seconds and stage to `progress`.
+
+        Raises:
+            ServerError: it ended, or did not answer in time.
+        """
+        deadline = self._started + timeout_s
+        with httpx.Client(timeout=2.0, trust_env=False) as client:
+            while time.monotonic() < deadline:
+                if not self.running:
+                    self.kill()  # what its first process has left
+                    raise ServerError(self._failure(f"ended with {self._process.returncode}"))
+                with suppress(httpx.TransportError):
+                    if client.get(f"{self.url}/health").status_code == httpx.codes.OK:
+                        self.startup_s = time.monotonic() - self._started
+                        return self
+                if progress is not None:
+                    progress(time.monotonic() - self._started, self._stage())
+                time.sleep(_POLL_S)
+        self.kill()
+        raise ServerError(self._failure(f"did not answer within {timeout_s:.0f} s"))
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """End it with SIGTERM, as an operator would; SIGKILL what is left after `timeout_s`."""
+        if self.running:
+            self._process.send_signal(signal.SIGTERM)
+        self._reap(timeout_s)
+
+    def kill(self) -> None:
+        """End all its processes with SIGKILL, as a crash would."""
+        self._reap(0.0)
+
+    def log(self) -> str:
+        """Return everything the server has printed."""
+        return self.log_path.read_text(errors="replace")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _reap(self, grace_s: float) -> None:
+        """Wait until no process of the group is left; SIGKILL them after `grace_s`."""
+        deadline = time.monotonic() + grace_s
+        while group_alive(self.pid) or self.running:
+            if time.monotonic() >= deadline:
+                with suppress(ProcessLookupError):
+                    os.killpg(self.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.05)
+            if time.monotonic() > deadline + 30.0:
+                raise ServerError(self._failure("does not end on SIGKILL"))
+        _alive.discard(self)
+        self._reserved.close()
+
+    def _stage(self) -> str:
+        """Return what the server is at, in a few words."""
+        text = self.log()
+        stages = (
+            ("init engine", "warm"),
+            ("Starting to load model", "loading the model"),
+            ("Initializing a V1 LLM engine", "starting the worker"),
+            ("non-default args", "starting the engine"),
+        )
+        return next((name for mark, name in stages if mark in text), "importing vLLM")
+
+    def _failure(self, what: str) -> str:
+        lines = self.log().splitlines()
+        # The cause is said first, by the process that had it; the end is its parents' despair.
+        errors = "".join(f"\n{error}" for error in _errors(lines)[:_ERRORS_MAX])
+        tail = "\n".join(lines[-_LOG_TAIL_LINES:])
+        return f"vllm serve {what}{errors}\nthe end of {self.log_path}:\n{tail}"
+
+
+_alive: weakref.WeakSet[Server] = weakref.WeakSet()
+
+
+@atexit.register
+def _kill_all() -> None:
+    for server in list(_alive):
+        with suppress(ServerError):
+            server.kill()
+
+
+def _errors(lines: Iterable[str]) -> list[str]:
+    """Return the last lines of the tracebacks in a log, each once."""
+    bare = (_LOG_PREFIX.sub("", line) for line in lines)
+    return list(dict.fromkeys(line for line in bare if _ERROR.match(line)))

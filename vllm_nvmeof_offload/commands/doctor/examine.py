@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that `vllm-nvmeof doctor` finds out about one target, in an order that cannot hang.
+
+sysfs first: a target that no live path leads to is judged, and never touched.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vllm_nvmeof_offload.commands.doctor.host_checks import check_target
+from vllm_nvmeof_offload.commands.doctor.judge_machine import judge_mount, judge_numa, judge_pcie
+from vllm_nvmeof_offload.commands.doctor.judge_paths import can_do_io, judge_paths
+from vllm_nvmeof_offload.commands.doctor.links import NetPlaces, Nic, link_bytes_per_s, nics_of
+from vllm_nvmeof_offload.commands.doctor.measure import Measured, MeasureError, Progress, measure
+from vllm_nvmeof_offload.fabric.discover import discover
+from vllm_nvmeof_offload.fabric.findings import Finding, Severity
+from vllm_nvmeof_offload.fabric.machine import Machine
+from vllm_nvmeof_offload.fabric.mounts import MOUNTINFO
+from vllm_nvmeof_offload.fabric.topology import TargetFabric
+from vllm_nvmeof_offload.units import format_bytes
+
+__all__ = ["Examined", "Places", "examine_target"]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the kernel tells about itself."""
+
+    sysfs: str = "/sys"
+    mountinfo: str = MOUNTINFO
+    net: NetPlaces = field(default_factory=NetPlaces)
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """link_bytes_per_s: of all paths together, one direction; None is unknown."""
+
+    fabric: TargetFabric
+    nics: dict[str, Nic]
+    findings: list[Finding]
+    link_bytes_per_s: float | None
+    measured: Measured | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **self.fabric.to_json(),
+            "interfaces": {name: nic.to_json() for name, nic in self.nics.items()},
+            "link_bytes_per_s": self.link_bytes_per_s,
+            "measured": self.measured.to_json() if self.measured else None,
+        }
+
+
+def examine_target(
+    target: str,
+    machine: Machine,
+    places: Places,
+    on_progress: Progress | None = None,
+) -> Examined:
+    """Look at `target`, and touch it if that cannot hang; measure it if there is `on_progress`.
+
+    A directory that is missing is made, as a server's start would.
+    """
+    fabric = discover(os.path.abspath(target), places.sysfs, places.mountinfo)
+    touched: list[Finding] = []
+    if _may_touch(fabric):
+        touched = check_target(target)
+        # Only now may links on the way to it be followed: they may lead to another mount.
+        real = discover(os.path.realpath(target), places.sysfs, places.mountinfo)
+        fabric = replace(real, target=target)
+    if not _may_touch(fabric):
+        evidence = "not touched: no live path leads to it, and what touches it may hang"
+        remedy = "bring a path back first: see the controllers"
+        touched = [Finding("target", target, Severity.ERROR, evidence, remedy)]
+    nics = nics_of(fabric, places.net)
+    allowed = link_bytes_per_s(fabric, nics)
+    findings = [
+        *judge_paths(fabric),
+        *judge_mount(fabric),
+        *judge_pcie(fabric, nics),
+        *judge_numa(fabric, nics, machine),
+        *touched,
+    ]
+    measured = None
+    works = all(finding.severity is not Severity.ERROR for finding in touched)
+    if on_progress is not None and works:
+        try:
+            measured = measure(target, on_progress)
+            findings.append(_judge_measured(target, measured, allowed))
+        except MeasureError as error:
+            findings.append(Finding("measured", target, Severity.ERROR, str(error)))
+    findings = [
+        Finding(one.check, target, one.severity, one.evidence, one.remedy) for one in findings
+    ]
+    return Examined(fabric, nics, findings, allowed, measured)
+
+
+def _may_touch(fabric: TargetFabric) -> bool:
+    return can_do_io(fabric) and not fabric.device_gone
+
+
+def _judge_measured(target: str, measured: Measured, allowed: float | None) -> Finding:
+    """A figure is not a fault: what is right for a target only its operator knows."""
+    evidence = (
+        f"write {_rate(measured.write_bytes_per_s, allowed)}, "
+        f"read {_rate(measured.read_bytes_per_s, allowed)}; "
+        f"one {format_bytes(measured.chunk_bytes)} chunk is read in "
+        f"{measured.read_latency_s_median * 1e3:.2f} ms (median of {measured.singles}, "
+        f"at most {measured.read_latency_s_max * 1e3:.2f}); "
+        + (
+            "what its links allow is unknown"
+            if allowed is None
+            else f"its links allow {format_bytes(allowed)}/s"
+        )
+        + f"; {measured.engine}"
+    )
+    return Finding("measured", target, Severity.OK, evidence)
+
+
+def _rate(bytes_per_s: float, allowed: float | None) -> str:
+    share = f" ({bytes_per_s / allowed:.0%} of the links)" if allowed else ""
+    return f"{format_bytes(bytes_per_s)}/s{share}"

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's face of the worker's half. Everything that vLLM's worker interface is, is here.
+
+All calls come on the worker's main thread. vLLM is always told that a transfer succeeded:
+its stock worker asserts it. What failed is told by the connector: block ids to vLLM, reports
+to the manager, both in the step in which the job is reported finished (rule 8).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+
+from vllm_nvmeof_offload.copy.base import Descriptors
+from vllm_nvmeof_offload.protocol import Command, LoadCommand, Report, StoreCommand
+from vllm_nvmeof_offload.vllm_adapter.job_specs import ChunkLoadSpec, ChunkStoreSpec
+from vllm_nvmeof_offload.worker.build import RankWorker
+from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
+
+__all__ = ["NVMeoFOffloadingWorker"]
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadBlocks:
+    """What `ChunkGeometry.split` needs of a load, for the case that a chunk fails."""
+
+    ids: npt.NDArray[np.int32]
+    first_position: int
+    chunks: int
+
+
+class NVMeoFOffloadingWorker(OffloadingWorker):
+    """One rank's transfers."""
+
+    def __init__(self, parts: RankWorker) -> None:
+        self._runner = parts.runner
+        self._geometry = parts.geometry
+        self._copy = parts.copy
+        self._io = parts.io
+        self._memory = parts.staging
+        self._pool = parts.pool
+        self._caretaker = parts.caretaker
+        self._ops: dict[int, int] = {}  # vLLM's job → our op
+        self._jobs: dict[int, int] = {}  # our op → vLLM's job
+        self._load_blocks: dict[int, _LoadBlocks] = {}  # by load op
+        self._invalid_blocks: set[int] = set()
+        self._failed_jobs: set[int] = set()
+        self._reports: list[Report] = []
+        self._counters: Counter[str] = Counter()
+
+    # -- vLLM's interface -------------------------------------------------------------
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+    ) -> bool:
+        assert isinstance(dst_spec, ChunkStoreSpec)
+        command: StoreCommand = dst_spec.command
+        pieces, _ = self._pieces(src_spec, len(command.chunks))
+        fence = self._copy.record_fence()
+        self._remember(job_id, command.op)
+        self._runner.hand_over(lambda p: p.store(command, pieces, fence), command.op)
+        return True
+
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **_: Any
+    ) -> bool:
+        assert isinstance(src_spec, ChunkLoadSpec)
+        command: LoadCommand = src_spec.command
+        pieces, first = self._pieces(dst_spec, len(command.chunks))
+        fence = self._copy.record_fence()
+        self._remember(job_id, command.op)
+        self._load_blocks[command.op] = _LoadBlocks(dst_spec.block_ids, first, len(command.chunks))
+        self._runner.hand_over(lambda p: p.load(command, pieces, fence), command.op)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        finished, reports, counters = self._runner.take()
+        self._reports += reports
+        self._counters.update(counters)
+        results: list[TransferResult] = []
+        for job in finished:
+            job_id = self._jobs.pop(job.op)
+            del self._ops[job_id]
+            blocks = self._load_blocks.pop(job.op, None)
+            if blocks is not None and job.failures:
+                self._failed_jobs.add(job_id)
+                parts = self._geometry.split(blocks.ids, blocks.first_position, blocks.chunks)
+                for index, _ in job.failures:
+                    self._invalid_blocks.update(parts[index].tolist())
+            results.append(TransferResult(job_id, True, job.copied_bytes, job.seconds))
+        return results
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Stores: until copied. Loads: cancel what has not started, then until no DMA runs."""
+        ops = [self._ops[job_id] for job_id in job_ids if job_id in self._ops]
+        for op in ops:
+            if op in self._load_blocks:
+                self._runner.hand_over(lambda p, op=op: p.cancel(op))  # type: ignore[misc]
+        self._runner.wait(ops)
+
+    def sleep(self) -> None:
+        """vLLM is about to take the KV cache's memory away. Until `wake` nothing touches it."""
+        self.wait(set(self._ops))
+        self._copy.asleep = True
+
+    def wake(self) -> None:
+        self._copy.asleep = False
+
+    def shutdown(self) -> None:
+        if self._caretaker is not None:
+            self._caretaker.stop()
+        self._runner.stop()
+        released = self._io.close()
+        self._copy.close()
+        if self._pool is not None:
+            self._pool.close(abandon=not released)
+        if released:  # else the kernel still has our memory: leave it to the process's end
+            self._memory.close()
+
+    # -- the connector's interface ----------------------------------------------------
+
+    def obey(self, commands: Iterable[Command]) -> None:
+        """Start commands that move no GPU blocks, in their order."""
+        given = tuple(commands)
+        if given:  # in one hand-over: after a long prompt these are hundreds
+            self._runner.hand_over(lambda pipeline: _command_all(pipeline, given))
+
+    @property
+    def has_reports(self) -> bool:
+        return bool(self._reports)
+
+    def take_reports(self) -> tuple[list[Report], Counter[str]]:
+        """Reports as of the last `get_finished`: never later than vLLM hears of a job."""
+        taken = self._reports, self._counters
+        self._reports, self._counters = [], Counter()
+        return taken
+
+    def take_invalid_blocks(self) -> set[int]:
+        """GPU blocks that finished loads did not fill."""
+        taken, self._invalid_blocks = self._invalid_blocks, set()
+        return taken
+
+    def take_failed_jobs(self) -> set[int]:
+        """vLLM's job ids of finished loads in which a chunk failed."""
+        taken, self._failed_jobs = self._failed_jobs, set()
+        return taken
+
+    # -- helpers ----------------------------------------------------------------------
+
+    def _remember(self, job_id: int, op: int) -> None:
+        self._ops[job_id] = op
+        self._jobs[op] = job_id
+
+    def _pieces(self, spec: GPULoadStoreSpec, chunk_count: int) -> tuple[list[Descriptors], int]:
+        """Pieces by chunk, and where in the first chunk the first block lies."""
+        first = int(spec.block_indices[0]) % self._geometry.blocks_per_chunk
+        return self._geometry.pieces_by_chunk(spec.block_ids, first, chunk_count), first
+
+
+def _command_all(pipeline: TransferPipeline, commands: tuple[Command, ...]) -> None:
+    for command in commands:
+        pipeline.command(command)
