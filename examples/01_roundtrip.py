@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from vllm_nvmeof_offload.io.transfer import SlotFiles, read_slot, write_slot
+from vllm_nvmeof_offload.io.threads import SlotFiles, read_slot, write_slot
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import SlotIdentity

@@ -18,8 +18,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from vllm_nvmeof_offload.manager.policy import EvictionPolicy, LruPolicy
-from vllm_nvmeof_offload.manager.policy_choice import try_policy
+from vllm_nvmeof_offload.manager.eviction import EvictionPolicy, LruPolicy, try_policy
 
 
 class SecondChance:

@@ -9,14 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from vllm_nvmeof_bench import (  # noqa: F401 - each adds its commands to bench_app
-    cli_copy,
-    cli_cost,
-    cli_latency,
-    cli_replay,
-    cli_report,
-    cli_serve,
-    cli_tier,
-    cli_tiers,
+    cli as cli_copy,
 )
 from vllm_nvmeof_bench.cli import bench_app
 
@@ -102,8 +95,8 @@ def config_check(
         resolve_pool_bytes,
     )
     from vllm_nvmeof_offload.errors import ConfigError, PoolError
-    from vllm_nvmeof_offload.manager.policy_choice import choose_policy
-    from vllm_nvmeof_offload.pool.engines import bytes_of_pools
+    from vllm_nvmeof_offload.manager.eviction import choose_policy
+    from vllm_nvmeof_offload.pool.ownership import bytes_of_pools
     from vllm_nvmeof_offload.units import format_bytes
 
     try:

@@ -5,6 +5,8 @@
 * our commands travel with each step's metadata, the workers' reports with each step's output;
 * each worker's capacity and adopted chunks reach the manager by the handshake at start;
 * the layout in which all layers of a block are contiguous is asked for.
+
+vLLM's line 'KV Transfer metrics: …', which comes every ten seconds: short enough to be read.
 """
 
 from __future__ import annotations
@@ -24,19 +26,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
 
 from vllm_nvmeof_offload.config import parse_config
-from vllm_nvmeof_offload.manager.waiting import WaitingRequests
+from vllm_nvmeof_offload.manager.requests import WaitingRequests
+from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES, PREFIX
 from vllm_nvmeof_offload.spec import (
     NVMeoFOffloadingSpec,
     choose_blocks_per_chunk,
     refuse_unsupported,
 )
-from vllm_nvmeof_offload.vllm_adapter import factories, known_vllm, orphan, weights_watch
-from vllm_nvmeof_offload.vllm_adapter.deployed import deployed
+from vllm_nvmeof_offload.vllm_adapter import configure, lifecycle, supported
+from vllm_nvmeof_offload.vllm_adapter.deployment import deployed
+from vllm_nvmeof_offload.vllm_adapter.lifecycle import SleepHooks, said_plainly
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.vllm_adapter.messages import (
     NVMeoFConnectorMetadata,
@@ -44,23 +51,49 @@ from vllm_nvmeof_offload.vllm_adapter.messages import (
     NVMeoFWorkerMetadata,
 )
 from vllm_nvmeof_offload.vllm_adapter.old_kv import OldKV
-from vllm_nvmeof_offload.vllm_adapter.parallel import replica_of
-from vllm_nvmeof_offload.vllm_adapter.plainly import said_plainly
 from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView, timed
-from vllm_nvmeof_offload.vllm_adapter.sleep_hooks import SleepHooks
-from vllm_nvmeof_offload.vllm_adapter.stats import OffloadingStats
+from vllm_nvmeof_offload.vllm_adapter.supported import replica_of
 from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 
-__all__ = ["NVMeoFOffloadingConnector"]
+__all__ = [
+    "NVMeoFOffloadingConnector",
+    "OffloadingStats",
+]
 
-factories.register_loaded()  # vLLM looks up the class by its name for a MultiConnector's figures
+
+_GAUGES = {metric.name for metric in GAUGES.values()}
+
+
+class OffloadingStats(OffloadingConnectorStats):
+    """What vLLM's class has; the line has what happened, without what is in `/metrics` alone."""
+
+    def reduce(self) -> dict[str, int | float]:
+        """Of the last interval: our counters by their short names, and vLLM's own; no zeros."""
+        short: dict[str, int | float] = {}
+        for key, value in super().reduce().items():
+            name = key.split(":(")[0]
+            if not value or name in _GAUGES:
+                continue
+            short[_said(key) if name.startswith(PREFIX) else key] = round(value, 3)
+        return short
+
+
+def _said(key: str) -> str:
+    """`vllm:nvmeof_lookups:('cpu',)` → `lookups cpu`."""
+    name, _, labels = key.removeprefix(PREFIX).partition(":")
+    assert name in COUNTERS
+    values = [part.strip(" '") for part in labels.strip("()").split(",")]
+    return " ".join([name, *filter(None, values)])
+
+
+configure.register_loaded()  # vLLM looks up the class by its name for a MultiConnector's figures
 
 
 class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
     """See the module's docstring."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        known_vllm.require()  # where no plugin did
+        supported.require()  # where no plugin did
         with said_plainly():
             refuse_unsupported(vllm_config, kv_cache_config)
         choose_blocks_per_chunk(vllm_config, kv_cache_config)
@@ -82,8 +115,8 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
             self._old_kv = OldKV(self._manager.core.suspension, self._view)
             by_priority = vllm_config.scheduler_config.policy == "priority"
             self._manager.follow(self._view.queue(by_priority=by_priority))
-            weights_watch.install(EngineCore)
-            orphan.end_with_parent()
+            lifecycle.install(EngineCore)
+            lifecycle.end_with_parent()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:

@@ -13,17 +13,68 @@ When vLLM is not as expected, nothing is changed and one line says so; the JSON 
 `--kv-transfer-config` with module paths needs no plugin. A vLLM that we do not know at all is
 refused once our backend is asked for (`integration/known_vllm.py`), and not before: others use
 this vLLM too.
+
+Makes `nvmeof` a value of `CacheConfig.kv_offloading_backend`.
+
+vLLM derives the choices of `--kv-offloading-backend` from that field's `Literal`, and pydantic
+validates against it. Both read the field's type, so it is extended there, and the dataclass and
+vLLM's table of arguments, if it exists already, are built anew.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+import sys
+from typing import Any, Literal, get_args
 
 from vllm_nvmeof_offload.errors import IntegrationError
-from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload.names import BACKEND, LOGGER_NAME
 
-__all__ = ["register"]
+__all__ = [
+    "expect_backend_choice",
+    "install_backend_choice",
+    "register",
+]
+
+
+_FIELD = "kv_offloading_backend"
+
+
+def _field() -> Any:
+    from vllm.config.cache import CacheConfig
+
+    return CacheConfig.__dataclass_fields__.get(_FIELD)
+
+
+def expect_backend_choice() -> None:
+    """Raise `IntegrationError` where `install` would not work."""
+    field = _field()
+    if field is None or "native" not in get_args(field.type):
+        raise IntegrationError(f"CacheConfig.{_FIELD} is not a choice of backends")
+
+
+def install_backend_choice() -> None:
+    """Extend the choices, once."""
+    from pydantic.dataclasses import rebuild_dataclass
+    from vllm.config import cache as module
+
+    field = _field()
+    choices = get_args(field.type)
+    if BACKEND in choices:
+        return
+    extended: Any = Literal[(*choices, BACKEND)]
+    before = field.type
+    field.type = module.CacheConfig.__annotations__[_FIELD] = extended
+    if rebuild_dataclass(module.CacheConfig, force=True, raise_errors=False) is False:
+        field.type = module.CacheConfig.__annotations__[_FIELD] = before
+        rebuild_dataclass(module.CacheConfig, force=True)
+        raise IntegrationError("pydantic cannot rebuild CacheConfig")
+    module.KVOffloadingBackend = extended
+    # The command line may have been laid out already.
+    arguments: Any = getattr(sys.modules.get("vllm.engine.arg_utils"), "_compute_kwargs", None)
+    if hasattr(arguments, "cache_clear"):
+        arguments.cache_clear()
+
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -42,26 +93,26 @@ def register() -> None:
 
 
 def _explain(error: Exception) -> str:
-    from vllm_nvmeof_offload.vllm_adapter import known_vllm
+    from vllm_nvmeof_offload.vllm_adapter import supported
 
-    unknown = known_vllm.unknown_version()
+    unknown = supported.unknown_version()
     if unknown is not None:
         return f"{unknown} ({_reason(error)})"
     return (
-        f"vLLM {known_vllm.version()} is not as expected ({_reason(error)}). --kv-transfer-config "
+        f"vLLM {supported.version()} is not as expected ({_reason(error)}). --kv-transfer-config "
         "with kv_connector_module_path and spec_module_path still works."
     )
 
 
 def _register() -> None:
-    from vllm_nvmeof_offload.vllm_adapter import backend_choice, factories, transfer_config
+    from vllm_nvmeof_offload.vllm_adapter import configure
 
-    steps: list[Any] = [backend_choice, transfer_config]
-    for step in steps:  # all expectations first: a flag that is accepted must also work
-        step.expect()
-    for step in steps:
-        step.install()
-    factories.register_loaded()
+    # Check all expectations before anything changes: a flag that is accepted must also work.
+    expect_backend_choice()
+    configure.expect()
+    install_backend_choice()
+    configure.install()
+    configure.register_loaded()
 
 
 def _reason(error: Exception) -> str:

@@ -20,19 +20,16 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from vllm_nvmeof_offload.config import chunk_blocks, parse_config
-from vllm_nvmeof_offload.config_replica import Replica
+from vllm_nvmeof_offload.config import Replica, chunk_blocks, parse_config
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
-from vllm_nvmeof_offload.manager.admission import AdmissionConfig
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
-from vllm_nvmeof_offload.manager.plan import WritePolicy
-from vllm_nvmeof_offload.manager.policy_choice import choose_policy, credit_share
+from vllm_nvmeof_offload.manager.eviction import choose_policy, credit_share
+from vllm_nvmeof_offload.manager.types import AdmissionConfig, WritePolicy
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, COUNTERS, GAUGES
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.vllm_adapter.deployment import Deployment
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
-from vllm_nvmeof_offload.vllm_adapter.model_shape import refuse_model
-from vllm_nvmeof_offload.vllm_adapter.parallel import refuse_parallel
+from vllm_nvmeof_offload.vllm_adapter.supported import refuse_model, refuse_parallel
 from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 from vllm_nvmeof_offload.worker.build import Place, build_worker
 

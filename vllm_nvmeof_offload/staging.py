@@ -5,22 +5,113 @@ One anonymous mapping, on the GPU's NUMA node, of huge pages, populated at start
 threads, not inherited by forks (a child that touched it while the kernel writes into it would
 see neither). The copy engine registers it with CUDA and the I/O engine with its rings, so that
 storage and GPU meet in one buffer.
+
+Where slots lie in staging.
+
+Places and fills large mappings: on a NUMA node, by several threads.
+
+By libc itself, since Python's own `madvise` keeps the interpreter lock while the kernel zeroes
+memory, which stops the model's thread and lets no second thread help.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import mmap
+import os
+import platform
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_nvmeof_offload.memory import populate, prefer_node
-from vllm_nvmeof_offload.staging_map import StagingMap
-from vllm_nvmeof_offload.units import GIB
+from vllm_nvmeof_offload.units import GIB, MIB
 
-__all__ = ["Staging", "split_slots"]
+__all__ = [
+    "Staging",
+    "StagingMap",
+    "populate",
+    "prefer_node",
+    "split_slots",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class StagingMap:
+    """Cache slots first, stream slots behind them, equal strides."""
+
+    base_address: int
+    slot_bytes: int
+    cache_slots: int
+    stream_slots: int
+
+    def cache_address(self, slot: int) -> int:
+        assert 0 <= slot < self.cache_slots
+        return self.base_address + slot * self.slot_bytes
+
+    def stream_address(self, slot: int) -> int:
+        assert 0 <= slot < self.stream_slots
+        return self.base_address + (self.cache_slots + slot) * self.slot_bytes
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_MBIND = {"x86_64": 237, "aarch64": 235}
+#: Takes other nodes' memory where this one's is used up; to bind would end the process then.
+_MPOL_PREFERRED = 1
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_STEP_BYTES = 256 * MIB
+_THREADS_MAX = 8
+
+
+def prefer_node(address: int, size_bytes: int, node: int | None) -> bool:
+    """Have pages that are not there yet come from `node`; False: they come from anywhere.
+
+    None: the machine, or its hypervisor, does not say where the GPU is. address: page-aligned.
+    """
+    number = _MBIND.get(platform.machine())
+    if node is None or number is None:
+        return False
+    words = node // 64 + 1
+    mask = (ctypes.c_ulong * words)()
+    mask[node // 64] = 1 << node % 64
+    arguments = (address, size_bytes, _MPOL_PREFERRED, ctypes.addressof(mask), words * 64 + 1, 0)
+    return bool(_libc.syscall(number, *map(ctypes.c_ulong, arguments)) == 0)
+
+
+def populate(
+    address: int,
+    size_bytes: int,
+    threads: int | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Fault every page in now, so that no transfer and no registration pays for it.
+
+    threads: default: the process's CPUs, at most 8.
+    """
+    workers = threads or min(_THREADS_MAX, len(os.sched_getaffinity(0)))
+    parts = [
+        (address + start, min(_STEP_BYTES, size_bytes - start))
+        for start in range(0, size_bytes, _STEP_BYTES)
+    ]
+    done = 0
+    with ThreadPoolExecutor(workers, thread_name_prefix="nvmeof-populate") as pool:
+        for finished in as_completed([pool.submit(_populate_part, *part) for part in parts]):
+            done += finished.result()
+            on_progress(done, size_bytes)
+
+
+def _populate_part(address: int, size_bytes: int) -> int:
+    arguments = ctypes.c_void_p(address), ctypes.c_size_t(size_bytes)
+    while _libc.madvise(*arguments, _MADV_POPULATE_WRITE):
+        if ctypes.get_errno() in (errno.EINTR, errno.EAGAIN):
+            continue
+        ctypes.memset(address, 0, size_bytes)  # before Linux 5.14: write the pages by hand
+        break
+    return size_bytes
 
 
 def split_slots(staging_bytes: int, slot_bytes: int, stream_slots: int) -> tuple[int, int]:

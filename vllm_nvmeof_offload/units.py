@@ -3,6 +3,8 @@
 
 Every size in this package is in bytes, every duration in seconds unless its name ends in
 another unit (`_ms`, `_us`).
+
+Numbers for people, with the digits that tell two sizes apart.
 """
 
 from __future__ import annotations
@@ -23,9 +25,12 @@ __all__ = [
     "PoolSlot",
     "align_up",
     "format_bytes",
+    "human_bytes",
+    "human_seconds",
     "parse_bytes",
     "slot_stride_bytes",
 ]
+
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -98,3 +103,16 @@ def format_bytes(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count:.0f} B"
+
+
+def human_bytes(count: float) -> str:
+    """Four digits: `1.254 MiB`."""
+    for unit, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(count) >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count:.0f} B"
+
+
+def human_seconds(seconds: float) -> str:
+    """`12.34 s`, or `5.67 ms` below a tenth of a second."""
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.2f} ms"

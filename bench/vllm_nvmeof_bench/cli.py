@@ -1,5 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-nvmeof bench …`: the face of the benchmarks, which lie in `vllm_nvmeof_bench`."""
+"""`vllm-nvmeof bench …`: the face of the benchmarks, which lie in `vllm_nvmeof_bench`.
+
+`vllm-nvmeof bench copy` and `copy-report`: their options, on the app of `cli`.
+
+`vllm-nvmeof bench cost`: what offloading costs where it cannot help.
+
+`vllm-nvmeof bench latency` and `latency-report`: their options, on the app of `cli`.
+
+`vllm-nvmeof bench replay` and `replay-report`: agentic sessions against servers.
+
+`vllm-nvmeof bench report`: all results of a directory as one page.
+
+`vllm-nvmeof bench ttft`, `hits`, `turns`, `serve`: whole servers, yours or small ones here.
+
+`vllm-nvmeof bench tier` and `tier-report`: their options, on the app of `cli`.
+
+`vllm-nvmeof bench tiers` and `tiers-report`; options of what works on a public trace.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +32,36 @@ __all__ = [
     "Check",
     "Json",
     "Plot",
+    "Ramp",
+    "Scale",
     "Targets",
+    "Think",
+    "TiersSeed",
+    "Trace",
+    "Users",
     "add_report",
     "bench_app",
+    "copy",
+    "cost",
+    "hits",
     "import_bench",
+    "latency",
+    "latency_report",
     "names",
     "parse_size",
     "plain_errors",
+    "replay",
+    "replay_report",
+    "report",
+    "serve",
+    "serve_report",
+    "tier",
+    "tiers",
+    "tiers_report",
+    "ttft",
+    "turns",
 ]
+
 
 bench_app = typer.Typer(
     help="Benchmarks on this machine: ours beside fio, a bare ring loop and vLLM's own fs tier.",
@@ -152,3 +191,609 @@ def pool(
 
 
 add_report("pool", _JSON)
+
+
+_COPY_JSON = Path("build/bench/copy.json")
+
+
+@bench_app.command()
+def copy(
+    directory: Annotated[
+        Path, typer.Option("--dir", help="For the part disk: a directory on the disk to load from.")
+    ] = Path("build/bench/copy-disk"),
+    json_path: Json = _COPY_JSON,
+    parts: Annotated[
+        str,
+        typer.Option(
+            help="Of transfer,few,model,both,submit,loops,disk, sweep (the kernel by its thread "
+            "blocks) and crc (CRC-32C by the GPU). Default: all but sweep and crc."
+        ),
+    ] = "",
+    rounds: Annotated[int, typer.Option(help="Of everything.", min=1)] = 5,
+    gib: Annotated[
+        float, typer.Option("--gib", help="GPU memory, and as much pinned memory.", min=0.25)
+    ] = 4.0,
+    plot: Plot = None,
+    targets: Targets = True,
+    check: Check = False,
+) -> None:
+    """Measure copies between the first GPU and pinned memory: DMA, the kernel, what auto takes.
+
+    Needs an NVIDIA GPU. Beside them stands vLLM's own copy code, unmodified, where the vLLM
+    that is installed has it for GPUs. Takes about 5 minutes; nothing else should run meanwhile.
+    """
+    with plain_errors():
+        known = import_bench("gpu.settings")
+        settings = known.Settings(
+            parts=_known(names(parts, known.USUAL_PARTS), known.PARTS),
+            rounds=rounds,
+            bytes_max=int(gib * (1 << 30)),
+        )
+        import_bench("gpu.command").measure(settings, directory, json_path)
+        reached = import_bench("show").show_file("copy", json_path, plot, targets)
+    raise typer.Exit(int(check and not reached))
+
+
+add_report("copy", _COPY_JSON)
+
+
+def _known(given: tuple[str, ...], parts: tuple[str, ...]) -> tuple[str, ...]:
+    for name in given:
+        if name not in parts:
+            there = ", ".join(parts)
+            raise typer.BadParameter(f"no part {name!r}; there are {there}", param_hint="--parts")
+    return given
+
+
+_COST_JSON = Path("build/bench/cost.json")
+
+
+@bench_app.command()
+def cost(
+    directory: Annotated[
+        Path, typer.Option("--dir", help="Where model and pools lie meanwhile.")
+    ] = Path("build/bench/disk"),
+    json_path: Json = _COST_JSON,
+    pairs: Annotated[int, typer.Option(help="Rounds, each with every server.", min=1)] = 20,
+    arms: Annotated[
+        str,
+        typer.Option(
+            help="Of none,ours,ours_prompt_only,ours_cpu_only. Default: all but the last."
+        ),
+    ] = "",
+    seed: Annotated[int, typer.Option(help="Of the prompts and the order.")] = 1,
+    plot: Plot = None,
+    targets: Targets = True,
+    check: Check = False,
+) -> None:
+    """Measure what offloading costs when nothing is ever found and everything fits.
+
+    Starts a real `vllm serve` for each arm, all at once, asks them in turn, and compares each
+    with the one without offloading, round by round. Takes about 10 minutes, 6 GiB of memory
+    and up to 5 GiB of the disk, which is left as it was. Nothing else should run meanwhile.
+    """
+    with plain_errors():
+        known = import_bench("cost.settings")
+        settings = known.Settings(arms=names(arms, known.ARMS_DEFAULT), pairs=pairs, seed=seed)
+        import_bench("cost.command").measure(settings, directory, json_path)
+        reached = import_bench("show").show_file("cost", json_path, plot, targets)
+    raise typer.Exit(int(check and not reached))
+
+
+add_report("cost", _COST_JSON)
+
+
+_LATENCY_JSON = Path("build/bench/latency.json")
+
+
+@bench_app.command()
+def latency(
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=DIRECTORY, once or twice: what the second adds to the first. Given once, "
+            "a throttled stand-in on the same disk is the second."
+        ),
+    ] = None,
+    throttle: Annotated[
+        int, typer.Option(help="MB/s of the second target's disk; 0: as it is.", min=0)
+    ] = 0,
+    json_path: Json = _LATENCY_JSON,
+    jobs: Annotated[str, typer.Option(help="Processes at once, such as 1,2,4.")] = "",
+    depths: Annotated[str, typer.Option(help="In flight in each, such as 1,4,16.")] = "",
+    slot: Annotated[str, typer.Option(help="Payload of the pool's slot, beside 4 KiB.")] = "512KiB",
+    cases: Annotated[str, typer.Option(help="Of read,write.")] = "read",
+    rounds: Annotated[int, typer.Option(help="Samples of everything.", min=1)] = 5,
+    seconds: Annotated[float, typer.Option(help="Of one measurement.")] = 0.5,
+    seed: Annotated[int, typer.Option(help="Of contents, places and orders.")] = 1,
+    plot: Plot = None,
+) -> None:
+    """Measure the latency of random I/O on two targets, and what our engine adds to fio there.
+
+    At each number of jobs and depth, with 4 KiB and with whole slots, interleaved. Takes about 6
+    minutes and 0.6 GiB of each target, which is left as it was. A throttle needs a control group,
+    for which this mostly has to run as root. Nothing else should run meanwhile.
+    """
+    with plain_errors():
+        known = import_bench("latency.settings")
+        fixed = known.Settings()
+        settings = known.Settings(
+            cases=names(cases, fixed.cases),
+            jobs=_latency_numbers(jobs, "--jobs") or fixed.jobs,
+            depths=_latency_numbers(depths, "--depths") or fixed.depths,
+            slot_bytes=parse_size(slot, "--slot"),
+            rounds=rounds,
+            run_s=seconds,
+            seed=seed,
+        )
+        places = known.places_of(target or ["local=build/bench/latency-disk"], throttle)
+        import_bench("latency.command").measure(settings, places, json_path)
+        import_bench("show").show_file("latency", json_path, plot)
+
+
+@bench_app.command("latency-report")
+def latency_report(
+    json_path: Annotated[
+        Path, typer.Argument(help="A file that `bench latency` wrote.")
+    ] = _LATENCY_JSON,
+    plot: Plot = None,
+) -> None:
+    """Print the tables of a file of `bench latency` again, or draw it; measure nothing."""
+    with plain_errors():
+        import_bench("show").show_file("latency", json_path, plot)
+
+
+def _latency_numbers(text: str, option: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: give numbers as 1,2,4", param_hint=option) from None
+
+
+@bench_app.command()
+def report(
+    directory: Annotated[Path, typer.Argument(help="Holds the JSON files of benchmarks.")],
+    page: Annotated[
+        Path | None, typer.Option(help="The page; pictures go beside it. Default: DIR/REPORT.md.")
+    ] = None,
+    plots: Annotated[
+        bool, typer.Option("--plots/--no-plots", help="Draw them; needs matplotlib.")
+    ] = True,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit code 1 if a file was left out.")
+    ] = False,
+) -> None:
+    """Write one Markdown page of all results in a directory, with plots and published figures.
+
+    Measures nothing. A file that is damaged, or of no known benchmark, gets one line there.
+    """
+    with plain_errors():
+        whole = import_bench("page.command").write(directory, page, plots)
+    raise typer.Exit(int(check and not whole))
+
+
+_BUILD = Path("build/bench")
+Directory = Annotated[Path, typer.Option("--dir", help="Where pools of servers started here lie.")]
+Arms = Annotated[
+    str,
+    typer.Option(
+        help="Servers to start here, of none,cpu,pool,target,full,peer,peer_target,peer_full; "
+        "on a GPU ours also as full:dma or full:kernel."
+    ),
+]
+BaseUrl = Annotated[
+    list[str] | None,
+    typer.Option(help="Measure this server instead: NAME=http://HOST:PORT. Repeatable."),
+]
+TokenIds = Annotated[
+    str,
+    typer.Option(help="LOW:HIGH of the prompts' token ids. Default, with --base-url: 1000:30000."),
+]
+Rounds = Annotated[int, typer.Option(help="Of everything, arms interleaved.", min=1)]
+Seed = Annotated[int, typer.Option(help="Of the prompts and the order.")]
+Rate = Annotated[
+    int, typer.Option("--target-mb-per-s", help="Of the throttled stand-in for a target.", min=1)
+]
+
+ServerArgs = Annotated[
+    str,
+    typer.Option(help="More arguments of vllm serve, quoted, for the servers started here."),
+]
+
+
+def _numbers(text: str, option: str) -> dict[str, tuple[int, ...]]:
+    """A setting of this name, unless the option was not given."""
+    try:
+        found = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        message = f"{text!r}: give numbers, such as 256,1024"
+        raise typer.BadParameter(message, param_hint=f"--{option}") from None
+    return {option: found} if found else {}
+
+
+def _run(
+    name: str,
+    given: dict[str, Any],
+    arms: str,
+    base_url: list[str] | None,
+    token_ids: str,
+    paths: tuple[Path, Path, Path | None],
+) -> None:
+    directory, json_path, plot = paths
+    with plain_errors():
+        command = import_bench("serve.command")
+        settings = command.BENCHES[name].module.Settings(**given)
+        chosen = names(arms, ())
+        files = {name: json_path}
+        command.measure({name: settings}, chosen, base_url or (), token_ids, directory, files)
+        import_bench("show").show_file(name, json_path, plot)
+
+
+@bench_app.command()
+def ttft(
+    base_url: BaseUrl = None,
+    arms: Arms = "",
+    lengths: Annotated[str, typer.Option(help="Of prompts. Default: 256,1024,4096.")] = "",
+    rounds: Rounds = 3,
+    target_rate: Rate = 200,
+    server_args: ServerArgs = "",
+    token_ids: TokenIds = "",
+    seed: Seed = 1,
+    directory: Directory = _BUILD / "disk",
+    json_path: Json = _BUILD / "ttft.json",
+    plot: Plot = None,
+) -> None:
+    """Time to first token of one request, against its length: computed, and brought back.
+
+    With --base-url any server with an OpenAI API is measured, several side by side. Without, small
+    servers are started here on the engine of the vLLM that is installed, about half a minute each.
+    """
+    given: dict[str, Any] = {
+        "rounds": rounds,
+        "seed": seed,
+        "target_mb_per_s": target_rate,
+        "server_args": server_args,
+    }
+    given |= _numbers(lengths, "lengths")
+    _run("ttft", given, arms, base_url, token_ids, (directory, json_path, plot))
+
+
+@bench_app.command()
+def hits(
+    base_url: BaseUrl = None,
+    arms: Arms = "",
+    rates: Annotated[str, typer.Option(help="Per cent. Default: 0,25,50,75,100.")] = "",
+    count: Annotated[int, typer.Option(help="Prompts at once.", min=1)] = 32,
+    prompt_tokens: Annotated[int, typer.Option(help="Of each prompt.", min=1)] = 512,
+    rounds: Rounds = 2,
+    target_rate: Rate = 200,
+    server_args: ServerArgs = "",
+    token_ids: TokenIds = "",
+    seed: Seed = 1,
+    directory: Directory = _BUILD / "disk",
+    json_path: Json = _BUILD / "hits.json",
+    plot: Plot = None,
+) -> None:
+    """Throughput of many unique prompts at once, against the share that was seen before.
+
+    As `bench ttft` with servers.
+    """
+    given: dict[str, Any] = {
+        "count": count,
+        "prompt_tokens": prompt_tokens,
+        "rounds": rounds,
+        "seed": seed,
+    }
+    given |= {"target_mb_per_s": target_rate, "server_args": server_args}
+    given |= _numbers(rates, "rates")
+    _run("hits", given, arms, base_url, token_ids, (directory, json_path, plot))
+
+
+@bench_app.command()
+def turns(
+    base_url: BaseUrl = None,
+    arms: Arms = "",
+    concurrency: Annotated[str, typer.Option(help="Conversations at once. Default: 4,8,16.")] = "",
+    first_tokens: Annotated[int, typer.Option(help="Of the first turn's prompt.", min=1)] = 448,
+    grow_tokens: Annotated[int, typer.Option(help="That each later turn adds.", min=1)] = 160,
+    answer_tokens: Annotated[int, typer.Option(help="Of each answer.", min=1)] = 16,
+    rounds: Rounds = 2,
+    target_rate: Rate = 200,
+    server_args: ServerArgs = "",
+    token_ids: TokenIds = "",
+    seed: Seed = 1,
+    directory: Directory = _BUILD / "disk",
+    json_path: Json = _BUILD / "turns.json",
+    plot: Plot = None,
+) -> None:
+    """Conversations of four turns with growing context, some at once: tokens/s and TTFT.
+
+    As `bench ttft` with servers. The arm `target` is a stand-in for an NVMe-oF target: a directory
+    on this disk that a control group throttles (mostly as root).
+    """
+    given: dict[str, Any] = {
+        "first_tokens": first_tokens,
+        "grow_tokens": grow_tokens,
+        "answer_tokens": answer_tokens,
+        "rounds": rounds,
+        "seed": seed,
+        "target_mb_per_s": target_rate,
+        "server_args": server_args,
+        **_numbers(concurrency, "concurrency"),
+    }
+    _run("turns", given, arms, base_url, token_ids, (directory, json_path, plot))
+
+
+@bench_app.command("serve")
+def serve(
+    base_url: BaseUrl = None,
+    arms: Arms = "",
+    parts: Annotated[str, typer.Option(help="Of ttft,hits,turns. Default: all.")] = "",
+    target_rate: Rate = 200,
+    server_args: ServerArgs = "",
+    token_ids: TokenIds = "",
+    seed: Seed = 1,
+    directory: Directory = _BUILD / "disk",
+    out: Annotated[Path, typer.Option(help="Where a JSON file and a picture each go.")] = _BUILD,
+) -> None:
+    """`bench ttft`, `hits` and `turns` one after the other on the same servers, by default sizes.
+
+    Servers that are started here start once, and are large enough for all parts.
+    """
+    with plain_errors():
+        command = import_bench("serve.command")
+        chosen = names(parts, tuple(command.BENCHES))
+        unknown = [part for part in chosen if part not in command.BENCHES]
+        if unknown:
+            message = f"no part {unknown[0]!r}; there are {', '.join(command.BENCHES)}"
+            raise typer.BadParameter(message, param_hint="--parts")
+        given = {"seed": seed, "target_mb_per_s": target_rate, "server_args": server_args}
+        settings = {name: command.BENCHES[name].module.Settings(**given) for name in chosen}
+        files = {name: out / f"{name}.json" for name in chosen}
+        known = names(arms, ())
+        command.measure(settings, known, base_url or (), token_ids, directory, files)
+        for name, path in files.items():
+            import_bench("show").show_file(name, path, path.with_suffix(".png"))
+
+
+@bench_app.command("serve-report")
+def serve_report(
+    json_path: Annotated[Path, typer.Argument(help="A file of bench ttft, hits or turns.")],
+    plot: Plot = None,
+) -> None:
+    """Print the tables of such a file again, or draw it; measure nothing."""
+    with plain_errors():
+        name = import_bench("files").bench_of(json_path)
+        command = import_bench("serve.command")
+        if name not in command.BENCHES:
+            known = ", ".join(command.BENCHES)
+            typer.echo(f"vllm-nvmeof: {json_path} is of bench {name}, not of {known}", err=True)
+            raise typer.Exit(1)
+        import_bench("show").show_file(name, json_path, plot)
+
+
+_TIER_JSON = Path("build/bench/tier.json")
+
+
+@bench_app.command()
+def tier(
+    directory: Annotated[
+        Path, typer.Option("--dir", help="The disk to throttle: a directory on it.")
+    ] = Path("build/bench/tier-disk"),
+    json_path: Json = _TIER_JSON,
+    parts: Annotated[
+        str, typer.Option(help="Of load,resume,prefetch,admission. Default: all.")
+    ] = "",
+    rounds: Annotated[int, typer.Option(help="Of everything; at most 3 of a server.", min=1)] = 3,
+    throttle: Annotated[
+        int, typer.Option(help="MB/s that the part load may read; 0: no limit.", min=0)
+    ] = 100,
+    seed: Annotated[int, typer.Option(help="Of contents, prompts and orders.")] = 1,
+    plot: Plot = None,
+    targets: Targets = True,
+    check: Check = False,
+) -> None:
+    """Measure loads larger than the CPU tier, resumes after preemption, prefetch, admission.
+
+    The disk is throttled by a control group, for which this mostly has to run as root. The
+    part load takes 3 minutes; the others start vllm serve on the CPU with a small random
+    model, seven times in all, and take 10. The disk is left as it was.
+    """
+    with plain_errors():
+        known = import_bench("tier.settings")
+        settings = known.Settings(
+            parts=names(parts, known.PARTS),
+            rounds=rounds,
+            throttle_mb_per_s=throttle,
+            seed=seed,
+        )
+        import_bench("tier.command").measure(settings, directory, json_path)
+        reached = import_bench("show").show_file("tier", json_path, plot, targets)
+    raise typer.Exit(int(check and not reached))
+
+
+add_report("tier", _TIER_JSON)
+
+
+_TIERS_JSON = Path("build/bench/tiers.json")
+
+Trace = Annotated[
+    Path,
+    typer.Argument(help="A folder of kv-cache-tester's *.json, or a *.jsonl of Mooncake's."),
+]
+Users = Annotated[int, typer.Option(help="Users at the same time.", min=1)]
+Ramp = Annotated[
+    float, typer.Option("--ramp", help="Seconds from one user's arrival to the next.", min=0)
+]
+Scale = Annotated[
+    float, typer.Option("--time-scale", help="Of think times and arrivals; 0: none.", min=0)
+]
+Think = Annotated[float, typer.Option("--think-max", help="Seconds, after scaling.", min=0)]
+TiersSeed = Annotated[int, typer.Option(help="Of the order of the sessions.")]
+
+
+def _shares(text: str, option: str) -> tuple[float, ...] | None:
+    try:
+        return tuple(float(part) for part in text.split(",") if part.strip()) or None
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of numbers", param_hint=option) from None
+
+
+@bench_app.command()
+def tiers(
+    trace: Trace,
+    json_path: Json = _TIERS_JSON,
+    users: Users = 16,
+    ramp: Ramp = 5.0,
+    time_scale: Scale = 1.0,
+    think_max: Think = 60.0,
+    seed: TiersSeed = 1,
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.", min=1)] = 512,
+    context_max: Annotated[
+        int, typer.Option(help="A session ends before its first longer request.", min=1)
+    ] = 131_072,
+    kv_bytes_per_token: Annotated[
+        int, typer.Option(help="As `vllm-nvmeof size` says it for a model.", min=1)
+    ] = 131_072,
+    gpu: Annotated[float, typer.Option(help="GPU memory / working set.")] = 0.02,
+    cpu: Annotated[float, typer.Option(help="CPU tier / working set.")] = 0.05,
+    pool: Annotated[float, typer.Option(help="Pool / working set.")] = 0.1,
+    pools: Annotated[str, typer.Option(help="Sweep, such as 0.05,0.1,0.4.")] = "",
+    cpus: Annotated[str, typer.Option(help="Sweep, such as 0.02,0.1.")] = "",
+    policies: Annotated[
+        str, typer.Option(help="Of eviction, as eviction_policy has them, module:Class too.")
+    ] = "lru,credited_lru",
+    plot: Plot = None,
+) -> None:
+    """Simulate both tiers over a trace: hits by tier and bytes, over sizes and policies.
+
+    What decides is the product's own manager; no server, no GPU and no disk are needed. Sizes
+    are shares of the trace's working set.
+    """
+    with plain_errors():
+        pace = import_bench("traces.schedule").Pace(users, ramp, time_scale, think_max, seed)
+        sweeps: dict[str, Any] = {
+            "pools": _shares(pools, "--pools"),
+            "cpus": _shares(cpus, "--cpus"),
+        }
+        settings = import_bench("tiers.settings").Settings(
+            pace=pace,
+            chunk_tokens=chunk_tokens,
+            context_tokens_max=context_max,
+            kv_bytes_per_token=kv_bytes_per_token,
+            gpu=gpu,
+            cpu=cpu,
+            pool=pool,
+            policies=names(policies, ("lru", "credited_lru")),
+            **{name: found for name, found in sweeps.items() if found},
+        )
+        command = import_bench("tiers.command")
+        command.measure(settings, trace, json_path)
+        command.show(json_path, plot)
+
+
+@bench_app.command("tiers-report")
+def tiers_report(
+    json_path: Annotated[Path, typer.Argument(help="A file that `bench tiers` wrote.")] = (
+        _TIERS_JSON
+    ),
+    plot: Plot = None,
+) -> None:
+    """Print the tables of a file of `bench tiers` again, or draw it; simulate nothing."""
+    with plain_errors():
+        import_bench("tiers.command").show(json_path, plot)
+
+
+_REPLAY_JSON = Path("build/bench/replay.json")
+
+
+@bench_app.command()
+def replay(
+    trace: Trace,
+    directory: Annotated[
+        Path, typer.Option("--dir", help="Where the pools of servers started here lie.")
+    ] = Path("build/bench/replay-disk"),
+    json_path: Json = _REPLAY_JSON,
+    arms: Annotated[
+        str,
+        typer.Option(
+            help="Servers to start: of none,cpu,pool,target,full,peer,peer_target,peer_full. "
+            "Default: none,cpu,pool."
+        ),
+    ] = "",
+    base_url: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=URL of a server that runs; repeatable. Then none is started."),
+    ] = None,
+    users: Users = 16,
+    ramp: Ramp = 5.0,
+    time_scale: Scale = 1.0,
+    think_max: Think = 60.0,
+    seed: TiersSeed = 1,
+    duration: Annotated[float, typer.Option(help="Seconds an arm.")] = 300.0,
+    context_max: Annotated[
+        int, typer.Option(help="A session ends before its first longer request.", min=1)
+    ] = 131_072,
+    block_tokens: Annotated[
+        int, typer.Option(help="Replay each block of the trace with so many tokens; 0: as it is.")
+    ] = 0,
+    sessions: Annotated[int, typer.Option(help="Of the trace; 0: all.", min=0)] = 0,
+    token_ids: Annotated[
+        str, typer.Option(help="Ids that prompts are made of: LOW:HIGH, in the vocabulary.")
+    ] = "300:2000",
+    gpu_tokens: Annotated[
+        int, typer.Option(help="GPU cache of servers started here.", min=64)
+    ] = 8192,
+    third_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Tokens in a CPU tier that holds a third. 0: a third of the whole trace, of which "
+            "a short run may never ask for more.",
+            min=0,
+        ),
+    ] = 0,
+    plot: Plot = None,
+) -> None:
+    """Replay agentic sessions against servers: TTFT, throughput, hits by tier, over time.
+
+    Users come one after the other, think as long as the trace says, and share prefixes as far as
+    the trace says. Without --base-url small servers are started on the CPU, one an arm; shrink
+    the trace for them, as with --block-tokens 2 --context-max 4000 --time-scale 0.1.
+    """
+    low, high = _ids(token_ids)
+    with plain_errors():
+        known = import_bench("replay.settings")
+        settings = known.Settings(
+            arms=names(arms, known.ARMS_DEFAULT),
+            base_urls=tuple(base_url or ()),
+            pace=import_bench("traces.schedule").Pace(users, ramp, time_scale, think_max, seed),
+            vocabulary=import_bench("replay.prompts").Vocabulary(low, high, seed),
+            duration_s=duration,
+            block_tokens=block_tokens or None,
+            context_tokens_max=context_max,
+            sessions=sessions or None,
+            gpu_tokens=gpu_tokens,
+            third_tokens=third_tokens or None,
+        )
+        command = import_bench("replay.command")
+        command.measure(settings, trace, directory, json_path)
+        command.show(json_path, plot)
+
+
+def _ids(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    if not (low.isdecimal() and high.isdecimal()):
+        raise typer.BadParameter(f"{text!r}: give LOW:HIGH", param_hint="--token-ids")
+    return int(low), int(high)
+
+
+@bench_app.command("replay-report")
+def replay_report(
+    json_path: Annotated[Path, typer.Argument(help="A file that `bench replay` wrote.")] = (
+        _REPLAY_JSON
+    ),
+    plot: Plot = None,
+) -> None:
+    """Print the tables of a file of `bench replay` again, or draw it; ask nobody."""
+    with plain_errors():
+        import_bench("replay.command").show(json_path, plot)

@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoKind, IoOp
-from vllm_nvmeof_offload.io.faults import FaultPlan
-from vllm_nvmeof_offload.io.faulty import FaultyIoEngine
+from vllm_nvmeof_offload.io.faults import FaultPlan, FaultyIoEngine
 from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
 from vllm_nvmeof_offload.io.uring import UringIoEngine
 from vllm_nvmeof_offload.native import WHY_NOT, core
+from vllm_nvmeof_offload.pool.format import SlotPlace
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
-from vllm_nvmeof_offload.pool.layout import SlotPlace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import IoClass, SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, KIB

@@ -13,8 +13,7 @@ import pytest
 
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, DEADLINE, OK, ConfigError, io_error
 from vllm_nvmeof_offload.io.base import Completion
-from vllm_nvmeof_offload.io.faults import KNOBS, FaultPlan
-from vllm_nvmeof_offload.io.faulty import FaultyIoEngine
+from vllm_nvmeof_offload.io.faults import KNOBS, FaultPlan, FaultyIoEngine
 
 from .rig import ENGINES, WAIT_S, Rig, content, name
 from .test_io_engine_replace import copy_of, exchange, holds

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from vllm_nvmeof_offload.errors import DEADLINE, OK
 from vllm_nvmeof_offload.io.base import Completion, IoKind
+from vllm_nvmeof_offload.pool.format import read_superblock
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.pool.superblock import read_superblock
 
 from .rig import Rig, content, name
 

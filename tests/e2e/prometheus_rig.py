@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
-from vllm_nvmeof_bench.servers.processes import ReservedPort
+from vllm_nvmeof_bench.servers.server import ReservedPort
 
 from tests.fabric.rig.packages import RigUnavailableError, apt_in, locked, run_tool, unpack
 

@@ -15,7 +15,7 @@ from typing import Self
 import msgspec
 import zmq
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
-from vllm_nvmeof_bench.servers.processes import ReservedPort
+from vllm_nvmeof_bench.servers.server import ReservedPort
 
 CPU, STORAGE = "CPU", "STORAGE"
 _POLL_MS = 100

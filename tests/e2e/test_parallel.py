@@ -19,9 +19,8 @@ from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 from tests.e2e import faults_rig as rig
 from tests.e2e import parallel_rig as par
 from tests.e2e.parallel_rig import FAILED, HITS, LOADED
+from vllm_nvmeof_offload.pool.format import decode_table, read_superblock
 from vllm_nvmeof_offload.pool.recovery import read_table
-from vllm_nvmeof_offload.pool.superblock import read_superblock
-from vllm_nvmeof_offload.pool.table import decode_table
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
 SUSPECT = "vllm:nvmeof_suspect_targets"

@@ -14,8 +14,14 @@ from pathlib import Path
 import pytest
 from vllm_nvmeof_bench.demo.report import LOGPROB_TOLERANCE, Comparison, compare
 from vllm_nvmeof_bench.demo.runs import Runs, Session
-from vllm_nvmeof_bench.demo.sizes import BLOCK_TOKENS, offload_spec, server_spec
-from vllm_nvmeof_bench.demo.workload import CrowdPlan, Plan, Turn
+from vllm_nvmeof_bench.demo.workload import (
+    BLOCK_TOKENS,
+    CrowdPlan,
+    Plan,
+    Turn,
+    offload_spec,
+    server_spec,
+)
 from vllm_nvmeof_bench.servers.client import Metrics
 from vllm_nvmeof_bench.servers.model import make_model
 from vllm_nvmeof_bench.servers.server import OffloadSpec

@@ -25,8 +25,8 @@ from tests.fabric.loadspec import LoadSpec, OpEnd
 from vllm_nvmeof_offload.copy.base import Descriptors
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.io.choose import IoLimits, choose_io_engine
-from vllm_nvmeof_offload.manager.policy import LruPolicy
-from vllm_nvmeof_offload.manager.targets import Targets
+from vllm_nvmeof_offload.manager.eviction import LruPolicy
+from vllm_nvmeof_offload.manager.tiers import Targets
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
@@ -43,12 +43,10 @@ from vllm_nvmeof_offload.protocol import (
     WriteCommand,
 )
 from vllm_nvmeof_offload.staging import Staging
-from vllm_nvmeof_offload.targets.attachments import Attachments
 from vllm_nvmeof_offload.targets.health import TargetHealth
-from vllm_nvmeof_offload.targets.reattach import Caretaker
-from vllm_nvmeof_offload.targets.watch import TargetWatch
+from vllm_nvmeof_offload.targets.reattach import Attachments, Caretaker, TargetWatch
 from vllm_nvmeof_offload.units import KIB, MIB
-from vllm_nvmeof_offload.worker.iopump import PumpConfig
+from vllm_nvmeof_offload.worker.io_scheduler import PumpConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
 

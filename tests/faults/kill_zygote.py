@@ -20,7 +20,7 @@ from typing import Any
 
 from vllm_nvmeof_offload.errors import OK, Outcome
 from vllm_nvmeof_offload.io import threads
-from vllm_nvmeof_offload.io.transfer import SlotFiles, write_slot
+from vllm_nvmeof_offload.io.threads import SlotFiles, write_slot
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import SlotIdentity
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from vllm_nvmeof_offload.io.base import Completion, IoKind, IoOp
+from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.pool.table import ENTRY_BYTES
 from vllm_nvmeof_offload.protocol import IoClass, SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import OK, Outcome
-from vllm_nvmeof_offload.fabric.mounts import mount_of, read_mounts
+from vllm_nvmeof_offload.fabric.discover import mount_of, read_mounts
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import (
     Command,
@@ -25,11 +25,9 @@ from vllm_nvmeof_offload.protocol import (
     VerdictReport,
     WriteCommand,
 )
-from vllm_nvmeof_offload.targets.attachments import Attachments
 from vllm_nvmeof_offload.targets.health import TargetHealth, Verdict
-from vllm_nvmeof_offload.targets.reattach import Caretaker
-from vllm_nvmeof_offload.targets.watch import TargetWatch
-from vllm_nvmeof_offload.worker.iopump import PumpConfig
+from vllm_nvmeof_offload.targets.reattach import Attachments, Caretaker, TargetWatch
+from vllm_nvmeof_offload.worker.io_scheduler import PumpConfig
 from vllm_nvmeof_offload.worker.pipeline import StagingMap, TransferPipeline
 from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
 

@@ -21,7 +21,7 @@ from vllm_nvmeof_offload.errors import (
     OutcomeKind,
     io_error,
 )
-from vllm_nvmeof_offload.io.transfer import SlotFiles, read_slot
+from vllm_nvmeof_offload.io.threads import SlotFiles, read_slot
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.units import HEADER_BYTES
 

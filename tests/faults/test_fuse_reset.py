@@ -13,8 +13,8 @@ import pytest
 
 from tests.wait import wait_until
 from vllm_nvmeof_offload.errors import DEADLINE, OK
+from vllm_nvmeof_offload.pool.format import read_superblock
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.pool.superblock import read_superblock
 
 from .fuse_mount import FaultyMount
 from .kit import adopted, make_spec, name

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_nvmeof_offload.io.transfer import SlotFiles, write_slot
+from vllm_nvmeof_offload.io.threads import SlotFiles, write_slot
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import SlotIdentity
 

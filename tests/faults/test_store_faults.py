@@ -17,9 +17,19 @@ import numpy as np
 import pytest
 
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE, Outcome
-from vllm_nvmeof_offload.io import transfer
-from vllm_nvmeof_offload.pool import layout, pool, prepare, recovery, superblock_writer
-from vllm_nvmeof_offload.pool.layout import SlotPlace
+from vllm_nvmeof_offload.io import threads
+from vllm_nvmeof_offload.pool import format as pool_format
+from vllm_nvmeof_offload.pool import (
+    pool,
+    recovery,
+)
+from vllm_nvmeof_offload.pool import (
+    pool as superblock_writer,
+)
+from vllm_nvmeof_offload.pool import (
+    recovery as prepare,
+)
+from vllm_nvmeof_offload.pool.format import SlotPlace
 from vllm_nvmeof_offload.pool.slab import Slab
 from vllm_nvmeof_offload.protocol import AdoptedEntries, SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES
@@ -61,7 +71,7 @@ def verify_without(
     def verify(
         slot: memoryview, identity: SlotIdentity, payload_bytes: int, at: SlotPlace
     ) -> Outcome:
-        header = layout.parse_header(slot[:HEADER_BYTES])
+        header = pool_format.parse_header(slot[:HEADER_BYTES])
         if header is None:
             return CHECKSUM_MISMATCH
         found = header.identity
@@ -72,7 +82,7 @@ def verify_without(
         at = at._replace(**{field: getattr(header.place, field) for field in place})
         if found != wanted or header.place != at:
             return STALE
-        return layout.verify(slot, found, payload_bytes, at) if crc else OK
+        return pool_format.verify(slot, found, payload_bytes, at) if crc else OK
 
     return verify
 
@@ -128,17 +138,17 @@ def play_many(lies: bool = False) -> None:
 
 #: What is broken: where, what, and by what.
 BROKEN: dict[str, tuple[object, str, object]] = {
-    "payload CRC not checked": (transfer, "verify", verify_without(crc=False)),
-    "generation not compared": (transfer, "verify", verify_without(generation=False)),
-    "key not compared": (transfer, "verify", verify_without(key=False, generation=False)),
+    "payload CRC not checked": (threads, "verify", verify_without(crc=False)),
+    "generation not compared": (threads, "verify", verify_without(generation=False)),
+    "key not compared": (threads, "verify", verify_without(key=False, generation=False)),
     "place not compared": (
-        transfer,
+        threads,
         "verify",
         verify_without(place=("pool_uuid", "rank", "pool_slot")),
     ),
-    "pool not compared": (transfer, "verify", verify_without(place=("pool_uuid",))),
+    "pool not compared": (threads, "verify", verify_without(place=("pool_uuid",))),
     "place not compared in recovery": (recovery, "scan_headers", headers_of_any_place),
-    "no CRC in slots": (layout, "crc32c", lambda data: 0),
+    "no CRC in slots": (pool_format, "crc32c", lambda data: 0),
     "epoch ignored": (recovery, "decode_table", decode_with(epochs=lambda count: Equal())),
     "adoptable ignored": (
         recovery,
@@ -153,7 +163,7 @@ BROKEN: dict[str, tuple[object, str, object]] = {
     "a failed reset's writes adoptable": (
         pool,
         "Stamp",
-        lambda epoch, adoptable: layout.Stamp(epoch, True),
+        lambda epoch, adoptable: pool_format.Stamp(epoch, True),
     ),
     "wipe leaves slab and table": (Slab, "wipe", keep_the_files),
     "superblock of a start not written": (
@@ -161,7 +171,7 @@ BROKEN: dict[str, tuple[object, str, object]] = {
         "write_superblock",
         lambda directory, superblock: None,
     ),
-    "every load misses": (transfer, "verify", lambda *slot: CHECKSUM_MISMATCH),
+    "every load misses": (threads, "verify", lambda *slot: CHECKSUM_MISMATCH),
     "nothing is adopted": (pool, "adopt_entries", adopt_nothing),
     "lost entries not recovered": (recovery, "scan_headers", no_headers),
 }

@@ -17,11 +17,11 @@ import pytest
 
 from tests.small_disk import tmpfs
 from vllm_nvmeof_offload.errors import DEADLINE, OK, Outcome, io_error
+from vllm_nvmeof_offload.pool.format import read_superblock
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.pool.superblock import read_superblock
 from vllm_nvmeof_offload.targets import reattach
 from vllm_nvmeof_offload.targets.health import FAILED_SLOTS_MAX, FAILURES_MAX, PathStates, Verdict
-from vllm_nvmeof_offload.targets.watch import TargetWatch
+from vllm_nvmeof_offload.targets.reattach import TargetWatch
 from vllm_nvmeof_offload.units import MIB
 
 from .fuse_mount import FaultyMount

@@ -15,7 +15,7 @@ from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.cuda import Readiness
 from vllm_nvmeof_offload.copy.pinning import StagingPinning
 from vllm_nvmeof_offload.copy.select import Backend
-from vllm_nvmeof_offload.staging_map import StagingMap
+from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import MIB
 
 ROUNDS = 20

@@ -14,10 +14,10 @@ pytest.importorskip("pydantic", reason="the configuration needs it")
 
 from tests.gpu.device import Device
 from vllm_nvmeof_offload.config import parse_config
-from vllm_nvmeof_offload.copy import gpu
-from vllm_nvmeof_offload.copy.device import KvDevice
+from vllm_nvmeof_offload.copy import choose as gpu
+from vllm_nvmeof_offload.copy.choose import KvDevice
+from vllm_nvmeof_offload.copy.cuda import KernelCopier
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
-from vllm_nvmeof_offload.copy.kernel import KernelCopier
 from vllm_nvmeof_offload.copy.select import Backend
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.io.choose import IoLimits, choose_io_engine
@@ -33,7 +33,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import slot_stride_bytes
-from vllm_nvmeof_offload.worker.iopump import PumpConfig
+from vllm_nvmeof_offload.worker.io_scheduler import PumpConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 
 ROUNDS, CHUNKS, PER_CHUNK, PAGE_BYTES = 100, 4, 2, 36_864

@@ -15,7 +15,7 @@ from tests.gpu.device import Device
 from tests.gpu.rig import Rig
 from vllm_nvmeof_offload.copy.base import Descriptors
 from vllm_nvmeof_offload.copy.select import Backend
-from vllm_nvmeof_offload.io.none import NoIoEngine
+from vllm_nvmeof_offload.io.base import NoIoEngine
 from vllm_nvmeof_offload.protocol import (
     LoadChunk,
     LoadCommand,
@@ -23,7 +23,7 @@ from vllm_nvmeof_offload.protocol import (
     StoreChunk,
     StoreCommand,
 )
-from vllm_nvmeof_offload.worker.iopump import PumpConfig
+from vllm_nvmeof_offload.worker.io_scheduler import PumpConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_nvmeof_offload.manager.index import Index, State
-from vllm_nvmeof_offload.manager.plan import Source
-from vllm_nvmeof_offload.manager.residency import ResidencyLog
+from vllm_nvmeof_offload.manager.kv_events import ResidencyLog
+from vllm_nvmeof_offload.manager.types import Source
 
 from .mutants import Patch, mutant
 

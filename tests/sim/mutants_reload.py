@@ -7,10 +7,9 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_nvmeof_offload.manager.ledger import Op
-from vllm_nvmeof_offload.manager.reload import ReloadScheduler
-from vllm_nvmeof_offload.manager.resumes import ResumeCounter
-from vllm_nvmeof_offload.manager.shelf import Shelf
-from vllm_nvmeof_offload.manager.slots import SlotPool
+from vllm_nvmeof_offload.manager.prefetch import ReloadScheduler, Shelf
+from vllm_nvmeof_offload.manager.requests import ResumeCounter
+from vllm_nvmeof_offload.manager.tiers import SlotPool
 
 from .mutants import Patch, mutant
 

@@ -6,9 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_nvmeof_offload.worker.fair_queue import FairQueue
-from vllm_nvmeof_offload.worker.iopump import IoPump
-from vllm_nvmeof_offload.worker.lanes import Lane, Line
-from vllm_nvmeof_offload.worker.streams import StreamSlots
+from vllm_nvmeof_offload.worker.io_scheduler import IoPump, Lane, Line
+from vllm_nvmeof_offload.worker.slots import StreamSlots
 from vllm_nvmeof_offload.worker.tasks import Job, Task
 
 from .mutants import Patch, mutant

@@ -13,9 +13,9 @@ from vllm_nvmeof_offload.manager.index import State
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op
 from vllm_nvmeof_offload.manager.writes import WriteBehind
 from vllm_nvmeof_offload.protocol import AdoptedEntries, OpReport
-from vllm_nvmeof_offload.worker.gates import Grant, SlotGates
-from vllm_nvmeof_offload.worker.iopump import IoEvent
+from vllm_nvmeof_offload.worker.io_scheduler import IoEvent
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
+from vllm_nvmeof_offload.worker.slots import Grant, SlotGates
 from vllm_nvmeof_offload.worker.tasks import Step, Task
 
 from .mutants import Patch, mutant

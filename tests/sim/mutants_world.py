@@ -9,9 +9,9 @@ from typing import Any
 from vllm_nvmeof_offload.errors import CANCELLED, Outcome
 from vllm_nvmeof_offload.manager import core
 from vllm_nvmeof_offload.protocol import ResetCommand
-from vllm_nvmeof_offload.worker.gates import SlotGates
-from vllm_nvmeof_offload.worker.iopump import IoPump
+from vllm_nvmeof_offload.worker.io_scheduler import IoPump
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
+from vllm_nvmeof_offload.worker.slots import SlotGates
 from vllm_nvmeof_offload.worker.tasks import JobKind, Task
 
 from .mutants import Patch, mutant

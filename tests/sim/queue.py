@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 from vllm_nvmeof_offload.manager.core import ManagerCore
-from vllm_nvmeof_offload.manager.resumes import Resume
-from vllm_nvmeof_offload.manager.waiting import Queue, WaitingRequests
+from vllm_nvmeof_offload.manager.requests import Queue, Resume, WaitingRequests
 
 from .base import Clock, Knobs, Violation
 from .requests import BlockPool, Request

@@ -20,7 +20,7 @@ from vllm_nvmeof_offload.protocol import (
     WriteCommand,
 )
 from vllm_nvmeof_offload.units import HEADER_BYTES
-from vllm_nvmeof_offload.worker.iopump import PumpConfig
+from vllm_nvmeof_offload.worker.io_scheduler import PumpConfig
 from vllm_nvmeof_offload.worker.pipeline import StagingMap, TransferPipeline
 from vllm_nvmeof_offload.worker.tasks import FinishedJob
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_nvmeof_offload.manager.policy_choice import POLICIES
-from vllm_nvmeof_offload.manager.recency import CREDITED
+from vllm_nvmeof_offload.manager.eviction import POLICIES
+from vllm_nvmeof_offload.manager.types import CREDITED
 
 from .world import play
 

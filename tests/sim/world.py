@@ -8,11 +8,9 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from vllm_nvmeof_offload.manager.admission import AdmissionConfig
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
-from vllm_nvmeof_offload.manager.plan import WritePolicy
-from vllm_nvmeof_offload.manager.policy_choice import choose_policy, credit_share
-from vllm_nvmeof_offload.manager.recency import CREDITED
+from vllm_nvmeof_offload.manager.eviction import choose_policy, credit_share
+from vllm_nvmeof_offload.manager.types import CREDITED, AdmissionConfig, WritePolicy
 
 from .base import Clock, Knobs, Trace, Violation
 from .memory import Tag

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from vllm_nvmeof_bench.demo.sizes import model_shape
+from vllm_nvmeof_bench.demo.workload import model_shape
 from vllm_nvmeof_bench.servers import engine
 from vllm_nvmeof_bench.servers.server import OffloadSpec, ServerSpec
 

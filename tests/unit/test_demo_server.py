@@ -12,8 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from vllm_nvmeof_bench.servers.processes import ReservedPort, group_alive
-from vllm_nvmeof_bench.servers.server import Server, ServerError, ServerSpec
+from vllm_nvmeof_bench.servers.server import (
+    ReservedPort,
+    Server,
+    ServerError,
+    ServerSpec,
+    group_alive,
+)
 
 from tests.wait import wait_until
 

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_nvmeof_offload.cli import app
-from vllm_nvmeof_offload.commands.doctor import host_checks, measure
-from vllm_nvmeof_offload.fabric.findings import Finding, Severity, worst
+from vllm_nvmeof_offload.commands.doctor import host, measure
+from vllm_nvmeof_offload.fabric.machine import Finding, Severity, worst
 from vllm_nvmeof_offload.fabric.topology import TargetFabric
 
 
@@ -98,8 +98,8 @@ def test_a_target_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 def test_a_missing_native_core_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_checks, "core", None)
-    monkeypatch.setattr(host_checks, "WHY_NOT", "the native I/O core does not load: no such file")
+    monkeypatch.setattr(host, "core", None)
+    monkeypatch.setattr(host, "WHY_NOT", "the native I/O core does not load: no such file")
     found = findings("--target", tmp_path, code=1)
     assert found["native_core"]["severity"] == "warning"
     assert "no such file" in found["native_core"]["evidence"]
@@ -119,7 +119,7 @@ def test_small_pages_are_a_warning(tmp_path: Path, text: str | None, severity: S
     setting = tmp_path / "enabled"
     if text is not None:
         setting.write_text(text)
-    found = host_checks.check_huge_pages(setting)
+    found = host.check_huge_pages(setting)
     assert found.severity is severity
     assert ("echo madvise" in found.remedy) == (severity is Severity.WARNING)
 

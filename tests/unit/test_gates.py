@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_nvmeof_offload.protocol import SlotIdentity
-from vllm_nvmeof_offload.worker.gates import SlotGates
+from vllm_nvmeof_offload.worker.slots import SlotGates
 
 A, B = SlotIdentity(b"a", 1), SlotIdentity(b"a", 2)
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from vllm_nvmeof_offload.io.base import IoKind, IoOp
-from vllm_nvmeof_offload.io.queues import Limits, OpState, Queues
+from vllm_nvmeof_offload.io.threads import Limits, OpState, Queues
 from vllm_nvmeof_offload.protocol import IoClass, SlotIdentity
 
 SLOT = 1000

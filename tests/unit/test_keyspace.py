@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from vllm_nvmeof_offload.pool.format import SLOT_LAYOUT
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
-from vllm_nvmeof_offload.pool.layout import SLOT_LAYOUT
 
 
 def test_a_digest_depends_on_every_fact_and_not_on_their_order() -> None:

@@ -11,16 +11,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE, PoolFormatError
-from vllm_nvmeof_offload.pool.layout import (
+from vllm_nvmeof_offload.pool.format import (
+    ENTRY_BYTES,
     KEY_BYTES_MAX,
     SlotPlace,
     Stamp,
+    Superblock,
+    decode_table,
+    encode_entry,
     parse_header,
     seal,
     verify,
 )
-from vllm_nvmeof_offload.pool.superblock import Superblock
-from vllm_nvmeof_offload.pool.table import ENTRY_BYTES, decode_table, encode_entry
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, slot_stride_bytes
 

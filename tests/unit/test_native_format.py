@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE
 from vllm_nvmeof_offload.native import WHY_NOT, core
-from vllm_nvmeof_offload.pool.layout import SlotPlace, Stamp, seal, verify
-from vllm_nvmeof_offload.pool.table import ENTRY_BYTES, crcs_in_python, decode_table, encode_entry
+from vllm_nvmeof_offload.pool.format import (
+    ENTRY_BYTES,
+    SlotPlace,
+    Stamp,
+    crcs_in_python,
+    decode_table,
+    encode_entry,
+    seal,
+    verify,
+)
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import slot_stride_bytes
 

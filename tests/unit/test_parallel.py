@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_nvmeof_offload.errors import ConfigError
-from vllm_nvmeof_offload.vllm_adapter.parallel import (
+from vllm_nvmeof_offload.vllm_adapter.supported import (
     Replica,
     count_nodes,
     note_replicas,

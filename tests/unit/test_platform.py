@@ -10,7 +10,7 @@ import pytest
 
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.errors import ConfigError
-from vllm_nvmeof_offload.vllm_adapter.platform_check import refuse_platform
+from vllm_nvmeof_offload.vllm_adapter.supported import refuse_platform
 
 
 def platform(kind: str) -> SimpleNamespace:

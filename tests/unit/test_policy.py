@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_nvmeof_offload.manager import policy as policy_module
-from vllm_nvmeof_offload.manager.policy import LruPolicy
+from vllm_nvmeof_offload.manager import eviction as policy_module
+from vllm_nvmeof_offload.manager.eviction import LruPolicy
 
 SLOTS = 7
 _SLOTS = st.integers(0, SLOTS - 1)

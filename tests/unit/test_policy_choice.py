@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from vllm_nvmeof_offload.errors import ConfigError
-from vllm_nvmeof_offload.manager.policy import LruPolicy
-from vllm_nvmeof_offload.manager.policy_choice import POLICIES, choose_policy, try_policy
+from vllm_nvmeof_offload.manager.eviction import POLICIES, LruPolicy, choose_policy, try_policy
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODULE = """
-from vllm_nvmeof_offload.manager.policy import LruPolicy
+from vllm_nvmeof_offload.manager.eviction import LruPolicy
 
 class Good(LruPolicy):
     pass

@@ -18,7 +18,7 @@ import pytest
 
 from vllm_nvmeof_offload.errors import PoolLockedError
 from vllm_nvmeof_offload.names import LOGGER_NAME
-from vllm_nvmeof_offload.pool import silence
+from vllm_nvmeof_offload.pool import lock as silence
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.lock import DirectoryLock, Heartbeat, Holder, read_holder
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_nvmeof_offload.manager.resumes import Resume, ResumeCounter
+from vllm_nvmeof_offload.manager.requests import Resume, ResumeCounter
 
 
 def _step(

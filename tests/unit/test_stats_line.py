@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="the line is vLLM's")
 
+from vllm_nvmeof_offload.connector import OffloadingStats
 from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES
-from vllm_nvmeof_offload.vllm_adapter.stats import OffloadingStats
 
 
 def test_the_line_has_what_happened() -> None:

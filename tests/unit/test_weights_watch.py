@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from vllm_nvmeof_offload.errors import IntegrationError
-from vllm_nvmeof_offload.vllm_adapter import weights_watch
-from vllm_nvmeof_offload.vllm_adapter.adapters import Adapters
+from vllm_nvmeof_offload.vllm_adapter import lifecycle
+from vllm_nvmeof_offload.vllm_adapter.weights import Adapters
 
 
 class Connector:
@@ -44,19 +44,19 @@ def engine(connector: Any, loads: Callable[[], object] = bool) -> Any:
         def add_request(self, request: Any, request_wave: int = 0) -> None:
             pass
 
-    weights_watch.install(EngineCore)
-    weights_watch.install(EngineCore)  # wrapped once, so told once
+    lifecycle.install(EngineCore)
+    lifecycle.install(EngineCore)  # wrapped once, so told once
     return EngineCore()
 
 
-@pytest.mark.parametrize("method", sorted(weights_watch.KNOWN_TO_CHANGE))
+@pytest.mark.parametrize("method", sorted(lifecycle.KNOWN_TO_CHANGE))
 def test_what_changes_weights_is_told_as_known(method: str) -> None:
     connector = Connector()
     assert engine(connector).collective_rpc(method, 2.0, ("x",)) == [method, 2.0, ("x",)]
     assert connector.told == [(method, True)]
 
 
-@pytest.mark.parametrize("method", sorted(weights_watch.HARMLESS))
+@pytest.mark.parametrize("method", sorted(lifecycle.HARMLESS))
 def test_what_changes_none_is_not_told(method: str) -> None:
     connector = Connector()
     assert engine(connector).collective_rpc(method) == [method, None, ()]
@@ -184,4 +184,4 @@ def test_an_engine_before_its_scheduler_is_made() -> None:
 
 def test_an_engine_that_is_not_as_expected_is_refused() -> None:
     with pytest.raises(IntegrationError, match="EngineCore has no collective_rpc"):
-        weights_watch.install(type("EngineCore", (), {}))
+        lifecycle.install(type("EngineCore", (), {}))

@@ -12,34 +12,358 @@ the fence's event.
 What the caller guarantees (the pipeline's gates do): when a load is submitted, its staging
 bytes are complete in the host's eyes, and nothing else uses the staging bytes of a ticket in
 flight.
+
+Wakes the pipeline when copies finish or fences pass, by a thread that sleeps meanwhile.
+
+The pipeline's thread sleeps on file descriptors, and an event of CUDA's is none. Only the
+engine's `poll` says what has finished; this says when to ask.
+
+Copies by the GPU's copy engines: one driver call for many pieces, where the driver has it.
+
+Copies by a kernel on a few multiprocessors, for fragments too small for the copy engines.
+
+One direction of a GPU's copies: its stream, and the tickets that the GPU works on.
+
+Points on the model's stream that copies come after, and who has to know that one has passed.
+
+All fences of an engine are recorded on one stream, so they pass in the order in which they were
+recorded. The oldest that has not passed therefore stands for all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import enum
 import errno
 import logging
+import queue
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_nvmeof_offload.copy.base import Descriptors, Direction
-from vllm_nvmeof_offload.copy.bell import Bell
-from vllm_nvmeof_offload.copy.descriptors import coalesce
-from vllm_nvmeof_offload.copy.dma import DmaCopier
-from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
-from vllm_nvmeof_offload.copy.fences import Fence, Fences
-from vllm_nvmeof_offload.copy.kernel import KernelCopier, Table
-from vllm_nvmeof_offload.copy.lane import Flight, Lane, Ticket
+from vllm_nvmeof_offload.copy.base import (
+    DESCRIPTORS_MAX,
+    Descriptors,
+    Direction,
+    address_of,
+    coalesce,
+    sides,
+)
+from vllm_nvmeof_offload.copy.driver import ORDER_ANY, ORDER_STREAM, Cuda, CudaError
 from vllm_nvmeof_offload.copy.select import Backend
-from vllm_nvmeof_offload.errors import Outcome, OutcomeKind
+from vllm_nvmeof_offload.errors import OK, Outcome, OutcomeKind
 from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload.units import KIB, MIB
 
-__all__ = ["Copiers", "CudaCopyEngine", "Readiness", "StagingPins"]
+__all__ = [
+    "BLOCKS_MAX",
+    "LAUNCH_BYTES_MAX",
+    "PART_BYTES_MAX",
+    "Bell",
+    "Copiers",
+    "CudaCopyEngine",
+    "DmaCopier",
+    "Fence",
+    "Fences",
+    "Flight",
+    "KernelCopier",
+    "Lane",
+    "Readiness",
+    "StagingPins",
+    "Table",
+    "Ticket",
+    "Watched",
+    "cut",
+]
+
+
+class Watched(Protocol):
+    """rung: the bell does not need `event` any more."""
+
+    event: int
+    rung: bool
+
+
+class Bell:
+    """One thread, which blocks in the driver until the oldest copy is done."""
+
+    def __init__(self, cuda: Cuda, on_done: Callable[[], None], name: str) -> None:
+        self._cuda = cuda
+        self._on_done = on_done
+        self._queue: queue.SimpleQueue[Watched | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def watch(self, flight: Watched) -> None:
+        """Call `on_done` when its event is done. Flights must be given in stream order."""
+        self._queue.put(flight)
+
+    def close(self) -> None:
+        """Only when all that is watched is done: this waits for it."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        with contextlib.suppress(CudaError):  # then every wait below fails, and rings
+            self._cuda.enter_own_thread()
+        while (flight := self._queue.get()) is not None:
+            with contextlib.suppress(CudaError):  # `poll` sees the same error, and says so
+                self._cuda.synchronize_event(flight.event)
+            flight.rung = True
+            del flight  # before the call: whoever is told may use its event again
+            self._on_done()
+
+
+class DmaCopier:
+    """Has no state of its own."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+
+    def copy(
+        self, direction: Direction, pieces: Descriptors, stream: int, *, overlap: bool = False
+    ) -> None:
+        """Submit to `stream`; pieces as of `coalesce`.
+
+        overlap: set CUDA 13.1's hint that copies should overlap with compute; a driver without
+        the batch call has none.
+
+        A store reads what the model's kernels write: the source in the stream's order, after
+        the fence. A load reads staging, which no kernel writes, and which the host has seen
+        complete (protocol rule 3): the driver may read it at once.
+        """
+        destinations, sources, sizes = sides(direction, pieces)
+        if not self._cuda.has_batch:
+            for one in zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+                self._cuda.copy(*one, stream)
+            return
+        order = ORDER_STREAM if direction is Direction.STORE else ORDER_ANY
+        tables = [address_of(column) for column in (destinations, sources, sizes)]
+        for start in range(0, len(sizes), DESCRIPTORS_MAX):
+            count = min(DESCRIPTORS_MAX, len(sizes) - start)
+            first, second, third = (table + start * sizes.itemsize for table in tables)
+            self._cuda.copy_batch((first, second, third), count, stream, order, overlap)
+
+
+_THREADS = 512
+_LANES = 32
+#: What one warp copies in one go; a multiple of 16, so that parts are aligned as their piece is.
+PART_BYTES_MAX = 16 * KIB
+#: Of one launch. Its blocks stay where they are until it ends, and what the model launches for
+#: their multiprocessors waits: 8 MiB take 0.15 ms at 55 GB/s.
+LAUNCH_BYTES_MAX = 8 * MIB
+#: Thread blocks of one launch: `bench copy --parts sweep` says what more or fewer would do.
+BLOCKS_MAX = 8
+_TABLES = 16
+_ROW_BYTES = 3 * 8
+_TABLE_BYTES = DESCRIPTORS_MAX * _ROW_BYTES
+
+
+class Table:
+    """Room for 4096 parts, in pinned memory that the kernel reads; one launch or several."""
+
+    def __init__(self, address: int, idle: deque[Table]) -> None:
+        self.address = address
+        self._idle = idle
+        memory = (ctypes.c_uint64 * (DESCRIPTORS_MAX * 3)).from_address(address)
+        self.rows = np.ctypeslib.as_array(memory).reshape(DESCRIPTORS_MAX, 3)
+
+    def give_back(self) -> None:
+        """Only when the kernel has finished."""
+        self._idle.append(self)
+
+
+class KernelCopier:
+    """blocks_max: thread blocks of one launch. Few, so that the model keeps the others.
+
+    tables: of 4096 parts each; a transfer takes as many as it needs, at least one.
+    """
+
+    def __init__(
+        self, cuda: Cuda, kernel: int, blocks_max: int = BLOCKS_MAX, tables: int = _TABLES
+    ) -> None:
+        self._cuda = cuda
+        self._kernel = kernel
+        self._blocks_max = blocks_max
+        self._memory = cuda.allocate_host(tables * _TABLE_BYTES)
+        self._idle: deque[Table] = deque()
+        for number in range(tables):
+            self._idle.append(Table(self._memory + number * _TABLE_BYTES, self._idle))
+
+    def copy(
+        self, direction: Direction, pieces: Descriptors, stream: int, used: list[Table]
+    ) -> bool:
+        """Submit to `stream`; False, and nothing done, if not enough tables are left.
+
+        Puts the tables that it uses into `used`, before the kernel sees them, also if it raises;
+        the caller gives them back when the stream has passed this point.
+        """
+        parts = cut(*sides(direction, pieces))
+        if -(-len(parts) // DESCRIPTORS_MAX) > len(self._idle):
+            return False
+        for start in range(0, len(parts), DESCRIPTORS_MAX):
+            rows = parts[start : start + DESCRIPTORS_MAX]
+            table = self._idle.popleft()
+            used.append(table)
+            table.rows[: len(rows)] = rows
+            self._launch(table.address, rows[:, 2], stream)
+        return True
+
+    def close(self) -> None:
+        """Only when nothing is under way."""
+        self._idle.clear()
+        self._cuda.free_host(self._memory)
+
+    def _launch(self, table: int, sizes: npt.NDArray[np.uint64], stream: int) -> None:
+        ends = np.cumsum(sizes)
+        first, done = 0, 0
+        while first < len(ends):
+            last = int(np.searchsorted(ends, np.uint64(done + LAUNCH_BYTES_MAX), side="right"))
+            count = last - first
+            blocks = min(self._blocks_max, -(-count * _LANES // _THREADS))
+            row = table + first * _ROW_BYTES
+            self._cuda.launch(self._kernel, blocks, _THREADS, stream, (row, count))
+            first, done = last, int(ends[last - 1])
+
+
+def cut(
+    destinations: npt.NDArray[np.uint64],
+    sources: npt.NDArray[np.uint64],
+    sizes: npt.NDArray[np.uint64],
+) -> npt.NDArray[np.uint64]:
+    """uint64[n, 3], (destination, source, bytes) of parts of at most `PART_BYTES_MAX`, in order."""
+    if int(sizes.max(initial=1)) <= PART_BYTES_MAX:
+        rows = np.empty((len(sizes), 3), np.uint64)
+        rows[:, 0], rows[:, 1], rows[:, 2] = destinations, sources, sizes
+        return rows
+    counts = (sizes + np.uint64(PART_BYTES_MAX - 1)) // np.uint64(PART_BYTES_MAX)
+    repeats = counts.astype(np.intp)
+    ends = np.cumsum(repeats)
+    numbers = np.arange(ends[-1]) - np.repeat(ends - repeats, repeats)
+    offsets = numbers.astype(np.uint64) * np.uint64(PART_BYTES_MAX)
+    rows = np.empty((len(offsets), 3), np.uint64)
+    rows[:, 0] = np.repeat(destinations, repeats) + offsets
+    rows[:, 1] = np.repeat(sources, repeats) + offsets
+    rows[:, 2] = np.minimum(np.repeat(sizes, repeats) - offsets, np.uint64(PART_BYTES_MAX))
+    return rows
+
+
+class Fence:
+    """One recording of an event, which serves another fence when nobody holds this one.
+
+    passed: the GPU was seen there.
+    """
+
+    __slots__ = ("_idle", "event", "number", "passed", "rung")
+
+    def __init__(self, event: int, number: int, idle: deque[int]) -> None:
+        self.event = event
+        self.number = number
+        self.passed = False
+        self.rung = False
+        self._idle = idle
+
+    def __del__(self) -> None:
+        self._idle.append(self.event)
+
+
+class Fences:
+    """Recorded by the model's thread; everything else is called by the engine's.
+
+    on_passed: called from a thread when an announced fence has passed; None: nobody is told.
+    """
+
+    def __init__(
+        self, cuda: Cuda, model_stream: Callable[[], int], on_passed: Callable[[], None] | None
+    ) -> None:
+        self._cuda = cuda
+        self._model_stream = model_stream
+        self._bell = Bell(cuda, on_passed, "nvmeof-fence-bell") if on_passed else None
+        self._idle: deque[int] = deque()
+        self._count = 0
+        # Oldest first: not seen to have passed, and of these the ones the bell does not know.
+        self._open: deque[Fence] = deque()
+        self._unannounced: deque[Fence] = deque()
+
+    def record(self) -> Fence:
+        """On the model's thread: at most two calls of the driver."""
+        self._cuda.make_current()
+        try:
+            event = self._idle.popleft()
+        except IndexError:
+            event = self._cuda.create_event()
+        self._count += 1
+        fence = Fence(event, self._count, self._idle)
+        self._cuda.record_event(event, self._model_stream())
+        self._open.append(fence)
+        self._unannounced.append(fence)
+        return fence
+
+    def look(self) -> None:
+        """See which fences have passed: mostly one call of the driver. Raises CudaError."""
+        while self._open and self._cuda.event_is_done(self._open[0].event):
+            self._open.popleft().passed = True
+        while self._unannounced and self._unannounced[0].passed:
+            self._unannounced.popleft()
+
+    def announce(self, fence: Fence) -> None:
+        """Ring when `fence` passes.
+
+        The bell also gets every older fence. Otherwise it would be waiting for this one when a
+        copy turns up that waits for an older one, and would ring too late for that copy.
+        """
+        while self._unannounced and self._unannounced[0].number <= fence.number:
+            older = self._unannounced.popleft()
+            if self._bell is not None:
+                self._bell.watch(older)
+
+    def close(self) -> list[int]:
+        """Only when the model's stream gets there: this waits. Returns the events to destroy."""
+        if self._bell is not None:
+            self._bell.close()
+        self._open.clear()
+        self._unannounced.clear()
+        return list(self._idle)
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What was submitted, its pieces coalesced."""
+
+    number: int
+    direction: Direction
+    pieces: Descriptors
+    fence: Fence
+
+
+@dataclass(slots=True)
+class Flight:
+    """One ticket that the GPU works on. recorded: `event` marks its end."""
+
+    ticket: int
+    event: int
+    outcome: Outcome = OK
+    recorded: bool = True
+    rung: bool = False
+    tables: list[Table] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Lane:
+    """One direction."""
+
+    stream: int
+    bell: Bell | None
+    flights: deque[Flight] = field(default_factory=deque)
+    #: Polled as finished; their events may be used again as soon as the bell has rung.
+    finished: deque[Flight] = field(default_factory=deque)
+
 
 logger = logging.getLogger(LOGGER_NAME)
 

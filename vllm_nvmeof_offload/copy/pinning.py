@@ -22,7 +22,7 @@ import numpy.typing as npt
 from vllm_nvmeof_offload.copy.cuda import Readiness
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
 from vllm_nvmeof_offload.names import LOGGER_NAME
-from vllm_nvmeof_offload.staging_map import StagingMap
+from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import MIB, format_bytes
 
 __all__ = ["REGISTERED_BYTES_MAX", "StagingPinning"]

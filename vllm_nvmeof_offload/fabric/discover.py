@@ -3,20 +3,23 @@
 
 Nothing here opens, stats or resolves the target itself, for on a hung mount that may never
 return. So a target is given as an absolute path without symbolic links.
+
+The mount table, and which mount a path is on, without touching any mounted file system.
 """
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
 
-from vllm_nvmeof_offload.fabric.blocks import block_stack, device_of_mount
-from vllm_nvmeof_offload.fabric.mounts import (
-    MOUNTINFO,
-    mount_of,
-    read_mounts,
+from vllm_nvmeof_offload.fabric.sysfs import (
+    block_stack,
+    device_of_mount,
+    namespace_at,
+    namespaces,
+    read_text,
 )
-from vllm_nvmeof_offload.fabric.nvme import namespace_at, namespaces
-from vllm_nvmeof_offload.fabric.sysfs import read_text
 from vllm_nvmeof_offload.fabric.topology import (
     ABSENT,
     ControllerState,
@@ -25,7 +28,99 @@ from vllm_nvmeof_offload.fabric.topology import (
     TargetFabric,
 )
 
-__all__ = ["discover", "find_namespace", "mount_points_of", "read_states"]
+__all__ = [
+    "MOUNTINFO",
+    "discover",
+    "find_namespace",
+    "mount_of",
+    "mount_points_of",
+    "parse_mountinfo",
+    "read_mounts",
+    "read_states",
+]
+
+
+MOUNTINFO = "/proc/self/mountinfo"
+_OCTAL = re.compile(r"\\([0-7]{3})")
+_DEVICE = re.compile(r"^[0-9]+:[0-9]+$")
+_NUMBER = re.compile(r"^[0-9]{1,20}$")
+
+
+def read_mounts(mountinfo: str = MOUNTINFO) -> list[Mount]:
+    """The mount table; empty where it cannot be read."""
+    try:
+        with open(mountinfo, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+            return parse_mountinfo(file.read())
+    except OSError:
+        return []
+
+
+def parse_mountinfo(text: str) -> list[Mount]:
+    """Parse /proc/<pid>/mountinfo (proc_pid_mountinfo(5)); a line that is none is left out."""
+    found = (_parse_line(line) for line in text.split("\n"))
+    return [mount for mount in found if mount is not None]
+
+
+def _parse_line(line: str) -> Mount | None:
+    # Between the options and "-" come any number of optional fields.
+    before, dash, after = line.partition(" - ")
+    fields, rest = before.split(" "), after.split(" ")
+    if not dash or len(fields) < 6 or len(rest) < 3:
+        return None
+    if not (_NUMBER.match(fields[0]) and _NUMBER.match(fields[1]) and _DEVICE.match(fields[2])):
+        return None
+    return Mount(
+        mount_id=int(fields[0]),
+        parent_id=int(fields[1]),
+        device=fields[2],
+        root=_unescape(fields[3]),
+        point=_unescape(fields[4]),
+        options=tuple(fields[5].split(",")),
+        file_system=_unescape(rest[0]),
+        source=_unescape(rest[1]),
+        super_options=tuple(rest[2].split(",")),
+    )
+
+
+def _unescape(field: str) -> str:
+    r"""Undo the kernel's \040 for blank, tab, newline, backslash and "#".
+
+    It escapes bytes, each below 128, so that each is one character here too.
+    """
+    return _OCTAL.sub(lambda match: chr(int(match.group(1), 8) & 0xFF), field)
+
+
+def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
+    """The mount that a look-up of `path` ends on.
+
+    path: absolute, without links. It is walked as the kernel does, from the root through the
+    mounts on top of it: the longest mount point alone would find mounts that others hide.
+    """
+    path = os.path.normpath(path)
+    ids = {mount.mount_id for mount in mounts}
+    roots = [
+        mount
+        for mount in mounts
+        if mount.point == "/" and (mount.parent_id not in ids or mount.parent_id == mount.mount_id)
+    ]
+    if not roots:
+        return None
+    here, left = roots[0], list(mounts)
+    while True:
+        # Each is taken once, so that a table that makes no sense has an end too.
+        left = [mount for mount in left if mount is not here]
+        on_top = [
+            mount
+            for mount in left
+            if mount.parent_id == here.mount_id and _covers(mount.point, path)
+        ]
+        if not on_top:
+            return here
+        here = min(on_top, key=lambda mount: len(mount.point))
+
+
+def _covers(point: str, path: str) -> bool:
+    return path == point or path.startswith(point.rstrip("/") + "/")
 
 
 def discover(target: str, sysfs: str = "/sys", mountinfo: str = MOUNTINFO) -> TargetFabric:

@@ -1,22 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads sysfs attributes. Devices come and go meanwhile: whatever fails is None, "unknown"."""
+"""Reads sysfs attributes. Devices come and go meanwhile: whatever fails is None, "unknown".
+
+NVMe in sysfs: from a namespace's block device to its subsystem, controllers and paths.
+
+With native multipath nvme0n1 is a head below the subsystem, and each path is a hidden device
+below its controller: nvme0c1n1 is the path of head nvme0n1 through controller nvme1. Without
+it nvme1n1 lies below controller nvme1, and is its own only path.
+
+The stack of block devices under a mount: partitions, device mapper and md, down to disks.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 
-from vllm_nvmeof_offload.fabric.topology import OFF, PcieLink
+from vllm_nvmeof_offload.fabric.topology import (
+    OFF,
+    BlockDevice,
+    Controller,
+    Mount,
+    Namespace,
+    Path,
+    PcieLink,
+    QueueLimits,
+    Subsystem,
+)
 
 __all__ = [
+    "block_stack",
     "children",
+    "device_of_mount",
+    "namespace_at",
+    "namespaces",
     "natural",
+    "read_limits",
     "read_number",
     "read_pcie_link",
+    "read_size",
     "read_text",
     "read_timeout",
     "resolve",
 ]
+
 
 #: No attribute is longer than a page; what is, is not one.
 _BYTES_MAX = 4096
@@ -105,3 +132,234 @@ def _speed(*parts: str) -> float | None:
     """GT/s, of "16.0 GT/s PCIe"."""
     match = _DECIMAL.match(read_text(*parts) or "")
     return float(match.group()) if match else None
+
+
+_SECTOR_BYTES = 512  # the unit of `size`, whatever the device's logical block is
+_DEVICES_MAX = 256
+_MAPPER = "/dev/mapper/"
+
+
+def device_of_mount(mount: Mount, sysfs: str) -> str | None:
+    """sysfs directory of the block device that is mounted; None if there is none.
+
+    btrfs and its like have a device number of their own: there the source's name tells.
+    """
+    if not mount.device.startswith("0:"):
+        return resolve(sysfs, "dev/block", mount.device)
+    if not mount.source.startswith("/dev/"):
+        return None
+    name = os.path.basename(mount.source)
+    if mount.source.startswith(_MAPPER):
+        blocks = os.path.join(sysfs, "class/block")
+        for device in children(blocks):
+            if device.startswith("dm-") and read_text(blocks, device, "dm/name") == name:
+                return resolve(blocks, device)
+    return resolve(sysfs, "class/block", name)
+
+
+def block_stack(top: str, sysfs: str) -> tuple[BlockDevice, ...]:
+    """`top` (a directory in sysfs) and all that lies under it, from the top down."""
+    found: dict[str, BlockDevice] = {}
+    waiting = [top]
+    while waiting and len(found) < _DEVICES_MAX:
+        path = waiting.pop(0)
+        if path in found:
+            continue
+        below = _below(path)
+        found[path] = _read_device(path, tuple(os.path.basename(one) for one in below))
+        waiting += below
+    return tuple(found.values())
+
+
+def _below(path: str) -> list[str]:
+    if os.path.exists(os.path.join(path, "partition")):
+        return [os.path.dirname(path)]
+    targets = [resolve(path, "slaves", name) for name in children(path, "slaves")]
+    return [target for target in targets if target is not None]
+
+
+def _read_device(path: str, over: tuple[str, ...]) -> BlockDevice:
+    name = os.path.basename(path)
+    return BlockDevice(name, _kind(path, name), path, read_size(path), read_limits(path), over)
+
+
+def _kind(path: str, name: str) -> str:
+    if os.path.exists(os.path.join(path, "partition")):
+        return "partition"
+    match = re.match(r"(dm-|md|loop)[0-9]", name)
+    return match.group(1).rstrip("-") if match else "disk"
+
+
+def read_size(path: str) -> int | None:
+    sectors = read_number(path, "size")
+    return None if sectors is None else sectors * _SECTOR_BYTES
+
+
+def read_limits(path: str) -> QueueLimits:
+    """Limits of a device; a partition has those of its disk."""
+    if os.path.exists(os.path.join(path, "partition")):
+        path = os.path.dirname(path)
+    return QueueLimits(
+        logical_block_bytes=read_number(path, "queue/logical_block_size"),
+        max_hw_sectors_kb=read_number(path, "queue/max_hw_sectors_kb"),
+        max_sectors_kb=read_number(path, "queue/max_sectors_kb"),
+        dma_alignment=read_number(path, "queue/dma_alignment"),
+    )
+
+
+_HEAD = re.compile(r"^nvme([0-9]+)n([0-9]+)$")
+_PATH = re.compile(r"^nvme([0-9]+)c[0-9]+n([0-9]+)$")
+_CONTROLLER = re.compile(r"^nvme[0-9]+$")
+_NONE = re.compile(r"^[0-]*$")  # an identifier of zeros alone is none
+
+
+def namespaces(sysfs: str) -> Iterator[Namespace]:
+    """All namespaces of this host, each block device once."""
+    for name in children(sysfs, "class/block"):
+        path = resolve(sysfs, "class/block", name)
+        found = namespace_at(path, sysfs) if path else None
+        if found is not None:
+            yield found
+
+
+def namespace_at(path: str, sysfs: str) -> Namespace | None:
+    """The namespace whose block device is at `path` in sysfs; None if it is no NVMe namespace."""
+    name = os.path.basename(path)
+    if not _HEAD.match(name):
+        return None
+    parent = resolve(path, "device") or os.path.dirname(path)
+    single = _CONTROLLER.match(os.path.basename(parent)) is not None
+    if single:
+        subsystem = _subsystem(_subsystem_of(os.path.basename(parent), sysfs), [parent])
+        paths = [_path(path, os.path.basename(parent))]
+    else:
+        controllers = _controllers_of(parent, sysfs)
+        subsystem = _subsystem(parent, controllers)
+        paths = [one for directory in controllers for one in _paths(directory, name)]
+    return Namespace(
+        device=name,
+        nsid=read_number(path, "nsid"),
+        wwid=read_text(path, "wwid"),
+        uuid=_identifier(path, "uuid"),
+        nguid=_identifier(path, "nguid"),
+        size_bytes=read_size(path),
+        limits=read_limits(path),
+        multipath=not single,
+        subsystem=subsystem,
+        paths=tuple(paths),
+    )
+
+
+def _identifier(*parts: str) -> str | None:
+    text = read_text(*parts)
+    return None if text is None or _NONE.match(text) else text
+
+
+def _subsystem_of(controller: str, sysfs: str) -> str | None:
+    directory = os.path.join(sysfs, "class/nvme-subsystem")
+    for name in children(directory):
+        if controller in children(directory, name):
+            return resolve(directory, name)
+    return None
+
+
+def _controllers_of(subsystem: str, sysfs: str) -> list[str]:
+    """Directories of a subsystem's controllers, which are links in it."""
+    names = [name for name in children(subsystem) if _CONTROLLER.match(name)]
+    found = [resolve(subsystem, name) or resolve(sysfs, "class/nvme", name) for name in names]
+    return [directory for directory in found if directory is not None]
+
+
+def _paths(controller: str, head: str) -> list[Path]:
+    """Paths of `head` through the controller in that directory: one, or none."""
+    wanted = _HEAD.match(head)
+    assert wanted is not None
+    found = []
+    for name in children(controller):
+        match = _PATH.match(name)
+        if match and match.groups() == wanted.groups():
+            found.append(_path(os.path.join(controller, name), os.path.basename(controller)))
+    return found
+
+
+def _path(directory: str, controller: str) -> Path:
+    return Path(
+        name=os.path.basename(directory),
+        controller=controller,
+        path=directory,
+        ana_state=read_text(directory, "ana_state"),
+        ana_group=read_number(directory, "ana_grpid"),
+    )
+
+
+def _subsystem(directory: str | None, controllers: list[str]) -> Subsystem:
+    """directory: None where it cannot be found; a controller knows the most of it too."""
+    places = [*([directory] if directory else []), *controllers]
+
+    def first(attribute: str) -> str | None:
+        return next(filter(None, (read_text(place, attribute) for place in places)), None)
+
+    return Subsystem(
+        name=os.path.basename(directory) if directory else None,
+        nqn=first("subsysnqn"),
+        iopolicy=read_text(directory, "iopolicy") if directory else None,
+        model=first("model"),
+        serial=first("serial"),
+        controllers=tuple(_controller(one) for one in controllers),
+    )
+
+
+def _controller(directory: str) -> Controller:
+    where = _address(read_text(directory, "address"))
+    return Controller(
+        name=os.path.basename(directory),
+        transport=read_text(directory, "transport"),
+        traddr=where.get("traddr"),
+        trsvcid=where.get("trsvcid"),
+        host_traddr=where.get("host_traddr"),
+        host_iface=where.get("host_iface"),
+        src_addr=where.get("src_addr"),
+        state=read_text(directory, "state"),
+        cntlid=read_number(directory, "cntlid"),
+        hostnqn=read_text(directory, "hostnqn"),
+        queue_count=read_number(directory, "queue_count"),
+        sqsize=read_number(directory, "sqsize"),
+        kato=read_number(directory, "kato"),
+        ctrl_loss_tmo=read_timeout(directory, "ctrl_loss_tmo"),
+        fast_io_fail_tmo=read_timeout(directory, "fast_io_fail_tmo"),
+        reconnect_delay=read_timeout(directory, "reconnect_delay"),
+        numa_node=read_number(directory, "numa_node"),
+        tls=_tls(directory),
+        dhchap=_dhchap(directory),
+        pcie=read_pcie_link(os.path.join(directory, "device")),
+    )
+
+
+def _address(text: str | None) -> dict[str, str]:
+    """Of "traddr=10.0.0.1,trsvcid=4420,…"; a PCI address has no "="."""
+    if text is None:
+        return {}
+    if "=" not in text:
+        return {"traddr": text}
+    pairs = (part.partition("=") for part in text.split(","))
+    return {name.strip(): value.strip() for name, _, value in pairs if value.strip()}
+
+
+def _tls(directory: str) -> str | None:
+    """On with the serial number of a key in use; the kernel shows an empty one without."""
+    key = read_text(directory, "tls_key")
+    if key is not None:
+        return "off" if _NONE.match(key) else "on"
+    try:
+        with open(os.path.join(directory, "tls_key"), encoding="ascii", errors="replace") as file:
+            return "off" if not file.read(1).strip("\0\n ") else None
+    except OSError:
+        return None
+
+
+def _dhchap(directory: str) -> str | None:
+    """Whether there is a secret, which goes no further than this function."""
+    secret = read_text(directory, "dhchap_secret")
+    if secret == "none":
+        return "off"
+    return "on" if secret is not None and secret.startswith("DHHC-1:") else None

@@ -14,19 +14,39 @@ errno 0 where no byte was moved.
   and after that writes the slot's table entry, so that a table entry never precedes its data.
 * A slot read reads the slot whole and verifies it against `identity`: bytes that do not
   prove themselves are CHECKSUM_MISMATCH (damaged) or STALE (intact, but another's).
+
+The I/O engine of a server without a pool: `pool_bytes: 0`, the CPU tier only.
+
+CPU affinity of I/O threads.
+
+vLLM's CPU worker binds its threads to cores for OpenMP, and a thread inherits the binding of
+the one that made it: eight I/O threads would then share one core with the model's busiest
+thread. They run wherever the process was allowed to when this module was imported, or its
+parent is, which nobody binds for OpenMP; a user's taskset or cpuset stays respected.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import errno
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from vllm_nvmeof_offload.errors import Outcome
+from vllm_nvmeof_offload.errors import OK, Outcome, io_error
 from vllm_nvmeof_offload.protocol import IoClass, SlotIdentity
 
-__all__ = ["Completion", "IoEngine", "IoKind", "IoOp"]
+__all__ = [
+    "Completion",
+    "IoEngine",
+    "IoKind",
+    "IoOp",
+    "NoIoEngine",
+    "allowed_cpus",
+    "unbind_this_thread",
+]
 
 
 class IoKind(enum.Enum):
@@ -95,3 +115,61 @@ class IoEngine(Protocol):
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Stop; True if nothing is left in flight (else threads and buffers are left behind)."""
+
+
+class NoIoEngine:
+    """Completes resets, refuses everything else with ENODEV."""
+
+    name = "none"
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._done: list[Completion] = []
+
+    def submit(self, ops: Sequence[IoOp]) -> int:
+        for op in ops:
+            outcome = OK if op.kind is IoKind.RESET else io_error(errno.ENODEV)
+            self._done.append(Completion(op.token, outcome))
+        os.eventfd_write(self._fd, 1)
+        return len(ops)
+
+    def cancel(self, tokens: Sequence[int]) -> None:
+        return
+
+    def replace_target(self, target: int) -> None:
+        return
+
+    def poll(self) -> list[Completion]:
+        done, self._done = self._done, []
+        if done:
+            os.eventfd_read(self._fd)
+        return done
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        os.close(self._fd)
+        return True
+
+
+def _find_allowed() -> frozenset[int]:
+    cpus: set[int] = set()
+    for pid in (0, os.getppid()):
+        with contextlib.suppress(OSError):
+            cpus |= os.sched_getaffinity(pid)
+    return frozenset(cpus)
+
+
+_ALLOWED = _find_allowed()
+
+
+def allowed_cpus() -> frozenset[int]:
+    """The CPUs on which I/O threads may run."""
+    return _ALLOWED
+
+
+def unbind_this_thread() -> None:
+    """Let the calling thread run on every CPU the process may use; failure is harmless."""
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, _ALLOWED)

@@ -8,25 +8,50 @@ has fired is kept in `<control file>.fired` (rank R's in `….fired.R`, from 1 o
 
 Values: `true` strikes always; a whole number strikes that many times from then on; a fraction
 is a probability. `read_delay_ms` and `write_delay_ms` are milliseconds.
+
+An engine with faults: wraps any other, for tests and for rehearsals on a running server.
+
+Errors are reported without asking the inner engine. A delayed or hanging operation is held
+here and keeps the contract of one that has started: past its deadline it yields DEADLINE at
+once and its release when the fault lets go. `flip_byte_on_read` damages the slab itself, so
+that the inner engine's own check must see it. The two negative controls change a payload
+*after* that check: wrong KV that the store cannot see, which a token test must.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
+import mmap
+import os
 import random
+import select
+import threading
 import time
+import weakref
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, ConfigError, io_error
+from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoKind, IoOp
 from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["KNOBS", "FaultPlan"]
+    from vllm_nvmeof_offload.pool.pool import Pool
+
+__all__ = [
+    "KNOBS",
+    "FaultPlan",
+    "FaultyIoEngine",
+]
+
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -172,3 +197,201 @@ def _checked(knobs: Mapping[str, object]) -> dict[str, bool | int | float]:
             raise ConfigError(name, value, "true, a count, a probability or milliseconds")
         checked[name] = value
     return checked
+
+
+_TICK_S = 0.005
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """An operation that a fault holds. hang: the knob, or "" for a delay until `until_s`.
+
+    exchanged: its target has other files by now, which it was not submitted to.
+    """
+
+    op: IoOp
+    hang: str
+    until_s: float
+    overdue: bool = False
+    exchanged: bool = False
+
+
+class FaultyIoEngine:
+    """Implements `io.base.IoEngine` over another one."""
+
+    def __init__(
+        self,
+        inner: IoEngine,
+        plan: FaultPlan,
+        pool: Pool,
+        memory: memoryview,
+        base_address: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """pool, memory (uint8, at `base_address`) and clock: those of `inner`."""
+        self.name = f"{inner.name} + faults"
+        self.plan = plan
+        self._inner = inner
+        self._pool = pool
+        self._memory = memory
+        self._base_address = base_address
+        self._clock = clock
+        self._held: list[_Held] = []
+        self._forwarded: dict[int, IoOp] = {}
+        self._completions: list[Completion] = []
+        self._last_payload: bytes | None = None
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._event_fd).atexit = False
+        # Readable when either the inner engine or this one has something to say.
+        self._epoll = select.epoll()
+        self._epoll.register(inner.fileno(), select.EPOLLIN)
+        self._epoll.register(self._event_fd, select.EPOLLIN)
+        self._closed = threading.Event()
+        threading.Thread(target=self._tick, name="io-faults", daemon=True).start()
+
+    @classmethod
+    def from_control_file(
+        cls, inner: IoEngine, control_path: Path, pool: Pool, memory: memoryview, base_address: int
+    ) -> FaultyIoEngine:
+        """Wrap `inner` with the faults of a control file, which may appear later."""
+        return cls(inner, FaultPlan(control_path=control_path), pool, memory, base_address)
+
+    def submit(self, ops: Sequence[IoOp]) -> int:
+        self.plan.refresh()
+        for accepted, op in enumerate(ops):
+            if not self._submit_one(op):
+                return accepted
+        return len(ops)
+
+    def _submit_one(self, op: IoOp) -> bool:
+        error = self._error_for(op)
+        if error:
+            self._complete(Completion(op.token, io_error(error)))
+            return True
+        held = self._hold(op)
+        if held is not None:
+            self._held.append(held)
+            return True
+        return self._forward(op)
+
+    def _error_for(self, op: IoOp) -> int:
+        if op.kind is IoKind.READ_SLOT and self.plan.strikes("read_eio"):
+            return errno.EIO
+        if op.kind is IoKind.WRITE_SLOT and self.plan.strikes("write_eio"):
+            return errno.EIO
+        if op.kind is IoKind.WRITE_SLOT and self.plan.strikes("enospc_writes"):
+            return errno.ENOSPC
+        return 0
+
+    def _hold(self, op: IoOp) -> _Held | None:
+        if op.kind is IoKind.RESET:
+            return None
+        what = "read" if op.kind is IoKind.READ_SLOT else "write"
+        if self.plan.strikes(f"hang_{what}s"):
+            return _Held(op, f"hang_{what}s", 0.0)
+        delay_ms = self.plan.milliseconds(f"{what}_delay_ms")
+        return _Held(op, "", self._clock() + delay_ms / 1000) if delay_ms else None
+
+    def _forward(self, op: IoOp) -> bool:
+        self._forwarded[op.token] = op
+        if op.kind is IoKind.READ_SLOT and self.plan.strikes("flip_byte_on_read"):
+            self._flip_on_disk(op.pool_slot)
+        if self._inner.submit([op]) == 1:
+            return True
+        del self._forwarded[op.token]
+        return False
+
+    def cancel(self, tokens: Sequence[int]) -> None:
+        """Held operations count as started: they run on."""
+        self._inner.cancel([token for token in tokens if token in self._forwarded])
+
+    def replace_target(self, target: int) -> None:
+        # What is held cannot be handed over any more: it would get the new files, which nobody
+        # keeps open for an operation of before.
+        for held in self._held:
+            held.exchanged |= held.op.pool_slot % self._pool.target_count == target
+        self._inner.replace_target(target)
+
+    def poll(self) -> list[Completion]:
+        self.plan.refresh()
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._event_fd)
+        self._release_held()
+        for completion in self._inner.poll():
+            op = self._forwarded.get(completion.token)
+            if completion.released:
+                self._forwarded.pop(completion.token, None)
+            if op is not None and op.kind is IoKind.READ_SLOT and completion.outcome == OK:
+                self._deceive(op)
+            self._completions.append(completion)
+        completions, self._completions = self._completions, []
+        return completions
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Stop the inner engine; what is held is released without having run."""
+        self._closed.set()
+        for held in self._held:
+            self._release(held)
+        self._held.clear()
+        return self._inner.close(timeout_s)
+
+    def _release_held(self) -> None:
+        now = self._clock()
+        kept: list[_Held] = []
+        for held in self._held:
+            deadline_s = held.op.deadline_s
+            if not held.overdue and deadline_s is not None and deadline_s <= now:
+                held.overdue = True
+                self._complete(Completion(held.op.token, DEADLINE, released=False))
+            over = not self.plan.is_set(held.hang) if held.hang else held.until_s <= now
+            if over and held.overdue:
+                self._release(held)
+            elif over and held.exchanged:
+                self._complete(Completion(held.op.token, io_error(errno.ESTALE)))
+            elif not over or not self._forward(held.op):
+                kept.append(held)
+        self._held = kept
+
+    def _release(self, held: _Held) -> None:
+        outcome = None if held.overdue else CANCELLED
+        self._complete(Completion(held.op.token, outcome))
+
+    def _complete(self, completion: Completion) -> None:
+        self._completions.append(completion)
+        os.eventfd_write(self._event_fd, 1)
+
+    def _tick(self) -> None:
+        """Held operations wait for the clock or for a knob: let the caller look now and then."""
+        while not self._closed.wait(_TICK_S):
+            if self._held:
+                os.eventfd_write(self._event_fd, 1)
+
+    def _payload(self, op: IoOp) -> memoryview:
+        start = op.address - self._base_address + HEADER_BYTES
+        return self._memory[start : start + self._pool.payload_bytes]
+
+    def _deceive(self, op: IoOp) -> None:
+        """The negative controls, on a payload that was just found intact."""
+        payload = self._payload(op)
+        if self.plan.strikes("flip_with_valid_crc"):
+            payload[self.plan.below(len(payload))] ^= 1 << self.plan.below(8)
+        if self.plan.is_set("swap_slots"):
+            true_payload = bytes(payload)
+            last = self._last_payload
+            if last is not None and last != true_payload and self.plan.strikes("swap_slots"):
+                payload[:] = last
+            self._last_payload = true_payload
+
+    def _flip_on_disk(self, pool_slot: int) -> None:
+        """Flip one payload byte in the slab, through an aligned page (it may be O_DIRECT)."""
+        fd, offset = self._pool.slab_fd(pool_slot)
+        at = self.plan.below(self._pool.payload_bytes)
+        page_offset = offset + HEADER_BYTES + at // PAGE_BYTES * PAGE_BYTES
+        with mmap.mmap(-1, PAGE_BYTES) as page, memoryview(page) as view:
+            os.preadv(fd, [view], page_offset)
+            view[at % PAGE_BYTES] ^= 1 + self.plan.below(255)
+            os.pwritev(fd, [view], page_offset)

@@ -19,14 +19,39 @@ A load that was cut off, or took clearly longer than computing would have, is be
 any load counts as so long, until a probe comes whole. After the next one two must, then four,
 and half as many again for each load that went well. So a pool that hangs now and then, or that is
 fast for a few chunks alone, is given up for as long as it costs more than it saves.
+
+Loads that may take only so long: when each began in the workers, and which are overdue.
+
+A load is handed to the workers with its step, and begins when that step's work is done; its
+time runs from there, for until then computing could not have begun either.
+
+How long loads take: what they have yet to read, which are overdue, what admission learns.
+
+Admission learns how long a load kept its request waiting beyond what the model had to do anyway.
+While others' prompts are computed, this one would not have been, and a step that fills the
+processors slows the load itself: that time is no reason to compute the next time.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Admission", "AdmissionConfig", "Decision", "Find", "Taken"]
+from vllm_nvmeof_offload.errors import OutcomeKind
+from vllm_nvmeof_offload.manager.ledger import Ledger, Op
+from vllm_nvmeof_offload.manager.tiers import Tiers
+from vllm_nvmeof_offload.manager.types import AdmissionConfig
+
+__all__ = [
+    "Admission",
+    "Decision",
+    "Find",
+    "LoadLimits",
+    "LoadTimes",
+    "Taken",
+]
+
 
 #: How many times sooner loading must be for the pool to be taken up again. It is given up as
 #: soon as computing is sooner: a server must not be slower than without offloading.
@@ -45,18 +70,6 @@ _LIMIT_S_MIN = 0.25
 #: brings up to four, so that at worst one load in 128 requests goes badly again. It is cut off
 #: after twice the time of computing, and computed then: 1.6 per cent of all computing.
 _CAUTION_MAX = 512
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionConfig:
-    """automatic: False loads whatever is found. Rates pinned by the operator; None: learned.
-
-    read_bytes_per_s: of a rank, all targets together.
-    """
-
-    automatic: bool = True
-    prefill_tokens_per_s: float | None = None
-    read_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,3 +217,113 @@ class Admission:
     def _weight(self) -> float:
         since_s = self._began_s if self._sampled_s is None else self._sampled_s
         return float(0.5 ** ((self._clock() - since_s) / _HALF_LIFE_S))
+
+
+#: Steps that the engine schedules ahead; more means that outputs were missed.
+_AHEAD_MAX = 8
+
+
+class LoadLimits:
+    """`scheduled` and `ended` come in turn, once for every engine step."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._planned: list[int] = []  # ops since the last step was scheduled
+        self._ahead: deque[list[int]] = deque()  # ops by step that is under way
+        self._limit_s: dict[int, float] = {}
+        self._due_s: dict[int, float] = {}
+        self._cut: set[int] = set()
+
+    def planned(self, op: int, limit_s: float) -> None:
+        """The next step brings this load to the workers."""
+        self._planned.append(op)
+        self._limit_s[op] = limit_s
+
+    def scheduled(self) -> None:
+        self._ahead.append(self._planned)
+        self._planned = []
+        if len(self._ahead) > _AHEAD_MAX:
+            self._ahead.popleft()
+
+    def ended(self) -> None:
+        """The oldest step's output has come."""
+        now_s = self._clock()
+        for op in self._ahead.popleft() if self._ahead else ():
+            if op in self._limit_s:
+                self._due_s[op] = now_s + self._limit_s[op]
+
+    def over(self, op: int) -> bool:
+        """The load has its outcome; returns whether it was cut off."""
+        self._forget(op)
+        was_cut = op in self._cut
+        self._cut.discard(op)
+        return was_cut
+
+    def take_overdue(self) -> list[int]:
+        """Loads to cut off now; each is named once."""
+        if not self._due_s:
+            return []
+        now_s = self._clock()
+        overdue = [op for op, due_s in self._due_s.items() if now_s > due_s]
+        for op in overdue:
+            self._forget(op)
+        self._cut.update(overdue)
+        return overdue
+
+    def _forget(self, op: int) -> None:
+        self._limit_s.pop(op, None)
+        self._due_s.pop(op, None)
+
+
+#: What a read that was read to its end may have come to.
+_READ = frozenset({OutcomeKind.OK, OutcomeKind.CHECKSUM_MISMATCH, OutcomeKind.STALE})
+
+
+class LoadTimes:
+    """Of one core, which tells it of each load, from its plan to its end."""
+
+    def __init__(
+        self, tiers: Tiers, ledger: Ledger, admission: Admission, clock: Callable[[], float]
+    ) -> None:
+        self.limits = LoadLimits(clock)
+        #: By target: chunks that loads have yet to read there.
+        self.reading = [0]
+        self._tiers, self._ledger = tiers, ledger
+        self._admission = admission
+
+    def attach(self, target_count: int) -> None:
+        self.reading = [0] * target_count
+
+    def planned(self, op: Op, limit_s: float | None) -> None:
+        """The load goes to the workers. limit_s: what takes longer is cut off; None: nothing is."""
+        op.queued = tuple(self.reading)
+        for slot in op.pool_slots:
+            if slot is not None:
+                self.reading[self._tiers.pool.lane(slot)] += 1
+        if limit_s is not None:
+            self.limits.planned(op.number, limit_s)
+
+    def loaded(self, op: Op) -> None:
+        """Every rank has said what came of the load."""
+        was_cut = self.limits.over(op.number)
+        for slot in op.pool_slots:
+            if slot is not None:
+                self.reading[self._tiers.pool.lane(slot)] -= 1
+        if any(slot is not None for slot in op.pool_slots):
+            self.learn(op, was_cut)
+
+    def learn(self, op: Op, was_cut: bool) -> None:
+        """How long this took that read from the pool, and what came of it by then."""
+        read, missed = [0] * len(self.reading), 0
+        for index, slot in enumerate(op.pool_slots):
+            if slot is None:
+                continue
+            kind = op.failures[index].kind if index in op.failures else OutcomeKind.OK
+            if kind in _READ:
+                read[self._tiers.pool.lane(slot)] += 1
+            elif kind is OutcomeKind.DEADLINE or (was_cut and kind is OutcomeKind.CANCELLED):
+                missed += 1
+        if missed or any(read):  # what failed at once says nothing of time
+            queued = op.queued or [0] * len(read)
+            seconds = max(0.0, op.seconds - (self._ledger.prompts_s() - op.prompts_s))
+            self._admission.took(Taken(seconds, read, queued, missed, probe=op.probe))

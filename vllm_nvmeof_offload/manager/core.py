@@ -7,6 +7,13 @@ and `prepare_load` return commands that travel inside vLLM's own transfer jobs; 
 fetches, cancellations and resets are queued and taken with `take_commands`.
 
 Requests that wait are `reload`'s: it is told of them, and acts once a step, in `turn`.
+
+How often each key was asked to be stored: a chunk is offloaded on its n-th sighting.
+
+As vLLM's own `store_threshold`: a sighting is one offer for storage (`prepare_store`), which
+vLLM makes once per request for each of its chunks, whether it computed the chunk or found it
+in GPU memory; look-ups do not count, and a reset forgets nothing. The table is bounded, and
+forgets what was seen least recently.
 """
 
 from __future__ import annotations
@@ -15,22 +22,19 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from vllm_nvmeof_offload.errors import CANCELLED, STALE, Outcome
-from vllm_nvmeof_offload.manager.admission import Admission, Find
+from vllm_nvmeof_offload.manager.admission import Admission, Find, LoadTimes
 from vllm_nvmeof_offload.manager.adoption import Capacity, agree
+from vllm_nvmeof_offload.manager.eviction import LruPolicy, MakePolicy
 from vllm_nvmeof_offload.manager.index import Entry, Event, State
+from vllm_nvmeof_offload.manager.kv_events import ResidencyLog
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op, OpKind
-from vllm_nvmeof_offload.manager.load_times import LoadTimes
-from vllm_nvmeof_offload.manager.plan import CoreConfig, Source, StorePlan
-from vllm_nvmeof_offload.manager.policy import LruPolicy, MakePolicy
-from vllm_nvmeof_offload.manager.reload import ReloadScheduler
-from vllm_nvmeof_offload.manager.residency import ResidencyLog
-from vllm_nvmeof_offload.manager.shelf import Reason, Shelf
-from vllm_nvmeof_offload.manager.sightings import Sightings
+from vllm_nvmeof_offload.manager.prefetch import Reason, ReloadScheduler, Shelf
 from vllm_nvmeof_offload.manager.suspension import Suspension
-from vllm_nvmeof_offload.manager.targets import Targets
-from vllm_nvmeof_offload.manager.tiers import Tiers
+from vllm_nvmeof_offload.manager.tiers import Targets, Tiers
+from vllm_nvmeof_offload.manager.types import CoreConfig, Source, StorePlan
 from vllm_nvmeof_offload.manager.writes import WriteBehind
 from vllm_nvmeof_offload.protocol import (
     CancelCommand,
@@ -51,7 +55,47 @@ from vllm_nvmeof_offload.protocol import (
     WriteCommand,
 )
 
-__all__ = ["CoreConfig", "ManagerCore", "Source", "StorePlan"]
+__all__ = [
+    "CoreConfig",
+    "ManagerCore",
+    "Sightings",
+    "Source",
+    "StorePlan",
+]
+
+
+#: Forgotten at a time: the front of a dictionary is slow to find again and again.
+_FORGET_BATCH = 1024
+
+
+class Sightings:
+    """Counts of at most `keys_max` keys, and up to 1023 more. Threshold 1 keeps no table."""
+
+    def __init__(self, threshold: int, keys_max: int) -> None:
+        assert threshold >= 1
+        self._threshold = threshold
+        self._keys_max = keys_max
+        # Least recently seen first. Bytes and ints: the garbage collector does not track it.
+        self._counts: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def see(self, keys: Iterable[bytes]) -> None:
+        """Each of `keys` was asked to be stored."""
+        if self._threshold == 1:
+            return
+        counts = self._counts
+        for key in keys:
+            counts[key] = min(counts.pop(key, 0) + 1, self._threshold)
+        if len(counts) >= self._keys_max + _FORGET_BATCH:
+            for key in list(islice(counts, len(counts) - self._keys_max)):
+                del counts[key]
+
+    def enough(self, key: bytes) -> bool:
+        """Whether `key` has been seen often enough to be stored."""
+        return self._threshold == 1 or self._counts.get(key, 0) >= self._threshold
+
 
 #: Keys whose sightings are counted: as many as there are slots, and at least so many.
 _SIGHTINGS_MIN = 1 << 16

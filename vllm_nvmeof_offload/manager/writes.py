@@ -19,8 +19,8 @@ from collections.abc import Callable
 from vllm_nvmeof_offload.errors import Outcome, OutcomeKind, Scope
 from vllm_nvmeof_offload.manager.index import Entry, Event, State
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op, OpKind
-from vllm_nvmeof_offload.manager.plan import CoreConfig, WritePolicy
 from vllm_nvmeof_offload.manager.tiers import Tiers
+from vllm_nvmeof_offload.manager.types import CoreConfig, WritePolicy
 from vllm_nvmeof_offload.protocol import Command, WriteCommand
 
 __all__ = ["WriteBehind"]

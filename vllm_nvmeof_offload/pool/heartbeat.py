@@ -27,12 +27,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from vllm_nvmeof_offload.names import LOGGER_NAME
-from vllm_nvmeof_offload.pool.lock import (
-    HEARTBEAT_PERIOD_S,
-    DirectoryLock,
-    LockFile,
-    write_record,
-)
+from vllm_nvmeof_offload.pool.lock import HEARTBEAT_PERIOD_S, DirectoryLock, LockFile, write_record
 
 __all__ = ["ServerHeartbeat"]
 

@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_nvmeof_offload.pool.layout import SLOT_LAYOUT
+from vllm_nvmeof_offload.pool.format import SLOT_LAYOUT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

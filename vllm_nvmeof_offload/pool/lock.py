@@ -4,6 +4,14 @@
 On one kernel the flock decides: it goes with its process, SIGKILL included, so a lock file
 left behind by a dead process is simply taken over. Another host that has mounted the same
 file system is seen by the heartbeat alone, which is why it is fdatasync'ed.
+
+Who holds a rank directory, asked from outside; and holding some of them for a repair.
+
+Whether a holder on another host is dead, where its heartbeat is old by this host's clock.
+
+Two hosts' clocks may be hours apart, so the age of a heartbeat proves no death. A live holder
+renews its record, and that can be seen: the record is read again after more than a heartbeat's
+period, timed by this host alone. A record that has not changed by then names a dead holder.
 """
 
 from __future__ import annotations
@@ -18,29 +26,37 @@ import socket
 import threading
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from vllm_nvmeof_offload.errors import PoolLockedError
+from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
 from vllm_nvmeof_offload.names import LOGGER_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from vllm_nvmeof_offload.pool.silence import Silence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
 
 __all__ = [
     "HEARTBEAT_PERIOD_S",
     "HEARTBEAT_STALE_S",
+    "SILENCE_S",
     "DirectoryLock",
     "Heartbeat",
     "Holder",
     "LockFile",
+    "LockState",
+    "Silence",
+    "UnsettledError",
     "foreign_holder_error",
+    "give_to_owner",
+    "hold",
     "local_holder_error",
+    "probe_lock",
     "read_holder",
     "write_record",
 ]
+
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -257,3 +273,165 @@ class Heartbeat:
         self._stop.set()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+
+@dataclass(frozen=True, slots=True)
+class LockState:
+    """kind: "none" (given up in order), "stale" (its process is gone), "old" or "live".
+
+    "old": it is on another host, and its heartbeat is old by this host's clock. It is dead, or
+    the clocks are apart: a claim waits for another heartbeat to find out.
+
+    holder: None where the lock file names nobody who can be read. heartbeat_age_s: seconds.
+    """
+
+    kind: str
+    holder: Holder | None = None
+    heartbeat_age_s: float | None = None
+
+    @property
+    def live(self) -> bool:
+        return self.kind == "live"
+
+    @property
+    def may_live(self) -> bool:
+        """True also where only the clocks may be apart."""
+        return self.kind in ("live", "old")
+
+    def __str__(self) -> str:
+        if self.kind == "none":
+            return "none"
+        if self.holder is None:
+            return f"{self.kind}: another process on this host"
+        return f"{self.kind}: pid {self.holder.pid} on host {self.holder.host}"
+
+
+def probe_lock(directory: Path) -> LockState:
+    """Say who holds `directory`, writing nothing.
+
+    Raises:
+        OSError: the lock file cannot be read.
+    """
+    path = directory / "lock"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return LockState("none")
+    try:
+        if not os.pread(fd, 4096, 0).strip(b"\0 \n"):
+            return LockState("none")
+        holder = read_holder(path)
+        age_s = time.time() - holder.heartbeat if holder is not None else None
+        if holder is not None and not holder.shares_kernel_with(Holder.myself()):
+            assert age_s is not None
+            return LockState("live" if age_s < HEARTBEAT_STALE_S else "old", holder, age_s)
+        # A shared flock, given back at once. A server that starts in these microseconds would
+        # see the directory as taken; the record is looked at first, so that this can only
+        # happen where a killed server left its name.
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            return LockState("live", holder, age_s)
+        return LockState("stale", holder, age_s)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def hold(directories: Sequence[Path]) -> Iterator[None]:
+    """Hold all of `directories`, heartbeat included, so that no server can start on them.
+
+    Raises:
+        PoolLockedError: a live process holds one; it is named. None is held then.
+        PoolError: a lock file cannot be opened or written.
+    """
+    with contextlib.ExitStack() as stack:
+        locks = []
+        silence = Silence()
+        silence.watch(directory / "lock" for directory in directories)
+        for directory in directories:
+            try:
+                lock = silence.settled(partial(DirectoryLock.claim, directory / "lock", None))
+            except OSError as error:
+                raise PoolError(f"cannot lock {directory / 'lock'}: {error}") from error
+            if lock is None:
+                raise PoolLockedError(
+                    f"{directory} is in use ({probe_lock(directory)}): stop that server first"
+                )
+            stack.callback(lock.release)
+            locks.append(lock)
+            give_to_owner(directory / "lock")
+        heartbeat = Heartbeat([lock.beat for lock in locks])
+        # The callbacks run in the reverse order: no beat may follow a release.
+        stack.callback(heartbeat.stop)
+        yield
+
+
+def give_to_owner(path: Path) -> None:
+    """Let a file that root has made anew belong to its directory's owner, who must open it."""
+    if os.geteuid() == 0:
+        owner = path.parent.stat()
+        with contextlib.suppress(OSError):
+            os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
+
+
+_T = TypeVar("_T")
+
+SILENCE_S = HEARTBEAT_PERIOD_S + 1.0
+_POLL_S = 0.1
+
+
+class UnsettledError(Exception):
+    """A record has not been watched for long enough: try again in a moment."""
+
+
+class Silence:
+    """Records of holders on other hosts, and since when each of them has been watched."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._clock = clock
+        self._wait = wait
+        self._watched: dict[Path, tuple[Holder, float]] = {}
+        self._said = False
+
+    def watch(self, paths: Iterable[Path]) -> None:
+        """Watch these lock files from now on: many together cost one wait."""
+        me = Holder.myself()
+        for path in paths:
+            holder = read_holder(path)
+            if holder is not None and not holder.shares_kernel_with(me):
+                self._watched.setdefault(path, (holder, self._clock()))
+
+    def is_dead(self, path: Path, holder: Holder) -> bool:
+        """Whether `holder`, read just now from `path`, has been silent; False: it has beaten.
+
+        Raises:
+            UnsettledError: it has not been watched for `SILENCE_S` yet.
+        """
+        first, since_s = self._watched.setdefault(path, (holder, self._clock()))
+        if holder != first:
+            return False
+        if self._clock() - since_s >= SILENCE_S:
+            return True
+        if not self._said:
+            logger.warning(
+                "%s names pid %d on host %s, whose heartbeat is old by this host's clock; "
+                "waiting %.0f s for another heartbeat before taking it over",
+                *(path, holder.pid, holder.host, SILENCE_S),
+            )
+            self._said = True
+        raise UnsettledError
+
+    def settled(self, ask: Callable[[Silence], _T]) -> _T:
+        """Ask until there is an answer; `SILENCE_S` for the lock files watched before it."""
+        while True:
+            try:
+                return ask(self)
+            except UnsettledError:
+                self._wait(_POLL_S)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload.errors import PoolError
 from vllm_nvmeof_offload.names import LOGGER_NAME
-from vllm_nvmeof_offload.pool.table import ENTRY_BYTES
+from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
 from vllm_nvmeof_offload.units import KIB, PAGE_BYTES
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_nvmeof_offload.errors import PoolError, PoolFormatError
-from vllm_nvmeof_offload.pool.holders import LockState, probe_lock
+from vllm_nvmeof_offload.pool.format import Superblock, read_superblock
 from vllm_nvmeof_offload.pool.keyspace import DIGEST_HEX_DIGITS, Keyspace
-from vllm_nvmeof_offload.pool.superblock import Superblock, read_superblock
+from vllm_nvmeof_offload.pool.lock import LockState, probe_lock
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
 if TYPE_CHECKING:

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_nvmeof_offload.errors import PoolError
-from vllm_nvmeof_offload.pool.lock import DirectoryLock, local_holder_error
-from vllm_nvmeof_offload.pool.silence import Silence
-from vllm_nvmeof_offload.pool.superblock import Superblock, read_superblock, write_superblock
+from vllm_nvmeof_offload.pool.format import Superblock, read_superblock, write_superblock
+from vllm_nvmeof_offload.pool.lock import DirectoryLock, Silence, local_holder_error
 from vllm_nvmeof_offload.units import PAGE_BYTES
 
 __all__ = ["MESSAGE_BYTES_MAX", "OPENED", "ProbeAnswer", "ProbeJob", "probe"]

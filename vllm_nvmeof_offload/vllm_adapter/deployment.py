@@ -9,6 +9,8 @@ Weights are read by vLLM long before a worker makes its keyspace. So the check b
 stamps their files (`note_weights`), and each worker compares (`Deployment.replaced`).
 
 Read off vLLM's configuration objects by attribute, so that no vLLM is needed to test it.
+
+Describes the deployment of this process's vLLM: adds what only vLLM's own modules know.
 """
 
 from __future__ import annotations
@@ -23,10 +25,23 @@ from pathlib import Path
 from typing import Any
 
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
-from vllm_nvmeof_offload.vllm_adapter.model_source import ModelSource, drafter_of, why_unknown
-from vllm_nvmeof_offload.vllm_adapter.weights import changed_since, weights_stamp
+from vllm_nvmeof_offload.vllm_adapter.weights import (
+    ModelSource,
+    changed_since,
+    drafter_of,
+    weights_stamp,
+    why_unknown,
+)
 
-__all__ = ["Deployment", "describe", "note_weights", "process_began_s"]
+__all__ = [
+    "Deployment",
+    "deployed",
+    "describe",
+    "foreign_formats",
+    "note_weights",
+    "process_began_s",
+]
+
 
 #: Hash algorithms whose root is drawn at random by each process unless PYTHONHASHSEED is set.
 _SEEDED_HASHES = frozenset({"xxhash", "xxhash_cbor"})
@@ -226,3 +241,27 @@ def _has_amx() -> bool:
         return "amx_tile" in Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
+
+
+def deployed(vllm_config: Any, stamps: Mapping[str, str]) -> Deployment:
+    """What this process runs. stamps: of the weights before they were read, by model."""
+    from vllm.version import __version__
+
+    return describe(
+        vllm_config,
+        __version__,
+        stamps=stamps,
+        began_s=process_began_s(),
+        foreign_formats=foreign_formats(),
+    )
+
+
+def foreign_formats() -> frozenset[str]:
+    """Load formats whose loader a plugin has added, or put in the place of vLLM's own."""
+    from vllm.model_executor import model_loader
+
+    return frozenset(
+        name
+        for name, loader in model_loader._LOAD_FORMAT_TO_MODEL_LOADER.items()
+        if not loader.__module__.startswith(f"{model_loader.__name__}.")
+    )

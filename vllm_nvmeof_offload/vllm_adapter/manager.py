@@ -28,16 +28,13 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from vllm_nvmeof_offload.manager.complaints import Complaints
 from vllm_nvmeof_offload.manager.core import ManagerCore, Source
-from vllm_nvmeof_offload.manager.figures import Figures
-from vllm_nvmeof_offload.manager.steps import StepMeter
-from vllm_nvmeof_offload.manager.summary import config_of, start_line
-from vllm_nvmeof_offload.manager.waiting import Queue, WaitingRequests
+from vllm_nvmeof_offload.manager.requests import Queue, StepMeter, WaitingRequests
+from vllm_nvmeof_offload.manager.telemetry import Complaints, Figures, config_of, start_line
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, COUNTERS, GAUGES
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.protocol import Command, RankHello, Report
-from vllm_nvmeof_offload.vllm_adapter.job_specs import ChunkLoadSpec, ChunkStoreSpec
+from vllm_nvmeof_offload.vllm_adapter.messages import ChunkLoadSpec, ChunkStoreSpec
 
 __all__ = ["NVMeoFOffloadingManager"]
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM carries between our scheduler side and the workers, with each step and at start."""
+"""What vLLM carries between our scheduler side and the workers, with each step and at start.
+
+Our commands in the shape in which vLLM carries them inside its transfer jobs.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
 )
+from vllm.v1.kv_offload.base import LoadStoreSpec
 
-from vllm_nvmeof_offload.protocol import Command, RankHello, Report
+from vllm_nvmeof_offload.protocol import Command, LoadCommand, RankHello, Report, StoreCommand
 
-__all__ = ["NVMeoFConnectorMetadata", "NVMeoFHandshake", "NVMeoFWorkerMetadata"]
+__all__ = [
+    "ChunkLoadSpec",
+    "ChunkStoreSpec",
+    "NVMeoFConnectorMetadata",
+    "NVMeoFHandshake",
+    "NVMeoFWorkerMetadata",
+]
 
 
 @dataclass
@@ -50,3 +60,17 @@ class NVMeoFHandshake(KVConnectorHandshakeMetadata):
     """What a worker says once, at start."""
 
     hello: RankHello
+
+
+class ChunkStoreSpec(LoadStoreSpec):
+    """Destination of a store job."""
+
+    def __init__(self, command: StoreCommand) -> None:
+        self.command = command
+
+
+class ChunkLoadSpec(LoadStoreSpec):
+    """Source of a load job."""
+
+    def __init__(self, command: LoadCommand) -> None:
+        self.command = command

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from vllm.v1.kv_offload.base import LookupResult, TierFilter
 
-from vllm_nvmeof_offload.manager.waiting import Queue, WaitingRequests
+from vllm_nvmeof_offload.manager.requests import Queue, WaitingRequests
 
 __all__ = ["SchedulerView", "timed"]
 

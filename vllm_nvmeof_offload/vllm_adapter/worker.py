@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.base import (
 
 from vllm_nvmeof_offload.copy.base import Descriptors
 from vllm_nvmeof_offload.protocol import Command, LoadCommand, Report, StoreCommand
-from vllm_nvmeof_offload.vllm_adapter.job_specs import ChunkLoadSpec, ChunkStoreSpec
+from vllm_nvmeof_offload.vllm_adapter.messages import ChunkLoadSpec, ChunkStoreSpec
 from vllm_nvmeof_offload.worker.build import RankWorker
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 

@@ -12,31 +12,27 @@ from pathlib import Path
 
 from vllm_nvmeof_offload.config import (
     OffloadConfig,
+    Replica,
     check_fits,
     check_targets,
     resolve_pool_bytes,
 )
-from vllm_nvmeof_offload.config_replica import Replica
 from vllm_nvmeof_offload.copy.base import CopyEngine
-from vllm_nvmeof_offload.copy.device import open_device
+from vllm_nvmeof_offload.copy.choose import open_device
 from vllm_nvmeof_offload.copy.geometry import ChunkGeometry
-from vllm_nvmeof_offload.io.base import IoEngine
+from vllm_nvmeof_offload.io.base import IoEngine, NoIoEngine
 from vllm_nvmeof_offload.io.choose import IoLimits, choose_io_engine
-from vllm_nvmeof_offload.io.faults import FaultPlan
-from vllm_nvmeof_offload.io.faulty import FaultyIoEngine
-from vllm_nvmeof_offload.io.none import NoIoEngine
+from vllm_nvmeof_offload.io.faults import FaultPlan, FaultyIoEngine
 from vllm_nvmeof_offload.names import LOGGER_NAME
-from vllm_nvmeof_offload.pool.engines import bytes_of_others, bytes_of_pools
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.ownership import bytes_of_others, bytes_of_pools
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello
 from vllm_nvmeof_offload.staging import Staging, split_slots
-from vllm_nvmeof_offload.targets.attachments import Attachments
 from vllm_nvmeof_offload.targets.health import TargetHealth
-from vllm_nvmeof_offload.targets.reattach import Caretaker
-from vllm_nvmeof_offload.targets.watch import TargetWatch
+from vllm_nvmeof_offload.targets.reattach import Attachments, Caretaker, TargetWatch
 from vllm_nvmeof_offload.units import slot_stride_bytes
-from vllm_nvmeof_offload.worker.iopump import PumpConfig
+from vllm_nvmeof_offload.worker.io_scheduler import PumpConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
 

@@ -24,8 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from vllm_nvmeof_offload.copy.base import CopyEngine, Descriptors, Direction
-from vllm_nvmeof_offload.copy.descriptors import together
+from vllm_nvmeof_offload.copy.base import CopyEngine, Descriptors, Direction, together
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, STALE, Outcome
 from vllm_nvmeof_offload.io.base import IoEngine
 from vllm_nvmeof_offload.protocol import (
@@ -42,14 +41,11 @@ from vllm_nvmeof_offload.protocol import (
     StoreCommand,
     WriteCommand,
 )
-from vllm_nvmeof_offload.staging_map import StagingMap
+from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import HEADER_BYTES
-from vllm_nvmeof_offload.worker.gates import Grant, SlotGates
-from vllm_nvmeof_offload.worker.iopump import IoEvent, IoPump
-from vllm_nvmeof_offload.worker.levels import LevelNews
-from vllm_nvmeof_offload.worker.meter import TransferMeter
-from vllm_nvmeof_offload.worker.pump_config import PumpConfig
-from vllm_nvmeof_offload.worker.streams import StreamSlots
+from vllm_nvmeof_offload.worker.io_scheduler import IoEvent, IoPump, LevelNews, PumpConfig
+from vllm_nvmeof_offload.worker.rates import TransferMeter
+from vllm_nvmeof_offload.worker.slots import Grant, SlotGates, StreamSlots
 from vllm_nvmeof_offload.worker.tasks import FinishedJob, Job, JobKind, Step, Task
 
 __all__ = ["StagingMap", "TransferPipeline"]

@@ -29,8 +29,7 @@ from rich.markup import escape
 
 from vllm_nvmeof_bench.demo.report import Report
 from vllm_nvmeof_bench.demo.runs import Runs
-from vllm_nvmeof_bench.demo.sizes import model_shape, offload_spec, server_spec
-from vllm_nvmeof_bench.demo.workload import CrowdPlan, Plan
+from vllm_nvmeof_bench.demo.workload import CrowdPlan, Plan, model_shape, offload_spec, server_spec
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model
 from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 from vllm_nvmeof_offload.errors import OffloadError

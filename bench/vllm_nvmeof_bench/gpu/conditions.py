@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_nvmeof_bench.gpu.settings import Settings
 from vllm_nvmeof_bench.gpu.world import World
-from vllm_nvmeof_offload.fabric.gpus import read_gpus
+from vllm_nvmeof_offload.fabric.machine import read_gpus
 
 __all__ = ["conditions"]
 

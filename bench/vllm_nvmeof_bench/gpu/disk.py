@@ -20,8 +20,8 @@ from vllm_nvmeof_bench.home import home_in
 from vllm_nvmeof_bench.tier import settings as tier
 from vllm_nvmeof_bench.tier.load import measure_arm
 from vllm_nvmeof_bench.tier.rig import Rig
+from vllm_nvmeof_offload.copy.choose import choose_copy_engine
 from vllm_nvmeof_offload.copy.driver import Cuda
-from vllm_nvmeof_offload.copy.gpu import choose_copy_engine
 from vllm_nvmeof_offload.worker.runner import Waker
 
 __all__ = ["GpuRig", "measure_disk"]

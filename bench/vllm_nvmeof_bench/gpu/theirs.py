@@ -11,8 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from vllm_nvmeof_offload.copy.base import Descriptors, Direction
-from vllm_nvmeof_offload.copy.descriptors import sides
+from vllm_nvmeof_offload.copy.base import Descriptors, Direction, sides
 
 __all__ = ["VllmCopier", "load_theirs"]
 

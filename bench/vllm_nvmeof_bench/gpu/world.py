@@ -13,13 +13,19 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_nvmeof_bench.pool.settings import BenchError
-from vllm_nvmeof_offload.copy.base import Descriptors, Direction
-from vllm_nvmeof_offload.copy.calibrate import calibrate
-from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine, Readiness
-from vllm_nvmeof_offload.copy.descriptors import DESCRIPTORS_MAX
-from vllm_nvmeof_offload.copy.dma import DmaCopier
+from vllm_nvmeof_offload.copy.base import DESCRIPTORS_MAX, Descriptors, Direction
+from vllm_nvmeof_offload.copy.calibration import calibrate
+from vllm_nvmeof_offload.copy.cuda import (
+    BLOCKS_MAX,
+    PART_BYTES_MAX,
+    Copiers,
+    CudaCopyEngine,
+    DmaCopier,
+    KernelCopier,
+    Readiness,
+    Table,
+)
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
-from vllm_nvmeof_offload.copy.kernel import BLOCKS_MAX, PART_BYTES_MAX, KernelCopier, Table
 from vllm_nvmeof_offload.copy.pinning import REGISTERED_BYTES_MAX, StagingPinning
 from vllm_nvmeof_offload.copy.select import Backend, Cell, Selector
 from vllm_nvmeof_offload.errors import EngineError

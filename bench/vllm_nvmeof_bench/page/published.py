@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_nvmeof_offload.commands.size.published import DATA24
+from vllm_nvmeof_offload.commands.size.report import DATA24
 
 __all__ = [
     "COPY", "COST", "HITS", "LATENCY", "POOL", "REPLAY", "TIER", "TTFT", "TURNS", "Published"

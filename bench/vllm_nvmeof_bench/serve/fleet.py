@@ -25,7 +25,7 @@ from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.model import make_model
 from vllm_nvmeof_bench.servers.server import Server
 from vllm_nvmeof_bench.throttle import Throttle
-from vllm_nvmeof_offload.fabric.gpus import read_gpus
+from vllm_nvmeof_offload.fabric.machine import read_gpus
 
 __all__ = ["ServeFleet", "conditions_of"]
 

@@ -23,8 +23,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from vllm_nvmeof_offload.copy.base import Descriptors, Direction
-from vllm_nvmeof_offload.copy.descriptors import together
+from vllm_nvmeof_offload.copy.base import Descriptors, Direction, together
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 

@@ -12,8 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_bench.demo.sizes import offload_spec, server_spec
-from vllm_nvmeof_bench.demo.workload import Plan, run_crowd
+from vllm_nvmeof_bench.demo.workload import Plan, offload_spec, run_crowd, server_spec
 from vllm_nvmeof_bench.pool.settings import BenchError
 from vllm_nvmeof_bench.servers.client import Client
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model

@@ -17,8 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from vllm_nvmeof_bench.tiers.chunks import Ask
-from vllm_nvmeof_offload.manager.policy_choice import choose_policy, credit_share
-from vllm_nvmeof_offload.manager.recency import Recency
+from vllm_nvmeof_offload.manager.eviction import Recency, choose_policy, credit_share
 
 __all__ = ["Make", "candidates", "hit_rate"]
 

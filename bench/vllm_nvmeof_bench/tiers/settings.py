@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from vllm_nvmeof_bench.pool.settings import BenchError
 from vllm_nvmeof_bench.tiers.world import Shape
 from vllm_nvmeof_bench.traces.schedule import Pace
-from vllm_nvmeof_offload.manager.policy_choice import POLICIES, choose_policy
+from vllm_nvmeof_offload.manager.eviction import POLICIES, choose_policy
 
 __all__ = ["Settings"]
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
-from vllm_nvmeof_offload.manager.plan import WritePolicy
-from vllm_nvmeof_offload.manager.policy_choice import choose_policy, credit_share
+from vllm_nvmeof_offload.manager.eviction import choose_policy, credit_share
+from vllm_nvmeof_offload.manager.types import WritePolicy
 from vllm_nvmeof_offload.protocol import CancelCommand, OpReport, RankHello, WriteCommand
 
 __all__ = ["Shape", "World"]

@@ -103,9 +103,9 @@ def _grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float
 
 
 def _lift_the_refusal_of_mla() -> None:
-    from vllm_nvmeof_offload.vllm_adapter import model_shape
+    from vllm_nvmeof_offload.vllm_adapter import supported
 
-    model_shape._ignores_loaded_kv = lambda vllm_config: False
+    supported._ignores_loaded_kv = lambda vllm_config: False
 
 
 def _suspend_nothing() -> None:
@@ -115,9 +115,9 @@ def _suspend_nothing() -> None:
 
 
 def _watch_nothing() -> None:
-    from vllm_nvmeof_offload.vllm_adapter import weights_watch
+    from vllm_nvmeof_offload.vllm_adapter import lifecycle
 
-    weights_watch.install = lambda engine_core: None
+    lifecycle.install = lambda engine_core: None
 
 
 def _ask(llm: Any, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:

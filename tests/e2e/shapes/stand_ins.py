@@ -37,14 +37,14 @@ def copy_by_stub() -> None:
     It proves how the parts are put together, and nothing about a GPU.
     """
     from tests.unit.copies.fake_cuda import MODEL_STREAM, FakeCuda
-    from vllm_nvmeof_offload.copy import device
+    from vllm_nvmeof_offload.copy import choose
     from vllm_nvmeof_offload.worker import build
 
-    def open_device(name: str) -> device.KvDevice:
+    def open_device(name: str) -> choose.KvDevice:
         assert name == "cpu"
         cuda = FakeCuda(seed=os.getpid())
         threading.Thread(target=_go_on, args=(cuda,), name="stub-gpu", daemon=True).start()
-        return device.KvDevice(cuda, lambda: MODEL_STREAM, ("a STUB stands in for the GPU",))
+        return choose.KvDevice(cuda, lambda: MODEL_STREAM, ("a STUB stands in for the GPU",))
 
     build.open_device = open_device
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vllm_nvmeof_offload.pool.superblock import Superblock
-from vllm_nvmeof_offload.pool.table import ENTRY_BYTES
+from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Superblock
 
 from .disk import Data, Disk, Event, Name
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-from vllm_nvmeof_offload.pool import slab, superblock_writer
+from vllm_nvmeof_offload.pool import pool as superblock_writer
+from vllm_nvmeof_offload.pool import slab
 
 _WATCHED = frozenset({"slab", "table", "superblock", "superblock.new"})
 

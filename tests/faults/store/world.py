@@ -22,10 +22,10 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_nvmeof_offload.io import transfer
+from vllm_nvmeof_offload.io import threads
+from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.pool.table import ENTRY_BYTES
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
@@ -249,10 +249,10 @@ class World:
         """True if it was served, and then it was right. place: where the storage reads."""
         assert self.pool is not None
         memory = bytearray(self.pool.slot_bytes)
-        files = transfer.SlotFiles.of(self.pool, slot)
+        files = threads.SlotFiles.of(self.pool, slot)
         if place is not None:
             files = files._replace(slab_fd=place[0], slab_offset=place[1])
-        if not transfer.read_slot(self.pool, memoryview(memory), files, identity).ok:
+        if not threads.read_slot(self.pool, memoryview(memory), files, identity).ok:
             self.counts["miss"] += 1
             return False
         served = memory[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES]

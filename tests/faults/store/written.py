@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vllm_nvmeof_offload.io import transfer
-from vllm_nvmeof_offload.pool.layout import Stamp
+from vllm_nvmeof_offload.io import threads
+from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Stamp, decode_table
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.pool.table import ENTRY_BYTES, decode_table
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
@@ -57,9 +56,9 @@ def store(
     """Write the content of `identity`; return header page and payload, None if it failed."""
     memory = bytearray(pool.slot_bytes)
     memory[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = content(identity, neighbour)
-    files = transfer.SlotFiles.of(pool, slot)
+    files = threads.SlotFiles.of(pool, slot)
     view = memoryview(memory)
-    outcome = transfer.write_slot(pool, view, files, identity, stamp, lambda: True)
+    outcome = threads.write_slot(pool, view, files, identity, stamp, lambda: True)
     return bytes(memory[: HEADER_BYTES + PAYLOAD_BYTES]) if outcome.ok else None
 
 

@@ -23,8 +23,8 @@ from tests.unit.bench.trace_files import agentic, entry, mooncake, session_file
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.errors import ConfigError
-from vllm_nvmeof_offload.manager.plan import CoreConfig
-from vllm_nvmeof_offload.manager.policy_choice import credit_share
+from vllm_nvmeof_offload.manager.eviction import credit_share
+from vllm_nvmeof_offload.manager.types import CoreConfig
 
 CANDIDATES = candidates(("lru", "credited_lru"))
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tests.unit.copies.fake_work import Mark, Move, Work, make_crcs
-from vllm_nvmeof_offload.copy.descriptors import DESCRIPTORS_MAX
+from vllm_nvmeof_offload.copy.base import DESCRIPTORS_MAX
 from vllm_nvmeof_offload.copy.driver import ORDER_ANY, Cuda, CudaError, CudaFacts
 
 MODEL_STREAM = 0

@@ -10,10 +10,14 @@ import numpy as np
 
 from tests.unit.copies.fake_cuda import MODEL_STREAM, FakeCuda
 from vllm_nvmeof_offload.copy.base import Direction
-from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine, Readiness
-from vllm_nvmeof_offload.copy.dma import DmaCopier
+from vllm_nvmeof_offload.copy.cuda import (
+    Copiers,
+    CudaCopyEngine,
+    DmaCopier,
+    KernelCopier,
+    Readiness,
+)
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
-from vllm_nvmeof_offload.copy.kernel import KernelCopier
 from vllm_nvmeof_offload.copy.select import Backend
 
 BLOCKS = 8

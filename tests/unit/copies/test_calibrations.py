@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.copies.fake_cuda import FakeCuda
-from vllm_nvmeof_offload.commands.doctor import calibrations
-from vllm_nvmeof_offload.commands.doctor.calibrations import calibrate_gpus
+from vllm_nvmeof_offload.commands.doctor import host
+from vllm_nvmeof_offload.commands.doctor.host import calibrate_gpus
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
 from vllm_nvmeof_offload.copy.select import Cell
 from vllm_nvmeof_offload.errors import EngineError
-from vllm_nvmeof_offload.fabric.findings import Severity
+from vllm_nvmeof_offload.fabric.machine import Severity
 
 _CELLS = [
     Cell(Direction.LOAD, 4096, 64, 20.0, 10.0, spread=0.07),
@@ -30,7 +30,7 @@ class _Gpu(FakeCuda):
 
 
 def test_doctor_calibrates_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrations, "calibrate_again", lambda cuda: _CELLS)
+    monkeypatch.setattr(host, "calibrate_again", lambda cuda: _CELLS)
 
     def open_gpu(number: int) -> Cuda:
         if number == 2:
@@ -50,7 +50,7 @@ def test_doctor_says_why_a_gpu_was_not_calibrated(monkeypatch: pytest.MonkeyPatc
     def cut_short(cuda: Cuda) -> list[Cell]:
         raise EngineError("nothing was kept")
 
-    monkeypatch.setattr(calibrations, "calibrate_again", cut_short)
+    monkeypatch.setattr(host, "calibrate_again", cut_short)
 
     def open_gpu(number: int) -> Cuda:
         if number == 1:

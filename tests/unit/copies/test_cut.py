@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.copies.fake_cuda import FakeCuda
-from vllm_nvmeof_offload.copy.base import Direction
-from vllm_nvmeof_offload.copy.descriptors import DESCRIPTORS_MAX
-from vllm_nvmeof_offload.copy.kernel import (
+from vllm_nvmeof_offload.copy.base import DESCRIPTORS_MAX, Direction
+from vllm_nvmeof_offload.copy.cuda import (
     BLOCKS_MAX,
     LAUNCH_BYTES_MAX,
     PART_BYTES_MAX,

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from tests.unit.copies.fake_cuda import FakeCuda
-from vllm_nvmeof_offload import memory
+from vllm_nvmeof_offload import staging as memory
 from vllm_nvmeof_offload import staging as staging_module
 from vllm_nvmeof_offload.copy.base import Direction
-from vllm_nvmeof_offload.copy.device import KvDevice, open_device
+from vllm_nvmeof_offload.copy.choose import KvDevice, open_device
 from vllm_nvmeof_offload.copy.driver import CudaFacts
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine

@@ -15,16 +15,15 @@ import numpy as np
 import pytest
 
 from tests.unit.copies.fake_cuda import FakeCuda
-from vllm_nvmeof_offload.copy import gpu, table
+from vllm_nvmeof_offload.copy import calibration, choose
 from vllm_nvmeof_offload.copy.base import Direction
-from vllm_nvmeof_offload.copy.calibrate import calibrate
+from vllm_nvmeof_offload.copy.calibration import calibrate
 from vllm_nvmeof_offload.copy.cuda import Readiness
 from vllm_nvmeof_offload.copy.driver import CudaError
 from vllm_nvmeof_offload.copy.pinning import StagingPinning
 from vllm_nvmeof_offload.copy.select import Cell
 from vllm_nvmeof_offload.errors import EngineError
-from vllm_nvmeof_offload.memory import populate, prefer_node
-from vllm_nvmeof_offload.staging_map import StagingMap
+from vllm_nvmeof_offload.staging import StagingMap, populate, prefer_node
 from vllm_nvmeof_offload.units import MIB, PAGE_BYTES
 
 SLOT = 3 * PAGE_BYTES
@@ -126,20 +125,20 @@ def test_a_node_that_is_not_known_or_not_there_is_no_preference() -> None:
     memory.close()
 
 
-def _engine(cuda: FakeCuda, backend: str, memory: np.ndarray) -> gpu.ChosenCopy:
+def _engine(cuda: FakeCuda, backend: str, memory: np.ndarray) -> choose.ChosenCopy:
     staging = StagingMap(memory.ctypes.data, SLOT, memory.nbytes // SLOT - 1, 1)
     starts = np.array([], np.uint64)
-    return gpu.choose_copy_engine(cuda, backend, staging, starts, lambda: 0, lambda: None)
+    return choose.choose_copy_engine(cuda, backend, staging, starts, lambda: 0, lambda: None)
 
 
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(table, "load_or_compile", lambda arch, directory: b"")
+    monkeypatch.setattr(calibration, "load_or_compile", lambda arch, directory: b"")
     return np.zeros(5 * MIB, np.uint8)
 
 
-def _store(cuda: FakeCuda, chosen: gpu.ChosenCopy, memory: np.ndarray) -> None:
+def _store(cuda: FakeCuda, chosen: choose.ChosenCopy, memory: np.ndarray) -> None:
     source = np.arange(64, dtype=np.uint8)
     piece = np.array([[source.ctypes.data, memory.ctypes.data, 64]], np.uint64)
     fence = chosen.engine.record_fence()
@@ -168,7 +167,7 @@ def test_auto_measures_once_and_remembers(
     def without_limit(*given: Any) -> list[Cell]:  # the stub copies slowly
         return calibrate(*given[:-1], budget_s=1e9)
 
-    monkeypatch.setattr(table, "calibrate", without_limit)
+    monkeypatch.setattr(calibration, "calibrate", without_limit)
     measured = []
     for _ in range(2):
         cuda = FakeCuda()
@@ -186,7 +185,7 @@ def test_auto_says_what_it_lacks_and_kernel_refuses(
     def fail(arch: str, directory: Path) -> bytes:
         raise EngineError("the copy kernel needs cuda-core")
 
-    monkeypatch.setattr(table, "load_or_compile", fail)
+    monkeypatch.setattr(calibration, "load_or_compile", fail)
     cuda = FakeCuda(batch=False)
     chosen = _engine(cuda, "auto", memory)
     assert len(chosen.fallbacks) == 2

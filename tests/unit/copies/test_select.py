@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 
 from tests.unit.copies.fake_cuda import FakeCuda
-from vllm_nvmeof_offload.copy.base import Direction
-from vllm_nvmeof_offload.copy.calibrate import calibrate
-from vllm_nvmeof_offload.copy.descriptors import coalesce
-from vllm_nvmeof_offload.copy.dma import DmaCopier
+from vllm_nvmeof_offload.copy.base import Direction, coalesce
+from vllm_nvmeof_offload.copy.calibration import calibrate
+from vllm_nvmeof_offload.copy.cuda import DmaCopier, KernelCopier
 from vllm_nvmeof_offload.copy.driver import CudaError
-from vllm_nvmeof_offload.copy.kernel import KernelCopier
 from vllm_nvmeof_offload.copy.select import (
     COUNTS,
     FRAGMENT_BYTES,

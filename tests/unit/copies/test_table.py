@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.unit.copies.fake_cuda import FakeCuda
-from vllm_nvmeof_offload.copy import table
+from vllm_nvmeof_offload.copy import calibration
 from vllm_nvmeof_offload.copy.base import Direction
-from vllm_nvmeof_offload.copy.dma import DmaCopier
-from vllm_nvmeof_offload.copy.kernel import KernelCopier
+from vllm_nvmeof_offload.copy.calibration import calibrate_again, kept_or_measured
+from vllm_nvmeof_offload.copy.cuda import DmaCopier, KernelCopier
 from vllm_nvmeof_offload.copy.select import Cell, grid
-from vllm_nvmeof_offload.copy.table import calibrate_again, kept_or_measured
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.units import KIB, MIB
 
@@ -30,7 +29,7 @@ SIZE = 4 * MIB
 def _folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(table, "load_or_compile", lambda arch, directory: b"")
+    monkeypatch.setattr(calibration, "load_or_compile", lambda arch, directory: b"")
 
 
 class _Measured:
@@ -40,7 +39,7 @@ class _Measured:
         self.times = 0
         self.count = count
         self.budgets_s: list[float] = []
-        monkeypatch.setattr(table, "calibrate", self)
+        monkeypatch.setattr(calibration, "calibrate", self)
 
     def __call__(self, *given: object) -> list[Cell]:
         self.times += 1
@@ -127,8 +126,8 @@ def test_whoever_waited_takes_what_the_other_one_kept(monkeypatch: pytest.Monkey
     def wait(_: float) -> None:
         go_on.set()
 
-    monkeypatch.setattr(table, "calibrate", slowly)
-    monkeypatch.setattr(table, "pause", wait)
+    monkeypatch.setattr(calibration, "calibrate", slowly)
+    monkeypatch.setattr(calibration, "pause", wait)
     found: list[list[Cell]] = []
     other = threading.Thread(target=lambda: found.append(_ask()))
     other.start()

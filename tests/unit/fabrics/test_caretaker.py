@@ -15,8 +15,7 @@ from tests.wait import wait_until
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.targets.health import PathStates
 from vllm_nvmeof_offload.targets.prober import ProbeAnswer, ProbeJob
-from vllm_nvmeof_offload.targets.reattach import Caretaker, Wanted
-from vllm_nvmeof_offload.targets.watch import TargetWatch
+from vllm_nvmeof_offload.targets.reattach import Caretaker, TargetWatch, Wanted
 
 PROBER = """
 import socket, sys

@@ -10,12 +10,11 @@ import pytest
 
 from tests.unit.fabrics.trees import Tree, local_nvme, two_paths, without_multipath
 from vllm_nvmeof_offload.commands.doctor import examine
+from vllm_nvmeof_offload.commands.doctor.cli import Line, outline
 from vllm_nvmeof_offload.commands.doctor.examine import Examined, Places, examine_target
 from vllm_nvmeof_offload.commands.doctor.links import nics_of
 from vllm_nvmeof_offload.commands.doctor.measure import Measured
-from vllm_nvmeof_offload.commands.doctor.outline import Line, outline
-from vllm_nvmeof_offload.fabric.findings import Severity, worst
-from vllm_nvmeof_offload.fabric.machine import Machine
+from vllm_nvmeof_offload.fabric.machine import Machine, Severity, worst
 
 MACHINE = Machine({}, frozenset({0}), (), (6, 12), "6.12")
 

@@ -9,11 +9,15 @@ import types
 import pytest
 
 from tests.unit.fabrics.trees import Tree
-from vllm_nvmeof_offload.fabric import judge_gpu
-from vllm_nvmeof_offload.fabric.findings import Severity
-from vllm_nvmeof_offload.fabric.gpus import Gpu, read_gpus
-from vllm_nvmeof_offload.fabric.judge_gpu import gpu_warnings, judge_gpus
-from vllm_nvmeof_offload.fabric.machine import Machine
+from vllm_nvmeof_offload.fabric import machine as judge_gpu
+from vllm_nvmeof_offload.fabric.machine import (
+    Gpu,
+    Machine,
+    Severity,
+    gpu_warnings,
+    judge_gpus,
+    read_gpus,
+)
 from vllm_nvmeof_offload.fabric.topology import PcieLink
 
 UUID = "0123456789abcdef0123456789abcdef"

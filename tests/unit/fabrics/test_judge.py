@@ -8,19 +8,17 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.fabrics.trees import Tree, local_nvme, one_path, two_paths, without_multipath
-from vllm_nvmeof_offload.commands.doctor.dio_align import DirectAlignment
-from vllm_nvmeof_offload.commands.doctor.host_checks import judge_alignment
-from vllm_nvmeof_offload.commands.doctor.judge_machine import (
+from vllm_nvmeof_offload.commands.doctor.host import DirectAlignment, judge_alignment
+from vllm_nvmeof_offload.commands.doctor.judge import (
     judge_kernel,
     judge_mount,
     judge_numa,
+    judge_paths,
     judge_pcie,
 )
-from vllm_nvmeof_offload.commands.doctor.judge_paths import judge_paths
 from vllm_nvmeof_offload.commands.doctor.links import nics_of
 from vllm_nvmeof_offload.config import TargetInfo
-from vllm_nvmeof_offload.fabric.findings import Finding, Severity
-from vllm_nvmeof_offload.fabric.machine import Gpu, Machine
+from vllm_nvmeof_offload.fabric.machine import Finding, Gpu, Machine, Severity
 
 OK, WARNING, ERROR = Severity.OK, Severity.WARNING, Severity.ERROR
 MACHINE = Machine({0: frozenset({0, 1}), 1: frozenset({2, 3})}, frozenset({0}), (), (6, 12), "6.12")

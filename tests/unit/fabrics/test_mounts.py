@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_nvmeof_offload.fabric.mounts import mount_of, parse_mountinfo, read_mounts
+from vllm_nvmeof_offload.fabric.discover import mount_of, parse_mountinfo, read_mounts
 from vllm_nvmeof_offload.fabric.topology import Mount
 
 ESCAPED = " \t\n\\#"

@@ -11,8 +11,7 @@ from pathlib import Path
 from tests.wait import wait_until
 from vllm_nvmeof_offload.targets.health import PathStates
 from vllm_nvmeof_offload.targets.prober import ProbeAnswer, ProbeJob
-from vllm_nvmeof_offload.targets.reattach import Caretaker, Wanted
-from vllm_nvmeof_offload.targets.watch import TargetWatch
+from vllm_nvmeof_offload.targets.reattach import Caretaker, TargetWatch, Wanted
 
 #: Leaves its session's number in a file that appears whole.
 PROBER = """

@@ -6,7 +6,7 @@ from __future__ import annotations
 import shutil
 
 from vllm_nvmeof_offload.targets.health import PathStates
-from vllm_nvmeof_offload.targets.watch import TargetWatch
+from vllm_nvmeof_offload.targets.reattach import TargetWatch
 
 from .trees import Tree, two_paths
 

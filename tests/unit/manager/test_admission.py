@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from vllm_nvmeof_offload.manager.admission import Admission, AdmissionConfig, Decision, Find, Taken
+from vllm_nvmeof_offload.manager.admission import Admission, Decision, Find, Taken
+from vllm_nvmeof_offload.manager.types import AdmissionConfig
 
 SLOT_BYTES = 1_000_000
 TOKENS_PER_CHUNK = 100

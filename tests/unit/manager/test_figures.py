@@ -10,10 +10,14 @@ from dataclasses import replace
 import pytest
 
 from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, io_error
-from vllm_nvmeof_offload.manager.complaints import PERIOD_S, Complaints
 from vllm_nvmeof_offload.manager.core import CoreConfig
-from vllm_nvmeof_offload.manager.figures import Figures
-from vllm_nvmeof_offload.manager.summary import config_of, start_line
+from vllm_nvmeof_offload.manager.telemetry import (
+    PERIOD_S,
+    Complaints,
+    Figures,
+    config_of,
+    start_line,
+)
 from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.protocol import LevelReport, RankHello, RateReport

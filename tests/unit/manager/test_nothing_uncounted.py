@@ -7,7 +7,7 @@ import ast
 from pathlib import Path
 
 import vllm_nvmeof_offload
-from vllm_nvmeof_offload.manager import figures
+from vllm_nvmeof_offload.manager import telemetry
 from vllm_nvmeof_offload.metrics import COUNTERS
 
 PACKAGE = Path(vllm_nvmeof_offload.__file__).parent
@@ -36,6 +36,6 @@ def test_every_counter_of_the_core_is_told() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("counters"):
                 counted |= _strings(node.slice)
-    assert figures._CORE_COUNTERS.keys() | {"prefetches"} <= counted, "told, and never counted"
-    told = figures._CORE_COUNTERS.keys() | COUNTERS.keys() | {"failed_load_chunks"}
+    assert telemetry._CORE_COUNTERS.keys() | {"prefetches"} <= counted, "told, and never counted"
+    told = telemetry._CORE_COUNTERS.keys() | COUNTERS.keys() | {"failed_load_chunks"}
     assert counted - told == UNTOLD

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_nvmeof_offload.manager.recency import CREDITED_MAX, Recency
+from vllm_nvmeof_offload.manager.eviction import CREDITED_MAX, Recency
 from vllm_nvmeof_offload.protocol import OpReport
 
 from .bench import Bench, keys_of

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from vllm_nvmeof_offload.manager.plan import Source
-from vllm_nvmeof_offload.manager.reload import ReloadScheduler
-from vllm_nvmeof_offload.manager.shelf import Reason
+from vllm_nvmeof_offload.manager.prefetch import Reason, ReloadScheduler
+from vllm_nvmeof_offload.manager.types import Source
 
 from .bench import keys_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
-from vllm_nvmeof_offload.manager.residency import ResidencyLog
+from vllm_nvmeof_offload.manager.kv_events import ResidencyLog
 
 from .bench import Bench, hello, keys_of
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm_nvmeof_offload.manager.sightings import Sightings
+from vllm_nvmeof_offload.manager.core import Sightings
 
 from .bench import Bench, keys_of
 

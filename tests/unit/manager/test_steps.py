@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_nvmeof_offload.manager.steps import StepMeter
+from vllm_nvmeof_offload.manager.requests import StepMeter
 
 
 class Engine:

@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.errors import PoolError
-from vllm_nvmeof_offload.pool import lock, silence
-from vllm_nvmeof_offload.pool.holders import hold, probe_lock
+from vllm_nvmeof_offload.pool import lock
+from vllm_nvmeof_offload.pool import lock as silence
+from vllm_nvmeof_offload.pool.format import SUPERBLOCK_VERSION
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.lock import hold, probe_lock
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.pool.superblock import SUPERBLOCK_VERSION
 
 from .kit import SLOT_BYTES, STORED, make_spec
 from .offline_kit import KEYSPACE, adopted, flip_payload, server, snapshot, write_pool

@@ -14,7 +14,7 @@ import pytest
 
 from tests.wait import wait_until
 from vllm_nvmeof_offload.names import LOGGER_NAME
-from vllm_nvmeof_offload.pool import ending
+from vllm_nvmeof_offload.pool import ownership
 from vllm_nvmeof_offload.pool.pool import Pool
 
 from .kit import make_spec
@@ -51,7 +51,7 @@ class Other:
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
-        wait_until("its first thread's end", lambda: ending.is_ending(self.process.pid))
+        wait_until("its first thread's end", lambda: ownership.is_ending(self.process.pid))
 
     def end(self) -> None:
         self.process.kill()
@@ -97,7 +97,7 @@ def test_it_is_not_waited_for_for_ever(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ending, "ENDING_WAIT_S_MAX", 0.3)
+    monkeypatch.setattr(ownership, "ENDING_WAIT_S_MAX", 0.3)
     other.begin_to_end()
     with caplog.at_level(logging.WARNING, LOGGER_NAME):
         pool = Pool.open(make_spec(tmp_path, engine="b"))
@@ -132,12 +132,12 @@ def test_a_server_that_lives_is_not_waited_for(
 def test_what_the_kernel_says_of_a_process(tmp_path: Path, status: str, expected: bool) -> None:
     (tmp_path / "4711").mkdir()
     (tmp_path / "4711" / "status").write_text(status)
-    assert ending.is_ending(4711, tmp_path) is expected
-    assert not ending.is_ending(4712, tmp_path), "gone"
-    assert not ending.is_ending(os.getpid()), "we live"
+    assert ownership.is_ending(4711, tmp_path) is expected
+    assert not ownership.is_ending(4712, tmp_path), "gone"
+    assert not ownership.is_ending(os.getpid()), "we live"
 
 
 def test_the_name_of_a_process_need_not_be_text(tmp_path: Path) -> None:
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "status").write_bytes(b"Name:\t\xff\xfe\nState:\tZ (zombie)\n")
-    assert ending.is_ending(7, tmp_path)
+    assert ownership.is_ending(7, tmp_path)

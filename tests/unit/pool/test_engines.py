@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from vllm_nvmeof_offload.commands.pool.remove import remove
+from vllm_nvmeof_offload.commands.pool.edit import remove
 from vllm_nvmeof_offload.config import parse_config, resolve_pool_bytes
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
-from vllm_nvmeof_offload.pool import engines
+from vllm_nvmeof_offload.pool import ownership
 from vllm_nvmeof_offload.pool.lock import Holder
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.survey import disk_bytes, find
@@ -184,9 +184,9 @@ def test_a_live_owner_elsewhere_is_refused_even_if_it_has_only_another_rank(
 def test_a_claim_that_never_ends_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Pool.open(make_spec(tmp_path)).close()
     (space,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    monkeypatch.setattr(engines, "CLAIM_WAIT_S_MAX", 0.05)
+    monkeypatch.setattr(ownership, "CLAIM_WAIT_S_MAX", 0.05)
     with (
-        engines.one_at_a_time([space]),
+        ownership.one_at_a_time([space]),
         pytest.raises(PoolError, match=r"another server has been claiming a directory in .*"),
     ):
         Pool.open(make_spec(tmp_path))
@@ -196,27 +196,27 @@ def test_what_other_servers_hold_while_they_live_is_not_ours_to_share(
     tmp_path: Path, ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of what is free is a default for each of several servers, not for the last one."""
-    assert engines.bytes_of_others([tmp_path / "not there yet"]) == 0
+    assert ownership.bytes_of_others([tmp_path / "not there yet"]) == 0
     ranks += [Rank(tmp_path, rank=0, engine=name) for name in ("a/0", "a/1", "b/0")]
     ready(ranks)
     assert [rank.open() for rank in ranks] == [0, 1, 2]
     sizes = [disk_bytes(one.path) for one in find([tmp_path])]
     assert min(sizes) > 0
-    assert engines.bytes_of_others([tmp_path]) == sum(sizes)
-    assert engines.bytes_of_others([tmp_path], "a") == sizes[2]
+    assert ownership.bytes_of_others([tmp_path]) == sum(sizes)
+    assert ownership.bytes_of_others([tmp_path], "a") == sizes[2]
     config = parse_config({"targets": [str(tmp_path)]}, {})
     free = SimpleNamespace(total=1 << 40, used=0, free=1 << 30)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
-    assert engines.bytes_of_pools([tmp_path]) == sum(sizes)
+    assert ownership.bytes_of_pools([tmp_path]) == sum(sizes)
     assert resolve_pool_bytes(config, sum(sizes)) == (free.free + sum(sizes)) // 2
     ranks[2].kill()
-    assert engines.bytes_of_others([tmp_path], "a") == 0
+    assert ownership.bytes_of_others([tmp_path], "a") == 0
 
 
 def test_removal_takes_the_owners_name_along(tmp_path: Path) -> None:
     Pool.open(make_spec(tmp_path, engine="a")).close()
     (space,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    assert engines.read_owner(space / "engine-0") == "a"
+    assert ownership.read_owner(space / "engine-0") == "a"
     assert os.stat(space / "engine-0" / "owner").st_mode & 0o777 == 0o600
     remove(find([tmp_path]))
     assert list(tmp_path.iterdir()) == []
@@ -227,9 +227,9 @@ def test_files_on_a_target_that_are_not_of_a_pool_are_neither_counted_nor_looked
 ) -> None:
     """Their bytes would be given away twice: they are not free, and the pool cannot use them."""
     target = tmp_path / "data"
-    assert engines.bytes_of_pools([target]) == 0
+    assert ownership.bytes_of_pools([target]) == 0
     Pool.open(make_spec(target)).close()
-    ours = engines.bytes_of_pools([target])
+    ours = ownership.bytes_of_pools([target])
     assert ours == sum(disk_bytes(one.path) for one in find([target])) > 0
     (space,) = {one.keyspace for one in find([target])}
     for folder in (".", "set", f"{space}x", f"{space}/rank-0", f"{space}/engine-0/other"):
@@ -244,7 +244,7 @@ def test_files_on_a_target_that_are_not_of_a_pool_are_neither_counted_nor_looked
 
     scandir = os.scandir
     monkeypatch.setattr(os, "scandir", listing)
-    assert engines.bytes_of_pools([target]) == ours
+    assert ownership.bytes_of_pools([target]) == ours
     assert {Path(place).relative_to(target).as_posix() for place in listed} == {
         ".",
         space,

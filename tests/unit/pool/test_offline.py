@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from vllm_nvmeof_offload.commands.pool.details import inspect_slot, occupancy, summaries
-from vllm_nvmeof_offload.commands.pool.fsck import fsck
-from vllm_nvmeof_offload.commands.pool.prefill import prefill
-from vllm_nvmeof_offload.commands.pool.report import exit_code
-from vllm_nvmeof_offload.commands.pool.scrub import scrub
+from vllm_nvmeof_offload.commands.pool.check import exit_code, fsck, scrub
+from vllm_nvmeof_offload.commands.pool.edit import prefill
+from vllm_nvmeof_offload.commands.pool.show import inspect_slot, occupancy, summaries
 from vllm_nvmeof_offload.errors import PoolError
-from vllm_nvmeof_offload.pool.superblock import read_superblock, write_superblock
+from vllm_nvmeof_offload.pool.format import read_superblock, write_superblock
 from vllm_nvmeof_offload.pool.survey import find, survey
 
 from .kit import SLOT_BYTES, STORED

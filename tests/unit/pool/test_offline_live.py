@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_nvmeof_offload.commands.pool.details import summaries
-from vllm_nvmeof_offload.commands.pool.fsck import fsck
-from vllm_nvmeof_offload.commands.pool.prefill import prefill
-from vllm_nvmeof_offload.commands.pool.remove import remove
-from vllm_nvmeof_offload.commands.pool.report import exit_code
-from vllm_nvmeof_offload.commands.pool.scrub import scrub
+from vllm_nvmeof_offload.commands.pool.check import exit_code, fsck, scrub
+from vllm_nvmeof_offload.commands.pool.edit import prefill, remove
+from vllm_nvmeof_offload.commands.pool.show import summaries
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
 from vllm_nvmeof_offload.pool.survey import find, survey
 

@@ -11,10 +11,9 @@ import pytest
 
 from tests.wait import wait_until
 from vllm_nvmeof_offload.errors import PoolLockedError
-from vllm_nvmeof_offload.pool import superblock_writer
-from vllm_nvmeof_offload.pool.layout import Stamp
+from vllm_nvmeof_offload.pool import pool as superblock_writer
+from vllm_nvmeof_offload.pool.format import Stamp, Superblock, read_superblock, write_superblock
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.pool.superblock import Superblock, read_superblock, write_superblock
 
 from .kit import OpenPool, entries, fill, name, put
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from vllm_nvmeof_offload.errors import PoolError, io_error
-from vllm_nvmeof_offload.io.transfer import SlotFiles, write_slot
-from vllm_nvmeof_offload.pool import prepare
+from vllm_nvmeof_offload.io.threads import SlotFiles, write_slot
+from vllm_nvmeof_offload.pool import recovery
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.slab import probe_o_direct
@@ -141,7 +141,7 @@ class Refusing:
 def test_without_o_direct_auto_falls_back_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(prepare, "probe_o_direct", Refusing(errno.EINVAL))
+    monkeypatch.setattr(recovery, "probe_o_direct", Refusing(errno.EINVAL))
     with pytest.raises(PoolError, match="O_DIRECT does not work"):
         Pool.open(make_spec(tmp_path / "t0", o_direct="on"))
     pool = Pool.open(make_spec(tmp_path / "t0", o_direct="auto"))

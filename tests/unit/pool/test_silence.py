@@ -14,10 +14,15 @@ import pytest
 
 from vllm_nvmeof_offload.errors import PoolLockedError
 from vllm_nvmeof_offload.names import LOGGER_NAME
-from vllm_nvmeof_offload.pool import silence
-from vllm_nvmeof_offload.pool.lock import HEARTBEAT_PERIOD_S, DirectoryLock, Holder
+from vllm_nvmeof_offload.pool import lock as silence
+from vllm_nvmeof_offload.pool.lock import (
+    HEARTBEAT_PERIOD_S,
+    SILENCE_S,
+    DirectoryLock,
+    Holder,
+    Silence,
+)
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.pool.silence import SILENCE_S, Silence
 
 from .kit import make_spec
 

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from vllm_nvmeof_offload.commands.pool.details import inspect_slot
-from vllm_nvmeof_offload.commands.pool.fsck import fsck
-from vllm_nvmeof_offload.commands.pool.report import exit_code
-from vllm_nvmeof_offload.commands.pool.scrub import scrub
+from vllm_nvmeof_offload.commands.pool.check import exit_code, fsck, scrub
+from vllm_nvmeof_offload.commands.pool.show import inspect_slot
+from vllm_nvmeof_offload.pool.format import NOWHERE
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
-from vllm_nvmeof_offload.pool.layout import NOWHERE
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.survey import find, survey
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_nvmeof_offload.cli import app
-from vllm_nvmeof_offload.commands.size.links import (
+from vllm_nvmeof_offload.commands.size.kv import (
     parse_duration,
     parse_link,
     parse_rate,

@@ -11,7 +11,7 @@ import pytest
 
 from vllm_nvmeof_offload.commands.size.kv import KvSizes, Layout
 from vllm_nvmeof_offload.commands.size.presets import preset, preset_names
-from vllm_nvmeof_offload.commands.size.published import DATA24, DATA24_DRIVES, print_kib, print_mib
+from vllm_nvmeof_offload.commands.size.report import DATA24, DATA24_DRIVES, print_kib, print_mib
 
 PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
 #: What the table prints does not follow from what it states about these two.

@@ -9,10 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_nvmeof_offload.commands.size.bandwidth import plan_reload
-from vllm_nvmeof_offload.commands.size.capacity import cpu_room, gpu_room, pool_room
-from vllm_nvmeof_offload.commands.size.deployment import Deployment
-from vllm_nvmeof_offload.commands.size.kv import KvSizes
+from vllm_nvmeof_offload.commands.size.kv import (
+    Deployment,
+    KvSizes,
+    cpu_room,
+    gpu_room,
+    plan_reload,
+    pool_room,
+)
 from vllm_nvmeof_offload.commands.size.presets import preset, preset_names
 from vllm_nvmeof_offload.commands.size.report import build
 from vllm_nvmeof_offload.errors import ConfigError

@@ -26,9 +26,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector as
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from vllm_nvmeof_offload import connector as ours
-from vllm_nvmeof_offload.manager.admission import AdmissionConfig
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
-from vllm_nvmeof_offload.vllm_adapter import known_vllm
+from vllm_nvmeof_offload.manager.types import AdmissionConfig
+from vllm_nvmeof_offload.vllm_adapter import supported
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 
 _calls: Counter[str] = Counter()
@@ -80,7 +80,7 @@ def _counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _swap() -> None:
-    known_vllm.require()  # of what is really ours; the answer is kept
+    supported.require()  # of what is really ours; the answer is kept
     for name in ("refuse_unsupported", "choose_blocks_per_chunk", "deployed", "replica_of"):
         assert callable(getattr(ours, name))
         setattr(ours, name, lambda *_args, **_kwargs: None)

@@ -1,14 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-nvmeof doctor`: what this machine and its targets are like, and what to change."""
+"""`vllm-nvmeof doctor`: what this machine and its targets are like, and what to change.
+
+A target as a tree of lines that a person reads: file system → namespace → … → path. Pure.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from vllm_nvmeof_offload.commands.doctor.links import Nic
+from vllm_nvmeof_offload.fabric.topology import (
+    LIVE,
+    OFF,
+    OPTIMIZED,
+    BlockDevice,
+    Controller,
+    Mount,
+    Namespace,
+    Path,
+    QueueLimits,
+    TargetFabric,
+)
+from vllm_nvmeof_offload.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,10 +36,136 @@ if TYPE_CHECKING:
     from rich.tree import Tree
 
     from vllm_nvmeof_offload.commands.doctor.examine import Examined
-    from vllm_nvmeof_offload.commands.doctor.outline import Line
-    from vllm_nvmeof_offload.fabric.findings import Finding
+    from vllm_nvmeof_offload.fabric.machine import Finding
 
-__all__ = ["doctor"]
+__all__ = [
+    "Line",
+    "doctor",
+    "outline",
+]
+
+
+#: What the kernel shows where a device has no limit of its own is near 2^31.
+_NO_LIMIT_KB = 1 << 30
+
+
+@dataclass
+class Line:
+    """good: None where there is nothing to judge."""
+
+    text: str
+    good: bool | None = None
+    below: list[Line] = field(default_factory=list)
+
+
+def outline(fabric: TargetFabric, nics: dict[str, Nic]) -> Line:
+    """The lines of one target; its file system is the first."""
+    if fabric.mount is None:
+        return Line("mount unknown")
+    top = Line(_mount(fabric.mount))
+    if fabric.device_gone:
+        top.below.append(Line(f"its block device {fabric.mount.device} is gone", good=False))
+    elif fabric.devices:
+        devices = {one.name: one for one in fabric.devices}
+        top.below.append(_stack(fabric.devices[0], devices, fabric, nics))
+    return top
+
+
+def _stack(
+    device: BlockDevice,
+    devices: dict[str, BlockDevice],
+    fabric: TargetFabric,
+    nics: dict[str, Nic],
+) -> Line:
+    """A device over what it lies on; `devices` has those that no line above is about."""
+    below = {name: one for name, one in devices.items() if name != device.name}
+    for namespace in fabric.namespaces:
+        if namespace.device == device.name:
+            return _namespace(namespace, nics)
+    under = [_stack(below[name], below, fabric, nics) for name in device.over if name in below]
+    return Line(_device(device), None, under)
+
+
+def _mount(mount: Mount) -> str:
+    options = ",".join(mount.options)
+    return f"{mount.file_system} at {mount.point} ({options}) on {mount.source}"
+
+
+def _device(device: BlockDevice) -> str:
+    over = f" over {', '.join(device.over)}" if device.over else ""
+    return f"{device.kind} {device.name}, {_size(device.size_bytes)}{over}"
+
+
+def _size(count: int | None) -> str:
+    return "size unknown" if count is None else format_bytes(count)
+
+
+def _or_unknown(value: object, unit: str = "") -> str:
+    return "unknown" if value is None else f"{value}{unit}"
+
+
+def _of_hardware(limits: QueueLimits) -> str:
+    """The hardware's limit; over fabrics there often is none, and the kernel shows its largest."""
+    most = limits.max_hw_sectors_kb
+    return "" if most is not None and most >= _NO_LIMIT_KB else f" of {_or_unknown(most)}"
+
+
+def _namespace(namespace: Namespace, nics: dict[str, Nic]) -> Line:
+    limits = namespace.limits
+    text = (
+        f"namespace {namespace.device}: nsid {_or_unknown(namespace.nsid)}, "
+        f"{_size(namespace.size_bytes)}, blocks of {_or_unknown(limits.logical_block_bytes)} B, "
+        f"transfers up to {_or_unknown(limits.max_sectors_kb)}{_of_hardware(limits)} KiB, "
+        f"{namespace.wwid or 'wwid unknown'}"
+    )
+    subsystem = namespace.subsystem
+    policy = f", iopolicy {subsystem.iopolicy}" if subsystem.iopolicy else ""
+    below = Line(
+        f"subsystem {subsystem.nqn or 'unknown'}: {subsystem.model or 'model unknown'}{policy}"
+    )
+    for controller in subsystem.controllers:
+        paths = [one for one in namespace.paths if one.controller == controller.name]
+        below.below += [_path(one, controller, nics) for one in paths]
+        if not paths:
+            below.below.append(_path(None, controller, nics))
+    return Line(text, None, [below])
+
+
+def _path(path: Path | None, controller: Controller, nics: dict[str, Nic]) -> Line:
+    parts = [
+        f"{controller.transport or 'transport unknown'} {controller.address}",
+        _or_unknown(controller.state),
+    ]
+    if path is None:
+        parts.append("no path to this namespace")
+    elif controller.over_fabric or path.ana_state:
+        group = "" if path.ana_group is None else f" (group {path.ana_group})"
+        parts.append(f"ANA {_or_unknown(path.ana_state)}{group}")
+    parts += _carried_by(controller, nics.get(controller.name))
+    if controller.over_fabric:
+        parts.append(f"{_or_unknown(controller.queue_count)} queues")
+        parts.append(
+            f"kato {_or_unknown(controller.kato, ' s')}, "
+            f"fast_io_fail {_timeout(controller.fast_io_fail_tmo)}, "
+            f"ctrl_loss {_timeout(controller.ctrl_loss_tmo)}"
+        )
+    text = f"path {path.name} by {controller.name}" if path else f"controller {controller.name}"
+    good = path is not None and controller.state == LIVE and path.ana_state in (None, OPTIMIZED)
+    return Line(f"{text}: {', '.join(parts)}", good)
+
+
+def _timeout(seconds: int | None) -> str:
+    return "off" if seconds == OFF else _or_unknown(seconds, " s")
+
+
+def _carried_by(controller: Controller, nic: Nic | None) -> list[str]:
+    if nic is not None:
+        speed = f"{nic.speed_mbps / 1000:g} Gb/s" if nic.speed_mbps else "speed unknown"
+        return [f"{nic.name} ({speed})"]
+    if controller.pcie is not None and controller.pcie.speed and controller.pcie.width:
+        return [f"PCIe {controller.pcie.speed:g} GT/s x{controller.pcie.width}"]
+    return ["interface unknown"] if controller.over_fabric else []
+
 
 _STYLES = {"OK": "green", "WARNING": "yellow", "ERROR": "red"}
 _LINE_STYLES = {True: "green", False: "yellow", None: ""}
@@ -57,14 +202,11 @@ def doctor(
     """
     from rich.console import Console
 
-    from vllm_nvmeof_offload.commands.doctor.calibrations import calibrate_gpus
     from vllm_nvmeof_offload.commands.doctor.examine import Places, examine_target
-    from vllm_nvmeof_offload.commands.doctor.host_checks import check_host
-    from vllm_nvmeof_offload.commands.doctor.judge_machine import judge_kernel
+    from vllm_nvmeof_offload.commands.doctor.host import calibrate_gpus, check_host
+    from vllm_nvmeof_offload.commands.doctor.judge import judge_kernel
     from vllm_nvmeof_offload.config import default_staging_bytes, default_target
-    from vllm_nvmeof_offload.fabric.findings import worst
-    from vllm_nvmeof_offload.fabric.judge_gpu import judge_gpus
-    from vllm_nvmeof_offload.fabric.machine import read_machine
+    from vllm_nvmeof_offload.fabric.machine import judge_gpus, read_machine, worst
     from vllm_nvmeof_offload.units import parse_bytes
 
     try:
@@ -99,7 +241,7 @@ def _tell(console: Console, path: str, phase: str) -> None:
 
 
 def _to_json(findings: list[Finding], examined: list[Examined]) -> dict[str, Any]:
-    from vllm_nvmeof_offload.fabric.findings import worst
+    from vllm_nvmeof_offload.fabric.machine import worst
 
     return {
         "worst": worst(findings).name.lower(),
@@ -111,8 +253,6 @@ def _to_json(findings: list[Finding], examined: list[Examined]) -> dict[str, Any
 def _show(host: list[Finding], examined: list[Examined]) -> None:
     from rich.markup import escape
     from rich.tree import Tree
-
-    from vllm_nvmeof_offload.commands.doctor.outline import outline
 
     tree = Tree("vllm-nvmeof doctor")
     branch = tree.add("host")

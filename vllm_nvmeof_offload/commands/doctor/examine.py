@@ -10,15 +10,18 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vllm_nvmeof_offload.commands.doctor.host_checks import check_target
-from vllm_nvmeof_offload.commands.doctor.judge_machine import judge_mount, judge_numa, judge_pcie
-from vllm_nvmeof_offload.commands.doctor.judge_paths import can_do_io, judge_paths
+from vllm_nvmeof_offload.commands.doctor.host import check_target
+from vllm_nvmeof_offload.commands.doctor.judge import (
+    can_do_io,
+    judge_mount,
+    judge_numa,
+    judge_paths,
+    judge_pcie,
+)
 from vllm_nvmeof_offload.commands.doctor.links import NetPlaces, Nic, link_bytes_per_s, nics_of
 from vllm_nvmeof_offload.commands.doctor.measure import Measured, MeasureError, Progress, measure
-from vllm_nvmeof_offload.fabric.discover import discover
-from vllm_nvmeof_offload.fabric.findings import Finding, Severity
-from vllm_nvmeof_offload.fabric.machine import Machine
-from vllm_nvmeof_offload.fabric.mounts import MOUNTINFO
+from vllm_nvmeof_offload.fabric.discover import MOUNTINFO, discover
+from vllm_nvmeof_offload.fabric.machine import Finding, Machine, Severity
 from vllm_nvmeof_offload.fabric.topology import TargetFabric
 from vllm_nvmeof_offload.units import format_bytes
 

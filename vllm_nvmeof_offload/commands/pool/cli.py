@@ -77,8 +77,8 @@ def _print_json(value: dict[str, Any]) -> None:
 @pool_app.command("ls")
 def list_pools(target: Targets = None, as_json: AsJson = False) -> None:
     """List every keyspace, engine and rank: entries, size, last use, who holds it."""
-    from vllm_nvmeof_offload.commands.pool import text
-    from vllm_nvmeof_offload.commands.pool.details import summaries
+    from vllm_nvmeof_offload.commands.pool import show
+    from vllm_nvmeof_offload.commands.pool.show import summaries
     from vllm_nvmeof_offload.pool.survey import survey
 
     with _plain_errors():
@@ -86,14 +86,14 @@ def list_pools(target: Targets = None, as_json: AsJson = False) -> None:
     if as_json:
         _print_json({"pools": rows})
     else:
-        text.print_pools(rows)
+        show.print_pools(rows)
 
 
 @pool_app.command()
 def du(target: Targets = None, as_json: AsJson = False) -> None:
     """Show the bytes on disk of every keyspace, of other models and format versions too."""
-    from vllm_nvmeof_offload.commands.pool import text
-    from vllm_nvmeof_offload.commands.pool.details import usage
+    from vllm_nvmeof_offload.commands.pool import show
+    from vllm_nvmeof_offload.commands.pool.show import usage
 
     with _plain_errors():
         targets = _targets(target)
@@ -101,7 +101,7 @@ def du(target: Targets = None, as_json: AsJson = False) -> None:
     if as_json:
         _print_json(found)
     else:
-        text.print_usage(found["targets"])
+        show.print_usage(found["targets"])
 
 
 @pool_app.command()
@@ -112,8 +112,8 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show a pool's superblock, geometry, facts and occupancy, and one of its slots."""
-    from vllm_nvmeof_offload.commands.pool import text
-    from vllm_nvmeof_offload.commands.pool.details import inspect_rank, inspect_slot
+    from vllm_nvmeof_offload.commands.pool import show
+    from vllm_nvmeof_offload.commands.pool.show import inspect_rank, inspect_slot
     from vllm_nvmeof_offload.errors import PoolError
     from vllm_nvmeof_offload.pool.survey import read_facts, survey
 
@@ -136,7 +136,7 @@ def inspect(
     if as_json:
         _print_json(found)
     else:
-        text.print_details(found)
+        show.print_details(found)
 
 
 @pool_app.command()
@@ -151,16 +151,15 @@ def fsck(
     Exit code, of the worst finding: 0 whole, 1 repaired, 4 damage is left (those chunks are
     computed again), 8 a pool cannot be used or was not checked.
     """
-    from vllm_nvmeof_offload.commands.pool import text
-    from vllm_nvmeof_offload.commands.pool.fsck import fsck
-    from vllm_nvmeof_offload.commands.pool.report import exit_code
+    from vllm_nvmeof_offload.commands.pool import show
+    from vllm_nvmeof_offload.commands.pool.check import exit_code, fsck
 
-    with _plain_errors(_NOT_CHECKED), text.progress("headers") as on_progress:
+    with _plain_errors(_NOT_CHECKED), show.progress("headers") as on_progress:
         reports = fsck(_choose(target, which), repair, on_progress)
     if as_json:
         _print_json({"reports": [report.as_json() for report in reports]})
     else:
-        text.print_reports(reports, repair)
+        show.print_reports(reports, repair)
     raise typer.Exit(exit_code(reports))
 
 
@@ -172,16 +171,15 @@ def scrub(
     as_json: AsJson = False,
 ) -> None:
     """Read every stored slot whole and verify its checksums. Exit codes as of fsck."""
-    from vllm_nvmeof_offload.commands.pool import text
-    from vllm_nvmeof_offload.commands.pool.report import exit_code
-    from vllm_nvmeof_offload.commands.pool.scrub import scrub
+    from vllm_nvmeof_offload.commands.pool import show
+    from vllm_nvmeof_offload.commands.pool.check import exit_code, scrub
 
-    with _plain_errors(_NOT_CHECKED), text.progress("bytes") as on_progress:
+    with _plain_errors(_NOT_CHECKED), show.progress("bytes") as on_progress:
         reports = scrub(_choose(target, which), repair, on_progress)
     if as_json:
         _print_json({"reports": [report.as_json() for report in reports]})
     else:
-        text.print_reports(reports, repair)
+        show.print_reports(reports, repair)
     raise typer.Exit(exit_code(reports))
 
 
@@ -193,7 +191,7 @@ def remove_pool(
     as_json: AsJson = False,
 ) -> None:
     """Remove a pool. Refused while a live server holds it; deletes files of ours only."""
-    from vllm_nvmeof_offload.commands.pool.remove import check_ours, remove
+    from vllm_nvmeof_offload.commands.pool.edit import check_ours, remove
     from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
     from vllm_nvmeof_offload.pool.survey import model_name, survey
     from vllm_nvmeof_offload.units import format_bytes
@@ -235,11 +233,11 @@ def prefill(which: MaybeWhich = None, target: Targets = None, as_json: AsJson = 
 
     For pools that a server has made and is not using now. Stored slots are left alone.
     """
-    from vllm_nvmeof_offload.commands.pool import text
-    from vllm_nvmeof_offload.commands.pool.prefill import prefill
+    from vllm_nvmeof_offload.commands.pool import show
+    from vllm_nvmeof_offload.commands.pool.edit import prefill
     from vllm_nvmeof_offload.units import format_bytes
 
-    with _plain_errors(), text.progress("bytes") as on_progress:
+    with _plain_errors(), show.progress("bytes") as on_progress:
         filled = prefill(_choose(target, which), on_progress)
     if as_json:
         rows = [

@@ -20,17 +20,25 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_nvmeof_offload.errors import Outcome, PoolError, Scope, io_error
-from vllm_nvmeof_offload.pool.holders import LockState, give_to_owner, hold
-from vllm_nvmeof_offload.pool.layout import NOWHERE, SlotHeader, SlotPlace, Stamp, parse_header
+from vllm_nvmeof_offload.pool.format import (
+    ENTRY_BYTES,
+    NOWHERE,
+    SlotHeader,
+    SlotPlace,
+    Stamp,
+    decode_table,
+    encode_entry,
+    parse_header,
+)
+from vllm_nvmeof_offload.pool.lock import LockState, give_to_owner, hold
 from vllm_nvmeof_offload.pool.recovery import read_table
 from vllm_nvmeof_offload.pool.slab import open_private
 from vllm_nvmeof_offload.pool.survey import RankDirectory, Surveyed, read_facts, survey
-from vllm_nvmeof_offload.pool.table import ENTRY_BYTES, decode_table, encode_entry
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
 if TYPE_CHECKING:
-    from vllm_nvmeof_offload.pool.superblock import Superblock
+    from vllm_nvmeof_offload.pool.format import Superblock
 
 __all__ = [
     "Entry",

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-nvmeof size`: KV bytes of a model, what fits where, and the bandwidth that it takes."""
+"""`vllm-nvmeof size`: KV bytes of a model, what fits where, and the bandwidth that it takes.
+
+A sizing as tables for people.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,10 +14,97 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from vllm_nvmeof_offload.commands.size.deployment import Deployment
-    from vllm_nvmeof_offload.commands.size.model import ModelShape
+    from rich.console import Console
+    from rich.table import Table
 
-__all__ = ["size"]
+    from vllm_nvmeof_offload.commands.size.kv import Deployment
+    from vllm_nvmeof_offload.commands.size.model import ModelShape
+    from vllm_nvmeof_offload.commands.size.report import SizeReport
+
+__all__ = [
+    "show",
+    "size",
+]
+
+
+#: Where nobody watches: a formula on one line is easier to search than what is folded at 80.
+_FILE_COLUMNS = 160
+
+
+def show(report: SizeReport) -> None:
+    """Print all of `report`, each figure with its formula."""
+    console = _console()
+    console.print(report.model, highlight=False, markup=False, style="bold")
+    console.print(_layers_table(report))
+    console.print(_figures_table(report))
+    verdict = "in time" if report.meets_ttft else "NOT in time"
+    console.print(f"bottleneck: {report.bottleneck}; {verdict}", highlight=False)
+    console.print(_scaling_table(report))
+    for title, lines in (("assumed", report.assumptions), ("note", report.notes)):
+        for line in lines:
+            console.print(f"{title}: {line}", highlight=False, markup=False)
+    published = f"published ratio: {report.published_source}"
+    console.print(published, highlight=False, markup=False)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=_FILE_COLUMNS)
+    return console
+
+
+def _layers_table(report: SizeReport) -> Table:
+    from rich.table import Table
+
+    from vllm_nvmeof_offload.units import human_bytes
+
+    table = Table(
+        "layers", "kind", "block in one layer of a rank", "K and V apart", "kept", title="layers"
+    )
+    for row in report.layers:
+        kept = "every token"
+        if row.window_tokens is not None:
+            kept = f"the last {row.window_tokens} tokens"
+        page, piece = human_bytes(row.page_bytes), human_bytes(row.fragment_bytes)
+        if not row.page_bytes:
+            kept = "one state a sequence, no KV per token"
+            piece = ""
+            page = "unknown" if row.state_bytes is None else human_bytes(row.state_bytes)
+        table.add_row(str(row.layers), row.kind, page, piece, kept)
+    return table
+
+
+def _figures_table(report: SizeReport) -> Table:
+    from rich.table import Table
+
+    table = Table("", "figure", "value", "formula", title="figures")
+    last = ""
+    for figure in report.figures:
+        new = figure.section != last
+        if new and last:
+            table.add_section()
+        last = figure.section
+        table.add_row(last if new else "", figure.name, figure.text, figure.formula)
+    return table
+
+
+def _scaling_table(report: SizeReport) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        "drives", "sessions held", "at once in the TTFT", "bottleneck", "published: GPUs",
+        "published: sessions", title="by the number of drives (other things as given)",
+    )  # fmt: skip
+    for row in report.scaling:
+        table.add_row(
+            str(row.drives), f"{row.sessions_held:,}", f"{row.sessions_in_time:,}", row.bottleneck,
+            str(row.published_gpus), str(row.published_sessions),
+        )  # fmt: skip
+    return table
+
 
 Text = str | None
 
@@ -88,7 +179,6 @@ def size(
     assumed below. Exit code: 0 printed (in time or not), 2 a value that cannot be used.
     """
     from vllm_nvmeof_offload.commands.size.report import build
-    from vllm_nvmeof_offload.commands.size.text import show
     from vllm_nvmeof_offload.errors import ConfigError
 
     try:
@@ -138,7 +228,7 @@ def _deployment(shape: ModelShape, options: dict[str, Any]) -> Deployment:
     """Raises: ConfigError naming the option."""
     from pydantic import ValidationError
 
-    from vllm_nvmeof_offload.commands.size.deployment import Deployment
+    from vllm_nvmeof_offload.commands.size.kv import Deployment
     from vllm_nvmeof_offload.errors import ConfigError
 
     values = {field: value for field, (_, value) in _values(shape, options).items()}
@@ -153,7 +243,7 @@ def _deployment(shape: ModelShape, options: dict[str, Any]) -> Deployment:
 
 def _values(shape: ModelShape, given: dict[str, Any]) -> dict[str, tuple[str, Any]]:
     """Deployment's field → (its option, the value or None)."""
-    from vllm_nvmeof_offload.commands.size.links import (
+    from vllm_nvmeof_offload.commands.size.kv import (
         parse_duration,
         parse_link,
         parse_rate,
@@ -195,7 +285,7 @@ def _values(shape: ModelShape, given: dict[str, Any]) -> dict[str, tuple[str, An
 
 
 def _kv_bytes(shape: ModelShape, name: str) -> int:
-    from vllm_nvmeof_offload.commands.size.dtypes import DTYPES, dtype_bytes
+    from vllm_nvmeof_offload.commands.size.model import DTYPES, dtype_bytes
     from vllm_nvmeof_offload.errors import ConfigError
 
     found = shape.element_bytes if name == "auto" else dtype_bytes(name)

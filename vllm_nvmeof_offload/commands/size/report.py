@@ -1,22 +1,168 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All figures of one model on one deployment, each with the formula it comes from."""
+"""All figures of one model on one deployment, each with the formula it comes from.
+
+What a sizing takes for granted, and what the reader should know about this one.
+
+Figures that others have published, to stand beside ours. Nothing here was measured by us.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import ROUND_HALF_DOWN, Decimal
 
 from pydantic import BaseModel, ConfigDict
 
-from vllm_nvmeof_offload.commands.size.bandwidth import Reload, plan_reload
-from vllm_nvmeof_offload.commands.size.capacity import GpuRoom, cpu_room, gpu_room, pool_room
-from vllm_nvmeof_offload.commands.size.deployment import Deployment
-from vllm_nvmeof_offload.commands.size.human import human_bytes, human_seconds
-from vllm_nvmeof_offload.commands.size.kv import KvSizes
+from vllm_nvmeof_offload.commands.size.kv import (
+    Deployment,
+    GpuRoom,
+    KvSizes,
+    Reload,
+    cpu_room,
+    gpu_room,
+    plan_reload,
+    pool_room,
+)
 from vllm_nvmeof_offload.commands.size.model import LayerGroup, LayerKind, ModelShape
-from vllm_nvmeof_offload.commands.size.notes import assumptions, notes
-from vllm_nvmeof_offload.commands.size.published import DATA24, DATA24_DRIVES
+from vllm_nvmeof_offload.units import KIB, MIB, human_bytes, human_seconds
 
-__all__ = ["Figure", "LayersRow", "ScaleRow", "SizeReport", "build"]
+__all__ = [
+    "DATA24",
+    "DATA24_DRIVES",
+    "Figure",
+    "LayersRow",
+    "ScaleRatio",
+    "ScaleRow",
+    "SizeReport",
+    "assumptions",
+    "build",
+    "notes",
+    "print_kib",
+    "print_mib",
+]
+
+
+def assumptions(sizes: KvSizes, deployment: Deployment) -> list[str]:
+    """What was not given and cannot be computed: each with the option that replaces it."""
+    reserve = human_bytes(deployment.gpu_reserve_bytes)
+    gpu = (
+        f"{deployment.gpu_memory_utilization:g} of GPU memory for vLLM, of that {reserve} for "
+        "activations and CUDA graphs (--gpu-utilization, --gpu-reserve)"
+    )
+    worst = (
+        "worst case: all sessions come back at once, with all of their KV in the pool alone; the "
+        "whole TTFT is for loading, computing what was not stored comes on top"
+    )
+    weights = sizes.model.weights
+    known = [f"weights: {weights.source} (--weights-bytes)"] if weights.total_bytes else []
+    return [
+        *known,
+        gpu,
+        f"the pool takes {deployment.drive_fill:g} of a drive (--drive-fill)",
+        f"{deployment.link_efficiency:g} of a link's rate is payload (--link-efficiency)",
+        worst,
+        "sessions share no prefix; chunks lie evenly over drives, links and GPUs",
+    ]
+
+
+def notes(sizes: KvSizes, deployment: Deployment, room: GpuRoom | None, back: Reload) -> list[str]:
+    """What is special about this model or this deployment; empty for a plain one."""
+    return [*sizes.model.notes, *_of_model(sizes), *_of_deployment(sizes, deployment, room, back)]
+
+
+def _of_model(sizes: KvSizes) -> Iterator[str]:
+    kinds = {group.kind for group in sizes.model.groups}
+    layout = sizes.layout
+    refused = [
+        name
+        for name, found in (
+            ("sliding windows", LayerKind.WINDOW in kinds),
+            ("recurrent state", LayerKind.STATE in kinds),
+            ("a second KV cache (the indexer's)", LayerKind.INDEXER in kinds),
+            ("pipeline parallelism", layout.pipeline_parallel > 1),
+        )
+        if found
+    ]
+    if refused:
+        yield f"this version of the offload refuses {' and '.join(refused)}: a plan, not a promise"
+    if LayerKind.WINDOW in kinds:
+        yield "of windowed layers the pool is counted with what a load reads: the last window"
+    if LayerKind.STATE in kinds:
+        yield "layers with recurrent state have no KV per token: one state a session is counted"
+    if any(g.kind is LayerKind.STATE and g.state is None for g in sizes.model.groups):
+        yield "the size of this family's recurrent state is not known here: counted as nothing"
+    copies = sizes.copies()
+    if copies > 1:
+        yield (
+            f"{copies:.3g} copies: each rank stores what it holds, so that "
+            f"--tp {layout.tensor_parallel} costs {copies:.3g} times the pool and its bandwidth"
+        )
+
+
+def _of_deployment(
+    sizes: KvSizes, deployment: Deployment, room: GpuRoom | None, back: Reload
+) -> Iterator[str]:
+    limit = sizes.model.context_tokens_max
+    if limit is not None and deployment.context_tokens > limit:
+        yield f"--context {deployment.context_tokens} is beyond the model's {limit} tokens"
+    if deployment.context_tokens < sizes.chunk_tokens:
+        yield (
+            f"--context {deployment.context_tokens} is less than a chunk of {sizes.chunk_tokens} "
+            "tokens: nothing is stored of it"
+        )
+    if room is None:
+        yield f"GPU memory is left out: {sizes.model.weights.source}"
+    elif room.free_bytes <= 0:
+        yield "the weights do not fit into GPU memory: more --tp, or more --gpu-memory"
+    elif room.sessions == 0:
+        yield "not one session of this context fits into GPU memory: vLLM would refuse it"
+    if back.seconds > deployment.ttft_seconds:
+        hop = back.bottleneck
+        yield (
+            f"the {hop.name} are in the way: {hop.bytes_per_s / 1e9:.2f} of "
+            f"{back.needed_bytes_per_s / 1e9:.2f} GB/s; {hop.needed} would do, or "
+            f"{back.sessions_in_time} sessions at once"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleRatio:
+    """What one drive was seen to carry; a table scales it by the number of drives."""
+
+    gpus_per_drive: int
+    sessions_per_drive: int
+    source: str
+
+    def scaled(self, drives: int) -> tuple[int, int]:
+        """(GPUs, sessions) on `drives` drives: in proportion, as the source's table does."""
+        return drives * self.gpus_per_drive, drives * self.sessions_per_drive
+
+
+#: A node of 4 GPUs on one drive, 16 conversations at once. The ratio does not follow from a
+#: model's configuration: it was measured on one drive, and the table is its multiple.
+DATA24 = ScaleRatio(
+    4,
+    16,
+    "Western Digital, technical brief on disaggregated key-value cache offloading with OpenFlex "
+    "Data24 4000: a 70B model on vLLM with LMCache",
+)
+DATA24_DRIVES = (1, 6, 12, 24)
+
+
+def print_kib(count: int) -> str:
+    """A block size as the vLLM blog's table prints it, with KB for KiB."""
+    return f"{_rounded(Decimal(count) / KIB, 'KB')}"
+
+
+def print_mib(count: int) -> str:
+    """The same in MB for MiB: two places, halves down (0.875 is printed 0.87), no zeros."""
+    return f"{_rounded(Decimal(count) / MIB, 'MB')}"
+
+
+def _rounded(number: Decimal, unit: str) -> str:
+    rounded = number.quantize(Decimal("0.01"), ROUND_HALF_DOWN)
+    return f"{rounded.normalize():f} {unit}"
 
 
 class _Frozen(BaseModel):

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Removes pools: only files of ours, only where no live server holds them.
+
+Writes zeros where a slab was never written, so that the first real write there is fast.
+
+The first write into preallocated space also changes the file system's extents, which takes
+it to about half the speed of later ones. Only holes are written, and a hole reads as zeros: no
+byte that anyone can read changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import stat
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm_nvmeof_offload.commands.pool.offline import OfflineRank, Progress, held_survey, open_rank
+from vllm_nvmeof_offload.errors import PoolError
+from vllm_nvmeof_offload.pool.format import is_superblock
+from vllm_nvmeof_offload.pool.lock import hold
+from vllm_nvmeof_offload.pool.ownership import OWNER_FILE
+from vllm_nvmeof_offload.pool.recovery import written_slots
+from vllm_nvmeof_offload.pool.survey import disk_bytes
+from vllm_nvmeof_offload.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from vllm_nvmeof_offload.pool.survey import RankDirectory, Surveyed
+
+__all__ = [
+    "Prefilled",
+    "Removed",
+    "check_ours",
+    "check_ours_at",
+    "prefill",
+    "remove",
+]
+
+
+#: In the order of removal: without its superblock a directory is empty to the next start. The
+#: lock goes last, and only with the directory.
+_FILES = ("superblock", "superblock.new", "table", "slab", "probe")
+_LOCK = "lock"
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """freed_bytes: what the deleted files had allocated. left: what is not ours, and stays."""
+
+    path: Path
+    freed_bytes: int
+    left: tuple[str, ...]
+
+
+def check_ours(directories: Sequence[RankDirectory]) -> None:
+    """`check_ours_at` each of `directories`."""
+    for directory in directories:
+        check_ours_at(directory.path)
+
+
+def check_ours_at(path: Path) -> None:
+    """Refuse a directory that no superblock of ours vouches for.
+
+    Raises:
+        PoolError: it has neither our superblock (of any version, damaged or not) nor is empty.
+    """
+    try:
+        vouched = is_superblock(path / "superblock") or is_superblock(path / "superblock.new")
+    except OSError as error:
+        raise PoolError(f"cannot read {path / 'superblock'}: {error}") from error
+    if not vouched and any(_size(path / name) for name in _FILES):
+        raise PoolError(
+            f"{path} has no superblock of this program, so nothing proves that its files are "
+            f"ours: look at them, and delete the directory by hand"
+        )
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.lstat(path).st_size
+    except FileNotFoundError:
+        return 0
+
+
+def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
+    """Delete `directories`, and the directories above that this leaves empty.
+
+    Nothing is deleted unless all are ours and none is held.
+
+    Raises:
+        PoolLockedError: a live process holds one; it is named.
+        PoolError: `check_ours`, or a file cannot be deleted.
+    """
+    check_ours(directories)  # before a lock file is made where it should not be
+    removed = []
+    with hold([directory.path for directory in directories]):
+        for directory in directories:
+            try:
+                removed.append(_remove(directory.path))
+            except OSError as error:
+                raise PoolError(f"cannot remove {directory.path}: {error}") from error
+    for directory in directories:
+        _remove_parents(directory)
+    return removed
+
+
+def _remove(path: Path) -> Removed:
+    freed = disk_bytes(path, _FILES.__contains__)
+    for name in _FILES:
+        if _is_file(path / name):
+            (path / name).unlink()
+    left = sorted(set(os.listdir(path)) - {_LOCK})
+    if not left:
+        # We hold the lock; who opened it just now sees that it has lost its name.
+        (path / _LOCK).unlink()
+        path.rmdir()
+    return Removed(path, freed, tuple(left))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _remove_parents(directory: RankDirectory) -> None:
+    """Engine and keyspace directories, if nothing else is in them."""
+    engine, space = directory.path.parents[:2]
+    facts = space / "keyspace.json"
+    owner = engine / OWNER_FILE
+    with contextlib.suppress(OSError):
+        if os.listdir(engine) == [owner.name] and _is_file(owner):
+            owner.unlink()
+        engine.rmdir()
+        if os.listdir(space) == [facts.name] and _is_file(facts):
+            facts.unlink()
+        space.rmdir()
+
+
+_WRITE_BYTES = 4 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """slots: of this directory. filled: how many of them were written with zeros now."""
+
+    path: Path
+    slots: int
+    filled: int
+    written_bytes: int
+
+
+def prefill(
+    directories: Sequence[RankDirectory], on_progress: Progress | None = None
+) -> list[Prefilled]:
+    """Fill the never-written slots of `directories`; on_progress counts bytes.
+
+    Raises:
+        PoolLockedError: a live process holds one of them.
+        PoolError: one has no usable superblock, or cannot be written (no space, say).
+    """
+    with held_survey(directories, writable=True) as all_surveyed:
+        return [_prefill(one, on_progress) for one in all_surveyed]
+
+
+def _prefill(surveyed: Surveyed, on_progress: Progress | None) -> Prefilled:
+    with open_rank(surveyed) as rank:
+        slots = min(rank.superblock.slots, rank.slab_slots)
+        indices = np.arange(slots)
+        holes = np.setdiff1d(
+            indices, written_slots(rank.slab_fd, indices, rank.superblock.slot_bytes)
+        ).tolist()
+        written_bytes = len(holes) * rank.superblock.slot_bytes
+        try:
+            _fill(rank, holes, on_progress)
+        except OSError as error:
+            raise PoolError(f"cannot fill {surveyed.path / 'slab'}: {error}") from error
+    return Prefilled(surveyed.path, slots, len(holes), written_bytes)
+
+
+def _fill(rank: OfflineRank, holes: Sequence[int], on_progress: Progress | None) -> None:
+    slot_bytes = rank.superblock.slot_bytes
+    zeros = memoryview(mmap.mmap(-1, min(slot_bytes, _WRITE_BYTES)))
+    with contextlib.closing(_Writer(rank.surveyed.path / "slab")) as writer:
+        for done, index in enumerate(holes, 1):
+            end = (index + 1) * slot_bytes
+            position = index * slot_bytes
+            while position < end:
+                position += writer.write(zeros[: end - position], position)
+            if on_progress is not None:
+                on_progress(rank.surveyed.directory, done * slot_bytes, len(holes) * slot_bytes)
+        if holes:
+            writer.sync()
+
+
+class _Writer:
+    """The slab for writing: O_DIRECT, or buffered where that does not work."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = -1
+        with contextlib.suppress(OSError):
+            self._fd = self._open(os.O_DIRECT)
+        if self._fd < 0:
+            self._fd = self._open(0)
+
+    def _open(self, flags: int) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
+
+    def write(self, zeros: memoryview, position: int) -> int:
+        """Write some of `zeros`; return how much, never 0."""
+        try:
+            count = os.pwritev(self._fd, [zeros], position)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            os.close(self._fd)
+            self._fd = -1
+            self._fd = self._open(0)
+            count = os.pwritev(self._fd, [zeros], position)
+        if count == 0:
+            raise OSError(errno.EIO, "no progress", str(self._path))
+        return count
+
+    def sync(self) -> None:
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)

@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pools, one line each or one in detail, as plain JSON values.
+
+Sizes are in bytes, times in seconds (Unix time).
+
+What `vllm-nvmeof pool …` shows to people: tables on stdout, progress on stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from vllm_nvmeof_offload.commands.pool.check import Severity, SlotReader
+from vllm_nvmeof_offload.commands.pool.edit import check_ours_at
+from vllm_nvmeof_offload.commands.pool.offline import OfflineRank, open_rank
+from vllm_nvmeof_offload.errors import OK, Outcome, PoolError
+from vllm_nvmeof_offload.pool.format import SlotHeader
+from vllm_nvmeof_offload.pool.survey import find, model_name, survey
+from vllm_nvmeof_offload.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from rich.progress import Task, TaskID
+
+    from vllm_nvmeof_offload.commands.pool.check import Report
+    from vllm_nvmeof_offload.pool.survey import RankDirectory, Surveyed
+    from vllm_nvmeof_offload.protocol import SlotIdentity
+
+__all__ = [
+    "inspect_rank",
+    "inspect_slot",
+    "occupancy",
+    "print_details",
+    "print_pools",
+    "print_reports",
+    "print_usage",
+    "progress",
+    "summaries",
+    "usage",
+]
+
+
+_LOCK_KINDS = ("none", "stale", "old", "live")
+
+
+def summaries(parts: Sequence[Surveyed]) -> list[dict[str, Any]]:
+    """One row a pool (keyspace, engine, rank), its parts on all targets taken together.
+
+    Raises:
+        PoolError: the files of one cannot be opened.
+    """
+    pools: dict[str, list[Surveyed]] = {}
+    for one in parts:
+        pools.setdefault(one.directory.name, []).append(one)
+    return [_summary(pools[name]) for name in sorted(pools)]
+
+
+def _summary(parts: list[Surveyed]) -> dict[str, Any]:
+    directory = parts[0].directory
+    # The part that a live server holds says the most, then one that a dead one left.
+    lock = max((one.lock for one in parts), key=lambda one: _LOCK_KINDS.index(one.kind))
+    used = [one.last_use_s for one in parts if one.last_use_s is not None]
+    counts = [occupancy(one) for one in parts]
+    return {
+        "keyspace": directory.keyspace,
+        "model": model_name(directory.path.parents[1]),
+        "engine": directory.engine,
+        "rank": directory.rank,
+        "directories": [str(one.path) for one in parts],
+        "entries": sum(count.get("live", 0) for count in counts),
+        "slots": sum(one.superblock.slots for one in parts if one.superblock is not None),
+        "disk_bytes": sum(one.disk_bytes for one in parts),
+        "last_use_s": max(used, default=None),
+        "lock": asdict(lock),
+        "problems": {str(one.path): one.problem for one in parts if one.problem},
+    }
+
+
+def usage(target: Path) -> dict[str, Any]:
+    """What each keyspace takes on one target.
+
+    Raises:
+        PoolError: the target cannot be read.
+    """
+    spaces: dict[str, list[Surveyed]] = {}
+    for one in survey(find([target])):
+        spaces.setdefault(one.directory.keyspace, []).append(one)
+    try:
+        status = os.statvfs(target)
+    except OSError as error:
+        raise PoolError(f"cannot read {target}: {error.strerror}") from error
+    return {
+        "target": str(target),
+        "free_bytes": status.f_bavail * status.f_frsize,
+        "keyspaces": [
+            {
+                "keyspace": name,
+                "model": model_name(target / name),
+                "pools": len(parts),
+                "live": sum(one.lock.live for one in parts),
+                "disk_bytes": sum(one.disk_bytes for one in parts),
+                "problems": {str(one.path): one.problem for one in parts if one.problem},
+            }
+            for name, parts in sorted(spaces.items())
+        ],
+    }
+
+
+def occupancy(surveyed: Surveyed) -> dict[str, int]:
+    """Slots by the state of their table entry; empty without a superblock.
+
+    Raises:
+        PoolError: the files cannot be opened.
+    """
+    if surveyed.superblock is None:
+        return {}
+    with open_rank(surveyed) as rank:
+        table = rank.table()
+    counts = {
+        "live": int(table.live.sum()),
+        "void": int(table.void.sum()),
+        "damaged": int(table.damaged.sum()),
+        "missing": int(table.missing.sum()),
+    }
+    return {**counts, "empty": surveyed.superblock.slots - sum(counts.values())}
+
+
+def inspect_rank(surveyed: Surveyed) -> dict[str, Any]:
+    """What one rank directory says of itself."""
+    files = {}
+    for name in ("superblock", "table", "slab"):
+        with contextlib.suppress(FileNotFoundError):
+            files[name] = os.lstat(surveyed.path / name).st_size
+    block = surveyed.superblock
+    return {
+        "directory": str(surveyed.path),
+        "lock": asdict(surveyed.lock),
+        "problem": surveyed.problem,
+        "superblock": asdict(block) | {"uuid": block.uuid.hex()} if block else None,
+        "epoch_of_pool": surveyed.epoch,
+        "adoptable": surveyed.adoptable,
+        "file_bytes": files,
+        "disk_bytes": surveyed.disk_bytes,
+        "last_use_s": surveyed.last_use_s,
+        "occupancy": occupancy(surveyed),
+    }
+
+
+def inspect_slot(parts: Sequence[Surveyed], pool_slot: int) -> dict[str, Any]:
+    """One pool slot: its table entry, its header, and whether its payload proves it.
+
+    parts: all directories of one rank's pool that are at hand.
+
+    Raises:
+        PoolError: the slot is beyond the pool's end, or lies on a target that is not at hand.
+    """
+    usable = [(one, one.superblock) for one in parts if one.superblock is not None]
+    if not usable:
+        raise PoolError(f"{parts[0].path / 'superblock'}: {parts[0].problem}")
+    first = usable[0][1]
+    count = first.target_count
+    if not 0 <= pool_slot < first.slots * count:
+        raise PoolError(f"slot {pool_slot}: this pool has slots 0 to {first.slots * count - 1}")
+    index, target = divmod(pool_slot, count)
+    for surveyed, block in usable:
+        if block.target_index == target:
+            with open_rank(surveyed) as rank:
+                return _slot(rank, index)
+    raise PoolError(
+        f"slot {pool_slot} lies on target {target} of {count}, which is not among those given; "
+        f"name its directory with --target"
+    )
+
+
+def _slot(rank: OfflineRank, index: int) -> dict[str, Any]:
+    entry = rank.entry(index)
+    header = rank.header(index)
+    found: dict[str, Any] = {
+        "slot": rank.pool_slot(index),
+        "directory": str(rank.surveyed.path),
+        "slab_offset": index * rank.superblock.slot_bytes,
+        "entry": {"state": entry.state, **_identity(entry.identity)},
+        "header": None,
+        "payload": "not checked: no intact header",
+    }
+    if entry.stamp is not None:
+        found["entry"] |= asdict(entry.stamp)
+    if isinstance(header, Outcome):
+        found["payload"] = f"not read: {header}"
+    if isinstance(header, SlotHeader):
+        found["header"] = {
+            **_identity(header.identity),
+            **asdict(header.stamp),
+            "pool_uuid": header.place.pool_uuid.hex(),
+            "rank": header.place.rank,
+            "slot": header.place.pool_slot,
+            "payload_bytes": header.payload_bytes,
+            "payload_crc32c": f"{header.payload_crc:08x}",
+        }
+        with contextlib.closing(SlotReader(rank)) as reader:
+            found["payload"] = str(reader.check(index, header.identity))
+    judgement = rank.judge(index, None)
+    if judgement is not None:
+        found["verdict"] = judgement.kind
+    elif entry.state != "live":
+        found["verdict"] = f"nothing stored: entry {entry.state}"
+    else:
+        ok = found["payload"] == str(OK)
+        found["verdict"] = "whole" if ok else f"slot is damaged: {found['payload']}"
+    return found
+
+
+def _identity(identity: SlotIdentity | None) -> dict[str, str]:
+    if identity is None:
+        return {}
+    return {"key": identity.key.hex(), "generation": f"{identity.generation:016x}"}
+
+
+_LISTED_MAX = 20
+#: Of a keyspace, in tables: enough to give back to a command.
+_DIGITS = 12
+
+
+class _Speed(ProgressColumn):
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self._unit = unit
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed or 0.0
+        if self._unit == "bytes":
+            return Text(f"{speed / MIB:.0f} MiB/s")
+        return Text(f"{speed:.0f} {self._unit}/s")
+
+
+@contextlib.contextmanager
+def progress(unit: str) -> Iterator[Callable[[RankDirectory, int, int], None]]:
+    """Yield a callback that draws one bar a directory on stderr, if that is a terminal."""
+    console = Console(stderr=True)
+    tasks: dict[RankDirectory, TaskID] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"))
+    with Progress(
+        *columns,
+        _Speed(unit),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as bars:
+
+        def on_progress(directory: RankDirectory, done: int, total: int) -> None:
+            if directory not in tasks:
+                name = f"{directory.keyspace[:8]} engine {directory.engine} rank {directory.rank}"
+                tasks[directory] = bars.add_task(name, total=total)
+            bars.update(tasks[directory], completed=done, total=total)
+
+        yield on_progress
+
+
+def _print(*parts: str | Table) -> None:
+    """Text as it is: nothing that comes from disk is taken for markup or wrapped."""
+    console = Console()
+    for part in parts:
+        if isinstance(part, Table):
+            console.print(part)
+        else:
+            console.print(Text(part), soft_wrap=True)
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _holder(lock: dict[str, Any]) -> str:
+    holder = lock["holder"]
+    if lock["kind"] == "none":
+        return "none"
+    return f"{lock['kind']}: " + (
+        f"pid {holder['pid']} on {holder['host']}" if holder else "a process on this host"
+    )
+
+
+def _cells(table: Table, *cells: str) -> None:
+    table.add_row(*map(Text, cells))
+
+
+def print_pools(rows: Sequence[dict[str, Any]]) -> None:
+    if not rows:
+        _print("no pools")
+        return
+    table = Table(Column("keyspace", min_width=_DIGITS, no_wrap=True), "model")
+    for heading in ("engine", "rank", "entries", "size", "last use", "lock"):
+        table.add_column(heading)
+    for row in rows:
+        _cells(
+            table,
+            row["keyspace"][:_DIGITS],
+            row["model"],
+            str(row["engine"]),
+            str(row["rank"]),
+            f"{row['entries']} of {row['slots']}",
+            format_bytes(row["disk_bytes"]),
+            _time(row["last_use_s"]),
+            _holder(row["lock"]),
+        )
+    _print(table)
+    for row in rows:
+        _print(*(f"{path}: superblock: {why}" for path, why in row["problems"].items()))
+
+
+def print_usage(targets: Sequence[dict[str, Any]]) -> None:
+    if not targets:
+        _print("no pools")
+    for target in targets:
+        total = sum(space["disk_bytes"] for space in target["keyspaces"])
+        free = format_bytes(target["free_bytes"])
+        _print(f"{target['target']}: {format_bytes(total)} in pools, {free} free")
+        table = Table("size", Column("keyspace", min_width=_DIGITS, no_wrap=True))
+        for heading in ("model", "pools", "in use", "format"):
+            table.add_column(heading)
+        for space in target["keyspaces"]:
+            _cells(
+                table,
+                format_bytes(space["disk_bytes"]),
+                space["keyspace"][:_DIGITS],
+                space["model"],
+                str(space["pools"]),
+                str(space["live"]),
+                "; ".join(sorted(set(space["problems"].values()))) or "ours",
+            )
+        if target["keyspaces"]:
+            _print(table)
+
+
+def print_details(found: dict[str, Any]) -> None:
+    _print(f"keyspace {found['keyspace']}")
+    if found["facts"] is None:
+        _print("  facts: keyspace.json is lost, or of another digest")
+    for name, value in (found["facts"] or {}).items():
+        _print(f"  {name}: {value if isinstance(value, str) else json.dumps(value)}")
+    for one in found["directories"]:
+        _print("", one["directory"])
+        _print(f"  lock: {_holder(one['lock'])}; last use {_time(one['last_use_s'])}")
+        _print(f"  on disk: {format_bytes(one['disk_bytes'])}")
+        if one["problem"]:
+            _print(f"  superblock: {one['problem']}")
+            continue
+        for name, value in one["superblock"].items():
+            _print(f"  {name}: {value}")
+        if not one["adoptable"]:
+            _print("  the next start adopts nothing of it")
+        counts = ", ".join(f"{count} {state}" for state, count in one["occupancy"].items())
+        _print(f"  slots: {counts}")
+    if "slot" in found:
+        slot = found["slot"]
+        _print("", f"slot {slot['slot']}, at byte {slot['slab_offset']} of {slot['directory']}")
+        for name in ("entry", "header"):
+            part = slot[name]
+            words = " ".join(f"{key}={value}" for key, value in part.items()) if part else "none"
+            _print(f"  {name}: {words}")
+        _print(f"  payload: {slot['payload']}", f"  {slot['verdict']}")
+
+
+def print_reports(reports: Sequence[Report], repair: bool) -> None:
+    if not reports:
+        _print("no pools")
+    for report in reports:
+        found = report.as_json()
+        line = f"{found['directory']}: {found['verdict']}, {report.checked} entries checked"
+        if report.direct is not None and report.seconds > 0:
+            speed = report.read_bytes / MIB / report.seconds
+            how = "O_DIRECT" if report.direct else "buffered: the page cache vouches for it"
+            line += f", {format_bytes(report.read_bytes)} at {speed:.0f} MiB/s ({how})"
+        _print(line)
+        if found["live"]:
+            _print(f"  in use ({report.surveyed.lock}): read only")
+        for kind, count in report.counts.items():
+            slots = [str(f.pool_slot) for f in report.findings if f.kind == kind]
+            slots = [slot for slot in slots if slot != "None"]
+            more = ", …" if count > _LISTED_MAX else ""
+            where = f": {count}, slots {', '.join(slots[:_LISTED_MAX])}{more}" if slots else ""
+            _print(f"  {kind}{where}")
+        if report.worst is Severity.DAMAGE and not repair and not found["live"]:
+            _print("  `--repair` drops or rebuilds these entries; those chunks are computed again")
+        if report.worst is Severity.UNUSABLE:
+            _print(f"  {_way_to_free(report.surveyed.path)}")
+
+
+def _way_to_free(path: Path) -> str:
+    """What an operator does about a pool without a usable superblock."""
+    try:
+        check_ours_at(path)
+    except PoolError:
+        return "no superblock proves that these files are ours: look, and delete them by hand"
+    return f"`vllm-nvmeof pool rm {path}` frees its space"

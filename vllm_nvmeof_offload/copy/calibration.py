@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of a GPU for `Selector`: measured once, by one process of the host at a time, and kept.
+
+Ranks of one server start at the same moment and share the host's memory and links. Two that
+measured at once would each measure the other one.
+
+Measures DMA, DMA with the overlap hint and the kernel on this GPU, within a budget of time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import itertools
+import logging
+import mmap
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from vllm_nvmeof_offload.copy.base import Descriptors, Direction
+from vllm_nvmeof_offload.copy.cuda import DmaCopier, KernelCopier, Table
+from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
+from vllm_nvmeof_offload.copy.nvrtc import (
+    cache_directory,
+    kernel_source,
+    load_or_compile,
+    replace_file,
+)
+from vllm_nvmeof_offload.copy.select import (
+    OVERLAP_BYTES_MAX,
+    Backend,
+    Cell,
+    dump_cells,
+    grid,
+    missing_cells,
+    parse_cells,
+)
+from vllm_nvmeof_offload.errors import EngineError
+from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload.units import MIB
+
+__all__ = [
+    "CALIBRATION_BYTES_MAX",
+    "calibrate",
+    "calibrate_again",
+    "kept_or_measured",
+    "load_kernel",
+]
+
+
+#: GPU memory taken meanwhile, and staging overwritten.
+CALIBRATION_BYTES_MAX = 64 * MIB
+_ROUNDS = 3
+
+_Way = Callable[[int, list[Table]], None]
+
+
+def calibrate(
+    cuda: Cuda,
+    dma: DmaCopier,
+    kernel: KernelCopier,
+    staging: tuple[int, int],
+    budget_s: float = 1.5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Cell]:
+    """Measure the grid of `select`, small transfers first, as far as the budget reaches.
+
+    staging: address and bytes of registered memory that nobody uses; its contents are lost.
+    Raises: CudaError: such as no GPU memory to spare.
+    """
+    size = min(CALIBRATION_BYTES_MAX, staging[1])
+    cells: list[Cell] = []
+    started_s = clock()
+    stream = cuda.create_stream()
+    memory = 0
+    try:
+        memory = cuda.allocate(size)
+        for (fragment_bytes, count), direction in itertools.product(grid(size), Direction):
+            if clock() - started_s > budget_s:
+                break
+            pieces = _scattered(memory, staging[0], fragment_bytes, count)
+            took = _measure(_ways(cuda, dma, kernel, direction, pieces), cuda, stream, clock)
+            cells.append(_cell(direction, fragment_bytes, count, took))
+    finally:
+        cuda.synchronize_stream(stream)
+        if memory:
+            cuda.free(memory)
+        cuda.destroy_stream(stream)
+    return cells
+
+
+def _scattered(memory: int, staging: int, fragment_bytes: int, count: int) -> Descriptors:
+    """In order in staging, anywhere in GPU memory, as blocks of a paged cache are."""
+    pieces = np.empty((count, 3), np.uint64)
+    places = np.arange(count, dtype=np.uint64) * np.uint64(fragment_bytes)
+    pieces[:, 0] = np.uint64(memory) + np.random.default_rng(0).permutation(places)
+    pieces[:, 1] = np.uint64(staging) + places
+    pieces[:, 2] = fragment_bytes
+    return pieces
+
+
+def _ways(
+    cuda: Cuda, dma: DmaCopier, kernel: KernelCopier, direction: Direction, pieces: Descriptors
+) -> dict[Backend, _Way]:
+    """What may carry these pieces."""
+
+    def by_kernel(stream: int, used: list[Table]) -> None:
+        kernel.copy(direction, pieces, stream, used)
+
+    def by_dma(stream: int, _: list[Table], *, overlap: bool = False) -> None:
+        dma.copy(direction, pieces, stream, overlap=overlap)
+
+    ways: dict[Backend, _Way] = {Backend.DMA: by_dma, Backend.KERNEL: by_kernel}
+    if cuda.has_batch and int(pieces[0, 2]) <= OVERLAP_BYTES_MAX:
+        ways[Backend.OVERLAP] = functools.partial(by_dma, overlap=True)
+    return ways
+
+
+def _measure(
+    ways: dict[Backend, _Way], cuda: Cuda, stream: int, clock: Callable[[], float]
+) -> dict[Backend, list[float]]:
+    """Sorted times in µs, the ways in turn; the first round only warms up."""
+    used: list[Table] = []
+    took: dict[Backend, list[float]] = {way: [] for way in ways}
+    for number, way in itertools.product(range(1 + _ROUNDS), ways):
+        start_s = clock()
+        ways[way](stream, used)
+        cuda.synchronize_stream(stream)
+        if number:
+            took[way].append(1e6 * (clock() - start_s))
+        while used:
+            used.pop().give_back()
+    return {way: sorted(times) for way, times in took.items()}
+
+
+def _cell(
+    direction: Direction, fragment_bytes: int, count: int, took: dict[Backend, list[float]]
+) -> Cell:
+    medians = {way: statistics.median(times) for way, times in took.items()}
+    spreads = [(times[-1] - times[0]) / medians[way] for way, times in took.items()]
+    return Cell(
+        direction,
+        fragment_bytes,
+        count,
+        medians[Backend.DMA],
+        medians[Backend.KERNEL],
+        medians.get(Backend.OVERLAP),
+        round(max(spreads), 3),
+    )
+
+
+pause = time.sleep
+logger = logging.getLogger(LOGGER_NAME)
+
+#: Less registered memory than this says nothing about the larger cells of the table.
+_BYTES_MIN = 4 * MIB
+#: At a server's start, where everybody waits for it; and where somebody has asked for it.
+_BUDGET_S, _BUDGET_WHEN_ASKED_S = 1.5, 60.0
+#: Sixteen ranks, each with its turn.
+_LOCK_WAIT_S_MAX = 60.0
+_LOCK_POLL_S = 0.05
+_LOCK = "vllm-nvmeof-calibration.lock"
+
+
+def load_kernel(cuda: Cuda) -> KernelCopier:
+    """Raises: EngineError: it cannot be had here; says why."""
+    if not cuda.host_pointers_work_in_kernels:
+        raise EngineError("kernels cannot reach host memory at its own address here")
+    code = load_or_compile(cuda.facts.arch, cache_directory())
+    return KernelCopier(cuda, cuda.load_kernel(code, "copy_blocks"))
+
+
+def kept_or_measured(
+    cuda: Cuda,
+    dma: DmaCopier,
+    kernel: KernelCopier,
+    scratch: tuple[int, int],
+    lock_wait_s: float = _LOCK_WAIT_S_MAX,
+) -> list[Cell]:
+    """From its file, or measured now and, if complete, kept there. Empty: DMA for everything.
+
+    scratch: address and bytes of registered memory that nobody uses; its contents are lost.
+    """
+    size = min(CALIBRATION_BYTES_MAX, scratch[1])
+    if (kept := _read(cuda, size)) is not None:
+        return kept
+    if size < _BYTES_MIN:
+        return []
+    with _alone_on_this_host(lock_wait_s) as alone:
+        if (kept := _read(cuda, size)) is not None:  # of a process that was before us
+            return kept
+        if not alone:
+            logger.warning(
+                "copies: other processes have measured for %.0f s; DMA carries everything this "
+                "time, and the next start tries again",
+                lock_wait_s,
+            )
+            return []
+        return _measured(cuda, dma, kernel, scratch, _BUDGET_S)
+
+
+def calibrate_again(cuda: Cuda, lock_wait_s: float = _LOCK_WAIT_S_MAX) -> list[Cell]:
+    """Measure whatever is kept, keep what was measured, and return it.
+
+    Raises: EngineError: no kernel, no memory, another process measures, or time ran out.
+    """
+    kernel = load_kernel(cuda)
+    memory = mmap.mmap(-1, CALIBRATION_BYTES_MAX, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    staging = np.frombuffer(memory, np.uint8)
+    address = staging.ctypes.data
+    try:
+        cuda.register(address, CALIBRATION_BYTES_MAX)
+        try:
+            with _alone_on_this_host(lock_wait_s) as alone:
+                if not alone:
+                    raise EngineError("another process of this host is measuring")
+                scratch = address, CALIBRATION_BYTES_MAX
+                cells = _measured(cuda, DmaCopier(cuda), kernel, scratch, _BUDGET_WHEN_ASKED_S)
+        finally:
+            cuda.unregister(address)
+    finally:
+        kernel.close()
+    if missing_cells(cells, CALIBRATION_BYTES_MAX):
+        raise EngineError("the comparison did not end in time; nothing was kept")
+    return cells
+
+
+def _measured(
+    cuda: Cuda,
+    dma: DmaCopier,
+    kernel: KernelCopier,
+    scratch: tuple[int, int],
+    budget_s: float,
+) -> list[Cell]:
+    started_s = time.perf_counter()
+    try:
+        cells = calibrate(cuda, dma, kernel, scratch, budget_s)
+    except CudaError as error:  # such as no GPU memory left
+        logger.warning("copies: DMA and kernel were not compared: %s", error)
+        return []
+    took_s = time.perf_counter() - started_s
+    missing = missing_cells(cells, min(CALIBRATION_BYTES_MAX, scratch[1]))
+    if missing:
+        logger.warning(
+            "copies: comparing DMA and kernel was stopped after %.1f s with %d cells missing, and "
+            "is not kept; `vllm-nvmeof doctor --calibrate` takes the time it needs",
+            *(took_s, missing),
+        )
+    else:
+        logger.info("copies: compared DMA and kernel in %.1f s", took_s)
+        replace_file(_path(cuda), dump_cells(cells))
+    return cells
+
+
+def _read(cuda: Cuda, size: int) -> list[Cell] | None:
+    try:
+        return parse_cells(_path(cuda).read_bytes(), size)
+    except (OSError, ValueError):  # none yet, not ours, or not complete
+        return None
+
+
+def _path(cuda: Cuda) -> Path:
+    facts = cuda.facts
+    version = hashlib.sha256(kernel_source().encode()).hexdigest()[:16]
+    return cache_directory() / f"table-{facts.uuid}-{facts.driver_version}-{version}.json"
+
+
+@contextlib.contextmanager
+def _alone_on_this_host(wait_s: float) -> Iterator[bool]:
+    """Gives False if others still measured after `wait_s`. Who cannot have the file goes on."""
+    try:
+        handle = _open_lock(Path(tempfile.gettempdir()) / _LOCK)
+    except OSError:
+        yield True
+        return
+    try:
+        end_s = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end_s:
+                    yield False
+                    return
+            pause(_LOCK_POLL_S)
+        yield True
+    finally:
+        os.close(handle)
+
+
+def _open_lock(path: Path) -> int:
+    """For reading, which is enough for a lock: so servers of other users can take it as well."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags)
+    except FileNotFoundError:
+        return os.open(path, flags | os.O_CREAT, 0o644)

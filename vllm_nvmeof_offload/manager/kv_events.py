@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which chunks came to which tier and left it, in order: what KV events tell routers. Pure.
+
+A chunk is *in* the CPU tier from the moment its copy is seen complete on every rank, and in the
+pool from the moment its write is; it leaves a tier when its place there is given up, whatever
+the reason: eviction, failure, reset. Each tier is told apart: a chunk that is evicted from pinned
+memory and still in the pool has left the one and not the other. Whoever applies the changes in
+their order has exactly what the index has.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from vllm_nvmeof_offload.manager.index import Index, State
+from vllm_nvmeof_offload.manager.types import Source
+
+__all__ = ["Change", "ResidencyLog", "tiers_of"]
+
+#: Arrivals told at a time, unless many more wait: after a start with a large pool each step
+#: carries some, and no step carries millions.
+_TAKE_MAX = 4096
+_TAKE_SHARE = 8
+
+_NOWHERE: tuple[Source, ...] = ()
+_WHERE: dict[State | None, tuple[Source, ...]] = {
+    State.CACHED: (Source.CPU,),
+    State.WRITING: (Source.CPU,),
+    State.BOTH: (Source.CPU, Source.POOL),
+    State.POOLED: (Source.POOL,),
+    State.FETCHING: (Source.POOL,),
+}
+
+
+def tiers_of(state: State | None) -> tuple[Source, ...]:
+    """The tiers that hold a whole copy of an entry in this state; None: there is no entry."""
+    return _WHERE.get(state, _NOWHERE)
+
+
+@dataclass(slots=True)
+class Change:
+    """These keys came to a tier, or left it."""
+
+    tier: Source
+    removed: bool
+    keys: list[bytes] = field(default_factory=list)
+
+
+class ResidencyLog:
+    """Changes that were not told yet, oldest first. Its length is in keys."""
+
+    def __init__(self) -> None:
+        self._changes: deque[Change] = deque()
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def moved(self, key: bytes, before: State | None, after: State | None) -> None:
+        """An entry went from one state to another."""
+        had, has = tiers_of(before), tiers_of(after)
+        if had == has:
+            return
+        for tier in Source:
+            if (tier in had) != (tier in has):
+                self._note(tier, tier in had, (key,))
+
+    def came(self, tier: Source, keys: Iterable[bytes]) -> None:
+        self._note(tier, False, keys)
+
+    def left(self, tier: Source, keys: Iterable[bytes]) -> None:
+        self._note(tier, True, keys)
+
+    def all_leave(self, index: Index) -> None:
+        """Whatever rests in the index is about to go."""
+        self.forget_arrivals()
+        self.left(Source.CPU, index.cached)
+        self.left(Source.POOL, (k for k in index.cached if index.slots(k)[1] is not None))
+        self.left(Source.POOL, index.pooled)
+
+    def forget_arrivals(self) -> None:
+        """Everything is about to leave: who has not heard that something came need not."""
+        self._changes = deque(change for change in self._changes if change.removed)
+        self._length = sum(len(change.keys) for change in self._changes)
+
+    def take(self, limit: int | None = None) -> list[Change]:
+        """The oldest changes, at most `limit` keys; None: as many as one step should carry."""
+        left = max(_TAKE_MAX, self._length // _TAKE_SHARE) if limit is None else limit
+        taken: list[Change] = []
+        while self._changes and left > 0:
+            change = self._changes[0]
+            if len(change.keys) > left:
+                taken.append(Change(change.tier, change.removed, change.keys[:left]))
+                del change.keys[:left]
+            else:
+                taken.append(self._changes.popleft())
+            count = len(taken[-1].keys)
+            left -= count
+            self._length -= count
+        return taken
+
+    def _note(self, tier: Source, removed: bool, keys: Iterable[bytes]) -> None:
+        told = list(keys)
+        if not told:
+            return
+        last = self._changes[-1] if self._changes else None
+        if last is None or last.tier is not tier or last.removed is not removed:
+            last = Change(tier, removed)
+            self._changes.append(last)
+        last.keys += told
+        self._length += len(told)

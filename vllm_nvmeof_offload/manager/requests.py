@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's waiting requests as the core knows them: keys, places in the queue, decisions.
+
+What vLLM's scheduler says and asks comes in here request by request; the core's `reload` and
+`admission` decide. Imports nothing of vLLM: its objects are taken as they come.
+
+Counts what a preempted request gets back when it is resumed.
+
+vLLM leaves preempted requests out of its external prefix cache figures. Computed before the
+preemption is what the steps scheduled, less the drafts that were rejected; on resume it is found
+in GPU memory, found by us, or lost and recomputed.
+
+How long the engine's steps take, what they compute, and how fast prompts are computed.
+
+A step lasts from its scheduling, or from the end of the step before if that came later (the
+engine may schedule ahead), to the arrival of its output.
+
+The prefill rate is that of the largest steps. Every step has a cost of its own beside its tokens:
+what is left of a prompt that was loaded is computed in a small step, at a fraction of the rate
+at which the whole prompt would have been; a server that loads everything has no others.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_nvmeof_offload.manager.core import ManagerCore
+from vllm_nvmeof_offload.manager.prefetch import Order
+from vllm_nvmeof_offload.names import LOGGER_NAME
+
+__all__ = [
+    "Attempt",
+    "Queue",
+    "Resume",
+    "ResumeCounter",
+    "StepMeter",
+    "WaitingRequests",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Tokens of one resumed request.
+
+    reloaded: to be loaded. recomputed: computed before, and neither in GPU memory nor loaded.
+    chunk_tokens: those computed before, in full chunks, and not in GPU memory; chunk_tokens_lost:
+    of these, not loaded.
+    """
+
+    reloaded: int
+    recomputed: int
+    chunk_tokens: int
+    chunk_tokens_lost: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """Tokens that a request's steps have computed, at most. drafted: the last one had drafts."""
+
+    tokens: int = 0
+    drafted: bool = False
+
+
+class ResumeCounter:
+    """Follows vLLM's scheduler outputs; pure.
+
+    num_tokens: the tokens that a request has now. Steps schedule more than these: drafts, of which
+    some are rejected. A scheduler output never says how many, and a preempted request is missing
+    in the next one, which would. The request's tokens do: its last one was sampled in the step
+    that verified the drafts, and was never computed.
+    """
+
+    def __init__(self, num_tokens: Callable[[str], int], tokens_per_chunk: int = 1) -> None:
+        self._num_tokens = num_tokens
+        self._tokens_per_chunk = tokens_per_chunk
+        self._computed: dict[str, _Computed] = {}  # running requests
+        self._preempted: dict[str, _Computed] = {}  # as of the preemption
+        self._offered: dict[str, tuple[int, int]] = {}  # resuming request → (local, found)
+
+    def step(self, scheduler_output: Any) -> None:
+        """Take in one `SchedulerOutput`."""
+        for request_id in scheduler_output.preempted_req_ids or ():
+            computed = self._computed.pop(request_id, _Computed())
+            before = self._preempted.get(request_id, _Computed())
+            # Preempted again before it got anywhere: what it once had is still what counts.
+            self._preempted[request_id] = max(computed, before, key=lambda c: c.tokens)
+        scheduled = scheduler_output.num_scheduled_tokens
+        for request_id in scheduled.keys() & self._preempted.keys():
+            # It runs again, and will have more tokens than those that bound what it once had.
+            self._preempted[request_id] = _Computed(self.computed(request_id))
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        for new in scheduler_output.scheduled_new_reqs:
+            tokens = new.num_computed_tokens + scheduled[new.req_id]
+            self._computed[new.req_id] = _Computed(tokens)
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            tokens = computed + scheduled[request_id]
+            self._computed[request_id] = _Computed(tokens, request_id in drafts)
+        for request_id in scheduler_output.finished_req_ids or ():
+            self._computed.pop(request_id, None)
+            self._preempted.pop(request_id, None)
+            self._offered.pop(request_id, None)
+
+    def computed(self, request_id: str) -> int:
+        """Tokens that a preempted request had computed before; 0 for any other."""
+        computed = self._preempted.get(request_id)
+        if computed is None:
+            return 0
+        # Asked each time: with asynchronous scheduling the last step's tokens come afterwards.
+        tokens = self._num_tokens(request_id)
+        return min(computed.tokens, max(0, tokens - 1) if computed.drafted else tokens)
+
+    def offered(self, request_id: str, local: int, found: int) -> None:
+        """A look-up for a resume: `local` tokens in GPU memory, `found` more to load.
+
+        vLLM may find no room for the request in this step, and then asks again in a later one.
+        """
+        if request_id in self._preempted:
+            self._offered[request_id] = (local, found)
+
+    def resumed(self, request_id: str) -> Resume | None:
+        """What a preempted request gets back, if this is one that now has its blocks."""
+        offer = self._offered.pop(request_id, None)
+        if offer is None:
+            return None
+        local, found = offer
+        computed = self.computed(request_id)
+        del self._preempted[request_id]
+        chunked = computed - computed % self._tokens_per_chunk
+        return Resume(
+            reloaded=found,
+            recomputed=max(0, computed - local - found),
+            chunk_tokens=max(0, chunked - local),
+            chunk_tokens_lost=max(0, chunked - local - found),
+        )
+
+
+logger = logging.getLogger(LOGGER_NAME)
+
+#: Between two log lines on what admission does.
+_LOG_PERIOD_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """How vLLM's queue looks from outside.
+
+    keys_of: a request's chunks in prefix order, so far; None: not a request of ours.
+    is_cached: whether the request's n-th chunk is in GPU memory. by_priority: vLLM's policy.
+    """
+
+    keys_of: Callable[[str], Sequence[bytes] | None]
+    is_cached: Callable[[Any, int], bool]
+    tokens_per_chunk: int
+    by_priority: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What was decided on a hit. tokens: to load; declined: found, and not to be loaded."""
+
+    tokens: int
+    declined: int
+    limit_s: float | None
+
+    @property
+    def decision(self) -> str:
+        if not self.declined:
+            return "load"
+        return "partial" if self.tokens else "recompute"
+
+
+class WaitingRequests:
+    """Scheduler side, one thread."""
+
+    def __init__(
+        self, core: ManagerCore, queue: Queue, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.resumes = ResumeCounter(self._num_tokens, queue.tokens_per_chunk)
+        self._core = core
+        self._queue = queue
+        self._clock = clock
+        self._requests: dict[str, Any] = {}
+        self._attempts: dict[str, Attempt] = {}
+        self._going: set[str] = set()  # got their blocks in this step
+        self._declined: Sequence[bytes] = ()  # by the last attempt of this step
+        self._said: tuple[bool, float] = (True, -_LOG_PERIOD_S)
+
+    def added(self, request: Any, *, prefetch: bool = True) -> None:
+        """A request has come. prefetch: whether its chunks may be fetched ahead."""
+        self._requests[request.request_id] = request
+        keys = self._queue.keys_of(request.request_id) if prefetch else None
+        if keys:
+            # vLLM computes at least the last token, so a load never brings all.
+            count = (request.num_tokens - 1) // self._queue.tokens_per_chunk
+            self._core.reload.queued(
+                request.request_id, keys[:count], self._order(request), self._in_gpu(request)
+            )
+
+    def decide(self, request_id: str, local: int, found: int) -> Attempt:
+        """Of `found` tokens behind `local` ones in GPU memory, which to load."""
+        per_chunk = self._queue.tokens_per_chunk
+        keys = self._queue.keys_of(request_id)
+        assert keys is not None
+        first, last = local // per_chunk, -(-(local + found) // per_chunk)
+        self._core.reload.looked_up(request_id, first)
+        attempt = Attempt(found, 0, None)
+        if found and self._core.admission.automatic:
+            decision = self._core.admission.decide(self._core.find(keys[first:last]))
+            if first + decision.chunks < last:
+                tokens = max(0, (first + decision.chunks) * per_chunk - local)
+                attempt = Attempt(tokens, found - tokens, None)
+                self._declined = keys[first + decision.chunks : last]
+            else:
+                attempt = Attempt(found, 0, decision.limit_s)
+            self._say()
+        if found:
+            self._attempts[request_id] = attempt
+        else:  # what was decided on an earlier hit is void
+            self._attempts.pop(request_id, None)
+        self.resumes.offered(request_id, local, attempt.tokens)
+        return attempt
+
+    def allocated(self, request_id: str) -> Attempt | None:
+        """The request got its blocks; returns what had been decided on its hit, if it had one."""
+        self._core.reload.left(request_id)
+        self._going.add(request_id)
+        return self._attempts.pop(request_id, None)
+
+    def limit_s(self, request_id: str) -> float | None:
+        """How long the load that is being planned for this request may take."""
+        attempt = self._attempts.get(request_id)
+        return attempt.limit_s if attempt else None
+
+    def step(self, scheduler_output: Any) -> None:
+        """Take in one `SchedulerOutput`."""
+        self.resumes.step(scheduler_output)
+        # Before what runs: a reset may preempt between two steps what this one runs again,
+        # … or loads again.
+        for request_id in scheduler_output.preempted_req_ids or ():
+            if request_id not in self._going:
+                self._preempted(request_id)
+        self._going.clear()
+        for request_id in scheduler_output.num_scheduled_tokens:
+            self._core.reload.left(request_id)
+        for request_id in scheduler_output.finished_req_ids or ():
+            self._core.reload.left(request_id)
+            self._requests.pop(request_id, None)
+            self._attempts.pop(request_id, None)
+        # Not in `decide`: a probe takes cache slots, and what was found there is not pinned yet.
+        self._core.reload.probe(self._declined)
+        self._declined = ()
+
+    def _preempted(self, request_id: str) -> None:
+        request, keys = self._requests.get(request_id), self._queue.keys_of(request_id)
+        if request is None or keys is None:
+            return
+        count = self.resumes.computed(request_id) // self._queue.tokens_per_chunk
+        self._core.reload.preempted(request_id, keys[:count], self._in_gpu(request))
+
+    def _num_tokens(self, request_id: str) -> int:
+        request = self._requests.get(request_id)
+        return request.num_tokens if request is not None else 0
+
+    def _order(self, request: Any) -> Order:
+        if self._queue.by_priority:
+            return (request.priority, request.arrival_time)
+        return ()
+
+    def _in_gpu(self, request: Any) -> Callable[[int], bool]:
+        is_cached = self._queue.is_cached
+        return lambda chunk: is_cached(request, chunk)
+
+    def _say(self) -> None:
+        """One line when admission changes its mind about the pool, and not often."""
+        admission = self._core.admission
+        reading, said_s = self._said
+        now_s = self._clock()
+        if admission.reading == reading or now_s - said_s < _LOG_PERIOD_S:
+            return
+        self._said = (admission.reading, now_s)
+        logger.info(
+            "what is found in the pool is %s: it reads %.0f MB/s with %.0f ms beside, the model "
+            "computes %.0f tokens/s",
+            "loaded again" if admission.reading else "computed again, which is sooner",
+            admission.bytes_per_s / 1e6,
+            admission.overhead_s * 1e3,
+            admission.tokens_per_s,
+        )
+
+
+#: Steps between scheduling and output; more means that outputs were missed.
+_AHEAD_MAX = 8
+#: A step counts for the prefill rate if it computes at least so many tokens of prompts,
+_PREFILL_TOKENS_MIN = 64
+#: and so many for each request that decodes beside them.
+_PREFILL_PER_DECODE_MIN = 16
+#: A request with so few decodes; more than one with speculative decoding.
+_DECODE_TOKENS_MAX = 16
+#: What a sample leaves of the ones of its size before it.
+_KEPT = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """tokens: of prompts and decodes. counts: for the prefill rate. share: that prompts have."""
+
+    began_s: float
+    tokens: int
+    counts: bool
+    share: float
+
+
+class StepMeter:
+    """`scheduled` and `ended` come in turn, once for every step."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.steps = 0  # with tokens
+        self.seconds = 0.0  # they took
+        self.tokens = 0  # they computed
+        self._clock = clock
+        self._ahead: deque[_Step] = deque()
+        self._ended_s = 0.0
+        self._prompts_s = 0.0
+        #: By size class, the number of bits of a step's tokens: tokens, and seconds they took.
+        self._prefill: dict[int, tuple[float, float]] = {}
+
+    @property
+    def prefill_rate(self) -> float:
+        """Tokens per second of prefill, over the last of the largest steps; 0: not known."""
+        if not self._prefill:
+            return 0.0
+        tokens, seconds = self._prefill[max(self._prefill)]
+        return tokens / seconds
+
+    def prompts_s(self) -> float:
+        """Seconds since the start in which the model computed prompts, the step that is under way
+        included. Of a step that decodes as well, the share of its tokens that prompts have.
+        """
+        under_way_s = 0.0
+        if self._ahead:
+            step = self._ahead[0]
+            under_way_s = step.share * (self._clock() - max(step.began_s, self._ended_s))
+        return self._prompts_s + max(0.0, under_way_s)
+
+    def clear(self) -> None:
+        """Count from zero again; what was learned stays."""
+        self.steps, self.seconds, self.tokens = 0, 0.0, 0
+
+    def scheduled(self, tokens: Mapping[str, int]) -> None:
+        """A step was scheduled. tokens: by request."""
+        prefill = [count for count in tokens.values() if count > _DECODE_TOKENS_MAX]
+        total, prompts = sum(tokens.values()), sum(prefill)
+        decodes = len(tokens) - len(prefill)
+        enough = max(_PREFILL_TOKENS_MIN, _PREFILL_PER_DECODE_MIN * decodes)
+        share = prompts / total if total else 0.0
+        self._ahead.append(_Step(self._clock(), total, prompts >= enough, share))
+        if len(self._ahead) > _AHEAD_MAX:
+            self._ahead.popleft()
+
+    def ended(self) -> None:
+        """The oldest step's output has come."""
+        if not self._ahead:
+            return
+        step = self._ahead.popleft()
+        now_s = self._clock()
+        seconds = now_s - max(step.began_s, self._ended_s)
+        self._ended_s = now_s
+        if not step.tokens:
+            return
+        self.steps += 1
+        self.seconds += seconds
+        self.tokens += step.tokens
+        self._prompts_s += step.share * seconds
+        if step.counts and seconds > 0:
+            size = step.tokens.bit_length()
+            old_tokens, old_s = self._prefill.get(size, (0.0, 0.0))
+            self._prefill[size] = (_KEPT * old_tokens + step.tokens, _KEPT * old_s + seconds)

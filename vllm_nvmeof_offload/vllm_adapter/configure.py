@@ -1,0 +1,468 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Completes and checks the KV transfer configuration of an engine that uses our backend.
+
+vLLM turns its offloading flags into a `KVTransferConfig` in one method of `VllmConfig`, before
+any model is loaded. That method is wrapped: engines that name our backend or connector are
+handled here, all others by vLLM alone. vLLM may run it several times on one configuration, so
+completing twice equals completing once.
+
+Our connector as one of several in vLLM's `MultiConnector`.
+
+vLLM makes each one from a mapping of its own among the `connectors`, loads from the first that has
+something, and saves with all. Ours is completed there as it is when it stands alone. Beside it can
+be what hands nothing over at start (vLLM passes the first connector's handshake to all), and what
+never reports a load as failed: the KV of such a request would have been stored by then.
+
+Tells whether the user named `kv_load_failure_policy`, or vLLM's default filled it in.
+
+vLLM's default, "fail", ends a request whose load fails; ours is "recompute", unless the user says
+"fail". Nothing in a `KVTransferConfig` says where its value came from, so the default is
+replaced by an equal string of a type of its own.
+
+An object that was made before the plugin was loaded (`LLM(kv_transfer_config={…})` makes one so)
+cannot be told apart; it counts as not named.
+
+Checks our configuration against the machine and the model before the model loads.
+
+Registers our connector and spec with vLLM's factories, so that JSON may name them bare.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+from vllm_nvmeof_offload.config import (
+    check_fits,
+    check_memory,
+    check_targets,
+    chunk_blocks,
+    judge_access,
+    parse_config,
+)
+from vllm_nvmeof_offload.errors import ConfigError, IntegrationError
+from vllm_nvmeof_offload.manager.eviction import choose_policy
+from vllm_nvmeof_offload.names import (
+    BACKEND,
+    CONNECTOR_MODULE,
+    CONNECTOR_NAME,
+    LOGGER_NAME,
+    SPEC_MODULE,
+    SPEC_NAME,
+    STOCK_CONNECTOR_NAME,
+)
+from vllm_nvmeof_offload.pool.ownership import bytes_of_pools
+from vllm_nvmeof_offload.units import GIB, format_bytes, slot_stride_bytes
+from vllm_nvmeof_offload.vllm_adapter import supported
+from vllm_nvmeof_offload.vllm_adapter.deployment import note_weights
+from vllm_nvmeof_offload.vllm_adapter.supported import (
+    count_nodes,
+    note_replicas,
+    refuse_parallel,
+    refuse_platform,
+)
+
+__all__ = [
+    "check_others",
+    "expect",
+    "find_ours",
+    "install",
+    "install_failure_policy",
+    "named_by_user",
+    "names_us",
+    "precheck",
+    "register_loaded",
+    "slot_bytes_estimate",
+]
+
+
+_COMBINED = "MultiConnector"
+_ALONE = f"use it, or {CONNECTOR_NAME}, alone"
+
+
+def names_us(connector: Any, extra: Any) -> bool:
+    """Whether a connector of this name and configuration is ours."""
+    if connector == CONNECTOR_NAME:
+        return True
+    spec = extra.get("spec_name") if isinstance(extra, dict) else None
+    return bool(connector == STOCK_CONNECTOR_NAME and spec == SPEC_NAME)
+
+
+def find_ours(transfer: Any) -> dict[str, Any] | None:
+    """The mapping among those of a `MultiConnector` that makes our connector, or None.
+
+    Raises:
+        ConfigError: there are two.
+    """
+    ours = [child for child in _children(transfer) if _is_our_connector(child)]
+    if len(ours) > 1:
+        raise ConfigError("connectors", CONNECTOR_NAME, f"name it once among those of {_COMBINED}")
+    return ours[0] if ours else None
+
+
+def check_others(transfer: Any) -> None:
+    """Refuse by name what cannot stand beside ours.
+
+    Raises:
+        ConfigError: naming the connector.
+    """
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        OffloadingConnector,
+    )
+
+    for child in _children(transfer):
+        if _is_our_connector(child):
+            continue
+        name = str(child.get("kv_connector"))
+        try:
+            found = KVConnectorFactory.get_connector_class(KVTransferConfig(**child))
+        except Exception:  # noqa: BLE001 - vLLM makes it next, and says what is wrong
+            continue
+        if issubclass(found, OffloadingConnector):
+            raise ConfigError("connectors", name, f"offloads as {CONNECTOR_NAME} does; {_ALONE}")
+        for method, reason in (
+            (
+                "get_handshake_metadata",
+                "hands metadata over at start, as ours does: vLLM mixes them up",
+            ),
+            ("get_block_ids_with_load_errors", "may fail to load what ours has stored by then"),
+        ):
+            if getattr(found, method) is not getattr(KVConnectorBase_V1, method):
+                raise ConfigError("connectors", name, f"{reason}; {_ALONE}")
+
+
+def _children(transfer: Any) -> list[dict[str, Any]]:
+    if transfer is None or transfer.kv_connector != _COMBINED:
+        return []
+    children = transfer.kv_connector_extra_config.get("connectors")
+    if not isinstance(children, list):
+        return []
+    return [child for child in children if isinstance(child, dict)]
+
+
+def _is_our_connector(child: dict[str, Any]) -> bool:
+    return names_us(child.get("kv_connector"), child.get("kv_connector_extra_config"))
+
+
+_FIELD = "kv_load_failure_policy"
+#: Objects made since `install`. They are held weakly, and not hashable, hence by id.
+_known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+class _Default(str):
+    """A default that nobody named; equal to, and pickled as, the plain string."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+
+def install_failure_policy() -> None:
+    """Mark the default from now on; once."""
+    from pydantic.dataclasses import rebuild_dataclass
+    from vllm.config.kv_transfer import KVTransferConfig
+
+    field = KVTransferConfig.__dataclass_fields__.get(_FIELD)
+    if field is None or not isinstance(field.default, str) or isinstance(field.default, _Default):
+        return
+    before = field.default
+    made = KVTransferConfig.__post_init__
+
+    @functools.wraps(made)
+    def remember(self: Any) -> None:
+        _known[id(self)] = self
+        made(self)
+
+    field.default = _Default(before)
+    KVTransferConfig.__post_init__ = remember
+    if rebuild_dataclass(KVTransferConfig, force=True, raise_errors=False) is False:
+        field.default = before
+        KVTransferConfig.__post_init__ = made
+
+
+def named_by_user(transfer: Any) -> bool:
+    """Whether the user, as far as can be told, chose this object's policy."""
+    policy = getattr(transfer, _FIELD, None)
+    if policy == "recompute":
+        return True
+    return _known.get(id(transfer)) is transfer and not isinstance(policy, _Default)
+
+
+logger = logging.getLogger(LOGGER_NAME)
+
+
+def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
+    """Parse `extra`, and refuse what cannot work here. Notes the number of replicas
+    and the stamps of the weights in it.
+
+    staging_key: the flag, key or variable that set the staging size.
+
+    Raises:
+        ConfigError: naming key, value and remedy.
+    """
+    parallel = vllm_config.parallel_config
+    refuse_parallel(parallel)
+    note_replicas(vllm_config, extra)
+    config = parse_config(extra)
+    note_weights(vllm_config, config.weights_seen, extra)
+    refuse_platform(config, _platform())
+    choose_policy(config.eviction_policy)
+    check_memory(config, count_nodes(parallel), staging_key)
+    for target in check_targets(config):
+        problem, remedy = judge_access(target.path)
+        if problem:
+            logger.warning("nvmeof: target %s %s; %s", target.path, problem, remedy)
+    if config.fault_injection:
+        logger.warning(
+            "FAULT INJECTION is on: I/O fails and answers may be wrong on purpose, as %s says",
+            config.fault_injection,
+        )
+    slot_bytes = slot_bytes_estimate(vllm_config, config)
+    if slot_bytes is not None:
+        default = config.pool_bytes is None
+        held = bytes_of_pools([Path(target) for target in config.targets]) if default else 0
+        check_fits(config, slot_bytes, parallel.world_size, config.replicas, held)
+    if config.replicas > 1:
+        logger.info(
+            "nvmeof: %d data-parallel replicas share %s of pinned memory and the pool, each with "
+            "an engine directory of its own",
+            config.replicas,
+            format_bytes(config.staging_bytes),
+        )
+
+
+def _platform() -> Any:
+    from vllm.platforms import current_platform
+
+    return current_platform
+
+
+def slot_bytes_estimate(vllm_config: Any, config: Any) -> int | None:
+    """Bytes of one rank's slot, from the model's shape; None where that does not tell.
+
+    Each worker checks again with the true size once it has its KV cache. An estimate may
+    therefore be missing, but must not be too large: models with more than one kind of layer,
+    and cache types whose width is not known, have none.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    try:
+        if model is None or model.is_hybrid or not cache.block_size:
+            return None
+        if cache.cache_dtype == "auto":
+            value_bytes = model.dtype.itemsize
+        elif str(cache.cache_dtype).startswith("fp8"):
+            value_bytes = 1
+        else:
+            return None
+        values = model.get_head_size()
+        if not model.use_mla:
+            values *= 2 * model.get_num_kv_heads(parallel)
+        layers = model.get_num_layers(parallel)
+    except Exception as error:  # noqa: BLE001 - vLLM's internals; the workers' check remains
+        logger.debug("no estimate of the slot size: %s", error)
+        return None
+    block_bytes = values * value_bytes * layers * cache.block_size
+    blocks = chunk_blocks(config, block_bytes, cache.block_size)
+    return slot_stride_bytes(block_bytes * blocks)
+
+
+_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.factory"
+_SPECS = "vllm.v1.kv_offload.factory"
+
+
+def register_loaded() -> None:
+    """Register with those of the two factories that this process has imported.
+
+    Importing them here would cost a second where nobody offloads. Where they are imported later,
+    our names come with module paths, which `transfer_config` fills in.
+    """
+    connectors = getattr(sys.modules.get(_CONNECTORS), "KVConnectorFactory", None)
+    if connectors is not None and CONNECTOR_NAME not in connectors._registry:
+        connectors.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
+    specs = getattr(sys.modules.get(_SPECS), "OffloadingSpecFactory", None)
+    if specs is not None and SPEC_NAME not in specs._registry:
+        specs.register_spec(SPEC_NAME, SPEC_MODULE, SPEC_NAME)
+
+
+_METHOD = "_post_init_kv_transfer_config"
+_SIZE_FLAG = "--kv-offloading-size"
+_BACKEND_FLAG = "--kv-offloading-backend"
+_CACHE_FIELDS = ("kv_offloading_size", "kv_offloading_backend")
+_TRANSFER_FIELDS = (
+    "kv_connector",
+    "kv_connector_module_path",
+    "kv_connector_extra_config",
+    "kv_role",
+    "kv_load_failure_policy",
+)
+
+
+def expect() -> None:
+    """Raise `IntegrationError` where `install` would not work."""
+    from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
+
+    if not callable(getattr(VllmConfig, _METHOD, None)):
+        raise IntegrationError(f"VllmConfig has no {_METHOD}")
+    for cls, names in ((CacheConfig, _CACHE_FIELDS), (KVTransferConfig, _TRANSFER_FIELDS)):
+        missing = [name for name in names if name not in cls.__dataclass_fields__]
+        if missing:
+            raise IntegrationError(f"{cls.__name__} has no {', '.join(missing)}")
+
+
+def install() -> None:
+    """Wrap vLLM's method, once."""
+    from vllm.config import VllmConfig
+
+    stock = getattr(VllmConfig, _METHOD)
+    if getattr(stock, "_nvmeof", False):
+        return
+    install_failure_policy()
+
+    @functools.wraps(stock)
+    def wrapped(self: Any) -> None:
+        try:
+            if not _is_ours(self):
+                stock(self)
+                return
+            complete(self)
+        except (ConfigError, IntegrationError) as error:
+            if _is_command_line():
+                # One line instead of vLLM's traceback; a program gets the exception.
+                raise SystemExit(f"vllm: error: {error}") from None
+            raise
+
+    wrapped._nvmeof = True  # type: ignore[attr-defined]
+    setattr(VllmConfig, _METHOD, wrapped)
+
+
+def _is_command_line() -> bool:
+    """Whether this process is vLLM's own command, and not a program that imports vLLM."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    name = spec.name if spec is not None else ""
+    return os.path.basename(sys.argv[0]) == "vllm" or name.startswith("vllm.entrypoints.")
+
+
+def _names_us(transfer: Any) -> bool:
+    if transfer is None:
+        return False
+    if names_us(transfer.kv_connector, transfer.kv_connector_extra_config):
+        return True
+    return find_ours(transfer) is not None
+
+
+def _is_ours(vllm_config: Any) -> bool:
+    cache = vllm_config.cache_config
+    if cache.kv_offloading_backend == BACKEND:
+        return True
+    if not _names_us(vllm_config.kv_transfer_config):
+        return False
+    if cache.kv_offloading_size is not None and cache.kv_offloading_backend != "native":
+        raise ConfigError(
+            _BACKEND_FLAG,
+            cache.kv_offloading_backend,
+            f"--kv-transfer-config names {CONNECTOR_NAME}; leave out one of the two",
+        )
+    return True
+
+
+def complete(vllm_config: Any) -> None:
+    """Make `vllm_config` name our connector with a complete, checked configuration.
+
+    Raises:
+        ConfigError: the configuration cannot work.
+        IntegrationError: this vLLM is none that we know.
+    """
+    from vllm.config import KVTransferConfig
+
+    supported.require()
+
+    if vllm_config.kv_transfer_config is None:
+        vllm_config.kv_transfer_config = KVTransferConfig()
+    transfer = vllm_config.kv_transfer_config
+    if not named_by_user(transfer):
+        transfer.kv_load_failure_policy = "recompute"
+    elif transfer.kv_load_failure_policy != "recompute":
+        logger.warning("kv_load_failure_policy=fail: a failed load will end its request")
+    child = find_ours(transfer)
+    if child is None:
+        _take_connector(transfer)
+        extra = transfer.kv_connector_extra_config
+    else:
+        extra = _take_child(child)
+        check_others(transfer)
+    key = _take_size(extra, vllm_config.cache_config.kv_offloading_size)
+    precheck(vllm_config, extra, key)
+    register_loaded()
+
+
+def _take_child(child: dict[str, Any]) -> dict[str, Any]:
+    """Complete the mapping of which `MultiConnector` makes our connector; return its `extra`."""
+    from vllm.config import KVTransferConfig
+
+    made = KVTransferConfig(**{"kv_role": "kv_both", **child})
+    _take_connector(made)
+    child["kv_connector"] = made.kv_connector
+    child["kv_connector_module_path"] = made.kv_connector_module_path
+    child["kv_role"] = made.kv_role
+    child["kv_connector_extra_config"] = made.kv_connector_extra_config
+    extra: dict[str, Any] = made.kv_connector_extra_config
+    return extra
+
+
+def _take_connector(transfer: Any) -> None:
+    name = transfer.kv_connector
+    extra = transfer.kv_connector_extra_config
+    stock = name == STOCK_CONNECTOR_NAME and extra.get("spec_name", SPEC_NAME) == SPEC_NAME
+    if name not in (None, CONNECTOR_NAME) and not stock:
+        raise ConfigError(
+            "kv_connector",
+            name,
+            f"{_BACKEND_FLAG} {BACKEND} brings its own connector, {CONNECTOR_NAME}; leave out the "
+            "flag, or kv_connector in --kv-transfer-config (a MultiConnector has to name ours "
+            "among its connectors)",
+        )
+    if name != CONNECTOR_NAME or transfer.kv_connector_module_path is None:
+        transfer.kv_connector = CONNECTOR_NAME
+        transfer.kv_connector_module_path = CONNECTOR_MODULE
+    transfer.kv_role = transfer.kv_role or "kv_both"
+    if transfer.kv_role != "kv_both":
+        raise ConfigError(
+            "kv_role",
+            transfer.kv_role,
+            "what is stored here is loaded here: leave it out, or kv_both",
+        )
+    extra.setdefault("spec_name", SPEC_NAME)
+    extra.setdefault("spec_module_path", SPEC_MODULE)
+
+
+def _take_size(extra: dict[str, Any], size_gib: float | None) -> str:
+    """Put the staging size into `extra`, if it is not there; return what the user set it with."""
+    from vllm_nvmeof_offload.config import ENV_PREFIX, default_staging_bytes
+
+    if "staging_bytes" in extra:
+        return "staging_bytes"
+    if size_gib is not None:
+        if not 0 < size_gib < 1 << 30:  # not infinite either; NaN compares false
+            raise ConfigError(_SIZE_FLAG, size_gib, "give the GiB of pinned memory, above 0")
+        extra["staging_bytes"] = int(size_gib * GIB)
+        return _SIZE_FLAG
+    variable = ENV_PREFIX + "STAGING_BYTES"
+    if variable in os.environ:
+        return variable
+    extra["staging_bytes"] = default_staging_bytes()
+    logger.info(
+        "nvmeof: no %s given; taking %s of pinned memory over all ranks",
+        _SIZE_FLAG,
+        format_bytes(extra["staging_bytes"]),
+    )
+    return "staging_bytes"

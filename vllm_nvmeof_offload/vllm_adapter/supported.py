@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses, by the kinds of its layers, a model whose KV this version does not offload rightly.
+
+Decided from the KV cache that vLLM has laid out, in the scheduler and in every worker alike,
+before anything is served: a model's own configuration does not tell what vLLM makes of it.
+
+Refuses platforms that no copy engine serves, and GPUs whose packages are missing, early.
+
+Before the model loads, and in one line; each worker finds out again when it opens its GPU.
+
+Which parallel shapes are served, and which of several data-parallel replicas an engine is.
+
+vLLM runs the replicas of a dense model as independent engines: each is told its index, but no
+longer how many there are. So the check before model load writes their number into our
+configuration (`replicas`), which travels to every engine and worker.
+
+Which vLLM this package works with, and the refusal by name of any other.
+
+The interface of vLLM's offloading changes with its releases. An unknown one may call us with what
+we do not take, or leave out a call that we count on; the second gives wrong tokens without a
+word. So a release counts as known when vLLM's own tests have passed with our connector, and what
+can be seen of a known one's interface is compared as well: a build from source says little by
+its number.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from vllm_nvmeof_offload.config import OffloadConfig, Replica
+from vllm_nvmeof_offload.errors import ConfigError, IntegrationError
+from vllm_nvmeof_offload.names import CONNECTOR_MODULE
+
+__all__ = [
+    "KNOWN",
+    "REMEDY",
+    "accepts",
+    "count_nodes",
+    "note_replicas",
+    "refuse_model",
+    "refuse_parallel",
+    "refuse_platform",
+    "replica_of",
+    "require",
+    "unknown_version",
+    "version",
+]
+
+
+#: By exact type: what derives from full attention to drop blocks while a request runs leaves
+#: chunks that are not whole.
+_WHOLE = (FullAttentionSpec, MLAAttentionSpec)
+_LOCAL = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
+
+
+def refuse_model(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise unless the model's KV is one group of layers that keep every token.
+
+    Raises:
+        ConfigError: naming the model, its kinds of layers, and what to do.
+    """
+    name = vllm_config.model_config.model
+    groups = kv_cache_config.kv_cache_groups
+    layers = [spec for group in groups for spec in _layer_specs(group)]
+    if len(groups) != 1 or not all(type(spec) in _WHOLE for spec in layers):
+        counted = Counter(type(spec).__name__ for spec in layers)
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(counted.items()))
+        raise ConfigError(
+            "model",
+            name,
+            f"has {len(groups)} KV cache {'group' if len(groups) == 1 else 'groups'} "
+            f"({kinds or 'no KV'}); this version offloads one group of full attention: "
+            f"{_remedy(layers)}",
+        )
+    if _ignores_loaded_kv(vllm_config):
+        raise ConfigError(
+            "model",
+            name,
+            "has multi-head latent attention (MLAAttentionSpec), for which vLLM's CPU engine "
+            "ignores loaded KV where the processor has no AMX: serve it without offloading, or on "
+            "a processor with AMX",
+        )
+
+
+def _layer_specs(group: Any) -> list[Any]:
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return list(spec.kv_cache_specs.values())
+    return [spec] * len(group.layer_names)
+
+
+def _remedy(layers: list[Any]) -> str:
+    kinds = {type(spec) for spec in layers}
+    if kinds == {SlidingWindowSpec}:
+        window = min(spec.sliding_window for spec in layers)
+        return f"add --disable-sliding-window (the context then ends at {window} tokens)"
+    others = kinds - {FullAttentionSpec}
+    if others and others != kinds and others <= set(_LOCAL):
+        return (
+            "add --disable-hybrid-kv-cache-manager (every layer then keeps the KV of all tokens, "
+            "which takes more GPU memory)"
+        )
+    return "serve this model without offloading"
+
+
+def _ignores_loaded_kv(vllm_config: Any) -> bool:
+    """Whether vLLM computes a prompt's rest without looking at what comes before it.
+
+    Its CPU kernel for latent attention does, and vLLM therefore turns off both what would need
+    it, but takes a connector's tokens all the same (0.32).
+    """
+    return bool(
+        current_platform.is_cpu()
+        and vllm_config.model_config.use_mla
+        and not vllm_config.scheduler_config.enable_chunked_prefill
+        and not vllm_config.cache_config.enable_prefix_caching
+    )
+
+
+REMEDY = "pip install 'vllm-nvmeof-offload[cuda]'"
+
+
+def refuse_platform(config: OffloadConfig, platform: Any) -> None:
+    """platform: vLLM's `current_platform`.
+
+    Raises:
+        ConfigError: neither an NVIDIA GPU nor the CPU, or a GPU and a package is missing.
+    """
+    if platform.is_cpu():
+        return
+    if not platform.is_cuda():
+        raise ConfigError(
+            "--kv-offloading-backend",
+            "nvmeof",
+            f"vLLM runs on {platform.device_type!r} here; this version serves NVIDIA GPUs and "
+            "vLLM's CPU engine: serve without offloading",
+        )
+    if not _is_there("cuda.bindings"):
+        raise ConfigError(
+            "copy_backend", config.copy_backend, f"copies to a GPU need cuda-bindings: {REMEDY}"
+        )
+    if config.copy_backend == "kernel" and not _is_there("cuda.core"):
+        raise ConfigError(
+            "copy_backend", "kernel", f'needs cuda-core: {REMEDY}, or say "dma" or "auto"'
+        )
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it is in
+        return False
+
+
+_SHAPES = (
+    "pipeline_parallel_size",
+    "decode_context_parallel_size",
+    "prefill_context_parallel_size",
+)
+#: What vLLM appends to the id of a replica's engine.
+_REPLICA_SUFFIX = re.compile(r"_dp\d+$")
+
+
+def refuse_parallel(parallel: Any) -> None:
+    """Refuse by name the shapes whose ranks hold other parts of the KV cache than we assume.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    for option in _SHAPES:
+        size = getattr(parallel, option)
+        if size > 1:
+            raise ConfigError(option, size, "this version supports 1; use --tensor-parallel-size")
+
+
+def note_replicas(vllm_config: Any, extra: MutableMapping[str, Any]) -> None:
+    """Note in `extra` how many engines share the configured sizes, where vLLM says so.
+
+    Raises:
+        ConfigError: `replicas` contradicts the option, or the model's replicas work in step.
+    """
+    size = vllm_config.parallel_config.data_parallel_size
+    if size > 1:
+        _refuse_experts(vllm_config.model_config, size)
+        if extra.setdefault("replicas", size) != size:
+            raise ConfigError(
+                "replicas", extra["replicas"], f"data_parallel_size is {size}; leave this key out"
+            )
+
+
+def _refuse_experts(model: Any, size: int) -> None:
+    if getattr(model, "is_moe", False):
+        raise ConfigError(
+            "data_parallel_size",
+            size,
+            "this version supports 1 for a model with experts, whose replicas compute in step; "
+            "use --tensor-parallel-size, or independent servers",
+        )
+
+
+def count_nodes(parallel: Any) -> int:
+    """Return over how many machines ranks and replicas are spread."""
+    local = int(getattr(parallel, "data_parallel_size_local", 1) or 1)
+    spread = int(parallel.data_parallel_size) // local
+    return max(1, int(getattr(parallel, "nnodes", 1)), spread)
+
+
+def replica_of(vllm_config: Any, declared: int) -> Replica:
+    """Return which of `declared` replicas this engine is.
+
+    Raises:
+        ConfigError: it is one of several, and nobody has said of how many.
+    """
+    parallel = vllm_config.parallel_config
+    engine_id = str(vllm_config.kv_transfer_config.engine_id or "")
+    index: int = parallel.data_parallel_index
+    told = _REPLICA_SUFFIX.search(engine_id) is not None
+    if (told or index or parallel.data_parallel_size > 1) and declared == 1:
+        # Each would take the whole pool and all staging.
+        raise ConfigError(
+            "data_parallel_size",
+            max(2, index + 1, parallel.data_parallel_size),
+            "our plugin has not run, which divides sizes among the replicas (is VLLM_PLUGINS "
+            'set? add "nvmeof" to it); or give their number as "replicas" in '
+            "kv_connector_extra_config",
+        )
+    if parallel.data_parallel_size > 1:
+        _refuse_experts(vllm_config.model_config, parallel.data_parallel_size)
+    if index >= declared:
+        raise ConfigError("replicas", declared, f"this is replica {index}, counted from 0")
+    return Replica(index, declared, _REPLICA_SUFFIX.sub("", engine_id))
+
+
+#: Releases of vLLM, by their first two numbers.
+KNOWN = ("0.32", "0.33")
+
+_OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+#: What we read of vLLM's objects beyond what their interfaces promise: class → names.
+_READ = {
+    f"{_OFFLOADING}.scheduler:OffloadingConnectorScheduler": (
+        "manager config _req_status _current_batch_load_jobs _chunks_being_loaded"
+    ),
+    f"{_OFFLOADING}.scheduler:SchedulerOffloadConfig": "kv_group_configs tokens_per_hash",
+    f"{_OFFLOADING}.scheduler:GroupOffloadConfig": (
+        "tokens_per_block tokens_per_chunk hashes_per_chunk"
+    ),
+    f"{_OFFLOADING}.scheduler:RequestOffloadState": (
+        "group_states req_context transfer_jobs update_offload_keys"
+    ),
+    f"{_OFFLOADING}.scheduler:RequestGroupState": "offload_keys",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": (
+        "block_pool evict_blocks get_blocks reset_prefix_cache"
+    ),
+    f"{_OFFLOADING}.worker:OffloadingConnectorWorker": "spec worker _load_jobs",
+    f"{_OFFLOADING}.common:OffloadingConnectorMetadata": "load_jobs store_jobs jobs_to_flush",
+    f"{_OFFLOADING}.common:OffloadingWorkerMetadata": "completed_jobs transfer_stats",
+    f"{_OFFLOADING}.common:TransferJob": "req_id",
+}
+
+
+def version() -> str:
+    """Version of the vLLM that is imported, or `unknown`."""
+    return str(getattr(sys.modules.get("vllm"), "__version__", "unknown"))
+
+
+def unknown_version() -> str | None:
+    """Why this vLLM's version is not a known one, and what to do; None: it is known."""
+    found = version()
+    numbers = re.match(r"\d+\.\d+(?=\.)", found)
+    if numbers and numbers[0] in KNOWN:
+        return None
+    return (
+        f"vLLM {found} is not known to this vllm-nvmeof-offload; use vLLM "
+        f"{' or '.join(KNOWN)}, or a vllm-nvmeof-offload that knows this one"
+    )
+
+
+def require() -> None:
+    """Go on with a known vLLM only.
+
+    Raises:
+        IntegrationError: one line, which says what is unknown and what to do.
+    """
+    problem = unknown_version()
+    if problem is None:
+        found = _difference()
+        if found is None:
+            return
+        problem = (
+            f"this vLLM {version()} is not as released ({found}); use a release of vLLM "
+            f"{' or '.join(KNOWN)}, or a vllm-nvmeof-offload that knows this one"
+        )
+    raise IntegrationError(problem)
+
+
+@functools.cache
+def _difference() -> str | None:
+    """The first thing in which this vLLM's interface differs from what we were written for."""
+    try:
+        connector = importlib.import_module(CONNECTOR_MODULE)
+    except (ImportError, AttributeError) as error:
+        return str(error).partition(" (/")[0]  # without the file's path
+    return next(_differences(connector), None)
+
+
+def _differences(connector: Any) -> Iterator[str]:
+    for cls in (
+        connector.NVMeoFOffloadingConnector,
+        connector.NVMeoFOffloadingManager,
+        connector.NVMeoFOffloadingWorker,
+        connector.NVMeoFOffloadingSpec,
+    ):
+        base = cls.__base__
+        for name in sorted(cls.__abstractmethods__):
+            yield f"{base.__name__}.{name} is new"
+        for name, method in vars(cls).items():
+            theirs = getattr(base, name, None)
+            if not inspect.isfunction(method) or not inspect.isfunction(theirs):
+                continue
+            if not accepts(method, theirs):
+                yield f"{base.__name__}.{name}{inspect.signature(theirs)} has other parameters"
+    for place, names in _READ.items():
+        module, _, class_name = place.partition(":")
+        cls = getattr(importlib.import_module(module), class_name, None)
+        if cls is None:
+            yield f"{class_name} is gone"
+            continue
+        for name in names.split():
+            if not _has(cls, name):
+                yield f"{class_name}.{name} is gone"
+
+
+def accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
+    """Whether `ours` can be called in every way in which `theirs` can."""
+    mine = list(inspect.signature(ours).parameters.values())
+    calls = list(inspect.signature(theirs).parameters.values())
+    takes_names = any(p.kind is p.VAR_KEYWORD for p in mine)
+    named = [p for p in mine if p.kind is p.POSITIONAL_OR_KEYWORD]
+    for index, parameter in enumerate(calls):
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        in_place = index < len(named) and named[index].name == parameter.name
+        # What has a default may come by its name alone.
+        if not in_place and not (takes_names and parameter.default is not parameter.empty):
+            return False
+    called = {p.name for p in calls}
+    return all(p.name in called or p.default is not p.empty for p in named)
+
+
+def _has(cls: type, name: str) -> bool:
+    """Whether instances of `cls` have it: a member, a field, or set in `__init__`."""
+    if hasattr(cls, name) or name in getattr(cls, "__dataclass_fields__", ()):
+        return True
+    code = getattr(getattr(cls, "__init__", None), "__code__", None)
+    return code is not None and name in code.co_names
