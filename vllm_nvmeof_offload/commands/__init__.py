@@ -1,2 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO."""
+"""The commands of `vllm-nvmeof` on pools, targets and sizes, and the output they share.
+
+    pool     lists, checks, repairs, fills and removes pools on disk
+    doctor   checks and measures this machine and its targets
+    size     computes KV bytes, capacity and bandwidth of a deployment
+
+Each command imports its implementation when it is called, so that `--help` stays quick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import typer
+
+from vllm_nvmeof_offload.errors import OffloadError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["plain_errors", "print_json", "wide_console"]
+
+
+@contextlib.contextmanager
+def plain_errors(code: int = 1) -> Iterator[None]:
+    """Print an `OffloadError` as one line on stderr, and exit with `code`."""
+    try:
+        yield
+    except OffloadError as error:
+        typer.echo(f"vllm-nvmeof: {error}", err=True)
+        raise typer.Exit(code) from None
+
+
+def print_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def wide_console(file_columns: int) -> Console:
+    """A console for stdout, of `file_columns` columns if stdout is not a terminal.
+
+    In a file one finding or formula per line is easier to search than text folded at 80.
+    """
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        return Console(width=file_columns)
+    return console

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_nvmeof_offload.commands.size.kv import KvSizes, Layout
-from vllm_nvmeof_offload.commands.size.presets import preset
+from vllm_nvmeof_offload.commands.size.config_json import preset
+from vllm_nvmeof_offload.commands.size.kv import Deployment, KvSizes
 
 __all__ = ["ModelBlock", "model_blocks"]
 
@@ -51,7 +51,8 @@ def model_blocks() -> tuple[ModelBlock, ...]:
     found = []
     for name, tensor_parallel, block_tokens in _MODELS:
         model = preset(name)
-        sizes = KvSizes(model, Layout(tensor_parallel=tensor_parallel, block_tokens=block_tokens))
+        deployment = Deployment(tensor_parallel=tensor_parallel, block_tokens=block_tokens)
+        sizes = KvSizes(model, deployment)
         fragment = sizes.fragment_bytes(model.groups[0])
         found.append(ModelBlock(name, tensor_parallel, fragment, sizes.block_bytes()))
     return tuple(found)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.commands.size.kv import (
+    Deployment,
     parse_duration,
     parse_link,
     parse_rate,
@@ -49,6 +50,10 @@ def test_json_has_the_stated_shape_and_the_options_in_it() -> None:
     assert report.bottleneck == "links"
 
 
+def test_the_options_defaults_are_the_deployments() -> None:
+    assert size_json("--preset", "Qwen3-8B").deployment == Deployment()
+
+
 def test_the_table_has_every_figure_and_its_formula(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(PLAIN))
@@ -68,7 +73,7 @@ def test_layers_of_every_kind_are_shown() -> None:
     shown = runner.invoke(
         app, ["size", "--preset", "Qwen3-Next-80B-A3B-Instruct"], env={"COLUMNS": "250"}
     ).stdout
-    assert "one state a sequence, no KV per token" in shown
+    assert "one state per sequence, no KV per token" in shown
     assert "this version of the offload refuses recurrent state" in shown
     shown = runner.invoke(app, ["size", "--preset", "gpt-oss-120b"], env={"COLUMNS": "250"}).stdout
     assert "the last 128 tokens" in shown

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_nvmeof_offload.commands.size.kv import KvSizes, Layout
+from vllm_nvmeof_offload.commands.size.config_json import preset
+from vllm_nvmeof_offload.commands.size.kv import Deployment, KvSizes
 from vllm_nvmeof_offload.commands.size.model import LayerGroup, LayerKind, ModelShape, Weights
-from vllm_nvmeof_offload.commands.size.presets import preset
 from vllm_nvmeof_offload.errors import ConfigError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -19,7 +19,7 @@ def shape(*groups: LayerGroup) -> ModelShape:
 
 def test_grouped_queries_by_hand() -> None:
     """Llama 3.1 70B: 80 layers × 8 heads × (128 + 128) × 2 bytes = 320 KiB a token."""
-    sizes = KvSizes(preset("Llama-3.1-70B-Instruct"), Layout(tensor_parallel=4))
+    sizes = KvSizes(preset("Llama-3.1-70B-Instruct"), Deployment(tensor_parallel=4))
     assert sizes.token_bytes() == 320 * KIB
     assert sizes.rank_token_bytes() == 80 * KIB
     assert sizes.block_bytes() == 1280 * KIB
@@ -33,7 +33,7 @@ def test_grouped_queries_by_hand() -> None:
 
 def test_more_ranks_than_heads_hold_copies() -> None:
     """Qwen2.5 1.5B has 2 KV heads: on 8 ranks each is there 4 times."""
-    sizes = KvSizes(preset("Qwen2.5-1.5B-Instruct"), Layout(tensor_parallel=8))
+    sizes = KvSizes(preset("Qwen2.5-1.5B-Instruct"), Deployment(tensor_parallel=8))
     assert sizes.token_bytes() == 28 * 2 * 256 * 2
     assert sizes.rank_token_bytes() == 28 * 1 * 256 * 2
     assert sizes.copies() == 4
@@ -41,7 +41,7 @@ def test_more_ranks_than_heads_hold_copies() -> None:
 
 def test_a_latent_is_whole_on_every_rank() -> None:
     """DeepSeek-V3: 61 layers × (512 + 64) × 2 bytes = 70,272 bytes a token, on each rank."""
-    sizes = KvSizes(preset("DeepSeek-V3"), Layout(tensor_parallel=8))
+    sizes = KvSizes(preset("DeepSeek-V3"), Deployment(tensor_parallel=8))
     assert sizes.token_bytes() == sizes.rank_token_bytes() == 70_272
     assert sizes.copies() == 8
     assert sizes.loaded_bytes(16 << 10) >= 8 * (16 << 10) * 70_272
@@ -50,7 +50,10 @@ def test_a_latent_is_whole_on_every_rank() -> None:
 def test_fp8_halves_it() -> None:
     for name in ("Qwen3-8B", "DeepSeek-V3"):
         model = preset(name)
-        half, whole = KvSizes(model, Layout(kv_bytes=1)), KvSizes(model, Layout(kv_bytes=2))
+        half, whole = (
+            KvSizes(model, Deployment(kv_element_bytes=1)),
+            KvSizes(model, Deployment(kv_element_bytes=2)),
+        )
         assert 2 * half.token_bytes() == whole.token_bytes()
 
 
@@ -61,7 +64,7 @@ def test_a_window_caps_what_its_layers_keep() -> None:
         LayerKind.FULL: 10,
         LayerKind.WINDOW: 52,
     }
-    sizes = KvSizes(model, Layout())
+    sizes = KvSizes(model, Deployment())
     page = 16 * 16 * 256 * 2
     # A window of 1024 tokens reaches into 65 blocks of 16.
     assert sizes.session_rank_bytes(32 * KIB) == page * (10 * 2048 + 52 * 65)
@@ -75,7 +78,7 @@ def test_recurrent_state_does_not_grow() -> None:
 
     The state of a layer: 8192 channels × 3 tokens of convolution, 32 heads × 128 × 128.
     """
-    sizes = KvSizes(preset("Qwen3-Next-80B-A3B-Instruct"), Layout())
+    sizes = KvSizes(preset("Qwen3-Next-80B-A3B-Instruct"), Deployment())
     assert sizes.token_bytes() == 12 * 2 * 512 * 2
     state = 36 * 2 * (8192 * 3 + 32 * 128 * 128)
     assert sizes.state_bytes() == state
@@ -86,14 +89,14 @@ def test_recurrent_state_does_not_grow() -> None:
 
 def test_a_pipeline_spreads_layers_and_the_first_stages_take_the_rest() -> None:
     model = shape(LayerGroup(LayerKind.FULL, 10, 8, 128, 128))
-    sizes = KvSizes(model, Layout(pipeline_parallel=4))
+    sizes = KvSizes(model, Deployment(pipeline_parallel=4))
     per_layer = 8 * 256 * 2
     assert [sizes.rank_token_bytes(stage) // per_layer for stage in range(4)] == [3, 3, 2, 2]
     assert sizes.copies() == 1
 
 
 def test_only_whole_chunks_are_stored() -> None:
-    sizes = KvSizes(preset("Llama-3.1-8B-Instruct"), Layout(blocks_per_chunk=4))
+    sizes = KvSizes(preset("Llama-3.1-8B-Instruct"), Deployment(blocks_per_chunk=4))
     assert sizes.chunk_tokens == 64
     assert sizes.loaded_bytes(63) == 0
     assert sizes.loaded_bytes(127) == sizes.loaded_bytes(64) == 4 * 2 * MIB + 4 * KIB
@@ -102,9 +105,9 @@ def test_only_whole_chunks_are_stored() -> None:
 def test_splits_that_vllm_refuses_are_refused() -> None:
     model = preset("Llama-3.1-8B-Instruct")
     with pytest.raises(ConfigError, match="--tp=3: vLLM cannot share 8 KV heads over it"):
-        KvSizes(model, Layout(tensor_parallel=3))
+        KvSizes(model, Deployment(tensor_parallel=3))
     with pytest.raises(ConfigError, match="--pp=33: the model has 32 layers"):
-        KvSizes(model, Layout(pipeline_parallel=33))
+        KvSizes(model, Deployment(pipeline_parallel=33))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
@@ -119,7 +122,10 @@ def test_pages_are_vllms(tp: int, block_tokens: int) -> None:
     ):
         model = preset(name)
         group = model.groups[0]
-        sizes = KvSizes(model, Layout(tp, 1, kv_bytes, block_tokens))
+        sizes = KvSizes(
+            model,
+            Deployment(tensor_parallel=tp, kv_element_bytes=kv_bytes, block_tokens=block_tokens),
+        )
         latent = group.kind is LayerKind.LATENT
         kind = interface.MLAAttentionSpec if latent else interface.FullAttentionSpec
         heads = 1 if latent else max(1, group.kv_heads // tp)
@@ -137,6 +143,6 @@ def test_windows_are_vllms() -> None:
         spec = interface.SlidingWindowSpec(
             block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=window
         )
-        sizes = KvSizes(shape(group), Layout())
+        sizes = KvSizes(shape(group), Deployment())
         blocks = spec.max_admission_blocks_per_request(0, 128 * KIB)
         assert sizes.session_rank_bytes(128 * KIB) == blocks * spec.page_size_bytes

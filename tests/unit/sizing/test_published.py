@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import json
+from decimal import ROUND_HALF_DOWN, Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllm_nvmeof_offload.commands.size.kv import KvSizes, Layout
-from vllm_nvmeof_offload.commands.size.presets import preset, preset_names
-from vllm_nvmeof_offload.commands.size.report import DATA24, DATA24_DRIVES, print_kib, print_mib
+from vllm_nvmeof_offload.commands.size.config_json import preset, preset_names
+from vllm_nvmeof_offload.commands.size.kv import Deployment, KvSizes
+from vllm_nvmeof_offload.commands.size.report import DATA24, DATA24_DRIVES
 
 PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
 #: What the table prints does not follow from what it states about these two.
@@ -24,10 +25,19 @@ AT_ODDS = {
 }
 
 
+def rounded(count: int, unit_bytes: int, unit: str) -> str:
+    """As the vLLM blog's table prints sizes: KB for KiB, halves down (0.875 is 0.87), no zeros."""
+    number = (Decimal(count) / unit_bytes).quantize(Decimal("0.01"), ROUND_HALF_DOWN)
+    return f"{number.normalize():f} {unit}"
+
+
 def printed(row: dict[str, Any], tp: int) -> tuple[str, str]:
     model = preset(row["model"])
-    sizes = KvSizes(model, Layout(tensor_parallel=tp, block_tokens=row["block_tokens"]))
-    return print_kib(sizes.fragment_bytes(model.groups[0])), print_mib(sizes.block_bytes())
+    sizes = KvSizes(model, Deployment(tensor_parallel=tp, block_tokens=row["block_tokens"]))
+    return (
+        rounded(sizes.fragment_bytes(model.groups[0]), 1 << 10, "KB"),
+        rounded(sizes.block_bytes(), 1 << 20, "MB"),
+    )
 
 
 @pytest.mark.parametrize("row", PUBLISHED["block_sizes"], ids=lambda row: row["model"])
@@ -43,7 +53,7 @@ def test_what_the_two_rows_at_odds_are() -> None:
     assert printed(llama, 1) == ("32 KB", "5 MB")
     assert printed(llama, 4) == (llama["old"], llama["new"])
     assert printed(qwen, 1) == ("32 KB", "2.25 MB")
-    assert print_mib(28 * 1024 * 2 * 36) == qwen["new"]
+    assert rounded(28 * 1024 * 2 * 36, 1 << 20, "MB") == qwen["new"]
 
 
 @pytest.mark.parametrize("row", PUBLISHED["data24"], ids=lambda row: f"{row['drives']} drives")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_nvmeof_offload.commands.size.config_json import preset, preset_names
 from vllm_nvmeof_offload.commands.size.kv import (
     Deployment,
     KvSizes,
@@ -17,7 +18,6 @@ from vllm_nvmeof_offload.commands.size.kv import (
     plan_reload,
     pool_room,
 )
-from vllm_nvmeof_offload.commands.size.presets import preset, preset_names
 from vllm_nvmeof_offload.commands.size.report import build
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.staging import split_slots
@@ -29,12 +29,12 @@ CHUNKS, SLOT = 2048, 2052 * KIB
 
 def sized(name: str = "Llama-3.1-8B-Instruct", **more: Any) -> tuple[KvSizes, Deployment]:
     deployment = Deployment(**more)
-    return KvSizes(preset(name, 16 * GIB), deployment.layout), deployment
+    return KvSizes(preset(name, 16 * GIB), deployment), deployment
 
 
 def test_gpu_memory_by_hand() -> None:
-    sizes, deployment = sized(gpus=2, gpu_memory_utilization=0.9)
-    room = gpu_room(sizes, deployment)
+    sizes, _ = sized(gpus=2, gpu_memory_utilization=0.9)
+    room = gpu_room(sizes)
     assert room is not None
     assert room.free_bytes == 72 * GIB - 4 * GIB - 16 * GIB
     assert room.session_bytes == 4 * GIB
@@ -52,26 +52,26 @@ def test_the_cpu_tier_is_the_servers() -> None:
     sizes, deployment = sized(staging_bytes=64 * GIB)
     cache_slots, streams = split_slots(64 * GIB, SLOT, deployment.stream_slots)
     assert streams == 64
-    room = cpu_room(sizes, deployment)
+    room = cpu_room(sizes)
     assert room.cache_bytes == cache_slots * SLOT
     assert room.sessions == cache_slots // CHUNKS == 15
 
 
 def test_the_pool_by_hand() -> None:
-    sizes, deployment = sized(drive_bytes=10**13, drive_fill=0.5)
+    sizes, _ = sized(drive_bytes=10**13, drive_fill=0.5)
     session = CHUNKS * (SLOT + 64)
-    room = pool_room(sizes, deployment, 24)
+    room = pool_room(sizes, 24)
     assert room.session_bytes == session
     assert room.sessions_per_drive == 5 * 10**12 // session
     assert room.sessions == 12 * 10**13 // session
 
 
 def test_the_reload_by_hand() -> None:
-    sizes, deployment = sized(
+    sizes, _ = sized(
         concurrency=10, ttft_seconds=4.0, drive_read_bytes_per_s=5e9, link="3x100GbE",
         link_efficiency=0.8,
     )  # fmt: skip
-    back = plan_reload(sizes, deployment, 6)
+    back = plan_reload(sizes, 6)
     assert back.session_bytes == CHUNKS * SLOT
     assert back.needed_bytes_per_s == 10 * CHUNKS * SLOT / 4
     rates = {hop.name: hop.bytes_per_s for hop in back.hops}
@@ -156,7 +156,7 @@ def test_more_of_one_thing_never_helps_or_hurts_against_its_sense(
 @given(st.sampled_from(preset_names()), st.integers(16, 1 << 18), st.sampled_from([1, 2, 8]))
 def test_slots_hold_what_is_stored_and_waste_little(name: str, tokens: int, tp: int) -> None:
     deployment = Deployment(tensor_parallel=tp)
-    sizes = KvSizes(preset(name), deployment.layout)
+    sizes = KvSizes(preset(name), deployment)
     for slot in sizes.session_slots(tokens):
         assert slot.payload_bytes <= slot.stride_bytes <= slot.payload_bytes + 2 * 4096
         assert slot.stride_bytes % 4096 == 0

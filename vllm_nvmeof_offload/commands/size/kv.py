@@ -1,29 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of KV cache: of a token, a block, a session in GPU memory, and of what is offloaded.
+"""Bytes of KV cache per token, block and session; sessions that fit; bandwidth that they need.
 
-A *stage* is one part of a pipeline; layers are spread over stages as evenly as they go, the
-first stages taking what is left over. Rank figures are of the fullest stage, number 0.
+A *stage* is one part of a pipeline. Layers are spread over stages as evenly as possible, and
+the first stages take the remainder. Figures of a rank are those of the fullest stage, number 0.
 
-What fits where: sessions in GPU memory, in the CPU tier, in the pool.
-
-The hardware and the load that a model is sized for.
-
-What brings sessions back from the pool in time, and what is in the way.
-
-The worst case: everything is in the pool, nothing in GPU memory or in the CPU tier, and all of
-`concurrency` sessions come back at the same moment, spread evenly over drives, links and GPUs.
-
-What people write on a command line: links, rates, durations, numbers of tokens.
+A reload is the worst case: all KV is only in the pool, and all of `concurrency` sessions come
+back at the same moment, spread evenly over drives, links and GPUs.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from vllm_nvmeof_offload.commands.size.model import LayerGroup, LayerKind, ModelShape
 from vllm_nvmeof_offload.config import OffloadConfig, chunk_blocks
@@ -37,7 +29,6 @@ __all__ = [
     "GpuRoom",
     "Hop",
     "KvSizes",
-    "Layout",
     "Link",
     "PoolRoom",
     "Reload",
@@ -50,36 +41,175 @@ __all__ = [
     "parse_tokens",
     "plan_reload",
     "pool_room",
-    "sessions_in_time",
 ]
+
+#: Transfers per second and lane, and the share of them that carries data (line encoding).
+_PCIE = {3: (8e9, 128 / 130), 4: (16e9, 128 / 130), 5: (32e9, 128 / 130), 6: (64e9, 242 / 256)}
+_LINK = re.compile(r"^\s*(?:(\d+)\s*x\s*)?(.+?)\s*$", re.IGNORECASE)
+_PCIE_NAME = re.compile(r"^pcie\s*(?:gen)?\s*(\d)\s*x\s*(\d+)$", re.IGNORECASE)
+_NETWORK = re.compile(r"^(\d+(?:\.\d+)?)\s*(?:gbe|gbps|gbit/s|gb/s|gbib|gib)$", re.IGNORECASE)
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+_DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(us|ms|s|min)\s*$", re.IGNORECASE)
+_TOKENS = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([km]?)\s*$", re.IGNORECASE)
+_LANES = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """How a model is served.
+class Link:
+    """`count` links of `bytes_per_s` each in one direction, by the line rate."""
 
-    kv_bytes: of one element of the KV cache. block_tokens: tokens in one block.
-    blocks_per_chunk: None for as many as `chunk_bytes_min` asks for, as the server chooses.
+    count: int
+    bytes_per_s: float
+
+    @property
+    def total_bytes_per_s(self) -> float:
+        return self.count * self.bytes_per_s
+
+
+def parse_link(text: str) -> Link:
+    """Parse `100GbE`, `2x400GbE`, `pcie5x16`, `4xpcie4x8` or a rate such as `2x12.5GB/s`.
+
+    Raises:
+        ValueError: `text` is none of these.
+    """
+    match = _LINK.match(text)
+    count, name = (int(match.group(1) or 1), match.group(2)) if match else (0, "")
+    rate = _one_link(name)
+    if rate is None or count < 1:
+        raise ValueError(
+            f"{text!r} is not a link; write 100GbE, 2x400GbE, pcie5x16 or a rate such as 12.5GB/s"
+        )
+    return Link(count, rate)
+
+
+def _one_link(name: str) -> float | None:
+    """Bytes per second of one link, in one direction; None: not a link."""
+    pcie = _PCIE_NAME.match(name)
+    if pcie:
+        generation, lanes = int(pcie.group(1)), int(pcie.group(2))
+        if generation not in _PCIE or lanes not in _LANES:
+            return None
+        transfers, share = _PCIE[generation]
+        return lanes * transfers * share / 8
+    network = _NETWORK.match(name)
+    # 12.5GB/s is bytes, 100Gb/s is bits: the only place where the case of a letter counts.
+    if network and "B/s" not in name:
+        return float(network.group(1)) * 1e9 / 8 or None
+    try:
+        return parse_rate(name)
+    except ValueError:
+        return None
+
+
+def parse_rate(text: str) -> float:
+    """Parse `6.5GB/s` or `900 MiB/s` into bytes per second.
+
+    Raises:
+        ValueError: `text` is not a rate, or not above 0.
+    """
+    amount, slash, per = text.strip().rpartition("/")
+    if slash and per.lower() == "s":
+        rate = parse_bytes(amount)
+        if rate > 0:
+            return float(rate)
+    raise ValueError(f"{text!r} is not a rate above 0; write 6.5GB/s or 900MiB/s")
+
+
+def parse_duration(text: str) -> float:
+    """Parse `2s` or `500ms` into seconds.
+
+    Raises:
+        ValueError: `text` is not a duration, or not above 0.
+    """
+    match = _DURATION.match(text)
+    seconds = float(match.group(1)) * _SECONDS[match.group(2).lower()] if match else 0.0
+    if seconds <= 0:
+        raise ValueError(f"{text!r} is not a duration above 0; write 2s or 500ms")
+    return seconds
+
+
+def parse_tokens(text: str) -> int:
+    """Parse `32768`, `128k` (times 1024) or `1M` (times 1024²).
+
+    Raises:
+        ValueError: `text` is not a number of tokens, or not above 0.
+    """
+    match = _TOKENS.match(text)
+    scale = {"": 1, "k": 1 << 10, "m": 1 << 20}
+    tokens = int(float(match.group(1)) * scale[match.group(2).lower()]) if match else 0
+    if tokens <= 0:
+        raise ValueError(f"{text!r} is not a number of tokens above 0; write 32768 or 128k")
+    return tokens
+
+
+def _from_text(parser: Any) -> BeforeValidator:
+    """A validator that parses text and leaves numbers as they are."""
+    return BeforeValidator(lambda value: parser(value) if isinstance(value, str) else value)
+
+
+def _check_link(text: str) -> str:
+    parse_link(text)
+    return text
+
+
+_Bytes = Annotated[int, _from_text(parse_bytes)]
+_Tokens = Annotated[int, _from_text(parse_tokens)]
+_BytesPerS = Annotated[float, _from_text(parse_rate)]
+_Seconds = Annotated[float, _from_text(parse_duration)]
+_LinkText = Annotated[str, AfterValidator(_check_link)]
+
+
+class Deployment(BaseModel):
+    """The hardware and the load that a model is sized for. Frozen.
+
+    Values are numbers, or texts as on the command line; the command's options have the same
+    names and explain them. `gpus`, `drives` and `link` are of the whole deployment,
+    `staging_bytes` and the parallel sizes are of one engine, `stream_slots` are of one rank.
     """
 
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    kv_bytes: int = 2
-    block_tokens: int = 16
-    blocks_per_chunk: int | None = None
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    gpus: int = Field(1, ge=1)
+    gpu_memory_bytes: _Bytes = Field(80 * GIB, gt=0)
+    gpu_memory_utilization: float = Field(0.92, gt=0, le=1)  # vLLM's default
+    gpu_reserve_bytes: _Bytes = Field(4 * GIB, ge=0)
+    tensor_parallel: int = Field(1, ge=1)
+    pipeline_parallel: int = Field(1, ge=1)
+    kv_element_bytes: int = Field(2, ge=1)
+    block_tokens: int = Field(16, ge=1)
+    #: None: as many as the server would choose.
+    blocks_per_chunk: int | None = Field(None, ge=1)
+    staging_bytes: _Bytes = Field(8 * GIB, ge=0)
+    #: The server's default, so that the CPU tier comes out as the server's.
+    stream_slots: int = Field(OffloadConfig.model_fields["stream_slots"].default, ge=1)
+    context_tokens: _Tokens = Field(32 << 10, ge=1)
+    concurrency: int = Field(16, ge=1)
+    drives: int = Field(24, ge=1)
+    drive_bytes: _Bytes = Field(15_360_000_000_000, gt=0)
+    drive_fill: float = Field(0.9, gt=0, le=1)
+    drive_read_bytes_per_s: _BytesPerS = Field(6.5e9, gt=0)
+    link: _LinkText = "2x100GbE"
+    gpu_link: _LinkText = "pcie5x16"
+    link_efficiency: float = Field(0.9, gt=0, le=1)
+    ttft_seconds: _Seconds = Field(2.0, gt=0)
 
     @property
     def ranks(self) -> int:
+        """Ranks of one engine."""
         return self.tensor_parallel * self.pipeline_parallel
 
-    def alone(self) -> Layout:
-        """The same on one rank."""
-        return replace(self, tensor_parallel=1, pipeline_parallel=1)
+    @property
+    def engines(self) -> int:
+        return self.gpus // self.ranks
+
+    def on_one_rank(self) -> Deployment:
+        """The same with engines of one rank each."""
+        return self.model_copy(update={"tensor_parallel": 1, "pipeline_parallel": 1})
 
 
 @dataclass(frozen=True, slots=True)
 class SessionSlots:
-    """`count` slots of `payload_bytes` each, on one rank, hold a session's part in some layers."""
+    """`count` slots of `payload_bytes` each hold one rank's part of a session in some layers."""
 
     count: int
     payload_bytes: int
@@ -91,25 +221,30 @@ class SessionSlots:
 
 
 class KvSizes:
-    """The formulas for one model in one layout. All results in bytes unless named otherwise."""
+    """The formulas for one model in one deployment. All results are in bytes unless named
+    otherwise.
+    """
 
-    def __init__(self, model: ModelShape, layout: Layout) -> None:
-        """Raises: ConfigError for a split that vLLM refuses."""
-        self.model, self.layout = model, layout
+    def __init__(self, model: ModelShape, deployment: Deployment) -> None:
+        """Raises ConfigError for a split of the model that vLLM refuses."""
+        self.model, self.deployment = model, deployment
         for group in model.groups:
-            _check_split(group, layout)
-        if layout.pipeline_parallel > model.layers:
+            _check_split(group, deployment.tensor_parallel)
+        if deployment.pipeline_parallel > model.layers:
             remedy = f"the model has {model.layers} layers"
-            raise ConfigError("--pp", layout.pipeline_parallel, remedy)
-        self.blocks_per_chunk = layout.blocks_per_chunk or self._default_blocks_per_chunk()
+            raise ConfigError("--pp", deployment.pipeline_parallel, remedy)
+        # The server's own way to choose, with its default chunk_bytes_min.
+        self.blocks_per_chunk: int = deployment.blocks_per_chunk or chunk_blocks(
+            OffloadConfig(), self.block_bytes(), deployment.block_tokens
+        )
 
     @property
     def chunk_tokens(self) -> int:
-        return self.blocks_per_chunk * self.layout.block_tokens
+        return self.blocks_per_chunk * self.deployment.block_tokens
 
     def token_bytes(self) -> int:
-        """One token in all layers, each thing once: what the model itself makes."""
-        kv_bytes = self.layout.kv_bytes
+        """One token in all layers, each byte counted once however many ranks hold it."""
+        kv_bytes = self.deployment.kv_element_bytes
         return sum(group.layers * group.token_bytes(1, kv_bytes) for group in self.model.groups)
 
     def rank_token_bytes(self, stage: int = 0) -> int:
@@ -119,42 +254,41 @@ class KvSizes:
         )
 
     def copies(self) -> float:
-        """Bytes over all ranks for each byte that the model makes; above 1: ranks hold alike."""
+        """Bytes on all ranks ÷ bytes that the model makes; above 1: ranks hold equal bytes."""
         once = self.token_bytes()
         ranks = sum(self.rank_token_bytes(stage) for stage in self._stages())
-        return ranks * self.layout.tensor_parallel / once if once else 1.0
+        return ranks * self.deployment.tensor_parallel / once if once else 1.0
 
     def page_bytes(self, group: LayerGroup) -> int:
         """One block in one layer on one rank."""
-        return self.layout.block_tokens * self._token_bytes(group)
+        return self.deployment.block_tokens * self._token_bytes(group)
 
     def fragment_bytes(self, group: LayerGroup) -> int:
-        """The piece of a page that lies together where keys and values are apart."""
-        pieces = 2 if group.value_width else 1
-        return self.page_bytes(group) // pieces
+        """The contiguous piece of a page where keys and values are apart."""
+        return self.page_bytes(group) // (2 if group.value_width else 1)
 
     def block_bytes(self, stage: int = 0) -> int:
         """One block in all layers of one rank: one physical block, all layers together."""
-        return self.layout.block_tokens * self.rank_token_bytes(stage)
+        return self.deployment.block_tokens * self.rank_token_bytes(stage)
 
     def state_bytes(self, stage: int = 0) -> int:
         """Recurrent state of one sequence on one rank."""
         states = ((g, g.state) for g in self.model.groups if g.state is not None)
-        tensor_parallel = self.layout.tensor_parallel
+        tensor_parallel = self.deployment.tensor_parallel
         return sum(self._layers(g, stage) * s.rank_bytes(tensor_parallel) for g, s in states)
 
     def session_rank_bytes(self, context_tokens: int, stage: int = 0) -> int:
-        """A session in GPU memory, on one rank: whole blocks, windows as far as they reach."""
+        """A session in GPU memory on one rank: whole blocks, windows as far as they reach."""
         attention = sum(
             self._layers(group, stage)
             * self.page_bytes(group)
-            * _kept(group, context_tokens, self.layout.block_tokens)
+            * _kept(group, context_tokens, self.deployment.block_tokens)
             for group in self.model.groups
         )
         return attention + self.state_bytes(stage)
 
     def session_slots(self, context_tokens: int, stage: int = 0) -> list[SessionSlots]:
-        """What one rank stores of a session: whole chunks only, windows as far as they reach."""
+        """Slots that one rank stores of a session: whole chunks, windows as far as they reach."""
         chunks = context_tokens // self.chunk_tokens
         full, slots = 0, []
         for group in self.model.groups:
@@ -171,35 +305,31 @@ class KvSizes:
         return slots
 
     def staged_rank_bytes(self, context_tokens: int, stage: int = 0) -> int:
-        """A session's slots on one rank, in pinned memory; also what a load reads there."""
+        """A session's slots on one rank: bytes of pinned memory, and bytes that a load reads."""
         return sum(s.count * s.stride_bytes for s in self.session_slots(context_tokens, stage))
 
     def loaded_bytes(self, context_tokens: int) -> int:
         """Bytes that all ranks read to bring a session back from the pool."""
         each = sum(self.staged_rank_bytes(context_tokens, stage) for stage in self._stages())
-        return each * self.layout.tensor_parallel
+        return each * self.deployment.tensor_parallel
 
     def pooled_bytes(self, context_tokens: int) -> int:
         """Bytes of a session in the pool, over all ranks, with the table's entries."""
         slots = sum(
             s.count for stage in self._stages() for s in self.session_slots(context_tokens, stage)
         )
-        entries = slots * self.layout.tensor_parallel * ENTRY_BYTES
+        entries = slots * self.deployment.tensor_parallel * ENTRY_BYTES
         return self.loaded_bytes(context_tokens) + entries
 
-    def _stages(self) -> Iterator[int]:
-        return iter(range(self.layout.pipeline_parallel))
+    def _stages(self) -> range:
+        return range(self.deployment.pipeline_parallel)
 
     def _layers(self, group: LayerGroup, stage: int) -> int:
-        whole, left = divmod(group.layers, self.layout.pipeline_parallel)
+        whole, left = divmod(group.layers, self.deployment.pipeline_parallel)
         return whole + (stage < left)
 
     def _token_bytes(self, group: LayerGroup) -> int:
-        return group.token_bytes(self.layout.tensor_parallel, self.layout.kv_bytes)
-
-    def _default_blocks_per_chunk(self) -> int:
-        # One way to choose: the server's own, with its default chunk_bytes_min.
-        return chunk_blocks(OffloadConfig(), self.block_bytes(), self.layout.block_tokens)
+        return group.token_bytes(self.deployment.tensor_parallel, self.deployment.kv_element_bytes)
 
 
 def _kept(group: LayerGroup, context_tokens: int, unit_tokens: int) -> int:
@@ -211,86 +341,12 @@ def _kept(group: LayerGroup, context_tokens: int, unit_tokens: int) -> int:
     return units
 
 
-def _check_split(group: LayerGroup, layout: Layout) -> None:
-    ranks, heads = layout.tensor_parallel, group.kv_heads
+def _check_split(group: LayerGroup, ranks: int) -> None:
+    heads = group.kv_heads
     if group.split_by_heads and heads % ranks and ranks % heads:
         raise ConfigError(
             "--tp", ranks, f"vLLM cannot share {heads} KV heads over it; give a divisor or multiple"
         )
-
-
-#: The server's own default, so that the CPU tier comes out as it will be.
-_STREAM_SLOTS: int = OffloadConfig.model_fields["stream_slots"].default
-
-
-class Deployment(BaseModel):
-    """Frozen. Bytes, seconds, tokens; links as they are written on the command line."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    gpus: int = Field(1, ge=1, description="GPUs of the whole deployment.")
-    gpu_memory_bytes: int = Field(80 * GIB, gt=0, description="Memory of one GPU.")
-    gpu_memory_utilization: float = Field(
-        0.92, gt=0, le=1, description="Share of GPU memory that vLLM takes; its default."
-    )
-    gpu_reserve_bytes: int = Field(
-        4 * GIB, ge=0, description="Of that, for activations and CUDA graphs. An assumption."
-    )
-    tensor_parallel: int = Field(1, ge=1, description="Tensor parallel size of one engine.")
-    pipeline_parallel: int = Field(1, ge=1, description="Pipeline parallel size of one engine.")
-    kv_element_bytes: int = Field(2, ge=1, description="Bytes of one element of the KV cache.")
-    block_tokens: int = Field(16, ge=1, description="Tokens in one block.")
-    blocks_per_chunk: int | None = Field(None, ge=1, description="None: as the server chooses.")
-    staging_bytes: int = Field(
-        8 * GIB, ge=0, description="Pinned CPU memory of one engine, over its ranks."
-    )
-    stream_slots: int = Field(_STREAM_SLOTS, ge=1, description="Of each rank; the default.")
-    context_tokens: int = Field(32 << 10, ge=1, description="Context of one session.")
-    concurrency: int = Field(16, ge=1, description="Sessions that come back at once.")
-    drives: int = Field(24, ge=1, description="Drives in one enclosure.")
-    drive_bytes: int = Field(15_360_000_000_000, gt=0, description="Of one drive. An assumption.")
-    drive_fill: float = Field(
-        0.9, gt=0, le=1, description="Share of a drive that the pool takes. An assumption."
-    )
-    drive_read_bytes_per_s: float = Field(
-        6.5e9, gt=0, description="Sequential read rate of one drive. An assumption."
-    )
-    link: str = Field("2x100GbE", description="All links between enclosure and GPU hosts.")
-    gpu_link: str = Field("pcie5x16", description="Link of one GPU to its host.")
-    link_efficiency: float = Field(
-        0.9, gt=0, le=1, description="Payload's share of a link's rate. An assumption."
-    )
-    ttft_seconds: float = Field(2.0, gt=0, description="Objective: time to first token.")
-
-    @property
-    def engines(self) -> int:
-        return self.gpus // self.layout.ranks
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(
-            tensor_parallel=self.tensor_parallel,
-            pipeline_parallel=self.pipeline_parallel,
-            kv_bytes=self.kv_element_bytes,
-            block_tokens=self.block_tokens,
-            blocks_per_chunk=self.blocks_per_chunk,
-        )
-
-    @property
-    def parsed_link(self) -> Link:
-        return parse_link(self.link)
-
-    @property
-    def parsed_gpu_link(self) -> Link:
-        return parse_link(self.gpu_link)
-
-    def check(self) -> None:
-        """Raises: ConfigError where GPUs and ranks do not go together."""
-        ranks = self.layout.ranks
-        if self.gpus % ranks:
-            up = -(-self.gpus // ranks) * ranks
-            remedy = f"an engine takes {ranks} (--tp times --pp); give a multiple, such as {up}"
-            raise ConfigError("--gpus", self.gpus, remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +361,7 @@ class GpuRoom:
 
 @dataclass(frozen=True, slots=True)
 class CpuRoom:
-    """Pinned memory of all engines: cache slots of one rank, and sessions over all engines."""
+    """Pinned memory. cache_bytes: cache slots of one rank. sessions: over all engines."""
 
     cache_bytes: int
     sessions: int
@@ -313,7 +369,7 @@ class CpuRoom:
 
 @dataclass(frozen=True, slots=True)
 class PoolRoom:
-    """The pool on `drives` drives."""
+    """The pool on a number of drives."""
 
     pool_bytes: int
     session_bytes: int
@@ -321,12 +377,12 @@ class PoolRoom:
     sessions: int
 
 
-def gpu_room(sizes: KvSizes, deployment: Deployment) -> GpuRoom | None:
-    """None where nobody knows what the weights weigh. Weights are taken as evenly spread."""
-    total = sizes.model.weights.total_bytes
+def gpu_room(sizes: KvSizes) -> GpuRoom | None:
+    """Sessions in GPU memory, weights spread evenly; None if the weights' size is unknown."""
+    deployment, total = sizes.deployment, sizes.model.weights.total_bytes
     if total is None:
         return None
-    weights = -(-total // sizes.layout.ranks)
+    weights = -(-total // deployment.ranks)
     taken = int(deployment.gpu_memory_bytes * deployment.gpu_memory_utilization)
     free = taken - deployment.gpu_reserve_bytes - weights
     session = sizes.session_rank_bytes(deployment.context_tokens)
@@ -334,26 +390,24 @@ def gpu_room(sizes: KvSizes, deployment: Deployment) -> GpuRoom | None:
     return GpuRoom(weights, free, session, each * deployment.engines)
 
 
-def cpu_room(sizes: KvSizes, deployment: Deployment) -> CpuRoom:
-    """Cache slots are what is left of the staging after the stream slots.
-
-    Stream slots take at most a quarter, as in the server.
-    """
+def cpu_room(sizes: KvSizes) -> CpuRoom:
+    """Sessions in the cache slots: the staging less the stream slots, at most a quarter of it."""
+    deployment = sizes.deployment
     slots = sizes.session_slots(deployment.context_tokens)
     stride = max((s.stride_bytes for s in slots), default=0)
     session = sizes.staged_rank_bytes(deployment.context_tokens)
     if not stride or not session:
         return CpuRoom(0, 0)
-    total = deployment.staging_bytes // sizes.layout.ranks // stride
+    total = deployment.staging_bytes // deployment.ranks // stride
     streams = max(1, min(deployment.stream_slots, total // 4))
     cache = max(0, total - streams) * stride
     return CpuRoom(cache, cache // session * deployment.engines)
 
 
-def pool_room(sizes: KvSizes, deployment: Deployment, drives: int) -> PoolRoom:
-    """A session's chunks may lie on several drives, so that no drive's rest is lost."""
-    each = int(deployment.drive_bytes * deployment.drive_fill)
-    session = sizes.pooled_bytes(deployment.context_tokens)
+def pool_room(sizes: KvSizes, drives: int) -> PoolRoom:
+    """Sessions on `drives` drives; one session may use several, so no drive's rest is lost."""
+    each = int(sizes.deployment.drive_bytes * sizes.deployment.drive_fill)
+    session = sizes.pooled_bytes(sizes.deployment.context_tokens)
     if not session:
         return PoolRoom(each * drives, 0, 0, 0)
     return PoolRoom(each * drives, session, each // session, each * drives // session)
@@ -383,135 +437,24 @@ class Reload:
         return min(self.hops, key=lambda hop: hop.bytes_per_s)
 
 
-def plan_reload(sizes: KvSizes, deployment: Deployment, drives: int) -> Reload:
+def plan_reload(sizes: KvSizes, drives: int) -> Reload:
     """Load `concurrency` sessions from `drives` drives within the TTFT objective."""
-    session = sizes.loaded_bytes(deployment.context_tokens)
+    deployment, session = sizes.deployment, sizes.loaded_bytes(sizes.deployment.context_tokens)
     needed = deployment.concurrency * session / deployment.ttft_seconds
-    hops = _hops(deployment, drives, needed)
-    rate = min(hop.bytes_per_s for hop in hops)
-    return Reload(
-        session_bytes=session,
-        needed_bytes_per_s=needed,
-        hops=hops,
-        seconds=deployment.concurrency * session / rate,
-        sessions_in_time=sessions_in_time(session, rate, deployment.ttft_seconds),
-    )
-
-
-def sessions_in_time(session_bytes: int, bytes_per_s: float, seconds: float) -> int:
-    """Sessions that load within `seconds`; 0 where a session has nothing to load."""
-    return math.floor(bytes_per_s * seconds / session_bytes) if session_bytes else 0
-
-
-def _hops(deployment: Deployment, drives: int, needed: float) -> tuple[Hop, ...]:
-    link, gpu_link = deployment.parsed_link, deployment.parsed_gpu_link
-    efficiency = deployment.link_efficiency
-    one_link = link.bytes_per_s * efficiency
-    one_gpu = gpu_link.total_bytes_per_s * efficiency
-    one_drive = deployment.drive_read_bytes_per_s
-    return (
-        Hop("drives", drives * one_drive, math.ceil(needed / one_drive)),
-        Hop("links", link.count * one_link, math.ceil(needed / one_link)),
-        Hop("GPU links", deployment.gpus * one_gpu, math.ceil(needed / one_gpu)),
-    )
-
-
-#: Transfers per second and lane, and the share of them that carries data (line encoding).
-_PCIE = {3: (8e9, 128 / 130), 4: (16e9, 128 / 130), 5: (32e9, 128 / 130), 6: (64e9, 242 / 256)}
-_LINK = re.compile(r"^\s*(?:(\d+)\s*x\s*)?(.+?)\s*$", re.IGNORECASE)
-_PCIE_NAME = re.compile(r"^pcie\s*(?:gen)?\s*(\d)\s*x\s*(\d+)$", re.IGNORECASE)
-_NETWORK = re.compile(r"^(\d+(?:\.\d+)?)\s*(?:gbe|gbps|gbit/s|gb/s|gbib|gib)$", re.IGNORECASE)
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
-_DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(us|ms|s|min)\s*$", re.IGNORECASE)
-_TOKENS = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([km]?)\s*$", re.IGNORECASE)
-_LANES = (1, 2, 4, 8, 16)
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """`count` links of `bytes_per_s` each in one direction, by the line rate."""
-
-    text: str
-    count: int
-    bytes_per_s: float
-
-    @property
-    def total_bytes_per_s(self) -> float:
-        return self.count * self.bytes_per_s
-
-
-def parse_link(text: str) -> Link:
-    """Parse `100GbE`, `2x400GbE`, `pcie5x16`, `4xpcie4x8` or a rate such as `2x12.5GB/s`.
-
-    Raises:
-        ValueError: none of these.
-    """
-    match = _LINK.match(text)
-    assert match is not None or not text.strip(), text
-    count, name = (int(match.group(1) or 1), match.group(2)) if match else (0, "")
-    rate = _one_link(name)
-    if rate is None or count < 1:
-        raise ValueError(
-            f"{text!r} is not a link; write 100GbE, 2x400GbE, pcie5x16 or a rate such as 12.5GB/s"
+    link, gpu_link = parse_link(deployment.link), parse_link(deployment.gpu_link)
+    hops = tuple(
+        Hop(name, count * each, math.ceil(needed / each))
+        for name, count, each in (
+            ("drives", drives, deployment.drive_read_bytes_per_s),
+            ("links", link.count, link.bytes_per_s * deployment.link_efficiency),
+            (
+                "GPU links",
+                deployment.gpus,
+                gpu_link.total_bytes_per_s * deployment.link_efficiency,
+            ),
         )
-    return Link(text.strip(), count, rate)
-
-
-def parse_rate(text: str) -> float:
-    """Parse `6.5GB/s` or `900 MiB/s` into bytes per second.
-
-    Raises:
-        ValueError: no rate, or none above 0.
-    """
-    amount, slash, per = text.strip().rpartition("/")
-    if slash and per.lower() == "s":
-        rate = parse_bytes(amount)
-        if rate > 0:
-            return float(rate)
-    raise ValueError(f"{text!r} is not a rate above 0; write 6.5GB/s or 900MiB/s")
-
-
-def parse_duration(text: str) -> float:
-    """Parse `2s` or `500ms` into seconds.
-
-    Raises:
-        ValueError: no duration, or none above 0.
-    """
-    match = _DURATION.match(text)
-    seconds = float(match.group(1)) * _SECONDS[match.group(2).lower()] if match else 0.0
-    if seconds <= 0:
-        raise ValueError(f"{text!r} is not a duration above 0; write 2s or 500ms")
-    return seconds
-
-
-def parse_tokens(text: str) -> int:
-    """Parse `32768`, `128k` (times 1024) or `1M` (times 1024²).
-
-    Raises:
-        ValueError: no number of tokens, or none above 0.
-    """
-    match = _TOKENS.match(text)
-    scale = {"": 1, "k": 1 << 10, "m": 1 << 20}
-    tokens = int(float(match.group(1)) * scale[match.group(2).lower()]) if match else 0
-    if tokens <= 0:
-        raise ValueError(f"{text!r} is not a number of tokens above 0; write 32768 or 128k")
-    return tokens
-
-
-def _one_link(name: str) -> float | None:
-    """Bytes per second of one link, in one direction; None: not a link."""
-    pcie = _PCIE_NAME.match(name)
-    if pcie:
-        generation, lanes = int(pcie.group(1)), int(pcie.group(2))
-        if generation not in _PCIE or lanes not in _LANES:
-            return None
-        transfers, share = _PCIE[generation]
-        return lanes * transfers * share / 8
-    network = _NETWORK.match(name)
-    # 12.5GB/s is bytes, 100Gb/s is bits: the only place where the case of a letter tells.
-    if network and "B/s" not in name:
-        return float(network.group(1)) * 1e9 / 8 or None
-    try:
-        return parse_rate(name)
-    except ValueError:
-        return None
+    )
+    rate = min(hop.bytes_per_s for hop in hops)
+    in_time = math.floor(rate * deployment.ttft_seconds / session) if session else 0
+    seconds = deployment.concurrency * session / rate
+    return Reload(session, needed, hops, seconds, in_time)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's layers keep for each sequence.
-
-Bytes of one element, by the names that models and vLLM use.
-"""
+"""The memory that a model's layers keep for each sequence."""
 
 from __future__ import annotations
 
@@ -18,6 +15,18 @@ __all__ = [
     "Weights",
     "dtype_bytes",
 ]
+
+#: Bytes of one element, by the names that models and vLLM use.
+DTYPES = {
+    "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2, "half": 2,
+    "float32": 4, "fp32": 4, "float": 4,
+    "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1,
+}  # fmt: skip
+
+
+def dtype_bytes(name: object) -> int | None:
+    """Bytes of one element of dtype `name`; None for a name that is not known."""
+    return DTYPES.get(str(name).removeprefix("torch.").lower())
 
 
 class LayerKind(enum.Enum):
@@ -35,8 +44,8 @@ class RecurrentState:
     """State of one layer for one sequence, of any length, as numbers of elements.
 
     conv_width × conv_tokens of `conv_bytes` each, and recurrent_elements of `recurrent_bytes`.
-    `group_width`: the part of conv_width that belongs to groups of heads; where the ranks are
-    more than the groups, each rank has a group of its own.
+    `group_width`: the part of conv_width that belongs to groups of heads; if there are more
+    ranks than groups, each rank has a group of its own.
     """
 
     conv_width: int
@@ -61,8 +70,8 @@ class LayerGroup:
     """`layers` layers that keep the same.
 
     key_width, value_width: elements per token and KV head; a latent has one head and no value.
-    window_tokens: what a WINDOW layer looks back on. element_bytes: set where it does not
-    follow the KV cache's dtype. state: of a STATE layer, None where its size is unknown.
+    window_tokens: the reach of a WINDOW layer. element_bytes: set if the layer does not follow
+    the KV cache's dtype. state: of a STATE layer, None if its size is unknown.
     """
 
     kind: LayerKind
@@ -79,21 +88,18 @@ class LayerGroup:
         """Does tensor parallelism split it? A latent is whole on every rank."""
         return self.kind in (LayerKind.FULL, LayerKind.WINDOW)
 
-    def heads_per_rank(self, tensor_parallel: int) -> int:
-        """KV heads on one rank; with more ranks than heads each rank has a copy of one."""
-        return max(1, self.kv_heads // tensor_parallel) if self.split_by_heads else 1
-
     def token_bytes(self, tensor_parallel: int, kv_bytes: int) -> int:
         """Bytes of one token in one layer on one rank; 0 for a STATE layer."""
         if self.kind is LayerKind.STATE:
             return 0
-        width = self.key_width + self.value_width
-        return self.heads_per_rank(tensor_parallel) * width * (self.element_bytes or kv_bytes)
+        # With more ranks than KV heads each rank has a copy of one head.
+        heads = max(1, self.kv_heads // tensor_parallel) if self.split_by_heads else 1
+        return heads * (self.key_width + self.value_width) * (self.element_bytes or kv_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Bytes of all weights, over all ranks; None: cannot be told. `source`: how it is known."""
+    """Bytes of all weights, over all ranks; None: unknown. `source`: how the number is known."""
 
     total_bytes: int | None
     source: str
@@ -101,7 +107,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model as far as its KV cache and its weights are concerned."""
+    """The part of a model that decides the size of its KV cache and weights."""
 
     name: str
     groups: tuple[LayerGroup, ...]
@@ -113,24 +119,3 @@ class ModelShape:
     @property
     def layers(self) -> int:
         return sum(group.layers for group in self.groups)
-
-
-DTYPES = {
-    "bfloat16": 2,
-    "bf16": 2,
-    "float16": 2,
-    "fp16": 2,
-    "half": 2,
-    "float32": 4,
-    "fp32": 4,
-    "float": 4,
-    "fp8": 1,
-    "fp8_e4m3": 1,
-    "fp8_e5m2": 1,
-    "int8": 1,
-}
-
-
-def dtype_bytes(name: object) -> int | None:
-    """Bytes of one element of dtype `name`; None for a name that is not known."""
-    return DTYPES.get(str(name).removeprefix("torch.").lower())
