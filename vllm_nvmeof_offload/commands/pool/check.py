@@ -1,25 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks a pool's table against its slots' headers, and rebuilds the table where asked to.
+"""fsck and scrub: checks of pools on disk, and the repairs that they can make.
 
-Reads 64 bytes a slot, and 4 KiB of each slot that the table lists or has lost. Payloads are
-the scrub's work.
-
-Reads every slot that the table lists, whole, and verifies header and payload CRC-32C.
-
-With O_DIRECT where the file system has it: the page cache would vouch for what the medium
-has lost.
-
-What a check of a pool found: findings, how bad they are, and an exit code.
-
-The codes are fsck(8)'s: 0 whole, 1 damaged and repaired, 4 damage is left, 8 the pool cannot
-be used or was not checked.
+fsck compares a table with the slots' headers: 64 bytes per slot, and 4 KiB of each slot that the
+table lists or has lost. scrub reads every slot that the table lists, whole, and verifies the
+checksums of header and payload, with O_DIRECT where the file system has it: the page cache would
+hide what the medium has lost.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-import errno
 import mmap
 import os
 import queue
@@ -49,96 +40,85 @@ if TYPE_CHECKING:
     from vllm_nvmeof_offload.pool.survey import RankDirectory, Surveyed
     from vllm_nvmeof_offload.protocol import SlotIdentity
 
-__all__ = [
-    "FINDINGS_LISTED_MAX",
-    "Finding",
-    "Report",
-    "Severity",
-    "SlotReader",
-    "exit_code",
-    "fsck",
-    "scrub",
-    "settled",
-    "without_superblock",
-]
+__all__ = ["Report", "SlotReader", "Verdict", "exit_code", "fsck", "scrub"]
+
+#: Defects listed per directory; all are counted.
+_LISTED_MAX = 1000
+_THREADS_MAX = 8
+_BUFFER_BYTES_MAX = 256 * MIB
+_BATCH_PER_THREAD = 4
 
 
-#: Of one directory; all are counted.
-FINDINGS_LISTED_MAX = 1000
-
-
-def settled(repair: bool) -> Severity:
-    """Of damage that a repair, if it was asked for, has undone."""
-    return Severity.REPAIRED if repair else Severity.DAMAGE
-
-
-class Severity(enum.IntEnum):
-    """The values are exit codes."""
+class Verdict(enum.IntEnum):
+    """How bad a defect is. The values are the exit codes of fsck(8)."""
 
     NOTE = 0
     REPAIRED = 1
     DAMAGE = 4
+    #: The pool cannot be used, or was not checked.
     UNUSABLE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """pool_slot: None where it is about the directory."""
+class Defect:
+    """pool_slot: None if it is about the directory."""
 
     kind: str
-    severity: Severity
+    verdict: Verdict
     pool_slot: int | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "severity": self.severity.name.lower(), "slot": self.pool_slot}
 
 
 @dataclass
 class Report:
-    """One rank directory's.
+    """The result for one rank directory.
 
-    checked: entries whose slots were looked at. read_bytes, seconds, direct: of a scrub.
+    checked: entries whose slots were read. read_bytes, seconds, direct: set by a scrub.
     """
 
     surveyed: Surveyed
+    repair: bool
     checked: int = 0
     read_bytes: int = 0
     seconds: float = 0.0
     direct: bool | None = None
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Defect] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
-    worst: Severity = Severity.NOTE
+    worst: Verdict = Verdict.NOTE
 
-    def add(self, finding: Finding) -> None:
-        self.worst = max(self.worst, finding.severity)
-        self.counts[finding.kind] = self.counts.get(finding.kind, 0) + 1
-        if len(self.findings) < FINDINGS_LISTED_MAX:
-            self.findings.append(finding)
+    def add(self, kind: str, verdict: Verdict, pool_slot: int | None = None) -> None:
+        self.worst = max(self.worst, verdict)
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        if len(self.findings) < _LISTED_MAX:
+            self.findings.append(Defect(kind, verdict, pool_slot))
+
+    def add_damage(self, kind: str, pool_slot: int | None = None) -> None:
+        """Add damage that the repair, if one was asked for, undoes."""
+        self.add(kind, Verdict.REPAIRED if self.repair else Verdict.DAMAGE, pool_slot)
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values; sizes in bytes, time in seconds."""
-        total = sum(self.counts.values())
         found: dict[str, Any] = {
             "directory": str(self.surveyed.path),
             "live": self.surveyed.lock.live,
-            "verdict": "whole" if self.worst is Severity.NOTE else self.worst.name.lower(),
+            "verdict": "whole" if self.worst is Verdict.NOTE else self.worst.name.lower(),
             "checked": self.checked,
             "counts": self.counts,
-            "findings": [finding.as_json() for finding in self.findings],
-            "findings_left_off": total - len(self.findings),
+            "findings": [
+                {"kind": one.kind, "severity": one.verdict.name.lower(), "slot": one.pool_slot}
+                for one in self.findings
+            ],
+            "findings_left_off": sum(self.counts.values()) - len(self.findings),
         }
         if self.direct is not None:
-            found |= {
-                "read_bytes": self.read_bytes,
-                "seconds": self.seconds,
-                "direct": self.direct,
-            }
+            found["read_bytes"] = self.read_bytes
+            found["seconds"] = self.seconds
+            found["direct"] = self.direct
         return found
 
 
 def exit_code(reports: Sequence[Report]) -> int:
-    """The worst finding's."""
-    return int(max((report.worst for report in reports), default=Severity.NOTE))
+    """The worst verdict of all."""
+    return int(max((report.worst for report in reports), default=Verdict.NOTE))
 
 
 def fsck(
@@ -147,85 +127,108 @@ def fsck(
     on_progress: Progress | None = None,
     settle: Callable[[], None] = let_writes_end,
 ) -> list[Report]:
-    """Check `directories`; give all parts of a pool at once, its epoch is over all of them.
+    """Check tables against headers. Give all parts of a pool at once: they share an epoch.
 
-    repair: rebuild what the table has wrong from the slots' headers. Never beside a live
-    server. A superblock is not repaired: what it said is nowhere else. on_progress: counts
-    headers. settle: called beside a live server before suspects are judged.
+    repair: rebuild wrong entries from the slots' headers. Never beside a live server. A
+    superblock is not repaired: its content is nowhere else. on_progress: counts headers.
+    settle: called beside a live server before suspects are judged.
 
     Raises:
         PoolLockedError: `repair`, and a live process holds one of them.
         PoolError: something cannot be read or written.
     """
-    with held_survey(directories, writable=repair) as all_surveyed:
-        return [_check(one, repair, on_progress, settle) for one in all_surveyed]
 
-
-def _check(
-    surveyed: Surveyed,
-    repair: bool,
-    on_progress: Progress | None,
-    settle: Callable[[], None],
-) -> Report:
-    report = Report(surveyed)
-    if surveyed.superblock is None:
-        report.add(without_superblock(surveyed))
-        return report
-    with open_rank(surveyed, writable=repair) as rank:
-        table = rank.table()
-        _check_lengths(rank, table, report, repair)
+    def check(rank: OfflineRank, table: Table, report: Report) -> None:
+        slots = rank.superblock.slots
+        if rank.slab_slots < slots:
+            # Entries of slots beyond its end are found one by one.
+            kind = f"slab has {rank.slab_slots} of {slots} slots; the next start extends it"
+            report.add(kind, Verdict.NOTE)
+        missing = int(table.missing.sum())
+        if missing:
+            report.add_damage(f"table has {slots - missing} of {slots} entries")
         report.checked = int(table.live.sum())
         suspects = _suspects(rank, table, on_progress)
-        if suspects and not repair and surveyed.lock.may_live:
-            settle()
-        try:
-            _judge(rank, table, suspects, report, repair)
-            if repair and report.worst is not Severity.NOTE:
-                os.ftruncate(rank.table_fd, rank.superblock.slots * ENTRY_BYTES)
+        _settle(report, suspects, settle)
+        with _repairing(rank):
+            _judge(rank, table, suspects, report)
+            if repair and report.worst is not Verdict.NOTE:
+                os.ftruncate(rank.table_fd, slots * ENTRY_BYTES)
                 os.fsync(rank.table_fd)
-        except OSError as error:
-            raise PoolError(f"cannot repair {surveyed.path / 'table'}: {error}") from error
-    return report
+
+    return _check_each(directories, repair, check)
 
 
-def without_superblock(surveyed: Surveyed) -> Finding:
-    """The finding where there is no superblock that a start would use."""
-    slab = surveyed.path / "slab"
-    if surveyed.problem == "there is none" and not (slab.exists() and slab.stat().st_size):
-        return Finding("no pool here yet", Severity.NOTE)
-    return Finding(
-        f"superblock: {surveyed.problem}; the next start begins empty here", Severity.UNUSABLE
-    )
+def scrub(
+    directories: Sequence[RankDirectory],
+    repair: bool = False,
+    on_progress: Progress | None = None,
+    settle: Callable[[], None] = let_writes_end,
+) -> list[Report]:
+    """Verify every slot that the next start would adopt.
 
+    repair: drop the entries of damaged slots; never beside a live server. on_progress: counts
+    bytes. settle: called beside a live server before suspects are read a second time.
 
-def _check_lengths(rank: OfflineRank, table: Table, report: Report, repair: bool) -> None:
-    slots = rank.superblock.slots
-    if rank.slab_slots < slots:
-        # What was stored beyond its end is found entry by entry.
-        kind = f"slab has {rank.slab_slots} of {slots} slots; the next start extends it"
-        report.add(Finding(kind, Severity.NOTE))
-    missing = int(table.missing.sum())
-    if missing:
-        kind = f"table has {slots - missing} of {slots} entries"
-        report.add(Finding(kind, settled(repair)))
-
-
-def _judge(
-    rank: OfflineRank, table: Table, suspects: Sequence[int], report: Report, repair: bool
-) -> None:
-    """Judge every suspect, in ascending order.
-
-    A table that was cut short grows with the repairs, so that a crash in between leaves it
-    short, and not with zeros in the place of entries that are only lost.
+    Raises:
+        PoolLockedError: `repair`, and a live process holds one of them.
+        PoolError: something cannot be read or written.
     """
-    for index in suspects:
-        judgement = rank.judge(index, table.identity(index) if table.live[index] else None)
-        if judgement is None:
-            continue
-        if judgement.worth_listing:
-            report.add(Finding(judgement.kind, settled(repair), rank.pool_slot(index)))
-        if repair and (any(judgement.replacement) or not table.missing[index]):
-            rank.write_entry(index, judgement.replacement)
+
+    def check(rank: OfflineRank, table: Table, report: Report) -> None:
+        with contextlib.closing(SlotReader(rank)) as reader:
+            report.direct = reader.direct
+            started_s = time.monotonic()
+            suspects = []
+            for index, outcome in _read_all(rank, table, reader, on_progress):
+                report.checked += 1
+                report.read_bytes += rank.superblock.slot_bytes
+                if not outcome.ok:
+                    suspects.append(index)
+            report.seconds = time.monotonic() - started_s
+            _settle(report, suspects, settle)
+            with _repairing(rank):
+                _confirm(rank, table, reader, suspects, report)
+
+    return _check_each(directories, repair, check)
+
+
+def _check_each(
+    directories: Sequence[RankDirectory],
+    repair: bool,
+    check: Callable[[OfflineRank, Table, Report], None],
+) -> list[Report]:
+    with held_survey(directories, writable=repair) as all_surveyed:
+        reports = [Report(one, repair) for one in all_surveyed]
+        for report in reports:
+            if report.surveyed.superblock is None:
+                _add_no_superblock(report)
+                continue
+            with open_rank(report.surveyed, writable=repair) as rank:
+                check(rank, rank.table(), report)
+        return reports
+
+
+def _add_no_superblock(report: Report) -> None:
+    problem, slab = report.surveyed.problem, report.surveyed.path / "slab"
+    if problem == "there is none" and not (slab.exists() and slab.stat().st_size):
+        report.add("no pool here yet", Verdict.NOTE)
+    else:
+        report.add(f"superblock: {problem}; the next start begins empty here", Verdict.UNUSABLE)
+
+
+def _settle(report: Report, suspects: Sequence[int], settle: Callable[[], None]) -> None:
+    """Beside a live server, let the writes end that made healthy slots look damaged."""
+    if suspects and not report.repair and report.surveyed.lock.may_live:
+        settle()
+
+
+@contextlib.contextmanager
+def _repairing(rank: OfflineRank) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise PoolError(f"cannot repair {rank.surveyed.path / 'table'}: {error}") from error
 
 
 def _suspects(rank: OfflineRank, table: Table, on_progress: Progress | None) -> list[int]:
@@ -250,16 +253,27 @@ def _suspects(rank: OfflineRank, table: Table, on_progress: Progress | None) -> 
     return suspects
 
 
-_THREADS_MAX = 8
-_BUFFER_BYTES_MAX = 256 * MIB
-_BATCH_PER_THREAD = 4
+def _judge(rank: OfflineRank, table: Table, suspects: Sequence[int], report: Report) -> None:
+    """Judge every suspect, in ascending order.
+
+    A table that was cut short grows with the repairs, so that a crash in between leaves it
+    short, and not with zeros in the place of entries that are only lost.
+    """
+    for index in suspects:
+        judgement = rank.judge(index, table.identity(index) if table.live[index] else None)
+        if judgement is None:
+            continue
+        if judgement.worth_listing:
+            report.add_damage(judgement.kind, rank.pool_slot(index))
+        if report.repair and (any(judgement.replacement) or not table.missing[index]):
+            rank.write_entry(index, judgement.replacement)
 
 
 class SlotReader:
     """Reads whole slots of one rank directory into memory of its own, on several threads."""
 
     def __init__(self, rank: OfflineRank) -> None:
-        """OSError if the slab cannot be opened."""
+        """Raises OSError if the slab cannot be opened."""
         self._rank = rank
         slot_bytes = rank.superblock.slot_bytes
         self.threads = max(1, min(_THREADS_MAX, _BUFFER_BYTES_MAX // slot_bytes))
@@ -269,7 +283,7 @@ class SlotReader:
         self.direct = False
         self._fd = rank.slab_fd
         flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW
-        with contextlib.suppress(OSError):  # buffered then; `direct` says so
+        with contextlib.suppress(OSError):  # then reads are buffered, and `direct` is False
             fd = os.open(rank.surveyed.path / "slab", flags)
             try:
                 os.preadv(fd, [mmap.mmap(-1, PAGE_BYTES)], 0)
@@ -282,7 +296,7 @@ class SlotReader:
             os.close(self._fd)
 
     def check(self, index: int, identity: SlotIdentity) -> Outcome:
-        """Read one slot and say whether it proves to hold `identity`.
+        """Read one slot and verify that it holds `identity`.
 
         Raises:
             PoolError: the whole target does not answer.
@@ -316,53 +330,6 @@ class SlotReader:
         return True
 
 
-def scrub(
-    directories: Sequence[RankDirectory],
-    repair: bool = False,
-    on_progress: Progress | None = None,
-    settle: Callable[[], None] = let_writes_end,
-) -> list[Report]:
-    """Verify every slot that the next start would adopt.
-
-    repair: drop the entries of damaged slots; never beside a live server. on_progress: counts
-    bytes. settle: called beside a live server before suspects are read a second time.
-
-    Raises:
-        PoolLockedError: `repair`, and a live process holds one of them.
-        PoolError: something cannot be read or written.
-    """
-    with held_survey(directories, writable=repair) as all_surveyed:
-        return [_scrub(one, repair, on_progress, settle) for one in all_surveyed]
-
-
-def _scrub(
-    surveyed: Surveyed,
-    repair: bool,
-    on_progress: Progress | None,
-    settle: Callable[[], None],
-) -> Report:
-    report = Report(surveyed)
-    if surveyed.superblock is None:
-        report.add(without_superblock(surveyed))
-        return report
-    with open_rank(surveyed, writable=repair) as rank:
-        table = rank.table()
-        with contextlib.closing(SlotReader(rank)) as reader:
-            report.direct = reader.direct
-            started_s = time.monotonic()
-            suspects = []
-            for index, outcome in _read_all(rank, table, reader, on_progress):
-                report.checked += 1
-                report.read_bytes += rank.superblock.slot_bytes
-                if not outcome.ok:
-                    suspects.append(index)
-            report.seconds = time.monotonic() - started_s
-            if suspects and not repair and surveyed.lock.may_live:
-                settle()
-            _confirm(rank, table, reader, suspects, report, repair)
-    return report
-
-
 def _read_all(
     rank: OfflineRank, table: Table, reader: SlotReader, on_progress: Progress | None
 ) -> Iterator[tuple[int, Outcome]]:
@@ -386,26 +353,16 @@ def _confirm(
     reader: SlotReader,
     suspects: Sequence[int],
     report: Report,
-    repair: bool,
 ) -> None:
-    """Read suspects once more (a server may have written them meanwhile); drop their entries."""
-    dropped = False
-    try:
-        for index in suspects:
-            identity = table.identity(index)
-            if rank.entry(index).identity != identity:
-                continue
-            outcome = reader.check(index, identity)
-            if outcome.ok:
-                continue
-            kind = f"slot is damaged: {outcome}"
-            report.add(Finding(kind, settled(repair), rank.pool_slot(index)))
-            if repair:
+    """Read suspects once more, because a server may have written them since; drop entries."""
+    for index in suspects:
+        identity = table.identity(index)
+        if rank.entry(index).identity != identity:
+            continue
+        outcome = reader.check(index, identity)
+        if not outcome.ok:
+            report.add_damage(f"slot is damaged: {outcome}", rank.pool_slot(index))
+            if report.repair:
                 rank.write_entry(index, bytes(ENTRY_BYTES))
-                dropped = True
-        if dropped:
-            os.fsync(rank.table_fd)
-    except OSError as error:
-        number = errno.errorcode.get(error.errno or 0, "error")
-        table_path = rank.surveyed.path / "table"
-        raise PoolError(f"cannot repair {table_path}: {number}: {error}") from error
+    if report.worst is Verdict.REPAIRED:
+        os.fsync(rank.table_fd)

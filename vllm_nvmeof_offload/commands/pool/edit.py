@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Removes pools: only files of ours, only where no live server holds them.
+"""Edits pools on disk that no live server holds: removes them, or prefills their slabs.
 
-Writes zeros where a slab was never written, so that the first real write there is fast.
-
-The first write into preallocated space also changes the file system's extents, which takes
-it to about half the speed of later ones. Only holes are written, and a hole reads as zeros: no
-byte that anyone can read changes.
+Removal deletes only files of ours. Prefill writes zeros where a slab was never written, because
+the first write into preallocated space also changes the file system's extents and runs at about
+half the speed of later ones. A hole reads as zeros, so no readable byte changes.
 """
 
 from __future__ import annotations
@@ -30,68 +28,54 @@ from vllm_nvmeof_offload.pool.survey import disk_bytes
 from vllm_nvmeof_offload.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from vllm_nvmeof_offload.pool.survey import RankDirectory, Surveyed
 
-__all__ = [
-    "Prefilled",
-    "Removed",
-    "check_ours",
-    "check_ours_at",
-    "prefill",
-    "remove",
-]
-
+__all__ = ["Prefilled", "Removed", "check_ours", "prefill", "remove"]
 
 #: In the order of removal: without its superblock a directory is empty to the next start. The
-#: lock goes last, and only with the directory.
+#: lock is removed last, and only with the directory.
 _FILES = ("superblock", "superblock.new", "table", "slab", "probe")
 _LOCK = "lock"
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """freed_bytes: what the deleted files had allocated. left: what is not ours, and stays."""
+    """freed_bytes: allocated by the deleted files. left: names of files that are not ours."""
 
     path: Path
     freed_bytes: int
     left: tuple[str, ...]
 
 
-def check_ours(directories: Sequence[RankDirectory]) -> None:
-    """`check_ours_at` each of `directories`."""
-    for directory in directories:
-        check_ours_at(directory.path)
-
-
-def check_ours_at(path: Path) -> None:
-    """Refuse a directory that no superblock of ours vouches for.
+def check_ours(paths: Iterable[Path]) -> None:
+    """Refuse rank directories that have files of ours but no superblock that proves it.
 
     Raises:
-        PoolError: it has neither our superblock (of any version, damaged or not) nor is empty.
+        PoolError: one has no superblock of ours (of any version, damaged or not), and files.
     """
-    try:
-        vouched = is_superblock(path / "superblock") or is_superblock(path / "superblock.new")
-    except OSError as error:
-        raise PoolError(f"cannot read {path / 'superblock'}: {error}") from error
-    if not vouched and any(_size(path / name) for name in _FILES):
-        raise PoolError(
-            f"{path} has no superblock of this program, so nothing proves that its files are "
-            f"ours: look at them, and delete the directory by hand"
-        )
+    for path in paths:
+        try:
+            proven = is_superblock(path / "superblock") or is_superblock(path / "superblock.new")
+        except OSError as error:
+            raise PoolError(f"cannot read {path / 'superblock'}: {error}") from error
+        if not proven and any(_size(path / name) for name in _FILES):
+            raise PoolError(
+                f"{path} has no superblock of this program, so nothing proves that its files are "
+                f"ours: look at them, and delete the directory by hand"
+            )
 
 
 def _size(path: Path) -> int:
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return os.lstat(path).st_size
-    except FileNotFoundError:
-        return 0
+    return 0
 
 
 def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
-    """Delete `directories`, and the directories above that this leaves empty.
+    """Delete `directories`, and the directories above that are empty afterwards.
 
     Nothing is deleted unless all are ours and none is held.
 
@@ -99,14 +83,15 @@ def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
         PoolLockedError: a live process holds one; it is named.
         PoolError: `check_ours`, or a file cannot be deleted.
     """
-    check_ours(directories)  # before a lock file is made where it should not be
+    paths = [directory.path for directory in directories]
+    check_ours(paths)  # before a lock file is made where it should not be
     removed = []
-    with hold([directory.path for directory in directories]):
-        for directory in directories:
+    with hold(paths):
+        for path in paths:
             try:
-                removed.append(_remove(directory.path))
+                removed.append(_remove(path))
             except OSError as error:
-                raise PoolError(f"cannot remove {directory.path}: {error}") from error
+                raise PoolError(f"cannot remove {path}: {error}") from error
     for directory in directories:
         _remove_parents(directory)
     return removed
@@ -119,21 +104,20 @@ def _remove(path: Path) -> Removed:
             (path / name).unlink()
     left = sorted(set(os.listdir(path)) - {_LOCK})
     if not left:
-        # We hold the lock; who opened it just now sees that it has lost its name.
+        # We hold the lock; a process that opened it just now sees that it has lost its name.
         (path / _LOCK).unlink()
         path.rmdir()
     return Removed(path, freed, tuple(left))
 
 
 def _is_file(path: Path) -> bool:
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return stat.S_ISREG(os.lstat(path).st_mode)
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def _remove_parents(directory: RankDirectory) -> None:
-    """Engine and keyspace directories, if nothing else is in them."""
+    """Delete the engine and keyspace directories if nothing else is in them."""
     engine, space = directory.path.parents[:2]
     facts = space / "keyspace.json"
     owner = engine / OWNER_FILE
@@ -151,7 +135,7 @@ _WRITE_BYTES = 4 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """slots: of this directory. filled: how many of them were written with zeros now."""
+    """slots: of this directory. filled: how many of them this command wrote with zeros."""
 
     path: Path
     slots: int
@@ -166,7 +150,7 @@ def prefill(
 
     Raises:
         PoolLockedError: a live process holds one of them.
-        PoolError: one has no usable superblock, or cannot be written (no space, say).
+        PoolError: one has no usable superblock, or cannot be written (such as no space).
     """
     with held_survey(directories, writable=True) as all_surveyed:
         return [_prefill(one, on_progress) for one in all_surveyed]
@@ -203,7 +187,7 @@ def _fill(rank: OfflineRank, holes: Sequence[int], on_progress: Progress | None)
 
 
 class _Writer:
-    """The slab for writing: O_DIRECT, or buffered where that does not work."""
+    """The slab opened for writing: with O_DIRECT, or buffered where that does not work."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -217,7 +201,7 @@ class _Writer:
         return os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
 
     def write(self, zeros: memoryview, position: int) -> int:
-        """Write some of `zeros`; return how much, never 0."""
+        """Write some of `zeros`; return how many bytes, never 0."""
         try:
             count = os.pwritev(self._fd, [zeros], position)
         except OSError as error:

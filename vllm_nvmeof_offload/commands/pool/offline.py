@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank directory opened without an engine: its table, its slots, and what became of them.
+"""One rank directory opened without an I/O engine: its table, its slots, and their defects.
 
 Reads only, unless it was opened `writable`, for which the caller holds the directory's lock.
 Beside a live server a slot that is being written looks damaged for a moment, so every suspect
-is judged again, alone, from its entry of now.
+is judged a second time, by itself, from its entry as it is then.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from vllm_nvmeof_offload.errors import Outcome, PoolError, Scope, io_error
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     NOWHERE,
+    DecodedTable,
     SlotHeader,
     SlotPlace,
     Stamp,
@@ -59,16 +60,16 @@ _WRITE_S = 1.0
 
 
 def let_writes_end() -> None:
-    """Wait until what a live server was writing a moment ago has its table entry."""
+    """Wait until the slots that a live server was writing have their table entries."""
     time.sleep(_WRITE_S)
 
 
 @contextlib.contextmanager
 def held_survey(directories: Sequence[RankDirectory], writable: bool) -> Iterator[list[Surveyed]]:
-    """Survey `directories`, with all their locks held meanwhile if `writable`.
+    """Survey `directories`; if `writable`, hold all their locks until the block ends.
 
-    All are held from before the first is looked at until the last is done, so that no server
-    starts on a part of a pool that is being repaired.
+    All are held from before the first survey until the last repair, so that no server starts
+    on a part of a pool that is being repaired.
 
     Raises:
         PoolLockedError: `writable`, and a live process holds one of them.
@@ -78,31 +79,32 @@ def held_survey(directories: Sequence[RankDirectory], writable: bool) -> Iterato
         if writable:
             stack.enter_context(hold([directory.path for directory in directories]))
         found = survey(directories)
-        # Who holds them now is this process: not what "live" is about.
+        # This process holds them: that is not what "live" means to a reader.
         yield [replace(one, lock=LockState("none")) for one in found] if writable else found
 
 
 @dataclass(frozen=True)
 class Table:
-    """The table as it was read: one state a slot of this target, by its index there.
+    """The table as it was read: one state per slot of this target, by its index there.
 
     live: bool[n], adoptable at the next start. void: bool[n], intact, but of a past epoch or
-    not adoptable. damaged: bool[n]. missing: bool[n], beyond the file's end. What is none of
-    these was never written. generations: uint64[n], keys: uint8[n, 46], key_bytes: uint8[n]
-    mean something only where `live`.
+    not adoptable. damaged: bool[n]. missing: bool[n], beyond the file's end. A slot that is
+    none of these was never written. entries: the keys and generations of the live ones.
     """
 
     live: npt.NDArray[np.bool_]
     void: npt.NDArray[np.bool_]
     damaged: npt.NDArray[np.bool_]
     missing: npt.NDArray[np.bool_]
-    generations: npt.NDArray[np.uint64]
-    keys: npt.NDArray[np.uint8]
-    key_bytes: npt.NDArray[np.uint8]
+    entries: DecodedTable
 
     def identity(self, index: int) -> SlotIdentity:
-        length = int(self.key_bytes[index])
-        return SlotIdentity(self.keys[index, :length].tobytes(), int(self.generations[index]))
+        return _identity(self.entries, index)
+
+
+def _identity(entries: DecodedTable, index: int) -> SlotIdentity:
+    key = entries.keys[index, : int(entries.key_bytes[index])].tobytes()
+    return SlotIdentity(key, int(entries.generations[index]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +118,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What is wrong with a slot.
+    """The defect of a slot.
 
     kind: for people, and stable for programs. replacement: the 64 bytes that a repair writes
-    in the entry's place. worth_listing: False where nothing that was stored is affected.
+    in the entry's place. worth_listing: False if nothing that was stored is affected.
     """
 
     kind: str
@@ -129,7 +131,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class OfflineRank:
-    """Use `open_rank`. table_fd is -1 where there is no table.
+    """One opened rank directory; made by `open_rank`. table_fd is -1 if there is no table.
 
     names_places: False in a pool of a release whose headers did not name their place.
     """
@@ -145,49 +147,34 @@ class OfflineRank:
         return index * self.superblock.target_count + self.superblock.target_index
 
     def place(self, index: int) -> SlotPlace:
-        """What the header of the slot at `index` must name."""
+        """The place that the header of the slot at `index` must name."""
         if not self.names_places:
             return NOWHERE
         return SlotPlace(self.superblock.uuid, self.superblock.rank, self.pool_slot(index))
 
     @property
     def slab_slots(self) -> int:
-        """Whole slots that the slab file has: fewer than the superblock says is damage."""
+        """Whole slots that the slab file has: fewer than in the superblock is damage."""
         return os.fstat(self.slab_fd).st_size // self.superblock.slot_bytes
 
     def table(self) -> Table:
-        """Read and decode the whole table (64 bytes a slot)."""
-        count = self.superblock.slots
+        """Read and decode the whole table (64 bytes per slot)."""
+        block, count = self.superblock, self.superblock.slots
         raw = np.zeros(0, np.uint8)
         if self.table_fd >= 0:
             raw = read_table(self.table_fd, count)
         whole = raw.size // ENTRY_BYTES
         missing = np.arange(count) >= whole
         raw = np.concatenate([raw, np.zeros((count - whole) * ENTRY_BYTES, np.uint8)])
-        decoded = decode_table(raw, self._pool_slots())
+        pool_slots = np.arange(count, dtype=np.int64) * block.target_count + block.target_index
+        decoded = decode_table(raw, pool_slots)
         live = decoded.valid & decoded.adoptable & (decoded.epochs == self.surveyed.epoch)
         if not self.surveyed.adoptable:
             live[:] = False
-        return Table(
-            live=live,
-            void=decoded.valid & ~live,
-            damaged=decoded.damaged,
-            missing=missing,
-            generations=decoded.generations,
-            keys=decoded.keys,
-            key_bytes=decoded.key_bytes,
-        )
-
-    def _pool_slots(self) -> npt.NDArray[np.int64]:
-        block = self.superblock
-        return np.arange(block.slots, dtype=np.int64) * block.target_count + block.target_index
+        return Table(live, decoded.valid & ~live, decoded.damaged, missing, decoded)
 
     def entry(self, index: int) -> Entry:
-        """Read one table entry, as it is now.
-
-        Raises:
-            PoolError: it cannot be read.
-        """
+        """Read one table entry, as it is now; PoolError if it cannot be read."""
         raw = b""
         if self.table_fd >= 0:
             try:
@@ -202,15 +189,10 @@ class OfflineRank:
         if not one.valid[0]:
             return Entry("damaged" if one.damaged[0] else "empty")
         stamp = Stamp(int(one.epochs[0]), bool(one.adoptable[0]))
-        key = one.keys[0, : int(one.key_bytes[0])].tobytes()
-        return Entry(
-            "live" if self.adopts(stamp) else "void",
-            SlotIdentity(key, int(one.generations[0])),
-            stamp,
-        )
+        return Entry("live" if self._adopts(stamp) else "void", _identity(one, 0), stamp)
 
-    def adopts(self, stamp: Stamp) -> bool:
-        """Would the next start adopt what is marked with `stamp`?"""
+    def _adopts(self, stamp: Stamp) -> bool:
+        """Would the next start adopt a slot that is marked with `stamp`?"""
         return self.surveyed.adoptable and stamp == Stamp(self.surveyed.epoch, adoptable=True)
 
     def header(self, index: int) -> SlotHeader | Outcome | None:
@@ -233,10 +215,10 @@ class OfflineRank:
         return outcome
 
     def judge(self, index: int, seen: SlotIdentity | None) -> Judgement | None:
-        """Read one slot's entry and header again, and say what is wrong, if anything is.
+        """Read one slot's entry and header again; return its defect, None if it has none.
 
-        seen: what the entry said when the slot became a suspect (None: nothing intact). If it
-        says something else now, a server has written the slot since: nothing is wrong.
+        seen: the entry's identity when the slot became a suspect (None: no intact entry). If
+        it is another one now, a server has written the slot since: nothing is wrong.
         """
         entry = self.entry(index)
         if entry.state in ("empty", "void") or (seen is not None and entry.identity != seen):
@@ -250,7 +232,7 @@ class OfflineRank:
             if entry.state == "live" and header.identity == entry.identity and any(replacement):
                 return None
         if entry.state in ("missing", "damaged"):
-            holds = isinstance(header, SlotHeader) and self.adopts(header.stamp)
+            holds = isinstance(header, SlotHeader) and self._adopts(header.stamp)
             listed = entry.state == "damaged" or (holds and any(replacement))
             return Judgement(f"table entry {entry.state}", replacement, listed)
         return Judgement(self._mismatch(index, entry, header), replacement)
@@ -277,7 +259,7 @@ class OfflineRank:
 
 @contextlib.contextmanager
 def open_rank(surveyed: Surveyed, writable: bool = False) -> Iterator[OfflineRank]:
-    """Open the slab (for reading) and the table (made, if it is lost and `writable`).
+    """Open the slab (for reading) and the table (created if it is lost and `writable`).
 
     Raises:
         PoolError: no usable superblock, or a file cannot be opened.

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools, one line each or one in detail, as plain JSON values.
+"""Pools as plain JSON values, and the same as tables on stdout, with progress on stderr.
 
 Sizes are in bytes, times in seconds (Unix time).
-
-What `vllm-nvmeof pool …` shows to people: tables on stdout, progress on stderr.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeR
 from rich.table import Column, Table
 from rich.text import Text
 
-from vllm_nvmeof_offload.commands.pool.check import Severity, SlotReader
-from vllm_nvmeof_offload.commands.pool.edit import check_ours_at
+from vllm_nvmeof_offload.commands.pool.check import SlotReader, Verdict
+from vllm_nvmeof_offload.commands.pool.edit import check_ours
 from vllm_nvmeof_offload.commands.pool.offline import OfflineRank, open_rank
 from vllm_nvmeof_offload.errors import OK, Outcome, PoolError
 from vllm_nvmeof_offload.pool.format import SlotHeader
@@ -52,12 +50,11 @@ __all__ = [
     "usage",
 ]
 
-
 _LOCK_KINDS = ("none", "stale", "old", "live")
 
 
 def summaries(parts: Sequence[Surveyed]) -> list[dict[str, Any]]:
-    """One row a pool (keyspace, engine, rank), its parts on all targets taken together.
+    """One row per pool (keyspace, engine, rank), with its parts on all targets.
 
     Raises:
         PoolError: the files of one cannot be opened.
@@ -70,7 +67,7 @@ def summaries(parts: Sequence[Surveyed]) -> list[dict[str, Any]]:
 
 def _summary(parts: list[Surveyed]) -> dict[str, Any]:
     directory = parts[0].directory
-    # The part that a live server holds says the most, then one that a dead one left.
+    # A part that a live server holds counts first, then one that a dead server left.
     lock = max((one.lock for one in parts), key=lambda one: _LOCK_KINDS.index(one.kind))
     used = [one.last_use_s for one in parts if one.last_use_s is not None]
     counts = [occupancy(one) for one in parts]
@@ -85,12 +82,16 @@ def _summary(parts: list[Surveyed]) -> dict[str, Any]:
         "disk_bytes": sum(one.disk_bytes for one in parts),
         "last_use_s": max(used, default=None),
         "lock": asdict(lock),
-        "problems": {str(one.path): one.problem for one in parts if one.problem},
+        "problems": _problems(parts),
     }
 
 
+def _problems(parts: list[Surveyed]) -> dict[str, str]:
+    return {str(one.path): one.problem for one in parts if one.problem}
+
+
 def usage(target: Path) -> dict[str, Any]:
-    """What each keyspace takes on one target.
+    """The bytes that each keyspace takes on one target.
 
     Raises:
         PoolError: the target cannot be read.
@@ -112,7 +113,7 @@ def usage(target: Path) -> dict[str, Any]:
                 "pools": len(parts),
                 "live": sum(one.lock.live for one in parts),
                 "disk_bytes": sum(one.disk_bytes for one in parts),
-                "problems": {str(one.path): one.problem for one in parts if one.problem},
+                "problems": _problems(parts),
             }
             for name, parts in sorted(spaces.items())
         ],
@@ -129,17 +130,13 @@ def occupancy(surveyed: Surveyed) -> dict[str, int]:
         return {}
     with open_rank(surveyed) as rank:
         table = rank.table()
-    counts = {
-        "live": int(table.live.sum()),
-        "void": int(table.void.sum()),
-        "damaged": int(table.damaged.sum()),
-        "missing": int(table.missing.sum()),
-    }
+    states = ("live", "void", "damaged", "missing")
+    counts = {state: int(getattr(table, state).sum()) for state in states}
     return {**counts, "empty": surveyed.superblock.slots - sum(counts.values())}
 
 
 def inspect_rank(surveyed: Surveyed) -> dict[str, Any]:
-    """What one rank directory says of itself."""
+    """The superblock, lock, files and occupancy of one rank directory."""
     files = {}
     for name in ("superblock", "table", "slab"):
         with contextlib.suppress(FileNotFoundError):
@@ -160,12 +157,12 @@ def inspect_rank(surveyed: Surveyed) -> dict[str, Any]:
 
 
 def inspect_slot(parts: Sequence[Surveyed], pool_slot: int) -> dict[str, Any]:
-    """One pool slot: its table entry, its header, and whether its payload proves it.
+    """One pool slot: its table entry, its header, and whether its payload matches them.
 
-    parts: all directories of one rank's pool that are at hand.
+    parts: the known directories of one rank's pool.
 
     Raises:
-        PoolError: the slot is beyond the pool's end, or lies on a target that is not at hand.
+        PoolError: the slot is beyond the pool's end, or on a target that is not in `parts`.
     """
     usable = [(one, one.superblock) for one in parts if one.superblock is not None]
     if not usable:
@@ -180,7 +177,7 @@ def inspect_slot(parts: Sequence[Surveyed], pool_slot: int) -> dict[str, Any]:
             with open_rank(surveyed) as rank:
                 return _slot(rank, index)
     raise PoolError(
-        f"slot {pool_slot} lies on target {target} of {count}, which is not among those given; "
+        f"slot {pool_slot} is on target {target} of {count}, which is not among those given; "
         f"name its directory with --target"
     )
 
@@ -230,7 +227,7 @@ def _identity(identity: SlotIdentity | None) -> dict[str, str]:
 
 
 _LISTED_MAX = 20
-#: Of a keyspace, in tables: enough to give back to a command.
+#: Digits of a keyspace in tables: enough to name it in a command.
 _DIGITS = 12
 
 
@@ -248,7 +245,7 @@ class _Speed(ProgressColumn):
 
 @contextlib.contextmanager
 def progress(unit: str) -> Iterator[Callable[[RankDirectory, int, int], None]]:
-    """Yield a callback that draws one bar a directory on stderr, if that is a terminal."""
+    """Yield a callback that draws one bar per directory on stderr, if that is a terminal."""
     console = Console(stderr=True)
     tasks: dict[RankDirectory, TaskID] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"))
@@ -270,7 +267,7 @@ def progress(unit: str) -> Iterator[Callable[[RankDirectory, int, int], None]]:
 
 
 def _print(*parts: str | Table) -> None:
-    """Text as it is: nothing that comes from disk is taken for markup or wrapped."""
+    """Print text as it is: nothing that comes from disk is read as markup or wrapped."""
     console = Console()
     for part in parts:
         if isinstance(part, Table):
@@ -349,7 +346,7 @@ def print_usage(targets: Sequence[dict[str, Any]]) -> None:
 def print_details(found: dict[str, Any]) -> None:
     _print(f"keyspace {found['keyspace']}")
     if found["facts"] is None:
-        _print("  facts: keyspace.json is lost, or of another digest")
+        _print("  facts: keyspace.json is missing, or belongs to another digest")
     for name, value in (found["facts"] or {}).items():
         _print(f"  {name}: {value if isinstance(value, str) else json.dumps(value)}")
     for one in found["directories"]:
@@ -362,7 +359,7 @@ def print_details(found: dict[str, Any]) -> None:
         for name, value in one["superblock"].items():
             _print(f"  {name}: {value}")
         if not one["adoptable"]:
-            _print("  the next start adopts nothing of it")
+            _print("  the next start adopts none of its entries")
         counts = ", ".join(f"{count} {state}" for state, count in one["occupancy"].items())
         _print(f"  slots: {counts}")
     if "slot" in found:
@@ -375,7 +372,7 @@ def print_details(found: dict[str, Any]) -> None:
         _print(f"  payload: {slot['payload']}", f"  {slot['verdict']}")
 
 
-def print_reports(reports: Sequence[Report], repair: bool) -> None:
+def print_reports(reports: Sequence[Report]) -> None:
     if not reports:
         _print("no pools")
     for report in reports:
@@ -383,27 +380,23 @@ def print_reports(reports: Sequence[Report], repair: bool) -> None:
         line = f"{found['directory']}: {found['verdict']}, {report.checked} entries checked"
         if report.direct is not None and report.seconds > 0:
             speed = report.read_bytes / MIB / report.seconds
-            how = "O_DIRECT" if report.direct else "buffered: the page cache vouches for it"
+            how = "O_DIRECT" if report.direct else "buffered: may come from the page cache"
             line += f", {format_bytes(report.read_bytes)} at {speed:.0f} MiB/s ({how})"
         _print(line)
         if found["live"]:
             _print(f"  in use ({report.surveyed.lock}): read only")
         for kind, count in report.counts.items():
-            slots = [str(f.pool_slot) for f in report.findings if f.kind == kind]
-            slots = [slot for slot in slots if slot != "None"]
+            found_here = (one.pool_slot for one in report.findings if one.kind == kind)
+            slots = [str(slot) for slot in found_here if slot is not None]
             more = ", …" if count > _LISTED_MAX else ""
             where = f": {count}, slots {', '.join(slots[:_LISTED_MAX])}{more}" if slots else ""
             _print(f"  {kind}{where}")
-        if report.worst is Severity.DAMAGE and not repair and not found["live"]:
-            _print("  `--repair` drops or rebuilds these entries; those chunks are computed again")
-        if report.worst is Severity.UNUSABLE:
-            _print(f"  {_way_to_free(report.surveyed.path)}")
-
-
-def _way_to_free(path: Path) -> str:
-    """What an operator does about a pool without a usable superblock."""
-    try:
-        check_ours_at(path)
-    except PoolError:
-        return "no superblock proves that these files are ours: look, and delete them by hand"
-    return f"`vllm-nvmeof pool rm {path}` frees its space"
+        if report.worst is Verdict.DAMAGE and not report.repair and not found["live"]:
+            _print("  --repair drops or rebuilds these entries; their chunks are computed again")
+        if report.worst is Verdict.UNUSABLE:
+            remedy = f"`vllm-nvmeof pool rm {report.surveyed.path}` frees its space"
+            try:
+                check_ours([report.surveyed.path])
+            except PoolError:
+                remedy = "no superblock proves that these files are ours: look, and delete by hand"
+            _print(f"  {remedy}")
