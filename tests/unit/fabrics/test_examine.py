@@ -10,9 +10,9 @@ import pytest
 
 from tests.unit.fabrics.trees import Tree, local_nvme, two_paths, without_multipath
 from vllm_nvmeof_offload.commands.doctor import examine
-from vllm_nvmeof_offload.commands.doctor.cli import Line, outline
+from vllm_nvmeof_offload.commands.doctor.cli import TreeLine, outline
 from vllm_nvmeof_offload.commands.doctor.examine import Examined, Places, examine_target
-from vllm_nvmeof_offload.commands.doctor.links import nics_of
+from vllm_nvmeof_offload.commands.doctor.host import nics_of
 from vllm_nvmeof_offload.commands.doctor.measure import Measured
 from vllm_nvmeof_offload.fabric.machine import Machine, Severity, worst
 
@@ -24,7 +24,7 @@ def look_at(tree: Tree, target: Path, measured: bool = False) -> Examined:
     return examine_target(str(target), MACHINE, places, (lambda _: None) if measured else None)
 
 
-def text_of(line: Line, depth: int = 0) -> str:
+def text_of(line: TreeLine, depth: int = 0) -> str:
     mark = {True: "+", False: "!", None: " "}[line.good]
     below = "".join(text_of(one, depth + 1) for one in line.below)
     return f"{mark}{'  ' * depth}{line.text}\n{below}"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.fabrics.trees import Tree, local_nvme, one_path, two_paths, without_multipath
-from vllm_nvmeof_offload.commands.doctor.host import DirectAlignment, judge_alignment
+from vllm_nvmeof_offload.commands.doctor.host import DirectAlignment, judge_alignment, nics_of
 from vllm_nvmeof_offload.commands.doctor.judge import (
     judge_kernel,
     judge_mount,
@@ -16,7 +16,6 @@ from vllm_nvmeof_offload.commands.doctor.judge import (
     judge_paths,
     judge_pcie,
 )
-from vllm_nvmeof_offload.commands.doctor.links import nics_of
 from vllm_nvmeof_offload.config import TargetInfo
 from vllm_nvmeof_offload.fabric.machine import Finding, Gpu, Machine, Severity
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.fabrics.trees import Tree, local_nvme, one_path, two_paths
-from vllm_nvmeof_offload.commands.doctor.links import NetPlaces, link_bytes_per_s, nics_of
+from vllm_nvmeof_offload.commands.doctor.host import NetPlaces, link_bytes_per_s, nics_of
 from vllm_nvmeof_offload.fabric.machine import parse_cpus, read_machine
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_nvmeof_offload.commands.doctor.links import NetPlaces
+from vllm_nvmeof_offload.commands.doctor.host import NetPlaces
 from vllm_nvmeof_offload.fabric.discover import discover
 from vllm_nvmeof_offload.fabric.topology import TargetFabric
 

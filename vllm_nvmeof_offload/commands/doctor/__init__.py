@@ -1,2 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TODO."""
+"""`vllm-nvmeof doctor`: checks this machine and its targets, down to each NVMe-oF path.
+
+cli      the command, and the tree of findings that it prints
+examine  one target: discover, judge, touch, measure, in an order that cannot hang
+judge    findings from the fabric's and machine's description; pure
+host     checks that try the real thing: I/O, targets, interfaces, GPUs
+measure  rates and latencies of a target
+"""

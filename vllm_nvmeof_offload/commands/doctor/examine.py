@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that `vllm-nvmeof doctor` finds out about one target, in an order that cannot hang.
+"""Everything that `vllm-nvmeof doctor` examines on one target, in an order that cannot hang.
 
-sysfs first: a target that no live path leads to is judged, and never touched.
+sysfs comes first: a target without a live path is judged, and never touched.
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vllm_nvmeof_offload.commands.doctor.host import check_target
+from vllm_nvmeof_offload.commands.doctor.host import (
+    NetPlaces,
+    Nic,
+    check_target,
+    link_bytes_per_s,
+    nics_of,
+)
 from vllm_nvmeof_offload.commands.doctor.judge import (
     can_do_io,
     judge_mount,
@@ -18,7 +24,6 @@ from vllm_nvmeof_offload.commands.doctor.judge import (
     judge_paths,
     judge_pcie,
 )
-from vllm_nvmeof_offload.commands.doctor.links import NetPlaces, Nic, link_bytes_per_s, nics_of
 from vllm_nvmeof_offload.commands.doctor.measure import Measured, MeasureError, Progress, measure
 from vllm_nvmeof_offload.fabric.discover import MOUNTINFO, discover
 from vllm_nvmeof_offload.fabric.machine import Finding, Machine, Severity
@@ -30,7 +35,7 @@ __all__ = ["Examined", "Places", "examine_target"]
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the kernel tells about itself."""
+    """The files and directories that the kernel describes this machine in."""
 
     sysfs: str = "/sys"
     mountinfo: str = MOUNTINFO
@@ -39,7 +44,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """link_bytes_per_s: of all paths together, one direction; None is unknown."""
+    """link_bytes_per_s: of all paths together, in one direction; None is unknown."""
 
     fabric: TargetFabric
     nics: dict[str, Nic]
@@ -62,19 +67,19 @@ def examine_target(
     places: Places,
     on_progress: Progress | None = None,
 ) -> Examined:
-    """Look at `target`, and touch it if that cannot hang; measure it if there is `on_progress`.
+    """Examine `target`, and touch it if that cannot hang; measure it if `on_progress` is given.
 
-    A directory that is missing is made, as a server's start would.
+    A missing directory is created, as a server's start would.
     """
     fabric = discover(os.path.abspath(target), places.sysfs, places.mountinfo)
     touched: list[Finding] = []
     if _may_touch(fabric):
         touched = check_target(target)
-        # Only now may links on the way to it be followed: they may lead to another mount.
+        # Only now may links in its path be followed: they may lead to another mount.
         real = discover(os.path.realpath(target), places.sysfs, places.mountinfo)
         fabric = replace(real, target=target)
     if not _may_touch(fabric):
-        evidence = "not touched: no live path leads to it, and what touches it may hang"
+        evidence = "not touched: no live path leads to it, and I/O on it may hang"
         remedy = "bring a path back first: see the controllers"
         touched = [Finding("target", target, Severity.ERROR, evidence, remedy)]
     nics = nics_of(fabric, places.net)
@@ -94,9 +99,7 @@ def examine_target(
             findings.append(_judge_measured(target, measured, allowed))
         except MeasureError as error:
             findings.append(Finding("measured", target, Severity.ERROR, str(error)))
-    findings = [
-        Finding(one.check, target, one.severity, one.evidence, one.remedy) for one in findings
-    ]
+    findings = [replace(one, subject=target) for one in findings]
     return Examined(fabric, nics, findings, allowed, measured)
 
 
@@ -105,7 +108,7 @@ def _may_touch(fabric: TargetFabric) -> bool:
 
 
 def _judge_measured(target: str, measured: Measured, allowed: float | None) -> Finding:
-    """A figure is not a fault: what is right for a target only its operator knows."""
+    """Never a warning: only the target's operator knows which rate is right for it."""
     evidence = (
         f"write {_rate(measured.write_bytes_per_s, allowed)}, "
         f"read {_rate(measured.read_bytes_per_s, allowed)}; "
@@ -113,7 +116,7 @@ def _judge_measured(target: str, measured: Measured, allowed: float | None) -> F
         f"{measured.read_latency_s_median * 1e3:.2f} ms (median of {measured.singles}, "
         f"at most {measured.read_latency_s_max * 1e3:.2f}); "
         + (
-            "what its links allow is unknown"
+            "the rate that its links allow is unknown"
             if allowed is None
             else f"its links allow {format_bytes(allowed)}/s"
         )

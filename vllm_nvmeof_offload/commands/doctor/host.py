@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the I/O path on this machine: the native core, io_uring, locked memory, targets.
+"""Facts about this host and its access to a target, found by trying: I/O, interfaces, GPUs.
 
-Each one tries the real thing. Nothing is left behind: a target's probe file is removed.
-
-What O_DIRECT asks of buffers and offsets here, by statx(STATX_DIOALIGN), Linux 6.1.
-
-This touches the target, so it is for `doctor` alone.
-
-`doctor --calibrate`: compares DMA and the copy kernel on every GPU of this machine.
+Each check tries the real operation and leaves nothing behind. The native core, io_uring and
+locked memory; a target directory, its space and its O_DIRECT alignment (statx, Linux 6.1); the
+network interface that carries a path, its rate and the slot of its card; DMA against the copy
+kernel on every GPU (`--calibrate`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import ipaddress
 import mmap
 import os
 import resource
 import struct
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +32,8 @@ from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
 from vllm_nvmeof_offload.copy.select import Backend, best_of
 from vllm_nvmeof_offload.errors import ConfigError, EngineError, PoolError
 from vllm_nvmeof_offload.fabric.machine import Finding, Severity
+from vllm_nvmeof_offload.fabric.sysfs import children, read_number, read_pcie_link
+from vllm_nvmeof_offload.fabric.topology import Controller, PcieLink, TargetFabric
 from vllm_nvmeof_offload.io.choose import explain_denial
 from vllm_nvmeof_offload.io.uring import UringDeniedError
 from vllm_nvmeof_offload.native import WHY_NOT, core
@@ -40,82 +42,58 @@ from vllm_nvmeof_offload.units import GIB, MIB, PAGE_BYTES, format_bytes
 
 __all__ = [
     "DirectAlignment",
+    "NetPlaces",
+    "Nic",
     "calibrate_gpus",
     "check_host",
     "check_huge_pages",
     "check_target",
-    "direct_alignment",
     "judge_alignment",
+    "link_bytes_per_s",
+    "nics_of",
 ]
 
-
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+_DEPTH_MAX = 4
+#: Bits on the wire for eight bits of data: 8b/10b up to 5 GT/s, then 128b/130b.
+_OLD_SPEED_MAX = 5.0
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
 _STATX_BYTES = 256
-_MEMORY_AT, _OFFSET_AT = 152, 156
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-@dataclass(frozen=True, slots=True)
-class DirectAlignment:
-    """Both in bytes; both 0: the file system has no O_DIRECT."""
-
-    memory_bytes: int
-    offset_bytes: int
-
-    def to_json(self) -> dict[str, int]:
-        return asdict(self)
-
-
-def direct_alignment(directory: str) -> DirectAlignment | None:
-    """For a new file in `directory`; None: the kernel or the file system does not tell.
-
-    Raises:
-        OSError: no file can be made there.
-    """
-    with tempfile.TemporaryFile(dir=directory) as file:
-        found = ctypes.create_string_buffer(_STATX_BYTES)
-        try:
-            call = _libc.statx
-        except AttributeError:
-            return None
-        if call(file.fileno(), b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, found) != 0:
-            return None
-    if not struct.unpack_from("=I", found)[0] & _STATX_DIOALIGN:
-        return None
-    return DirectAlignment(
-        struct.unpack_from("=I", found, _MEMORY_AT)[0],
-        struct.unpack_from("=I", found, _OFFSET_AT)[0],
-    )
-
-
+_ALIGNMENTS_AT = 152
 _HOST = "host"
 _PROBE_BYTES = 16 * MIB
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CAP_IPC_LOCK = 14
 
+_libc = ctypes.CDLL(None, use_errno=True)
+
 
 def check_host(staging_bytes: int) -> list[Finding]:
-    """Check what the machine offers for a server with so much pinned memory."""
+    """Check the native core, huge pages and io_uring for a server with so much staging."""
     if core is None:
         remedy = "install g++, liburing-dev and libisal-dev, and this package again"
         return [Finding("native_core", _HOST, Severity.WARNING, WHY_NOT, remedy)]
     findings = [Finding("native_core", _HOST, Severity.OK, "loads"), check_huge_pages()]
-    ring = _try_ring(registered=False)
-    if ring is not None:
-        evidence, _, remedy = explain_denial(ring, _PROBE_BYTES).partition("; ")
-        evidence += "; the threads engine runs instead"
-        findings.append(Finding("io_uring", _HOST, Severity.WARNING, evidence, remedy))
-        return findings
-    findings.append(Finding("io_uring", _HOST, Severity.OK, "allowed"))
-    findings.append(_check_registration(staging_bytes))
-    return findings
+    denied = _try_ring(registered=False)
+    if denied is not None:
+        return [
+            *findings,
+            _denied("io_uring", denied, _PROBE_BYTES, "the threads engine runs instead"),
+        ]
+    allowed = Finding("io_uring", _HOST, Severity.OK, "allowed")
+    return [*findings, allowed, _check_registration(staging_bytes)]
+
+
+def _denied(check: str, denied: UringDeniedError, staging_bytes: int, effect: str) -> Finding:
+    evidence, _, remedy = explain_denial(denied, staging_bytes).partition("; ")
+    return Finding(check, _HOST, Severity.WARNING, f"{evidence}; {effect}", remedy)
 
 
 def check_huge_pages(setting: Path = _HUGE_PAGES) -> Finding:
-    """Staging asks for huge pages. In 4 KiB pages each transfer is many pieces for the device:
-    on a virtio disk reads ran at half the speed, and writes at 0.7 of it.
+    """Check that staging can have huge pages. With 4 KiB pages each transfer is many pieces for
+    the device: on a virtio disk reads ran at half the speed, and writes at 0.7 of it.
     """
     try:
         chosen = setting.read_text(encoding="ascii").partition("[")[2].partition("]")[0]
@@ -123,7 +101,7 @@ def check_huge_pages(setting: Path = _HUGE_PAGES) -> Finding:
         chosen = "not in this kernel"
     if chosen in ("always", "madvise"):
         return Finding("huge_pages", _HOST, Severity.OK, f"transparent_hugepage is {chosen}")
-    evidence = f"transparent_hugepage is {chosen}: staging lies in 4 KiB pages, and I/O is slower"
+    evidence = f"transparent_hugepage is {chosen}: staging has 4 KiB pages, and I/O is slower"
     return Finding("huge_pages", _HOST, Severity.WARNING, evidence, f"echo madvise > {setting}")
 
 
@@ -134,14 +112,13 @@ def _check_registration(staging_bytes: int) -> Finding:
     if denied is None and not small:
         evidence = f"works; staging of {format_bytes(staging_bytes)} fits the locked-memory limit"
         return Finding("io_uring_registration", _HOST, Severity.OK, evidence)
-    error = denied or UringDeniedError("io_uring_register_buffers", errno.ENOMEM)
-    evidence, _, remedy = explain_denial(error, staging_bytes).partition("; ")
-    evidence += "; io_uring runs unregistered, at several times the CPU cost"
-    return Finding("io_uring_registration", _HOST, Severity.WARNING, evidence, remedy)
+    denied = denied or UringDeniedError("io_uring_register_buffers", errno.ENOMEM)
+    effect = "io_uring runs unregistered, at several times the CPU cost"
+    return _denied("io_uring_registration", denied, staging_bytes, effect)
 
 
 def _try_ring(*, registered: bool) -> UringDeniedError | None:
-    """Set a ring up and down again; None: that worked."""
+    """Set up a ring and close it; None if that worked."""
     assert core is not None
     memory = mmap.mmap(-1, _PROBE_BYTES)
     address = np.frombuffer(memory, np.uint8).ctypes.data
@@ -156,7 +133,7 @@ def _try_ring(*, registered: bool) -> UringDeniedError | None:
 
 
 def _may_lock_anything() -> bool:
-    """Does this process have CAP_IPC_LOCK? Then no limit counts."""
+    """Does this process have CAP_IPC_LOCK? Then the locked-memory limit does not apply."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as status:
         for line in status:
             if line.startswith("CapEff:"):
@@ -165,7 +142,7 @@ def _may_lock_anything() -> bool:
 
 
 def check_target(target: str) -> list[Finding]:
-    """Check one directory for a pool. Makes it, as a server's start would, if it is missing."""
+    """Check one directory for a pool; create it if it is missing, as a server's start would."""
     try:
         (info,) = check_targets(parse_config({"targets": [target]}, {}))
     except ConfigError as error:
@@ -185,7 +162,7 @@ def _check_access(info: TargetInfo) -> Finding:
 def _check_o_direct(info: TargetInfo) -> Finding:
     try:
         probe_o_direct(Path(info.path))
-        needed = direct_alignment(info.path)
+        needed = _direct_alignment(info.path)
     except (OSError, PoolError) as error:
         evidence = f"does not work on {info.file_system}: {error}; buffered I/O runs instead"
         remedy = "put the pool on xfs or ext4"
@@ -193,10 +170,37 @@ def _check_o_direct(info: TargetInfo) -> Finding:
     return judge_alignment(info, needed)
 
 
+@dataclass(frozen=True, slots=True)
+class DirectAlignment:
+    """Both in bytes; both 0: the file system has no O_DIRECT."""
+
+    memory_bytes: int
+    offset_bytes: int
+
+
+def _direct_alignment(directory: str) -> DirectAlignment | None:
+    """For a new file in `directory`; None if the kernel or the file system does not report it.
+
+    Raises:
+        OSError: no file can be made there.
+    """
+    with tempfile.TemporaryFile(dir=directory) as file:
+        found = ctypes.create_string_buffer(_STATX_BYTES)
+        try:
+            call = _libc.statx
+        except AttributeError:
+            return None
+        if call(file.fileno(), b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, found) != 0:
+            return None
+    if not struct.unpack_from("=I", found)[0] & _STATX_DIOALIGN:
+        return None
+    return DirectAlignment(*struct.unpack_from("=II", found, _ALIGNMENTS_AT))
+
+
 def judge_alignment(info: TargetInfo, needed: DirectAlignment | None) -> Finding:
-    """Whether 4 KiB pages, which is what the pool works with, are fine enough for O_DIRECT."""
+    """Whether the pool's alignment of 4 KiB is enough for O_DIRECT on this file system."""
     if needed is None:
-        evidence = f"works on {info.file_system}; the alignment that it asks for is unknown"
+        evidence = f"works on {info.file_system}; the alignment that it needs is unknown"
         return Finding("o_direct", info.path, Severity.OK, evidence)
     evidence = (
         f"works on {info.file_system}, aligned to {format_bytes(needed.memory_bytes)} in memory "
@@ -217,11 +221,8 @@ def _check_space(info: TargetInfo) -> Finding:
     return Finding("free_space", info.path, Severity.OK, evidence)
 
 
-_CHECK = "copy_table"
-
-
 def calibrate_gpus(open_gpu: Callable[[int], Cuda] = Cuda) -> list[Finding]:
-    """A finding for each GPU, or one if there is none."""
+    """Compare DMA and the copy kernel: one finding per GPU, or one if there is no GPU."""
     findings: list[Finding] = []
     while True:
         try:
@@ -229,7 +230,7 @@ def calibrate_gpus(open_gpu: Callable[[int], Cuda] = Cuda) -> list[Finding]:
         except EngineError as error:
             is_last = isinstance(error, CudaError) and error.name == "CUDA_ERROR_INVALID_DEVICE"
             if not findings or not is_last:
-                findings.append(_failed("host", error))
+                findings.append(_not_calibrated(_HOST, error))
             return findings
         findings.append(_calibrate(cuda, f"GPU {len(findings)}"))
         cuda.release()
@@ -239,17 +240,162 @@ def _calibrate(cuda: Cuda, subject: str) -> Finding:
     try:
         cells = calibrate_again(cuda)
     except EngineError as error:
-        return _failed(subject, error)
+        return _not_calibrated(subject, error)
     wins = Counter(best_of(cell) for cell in cells)
     spread = max(cell.spread for cell in cells)
     shown = (
         f"of {len(cells)} kinds of transfer the kernel takes {wins[Backend.KERNEL]}, DMA with the "
         f"overlap hint {wins[Backend.OVERLAP]}; times varied by up to {spread:.0%}"
     )
-    return Finding(_CHECK, subject, Severity.OK, shown)
+    return Finding("copy_table", subject, Severity.OK, shown)
 
 
-def _failed(subject: str, error: EngineError) -> Finding:
+def _not_calibrated(subject: str, error: EngineError) -> Finding:
     shown = f"DMA and the copy kernel were not compared: {error}"
     remedy = "DMA carries every transfer until a comparison succeeds"
-    return Finding(_CHECK, subject, Severity.WARNING, shown, remedy)
+    return Finding("copy_table", subject, Severity.WARNING, shown, remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class NetPlaces:
+    """The files that describe this host's interfaces and routes."""
+
+    sysfs: str = "/sys"
+    routes: str = "/proc/net/route"
+    routes_v6: str = "/proc/net/ipv6_route"
+
+
+@dataclass(frozen=True, slots=True)
+class Nic:
+    """A network interface. speed_mbps: None if unknown, or if no hardware is under it.
+
+    cards: PCIe links of the hardware under it; several under a bond.
+    """
+
+    name: str
+    speed_mbps: int | None
+    cards: tuple[PcieLink, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def nics_of(fabric: TargetFabric, places: NetPlaces) -> dict[str, Nic]:
+    """Controller's name → the interface that carries it; unknown ones are left out."""
+    found = {one.name: _nic_of(one, places) for one in fabric.controllers if one.over_fabric}
+    return {name: nic for name, nic in found.items() if nic is not None}
+
+
+def _nic_of(controller: Controller, places: NetPlaces) -> Nic | None:
+    """The interface that carries `controller`: its host_iface, else by this host's routes.
+
+    Routes are those of this process's network namespace, although the connection may be in
+    another; policy routing is ignored.
+    """
+    name = controller.host_iface or _by_routes(controller, places)
+    directory = os.path.join(places.sysfs, "class/net", name or "")
+    if name is None or not os.path.isdir(directory):
+        return None
+    hardware = _hardware(directory, _DEPTH_MAX)
+    # A veth or tap pair claims 10 Gb/s, whatever it really does.
+    speed = read_number(directory, "speed") if hardware else None
+    cards = [read_pcie_link(os.path.join(one, "device")) for one in hardware]
+    return Nic(name, speed, tuple(card for card in cards if card is not None))
+
+
+def _hardware(directory: str, depth: int) -> list[str]:
+    """Directories of the interfaces that have a device: this one, or those under it."""
+    if os.path.exists(os.path.join(directory, "device")):
+        return [directory]
+    if not depth:
+        return []
+    lower = [name for name in children(directory) if name.startswith("lower_")]
+    return [one for name in lower for one in _hardware(os.path.join(directory, name), depth - 1)]
+
+
+def _by_routes(controller: Controller, places: NetPlaces) -> str | None:
+    routes = _routes_v4(places.routes) + _routes_v6(places.routes_v6)
+    local = _address(controller.src_addr or controller.host_traddr)
+    if local is not None:
+        # The subnet decides only if one interface is on it.
+        names = {name for network, name in routes if network.prefixlen and local in network}
+        if len(names) == 1:
+            return names.pop()
+        if names:
+            return None
+    remote = _address(controller.traddr)
+    if remote is None:
+        return None
+    fitting = [(network.prefixlen, name) for network, name in routes if remote in network]
+    return max(fitting)[1] if fitting else None
+
+
+def _address(text: str | None) -> _Address | None:
+    try:
+        return ipaddress.ip_address((text or "").strip("[]"))
+    except ValueError:
+        return None
+
+
+def _lines(path: str) -> list[list[str]]:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return [line.split() for line in file]
+    except OSError:
+        return []
+
+
+def _routes_v4(path: str) -> list[tuple[_Network, str]]:
+    """Fields are: interface, destination, …, mask as the eighth, in the machine's byte order."""
+    found: list[tuple[_Network, str]] = []
+    for fields in _lines(path):
+        try:
+            raw = [int(fields[at], 16).to_bytes(4, sys.byteorder) for at in (1, 7)]
+            mask = ipaddress.IPv4Address(raw[1])
+            found.append((ipaddress.IPv4Network((raw[0], str(mask)), strict=False), fields[0]))
+        except (ValueError, IndexError, OverflowError):
+            continue  # the heading
+    return found
+
+
+def _routes_v6(path: str) -> list[tuple[_Network, str]]:
+    """Fields are: destination, length of its prefix, …, interface as the last."""
+    found: list[tuple[_Network, str]] = []
+    for fields in _lines(path):
+        try:
+            raw = int(fields[0], 16).to_bytes(16, "big")
+            network = ipaddress.IPv6Network((raw, int(fields[1], 16)), strict=False)
+        except (ValueError, IndexError, OverflowError):
+            continue
+        found.append((network, fields[-1]))
+    # Routes to nowhere are kept on lo.
+    return [one for one in found if one[1] != "lo"]
+
+
+def _pcie_bytes_per_s(link: PcieLink) -> float | None:
+    """The rate of a PCIe link in one direction, before its protocol's own share."""
+    if link.speed is None or link.width is None:
+        return None
+    share = 8 / 10 if link.speed <= _OLD_SPEED_MAX else 128 / 130
+    return link.speed * 1e9 * share / 8 * link.width
+
+
+def link_bytes_per_s(fabric: TargetFabric, nics: dict[str, Nic]) -> float | None:
+    """The rate that the links of all paths to a target allow together; None if one is unknown.
+
+    An interface that carries two paths counts once. Several namespaces under one file system
+    that share controllers share their links too.
+    """
+    rates: dict[str, float | None] = {}
+    used = {path.controller for namespace in fabric.namespaces for path in namespace.paths}
+    for controller in fabric.controllers:
+        if controller.name not in used:
+            continue
+        if controller.pcie is not None:
+            rates[controller.pcie.address] = _pcie_bytes_per_s(controller.pcie)
+            continue
+        nic = nics.get(controller.name)
+        name = nic.name if nic else controller.name
+        rates[name] = nic.speed_mbps * 1e6 / 8 if nic and nic.speed_mbps else None
+    known = [rate for rate in rates.values() if rate]
+    return sum(known) if known and len(known) == len(rates) else None

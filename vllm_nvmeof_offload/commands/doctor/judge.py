@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges a target's way over the fabric: paths, states, timeouts, iopolicy, security. Pure.
-
-Judges what is around a target: mount options, PCIe links, NUMA nodes, the kernel. Pure.
-"""
+"""Judges a target's path over the fabric and its surroundings: mount, PCIe, NUMA, kernel. Pure."""
 
 from __future__ import annotations
 
-from vllm_nvmeof_offload.commands.doctor.links import Nic
+from collections.abc import Iterator
+
+from vllm_nvmeof_offload.commands.doctor.host import Nic
 from vllm_nvmeof_offload.fabric.machine import Finding, Machine, Severity, is_below, now, shape
 from vllm_nvmeof_offload.fabric.topology import (
     LIVE,
@@ -28,55 +27,70 @@ __all__ = [
     "judge_pcie",
 ]
 
-
-_IOPOLICY = "/sys/class/nvme-subsystem/{}/iopolicy"
-#: What these remedies propose: seconds until I/O fails when every path is lost, and until the
+#: Proposed by the remedies: seconds until I/O fails when every path is lost, and until the
 #: controller is given up. Reads have deadlines of their own; these free buffers and processes.
 _FAST_IO_FAIL_S, _CTRL_LOSS_S = 5, 600
+#: The first version of Linux with each feature of io_uring that the I/O core uses.
+_DISABLED_RINGS = (5, 10)
+_DEFERRED_WORK = (6, 1)
+_SHARED_BUFFERS = (6, 12)
 
 
 def can_do_io(fabric: TargetFabric) -> bool:
-    """May the target be touched? No: some namespace of it has no live path, and would hang."""
+    """May the target be touched? No if a namespace of it has no live path: I/O would hang."""
     return all(any(_open(fabric, path) for path in one.paths) for one in fabric.namespaces)
 
 
+def _open(fabric: TargetFabric, path: Path) -> bool:
+    """Could I/O pass? An unknown state counts as open."""
+    states = {one.name: one.state for one in fabric.controllers}
+    live = states.get(path.controller, "gone") in (LIVE, None)
+    return live and path.ana_state in (None, OPTIMIZED, "non-optimized")
+
+
+def _ok(check: str, fabric: TargetFabric, evidence: str, remedy: str = "") -> Finding:
+    return Finding(check, fabric.target, Severity.OK, evidence, remedy)
+
+
+def _warning(check: str, fabric: TargetFabric, evidence: str, remedy: str) -> Finding:
+    return Finding(check, fabric.target, Severity.WARNING, evidence, remedy)
+
+
 def judge_paths(fabric: TargetFabric) -> list[Finding]:
-    """Findings about where the target lies and how it is reached."""
-    findings = [_where(fabric)]
+    """Findings about the fabric that the target is on, and the paths that lead to it."""
+    findings = [_judge_fabric(fabric)]
     for namespace in fabric.namespaces:
         if any(one.over_fabric for one in namespace.subsystem.controllers):
-            findings += _count(fabric, namespace)
-            findings += _iopolicy(fabric, namespace)
-            findings += _ana(fabric, namespace)
+            findings.append(_judge_count(fabric, namespace))
+            findings += _judge_iopolicy(fabric, namespace)
+            findings += _judge_ana(fabric, namespace)
     over_fabric = [one for one in fabric.controllers if one.over_fabric]
     if fabric.controllers:
-        findings.append(_states(fabric))
+        findings.append(_judge_states(fabric))
     if over_fabric:
-        findings.append(_fast_io_fail(fabric, over_fabric))
+        findings.append(_judge_fast_io_fail(fabric, over_fabric))
     tcp = [one for one in over_fabric if one.transport == "tcp"]
     if tcp:
-        findings += [_tls(fabric, tcp), _authentication(fabric, tcp)]
+        findings += _judge_security(fabric, tcp)
     return findings
 
 
-def _where(fabric: TargetFabric) -> Finding:
-    if fabric.mount is None:
-        evidence = "its mount is unknown, and so is what it lies on"
-    elif fabric.device_gone:
-        evidence = f"the block device {fabric.mount.device} under its file system is gone"
-        point = fabric.mount.point
-        remedy = f"connect again, then umount {point} and mount it from its new device"
+def _judge_fabric(fabric: TargetFabric) -> Finding:
+    mount = fabric.mount
+    if mount is None:
+        return _ok("fabric", fabric, "its mount is unknown, and so are its devices")
+    if fabric.device_gone:
+        evidence = f"the block device {mount.device} under its file system is gone"
+        remedy = f"connect again, then umount {mount.point} and mount it from its new device"
         return Finding("fabric", fabric.target, Severity.ERROR, evidence, remedy)
-    elif not fabric.devices:
-        evidence = f"not on NVMe over Fabrics: {fabric.mount.file_system} without a block device"
-    elif not fabric.over_fabric:
+    if fabric.over_fabric:
+        shown = ", ".join(f"{one.device} by {_transports(one)}" for one in fabric.namespaces)
+        return _ok("fabric", fabric, f"NVMe over Fabrics: {shown}")
+    where = "without a block device"
+    if fabric.devices:
         last = ", ".join(one.name for one in fabric.devices if not one.over)
-        what = "local NVMe" if fabric.namespaces else "local"
-        evidence = f"not on NVMe over Fabrics: {fabric.mount.file_system} on {last} ({what})"
-    else:
-        shown = [f"{one.device} by {_transports(one)}" for one in fabric.namespaces]
-        evidence = f"NVMe over Fabrics: {', '.join(shown)}"
-    return Finding("fabric", fabric.target, Severity.OK, evidence)
+        where = f"on {last} ({'local NVMe' if fabric.namespaces else 'local'})"
+    return _ok("fabric", fabric, f"not on NVMe over Fabrics: {mount.file_system} {where}")
 
 
 def _transports(namespace: Namespace) -> str:
@@ -84,79 +98,64 @@ def _transports(namespace: Namespace) -> str:
     return "/".join(sorted(known))
 
 
-def _controller(fabric: TargetFabric, path: Path) -> Controller | None:
-    return next((one for one in fabric.controllers if one.name == path.controller), None)
-
-
-def _open(fabric: TargetFabric, path: Path) -> bool:
-    """Could I/O pass? What is unknown counts as open."""
-    controller = _controller(fabric, path)
-    live = controller is not None and controller.state in (LIVE, None)
-    return live and path.ana_state in (None, OPTIMIZED, "non-optimized")
-
-
-def _count(fabric: TargetFabric, namespace: Namespace) -> list[Finding]:
-    count = len(namespace.paths)
+def _judge_count(fabric: TargetFabric, namespace: Namespace) -> Finding:
+    count, device = len(namespace.paths), namespace.device
     if count > 1:
-        evidence = (
-            f"{namespace.device} has {count}: {', '.join(one.name for one in namespace.paths)}"
-        )
-        return [Finding("paths", fabric.target, Severity.OK, evidence)]
+        names = ", ".join(one.name for one in namespace.paths)
+        return _ok("paths", fabric, f"{device} has {count}: {names}")
     if not namespace.multipath:
-        evidence = f"{namespace.device} has one: the kernel's native multipath is off"
+        evidence = f"{device} has one: the kernel's native multipath is off"
         remedy = (
             'echo "options nvme_core multipath=Y" > /etc/modprobe.d/nvme.conf (or '
             "nvme_core.multipath=Y on the kernel's command line), start again, and connect by "
             "every address of the target"
         )
     else:
-        evidence = f"{namespace.device} has {'one' if count else 'none'}"
+        evidence = f"{device} has {'one' if count else 'none'}"
         remedy = (
             f"nvme connect -t {_transports(namespace)} -n {namespace.subsystem.nqn or 'NQN'} "
             "-a ANOTHER_ADDRESS -s 4420, through another interface"
         )
-    evidence += "; when it is lost, so is the target"
-    return [Finding("paths", fabric.target, Severity.WARNING, evidence, remedy)]
+    return _warning("paths", fabric, f"{evidence}; when it is lost, so is the target", remedy)
 
 
-def _iopolicy(fabric: TargetFabric, namespace: Namespace) -> list[Finding]:
-    policy, name = namespace.subsystem.iopolicy, namespace.subsystem.name
+def _judge_iopolicy(fabric: TargetFabric, namespace: Namespace) -> Iterator[Finding]:
+    policy, device = namespace.subsystem.iopolicy, namespace.device
     equal = [one for one in namespace.paths if one.ana_state in (None, OPTIMIZED)]
     if len(namespace.paths) < 2:
-        return []
-    if policy is None:
-        evidence = f"unknown for {namespace.device}"
-        return [Finding("iopolicy", fabric.target, Severity.OK, evidence)]
-    if policy != "numa" or len(equal) < 2:
-        why = "" if policy != "numa" else "; one path alone is optimized, so it matters little"
-        evidence = f"{policy} for {namespace.device}{why}"
-        return [Finding("iopolicy", fabric.target, Severity.OK, evidence)]
-    evidence = f"numa for {namespace.device}: of {len(equal)} equal paths one is used at a time"
-    remedy = f"echo round-robin > {_IOPOLICY.format(name)}"
-    return [Finding("iopolicy", fabric.target, Severity.WARNING, evidence, remedy)]
+        return
+    if policy == "numa" and len(equal) > 1:
+        evidence = f"numa for {device}: only one of {len(equal)} equal paths is used at a time"
+        name = namespace.subsystem.name
+        remedy = f"echo round-robin > /sys/class/nvme-subsystem/{name}/iopolicy"
+        yield _warning("iopolicy", fabric, evidence, remedy)
+    elif policy == "numa":
+        evidence = f"numa for {device}; only one path is optimized, so it matters little"
+        yield _ok("iopolicy", fabric, evidence)
+    else:
+        yield _ok("iopolicy", fabric, f"{policy or 'unknown'} for {device}")
 
 
-def _ana(fabric: TargetFabric, namespace: Namespace) -> list[Finding]:
-    if not namespace.paths:
-        return []
+def _judge_ana(fabric: TargetFabric, namespace: Namespace) -> Iterator[Finding]:
     shown = ", ".join(f"{one.name} {one.ana_state or 'unknown'}" for one in namespace.paths)
     states = {one.ana_state for one in namespace.paths}
     if states == {None}:
         evidence = f"unknown: {namespace.device} shows no ANA state; its target may have none"
-        return [Finding("ana", fabric.target, Severity.OK, evidence)]
-    if states == {OPTIMIZED}:
-        return [Finding("ana", fabric.target, Severity.OK, shown)]
-    remedy = "see at the storage why; `nvme list-subsys -v` shows the states from here"
-    return [Finding("ana", fabric.target, Severity.WARNING, shown, remedy)]
+        yield _ok("ana", fabric, evidence)
+    elif states == {OPTIMIZED}:
+        yield _ok("ana", fabric, shown)
+    elif states:
+        remedy = "look for the cause at the storage; `nvme list-subsys -v` shows the states here"
+        yield _warning("ana", fabric, shown, remedy)
 
 
-def _states(fabric: TargetFabric) -> Finding:
+def _judge_states(fabric: TargetFabric) -> Finding:
     shown = ", ".join(
         f"{one.name} ({one.address}) {one.state or 'unknown'}" for one in fabric.controllers
     )
     down = [one for one in fabric.controllers if one.state != LIVE]
     if not down:
-        return Finding("controllers", fabric.target, Severity.OK, shown)
+        return _ok("controllers", fabric, shown)
     severity = Severity.WARNING if can_do_io(fabric) else Severity.ERROR
     remedy = (
         "look at the link and at the target, and at `dmesg | grep nvme`; to give one up: "
@@ -165,16 +164,13 @@ def _states(fabric: TargetFabric) -> Finding:
     return Finding("controllers", fabric.target, severity, shown, remedy)
 
 
-def _fast_io_fail(fabric: TargetFabric, controllers: list[Controller]) -> Finding:
+def _judge_fast_io_fail(fabric: TargetFabric, controllers: list[Controller]) -> Finding:
     off = [one for one in controllers if one.fast_io_fail_tmo == OFF]
     if not off:
-        known = ", ".join(
-            f"{one.name} "
-            + ("unknown" if one.fast_io_fail_tmo is None else f"{one.fast_io_fail_tmo} s")
-            for one in controllers
-        )
-        return Finding("fast_io_fail_tmo", fabric.target, Severity.OK, known)
-    hangs = sorted({_how_long(one.ctrl_loss_tmo) for one in off})
+        times = {one.name: one.fast_io_fail_tmo for one in controllers}
+        known = (f"{name} {'unknown' if s is None else f'{s} s'}" for name, s in times.items())
+        return _ok("fast_io_fail_tmo", fabric, ", ".join(known))
+    hangs = sorted({_hang(one.ctrl_loss_tmo) for one in off})
     evidence = (
         f"off for {', '.join(one.name for one in off)}: when every path is lost, I/O hangs "
         f"{' or '.join(hangs)}, and processes that wait for it cannot be killed"
@@ -184,10 +180,10 @@ def _fast_io_fail(fabric: TargetFabric, controllers: list[Controller]) -> Findin
         f"echo {_FAST_IO_FAIL_S} | tee {files}; and when connecting: nvme connect … "
         f"--fast_io_fail_tmo={_FAST_IO_FAIL_S} --ctrl-loss-tmo={_CTRL_LOSS_S}"
     )
-    return Finding("fast_io_fail_tmo", fabric.target, Severity.WARNING, evidence, remedy)
+    return _warning("fast_io_fail_tmo", fabric, evidence, remedy)
 
 
-def _how_long(ctrl_loss_tmo: int | None) -> str:
+def _hang(ctrl_loss_tmo: int | None) -> str:
     if ctrl_loss_tmo is None:
         return "for ctrl_loss_tmo, which is unknown"
     if ctrl_loss_tmo == OFF:
@@ -195,44 +191,30 @@ def _how_long(ctrl_loss_tmo: int | None) -> str:
     return f"for ctrl_loss_tmo, {ctrl_loss_tmo} s"
 
 
-def _tls(fabric: TargetFabric, controllers: list[Controller]) -> Finding:
-    return _security(
-        fabric,
-        "tls",
-        {one.name: one.tls for one in controllers},
-        "KV cache crosses the network in the clear",
-        "set up a key on both sides (nvme gen-tls-key), and nvme connect … --tls; or keep the "
-        "network to yourself",
-    )
-
-
-def _authentication(fabric: TargetFabric, controllers: list[Controller]) -> Finding:
-    return _security(
-        fabric,
-        "authentication",
-        {one.name: one.dhchap for one in controllers},
-        "whoever reaches the target may claim to be this host",
-        "set up a key on both sides (nvme gen-dhchap-key), and nvme connect … --dhchap-secret=…; "
-        "or keep the network to yourself",
-    )
-
-
-def _security(
-    fabric: TargetFabric, check: str, seen: dict[str, str | None], danger: str, remedy: str
-) -> Finding:
-    shown = ", ".join(f"{name} {state or 'unknown'}" for name, state in seen.items())
-    if "off" in seen.values():
-        evidence = f"{shown}: {danger}"
-        return Finding(check, fabric.target, Severity.WARNING, evidence, remedy)
-    if None in seen.values():
-        shown += " (this kernel does not show it, which may mean that there is none)"
-    return Finding(check, fabric.target, Severity.OK, shown)
-
-
-#: What the I/O core asks of io_uring, by the first version of Linux that has it.
-_DISABLED_RINGS = (5, 10)
-_DEFERRED_WORK = (6, 1)
-_SHARED_BUFFERS = (6, 12)
+def _judge_security(fabric: TargetFabric, controllers: list[Controller]) -> Iterator[Finding]:
+    tls = {one.name: one.tls for one in controllers}
+    dhchap = {one.name: one.dhchap for one in controllers}
+    for check, seen, danger, key, option in (
+        ("tls", tls, "KV cache crosses the network unencrypted", "gen-tls-key", "--tls"),
+        (
+            "authentication",
+            dhchap,
+            "any machine that reaches the target may claim to be this host",
+            "gen-dhchap-key",
+            "--dhchap-secret=…",
+        ),
+    ):
+        shown = ", ".join(f"{name} {state or 'unknown'}" for name, state in seen.items())
+        if "off" in seen.values():
+            remedy = (
+                f"set up a key on both sides (nvme {key}), and nvme connect … {option}; or let no "
+                "other machine into the network"
+            )
+            yield _warning(check, fabric, f"{shown}: {danger}", remedy)
+            continue
+        if None in seen.values():
+            shown += " (this kernel does not show it, which may mean that there is none)"
+        yield _ok(check, fabric, shown)
 
 
 def judge_mount(fabric: TargetFabric) -> list[Finding]:
@@ -241,14 +223,14 @@ def judge_mount(fabric: TargetFabric) -> list[Finding]:
         return []
     options, remedy = fabric.mount.options, f"mount -o remount,noatime {fabric.mount.point}"
     if "noatime" in options:
-        return [Finding("atime", fabric.target, Severity.OK, "noatime")]
+        return [_ok("atime", fabric, "noatime")]
     if "ro" in options:
-        return [Finding("atime", fabric.target, Severity.OK, "mounted read-only")]
+        return [_ok("atime", fabric, "mounted read-only")]
     if "relatime" in options:
         evidence = "relatime: the first read after a write also writes the inode's time"
-        return [Finding("atime", fabric.target, Severity.OK, evidence, remedy)]
+        return [_ok("atime", fabric, evidence, remedy)]
     evidence = "strictatime: every read also writes the inode's time"
-    return [Finding("atime", fabric.target, Severity.WARNING, evidence, remedy)]
+    return [_warning("atime", fabric, evidence, remedy)]
 
 
 def judge_pcie(fabric: TargetFabric, nics: dict[str, Nic]) -> list[Finding]:
@@ -259,14 +241,14 @@ def judge_pcie(fabric: TargetFabric, nics: dict[str, Nic]) -> list[Finding]:
     below = {name: link for name, link in links.items() if is_below(link)}
     if not below:
         shown = ", ".join(f"{name} {now(link)}" for name, link in links.items())
-        return [Finding("pcie_link", fabric.target, Severity.OK, shown)]
+        return [_ok("pcie_link", fabric, shown)]
     shown = ", ".join(
         f"{name} runs at {now(link)}, and can do {shape(link.speed_max, link.width_max)}"
         for name, link in below.items()
     )
     addresses = " ".join(link.address for link in below.values())
     remedy = f"another slot, or reseat it; lspci -vv -s {addresses} shows LnkCap and LnkSta"
-    return [Finding("pcie_link", fabric.target, Severity.WARNING, shown, remedy)]
+    return [_warning("pcie_link", fabric, shown, remedy)]
 
 
 def _links(fabric: TargetFabric, nics: dict[str, Nic]) -> dict[str, PcieLink]:
@@ -299,12 +281,12 @@ def judge_numa(fabric: TargetFabric, nics: dict[str, Nic], machine: Machine) -> 
     elif gpu_nodes and not nodes & gpu_nodes:
         remedy = f"use a GPU on node {first}, or a card on node {min(gpu_nodes)}"
     else:
-        return [Finding("numa_node", fabric.target, Severity.OK, shown)]
-    return [Finding("numa_node", fabric.target, Severity.WARNING, shown, remedy)]
+        return [_ok("numa_node", fabric, shown)]
+    return [_warning("numa_node", fabric, shown, remedy)]
 
 
 def judge_kernel(machine: Machine, target_count: int) -> Finding:
-    """What the I/O core goes without on this kernel."""
+    """The features of this kernel that the I/O core must do without."""
     kernel, shown = machine.kernel, f"Linux {machine.release}"
     if kernel == (0, 0):
         return Finding("kernel", "host", Severity.OK, f"{shown}: its version is unknown")
@@ -320,6 +302,6 @@ def judge_kernel(machine: Machine, target_count: int) -> Finding:
         )
         wanted = _SHARED_BUFFERS
     else:
-        return Finding("kernel", "host", Severity.OK, f"{shown} has all that is used")
-    remedy = f"Linux {wanted[0]}.{wanted[1]} or later (all is there from 6.12 on)"
+        return Finding("kernel", "host", Severity.OK, f"{shown} has all features that are used")
+    remedy = f"Linux {wanted[0]}.{wanted[1]} or later (6.12 has all features)"
     return Finding("kernel", "host", Severity.WARNING, f"{shown} {evidence}", remedy)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures a target through the product's own I/O: a small pool of its own, gone at the end.
+"""Measures a target through the product's own I/O, with a small pool that is then deleted.
 
-Whole slots are written, then read back and verified, so that checksums are in the times. What
-was just written may still be in the target's own cache: a target can be slower than this on
-data that is old, and on writes that last.
+Whole slots are written, then read back and verified, so that the times include checksums. New
+data may still be in the target's own cache: a target can be slower on old data, and on writes
+that go on for long.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from vllm_nvmeof_offload.units import MIB, PAGE_BYTES, format_bytes, slot_stride
 __all__ = ["MeasureError", "Measured", "measure"]
 
 PAYLOAD_BYTES = 2 * MIB
-#: With their headers under 128 MiB of file, written twice: the first writes into new space are
-#: slower than all later ones, and are not counted.
+#: Under 128 MiB of file with headers, written twice: the first writes into new space are slower
+#: than all later ones, and are not counted.
 SLOTS = 62
 _DEPTH = 16
 _FILL_S_MAX, _WRITE_S_MAX, _READ_S_MAX, _SINGLE_S_MAX = 0.8, 0.6, 0.7, 0.4
 _SINGLES_MAX = 100
-#: Of no progress at all; then the target hangs, or is too slow to be of use.
+#: Time without any progress after which the target hangs, or is too slow to be of use.
 _STALL_S = 5.0
 _SEED = 1
 
@@ -49,12 +49,12 @@ Progress = Callable[[str], None]
 
 
 class MeasureError(EngineError):
-    """The target cannot be measured, and why."""
+    """The target cannot be measured; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Rates count payload. singles: how many reads of one slot at a time the latencies are of."""
+    """Rates count payload. singles: number of reads, one at a time, behind the latencies."""
 
     engine: str
     chunk_bytes: int
@@ -128,7 +128,7 @@ def _pool(target: str) -> Iterator[Pool]:
             )
         )
     finally:
-        # At once: its files are open, and whatever ends this process, they end with it.
+        # Delete at once: the files are open, so they vanish with this process however it ends.
         shutil.rmtree(directory, ignore_errors=True)
     try:
         if pool.slots < SLOTS:
@@ -146,7 +146,7 @@ def _staging(pool: Pool) -> Iterator[tuple[memoryview, int]]:
     size = _DEPTH * pool.slot_bytes
     region = mmap.mmap(-1, size)
     with contextlib.suppress(OSError):
-        region.madvise(mmap.MADV_HUGEPAGE)  # as the server's staging
+        region.madvise(mmap.MADV_HUGEPAGE)  # like the server's staging
     buffer = np.frombuffer(region, np.uint8)
     buffer[:] = np.frombuffer(np.random.default_rng(_SEED).bytes(size), np.uint8)
     assert buffer.ctypes.data % PAGE_BYTES == 0
@@ -154,7 +154,7 @@ def _staging(pool: Pool) -> Iterator[tuple[memoryview, int]]:
 
 
 class _Runner:
-    """The engine's only caller."""
+    """Keeps operations in flight on the engine; the engine's only caller."""
 
     def __init__(self, engine: IoEngine, pool: Pool, address: int) -> None:
         self.slots = pool.slots
@@ -176,7 +176,7 @@ class _Runner:
     ) -> tuple[int, float]:
         """Keep `depth` operations in flight until time, `slots` or `count_max` end.
 
-        Returns how many were done, and the seconds until the last of them.
+        Returns the number of operations, and the seconds until the last one ended.
         """
         remaining, free = iter(slots), list(range(depth))
         running: dict[int, tuple[int, float]] = {}  # token → buffer, when it began
@@ -206,12 +206,12 @@ class _Runner:
         address = self._address + buffer * self._slot_bytes
         op = IoOp(self._token, kind, io_class, slot, address, identity)
         if self._engine.submit([op]) != 1:
-            raise MeasureError(f"{self._engine.name}: its queue is full")
+            raise MeasureError(f"the queue of {self._engine.name} is full")
         return self._token
 
     def _ended(self) -> list[int]:
         if not self._poll.poll(_STALL_S * 1000):
-            raise MeasureError(f"nothing came for {_STALL_S:.0f} s")
+            raise MeasureError(f"no operation ended for {_STALL_S:.0f} s")
         tokens = []
         for completion in self._engine.poll():
             if completion.outcome is None or not completion.outcome.ok:
