@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm-nvmeof` command."""
+"""The `vllm-nvmeof` command. `bench` and `demo` come from the package vllm_nvmeof_bench."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from vllm_nvmeof_bench import (  # noqa: F401 - each adds its commands to bench_app
-    cli as cli_copy,
-)
 from vllm_nvmeof_bench.cli import bench_app
 
 from vllm_nvmeof_offload import __version__
+from vllm_nvmeof_offload.commands import plain_errors, print_json
 from vllm_nvmeof_offload.commands.doctor.cli import doctor
 from vllm_nvmeof_offload.commands.pool.cli import pool_app
 from vllm_nvmeof_offload.commands.size.cli import size
@@ -25,20 +23,22 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
-config_app = typer.Typer(help="The configuration's keys; checks of a configuration.")
+config_app = typer.Typer(help="List the configuration's keys, or check a configuration.")
 app.add_typer(config_app, name="config", invoke_without_command=True)
 app.add_typer(pool_app, name="pool")
 app.command()(doctor)
 app.command()(size)
 app.add_typer(bench_app, name="bench")
 
-#: Fields of a whole --kv-transfer-config beside our part of it.
+#: The part of a whole --kv-transfer-config that holds our keys.
 _EXTRA = "kv_connector_extra_config"
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
 def version() -> None:
-    """Print this package's version, and vLLM's if there is one."""
+    """Print this package's version, and vLLM's if it is installed."""
     from importlib import metadata
 
     try:
@@ -49,10 +49,7 @@ def version() -> None:
 
 
 @config_app.callback()
-def config(
-    context: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
-) -> None:
+def config(context: typer.Context, as_json: AsJson = False) -> None:
     """List every configuration key with unit, default and meaning."""
     if context.invoked_subcommand is not None:
         return
@@ -60,7 +57,7 @@ def config(
 
     rows = describe_keys()
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        print_json(rows)
         return
     from rich.console import Console
     from rich.table import Table
@@ -72,21 +69,21 @@ def config(
     console = Console()
     console.print(table)
     console.print(
-        "Give these in kv_connector_extra_config of --kv-transfer-config; ours also as variables, "
-        "VLLM_NVMEOF_STAGING_BYTES and so on.",
+        "Give these in kv_connector_extra_config of --kv-transfer-config. Keys of this package can "
+        "also be environment variables, such as VLLM_NVMEOF_STAGING_BYTES.",
         highlight=False,
     )
 
 
 @config_app.command("check")
 def config_check(
-    source: Annotated[str, typer.Argument(help="JSON, or a file that holds it.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    source: Annotated[str, typer.Argument(help="The configuration as JSON, or a file of it.")],
+    as_json: AsJson = False,
 ) -> None:
     """Check a configuration on this machine: keys, values, memory, targets.
 
     Takes a whole --kv-transfer-config, or only its kv_connector_extra_config. Creates missing
-    target directories, as a start would.
+    target directories, as a server's start would.
     """
     from vllm_nvmeof_offload.config import (
         check_memory,
@@ -94,24 +91,19 @@ def config_check(
         parse_config,
         resolve_pool_bytes,
     )
-    from vllm_nvmeof_offload.errors import ConfigError, PoolError
     from vllm_nvmeof_offload.manager.eviction import choose_policy
     from vllm_nvmeof_offload.pool.ownership import bytes_of_pools
     from vllm_nvmeof_offload.units import format_bytes
 
-    try:
+    with plain_errors():
         settings = parse_config(_read_json(source))
         choose_policy(settings.eviction_policy)
         check_memory(settings)
         targets = check_targets(settings)
         held = bytes_of_pools([Path(target) for target in settings.targets])
         pool_bytes = resolve_pool_bytes(settings, held)
-    except (ConfigError, PoolError) as error:
-        typer.echo(f"vllm-nvmeof: {error}", err=True)
-        raise typer.Exit(1) from None
     if as_json:
-        found = {"config": settings.model_dump(), "pool_bytes_resolved": pool_bytes}
-        typer.echo(json.dumps(found, indent=2))
+        print_json({"config": settings.model_dump(), "pool_bytes_resolved": pool_bytes})
         return
     typer.echo(f"staging  {format_bytes(settings.staging_bytes)} of pinned memory")
     typer.echo(f"pool     {format_bytes(pool_bytes) if pool_bytes else 'none'}")
@@ -145,15 +137,15 @@ def _read_json(source: str) -> dict[str, Any]:
 @app.command()
 def demo(
     json_path: Annotated[
-        Path, typer.Option("--json", help="Where the measured numbers go.")
+        Path, typer.Option("--json", help="The file to write the measured numbers to.")
     ] = Path("build/demo.json"),
-    quick: Annotated[bool, typer.Option(help="Fewer samples.")] = False,
-    keep: Annotated[bool, typer.Option(help="Keep the demo's pool directory.")] = False,
+    quick: Annotated[bool, typer.Option(help="Take fewer samples.")] = False,
+    keep: Annotated[bool, typer.Option(help="Keep the demo's pool directory afterwards.")] = False,
     pool: Annotated[
-        Path | None, typer.Option(help="Make the pool's directory in here, not in build/.")
+        Path | None, typer.Option(help="Create the pool's directory here instead of in build/.")
     ] = None,
 ) -> None:
-    """Run the main job here: a small model, a real vLLM server, cache, restart, preemption."""
+    """Demonstrate on this machine: a small model in a real vLLM server, restart, preemption."""
     from vllm_nvmeof_bench.demo.main import run
 
     raise typer.Exit(run(json_path, quick=quick, keep=keep, pool_dir=pool))
