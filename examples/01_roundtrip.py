@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool alone, without vLLM: write chunks, open the pool again, read them, notice damage.
+"""Only the pool, without vLLM: write chunks, open the pool again, read them, detect damage.
 
     python examples/01_roundtrip.py [DIRECTORY]
 
-DIRECTORY: where to make the pool, best on the disk you mean to use; default: a temporary one.
+DIRECTORY: where to create the pool, best on the disk that you will use; default: a temporary one.
 """
 
 from __future__ import annotations

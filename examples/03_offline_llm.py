@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend in a program of your own: the same prompts twice, the second time from the cache.
+"""The backend in your own program: the same prompts twice, the second time from the cache.
 
     python examples/03_offline_llm.py MODEL [DIRECTORY]
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An eviction policy of your own, and how it compares with ours.
+"""Your own eviction policy, compared with ours.
 
     python examples/04_custom_policy.py
 
-plays a made-up day on the policy alone, without vLLM, and prints how many chunks came back.
+plays a made-up day on the policy, without vLLM, and prints how many chunks were used again.
 A server takes the policy from its configuration:
 
     PYTHONPATH=examples vllm serve MODEL --kv-offloading-backend nvmeof --kv-transfer-config \
       '{"kv_connector_extra_config": {"eviction_policy": "04_custom_policy:SecondChance"}}'
 
-It runs in the scheduler, once for the CPU tier and once for each target: no I/O, no waiting.
+The policy runs in the scheduler, one for the CPU tier and one per target: no I/O, no waiting.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from vllm_nvmeof_offload.manager.eviction import EvictionPolicy, LruPolicy, try_
 
 
 class SecondChance:
-    """First in, first out; but what was used since its last turn goes to the end of the queue.
+    """First in, first out; a slot used since its last turn goes back to the end of the queue.
 
-    `used[slot]` is when a slot was last used: the manager keeps it, so a use costs nothing here.
+    `used[slot]` is the time of a slot's last use. The manager keeps it: a use costs nothing.
     """
 
     def __init__(self, used: Sequence[int]) -> None:
@@ -44,12 +44,12 @@ class SecondChance:
             self._queue.append(slot)
 
     def withdraw(self, slot: int) -> None:
-        # It keeps its place in case it comes back: pinned is not used.
+        # A pinned slot keeps its place in the queue: it may be admitted again.
         self._count -= self._inside[slot]
         self._inside[slot] = 0
 
     def touch(self, slot: int) -> None:
-        """Nothing to do: `used` tells."""
+        """Nothing to do: `used` has the time."""
 
     def peek(self) -> int | None:
         while self._queue:
@@ -78,7 +78,7 @@ class SecondChance:
 
 
 def hits(make: Callable[[Sequence[int]], EvictionPolicy], slots: int, day: Sequence[int]) -> int:
-    """Play `day`, a chunk for each time, on `slots` slots; return how often one was found."""
+    """Play `day`, one chunk per time, on `slots` slots; return how often a chunk was found."""
     used = [0] * slots
     policy, holds, free, found = make(used), dict[int, int](), list(range(slots)), 0
     for now, chunk in enumerate(day, 1):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# What `make bench` measures against, beside what set-up installs.
+# Installs the packages that `make bench` compares with, beyond those of `make setup`.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/need_packages.sh"
 

@@ -5,7 +5,7 @@
 
 Each stage ends within its own limit, which is below ten minutes. After each stage everything
 found so far is packed into gpu.tgz in the directory that the variable OUT names; gpu.log there
-grows while a stage runs. Needs this Python alone: no network, make, tar or xz.
+grows while a stage runs. Needs only this Python: no network, make, tar or xz.
 
 This file names the stages and decides which ones run; gpu_stage.py runs one.
 """
@@ -32,7 +32,7 @@ from gpu_stage import Ended, pack, run_stage  # noqa: E402 - a script's neighbou
 
 RESULTS = ROOT / "build" / "bench"
 LOGS = ROOT / "build" / "logs"
-#: Below ten minutes, which is all that some lent machines give a command, packing included.
+#: Below ten minutes, the most that some lent machines give a command, packing included.
 LIMIT_S_MAX = 560
 BUNDLE = "gpu-bundle"
 NEEDED = ("numpy", "pytest", "torch", "cuda.bindings", "cuda.core", "pydantic", "rich", "typer")
@@ -41,7 +41,7 @@ _SHAPES = "tests/e2e/shapes"
 
 @dataclass(frozen=True)
 class Stage:
-    """limit_s: seconds after which it is ended. engine: needs a vLLM for GPUs, and our plugin."""
+    """limit_s: seconds until the stage is ended. engine: needs a vLLM for GPUs and our plugin."""
 
     limit_s: int
     command: Callable[[str], list[str]]
@@ -49,7 +49,7 @@ class Stage:
 
 
 def run_pytest(*arguments: str, timeout_s: int = 150) -> Callable[[str], list[str]]:
-    """pytest without the project's settings: they name plugins that a machine may lack."""
+    """Run pytest without the project's settings, which name plugins that a machine may lack."""
 
     def command(name: str) -> list[str]:
         limit = ["--timeout", str(timeout_s)] if there("pytest_timeout") else []
@@ -128,7 +128,7 @@ def there(name: str) -> bool:
 
 
 def why_no_engine() -> str:
-    """The reason why no stage with an engine can run here, or nothing."""
+    """The reason why no stage with an engine can run here; empty if one can."""
     try:
         version = metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -140,7 +140,7 @@ def why_no_engine() -> str:
 
 
 def chosen(words: list[str]) -> list[tuple[str, int]]:
-    """Names and limits; all stages where there are no words.
+    """Names and limits of the stages that `words` name; all stages if there are no words.
 
     Raises: SystemExit: a word names no stage, or a limit that no machine grants.
     """
@@ -169,9 +169,9 @@ def unpacked(bundle: Path, place: Path) -> Path:
 
 
 def take_native_core(path: list[str], package: Path = ROOT / "vllm_nvmeof_offload") -> str:
-    """Copy the native core of an installed wheel into a checkout that has none; say from where.
+    """Copy the native core of an installed wheel into a checkout that has none; return its origin.
 
-    The checkout comes first on the path, so that what it changes is what runs.
+    The checkout comes first on the path, so that its changes are what runs.
     """
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     inside = Path("native") / f"_native{suffix}"
@@ -188,7 +188,9 @@ def take_native_core(path: list[str], package: Path = ROOT / "vllm_nvmeof_offloa
 
 
 def environment(path: list[str]) -> dict[str, str]:
-    """For every stage: the checkout before what is installed, no network, no waiting output."""
+    """Variables of every stage: the checkout comes before installed packages, no network, no
+    buffered output.
+    """
     from vllm_nvmeof_bench.servers.engine import engine_environment
 
     return engine_environment() | {
@@ -199,7 +201,7 @@ def environment(path: list[str]) -> dict[str, str]:
 
 
 def left_out(name: str) -> str:
-    """The reason why a stage cannot run here, or nothing."""
+    """The reason why a stage cannot run here; empty if it can."""
     if STAGES[name].engine and (why := why_no_engine()):
         return why
     if name == "sanitizer" and shutil.which("compute-sanitizer") is None:

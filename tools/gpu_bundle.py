@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs what a GPU machine without a package index lacks for `make gpu` into one archive.
+"""Packs everything that `make gpu` needs on a GPU machine without a package index.
 
     python3 tools/gpu_bundle.py --arch sm_90 --python 3.12 WHEEL
 
@@ -9,10 +9,10 @@
     python3 -c 'import tarfile; tarfile.open("gpu-bundle.tar.xz").extractall(filter="data")'
     python3 gpu-bundle/project/tools/gpu.py smoke one copies
 
-Inside is a vLLM of a fifth of its size: without FlashAttention, the experts' kernels and third
-parties', so with Triton's attention and no experts, and with the machine code of one GPU
-architecture; of its requirements those that an engine and a server import; our wheel. Add
-GPU_SERVER_ARGS="--attention-backend TRITON_ATTN" for the stage ttft.
+The archive holds our wheel, a vLLM of a fifth of its size, and those of vLLM's requirements that
+an engine and a server import. This vLLM has no FlashAttention, no experts' kernels and no third
+parties' kernels, so it runs Triton's attention and no experts; its machine code is for one GPU
+architecture. Add GPU_SERVER_ARGS="--attention-backend TRITON_ATTN" for the stage ttft.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from thin_fatbin import thin  # noqa: E402 - a script's neighbour
 VLLM = "0.33.0"
 NAME = "gpu-bundle"
 MIB = 1 << 20
-#: What a device machine takes with one command, its checkout included, is 64 MiB.
+#: A device machine takes 64 MiB with one command, its checkout included.
 MIB_MAX = 60
-#: Of vLLM's wheel.
+#: Parts of vLLM's wheel that are left out.
 LEFT_OUT = (
     "vllm/vllm_flash_attn/*.so",
     "vllm/_moe_C*",
@@ -53,7 +53,7 @@ LEFT_OUT = (
 )
 #: vLLM's attention does not import without one of FlashAttention's extensions.
 STAND_IN = "vllm/vllm_flash_attn/_vllm_fa2_C.py"
-#: What vLLM 0.33's engine and server import, found by importing them; and what ours needs.
+#: Packages that vLLM 0.33's engine and server import, found by importing them, and our own.
 REQUIRED = (
     *("annotated-types", "apache-tvm-ffi==0.1.11", "cachetools", "cbor2", "crc32c"),
     *("fastapi<0.137.0", "httpx2", "jmespath", "llguidance<1.8.0", "msgspec", "openai"),
@@ -64,13 +64,13 @@ REQUIRED = (
 )
 #: vLLM's wheels are for this glibc and later.
 PLATFORM = "manylinux_2_28_x86_64"
-#: Of this source tree: no stage needs it.
+#: Parts of this source tree that no stage needs.
 NOT_CARRIED = ("bench/results/", "docs/")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """wheel: ours, for Python `python` (3.12). arch: the GPU's, sm_90. place: for the archive."""
+    """wheel: ours, for Python `python` (3.12). arch: the GPU's, sm_90. place: of the archive."""
 
     wheel: Path
     arch: str
@@ -83,14 +83,14 @@ class Plan:
 
 
 def pip(*arguments: str) -> None:
-    """Raises: SystemExit: it failed; what it said stands above."""
+    """Run pip; SystemExit if it fails, after its own messages."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
     if subprocess.run(command, check=False).returncode:
         raise SystemExit(f"gpu_bundle: failed: pip {' '.join(arguments)}")
 
 
 def cache_place() -> Path:
-    """Where vLLM's wheel (340 MB) is kept."""
+    """The directory that keeps vLLM's wheel (340 MB)."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "vllm-nvmeof" / "gpu"
 
@@ -109,9 +109,9 @@ def vllm_wheel() -> Path:
 
 
 def install(plan: Plan, site: Path) -> None:
-    """What vLLM imports, and our wheel, for the Python and glibc of the machine."""
+    """Install the packages that vLLM imports, and our wheel, for the machine's Python and glibc."""
     binary = ("--no-deps", "--only-binary=:all:", "--python-version", plan.python)
-    # Ours may be of a later glibc: its tags are the file name's last part.
+    # Our wheel may need a later glibc: its tags are the file name's last part.
     own = plan.wheel.stem.split("-")[-1].split(".")
     target = ("install", "--no-compile", "--upgrade", "--target", str(site))
     platforms = [PLATFORM, "manylinux2014_x86_64"]
@@ -138,7 +138,7 @@ def unpack_slim(wheel: Path, site: Path, arch: str) -> int:
 
 
 def copy_project(target: Path, root: Path = ROOT) -> None:
-    """The files of this checkout that git knows or would add, as they are now."""
+    """Copy the files of this checkout that git knows or would add, as they are now."""
     listed = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
     done = subprocess.run(["git", "-C", root, *listed], check=True, capture_output=True, text=True)
     for name in filter(None, done.stdout.split("\0")):

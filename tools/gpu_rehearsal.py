@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports on a machine without a GPU what the stages of `make gpu` import on one.
+"""Imports the modules that the stages of `make gpu` import, on a machine without a GPU.
 
     PYTHONPATH=gpu-bundle/project:gpu-bundle/project/bench:gpu-bundle/site \\
         python3.12 gpu-bundle/project/tools/gpu_rehearsal.py
 
-Without a GPU Triton has no active driver, and vLLM puts placeholders where its kernels would be
-imported: an error among them would be seen on the GPU only. So Triton's NVIDIA driver is said to be
-active here. Needs torch, triton and transformers, in the versions of the GPU machine. Prints a
-line per module that does not import, then how many did; the exit status is 1 if one did not.
+Without a GPU Triton has no active driver, and vLLM replaces its kernels by placeholders: an error
+in them would be seen only on the GPU. So this program makes Triton's NVIDIA driver look active.
+Needs torch, triton and transformers, in the versions of the GPU machine. Prints a line per module
+that does not import, then how many did; the exit status is 1 if one did not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import pkgutil
 import sys
 
-#: What an engine of our models and an API server import, also where it is imported late.
+#: Modules that an engine of our models and an API server import, late imports included.
 ENGINE = (
     *("vllm.triton_utils", "vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main"),
     *("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner", "vllm.lora.ops.triton_ops"),
@@ -35,7 +35,7 @@ TESTS = (
 
 
 def activate_triton() -> None:
-    """Say that Triton's NVIDIA driver is active, and no other."""
+    """Make Triton's NVIDIA driver look active, and no other."""
     from triton.backends import backends
 
     for name, backend in backends.items():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """First contact with a GPU in a minute: versions, ceilings, registration, copies, one fence.
 
-Prints one JSON object per line, so that whatever ends it leaves the figures before it. A figure
-that cannot be had is a line with `failed`; the exit status is then 1. `tools/gpu.py smoke` calls
-it.
+Prints one JSON object per line, so that earlier figures remain however the run ends. A figure that
+cannot be measured is a line with `failed`; the exit status is then 1. `tools/gpu.py smoke` calls
+this program.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FENCE_S_MAX = 10.0
 
 
 class Smoke:
-    """Says figures; remembers whether one failed."""
+    """Prints figures; remembers whether one failed."""
 
     def __init__(self) -> None:
         self.failed = False
@@ -49,7 +49,7 @@ class Smoke:
 
     @contextlib.contextmanager
     def guarded(self, step: str) -> Iterator[None]:
-        """A step that fails is named, and the next one runs."""
+        """Print the name of a step that fails, and go on with the next one."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - first contact: any part may be missing
@@ -66,7 +66,7 @@ def say_versions(smoke: Smoke) -> None:
 
 
 def say_ceilings(smoke: Smoke, torch: Any) -> None:
-    """One pinned GiB each way by torch: what no copy of ours can exceed."""
+    """Copy one pinned GiB each way with torch: the rate that no copy of ours can exceed."""
     host = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
     gpu = torch.empty(GIB, dtype=torch.uint8, device="cuda")
     for name, target, source in (("load", gpu, host), ("store", host, gpu)):
@@ -123,7 +123,7 @@ def rate(world: World, arm: str, work: dict[Direction, Any]) -> float:
 def say_fence(
     smoke: Smoke, cuda: Cuda, stream: Callable[[], int], compute: Callable[[], None]
 ) -> None:
-    """How long a load whose fence has passed waits behind one whose fence has not.
+    """Measure how long a load whose fence has passed waits behind one whose fence has not.
 
     compute: keeps `stream` busy for a while, and returns at once.
     """

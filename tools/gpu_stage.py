@@ -45,8 +45,8 @@ def run_stage(
 ) -> Ended:
     """Run `command` in `directory`; append its output to `live` too, if that is a path.
 
-    A tenth of the limit, at most 15 s, is for an end by itself: after SIGINT pytest writes what
-    it has found. Then every process is killed that the command has left.
+    The command has a tenth of the limit, at most 15 s, to end by itself: after SIGINT pytest
+    writes its results. Then every process that the command has left is killed.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     for path in filter(None, (log, live)):
@@ -86,7 +86,7 @@ def run_stage(
 
 
 def pack(directories: Sequence[Path], archive: Path) -> None:
-    """Write the directories into a tar.gz; at no moment is there half of one."""
+    """Write the directories into a tar.gz, which replaces the old one only when complete."""
     fresh = archive.with_name(archive.name + ".part")
     archive.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fresh, "w:gz") as tar:
@@ -97,7 +97,7 @@ def pack(directories: Sequence[Path], archive: Path) -> None:
 
 
 def _keep(stream: IO[str], copies: Sequence[IO[str]], tail: deque[str]) -> None:
-    """Until every process that has the pipe open has ended."""
+    """Keep the output until every process that has the pipe open has ended."""
     for line in stream:
         tail.append(line)
         for copy in copies:
@@ -133,7 +133,7 @@ def _kill_all(process: subprocess.Popen[str]) -> None:
 
 
 def _children() -> list[int]:
-    """The children of this process, by /proc."""
+    """The children of this process, read from /proc."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -40,7 +40,7 @@ def table() -> str:
 
 
 def document(text: str) -> str:
-    """`text` with its table made anew."""
+    """`text` with its table written again."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"

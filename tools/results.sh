@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Measures everything that needs neither a GPU nor a server of yours, with settings short enough for
-# bench/results/, and makes its page. About 40 minutes; nothing else should run meanwhile. Mostly
+# bench/results/, and makes its page. Takes about 40 minutes, in which nothing else should run. Run it
 # as root: the throttled stand-in for an NVMe-oF target is a control group.
 #
 #   tools/results.sh [RESULTS_DIR [DISK_DIR [NAME…]]]     NAME: only these, such as pool latency
@@ -16,7 +16,7 @@ bench=(.venv/bin/vllm-nvmeof bench)
 
 wanted() { [ ${#names[@]} -eq 0 ] || [[ " ${names[*]} " == *" $1 "* ]]; }
 
-# measure NAME COMMAND…: one that fails leaves the rest alone.
+# measure NAME COMMAND…: a failure does not stop the others.
 measure() {
     local name=$1
     shift

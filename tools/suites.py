@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs suites of tests one after the other, also behind one that fails; says at the end which did.
+"""Runs suites of tests one after the other, even after one failed; prints the failed ones last.
 
 `make test` calls it: `tools/suites.py MAKE NAME…`, where each NAME is a target `suite-NAME` of
 the Makefile. Ends with 1 if a suite failed, and with 128 + the signal's number, as a shell does,
@@ -44,7 +44,7 @@ def _run_suite(command: list[str]) -> tuple[int, int]:
     def stop(number: int, _: object) -> None:
         nonlocal stopped_by
         stopped_by = number
-        # A terminal sends SIGINT to the whole process group; SIGTERM comes to one process, and
+        # A terminal sends SIGINT to the whole process group; SIGTERM reaches only one process, and
         # make passes it on to its own children.
         if number == signal.SIGTERM and process is not None:
             process.terminate()

@@ -2,8 +2,8 @@
 """Zeroes the machine code of other GPUs in a library that nvcc built for many.
 
 A fat binary is a header and entries, one per architecture: machine code or PTX. The driver takes
-the entry for its GPU. What is zeroed keeps its place, so that no offset changes, and packs to
-nothing. Nobody has loaded such a library on a GPU yet: `tools/gpu.py smoke` runs one kernel of it.
+the entry for its GPU. Zeroed code keeps its place, so that no offset changes, and packs to nothing.
+Such a library has not been loaded on a GPU yet: `tools/gpu.py smoke` runs one kernel of it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 __all__ = ["thin"]
 
 _MAGIC = struct.pack("<I", 0xBA55ED50)
-#: Of a fat binary: magic, version, bytes of this header, bytes after it.
+#: A fat binary's header: magic, version, bytes of this header, bytes after it.
 _HEADER = struct.Struct("<IHHQ")
-#: Of an entry: kind, version, bytes of this header, bytes of the payload.
+#: An entry's header: kind, version, bytes of this header, bytes of the payload.
 _ENTRY = struct.Struct("<HHIQ")
 _ARCH_AT, _ENTRY_BYTES_MIN, _ENTRY_BYTES_MAX = 28, 32, 4096
 _MACHINE_CODE = 2
@@ -32,13 +32,13 @@ class _Entry:
 
 
 def thin(library: bytearray, arch: str) -> tuple[int, int]:
-    """Zero in place what a GPU of `arch` (sm_90) does not run; return (bytes kept, zeroed).
+    """Zero in place the code that a GPU of `arch` (sm_90) does not run; return (kept, zeroed).
 
     A fat binary without machine code for `arch` stays whole: its PTX may be compiled.
     """
     matched = re.fullmatch(r"sm_(\d+)", arch)
     if matched is None:
-        raise ValueError(f"{arch} is no architecture such as sm_90")
+        raise ValueError(f"{arch} is not an architecture such as sm_90")
     wanted = int(matched[1])
     kept = zeroed = at = 0
     while (at := library.find(_MAGIC, at)) >= 0:
@@ -55,7 +55,7 @@ def thin(library: bytearray, arch: str) -> tuple[int, int]:
 
 
 def _entries(library: bytearray, at: int) -> tuple[list[_Entry], int]:
-    """The entries of the fat binary at `at`, and where to go on; none if it is no such thing."""
+    """The entries of the fat binary at `at`, and its end; none if it is not a fat binary."""
     if at + _HEADER.size > len(library):
         return [], at + len(_MAGIC)
     _, version, header_bytes, size = _HEADER.unpack_from(library, at)

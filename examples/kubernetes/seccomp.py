@@ -18,9 +18,9 @@ CALLS = ["io_uring_setup", "io_uring_enter", "io_uring_register"]
 
 
 def allow_io_uring(profile: dict[str, Any]) -> dict[str, Any]:
-    """The same profile, which allows `CALLS` and says nothing else new.
+    """`profile` with a rule that allows `CALLS`, otherwise unchanged.
 
-    Rules that name them, to deny them, lose them: two rules for one call would contradict.
+    Rules that name these calls, to deny them, lose them: two rules for one call would contradict.
     """
     rules = []
     for rule in profile.get("syscalls", []):
