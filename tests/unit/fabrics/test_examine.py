@@ -11,7 +11,7 @@ import pytest
 from tests.unit.fabrics.trees import Tree, local_nvme, two_paths, without_multipath
 from vllm_nvmeof_offload.commands.doctor import examine
 from vllm_nvmeof_offload.commands.doctor.cli import TreeLine, outline
-from vllm_nvmeof_offload.commands.doctor.examine import Examined, Places, examine_target
+from vllm_nvmeof_offload.commands.doctor.examine import Examined, examine_target
 from vllm_nvmeof_offload.commands.doctor.host import nics_of
 from vllm_nvmeof_offload.commands.doctor.measure import Measured
 from vllm_nvmeof_offload.fabric.machine import Machine, Severity, worst
@@ -20,8 +20,7 @@ MACHINE = Machine({}, frozenset({0}), (), (6, 12), "6.12")
 
 
 def look_at(tree: Tree, target: Path, measured: bool = False) -> Examined:
-    places = Places(str(tree.sysfs), str(tree.mountinfo), tree.net)
-    return examine_target(str(target), MACHINE, places, (lambda _: None) if measured else None)
+    return examine_target(str(target), MACHINE, tree.net, (lambda _: None) if measured else None)
 
 
 def text_of(line: TreeLine, depth: int = 0) -> str:

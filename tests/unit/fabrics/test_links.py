@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.unit.fabrics.trees import Tree, local_nvme, one_path, two_paths
-from vllm_nvmeof_offload.commands.doctor.host import NetPlaces, link_bytes_per_s, nics_of
+from vllm_nvmeof_offload.commands.doctor.host import link_bytes_per_s, nics_of
 from vllm_nvmeof_offload.fabric.machine import parse_cpus, read_machine
 
 
@@ -66,7 +67,7 @@ def test_ipv6_routes(tree: Tree, tmp_path: Path) -> None:
     ]
     (tmp_path / "v6").write_text("\n".join(lines))
     one_path(tree, address="traddr=fd00::2,trsvcid=4420")
-    places = NetPlaces(str(tree.sysfs), "/none", str(tmp_path / "v6"))
+    places = replace(tree.net, routes="/none", routes_v6=str(tmp_path / "v6"))
     assert nics_of(tree.discover(), places)["nvme0"].name == "eth0"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_nvmeof_offload.commands.doctor.host import NetPlaces
+from vllm_nvmeof_offload.commands.doctor.host import Places
 from vllm_nvmeof_offload.fabric.discover import discover
 from vllm_nvmeof_offload.fabric.topology import TargetFabric
 
@@ -48,7 +48,9 @@ class Tree:
             (self.sysfs / name).mkdir(parents=True)
         self.mountinfo.write_text("1 1 0:1 / / rw - rootfs rootfs rw\n")
         self.routes.write_text(ROUTES)
-        self.net = NetPlaces(str(self.sysfs), str(self.routes), str(root / "no_v6"))
+        self.net = Places(
+            str(self.sysfs), str(self.mountinfo), str(self.routes), str(root / "no_v6")
+        )
 
     def write(self, directory: Path, attributes: dict[str, str]) -> Path:
         directory.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,6 @@ from vllm_nvmeof_offload.fabric.topology import (
     OPTIMIZED,
     BlockDevice,
     Controller,
-    Mount,
     Namespace,
     Path,
     QueueLimits,
@@ -71,8 +70,8 @@ def doctor(
     """
     from rich.console import Console
 
-    from vllm_nvmeof_offload.commands.doctor.examine import Places, examine_target
-    from vllm_nvmeof_offload.commands.doctor.host import calibrate_gpus, check_host
+    from vllm_nvmeof_offload.commands.doctor.examine import examine_target
+    from vllm_nvmeof_offload.commands.doctor.host import Places, calibrate_gpus, check_host
     from vllm_nvmeof_offload.commands.doctor.judge import judge_kernel
     from vllm_nvmeof_offload.config import default_staging_bytes, default_target
     from vllm_nvmeof_offload.fabric.machine import judge_gpus, read_machine, worst
@@ -168,9 +167,10 @@ def outline(fabric: TargetFabric, nics: dict[str, Nic]) -> TreeLine:
     """One target as a tree: file system → block devices → namespace → subsystem → paths. Pure."""
     if fabric.mount is None:
         return TreeLine("mount unknown")
-    top = TreeLine(_mount(fabric.mount))
+    mount, options = fabric.mount, ",".join(fabric.mount.options)
+    top = TreeLine(f"{mount.file_system} at {mount.point} ({options}) on {mount.source}")
     if fabric.device_gone:
-        top.below.append(TreeLine(f"its block device {fabric.mount.device} is gone", good=False))
+        top.below.append(TreeLine(f"its block device {mount.device} is gone", good=False))
     elif fabric.devices:
         devices = {one.name: one for one in fabric.devices}
         top.below.append(_stack(fabric.devices[0], devices, fabric, nics))
@@ -178,10 +178,7 @@ def outline(fabric: TargetFabric, nics: dict[str, Nic]) -> TreeLine:
 
 
 def _stack(
-    device: BlockDevice,
-    devices: dict[str, BlockDevice],
-    fabric: TargetFabric,
-    nics: dict[str, Nic],
+    device: BlockDevice, devices: dict[str, BlockDevice], fabric: TargetFabric, nics: dict[str, Nic]
 ) -> TreeLine:
     """A device over those below it; `devices` has the ones that no line above is about."""
     below = {name: one for name, one in devices.items() if name != device.name}
@@ -192,11 +189,6 @@ def _stack(
     over = f" over {', '.join(device.over)}" if device.over else ""
     text = f"{device.kind} {device.name}, {_size(device.size_bytes)}{over}"
     return TreeLine(text, None, under)
-
-
-def _mount(mount: Mount) -> str:
-    options = ",".join(mount.options)
-    return f"{mount.file_system} at {mount.point} ({options}) on {mount.source}"
 
 
 def _size(count: int | None) -> str:

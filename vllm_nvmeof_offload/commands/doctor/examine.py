@@ -7,12 +7,12 @@ sysfs comes first: a target without a live path is judged, and never touched.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vllm_nvmeof_offload.commands.doctor.host import (
-    NetPlaces,
     Nic,
+    Places,
     check_target,
     link_bytes_per_s,
     nics_of,
@@ -25,21 +25,12 @@ from vllm_nvmeof_offload.commands.doctor.judge import (
     judge_pcie,
 )
 from vllm_nvmeof_offload.commands.doctor.measure import Measured, MeasureError, Progress, measure
-from vllm_nvmeof_offload.fabric.discover import MOUNTINFO, discover
+from vllm_nvmeof_offload.fabric.discover import discover
 from vllm_nvmeof_offload.fabric.machine import Finding, Machine, Severity
 from vllm_nvmeof_offload.fabric.topology import TargetFabric
 from vllm_nvmeof_offload.units import format_bytes
 
-__all__ = ["Examined", "Places", "examine_target"]
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """The files and directories that the kernel describes this machine in."""
-
-    sysfs: str = "/sys"
-    mountinfo: str = MOUNTINFO
-    net: NetPlaces = field(default_factory=NetPlaces)
+__all__ = ["Examined", "examine_target"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +46,14 @@ class Examined:
     def to_json(self) -> dict[str, Any]:
         return {
             **self.fabric.to_json(),
-            "interfaces": {name: nic.to_json() for name, nic in self.nics.items()},
+            "interfaces": {name: asdict(nic) for name, nic in self.nics.items()},
             "link_bytes_per_s": self.link_bytes_per_s,
-            "measured": self.measured.to_json() if self.measured else None,
+            "measured": asdict(self.measured) if self.measured else None,
         }
 
 
 def examine_target(
-    target: str,
-    machine: Machine,
-    places: Places,
-    on_progress: Progress | None = None,
+    target: str, machine: Machine, places: Places, on_progress: Progress | None = None
 ) -> Examined:
     """Examine `target`, and touch it if that cannot hang; measure it if `on_progress` is given.
 
@@ -82,7 +70,7 @@ def examine_target(
         evidence = "not touched: no live path leads to it, and I/O on it may hang"
         remedy = "bring a path back first: see the controllers"
         touched = [Finding("target", target, Severity.ERROR, evidence, remedy)]
-    nics = nics_of(fabric, places.net)
+    nics = nics_of(fabric, places)
     allowed = link_bytes_per_s(fabric, nics)
     findings = [
         *judge_paths(fabric),

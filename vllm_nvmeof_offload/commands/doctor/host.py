@@ -9,6 +9,7 @@ kernel on every GPU (`--calibrate`).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import ipaddress
@@ -20,9 +21,8 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from vllm_nvmeof_offload.copy.calibration import calibrate_again
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
 from vllm_nvmeof_offload.copy.select import Backend, best_of
 from vllm_nvmeof_offload.errors import ConfigError, EngineError, PoolError
+from vllm_nvmeof_offload.fabric.discover import MOUNTINFO
 from vllm_nvmeof_offload.fabric.machine import Finding, Severity
 from vllm_nvmeof_offload.fabric.sysfs import children, read_number, read_pcie_link
 from vllm_nvmeof_offload.fabric.topology import Controller, PcieLink, TargetFabric
@@ -42,8 +43,8 @@ from vllm_nvmeof_offload.units import GIB, MIB, PAGE_BYTES, format_bytes
 
 __all__ = [
     "DirectAlignment",
-    "NetPlaces",
     "Nic",
+    "Places",
     "calibrate_gpus",
     "check_host",
     "check_huge_pages",
@@ -74,21 +75,26 @@ def check_host(staging_bytes: int) -> list[Finding]:
     """Check the native core, huge pages and io_uring for a server with so much staging."""
     if core is None:
         remedy = "install g++, liburing-dev and libisal-dev, and this package again"
-        return [Finding("native_core", _HOST, Severity.WARNING, WHY_NOT, remedy)]
-    findings = [Finding("native_core", _HOST, Severity.OK, "loads"), check_huge_pages()]
+        return [_warning("native_core", WHY_NOT, remedy)]
+    findings = [_ok("native_core", "loads"), check_huge_pages()]
     denied = _try_ring(registered=False)
     if denied is not None:
-        return [
-            *findings,
-            _denied("io_uring", denied, _PROBE_BYTES, "the threads engine runs instead"),
-        ]
-    allowed = Finding("io_uring", _HOST, Severity.OK, "allowed")
-    return [*findings, allowed, _check_registration(staging_bytes)]
+        effect = "the threads engine runs instead"
+        return [*findings, _denied("io_uring", denied, _PROBE_BYTES, effect)]
+    return [*findings, _ok("io_uring", "allowed"), _check_registration(staging_bytes)]
+
+
+def _ok(check: str, evidence: str, subject: str = _HOST) -> Finding:
+    return Finding(check, subject, Severity.OK, evidence)
+
+
+def _warning(check: str, evidence: str, remedy: str, subject: str = _HOST) -> Finding:
+    return Finding(check, subject, Severity.WARNING, evidence, remedy)
 
 
 def _denied(check: str, denied: UringDeniedError, staging_bytes: int, effect: str) -> Finding:
     evidence, _, remedy = explain_denial(denied, staging_bytes).partition("; ")
-    return Finding(check, _HOST, Severity.WARNING, f"{evidence}; {effect}", remedy)
+    return _warning(check, f"{evidence}; {effect}", remedy)
 
 
 def check_huge_pages(setting: Path = _HUGE_PAGES) -> Finding:
@@ -100,9 +106,9 @@ def check_huge_pages(setting: Path = _HUGE_PAGES) -> Finding:
     except OSError:
         chosen = "not in this kernel"
     if chosen in ("always", "madvise"):
-        return Finding("huge_pages", _HOST, Severity.OK, f"transparent_hugepage is {chosen}")
+        return _ok("huge_pages", f"transparent_hugepage is {chosen}")
     evidence = f"transparent_hugepage is {chosen}: staging has 4 KiB pages, and I/O is slower"
-    return Finding("huge_pages", _HOST, Severity.WARNING, evidence, f"echo madvise > {setting}")
+    return _warning("huge_pages", evidence, f"echo madvise > {setting}")
 
 
 def _check_registration(staging_bytes: int) -> Finding:
@@ -111,7 +117,7 @@ def _check_registration(staging_bytes: int) -> Finding:
     small = limit != resource.RLIM_INFINITY and limit < staging_bytes and not _may_lock_anything()
     if denied is None and not small:
         evidence = f"works; staging of {format_bytes(staging_bytes)} fits the locked-memory limit"
-        return Finding("io_uring_registration", _HOST, Severity.OK, evidence)
+        return _ok("io_uring_registration", evidence)
     denied = denied or UringDeniedError("io_uring_register_buffers", errno.ENOMEM)
     effect = "io_uring runs unregistered, at several times the CPU cost"
     return _denied("io_uring_registration", denied, staging_bytes, effect)
@@ -154,9 +160,9 @@ def check_target(target: str) -> list[Finding]:
 def _check_access(info: TargetInfo) -> Finding:
     problem, remedy = judge_access(info.path)
     if problem:
-        return Finding("target_access", info.path, Severity.WARNING, problem, remedy)
+        return _warning("target_access", problem, remedy, info.path)
     evidence = "no other user can remove or rename the pool"
-    return Finding("target_access", info.path, Severity.OK, evidence)
+    return _ok("target_access", evidence, info.path)
 
 
 def _check_o_direct(info: TargetInfo) -> Finding:
@@ -166,7 +172,7 @@ def _check_o_direct(info: TargetInfo) -> Finding:
     except (OSError, PoolError) as error:
         evidence = f"does not work on {info.file_system}: {error}; buffered I/O runs instead"
         remedy = "put the pool on xfs or ext4"
-        return Finding("o_direct", info.path, Severity.WARNING, evidence, remedy)
+        return _warning("o_direct", evidence, remedy, info.path)
     return judge_alignment(info, needed)
 
 
@@ -179,10 +185,9 @@ class DirectAlignment:
 
 
 def _direct_alignment(directory: str) -> DirectAlignment | None:
-    """For a new file in `directory`; None if the kernel or the file system does not report it.
+    """For a new file in `directory`; None if the kernel does not report it.
 
-    Raises:
-        OSError: no file can be made there.
+    OSError if no file can be made there.
     """
     with tempfile.TemporaryFile(dir=directory) as file:
         found = ctypes.create_string_buffer(_STATX_BYTES)
@@ -201,7 +206,7 @@ def judge_alignment(info: TargetInfo, needed: DirectAlignment | None) -> Finding
     """Whether the pool's alignment of 4 KiB is enough for O_DIRECT on this file system."""
     if needed is None:
         evidence = f"works on {info.file_system}; the alignment that it needs is unknown"
-        return Finding("o_direct", info.path, Severity.OK, evidence)
+        return _ok("o_direct", evidence, info.path)
     evidence = (
         f"works on {info.file_system}, aligned to {format_bytes(needed.memory_bytes)} in memory "
         f"and {format_bytes(needed.offset_bytes)} in the file"
@@ -209,16 +214,16 @@ def judge_alignment(info: TargetInfo, needed: DirectAlignment | None) -> Finding
     if max(needed.memory_bytes, needed.offset_bytes) > PAGE_BYTES:
         evidence += f"; the pool aligns to {format_bytes(PAGE_BYTES)}: buffered I/O runs instead"
         remedy = "a file system with blocks of 4 KiB on a namespace formatted with those"
-        return Finding("o_direct", info.path, Severity.WARNING, evidence, remedy)
-    return Finding("o_direct", info.path, Severity.OK, evidence)
+        return _warning("o_direct", evidence, remedy, info.path)
+    return _ok("o_direct", evidence, info.path)
 
 
 def _check_space(info: TargetInfo) -> Finding:
     evidence = f"{format_bytes(info.free_bytes)} free on {info.file_system}"
     if info.free_bytes < GIB:
         remedy = "free some space, or name another target"
-        return Finding("free_space", info.path, Severity.WARNING, evidence, remedy)
-    return Finding("free_space", info.path, Severity.OK, evidence)
+        return _warning("free_space", evidence, remedy, info.path)
+    return _ok("free_space", evidence, info.path)
 
 
 def calibrate_gpus(open_gpu: Callable[[int], Cuda] = Cuda) -> list[Finding]:
@@ -257,10 +262,11 @@ def _not_calibrated(subject: str, error: EngineError) -> Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class NetPlaces:
-    """The files that describe this host's interfaces and routes."""
+class Places:
+    """The files and directories in which the kernel describes this machine."""
 
     sysfs: str = "/sys"
+    mountinfo: str = MOUNTINFO
     routes: str = "/proc/net/route"
     routes_v6: str = "/proc/net/ipv6_route"
 
@@ -276,17 +282,14 @@ class Nic:
     speed_mbps: int | None
     cards: tuple[PcieLink, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def nics_of(fabric: TargetFabric, places: NetPlaces) -> dict[str, Nic]:
+def nics_of(fabric: TargetFabric, places: Places) -> dict[str, Nic]:
     """Controller's name → the interface that carries it; unknown ones are left out."""
     found = {one.name: _nic_of(one, places) for one in fabric.controllers if one.over_fabric}
     return {name: nic for name, nic in found.items() if nic is not None}
 
 
-def _nic_of(controller: Controller, places: NetPlaces) -> Nic | None:
+def _nic_of(controller: Controller, places: Places) -> Nic | None:
     """The interface that carries `controller`: its host_iface, else by this host's routes.
 
     Routes are those of this process's network namespace, although the connection may be in
@@ -313,8 +316,8 @@ def _hardware(directory: str, depth: int) -> list[str]:
     return [one for name in lower for one in _hardware(os.path.join(directory, name), depth - 1)]
 
 
-def _by_routes(controller: Controller, places: NetPlaces) -> str | None:
-    routes = _routes_v4(places.routes) + _routes_v6(places.routes_v6)
+def _by_routes(controller: Controller, places: Places) -> str | None:
+    routes = _routes(places)
     local = _address(controller.src_addr or controller.host_traddr)
     if local is not None:
         # The subnet decides only if one interface is on it.
@@ -337,39 +340,30 @@ def _address(text: str | None) -> _Address | None:
         return None
 
 
-def _lines(path: str) -> list[list[str]]:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return [line.split() for line in file]
-    except OSError:
-        return []
-
-
-def _routes_v4(path: str) -> list[tuple[_Network, str]]:
-    """Fields are: interface, destination, …, mask as the eighth, in the machine's byte order."""
-    found: list[tuple[_Network, str]] = []
-    for fields in _lines(path):
-        try:
-            raw = [int(fields[at], 16).to_bytes(4, sys.byteorder) for at in (1, 7)]
-            mask = ipaddress.IPv4Address(raw[1])
-            found.append((ipaddress.IPv4Network((raw[0], str(mask)), strict=False), fields[0]))
-        except (ValueError, IndexError, OverflowError):
-            continue  # the heading
+def _routes(places: Places) -> list[tuple[_Network, str]]:
+    """The network and interface of every route; headings and broken lines are skipped."""
+    found = []
+    for path, parse in ((places.routes, _route_v4), (places.routes_v6, _route_v6)):
+        with contextlib.suppress(OSError), open(path, encoding="ascii", errors="replace") as file:
+            for line in file:
+                with contextlib.suppress(ValueError, IndexError, OverflowError):
+                    found.append(parse(line.split()))
     return found
 
 
-def _routes_v6(path: str) -> list[tuple[_Network, str]]:
+def _route_v4(fields: list[str]) -> tuple[_Network, str]:
+    """Fields are: interface, destination, …, mask as the eighth, in the machine's byte order."""
+    raw = [int(fields[at], 16).to_bytes(4, sys.byteorder) for at in (1, 7)]
+    mask = ipaddress.IPv4Address(raw[1])
+    return ipaddress.IPv4Network((raw[0], str(mask)), strict=False), fields[0]
+
+
+def _route_v6(fields: list[str]) -> tuple[_Network, str]:
     """Fields are: destination, length of its prefix, …, interface as the last."""
-    found: list[tuple[_Network, str]] = []
-    for fields in _lines(path):
-        try:
-            raw = int(fields[0], 16).to_bytes(16, "big")
-            network = ipaddress.IPv6Network((raw, int(fields[1], 16)), strict=False)
-        except (ValueError, IndexError, OverflowError):
-            continue
-        found.append((network, fields[-1]))
-    # Routes to nowhere are kept on lo.
-    return [one for one in found if one[1] != "lo"]
+    if fields[-1] == "lo":
+        raise ValueError("routes to nowhere are kept on lo")
+    raw = int(fields[0], 16).to_bytes(16, "big")
+    return ipaddress.IPv6Network((raw, int(fields[1], 16)), strict=False), fields[-1]
 
 
 def _pcie_bytes_per_s(link: PcieLink) -> float | None:

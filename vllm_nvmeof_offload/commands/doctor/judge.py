@@ -18,14 +18,7 @@ from vllm_nvmeof_offload.fabric.topology import (
     TargetFabric,
 )
 
-__all__ = [
-    "can_do_io",
-    "judge_kernel",
-    "judge_mount",
-    "judge_numa",
-    "judge_paths",
-    "judge_pcie",
-]
+__all__ = ["can_do_io", "judge_kernel", "judge_mount", "judge_numa", "judge_paths", "judge_pcie"]
 
 #: Proposed by the remedies: seconds until I/O fails when every path is lost, and until the
 #: controller is given up. Reads have deadlines of their own; these free buffers and processes.
@@ -192,17 +185,13 @@ def _hang(ctrl_loss_tmo: int | None) -> str:
 
 
 def _judge_security(fabric: TargetFabric, controllers: list[Controller]) -> Iterator[Finding]:
+    clear = "KV cache crosses the network unencrypted"
+    anyone = "any machine that reaches the target may claim to be this host"
     tls = {one.name: one.tls for one in controllers}
     dhchap = {one.name: one.dhchap for one in controllers}
     for check, seen, danger, key, option in (
-        ("tls", tls, "KV cache crosses the network unencrypted", "gen-tls-key", "--tls"),
-        (
-            "authentication",
-            dhchap,
-            "any machine that reaches the target may claim to be this host",
-            "gen-dhchap-key",
-            "--dhchap-secret=…",
-        ),
+        ("tls", tls, clear, "gen-tls-key", "--tls"),
+        ("authentication", dhchap, anyone, "gen-dhchap-key", "--dhchap-secret=…"),
     ):
         shown = ", ".join(f"{name} {state or 'unknown'}" for name, state in seen.items())
         if "off" in seen.values():

@@ -17,9 +17,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -63,9 +62,6 @@ class Measured:
     read_latency_s_median: float
     read_latency_s_max: float
     singles: int
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def measure(target: str, on_progress: Progress) -> Measured:

@@ -129,7 +129,7 @@ def fsck(
 ) -> list[Report]:
     """Check tables against headers. Give all parts of a pool at once: they share an epoch.
 
-    repair: rebuild wrong entries from the slots' headers. Never beside a live server. A
+    repair: rebuild wrong entries from the slots' headers, never beside a live server. A
     superblock is not repaired: its content is nowhere else. on_progress: counts headers.
     settle: called beside a live server before suspects are judged.
 
@@ -165,14 +165,9 @@ def scrub(
     on_progress: Progress | None = None,
     settle: Callable[[], None] = let_writes_end,
 ) -> list[Report]:
-    """Verify every slot that the next start would adopt.
+    """Verify every slot that the next start would adopt. Arguments and errors are those of fsck.
 
-    repair: drop the entries of damaged slots; never beside a live server. on_progress: counts
-    bytes. settle: called beside a live server before suspects are read a second time.
-
-    Raises:
-        PoolLockedError: `repair`, and a live process holds one of them.
-        PoolError: something cannot be read or written.
+    repair: drop the entries of damaged slots. on_progress: counts bytes.
     """
 
     def check(rank: OfflineRank, table: Table, report: Report) -> None:
@@ -296,11 +291,7 @@ class SlotReader:
             os.close(self._fd)
 
     def check(self, index: int, identity: SlotIdentity) -> Outcome:
-        """Read one slot and verify that it holds `identity`.
-
-        Raises:
-            PoolError: the whole target does not answer.
-        """
+        """Verify that one slot holds `identity`; PoolError if the whole target does not answer."""
         buffer = self._buffers.get()
         try:
             with memoryview(buffer) as view:
@@ -348,11 +339,7 @@ def _read_all(
 
 
 def _confirm(
-    rank: OfflineRank,
-    table: Table,
-    reader: SlotReader,
-    suspects: Sequence[int],
-    report: Report,
+    rank: OfflineRank, table: Table, reader: SlotReader, suspects: Sequence[int], report: Report
 ) -> None:
     """Read suspects once more, because a server may have written them since; drop entries."""
     for index in suspects:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -209,14 +210,10 @@ def remove_pool(
             typer.confirm(f"Remove these {len(parts)}?", abort=True, err=True)
         removed = remove(directories)
     if as_json:
-        rows = [
-            {"directory": str(one.path), "freed_bytes": one.freed_bytes, "left": one.left}
-            for one in removed
-        ]
-        print_json({"removed": rows})
+        print_json({"removed": [asdict(one) for one in removed]})
         return
     for one in removed:
-        typer.echo(f"removed {one.path}: {format_bytes(one.freed_bytes)} freed")
+        typer.echo(f"removed {one.directory}: {format_bytes(one.freed_bytes)} freed")
         if one.left:
             typer.echo(f"  left, not ours: {', '.join(map(repr, one.left))}", err=True)
 
@@ -236,17 +233,8 @@ def prefill_pools(
     with plain_errors(), show.progress("bytes") as on_progress:
         filled = prefill(_choose(target, which), on_progress)
     if as_json:
-        rows = [
-            {
-                "directory": str(one.path),
-                "slots": one.slots,
-                "filled": one.filled,
-                "written_bytes": one.written_bytes,
-            }
-            for one in filled
-        ]
-        print_json({"prefilled": rows})
+        print_json({"prefilled": [asdict(one) for one in filled]})
         return
     for one in filled:
         size = format_bytes(one.written_bytes)
-        typer.echo(f"{one.path}: filled {one.filled} of {one.slots} slots, {size}")
+        typer.echo(f"{one.directory}: filled {one.filled} of {one.slots} slots, {size}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import stat
@@ -45,16 +46,15 @@ _LOCK = "lock"
 class Removed:
     """freed_bytes: allocated by the deleted files. left: names of files that are not ours."""
 
-    path: Path
+    directory: str
     freed_bytes: int
     left: tuple[str, ...]
 
 
 def check_ours(paths: Iterable[Path]) -> None:
-    """Refuse rank directories that have files of ours but no superblock that proves it.
+    """Raise PoolError for a rank directory that has files but no superblock of this program.
 
-    Raises:
-        PoolError: one has no superblock of ours (of any version, damaged or not), and files.
+    A superblock of any version proves that the files are ours, even if it is damaged.
     """
     for path in paths:
         try:
@@ -107,7 +107,7 @@ def _remove(path: Path) -> Removed:
         # We hold the lock; a process that opened it just now sees that it has lost its name.
         (path / _LOCK).unlink()
         path.rmdir()
-    return Removed(path, freed, tuple(left))
+    return Removed(str(path), freed, tuple(left))
 
 
 def _is_file(path: Path) -> bool:
@@ -137,7 +137,7 @@ _WRITE_BYTES = 4 * MIB
 class Prefilled:
     """slots: of this directory. filled: how many of them this command wrote with zeros."""
 
-    path: Path
+    directory: str
     slots: int
     filled: int
     written_bytes: int
@@ -168,56 +168,39 @@ def _prefill(surveyed: Surveyed, on_progress: Progress | None) -> Prefilled:
             _fill(rank, holes, on_progress)
         except OSError as error:
             raise PoolError(f"cannot fill {surveyed.path / 'slab'}: {error}") from error
-    return Prefilled(surveyed.path, slots, len(holes), written_bytes)
+    return Prefilled(str(surveyed.path), slots, len(holes), written_bytes)
 
 
 def _fill(rank: OfflineRank, holes: Sequence[int], on_progress: Progress | None) -> None:
     slot_bytes = rank.superblock.slot_bytes
     zeros = memoryview(mmap.mmap(-1, min(slot_bytes, _WRITE_BYTES)))
-    with contextlib.closing(_Writer(rank.surveyed.path / "slab")) as writer:
+    path, flags = rank.surveyed.path / "slab", os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        fd = os.open(path, flags | os.O_DIRECT)
+    except OSError:
+        fd = os.open(path, flags)
+    try:
         for done, index in enumerate(holes, 1):
-            end = (index + 1) * slot_bytes
-            position = index * slot_bytes
+            position, end = index * slot_bytes, (index + 1) * slot_bytes
             while position < end:
-                position += writer.write(zeros[: end - position], position)
+                position += _write_some(fd, zeros[: end - position], position)
             if on_progress is not None:
                 on_progress(rank.surveyed.directory, done * slot_bytes, len(holes) * slot_bytes)
         if holes:
-            writer.sync()
+            os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
-class _Writer:
-    """The slab opened for writing: with O_DIRECT, or buffered where that does not work."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._fd = -1
-        with contextlib.suppress(OSError):
-            self._fd = self._open(os.O_DIRECT)
-        if self._fd < 0:
-            self._fd = self._open(0)
-
-    def _open(self, flags: int) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
-
-    def write(self, zeros: memoryview, position: int) -> int:
-        """Write some of `zeros`; return how many bytes, never 0."""
-        try:
-            count = os.pwritev(self._fd, [zeros], position)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            os.close(self._fd)
-            self._fd = -1
-            self._fd = self._open(0)
-            count = os.pwritev(self._fd, [zeros], position)
-        if count == 0:
-            raise OSError(errno.EIO, "no progress", str(self._path))
-        return count
-
-    def sync(self) -> None:
-        os.fsync(self._fd)
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
+def _write_some(fd: int, zeros: memoryview, position: int) -> int:
+    """Write some of `zeros`, buffered from now on if O_DIRECT is refused; return how many bytes."""
+    try:
+        count = os.pwritev(fd, [zeros], position)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fcntl.fcntl(fd, fcntl.F_SETFL, 0)  # without O_DIRECT
+        count = os.pwritev(fd, [zeros], position)
+    if count == 0:
+        raise OSError(errno.EIO, "no progress")
+    return count

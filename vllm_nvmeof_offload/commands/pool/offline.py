@@ -198,8 +198,7 @@ class OfflineRank:
     def header(self, index: int) -> SlotHeader | Outcome | None:
         """Read one slot's header page: the header, the I/O error, or None if it is not intact.
 
-        Raises:
-            PoolError: the whole target does not answer.
+        PoolError if the whole target does not answer.
         """
         try:
             page = os.pread(self.slab_fd, HEADER_BYTES, index * self.superblock.slot_bytes)
@@ -261,8 +260,7 @@ class OfflineRank:
 def open_rank(surveyed: Surveyed, writable: bool = False) -> Iterator[OfflineRank]:
     """Open the slab (for reading) and the table (created if it is lost and `writable`).
 
-    Raises:
-        PoolError: no usable superblock, or a file cannot be opened.
+    PoolError if there is no usable superblock, or a file cannot be opened.
     """
     if surveyed.superblock is None:
         raise PoolError(f"{surveyed.path / 'superblock'}: {surveyed.problem}")

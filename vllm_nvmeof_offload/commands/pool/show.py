@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from vllm_nvmeof_offload.commands.pool.check import SlotReader, Verdict
@@ -54,11 +54,7 @@ _LOCK_KINDS = ("none", "stale", "old", "live")
 
 
 def summaries(parts: Sequence[Surveyed]) -> list[dict[str, Any]]:
-    """One row per pool (keyspace, engine, rank), with its parts on all targets.
-
-    Raises:
-        PoolError: the files of one cannot be opened.
-    """
+    """One row per pool (keyspace, engine, rank), with its parts on all targets."""
     pools: dict[str, list[Surveyed]] = {}
     for one in parts:
         pools.setdefault(one.directory.name, []).append(one)
@@ -91,11 +87,7 @@ def _problems(parts: list[Surveyed]) -> dict[str, str]:
 
 
 def usage(target: Path) -> dict[str, Any]:
-    """The bytes that each keyspace takes on one target.
-
-    Raises:
-        PoolError: the target cannot be read.
-    """
+    """The bytes that each keyspace takes on one target; PoolError if it cannot be read."""
     spaces: dict[str, list[Surveyed]] = {}
     for one in survey(find([target])):
         spaces.setdefault(one.directory.keyspace, []).append(one)
@@ -121,11 +113,7 @@ def usage(target: Path) -> dict[str, Any]:
 
 
 def occupancy(surveyed: Surveyed) -> dict[str, int]:
-    """Slots by the state of their table entry; empty without a superblock.
-
-    Raises:
-        PoolError: the files cannot be opened.
-    """
+    """Slots by the state of their table entry, {} without a superblock; PoolError if unreadable."""
     if surveyed.superblock is None:
         return {}
     with open_rank(surveyed) as rank:
@@ -234,12 +222,10 @@ _DIGITS = 12
 class _Speed(ProgressColumn):
     def __init__(self, unit: str) -> None:
         super().__init__()
-        self._unit = unit
+        self._scale, self._unit = (MIB, "MiB") if unit == "bytes" else (1, unit)
 
     def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed or 0.0
-        if self._unit == "bytes":
-            return Text(f"{speed / MIB:.0f} MiB/s")
+        speed = (task.finished_speed or task.speed or 0.0) / self._scale
         return Text(f"{speed:.0f} {self._unit}/s")
 
 
@@ -248,14 +234,10 @@ def progress(unit: str) -> Iterator[Callable[[RankDirectory, int, int], None]]:
     """Yield a callback that draws one bar per directory on stderr, if that is a terminal."""
     console = Console(stderr=True)
     tasks: dict[RankDirectory, TaskID] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"))
-    with Progress(
-        *columns,
-        _Speed(unit),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    ) as bars:
+    percent = TextColumn("{task.percentage:.0f}%")
+    columns = (TextColumn("{task.description}"), BarColumn(), percent, _Speed(unit))
+    hidden = not console.is_terminal
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=hidden) as bars:
 
         def on_progress(directory: RankDirectory, done: int, total: int) -> None:
             if directory not in tasks:
@@ -283,28 +265,31 @@ def _time(seconds: float | None) -> str:
 
 
 def _holder(lock: dict[str, Any]) -> str:
-    holder = lock["holder"]
-    if lock["kind"] == "none":
+    kind, holder = lock["kind"], lock["holder"]
+    if kind == "none":
         return "none"
-    return f"{lock['kind']}: " + (
-        f"pid {holder['pid']} on {holder['host']}" if holder else "a process on this host"
-    )
+    if holder:
+        return f"{kind}: pid {holder['pid']} on {holder['host']}"
+    return f"{kind}: a process on this host"
 
 
-def _cells(table: Table, *cells: str) -> None:
-    table.add_row(*map(Text, cells))
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table()
+    for heading in headings:
+        fixed = heading == "keyspace"
+        table.add_column(heading, min_width=_DIGITS if fixed else None, no_wrap=fixed)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 def print_pools(rows: Sequence[dict[str, Any]]) -> None:
     if not rows:
         _print("no pools")
         return
-    table = Table(Column("keyspace", min_width=_DIGITS, no_wrap=True), "model")
-    for heading in ("engine", "rank", "entries", "size", "last use", "lock"):
-        table.add_column(heading)
-    for row in rows:
-        _cells(
-            table,
+    headings = ("keyspace", "model", "engine", "rank", "entries", "size", "last use", "lock")
+    cells = (
+        (
             row["keyspace"][:_DIGITS],
             row["model"],
             str(row["engine"]),
@@ -314,7 +299,9 @@ def print_pools(rows: Sequence[dict[str, Any]]) -> None:
             _time(row["last_use_s"]),
             _holder(row["lock"]),
         )
-    _print(table)
+        for row in rows
+    )
+    _print(_table(headings, cells))
     for row in rows:
         _print(*(f"{path}: superblock: {why}" for path, why in row["problems"].items()))
 
@@ -326,12 +313,8 @@ def print_usage(targets: Sequence[dict[str, Any]]) -> None:
         total = sum(space["disk_bytes"] for space in target["keyspaces"])
         free = format_bytes(target["free_bytes"])
         _print(f"{target['target']}: {format_bytes(total)} in pools, {free} free")
-        table = Table("size", Column("keyspace", min_width=_DIGITS, no_wrap=True))
-        for heading in ("model", "pools", "in use", "format"):
-            table.add_column(heading)
-        for space in target["keyspaces"]:
-            _cells(
-                table,
+        cells = [
+            (
                 format_bytes(space["disk_bytes"]),
                 space["keyspace"][:_DIGITS],
                 space["model"],
@@ -339,8 +322,10 @@ def print_usage(targets: Sequence[dict[str, Any]]) -> None:
                 str(space["live"]),
                 "; ".join(sorted(set(space["problems"].values()))) or "ours",
             )
-        if target["keyspaces"]:
-            _print(table)
+            for space in target["keyspaces"]
+        ]
+        if cells:
+            _print(_table(("size", "keyspace", "model", "pools", "in use", "format"), cells))
 
 
 def print_details(found: dict[str, Any]) -> None:

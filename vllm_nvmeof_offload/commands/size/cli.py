@@ -124,11 +124,7 @@ def _kv_bytes(shape: ModelShape, name: str) -> int:
 
 
 def _deployment(ctx: typer.Context, kv_element_bytes: int) -> Deployment:
-    """The deployment that the options describe.
-
-    Raises:
-        ConfigError: a value cannot be used; names its option.
-    """
+    """The deployment of the options; ConfigError names one whose value cannot be used."""
     from pydantic import ValidationError
 
     from vllm_nvmeof_offload.commands.size.kv import Deployment

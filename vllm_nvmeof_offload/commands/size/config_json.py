@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's config.json, read into what its layers keep and what its weights take.
+"""A model's config.json, read into the memory that its layers keep and its weights' size.
 
-`presets.json` has the numbers that sizing needs of models that can be named instead, under
-config.json's own keys: facts of the models' published configurations (see their pages on Hugging
-Face).
-
-Recurrent state (Mamba, linear attention) is fixed per sequence, with no KV per token: a
-convolution's last inputs, and a matrix for each head, as in the families' papers and reference
-code.
-
-Weights are estimated by counting matrices: embeddings, projections of attention, gated
-feed-forward networks, experts. Norms and biases are left out (below a thousandth), and so are
-vision towers, which matters for small multimodal models.
+`presets.json` has the numbers of models that can be named instead, under config.json's own keys:
+facts of the models' published configurations. Recurrent state (Mamba, linear attention) is fixed
+per sequence: a convolution's last inputs, and a matrix for each head, as in the families' papers
+and code. Weights are estimated by counting matrices; norms and biases are left out (below a
+thousandth), and so are vision towers, which matters for small multimodal models.
 """
 
 from __future__ import annotations
@@ -74,8 +68,7 @@ def preset_names() -> list[str]:
 def preset(name: str, weights_bytes: int | None = None) -> ModelShape:
     """The preset called `name`: in full, or by its last part, in any case.
 
-    Raises:
-        ConfigError: no such preset; names the nearest ones.
+    ConfigError if there is none; the message names the nearest ones.
     """
     found = {full.lower(): full for full in _presets()}
     short = {full.lower().rpartition("/")[2]: full for full in _presets()}
@@ -130,18 +123,18 @@ def _read(file: Path) -> Config:
 
 
 def parse_model(
-    config: Config,
-    name: str,
-    weights_bytes: int | None = None,
-    weights: Weights | None = None,
+    config: Config, name: str, weights_bytes: int | None = None, weights: Weights | None = None
 ) -> ModelShape:
     """The model that `config`, the contents of a config.json, describes.
 
-    Raises:
-        ConfigError: naming the key that is missing or cannot be sized.
+    ConfigError names a key that is missing or cannot be sized.
     """
     text = _text_part(config)
-    _refuse_unknown(text)
+    for key, what in _NOT_SIZED.items():
+        if text.get(key):
+            raise ConfigError(key, "…", f"this version does not size {what}")
+    if text.get("is_encoder_decoder"):
+        raise ConfigError("is_encoder_decoder", True, "only decoders are sized")
     layers = _number(text, "num_hidden_layers", "n_layer", "num_layers")
     dtype = _first(text, "torch_dtype", "dtype") or _first(config, "torch_dtype", "dtype")
     element_bytes = dtype_bytes(dtype or "bfloat16") or 2
@@ -162,14 +155,6 @@ def _text_part(config: Config) -> Config:
             outer = {k: v for k, v in config.items() if k == "quantization_config"}
             return _text_part({**outer, **part})
     return config
-
-
-def _refuse_unknown(config: Config) -> None:
-    for key, what in _NOT_SIZED.items():
-        if config.get(key):
-            raise ConfigError(key, "…", f"this version does not size {what}")
-    if config.get("is_encoder_decoder"):
-        raise ConfigError("is_encoder_decoder", True, "only decoders are sized")
 
 
 def _first(config: Config, *keys: str, default: Any = None) -> Any:
@@ -234,11 +219,7 @@ def _heads(text: Config) -> tuple[int, int, int]:
 
 
 def _layer_kinds(config: Config, layers: int) -> list[str]:
-    """One of full, window, state, none for each layer (two entries for a layer that is both).
-
-    Raises:
-        ConfigError: a layer type that this version does not know.
-    """
+    """One of full, window, state, none for each layer (two entries for a layer that is both)."""
     kinds = _kinds_by_name(config) or _kinds_by_period(config, layers)
     if kinds is None:
         full = layers
@@ -413,7 +394,14 @@ def _mixer(config: Config, group: LayerGroup) -> int | None:
     """Parameters of one layer's attention or recurrent part; None: unknown."""
     hidden, heads = config["hidden_size"], config.get("num_attention_heads")
     if group.kind is LayerKind.STATE:
-        return _recurrent_parameters(config, group.state)
+        if group.state is None:
+            return None
+        if "linear_num_value_heads" in config:
+            inner = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        else:
+            inner = group.state.conv_width - group.state.groups * group.state.group_width
+        # In: the convolution's inputs and the gate; out: the inner width.
+        return int(hidden * (group.state.conv_width + inner) + inner * hidden)
     if group.kind is LayerKind.INDEXER:
         return 0
     if not heads:
@@ -430,18 +418,6 @@ def _mixer(config: Config, group: LayerGroup) -> int | None:
     # Qwen3-Next gates attention's output, which doubles the query projection.
     gate = 2 if "linear_num_value_heads" in config else 1
     return int(hidden * (heads * group.key_width * (1 + gate) + keys_values))
-
-
-def _recurrent_parameters(config: Config, state: RecurrentState | None) -> int | None:
-    if state is None:
-        return None
-    hidden = config["hidden_size"]
-    if "linear_num_value_heads" in config:
-        inner = config["linear_num_value_heads"] * config["linear_value_head_dim"]
-    else:
-        inner = state.conv_width - state.groups * state.group_width
-    # In: the convolution's inputs and the gate; out: the inner width.
-    return int(hidden * (state.conv_width + inner) + inner * hidden)
 
 
 def _feed_forward(config: Config) -> int | None:

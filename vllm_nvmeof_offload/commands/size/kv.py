@@ -24,15 +24,10 @@ from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
 from vllm_nvmeof_offload.units import GIB, parse_bytes, slot_stride_bytes
 
 __all__ = [
-    "CpuRoom",
     "Deployment",
     "GpuRoom",
-    "Hop",
     "KvSizes",
-    "Link",
-    "PoolRoom",
     "Reload",
-    "SessionSlots",
     "cpu_room",
     "gpu_room",
     "parse_duration",
@@ -67,11 +62,7 @@ class Link:
 
 
 def parse_link(text: str) -> Link:
-    """Parse `100GbE`, `2x400GbE`, `pcie5x16`, `4xpcie4x8` or a rate such as `2x12.5GB/s`.
-
-    Raises:
-        ValueError: `text` is none of these.
-    """
+    """Parse `100GbE`, `2x400GbE`, `pcie5x16` or a rate as in `2x12.5GB/s`; else ValueError."""
     match = _LINK.match(text)
     count, name = (int(match.group(1) or 1), match.group(2)) if match else (0, "")
     rate = _one_link(name)
@@ -102,11 +93,7 @@ def _one_link(name: str) -> float | None:
 
 
 def parse_rate(text: str) -> float:
-    """Parse `6.5GB/s` or `900 MiB/s` into bytes per second.
-
-    Raises:
-        ValueError: `text` is not a rate, or not above 0.
-    """
+    """Parse `6.5GB/s` or `900 MiB/s` into bytes per second above 0; else ValueError."""
     amount, slash, per = text.strip().rpartition("/")
     if slash and per.lower() == "s":
         rate = parse_bytes(amount)
@@ -116,11 +103,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_duration(text: str) -> float:
-    """Parse `2s` or `500ms` into seconds.
-
-    Raises:
-        ValueError: `text` is not a duration, or not above 0.
-    """
+    """Parse `2s` or `500ms` into seconds above 0; else ValueError."""
     match = _DURATION.match(text)
     seconds = float(match.group(1)) * _SECONDS[match.group(2).lower()] if match else 0.0
     if seconds <= 0:
@@ -129,11 +112,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_tokens(text: str) -> int:
-    """Parse `32768`, `128k` (times 1024) or `1M` (times 1024²).
-
-    Raises:
-        ValueError: `text` is not a number of tokens, or not above 0.
-    """
+    """Parse `32768`, `128k` (times 1024) or `1M` (times 1024²), above 0; else ValueError."""
     match = _TOKENS.match(text)
     scale = {"": 1, "k": 1 << 10, "m": 1 << 20}
     tokens = int(float(match.group(1)) * scale[match.group(2).lower()]) if match else 0
@@ -160,11 +139,11 @@ _LinkText = Annotated[str, AfterValidator(_check_link)]
 
 
 class Deployment(BaseModel):
-    """The hardware and the load that a model is sized for. Frozen.
+    """The hardware and the load that a model is sized for.
 
-    Values are numbers, or texts as on the command line; the command's options have the same
-    names and explain them. `gpus`, `drives` and `link` are of the whole deployment,
-    `staging_bytes` and the parallel sizes are of one engine, `stream_slots` are of one rank.
+    Values are numbers or texts as on the command line, whose options (cli.py) explain them.
+    `gpus`, `drives` and `link` are of the whole deployment, `staging_bytes` and the parallel
+    sizes are of one engine, `stream_slots` are of one rank.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -221,13 +200,12 @@ class SessionSlots:
 
 
 class KvSizes:
-    """The formulas for one model in one deployment. All results are in bytes unless named
-    otherwise.
-    """
+    """Formulas for one model in one deployment; results are bytes unless named otherwise."""
 
     def __init__(self, model: ModelShape, deployment: Deployment) -> None:
         """Raises ConfigError for a split of the model that vLLM refuses."""
         self.model, self.deployment = model, deployment
+        self._stages = range(deployment.pipeline_parallel)
         for group in model.groups:
             _check_split(group, deployment.tensor_parallel)
         if deployment.pipeline_parallel > model.layers:
@@ -256,7 +234,7 @@ class KvSizes:
     def copies(self) -> float:
         """Bytes on all ranks ÷ bytes that the model makes; above 1: ranks hold equal bytes."""
         once = self.token_bytes()
-        ranks = sum(self.rank_token_bytes(stage) for stage in self._stages())
+        ranks = sum(self.rank_token_bytes(stage) for stage in self._stages)
         return ranks * self.deployment.tensor_parallel / once if once else 1.0
 
     def page_bytes(self, group: LayerGroup) -> int:
@@ -310,19 +288,16 @@ class KvSizes:
 
     def loaded_bytes(self, context_tokens: int) -> int:
         """Bytes that all ranks read to bring a session back from the pool."""
-        each = sum(self.staged_rank_bytes(context_tokens, stage) for stage in self._stages())
+        each = sum(self.staged_rank_bytes(context_tokens, stage) for stage in self._stages)
         return each * self.deployment.tensor_parallel
 
     def pooled_bytes(self, context_tokens: int) -> int:
         """Bytes of a session in the pool, over all ranks, with the table's entries."""
         slots = sum(
-            s.count for stage in self._stages() for s in self.session_slots(context_tokens, stage)
+            s.count for stage in self._stages for s in self.session_slots(context_tokens, stage)
         )
         entries = slots * self.deployment.tensor_parallel * ENTRY_BYTES
         return self.loaded_bytes(context_tokens) + entries
-
-    def _stages(self) -> range:
-        return range(self.deployment.pipeline_parallel)
 
     def _layers(self, group: LayerGroup, stage: int) -> int:
         whole, left = divmod(group.layers, self.deployment.pipeline_parallel)
@@ -447,11 +422,7 @@ def plan_reload(sizes: KvSizes, drives: int) -> Reload:
         for name, count, each in (
             ("drives", drives, deployment.drive_read_bytes_per_s),
             ("links", link.count, link.bytes_per_s * deployment.link_efficiency),
-            (
-                "GPU links",
-                deployment.gpus,
-                gpu_link.total_bytes_per_s * deployment.link_efficiency,
-            ),
+            ("GPU links", deployment.gpus, gpu_link.total_bytes_per_s * deployment.link_efficiency),
         )
     )
     rate = min(hop.bytes_per_s for hop in hops)

@@ -52,11 +52,8 @@ DATA24 = ScaleRatio(
 DATA24_DRIVES = (1, 6, 12, 24)
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Figure(_Frozen):
+@dataclass(frozen=True, slots=True)
+class Figure:
     """`value` in `unit`; `text` for people; `formula`: what it was computed from."""
 
     section: str
@@ -67,7 +64,8 @@ class Figure(_Frozen):
     formula: str
 
 
-class LayersRow(_Frozen):
+@dataclass(frozen=True, slots=True)
+class LayersRow:
     """One kind of layers. Bytes of one block (or of the state) in one layer on one rank.
 
     fragment_bytes: the contiguous piece where layers, keys and values are apart.
@@ -81,7 +79,8 @@ class LayersRow(_Frozen):
     window_tokens: int | None
 
 
-class ScaleRow(_Frozen):
+@dataclass(frozen=True, slots=True)
+class ScaleRow:
     """One number of drives: ours by formula, and a published ratio beside it."""
 
     drives: int
@@ -92,8 +91,10 @@ class ScaleRow(_Frozen):
     published_sessions: int
 
 
-class SizeReport(_Frozen):
+class SizeReport(BaseModel):
     """The output of `vllm-nvmeof size --json`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str
     deployment: Deployment
@@ -112,11 +113,7 @@ _Row = tuple[str, float, str, str]
 
 
 def build(model: ModelShape, deployment: Deployment) -> SizeReport:
-    """Size `model` on `deployment`.
-
-    Raises:
-        ConfigError: GPUs, ranks and KV heads that do not go together.
-    """
+    """Size `model` on `deployment`; ConfigError if GPUs, ranks and KV heads do not match."""
     ranks = deployment.ranks
     if deployment.gpus % ranks:
         up = -(-deployment.gpus // ranks) * ranks
@@ -154,7 +151,7 @@ def _figure(section: str, name: str, value: float, unit: str, formula: str) -> F
         text = human_seconds(value)
     else:
         text = f"{value:,.0f} {unit}" if value == int(value) else f"{value:,.2f} {unit}"
-    return Figure(section=section, name=name, value=value, unit=unit, text=text, formula=formula)
+    return Figure(section, name, value, unit, text, formula)
 
 
 def _model_figures(sizes: KvSizes) -> Iterator[_Row]:
@@ -236,27 +233,16 @@ def _reload_figures(deployment: Deployment, back: Reload) -> Iterator[_Row]:
 
 
 def _layers_row(sizes: KvSizes, group: LayerGroup) -> LayersRow:
-    state = group.state
-    return LayersRow(
-        kind=group.kind.value,
-        layers=group.layers,
-        page_bytes=sizes.page_bytes(group),
-        fragment_bytes=sizes.fragment_bytes(group),
-        state_bytes=state.rank_bytes(sizes.deployment.tensor_parallel) if state else None,
-        window_tokens=group.window_tokens,
-    )
+    page, fragment = sizes.page_bytes(group), sizes.fragment_bytes(group)
+    ranks = sizes.deployment.tensor_parallel
+    state = group.state.rank_bytes(ranks) if group.state else None
+    return LayersRow(group.kind.value, group.layers, page, fragment, state, group.window_tokens)
 
 
 def _scale_row(sizes: KvSizes, drives: int) -> ScaleRow:
-    back = plan_reload(sizes, drives)
-    gpus, sessions = DATA24.scaled(drives)
+    back, held = plan_reload(sizes, drives), pool_room(sizes, drives).sessions
     return ScaleRow(
-        drives=drives,
-        sessions_held=pool_room(sizes, drives).sessions,
-        sessions_in_time=back.sessions_in_time,
-        bottleneck=back.bottleneck.name,
-        published_gpus=gpus,
-        published_sessions=sessions,
+        drives, held, back.sessions_in_time, back.bottleneck.name, *DATA24.scaled(drives)
     )
 
 
