@@ -145,7 +145,7 @@ def demo(
         Path | None, typer.Option(help="Create the pool's directory here instead of in build/.")
     ] = None,
 ) -> None:
-    """Demonstrate on this machine: a small model in a real vLLM server, restart, preemption."""
+    """Demonstrate the cache on this machine: a small model, a vLLM server, restart, preemption."""
     from vllm_nvmeof_bench.demo.main import run
 
     raise typer.Exit(run(json_path, quick=quick, keep=keep, pool_dir=pool))
