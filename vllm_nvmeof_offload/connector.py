@@ -112,7 +112,7 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
         self._events: list[KVCacheEvent] = []
         if self.connector_scheduler is not None:
             self._view = SchedulerView(self.scheduler, lambda: self._kv_cache_manager)
-            self._old_kv = OldKV(self._manager.core.suspension, self._view)
+            self._old_kv = OldKV(self._manager.suspension, self._view)
             by_priority = vllm_config.scheduler_config.policy == "priority"
             self._manager.follow(self._view.queue(by_priority=by_priority))
             lifecycle.install(EngineCore)
@@ -292,11 +292,11 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
         to_flush = self.scheduler._current_batch_jobs_to_flush
         kept = set(to_flush)
         to_flush.clear()
-        if self._manager.core.residency is not None:
+        if self._manager.config.kv_events:
             # Here already, and again by vLLM, where it changes nothing any more: vLLM's reset
             # forgets which blocks a chunk has, which the events of its leaving must name.
             self._manager.reset_cache()
-            while self._manager.core.residency:
+            while self._manager.has_events:
                 self._events += self.scheduler.take_events()
         done: bool | None = super().reset_cache()
         to_flush |= kept

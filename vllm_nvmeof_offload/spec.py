@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from vllm_nvmeof_offload.config import Replica, chunk_blocks, parse_config
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
-from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
+from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.eviction import choose_policy, credit_share
 from vllm_nvmeof_offload.manager.types import AdmissionConfig, WritePolicy
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, COUNTERS, GAUGES
@@ -95,32 +95,28 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         settings = self.settings
         deadline_ms = max(settings.read_deadline_ms, settings.write_deadline_ms)
-        tokens_per_chunk = self.tokens_per_block[0] * self.blocks_per_chunk
         write_policy = WritePolicy(settings.write_policy)
-        core = ManagerCore(
-            CoreConfig(
-                world_size=self.config.parallel.world_size,
-                store_threshold=settings.store_threshold,
-                eviction_policy=settings.eviction_policy,
-                credit_share=credit_share(settings.eviction_policy, write_policy),
-                write_policy=write_policy,
-                weights_never_change=settings.weights_never_change,
-                land_cache_share=settings.land_cache_share,
-                reload_cache_share=settings.reload_cache_share,
-                prefetch_cache_share=settings.prefetch_cache_share,
-                tokens_per_chunk=tokens_per_chunk,
-                admission=AdmissionConfig(
-                    automatic=settings.admission == "auto",
-                    prefill_tokens_per_s=settings.prefill_tokens_per_s,
-                    read_bytes_per_s=settings.read_bytes_per_s,
-                ),
-                report_deadline_s=deadline_ms / 1000 + _REPORT_GRACE_S,
-                tell_residency=self.kv_events_config.enable_kv_cache_events,
+        config = CoreConfig(
+            world_size=self.config.parallel.world_size,
+            store_threshold=settings.store_threshold,
+            eviction_policy=settings.eviction_policy,
+            credit_share=credit_share(settings.eviction_policy, write_policy),
+            write_policy=write_policy,
+            weights_never_change=settings.weights_never_change,
+            land_cache_share=settings.land_cache_share,
+            reload_cache_share=settings.reload_cache_share,
+            prefetch_cache_share=settings.prefetch_cache_share,
+            tokens_per_chunk=self.tokens_per_block[0] * self.blocks_per_chunk,
+            admission=AdmissionConfig(
+                automatic=settings.admission == "auto",
+                prefill_tokens_per_s=settings.prefill_tokens_per_s,
+                read_bytes_per_s=settings.read_bytes_per_s,
             ),
-            policy=choose_policy(settings.eviction_policy),
+            report_deadline_s=deadline_ms / 1000 + _REPORT_GRACE_S,
+            kv_events=self.kv_events_config.enable_kv_cache_events,
         )
-        prompts_only = settings.offload_prompt_only
-        return NVMeoFOffloadingManager(core, tokens_per_chunk, prompts_only=prompts_only)
+        policy, prompts_only = choose_policy(settings.eviction_policy), settings.offload_prompt_only
+        return NVMeoFOffloadingManager(config, policy=policy, prompts_only=prompts_only)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         assert self.deployment is not None, "the connector sets it"

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_nvmeof_offload.manager.adoption import agree
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.protocol import AdoptedEntries, OpReport, RankHello
 
@@ -60,7 +61,7 @@ def measure_manager(entries: int = 1_000_000) -> dict[str, Any]:
         "lookup_us": max(hit_us, miss_us),
         "lookup_hit_us": hit_us,
         "lookup_miss_us": miss_us,
-        "vllm_face_lookup_us": _face_lookups(adopted.core),
+        "vllm_face_lookup_us": _face_lookups(adopted.hello),
         "bytes_per_entry": max(stored_bytes, adopted_bytes),
         "bytes_per_entry_stored": stored_bytes,
         "bytes_per_entry_adopted": adopted_bytes,
@@ -74,23 +75,19 @@ class _Rank:
     """A core, and a rank to which everything succeeds at once."""
 
     def __init__(self, pool_slots: int, adopted: AdoptedEntries | None = None) -> None:
-        self.core = ManagerCore(CoreConfig())
         self._random = random.Random(1)
-        begin_s = time.thread_time()
-        self.core.attach(
-            [
-                RankHello(
-                    rank=0,
-                    engine_index=0,
-                    keyspace="benchmark",
-                    cache_slots=CACHE_SLOTS,
-                    pool_slots=pool_slots,
-                    target_count=2,
-                    slot_bytes=1 << 20,
-                    adopted=adopted or AdoptedEntries(),
-                )
-            ]
+        self.hello = RankHello(
+            rank=0,
+            engine_index=0,
+            keyspace="benchmark",
+            cache_slots=CACHE_SLOTS,
+            pool_slots=pool_slots,
+            target_count=2,
+            slot_bytes=1 << 20,
+            adopted=adopted or AdoptedEntries(),
         )
+        begin_s = time.thread_time()
+        self.core = ManagerCore(CoreConfig(), agree([self.hello]))
         self.attach_s = time.thread_time() - begin_s
 
     def store_all(self, count: int) -> None:
@@ -163,7 +160,7 @@ def _sweep_us(
     return (time.thread_time() - begin_s) / len(keys) * 1e6
 
 
-def _face_lookups(core: ManagerCore) -> float | None:
+def _face_lookups(hello: RankHello) -> float | None:
     """µs a look-up through vLLM's interface, the worse of hit and miss; None without vLLM."""
     try:
         from vllm.v1.kv_offload.base import ReqContext
@@ -171,8 +168,9 @@ def _face_lookups(core: ManagerCore) -> float | None:
         from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
     except ImportError:
         return None
-    manager = NVMeoFOffloadingManager(core, 256)
-    return max(_lookups(manager.lookup, core, ReqContext("request")))
+    manager = NVMeoFOffloadingManager(CoreConfig(tokens_per_chunk=256))
+    manager.attach([hello])
+    return max(_lookups(manager.lookup, manager.core, ReqContext("request")))
 
 
 @contextmanager

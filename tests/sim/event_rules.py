@@ -22,7 +22,7 @@ class EventRules:
 
     def check(self) -> None:
         """After every event; takes the changes as vLLM's scheduler does after every step."""
-        log = self._core.residency
+        log = self._core.kv_events
         assert log is not None
         while log:
             for change in log.take():

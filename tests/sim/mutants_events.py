@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_nvmeof_offload.manager.index import Index, State
-from vllm_nvmeof_offload.manager.kv_events import ResidencyLog
+from vllm_nvmeof_offload.manager.kv_events import KvEventLog
 from vllm_nvmeof_offload.manager.types import Source
 
 from .mutants import Patch, mutant
@@ -14,18 +14,18 @@ from .mutants import Patch, mutant
 
 @mutant
 def failures_are_not_told() -> list[Patch]:
-    real = ResidencyLog.moved
+    real = KvEventLog.moved
 
     def moved(self: Any, key: bytes, before: State | None, after: State | None) -> None:
         if after is not State.DOOMED:
             real(self, key, before, after)
 
-    return [(ResidencyLog, "moved", moved)]
+    return [(KvEventLog, "moved", moved)]
 
 
 @mutant
 def reset_is_not_told() -> list[Patch]:
-    return [(ResidencyLog, "all_leave", lambda self, index: None)]
+    return [(KvEventLog, "all_leave", lambda self, index: None)]
 
 
 @mutant
@@ -35,15 +35,15 @@ def reset_forgets_the_pools_copies() -> list[Patch]:
         self.left(Source.CPU, index.cached)
         self.left(Source.POOL, index.pooled)
 
-    return [(ResidencyLog, "all_leave", all_leave)]
+    return [(KvEventLog, "all_leave", all_leave)]
 
 
 @mutant
 def a_fetch_is_told_at_its_beginning() -> list[Patch]:
-    real = ResidencyLog.moved
+    real = KvEventLog.moved
 
     def moved(self: Any, key: bytes, before: State | None, after: State | None) -> None:
         early = {State.FETCHING: State.BOTH}
         real(self, key, early.get(before, before), early.get(after, after))  # type: ignore[arg-type]
 
-    return [(ResidencyLog, "moved", moved)]
+    return [(KvEventLog, "moved", moved)]

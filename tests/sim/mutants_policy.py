@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_nvmeof_offload.manager.core import Sightings
+from vllm_nvmeof_offload.manager.core import StoreThreshold
 from vllm_nvmeof_offload.manager.index import Entry
 from vllm_nvmeof_offload.manager.tiers import Tiers
 from vllm_nvmeof_offload.manager.writes import WriteBehind
@@ -15,12 +15,12 @@ from .mutants import Patch, mutant
 
 @mutant
 def store_threshold_is_ignored() -> list[Patch]:
-    return [(Sightings, "enough", lambda self, key: True)]
+    return [(StoreThreshold, "reached", lambda self, key: True)]
 
 
 @mutant
 def sightings_are_not_counted() -> list[Patch]:
-    return [(Sightings, "see", lambda self, keys: None)]
+    return [(StoreThreshold, "see", lambda self, keys: None)]
 
 
 @mutant

@@ -27,7 +27,7 @@ def pinned_is_evicted() -> list[Patch]:
 @mutant
 def orphan_is_free_at_once() -> list[Patch]:
     def orphan(self: Any, slot: int, retire: bool = False) -> None:
-        self._put_back(slot)
+        self._free_again(slot)
 
     return [(SlotPool, "orphan", orphan)]
 

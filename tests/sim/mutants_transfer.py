@@ -67,8 +67,8 @@ def storing_is_a_miss() -> list[Patch]:
     real = core.ManagerCore.lookup
 
     def lookup(self: Any, key: bytes) -> Any:
-        awake = {entry.identity.key: entry.state for entry in self._tiers.index.awake()}
-        return None if awake.get(key) is State.STORING else real(self, key)
+        entry = self._tiers.index.awake.get(key)
+        return None if entry and entry.state is State.STORING else real(self, key)
 
     return [(core.ManagerCore, "lookup", lookup)]
 

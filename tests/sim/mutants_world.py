@@ -14,6 +14,7 @@ from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.slots import SlotGates
 from vllm_nvmeof_offload.worker.tasks import JobKind, Task
 
+from . import world
 from .mutants import Patch, mutant
 from .rank import Metadata, Output, SimRank
 from .storage import SimIo
@@ -24,7 +25,7 @@ from .store import RankStore
 
 @mutant
 def owed_reports_are_forgotten() -> list[Patch]:
-    return [(core.ManagerCore, "has_pending_work", lambda self: bool(self._commands))]
+    return [(core.ManagerCore, "has_pending_work", lambda self: bool(self._ledger.unsent))]
 
 
 @mutant
@@ -35,8 +36,9 @@ def pending_work_never_ends() -> list[Patch]:
 @mutant
 def reset_keeps_the_entries() -> list[Patch]:
     def reset(self: Any) -> None:
-        op = self._ledger.open(core.OpKind.RESET, self._clock())
-        self._commands.append(ResetCommand(op.number, self.config.weights_never_change))
+        op = self._ledger.open(core.OpKind.RESET)
+        command = ResetCommand(op.number, self.config.weights_never_change)
+        self._ledger.unsent[op.number] = command
 
     return [(core.ManagerCore, "reset", reset)]
 
@@ -50,8 +52,8 @@ def new_weights_are_adopted() -> list[Patch]:
 
 @mutant
 def one_rank_speaks_for_all_at_a_start() -> list[Patch]:
-    real = core.agree
-    return [(core, "agree", lambda hellos: real([hellos[0]] * len(hellos)))]
+    real = world.agree
+    return [(world, "agree", lambda hellos: real([hellos[0]] * len(hellos)))]
 
 
 @mutant

@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+from vllm_nvmeof_offload.manager.adoption import agree
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.eviction import choose_policy, credit_share
 from vllm_nvmeof_offload.manager.types import CREDITED, AdmissionConfig, WritePolicy
@@ -68,12 +69,8 @@ class World:
             credit_share=credit_share(self._policy_name, WritePolicy(knobs.write_policy)),
             write_policy=WritePolicy(knobs.write_policy),
             report_deadline_s=knobs.report_deadline_s,
-            tell_residency=True,
+            kv_events=True,
         )
-        self.core = ManagerCore(
-            config, self.clock, self._policy, first_generation=self._boots << 32
-        )
-        self.rules = Rules(self.core, knobs, self.clock, self.expected)
         self.ranks = [
             SimRank(
                 rank,
@@ -87,12 +84,16 @@ class World:
             )
             for rank in range(knobs.ranks)
         ]
+        agreement = agree([rank.hello() for rank in self.ranks])
+        self.core = ManagerCore(
+            config, agreement, self.clock, self._policy, first_generation=self._boots << 32
+        )
+        self.rules = Rules(self.core, knobs, self.clock, self.expected)
         self.rules.ranks = self.ranks
         self.scheduler = SimScheduler(
             self.core, knobs, self.trace, self.rules, self.expected, self.clock
         )
         self._outputs: deque[Sequence[Output]] = deque()
-        self.core.attach([rank.hello() for rank in self.ranks])
         self.rules.adopted()
         self.rules.check()
 

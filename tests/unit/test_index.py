@@ -54,7 +54,7 @@ def test_a_store_in_flight_is_in_the_cache() -> None:
 
 
 def test_drop_spares_a_newer_entry_of_the_same_key() -> None:
-    index = Index()
+    index = Index(1, 1)
     old, new = _entry(State.CACHED, 1), _entry(State.CACHED, 2)
     index.add(old)
     index.drop(old)

@@ -17,8 +17,8 @@ _RANK = st.tuples(st.booleans(), st.lists(st.tuples(st.integers(0, 2), _OUTCOMES
 
 @given(st.lists(_RANK, min_size=1, max_size=4), st.randoms(use_true_random=False))
 def test_decided_and_released_by_the_last_rank(ranks, random) -> None:  # type: ignore[no-untyped-def]
-    ledger = Ledger(len(ranks))
-    op = ledger.open(OpKind.LOAD, 0.0)
+    ledger = Ledger(len(ranks), lambda: 0.0)
+    op = ledger.open(OpKind.LOAD)
     queues = [
         [OpReport(op.number, tuple(failures), at_once)]
         + ([] if at_once else [ReleaseReport(op.number)])
@@ -45,16 +45,16 @@ def test_decided_and_released_by_the_last_rank(ranks, random) -> None:  # type: 
 
 
 def test_one_report_too_many_is_an_assertion() -> None:
-    ledger = Ledger(1)
-    op = ledger.open(OpKind.WRITE, 0.0)
+    ledger = Ledger(1, lambda: 0.0)
+    op = ledger.open(OpKind.WRITE)
     ledger.apply(OpReport(op.number, released=False))
     with pytest.raises(AssertionError):
         ledger.apply(OpReport(op.number))
 
 
 def test_a_withdrawn_op_is_gone_and_its_number_is_not_used_again() -> None:
-    ledger = Ledger(2)
-    first = ledger.open(OpKind.WRITE, 0.0)
+    ledger = Ledger(2, lambda: 0.0)
+    first = ledger.open(OpKind.WRITE)
     assert ledger.withdraw(first.number) is first
-    assert ledger.open(OpKind.WRITE, 0.0).number > first.number
+    assert ledger.open(OpKind.WRITE).number > first.number
     assert len(ledger) == 1

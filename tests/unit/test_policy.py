@@ -21,13 +21,13 @@ def _oldest(model: set[int], used: array[int]) -> int | None:
     return min(model, key=lambda slot: used[slot]) if model else None
 
 
-@pytest.mark.parametrize("shelf_bits", [0, 2, 12])
+@pytest.mark.parametrize("bucket_bits", [0, 2, 12])
 @given(calls=st.lists(st.tuples(_NAMES, _SLOTS, st.integers(1, 9)), max_size=300))
 def test_the_least_recently_used_goes_first(
-    shelf_bits: int, calls: list[tuple[str, int, int]]
+    bucket_bits: int, calls: list[tuple[str, int, int]]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policy_module, "_SHELF_BITS", shelf_bits)
+        patch.setattr(policy_module, "_BUCKET_BITS", bucket_bits)
         used = array("Q", range(SLOTS))
         policy, model = LruPolicy(used), set()
         now = 100

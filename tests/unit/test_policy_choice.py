@@ -38,6 +38,11 @@ class Dividing(LruPolicy):
         super().__init__(used)
         self.share = 100 // len(used)
 
+class Listed(LruPolicy):
+    def __init__(self, used):
+        super().__init__(used)
+        used.tobytes, used.tolist, used.append
+
 class Empty:
     pass
 
@@ -61,6 +66,11 @@ def test_ours_and_a_users_own_are_taken() -> None:
     assert made.victim() == 2
 
 
+def test_the_trial_gives_a_policy_slots_as_the_manager_does() -> None:
+    """It may count on having some, but not on `used` being an array: a target's is a view."""
+    assert choose_policy("policies_of_a_user:Dividing")(range(4)).share == 25  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("name", [*POLICIES, "04_custom_policy:SecondChance"])
 def test_every_policy_passes_the_trial(name: str) -> None:
     assert try_policy(choose_policy(name)) is None
@@ -75,8 +85,8 @@ def test_every_policy_passes_the_trial(name: str) -> None:
         ("broken_of_a_user:Policy", "broken_of_a_user cannot be imported.*no_such_module"),
         ("policies_of_a_user:Missing", "policies_of_a_user.py, has no Missing"),
         ("folder_of_a_user:Good", "folder_of_a_user, has no Good"),
-        ("policies_of_a_user:Generous", "a slot where there are none"),
-        ("policies_of_a_user:Dividing", "raises ZeroDivisionError"),
+        ("policies_of_a_user:Generous", "a slot where none is evictable"),
+        ("policies_of_a_user:Listed", "raises AttributeError"),
         ("policies_of_a_user:Empty", "has no admit, withdraw, touch, peek, victim, __contains__"),
         ("policies_of_a_user:Number", "has no admit"),
         ("policies_of_a_user:Forgetful", "does not know which slots are evictable"),

@@ -14,6 +14,7 @@ import numpy as np
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
+from vllm_nvmeof_offload.manager.adoption import agree
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
@@ -48,22 +49,17 @@ class Rank:
         self.io = ThreadsIoEngine(self.pool, self.staging.view, self.staging.map.base_address)
         pipeline = TransferPipeline(self.staging.map, self.copy, self.io, PumpConfig())
         self.runner = PipelineRunner(pipeline, waker, self.io.fileno())
-        self.manager = ManagerCore(CoreConfig())
-        adopted = self.pool.adopt()
-        self.manager.attach(
-            [
-                RankHello(
-                    rank=0,
-                    engine_index=0,
-                    keyspace=keyspace.digest,
-                    cache_slots=CACHE_SLOTS,
-                    pool_slots=self.pool.slots,
-                    target_count=1,
-                    slot_bytes=slot_stride_bytes(payload),
-                    adopted=adopted,
-                )
-            ]
+        hello = RankHello(
+            rank=0,
+            engine_index=0,
+            keyspace=keyspace.digest,
+            cache_slots=CACHE_SLOTS,
+            pool_slots=self.pool.slots,
+            target_count=1,
+            slot_bytes=slot_stride_bytes(payload),
+            adopted=self.pool.adopt(),
         )
+        self.manager = ManagerCore(CoreConfig(), agree([hello]))
 
     def store(self, keys: list[bytes], blocks: np.ndarray) -> None:
         plan = self.manager.prepare_store(keys)

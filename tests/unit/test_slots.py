@@ -55,9 +55,9 @@ class SlotMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: +self.users)
     @rule(data=st.data())
-    def unuse(self, data: st.DataObject) -> None:
+    def release(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(sorted(+self.users)))
-        self.pool.unuse(slot)
+        self.pool.release(slot)
         self.users[slot] -= 1
         if not self.users[slot]:
             self.orphans.discard(slot)

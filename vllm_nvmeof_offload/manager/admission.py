@@ -106,9 +106,15 @@ class Taken:
 
 
 class Admission:
-    """`attach` once the sizes are known."""
+    """The decision for one core, and the estimates behind it."""
 
-    def __init__(self, config: AdmissionConfig, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        config: AdmissionConfig,
+        clock: Callable[[], float],
+        slot_bytes: int,
+        tokens_per_chunk: int,
+    ) -> None:
         #: Tokens per second of prefill; 0: unknown.
         self.prefill_rate = 0.0
         #: Bytes per second by target, of its slowest rank; 0: unknown.
@@ -117,8 +123,8 @@ class Admission:
         self.reading = True
         self._config = config
         self._clock = clock
-        self._slot_bytes = 0
-        self._tokens_per_chunk = 1
+        self._slot_bytes = slot_bytes
+        self._tokens_per_chunk = tokens_per_chunk
         self._overhead_s = 0.0
         self._is_new = True  # no overhead was measured yet
         #: What any load is expected to take after one that went badly; 0: nothing is feared.
@@ -129,9 +135,6 @@ class Admission:
         self._demanded = self._caution = 1
         self._sampled_s: float | None = None
         self._began_s = clock()
-
-    def attach(self, slot_bytes: int, tokens_per_chunk: int) -> None:
-        self._slot_bytes, self._tokens_per_chunk = slot_bytes, tokens_per_chunk
 
     @property
     def automatic(self) -> bool:
@@ -287,12 +290,9 @@ class LoadTimes:
     ) -> None:
         self.limits = LoadLimits(clock)
         #: By target: chunks that loads have yet to read there.
-        self.reading = [0]
+        self.reading = [0] * tiers.pool.lanes
         self._tiers, self._ledger = tiers, ledger
         self._admission = admission
-
-    def attach(self, target_count: int) -> None:
-        self.reading = [0] * target_count
 
     def planned(self, op: Op, limit_s: float | None) -> None:
         """The load goes to the workers. limit_s: what takes longer is cut off; None: nothing is."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all ranks agree on at start: the capacity, and the entries that every one of them holds."""
+"""The agreement of all ranks at start: the capacity, and the entries that every rank holds."""
 
 from __future__ import annotations
 
@@ -18,46 +18,51 @@ __all__ = ["Agreement", "Capacity", "agree"]
 class Capacity:
     """Slots that every rank has, and the shape they share."""
 
-    cache_slots: int = 0
-    pool_slots: int = 0
-    target_count: int = 1
-    slot_bytes: int = 0
+    cache_slots: int
+    pool_slots: int
+    target_count: int
+    slot_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """entries: pool slots in range and ascending, slots and keys distinct. notes: for people."""
+    """The handshake's result. notes: lines for the log."""
 
     capacity: Capacity
+    #: Pool slots in range and ascending; slots and keys distinct.
     entries: AdoptedEntries
-    notes: tuple[str, ...]
+    #: Entries of the rank that found most, less those that are adopted.
+    unadopted: int
+    notes: tuple[str, ...] = ()
 
 
 def agree(hellos: Sequence[RankHello]) -> Agreement:
     """Capacity is the minimum over the ranks, the index the intersection of their tables."""
     first = hellos[0]
-    notes: list[str] = []
     capacity = Capacity(
         min(h.cache_slots for h in hellos),
         min(h.pool_slots for h in hellos),
         first.target_count,
         first.slot_bytes,
     )
+    found = max(len(h.adopted) for h in hellos)
     shapes = {(h.engine_index, h.keyspace, h.target_count) for h in hellos}
     if len(shapes) > 1:
         # Slot numbers then mean different places on different ranks, which is harmless for
-        # what is written from now on, and fatal for what would be adopted.
-        notes.append(f"ranks opened different pools {sorted(shapes)}: nothing is adopted")
-        return Agreement(capacity, AdoptedEntries(), tuple(notes))
+        # chunks that are written from now on, and fatal for chunks that would be adopted.
+        note = f"ranks opened different pools {sorted(shapes)}: nothing is adopted"
+        return Agreement(capacity, AdoptedEntries(), found, (note,))
     entries = _in_order(first.adopted)
     for hello in hellos[1:]:
         entries = _in_both(entries, _in_order(hello.adopted))
     lost = len(first.adopted) - len(entries)
-    if lost:
-        notes.append(f"{lost} pool entries of rank {first.rank} are not on every rank: dropped")
+    note = f"{lost} pool entries of rank {first.rank} are not on every rank: dropped"
     slots = entries.pool_slots
-    entries = _select(entries, (slots >= 0) & (slots < capacity.pool_slots))
-    return Agreement(capacity, _distinct_keys(entries), tuple(notes))
+    in_range = (slots >= 0) & (slots < capacity.pool_slots)
+    if not in_range.all():
+        entries = _take(entries, np.flatnonzero(in_range))
+    entries = _distinct_keys(entries)
+    return Agreement(capacity, entries, found - len(entries), (note,) if lost else ())
 
 
 def _in_order(adopted: AdoptedEntries) -> AdoptedEntries:
@@ -72,7 +77,7 @@ def _in_order(adopted: AdoptedEntries) -> AdoptedEntries:
 
 
 def _in_both(one: AdoptedEntries, other: AdoptedEntries) -> AdoptedEntries:
-    """What is alike in both: slot, generation and key."""
+    """The entries whose slot, generation and key are equal in both."""
     _, ours, theirs = np.intersect1d(
         one.pool_slots, other.pool_slots, assume_unique=True, return_indices=True
     )
@@ -82,16 +87,12 @@ def _in_both(one: AdoptedEntries, other: AdoptedEntries) -> AdoptedEntries:
 
 
 def _distinct_keys(entries: AdoptedEntries) -> AdoptedEntries:
-    """Of a key on several slots the lowest is kept."""
+    """Keep only the lowest slot of a key that is on several."""
     if len(set(entries.keys)) == len(entries):
         return entries
     # Later assignments win, so go from the highest slot down to the lowest.
     rows = dict(zip(reversed(entries.keys), range(len(entries) - 1, -1, -1), strict=True))
     return _take(entries, np.array(sorted(rows.values()), np.int64))
-
-
-def _select(entries: AdoptedEntries, wanted: npt.NDArray[np.bool_]) -> AdoptedEntries:
-    return entries if bool(wanted.all()) else _take(entries, np.flatnonzero(wanted))
 
 
 def _take(entries: AdoptedEntries, rows: npt.NDArray[np.int64]) -> AdoptedEntries:

@@ -1,19 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The manager's core: pure, no I/O, no vLLM, no torch. It decides; workers move bytes.
 
-Calls come from one thread. Every decision is made from memory at once; what follows is a
-command with an op number, and the world answers with reports (protocol). `prepare_store`
-and `prepare_load` return commands that travel inside vLLM's own transfer jobs; writes,
-fetches, cancellations and resets are queued and taken with `take_commands`.
+Calls come from one thread, and every decision is made from memory at once. A decision results in
+a command with an op number, which the ranks answer with reports (protocol). `prepare_store` and
+`prepare_load` return commands that travel inside vLLM's own transfer jobs; writes, fetches,
+cancellations and resets are queued and taken with `take_commands`.
 
-Requests that wait are `reload`'s: it is told of them, and acts once a step, in `turn`.
-
-How often each key was asked to be stored: a chunk is offloaded on its n-th sighting.
-
-As vLLM's own `store_threshold`: a sighting is one offer for storage (`prepare_store`), which
-vLLM makes once per request for each of its chunks, whether it computed the chunk or found it
-in GPU memory; look-ups do not count, and a reset forgets nothing. The table is bounded, and
-forgets what was seen least recently.
+The caller reports waiting requests to `reload`, which acts once per step, in `turn`.
 """
 
 from __future__ import annotations
@@ -26,25 +19,22 @@ from itertools import islice
 
 from vllm_nvmeof_offload.errors import CANCELLED, STALE, Outcome
 from vllm_nvmeof_offload.manager.admission import Admission, Find, LoadTimes
-from vllm_nvmeof_offload.manager.adoption import Capacity, agree
+from vllm_nvmeof_offload.manager.adoption import Agreement
 from vllm_nvmeof_offload.manager.eviction import LruPolicy, MakePolicy
 from vllm_nvmeof_offload.manager.index import Entry, Event, State
-from vllm_nvmeof_offload.manager.kv_events import ResidencyLog
+from vllm_nvmeof_offload.manager.kv_events import KvEventLog
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op, OpKind
-from vllm_nvmeof_offload.manager.prefetch import Reason, ReloadScheduler, Shelf
-from vllm_nvmeof_offload.manager.suspension import Suspension
+from vllm_nvmeof_offload.manager.prefetch import Holds, Reason, ReloadScheduler
 from vllm_nvmeof_offload.manager.tiers import Targets, Tiers
 from vllm_nvmeof_offload.manager.types import CoreConfig, Source, StorePlan
 from vllm_nvmeof_offload.manager.writes import WriteBehind
 from vllm_nvmeof_offload.protocol import (
     CancelCommand,
     Command,
-    FetchCommand,
     LevelReport,
     LoadChunk,
     LoadCommand,
     OpReport,
-    RankHello,
     RateReport,
     Report,
     ResetCommand,
@@ -55,21 +45,28 @@ from vllm_nvmeof_offload.protocol import (
     WriteCommand,
 )
 
-__all__ = [
-    "CoreConfig",
-    "ManagerCore",
-    "Sightings",
-    "Source",
-    "StorePlan",
-]
+__all__ = ["CoreConfig", "ManagerCore", "Source", "StorePlan", "StoreThreshold"]
 
 
-#: Forgotten at a time: the front of a dictionary is slow to find again and again.
+#: Keys forgotten at a time, because finding the front of a dictionary is slow.
 _FORGET_BATCH = 1024
+#: The least number of keys whose sightings are counted; the default is the number of slots.
+_SIGHTINGS_MIN = 1 << 16
+_GENERATION_MASK = (1 << 64) - 1
+#: States in which the chunk is not in a cache slot yet, although its entry may name one.
+_READ_FIRST = frozenset({State.POOLED, State.FETCHING})
+# Look-ups are many, and an enum's member is looked up slowly.
+_CPU, _POOL = Source.CPU, Source.POOL
 
 
-class Sightings:
-    """Counts of at most `keys_max` keys, and up to 1023 more. Threshold 1 keeps no table."""
+class StoreThreshold:
+    """A chunk is stored on its n-th sighting, as with vLLM's own `store_threshold`.
+
+    A sighting is one offer for storage (`prepare_store`), which vLLM makes once per request for
+    each of its chunks, whether it computed the chunk or found it in GPU memory; look-ups do not
+    count, and a reset forgets nothing. At most `keys_max` keys and 1023 more are counted; the
+    least recently seen are forgotten. Threshold 1 keeps no table.
+    """
 
     def __init__(self, threshold: int, keys_max: int) -> None:
         assert threshold >= 1
@@ -82,7 +79,7 @@ class Sightings:
         return len(self._counts)
 
     def see(self, keys: Iterable[bytes]) -> None:
-        """Each of `keys` was asked to be stored."""
+        """Each of `keys` was offered for storage."""
         if self._threshold == 1:
             return
         counts = self._counts
@@ -92,98 +89,69 @@ class Sightings:
             for key in list(islice(counts, len(counts) - self._keys_max)):
                 del counts[key]
 
-    def enough(self, key: bytes) -> bool:
+    def reached(self, key: bytes) -> bool:
         """Whether `key` has been seen often enough to be stored."""
         return self._threshold == 1 or self._counts.get(key, 0) >= self._threshold
 
 
-#: Keys whose sightings are counted: as many as there are slots, and at least so many.
-_SIGHTINGS_MIN = 1 << 16
-_GENERATION_MASK = (1 << 64) - 1
-#: Not in a cache slot yet, whatever the entry says of it.
-_READ_FIRST = frozenset({State.POOLED, State.FETCHING})
-# Look-ups are many, and an enum's member is looked up slowly.
-_CPU, _POOL = Source.CPU, Source.POOL
-
-
 class ManagerCore:
-    """key → where it lies, over both tiers."""
+    """The state of every offloaded chunk, over both tiers; made from the ranks' handshake.
+
+    first_generation: for simulations; None: random. prompts_s: seconds that the model has computed
+    prompts since the start.
+    """
 
     def __init__(
         self,
         config: CoreConfig,
+        agreement: Agreement,
         clock: Callable[[], float] = time.monotonic,
         policy: MakePolicy = LruPolicy,
+        *,
         first_generation: int | None = None,
+        prompts_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.config = config
-        self.capacity = Capacity()
-        #: Not the weights any more that the keyspace names: nothing is adoptable from now on.
+        self.capacity = capacity = agreement.capacity
+        #: The weights are not those that the keyspace names: nothing is adoptable from now on.
         self.weights_changed = False
-        self.suspension = Suspension(clock)
-        #: What happened, for metrics: counter name → count; those with a colon have labels.
+        #: Event counts for metrics, by counter name; names with a colon have labels.
         self.counters: Counter[str] = Counter()
-        #: By counter of `failed_chunks`: the last one of them.
+        #: By counter of `failed_chunks`: the last failure that it counted.
         self.last_failures: dict[str, Outcome] = {}
-        self.levels: dict[int, LevelReport] = {}  # by rank, as it last said
+        self.levels: dict[int, LevelReport] = {}  # by rank, as it last reported
+        #: Changes of the tiers' contents, if the configuration asks for them.
+        self.kv_events = KvEventLog() if config.kv_events else None
         self._clock = clock
-        self._ledger = Ledger(config.world_size)
-        self._commands: list[Command] = []
-        self._tiers = Tiers(policy, self.counters, config.write_policy, config.credit_share)
-        #: What came to a tier and left it, if the configuration asks for it.
-        self.residency = ResidencyLog() if config.tell_residency else None
-        self._tiers.changes = self.residency
-        self._writes = WriteBehind(
-            config, self._tiers, self._ledger, self._commands, self.counters, clock
+        self._ledger = Ledger(config.world_size, clock, prompts_s)
+        self._tiers = Tiers(agreement, policy, self.counters, config, self.kv_events)
+        self._writes = WriteBehind(config, self._tiers, self._ledger)
+        self._holds = Holds(self._tiers, self._ledger)
+        #: The caller reports to it each request that begins to wait, and that waits no more.
+        self.reload = ReloadScheduler(config, capacity, self._holds, clock)
+        self.admission = Admission(
+            config.admission, clock, capacity.slot_bytes, config.tokens_per_chunk
         )
-        self._shelf = Shelf(self._tiers, self._ledger, self._commands, self.counters, clock)
-        #: Told by the caller of requests that wait, and of those that wait no more.
-        self.reload = ReloadScheduler(
-            config.reload_cache_share, config.prefetch_cache_share, self._shelf, clock
-        )
-        self.admission = Admission(config.admission, clock)
         self._load_times = LoadTimes(self._tiers, self._ledger, self.admission, clock)
         self._cached, self._pooled = self._tiers.index.cached, self._tiers.index.pooled
-        self._sightings = Sightings(config.store_threshold, _SIGHTINGS_MIN)
-        # Boot nonce and counter in one: compared for equality alone.
+        slots = capacity.cache_slots + capacity.pool_slots
+        self._threshold = StoreThreshold(config.store_threshold, max(_SIGHTINGS_MIN, slots))
+        # Boot nonce and counter in one: compared only for equality.
         self._generation = secrets.randbits(64) if first_generation is None else first_generation
-
-    # -- start ------------------------------------------------------------------------
-
-    def attach(self, hellos: Sequence[RankHello]) -> tuple[str, ...]:
-        """Learn capacity and adopted entries from every rank; returns notes for the log."""
-        assert len(hellos) == self.config.world_size and not self.capacity.cache_slots
-        agreement = agree(hellos)
-        self.capacity = agreement.capacity
-        self._tiers.attach(agreement)
-        self._cached, self._pooled = self._tiers.index.cached, self._tiers.index.pooled
-        slots = self.capacity.cache_slots + self.capacity.pool_slots
-        self._sightings = Sightings(self.config.store_threshold, max(_SIGHTINGS_MIN, slots))
-        self._writes.attach(self.capacity.cache_slots)
-        self._shelf.attach(self.capacity.cache_slots)
-        self.reload.attach(self.capacity.cache_slots, self.capacity.slot_bytes)
-        self.admission.attach(self.capacity.slot_bytes, self.config.tokens_per_chunk)
-        self._load_times.attach(self.capacity.target_count)
-        found = max(len(hello.adopted) for hello in hellos)
-        self.counters["unadopted"] += found - len(agreement.entries)
-        return agreement.notes
-
-    def follow_prompts(self, prompts_s: Callable[[], float]) -> None:
-        """Learn from `prompts_s` how long the model has computed prompts, in seconds."""
-        self._ledger.prompts_s = prompts_s
+        self.counters["unadopted"] += agreement.unadopted
 
     # -- look-up ----------------------------------------------------------------------
 
     def lookup(self, key: bytes) -> Source | None:
         """Where `key` can be loaded from now; None is a miss."""
-        # Several a chunk and step: memory is what takes time here, so nothing is read, not
-        # even a slot's number, before it is needed.
+        # Called several times per chunk and step. Memory accesses take the time here, so nothing
+        # is read, not even a slot's number, before it is needed.
         if key in self._cached:
             return _CPU
         targets = self._tiers.targets
         if key in self._pooled:
             return _POOL if not targets.suspects or targets.usable(self._pooled[key]) else None
-        entry = self._tiers.index.awake_at(key)
+        entry = self._tiers.index.awake.get(key)
         if entry is None:
             return None
         if entry.in_cache:
@@ -200,7 +168,7 @@ class ManagerCore:
         for key in keys:
             in_cache = key in self._cached
             if not in_cache and key not in self._pooled:
-                entry = index.awake_at(key)
+                entry = index.awake.get(key)
                 in_cache = entry is not None and entry.state not in _READ_FIRST
             if in_cache:
                 leading += all_cpu
@@ -218,18 +186,18 @@ class ManagerCore:
     # -- store ------------------------------------------------------------------------
 
     def prepare_store(self, keys: Sequence[bytes]) -> StorePlan:
-        """Plan the store of those `keys` that are new and were seen often enough, as many as
-        fit, in their order."""
+        """Plan the store of those `keys` that are new and reached the threshold: as many as fit,
+        in their order."""
         tiers = self._tiers
         once = dict.fromkeys(keys)
-        self._sightings.see(once)
+        self._threshold.see(once)
         absent = [key for key in once if key not in tiers.index]
-        new = [key for key in absent if self._sightings.enough(key)]
+        new = [key for key in absent if self._threshold.reached(key)]
         self.counters["below_threshold"] += len(absent) - len(new)
         held: list[int] = []
         if len(new) > tiers.cache.free:
-            tiers.touch(keys)  # before evicting: what is asked for here goes last
-            # On eviction what is in the pool as well goes first, be it of this very prefix.
+            tiers.touch(keys)  # before evicting, so that chunks offered here are evicted last
+            # With on-eviction writing, chunks that the pool has too go first, even this prefix's.
             held = [] if tiers.demotes else tiers.hold_back(once)
         entries: list[Entry] = []
         chunks: list[StoreChunk] = []
@@ -253,7 +221,7 @@ class ManagerCore:
         command = None
         if entries:
             slots = tuple(chunk.cache_slot for chunk in chunks)
-            op = self._ledger.open(OpKind.STORE, self._clock(), tuple(entries), slots)
+            op = self._ledger.open(OpKind.STORE, tuple(entries), slots)
             command = StoreCommand(op.number, tuple(chunks))
         self._writes.drain()  # what was evicted here may have made demotions due
         stored = tuple(entry.identity.key for entry in entries)
@@ -264,14 +232,14 @@ class ManagerCore:
     def prepare_load(self, keys: Sequence[bytes], limit_s: float | None = None) -> LoadCommand:
         """Plan the load of `keys`, all of which `lookup` has just found; pins them.
 
-        limit_s: what has not been read so long after its beginning is not loaded any more.
+        limit_s: time from the load's beginning after which it is cut off; None: never.
         """
         tiers = self._tiers
         entries: list[Entry] = []
         cache_slots: list[int | None] = []
         pool_slots: list[int | None] = []
         tiers.touch(keys)
-        # Pin everything first: landing below evicts, and must not evict what is loaded.
+        # Pin everything first: landing below evicts, and must not evict a chunk of this load.
         for key in keys:
             entry = tiers.index.find(key)
             assert entry is not None, "prepare_load of a key that is not there"
@@ -279,7 +247,7 @@ class ManagerCore:
             if entry.in_cache:
                 assert entry.cache_slot is not None
                 tiers.cache.use(entry.cache_slot)
-                self._shelf.used(key)
+                self._holds.used(key)
             else:
                 assert entry.pool_slot is not None
                 tiers.pool.use(entry.pool_slot)
@@ -299,7 +267,6 @@ class ManagerCore:
             chunks.append(LoadChunk(entry.identity, entry.cache_slot, entry.pool_slot))
         op = self._ledger.open(
             OpKind.LOAD,
-            self._clock(),
             tuple(entries),
             tuple(cache_slots),
             tuple(pool_slots),
@@ -313,7 +280,7 @@ class ManagerCore:
         return LoadCommand(op.number, tuple(chunks))
 
     def _land(self, entry: Entry, landed: int) -> bool:
-        """Give a pool-only entry a cache slot to be read into, within the load's share."""
+        """Give a pool-only entry a cache slot to read its chunk into, within the load's share."""
         if landed >= int(self.config.land_cache_share * self.capacity.cache_slots):
             return False
         slot = self._tiers.take_cache_slot(spare_unwritten=True)
@@ -328,24 +295,21 @@ class ManagerCore:
     # -- commands and reports ---------------------------------------------------------
 
     def turn(self) -> None:
-        """Once a step, before its commands are taken: look after the requests that wait, and cut
-        off the loads that are overdue."""
+        """Once per step, before its commands are taken: hold and fetch chunks for the requests that
+        wait, and cut off overdue loads."""
         for op in self._load_times.limits.take_overdue():
-            self._commands.append(CancelCommand(op))
+            self._ledger.cancel(op)
             self.counters["loads_cut"] += 1
         self.reload.turn()
         self._load_times.limits.scheduled()
 
     def step_ended(self) -> None:
-        """The output of the oldest step that was not ended has come, its reports applied."""
+        """The output of the oldest step that has not ended has come; its reports are applied."""
         self._load_times.limits.ended()
 
     def take_commands(self) -> list[Command]:
-        """What to send to every rank with this step, in order."""
-        commands = list(self._commands)
-        self._commands.clear()
-        self._shelf.sent()
-        return commands
+        """Everything to send to every rank with this step, in order."""
+        return self._ledger.take_commands()
 
     def report(self, reports: Iterable[Report]) -> None:
         """Apply the ranks' reports, in the order in which they came."""
@@ -367,19 +331,20 @@ class ManagerCore:
             if decided:
                 self._decide(op)
             if released:
-                self._tiers.let_go(op)
+                self._tiers.release(op)
             elif decided:
-                # What the kernel still has belongs to a chunk that failed: one hung read must
+                # Only chunks that failed can have buffers still in the kernel: one hung read must
                 # not pin the whole load.
-                self._tiers.let_go(op, spare=frozenset(op.failures))
+                self._tiers.release(op, spare=frozenset(op.failures))
         self._writes.drain()
 
     def has_pending_work(self, *, count_writes: bool = True) -> bool:
-        """A command waits to be sent, or a report is owed and not overdue.
+        """Whether a command waits to be sent, or a report is owed and not overdue.
 
         count_writes: whether write-behind counts. It can wait for the engine's next step.
         """
-        if any(count_writes or not isinstance(c, WriteCommand) for c in self._commands):
+        commands = self._ledger.unsent.values()
+        if any(count_writes or not isinstance(c, WriteCommand) for c in commands):
             return True
         oldest_s = self._clock() - self.config.report_deadline_s
         return any(
@@ -396,11 +361,11 @@ class ManagerCore:
             loaded = op.kind in (OpKind.LOAD, OpKind.FETCH) and outcome != CANCELLED
             slot = op.pool_slots[index] if op.pool_slots else None
             if outcome == STALE and slot is None and op.entries[index].state in _READ_FIRST:
-                continue  # it waited for another's read, which was cut off: the pool has it yet
+                continue  # it waited for another's read, which was cut off: the pool still has it
             if stored or loaded:
                 worn = slot is not None and self._writes.read_failed(slot, outcome)
                 self._tiers.doom(op.entries[index], retire=worn)
-                self._shelf.gone(op.entries[index])
+                self._holds.gone(op.entries[index])
 
     def _count_failure(self, op: Op, index: int, outcome: Outcome) -> None:
         slot = op.pool_slots[index] if op.pool_slots else None
@@ -428,7 +393,7 @@ class ManagerCore:
         if op.kind is OpKind.LOAD:
             self._load_times.loaded(op)
         elif op.kind is OpKind.FETCH:
-            self._shelf.ended(op, op.failures.get(0))
+            self._holds.ended(op, op.failures.get(0))
             if op.probe and not op.detached:
                 self._load_times.learn(op, was_cut=False)
 
@@ -443,33 +408,35 @@ class ManagerCore:
             self._tiers.on(entry, Event.FETCHED)
         else:  # cancelled: any other failure has doomed the entry
             self._tiers.on(entry, Event.FETCH_CANCELLED)
-            self._shelf.gone(entry)  # a landing may be held
+            self._holds.gone(entry)  # a landing may be held
             self._tiers.leave_cache(entry)
 
     # -- reset ------------------------------------------------------------------------
 
     def reset(self) -> bool:
-        """Every entry goes, on disk too; slots come back as they are released. False: none was."""
+        """Drop every entry, on disk too; slots come back as they are released.
+
+        Returns False if nothing was left to drop and a reset is queued already.
+        """
+        ledger, unsent = self._ledger, self._ledger.unsent
         adoptable = self.config.weights_never_change and not self.weights_changed
-        last = self._commands[-1] if self._commands else None
+        last = next(reversed(unsent.values()), None)
         if isinstance(last, ResetCommand) and last.adoptable == adoptable and not self._tiers.index:
             return False  # weights come in many pieces
-        kept: list[Command] = []
-        for command in self._commands:
-            if isinstance(command, WriteCommand | FetchCommand):
+        for number, command in list(unsent.items()):
+            if isinstance(command, CancelCommand):
+                del unsent[number]
+            elif not isinstance(command, ResetCommand):
                 # Never sent: no rank will report on it.
                 if isinstance(command, WriteCommand):
                     self._writes.withdrawn(command.pool_slot)
-                self._tiers.let_go(self._ledger.withdraw(command.op))
-            elif isinstance(command, ResetCommand):
-                kept.append(command)
-        self._commands[:] = kept
+                self._tiers.release(ledger.withdraw(number))
         self._tiers.reset()
         self._writes.reset()
-        self._shelf.reset()
+        self._holds.reset()
         self.reload.reset()
-        op = self._ledger.open(OpKind.RESET, self._clock())
-        self._commands.append(ResetCommand(op.number, adoptable))
+        op = ledger.open(OpKind.RESET)
+        unsent[op.number] = ResetCommand(op.number, adoptable)
         self.counters["resets"] += 1
         return True
 
@@ -477,7 +444,7 @@ class ManagerCore:
         self._generation = (self._generation + 1) & _GENERATION_MASK
         return SlotIdentity(key, self._generation)
 
-    # -- figures ----------------------------------------------------------------------
+    # -- gauges -----------------------------------------------------------------------
 
     def gauges(self) -> dict[str, int]:
         """Occupancy, for metrics and for the simulator's leak check."""
@@ -493,31 +460,30 @@ class ManagerCore:
             "ops": len(self._ledger),
             "writes_pending": self._writes.pending,
             "write_backlog": tiers.backlog,
-            "commands_waiting": sum(not isinstance(c, CancelCommand) for c in self._commands),
-            "held_reload": self._shelf.counts[Reason.RELOAD],
-            "held_queue": self._shelf.counts[Reason.QUEUE],
+            "commands_waiting": sum(number > 0 for number in self._ledger.unsent),
+            "held_reload": self._holds.counts[Reason.RELOAD],
+            "held_queue": self._holds.counts[Reason.QUEUE],
             "requests_waiting": len(self.reload),
             "cache_slots_in_use": tiers.cache.in_use_count,
             "suspect_targets": len(tiers.targets.suspects),
-            "stores_suspended": len(self.suspension),
         }
 
     def activity(self) -> tuple[int, ...]:
-        """Differs after nearly everything that changes a counter or a gauge, and is cheap."""
+        """A cheap value that differs after nearly every change of a counter or a gauge."""
         return (
             sum(self.counters.values()),
             len(self._ledger),
             len(self.reload),
-            *self._shelf.counts.values(),
+            *self._holds.counts.values(),
         )
 
     @property
     def targets(self) -> Targets:
-        """For its verdicts and rates."""
+        """The targets, for their verdicts and rates."""
         return self._tiers.targets
 
     def learned(self) -> dict[str, float]:
-        """What admission goes by, for metrics; 0: not known."""
+        """The estimates that admission uses, for metrics; 0: unknown."""
         return {
             "prefill_tokens_per_s": self.admission.tokens_per_s,
             "read_bytes_per_s": self.admission.bytes_per_s,
@@ -525,9 +491,9 @@ class ManagerCore:
         }
 
     def held(self) -> Iterable[bytes]:
-        """The keys whose cache slots are kept for requests to come."""
-        return self._shelf.keys()
+        """The keys whose cache slots are held for requests that wait."""
+        return self._holds.keys()
 
     def entries(self) -> Iterable[Entry]:
-        """All live entries, for inspection; copies of those that nothing works on."""
+        """All live entries, for inspection; copies of those that rest."""
         return iter(self._tiers.index)

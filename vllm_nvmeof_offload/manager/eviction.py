@@ -1,27 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction: which evictable slot goes first. One policy object per tier, pure bookkeeping.
+"""Eviction: which evictable slot is given up first. One policy object per tier and target, pure.
 
-A policy holds *evictable* slots only: the manager withdraws a slot while anything pins it and
-admits it again afterwards. Being pinned is not being used: when a slot was last used stands in
-an array of the manager's, so that a write or its late release does not make a chunk look
-recent, and does not turn the order of a prefix's chunks round.
+A policy holds only *evictable* slots: the manager withdraws a slot while anything pins it and
+admits it again afterwards. Being pinned is not being used: the manager keeps in an array when
+each slot was last used (`Recency`), so that a write or its late release does not make a chunk
+look recent, and does not reverse the order of a prefix's chunks.
 
-By slot of one tier: when its chunk counts as used last, which is what eviction goes by.
-
-Plain LRU gives up in the same order whatever came back and what never did. Where the requests of
-more conversations are interleaved than a tier holds, it then loses each just before its next
-turn. So each request beyond the first one that used a chunk lets it count as used later, by a
-share of the tier's size, a few times at most: what has come back is kept longer than what came
-once, and goes all the same once its conversation is over. A prefix's head is used by every
-request that uses its tail, so the head's count is never less, and the tail still goes first.
-
-The CPU tier counts so; the pool behind it is plain LRU, and keeps what the CPU tier gave up for
-what had come back: together they hold more that differs. Nor could the pool keep a prefix
-from making room for its own continuation, as `Tiers.hold_back` does. One that is at most
-twice as large as the CPU tier may give up the middle of a prefix that the CPU tier still has, and
-keep the end, which nobody finds: some chunks in a thousand (`tests/unit/manager/test_recency.py`).
-
-`eviction_policy`: from the configured name to the class, ours or a user's own.
+`choose_policy` makes a configured name into the class: one of ours, or a user's own.
 """
 
 from __future__ import annotations
@@ -51,9 +36,10 @@ __all__ = [
 class EvictionPolicy(Protocol):
     """Order in which evictable slots are given up.
 
-    Made with `used`: by slot, when it was last used. The manager keeps it and a policy reads
-    it; it grows with every use of any slot, and a withdrawn slot may come back with any value.
-    Made several times: with no slots before the sizes are known, and anew after each reset.
+    Made with `used`: by slot, when it was last used. The manager keeps it and a policy reads it.
+    The time grows with every use of any slot; a withdrawn slot may come back with any value.
+    One is made for the CPU tier and one for each target, which have at least one slot; after each
+    reset they are made again. All slots are withdrawn at first.
     """
 
     def admit(self, slot: int) -> None:
@@ -76,31 +62,30 @@ class EvictionPolicy(Protocol):
     def __len__(self) -> int: ...
 
 
-_SHELF_BITS = 12
+#: Makes a policy from the array of each slot's last use.
+MakePolicy = Callable[[Sequence[int]], EvictionPolicy]
+
+_BUCKET_BITS = 12
 _SLOT_BITS = 32
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
 
 
-#: Makes a policy from the array of each slot's last use.
-MakePolicy = Callable[[Sequence[int]], EvictionPolicy]
-
-
 class LruPolicy:
-    """Least recently used first; 13 bytes a slot, no objects, no work on a touch.
+    """Least recently used first; 13 bytes per slot, no objects, no work on a touch.
 
-    A slot has one record, filed by when it was last used, on a shelf for 4096 uses each. A use
-    moves nothing: the record is then only the earliest time at which the slot could be due, and
-    is filed anew if it comes up. The oldest shelf is sorted, as a heap, when its turn comes.
+    A slot has one record, filed by its last use, in buckets of 4096 uses each. A later use moves
+    nothing: the record is then only the earliest time at which the slot could be due, and is filed
+    again when it comes up. The oldest bucket is sorted, as a heap, when its turn comes.
     """
 
     def __init__(self, used: Sequence[int]) -> None:
         self._used = used
         self._inside = bytearray(len(used))
         self._filed = array("Q", bytes(8 * len(used)))  # by slot: its record's time + 1; 0: none
-        self._shelves: dict[int, array[int]] = {}
-        self._numbers: list[int] = []  # of shelves, a heap
+        self._buckets: dict[int, array[int]] = {}
+        self._numbers: list[int] = []  # of buckets, a heap
         self._open: list[int] = []  # the oldest records, a heap of (time, slot) as one number
-        self._opened = -1  # the last shelf that was opened
+        self._opened = -1  # the last bucket that was opened
         self._count = 0
 
     def admit(self, slot: int) -> None:
@@ -133,7 +118,7 @@ class LruPolicy:
                         self._file(slot, self._used[slot])
             if not self._numbers:
                 return None
-            self._open_shelf(heapq.heappop(self._numbers))
+            self._open_bucket(heapq.heappop(self._numbers))
 
     def victim(self) -> int | None:
         slot = self.peek()
@@ -145,8 +130,8 @@ class LruPolicy:
 
     @property
     def records(self) -> int:
-        """How many slots and former slots it keeps a place for; at most about one a slot."""
-        return len(self._open) + sum(map(len, self._shelves.values()))
+        """Number of records, those of withdrawn slots included; at most about one per slot."""
+        return len(self._open) + sum(map(len, self._buckets.values()))
 
     def __contains__(self, slot: int) -> bool:
         return bool(self._inside[slot])
@@ -156,21 +141,21 @@ class LruPolicy:
 
     def _file(self, slot: int, used: int) -> None:
         self._filed[slot] = used + 1
-        number = used >> _SHELF_BITS
+        number = used >> _BUCKET_BITS
         if number <= self._opened:
             heapq.heappush(self._open, used << _SLOT_BITS | slot)
             return
-        shelf = self._shelves.get(number)
-        if shelf is None:
-            shelf = self._shelves[number] = array("I")
+        bucket = self._buckets.get(number)
+        if bucket is None:
+            bucket = self._buckets[number] = array("I")
             heapq.heappush(self._numbers, number)
-        shelf.append(slot)
+        bucket.append(slot)
 
-    def _open_shelf(self, number: int) -> None:
+    def _open_bucket(self, number: int) -> None:
         filed = self._filed
-        for slot in self._shelves.pop(number):
+        for slot in self._buckets.pop(number):
             time = filed[slot] - 1
-            if time >> _SHELF_BITS == number:  # else: filed earlier since, or gone
+            if time >> _BUCKET_BITS == number:  # else: filed earlier since, or gone
                 self._open.append(time << _SLOT_BITS | slot)
         heapq.heapify(self._open)
         self._opened = number
@@ -181,12 +166,27 @@ CREDITED_MAX = 3
 
 
 class Recency:
-    """9 bytes a slot. credit_share 0: plain LRU."""
+    """When the chunk in each slot of one tier counts as last used; 9 bytes per slot.
+
+    Plain LRU evicts in the same order chunks that came back and chunks that never did. Where the
+    requests of more conversations are interleaved than a tier holds, it then loses each just
+    before its next turn. So each request beyond the first that used a chunk lets it count as used
+    later, by `credit_share` of the tier's slots, `CREDITED_MAX` times at most: a chunk that has
+    come back is kept longer, and still goes once its conversation is over. A prefix's head is used
+    by every request that uses its tail, so the head's count is never less, and the tail still
+    goes first. credit_share 0: plain LRU.
+
+    Only the CPU tier counts returns. The pool behind it is plain LRU and keeps the chunks that the
+    CPU tier gave up for those: together they hold more that differs. Nor could the pool keep a
+    prefix from making room for its own continuation, as `Tiers.hold_back` does. A pool at most
+    twice as large as the CPU tier may evict the middle of a prefix that the CPU tier still has,
+    and keep the unreachable end: some chunks in a thousand (tests/unit/manager/test_recency.py).
+    """
 
     def __init__(self, slots: int, credit_share: float = 0.0) -> None:
-        #: What policies read. Of a slot that keeps its chunk it only ever grows.
+        #: Read by policies. It only grows while the slot keeps its chunk.
         self.used = array("Q", bytes(8 * slots))
-        self._requests = bytearray(slots)  # that used the chunk to their end
+        self._requests = bytearray(slots)  # requests that used the chunk and have ended
         self._credit = int(credit_share * slots)
 
     def use(self, slot: int, now: int, *, ended: bool = False) -> None:
@@ -214,39 +214,36 @@ class Recency:
 
 
 _KEY = "eviction_policy"
-#: By their configured names. `credited_lru` differs in what counts as the last use, which
-#: `recency` keeps.
+#: By their configured names; `credited_lru` differs in `Recency`, not in the policy.
 POLICIES: dict[str, MakePolicy] = {CREDITED: LruPolicy, "lru": LruPolicy}
 _METHODS = ("admit", "withdraw", "touch", "peek", "victim", "__contains__", "__len__")
 _TRIAL_SLOTS, _TRIAL_CALLS = 16, 2000
 
 
 def credit_share(name: str, write_policy: WritePolicy = WritePolicy.THROUGH) -> float:
-    """What a chunk's return is worth under the policy `name`, as `CoreConfig` has it.
+    """`CoreConfig.credit_share` for the policy `name`.
 
-    Where chunks are written on eviction plain LRU finds more: 52.2 % against 49.9 % by `bench
-    tiers` on public agentic traces.
+    0 where chunks are written on eviction, because plain LRU finds more there: 52.2 % against
+    49.9 % by `bench tiers` on public agentic traces.
     """
     return CREDIT_SHARE if name == CREDITED and write_policy is WritePolicy.THROUGH else 0.0
 
 
 def choose_policy(name: str) -> MakePolicy:
-    """What makes the policy that `name` stands for: one of `POLICIES`, or "module:Class".
+    """The class for the configured `name`: one of `POLICIES`, or "module:Class".
 
-    A class of the user's is tried out first: one that loses slots would stop a server later.
+    A user's class is tried first, because one that loses slots would stop a server later.
 
     Raises:
-        ConfigError: there is none of this name, or it does not do what a policy must.
+        ConfigError: there is none of this name, or it does not work as a policy must.
     """
     if name in POLICIES:
         return POLICIES[name]
     make = _imported(name)
     missing = [method for method in _METHODS if not hasattr(make, method)]
     if missing:
-        remedy = (
-            f"has no {', '.join(missing)}; EvictionPolicy in manager/policy.py says what each does"
-        )
-        raise ConfigError(_KEY, name, remedy)
+        described = "EvictionPolicy in manager/eviction.py describes each"
+        raise ConfigError(_KEY, name, f"has no {', '.join(missing)}; {described}")
     try:
         fault = try_policy(make)
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything
@@ -281,13 +278,18 @@ def _imported(name: str) -> Callable[..., EvictionPolicy]:
 def try_policy(make: MakePolicy) -> str | None:
     """Play a fixed sequence of calls; return what is wrong with the answers, None if nothing is.
 
-    It knows which slots are evictable, and nothing of the order in which they should go.
+    The trial knows which slots are evictable, and nothing of the order in which they should go.
+    It is played as the manager makes policies: over an array for the CPU tier, and over a view of
+    every n-th cell of an array for a target.
     """
-    none = make(array("Q"))  # as it is made before the sizes are known
-    if none.peek() is not None or none.victim() is not None:
-        return "it gives a slot where there are none"
-    used = array("Q", bytes(8 * _TRIAL_SLOTS))
+    cells = array("Q", bytes(8 * 3 * _TRIAL_SLOTS))
+    return _try_over(make, cells[:_TRIAL_SLOTS]) or _try_over(make, memoryview(cells)[1::3])
+
+
+def _try_over(make: MakePolicy, used: array[int] | memoryview[int]) -> str | None:
     policy, inside, state = make(used), set[int](), 1
+    if policy.peek() is not None or policy.victim() is not None:
+        return "it gives a slot where none is evictable"
     for now in range(1, _TRIAL_CALLS):
         state = state * 48271 % 0x7FFFFFFF  # the same calls at every start
         slot, call = state % _TRIAL_SLOTS, state // _TRIAL_SLOTS % 5

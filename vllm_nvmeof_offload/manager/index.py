@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index: entries, their states, and the one table of what may happen to them.
+"""The index: entries, their states, and the one table of their transitions.
 
     ABSENT → STORING → CACHED → WRITING → BOTH → POOLED → FETCHING → BOTH …   DOOMED from any
 
-ABSENT is no entry at all. Pins are orthogonal: they are the users that the slot allocators
-count. An event that the table does not list for a state is a mistake of ours.
+ABSENT is no entry at all. Pins are orthogonal: the slot allocators count a slot's users. An
+event that the table does not list for a state is a programming error.
 
-An entry that nothing works on *rests*: it is one item of a dictionary and a few array cells, so
-that a million of them cost little memory and nothing at a garbage collection. It is an object
-while something is done with it.
+An entry on which no operation works *rests*: it is one dictionary item and a few array cells,
+because a million of them must cost little memory and nothing at a garbage collection. While an
+operation works on it, it is *awake*: an object.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Event(enum.Enum):
 
 _S, _E = State, Event
 
-#: (state, event) → next state; None is ABSENT. What an operation reports about an entry that
-#: was doomed meanwhile changes nothing any more.
+#: (state, event) → next state; None is ABSENT. A report about an entry that was doomed meanwhile
+#: changes nothing.
 TRANSITIONS: dict[tuple[State, Event], State | None] = {
     (_S.STORING, _E.COPIED): _S.CACHED,
     (_S.STORING, _E.COPY_FAILED): _S.DOOMED,
@@ -87,7 +87,6 @@ TRANSITIONS: dict[tuple[State, Event], State | None] = {
 }
 
 _MAY_REST = frozenset({_S.CACHED, _S.BOTH, _S.POOLED})
-_IN_CACHE = frozenset({_S.STORING, _S.CACHED, _S.WRITING, _S.BOTH, _S.FETCHING})
 
 
 @dataclass(slots=True, eq=False)
@@ -101,69 +100,66 @@ class Entry:
 
     @property
     def in_cache(self) -> bool:
-        """May a load name the cache slot as its source? (It may have to wait there.)"""
-        return self.state in _IN_CACHE
+        """Whether a load may name the cache slot as its source. (It may have to wait there.)"""
+        return self.state is not _S.POOLED and self.state is not _S.DOOMED
 
     def on(self, event: Event) -> State | None:
         """Apply `event`; returns the new state, None for ABSENT."""
         step = (self.state, event)
         assert step in TRANSITIONS, f"{event.name} on {self.state.name}"
         new = TRANSITIONS[step]
-        if new is not None:
-            self.state = new
+        self.state = new or self.state
         return new
 
 
 class Index:
-    """key → entry. Doomed entries are not in it: their keys miss at once.
+    """key → entry, for at most `cache_slots + pool_slots` entries. Doomed entries are not in it:
+    their keys miss at once.
 
-    Never more than `cache_slots + pool_slots` entries.
+    `awake`, `cached` and `pooled` are public for look-ups only.
     """
 
-    def __init__(self, cache_slots: int = 0, pool_slots: int = 0) -> None:
-        self._awake: dict[bytes, Entry] = {}
-        #: Of what rests: key → cache slot, and key → pool slot of what is in the pool alone.
-        #: Bytes and ints: the garbage collector does not track them. Others only look up here.
+    def __init__(self, cache_slots: int, pool_slots: int) -> None:
+        #: Entries on which an operation works.
+        self.awake: dict[bytes, Entry] = {}
+        #: Resting entries: key → cache slot, and key → pool slot of those only in the pool.
+        #: Bytes and ints: the garbage collector does not track them.
         self.cached: dict[bytes, int] = {}
         self.pooled: dict[bytes, int] = {}
         # Object arrays: unlike a list, the garbage collector does not walk them.
         self._cache_keys = np.empty(cache_slots, object)
         self._pool_keys = np.empty(pool_slots, object)
-        # Of what rests; by pool slot only for what is in the pool alone.
+        # For resting entries; by pool slot only for those only in the pool.
         self._cache_generations = array("Q", bytes(8 * cache_slots))
         self._pool_generations = array("Q", bytes(8 * pool_slots))
-        self._pool_slot_of = array("q", bytes(8 * cache_slots))  # -1: in the cache alone
+        self._pool_slot_of = array("q", bytes(8 * cache_slots))  # -1: only in the cache
 
     def __len__(self) -> int:
-        return len(self._awake) + len(self.cached) + len(self.pooled)
+        return len(self.awake) + len(self.cached) + len(self.pooled)
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self.cached or key in self.pooled or key in self._awake
+        return key in self.cached or key in self.pooled or key in self.awake
 
     def __iter__(self) -> Iterator[Entry]:
         """All entries, for inspection: copies of those at rest."""
-        yield from list(self._awake.values())
+        yield from list(self.awake.values())
         for key, slot in list(self.cached.items()):
             yield self._from_cache(key, slot)
         for key, slot in list(self.pooled.items()):
             yield self._from_pool(key, slot)
 
-    def awake_at(self, key: bytes) -> Entry | None:
-        """The entry of `key` if something works on it."""
-        return self._awake.get(key)
-
     def slots(self, key: bytes) -> tuple[int | None, int | None]:
-        """(cache slot, pool slot) of `key`, as far as it has them."""
+        """(cache slot, pool slot) of `key`; None where it has none."""
         cache_slot = self.cached.get(key)
         if cache_slot is not None:
             pool_slot = self._pool_slot_of[cache_slot]
             return cache_slot, pool_slot if pool_slot >= 0 else None
-        entry = self._awake.get(key)
+        entry = self.awake.get(key)
         return (entry.cache_slot, entry.pool_slot) if entry else (None, self.pooled.get(key))
 
     def find(self, key: bytes) -> Entry | None:
-        """The entry of `key`, awake from now on until `rest`."""
-        entry = self._awake.get(key)
+        """Wake the entry of `key`, until `rest`."""
+        entry = self.awake.get(key)
         if entry is None:
             if key in self.cached:
                 entry = self._from_cache(key, self.cached.pop(key))
@@ -171,18 +167,18 @@ class Index:
                 entry = self._from_pool(key, self.pooled.pop(key))
             else:
                 return None
-            self._awake[key] = entry
+            self.awake[key] = entry
         return entry
 
     def holds(self, entry: Entry) -> bool:
         """Whether this very entry is in the index, and awake."""
-        return self._awake.get(entry.identity.key) is entry
+        return self.awake.get(entry.identity.key) is entry
 
     def rest(self, entry: Entry) -> None:
-        """Nothing works on `entry` any more: nobody may keep it, and it is let go."""
+        """No operation works on `entry` any more: the caller must not use the object again."""
         assert self.holds(entry) and entry.state in _MAY_REST
         key, generation = entry.identity.key, entry.identity.generation
-        del self._awake[key]
+        del self.awake[key]
         if entry.cache_slot is not None:
             self._cache_generations[entry.cache_slot] = generation
             pool_slot = entry.pool_slot
@@ -195,9 +191,8 @@ class Index:
 
     def add(self, entry: Entry) -> None:
         assert entry.identity.key not in self
-        self._awake[entry.identity.key] = entry
-        if entry.cache_slot is not None:
-            self.name_cache(entry)
+        self.awake[entry.identity.key] = entry
+        self.note_slots(entry)
 
     def adopt(
         self,
@@ -205,7 +200,7 @@ class Index:
         generations: npt.NDArray[np.uint64],
         keys: Sequence[bytes],
     ) -> None:
-        """Take over chunks that lie in the pool, into an empty index; slots and keys distinct."""
+        """Fill an empty index with chunks that are in the pool; slots and keys are distinct."""
         assert not len(self)
         self._pool_keys[pool_slots] = np.fromiter(keys, object, len(keys))
         np.frombuffer(self._pool_generations, np.uint64)[pool_slots] = generations
@@ -215,38 +210,33 @@ class Index:
     def drop(self, entry: Entry) -> None:
         """Remove `entry` if the index still holds this very one (rule 8)."""
         if self.holds(entry):
-            del self._awake[entry.identity.key]
+            del self.awake[entry.identity.key]
 
     def clear(self) -> None:
         """Remove everything; nothing is awake."""
-        assert not self._awake
+        assert not self.awake
         self.cached.clear()
         self.pooled.clear()
         self._cache_keys[:] = None
         self._pool_keys[:] = None
 
-    def awake(self) -> list[Entry]:
-        """The entries that something works on."""
-        return list(self._awake.values())
+    # -- the key of a slot ------------------------------------------------------------
 
-    # -- whose is a slot --------------------------------------------------------------
-
-    def name_cache(self, entry: Entry) -> None:
-        """`entry` has been given its cache slot."""
-        self._cache_keys[entry.cache_slot] = entry.identity.key
-
-    def name_pool(self, entry: Entry) -> None:
-        """`entry` has been given its pool slot."""
-        self._pool_keys[entry.pool_slot] = entry.identity.key
+    def note_slots(self, entry: Entry) -> None:
+        """`entry` was given the slots that it has."""
+        if entry.cache_slot is not None:
+            self._cache_keys[entry.cache_slot] = entry.identity.key
+        if entry.pool_slot is not None:
+            self._pool_keys[entry.pool_slot] = entry.identity.key
 
     def in_cache_slot(self, slot: int) -> Entry:
-        """Whose chunk is in this cache slot, awake."""
+        """Wake the entry whose chunk is in this cache slot."""
         entry = self.find(self._cache_keys[slot])
         assert entry is not None and entry.cache_slot == slot
         return entry
 
     def in_pool_slot(self, slot: int) -> Entry:
-        """Whose chunk is in this pool slot, awake."""
+        """Wake the entry whose chunk is in this pool slot."""
         entry = self.find(self._pool_keys[slot])
         assert entry is not None and entry.pool_slot == slot
         return entry

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which chunks came to which tier and left it, in order: what KV events tell routers. Pure.
+"""The chunks that came to each tier and left it, in order: the source of KV events. Pure.
 
-A chunk is *in* the CPU tier from the moment its copy is seen complete on every rank, and in the
-pool from the moment its write is; it leaves a tier when its place there is given up, whatever
-the reason: eviction, failure, reset. Each tier is told apart: a chunk that is evicted from pinned
-memory and still in the pool has left the one and not the other. Whoever applies the changes in
-their order has exactly what the index has.
+A chunk is *in* the CPU tier from the moment its copy is complete on every rank, and in the pool
+from the moment its write is; it leaves a tier when its place there is given up by eviction,
+failure or reset. Tiers are recorded separately: a chunk that is evicted from pinned memory may
+still be in the pool. A router that applies the changes in their order has exactly the index.
 """
 
 from __future__ import annotations
@@ -17,26 +16,21 @@ from dataclasses import dataclass, field
 from vllm_nvmeof_offload.manager.index import Index, State
 from vllm_nvmeof_offload.manager.types import Source
 
-__all__ = ["Change", "ResidencyLog", "tiers_of"]
+__all__ = ["KvEventLog"]
 
-#: Arrivals told at a time, unless many more wait: after a start with a large pool each step
-#: carries some, and no step carries millions.
+#: Keys per step, unless many more wait: after a start with a large pool, each step carries a part
+#: of them, so that no step carries millions.
 _TAKE_MAX = 4096
 _TAKE_SHARE = 8
 
-_NOWHERE: tuple[Source, ...] = ()
-_WHERE: dict[State | None, tuple[Source, ...]] = {
+#: The tiers that hold a whole copy of an entry in this state; in any other state none does.
+_TIERS: dict[State | None, tuple[Source, ...]] = {
     State.CACHED: (Source.CPU,),
     State.WRITING: (Source.CPU,),
     State.BOTH: (Source.CPU, Source.POOL),
     State.POOLED: (Source.POOL,),
     State.FETCHING: (Source.POOL,),
 }
-
-
-def tiers_of(state: State | None) -> tuple[Source, ...]:
-    """The tiers that hold a whole copy of an entry in this state; None: there is no entry."""
-    return _WHERE.get(state, _NOWHERE)
 
 
 @dataclass(slots=True)
@@ -48,8 +42,8 @@ class Change:
     keys: list[bytes] = field(default_factory=list)
 
 
-class ResidencyLog:
-    """Changes that were not told yet, oldest first. Its length is in keys."""
+class KvEventLog:
+    """Changes that were not reported yet, oldest first. Its length is in keys."""
 
     def __init__(self) -> None:
         self._changes: deque[Change] = deque()
@@ -60,12 +54,11 @@ class ResidencyLog:
 
     def moved(self, key: bytes, before: State | None, after: State | None) -> None:
         """An entry went from one state to another."""
-        had, has = tiers_of(before), tiers_of(after)
-        if had == has:
-            return
-        for tier in Source:
-            if (tier in had) != (tier in has):
-                self._note(tier, tier in had, (key,))
+        had, has = _TIERS.get(before, ()), _TIERS.get(after, ())
+        if had != has:
+            for tier in Source:
+                if (tier in had) != (tier in has):
+                    self._note(tier, tier in had, (key,))
 
     def came(self, tier: Source, keys: Iterable[bytes]) -> None:
         self._note(tier, False, keys)
@@ -74,14 +67,14 @@ class ResidencyLog:
         self._note(tier, True, keys)
 
     def all_leave(self, index: Index) -> None:
-        """Whatever rests in the index is about to go."""
+        """A reset is about to remove everything that rests in the index."""
         self.forget_arrivals()
         self.left(Source.CPU, index.cached)
         self.left(Source.POOL, (k for k in index.cached if index.slots(k)[1] is not None))
         self.left(Source.POOL, index.pooled)
 
     def forget_arrivals(self) -> None:
-        """Everything is about to leave: who has not heard that something came need not."""
+        """A reset follows: drop unreported arrivals, which its removals would cancel."""
         self._changes = deque(change for change in self._changes if change.removed)
         self._length = sum(len(change.keys) for change in self._changes)
 
@@ -102,12 +95,12 @@ class ResidencyLog:
         return taken
 
     def _note(self, tier: Source, removed: bool, keys: Iterable[bytes]) -> None:
-        told = list(keys)
-        if not told:
+        new = list(keys)
+        if not new:
             return
         last = self._changes[-1] if self._changes else None
         if last is None or last.tier is not tier or last.removed is not removed:
             last = Change(tier, removed)
             self._changes.append(last)
-        last.keys += told
-        self._length += len(told)
+        last.keys += new
+        self._length += len(new)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger of operations under way: who has reported, who has released.
+"""The ledger of operations: commands not sent yet, who has reported, who has released.
 
 A fact holds when all ranks reported it, and a failure on any rank is the fact's failure. An
-op's slots are let go when all ranks have released them.
+op's slots are released when all ranks have released them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from vllm_nvmeof_offload.errors import CANCELLED, Outcome
 from vllm_nvmeof_offload.manager.index import Entry
-from vllm_nvmeof_offload.protocol import OpReport, ReleaseReport
+from vllm_nvmeof_offload.protocol import CancelCommand, Command, OpReport, ReleaseReport
 
 __all__ = ["Ledger", "Op", "OpKind"]
 
@@ -28,47 +28,53 @@ class OpKind(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Op:
-    """One command under way.
-
-    entries: the entry of each chunk, in the command's order.
-    cache_slots, pool_slots: what each chunk uses; None: nothing, or let go already.
-    landing: indices of a load's chunks that are read into the cache slot of their entry.
-    queued: of a load or probe; by target, chunks that others had yet to read before it.
-    detached: a fetch that was cancelled: its entry has left it and does not hear of its end.
-    probe: a fetch that is there to be timed.
-    seconds: what it took on the slowest rank, as far as they have reported.
-    prompts_s: of a load or fetch; how long the model had computed prompts when it was planned.
-    """
+    """One operation under way: a command, and all that is known of its execution."""
 
     number: int
     kind: OpKind
     issued_s: float
     outcomes_left: int
     releases_left: int
+    #: By chunk, in the command's order.
     entries: tuple[Entry, ...] = ()
+    #: By chunk: the slots that it uses; None: none, or released already.
     cache_slots: tuple[int | None, ...] = ()
     pool_slots: tuple[int | None, ...] = ()
+    #: Chunks of a load, by index, that are read into the cache slot of their entry.
     landing: frozenset[int] = frozenset()
     failures: dict[int, Outcome] = field(default_factory=dict)
+    #: For a load or probe, by target: chunks that others had yet to read before it.
     queued: tuple[int, ...] = ()
+    #: A fetch that was cancelled: its end does not concern its entry any more.
     detached: bool = False
+    #: A fetch that is there to be timed.
     probe: bool = False
+    #: Its duration on the slowest of the ranks that have reported.
     seconds: float = 0.0
+    #: For a load or fetch: how long the model had computed prompts when it was planned.
     prompts_s: float = 0.0
 
 
-_TIMED = (OpKind.LOAD, OpKind.FETCH)
-
-
 class Ledger:
-    """Ops by number, oldest first."""
+    """Ops under way by number, oldest first.
 
-    def __init__(self, world_size: int) -> None:
+    prompts_s: seconds that the model has computed prompts, since the start.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        clock: Callable[[], float],
+        prompts_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self.prompts_s = prompts_s
+        #: Commands to send with the next step, in order, by op number. A cancellation has its
+        #: target's number, negated: a cancelled op was sent, so its own command is not here.
+        self.unsent: dict[int, Command] = {}
         self._world_size = world_size
-        self._next = 1
+        self._clock = clock
+        self._last = 0
         self._ops: dict[int, Op] = {}
-        #: Seconds that the model has computed prompts, since the start.
-        self.prompts_s: Callable[[], float] = lambda: 0.0
 
     def __len__(self) -> int:
         return len(self._ops)
@@ -79,32 +85,33 @@ class Ledger:
     def open(
         self,
         kind: OpKind,
-        now_s: float,
         entries: tuple[Entry, ...] = (),
         cache_slots: tuple[int | None, ...] = (),
         pool_slots: tuple[int | None, ...] = (),
         landing: frozenset[int] = frozenset(),
     ) -> Op:
-        op = Op(
-            self._next,
-            kind,
-            now_s,
-            self._world_size,
-            self._world_size,
-            entries,
-            cache_slots,
-            pool_slots,
-            landing,
-        )
-        if kind in _TIMED:
+        self._last += 1
+        ranks, now_s = self._world_size, self._clock()
+        op = Op(self._last, kind, now_s, ranks, ranks, entries, cache_slots, pool_slots, landing)
+        if kind in (OpKind.LOAD, OpKind.FETCH):
             op.prompts_s = self.prompts_s()
-        self._next += 1
         self._ops[op.number] = op
         return op
 
+    def cancel(self, number: int) -> None:
+        """Ask the ranks to stop what has not started of this op, which was sent."""
+        self.unsent[-number] = CancelCommand(number)
+
     def withdraw(self, number: int) -> Op:
-        """Take back an op whose command was never sent to any rank."""
+        """Take back an op whose command was not sent: no rank will report on it."""
+        self.unsent.pop(number, None)
         return self._ops.pop(number)
+
+    def take_commands(self) -> list[Command]:
+        """Everything to send to every rank with this step, in order."""
+        commands = list(self.unsent.values())
+        self.unsent.clear()
+        return commands
 
     def apply(self, report: OpReport | ReleaseReport) -> tuple[Op, bool, bool]:
         """Count one rank's report: (op, its outcome is known now, it is released now)."""

@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ReloadScheduler: whose chunks to keep, and whose to bring up, before they are asked for.
+"""Chunks that are kept, and brought up from the pool, for requests that wait. Pure.
 
-Pure: events in, holds and fetches out, on an injected clock. It follows requests that wait:
+`ReloadScheduler` decides which; it follows the requests that wait:
 
-* preempted ones. Their cached chunks are kept and the others fetched, within `reload_share` of
-  the cache slots: shortest remaining first, so that most requests are ready soonest; but who
-  has waited for `_PATIENCE_S` goes before all who have not.
-* new ones in vLLM's queue. What they need of the pool is fetched in queue order, within
+* preempted ones. Their cached chunks are held and the others fetched, within `reload_share` of
+  the cache slots: shortest remaining first, so that most requests are ready soonest; but a
+  request that has waited for `_PATIENCE_S` goes before all that have not.
+* new ones in vLLM's queue. Their chunks in the pool are fetched in queue order, within
   `prefetch_share`.
 
-A request leaves when it starts, when its load is planned, or when it ends. What nobody else
-wants is then let go, and fetches under way are cancelled. Work per step is bounded, however
-many requests wait and however long they are.
+A request leaves when it starts, when its load is planned, or when it ends. Chunks that no other
+request wants are then released, and fetches under way are cancelled. Work per step is bounded,
+however many requests wait and however long they are.
 
-Cache slots held for requests to come: kept from eviction, or filled from the pool.
-
-What is worth holding is `reload`'s choice; here it is done. A held chunk has one more user of
-its cache slot, so nothing evicts it and nothing else changes. A fetch that nobody wants any
-more is cancelled: its entry is in the pool alone again at once, and its cache slot comes back
-when every rank has released it.
+`Holds` carries it out. A held chunk has one more user of its cache slot, so it is not evicted, and
+nothing else changes. The entry of a cancelled fetch is only in the pool again at once, and its
+cache slot comes back when every rank has released it.
 """
 
 from __future__ import annotations
@@ -26,29 +23,21 @@ from __future__ import annotations
 import enum
 import heapq
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from vllm_nvmeof_offload.errors import Outcome
+from vllm_nvmeof_offload.manager.adoption import Capacity
 from vllm_nvmeof_offload.manager.index import Entry, Event, State
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op, OpKind
 from vllm_nvmeof_offload.manager.tiers import Tiers
-from vllm_nvmeof_offload.manager.types import Source
-from vllm_nvmeof_offload.protocol import CancelCommand, Command, FetchCommand
+from vllm_nvmeof_offload.manager.types import CoreConfig, Source
+from vllm_nvmeof_offload.protocol import FetchCommand
 
-__all__ = [
-    "InGpu",
-    "Order",
-    "Reason",
-    "ReloadScheduler",
-    "Shelf",
-    "Shelves",
-]
+__all__ = ["Holds", "InGpu", "Order", "Reason", "ReloadScheduler"]
 
 
-#: Slots that stay evictable whatever is held: what is computed must find room.
+#: Share of the slots that stays evictable whatever is held: new chunks must find room.
 _ROOM_SHARE = 0.125
 
 
@@ -57,14 +46,14 @@ class Reason(enum.Enum):
 
     RELOAD = "reload"  # for a preempted request
     QUEUE = "queue"  # for a request that waits in vLLM's queue
-    PROBE = "probe"  # to learn how fast the pool is, where admission loads nothing from it
+    PROBE = "probe"  # to measure the pool, where admission loads nothing from it
 
     __hash__ = object.__hash__
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """op: the fetch that is filling the slot. fetched: it is to be counted at its end."""
+    """One held chunk. op: the fetch that is filling its slot."""
 
     entry: Entry
     slot: int
@@ -74,41 +63,27 @@ class _Held:
     used: bool = False
 
 
-class Shelf:
-    """What is held, by key. `attach` once the capacity is known."""
+class Holds:
+    """The held chunks, by key."""
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        ledger: Ledger,
-        commands: list[Command],
-        counters: Counter[str],
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, tiers: Tiers, ledger: Ledger) -> None:
         self.fetching = 0  # fetches under way that are still wanted
         self.counts = dict.fromkeys(Reason, 0)  # held, by reason
         self._tiers = tiers
         self._ledger = ledger
-        self._commands = commands
-        self._counters = counters
-        self._clock = clock
         self._held: dict[bytes, _Held] = {}
-        self._unsent: dict[int, FetchCommand] = {}
         self._probing: list[int] = []  # by target: probes begun since none was under way
-        self._room_min = 1
-
-    def attach(self, cache_slots: int) -> None:
-        self._room_min = max(1, int(_ROOM_SHARE * cache_slots))
+        self._room_min = max(1, int(_ROOM_SHARE * tiers.cache.capacity))
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._held
 
     def keys(self) -> Iterable[bytes]:
-        """What is held, in no particular order."""
+        """The held keys, in no particular order."""
         return self._held.keys()
 
     def source(self, key: bytes) -> Source | None:
-        """Where `key` is: in a cache slot, or in the pool alone on a target that answers."""
+        """Where `key` is: in a cache slot, or only in the pool, on a usable target."""
         cache_slot, pool_slot = self._tiers.index.slots(key)
         if cache_slot is not None:
             return Source.CPU
@@ -125,17 +100,16 @@ class Shelf:
         entry = self._tiers.index.find(key)
         assert entry is not None and entry.cache_slot is not None
         self._keep(_Held(entry, entry.cache_slot, reason))
-        self._tiers.settle(entry)
         return True
 
     def fetch(self, key: bytes, reason: Reason) -> bool:
-        """Begin to read a chunk that is in the pool alone into a cache slot, and hold it."""
+        """Begin to read a chunk that is only in the pool into a cache slot, and hold it."""
         if key in self._held:
             return True
-        slot = self._tiers.take_cache_slot(spare_unwritten=True) if self._has_room() else None
+        tiers = self._tiers
+        slot = tiers.take_cache_slot(spare_unwritten=True) if self._has_room() else None
         if slot is None:
             return False
-        tiers = self._tiers
         entry = tiers.index.find(key)
         assert entry is not None and entry.pool_slot is not None
         pool_slot = entry.pool_slot
@@ -143,22 +117,19 @@ class Shelf:
         tiers.cache.use(slot)
         tiers.pool.use(pool_slot)
         tiers.on(entry, Event.FETCH_BEGIN)
-        op = self._ledger.open(OpKind.FETCH, self._clock(), (entry,), (slot,), (pool_slot,))
-        if reason is Reason.PROBE:
-            self._time(op, tiers.pool.lane(pool_slot))
-        self._keep(_Held(entry, slot, reason, op, fetched=True))
-        tiers.settle(entry)
-        self.fetching += 1
-        self._counters[f"prefetches:{reason.value}"] += 1
+        op = self._ledger.open(OpKind.FETCH, (entry,), (slot,), (pool_slot,))
         urgent = reason is Reason.RELOAD
         command = FetchCommand(op.number, entry.identity, pool_slot, slot, urgent=urgent)
-        self._commands.append(command)
-        self._unsent[op.number] = command
+        self._ledger.unsent[op.number] = command
+        if reason is Reason.PROBE:  # it is timed, and reads behind the probes that began with it
+            if not self.counts[Reason.PROBE]:
+                self._probing = [0] * tiers.pool.lanes
+            op.probe, op.queued = True, tuple(self._probing)
+            self._probing[tiers.pool.lane(pool_slot)] += 1
+        self.fetching += 1
+        tiers.counters[f"prefetches:{reason.value}"] += 1
+        self._keep(_Held(entry, slot, reason, op, fetched=True))
         return True
-
-    def sent(self) -> None:
-        """The commands so far are on their way."""
-        self._unsent.clear()
 
     def used(self, key: bytes) -> None:
         """A load takes this chunk from its cache slot."""
@@ -167,50 +138,41 @@ class Shelf:
             held.used = True
 
     def drop(self, key: bytes) -> None:
-        """Nobody wants `key` any more; what is not held is ignored."""
-        held = self._held.pop(key, None)
+        """No request wants `key` any more; a key that is not held is ignored."""
+        held = self._held.get(key)
         if held is None:
             return
         how = "used" if held.used else "wasted"
-        if held.op is not None:
-            self.fetching -= 1
-            # Whoever else uses the slot is a load that waits for this very read.
-            if not held.used and self._tiers.cache.users(held.slot) == 2:
-                how = "cancelled"
-                self._cancel(held.entry, held.op)
-        self._let_go(held, how)
+        # The slot's users are this hold, its fetch, and loads that wait for this very fetch.
+        fetching = held.op is not None
+        if fetching and not held.used and self._tiers.cache.users(held.slot) == 2:
+            how = "cancelled"
+            self._cancel(held)
+        self._release(held, how)
 
     def ended(self, op: Op, failure: Outcome | None) -> None:
         """A fetch has its outcome on every rank."""
         held = self._held.get(op.entries[0].identity.key)
         if held is None or held.op is not op:
             return
-        held.op = None
-        self.fetching -= 1
         if failure is not None or op.probe:
-            del self._held[held.entry.identity.key]
-            self._let_go(held, "failed" if failure is not None else "probe")
+            self._release(held, "failed" if failure is not None else "probe")
+        else:
+            held.op = None
+            self.fetching -= 1
 
     def gone(self, entry: Entry) -> None:
         """`entry` was doomed."""
         held = self._held.get(entry.identity.key)
         if held is not None and held.entry is entry:
-            self._lose(held)
+            self._release(held, "used" if held.used else "failed")
 
     def reset(self) -> None:
         """Every entry was doomed, and no fetch that was not sent will be."""
-        self._unsent.clear()
         for held in list(self._held.values()):
-            self._lose(held)
+            self.gone(held.entry)
 
     # -- helpers ----------------------------------------------------------------------
-
-    def _time(self, op: Op, lane: int) -> None:
-        """`op` is there to be timed, behind the probes that began with it."""
-        if not self.counts[Reason.PROBE]:
-            self._probing = [0] * self._tiers.pool.lanes
-        op.probe, op.queued = True, tuple(self._probing)
-        self._probing[lane] += 1
 
     def _has_room(self) -> bool:
         """Whether enough stays evictable with one more held."""
@@ -224,87 +186,67 @@ class Shelf:
         self._tiers.cache.use(held.slot)
         self._held[held.entry.identity.key] = held
         self.counts[held.reason] += 1
-
-    def _lose(self, held: _Held) -> None:
-        del self._held[held.entry.identity.key]
-        self.fetching -= held.op is not None
-        self._let_go(held, "used" if held.used else "failed")
-
-    def _let_go(self, held: _Held, how: str) -> None:
-        self.counts[held.reason] -= 1
-        if held.fetched:
-            self._counters[f"prefetches_ended:{how}"] += 1
-        self._tiers.cache.unuse(held.slot)
         self._tiers.settle(held.entry)
 
-    def _cancel(self, entry: Entry, op: Op) -> None:
-        """Take the entry off its fetch: whoever looks it up from now on finds it in the pool."""
-        assert entry.state is State.FETCHING
+    def _release(self, held: _Held, how: str) -> None:
+        """Hold this chunk no more. how: how its fetch ended, if it was fetched."""
+        del self._held[held.entry.identity.key]
+        self.fetching -= held.op is not None
+        self.counts[held.reason] -= 1
+        if held.fetched:
+            self._tiers.counters[f"prefetches_ended:{how}"] += 1
+        self._tiers.cache.release(held.slot)
+        self._tiers.settle(held.entry)
+
+    def _cancel(self, held: _Held) -> None:
+        """Take the entry off its fetch: every later look-up finds the entry in the pool."""
+        entry, op = held.entry, held.op
+        assert op is not None and entry.state is State.FETCHING
         self._tiers.on(entry, Event.FETCH_CANCELLED)
         self._tiers.leave_cache(entry)
         op.detached = True
-        if op.number not in self._unsent:
-            self._commands.append(CancelCommand(op.number))
-            return
-        # Never sent: no rank will report on it.
-        self._commands.remove(self._unsent.pop(op.number))
-        self._tiers.let_go(self._ledger.withdraw(op.number))
+        if op.number in self._ledger.unsent:
+            self._tiers.release(self._ledger.withdraw(op.number))
+        else:
+            self._ledger.cancel(op.number)
 
 
-#: A preempted request that has waited so long is not overtaken by shorter ones any more.
+#: A preempted request that has waited this long is not overtaken by shorter ones any more.
 _PATIENCE_S = 5.0
-#: How often it is looked whether a preempted request's chunks are in GPU memory still.
+#: Time between two looks whether a preempted request's chunks are still in GPU memory.
 _LOOK_AGAIN_S = 0.05
 #: Chunks that one `turn` looks at: about 100 µs.
 _LOOKS_MAX = 256
-#: … and at so many of one preempted request that are in GPU memory still.
+#: Chunks of one preempted request, still in GPU memory, that one `turn` looks at.
 _LOCAL_LOOKS_MAX = 64
 #: Bytes of fetches under way: enough for a fast target between two steps.
 _FETCH_BYTES_MAX = 256 << 20
 _FETCHES_MIN = 4
 _PROBES_MAX = 4
 
-#: Where a request stands in vLLM's queue; lower goes first.
+#: A request's place in vLLM's queue; lower goes first.
 Order = tuple[float, ...]
-#: Whether the n-th chunk of a request is in GPU memory still.
+#: Whether the n-th chunk of a request is still in GPU memory.
 InGpu = Callable[[int], bool]
-
-
-class Shelves(Protocol):
-    """What `shelf.Shelf` offers to this policy."""
-
-    fetching: int
-    counts: dict[Reason, int]
-
-    def __contains__(self, key: bytes) -> bool: ...
-    def source(self, key: bytes) -> Source | None: ...
-    def hold(self, key: bytes, reason: Reason) -> bool: ...
-    def fetch(self, key: bytes, reason: Reason) -> bool: ...
-    def drop(self, key: bytes) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class _Want:
-    """One waiting request. keys: its chunks in prefix order; those before `next` are done.
-
-    local: how many of the first ones are in GPU memory, once vLLM has looked; `in_gpu` till then.
-    skipped, skipped_last: the first and last chunk passed over because they were there.
-    listed: it is among those that have chunks to look at. done_s: when it last was no more.
-    """
+    """One waiting request."""
 
     request_id: str
-    keys: Sequence[bytes]
+    keys: Sequence[bytes]  # its chunks, in prefix order
     in_gpu: InGpu
     order: Order | None  # None: it was preempted
     arrival: int
     since_s: float
-    next: int = 0
-    local: int | None = None
-    skipped: int | None = None
-    skipped_last: int = 0
+    next: int = 0  # the chunks before this one are done
+    local: int | None = None  # chunks at its front in GPU memory, once vLLM has looked
+    skipped: int | None = None  # the first chunk passed over because it was in GPU memory,
+    skipped_last: int = 0  # and the last one
     held: dict[bytes, None] = field(default_factory=dict)
-    listed: bool = False
-    done_s: float = 0.0
+    listed: bool = False  # among the requests that have chunks to look at
+    done_s: float = 0.0  # when it last left them
     left: bool = False
 
     def is_local(self, chunk: int) -> bool:
@@ -316,35 +258,28 @@ class _Want:
 
 
 class ReloadScheduler:
-    """See the module's docstring. Shares are of the cache slots, known by `attach`; 0: off."""
+    """See the module's docstring. A share of 0 switches its part off."""
 
     def __init__(
-        self,
-        reload_share: float,
-        prefetch_share: float,
-        shelf: Shelves,
-        clock: Callable[[], float],
+        self, config: CoreConfig, capacity: Capacity, holds: Holds, clock: Callable[[], float]
     ) -> None:
-        self._shares = {Reason.RELOAD: reload_share, Reason.QUEUE: prefetch_share}
-        self._shelf = shelf
+        slots = capacity.cache_slots
+        self._limits = {
+            Reason.RELOAD: int(config.reload_cache_share * slots),
+            Reason.QUEUE: int(config.prefetch_cache_share * slots),
+        }
+        self._fetches_max = max(_FETCHES_MIN, _FETCH_BYTES_MAX // max(1, capacity.slot_bytes))
+        self._holds = holds
         self._clock = clock
         self._wants: dict[str, _Want] = {}
-        self._preempted: dict[str, _Want] = {}  # those of them with chunks to look at
+        self._preempted: dict[str, _Want] = {}  # with chunks to look at
         self._parked: dict[str, _Want] = {}  # preempted, with chunks that were passed over
         self._queue: list[tuple[Order, int, _Want]] = []  # new ones with chunks to look at, a heap
         self._arrivals = 0
         self._wanters: dict[bytes, int] = {}  # held key → requests that want it
-        self._limits = dict.fromkeys(Reason, 0)
-        self._fetches_max = _FETCHES_MIN
-
-    def attach(self, cache_slots: int, slot_bytes: int) -> None:
-        """Learn the sizes."""
-        for reason, share in self._shares.items():
-            self._limits[reason] = int(share * cache_slots)
-        self._fetches_max = max(_FETCHES_MIN, _FETCH_BYTES_MAX // max(1, slot_bytes))
 
     def __len__(self) -> int:
-        """Requests that are followed."""
+        """Number of requests that are followed."""
         return len(self._wants)
 
     # -- events -----------------------------------------------------------------------
@@ -352,7 +287,7 @@ class ReloadScheduler:
     def queued(self, request_id: str, keys: Sequence[bytes], order: Order, in_gpu: InGpu) -> None:
         """A new request waits. keys: its chunks that a load could bring, in prefix order.
 
-        order: where it stands in the queue; requests of equal order stand as they came.
+        order: its place in the queue; requests of equal order keep the order of arrival.
         """
         if not keys or not self._limits[Reason.QUEUE]:
             return
@@ -368,7 +303,7 @@ class ReloadScheduler:
     def looked_up(self, request_id: str, local_chunks: int) -> None:
         """vLLM looked the request up; its first `local_chunks` chunks are in GPU memory now.
 
-        If it stays in the queue, what was passed over because it was there is looked at again.
+        If it stays in the queue, chunks passed over because they were there are looked at again.
         """
         want = self._wants.get(request_id)
         if want is None or want.skipped is None or local_chunks > want.skipped_last:
@@ -388,10 +323,10 @@ class ReloadScheduler:
             self._wanters[key] -= 1
             if not self._wanters[key]:
                 del self._wanters[key]
-                self._shelf.drop(key)
+                self._holds.drop(key)
 
     def reset(self) -> None:
-        """Every chunk is void; the shelf has let go of all it held."""
+        """Every chunk is void, and none is held any more."""
         for want in self._wants.values():
             want.left = True
         self._wants.clear()
@@ -404,11 +339,11 @@ class ReloadScheduler:
 
     def probe(self, keys: Sequence[bytes]) -> None:
         """Read a few of these pool-only chunks in the background, if no probe is under way."""
-        if self._shelf.counts[Reason.PROBE]:
+        if self._holds.counts[Reason.PROBE]:
             return
         for key in keys[:_PROBES_MAX]:
-            if key not in self._shelf and self._shelf.source(key) is Source.POOL:
-                self._shelf.fetch(key, Reason.PROBE)
+            if key not in self._holds and self._holds.source(key) is Source.POOL:
+                self._holds.fetch(key, Reason.PROBE)
 
     def turn(self) -> None:
         """Hold and fetch what the shares allow. Once a step."""
@@ -419,7 +354,7 @@ class ReloadScheduler:
         if self._preempted:
             for want in sorted(self._preempted.values(), key=lambda w: _urgency(w, now_s)):
                 looks, finished = self._advance(want, Reason.RELOAD, looks)
-                full = self._shelf.counts[Reason.RELOAD] >= self._limits[Reason.RELOAD]
+                full = self._holds.counts[Reason.RELOAD] >= self._limits[Reason.RELOAD]
                 if not looks or (full and not finished):
                     break
                 if not finished:
@@ -446,7 +381,7 @@ class ReloadScheduler:
         self._list(want)
 
     def _list(self, want: _Want) -> None:
-        """It has chunks to look at."""
+        """This request has chunks to look at."""
         if want.listed:
             return
         want.listed = True
@@ -456,7 +391,7 @@ class ReloadScheduler:
             heapq.heappush(self._queue, (want.order, want.arrival, want))
 
     def _look_again(self, want: _Want) -> None:
-        """What was passed over may have left GPU memory."""
+        """Chunks that were passed over may have left GPU memory."""
         assert want.skipped is not None
         want.next, want.skipped = want.skipped, None
         self._parked.pop(want.request_id, None)
@@ -470,14 +405,14 @@ class ReloadScheduler:
                 return looks, False
             looks -= 1
             key = want.keys[want.next]
-            source = self._shelf.source(key)
+            source = self._holds.source(key)
             if source is not Source.CPU and want.is_local(want.next):
                 if want.skipped is None:
                     want.skipped = want.next
                 want.skipped_last = want.next
                 passed_over += 1
             elif source is None:
-                want.next = len(want.keys)  # a load ends here: what follows is of no use
+                want.next = len(want.keys)  # a load ends here: later chunks are of no use
                 break
             elif not self._take(want, key, source, reason):
                 return looks, False
@@ -486,20 +421,20 @@ class ReloadScheduler:
 
     def _take(self, want: _Want, key: bytes, source: Source, reason: Reason) -> bool:
         """Hold or fetch one chunk for `want`; False if there is no room now."""
-        shelf = self._shelf
+        holds = self._holds
         if key in want.held:
             return True
-        if key not in shelf:
+        if key not in holds:
             if source is Source.CPU and reason is Reason.QUEUE:
-                return True  # it is where it should be, and was used just now
-            if shelf.counts[reason] >= self._limits[reason]:
+                return True  # it is in the right tier, and was used just now
+            if holds.counts[reason] >= self._limits[reason]:
                 return False
             if source is Source.CPU:
-                taken = shelf.hold(key, reason)
+                taken = holds.hold(key, reason)
             else:
-                # Reloads have as many again: what is fetched for the queue must not hold them up.
+                # Reloads may have as many again: fetches for the queue must not delay them.
                 most = self._fetches_max * (2 if reason is Reason.RELOAD else 1)
-                taken = shelf.fetching < most and shelf.fetch(key, reason)
+                taken = holds.fetching < most and holds.fetch(key, reason)
             if not taken:
                 return False
         self._wanters[key] = self._wanters.get(key, 0) + 1

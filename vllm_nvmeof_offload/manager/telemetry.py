@@ -28,6 +28,7 @@ from vllm_nvmeof_offload.errors import Outcome, OutcomeKind
 from vllm_nvmeof_offload.manager.adoption import Capacity
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.requests import Attempt, Resume
+from vllm_nvmeof_offload.manager.suspension import Suspension
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, COUNTERS
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.protocol import RankHello
@@ -97,16 +98,26 @@ class Told:
 class Figures:
     """Of one engine. `add` counts what the core does not."""
 
-    def __init__(self, core: ManagerCore, tokens_per_chunk: int) -> None:
+    def __init__(
+        self,
+        core: ManagerCore,
+        suspension: Suspension,
+        hellos: Sequence[RankHello],
+        config: Mapping[str, str],
+    ) -> None:
+        """config: the values of `CONFIG_LABELS`."""
         self._core = core
-        self._tokens_per_chunk = tokens_per_chunk
+        self._suspension = suspension
+        self._tokens_per_chunk = core.config.tokens_per_chunk
         self._counts: defaultdict[Series, float] = defaultdict(float)
         self._core_seen: Counter[str] = Counter()
         self._gauges_told: dict[Series, float] = {}
         self._fixed: dict[Series, float] = {}
 
-    def attach(self, hellos: Sequence[RankHello], config: Mapping[str, str]) -> None:
-        """Learn what does not change any more. config: the values of `CONFIG_LABELS`."""
+        self._begin(hellos, config)
+
+    def _begin(self, hellos: Sequence[RankHello], config: Mapping[str, str]) -> None:
+        """Set the gauges that never change, and begin every series at 0."""
         capacity = self._core.capacity
         fixed, first = self._fixed, hellos[0]
         fixed["config_info", tuple(config[name] for name in CONFIG_LABELS)] = 1
@@ -196,6 +207,7 @@ class Figures:
     def _gauges(self) -> dict[Series, float]:
         core = self._core
         figures = {**core.gauges(), **core.learned()}
+        figures["stores_suspended"] = len(self._suspension)
         gauges = {series: figures[source] for series, source in _GAUGE_SOURCES.items()}
         gauges["capacity_tokens", ("pool",)] = figures["pool_slots"] * self._tokens_per_chunk
         by_target: tuple[tuple[str, Sequence[float]], ...] = (
@@ -217,10 +229,10 @@ class Figures:
         return gauges
 
 
-def start_line(hellos: Sequence[RankHello], core: ManagerCore, tokens_per_chunk: int) -> str:
+def start_line(hellos: Sequence[RankHello], core: ManagerCore) -> str:
     """Of all ranks together; what differs between them is named with its ranks."""
     first, ranks, capacity = hellos[0], len(hellos), core.capacity
-    adopted = core.counters["adopted"]
+    adopted, tokens_per_chunk = core.counters["adopted"], core.config.tokens_per_chunk
     size = capacity.slot_bytes
     pinned = sum((hello.cache_slots + hello.stream_slots) * hello.slot_bytes for hello in hellos)
     replica = f"replica {first.replica}: " if first.replica is not None else ""
@@ -302,16 +314,18 @@ _SAID = {
 class Complaints:
     """`look` after every step's reports; says nothing of what was cancelled."""
 
-    def __init__(self, core: ManagerCore, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        core: ManagerCore,
+        targets: Sequence[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """targets: their directories."""
         self._core = core
         self._clock = clock
-        self._targets: Sequence[str] = ()
+        self._targets = targets
         self._seen: Counter[str] = Counter()
         self._said_s: dict[str, float] = {}
-
-    def attach(self, targets: Sequence[str]) -> None:
-        """targets: their directories."""
-        self._targets = targets
 
     def look(self) -> None:
         """Say what is new, and due."""

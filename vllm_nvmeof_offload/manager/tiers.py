@@ -1,19 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both tiers' entries, slots and eviction: the part of the core that hands out places.
 
-An entry is in a tier's policy exactly while it is evictable there (`settle`), and rests in the
-index exactly while nothing works on it.
-
-Numbered slots of one tier: free, taken, in use by operations, orphaned, retired.
-
-A slot is *taken* from `take` until it is free again. Operations on it count as *users*. A
-slot whose entry is gone is *orphaned*: it becomes free when its last user has let go, so
-that no buffer is reused before every rank has released it (protocol, rules 1 and 7).
-
-Slots lie in *lanes*, slot s in lane `s % lanes`: a pool's targets. Which lane is asked is the
-caller's choice.
-
-The pool's slots over its targets: which target takes the next write, and who makes room.
+`SlotPool` allocates numbered slots, `Targets` chooses the target of each write and evicts from
+the pool, `Tiers` unites both tiers with the index. An entry is in a tier's policy exactly while
+it is evictable there (`settle`), and rests in the index exactly while no operation works on it.
 """
 
 from __future__ import annotations
@@ -28,25 +18,28 @@ import numpy.typing as npt
 from vllm_nvmeof_offload.manager.adoption import Agreement
 from vllm_nvmeof_offload.manager.eviction import EvictionPolicy, LruPolicy, MakePolicy, Recency
 from vllm_nvmeof_offload.manager.index import Entry, Event, Index, State
-from vllm_nvmeof_offload.manager.kv_events import ResidencyLog
+from vllm_nvmeof_offload.manager.kv_events import KvEventLog
 from vllm_nvmeof_offload.manager.ledger import Op
-from vllm_nvmeof_offload.manager.types import Source, WritePolicy
-from vllm_nvmeof_offload.protocol import VERDICTS, RateReport, VerdictReport
+from vllm_nvmeof_offload.manager.types import CoreConfig, Source, WritePolicy
+from vllm_nvmeof_offload.protocol import VERDICTS, AdoptedEntries, RateReport, VerdictReport
 
-__all__ = [
-    "SlotPool",
-    "Targets",
-    "Tiers",
-]
+__all__ = ["SlotPool", "Targets", "Tiers"]
 
 
 _FREE, _TAKEN, _ORPHAN, _RETIRED = range(4)
 
 
 class SlotPool:
-    """Allocator over slots 0 … capacity-1; a byte a slot, and 8 for one that is free again."""
+    """Allocator over slots 0 … capacity-1: 1 byte per slot, and 8 per slot that is free again.
 
-    def __init__(self, capacity: int = 0, lanes: int = 1) -> None:
+    A slot is *taken* from `take` until it is free again. Operations on it count as *users*. A
+    slot whose entry is gone is *orphaned*: it becomes free when its last user has released it, so
+    that no buffer is reused before every rank has released it (protocol, rules 1 and 7).
+
+    Slot s is in *lane* `s % lanes`: a pool's target. The caller chooses the lane.
+    """
+
+    def __init__(self, capacity: int, lanes: int = 1) -> None:
         self.capacity = capacity
         self.lanes = lanes
         self.orphans = 0
@@ -77,16 +70,15 @@ class SlotPool:
         if not self._free[lane]:
             return None
         again = self._again[lane]
-        slot = again.pop() if again else self._take_next(lane)
+        if again:
+            slot = again.pop()
+        else:
+            slot = self._next[lane]
+            while self._state[slot] != _FREE:  # taken by number, at adoption
+                slot += self.lanes
+            self._next[lane] = slot + self.lanes
         self._state[slot] = _TAKEN
         self._free[lane] -= 1
-        return slot
-
-    def _take_next(self, lane: int) -> int:
-        slot = self._next[lane]
-        while self._state[slot] != _FREE:  # taken by number, at adoption
-            slot += self.lanes
-        self._next[lane] = slot + self.lanes
         return slot
 
     def take_numbered(self, slots: npt.NDArray[np.int64]) -> None:
@@ -103,8 +95,8 @@ class SlotPool:
         assert self._state[slot] == _TAKEN, f"slot {slot} is used but not taken"
         self._users[slot] = self._users.get(slot, 0) + 1
 
-    def unuse(self, slot: int) -> None:
-        """One operation less; frees an orphan at its last user."""
+    def release(self, slot: int) -> None:
+        """One operation less works on this slot; its last user frees an orphan."""
         left = self._users[slot] - 1
         assert left >= 0
         if left:
@@ -113,13 +105,13 @@ class SlotPool:
         del self._users[slot]
         if self._state[slot] == _ORPHAN:
             self.orphans -= 1
-            self._put_back(slot)
+            self._free_again(slot)
 
     def in_use(self, slot: int) -> bool:
         return slot in self._users
 
     def users(self, slot: int) -> int:
-        """Operations that work on this slot."""
+        """Number of operations that work on this slot."""
         return self._users.get(slot, 0)
 
     @property
@@ -139,10 +131,10 @@ class SlotPool:
             self._state[slot] = _ORPHAN
             self.orphans += 1
         else:
-            self._put_back(slot)
+            self._free_again(slot)
 
     def orphan_unused(self) -> None:
-        """Free every slot that is taken and has no user, at once: a reset."""
+        """Free every slot that is taken and has no user: a reset."""
         state = np.frombuffer(self._state, np.uint8)
         unused = state == _TAKEN
         unused[list(self._users)] = False
@@ -153,42 +145,45 @@ class SlotPool:
             self._again[lane].frombytes(slots[::-1].astype(np.int64).tobytes())
         state[unused] = _FREE
 
-    def _put_back(self, slot: int) -> None:
+    def _free_again(self, slot: int) -> None:
         self._state[slot] = _FREE
         lane = self.lane(slot)
         self._free[lane] += 1
         self._again[lane].append(slot)
 
 
-#: The least share of the fastest target's rate that counts: what has been slow must get a
-#: write now and then, or nobody would see that it is fast again.
+#: The least share of the fastest target's rate that counts: a slow target must get a write now
+#: and then, because only a write shows that it is fast again.
 _SPEED_MIN = 1 / 32
-#: How many times the shortest queue another one may be, and still be added to.
+#: A queue may be this many times as long as the shortest one, in time, and still be added to.
 _PATIENCE = 2.0
 
 
 class Targets:
-    """Pool slot p lies on target `p % count`. Each target has an eviction policy of its own:
-    with one suspect, the others go on evicting theirs."""
+    """The pool's slots over its targets: pool slot p is on target `p % count`.
+
+    Each target has an eviction policy of its own: with one suspect, the others go on evicting.
+    A target without slots has none.
+    """
 
     def __init__(self, slots: int, count: int, policy: MakePolicy) -> None:
         self.count = count
         self.slots = SlotPool(slots, count)
-        #: By pool slot: when what is there was last used. Without credit: see `recency`.
+        #: By pool slot: when its chunk was last used. Returns do not count here (`Recency`).
         self.recency = Recency(slots)
-        #: By target: writes sent and not reported by every rank.
+        #: By target: writes that were sent and not reported by every rank.
         self.pending = [0] * count
-        self._rates: list[dict[int, float]] = [{} for _ in range(count)]  # by rank, bytes/s
-        #: By target: bytes/s at which its slowest rank reads; 0: unknown.
+        #: By target: bytes/s at which its slowest rank reads, and writes; 0: unknown.
         self.read_rates = [0.0] * count
-        self.write_rates = [0.0] * count  # the same for writes
+        self.write_rates = [0.0] * count
         self._reads: list[dict[int, float]] = [{} for _ in range(count)]  # by rank, bytes/s
-        self._speeds = [0.0] * count  # of each one's slowest rank, as shares of the fastest; 0: ?
-        self._passes = [0.0] * count  # by target: how much it was given, over its rate
+        self._writes: list[dict[int, float]] = [{} for _ in range(count)]  # by rank, bytes/s
+        self._speeds = [0.0] * count  # write rates as shares of the fastest one's; 0: unknown
+        self._passes = [0.0] * count  # by target: writes that it was given, over its speed
         self._pass = 0.0  # the least of those that could be chosen
-        self._turn = 0  # the target that goes first where nothing else decides
+        self._turn = 0  # the target that is chosen where nothing else decides
         self._make_policy = policy
-        #: Targets that some rank finds suspect, and which ranks do.
+        #: Targets that some rank finds suspect, with these ranks.
         self.suspects: dict[int, set[int]] = {}
         self._verdicts: list[dict[int, int]] = [{} for _ in range(count)]  # by rank
         self.forget()
@@ -197,12 +192,13 @@ class Targets:
         """Nothing is evictable."""
         self.recency.forget_all()
         used = memoryview(self.recency.used)
-        self._policies = [self._make_policy(used[t :: self.count]) for t in range(self.count)]
+        targets = range(min(self.count, self.slots.capacity))
+        self._policies = [self._make_policy(used[t :: self.count]) for t in targets]
 
     # -- verdicts ---------------------------------------------------------------------
 
     def verdict(self, report: VerdictReport) -> bool:
-        """Returns whether the target became usable, or stopped to be, for all ranks together."""
+        """Returns whether the target became usable, or unusable, for all ranks together."""
         was_usable = report.target not in self.suspects
         self._verdicts[report.target][report.rank] = VERDICTS.index(report.verdict)
         ranks = self.suspects.setdefault(report.target, set())
@@ -212,7 +208,7 @@ class Targets:
             ranks.add(report.rank)
         if not ranks:
             del self.suspects[report.target]
-        return was_usable != report.usable if was_usable else not ranks
+        return was_usable is bool(ranks)
 
     def worst_verdicts(self) -> list[int]:
         """By target, an index of `protocol.VERDICTS`."""
@@ -224,22 +220,23 @@ class Targets:
     # -- placement --------------------------------------------------------------------
 
     def rate(self, report: RateReport) -> None:
+        """One rank has measured one target."""
         self._reads[report.target][report.rank] = report.read_bytes_per_s
         self.read_rates[report.target] = min(self._reads[report.target].values())
-        self._rates[report.target][report.rank] = report.write_bytes_per_s
-        slowest = self.write_rates = [min(r.values(), default=0.0) for r in self._rates]
-        fastest = max(slowest)
-        self._speeds = [max(rate / fastest, _SPEED_MIN) if rate else 0.0 for rate in slowest]
+        self._writes[report.target][report.rank] = report.write_bytes_per_s
+        self.write_rates[report.target] = min(self._writes[report.target].values())
+        fastest = max(self.write_rates)
+        self._speeds = [max(r / fastest, _SPEED_MIN) if r else 0.0 for r in self.write_rates]
 
     def choose(self) -> int | None:
-        """The target of the next write, which has a free slot or an evictable one; or None.
+        """The target of the next write, with a free slot or an evictable one; None: there is none.
 
-        The rule: a target whose queue takes much longer than the shortest one's (twice, in
-        time) gets nothing. Of the others one with a free slot goes before one that must evict:
-        a hit from a slower target is better than none. Of those the one that was given least
-        for its rate: shares follow the rates even while every queue is empty. Queues are
-        writes pending over the slowest rank's measured rate; while any is unknown, all count as
-        equal, and the targets take turns.
+        A target whose queue takes much longer than the shortest one's (twice, in time) gets
+        nothing. Among the others, one with a free slot comes before one that must evict, because
+        a hit from a slower target is better than none. Among equals, the one that was given the
+        fewest writes for its rate is chosen, so that shares follow the rates even while every
+        queue is empty. Queues are pending writes over the slowest rank's measured rate; while any
+        rate is unknown, all count as equal, and the targets take turns.
         """
         ready = [
             target
@@ -251,7 +248,7 @@ class Targets:
         speeds, passes, count = self._speeds, self._passes, self.count
         if not all(speeds[target] for target in ready):
             speeds = [1.0] * count
-        # One that was away does not catch up: it begins where the others are.
+        # A target that was away does not catch up: it begins where the others are.
         self._pass = max(self._pass, min(passes[target] for target in ready))
         longest = _PATIENCE * min(self.pending[target] / speeds[target] for target in ready)
         _, reached, _, chosen = min(
@@ -271,7 +268,7 @@ class Targets:
     # -- eviction ---------------------------------------------------------------------
 
     def adopt(self, slots: npt.NDArray[np.int64]) -> None:
-        """These slots, ascending, hold chunks from before: take them, evictable."""
+        """Take these slots, which are ascending and hold adopted chunks, as evictable."""
         self.slots.take_numbered(slots)
         for target, policy in enumerate(self._policies):
             for index in (slots[slots % self.count == target] // self.count).tolist():
@@ -280,10 +277,8 @@ class Targets:
     def place(self, slot: int, *, evictable: bool) -> None:
         """`slot` is evictable, or is not."""
         index, target = divmod(slot, self.count)
-        if evictable:
-            self._policies[target].admit(index)
-        else:
-            self._policies[target].withdraw(index)
+        policy = self._policies[target]
+        (policy.admit if evictable else policy.withdraw)(index)
 
     def touch(self, slot: int, now: int, *, ended: bool = False) -> None:
         """See `Recency.use`."""
@@ -292,7 +287,7 @@ class Targets:
         self._policies[target].touch(index)
 
     def victim(self, target: int) -> int | None:
-        """Which slot of this target to evict next."""
+        """The slot of this target to evict next."""
         index = self._policies[target].victim()
         return None if index is None else index * self.count + target
 
@@ -300,92 +295,89 @@ class Targets:
 class Tiers:
     """Index, cache slots, pool slots, and the cached chunks that wait to be written.
 
-    write-through: what waits is evictable like anything else, and is written in the order in
-    which it came. on eviction: what waits (`waiting`) goes after what need not be written
-    (`clean`), and is written coldest first.
+    write-through: waiting chunks are evictable like any other, and written in the order in which
+    they came. on eviction: waiting chunks (`waiting`) are evicted after those that need no write
+    (`clean`), and written coldest first.
     """
 
     def __init__(
         self,
+        agreement: Agreement,
         policy: MakePolicy,
         counters: Counter[str],
-        writes: WritePolicy = WritePolicy.THROUGH,
-        credit_share: float = 0.0,
+        config: CoreConfig,
+        changes: KvEventLog | None,
     ) -> None:
-        self.demotes = writes is WritePolicy.ON_EVICTION
-        #: Told of every chunk that comes to a tier or leaves it; None: nobody asks.
-        self.changes: ResidencyLog | None = None
-        #: Evictions of clean slots while a colder one waited to be written.
-        self.passed_over = 0
-        self._counters = counters
+        """Adopt the agreed entries. changes: records every chunk that comes to a tier or leaves."""
+        capacity = agreement.capacity
+        self.demotes = config.write_policy is WritePolicy.ON_EVICTION
+        self.counters = counters
+        self.index = Index(capacity.cache_slots, capacity.pool_slots)
+        self.cache = SlotPool(capacity.cache_slots)
+        self.targets = Targets(capacity.pool_slots, capacity.target_count, policy)
+        self.pool = self.targets.slots
+        self._changes = changes
         self._make_policy = policy
-        self._credit_share = credit_share
         self._evicted: list[bytes] = []
-        self._uses = 0
-        self._arrivals = 0
-        self._size(0, Targets(0, 1, policy))
-
-    def _size(self, cache_slots: int, targets: Targets) -> None:
-        self.index = Index(cache_slots, targets.slots.capacity)
-        self.cache = SlotPool(cache_slots)
-        self.targets = targets
-        self.pool = targets.slots
-        self.backlog = 0
-        self._recency = Recency(cache_slots, self._credit_share)
-        self._arrived = array("Q", bytes(8 * cache_slots))  # by cache slot: when it began to wait
+        self._uses = self._arrivals = 0
+        self._recency = Recency(capacity.cache_slots, config.credit_share)
+        # By cache slot: when its chunk began to wait.
+        self._arrived = array("Q", bytes(8 * capacity.cache_slots))
         self._forget_order()
+        self._adopt(agreement.entries)
 
     def _forget_order(self) -> None:
         """Nothing is evictable in the cache, and nothing waits."""
+        self.backlog = 0
+        #: Evictions of clean slots while a colder one waited to be written.
+        self.passed_over = 0
         self._recency.forget_all()
         self._wanted = bytearray(self.cache.capacity)
-        self.clean: EvictionPolicy = self._make_policy(self._recency.used)
-        # Written through, chunks go in the order in which they came, whatever the policy.
+        self.clean = self._make_policy(self._recency.used)
+        # Written through, chunks are written in the order in which they came, under any policy.
         self.waiting: EvictionPolicy = LruPolicy(self._arrived)
         if self.demotes:
             self.waiting = self._make_policy(self._recency.used)
 
-    def attach(self, agreement: Agreement) -> None:
-        """Take the agreed sizes and adopt the agreed entries."""
-        capacity, adopted = agreement.capacity, agreement.entries
-        targets = Targets(capacity.pool_slots, capacity.target_count, self._make_policy)
-        self._size(capacity.cache_slots, targets)
+    def _adopt(self, adopted: AdoptedEntries) -> None:
         slots, count = adopted.pool_slots, len(adopted)
         self.index.adopt(slots, adopted.generations, adopted.keys)
-        used = np.frombuffer(targets.recency.used, np.uint64)
+        used = np.frombuffer(self.targets.recency.used, np.uint64)
         used[slots] = np.arange(1, count + 1, dtype=np.uint64)
         self._uses += count
-        targets.adopt(slots)
-        self._counters["adopted"] += count
-        if self.changes is not None:
-            self.changes.came(Source.POOL, adopted.keys)
+        self.targets.adopt(slots)
+        self.counters["adopted"] += count
+        if self._changes is not None:
+            self._changes.came(Source.POOL, adopted.keys)
 
     # -- slots ------------------------------------------------------------------------
 
     def take_cache_slot(self, *, spare_unwritten: bool = False) -> int | None:
         """A free slot, evicting if need be; None if everything is pinned.
 
-        spare_unwritten: do not evict, either, what on-eviction writing has not written yet.
+        spare_unwritten: do not evict chunks that on-eviction writing has not written yet.
         """
         slot = self.cache.take()
         if slot is not None:
             return slot
         victim = self.clean.victim()
         if victim is not None:
-            self._note_who_was_colder(victim)
+            if self.demotes:
+                coldest, used = self.waiting.peek(), self._recency.used
+                self.passed_over += coldest is not None and used[coldest] < used[victim]
         elif self.demotes and not spare_unwritten:
             victim = self.waiting.victim()
         if victim is None:
             return None
         entry = self.index.in_cache_slot(victim)
-        self._counters["evicted_cpu"] += 1
+        self.counters["evicted_cpu"] += 1
         self.leave_cache(entry)
         self._evict(entry, Event.EVICT_CACHE)
         return self.cache.take()
 
     def hold_back(self, keys: Iterable[bytes]) -> list[int]:
-        """Make what `keys` have in the cache not evictable, until `put_back`: a prefix must not
-        make room for its own continuation, which nobody could find then."""
+        """Make the cached chunks of `keys` not evictable, until `put_back`: evicting a prefix to
+        store its continuation would make the continuation unreachable."""
         found = (self.index.cached.get(key) for key in keys)
         held = [slot for slot in found if slot is not None and slot in self.clean]
         for slot in held:
@@ -397,14 +389,8 @@ class Tiers:
             self.clean.admit(slot)
         held.clear()
 
-    def _note_who_was_colder(self, victim: int) -> None:
-        if self.demotes:
-            coldest = self.waiting.peek()
-            used = self._recency.used
-            self.passed_over += coldest is not None and used[coldest] < used[victim]
-
     def take_pool_slot(self) -> int | None:
-        """A slot on a target that answers; None if there is none, or all there are pinned."""
+        """A slot on a usable target, evicting if need be; None if all there are pinned."""
         target = self.targets.choose()
         if target is None:
             return None
@@ -414,31 +400,31 @@ class Tiers:
         victim = self.targets.victim(target)
         assert victim is not None
         entry = self.index.in_pool_slot(victim)
-        self._counters["evicted_pool"] += 1
+        self.counters["evicted_pool"] += 1
         self.leave_pool(entry)
         self._evict(entry, Event.EVICT_POOL)
         return self.pool.take(target)
 
     def give_cache(self, entry: Entry, slot: int) -> None:
-        """`slot`, just taken, is for this pool entry's chunk to be read into."""
+        """This pool entry's chunk is to be read into `slot`, which was just taken."""
         assert entry.pool_slot is not None
         entry.cache_slot = slot
         self._recency.take_over(slot, self.targets.recency, entry.pool_slot)
-        self.index.name_cache(entry)
+        self.index.note_slots(entry)
 
     def give_pool(self, entry: Entry, slot: int) -> None:
-        """`slot`, just taken, is for this cached entry's chunk to be written to."""
+        """This cached entry's chunk is to be written to `slot`, which was just taken."""
         assert entry.cache_slot is not None
         entry.pool_slot = slot
         self.targets.recency.take_over(slot, self._recency, entry.cache_slot)
-        self.index.name_pool(entry)
+        self.index.note_slots(entry)
 
     def leave_cache(self, entry: Entry) -> None:
         slot = entry.cache_slot
         assert slot is not None
         if self._wanted[slot]:
             self.unwant(slot)
-            self._counters["write_refused"] += 1
+            self.counters["write_refused"] += 1
         self.clean.withdraw(slot)
         self._recency.forget(slot)
         self.cache.orphan(slot)
@@ -456,22 +442,22 @@ class Tiers:
         evicted, self._evicted = tuple(self._evicted), []
         return evicted
 
-    def let_go(self, op: Op, *, spare: frozenset[int] = frozenset()) -> None:
-        """Let go of what the op uses, but for the chunks in `spare`."""
+    def release(self, op: Op, *, spare: frozenset[int] = frozenset()) -> None:
+        """Release the op's slots, except those of the chunks in `spare`."""
         for tier, slots in ((self.cache, op.cache_slots), (self.pool, op.pool_slots)):
             for index, slot in enumerate(slots):
                 if slot is not None and index not in spare:
-                    tier.unuse(slot)
+                    tier.release(slot)
         op.cache_slots = tuple(s if i in spare else None for i, s in enumerate(op.cache_slots))
         op.pool_slots = tuple(s if i in spare else None for i, s in enumerate(op.pool_slots))
         for index, entry in enumerate(op.entries):
             if index not in spare:
                 self.settle(entry)
 
-    # -- what waits to be written -----------------------------------------------------
+    # -- chunks that wait to be written -----------------------------------------------
 
     def want(self, slot: int) -> None:
-        """The chunk in this cache slot, in use until `settle`, shall be written."""
+        """Let the chunk in this cache slot, in use until `settle`, wait to be written."""
         self._wanted[slot] = 1
         self.backlog += 1
         if not self.demotes:
@@ -480,7 +466,7 @@ class Tiers:
             self.waiting.admit(slot)
 
     def unwant(self, slot: int) -> None:
-        """It is being written, or never will be."""
+        """The chunk in this cache slot waits no more: it is being written, or never will be."""
         self._wanted[slot] = 0
         self.backlog -= 1
         self.waiting.withdraw(slot)
@@ -491,12 +477,12 @@ class Tiers:
         """`event` has happened to the entry; returns its new state, None for ABSENT."""
         before = entry.state
         after = entry.on(event)
-        if self.changes is not None:
-            self.changes.moved(entry.identity.key, before, after)
+        if self._changes is not None:
+            self._changes.moved(entry.identity.key, before, after)
         return after
 
     def touch(self, keys: Iterable[bytes], *, ended: bool = False) -> None:
-        """`keys`, in prefix order, were used, `ended`: by an ended request. Heads outlive tails."""
+        """`keys`, in prefix order, were used; ended: by an ended request. Heads outlive tails."""
         for key in reversed(list(keys)):
             cache_slot, pool_slot = self.index.slots(key)
             self._uses += 1
@@ -508,9 +494,9 @@ class Tiers:
 
     def settle(self, entry: Entry) -> None:
         """Admit the entry to the policies in which it is evictable, withdraw it elsewhere; if
-        nothing works on it, let it rest: the caller must not use this object any more."""
+        no operation works on it, let it rest: the caller must not use this object any more."""
         if not self.index.holds(entry):
-            return  # doomed, or let go and at rest since
+            return  # doomed, or released and at rest since
         state, idle = entry.state, True
         if entry.cache_slot is not None:
             idle = not self.cache.in_use(entry.cache_slot)
@@ -528,25 +514,22 @@ class Tiers:
             self.index.rest(entry)
 
     def doom(self, entry: Entry, *, retire: bool = False) -> None:
-        """Miss at once; the slots are freed at their last release (rule 8).
-
-        retire: but for the pool slot, which is not used again.
-        """
+        """The key misses at once; the slots are freed at their last release (rule 8), except that
+        with `retire` the pool slot is not used again."""
         if not self.index.holds(entry):
-            return  # gone already, or the key has been stored anew since
+            return  # gone already, or the key has been stored again since
         self.on(entry, Event.DOOM)
-        self._counters["pool_slots_retired"] += retire and entry.pool_slot is not None
+        self.counters["pool_slots_retired"] += retire and entry.pool_slot is not None
         self._forget(entry, retire=retire)
 
     def reset(self) -> None:
         """Doom every entry; a slot that nothing uses is free at once."""
-        self.backlog = self.passed_over = 0
         self._forget_order()
         self.targets.forget()
-        for entry in self.index.awake():
+        for entry in list(self.index.awake.values()):
             self.doom(entry)
-        if self.changes is not None:
-            self.changes.all_leave(self.index)
+        if self._changes is not None:
+            self._changes.all_leave(self.index)
         self.index.clear()
         self.cache.orphan_unused()
         self.pool.orphan_unused()
@@ -567,5 +550,5 @@ class Tiers:
             self.leave_pool(entry, retire=retire)
 
     def _home(self, slot: int) -> EvictionPolicy:
-        """The policy that this cache slot is in while it is evictable."""
+        """The policy that holds this cache slot while it is evictable."""
         return self.waiting if self.demotes and self._wanted[slot] else self.clean

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes into the core and comes out of it beside the protocol's messages."""
+"""The core's configuration and its answers, beside the messages of `protocol`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = [
 ]
 
 
-#: The eviction policy that goes by it, as the configuration names it.
+#: Configured name of the eviction policy under which a chunk's returns count (`Recency`).
 CREDITED = "credited_lru"
-#: Uses that each such request is worth, in slots of the tier. A request touches each of its
-#: chunks about three times.
+#: By how many uses each return lets a chunk count as used later, as a share of the tier's slots.
+#: A request touches each of its chunks about three times.
 CREDIT_SHARE = 2.0
 
 
 class Source(enum.Enum):
-    """The tier a look-up found a chunk in."""
+    """The tier in which a look-up found a chunk."""
 
     CPU = "cpu"
     POOL = "pool"
@@ -43,9 +43,9 @@ class WritePolicy(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
-    """automatic: False loads whatever is found. Rates pinned by the operator; None: learned.
+    """automatic: False loads whatever is found. Rates are pinned by the operator; None: learned.
 
-    read_bytes_per_s: of a rank, all targets together.
+    read_bytes_per_s: of one rank, over all targets together.
     """
 
     automatic: bool = True
@@ -57,12 +57,11 @@ class AdmissionConfig:
 class CoreConfig:
     """world_size: ranks that report. Shares are fractions of the cache slots.
 
-    tokens_per_chunk: what a chunk saves the model.
-    store_threshold: a chunk is stored on its n-th sighting (`sightings`).
-    eviction_policy: its configured name, for people; the core is given what it makes.
-    credit_share: what a chunk's return is worth at eviction (`recency`); 0: plain LRU.
-    clean_share: on-eviction writing keeps at least as much free, or evictable without a loss.
-    tell_residency: somebody takes `ManagerCore.residency`'s changes, after every step.
+    store_threshold: a chunk is stored on its n-th sighting (`StoreThreshold`).
+    eviction_policy: its configured name, for the log; the core is given the policy itself.
+    credit_share: how much longer a chunk that came back is kept (`Recency`); 0: plain LRU.
+    clean_share: on-eviction writing keeps at least this share free, or evictable without a loss.
+    kv_events: record changes in `ManagerCore.kv_events`; the caller takes them after each step.
     """
 
     world_size: int = 1
@@ -79,7 +78,7 @@ class CoreConfig:
     writes_pending_share: float = 0.5
     clean_share: float = 0.125
     report_deadline_s: float = 60.0
-    tell_residency: bool = False
+    kv_events: bool = False
 
 
 @dataclass(frozen=True, slots=True)

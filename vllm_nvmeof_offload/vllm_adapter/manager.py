@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's face of the manager: a thin adapter over `manager.core`."""
+"""vLLM's OffloadingManager: a thin adapter over `manager.core`.
+
+vLLM makes it with the connector, and delivers the ranks' handshake before the first request, still
+in `EngineCore.__init__`. Only the handshake has the sizes, so the core is made then (`attach`).
+"""
 
 from __future__ import annotations
 
@@ -28,8 +32,11 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from vllm_nvmeof_offload.manager.core import ManagerCore, Source
+from vllm_nvmeof_offload.manager.adoption import agree
+from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
+from vllm_nvmeof_offload.manager.eviction import LruPolicy, MakePolicy
 from vllm_nvmeof_offload.manager.requests import Queue, StepMeter, WaitingRequests
+from vllm_nvmeof_offload.manager.suspension import Suspension
 from vllm_nvmeof_offload.manager.telemetry import Complaints, Figures, config_of, start_line
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, COUNTERS, GAUGES
 from vllm_nvmeof_offload.names import LOGGER_NAME
@@ -44,51 +51,67 @@ _MEDIUM = {Source.CPU: Medium.CPU, Source.POOL: Medium.STORAGE}
 _ALL_TIERS, _CPU, _HIT, _MISS = TierFilter.ALL, Source.CPU, LookupResult.HIT, LookupResult.MISS
 _HIT_SOURCE = {Source.CPU: CacheHitSource.HOST, Source.POOL: CacheHitSource.DISK}
 
-_TELL_TIME_S = 1.0
+#: Longest time between two exports of all gauges, and of time counters while nothing happens.
+_EXPORT_PERIOD_S = 1.0
 
 
 @dataclass
 class _RequestKeys:
-    """A request's chunks in prefix order, and where its last load takes each from."""
+    """A request's chunks in prefix order, and the tier from which its last load takes each."""
 
     keys: dict[bytes, None] = field(default_factory=dict)
     sources: dict[bytes, Source] = field(default_factory=dict)
 
 
 class NVMeoFOffloadingManager(OffloadingManager):
-    """Called on EngineCore's main thread; does no I/O and never blocks."""
+    """Called on EngineCore's main thread; does no I/O and never blocks.
+
+    Before `attach` only `follow`, `reset_cache`, `weights_may_have_changed` and vLLM's calls that
+    concern no chunk do something: there is no request, no work, no event and nothing to export.
+    """
+
+    #: Both made by `attach`. `waiting` also needs `follow`.
+    figures: Figures
+    _complaints: Complaints
 
     def __init__(
         self,
-        core: ManagerCore,
-        tokens_per_chunk: int,
+        config: CoreConfig,
         clock: Callable[[], float] = time.monotonic,
         *,
+        policy: MakePolicy = LruPolicy,
         prompts_only: bool = False,
     ) -> None:
-        self.core = core
-        self._clock, self._worked_s = clock, clock()
-        self.tokens_per_chunk = tokens_per_chunk
-        self._steps = StepMeter(clock)
-        core.follow_prompts(self._steps.prompts_s)
-        self._scheduler_s = 0.0
-        self._told_s = self._told_all_s = 0.0  # when `get_stats` told anything, every gauge
-        #: Set by `follow`.
+        self.config = config
+        self.suspension = Suspension(clock)
         self.waiting: WaitingRequests | None = None
-        self.figures = Figures(core, tokens_per_chunk)
-        self._config = dict.fromkeys(CONFIG_LABELS, "")
-        self._config["prompts_only"] = "yes" if prompts_only else "no"
-        self._complaints = Complaints(core, clock)
-        self._untold = False  # since `attach`
-        self._missed = self._found_cpu = self._found_pool = 0  # look-ups since then
+        self._core: ManagerCore | None = None
+        self._clock, self._worked_s = clock, clock()
+        self._policy = policy
+        self._queue: Queue | None = None
+        self._void = self._weights_changed = False  # what a reset, or new weights, did to `_core`
+        self._steps = StepMeter(clock)
+        self._scheduler_s = 0.0
+        self._exported_s = self._all_exported_s = 0.0  # when `get_stats` exported some, all gauges
+        self._export_due = False  # since `attach`
+        self._labels = dict.fromkeys(CONFIG_LABELS, "")
+        self._labels["prompts_only"] = "yes" if prompts_only else "no"
+        self._missed = self._found_cpu = self._found_pool = 0  # look-ups since the last export
         self._activity_seen: tuple[int, ...] = ()
+
+    @property
+    def core(self) -> ManagerCore:
+        assert self._core is not None, "vLLM delivers the handshake before any request"
+        return self._core
 
     # -- look-up and jobs -------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        # Once a chunk of every waiting request: plain integers and module constants, for a
-        # counter with labels and an enum's member each cost as much as the look-up.
-        source = self.core.lookup(key)
+        # Called for each chunk of every waiting request: plain integers and module constants,
+        # because a counter with labels, a property and an enum's member each cost as much as the
+        # look-up.
+        assert self._core is not None
+        source = self._core.lookup(key)
         if source is not None and req_context.load_tier_filter is not _ALL_TIERS:
             locality = Locality.LOCAL if source is _CPU else None
             if not req_context.load_tier_filter.allows(_MEDIUM[source], locality):
@@ -117,13 +140,13 @@ class NVMeoFOffloadingManager(OffloadingManager):
         }
         state.keys.update(dict.fromkeys(keys))
         for source in state.sources.values():
-            self.figures.add("loaded_tokens", self.tokens_per_chunk, source.value)
+            self.figures.add("loaded_tokens", self.config.tokens_per_chunk, source.value)
         return ChunkLoadSpec(command)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        if req_context.req_id in self.core.suspension:
+        if req_context.req_id in self.suspension:
             return PrepareStoreOutput([], LoadStoreSpec(), [])
         plan = self.core.prepare_store(list(keys))
         self._state(req_context).keys.update(dict.fromkeys(keys))
@@ -134,7 +157,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
             [OffloadKey(key) for key in plan.evicted],
         )
 
-    # `complete_store` and `complete_load` are vLLM's own no-ops: the core learns from the
+    # `complete_store` and `complete_load` are vLLM's own no-ops: the core takes outcomes from the
     # workers' reports, which also come for jobs that vLLM forgot at a reset.
 
     # -- requests and steps -----------------------------------------------------------
@@ -144,15 +167,14 @@ class NVMeoFOffloadingManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         # Comes when nothing more of the request will be stored.
-        self.core.suspension.ended(req_context.req_id)
+        self.suspension.ended(req_context.req_id)
         state = req_context.get_state(_RequestKeys)
         if state is not None:
             self.core.ended(state.keys)
 
-    def follow(self, queue: Queue) -> WaitingRequests:
-        """Look after the requests that wait in this queue."""
-        self.waiting = WaitingRequests(self.core, queue, self._clock)
-        return self.waiting
+    def follow(self, queue: Queue) -> None:
+        """Look after the requests that wait in this queue, from `attach` on."""
+        self._queue = queue
 
     def step_scheduled(self, scheduler_output: Any) -> None:
         """vLLM has scheduled a step; comes before its commands are taken."""
@@ -164,10 +186,10 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if scheduler_output.preempted_req_ids:
             self.figures.add("preemptions", len(scheduler_output.preempted_req_ids))
         self.waiting.step(scheduler_output)
-        self.core.suspension.log_while_it_lasts()
+        self.suspension.log_while_it_lasts()
 
     def step_ended(self, scheduler_s: float) -> None:
-        """A step's output has come, and was taken in. scheduler_s: spent in our scheduler side
+        """A step's output has come and is applied. scheduler_s: time spent in our scheduler side
         since the last call."""
         self._steps.ended()
         self.core.step_ended()
@@ -177,18 +199,25 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def has_pending_work(self) -> bool:
         """Keep the engine stepping while reports are owed.
 
-        For write-behind only for a bounded time after the last token: stepping costs an idle
-        core, and blocks pause, sleep and shutdown. What is left goes on with the next request.
+        For write-behind only for a bounded time after the last token, because stepping costs an
+        idle core, and blocks pause, sleep and shutdown. The next request goes on with the writes.
         """
-        if self._untold or self.core.residency:  # one step tells the figures, some the events
+        if self._core is None:
+            return False
+        if self._export_due or self.has_events:  # one step exports the metrics
             return True
-        idle_s = self._clock() - self._worked_s
-        bound_s = self.core.config.report_deadline_s
-        return self.core.has_pending_work(count_writes=idle_s < bound_s)
+        count_writes = self._clock() - self._worked_s < self.config.report_deadline_s
+        return self._core.has_pending_work(count_writes=count_writes)
+
+    @property
+    def has_events(self) -> bool:
+        """Whether `take_events` has something."""
+        return self._core is not None and bool(self._core.kv_events)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """What came to a tier and left it, oldest first, as much as one step should carry."""
-        for change in self.core.residency.take() if self.core.residency is not None else ():
+        """Chunks that came to a tier or left it, oldest first, as many as one step carries."""
+        log = self._core.kv_events if self._core is not None else None
+        for change in log.take() if log is not None else ():
             yield OffloadingEvent(
                 keys=[OffloadKey(key) for key in change.keys],
                 medium=_MEDIUM[change.tier],
@@ -197,29 +226,45 @@ class NVMeoFOffloadingManager(OffloadingManager):
             )
 
     def reset_cache(self) -> None:
-        entries = self.core.gauges()["entries"]
-        if self.core.reset():
+        if self._core is None:
+            self._void = True  # chunks that `attach` would adopt included
+            return
+        entries = self._core.gauges()["entries"]
+        if self._core.reset():
             logger.info("a reset declared void what was offloaded: %d chunks", entries)
 
     def weights_may_have_changed(self, *, known: bool) -> bool:
         """Returns whether everything is void: a reset must follow, and a suspension."""
-        if not known and self.core.config.weights_never_change:
+        if not known and self.config.weights_never_change:
             return False
-        self.core.weights_changed = True
+        self._weights_changed = True
+        if self._core is not None:
+            self._core.weights_changed = True
         return True
 
     # -- the connector's interface ----------------------------------------------------
 
     def attach(self, hellos: Iterable[RankHello]) -> None:
-        """Learn from the workers what there is."""
+        """Make the core: the workers' handshake has come."""
+        assert self._core is None, "a second handshake"
         ordered = sorted(hellos, key=lambda hello: hello.rank)
-        for note in self.core.attach(ordered):
+        agreement = agree(ordered)
+        for note in agreement.notes:
             logger.warning("%s", note)
-        logger.info("%s", start_line(ordered, self.core, self.tokens_per_chunk))
-        self._complaints.attach(ordered[0].targets)
-        self._config |= config_of(ordered, self.core.config)
-        self.figures.attach(ordered, self._config)
-        self._untold = True
+        core = ManagerCore(
+            self.config, agreement, self._clock, self._policy, prompts_s=self._steps.prompts_s
+        )
+        self._core = core
+        logger.info("%s", start_line(ordered, core))
+        core.weights_changed = self._weights_changed
+        if self._void:
+            self.reset_cache()
+        self._complaints = Complaints(core, ordered[0].targets, self._clock)
+        self._labels |= config_of(ordered, self.config)
+        self.figures = Figures(core, self.suspension, ordered, self._labels)
+        if self._queue is not None:
+            self.waiting = WaitingRequests(core, self._queue, self._clock)
+        self._export_due = True
 
     def take_commands(self) -> list[Command]:
         self.core.turn()
@@ -232,16 +277,18 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._complaints.look()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        # Once a step, and most steps change nothing: time alone is told now and then.
-        lookups = self._found_cpu + self._found_pool + self._missed
-        activity, now_s = self.core.activity(), self._clock()
-        quiet = not lookups and not self.figures.waiting and activity == self._activity_seen
-        if quiet and now_s - self._told_s < _TELL_TIME_S:
+        if self._core is None:
             return None
-        self._told_s, self._activity_seen, self._untold = now_s, activity, False
+        # Called once per step, and most steps change nothing: passed time is exported now and then.
+        lookups = self._found_cpu + self._found_pool + self._missed
+        activity, now_s = self._core.activity(), self._clock()
+        quiet = not lookups and not self.figures.waiting and activity == self._activity_seen
+        if quiet and now_s - self._exported_s < _EXPORT_PERIOD_S:
+            return None
+        self._exported_s, self._activity_seen, self._export_due = now_s, activity, False
         self._count()
-        if all_gauges := now_s - self._told_all_s >= _TELL_TIME_S:
-            self._told_all_s = now_s
+        if all_gauges := now_s - self._all_exported_s >= _EXPORT_PERIOD_S:
+            self._all_exported_s = now_s
         told = self.figures.take(all_gauges=all_gauges)
         stats = OffloadingConnectorStats()
         for (name, labels), amount in told.counters.items():
@@ -251,11 +298,11 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return stats
 
     def config_info(self) -> list[dict[str, str | int | float | bool]]:
-        """What vLLM 0.33 publishes as its own `kv_offload_config_info`."""
-        return [dict(self._config)]
+        """The labels that vLLM 0.33 publishes as its own `kv_offload_config_info`."""
+        return [dict(self._labels)]
 
     def _count(self) -> None:
-        """Hand over what was counted here since the last call."""
+        """Hand over the counts of this object since the last call."""
         add, steps = self.figures.add, self._steps
         add("lookups", self._found_cpu, "cpu")
         add("lookups", self._found_pool, "pool")

@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from vllm_nvmeof_offload.manager.adoption import agree
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.eviction import choose_policy, credit_share
 from vllm_nvmeof_offload.manager.types import WritePolicy
@@ -50,7 +51,6 @@ class World:
             # it is seen what that is worth.
             credit_share=credit_share(shape.policy),
         )
-        self._core = ManagerCore(config, policy=choose_policy(shape.policy), first_generation=0)
         hello = RankHello(
             rank=0,
             engine_index=0,
@@ -60,7 +60,8 @@ class World:
             target_count=1,
             slot_bytes=_CHUNK_BYTES,
         )
-        self._core.attach([hello])
+        policy = choose_policy(shape.policy)
+        self._core = ManagerCore(config, agree([hello]), policy=policy, first_generation=0)
 
     def serve(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """One request from its look-up to its end. Chunks are named by numbers that stand for

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from vllm_nvmeof_offload.errors import Outcome
+from vllm_nvmeof_offload.manager.adoption import agree
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.protocol import (
     AdoptedEntries,
@@ -48,13 +49,17 @@ class Bench:
     ) -> None:
         self.now_s = 0.0
         self.ranks = ranks
+        #: How long the model has computed prompts.
+        self.prompts_s = 0.0
+        agreement = agree([hello(r, cache, pool, (), target_count=targets) for r in range(ranks)])
+        assert agreement.notes == ()
         self.core = ManagerCore(
             CoreConfig(world_size=ranks, **config),  # type: ignore[arg-type]
+            agreement,
             lambda: self.now_s,
             first_generation=100,
+            prompts_s=lambda: self.prompts_s,
         )
-        hellos = [hello(r, cache, pool, (), target_count=targets) for r in range(ranks)]
-        assert self.core.attach(hellos) == ()
 
     def done(self, op: int, *failures: tuple[int, Outcome]) -> None:
         self.core.report([OpReport(op, failures)] * self.ranks)

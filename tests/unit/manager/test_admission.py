@@ -27,8 +27,9 @@ class Clerk:
         self.admission = Admission(
             AdmissionConfig(**config),  # type: ignore[arg-type]
             lambda: self.now_s,
+            SLOT_BYTES,
+            TOKENS_PER_CHUNK,
         )
-        self.admission.attach(SLOT_BYTES, TOKENS_PER_CHUNK)
         self.admission.prefill_rate = tokens_per_s
         self.rates(*mb_per_s)
 

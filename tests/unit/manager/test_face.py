@@ -7,13 +7,21 @@ from collections import Counter
 
 import pytest
 
-from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES
+from vllm_nvmeof_offload.manager.core import CoreConfig
+from vllm_nvmeof_offload.manager.requests import Queue
+from vllm_nvmeof_offload.metrics import CONFIG_LABELS, COUNTERS, GAUGES
+from vllm_nvmeof_offload.protocol import ResetCommand
 
-from .bench import Bench, keys_of
+from .bench import Bench, hello, keys_of
 
 pytest.importorskip("vllm", reason="the face needs vLLM's types")
 
-from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+)
 
 from vllm_nvmeof_offload.vllm_adapter import manager as face
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
@@ -38,12 +46,24 @@ def figures(manager: NVMeoFOffloadingManager) -> dict[tuple[str, tuple[str, ...]
     return counted
 
 
+class Face:
+    """The adapter over a bench's core: it makes the core, and the bench drives it."""
+
+    def __init__(self, cache: int = 4, **config: object) -> None:
+        self.bench = Bench()
+        self.manager = NVMeoFOffloadingManager(
+            CoreConfig(tokens_per_chunk=16, **config)  # type: ignore[arg-type]
+        )
+        self.manager.attach([hello(0, cache, 8, (), target_count=2)])
+        self.bench.core = self.manager.core
+
+
 def test_look_ups_are_counted_by_source() -> None:
-    bench = Bench(cache=1)
+    face = Face(cache=1)
+    bench, manager = face.bench, face.manager
     bench.store(1)
     bench.write_all()
     bench.store(2)
-    manager = NVMeoFOffloadingManager(bench.core, 16)
     context = ReqContext("request")
     found = [manager.lookup(key, context) for key in keys_of(1, 2, 3, 2)]
     assert found == [LookupResult.HIT, LookupResult.HIT, LookupResult.MISS, LookupResult.HIT]
@@ -54,7 +74,7 @@ def test_look_ups_are_counted_by_source() -> None:
 
 
 def test_bytes_written_are_counted_by_target() -> None:
-    manager = NVMeoFOffloadingManager(Bench().core, 16)
+    manager = Face().manager
     manager.report([], Counter({"written_bytes:0": 5, "written_bytes:1": 7, "read_bytes": 2}))
     counted = figures(manager)
     assert counted["written_bytes", ()] == 12
@@ -64,29 +84,71 @@ def test_bytes_written_are_counted_by_target() -> None:
 
 
 def test_a_chunk_below_the_threshold_is_counted() -> None:
-    bench = Bench(store_threshold=2)
-    manager = NVMeoFOffloadingManager(bench.core, 16)
+    manager = Face(store_threshold=2).manager
     assert manager.prepare_store(keys_of(1, 2), ReqContext("request")).keys_to_store == []
     assert figures(manager)["below_threshold_chunks", ()] == 2
 
 
 def test_of_requests_computed_with_earlier_weights_nothing_is_stored() -> None:
-    bench = Bench()
-    manager = NVMeoFOffloadingManager(bench.core, 16)
+    manager = Face().manager
     old, new = ReqContext("old"), ReqContext("new")
     assert manager.weights_may_have_changed(known=True)
     manager.reset_cache()
-    bench.core.suspension.begin("update_weights", ["old"], known=True)
+    manager.suspension.begin("update_weights", ["old"], known=True)
     assert manager.prepare_store(keys_of(1), old).keys_to_store == []
     assert manager.prepare_store(keys_of(2), new).keys_to_store == keys_of(2)
-    assert bench.core.gauges()["stores_suspended"] == 1
+    assert len(manager.suspension) == 1
     manager.on_request_finished(old)  # its name may be used again
     assert manager.prepare_store(keys_of(1), old).keys_to_store == keys_of(1)
-    assert bench.core.gauges()["stores_suspended"] == 0
+    assert len(manager.suspension) == 0
 
 
 @pytest.mark.parametrize("never_change", [False, True])
 def test_what_may_change_weights_voids_unless_the_operator_rules_it_out(never_change: bool) -> None:
-    manager = NVMeoFOffloadingManager(Bench(weights_never_change=never_change).core, 16)
+    manager = Face(weights_never_change=never_change).manager
     assert manager.weights_may_have_changed(known=False) is not never_change
     assert manager.weights_may_have_changed(known=True)
+
+
+def test_before_the_handshake_there_is_nothing_to_do_and_nothing_to_export() -> None:
+    """Every call that vLLM can make without a request; those with one are mistakes."""
+    manager = NVMeoFOffloadingManager(CoreConfig())
+    context = ReqContext("request")
+    manager.follow(Queue({}.get, lambda *_: False, 16))
+    assert manager.on_new_request(context) == RequestOffloadingContext()
+    manager.on_request_finished(context)
+    assert not manager.has_pending_work()
+    assert not manager.has_events
+    assert list(manager.take_events()) == []
+    assert manager.get_stats() is None
+    assert set(manager.config_info()[0]) == set(CONFIG_LABELS)
+    assert manager.waiting is None
+    manager.reset_cache()
+    manager.shutdown()
+    for call in (
+        lambda: manager.lookup(OffloadKey(b"1"), context),
+        lambda: manager.prepare_store([], context),
+        manager.take_commands,
+        lambda: manager.report([], Counter()),
+    ):
+        with pytest.raises(AssertionError):
+            call()
+    manager.attach([hello(0, 4, 8, ())])
+    assert manager.waiting is not None
+    assert manager.has_pending_work(), "one step exports every series"
+    with pytest.raises(AssertionError, match="second"):
+        manager.attach([hello(0, 4, 8, ())])
+
+
+@pytest.mark.parametrize("new_weights", [False, True])
+def test_a_reset_before_the_handshake_voids_what_the_pool_has(new_weights: bool) -> None:
+    """Adopted chunks are from before it."""
+    manager = NVMeoFOffloadingManager(CoreConfig(weights_never_change=True))
+    if new_weights:
+        assert manager.weights_may_have_changed(known=True)
+    manager.reset_cache()
+    manager.attach([hello(0, 4, 8, [(1, 7, b"a")])])
+    assert manager.core.lookup(b"a") is None
+    (reset,) = manager.take_commands()
+    assert isinstance(reset, ResetCommand)
+    assert reset.adoptable is not new_weights

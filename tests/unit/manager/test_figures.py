@@ -11,6 +11,7 @@ import pytest
 
 from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, io_error
 from vllm_nvmeof_offload.manager.core import CoreConfig
+from vllm_nvmeof_offload.manager.suspension import Suspension
 from vllm_nvmeof_offload.manager.telemetry import (
     PERIOD_S,
     Complaints,
@@ -35,14 +36,13 @@ def hellos(ranks: int = 1, **changes: object) -> list[RankHello]:
 
 
 def figures_of(bench: Bench, **changes: object) -> Figures:
-    figures = Figures(bench.core, TOKENS)
     said = hellos(bench.ranks, **changes)
-    figures.attach(said, {"prompts_only": "no", **config_of(said, CoreConfig())})
-    return figures
+    labels = {"prompts_only": "no", **config_of(said, CoreConfig())}
+    return Figures(bench.core, Suspension(), said, labels)
 
 
 def test_the_first_time_every_series_is_told() -> None:
-    told = figures_of(Bench(targets=2)).take()
+    told = figures_of(Bench(tokens_per_chunk=TOKENS, targets=2)).take()
     assert {name for name, _ in told.counters} == set(COUNTERS)
     assert {name for name, _ in told.gauges} == set(GAUGES)
     assert set(told.counters.values()) == {0}
@@ -56,7 +56,7 @@ def test_the_first_time_every_series_is_told() -> None:
 
 
 def test_afterwards_only_what_changes() -> None:
-    bench = Bench(targets=2)
+    bench = Bench(tokens_per_chunk=TOKENS, targets=2)
     figures = figures_of(bench)
     figures.take()
     again = figures.take()
@@ -70,7 +70,7 @@ def test_afterwards_only_what_changes() -> None:
 
 
 def test_failures_are_told_by_operation_outcome_and_target() -> None:
-    bench = Bench(pool=8, targets=2)
+    bench = Bench(tokens_per_chunk=TOKENS, pool=8, targets=2)
     figures = figures_of(bench)
     figures.take()
     bench.store(1)
@@ -86,7 +86,7 @@ def test_failures_are_told_by_operation_outcome_and_target() -> None:
 
 
 def test_what_the_workers_say_is_added_up() -> None:
-    bench = Bench(ranks=2, targets=2)
+    bench = Bench(tokens_per_chunk=TOKENS, ranks=2, targets=2)
     figures = figures_of(bench)
     figures.take()
     figures.add_from_workers({"transfer_us:load:pool": 1_500_000, "written_bytes:1": 7, "x": 1})
@@ -104,7 +104,8 @@ def test_what_the_workers_say_is_added_up() -> None:
 
 def test_fallbacks_are_told_by_part() -> None:
     lines = ("io_uring registered→unregistered: ENOMEM", "o_direct→buffered on /mnt/one: EINVAL")
-    told = figures_of(Bench(ranks=2, targets=2), fallbacks=lines).take().gauges
+    bench = Bench(tokens_per_chunk=TOKENS, ranks=2, targets=2)
+    told = figures_of(bench, fallbacks=lines).take().gauges
     seen = [told["fallbacks", (part,)] for part in ("io_uring", "registration", "o_direct")]
     assert seen == [0, 2, 2]
 
@@ -113,10 +114,10 @@ def test_fallbacks_are_told_by_part() -> None:
 
 
 def test_the_start_line_names_what_an_operator_asks_for() -> None:
-    bench = Bench(ranks=2, targets=2)
+    bench = Bench(tokens_per_chunk=TOKENS, ranks=2, targets=2)
     said = hellos(2, volatile=("hashes are seeded",), fallbacks=("io_uring→threads: EPERM",))
     said[1] = replace(said[1], io_engine="threads", volatile=("hashes are seeded", "files moved"))
-    line = start_line(said, bench.core, TOKENS)
+    line = start_line(said, bench.core)
     assert "\n" not in line
     for part in (
         "CPU tier of 64 tokens (4 cache slots of 8.0 KiB) and 3 stream slots",
@@ -131,7 +132,7 @@ def test_the_start_line_names_what_an_operator_asks_for() -> None:
     ):
         assert part in line
     assert line.count("FALLBACK") == 1, "once, not once a rank"
-    assert "no pool" in start_line(hellos(), Bench(pool=0).core, TOKENS)
+    assert "no pool" in start_line(hellos(), Bench(tokens_per_chunk=TOKENS, pool=0).core)
 
 
 # -- failures as log lines ----------------------------------------------------------------
@@ -157,8 +158,8 @@ def fail(bench: Bench, number: int, outcome: object) -> None:
 def test_a_failure_is_said_at_once_and_then_once_a_minute(
     caplog: pytest.LogCaptureFixture, logger: None
 ) -> None:
-    bench = Bench(pool=0)
-    complaints = Complaints(bench.core, lambda: bench.now_s)
+    bench = Bench(tokens_per_chunk=TOKENS, pool=0)
+    complaints = Complaints(bench.core, (), lambda: bench.now_s)
     complaints.look()
     fail(bench, 1, CHECKSUM_MISMATCH)
     complaints.look()
@@ -176,9 +177,8 @@ def test_a_failure_is_said_at_once_and_then_once_a_minute(
 
 
 def test_a_failed_write_names_its_target(caplog: pytest.LogCaptureFixture, logger: None) -> None:
-    bench = Bench(targets=2)
-    complaints = Complaints(bench.core, lambda: bench.now_s)
-    complaints.attach(TARGETS)
+    bench = Bench(tokens_per_chunk=TOKENS, targets=2)
+    complaints = Complaints(bench.core, TARGETS, lambda: bench.now_s)
     bench.store(1)
     (write,) = bench.writes()
     bench.done(write.op, (0, io_error(5)))

@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, make_offload_key
 
 from tests.e2e.router import Router
 from tests.wait import wait_until
-from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
+from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 
 from .bench import hello
@@ -24,8 +24,7 @@ CHUNKS = 10_000
 def test_a_router_hears_of_what_was_adopted_and_of_a_reset() -> None:
     """In parts, step by step; and the engine goes on stepping until all of it is told."""
     keys = [make_offload_key(b"%032d" % number, 0) for number in range(CHUNKS)]
-    core = ManagerCore(CoreConfig(tell_residency=True))
-    manager = NVMeoFOffloadingManager(core, 16)
+    manager = NVMeoFOffloadingManager(CoreConfig(tokens_per_chunk=16, kv_events=True))
     manager.attach([hello(0, 4, CHUNKS, [(i, i + 1, key) for i, key in enumerate(keys)])])
     tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, False))
     with Router() as router:
@@ -35,7 +34,7 @@ def test_a_router_hears_of_what_was_adopted_and_of_a_reset() -> None:
         def step_until_told() -> int:
             """As vLLM's scheduler; returns after how many steps there is nothing left."""
             steps = 0
-            while core.residency:
+            while manager.has_events:
                 assert manager.has_pending_work()
                 events = list(tracker.take_events(manager.take_events()))
                 publisher.publish(KVEventBatch(ts=0.0, events=events))

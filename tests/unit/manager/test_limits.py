@@ -137,18 +137,17 @@ def test_the_time_in_which_others_were_computed_is_not_held_against_a_load(
 ) -> None:
     """Neither a load's time nor a probe's."""
     for probe in (False, True):
-        bench, prompts_s = ShelfBench(), [100.0]
-        core = bench.core
-        core.follow_prompts(lambda of=prompts_s: of[0])
+        bench = ShelfBench()
+        core, bench.prompts_s = bench.core, 100.0
         core.admission.read_rates = [1e15]
         bench.in_the_pool(0)
-        prompts_s[0] = 200.0
+        bench.prompts_s = 200.0
         if probe:
             core.reload.probe(keys_of(0))
             op = bench.fetches()[0].op
         else:
             op = core.prepare_load(keys_of(0), 10.0).op
-        prompts_s[0] += computed_s
+        bench.prompts_s += computed_s
         core.report([OpReport(op, seconds=0.6)])
         assert core.learned()["load_overhead_s"] == pytest.approx(overhead_s)
 

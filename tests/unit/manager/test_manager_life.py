@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from vllm_nvmeof_offload.errors import DEADLINE, io_error
+from vllm_nvmeof_offload.manager.adoption import agree
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.protocol import (
     VERDICTS,
@@ -231,29 +232,30 @@ def test_pending_work_is_owed_reports_within_their_deadline() -> None:
 
 
 def test_adoption_is_what_every_rank_holds() -> None:
-    core = ManagerCore(CoreConfig(world_size=3), first_generation=1)
-    notes = core.attach(
+    agreement = agree(
         [
             hello(0, 4, 8, [(0, 7, b"a"), (1, 7, b"b"), (2, 7, b"c"), (6, 7, b"out")]),
             hello(1, 3, 6, [(0, 7, b"a"), (1, 8, b"b"), (2, 7, b"c"), (6, 7, b"out")]),
             hello(2, 5, 9, [(0, 7, b"a"), (1, 7, b"b"), (3, 7, b"c"), (6, 7, b"out")]),
         ]
     )
+    core = ManagerCore(CoreConfig(world_size=3), agreement, first_generation=1)
     assert [e.identity.key for e in core.entries()] == [b"a"]
     assert core.lookup(b"a") is Source.POOL
     assert (core.capacity.cache_slots, core.capacity.pool_slots) == (3, 6)
-    assert notes
+    assert core.counters["unadopted"] == 3
+    assert agreement.notes
 
 
 def test_a_key_on_two_slots_is_adopted_once_and_ranks_of_other_pools_adopt_nothing() -> None:
-    core = ManagerCore(CoreConfig(), first_generation=1)
-    core.attach([hello(0, 2, 4, [(1, 7, b"a"), (3, 8, b"a")])])
+    alone = agree([hello(0, 2, 4, [(1, 7, b"a"), (3, 8, b"a")])])
+    core = ManagerCore(CoreConfig(), alone, first_generation=1)
     assert core.gauges()["pool_slots_taken"] == 1
-    other = ManagerCore(CoreConfig(world_size=2), first_generation=1)
     entries = [(1, 7, b"a")]
-    notes = other.attach([hello(0, 2, 4, entries), hello(1, 2, 4, entries, keyspace="x")])
+    agreement = agree([hello(0, 2, 4, entries), hello(1, 2, 4, entries, keyspace="x")])
+    other = ManagerCore(CoreConfig(world_size=2), agreement, first_generation=1)
     assert other.lookup(b"a") is None
-    assert notes
+    assert agreement.notes
 
 
 def test_the_core_is_pure() -> None:

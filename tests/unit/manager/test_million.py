@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from vllm_nvmeof_offload.manager.adoption import agree
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.protocol import AdoptedEntries, OpReport, WriteCommand
 
@@ -64,7 +65,6 @@ def _assert_light(before: list[int], entries: int) -> None:
 
 
 def test_adopted_entries_are_light(growth: list[int]) -> None:
-    core = ManagerCore(CoreConfig(world_size=2))
     numbers = np.arange(ADOPTED)
     tables = [
         AdoptedEntries(numbers, numbers.astype(np.uint64) + 7, tuple(_keys(0, ADOPTED)))
@@ -76,8 +76,10 @@ def test_adopted_entries_are_light(growth: list[int]) -> None:
         for rank, table in enumerate(tables)
     ]
     del tables
-    assert core.attach(hellos) == ()
-    del hellos, numbers, empty
+    agreement = agree(hellos)
+    assert agreement.notes == ()
+    core = ManagerCore(CoreConfig(world_size=2), agreement)
+    del agreement, hellos, numbers, empty
     _assert_light(growth, ADOPTED)
     assert core.gauges()["entries"] == ADOPTED
     assert core.lookup(_keys(ADOPTED - 1, 1)[0]) is Source.POOL
@@ -90,8 +92,7 @@ def test_adopted_entries_are_light(growth: list[int]) -> None:
 
 
 def test_stored_entries_are_light_while_they_come_and_go(growth: list[int]) -> None:
-    core = ManagerCore(CoreConfig())
-    core.attach([hello(0, CACHE_SLOTS, STORED, ())])
+    core = ManagerCore(CoreConfig(), agree([hello(0, CACHE_SLOTS, STORED, ())]))
     for first in range(0, STORED + STORED // 2, BATCH):
         _store(core, _keys(first))
         if first % (BATCH * 16) == 0:
@@ -104,8 +105,8 @@ def test_stored_entries_are_light_while_they_come_and_go(growth: list[int]) -> N
 
 def test_what_rests_is_what_it_was() -> None:
     """An entry's place and generation, through every change of state."""
-    core = ManagerCore(CoreConfig(land_cache_share=1.0), first_generation=100)
-    core.attach([hello(0, 2, 4, ())])
+    agreement = agree([hello(0, 2, 4, ())])
+    core = ManagerCore(CoreConfig(land_cache_share=1.0), agreement, first_generation=100)
     _store(core, [b"a", b"b"])
     before = {e.identity: (e.cache_slot, e.pool_slot) for e in core.entries()}
     assert {identity.generation for identity in before} == {101, 102}

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from vllm_nvmeof_offload.manager.adoption import Capacity
 from vllm_nvmeof_offload.manager.prefetch import Reason, ReloadScheduler
-from vllm_nvmeof_offload.manager.types import Source
+from vllm_nvmeof_offload.manager.types import CoreConfig, Source
 
 from .bench import keys_of
 
@@ -100,10 +101,13 @@ class Desk:
     def __init__(self, reload: int = 16, queue: int = 16, slot_bytes: int = 1 << 20) -> None:
         self.now_s = 0.0
         self.shelf = FakeShelf()
+        config = CoreConfig(reload_cache_share=reload / 1024, prefetch_cache_share=queue / 1024)
         self.scheduler = ReloadScheduler(
-            reload / 1024, queue / 1024, self.shelf, lambda: self.now_s
+            config,
+            Capacity(1024, 0, 1, slot_bytes),
+            self.shelf,  # type: ignore[arg-type]
+            lambda: self.now_s,
         )
-        self.scheduler.attach(1024, slot_bytes)
 
     def preempted(
         self, name: str, numbers: Iterable[int], in_gpu: Callable[[int], bool] = not_in_gpu

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH
+from vllm_nvmeof_offload.manager.adoption import agree
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
-from vllm_nvmeof_offload.manager.kv_events import ResidencyLog
+from vllm_nvmeof_offload.manager.kv_events import KvEventLog
 
 from .bench import Bench, hello, keys_of
 
@@ -15,14 +16,14 @@ CAME, LEFT = False, True
 
 def told(core: ManagerCore) -> list[tuple[Source, bool, list[bytes]]]:
     """Everything since the last call."""
-    assert core.residency is not None
-    changes = core.residency.take(len(core.residency))
-    assert not core.residency
+    assert core.kv_events is not None
+    changes = core.kv_events.take(len(core.kv_events))
+    assert not core.kv_events
     return [(change.tier, change.removed, change.keys) for change in changes]
 
 
 def test_a_store_is_told_when_it_is_copied_and_a_write_when_it_is_written() -> None:
-    bench = Bench(ranks=2, tell_residency=True)
+    bench = Bench(ranks=2, kv_events=True)
     plan = bench.core.prepare_store(keys_of(1, 2))
     assert told(bench.core) == [], "under way"
     assert plan.command is not None
@@ -33,7 +34,7 @@ def test_a_store_is_told_when_it_is_copied_and_a_write_when_it_is_written() -> N
 
 
 def test_an_eviction_takes_a_chunk_from_one_tier() -> None:
-    bench = Bench(cache=1, pool=8, tell_residency=True)
+    bench = Bench(cache=1, pool=8, kv_events=True)
     bench.store(1)
     bench.write_all()
     told(bench.core)
@@ -43,7 +44,7 @@ def test_an_eviction_takes_a_chunk_from_one_tier() -> None:
 
 
 def test_what_fails_leaves_every_tier() -> None:
-    bench = Bench(tell_residency=True)
+    bench = Bench(kv_events=True)
     bench.store(1)
     bench.write_all()
     told(bench.core)
@@ -53,15 +54,15 @@ def test_what_fails_leaves_every_tier() -> None:
 
 
 def test_adoption_is_told_and_a_reset_takes_everything() -> None:
-    core = ManagerCore(CoreConfig(tell_residency=True))
-    core.attach([hello(0, 2, 8, [(3, 7, b"a"), (5, 8, b"b")])])
+    agreement = agree([hello(0, 2, 8, [(3, 7, b"a"), (5, 8, b"b")])])
+    core = ManagerCore(CoreConfig(kv_events=True), agreement)
     assert told(core) == [(POOL, CAME, [b"a", b"b"])]
     core.reset()
     assert told(core) == [(POOL, LEFT, [b"a", b"b"])]
 
 
 def test_a_large_adoption_is_told_in_parts_and_not_at_all_after_a_reset() -> None:
-    log = ResidencyLog()
+    log = KvEventLog()
     log.came(POOL, [b"%d" % n for n in range(100_000)])
     parts = [len(change.keys) for change in log.take()]
     assert sum(parts) == 100_000 // 8, "not all in one step"
@@ -72,4 +73,4 @@ def test_a_large_adoption_is_told_in_parts_and_not_at_all_after_a_reset() -> Non
 
 
 def test_nothing_is_kept_where_nobody_asks() -> None:
-    assert Bench().core.residency is None
+    assert Bench().core.kv_events is None

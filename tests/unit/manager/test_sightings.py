@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm_nvmeof_offload.manager.core import Sightings
+from vllm_nvmeof_offload.manager.core import StoreThreshold
 
 from .bench import Bench, keys_of
 
@@ -19,9 +19,9 @@ def test_a_chunk_is_stored_on_its_nth_sighting() -> None:
 
 
 def test_a_threshold_of_one_stores_at_once_and_keeps_no_table() -> None:
-    sightings = Sightings(1, 8)
+    sightings = StoreThreshold(1, 8)
     sightings.see(keys_of(1, 2))
-    assert sightings.enough(b"7")
+    assert sightings.reached(b"7")
     assert len(sightings) == 0
     assert Bench(store_threshold=1).core.prepare_store(keys_of(1)).stored == (b"1",)
 
@@ -41,14 +41,14 @@ def test_what_was_seen_often_enough_comes_back_at_once_after_a_reset() -> None:
 
 
 def test_the_table_is_bounded_and_keeps_what_was_seen_last() -> None:
-    sightings = Sightings(2, 100)
+    sightings = StoreThreshold(2, 100)
     for number in range(20_000):
         sightings.see(keys_of(number, -1))
         assert len(sightings) < 100 + 1024
-    assert sightings.enough(b"-1")
+    assert sightings.reached(b"-1")
     sightings.see(keys_of(19_999, 3))
-    assert sightings.enough(b"19999")
-    assert not sightings.enough(b"3"), "forgotten in between"
+    assert sightings.reached(b"19999")
+    assert not sightings.reached(b"3"), "forgotten in between"
     long = keys_of(*range(50_000, 55_000))
     sightings.see(long)
     assert len(sightings) == 100

@@ -26,8 +26,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector as
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from vllm_nvmeof_offload import connector as ours
-from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
+from vllm_nvmeof_offload.manager.core import CoreConfig
+from vllm_nvmeof_offload.manager.requests import Queue
 from vllm_nvmeof_offload.manager.types import AdmissionConfig
+from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.vllm_adapter import supported
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 
@@ -52,6 +54,14 @@ class QuietWorker:
         return set()
 
 
+class AttachedManager(NVMeoFOffloadingManager):
+    """Makes its core at once: no worker of ours sends a handshake."""
+
+    def follow(self, queue: Queue) -> None:
+        super().follow(queue)
+        self.attach([RankHello(0, 0, "", 1, 0, target_count=1, slot_bytes=8)])
+
+
 class SwappedConnector(ours.NVMeoFOffloadingConnector):
     """Ours, with the real manager and a quiet worker beside the mocks of vLLM's tests."""
 
@@ -63,7 +73,7 @@ class SwappedConnector(ours.NVMeoFOffloadingConnector):
             tokens_per_chunk=tokens,
             admission=AdmissionConfig(automatic=False),
         )
-        return NVMeoFOffloadingManager(ManagerCore(config), tokens)
+        return AttachedManager(config)
 
     @functools.cached_property
     def _worker(self) -> QuietWorker:  # type: ignore[override]
