@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from vllm_nvmeof_offload.manager.index import Index, State
 from vllm_nvmeof_offload.manager.kv_events import KvEventLog
-from vllm_nvmeof_offload.manager.types import Source
 
 from .mutants import Patch, mutant
 
@@ -30,10 +30,12 @@ def reset_is_not_told() -> list[Patch]:
 
 @mutant
 def reset_forgets_the_pools_copies() -> list[Patch]:
+    real = KvEventLog.all_leave
+
     def all_leave(self: Any, index: Index) -> None:
-        self.forget_arrivals()
-        self.left(Source.CPU, index.cached)
-        self.left(Source.POOL, index.pooled)
+        only_cached = lambda _key: (0, None)  # noqa: E731
+        view = SimpleNamespace(cached=index.cached, pooled=index.pooled, slots=only_cached)
+        real(self, cast(Index, view))
 
     return [(KvEventLog, "all_leave", all_leave)]
 

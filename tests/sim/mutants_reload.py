@@ -74,7 +74,7 @@ def cancelled_fetch_frees_its_slot_at_once() -> list[Patch]:
     def release(self: Any, held: Any, how: str) -> None:
         real(self, held, how)
         if how == "cancelled" and self._tiers.cache.in_use(held.slot):
-            self._tiers.cache._users.pop(held.slot)
+            self._tiers.cache.users.pop(held.slot)
             self._tiers.cache.orphans -= 1
             self._tiers.cache._free_again(held.slot)
             held.op = None

@@ -197,7 +197,8 @@ class ManagerCore:
         held: list[int] = []
         if len(new) > tiers.cache.free:
             tiers.touch(keys)  # before evicting, so that chunks offered here are evicted last
-            # With on-eviction writing, chunks that the pool has too go first, even this prefix's.
+            # With on-eviction writing, chunks that the pool has too are evicted first, even those
+            # of this prefix.
             held = [] if tiers.demotes else tiers.hold_back(once)
         entries: list[Entry] = []
         chunks: list[StoreChunk] = []
@@ -220,10 +221,10 @@ class ManagerCore:
         self.counters["store_refused"] += refused
         command = None
         if entries:
-            slots = tuple(chunk.cache_slot for chunk in chunks)
+            slots = [chunk.cache_slot for chunk in chunks]
             op = self._ledger.open(OpKind.STORE, tuple(entries), slots)
             command = StoreCommand(op.number, tuple(chunks))
-        self._writes.drain()  # what was evicted here may have made demotions due
+        self._writes.drain()  # evictions here may have made demotions due
         stored = tuple(entry.identity.key for entry in entries)
         return StorePlan(command, stored, tiers.take_evicted(), refused)
 
@@ -236,13 +237,11 @@ class ManagerCore:
         """
         tiers = self._tiers
         entries: list[Entry] = []
-        cache_slots: list[int | None] = []
-        pool_slots: list[int | None] = []
         tiers.touch(keys)
         # Pin everything first: landing below evicts, and must not evict a chunk of this load.
         for key in keys:
             entry = tiers.index.find(key)
-            assert entry is not None, "prepare_load of a key that is not there"
+            assert entry is not None, "prepare_load of a key that no tier has"
             entries.append(entry)
             if entry.in_cache:
                 assert entry.cache_slot is not None
@@ -251,25 +250,19 @@ class ManagerCore:
             else:
                 assert entry.pool_slot is not None
                 tiers.pool.use(entry.pool_slot)
-            cache_slots.append(entry.cache_slot)
-            pool_slots.append(None if entry.in_cache else entry.pool_slot)
             tiers.settle(entry)
         chunks: list[LoadChunk] = []
         landing: set[int] = set()
         for index, entry in enumerate(entries):
-            if entry.in_cache:
-                chunks.append(LoadChunk(entry.identity, entry.cache_slot, None))
-                continue
-            if self._land(entry, len(landing)):
-                assert entry.cache_slot is not None
-                cache_slots[index] = entry.cache_slot
+            pool_slot = None if entry.in_cache else entry.pool_slot
+            if pool_slot is not None and self._land(entry, len(landing)):
                 landing.add(index)
-            chunks.append(LoadChunk(entry.identity, entry.cache_slot, entry.pool_slot))
+            chunks.append(LoadChunk(entry.identity, entry.cache_slot, pool_slot))
         op = self._ledger.open(
             OpKind.LOAD,
             tuple(entries),
-            tuple(cache_slots),
-            tuple(pool_slots),
+            [chunk.cache_slot for chunk in chunks],
+            [chunk.pool_slot for chunk in chunks],
             frozenset(landing),
         )
         self._load_times.planned(op, limit_s)
@@ -286,9 +279,7 @@ class ManagerCore:
         slot = self._tiers.take_cache_slot(spare_unwritten=True)
         if slot is None:
             return False
-        self._tiers.give_cache(entry, slot)
-        self._tiers.cache.use(slot)
-        self._tiers.on(entry, Event.FETCH_BEGIN)
+        self._tiers.begin_fetch(entry, slot)
         self._tiers.settle(entry)
         return True
 
@@ -309,7 +300,9 @@ class ManagerCore:
 
     def take_commands(self) -> list[Command]:
         """Everything to send to every rank with this step, in order."""
-        return self._ledger.take_commands()
+        commands = list(self._ledger.unsent.values())
+        self._ledger.unsent.clear()
+        return commands
 
     def report(self, reports: Iterable[Report]) -> None:
         """Apply the ranks' reports, in the order in which they came."""
@@ -429,7 +422,7 @@ class ManagerCore:
             elif not isinstance(command, ResetCommand):
                 # Never sent: no rank will report on it.
                 if isinstance(command, WriteCommand):
-                    self._writes.withdrawn(command.pool_slot)
+                    self._writes.count(command.pool_slot, -1)
                 self._tiers.release(ledger.withdraw(number))
         self._tiers.reset()
         self._writes.reset()
@@ -464,7 +457,7 @@ class ManagerCore:
             "held_reload": self._holds.counts[Reason.RELOAD],
             "held_queue": self._holds.counts[Reason.QUEUE],
             "requests_waiting": len(self.reload),
-            "cache_slots_in_use": tiers.cache.in_use_count,
+            "cache_slots_in_use": len(tiers.cache.users),
             "suspect_targets": len(tiers.targets.suspects),
         }
 
@@ -492,7 +485,7 @@ class ManagerCore:
 
     def held(self) -> Iterable[bytes]:
         """The keys whose cache slots are held for requests that wait."""
-        return self._holds.keys()
+        return self._holds.held.keys()
 
     def entries(self) -> Iterable[Entry]:
         """All live entries, for inspection; copies of those that rest."""

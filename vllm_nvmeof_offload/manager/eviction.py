@@ -168,19 +168,19 @@ CREDITED_MAX = 3
 class Recency:
     """When the chunk in each slot of one tier counts as last used; 9 bytes per slot.
 
-    Plain LRU evicts in the same order chunks that came back and chunks that never did. Where the
-    requests of more conversations are interleaved than a tier holds, it then loses each just
-    before its next turn. So each request beyond the first that used a chunk lets it count as used
-    later, by `credit_share` of the tier's slots, `CREDITED_MAX` times at most: a chunk that has
-    come back is kept longer, and still goes once its conversation is over. A prefix's head is used
-    by every request that uses its tail, so the head's count is never less, and the tail still
-    goes first. credit_share 0: plain LRU.
+    Plain LRU does not distinguish chunks that came back from chunks that never did. Where the
+    requests of more conversations are interleaved than a tier holds, it loses each just before
+    its next turn. So each request beyond the first that used a chunk lets it count as used later,
+    by `credit_share` of the tier's slots, `CREDITED_MAX` times at most: a chunk that has come back
+    is kept longer, and is still evicted once its conversation is over. A prefix's head is used by
+    every request that uses its tail, so its count is never less, and the tail is evicted first.
+    credit_share 0: plain LRU.
 
     Only the CPU tier counts returns. The pool behind it is plain LRU and keeps the chunks that the
-    CPU tier gave up for those: together they hold more that differs. Nor could the pool keep a
-    prefix from making room for its own continuation, as `Tiers.hold_back` does. A pool at most
-    twice as large as the CPU tier may evict the middle of a prefix that the CPU tier still has,
-    and keep the unreachable end: some chunks in a thousand (tests/unit/manager/test_recency.py).
+    CPU tier gave up for those, so that the tiers hold more different chunks. Nor could the pool
+    keep a prefix from making room for its own continuation, as `Tiers.hold_back` does. A pool at
+    most twice as large as the CPU tier may evict the middle of a prefix that the CPU tier still
+    has, and keep the unreachable end: some chunks in a thousand (test_recency.py).
     """
 
     def __init__(self, slots: int, credit_share: float = 0.0) -> None:
@@ -278,7 +278,7 @@ def _imported(name: str) -> Callable[..., EvictionPolicy]:
 def try_policy(make: MakePolicy) -> str | None:
     """Play a fixed sequence of calls; return what is wrong with the answers, None if nothing is.
 
-    The trial knows which slots are evictable, and nothing of the order in which they should go.
+    The trial knows which slots are evictable, but not in which order they should be evicted.
     It is played as the manager makes policies: over an array for the CPU tier, and over a view of
     every n-th cell of an array for a target.
     """
@@ -297,7 +297,7 @@ def _try_over(make: MakePolicy, used: array[int] | memoryview[int]) -> str | Non
             expected = policy.peek()
             victim = policy.victim()
             if victim != expected:
-                return f"peek said {expected}, victim gave {victim}"
+                return f"peek gave {expected}, victim gave {victim}"
             if victim not in inside if inside else victim is not None:
                 return f"victim gave {victim} where {sorted(inside)} were evictable"
             inside.discard(victim if victim is not None else -1)

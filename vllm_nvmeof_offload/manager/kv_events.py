@@ -58,25 +58,29 @@ class KvEventLog:
         if had != has:
             for tier in Source:
                 if (tier in had) != (tier in has):
-                    self._note(tier, tier in had, (key,))
+                    self.add(tier, (key,), removed=tier in had)
 
-    def came(self, tier: Source, keys: Iterable[bytes]) -> None:
-        self._note(tier, False, keys)
-
-    def left(self, tier: Source, keys: Iterable[bytes]) -> None:
-        self._note(tier, True, keys)
+    def add(self, tier: Source, keys: Iterable[bytes], *, removed: bool) -> None:
+        """These keys left `tier` (removed), or came to it."""
+        new = list(keys)
+        if not new:
+            return
+        last = self._changes[-1] if self._changes else None
+        if last is None or last.tier is not tier or last.removed is not removed:
+            last = Change(tier, removed)
+            self._changes.append(last)
+        last.keys += new
+        self._length += len(new)
 
     def all_leave(self, index: Index) -> None:
         """A reset is about to remove everything that rests in the index."""
-        self.forget_arrivals()
-        self.left(Source.CPU, index.cached)
-        self.left(Source.POOL, (k for k in index.cached if index.slots(k)[1] is not None))
-        self.left(Source.POOL, index.pooled)
-
-    def forget_arrivals(self) -> None:
-        """A reset follows: drop unreported arrivals, which its removals would cancel."""
+        # Drop unreported arrivals, which these removals would cancel.
         self._changes = deque(change for change in self._changes if change.removed)
         self._length = sum(len(change.keys) for change in self._changes)
+        in_both = (key for key in index.cached if index.slots(key)[1] is not None)
+        self.add(Source.CPU, index.cached, removed=True)
+        self.add(Source.POOL, in_both, removed=True)
+        self.add(Source.POOL, index.pooled, removed=True)
 
     def take(self, limit: int | None = None) -> list[Change]:
         """The oldest changes, at most `limit` keys; None: as many as one step should carry."""
@@ -93,14 +97,3 @@ class KvEventLog:
             left -= count
             self._length -= count
         return taken
-
-    def _note(self, tier: Source, removed: bool, keys: Iterable[bytes]) -> None:
-        new = list(keys)
-        if not new:
-            return
-        last = self._changes[-1] if self._changes else None
-        if last is None or last.tier is not tier or last.removed is not removed:
-            last = Change(tier, removed)
-            self._changes.append(last)
-        last.keys += new
-        self._length += len(new)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger of operations: commands not sent yet, who has reported, who has released.
+"""The ledger of operations: commands not sent yet, and the reports and releases still owed.
 
 A fact holds when all ranks reported it, and a failure on any rank is the fact's failure. An
 op's slots are released when all ranks have released them.
@@ -8,7 +8,7 @@ op's slots are released when all ranks have released them.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from vllm_nvmeof_offload.errors import CANCELLED, Outcome
@@ -36,12 +36,12 @@ class Op:
     outcomes_left: int
     releases_left: int
     #: By chunk, in the command's order.
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[Entry, ...]
     #: By chunk: the slots that it uses; None: none, or released already.
-    cache_slots: tuple[int | None, ...] = ()
-    pool_slots: tuple[int | None, ...] = ()
+    cache_slots: list[int | None]
+    pool_slots: list[int | None]
     #: Chunks of a load, by index, that are read into the cache slot of their entry.
-    landing: frozenset[int] = frozenset()
+    landing: frozenset[int]
     failures: dict[int, Outcome] = field(default_factory=dict)
     #: For a load or probe, by target: chunks that others had yet to read before it.
     queued: tuple[int, ...] = ()
@@ -86,32 +86,26 @@ class Ledger:
         self,
         kind: OpKind,
         entries: tuple[Entry, ...] = (),
-        cache_slots: tuple[int | None, ...] = (),
-        pool_slots: tuple[int | None, ...] = (),
+        cache_slots: Sequence[int | None] = (),
+        pool_slots: Sequence[int | None] = (),
         landing: frozenset[int] = frozenset(),
     ) -> Op:
         self._last += 1
-        ranks, now_s = self._world_size, self._clock()
-        op = Op(self._last, kind, now_s, ranks, ranks, entries, cache_slots, pool_slots, landing)
+        ranks, slots = self._world_size, (list(cache_slots), list(pool_slots))
+        op = Op(self._last, kind, self._clock(), ranks, ranks, entries, *slots, landing)
         if kind in (OpKind.LOAD, OpKind.FETCH):
             op.prompts_s = self.prompts_s()
         self._ops[op.number] = op
         return op
 
     def cancel(self, number: int) -> None:
-        """Ask the ranks to stop what has not started of this op, which was sent."""
+        """Ask the ranks to stop the part of this op, which was sent, that has not started."""
         self.unsent[-number] = CancelCommand(number)
 
     def withdraw(self, number: int) -> Op:
         """Take back an op whose command was not sent: no rank will report on it."""
         self.unsent.pop(number, None)
         return self._ops.pop(number)
-
-    def take_commands(self) -> list[Command]:
-        """Everything to send to every rank with this step, in order."""
-        commands = list(self.unsent.values())
-        self.unsent.clear()
-        return commands
 
     def apply(self, report: OpReport | ReleaseReport) -> tuple[Op, bool, bool]:
         """Count one rank's report: (op, its outcome is known now, it is released now)."""

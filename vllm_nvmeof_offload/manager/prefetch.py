@@ -5,7 +5,7 @@
 
 * preempted ones. Their cached chunks are held and the others fetched, within `reload_share` of
   the cache slots: shortest remaining first, so that most requests are ready soonest; but a
-  request that has waited for `_PATIENCE_S` goes before all that have not.
+  request that has waited for `_PATIENCE_S` precedes all that have not.
 * new ones in vLLM's queue. Their chunks in the pool are fetched in queue order, within
   `prefetch_share`.
 
@@ -23,7 +23,7 @@ from __future__ import annotations
 import enum
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from vllm_nvmeof_offload.errors import Outcome
@@ -37,7 +37,7 @@ from vllm_nvmeof_offload.protocol import FetchCommand
 __all__ = ["Holds", "InGpu", "Order", "Reason", "ReloadScheduler"]
 
 
-#: Share of the slots that stays evictable whatever is held: new chunks must find room.
+#: Share of the slots that always stays evictable: new chunks must find room.
 _ROOM_SHARE = 0.125
 
 
@@ -64,23 +64,16 @@ class _Held:
 
 
 class Holds:
-    """The held chunks, by key."""
+    """The held chunks."""
 
     def __init__(self, tiers: Tiers, ledger: Ledger) -> None:
         self.fetching = 0  # fetches under way that are still wanted
         self.counts = dict.fromkeys(Reason, 0)  # held, by reason
         self._tiers = tiers
         self._ledger = ledger
-        self._held: dict[bytes, _Held] = {}
+        self.held: dict[bytes, _Held] = {}  # by key
         self._probing: list[int] = []  # by target: probes begun since none was under way
         self._room_min = max(1, int(_ROOM_SHARE * tiers.cache.capacity))
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._held
-
-    def keys(self) -> Iterable[bytes]:
-        """The held keys, in no particular order."""
-        return self._held.keys()
 
     def source(self, key: bytes) -> Source | None:
         """Where `key` is: in a cache slot, or only in the pool, on a usable target."""
@@ -93,7 +86,7 @@ class Holds:
 
     def hold(self, key: bytes, reason: Reason) -> bool:
         """Keep a chunk, which has a cache slot, from eviction; False if there is no room to."""
-        if key in self._held:
+        if key in self.held:
             return True
         if not self._has_room():
             return False
@@ -104,7 +97,7 @@ class Holds:
 
     def fetch(self, key: bytes, reason: Reason) -> bool:
         """Begin to read a chunk that is only in the pool into a cache slot, and hold it."""
-        if key in self._held:
+        if key in self.held:
             return True
         tiers = self._tiers
         slot = tiers.take_cache_slot(spare_unwritten=True) if self._has_room() else None
@@ -113,10 +106,8 @@ class Holds:
         entry = tiers.index.find(key)
         assert entry is not None and entry.pool_slot is not None
         pool_slot = entry.pool_slot
-        tiers.give_cache(entry, slot)
-        tiers.cache.use(slot)
         tiers.pool.use(pool_slot)
-        tiers.on(entry, Event.FETCH_BEGIN)
+        tiers.begin_fetch(entry, slot)
         op = self._ledger.open(OpKind.FETCH, (entry,), (slot,), (pool_slot,))
         urgent = reason is Reason.RELOAD
         command = FetchCommand(op.number, entry.identity, pool_slot, slot, urgent=urgent)
@@ -133,26 +124,26 @@ class Holds:
 
     def used(self, key: bytes) -> None:
         """A load takes this chunk from its cache slot."""
-        held = self._held.get(key)
+        held = self.held.get(key)
         if held is not None:
             held.used = True
 
     def drop(self, key: bytes) -> None:
         """No request wants `key` any more; a key that is not held is ignored."""
-        held = self._held.get(key)
+        held = self.held.get(key)
         if held is None:
             return
         how = "used" if held.used else "wasted"
         # The slot's users are this hold, its fetch, and loads that wait for this very fetch.
         fetching = held.op is not None
-        if fetching and not held.used and self._tiers.cache.users(held.slot) == 2:
+        if fetching and not held.used and self._tiers.cache.users[held.slot] == 2:
             how = "cancelled"
             self._cancel(held)
         self._release(held, how)
 
     def ended(self, op: Op, failure: Outcome | None) -> None:
         """A fetch has its outcome on every rank."""
-        held = self._held.get(op.entries[0].identity.key)
+        held = self.held.get(op.entries[0].identity.key)
         if held is None or held.op is not op:
             return
         if failure is not None or op.probe:
@@ -163,13 +154,13 @@ class Holds:
 
     def gone(self, entry: Entry) -> None:
         """`entry` was doomed."""
-        held = self._held.get(entry.identity.key)
+        held = self.held.get(entry.identity.key)
         if held is not None and held.entry is entry:
             self._release(held, "used" if held.used else "failed")
 
     def reset(self) -> None:
         """Every entry was doomed, and no fetch that was not sent will be."""
-        for held in list(self._held.values()):
+        for held in list(self.held.values()):
             self.gone(held.entry)
 
     # -- helpers ----------------------------------------------------------------------
@@ -184,13 +175,13 @@ class Holds:
 
     def _keep(self, held: _Held) -> None:
         self._tiers.cache.use(held.slot)
-        self._held[held.entry.identity.key] = held
+        self.held[held.entry.identity.key] = held
         self.counts[held.reason] += 1
         self._tiers.settle(held.entry)
 
     def _release(self, held: _Held, how: str) -> None:
         """Hold this chunk no more. how: how its fetch ended, if it was fetched."""
-        del self._held[held.entry.identity.key]
+        del self.held[held.entry.identity.key]
         self.fetching -= held.op is not None
         self.counts[held.reason] -= 1
         if held.fetched:
@@ -312,7 +303,7 @@ class ReloadScheduler:
         self._look_again(want)
 
     def left(self, request_id: str) -> None:
-        """The request runs, or is loading what it needs, or has ended."""
+        """The request runs, or its load was planned, or it has ended."""
         want = self._wants.pop(request_id, None)
         if want is None:
             return
@@ -342,11 +333,11 @@ class ReloadScheduler:
         if self._holds.counts[Reason.PROBE]:
             return
         for key in keys[:_PROBES_MAX]:
-            if key not in self._holds and self._holds.source(key) is Source.POOL:
+            if key not in self._holds.held and self._holds.source(key) is Source.POOL:
                 self._holds.fetch(key, Reason.PROBE)
 
     def turn(self) -> None:
-        """Hold and fetch what the shares allow. Once a step."""
+        """Hold and fetch as many chunks as the shares allow. Called once per step."""
         looks = _LOOKS_MAX
         now_s = self._clock()
         for want in [w for w in self._parked.values() if now_s - w.done_s >= _LOOK_AGAIN_S]:
@@ -424,7 +415,7 @@ class ReloadScheduler:
         holds = self._holds
         if key in want.held:
             return True
-        if key not in holds:
+        if key not in holds.held:
             if source is Source.CPU and reason is Reason.QUEUE:
                 return True  # it is in the right tier, and was used just now
             if holds.counts[reason] >= self._limits[reason]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The requests whose chunks are not stored, because weights may have changed since their KV was
-computed. Every other request is stored. `integration/old_kv.py` finds these requests.
+computed. All other requests are stored. `vllm_adapter/old_kv.py` finds these requests.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _LOG_PERIOD_S = 60.0
 
 
 class Suspension:
-    """Scheduler side, one thread."""
+    """Used on the scheduler side, by one thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._requests: set[str] = set()
         self._began_s = 0.0
         self._logged_s = -_LOG_PERIOD_S
-        self._announced = False  # its beginning was logged, so its end is logged as well
+        self._announced = False  # the beginning was logged, so the end is logged as well
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._requests
@@ -40,7 +40,7 @@ class Suspension:
         return frozenset(self._requests)
 
     def begin(self, call: str, requests: Iterable[str], *, known: bool) -> None:
-        """vLLM did `call`, which changes weights (known) or can, while `requests` had KV."""
+        """vLLM did `call`, which changes weights (known) or may, while `requests` had KV."""
         self._requests = set(requests)
         self._began_s = self._clock()
         if self._began_s - self._logged_s < _LOG_PERIOD_S:
@@ -59,11 +59,11 @@ class Suspension:
         )
 
     def add(self, request_id: str) -> None:
-        """A request took over KV of one of these."""
+        """A request took over KV of a suspended one."""
         self._requests.add(request_id)
 
     def ended(self, request_id: str) -> None:
-        """A request is over, or computes everything again."""
+        """A request has ended, or computes everything again."""
         self._requests.discard(request_id)
         if self._announced and not self._requests:
             self._announced = False

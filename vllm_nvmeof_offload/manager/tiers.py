@@ -48,7 +48,8 @@ class SlotPool:
         self._next = list(range(lanes))  # by lane: slots from here on were never taken
         self._again = [array("q") for _ in range(lanes)]  # by lane: taken once, and free again
         self._free = [len(range(lane, capacity, lanes)) for lane in range(lanes)]
-        self._users: dict[int, int] = {}
+        #: By slot in use: the number of operations that work on it.
+        self.users: dict[int, int] = {}
 
     @property
     def taken(self) -> int:
@@ -93,30 +94,22 @@ class SlotPool:
     def use(self, slot: int) -> None:
         """One more operation works on this slot."""
         assert self._state[slot] == _TAKEN, f"slot {slot} is used but not taken"
-        self._users[slot] = self._users.get(slot, 0) + 1
+        self.users[slot] = self.users.get(slot, 0) + 1
 
     def release(self, slot: int) -> None:
         """One operation less works on this slot; its last user frees an orphan."""
-        left = self._users[slot] - 1
+        left = self.users[slot] - 1
         assert left >= 0
         if left:
-            self._users[slot] = left
+            self.users[slot] = left
             return
-        del self._users[slot]
+        del self.users[slot]
         if self._state[slot] == _ORPHAN:
             self.orphans -= 1
             self._free_again(slot)
 
     def in_use(self, slot: int) -> bool:
-        return slot in self._users
-
-    def users(self, slot: int) -> int:
-        """Number of operations that work on this slot."""
-        return self._users.get(slot, 0)
-
-    @property
-    def in_use_count(self) -> int:
-        return len(self._users)
+        return slot in self.users
 
     def orphan(self, slot: int, retire: bool = False) -> None:
         """The slot's entry is gone: free it now, or at its last user.
@@ -127,7 +120,7 @@ class SlotPool:
         if retire:
             self._state[slot] = _RETIRED
             self.retired += 1
-        elif slot in self._users:
+        elif slot in self.users:
             self._state[slot] = _ORPHAN
             self.orphans += 1
         else:
@@ -137,7 +130,7 @@ class SlotPool:
         """Free every slot that is taken and has no user: a reset."""
         state = np.frombuffer(self._state, np.uint8)
         unused = state == _TAKEN
-        unused[list(self._users)] = False
+        unused[list(self.users)] = False
         for lane in range(self.lanes):
             slots = np.flatnonzero(unused[lane :: self.lanes]) * self.lanes + lane
             self._free[lane] += len(slots)
@@ -183,9 +176,9 @@ class Targets:
         self._pass = 0.0  # the least of those that could be chosen
         self._turn = 0  # the target that is chosen where nothing else decides
         self._make_policy = policy
-        #: Targets that some rank finds suspect, with these ranks.
-        self.suspects: dict[int, set[int]] = {}
-        self._verdicts: list[dict[int, int]] = [{} for _ in range(count)]  # by rank
+        #: Targets that some rank finds unusable.
+        self.suspects: set[int] = set()
+        self._verdicts: list[dict[int, VerdictReport]] = [{} for _ in range(count)]  # by rank
         self.forget()
 
     def forget(self) -> None:
@@ -199,20 +192,16 @@ class Targets:
 
     def verdict(self, report: VerdictReport) -> bool:
         """Returns whether the target became usable, or unusable, for all ranks together."""
-        was_usable = report.target not in self.suspects
-        self._verdicts[report.target][report.rank] = VERDICTS.index(report.verdict)
-        ranks = self.suspects.setdefault(report.target, set())
-        if report.usable:
-            ranks.discard(report.rank)
-        else:
-            ranks.add(report.rank)
-        if not ranks:
-            del self.suspects[report.target]
-        return was_usable is bool(ranks)
+        verdicts, before = self._verdicts[report.target], len(self.suspects)
+        verdicts[report.rank] = report
+        usable = all(one.usable for one in verdicts.values())
+        (self.suspects.discard if usable else self.suspects.add)(report.target)
+        return len(self.suspects) != before
 
     def worst_verdicts(self) -> list[int]:
         """By target, an index of `protocol.VERDICTS`."""
-        return [max(verdicts.values(), default=0) for verdicts in self._verdicts]
+        by_target = ([VERDICTS.index(v.verdict) for v in one.values()] for one in self._verdicts)
+        return [max(indices, default=0) for indices in by_target]
 
     def usable(self, slot: int) -> bool:
         return not self.suspects or slot % self.count not in self.suspects
@@ -348,7 +337,7 @@ class Tiers:
         self.targets.adopt(slots)
         self.counters["adopted"] += count
         if self._changes is not None:
-            self._changes.came(Source.POOL, adopted.keys)
+            self._changes.add(Source.POOL, adopted.keys, removed=False)
 
     # -- slots ------------------------------------------------------------------------
 
@@ -405,19 +394,24 @@ class Tiers:
         self._evict(entry, Event.EVICT_POOL)
         return self.pool.take(target)
 
-    def give_cache(self, entry: Entry, slot: int) -> None:
-        """This pool entry's chunk is to be read into `slot`, which was just taken."""
+    def begin_fetch(self, entry: Entry, slot: int) -> None:
+        """This pool entry's chunk is to be read into cache slot `slot`, which was just taken."""
         assert entry.pool_slot is not None
         entry.cache_slot = slot
         self._recency.take_over(slot, self.targets.recency, entry.pool_slot)
         self.index.note_slots(entry)
+        self.cache.use(slot)
+        self.on(entry, Event.FETCH_BEGIN)
 
-    def give_pool(self, entry: Entry, slot: int) -> None:
-        """This cached entry's chunk is to be written to `slot`, which was just taken."""
+    def begin_write(self, entry: Entry, slot: int) -> None:
+        """This cached entry's chunk is to be written to pool slot `slot`, which was just taken."""
         assert entry.cache_slot is not None
         entry.pool_slot = slot
         self.targets.recency.take_over(slot, self._recency, entry.cache_slot)
         self.index.note_slots(entry)
+        self.cache.use(entry.cache_slot)
+        self.pool.use(slot)
+        self.on(entry, Event.WRITE_BEGIN)
 
     def leave_cache(self, entry: Entry) -> None:
         slot = entry.cache_slot
@@ -448,8 +442,7 @@ class Tiers:
             for index, slot in enumerate(slots):
                 if slot is not None and index not in spare:
                     tier.release(slot)
-        op.cache_slots = tuple(s if i in spare else None for i, s in enumerate(op.cache_slots))
-        op.pool_slots = tuple(s if i in spare else None for i, s in enumerate(op.pool_slots))
+                    slots[index] = None
         for index, entry in enumerate(op.entries):
             if index not in spare:
                 self.settle(entry)

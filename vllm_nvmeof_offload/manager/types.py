@@ -45,7 +45,7 @@ class WritePolicy(enum.Enum):
 class AdmissionConfig:
     """automatic: False loads whatever is found. Rates are pinned by the operator; None: learned.
 
-    read_bytes_per_s: of one rank, over all targets together.
+    read_bytes_per_s: of one rank, over all targets.
     """
 
     automatic: bool = True

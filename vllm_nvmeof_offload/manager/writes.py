@@ -64,14 +64,11 @@ class WriteBehind:
             assert entry.state is State.CACHED
             tiers.unwant(slot)
             tiers.passed_over -= tiers.passed_over > 0
-            tiers.give_pool(entry, pool_slot)
-            tiers.on(entry, Event.WRITE_BEGIN)
-            tiers.cache.use(slot)
-            tiers.pool.use(pool_slot)
+            tiers.begin_write(entry, pool_slot)
             op = self._ledger.open(OpKind.WRITE, (entry,), (slot,), (pool_slot,))
             command = WriteCommand(op.number, entry.identity, slot, pool_slot)
             self._ledger.unsent[op.number] = command
-            self._count(pool_slot, 1)
+            self.count(pool_slot, 1)
             tiers.settle(entry)
 
     def _due(self) -> bool:
@@ -81,13 +78,14 @@ class WriteBehind:
             return True
         return tiers.cache.free + len(tiers.clean) + self.pending < self._clean_min
 
-    def _count(self, pool_slot: int, change: int) -> None:
+    def count(self, pool_slot: int, change: int) -> None:
+        """+1: a write to this slot is planned. -1: it is over, or was never sent."""
         self.pending += change
         self._tiers.targets.pending[self._tiers.pool.lane(pool_slot)] += change
 
     def ended(self, entry: Entry, pool_slot: int, failure: Outcome | None) -> None:
         """A write is over on every rank; any rank's failure is its failure (rule 5)."""
-        self._count(pool_slot, -1)
+        self.count(pool_slot, -1)
         if entry.state is State.DOOMED:
             return  # its slots were orphaned when it was doomed
         tiers = self._tiers
@@ -112,10 +110,6 @@ class WriteBehind:
             for index, slot in enumerate(op.pool_slots):
                 if slot is not None and index not in op.failures:
                     self._failed_reads.pop(slot, None)
-
-    def withdrawn(self, pool_slot: int) -> None:
-        """A write's command was never sent."""
-        self._count(pool_slot, -1)
 
     def reset(self) -> None:
         """Every slot is empty: forget their failures."""

@@ -89,7 +89,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._clock, self._worked_s = clock, clock()
         self._policy = policy
         self._queue: Queue | None = None
-        self._void = self._weights_changed = False  # what a reset, or new weights, did to `_core`
+        self._void = False  # a reset came before the core
+        self._weights_changed = False
         self._steps = StepMeter(clock)
         self._scheduler_s = 0.0
         self._exported_s = self._all_exported_s = 0.0  # when `get_stats` exported some, all gauges
@@ -227,7 +228,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
 
     def reset_cache(self) -> None:
         if self._core is None:
-            self._void = True  # chunks that `attach` would adopt included
+            self._void = True  # the chunks that `attach` will adopt too
             return
         entries = self._core.gauges()["entries"]
         if self._core.reset():

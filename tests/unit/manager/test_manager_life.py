@@ -6,12 +6,14 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
 from vllm_nvmeof_offload.errors import DEADLINE, io_error
 from vllm_nvmeof_offload.manager.adoption import agree
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
+from vllm_nvmeof_offload.manager.eviction import LruPolicy
 from vllm_nvmeof_offload.protocol import (
     VERDICTS,
     OpReport,
@@ -256,6 +258,26 @@ def test_a_key_on_two_slots_is_adopted_once_and_ranks_of_other_pools_adopt_nothi
     other = ManagerCore(CoreConfig(world_size=2), agreement, first_generation=1)
     assert other.lookup(b"a") is None
     assert agreement.notes
+
+
+@pytest.mark.parametrize(("pool", "made"), [(0, 1), (1, 2), (8, 4)])
+def test_a_policy_is_never_made_without_slots(pool: int, made: int) -> None:
+    """Also where there is no pool, or a target has no slot; and again after a reset."""
+    sizes: list[int] = []
+
+    def make(used: Sequence[int]) -> LruPolicy:
+        sizes.append(len(used))
+        return LruPolicy(used)
+
+    agreement = agree([hello(0, 4, pool, (), target_count=3)])
+    core = ManagerCore(CoreConfig(), agreement, policy=make)
+    core.reset()
+    assert len(sizes) == 2 * made
+    assert min(sizes) >= 1
+    stored = core.prepare_store(keys_of(1, 2)).command
+    assert stored is not None
+    core.report([OpReport(stored.op)])
+    assert len(core.take_commands()) == 1 + min(pool, 2), "the reset, and the writes"
 
 
 def test_the_core_is_pure() -> None:

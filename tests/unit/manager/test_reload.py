@@ -38,9 +38,6 @@ class FakeShelf:
         log, self._log = self._log, []
         return log
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self.held
-
     def source(self, key: bytes) -> Source | None:
         self.looks += 1
         return self.where.get(key)

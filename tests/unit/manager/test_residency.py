@@ -6,6 +6,7 @@ from __future__ import annotations
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH
 from vllm_nvmeof_offload.manager.adoption import agree
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
+from vllm_nvmeof_offload.manager.index import Index
 from vllm_nvmeof_offload.manager.kv_events import KvEventLog
 
 from .bench import Bench, hello, keys_of
@@ -63,11 +64,11 @@ def test_adoption_is_told_and_a_reset_takes_everything() -> None:
 
 def test_a_large_adoption_is_told_in_parts_and_not_at_all_after_a_reset() -> None:
     log = KvEventLog()
-    log.came(POOL, [b"%d" % n for n in range(100_000)])
+    log.add(POOL, [b"%d" % n for n in range(100_000)], removed=False)
     parts = [len(change.keys) for change in log.take()]
     assert sum(parts) == 100_000 // 8, "not all in one step"
-    log.left(CPU, [b"gone"])
-    log.forget_arrivals()
+    log.add(CPU, [b"gone"], removed=True)
+    log.all_leave(Index(1, 1))
     assert [(c.tier, c.removed, c.keys) for c in log.take()] == [(CPU, LEFT, [b"gone"])]
     assert not log
 
