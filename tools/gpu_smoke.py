@@ -130,7 +130,7 @@ def say_fence(
     staging = Staging(2 * MIB, 6, 2, numa_node=cuda.facts.numa_node)
     memory = cuda.allocate(staging.size_bytes)
     starts = np.array([memory], np.uint64)
-    engine = choose_copy_engine(cuda, "dma", staging.map, starts, stream, lambda: None).engine
+    engine, _ = choose_copy_engine(cuda, "dma", staging.map, starts, stream, lambda: None)
     rows = np.array([[memory, staging.map.base_address, 2 * MIB]], np.uint64)
     old = engine.record_fence()
     cuda.synchronize_stream(stream())

@@ -29,10 +29,10 @@ __all__ = [
     "CancelCommand",
     "Command",
     "FetchCommand",
-    "IoClass",
     "LevelReport",
     "LoadChunk",
     "LoadCommand",
+    "OpKind",
     "OpReport",
     "RankHello",
     "RateReport",
@@ -42,17 +42,29 @@ __all__ = [
     "SlotIdentity",
     "StoreChunk",
     "StoreCommand",
+    "Urgency",
     "VerdictReport",
     "WriteCommand",
 ]
 
 
-class IoClass(enum.IntEnum):
-    """I/O classes, the most urgent first."""
+class OpKind(enum.Enum):
+    """The command that an op is."""
 
-    READ_DEMAND = 0
-    READ_PREFETCH = 1
-    WRITE_BEHIND = 2
+    STORE = "store"
+    LOAD = "load"
+    WRITE = "write"
+    FETCH = "fetch"
+    RESET = "reset"
+
+
+class Urgency(enum.IntEnum):
+    """How urgent an I/O operation is, the most urgent first. The native core has the same one."""
+
+    DEMAND = 0  # a read that a load waits for
+    URGENT = 1  # a fetch that goes before other fetches
+    PREFETCH = 2
+    WRITE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +125,13 @@ class WriteCommand:
 
 @dataclass(frozen=True, slots=True)
 class FetchCommand:
-    """Pool slot → cache slot, ahead of need. `urgent`: before every fetch that is not."""
+    """Pool slot → cache slot, ahead of need."""
 
     op: int
     identity: SlotIdentity
     pool_slot: int
     cache_slot: int
-    io_class: IoClass = IoClass.READ_PREFETCH
-    urgent: bool = False
+    urgency: Urgency = Urgency.PREFETCH
 
 
 @dataclass(frozen=True, slots=True)

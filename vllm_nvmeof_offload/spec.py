@@ -31,7 +31,7 @@ from vllm_nvmeof_offload.vllm_adapter.deployment import Deployment
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.vllm_adapter.supported import refuse_model, refuse_parallel
 from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
-from vllm_nvmeof_offload.worker.build import Place, build_worker
+from vllm_nvmeof_offload.worker.build import RankIdentity, build_worker
 
 __all__ = ["NVMeoFOffloadingSpec", "choose_blocks_per_chunk", "refuse_unsupported"]
 
@@ -139,7 +139,7 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
             tokens_per_hash=self.tokens_per_hash,
             groups=[list(group.layer_names) for group in self.config.groups],
         )
-        place = Place(
+        place = RankIdentity(
             keyspace=keyspace,
             rank=parallel.rank,
             world_size=parallel.world_size,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoKind, IoOp
+from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoKind, IoLimits, IoOp
 from vllm_nvmeof_offload.io.faults import FaultPlan, FaultyIoEngine
 from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
 from vllm_nvmeof_offload.io.uring import UringIoEngine
@@ -26,7 +26,7 @@ from vllm_nvmeof_offload.native import WHY_NOT, core
 from vllm_nvmeof_offload.pool.format import SlotPlace
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.protocol import IoClass, SlotIdentity
+from vllm_nvmeof_offload.protocol import SlotIdentity, Urgency
 from vllm_nvmeof_offload.units import HEADER_BYTES, KIB
 
 if TYPE_CHECKING:
@@ -137,17 +137,17 @@ class Rig:
         pool_slot: int = 0,
         staging_slot: int = 0,
         identity: SlotIdentity | None = None,
-        io_class: IoClass | None = None,
+        urgency: Urgency | None = None,
         deadline_s: float | None = None,
         adoptable: bool = True,
     ) -> IoOp:
         self.tokens += 1
-        default = IoClass.WRITE_BEHIND if kind is IoKind.WRITE_SLOT else IoClass.READ_DEMAND
+        default = Urgency.WRITE if kind is IoKind.WRITE_SLOT else Urgency.DEMAND
         address = self.base_address + staging_slot * self.pool.slot_bytes
         return IoOp(
             token=self.tokens,
             kind=kind,
-            io_class=default if io_class is None else io_class,
+            urgency=default if urgency is None else urgency,
             pool_slot=pool_slot,
             address=0 if kind is IoKind.RESET else address,
             identity=identity,
@@ -254,7 +254,8 @@ def _threads(
     pool: Pool, view: memoryview, base_address: int, clock: Clock, **options: int
 ) -> tuple[IoEngine, Gate]:
     gate = GatedPool(pool)
-    return ThreadsIoEngine(gate, view, base_address, clock=clock, **options), gate  # type: ignore[arg-type]
+    limits = IoLimits(**options)
+    return ThreadsIoEngine(gate, view, base_address, limits, clock=clock), gate  # type: ignore[arg-type]
 
 
 def _uring(registered: bool, split_bytes: int = 512 * KIB) -> MakeEngine:
@@ -269,18 +270,15 @@ def _uring(registered: bool, split_bytes: int = 512 * KIB) -> MakeEngine:
         assert core is not None, WHY_NOT
         gate = core.StartGate()
         slot_bytes = pool.slot_bytes
-        engine = UringIoEngine(
-            pool,
-            view,
-            base_address,
-            registered=registered,
+        limits = IoLimits(
             depth=1024,
             split_bytes=split_bytes,
             read_bytes_in_flight_max=threads * slot_bytes,
             write_bytes_in_flight_max=(threads - 1) * slot_bytes,
             queue_max=queue_max,
-            clock=clock,
-            gate=gate,
+        )
+        engine = UringIoEngine(
+            pool, view, base_address, limits, registered=registered, clock=clock, gate=gate
         )
         return engine, NativeGate(engine, gate)
 

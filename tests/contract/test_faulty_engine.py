@@ -158,8 +158,12 @@ def test_every_knob_fires_and_lets_go(rig: Rig, knob: str) -> None:
 def test_a_control_file_changes_faults_while_running(tmp_path: Path) -> None:
     rig = ENGINES["faulty-threads"](tmp_path)
     control = tmp_path / "faults.json"
-    engine = FaultyIoEngine.from_control_file(
-        rig.engine, control, rig.pool, memoryview(rig.memory), rig.base_address
+    engine = FaultyIoEngine(
+        rig.engine,
+        FaultPlan(control_path=control),
+        rig.pool,
+        memoryview(rig.memory),
+        rig.base_address,
     )
     rig.engine = engine
     rig.store(0, name(0))

@@ -21,7 +21,7 @@ from vllm_nvmeof_offload.errors import (
     OutcomeKind,
 )
 from vllm_nvmeof_offload.io.base import Completion
-from vllm_nvmeof_offload.protocol import IoClass, SlotIdentity
+from vllm_nvmeof_offload.protocol import SlotIdentity, Urgency
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
 from .rig import STAGING_SLOTS, Rig, content, name
@@ -220,7 +220,7 @@ def test_demand_reads_start_before_prefetches(make_rig: MakeRig) -> None:
     rig.gate.shut([0, 1])
     rig.submit(rig.read(0, 0, name(1)), rig.read(1, 1, name(1)))
     rig.gate.wait_started(2)
-    low = [rig.read(10 + n, 2 + n, name(1), io_class=IoClass.READ_PREFETCH) for n in range(8)]
+    low = [rig.read(10 + n, 2 + n, name(1), urgency=Urgency.PREFETCH) for n in range(8)]
     high = [rig.read(20 + n, 10 + n, name(1)) for n in range(8)]
     rig.submit(*low, *high)
     rig.gate.open_all()
@@ -254,8 +254,8 @@ def test_every_operation_of_a_random_mix_completes_once_and_right(make_rig: Make
         for place, slot in enumerate(slots):
             if slot in stored and dice.random() < 0.6:
                 rig.zero(place)
-                io_class = dice.choice([IoClass.READ_DEMAND, IoClass.READ_PREFETCH])
-                ops.append(rig.read(slot, place, stored[slot], io_class=io_class))
+                urgency = dice.choice([Urgency.DEMAND, Urgency.PREFETCH])
+                ops.append(rig.read(slot, place, stored[slot], urgency=urgency))
                 wanted[place] = stored[slot]
             else:
                 identity = name(slot, generation)

@@ -11,7 +11,7 @@ __all__ = ["LoadSpec", "OpEnd"]
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """What to run. interval_s: between operations; deadlines as in `PumpConfig`, seconds."""
+    """What to run. interval_s: between operations; deadlines as in `SchedulerConfig`, seconds."""
 
     targets: tuple[Path, ...]
     engine: str = "uring"

@@ -24,7 +24,8 @@ import numpy as np
 from tests.fabric.loadspec import LoadSpec, OpEnd
 from vllm_nvmeof_offload.copy.base import Descriptors
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
-from vllm_nvmeof_offload.io.choose import IoLimits, choose_io_engine
+from vllm_nvmeof_offload.io.base import IoLimits
+from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.manager.eviction import LruPolicy
 from vllm_nvmeof_offload.manager.tiers import Targets
 from vllm_nvmeof_offload.names import LOGGER_NAME
@@ -46,7 +47,7 @@ from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.targets.health import TargetHealth
 from vllm_nvmeof_offload.targets.reattach import Attachments, Caretaker, TargetWatch
 from vllm_nvmeof_offload.units import KIB, MIB
-from vllm_nvmeof_offload.worker.io_scheduler import PumpConfig
+from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
 
@@ -112,10 +113,12 @@ class _Load:
         copy = HostCopyEngine(on_done=waker.wake)
         base = self.staging.map.base_address
         limits = IoLimits(threads=8, depth=16, read_bytes_in_flight_max=8 * MIB)
-        chosen = choose_io_engine(spec.engine, self.pool, self.staging.view, base, limits)
-        assert not chosen.fallbacks, chosen.fallbacks
+        self.io, fallbacks = choose_io_engine(
+            spec.engine, self.pool, self.staging.view, base, limits
+        )
+        assert not fallbacks, fallbacks
         self.health = tuple(TargetHealth() for _ in range(count))
-        config = PumpConfig(
+        config = SchedulerConfig(
             target_count=count,
             health=self.health,
             reads_in_flight_max=LOADS_MAX * count,
@@ -123,9 +126,8 @@ class _Load:
             read_deadline_s=spec.read_deadline_s,
             write_deadline_s=spec.write_deadline_s,
         )
-        self.io = chosen.engine
-        pipeline = TransferPipeline(self.staging.map, copy, chosen.engine, config)
-        self.runner = PipelineRunner(pipeline, waker, chosen.engine.fileno())
+        pipeline = TransferPipeline(self.staging.map, copy, self.io, config)
+        self.runner = PipelineRunner(pipeline, waker, self.io.fileno())
         self.caretaker = Caretaker(
             Attachments(self.pool, self.io, self.health),
             [TargetWatch(os.path.realpath(directory)) for directory in self.pool.directories],

@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from vllm_nvmeof_offload.errors import OK, EngineError
-from vllm_nvmeof_offload.io.choose import IoLimits, choose_io_engine
+from vllm_nvmeof_offload.io.base import IoLimits
+from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.pool import Pool
 
@@ -70,9 +71,9 @@ def main() -> None:
 
     def choose(pool: Pool, memory: memoryview, base_address: int) -> object:
         nonlocal fallbacks
-        chosen = choose_io_engine(job["wanted"], pool, memory, base_address, IoLimits())
-        fallbacks = chosen.fallbacks
-        return chosen.engine
+        limits = IoLimits()
+        engine, fallbacks = choose_io_engine(job["wanted"], pool, memory, base_address, limits)
+        return engine
 
     engines.ENGINES["chosen"] = choose  # type: ignore[assignment]
     try:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-from vllm_nvmeof_offload.io.base import IoEngine
+from vllm_nvmeof_offload.io.base import IoEngine, IoLimits
 from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.units import KIB
@@ -16,15 +16,15 @@ Factory = Callable[..., IoEngine]
 
 
 def _threads(pool: Pool, memory: memoryview, base_address: int, **options: object) -> IoEngine:
-    return ThreadsIoEngine(pool, memory, base_address, threads=4, **options)  # type: ignore[arg-type]
+    return ThreadsIoEngine(pool, memory, base_address, IoLimits(threads=4), **options)  # type: ignore[arg-type]
 
 
-def _uring(registered: bool, **fixed: object) -> Factory:
+def _uring(registered: bool, limits: IoLimits) -> Factory:
     def make(pool: Pool, memory: memoryview, base_address: int, **options: object) -> IoEngine:
         # Late: the module is not there before the native part is built.
         module = importlib.import_module("vllm_nvmeof_offload.io.uring")
         engine: IoEngine = module.UringIoEngine(
-            pool, memory, base_address, registered=registered, **fixed, **options
+            pool, memory, base_address, limits, registered=registered, **options
         )
         return engine
 
@@ -33,7 +33,7 @@ def _uring(registered: bool, **fixed: object) -> Factory:
 
 ENGINES: dict[str, Factory] = {
     "threads": _threads,
-    "uring": _uring(True),
+    "uring": _uring(True, IoLimits()),
     # A slot of these tests in several pieces.
-    "uring-unregistered": _uring(False, split_bytes=16 * KIB),
+    "uring-unregistered": _uring(False, IoLimits(split_bytes=16 * KIB)),
 }

@@ -19,7 +19,7 @@ from vllm_nvmeof_offload.io.base import Completion, IoKind, IoOp
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.protocol import IoClass, SlotIdentity
+from vllm_nvmeof_offload.protocol import SlotIdentity, Urgency
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
 from .engines import ENGINES
@@ -67,7 +67,7 @@ class Bench:
     def _op(
         self,
         kind: IoKind,
-        io_class: IoClass,
+        urgency: Urgency,
         pool_slot: int,
         place: int,
         identity: SlotIdentity | None,
@@ -75,22 +75,22 @@ class Bench:
     ) -> IoOp:
         self.tokens += 1
         address = self.base_address + place * self.pool.slot_bytes
-        return IoOp(self.tokens, kind, io_class, pool_slot, address, identity, **more)  # type: ignore[arg-type]
+        return IoOp(self.tokens, kind, urgency, pool_slot, address, identity, **more)  # type: ignore[arg-type]
 
     def write(self, pool_slot: int, place: int, identity: SlotIdentity, **more: object) -> IoOp:
         """A write of the identity's right content, which is put into the staging slot."""
         self.payload(place)[:] = content(identity, self.pool.payload_bytes)
-        return self._op(IoKind.WRITE_SLOT, IoClass.WRITE_BEHIND, pool_slot, place, identity, **more)
+        return self._op(IoKind.WRITE_SLOT, Urgency.WRITE, pool_slot, place, identity, **more)
 
     def read(self, pool_slot: int, place: int, identity: SlotIdentity, **more: object) -> IoOp:
         """A read into a staging slot that is zeroed first."""
         start = place * self.pool.slot_bytes
         self.view[start : start + self.pool.slot_bytes] = bytes(self.pool.slot_bytes)
-        return self._op(IoKind.READ_SLOT, IoClass.READ_DEMAND, pool_slot, place, identity, **more)
+        return self._op(IoKind.READ_SLOT, Urgency.DEMAND, pool_slot, place, identity, **more)
 
     def reset(self, adoptable: bool = True) -> IoOp:
         self.tokens += 1
-        return IoOp(self.tokens, IoKind.RESET, IoClass.READ_DEMAND, 0, 0, None, adoptable=adoptable)
+        return IoOp(self.tokens, IoKind.RESET, Urgency.DEMAND, 0, 0, None, adoptable=adoptable)
 
     def payload(self, place: int) -> memoryview:
         start = place * self.pool.slot_bytes + HEADER_BYTES

@@ -25,10 +25,11 @@ from vllm_nvmeof_offload.protocol import (
     VerdictReport,
     WriteCommand,
 )
+from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.targets.health import TargetHealth, Verdict
 from vllm_nvmeof_offload.targets.reattach import Attachments, Caretaker, TargetWatch
-from vllm_nvmeof_offload.worker.io_scheduler import PumpConfig
-from vllm_nvmeof_offload.worker.pipeline import StagingMap, TransferPipeline
+from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
+from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
 
 from .kit import WAIT_S, Bench, name
@@ -50,7 +51,7 @@ class Survivor:
         self._ops = itertools.count(1)
         self._place = itertools.cycle(range(CACHE_SLOTS))
         waker = Waker()
-        config = PumpConfig(
+        config = SchedulerConfig(
             target_count=pool.target_count,
             read_deadline_s=DEADLINE_S,
             write_deadline_s=DEADLINE_S,

@@ -20,7 +20,8 @@ from vllm_nvmeof_offload.copy.cuda import KernelCopier
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.select import Backend
 from vllm_nvmeof_offload.errors import OffloadError
-from vllm_nvmeof_offload.io.choose import IoLimits, choose_io_engine
+from vllm_nvmeof_offload.io.base import IoLimits
+from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import (
@@ -33,7 +34,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import slot_stride_bytes
-from vllm_nvmeof_offload.worker.io_scheduler import PumpConfig
+from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 
 ROUNDS, CHUNKS, PER_CHUNK, PAGE_BYTES = 100, 4, 2, 36_864
@@ -57,23 +58,12 @@ class _Pipeline:
         )  # fmt: skip
         self.staging = Staging(slot, CHUNKS, 2)
         address = self.staging.map.base_address
-        limits = IoLimits(
-            threads=config.io_threads,
-            depth=config.io_depth,
-            split_bytes=config.io_split_bytes,
-            read_bytes_in_flight_max=config.read_bytes_in_flight_max,
-            write_bytes_in_flight_max=config.write_bytes_in_flight_max,
-            write_bytes_beside_reads_max=config.write_bytes_beside_reads_max,
+        limits = IoLimits.of(config)
+        self.io = choose_io_engine("auto", self.pool, self.staging.view, address, limits)[0]
+        self.copy, _ = KvDevice(device.cuda, device.model_stream).copy_engine(
+            backend.value, self.staging.map, self.geometry.starts, on_done=lambda: None
         )
-        self.io = choose_io_engine("auto", self.pool, self.staging.view, address, limits).engine
-        self.copy = (
-            KvDevice(device.cuda, device.model_stream)
-            .copy_engine(
-                backend.value, self.staging.map, self.geometry.starts, on_done=lambda: None
-            )
-            .engine
-        )
-        pump = PumpConfig(read_deadline_s=WAIT_S, write_deadline_s=WAIT_S)
+        pump = SchedulerConfig(read_deadline_s=WAIT_S, write_deadline_s=WAIT_S)
         self.pipeline = TransferPipeline(self.staging.map, self.copy, self.io, pump)
         self._ops = 0
 

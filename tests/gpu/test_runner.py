@@ -23,7 +23,7 @@ from vllm_nvmeof_offload.protocol import (
     StoreChunk,
     StoreCommand,
 )
-from vllm_nvmeof_offload.worker.io_scheduler import PumpConfig
+from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
 
@@ -38,7 +38,7 @@ def test_the_thread_is_woken_by_every_copy(device: Device, backend: Backend) -> 
     waker = Waker()
     rig = Rig(device, "per_layer", backend, 4096, on_done=waker.wake)
     io = NoIoEngine()
-    pipeline = TransferPipeline(rig.map, rig.engine, io, PumpConfig())
+    pipeline = TransferPipeline(rig.map, rig.engine, io, SchedulerConfig())
     runner = PipelineRunner(pipeline, waker, io.fileno())
     started_s, op = time.monotonic(), 0
     count = rig.slots // 2

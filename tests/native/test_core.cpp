@@ -39,10 +39,6 @@ constexpr unsigned kStagingSlots = 24;
 
 const PoolId kPool{{1, 2, 3}, 7};
 
-int64_t now_ns() {
-  return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
-}
-
 Identity identity(uint64_t number, uint64_t generation) {
   Identity made;
   made.key_bytes = 36;
@@ -94,6 +90,7 @@ struct Place {
     made.limits.payload_bytes = kPayload;
     made.limits.split_bytes = 16 << 10;
     made.limits.depth = 8;
+    made.limits.read_bytes_in_flight_max = 64 << 20;
     made.limits.write_bytes_in_flight_max = 4 * kSlot;
     made.limits.write_bytes_beside_reads_max = 16 << 10;
     made.memory = {memory, kStagingSlots * kSlot};
@@ -186,8 +183,7 @@ struct Mixer {
     else fill(slot, one.number, one.generation);
     one.request.token = ++token;
     one.request.kind = read ? Kind::kRead : Kind::kWrite;
-    one.request.io_class = !read ? Class::kWriteBehind
-                                 : (dice() % 2 ? Class::kReadDemand : Class::kReadPrefetch);
+    one.request.urgency = read ? static_cast<Urgency>(dice() % 3) : Urgency::kWrite;
     one.request.pool_slot = pool_slot;
     one.request.address = slot;
     one.request.identity = identity(one.number, one.generation);

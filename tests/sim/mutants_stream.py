@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_nvmeof_offload.protocol import Urgency
 from vllm_nvmeof_offload.worker.fair_queue import FairQueue
-from vllm_nvmeof_offload.worker.io_scheduler import IoPump, Lane, Line
+from vllm_nvmeof_offload.worker.io_scheduler import IoScheduler, TargetQueue
 from vllm_nvmeof_offload.worker.slots import StreamSlots
 from vllm_nvmeof_offload.worker.tasks import Job, Task
 
@@ -23,28 +24,28 @@ def stream_slots_are_not_given_back() -> list[Patch]:
 
 @mutant
 def hung_share_of_a_target_blocks_its_loads() -> list[Patch]:
-    real = StreamSlots.take_hopeless
+    real = StreamSlots.take_unservable
 
-    def take_hopeless(self: Any) -> list[Task]:
+    def take_unservable(self: Any) -> list[Task]:
         return real(self) if sum(self._hung) == self._slots else []
 
-    return [(StreamSlots, "take_hopeless", take_hopeless)]
+    return [(StreamSlots, "take_unservable", take_unservable)]
 
 
 @mutant
 def promoted_fetch_never_runs() -> list[Patch]:
     def promote(self: Any, task: Task, job: Job) -> None:
-        self._lanes[task.target].queue(Line.of(task)).remove(task)
+        self._queue_of(task).remove(task)
 
-    return [(IoPump, "promote", promote)]
+    return [(IoScheduler, "promote", promote)]
 
 
 @mutant
 def reset_forgets_the_writes_of_other_targets() -> list[Patch]:
     def take_queued_writes(self: Any) -> list[Task]:
-        return list(self._lanes[0].queue(Line.WRITE).take_all())
+        return list(self._targets[0].queue(Urgency.WRITE).take_all())
 
-    return [(IoPump, "take_queued_writes", take_queued_writes)]
+    return [(IoScheduler, "take_queued_writes", take_queued_writes)]
 
 
 @mutant
@@ -52,5 +53,5 @@ def places_at_a_target_are_not_given_back() -> list[Patch]:
     stalled = lambda self, now_s, patience_s, *, is_write: []  # noqa: E731
     return [
         (FairQueue, "give_back", lambda self, task: None),
-        (Lane, "take_stalled", stalled),
+        (TargetQueue, "take_stalled", stalled),
     ]

@@ -16,7 +16,7 @@ from vllm_nvmeof_offload.protocol import AdoptedEntries, OpReport
 from vllm_nvmeof_offload.worker.io_scheduler import IoEvent
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.slots import Grant, SlotGates
-from vllm_nvmeof_offload.worker.tasks import Step, Task
+from vllm_nvmeof_offload.worker.tasks import Step
 
 from .mutants import Patch, mutant
 from .rank import SimRank
@@ -28,7 +28,7 @@ from .store import Record
 
 @mutant
 def gates_ignore_order() -> list[Patch]:
-    def turn(self: Any, gate: Any) -> list[Grant[Task]]:
+    def turn(self: Any, gate: Any) -> list[Grant]:
         grants = []
         while gate.queue:
             task, identity, fill = gate.queue.popleft()
@@ -38,19 +38,19 @@ def gates_ignore_order() -> list[Patch]:
             grants.append(Grant(task, stale=False))
         return grants
 
-    return [(SlotGates, "_turn", turn)]
+    return [(SlotGates, "_grant", turn)]
 
 
 @mutant
 def gates_accept_stale() -> list[Patch]:
-    real = SlotGates._turn
+    real = SlotGates._grant
 
-    def turn(self: Any, gate: Any) -> list[Grant[Task]]:
+    def turn(self: Any, gate: Any) -> list[Grant]:
         grants = real(self, gate)
         gate.readers += sum(grant.stale for grant in grants)
         return [Grant(grant.task, stale=False) for grant in grants]
 
-    return [(SlotGates, "_turn", turn)]
+    return [(SlotGates, "_grant", turn)]
 
 
 @mutant

@@ -8,11 +8,11 @@ from typing import Any
 
 from vllm_nvmeof_offload.errors import CANCELLED, Outcome
 from vllm_nvmeof_offload.manager import core
-from vllm_nvmeof_offload.protocol import ResetCommand
-from vllm_nvmeof_offload.worker.io_scheduler import IoPump
+from vllm_nvmeof_offload.protocol import OpKind, ResetCommand
+from vllm_nvmeof_offload.worker.io_scheduler import IoEvent, IoScheduler
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.slots import SlotGates
-from vllm_nvmeof_offload.worker.tasks import JobKind, Task
+from vllm_nvmeof_offload.worker.tasks import Task
 
 from . import world
 from .mutants import Patch, mutant
@@ -58,47 +58,47 @@ def one_rank_speaks_for_all_at_a_start() -> list[Patch]:
 
 @mutant
 def reset_overtakes_writes() -> list[Patch]:
-    return [(IoPump, "_write_may_start", lambda self, task: True)]
+    return [(IoScheduler, "_write_may_start", lambda self, task: True)]
 
 
 @mutant
 def a_reset_waits_for_a_late_write() -> list[Patch]:
-    real = IoPump._write_may_start
+    real = IoScheduler._write_may_start
 
     def may_start(self: Any, task: Task) -> bool:
-        if task.job.kind is JobKind.RESET:
-            return not any(flight.is_write for flight in self._flights.values())
+        if task.job.kind is OpKind.RESET:
+            return not any(one.is_write for one in self._in_flight.values())
         return real(self, task)
 
-    return [(IoPump, "_write_may_start", may_start)]
+    return [(IoScheduler, "_write_may_start", may_start)]
 
 
 @mutant
 def old_writes_follow_the_reset() -> list[Patch]:
-    return [(IoPump, "take_queued_writes", lambda self: [])]
+    return [(IoScheduler, "take_queued_writes", lambda self: [])]
 
 
 @mutant
 def failed_reset_is_ignored() -> list[Patch]:
-    real = IoPump._refusal
+    real = IoScheduler._refusal
 
     def refusal(self: Any, task: Task) -> Outcome | None:
         self._barred = False
         return real(self, task)
 
-    return [(IoPump, "_refusal", refusal)]
+    return [(IoScheduler, "_refusal", refusal)]
 
 
 @mutant
 def suspect_target_fails_the_reset() -> list[Patch]:
-    real = IoPump._refusal
+    real = IoScheduler._offer_reset
 
-    def refusal(self: Any, task: Task) -> Outcome | None:
-        if task.job.kind is JobKind.RESET and not self._health[0].verdict.usable:
-            return CANCELLED
-        return real(self, task)
+    def offer_reset(self: Any) -> None:
+        if self._resets and not self._health[0].verdict.usable:
+            self._failed.append(IoEvent(self._resets.popleft(), CANCELLED, released=True))
+        real(self)
 
-    return [(IoPump, "_refusal", refusal)]
+    return [(IoScheduler, "_offer_reset", offer_reset)]
 
 
 # -- nothing waits for ever ---------------------------------------------------------------
@@ -111,12 +111,12 @@ def hung_fill_blocks_its_readers() -> list[Patch]:
 
 @mutant
 def hung_stream_slots_block_loads() -> list[Patch]:
-    return [(TransferPipeline, "_hangs", lambda self, task: None)]
+    return [(TransferPipeline, "_mark_hung", lambda self, task: None)]
 
 
 @mutant
 def full_engine_blocks_for_ever() -> list[Patch]:
-    return [(IoPump, "_fail_stalled", lambda self, is_write, patience_s: None)]
+    return [(IoScheduler, "_fail_stalled", lambda self, is_write, patience_s: None)]
 
 
 @mutant

@@ -19,9 +19,10 @@ from vllm_nvmeof_offload.protocol import (
     StoreCommand,
     WriteCommand,
 )
+from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import HEADER_BYTES
-from vllm_nvmeof_offload.worker.io_scheduler import PumpConfig
-from vllm_nvmeof_offload.worker.pipeline import StagingMap, TransferPipeline
+from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
+from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.tasks import FinishedJob
 
 from .base import BLOCK_BYTES, GPU_BASE, STAGING_BASE, Clock, Knobs, Trace, Violation
@@ -109,7 +110,7 @@ class SimRank:
             StagingMap(STAGING_BASE, slot_bytes, knobs.cache_slots, knobs.stream_slots),
             self.copy,
             self.io,
-            PumpConfig(
+            SchedulerConfig(
                 rank,
                 knobs.targets,
                 knobs.reads_max,

@@ -3,24 +3,26 @@
 
 from __future__ import annotations
 
-from vllm_nvmeof_offload.io.base import IoKind, IoOp
-from vllm_nvmeof_offload.io.threads import Limits, OpState, Queues
-from vllm_nvmeof_offload.protocol import IoClass, SlotIdentity
+from vllm_nvmeof_offload.io.base import IoKind, IoLimits, IoOp
+from vllm_nvmeof_offload.io.threads import OpState, Queues
+from vllm_nvmeof_offload.protocol import SlotIdentity, Urgency
 
 SLOT = 1000
 
 
 class Bench:
     def __init__(self, threads: int = 8, reads: int = 4, writes: int = 3) -> None:
-        limits = Limits(threads, SLOT, reads * SLOT, writes * SLOT, 100)
-        self.queues = Queues(limits, threads_working=threads)
+        limits = IoLimits(
+            read_bytes_in_flight_max=reads * SLOT, write_bytes_in_flight_max=writes * SLOT
+        )
+        self.queues = Queues(limits, SLOT, threads_working=threads)
         self.states: dict[int, OpState] = {}
 
-    def add(self, kind: IoKind, io_class: IoClass = IoClass.READ_DEMAND) -> int:
+    def add(self, kind: IoKind, urgency: Urgency = Urgency.DEMAND) -> int:
         token = len(self.states) + 1
         if kind is IoKind.WRITE_SLOT:
-            io_class = IoClass.WRITE_BEHIND
-        op = IoOp(token, kind, io_class, 0, 0, SlotIdentity(b"k", 1))
+            urgency = Urgency.WRITE
+        op = IoOp(token, kind, urgency, 0, 0, SlotIdentity(b"k", 1))
         self.states[token] = OpState(op, token)
         self.queues.add(self.states[token])
         return token
@@ -40,7 +42,7 @@ READ, WRITE, RESET = IoKind.READ_SLOT, IoKind.WRITE_SLOT, IoKind.RESET
 
 def test_urgent_classes_go_first_and_each_in_its_order() -> None:
     bench = Bench(reads=100)
-    low = [bench.add(READ, IoClass.READ_PREFETCH) for _ in range(3)]
+    low = [bench.add(READ, Urgency.PREFETCH) for _ in range(3)]
     high = [bench.add(READ) for _ in range(3)]
     assert bench.start() == high + low
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
+from vllm_nvmeof_offload.io.base import IoLimits
 from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
 from vllm_nvmeof_offload.manager.adoption import agree
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
@@ -21,7 +22,7 @@ from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import MIB, slot_stride_bytes
-from vllm_nvmeof_offload.worker.io_scheduler import PumpConfig
+from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
 
@@ -46,8 +47,10 @@ class Rank:
         self.staging = Staging(slot_stride_bytes(payload), CACHE_SLOTS, STREAM_SLOTS)
         waker = Waker()
         self.copy = HostCopyEngine(on_done=waker.wake)
-        self.io = ThreadsIoEngine(self.pool, self.staging.view, self.staging.map.base_address)
-        pipeline = TransferPipeline(self.staging.map, self.copy, self.io, PumpConfig())
+        self.io = ThreadsIoEngine(
+            self.pool, self.staging.view, self.staging.map.base_address, IoLimits()
+        )
+        pipeline = TransferPipeline(self.staging.map, self.copy, self.io, SchedulerConfig())
         self.runner = PipelineRunner(pipeline, waker, self.io.fileno())
         hello = RankHello(
             rank=0,

@@ -23,7 +23,7 @@ from vllm_nvmeof_offload.vllm_adapter.lifecycle import SleepHooks
 from vllm_nvmeof_offload.vllm_adapter.messages import ChunkStoreSpec
 from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 from vllm_nvmeof_offload.worker.build import RankWorker
-from vllm_nvmeof_offload.worker.io_scheduler import PumpConfig
+from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
 
@@ -38,7 +38,7 @@ class _Rank:
         self.rig = Rig(StubDevice(), "contiguous", Backend.DMA, 4096, on_done=waker.wake)
         self.cuda = cast(FakeCuda, self.rig.device.cuda)
         io = NoIoEngine()
-        pipeline = TransferPipeline(self.rig.map, self.rig.engine, io, PumpConfig())
+        pipeline = TransferPipeline(self.rig.map, self.rig.engine, io, SchedulerConfig())
         self.runner = PipelineRunner(pipeline, waker, io.fileno())
         self.worker = NVMeoFOffloadingWorker(
             RankWorker(

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a copy engine: bytes between the KV cache and staging, asynchronously.
-
-Turns the pieces of a transfer into what one call to the driver may have.
-"""
+"""The contract of a copy engine between the KV cache and staging, and the pieces of a transfer."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ __all__ = [
     "Direction",
     "address_of",
     "coalesce",
+    "gather",
     "sides",
-    "together",
 ]
 
 
@@ -33,7 +30,7 @@ Descriptors = npt.NDArray[np.uint64]
 
 
 class Direction(enum.Enum):
-    """Which way the bytes go."""
+    """The direction of a copy."""
 
     STORE = "store"  # KV cache → staging
     LOAD = "load"  # staging → KV cache
@@ -48,20 +45,20 @@ class CopyEngine(Protocol):
     No chunk waits for another job's fence. A ticket starts when its own fence has passed and its
     memory is registered, whatever was submitted before it and whatever fences are still open:
     loads that stream in from the pool hold a stream slot each, and a younger load whose fence
-    lies behind a running forward pass must not keep those slots. So where one ticket writes what
-    another one touches, the order is the caller's: it submits the second when `poll` has returned
+    is behind a running forward pass must not keep those slots. So if one ticket writes what
+    another one touches, the caller orders them: it submits the second when `poll` has returned
     the first. Only a ticket of no pieces waits for others: it ends behind every ticket of its
     direction that was submitted before it, and behind its own fence.
     """
 
-    #: Set where no ticket is in flight: the KV cache's memory is gone, and every ticket fails.
+    #: Set while no ticket is in flight: the KV cache's memory is gone, and every ticket fails.
     asleep: bool
 
     def record_fence(self) -> object:
         """Record, on the model's thread, the point that a later copy must come after.
 
         CUDA: an event on the model's stream, the same one for all fences, so that they pass in
-        the order of their recording. Host: whatever; the forward pass has run.
+        the order of their recording. Host: any object; the forward pass has run.
         """
 
     def submit(self, direction: Direction, pieces: Descriptors, fence: object) -> int:
@@ -74,22 +71,22 @@ class CopyEngine(Protocol):
         """Wait for what is in flight and free everything."""
 
 
-#: Of one call. Batches of about 50,000 have crashed drivers.
+#: Descriptors of one call. Batches of about 50,000 have crashed drivers.
 DESCRIPTORS_MAX = 4096
 
 _Words = npt.NDArray[np.uint64]
 
 
 def coalesce(pieces: Descriptors, starts: _Words) -> Descriptors:
-    """Merge what lies next to each other in the list and on both sides.
+    """Merge pieces that are neighbours in the list and on both sides.
 
     starts: sorted addresses at which an allocation or a registration begins. No descriptor may
-    cross one, also where the next one happens to begin at the very end of the last.
-    The columns of what is returned are contiguous: what follows goes by columns.
+    cross one, even if the next one begins at the very end of the last.
+    The columns of the result are contiguous, because they are used one by one.
     """
     columns = np.ascontiguousarray(pieces.T)
     cache, staging, sizes = columns
-    # Blocks of a paged cache are seldom neighbours: mostly the first comparison is all.
+    # Blocks of a paged cache are seldom neighbours: mostly the first comparison decides.
     neighbours = cache[:-1] + sizes[:-1] == cache[1:]
     if not np.count_nonzero(neighbours):
         return columns.T
@@ -107,7 +104,7 @@ def coalesce(pieces: Descriptors, starts: _Words) -> Descriptors:
 
 
 def sides(direction: Direction, pieces: Descriptors) -> tuple[_Words, _Words, _Words]:
-    """(destinations, sources, sizes), each uint64[n] and contiguous."""
+    """Return (destinations, sources, sizes), each uint64[n] and contiguous."""
     columns = np.ascontiguousarray(pieces.T)
     if direction is Direction.STORE:
         return columns[1], columns[0], columns[2]
@@ -115,14 +112,14 @@ def sides(direction: Direction, pieces: Descriptors) -> tuple[_Words, _Words, _W
 
 
 def address_of(words: _Words) -> int:
-    """Where a writable, contiguous array begins, in a fourth of the time of `ndarray.ctypes`."""
+    """Return a writable, contiguous array's address, four times as fast as `ndarray.ctypes`."""
     return ctypes.addressof(ctypes.c_char.from_buffer(cast(Any, words)))
 
 
-def together(parts: Sequence[Descriptors], payloads: Sequence[int]) -> Descriptors:
-    """Put parts in one new array, with staging addresses in place of offsets in payloads.
+def gather(parts: Sequence[Descriptors], payloads: Sequence[int]) -> Descriptors:
+    """Put parts in one new array, with staging addresses instead of offsets in payloads.
 
-    payloads: where each part's payload begins, an address in staging.
+    payloads: the address in staging of each part's payload.
     """
     pieces = np.concatenate(parts)
     pieces[:, 1] += np.repeat(np.array(payloads, np.uint64), [len(part) for part in parts])

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker's KV cache lies on, the host or a GPU, and the copy engine for it.
-
-Builds the copy engine of a GPU: driver, registration, kernel, table; and says what it built.
-"""
+"""Opens the device of a worker's KV cache, the host or a GPU, and builds the copy engine for it."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import importlib
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -27,26 +24,11 @@ from vllm_nvmeof_offload.fabric.machine import gpu_warnings
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.staging import StagingMap
 
-__all__ = [
-    "BuiltCopy",
-    "ChosenCopy",
-    "KvDevice",
-    "choose_copy_engine",
-    "open_device",
-]
-
+__all__ = ["KvDevice", "choose_copy_engine", "open_device"]
 
 logger = logging.getLogger(LOGGER_NAME)
 
 _AUTO = "auto"
-
-
-@dataclass(frozen=True)
-class ChosenCopy:
-    """fallbacks: what the engine lacks of the best one, for people."""
-
-    engine: CudaCopyEngine
-    fallbacks: tuple[str, ...]
 
 
 def choose_copy_engine(
@@ -56,16 +38,17 @@ def choose_copy_engine(
     cache_starts: npt.NDArray[np.uint64],
     model_stream: Callable[[], int],
     on_done: Callable[[], None],
-) -> ChosenCopy:
-    """backend: auto, or the value of a `Backend`. cache_starts: where KV cache tensors begin.
+) -> tuple[CudaCopyEngine, tuple[str, ...]]:
+    """Build a GPU's copy engine; return it and its fallbacks: lines on what it lacks, and why.
 
-    Nothing has been put into `staging` yet: with auto a part of it is overwritten.
+    backend: auto, or the value of a `Backend`. cache_starts: addresses of KV cache tensors.
+    `staging` must be empty: with auto a part of it is overwritten.
 
-    Raises: EngineError: staging cannot be registered, or `kernel` was asked for and cannot be had.
+    Raises: EngineError: staging cannot be registered, or `kernel` is required and unavailable.
     """
     fallbacks: list[str] = []
     if not cuda.has_batch:
-        fallbacks.append("copies: this driver has no batch call; 12.8 and later have")
+        fallbacks.append("copies: this driver has no batch call; 12.8 and later have one")
     pins = StagingPinning(cuda, staging, on_done)
     try:
         copiers = _copiers(cuda, backend, pins.first, fallbacks)
@@ -76,7 +59,7 @@ def choose_copy_engine(
     pins.start()
     for line in fallbacks:
         logger.warning("%s", line)
-    return ChosenCopy(engine, tuple(fallbacks))
+    return engine, tuple(fallbacks)
 
 
 def _copiers(cuda: Cuda, backend: str, scratch: tuple[int, int], fallbacks: list[str]) -> Copiers:
@@ -88,7 +71,7 @@ def _copiers(cuda: Cuda, backend: str, scratch: tuple[int, int], fallbacks: list
     except EngineError as error:
         if backend == Backend.KERNEL.value:
             raise
-        fallbacks.append(f"copies: DMA alone, also of small fragments ({error})")
+        fallbacks.append(f"copies: DMA only, also of small fragments ({error})")
         return Copiers(dma, None, Selector().choose)
     if backend == Backend.KERNEL.value:
         return Copiers(dma, kernel, lambda direction, pieces: Backend.KERNEL)
@@ -102,29 +85,18 @@ def _copiers(cuda: Cuda, backend: str, scratch: tuple[int, int], fallbacks: list
 
 
 @dataclass(frozen=True)
-class BuiltCopy:
-    """fallbacks: what the engine lacks of the best one, for people."""
-
-    engine: CopyEngine
-    name: str
-    fallbacks: tuple[str, ...] = ()
-
-
-def _no_stream() -> int:
-    return 0
-
-
-@dataclass(frozen=True)
 class KvDevice:
-    """cuda: None: the KV cache is in CPU memory. model_stream: asked on the model's thread."""
+    """The device of the KV cache."""
 
+    #: None: the KV cache is in CPU memory.
     cuda: Cuda | None = None
-    model_stream: Callable[[], int] = _no_stream
-    warnings: tuple[str, ...] = field(default=())
+    #: Returns the model's current stream; called on the model's thread.
+    model_stream: Callable[[], int] = lambda: 0
+    warnings: tuple[str, ...] = ()
 
     @property
     def numa_node(self) -> int | None:
-        """Where pinned memory should lie; None: anywhere."""
+        """The NUMA node on which pinned memory should be; None: any."""
         return self.cuda.facts.numa_node if self.cuda else None
 
     def copy_engine(
@@ -133,23 +105,25 @@ class KvDevice:
         staging: StagingMap,
         cache_starts: npt.NDArray[np.uint64],
         on_done: Callable[[], None],
-    ) -> BuiltCopy:
-        """backend: auto, dma or kernel; nothing to choose in CPU memory.
+    ) -> tuple[CopyEngine, tuple[str, ...]]:
+        """Build the copy engine; return it and its fallbacks. See `choose_copy_engine`.
 
-        Raises: EngineError: staging cannot be registered, or `backend` cannot be had.
+        backend: auto, dma or kernel; ignored in CPU memory.
         """
         if self.cuda is None:
-            return BuiltCopy(HostCopyEngine(on_done=on_done), "host memcpy")
-        chosen = choose_copy_engine(
-            self.cuda, backend, staging, cache_starts, self.model_stream, on_done
-        )
-        return BuiltCopy(chosen.engine, f"{backend} on {self.cuda.facts.name}", chosen.fallbacks)
+            return HostCopyEngine(on_done=on_done), ()
+        stream = self.model_stream
+        return choose_copy_engine(self.cuda, backend, staging, cache_starts, stream, on_done)
+
+    def engine_name(self, backend: str) -> str:
+        """The copy engine's name for logs and metrics."""
+        return f"{backend} on {self.cuda.facts.name}" if self.cuda else "host memcpy"
 
 
 def open_device(device: str) -> KvDevice:
-    """The device that torch calls `device`: `cpu`, `cuda` (the current GPU) or `cuda:N`.
+    """Open the device that torch calls `device`: `cpu`, `cuda` (the current GPU) or `cuda:N`.
 
-    Raises: EngineError: another kind, or CUDA cannot be used here; names what is missing.
+    Raises: EngineError: another kind, or CUDA cannot be used here; the message names the cause.
     """
     kind, _, index = device.partition(":")
     if kind == "cpu":
@@ -164,7 +138,7 @@ def open_device(device: str) -> KvDevice:
         raise EngineError("no copy engine for AMD GPUs: this version serves NVIDIA GPUs")
     try:
         cuda = Cuda(int(index) if index else torch.cuda.current_device())
-    except RuntimeError as error:  # torch's, for whatever it finds amiss
+    except RuntimeError as error:  # torch raises it for every cause
         raise EngineError(f"CUDA cannot be used here: {error}") from None
     return KvDevice(
         cuda,

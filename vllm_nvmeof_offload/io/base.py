@@ -2,27 +2,17 @@
 """The contract of an I/O engine: whole slots between staging and the pool, asynchronously.
 
 Outcome and release are two events. An operation that passes its deadline yields a
-`Completion` with `DEADLINE` and `released=False` at once; when the kernel lets go of the
-buffer, a second `Completion` follows with `outcome=None` and `released=True`. Every other
-operation yields one `Completion` that has both. Until its release an operation's buffer
-belongs to the engine.
+`Completion` with `DEADLINE` and `released=False` at once; when the kernel releases the buffer, a
+second `Completion` follows with `outcome=None` and `released=True`. Every other operation yields
+one `Completion` that has both. Until its release an operation's buffer belongs to the engine.
 
-Short transfers are requeued by the engine; one that makes no progress is an IO_ERROR, with
-errno 0 where no byte was moved.
+The engine requeues the rest of a short transfer; one that makes no progress is an IO_ERROR, with
+errno 0 if no byte was moved.
 
-* A slot write seals the slot (header and payload CRC-32C, `pool.layout`), writes it whole,
+* A slot write seals the slot (header and payload CRC-32C, `pool.format`), writes it whole,
   and after that writes the slot's table entry, so that a table entry never precedes its data.
-* A slot read reads the slot whole and verifies it against `identity`: bytes that do not
-  prove themselves are CHECKSUM_MISMATCH (damaged) or STALE (intact, but another's).
-
-The I/O engine of a server without a pool: `pool_bytes: 0`, the CPU tier only.
-
-CPU affinity of I/O threads.
-
-vLLM's CPU worker binds its threads to cores for OpenMP, and a thread inherits the binding of
-the one that made it: eight I/O threads would then share one core with the model's busiest
-thread. They run wherever the process was allowed to when this module was imported, or its
-parent is, which nobody binds for OpenMP; a user's taskset or cpuset stays respected.
+* A slot read reads the slot whole and verifies it against `identity`: damaged bytes are
+  CHECKSUM_MISMATCH, and intact bytes of another identity are STALE.
 """
 
 from __future__ import annotations
@@ -33,18 +23,24 @@ import errno
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.errors import OK, Outcome, io_error
-from vllm_nvmeof_offload.protocol import IoClass, SlotIdentity
+from vllm_nvmeof_offload.protocol import SlotIdentity, Urgency
+
+if TYPE_CHECKING:
+    from vllm_nvmeof_offload.pool.pool import Pool
 
 __all__ = [
     "Completion",
     "IoEngine",
     "IoKind",
+    "IoLimits",
     "IoOp",
     "NoIoEngine",
     "allowed_cpus",
+    "reset_pool",
     "unbind_this_thread",
 ]
 
@@ -67,7 +63,7 @@ class IoOp:
 
     token: int
     kind: IoKind
-    io_class: IoClass
+    urgency: Urgency
     pool_slot: int
     address: int
     identity: SlotIdentity | None
@@ -80,7 +76,7 @@ class IoOp:
 class Completion:
     """`outcome` None: the late release of an operation whose outcome came before.
 
-    ended_s: when the engine had it, which may be long before the caller asks; None: not known.
+    ended_s: when it ended in the engine, which may be long before `poll`; None: not known.
     """
 
     token: int
@@ -89,10 +85,45 @@ class Completion:
     ended_s: float | None = field(default=None, compare=False)
 
 
-class IoEngine(Protocol):
-    """Submit/poll; one caller thread, the pipeline's. BUSY is an answer: fewer accepted."""
+def _default(key: str) -> int:
+    value: int = OffloadConfig.model_fields[key].default
+    return value
 
-    #: What actually runs, for humans and metrics: "threads", "uring (registered)", …
+
+@dataclass(frozen=True, slots=True)
+class IoLimits:
+    """Bounds of an engine, each for one target if it has rings; see the keys in `config`.
+
+    The `bytes_in_flight` count operations that run, not overdue ones (a path that hangs must not
+    stop the others); at least one of each kind may always run.
+    """
+
+    threads: int = _default("io_threads")
+    depth: int = _default("io_depth")
+    split_bytes: int = _default("io_split_bytes")
+    read_bytes_in_flight_max: int = _default("read_bytes_in_flight_max")
+    write_bytes_in_flight_max: int = _default("write_bytes_in_flight_max")
+    write_bytes_beside_reads_max: int = _default("write_bytes_beside_reads_max")
+    #: Operations that wait in the engine, over all targets.
+    queue_max: int = 4096
+
+    @staticmethod
+    def of(settings: OffloadConfig) -> IoLimits:
+        """Return the bounds that `settings` asks for."""
+        return IoLimits(
+            settings.io_threads,
+            settings.io_depth,
+            settings.io_split_bytes,
+            settings.read_bytes_in_flight_max,
+            settings.write_bytes_in_flight_max,
+            settings.write_bytes_beside_reads_max,
+        )
+
+
+class IoEngine(Protocol):
+    """Submit/poll; only the pipeline's thread calls. BUSY is an answer: fewer accepted."""
+
+    #: The engine and its mode, for humans and metrics: "threads", "uring (registered)", …
     name: str
 
     def submit(self, ops: Sequence[IoOp]) -> int:
@@ -105,20 +136,20 @@ class IoEngine(Protocol):
         """Return what has happened since the last call, deadlines included."""
 
     def replace_target(self, target: int) -> None:
-        """The pool has other files of `target` by now: use them for what is submitted from now on.
+        """Use the files that the pool now has of `target` for what is submitted from now on.
 
-        What was submitted before may use the old ones, which stay open until it is released.
+        Earlier operations may use the old files, which stay open until they are released.
         """
 
     def fileno(self) -> int:
-        """An eventfd that is readable when `poll` may have something to say."""
+        """Return an eventfd that is readable while `poll` may have something to return."""
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Stop; True if nothing is left in flight (else threads and buffers are left behind)."""
 
 
 class NoIoEngine:
-    """Completes resets, refuses everything else with ENODEV."""
+    """The engine of a server without a pool: completes resets, refuses the rest with ENODEV."""
 
     name = "none"
 
@@ -153,7 +184,22 @@ class NoIoEngine:
         return True
 
 
+def reset_pool(pool: Pool, op: IoOp) -> Outcome:
+    """Execute a RESET. Blocks."""
+    try:
+        pool.reset(op.adoptable)
+    except OSError as error:
+        return io_error(error.errno or errno.EIO)
+    return OK
+
+
 def _find_allowed() -> frozenset[int]:
+    """Return the CPUs that this process or its parent may use now, at import.
+
+    vLLM's CPU worker binds its threads to cores for OpenMP, and a thread inherits the binding of
+    the one that created it: eight I/O threads would then share one core with the model's busiest
+    thread. Nobody binds the parent for OpenMP; a user's taskset or cpuset stays respected.
+    """
     cpus: set[int] = set()
     for pid in (0, os.getppid()):
         with contextlib.suppress(OSError):
@@ -165,11 +211,11 @@ _ALLOWED = _find_allowed()
 
 
 def allowed_cpus() -> frozenset[int]:
-    """The CPUs on which I/O threads may run."""
+    """Return the CPUs on which I/O threads may run."""
     return _ALLOWED
 
 
 def unbind_this_thread() -> None:
-    """Let the calling thread run on every CPU the process may use; failure is harmless."""
+    """Let the calling thread run on every allowed CPU; failure is harmless."""
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, _ALLOWED)

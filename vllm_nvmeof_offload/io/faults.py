@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which fault strikes which operation: knobs, from a seed and, if wanted, a control file.
+"""An engine with faults around any other, for tests and for rehearsals on a running server.
 
-A control file is JSON: `{"seed": 7, "read_eio": 2, "write_delay_ms": 50}`. It is read again
-when it changes, so that a test can change the faults of a running server. How often each knob
-has fired is kept in `<control file>.fired` (rank R's in `….fired.R`, from 1 on), as JSON.
-`"rank": R` lets the knobs strike that rank alone, of those that read the same file.
+Knobs decide which operation gets which fault, from a seed and, if wanted, a control file: JSON such
+as `{"seed": 7, "read_eio": 2, "write_delay_ms": 50}`, read again when it changes, so that a test
+can change the faults of a running server. `<control file>.fired` (rank R's: `….fired.R`, from 1
+on) counts in JSON how often each knob has fired. `"rank": R` limits the knobs to that rank.
 
 Values: `true` strikes always; a whole number strikes that many times from then on; a fraction
 is a probability. `read_delay_ms` and `write_delay_ms` are milliseconds.
 
-An engine with faults: wraps any other, for tests and for rehearsals on a running server.
-
 Errors are reported without asking the inner engine. A delayed or hanging operation is held
 here and keeps the contract of one that has started: past its deadline it yields DEADLINE at
-once and its release when the fault lets go. `flip_byte_on_read` damages the slab itself, so
+once, and its release when the fault ends. `flip_byte_on_read` damages the slab itself, so
 that the inner engine's own check must see it. The two negative controls change a payload
 *after* that check: wrong KV that the store cannot see, which a token test must.
 """
@@ -46,22 +44,17 @@ if TYPE_CHECKING:
 
     from vllm_nvmeof_offload.pool.pool import Pool
 
-__all__ = [
-    "KNOBS",
-    "FaultPlan",
-    "FaultyIoEngine",
-]
-
+__all__ = ["KNOBS", "FaultPlan", "FaultyIoEngine"]
 
 logger = logging.getLogger(LOGGER_NAME)
 
-#: knob → what it does.
+#: knob → effect.
 KNOBS = {
     "read_eio": "a read completes with EIO",
     "write_eio": "a write completes with EIO; nothing is written",
     "enospc_writes": "a write completes with ENOSPC; nothing is written",
-    "read_delay_ms": "every read takes this much longer",
-    "write_delay_ms": "every write takes this much longer",
+    "read_delay_ms": "every read takes this many milliseconds longer",
+    "write_delay_ms": "every write takes this many milliseconds longer",
     "hang_reads": "a read hangs until the knob is cleared",
     "hang_writes": "a write hangs until the knob is cleared",
     "flip_byte_on_read": "a payload byte in the slab is flipped before a read: the CRC sees it",
@@ -69,10 +62,11 @@ KNOBS = {
     "flip_with_valid_crc": "negative control: a read delivers, as OK, one wrong payload byte",
 }
 _CHECK_PERIOD_S = 0.01
+_TICK_S = 0.005
 
 
 class FaultPlan:
-    """The knobs, their random numbers and their counts. One thread, the engine's caller's."""
+    """The knobs, their random numbers and their counts. Only the engine's caller thread calls."""
 
     def __init__(
         self,
@@ -82,9 +76,9 @@ class FaultPlan:
         control_path: Path | None = None,
         rank: int = 0,
     ) -> None:
-        """Start from `knobs`; a control file, where there is one, replaces them.
+        """Start from `knobs`; a control file, if it exists, replaces them.
 
-        rank: whose operations these are.
+        rank: the rank of this process.
 
         Raises:
             ConfigError: an unknown knob, or a value that is not a number or boolean.
@@ -100,15 +94,11 @@ class FaultPlan:
 
     @property
     def fired(self) -> dict[str, int]:
-        """How often each knob has struck."""
+        """How often each knob has fired."""
         return dict(self._fired)
 
     def set(self, **knobs: object) -> None:
-        """Change some knobs; the others and the random numbers stay.
-
-        Raises:
-            ConfigError: as for the constructor.
-        """
+        """Change some knobs; the others and the random numbers stay. Raises as the constructor."""
         checked = _checked(knobs)
         self._knobs.update(checked)
         self._left.update({name: int(value) for name, value in checked.items()})
@@ -144,18 +134,18 @@ class FaultPlan:
             *(OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError),
             ConfigError,
         ) as error:
-            # Half-written, most likely: it is read again at the next call.
+            # Probably half-written: it is read again at the next call.
             logger.warning("fault injection: cannot use %s yet: %s", self._control_path, error)
 
     def milliseconds(self, knob: str) -> float:
-        """The value of a delay knob; counts as fired if it is not zero."""
+        """Return the value of a delay knob; it counts as fired if it is not zero."""
         value = float(self._knobs.get(knob, 0))
         if value > 0:
             self.count(knob)
         return value
 
     def is_set(self, knob: str) -> bool:
-        """True unless the knob is absent or zero."""
+        """Return whether the knob is there and not zero."""
         return bool(self._knobs.get(knob, 0))
 
     def strikes(self, knob: str) -> bool:
@@ -173,7 +163,7 @@ class FaultPlan:
         return struck
 
     def below(self, limit: int) -> int:
-        """A random number in [0, limit)."""
+        """Return a random number in [0, limit)."""
         return self._random.randrange(limit)
 
     def count(self, knob: str) -> None:
@@ -199,21 +189,15 @@ def _checked(knobs: Mapping[str, object]) -> dict[str, bool | int | float]:
     return checked
 
 
-_TICK_S = 0.005
-
-
 @dataclass(slots=True, eq=False)
 class _Held:
-    """An operation that a fault holds. hang: the knob, or "" for a delay until `until_s`.
-
-    exchanged: its target has other files by now, which it was not submitted to.
-    """
+    """An operation that a fault holds."""
 
     op: IoOp
-    hang: str
+    hang: str  # the knob, or "" for a delay until `until_s`
     until_s: float
     overdue: bool = False
-    exchanged: bool = False
+    exchanged: bool = False  # its target has other files since it was submitted
 
 
 class FaultyIoEngine:
@@ -243,19 +227,12 @@ class FaultyIoEngine:
         self._last_payload: bytes | None = None
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._event_fd).atexit = False
-        # Readable when either the inner engine or this one has something to say.
+        # Readable when either the inner engine or this one has completions.
         self._epoll = select.epoll()
         self._epoll.register(inner.fileno(), select.EPOLLIN)
         self._epoll.register(self._event_fd, select.EPOLLIN)
         self._closed = threading.Event()
         threading.Thread(target=self._tick, name="io-faults", daemon=True).start()
-
-    @classmethod
-    def from_control_file(
-        cls, inner: IoEngine, control_path: Path, pool: Pool, memory: memoryview, base_address: int
-    ) -> FaultyIoEngine:
-        """Wrap `inner` with the faults of a control file, which may appear later."""
-        return cls(inner, FaultPlan(control_path=control_path), pool, memory, base_address)
 
     def submit(self, ops: Sequence[IoOp]) -> int:
         self.plan.refresh()
@@ -307,8 +284,8 @@ class FaultyIoEngine:
         self._inner.cancel([token for token in tokens if token in self._forwarded])
 
     def replace_target(self, target: int) -> None:
-        # What is held cannot be handed over any more: it would get the new files, which nobody
-        # keeps open for an operation of before.
+        # Held operations cannot be handed over any more: they would get the new files, which are
+        # not kept open for operations submitted earlier.
         for held in self._held:
             held.exchanged |= held.op.pool_slot % self._pool.target_count == target
         self._inner.replace_target(target)
@@ -332,7 +309,7 @@ class FaultyIoEngine:
         return self._epoll.fileno()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Stop the inner engine; what is held is released without having run."""
+        """Stop the inner engine; held operations are released without having run."""
         self._closed.set()
         for held in self._held:
             self._release(held)
@@ -365,7 +342,7 @@ class FaultyIoEngine:
         os.eventfd_write(self._event_fd, 1)
 
     def _tick(self) -> None:
-        """Held operations wait for the clock or for a knob: let the caller look now and then."""
+        """Wake the caller now and then: held operations wait for the clock or for a knob."""
         while not self._closed.wait(_TICK_S):
             if self._held:
                 os.eventfd_write(self._event_fd, 1)
@@ -375,7 +352,7 @@ class FaultyIoEngine:
         return self._memory[start : start + self._pool.payload_bytes]
 
     def _deceive(self, op: IoOp) -> None:
-        """The negative controls, on a payload that was just found intact."""
+        """Apply the negative controls to a payload that was just found intact."""
         payload = self._payload(op)
         if self.plan.strikes("flip_with_valid_crc"):
             payload[self.plan.below(len(payload))] ^= 1 << self.plan.below(8)

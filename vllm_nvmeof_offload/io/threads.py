@@ -5,14 +5,6 @@ Seal, checksum and system calls run on the I/O threads and release the GIL. A th
 operation is past its deadline counts as lost, and a spare one takes its place (a bounded
 number of them), so that a hung target does not stop the others; when a lost one returns and
 there are enough without it, it ends.
-
-One whole slot between memory and the pool, synchronously: what an I/O thread does.
-
-Which operation starts next: the policy of the threads engine. Pure, not thread-safe.
-
-Priority by class, first come first served within one. Writes never hold every thread, and
-while any read waits or runs at most one write runs: a read beside 64 MiB of writes in flight
-takes five times as long as beside one.
 """
 
 from __future__ import annotations
@@ -30,35 +22,32 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, EngineError, Outcome, io_error
-from vllm_nvmeof_offload.io.base import Completion, IoKind, IoOp, unbind_this_thread
+from vllm_nvmeof_offload.io.base import (
+    Completion,
+    IoKind,
+    IoLimits,
+    IoOp,
+    reset_pool,
+    unbind_this_thread,
+)
 from vllm_nvmeof_offload.pool.format import Stamp, check_key, seal, verify
-from vllm_nvmeof_offload.protocol import IoClass
-from vllm_nvmeof_offload.units import MIB, PAGE_BYTES
+from vllm_nvmeof_offload.protocol import Urgency
+from vllm_nvmeof_offload.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from vllm_nvmeof_offload.pool.format import Stamp
     from vllm_nvmeof_offload.pool.pool import Pool
     from vllm_nvmeof_offload.protocol import SlotIdentity
 
-__all__ = [
-    "Limits",
-    "OpState",
-    "Phase",
-    "Queues",
-    "SlotFiles",
-    "ThreadsIoEngine",
-    "read_slot",
-    "write_slot",
-]
+__all__ = ["OpState", "Queues", "SlotFiles", "ThreadsIoEngine", "read_slot", "write_slot"]
 
 
 class SlotFiles(NamedTuple):
-    """A pool slot, and the descriptors and byte offsets where it lies at a moment.
+    """A pool slot with the descriptors and byte offsets of its slab and table entry.
 
-    Take it when an operation is submitted: a target's files may be exchanged before it runs, and
-    only those of its submission stay open until it is released.
+    Take it when an operation is submitted: the target's files may be exchanged before the
+    operation runs, and only those of its submission stay open until its release.
     """
 
     pool_slot: int
@@ -69,7 +58,7 @@ class SlotFiles(NamedTuple):
 
     @staticmethod
     def of(pool: Pool, pool_slot: int) -> SlotFiles:
-        """Of the attachment that serves `pool_slot` now."""
+        """Return the files that serve `pool_slot` now."""
         return SlotFiles(pool_slot, *pool.slab_fd(pool_slot), *pool.table_fd(pool_slot))
 
 
@@ -93,8 +82,8 @@ def write_slot(
 ) -> Outcome:
     """Seal `slot` (uint8[slot_bytes]), write it whole, and then its table entry.
 
-    wanted: asked between the two. Nobody waits for a write that was given up meanwhile, and
-    its pool slot may be another's soon: it gets no table entry.
+    wanted: asked between the two. A write that was given up meanwhile gets no table entry,
+    because its pool slot may soon hold another chunk.
     """
     seal(slot, identity, pool.payload_bytes, stamp, pool.place(files.pool_slot))
     entry = pool.encode_entry(files.pool_slot, identity, stamp)
@@ -118,7 +107,7 @@ def _transfer(
 ) -> None:
     """Repeat `preadv`/`pwritev` until all of `slot` is done (Python itself repeats on EINTR).
 
-    What is left after a short transfer starts on a page boundary again, as O_DIRECT asks for.
+    The rest of a short transfer starts on a page boundary again, as O_DIRECT requires.
 
     Raises:
         OSError: the kernel's error; if a call makes no progress EIO, or 0 where it moved nothing.
@@ -143,41 +132,32 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class OpState:
-    """One operation inside the engine.
-
-    stamp: of a write; the pool's when it was submitted, or, if resets were pending then, when
-    the last of those finished. So a reset voids exactly the writes submitted before it.
-    files: the pool's when it was submitted; None for a reset.
-    """
+    """One operation inside the engine."""
 
     op: IoOp
     sequence: int
+    #: The pool's files at its submission; None for a reset.
     files: SlotFiles | None = None
+    #: Write only: the pool's stamp at its submission or, if resets were pending then, when the
+    #: last of those finished. So a reset voids exactly the writes submitted before it.
     stamp: Stamp | None = None
     phase: Phase = Phase.QUEUED
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of one engine. The `bytes_in_flight` count operations that run, not overdue ones
-    (a path that hangs must not stop the others); at least one of a kind may always run.
-    """
-
-    threads: int
-    slot_bytes: int
-    read_bytes_in_flight_max: int
-    write_bytes_in_flight_max: int
-    queue_max: int
-
-
 @dataclass(slots=True)
 class Queues:
-    """What waits and what runs. threads_working: those not lost in the kernel."""
+    """Waiting and running operations, and which starts next. Pure, not thread-safe.
 
-    limits: Limits
-    threads_working: int = 0
-    waiting: dict[IoClass, OrderedDict[int, OpState]] = field(
-        default_factory=lambda: {io_class: OrderedDict() for io_class in IoClass}
+    Operations start by urgency, first come, first served within one. Writes never hold every
+    thread, and while any read waits or runs at most one write runs: a read beside 64 MiB of
+    writes in flight takes five times as long as beside one write.
+    """
+
+    limits: IoLimits
+    slot_bytes: int
+    threads_working: int = 0  # those not lost in the kernel
+    waiting: dict[Urgency, OrderedDict[int, OpState]] = field(
+        default_factory=lambda: {urgency: OrderedDict() for urgency in Urgency}
     )
     resets: OrderedDict[int, OpState] = field(default_factory=OrderedDict)
     reads_running: int = 0
@@ -204,7 +184,7 @@ class Queues:
             yield from list(queue.values())
 
     def start_next(self) -> OpState | None:
-        """Take the operation to start now, if there is one."""
+        """Take the operation to start now, if any."""
         state = self._next()
         if state is not None:
             del self._queue_of(state)[state.op.token]
@@ -213,13 +193,13 @@ class Queues:
         return state
 
     def overdue(self, state: OpState) -> None:
-        """A running operation stops counting: it hangs."""
+        """Stop counting a running operation, because it hangs."""
         assert state.phase is Phase.RUNNING
         state.phase = Phase.OVERDUE
         self._count(state, -1)
 
     def finish(self, state: OpState) -> None:
-        """A started operation has ended."""
+        """End an operation that has started."""
         if state.phase is Phase.RUNNING:
             self._count(state, -1)
         self._lift_barrier(state)
@@ -228,7 +208,7 @@ class Queues:
     def _queue_of(self, state: OpState) -> OrderedDict[int, OpState]:
         if state.op.kind is IoKind.RESET:
             return self.resets
-        return self.waiting[state.op.io_class]
+        return self.waiting[state.op.urgency]
 
     def _lift_barrier(self, state: OpState) -> None:
         if state.op.kind is IoKind.RESET:
@@ -245,9 +225,9 @@ class Queues:
         if reset is not None and not self._waits_for_reset(reset):
             return reset
         reads_wait = False
-        for io_class in IoClass:
-            # Only the first one: nobody overtakes within a class.
-            state = next(iter(self.waiting[io_class].values()), None)
+        for urgency in Urgency:
+            # Only the first one: nothing overtakes within an urgency.
+            state = next(iter(self.waiting[urgency].values()), None)
             if state is None:
                 continue
             if state.op.kind is IoKind.READ_SLOT:
@@ -259,7 +239,7 @@ class Queues:
         return None
 
     def unmarked_writes(self) -> list[OpState]:
-        """Waiting writes that lack a stamp, though every reset before them has finished."""
+        """Return waiting writes without a stamp before which every reset has finished."""
         return [
             state
             for queue in self.waiting.values()
@@ -273,9 +253,8 @@ class Queues:
         return any(barrier < state.sequence for barrier in self.barriers)
 
     def _may_read(self) -> bool:
-        size = self.limits.slot_bytes
-        limit = self.limits.read_bytes_in_flight_max
-        return self.reads_running == 0 or (self.reads_running + 1) * size <= limit
+        in_flight = (self.reads_running + 1) * self.slot_bytes
+        return self.reads_running == 0 or in_flight <= self.limits.read_bytes_in_flight_max
 
     def _may_write(self, state: OpState, reads_wait: bool) -> bool:
         if self._waits_for_reset(state) or self.writes_running >= self.threads_working - 1:
@@ -284,8 +263,8 @@ class Queues:
             return True
         if reads_wait or self.reads_running:
             return False
-        size = self.limits.slot_bytes
-        return (self.writes_running + 1) * size <= self.limits.write_bytes_in_flight_max
+        in_flight = (self.writes_running + 1) * self.slot_bytes
+        return in_flight <= self.limits.write_bytes_in_flight_max
 
 
 #: Threads that may be lost in the kernel, as a multiple of those that work.
@@ -301,23 +280,22 @@ class ThreadsIoEngine:
         pool: Pool,
         memory: memoryview,
         base_address: int,
+        limits: IoLimits,
         *,
-        threads: int = 8,
-        read_bytes_in_flight_max: int = 64 * MIB,
-        write_bytes_in_flight_max: int = 16 * MIB,
-        queue_max: int = 4096,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the threads.
 
         memory: all staging, uint8, page-aligned, at address `base_address`; it outlives the
-        engine. clock: what deadlines are measured on, seconds.
+        engine. clock: measures deadlines, in seconds.
 
         Raises:
             EngineError: fewer than two threads (one is kept for reads).
         """
-        if threads < 2:
-            raise EngineError(f"io_threads={threads}: at least 2, one of them is kept for reads")
+        if limits.threads < 2:
+            raise EngineError(
+                f"io_threads={limits.threads}: at least 2, one of them is kept for reads"
+            )
         assert memory.format == "B"
         assert base_address % PAGE_BYTES == 0
         self.name = f"threads ({'O_DIRECT' if pool.direct else 'buffered'})"
@@ -325,18 +303,12 @@ class ThreadsIoEngine:
         self._memory = memory
         self._base_address = base_address
         self._clock = clock
-        self._limits = Limits(
-            threads,
-            pool.slot_bytes,
-            read_bytes_in_flight_max,
-            write_bytes_in_flight_max,
-            queue_max,
-        )
+        self._limits = limits
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._timer = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
-        self._queues = Queues(self._limits)
+        self._queues = Queues(limits, pool.slot_bytes)
         self._ops: dict[int, OpState] = {}
         self._deadlines: list[tuple[float, int, OpState]] = []
         self._completions: list[Completion] = []
@@ -348,7 +320,7 @@ class ThreadsIoEngine:
         # Its threads keep the engine alive: this runs when the last one has ended.
         weakref.finalize(self, os.close, self._event_fd).atexit = False
         with self._lock:
-            for _ in range(threads):
+            for _ in range(limits.threads):
                 self._start_thread()
         threading.Thread(target=self._run_timer, name="io-timer", daemon=True).start()
 
@@ -371,7 +343,7 @@ class ThreadsIoEngine:
         if op.kind is not IoKind.RESET:
             offset = op.address - self._base_address
             assert offset % PAGE_BYTES == 0
-            assert 0 <= offset <= len(self._memory) - self._limits.slot_bytes
+            assert 0 <= offset <= len(self._memory) - self._pool.slot_bytes
             assert op.identity is not None
             check_key(op.identity.key)
             state.files = SlotFiles.of(self._pool, op.pool_slot)
@@ -408,7 +380,7 @@ class ThreadsIoEngine:
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Stop. False: threads hang in the kernel; then keep the pool's descriptors open too
-        (`pool.close(abandon=True)`), and the memory mapped.
+        (`pool.close(abandon=True)`) and the memory mapped.
         """
         with self._lock:
             self._closed = True
@@ -438,7 +410,7 @@ class ThreadsIoEngine:
             state.stamp = self._pool.stamp
 
     def _expire(self) -> None:
-        """Give DEADLINE to what is past it; the deadlines of finished operations just go."""
+        """Give DEADLINE to what is past it, and drop the deadlines of finished operations."""
         now = self._clock()
         heap = self._deadlines
         while heap and (heap[0][0] <= now or heap[0][2].phase is Phase.DONE):
@@ -467,11 +439,11 @@ class ThreadsIoEngine:
         self._queues.threads_working = self._threads_alive - self._overdue
 
     def _take(self) -> OpState | None:
-        """Wait for work; None: this thread is to end, and does not count any more."""
+        """Wait for work; None: this thread must end, and does not count any more."""
         while True:
             surplus = self._queues.threads_working > self._limits.threads
             if self._closed or surplus:
-                # Under the same lock: all threads that look before this one has gone would find
+                # Under the same lock: all threads that look before this one is gone would find
                 # the same surplus, and none would be left.
                 self._leave()
                 return None
@@ -506,8 +478,7 @@ class ThreadsIoEngine:
                 state = self._take()
             if state is None:
                 return
-            # An exception here is a mistake of ours; the operation must end even then, and the
-            # thread with it.
+            # An exception here is a bug; the operation must end even then, and the thread too.
             outcome, ends = io_error(errno.EIO), True
             try:
                 outcome = self._execute(state)
@@ -521,15 +492,11 @@ class ThreadsIoEngine:
     def _execute(self, state: OpState) -> Outcome:
         op = state.op
         if op.kind is IoKind.RESET:
-            try:
-                self._pool.reset(op.adoptable)
-            except OSError as error:
-                return io_error(error.errno or errno.EIO)
-            return OK
+            return reset_pool(self._pool, op)
         assert op.identity is not None
         assert state.files is not None
         offset = op.address - self._base_address
-        slot = self._memory[offset : offset + self._limits.slot_bytes]
+        slot = self._memory[offset : offset + self._pool.slot_bytes]
         if op.kind is IoKind.READ_SLOT:
             return read_slot(self._pool, slot, state.files, op.identity)
         assert state.stamp is not None
@@ -537,7 +504,7 @@ class ThreadsIoEngine:
         return write_slot(self._pool, slot, state.files, op.identity, state.stamp, wanted)
 
     def _run_timer(self) -> None:
-        """Make deadlines wake the caller, who may be waiting on `fileno()`."""
+        """Wake the caller at deadlines: it may be waiting on `fileno()`."""
         with self._lock:
             while not self._closed:
                 self._expire()

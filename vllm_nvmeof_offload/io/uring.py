@@ -1,25 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The io_uring engine: a ring and an I/O thread a target, in C++ (`native/`), without the GIL.
+"""The io_uring engine: one ring and I/O thread per target, in C++ (`native/`), without the GIL.
 
 With `registered`, staging is registered with the rings once, so that the kernel does not pin
-its pages at every operation; all targets' rings share that registration where the kernel can.
-
-Resets for engines whose I/O threads run no Python: one at a time, on a thread of their own.
-
-A reset voids exactly the writes submitted before it. Those carry the stamp of their time, so
-they may go on beside it. The ones submitted after it wait behind its *barrier*, a number that
-counts up, and are marked with the stamp that the reset left.
+its pages at every operation; all targets' rings share that registration if the kernel can.
 """
 
 from __future__ import annotations
 
-import errno
-import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload.errors import (
@@ -32,37 +23,41 @@ from vllm_nvmeof_offload.errors import (
     Outcome,
     io_error,
 )
-from vllm_nvmeof_offload.io.base import Completion, IoKind, IoOp, allowed_cpus
-from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload.io.base import (
+    Completion,
+    IoKind,
+    IoLimits,
+    IoOp,
+    allowed_cpus,
+    reset_pool,
+)
 from vllm_nvmeof_offload.native import WHY_NOT, core
-from vllm_nvmeof_offload.units import KIB, MIB, PAGE_BYTES
+from vllm_nvmeof_offload.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from vllm_nvmeof_offload.io.base import IoOp
     from vllm_nvmeof_offload.native._native import StartGate
     from vllm_nvmeof_offload.pool.format import Stamp
     from vllm_nvmeof_offload.pool.pool import Pool
 
-__all__ = [
-    "Resets",
-    "UringDeniedError",
-    "UringIoEngine",
-]
+__all__ = ["UringDeniedError", "UringIoEngine"]
 
 
-logger = logging.getLogger(LOGGER_NAME)
+class _Resets:
+    """Runs resets one at a time, on a thread of its own, because the rings' threads run no Python.
 
+    A reset voids exactly the writes submitted before it. Those carry an earlier stamp, so they may
+    run beside it. Writes submitted after it wait behind its *barrier*, a number that counts up,
+    and get the stamp that the reset left.
 
-class Resets:
-    """`order` is held while a write learns its barrier and is handed over, and while barriers
-    are lifted: a write cannot miss the end of the reset that it waits for.
+    `order` is held while a write learns its barrier and is handed over, and while barriers are
+    lifted, so that a write cannot miss the end of the reset that it waits for.
     """
 
     def __init__(self, pool: Pool, on_end: Callable[[int, int, Outcome], None]) -> None:
         """on_end(token, lifted, outcome): a reset ended; writes behind barriers up to `lifted`
-        may start. Called under `order`, on whatever thread it happens.
+        may start. Called under `order`, on any thread.
         """
         self.order = threading.RLock()
         self._pool = pool
@@ -74,7 +69,7 @@ class Resets:
 
     @property
     def barrier(self) -> int:
-        """What a write submitted now waits for; 0: nothing. Ask under `order`."""
+        """The barrier of a write submitted now; 0: none. Read it under `order`."""
         return max(self._outstanding, default=0)
 
     def add(self, op: IoOp) -> None:
@@ -87,7 +82,7 @@ class Resets:
                 self._thread.start()
 
     def cancel(self, tokens: Collection[int] | None = None) -> None:
-        """End those that have not started; None: all of them."""
+        """Cancel those of `tokens` that have not started; None: all of them."""
         with self.order:
             for item in list(self._waiting):
                 if tokens is None or item[1].token in tokens:
@@ -95,7 +90,7 @@ class Resets:
                     self._end(*item, CANCELLED)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the one that runs; False if it still does."""
+        """Wait for the reset that runs; False if it still does."""
         thread = self._thread
         if thread is not None:
             thread.join(timeout_s)
@@ -113,16 +108,9 @@ class Resets:
                     self._thread = None
                     return
                 barrier, op = self._waiting.popleft()
-            outcome = self._reset(op)
+            outcome = reset_pool(self._pool, op)
             with self.order:
                 self._end(barrier, op, outcome)
-
-    def _reset(self, op: IoOp) -> Outcome:
-        try:
-            self._pool.reset(op.adoptable)
-        except OSError as error:
-            return io_error(error.errno or errno.EIO)
-        return OK
 
 
 _NEVER_NS = (1 << 63) - 1
@@ -140,7 +128,7 @@ _OUTCOMES: tuple[Outcome | None, ...] = (
 
 
 class UringDeniedError(EngineError):
-    """This kernel, or what confines this process, refuses the ring, or a step of its set-up."""
+    """The kernel, or the sandbox of this process, refuses the ring or a step of its set-up."""
 
     def __init__(self, step: str, number: int) -> None:
         super().__init__(f"{step}: {os.strerror(number)}")
@@ -156,27 +144,20 @@ class UringIoEngine:
         pool: Pool,
         memory: memoryview,
         base_address: int,
+        limits: IoLimits,
         *,
         registered: bool = True,
-        depth: int = 64,
-        split_bytes: int = MIB,
-        read_bytes_in_flight_max: int = 64 * MIB,
-        write_bytes_in_flight_max: int = 32 * MIB,
-        write_bytes_beside_reads_max: int = 512 * KIB,
-        queue_max: int = 4096,
         clock: Callable[[], float] = time.monotonic,
         gate: StartGate | None = None,
     ) -> None:
         """Set up the rings and start their threads.
 
         memory: all staging, uint8, page-aligned, at address `base_address`; it outlives the
-        engine. depth: pieces of `split_bytes` in flight on a target, of reads and of writes.
-        The byte bounds hold for each target. clock: what deadlines are measured on, seconds.
-        gate: for tests.
+        engine. clock: measures deadlines, in seconds. gate: for tests.
 
         Raises:
             UringDeniedError: the kernel refuses io_uring or, if `registered`, the registration.
-            EngineError: the native core is not there.
+            EngineError: the native core is not installed.
         """
         if core is None:
             raise EngineError(WHY_NOT)
@@ -190,8 +171,8 @@ class UringIoEngine:
         self._offset_max = len(memory) - pool.slot_bytes
         self._pool_slots = pool.slots
         self._clock = clock
-        self._own: list[Completion] = []  # of resets
-        self._resets = Resets(pool, self._reset_ended)
+        self._reset_completions: list[Completion] = []
+        self._resets = _Resets(pool, self._reset_ended)
         self._closed = False
         targets = range(pool.target_count)
         place = pool.place(0)
@@ -205,12 +186,7 @@ class UringIoEngine:
                 slot_bytes=pool.slot_bytes,
                 payload_bytes=pool.payload_bytes,
                 registered=registered,
-                split_bytes=split_bytes,
-                depth=depth,
-                read_bytes_in_flight_max=read_bytes_in_flight_max,
-                write_bytes_in_flight_max=write_bytes_in_flight_max,
-                write_bytes_beside_reads_max=write_bytes_beside_reads_max,
-                queue_max=queue_max,
+                limits=limits,
                 cpus=sorted(allowed_cpus()),
                 gate=gate,
             )
@@ -236,7 +212,7 @@ class UringIoEngine:
         return accepted
 
     def _submit_one(self, op: IoOp, stamp: Stamp, barrier: int) -> bool:
-        """Hand one over; called often enough at small chunks for every attribute to count."""
+        """Hand one over. With small chunks the time of every attribute look-up counts here."""
         identity, deadline_s = op.identity, op.deadline_s
         assert identity is not None
         offset = op.address - self._base_address
@@ -247,7 +223,7 @@ class UringIoEngine:
         accepted: bool = self._core.submit(
             op.token,
             is_write,
-            op.io_class,
+            op.urgency,
             op.pool_slot,
             op.address,
             identity.key,
@@ -281,10 +257,10 @@ class UringIoEngine:
             )
             for token, code, number, released, ended_ns in found
         ]
-        if self._own:
+        if self._reset_completions:
             with self._resets.order:
-                completions += self._own
-                self._own.clear()
+                completions += self._reset_completions
+                self._reset_completions.clear()
         return completions
 
     def fileno(self) -> int:
@@ -293,7 +269,7 @@ class UringIoEngine:
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Stop. False: the kernel has not returned everything; then keep the pool's descriptors
-        open (`pool.close(abandon=True)`), and the memory mapped.
+        open (`pool.close(abandon=True)`) and the memory mapped.
         """
         self._closed = True
         end_s = time.monotonic() + timeout_s
@@ -302,16 +278,16 @@ class UringIoEngine:
         return self._resets.join(max(0.0, end_s - time.monotonic())) and ended
 
     def kick(self) -> None:
-        """Let the I/O threads look at their queues again (a test's gate has opened)."""
+        """Let the I/O threads look at their queues again, because a test's gate has opened."""
         self._core.kick()
 
     def figures(self) -> list[dict[str, int]]:
-        """By target: slots and bytes read and written, short transfers, system calls, queues."""
+        """Return per target: slots, bytes, short transfers, system calls, queues."""
         rows: list[dict[str, int]] = self._core.figures()
         return rows
 
     def _reset_ended(self, token: int, lifted: int, outcome: Outcome) -> None:
         stamp = self._pool.stamp
         self._core.lift(lifted, stamp.epoch, stamp.adoptable)
-        self._own.append(Completion(token, outcome))
+        self._reset_completions.append(Completion(token, outcome))
         os.eventfd_write(self._core.fileno(), 1)

@@ -7,23 +7,20 @@ op's slots are released when all ranks have released them.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from vllm_nvmeof_offload.errors import CANCELLED, Outcome
 from vllm_nvmeof_offload.manager.index import Entry
-from vllm_nvmeof_offload.protocol import CancelCommand, Command, OpReport, ReleaseReport
+from vllm_nvmeof_offload.protocol import (
+    CancelCommand,
+    Command,
+    OpKind,
+    OpReport,
+    ReleaseReport,
+)
 
 __all__ = ["Ledger", "Op", "OpKind"]
-
-
-class OpKind(enum.Enum):
-    STORE = "store"
-    LOAD = "load"
-    WRITE = "write"
-    FETCH = "fetch"
-    RESET = "reset"
 
 
 @dataclass(slots=True, eq=False)

@@ -32,7 +32,7 @@ from vllm_nvmeof_offload.manager.index import Entry, Event, State
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op, OpKind
 from vllm_nvmeof_offload.manager.tiers import Tiers
 from vllm_nvmeof_offload.manager.types import CoreConfig, Source
-from vllm_nvmeof_offload.protocol import FetchCommand
+from vllm_nvmeof_offload.protocol import FetchCommand, Urgency
 
 __all__ = ["Holds", "InGpu", "Order", "Reason", "ReloadScheduler"]
 
@@ -109,8 +109,8 @@ class Holds:
         tiers.pool.use(pool_slot)
         tiers.begin_fetch(entry, slot)
         op = self._ledger.open(OpKind.FETCH, (entry,), (slot,), (pool_slot,))
-        urgent = reason is Reason.RELOAD
-        command = FetchCommand(op.number, entry.identity, pool_slot, slot, urgent=urgent)
+        urgency = Urgency.URGENT if reason is Reason.RELOAD else Urgency.PREFETCH
+        command = FetchCommand(op.number, entry.identity, pool_slot, slot, urgency)
         self._ledger.unsent[op.number] = command
         if reason is Reason.PROBE:  # it is timed, and reads behind the probes that began with it
             if not self.counts[Reason.PROBE]:

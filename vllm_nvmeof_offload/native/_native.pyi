@@ -4,6 +4,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from vllm_nvmeof_offload.io.base import IoLimits
+
 class StartGate:
     def __init__(self) -> None: ...
     def shut(self, pool_slots: Sequence[int]) -> None: ...
@@ -21,12 +23,7 @@ class Engine:
         slot_bytes: int,
         payload_bytes: int,
         registered: bool,
-        split_bytes: int,
-        depth: int,
-        read_bytes_in_flight_max: int,
-        write_bytes_in_flight_max: int,
-        write_bytes_beside_reads_max: int,
-        queue_max: int,
+        limits: IoLimits,
         cpus: Sequence[int],
         gate: StartGate | None,
     ) -> None: ...
@@ -34,7 +31,7 @@ class Engine:
         self,
         token: int,
         write: bool,
-        io_class: int,
+        urgency: int,
         pool_slot: int,
         address: int,
         key: bytes,

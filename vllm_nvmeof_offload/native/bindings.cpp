@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The core as Python sees it: plain numbers and bytes; `io/uring.py` gives them their types.
+// The core for Python, in plain numbers and bytes; `io/uring.py` gives them their types.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
@@ -38,38 +38,38 @@ PoolId pool_of(const nb::bytes& uuid, uint16_t rank) {
 
 std::byte* pointer(uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
+// limits: an `io.base.IoLimits`.
 void make_engine(Engine* at, const std::vector<std::pair<int, int>>& targets, uintptr_t base,
                  size_t bytes, const nb::bytes& pool_uuid, uint16_t rank, size_t slot_bytes,
-                 size_t payload_bytes, bool registered,
-                 size_t split_bytes, unsigned depth, size_t read_bytes_in_flight_max,
-                 size_t write_bytes_in_flight_max, size_t write_bytes_beside_reads_max,
-                 size_t queue_max, const std::vector<int>& cpus, std::shared_ptr<StartGate> gate) {
+                 size_t payload_bytes, bool registered, const nb::object& limits,
+                 const std::vector<int>& cpus, std::shared_ptr<StartGate> gate) {
+  const auto limit = [&limits](const char* name) { return nb::cast<size_t>(limits.attr(name)); };
   EngineSetup setup;
   for (const auto& [slab_fd, table_fd] : targets) setup.targets.push_back({slab_fd, table_fd});
   setup.pool = pool_of(pool_uuid, rank);
   setup.limits = {slot_bytes,
                   payload_bytes,
-                  split_bytes,
-                  depth,
-                  read_bytes_in_flight_max,
-                  write_bytes_in_flight_max,
-                  write_bytes_beside_reads_max};
+                  limit("split_bytes"),
+                  static_cast<unsigned>(limit("depth")),
+                  limit("read_bytes_in_flight_max"),
+                  limit("write_bytes_in_flight_max"),
+                  limit("write_bytes_beside_reads_max")};
   setup.memory = {pointer(base), bytes};
   setup.registered = registered;
-  setup.queue_max = queue_max;
+  setup.queue_max = limit("queue_max");
   setup.cpus = cpus;
   setup.gate = std::move(gate);
   nb::gil_scoped_release release;
   new (at) Engine(setup);
 }
 
-bool submit(Engine& engine, uint64_t token, bool write, unsigned io_class, uint64_t pool_slot,
+bool submit(Engine& engine, uint64_t token, bool write, unsigned urgency, uint64_t pool_slot,
             uintptr_t address, const nb::bytes& key, uint64_t generation, int64_t deadline_ns,
             uint32_t epoch, bool adoptable, uint64_t barrier) {
   Request request;
   request.token = token;
   request.kind = write ? Kind::kWrite : Kind::kRead;
-  request.io_class = static_cast<Class>(io_class);
+  request.urgency = static_cast<Urgency>(urgency);
   request.pool_slot = pool_slot;
   request.address = pointer(address);
   request.identity = identity_of(key, generation);
@@ -84,7 +84,8 @@ using Found = std::tuple<uint64_t, unsigned, int, bool, int64_t>;
 std::vector<Found> poll(Engine& engine, int64_t now_ns) {
   std::vector<Found> found;
   for (const Completion& one : engine.poll(now_ns))
-    found.emplace_back(one.token, static_cast<unsigned>(one.code), one.error, one.released, one.ended_ns);
+    found.emplace_back(one.token, static_cast<unsigned>(one.code), one.error, one.released,
+                       one.ended_ns);
   return found;
 }
 
@@ -120,7 +121,7 @@ void entry_crcs(ConstBytes entries, Slots pool_slots, Crcs crcs) {
     crcs.data()[i] = entry_crc(raw + i * kEntryBytes, static_cast<uint64_t>(pool_slots.data()[i]));
 }
 
-// The offload keys of the entries `rows`, which are known to be intact.
+// Returns the offload keys of the entries `rows`, which must be intact.
 nb::list entry_keys(ConstBytes entries, Slots rows) {
   constexpr size_t kLengthAt = 17, kKeyAt = 18;
   nb::list keys;
@@ -163,10 +164,9 @@ NB_MODULE(_native, m) {
 
   nb::class_<Engine>(m, "Engine")
       .def("__init__", &make_engine, nb::arg("targets"), nb::arg("base"), nb::arg("length"),
-           nb::kw_only(), nb::arg("pool_uuid"), nb::arg("rank"), nb::arg("slot_bytes"), nb::arg("payload_bytes"), nb::arg("registered"),
-           nb::arg("split_bytes"), nb::arg("depth"), nb::arg("read_bytes_in_flight_max"),
-           nb::arg("write_bytes_in_flight_max"), nb::arg("write_bytes_beside_reads_max"),
-           nb::arg("queue_max"), nb::arg("cpus"), nb::arg("gate").none())
+           nb::kw_only(), nb::arg("pool_uuid"), nb::arg("rank"), nb::arg("slot_bytes"),
+           nb::arg("payload_bytes"), nb::arg("registered"), nb::arg("limits"), nb::arg("cpus"),
+           nb::arg("gate").none())
       .def("submit", &submit)
       .def("kick", &Engine::kick, nb::call_guard<nb::gil_scoped_release>())
       .def("cancel", &Engine::cancel, nb::arg("token"))

@@ -10,9 +10,7 @@
 
 namespace nvmeof {
 
-using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC
-
-// Makes deadlines wake the caller even where a ring's thread is stuck in the kernel.
+// Wakes the caller at deadlines, even while a ring's thread is stuck in the kernel.
 struct Engine::Timer {
   std::mutex mutex;
   std::condition_variable changed;
@@ -28,10 +26,9 @@ struct Engine::Timer {
     while (!closing) {
       next_ns = kNever;
       lock.unlock();
-      const int64_t now_ns = Clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
       int64_t earliest_ns = kNever;
       for (const auto& target : targets)
-        earliest_ns = std::min(earliest_ns, target->expire(now_ns));
+        earliest_ns = std::min(earliest_ns, target->expire(now_ns()));
       lock.lock();
       next_ns = std::min(next_ns, earliest_ns);
       if (closing) return;
@@ -48,7 +45,7 @@ struct Engine::Timer {
     changed.notify_one();
   }
 
-  void sooner(int64_t deadline_ns) {
+  void wake_by(int64_t deadline_ns) {
     std::lock_guard lock(mutex);
     if (deadline_ns >= next_ns) return;
     next_ns = deadline_ns;
@@ -60,7 +57,8 @@ Engine::Engine(const EngineSetup& setup)
     : queue_max_(setup.queue_max),
       completions_(std::make_shared<CompletionQueue>()),
       timer_(std::make_shared<Timer>()) {
-  // All rings first, on this thread: one shares its registered memory only before it is enabled.
+  // Create all rings first, on this thread: a ring can share its registered memory only before it
+  // is enabled.
   std::vector<std::unique_ptr<Ring>> rings;
   for (const Target& target : setup.targets) {
     const int share_with = rings.empty() ? -1 : rings.front()->fd();
@@ -101,7 +99,7 @@ bool Engine::submit(const Request& request) {
   for (const auto& target : targets_) queued += target->queued();
   if (queued >= queue_max_) return false;
   targets_[request.pool_slot % targets_.size()]->submit(request);
-  if (request.deadline_ns != kNever) timer_->sooner(request.deadline_ns);
+  if (request.deadline_ns != kNever) timer_->wake_by(request.deadline_ns);
   return true;
 }
 
@@ -129,8 +127,10 @@ bool Engine::close(std::chrono::nanoseconds timeout) {
   for (const auto& target : targets_) target->close();
   const auto end = Clock::now() + timeout;
   bool ended = true;
-  for (const auto& target : targets_)
-    ended = target->wait_ended(std::max(std::chrono::nanoseconds(0), std::chrono::nanoseconds(end - Clock::now()))) && ended;
+  for (const auto& target : targets_) {
+    const auto left = std::chrono::nanoseconds(end - Clock::now());
+    ended = target->wait_ended(std::max(std::chrono::nanoseconds(0), left)) && ended;
+  }
   return ended;
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The I/O core: one ring a target, a timer for deadlines, completions behind an eventfd.
-// `io/uring.py` is its face to Python; nothing in here knows Python.
+// The I/O core: one ring per target, a timer for deadlines, completions behind an eventfd. It knows
+// no Python; `bindings.cpp` and `io/uring.py` do.
 #pragma once
 
 #include <memory>
@@ -18,33 +18,33 @@ struct EngineSetup {
   Limits limits;
   Memory memory;
   bool registered = true;
-  size_t queue_max = 4096;
-  std::vector<int> cpus;  // where threads may run; empty: where the caller may
+  size_t queue_max = 0;   // operations that wait, over all targets
+  std::vector<int> cpus;  // CPUs on which threads may run; empty: those of the caller
   std::shared_ptr<StartGate> gate;
 };
 
 // One caller thread. Times are nanoseconds on CLOCK_MONOTONIC.
 class Engine {
  public:
-  // Throws RingError, or std::system_error where not even an eventfd is to be had.
+  // Throws RingError, or std::system_error if no eventfd can be created.
   explicit Engine(const EngineSetup& setup);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // False: as much as may wait is waiting. Nothing starts before `kick`.
+  // False: the queue is full. Nothing starts before `kick`.
   bool submit(const Request& request);
   void kick();
   void cancel(uint64_t token);
-  // What is submitted from now on goes to these files; what was submitted before stays with those
-  // of its time, which must be open until it is released.
+  // Use these files for what is submitted from now on. Earlier operations keep the files of their
+  // submission, which must stay open until they are released.
   void replace_target(size_t index, Target target);
   void lift(uint64_t barrier, Stamp stamp);
-  // What has happened since the last call, what is past its deadline at `now_ns` included.
+  // Completions since the last call, including what is past its deadline at `now_ns`.
   std::vector<Completion> poll(int64_t now_ns);
   int fd() const { return completions_->fd(); }
-  // Cancel what has not started and wait for the rest. False: the kernel still has some of it,
-  // and threads, descriptors and memory must be left to it.
+  // Cancel what has not started and wait for the rest. False: the kernel still has some of it;
+  // then threads, descriptors and memory must stay.
   bool close(std::chrono::nanoseconds timeout);
   std::vector<Figures> figures() const;
 

@@ -52,9 +52,10 @@ Ring::~Ring() { io_uring_queue_exit(&ring_); }
 
 void Ring::init(unsigned entries, bool disabled) {
   io_uring_params params{};
-  // Disabled until its thread is there, to which completions then come without interrupts.
+  // Disabled until its thread runs; that thread then gets completions without interrupts.
   if (disabled)
-    params.flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_R_DISABLED;
+    params.flags =
+        IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_R_DISABLED;
   int rc = io_uring_queue_init_params(entries, &ring_, &params);
   if (rc == -EINVAL && disabled) {  // before Linux 6.1
     params = {};
@@ -98,7 +99,7 @@ int Ring::region_of(const std::byte* at, size_t bytes) const {
 
 void Ring::use(int slab_fd) {
   if (slab_fd == slab_fd_ || !files_registered_) return;
-  // What is prepared names the registered place: the kernel must have looked it up before.
+  // Prepared operations name the registered file by its index: the kernel must look it up first.
   enter(false);
   if (io_uring_sq_ready(&ring_) > 0) return;  // the next time
   if (io_uring_register_files_update(&ring_, 0, &slab_fd, 1) == 1) slab_fd_ = slab_fd;

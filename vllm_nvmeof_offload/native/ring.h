@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One io_uring with its registrations. Made on any thread; the one that calls `enable` drives it.
+// One io_uring with its registrations. Any thread may construct it; the thread that calls `enable`
+// drives it.
 #pragma once
 
 #include <liburing.h>
@@ -13,7 +14,7 @@
 
 namespace nvmeof {
 
-// What the kernel refused: an errno, and the step, a literal such as "io_uring_queue_init".
+// The kernel refused a step of the set-up, a literal such as "io_uring_queue_init".
 struct RingError : std::runtime_error {
   RingError(int number, const char* what_was_tried)
       : std::runtime_error(std::string(what_was_tried) + ": " +
@@ -40,19 +41,19 @@ class Ring {
   Ring& operator=(const Ring&) = delete;
 
   int fd() const { return ring_.ring_fd; }
-  // All other calls come from the thread that makes this one. Throws RingError, also where the
-  // kernel gives a ring and then forbids its use.
+  // All other calls come from the thread that calls this. Throws RingError, also where the kernel
+  // gives a ring and then forbids its use.
   void enable();
-  // Register this slab in the place of the one before, which the kernel then lets go of as soon as
-  // nothing works on it. Every slab can be read and written, the registered one at the least cost.
+  // Register this slab instead of the earlier one, which the kernel then releases as soon as
+  // nothing uses it. Every slab can be read and written, the registered one at the least cost.
   void use(int slab_fd);
   // One read or write of a slab; `tag` comes back in its completion and is not null.
   void prepare(Kind kind, int slab_fd, std::byte* at, size_t bytes, uint64_t offset, void* tag);
   // `wake_fd` becoming readable completes with a null tag, once.
   void arm(int wake_fd);
-  // Hand over what is prepared; wait for one completion if told. Returns a negative errno.
+  // Hand over what is prepared; `wait`: for one completion. Returns a negative errno.
   int enter(bool wait);
-  // Call `each(tag, result)` for every completion there is.
+  // Call `each(tag, result)` for every completion that has arrived.
   void reap(const std::function<void(void*, int)>& each);
 
  private:
@@ -63,7 +64,7 @@ class Ring {
 
   io_uring ring_{};
   Memory memory_;
-  int slab_fd_;          // the one that is registered, if any is
+  int slab_fd_;          // the registered one, if any
   size_t region_bytes_;  // registered pieces end on slot boundaries; 0: nothing registered
   bool files_registered_ = false;
   bool enabled_ = false;

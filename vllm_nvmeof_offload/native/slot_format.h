@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The on-disk form of a pool slot and of its table entry; `pool/layout.py` and `pool/table.py`
-// define it, and a test holds the two implementations together.
+// The on-disk form of a pool slot and of its table entry; `pool/format.py` defines it,
+// and a test compares the two implementations.
 #pragma once
 
 #include <array>
@@ -11,7 +11,7 @@ namespace nvmeof {
 
 uint32_t crc32c(const void* data, size_t bytes);
 
-// Fill the header page in front of a payload that is there.
+// Fill the header page in front of a complete payload.
 void seal(std::byte* slot, const Identity& identity, size_t payload_bytes, Stamp stamp,
           const SlotPlace& place);
 

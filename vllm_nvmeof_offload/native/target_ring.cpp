@@ -2,7 +2,6 @@
 #include "target_ring.h"
 
 #include <pthread.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,11 +17,12 @@ namespace {
 // A transfer that the kernel turns away this often in a row has failed.
 constexpr unsigned kRetriesMax = 64;
 
-// Equal pieces of about `split_bytes`: a remainder of one header page would cost as much as a
-// whole piece.
+// Pieces are equal and of about `split_bytes`: a remainder of one header page would cost as much
+// as a whole piece.
 size_t bytes_per_piece(const Limits& limits) {
   const size_t payload = limits.slot_bytes - kHeaderBytes;
-  const size_t pieces = std::max<size_t>(1, (payload + limits.split_bytes - 1) / limits.split_bytes);
+  const size_t split = limits.split_bytes;
+  const size_t pieces = std::max<size_t>(1, (payload + split - 1) / split);
   const size_t even = (limits.slot_bytes + pieces - 1) / pieces;
   return (even + kPageBytes - 1) / kPageBytes * kPageBytes;
 }
@@ -32,12 +32,6 @@ unsigned pieces_per_slot(const Limits& limits) {
   return static_cast<unsigned>((limits.slot_bytes + piece - 1) / piece);
 }
 
-int make_eventfd() {
-  const int fd = eventfd(0, EFD_CLOEXEC);
-  if (fd < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
-  return fd;
-}
-
 }  // namespace
 
 TargetRing::TargetRing(const TargetSetup& setup)
@@ -45,7 +39,7 @@ TargetRing::TargetRing(const TargetSetup& setup)
       limits_(setup.limits),
       pieces_per_slot_(pieces_per_slot(setup.limits)),
       piece_bytes_(bytes_per_piece(setup.limits)),
-      wake_fd_(make_eventfd()),
+      wake_fd_(make_eventfd(0)),
       target_(setup.target) {}
 
 TargetRing::~TargetRing() { ::close(wake_fd_); }
@@ -75,7 +69,7 @@ void TargetRing::submit(const Request& request) {
     while (!deadlines_.empty() && !ops_.contains(deadlines_.top().second)) deadlines_.pop();
     deadlines_.emplace(request.deadline_ns, request.token);
   }
-  queues_[static_cast<size_t>(request.io_class)].push_back(op.get());
+  queue_of(request.urgency).push_back(op.get());
   ops_.emplace(request.token, std::move(op));
   ++queued_;
 }
@@ -89,14 +83,13 @@ void TargetRing::replace(Target target) {
     std::lock_guard lock(mutex_);
     target_ = target;
   }
-  kick();  // the ring lets go of the old slab
+  kick();  // the ring releases the old slab
 }
 
 bool TargetRing::cancel(uint64_t token) {
   std::lock_guard lock(mutex_);
   const auto found = ops_.find(token);
-  if (found == ops_.end() || found->second->phase != Phase::kQueued ||
-      found->second->sealing)
+  if (found == ops_.end() || found->second->phase != Phase::kQueued || found->second->sealing)
     return false;
   finish(*found->second, Code::kCancelled);
   kick();  // it may have been a read that held writes back
@@ -105,7 +98,7 @@ bool TargetRing::cancel(uint64_t token) {
 
 void TargetRing::lift(uint64_t barrier, Stamp stamp) {
   std::lock_guard lock(mutex_);
-  for (Op* op : queues_[static_cast<size_t>(Class::kWriteBehind)]) {
+  for (Op* op : queue_of(Urgency::kWrite)) {
     if (op->request.barrier == 0 || op->request.barrier > barrier) continue;
     op->request.barrier = 0;
     op->request.stamp = stamp;
@@ -137,9 +130,11 @@ int64_t TargetRing::expire(int64_t now_ns) {
       load.bytes -= op.bytes_in_flight;
       op.phase = Phase::kOverdue;
       setup_.completions->push({token, Code::kDeadline, 0, false});
-      // Between two pieces: the kernel has none of it, and gets none any more.
-      if (op.waits_for_turn && op.pieces_in_flight == 0) finish(op, Code::kReleased);
-      else leave_queue(op);
+      // Between two pieces the kernel has none of it, and it gets no more.
+      if (op.in_queue && op.pieces_in_flight == 0)
+        finish(op, Code::kReleased);
+      else
+        leave_queue(op);
     }
     kick();
   }
@@ -173,6 +168,10 @@ Figures TargetRing::figures() {
 
 // ---- under the mutex --------------------------------------------------------------------
 
+const std::deque<TargetRing::Op*>& TargetRing::queue_of(Urgency urgency) const {
+  return queues_[static_cast<size_t>(urgency)];
+}
+
 TargetRing::Load& TargetRing::load_of(const Op& op) {
   return op.request.kind == Kind::kRead ? reads_ : writes_;
 }
@@ -182,7 +181,8 @@ size_t TargetRing::piece_bytes(unsigned piece) const {
 }
 
 bool TargetRing::reads_active() const {
-  return reads_.pieces > 0 || !queues_[0].empty() || !queues_[1].empty();
+  return reads_.pieces > 0 || !queue_of(Urgency::kDemand).empty() ||
+         !queue_of(Urgency::kUrgent).empty() || !queue_of(Urgency::kPrefetch).empty();
 }
 
 bool TargetRing::may_issue(const Op& op, size_t bytes) const {
@@ -207,10 +207,10 @@ TargetRing::Piece* TargetRing::new_piece(Op& op, size_t begin, size_t bytes) {
   return piece;
 }
 
-bool TargetRing::take_piece(Class io_class, std::vector<Piece*>& pieces) {
-  auto& queue = queues_[static_cast<size_t>(io_class)];
+bool TargetRing::take_piece(Urgency urgency, std::vector<Piece*>& pieces) {
+  auto& queue = queue_of(urgency);
   if (queue.empty()) return false;
-  Op& op = *queue.front();  // nobody overtakes within a class
+  Op& op = *queue.front();  // nothing overtakes within an urgency
   const size_t bytes = piece_bytes(op.next_piece);
   if (!may_issue(op, bytes)) return false;
   if (op.phase == Phase::kQueued) {
@@ -228,26 +228,27 @@ bool TargetRing::take_piece(Class io_class, std::vector<Piece*>& pieces) {
   return true;
 }
 
-// Returns whether there is more to issue at once: of the writes that could not be sealed ahead one
-// is taken at a time, so that reads that come meanwhile do not wait for a row of checksums.
+// Returns whether there is more to issue at once: only one write that could not be sealed ahead is
+// taken at a time, so that reads that come meanwhile do not wait for a row of checksums.
 bool TargetRing::take_pieces(std::vector<Piece*>& pieces) {
-  while (take_piece(Class::kReadDemand, pieces) || take_piece(Class::kReadPrefetch, pieces)) {
+  while (take_piece(Urgency::kDemand, pieces) || take_piece(Urgency::kUrgent, pieces) ||
+         take_piece(Urgency::kPrefetch, pieces)) {
   }
-  const auto& writes = queues_[static_cast<size_t>(Class::kWriteBehind)];
+  const auto& writes = queue_of(Urgency::kWrite);
   bool fresh = false;
   while (!writes.empty()) {
     const bool unsealed = !writes.front()->sealed && writes.front()->next_piece == 0;
     if (unsealed && fresh) return true;
-    if (!take_piece(Class::kWriteBehind, pieces)) break;
+    if (!take_piece(Urgency::kWrite, pieces)) break;
     fresh = fresh || unsealed;
   }
   return false;
 }
 
 void TargetRing::leave_queue(Op& op) {
-  if (!op.waits_for_turn) return;
-  op.waits_for_turn = false;
-  auto& queue = queues_[static_cast<size_t>(op.request.io_class)];
+  if (!op.in_queue) return;
+  op.in_queue = false;
+  auto& queue = queue_of(op.request.urgency);
   queue.erase(std::find(queue.begin(), queue.end(), &op));
 }
 
@@ -269,7 +270,7 @@ void TargetRing::finish(Op& op, Code code, int error) {
   }
 }
 
-// True if the piece has to be issued once more.
+// Returns whether the piece has to be issued once more.
 bool TargetRing::goes_on(Piece* piece, int result) {
   Op& op = *piece->op;
   if (op.failed || op.phase == Phase::kOverdue) return false;
@@ -278,7 +279,7 @@ bool TargetRing::goes_on(Piece* piece, int result) {
   } else if (result > 0) {
     const size_t done = piece->done + static_cast<size_t>(result);
     if (done >= piece->bytes) return false;
-    // What is left starts on a page boundary again, as O_DIRECT asks for.
+    // The rest starts on a page boundary again, as O_DIRECT requires.
     const size_t whole = done / kPageBytes * kPageBytes;
     if (whole > piece->done) {
       piece->done = whole;
@@ -354,7 +355,7 @@ void TargetRing::loop(Ring& ring) {
   std::vector<std::pair<Piece*, int>> landed;
   bool armed = false;
   bool busy = false;      // there may be something to seal or verify: do not wait
-  bool deferred = false;  // that was put off for once
+  bool deferred = false;  // that work was put off once
   for (;;) {
     if (!armed) ring.arm(wake_fd_);
     armed = true;
@@ -377,7 +378,7 @@ void TargetRing::loop(Ring& ring) {
     issue(ring, pieces);
     const int entered = ring.enter(!busy);
     if (entered < 0 && entered != -EINTR && entered != -EAGAIN && entered != -EBUSY)
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));  // should not be; do not spin
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));  // unexpected; do not spin
     landed.clear();
     ring.reap([&](void* tag, int result) {
       if (tag != nullptr) {
@@ -405,7 +406,7 @@ void TargetRing::issue(Ring& ring, const std::vector<Piece*>& pieces) {
   for (Piece* piece : pieces) {
     Op& op = *piece->op;
     if (op.request.kind == Kind::kWrite && !op.sealed) {
-      ring.enter(false);  // what is prepared need not wait for a checksum
+      ring.enter(false);  // prepared pieces need not wait for a checksum
       seal_op(op);
     }
     if (setup_.gate && !setup_.gate->open(op.request.pool_slot)) {
@@ -439,13 +440,13 @@ bool TargetRing::verify_one() {
   return true;
 }
 
-// Seal a write that waits for its turn, among those that could be in flight next.
+// Seal a waiting write, among those that could be in flight next.
 bool TargetRing::seal_one() {
   Op* next = nullptr;
   {
     std::lock_guard lock(mutex_);
     size_t bytes = 0;
-    for (Op* op : queues_[static_cast<size_t>(Class::kWriteBehind)]) {
+    for (Op* op : queue_of(Urgency::kWrite)) {
       if (op->request.barrier != 0 || bytes >= limits_.write_bytes_in_flight_max) break;
       bytes += limits_.slot_bytes;
       if (op->sealed) continue;
@@ -484,7 +485,7 @@ void TargetRing::run_table() {
     to_enter_.pop_front();
     bool failed = false;
     int error = 0;
-    // Nobody waits for a write that is overdue, and its slot may be another's soon.
+    // An overdue write is not waited for, and its slot may soon hold another chunk.
     if (op.phase == Phase::kRunning) {
       const Request& request = op.request;
       const int table_fd = op.target.table_fd;

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // One target: its queues, the thread that drives its ring, and the thread that writes its table.
 //
-// An operation is cut into pieces. Demand reads go before prefetches, and those before writes;
-// within a class first come, first served. While reads wait or run, few write bytes are in
-// flight. Writes are sealed before their first piece and reads verified after their last, on
-// the ring's thread, while the kernel has enough to do: devices complete in bursts, and after one
-// nothing may stand between them and their next pieces. Table entries are written by a thread of their own, for a buffered
-// `pwrite` may wait for a journal, and reads must not wait with it.
+// An operation is cut into pieces. Operations start by urgency; within one, first come, first
+// served. While reads wait or run, few write bytes are in flight. The ring's thread seals writes
+// before their first piece and verifies reads after their last, while the kernel has enough to do:
+// devices complete in bursts, and after a burst nothing may delay their next pieces. A second thread
+// writes table entries, because a buffered `pwrite` may wait for a journal, and reads must not.
 #pragma once
 
 #include <sched.h>
@@ -20,9 +19,7 @@
 #include <queue>
 #include <unordered_map>
 
-#include "completions.h"
 #include "ring.h"
-#include "start_gate.h"
 #include "types.h"
 
 namespace nvmeof {
@@ -30,7 +27,7 @@ namespace nvmeof {
 struct TargetSetup {
   Target target;
   PoolId pool;
-  unsigned count = 1;  // of targets: pool slot p lies at p / count of its target's slab
+  unsigned count = 1;  // number of targets: pool slot p is slot p / count of its target's slab
   Limits limits;
   cpu_set_t cpus;  // where the threads may run
   std::shared_ptr<CompletionQueue> completions;
@@ -47,9 +44,9 @@ class TargetRing {
   static std::shared_ptr<TargetRing> start(const TargetSetup& setup, std::unique_ptr<Ring> ring);
 
   void submit(const Request& request);
-  // Make the ring's thread look at what was submitted.
+  // Wake the ring's thread to look at its queues.
   void kick();
-  // The files of what is submitted from now on.
+  // Use these files for what is submitted from now on.
   void replace(Target target);
   // Complete it with kCancelled if it has not started. False: not here, or started.
   bool cancel(uint64_t token);
@@ -74,7 +71,7 @@ class TargetRing {
     unsigned next_piece = 0;  // the first that was not issued yet
     unsigned pieces_in_flight = 0;
     size_t bytes_in_flight = 0;
-    bool waits_for_turn = true;  // it is in its class's queue
+    bool in_queue = true;
     bool sealing = false;  // the ring's thread works on its buffer: it cannot end now
     bool sealed = false;
     bool failed = false;
@@ -91,7 +88,7 @@ class TargetRing {
   };
 
   explicit TargetRing(const TargetSetup& setup);
-  // How the ring's thread tells whoever started it that it may use the ring, or not.
+  // Set by the ring's thread when it knows whether the kernel lets it use the ring.
   struct Started {
     std::atomic<bool> known{false};
     std::exception_ptr failure;
@@ -103,7 +100,7 @@ class TargetRing {
 
   // Under the mutex.
   bool take_pieces(std::vector<Piece*>& pieces);
-  bool take_piece(Class io_class, std::vector<Piece*>& pieces);
+  bool take_piece(Urgency urgency, std::vector<Piece*>& pieces);
   bool may_issue(const Op& op, size_t bytes) const;
   bool reads_active() const;
   size_t piece_bytes(unsigned piece) const;
@@ -114,6 +111,8 @@ class TargetRing {
   void settle(Op& op);
   void finish(Op& op, Code code, int error = 0);
   Load& load_of(const Op& op);
+  const std::deque<Op*>& queue_of(Urgency urgency) const;
+  std::deque<Op*>& queue_of(Urgency urgency) { return queues_[static_cast<size_t>(urgency)]; }
 
   // On the ring's thread.
   void issue(Ring& ring, const std::vector<Piece*>& pieces);
@@ -135,15 +134,15 @@ class TargetRing {
   std::condition_variable table_work_;
   std::condition_variable ended_;
   std::unordered_map<uint64_t, std::unique_ptr<Op>> ops_;
-  std::array<std::deque<Op*>, kClasses> queues_;
+  std::array<std::deque<Op*>, kUrgencies> queues_;
   std::priority_queue<std::pair<int64_t, uint64_t>, std::vector<std::pair<int64_t, uint64_t>>,
                       std::greater<>>
-      deadlines_;  // (deadline, token); the tokens of finished operations go when they come up
+      deadlines_;  // (deadline, token); tokens of finished operations are dropped at the top
   Load reads_, writes_;
   std::deque<Op*> to_verify_;
   std::deque<Op*> to_enter_;  // writes whose table entry comes next
   std::vector<Piece*> again_;
-  std::vector<std::unique_ptr<Piece>> pieces_;  // all there are; they are used again
+  std::vector<std::unique_ptr<Piece>> pieces_;  // all that exist; they are reused
   std::vector<Piece*> free_pieces_;
   std::vector<Piece*> gated_;
   Target target_;

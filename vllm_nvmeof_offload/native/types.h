@@ -1,12 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the I/O core is told and what it answers. Mirrors `io/base.py`, which is the contract.
+// The core's requests and completions, which mirror the contract in `io/base.py`, the queue on
+// which completions reach the caller, and the gate of the contract tests.
 #pragma once
 
+#include <sys/eventfd.h>
+#include <unistd.h>
+
 #include <array>
+#include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <mutex>
 #include <system_error>
+#include <unordered_set>
+#include <utility>
 #include <vector>
 
 namespace nvmeof {
@@ -18,11 +27,23 @@ inline constexpr size_t kEntryBytes = 64;
 inline constexpr size_t kUuidBytes = 16;
 inline constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
+using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC
+
+inline int64_t now_ns() {
+  return std::chrono::nanoseconds(Clock::now().time_since_epoch()).count();
+}
+
+inline int make_eventfd(int flags) {
+  const int fd = eventfd(0, EFD_CLOEXEC | flags);
+  if (fd < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+  return fd;
+}
+
 enum class Kind : uint8_t { kRead, kWrite };
 
-// The most urgent first.
-enum class Class : uint8_t { kReadDemand, kReadPrefetch, kWriteBehind };
-inline constexpr size_t kClasses = 3;
+// `protocol.Urgency`: the most urgent first.
+enum class Urgency : uint8_t { kDemand, kUrgent, kPrefetch, kWrite };
+inline constexpr size_t kUrgencies = 4;
 
 enum class Code : uint8_t {
   kOk,
@@ -54,13 +75,13 @@ struct PoolId {
   uint16_t rank = 0;
 };
 
-// Where a slot belongs; see `pool/layout.py`.
+// The pool and slot that a header names; see `pool/format.py`.
 struct SlotPlace {
   PoolId pool;
   uint32_t pool_slot = 0;
 };
 
-// What a write is marked with; see `pool/layout.py`.
+// The epoch and flag that a write carries; see `pool/format.py`.
 struct Stamp {
   uint32_t epoch = 0;
   bool adoptable = false;
@@ -69,26 +90,27 @@ struct Stamp {
 struct Request {
   uint64_t token = 0;
   Kind kind = Kind::kRead;
-  Class io_class = Class::kReadDemand;
+  Urgency urgency = Urgency::kDemand;
   uint64_t pool_slot = 0;
   std::byte* address = nullptr;  // header page and payload, slot_bytes long
   Identity identity;
   int64_t deadline_ns = kNever;
   Stamp stamp;
-  // 0: may start. Else the write waits until this barrier, a reset, is lifted.
+  // 0: may start. Otherwise the write waits until this barrier, a reset, is lifted.
   uint64_t barrier = 0;
 };
 
-// Bounds of one target's ring. `bytes_in_flight` counts what the kernel works on and is not
-// overdue: a path that hangs must not stop the others. One piece of a kind may always run.
+// Bounds of one target's ring; `io/base.py` has their defaults. `bytes_in_flight` counts what the
+// kernel works on and is not overdue: a path that hangs must not stop the others. One piece of
+// each kind may always run.
 struct Limits {
   size_t slot_bytes = 0;
   size_t payload_bytes = 0;
-  size_t split_bytes = 1 << 20;
-  unsigned depth = 64;  // pieces in flight, reads and writes each
-  size_t read_bytes_in_flight_max = 64 << 20;
-  size_t write_bytes_in_flight_max = 32 << 20;
-  size_t write_bytes_beside_reads_max = 512 << 10;
+  size_t split_bytes = 0;
+  unsigned depth = 0;  // pieces in flight, reads and writes each
+  size_t read_bytes_in_flight_max = 0;
+  size_t write_bytes_in_flight_max = 0;
+  size_t write_bytes_beside_reads_max = 0;
 };
 
 // Descriptors; -1: none, and what is submitted fails with EBADF.
@@ -105,10 +127,67 @@ struct Memory {
 
 struct Figures {
   uint64_t reads = 0, writes = 0;              // slots that ended with kOk
-  uint64_t read_bytes = 0, written_bytes = 0;  // of those
+  uint64_t read_bytes = 0, written_bytes = 0;  // bytes of those
   uint64_t short_transfers = 0;                // requeued remainders
   uint64_t enters = 0;                         // io_uring_enter calls
   uint64_t queued = 0, in_flight = 0;          // now: operations, pieces
+};
+
+// Completions for the caller, and the eventfd that is readable while there are some.
+class CompletionQueue {
+ public:
+  CompletionQueue() : fd_(make_eventfd(EFD_NONBLOCK)) {}
+  ~CompletionQueue() { close(fd_); }
+  CompletionQueue(const CompletionQueue&) = delete;
+  CompletionQueue& operator=(const CompletionQueue&) = delete;
+
+  int fd() const { return fd_; }
+  void push(Completion completion) {
+    completion.ended_ns = now_ns();
+    std::lock_guard lock(mutex_);
+    if (waiting_.empty()) eventfd_write(fd_, 1);
+    waiting_.push_back(completion);
+  }
+  // Returns all of them, oldest first; the eventfd is readable again only for later ones.
+  std::vector<Completion> take() {
+    std::lock_guard lock(mutex_);
+    eventfd_t ignored;
+    eventfd_read(fd_, &ignored);  // even if nothing waits: others may have set it
+    return std::exchange(waiting_, {});
+  }
+
+ private:
+  int fd_;
+  std::mutex mutex_;
+  std::vector<Completion> waiting_;
+};
+
+// Only for the contract tests: operations on pool slots that are shut start, and then stay where a
+// kernel that hangs would keep them. A server's engine has no gate.
+class StartGate {
+ public:
+  void shut(const std::vector<uint64_t>& pool_slots) {
+    std::lock_guard lock(mutex_);
+    shut_ = {pool_slots.begin(), pool_slots.end()};
+  }
+  // Note the start of an operation.
+  void started(uint64_t pool_slot) {
+    std::lock_guard lock(mutex_);
+    started_.push_back(pool_slot);
+  }
+  bool open(uint64_t pool_slot) {
+    std::lock_guard lock(mutex_);
+    return !shut_.contains(pool_slot);
+  }
+  std::vector<uint64_t> starts() {
+    std::lock_guard lock(mutex_);
+    return started_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_set<uint64_t> shut_;
+  std::vector<uint64_t> started_;
 };
 
 }  // namespace nvmeof

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds one rank's worker: pool, staging, engines, pipeline, thread; and says what it built."""
+"""Builds one rank's worker: pool, staging, engines, pipeline and thread, and its handshake."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,8 +21,8 @@ from vllm_nvmeof_offload.config import (
 from vllm_nvmeof_offload.copy.base import CopyEngine
 from vllm_nvmeof_offload.copy.choose import open_device
 from vllm_nvmeof_offload.copy.geometry import ChunkGeometry
-from vllm_nvmeof_offload.io.base import IoEngine, NoIoEngine
-from vllm_nvmeof_offload.io.choose import IoLimits, choose_io_engine
+from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, NoIoEngine
+from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.io.faults import FaultPlan, FaultyIoEngine
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
@@ -32,29 +33,29 @@ from vllm_nvmeof_offload.staging import Staging, split_slots
 from vllm_nvmeof_offload.targets.health import TargetHealth
 from vllm_nvmeof_offload.targets.reattach import Attachments, Caretaker, TargetWatch
 from vllm_nvmeof_offload.units import slot_stride_bytes
-from vllm_nvmeof_offload.worker.io_scheduler import PumpConfig
+from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
 
-__all__ = ["Place", "RankWorker", "build_worker"]
+__all__ = ["RankIdentity", "RankWorker", "build_worker"]
 
 logger = logging.getLogger(LOGGER_NAME)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which rank this is, and of what."""
+class RankIdentity:
+    """One rank of one replica, and the keyspace of its model."""
 
     keyspace: Keyspace
     rank: int
     world_size: int
-    #: Why nothing is adopted from this pool; empty: it is.
+    #: Why nothing is adopted from this pool; empty: adoption is allowed.
     volatile: tuple[str, ...] = ()
     replica: Replica = field(default_factory=Replica)
 
     @property
     def ranks(self) -> int:
-        """Of all replicas: as many share `pool_bytes` and `staging_bytes`."""
+        """The ranks of all replicas, which share `pool_bytes` and `staging_bytes`."""
         return self.world_size * self.replica.count
 
     def __str__(self) -> str:
@@ -76,24 +77,24 @@ class RankWorker:
 
 
 def build_worker(
-    settings: OffloadConfig, geometry: ChunkGeometry, place: Place, device: str
+    settings: OffloadConfig, geometry: ChunkGeometry, identity: RankIdentity, device: str
 ) -> tuple[RankWorker, RankHello]:
     """Build the worker of one rank. Opens the pool and allocates all staging.
 
-    device: as torch names it, with its number; on the thread on which the model runs.
+    device: torch's name for it, with its number. Call on the thread on which the model runs.
 
     Raises:
         ConfigError: staging or pool are too small for one slot.
         PoolError: the pool cannot be opened.
         EngineError: no copy engine for `device`, or CUDA refuses staging.
     """
-    kv_device = open_device(device)  # first: nothing is made where it cannot be used
+    kv_device = open_device(device)  # first, so that nothing else is built on a bad device
     slot_bytes = slot_stride_bytes(geometry.payload_bytes)
     check_targets(settings)
-    pool_bytes = _pool_bytes(settings, place, slot_bytes)
-    staging_bytes = settings.staging_bytes // place.ranks
+    pool_bytes = _pool_bytes(settings, identity, slot_bytes)
+    staging_bytes = settings.staging_bytes // identity.ranks
     cache_slots, stream_slots = split_slots(staging_bytes, slot_bytes, settings.stream_slots)
-    pool = _open_pool(settings, geometry.payload_bytes, place, pool_bytes)
+    pool = _open_pool(settings, geometry.payload_bytes, identity, pool_bytes)
     staging = Staging(
         slot_bytes,
         cache_slots,
@@ -102,63 +103,74 @@ def build_worker(
         kv_device.numa_node,
     )
     waker = Waker()
-    copy = kv_device.copy_engine(settings.copy_backend, staging.map, geometry.starts, waker.wake)
+    copy, copy_fallbacks = kv_device.copy_engine(
+        settings.copy_backend, staging.map, geometry.starts, waker.wake
+    )
     with contextlib.ExitStack() as undo:
-        undo.callback(copy.engine.close)  # else pages stay pinned that nobody owns
-        io, io_fallbacks = _io_engine(settings, pool, staging, place.rank)
+        undo.callback(copy.close)  # else pages without an owner stay pinned
+        io, io_fallbacks = _io_engine(settings, pool, staging, identity.rank)
         began_s = time.monotonic()
         adopted = pool.adopt() if pool else AdoptedEntries()
         adoption_s = time.monotonic() - began_s
         undo.pop_all()
     target_count = pool.target_count if pool else 1
     health = tuple(TargetHealth() for _ in range(target_count)) if pool else None
-    pump = _pump_config(settings, place.rank, pool, io, slot_bytes, health)
-    pipeline = TransferPipeline(staging.map, copy.engine, io, pump)
+    config = _scheduler_config(settings, identity.rank, pool, io, slot_bytes, health)
+    pipeline = TransferPipeline(staging.map, copy, io, config)
     runner = PipelineRunner(pipeline, waker, io.fileno())
     caretaker = _caretaker(pool, io, health, runner) if pool and health else None
     hello = RankHello(
-        rank=place.rank,
+        rank=identity.rank,
         engine_index=pool.engine_index if pool else 0,
-        keyspace=place.keyspace.digest,
+        keyspace=identity.keyspace.digest,
         cache_slots=cache_slots,
         pool_slots=pool.slots if pool else 0,
-        target_count=pool.target_count if pool else 1,
+        target_count=target_count,
         slot_bytes=slot_bytes,
         adopted=adopted,
-        fallbacks=(*copy.fallbacks, *(pool.fallbacks if pool else ()), *io_fallbacks),
+        fallbacks=(*copy_fallbacks, *(pool.fallbacks if pool else ()), *io_fallbacks),
         stream_slots=stream_slots,
         targets=tuple(str(t) for t in settings.targets) if pool else (),
         io_engine=io.name,
-        copy_engine=copy.name + (", memory on its NUMA node" if staging.on_node else ""),
+        copy_engine=kv_device.engine_name(settings.copy_backend)
+        + (", memory on its NUMA node" if staging.on_node else ""),
         adoption_s=adoption_s,
-        volatile=place.volatile,
-        replica=place.replica.index if place.replica.count > 1 else None,
+        volatile=identity.volatile,
+        replica=identity.replica.index if identity.replica.count > 1 else None,
     )
-    logger.debug("%s: ready with %d adopted chunks", place, len(adopted))
+    logger.debug("%s: ready with %d adopted chunks", identity, len(adopted))
     for line in kv_device.warnings:
         logger.warning("%s", line)
-    parts = RankWorker(runner, geometry, copy.engine, io, staging, pool, caretaker)
+    parts = RankWorker(runner, geometry, copy, io, staging, pool, caretaker)
     return parts, hello
 
 
-def _pump_config(
+def _scheduler_config(
     settings: OffloadConfig,
     rank: int,
     pool: Pool | None,
     io: IoEngine,
     slot_bytes: int,
     health: tuple[TargetHealth, ...] | None,
-) -> PumpConfig:
+) -> SchedulerConfig:
     target_count = pool.target_count if pool else 1
-    return PumpConfig(
+
+    def handed_over_max(bytes_max: int) -> int:
+        """Operations of a kind that the engine holds at a time: twice what it works on.
+
+        Not more: a deadline runs from the hand-over, and time in the engine's queue must not look
+        like a target that hangs.
+        """
+        if "threads" in io.name:
+            return 2 * settings.io_threads
+        at_work = min(settings.io_depth, max(1, bytes_max // slot_bytes))
+        return 2 * at_work * target_count
+
+    return SchedulerConfig(
         rank=rank,
         target_count=target_count,
-        reads_in_flight_max=_handed_over_max(
-            settings, io, settings.read_bytes_in_flight_max, slot_bytes, target_count
-        ),
-        writes_in_flight_max=_handed_over_max(
-            settings, io, settings.write_bytes_in_flight_max, slot_bytes, target_count
-        ),
+        reads_in_flight_max=handed_over_max(settings.read_bytes_in_flight_max),
+        writes_in_flight_max=handed_over_max(settings.write_bytes_in_flight_max),
         read_deadline_s=settings.read_deadline_ms / 1000,
         write_deadline_s=settings.write_deadline_ms / 1000,
         health=health,
@@ -169,15 +181,15 @@ def _pump_config(
 def _caretaker(
     pool: Pool, io: IoEngine, health: tuple[TargetHealth, ...], runner: PipelineRunner
 ) -> Caretaker:
-    """Who watches the targets, and attaches again those that come back."""
-    # Links are resolved now: later a look at the path might hang.
+    """Build the watcher that attaches targets again when they come back."""
+    # Resolve links now: later a look at the path might hang.
     watches = [TargetWatch(os.path.realpath(directory)) for directory in pool.directories]
     sites = Attachments(pool, io, health)
     return Caretaker(sites, watches, lambda call: runner.hand_over(lambda _: call()))
 
 
-def _pool_bytes(settings: OffloadConfig, place: Place, slot_bytes: int) -> int:
-    """Of all ranks and replicas together.
+def _pool_bytes(settings: OffloadConfig, identity: RankIdentity, slot_bytes: int) -> int:
+    """Return `pool_bytes` of all ranks and replicas together.
 
     Raises:
         ConfigError: staging or pool are too small for the slots of each.
@@ -185,31 +197,31 @@ def _pool_bytes(settings: OffloadConfig, place: Place, slot_bytes: int) -> int:
     held = 0
     if settings.pool_bytes is None:
         targets = [Path(target) for target in settings.targets]
-        others = bytes_of_others(targets, place.replica.server)
+        others = bytes_of_others(targets, identity.replica.server)
         held = max(0, bytes_of_pools(targets) - others)
-    check_fits(settings, slot_bytes, place.world_size, place.replica.count, held)
+    check_fits(settings, slot_bytes, identity.world_size, identity.replica.count, held)
     return resolve_pool_bytes(settings, held)
 
 
 def _open_pool(
-    settings: OffloadConfig, payload_bytes: int, place: Place, pool_bytes: int
+    settings: OffloadConfig, payload_bytes: int, identity: RankIdentity, pool_bytes: int
 ) -> Pool | None:
     if not pool_bytes:
         return None
     return Pool.open(
         PoolSpec(
             targets=tuple(Path(t) for t in settings.targets),
-            pool_bytes=pool_bytes // place.ranks,
+            pool_bytes=pool_bytes // identity.ranks,
             payload_bytes=payload_bytes,
-            keyspace=place.keyspace,
-            rank=place.rank,
-            world_size=place.world_size,
-            engine=place.replica.engine,
-            replica=place.replica.index,
-            replicas=place.replica.count,
+            keyspace=identity.keyspace,
+            rank=identity.rank,
+            world_size=identity.world_size,
+            engine=identity.replica.engine,
+            replica=identity.replica.index,
+            replicas=identity.replica.count,
             o_direct=settings.o_direct,
-            adopt=settings.adopt and not place.volatile,
-            adoptable=not place.volatile,
+            adopt=settings.adopt and not identity.volatile,
+            adoptable=not identity.volatile,
         ),
         on_progress=_log_progress("pool"),
     )
@@ -218,45 +230,23 @@ def _open_pool(
 def _io_engine(
     settings: OffloadConfig, pool: Pool | None, staging: Staging, rank: int
 ) -> tuple[IoEngine, tuple[str, ...]]:
-    """The engine, and what it lacks of the best one."""
+    """Return the engine and its fallbacks."""
     if pool is None:
         return NoIoEngine(), ()
-    limits = IoLimits(
-        threads=settings.io_threads,
-        depth=settings.io_depth,
-        split_bytes=settings.io_split_bytes,
-        read_bytes_in_flight_max=settings.read_bytes_in_flight_max,
-        write_bytes_in_flight_max=settings.write_bytes_in_flight_max,
-        write_bytes_beside_reads_max=settings.write_bytes_beside_reads_max,
-    )
     address = staging.map.base_address
-    chosen = choose_io_engine(settings.io_engine, pool, staging.view, address, limits)
-    engine = chosen.engine
+    limits = IoLimits.of(settings)
+    engine, fallbacks = choose_io_engine(settings.io_engine, pool, staging.view, address, limits)
     if settings.fault_injection:
         logger.warning(
-            "FAULT INJECTION is on: I/O fails and answers may be wrong on purpose, as %s says",
+            "FAULT INJECTION is on: I/O fails and answers may be wrong on purpose; see %s",
             settings.fault_injection,
         )
         plan = FaultPlan(control_path=Path(settings.fault_injection), rank=rank)
         engine = FaultyIoEngine(engine, plan, pool, staging.view, address)
-    return engine, chosen.fallbacks
+    return engine, fallbacks
 
 
-def _handed_over_max(
-    settings: OffloadConfig, engine: IoEngine, bytes_max: int, slot_bytes: int, target_count: int
-) -> int:
-    """Operations of a kind that the engine holds at a time: twice what it works on.
-
-    Not more: a deadline runs from the hand-over, and time in the engine's queue must not look
-    like a target that hangs.
-    """
-    if "threads" in engine.name:
-        return 2 * settings.io_threads
-    at_work = min(settings.io_depth, max(1, bytes_max // slot_bytes))
-    return 2 * at_work * target_count
-
-
-def _log_progress(what: str):  # type: ignore[no-untyped-def]
+def _log_progress(what: str) -> Callable[[int, int], None]:
     def log(done: int, total: int) -> None:
         logger.info("%s: %d %% of %s", what, 100 * done // max(1, total), total)
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks of many jobs that wait for few places, shared fairly. Pure.
+"""Shares a limited number of places fairly between jobs with many waiting tasks. Pure.
 
-Of the jobs with a task waiting, the one that holds the fewest places goes first; of those, the
-one whose first task has waited longest. Within a job the order given is kept. Nothing here
-looks at more than the first task of a job, so that a job of ten thousand tasks costs what ten
-thousand jobs of one task do.
+The job that holds the fewest places goes first; among equals, the job whose first task has
+waited longest. Within a job the order is kept. Only the first task of each job is looked at, so
+that one job of ten thousand tasks costs as much as ten thousand jobs of one task.
 """
 
 from __future__ import annotations
@@ -13,35 +12,34 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+
+from vllm_nvmeof_offload.worker.tasks import Task
 
 __all__ = ["FairQueue"]
 
-T = TypeVar("T", bound=Hashable)
-
-#: The heap may hold so many outdated entries beside as many as there are jobs.
+#: The heap may hold this many outdated entries, and one more per job.
 _OUTDATED_MAX = 64
 
 
 @dataclass(slots=True)
-class _Line(Generic[T]):
-    """One job: what waits, in order, with its place in time, and how many places it holds."""
+class _JobQueue:
+    """One job: its waiting tasks with their sequence numbers, and the places it holds."""
 
-    waiting: OrderedDict[T, int] = field(default_factory=OrderedDict)
+    waiting: OrderedDict[Task, int] = field(default_factory=OrderedDict)
     held: int = 0
-    #: The number of its valid entry in the heap. That entry may promise too much (too few
-    #: places held, an earlier first task), never too little.
+    #: The number of its valid entry in the heap. That entry may be too early (fewer places held,
+    #: an earlier first task), never too late.
     entry: int = 0
 
 
-class FairQueue(Generic[T]):
+class FairQueue:
     """See the module's docstring. `job_of`: must not change while a task waits or has a place."""
 
-    def __init__(self, job_of: Callable[[T], Hashable]) -> None:
+    def __init__(self, job_of: Callable[[Task], Hashable]) -> None:
         #: Places that all jobs hold together.
         self.held = 0
         self._job_of = job_of
-        self._lines: dict[Hashable, _Line[T]] = {}
+        self._jobs: dict[Hashable, _JobQueue] = {}
         self._heap: list[tuple[int, int, int, Hashable]] = []  # held, sequence, entry, job
         self._count = 0
         self._sequence = 0
@@ -50,91 +48,90 @@ class FairQueue(Generic[T]):
     def __len__(self) -> int:
         return self._count
 
-    def push(self, task: T, *, front: bool = False) -> None:
-        """Let a task wait behind its job's others; `front`: as if it had waited longest of all."""
+    def push(self, task: Task, *, front: bool = False) -> None:
+        """Queue a task behind its job's others. `front`: as if it had waited longest of all."""
         job = self._job_of(task)
-        line = self._lines.setdefault(job, _Line())
-        assert task not in line.waiting
-        first = not line.waiting
+        queue = self._jobs.setdefault(job, _JobQueue())
+        assert task not in queue.waiting
+        first = not queue.waiting
         self._sequence += 1
         self._count += 1
-        line.waiting[task] = -self._sequence if front else self._sequence
+        queue.waiting[task] = -self._sequence if front else self._sequence
         if front:
-            line.waiting.move_to_end(task, last=False)
+            queue.waiting.move_to_end(task, last=False)
         if first or front:
-            self._enter(job, line)
+            self._enter(job, queue)
 
-    def remove(self, task: T) -> bool:
+    def remove(self, task: Task) -> bool:
         """Take a waiting task out; False if it does not wait here."""
         job = self._job_of(task)
-        line = self._lines.get(job)
-        if line is None or task not in line.waiting:
+        queue = self._jobs.get(job)
+        if queue is None or task not in queue.waiting:
             return False
-        del line.waiting[task]
+        del queue.waiting[task]
         self._count -= 1
-        self._forget_if_empty(job, line)
+        self._forget_if_empty(job, queue)
         return True
 
-    def peek(self) -> T | None:
-        """The task whose turn it is."""
+    def peek(self) -> Task | None:
+        """Return the task that is next."""
         while self._heap:
             held, sequence, entry, job = self._heap[0]
-            line = self._lines.get(job)
-            valid = line is not None and line.entry == entry and line.waiting
-            if line is not None and valid:
-                task, waits_since = next(iter(line.waiting.items()))
-                if (line.held, waits_since) == (held, sequence):
+            queue = self._jobs.get(job)
+            valid = queue is not None and queue.entry == entry and queue.waiting
+            if queue is not None and valid:
+                task, waits_since = next(iter(queue.waiting.items()))
+                if (queue.held, waits_since) == (held, sequence):
                     return task
             heapq.heappop(self._heap)
-            if line is not None and valid:
-                self._enter(job, line)
+            if queue is not None and valid:
+                self._enter(job, queue)
         return None
 
-    def take(self) -> T | None:
-        """Give the task whose turn it is a place."""
+    def take(self) -> Task | None:
+        """Give the next task a place."""
         task = self.peek()
         if task is None:
             return None
-        job = self._job_of(task)
-        line = self._lines[job]
-        del line.waiting[task]
+        queue = self._jobs[self._job_of(task)]
+        del queue.waiting[task]
         self._count -= 1
-        line.held += 1
+        queue.held += 1
         self.held += 1
         return task
 
-    def give_back(self, task: T) -> None:
-        """A task that was taken has left its place."""
+    def give_back(self, task: Task) -> None:
+        """Free the place of a task that was taken."""
         job = self._job_of(task)
-        line = self._lines[job]
-        assert line.held > 0
-        line.held -= 1
+        queue = self._jobs[job]
+        assert queue.held > 0
+        queue.held -= 1
         self.held -= 1
-        if line.waiting:
-            self._enter(job, line)
-        self._forget_if_empty(job, line)
+        if queue.waiting:
+            self._enter(job, queue)
+        self._forget_if_empty(job, queue)
 
-    def take_all(self) -> list[T]:
-        """Take everything that waits, the longest waiting first; no places are given."""
-        waiting = [item for line in self._lines.values() for item in line.waiting.items()]
-        self._lines = {job: line for job, line in self._lines.items() if line.held}
-        for line in self._lines.values():
-            line.waiting.clear()
+    def take_all(self) -> list[Task]:
+        """Take out everything that waits, the longest waiting first; no places are given."""
+        waiting = [item for queue in self._jobs.values() for item in queue.waiting.items()]
+        self._jobs = {job: queue for job, queue in self._jobs.items() if queue.held}
+        for queue in self._jobs.values():
+            queue.waiting.clear()
         self._heap.clear()
         self._count = 0
         return [task for task, _ in sorted(waiting, key=lambda item: item[1])]
 
-    def _enter(self, job: Hashable, line: _Line[T]) -> None:
-        """Tell the heap where the job stands now; what it was told before does not count."""
+    def _enter(self, job: Hashable, queue: _JobQueue) -> None:
+        """Enter the job's present position into the heap; its earlier entry is no longer valid."""
         self._entries += 1
-        line.entry = self._entries
-        first = next(iter(line.waiting.values()))
-        heapq.heappush(self._heap, (line.held, first, line.entry, job))
-        if len(self._heap) > 2 * len(self._lines) + _OUTDATED_MAX:
-            valid = {line.entry for line in self._lines.values()}
+        queue.entry = self._entries
+        first = next(iter(queue.waiting.values()))
+        heapq.heappush(self._heap, (queue.held, first, queue.entry, job))
+        if len(self._heap) > 2 * len(self._jobs) + _OUTDATED_MAX:
+            valid = {queue.entry for queue in self._jobs.values()}
             self._heap = [item for item in self._heap if item[2] in valid]
             heapq.heapify(self._heap)
 
-    def _forget_if_empty(self, job: Hashable, line: _Line[T]) -> None:
-        if not line.waiting and not line.held:
-            del self._lines[job]
+    def _forget_if_empty(self, job: Hashable, queue: _JobQueue) -> None:
+        if not queue.waiting and not queue.held:
+            del self._jobs[job]

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transfer pipeline: one rank's state machine between KV cache, staging and pool.
 
-Pure but for its engines: no thread, no vLLM, no torch; the clock is injected. Commands come
-in, `step` moves everything that can move, reports and finished jobs come out. All calls come
-from one thread (`runner` in a server, the simulator in tests).
+It has no thread, no vLLM and no torch, and its clock is injected; only its engines do I/O.
+Commands come in, `step` moves everything that can move, reports and finished jobs come out. All
+calls come from one thread (`runner` in a server, the simulator in tests).
 
-A chunk's way, by kind of job:
+The steps of a chunk, by kind of job:
 
     store   gate(fill) → copy → cache slot
     load    gate(read) → copy                         from a cache slot
-            stream slot → read → copy                 from the pool (`streams`)
+            stream slot → read → copy                 from the pool
             gate(fill) → read → copy                  from the pool, landing in a cache slot
     write   gate(read) → write → table entry
     fetch   gate(fill) → read
 
-Each chunk goes its way alone: while some of a job are read, others are copied.
+Chunks do not wait for each other: while some of a job are read, others are copied.
 """
 
 from __future__ import annotations
@@ -22,46 +22,47 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from vllm_nvmeof_offload.copy.base import CopyEngine, Descriptors, Direction, together
+from vllm_nvmeof_offload.copy.base import CopyEngine, Descriptors, Direction, gather
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, STALE, Outcome
 from vllm_nvmeof_offload.io.base import IoEngine
 from vllm_nvmeof_offload.protocol import (
     CancelCommand,
     Command,
     FetchCommand,
-    IoClass,
+    LevelReport,
     LoadCommand,
+    OpKind,
     OpReport,
     ReleaseReport,
     Report,
     ResetCommand,
     SlotIdentity,
     StoreCommand,
+    Urgency,
     WriteCommand,
 )
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import HEADER_BYTES
-from vllm_nvmeof_offload.worker.io_scheduler import IoEvent, IoPump, LevelNews, PumpConfig
-from vllm_nvmeof_offload.worker.rates import TransferMeter
+from vllm_nvmeof_offload.worker.io_scheduler import IoEvent, IoScheduler, SchedulerConfig
+from vllm_nvmeof_offload.worker.rates import ChangeReporter, TransferMeter
 from vllm_nvmeof_offload.worker.slots import Grant, SlotGates, StreamSlots
-from vllm_nvmeof_offload.worker.tasks import FinishedJob, Job, JobKind, Step, Task
+from vllm_nvmeof_offload.worker.tasks import FinishedJob, Job, Step, Task
 
-__all__ = ["StagingMap", "TransferPipeline"]
+__all__ = ["TransferPipeline"]
 
 _NOTHING = SlotIdentity(b"", 0)
 
 
 class TransferPipeline:
-    """See the module's docstring. `pieces` are what `Task.pieces` says, one array a chunk."""
+    """See the module's docstring. `pieces`: one array per chunk, as `Task.pieces`."""
 
     def __init__(
         self,
         staging: StagingMap,
         copy: CopyEngine,
         io: IoEngine,
-        config: PumpConfig,
+        config: SchedulerConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         #: Chunks and bytes by stage, for metrics.
@@ -69,14 +70,13 @@ class TransferPipeline:
         self._staging = staging
         self._copy = copy
         self._clock = clock
-        self._target_count = config.target_count
-        config = replace(config, stream_slots=staging.stream_slots)
-        self._meter, size = TransferMeter(self.counters, clock), staging.slot_bytes
-        self._pump = IoPump(io, config, clock, self._address_of, size, self._meter)
-        self._gates: SlotGates[Task] = SlotGates()
+        self._rank, self._target_count = config.rank, config.target_count
+        self._meter = TransferMeter(self.counters, clock)
+        self._scheduler = IoScheduler(io, config, staging, clock, self._meter)
+        self._gates = SlotGates()
         self._jobs: dict[int, Job] = {}
         self._streams = StreamSlots(staging.stream_slots, config.target_count)
-        self._levels = LevelNews(config.rank, self._streams, self._pump)
+        self._levels = ChangeReporter(LevelReport(config.rank))
         self._to_copy: dict[int, list[Task]] = {}  # op → tasks ready to be copied
         self._tickets: dict[int, list[Task]] = {}
         self._reports: list[Report] = []
@@ -86,42 +86,31 @@ class TransferPipeline:
 
     def store(self, command: StoreCommand, pieces: Sequence[Descriptors], fence: object) -> None:
         """Copy KV cache → cache slots, after `fence`."""
-        job = self._open(command.op, JobKind.STORE, fence)
+        job = self._open(command.op, OpKind.STORE, fence)
         for chunk, chunk_pieces in zip(command.chunks, pieces, strict=True):
-            task = self._task(job, chunk.identity, chunk.cache_slot, None, IoClass.READ_DEMAND)
+            task = self._task(job, chunk.identity, chunk.cache_slot, None, Urgency.DEMAND)
             task.pieces, task.fills = chunk_pieces, True
         self._start(job)
 
     def load(self, command: LoadCommand, pieces: Sequence[Descriptors], fence: object) -> None:
         """Copy cache slots or pool slots → KV cache, after `fence`."""
-        job = self._open(command.op, JobKind.LOAD, fence)
+        job = self._open(command.op, OpKind.LOAD, fence)
         for chunk, chunk_pieces in zip(command.chunks, pieces, strict=True):
-            task = self._task(
-                job, chunk.identity, chunk.cache_slot, chunk.pool_slot, IoClass.READ_DEMAND
-            )
-            task.pieces = chunk_pieces
-            task.fills = chunk.pool_slot is not None and chunk.cache_slot is not None
+            slots = chunk.cache_slot, chunk.pool_slot
+            task = self._task(job, chunk.identity, *slots, Urgency.DEMAND)
+            task.pieces, task.fills = chunk_pieces, None not in slots
         self._start(job)
 
     def command(self, command: Command) -> None:
-        """Obey a command that moves no GPU blocks."""
+        """Execute a command that moves no GPU blocks."""
         match command:
-            case WriteCommand():
-                job = self._open(command.op, JobKind.WRITE)
-                self._task(
-                    job,
-                    command.identity,
-                    command.cache_slot,
-                    command.pool_slot,
-                    IoClass.WRITE_BEHIND,
-                )
+            case WriteCommand(op=op, identity=identity, cache_slot=cache, pool_slot=pool):
+                job = self._open(op, OpKind.WRITE)
+                self._task(job, identity, cache, pool, Urgency.WRITE)
                 self._start(job)
-            case FetchCommand():
-                job = self._open(command.op, JobKind.FETCH)
-                task = self._task(
-                    job, command.identity, command.cache_slot, command.pool_slot, command.io_class
-                )
-                task.fills, task.urgent = True, command.urgent
+            case FetchCommand(op=op, identity=identity, cache_slot=cache, pool_slot=pool):
+                job = self._open(op, OpKind.FETCH)
+                self._task(job, identity, cache, pool, command.urgency).fills = True
                 self._start(job)
             case ResetCommand():
                 self._reset(command)
@@ -131,10 +120,10 @@ class TransferPipeline:
     def cancel(self, op: int) -> None:
         """Stop what has not started; what DMA works on goes on. The report still comes.
 
-        Stores and resets go on: others count on them.
+        Stores and resets go on, because other ops depend on them.
         """
         job = self._jobs.get(op)
-        if job is None or job.cancelled or job.kind in (JobKind.STORE, JobKind.RESET):
+        if job is None or job.cancelled or job.kind in (OpKind.STORE, OpKind.RESET):
             return
         job.cancelled = True
         for task in job.tasks:
@@ -150,19 +139,22 @@ class TransferPipeline:
             for task in self._tickets.pop(ticket):
                 self._copied(task, outcome)
         self._hand_out_stream_slots()
-        events = self._pump.step()
-        while events:  # what they let go starts now: nobody may step again for a while
+        events = self._scheduler.step()
+        while events:  # what they made room for starts now: the next step may be far away
             for event in events:
                 self._io_event(event)
             self._hand_out_stream_slots()
-            events = self._pump.feed()
-        self._reports.extend(self._pump.take_verdicts())
+            events = self._scheduler.hand_over()
+        self._reports.extend(self._scheduler.take_verdicts())
         self._submit_copies()
 
     def take_reports(self) -> list[Report]:
         reports, self._reports = self._reports, []
-        if reports:  # these ride along: they never make the engine step
-            reports += [*self._pump.take_rates(), *self._levels.take()]
+        if reports:  # rates and levels ride along: they never make the engine step
+            reports += self._scheduler.take_rates()
+            levels = self._level_report()
+            if self._levels.changed(self._rank, levels):
+                reports.append(levels)
         return reports
 
     def take_finished(self) -> list[FinishedJob]:
@@ -170,13 +162,26 @@ class TransferPipeline:
         return finished
 
     def idle(self) -> bool:
-        """Nothing is under way: no job, no gate held, no buffer with an engine."""
-        engines_idle = not self._pump.busy and self._streams.idle()
+        """Return whether there is no job, no gate held, and no buffer with an engine."""
+        engines_idle = not self._scheduler.busy and self._streams.idle()
         return not self._jobs and self._gates.idle() and engines_idle
+
+    def _level_report(self) -> LevelReport:
+        waiting, (reads, writes) = self._scheduler.waiting, self._scheduler.in_flight
+        return LevelReport(
+            self._rank,
+            stream_slots_used=self._streams.used,
+            stream_slot_waiting=self._streams.waiting,
+            read_waiting=waiting(Urgency.DEMAND),
+            prefetch_waiting=waiting(Urgency.URGENT) + waiting(Urgency.PREFETCH),
+            write_waiting=waiting(Urgency.WRITE),
+            reads_in_flight=reads,
+            writes_in_flight=writes,
+        )
 
     # -- jobs -------------------------------------------------------------------------
 
-    def _open(self, op: int, kind: JobKind, fence: object = None) -> Job:
+    def _open(self, op: int, kind: OpKind, fence: object = None) -> Job:
         assert op not in self._jobs, f"op {op} given twice"
         job = self._jobs[op] = Job(op, kind, fence=fence, started_s=self._clock())
         return job
@@ -187,10 +192,10 @@ class TransferPipeline:
         identity: SlotIdentity,
         cache_slot: int | None,
         pool_slot: int | None,
-        io_class: IoClass,
+        urgency: Urgency,
     ) -> Task:
         target = (pool_slot or 0) % self._target_count
-        task = Task(job, len(job.tasks), identity, cache_slot, pool_slot, io_class, target)
+        task = Task(job, len(job.tasks), identity, cache_slot, pool_slot, urgency, target)
         job.tasks.append(task)
         return task
 
@@ -201,33 +206,33 @@ class TransferPipeline:
                 task.step = Step.STREAM
                 self._streams.wait(task)
             else:
-                if job.kind is JobKind.LOAD:
+                if job.kind is OpKind.LOAD:
                     self._promote_fetches(task.cache_slot, job)
-                self._act(self._gates.ask(task.cache_slot, task, task.identity, fill=task.fills))
+                self._follow(self._gates.ask(task.cache_slot, task, task.identity, fill=task.fills))
 
     def _promote_fetches(self, slot: int, load: Job) -> None:
-        """A load is about to wait for whoever fills the slot: no longer are they prefetch."""
+        """Promote the fetches that fill the slot: a load is about to wait for them."""
         for filler in self._gates.fillers(slot):
-            if filler.io_class is IoClass.READ_PREFETCH:
-                self._pump.promote(filler, load)
+            if filler.urgency in (Urgency.URGENT, Urgency.PREFETCH):
+                self._scheduler.promote(filler, load)
 
     def _reset(self, command: ResetCommand) -> None:
         # No write from before may follow the reset, wherever it waits.
-        for waiting in [job for job in self._jobs.values() if job.kind is JobKind.WRITE]:
+        for waiting in [job for job in self._jobs.values() if job.kind is OpKind.WRITE]:
             for task in waiting.tasks:
                 if task.step is Step.GATE:
                     self._cancel_task(task)
-        for task in self._pump.take_queued_writes():
+        for task in self._scheduler.take_queued_writes():
             self._leave_slot(task)
             self._decide(task, CANCELLED)
-        job = self._open(command.op, JobKind.RESET)
-        task = self._task(job, _NOTHING, None, None, IoClass.WRITE_BEHIND)
+        job = self._open(command.op, OpKind.RESET)
+        task = self._task(job, _NOTHING, None, None, Urgency.WRITE)
         task.adoptable = command.adoptable
         job.tasks_left, task.step = 1, Step.IO
-        self._pump.enqueue(task)
+        self._scheduler.enqueue(task)
 
     def _decide(self, task: Task, outcome: Outcome, *, released: bool = True) -> None:
-        """The chunk's outcome is known; `released`: no engine has its buffer."""
+        """Settle the chunk's outcome; `released`: no engine has its buffer."""
         assert task.step not in (Step.ZOMBIE, Step.DONE)
         job = task.job
         task.step = Step.DONE if released else Step.ZOMBIE
@@ -243,33 +248,34 @@ class TransferPipeline:
         job.reported = True
         seconds = (job.ended_s or self._clock()) - job.started_s
         self._reports.append(OpReport(job.op, failures, not job.unreleased, seconds))
-        if job.kind in (JobKind.STORE, JobKind.LOAD):
+        if job.kind in (OpKind.STORE, OpKind.LOAD):
             self._finished.append(FinishedJob(job.op, failures, job.copied_bytes, seconds))
         if not job.unreleased:
             del self._jobs[job.op]
 
     def _hold_buffer(self, task: Task) -> None:
-        """The engine keeps a decided task's buffer, for who knows how long."""
+        """Count a decided task's buffer that the engine keeps, for an unknown time."""
         if task.stream_slot is None and task.cache_slot is not None:
             task.job.unreleased += 1
             if task.fills and not self._read_for_others(task):
-                self._act(self._gates.abandon(task.cache_slot))
+                self._follow(self._gates.abandon(task.cache_slot))
 
     def _read_for_others(self, task: Task) -> bool:
-        """Its load was cut off, and others wait for what it lands: only its copy is dropped."""
+        """Return whether a cancelled load's read goes on because others wait for it to land."""
         job, slot = task.job, task.cache_slot
-        lands = job.kind is JobKind.LOAD and task.fills and slot is not None
-        return lands and job.cancelled and self._gates.awaited(slot)  # type: ignore[arg-type]
+        if job.kind is not OpKind.LOAD or not task.fills or slot is None:
+            return False
+        return job.cancelled and self._gates.awaited(slot)
 
-    def _hangs(self, task: Task) -> None:
-        """Past its deadline and not released: its stream slot may never come back."""
+    def _mark_hung(self, task: Task) -> None:
+        """Note that a task is past its deadline and not released: its slot may never come back."""
         if task.stream_slot is not None:
-            self._streams.hangs(task)
+            self._streams.mark_hung(task)
         elif task.fills and task.cache_slot is not None:
-            self._act(self._gates.abandon(task.cache_slot))
+            self._follow(self._gates.abandon(task.cache_slot))
 
     def _released_late(self, task: Task, *, filled: bool) -> None:
-        """The kernel has let go of the buffer of a task that was decided before."""
+        """Release the buffer of a task that was decided before."""
         assert task.step is Step.ZOMBIE
         task.step = Step.DONE
         self._leave_slot(task, filled=filled)
@@ -282,8 +288,8 @@ class TransferPipeline:
 
     # -- slots ------------------------------------------------------------------------
 
-    def _act(self, grants: list[Grant[Task]]) -> None:
-        """It is these tasks' turn at their cache slots."""
+    def _follow(self, grants: list[Grant]) -> None:
+        """Let these tasks go on at their cache slots."""
         for grant in grants:
             task = grant.task
             if grant.stale:
@@ -292,33 +298,27 @@ class TransferPipeline:
             task.reads = not task.fills
             if task.pool_slot is not None:
                 task.step = Step.IO
-                self._pump.enqueue(task)
+                self._scheduler.enqueue(task)
             else:
                 self._ready_to_copy(task)
 
     def _leave_slot(self, task: Task, *, filled: bool = False) -> None:
-        """Give back whatever slot the task holds."""
+        """Give back the slot that the task holds, if any."""
         if task.stream_slot is not None:
             self._streams.give_back(task)
         elif task.cache_slot is not None and task.reads:
             task.reads = False
-            self._act(self._gates.read(task.cache_slot))
+            self._follow(self._gates.read(task.cache_slot))
         elif task.cache_slot is not None and task.fills:
             task.fills = False
-            self._act(self._gates.filled(task.cache_slot, ok=filled))
+            self._follow(self._gates.filled(task.cache_slot, ok=filled))
 
     def _hand_out_stream_slots(self) -> None:
         for task in self._streams.hand_out():
             task.step = Step.IO
-            self._pump.enqueue(task)
-        for task in self._streams.take_hopeless():
+            self._scheduler.enqueue(task)
+        for task in self._streams.take_unservable():
             self._decide(task, DEADLINE)
-
-    def _address_of(self, task: Task) -> int:
-        if task.stream_slot is not None:
-            return self._staging.stream_address(task.stream_slot)
-        assert task.cache_slot is not None
-        return self._staging.cache_address(task.cache_slot)
 
     # -- I/O --------------------------------------------------------------------------
 
@@ -329,27 +329,26 @@ class TransferPipeline:
             if event.released:
                 self._released_late(task, filled=outcome is not None and outcome.ok)
             else:
-                self._hangs(task)
+                self._mark_hung(task)
             return
         assert outcome is not None
         if not event.released:
             self._decide(task, outcome, released=False)
-            self._hangs(task)
+            self._mark_hung(task)
             return
         kind = task.job.kind
-        if outcome.ok and kind is not JobKind.RESET:
-            direction = "written" if kind is JobKind.WRITE else "read"
-            label = f":{task.target}" if kind is JobKind.WRITE else ""
-            self.counters[f"{direction}_bytes{label}"] += self._staging.slot_bytes
-        if outcome.ok and kind is JobKind.LOAD:
+        if outcome.ok and kind is not OpKind.RESET:
+            name = f"written_bytes:{task.target}" if kind is OpKind.WRITE else "read_bytes"
+            self.counters[name] += self._staging.slot_bytes
+        if outcome.ok and kind is OpKind.LOAD:
             if task.fills:  # landed: others may read the slot from now on
                 task.fills, task.reads = False, True
                 assert task.cache_slot is not None
-                self._act(self._gates.filled_and_read(task.cache_slot))
+                self._follow(self._gates.filled_and_read(task.cache_slot))
             self._ready_to_copy(task)
             return
         self._leave_slot(task, filled=outcome.ok)
-        if kind is JobKind.FETCH:
+        if kind is OpKind.FETCH:
             task.job.ended_s = event.ended_s
         self._decide(task, outcome)
 
@@ -359,15 +358,15 @@ class TransferPipeline:
             waiting, grants = self._gates.withdraw(task.cache_slot, task)
             assert waiting
             self._decide(task, CANCELLED)
-            self._act(grants)
+            self._follow(grants)
         elif task.step is Step.STREAM:
             self._streams.withdraw(task)
             self._decide(task, CANCELLED)
-        elif not self._read_for_others(task) and self._pump.cancel(task):
+        elif not self._read_for_others(task) and self._scheduler.cancel(task):
             self._leave_slot(task)
             self._decide(task, CANCELLED)
         else:
-            # Its buffer is not ours yet, and nothing will be copied from it for this job.
+            # The engine has its buffer, and nothing will be copied from it for this job.
             self._decide(task, CANCELLED, released=False)
 
     # -- copies -----------------------------------------------------------------------
@@ -380,14 +379,15 @@ class TransferPipeline:
         to_copy, self._to_copy = self._to_copy, {}
         for op, tasks in to_copy.items():
             job = self._jobs[op]
-            payloads = [self._address_of(task) + HEADER_BYTES for task in tasks]
-            pieces = together([task.pieces for task in tasks], payloads)
+            payloads = [task.address(self._staging) + HEADER_BYTES for task in tasks]
+            pieces = gather([task.pieces for task in tasks], payloads)
             size = int(pieces[:, 2].sum())
             job.copied_bytes += size
-            direction = Direction.STORE if job.kind is JobKind.STORE else Direction.LOAD
+            is_store = job.kind is OpKind.STORE
+            direction = Direction.STORE if is_store else Direction.LOAD
             ticket = self._copy.submit(direction, pieces, job.fence)
             self._tickets[ticket] = tasks
-            self._meter.copying(ticket, size, is_store=job.kind is JobKind.STORE)
+            self._meter.copying(ticket, size, is_store=is_store)
 
     def _copied(self, task: Task, outcome: Outcome) -> None:
         if outcome.ok:

@@ -1,53 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast each target is when it has enough to do, as far as what it was asked to do shows.
+"""Measures transfers: the rate of each target, and sums for metrics. The pipeline's thread only.
 
-While operations are with the engine, what comes through a second is how many there are times
-the bytes of each over how long each took (Little's law): so what is still under way when a
-period is closed is not taken for time in which nothing came. An idle hour does not count. What
-came through says what the target can do only if enough operations were with the engine: one at
-a time meets latency. Of an unsaturated period it is certain that the target can do what it did,
-and that with `n` operations in flight where it takes `s` to saturate it does about `n / s` of
-what it can at least. The rate moves towards the nearer of these two bounds, and not at all
-between them; in a saturated period they are one. So few reads do not make a target look slow,
-and a target that has become slow is seen even if it is hardly used any more.
-
-The pipeline's thread alone calls; the clock is the caller's.
-
-What copies and I/O moved and how long each took, for metrics. The pipeline's thread alone.
+A target's rate is measured while operations are with the engine: bytes per second are the
+operations in flight, times the bytes of each, over the time that each took (Little's law). So
+operations still under way when a period ends are not counted as idle time, and an idle hour does
+not count. One operation at a time measures latency, not bandwidth. An unsaturated period
+therefore gives two bounds: the target can do what it did, and, if `n` operations were in flight
+where `s` saturate it, at most about `s / n` times as much. The rate moves towards the nearer of
+these two bounds, and not at all between them; in a saturated period they are one. So few reads do
+not make a target look slow, and a target that has become slow is noticed even if it is hardly
+used any more.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from vllm_nvmeof_offload.protocol import RateReport
 from vllm_nvmeof_offload.units import MIB
 
-__all__ = [
-    "RateMeter",
-    "TransferMeter",
-    "saturating",
-]
-
+__all__ = ["ChangeReporter", "RateMeter", "TransferMeter", "saturating"]
 
 _PERIOD_S = 0.25
 #: Less than both of these is no measurement: it goes on into the next period.
 _BUSY_S_MIN = 0.05
 _ENDED_MIN = 4
-#: After so long a time in which nothing ended that is what was measured.
+#: After this much time in which nothing ended, the rate that was measured is that nothing came.
 _STALL_S = 1.0
 #: Weight of the newest period.
 _NEWEST = 0.5
 _CHANGE_MIN = 0.1
-#: In flight at a target, this much saturates it: 100 Gb/s × 0.6 ms. But never one alone.
+#: This much in flight at a target saturates it: 100 Gb/s × 0.6 ms. One operation never does.
 _SATURATING_BYTES = 8 * MIB
 _SATURATING_OPS_MIN = 2
 
+T = TypeVar("T")
+
+
+class ChangeReporter(Generic[T]):
+    """Decides whether a value differs from the one reported last under the same key."""
+
+    def __init__(self, first: T, differs: Callable[[T, T], bool] = operator.ne) -> None:
+        """first: counts as reported under every key. differs(reported, value)."""
+        self._first = first
+        self._differs = differs
+        self._reported: dict[Hashable, T] = {}
+
+    def changed(self, key: Hashable, value: T) -> bool:
+        """If True, `value` counts as reported from now on."""
+        changed = self._differs(self._reported.get(key, self._first), value)
+        if changed:
+            self._reported[key] = value
+        return changed
+
 
 def saturating(in_flight_max: int, slot_bytes: int) -> int:
-    """How many operations on whole slots saturate a target; its bound does, by definition."""
+    """Operations on whole slots that saturate a target; its bound does, by definition."""
     enough = max(_SATURATING_OPS_MIN, -(-_SATURATING_BYTES // slot_bytes))
     return min(in_flight_max, enough)
 
@@ -62,10 +74,9 @@ class _Meter:
     busy_s: float = 0.0
     operation_s: float = 0.0  # operations in flight × seconds
     ended: int = 0
-    ended_s: float = 0.0  # they took, each counted from its beginning
+    ended_s: float = 0.0  # the sum of their times
     done_bytes: int = 0
     rate: float = 0.0  # bytes per second; 0: not known
-    told: float = 0.0
 
     def count(self, now_s: float) -> None:
         """Count the time since the last call, before anything changes."""
@@ -75,8 +86,8 @@ class _Meter:
             self.operation_s += passed_s * self.in_flight
         self.counted_until_s += passed_s
 
-    def fold(self, now_s: float) -> bool:
-        """Close a period; True if the rate differs from what was told."""
+    def fold(self, now_s: float) -> float:
+        """Close a period if it is a measurement; return the rate."""
         self.count(now_s)
         if self._is_measurement:
             in_flight_mean = self.operation_s / self.busy_s
@@ -87,7 +98,7 @@ class _Meter:
             self.rate += _NEWEST * (min(max(self.rate, seen), most) - self.rate)
             self.busy_s, self.operation_s = 0.0, 0.0
             self.ended, self.ended_s, self.done_bytes = 0, 0.0, 0
-        return abs(self.rate - self.told) > _CHANGE_MIN * self.told
+        return self.rate
 
     @property
     def _is_measurement(self) -> bool:
@@ -97,8 +108,13 @@ class _Meter:
         return bool(enough and self.busy_s and (self.done_bytes or self.rate))
 
 
+def _rates_differ(reported: tuple[float, float], now: tuple[float, float]) -> bool:
+    pairs = zip(reported, now, strict=True)
+    return any(abs(new - old) > _CHANGE_MIN * old for old, new in pairs)
+
+
 class RateMeter:
-    """Writes and reads of every target of one rank."""
+    """Rates of writes and reads of every target of one rank."""
 
     def __init__(
         self,
@@ -113,10 +129,11 @@ class RateMeter:
         self._clock = clock
         self._writes = [_Meter(saturating_writes) for _ in range(target_count)]
         self._reads = [_Meter(saturating_reads) for _ in range(target_count)]
-        self._told_s = clock()
+        self._changes = ChangeReporter((0.0, 0.0), _rates_differ)
+        self._taken_s = clock()
 
     def began(self, target: int, *, is_write: bool) -> float:
-        """The engine has taken an operation; returns when."""
+        """Count an operation that the engine has taken; return the time."""
         meter = (self._writes if is_write else self._reads)[target]
         now_s = self._clock()
         meter.count(now_s)
@@ -126,8 +143,9 @@ class RateMeter:
     def ended(
         self, target: int, done_bytes: int, time_s: tuple[float, float | None], *, is_write: bool
     ) -> None:
-        """An operation has its outcome; `done_bytes` is 0 if it failed. time_s: when it began,
-        and when it ended where that is known: this thread may have been kept from hearing of it.
+        """Count an operation that has its outcome; `done_bytes` is 0 if it failed.
+
+        time_s: when it began, and when it ended if that is known: this thread may learn it late.
         """
         meter = (self._writes if is_write else self._reads)[target]
         began_s, ended_s = time_s[0], self._clock() if time_s[1] is None else time_s[1]
@@ -138,27 +156,27 @@ class RateMeter:
         meter.done_bytes += done_bytes
 
     def take(self) -> list[RateReport]:
-        """What has changed by more than a tenth; at most once a period."""
+        """Return the rates that changed by more than a tenth; at most once per period."""
         now_s = self._clock()
-        if now_s - self._told_s < _PERIOD_S:
+        if now_s - self._taken_s < _PERIOD_S:
             return []
-        self._told_s = now_s
-        reports = []
-        for target, (write, read) in enumerate(zip(self._writes, self._reads, strict=True)):
-            changed = [write.fold(now_s), read.fold(now_s)]
-            if any(changed):
-                write.told, read.told = write.rate, read.rate
-                reports.append(RateReport(self._rank, target, write.rate, read.rate))
-        return reports
+        self._taken_s = now_s
+        meters = zip(self._writes, self._reads, strict=True)
+        rates = [(write.fold(now_s), read.fold(now_s)) for write, read in meters]
+        return [
+            RateReport(self._rank, target, *pair)
+            for target, pair in enumerate(rates)
+            if self._changes.changed(target, pair)
+        ]
 
 
 class TransferMeter:
     """Counts into `counters`: `transfer_<what>:<direction>:<stage>`, time in microseconds.
 
-    direction: store, from the GPU towards the pool, or load. stage: gpu, copies between KV
-    cache and staging, or pool, reads and writes of slots. The time of a copy begins when the
-    engine is given it, so it includes the wait for the job's fence; `TransferResult.seconds`,
-    which begins with the job, includes that wait and the reads from the pool as well.
+    direction: store, from the GPU towards the pool, or load. stage: gpu (copies between KV cache
+    and staging) or pool (reads and writes of slots). The time of a copy begins when the engine
+    gets it, so it includes the wait for the job's fence; `TransferResult.seconds` begins with the
+    job and includes that wait and the reads from the pool as well.
     """
 
     def __init__(self, counters: Counter[str], clock: Callable[[], float]) -> None:
@@ -167,17 +185,17 @@ class TransferMeter:
         self._copies: dict[int, tuple[bool, int, float]] = {}  # ticket → is store, bytes, since
 
     def copying(self, ticket: int, size_bytes: int, *, is_store: bool) -> None:
-        """The copy engine has taken a batch."""
+        """Note a batch that the copy engine has taken."""
         self._copies[ticket] = is_store, size_bytes, self._clock()
 
     def copied(self, ticket: int, *, ok: bool) -> None:
-        """It is done with it."""
+        """Count a batch that the copy engine has finished."""
         is_store, size_bytes, began_s = self._copies.pop(ticket)
         label = "store:gpu" if is_store else "load:gpu"
         self._count(label, size_bytes if ok else 0, self._clock() - began_s)
 
     def moved(self, size_bytes: int, time_s: tuple[float, float | None], *, is_write: bool) -> None:
-        """A read or write has its outcome. time_s: when it began, and ended if that is known."""
+        """Count a read or write that has its outcome. time_s: as for `RateMeter.ended`."""
         began_s, ended_s = time_s[0], self._clock() if time_s[1] is None else time_s[1]
         self._count("store:pool" if is_write else "load:pool", size_bytes, ended_s - began_s)
 

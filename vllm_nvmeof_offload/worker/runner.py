@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the pipeline on its own thread, so that transfers go on while the model computes.
 
-The model's thread hands over calls and picks up results; it waits only in `wait`, for copies
-that vLLM must see finished. Order is kept: what is handed over first is done first.
+The model's thread hands over calls, which run in their order, and picks up results. It waits
+only in `wait`, for copies that vLLM must see finished.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Waker:
 
 
 class PipelineRunner:
-    """Owns the thread. All methods are called from the model's thread."""
+    """Owns the pipeline's thread. All methods are called from the model's thread."""
 
     def __init__(self, pipeline: TransferPipeline, waker: Waker, io_fd: int) -> None:
         self._pipeline = pipeline
@@ -59,7 +59,7 @@ class PipelineRunner:
         self._thread.start()
 
     def hand_over(self, call: Callable[[TransferPipeline], None], op: int | None = None) -> None:
-        """Have `call` run on the pipeline's thread. `op`: the store or load that it starts."""
+        """Run `call` on the pipeline's thread. `op`: the store or load that it starts."""
         if op is not None:
             with self._changed:
                 self._open.add(op)
@@ -75,7 +75,7 @@ class PipelineRunner:
                 self._changed.wait(timeout=1.0)
 
     def take(self) -> tuple[list[FinishedJob], list[Report], Counter[str]]:
-        """Finished jobs, reports and counters since the last call; a consistent snapshot."""
+        """Return finished jobs, reports and counters since the last call: a consistent snapshot."""
         with self._changed:
             self._raise_failure()
             taken = (self._finished, self._reports, self._counters)
@@ -83,7 +83,7 @@ class PipelineRunner:
             return taken
 
     def stop(self) -> None:
-        """End the thread. What is under way is left to the engines' `close`."""
+        """End the thread. The engines' `close` ends what is under way."""
         self._stopping = True
         self._waker.wake()
         self._thread.join(timeout=5.0)
@@ -105,7 +105,7 @@ class PipelineRunner:
                 self._publish()
                 poller.poll(_POLL_MS)
         except BaseException as error:  # noqa: BLE001 - handed to the model's thread, which raises
-            # A broken invariant: the model's thread must hear of it, not wait for ever.
+            # A broken invariant: the model's thread must fail too instead of waiting for ever.
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pipeline works on: jobs (one command each) and tasks (one chunk each)."""
+"""Jobs (one command each) and tasks (one chunk each), on which the pipeline works."""
 
 from __future__ import annotations
 
@@ -10,23 +10,16 @@ import numpy as np
 
 from vllm_nvmeof_offload.copy.base import Descriptors
 from vllm_nvmeof_offload.errors import Outcome
-from vllm_nvmeof_offload.protocol import IoClass, SlotIdentity
+from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
+from vllm_nvmeof_offload.staging import StagingMap
 
-__all__ = ["FinishedJob", "Job", "JobKind", "Step", "Task"]
+__all__ = ["FinishedJob", "Job", "Step", "Task"]
 
 _NO_PIECES: Descriptors = np.empty((0, 3), np.uint64)
 
 
-class JobKind(enum.Enum):
-    STORE = "store"
-    LOAD = "load"
-    WRITE = "write"
-    FETCH = "fetch"
-    RESET = "reset"
-
-
 class Step(enum.Enum):
-    """Where a task stands."""
+    """The part of its way that a task has reached."""
 
     GATE = "gate"  # waits for its turn at its cache slot
     STREAM = "stream"  # waits for a stream slot
@@ -38,20 +31,21 @@ class Step(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One command. `unreleased` counts its named buffers still with the kernel."""
+    """One command."""
 
     op: int
-    kind: JobKind
+    kind: OpKind
     tasks: list[Task] = field(default_factory=list)
     fence: object = None
     started_s: float = 0.0
     tasks_left: int = 0
+    #: Cache slots of this job that the kernel still has.
     unreleased: int = 0
     cancelled: bool = False
     reported: bool = False
     failures: list[tuple[int, Outcome]] = field(default_factory=list)
     copied_bytes: int = 0
-    #: A fetch's: when its read ended, where the engine knows.
+    #: Fetch only: when its read ended, if the engine knows.
     ended_s: float | None = None
 
 
@@ -59,7 +53,7 @@ class Job:
 class Task:
     """One chunk of a job.
 
-    cache_slot None: through a stream slot. pool_slot None: no I/O; else it lies on `target`.
+    cache_slot None: through a stream slot. pool_slot None: no I/O; otherwise it is on `target`.
     pieces: uint64[n, 3] of (KV cache address, offset in the slot's payload, bytes).
     """
 
@@ -68,7 +62,7 @@ class Task:
     identity: SlotIdentity
     cache_slot: int | None
     pool_slot: int | None
-    io_class: IoClass
+    urgency: Urgency
     target: int = 0
     pieces: Descriptors = field(default_factory=lambda: _NO_PIECES)
     step: Step = Step.GATE
@@ -79,17 +73,22 @@ class Task:
     reads: bool = False
     io_token: int | None = None
     io_retries_left: int = 1
-    #: A fetch's: before every fetch that is not.
-    urgent: bool = False
-    #: A fetch's: the load that waits for it, and on whose share of the reads it goes therefore.
+    #: Fetch only: the load that waits for it and on whose share of the reads it therefore goes.
     promoted_for: Job | None = None
-    #: A reset's: may what is written from now on be adopted at a later start?
+    #: Reset only: may what is written from now on be adopted at a later start?
     adoptable: bool = True
 
     @property
     def charged_to(self) -> Job:
-        """The job on whose share of the reads it goes."""
+        """The job on whose share of the reads this task goes."""
         return self.job if self.promoted_for is None else self.promoted_for
+
+    def address(self, staging: StagingMap) -> int:
+        """Address of the task's slot in staging."""
+        if self.stream_slot is not None:
+            return staging.stream_address(self.stream_slot)
+        assert self.cache_slot is not None
+        return staging.cache_address(self.cache_slot)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,9 +49,7 @@ class GpuRig(Rig):
 
     def _copy_engine(self, waker: Waker) -> Any:
         starts = np.array([self._gpu], np.uint64)
-        return choose_copy_engine(
-            self._cuda, "dma", self.staging, starts, lambda: 0, waker.wake
-        ).engine
+        return choose_copy_engine(self._cuda, "dma", self.staging, starts, lambda: 0, waker.wake)[0]
 
     def fill(self) -> None:
         content = np.empty_like(self._written)

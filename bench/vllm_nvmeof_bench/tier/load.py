@@ -22,7 +22,7 @@ from vllm_nvmeof_bench.throttle import Throttle
 from vllm_nvmeof_bench.tier.rig import NO_PIECES, Rig
 from vllm_nvmeof_bench.tier.samples import Sample
 from vllm_nvmeof_bench.tier.settings import ARMS, MB, Settings
-from vllm_nvmeof_offload.protocol import FetchCommand, IoClass, LoadChunk
+from vllm_nvmeof_offload.protocol import FetchCommand, LoadChunk, Urgency
 
 __all__ = ["measure_arm", "measure_load", "steps"]
 
@@ -143,9 +143,7 @@ def _two_phase(rig: Rig, count: int, pieces: list[Any]) -> None:
         for chunk, number in zip(chunks, numbers, strict=True):
             assert chunk.cache_slot is not None
             rig.obey(
-                FetchCommand(
-                    rig.op(), chunk.identity, number, chunk.cache_slot, IoClass.READ_DEMAND
-                )
+                FetchCommand(rig.op(), chunk.identity, number, chunk.cache_slot, Urgency.DEMAND)
             )
         # A load that moves nothing stands behind the fetches: it ends when the last has.
         rig.runner.wait([rig.start(chunks, [NO_PIECES] * len(chunks))])

@@ -24,24 +24,24 @@ from vllm_nvmeof_bench.tier.settings import Settings
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
-from vllm_nvmeof_offload.io.base import IoEngine, IoKind, IoOp
-from vllm_nvmeof_offload.io.choose import IoLimits, choose_io_engine
+from vllm_nvmeof_offload.io.base import IoEngine, IoKind, IoLimits, IoOp
+from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import (
     Command,
-    IoClass,
     LoadChunk,
     LoadCommand,
     OpReport,
     SlotIdentity,
     StoreChunk,
     StoreCommand,
+    Urgency,
     WriteCommand,
 )
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import HEADER_BYTES
-from vllm_nvmeof_offload.worker.io_scheduler import PumpConfig
+from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
 
@@ -108,7 +108,7 @@ class Rig:
         io, self._bare_io = (self._engine(pool, staging) for _ in range(2))
         self.engine = io.name
         self._reads_max = self._handed_over_max(io)
-        pump = PumpConfig(
+        pump = SchedulerConfig(
             reads_in_flight_max=self._reads_max, read_deadline_s=_STALL_S, write_deadline_s=_STALL_S
         )
         pipeline = TransferPipeline(staging.map, self.copy, io, pump)
@@ -135,20 +135,10 @@ class Rig:
 
     def _engine(self, pool: Pool, staging: Staging) -> IoEngine:
         """One with the product's limits, closed before what it works on."""
-        config = parse_config({})
-        limits = IoLimits(
-            threads=config.io_threads,
-            depth=config.io_depth,
-            split_bytes=config.io_split_bytes,
-            read_bytes_in_flight_max=config.read_bytes_in_flight_max,
-            write_bytes_in_flight_max=config.write_bytes_in_flight_max,
-            write_bytes_beside_reads_max=config.write_bytes_beside_reads_max,
-        )
-        chosen = choose_io_engine(
-            self.settings.io_engine, pool, staging.view, staging.map.base_address, limits
-        )
-        self._stack.callback(chosen.engine.close)
-        return chosen.engine
+        limits, base = IoLimits.of(parse_config({})), staging.map.base_address
+        engine, _ = choose_io_engine(self.settings.io_engine, pool, staging.view, base, limits)
+        self._stack.callback(engine.close)
+        return engine
 
     def _handed_over_max(self, engine: IoEngine) -> int:
         """As `worker.build` has it: twice what the engine works on."""
@@ -232,7 +222,7 @@ class Rig:
                 read = IoOp(
                     following,
                     IoKind.READ_SLOT,
-                    IoClass.READ_DEMAND,
+                    Urgency.DEMAND,
                     following,
                     address,
                     self.identities[following],

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from tests.unit.copies.fake_cuda import FakeCuda
-from vllm_nvmeof_offload import staging as memory
 from vllm_nvmeof_offload import staging as staging_module
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.choose import KvDevice, open_device
@@ -28,9 +27,9 @@ NO_GPU = not Path("/dev/nvidiactl").exists()
 def test_the_cpu_has_the_engine_of_the_host() -> None:
     staging = Staging(PAGE_BYTES, 3, 1)
     starts = np.array([], np.uint64)
-    built = open_device("cpu").copy_engine("auto", staging.map, starts, lambda: None)
-    assert isinstance(built.engine, HostCopyEngine) and built.fallbacks == ()
-    built.engine.close()
+    engine, fallbacks = open_device("cpu").copy_engine("auto", staging.map, starts, lambda: None)
+    assert isinstance(engine, HostCopyEngine) and fallbacks == ()
+    engine.close()
     staging.close()
 
 
@@ -73,9 +72,11 @@ def test_staging_is_on_the_node_of_the_gpu_before_its_first_page(
         staging_module, "prefer_node", lambda *given: asked.append(("node", given[2])) or True
     )
 
+    real = staging_module.populate
+
     def populate(address: int, size: int, **named: object) -> None:
         asked.append(("pages", size))
-        memory.populate(address, size)
+        real(address, size)
 
     monkeypatch.setattr(staging_module, "populate", populate)
     cuda = FakeCuda()
@@ -97,19 +98,19 @@ def test_copies_of_a_gpu_run_between_its_tensors_and_staging(
     assert geometry.starts.tolist() == [t.address for t in tensors]
     staging = Staging(PAGE_BYTES, 2 * MIB // PAGE_BYTES, 1)
     cuda = FakeCuda()
-    built = KvDevice(cuda).copy_engine("dma", staging.map, geometry.starts, lambda: None)
-    assert built.name == "dma on stub"
+    engine, _ = KvDevice(cuda).copy_engine("dma", staging.map, geometry.starts, lambda: None)
+    assert KvDevice(cuda).engine_name("dma") == "dma on stub"
     # The last block of one tensor lies right before the first of the next: never one piece.
     pieces = geometry.pieces(np.array([63, 0], np.int32), 0)
     pieces[:, 1] += np.uint64(staging.map.cache_address(0))
-    fence = built.engine.record_fence()
+    fence = engine.record_fence()
     cuda.drain()
-    ticket = built.engine.submit(Direction.STORE, pieces, fence)
+    ticket = engine.submit(Direction.STORE, pieces, fence)
     cuda.drain()
-    assert [(number, outcome.ok) for number, outcome in built.engine.poll()] == [(ticket, True)]
+    assert [(number, outcome.ok) for number, outcome in engine.poll()] == [(ticket, True)]
     found = np.frombuffer(staging.view, np.uint8)[: 4 * 256].copy()
     assert (found.reshape(2, 2, 256) == cache[:, [63, 0]].transpose(1, 0, 2)).all()
     assert cuda.batches == [4]
-    built.engine.close()
+    engine.close()
     assert not cuda.registered and list(cuda.streams) == [0]
     staging.close()

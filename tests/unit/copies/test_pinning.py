@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import itertools
 import mmap
 import threading
 from pathlib import Path
@@ -18,7 +17,7 @@ from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload.copy import calibration, choose
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.calibration import calibrate
-from vllm_nvmeof_offload.copy.cuda import Readiness
+from vllm_nvmeof_offload.copy.cuda import CudaCopyEngine, Readiness
 from vllm_nvmeof_offload.copy.driver import CudaError
 from vllm_nvmeof_offload.copy.pinning import StagingPinning
 from vllm_nvmeof_offload.copy.select import Cell
@@ -125,7 +124,9 @@ def test_a_node_that_is_not_known_or_not_there_is_no_preference() -> None:
     memory.close()
 
 
-def _engine(cuda: FakeCuda, backend: str, memory: np.ndarray) -> choose.ChosenCopy:
+def _engine(
+    cuda: FakeCuda, backend: str, memory: np.ndarray
+) -> tuple[CudaCopyEngine, tuple[str, ...]]:
     staging = StagingMap(memory.ctypes.data, SLOT, memory.nbytes // SLOT - 1, 1)
     starts = np.array([], np.uint64)
     return choose.choose_copy_engine(cuda, backend, staging, starts, lambda: 0, lambda: None)
@@ -138,14 +139,14 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     return np.zeros(5 * MIB, np.uint8)
 
 
-def _store(cuda: FakeCuda, chosen: choose.ChosenCopy, memory: np.ndarray) -> None:
+def _store(cuda: FakeCuda, engine: CudaCopyEngine, memory: np.ndarray) -> None:
     source = np.arange(64, dtype=np.uint8)
     piece = np.array([[source.ctypes.data, memory.ctypes.data, 64]], np.uint64)
-    fence = chosen.engine.record_fence()
+    fence = engine.record_fence()
     cuda.drain()
-    chosen.engine.submit(Direction.STORE, piece, fence)
+    engine.submit(Direction.STORE, piece, fence)
     cuda.drain()
-    assert [outcome.ok for _, outcome in chosen.engine.poll()] == [True]
+    assert [outcome.ok for _, outcome in engine.poll()] == [True]
     assert (memory[:64] == source).all()
 
 
@@ -154,10 +155,10 @@ def test_a_backend_that_is_asked_for_is_used(
     backend: str, launches: int, memory: np.ndarray
 ) -> None:
     cuda = FakeCuda()
-    chosen = _engine(cuda, backend, memory)
-    _store(cuda, chosen, memory)
+    engine, _ = _engine(cuda, backend, memory)
+    _store(cuda, engine, memory)
     assert cuda.calls["launch"] == launches and cuda.calls["copy_batch"] == 1 - launches
-    chosen.engine.close()
+    engine.close()
     assert not cuda.registered and not cuda.allocated and list(cuda.streams) == [0]
 
 
@@ -171,10 +172,10 @@ def test_auto_measures_once_and_remembers(
     measured = []
     for _ in range(2):
         cuda = FakeCuda()
-        chosen = _engine(cuda, "auto", memory)
+        engine, fallbacks = _engine(cuda, "auto", memory)
         measured.append(cuda.calls["launch"])
-        assert chosen.fallbacks == ()
-        chosen.engine.close()
+        assert fallbacks == ()
+        engine.close()
         assert not cuda.registered and not cuda.allocated
     assert measured[0] > 0 and measured[1] == 0
 
@@ -187,16 +188,16 @@ def test_auto_says_what_it_lacks_and_kernel_refuses(
 
     monkeypatch.setattr(calibration, "load_or_compile", fail)
     cuda = FakeCuda(batch=False)
-    chosen = _engine(cuda, "auto", memory)
-    assert len(chosen.fallbacks) == 2
+    engine, fallbacks = _engine(cuda, "auto", memory)
+    assert len(fallbacks) == 2
     assert "cuda-core" in caplog.text and "no batch call" in caplog.text
-    _store(cuda, chosen, memory)
-    chosen.engine.close()
+    _store(cuda, engine, memory)
+    engine.close()
     with pytest.raises(EngineError, match="cuda-core"):
         _engine(FakeCuda(), "kernel", memory)
 
 
 def test_the_modules_import_without_cuda_and_torch() -> None:
-    for name, part in itertools.product(("cuda", "kernel", "select", "nvrtc"), ("copy",)):
-        module = importlib.import_module(f"vllm_nvmeof_offload.{part}.{name}")
+    for name in ("cuda", "driver", "select", "nvrtc"):
+        module = importlib.import_module(f"vllm_nvmeof_offload.copy.{name}")
         assert "torch" not in vars(module)

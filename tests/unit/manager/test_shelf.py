@@ -14,6 +14,7 @@ from vllm_nvmeof_offload.protocol import (
     OpReport,
     ReleaseReport,
     ResetCommand,
+    Urgency,
 )
 
 from .bench import Bench, keys_of
@@ -131,7 +132,7 @@ def test_a_fetch_that_is_loaded_was_used() -> None:
     bench.in_the_pool(0, 1)
     bench.preempted("a", 0, 1)
     first, second = bench.fetches()
-    assert first.urgent and second.urgent
+    assert first.urgency is second.urgency is Urgency.URGENT
     assert bench.fetches() == []
     bench.done(first.op)
     bench.done(second.op)
@@ -149,7 +150,7 @@ def test_a_fetch_for_the_queue_is_not_urgent_and_wasted_if_nobody_loads_it() -> 
     bench.in_the_pool(0)
     bench.queued("a", 0)
     (fetch,) = bench.fetches()
-    assert not fetch.urgent
+    assert fetch.urgency is Urgency.PREFETCH
     bench.done(fetch.op)
     bench.core.reload.left("a")
     assert bench.ended() == {"wasted": 1}
@@ -246,7 +247,7 @@ def test_a_probe_is_read_and_let_go_and_teaches_admission() -> None:
     bench.in_the_pool(0)
     bench.core.reload.probe(keys_of(0))
     (fetch,) = bench.fetches()
-    assert not fetch.urgent
+    assert fetch.urgency is Urgency.PREFETCH
     bench.done(fetch.op)
     assert bench.ended() == {"probe": 1}
     assert bench.source(0) is Source.CPU

@@ -25,10 +25,12 @@ from vllm_nvmeof_offload.protocol import (
     SlotIdentity,
     StoreChunk,
     StoreCommand,
+    Urgency,
 )
+from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import HEADER_BYTES
-from vllm_nvmeof_offload.worker.io_scheduler import PumpConfig
-from vllm_nvmeof_offload.worker.pipeline import StagingMap, TransferPipeline
+from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
+from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 
 STRIDE = HEADER_BYTES + 4096
 PIECES = [np.array([[1 << 30, 0, 4096]], np.uint64)]
@@ -120,7 +122,7 @@ class Bench:
             StagingMap(0, STRIDE, cache_slots, stream_slots),
             self.copy,
             self.io,
-            PumpConfig(read_deadline_s=READ_S, write_deadline_s=WRITE_S, **config),  # type: ignore[arg-type]
+            SchedulerConfig(read_deadline_s=READ_S, write_deadline_s=WRITE_S, **config),  # type: ignore[arg-type]
             lambda: self.now_s,
         )
 
@@ -150,7 +152,8 @@ class Bench:
         self.load_chunks(op, [(slot, None, slot) for slot in pool_slots])
 
     def fetch(self, op: int, number: int, pool: int, cache: int, *, urgent: bool = False) -> None:
-        self.pipeline.command(FetchCommand(op, identity(number), pool, cache, urgent=urgent))
+        urgency = Urgency.URGENT if urgent else Urgency.PREFETCH
+        self.pipeline.command(FetchCommand(op, identity(number), pool, cache, urgency))
 
     def turn(self, targets: Sequence[int] = (0,), target_count: int = 1) -> bool:
         """The oldest operation on each of these targets ends, and all copies; False: none did."""

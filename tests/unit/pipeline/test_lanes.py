@@ -9,9 +9,9 @@ from vllm_nvmeof_offload.errors import CANCELLED, OK, STALE, io_error
 from vllm_nvmeof_offload.io.base import IoKind
 from vllm_nvmeof_offload.protocol import (
     CancelCommand,
-    IoClass,
     OpReport,
     ReleaseReport,
+    Urgency,
     WriteCommand,
 )
 
@@ -114,7 +114,7 @@ def test_a_fetch_that_a_load_waits_for_goes_with_the_loads() -> None:
     assert _started(bench) == [0]
     bench.load(9, 2, cache=2, pool=None)
     assert _started(bench) == [0, 2]
-    assert bench.io.started[-1].io_class is IoClass.READ_DEMAND
+    assert bench.io.started[-1].urgency is Urgency.DEMAND
     bench.io.complete(bench.io.started[-1].token)
     bench.pipeline.step()
     assert OpReport(3) in bench.reports()
@@ -134,7 +134,7 @@ def test_a_fetch_that_waits_for_its_slot_is_promoted_there() -> None:
     bench.load(4, 8, cache=0, pool=None)
     bench.copy.finish(1)
     bench.pipeline.step()
-    assert [op.io_class for op in bench.io.started] == [IoClass.READ_DEMAND]
+    assert [op.urgency for op in bench.io.started] == [Urgency.DEMAND]
 
 
 def test_a_fetch_with_the_engine_stays_and_its_retry_is_promoted() -> None:
@@ -145,9 +145,9 @@ def test_a_fetch_with_the_engine_stays_and_its_retry_is_promoted() -> None:
     bench.load(9, 0, cache=0, pool=None)
     assert not bench.io.cancelled
     bench.io_done(io_error(errno.EIO))
-    assert {op.pool_slot: op.io_class for op in bench.io.ops.values()} == {
-        0: IoClass.READ_DEMAND,
-        1: IoClass.READ_PREFETCH,
+    assert {op.pool_slot: op.urgency for op in bench.io.ops.values()} == {
+        0: Urgency.DEMAND,
+        1: Urgency.PREFETCH,
     }, "both: the retry does not count as a fetch"
     while bench.turn():
         pass

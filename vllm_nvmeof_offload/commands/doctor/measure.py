@@ -23,12 +23,12 @@ from pathlib import Path
 import numpy as np
 
 from vllm_nvmeof_offload.errors import EngineError, PoolError
-from vllm_nvmeof_offload.io.base import IoEngine, IoKind, IoOp
-from vllm_nvmeof_offload.io.choose import IoLimits, choose_io_engine
+from vllm_nvmeof_offload.io.base import IoEngine, IoKind, IoLimits, IoOp
+from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.protocol import IoClass, SlotIdentity
+from vllm_nvmeof_offload.protocol import SlotIdentity, Urgency
 from vllm_nvmeof_offload.units import MIB, PAGE_BYTES, format_bytes, slot_stride_bytes
 
 __all__ = ["MeasureError", "Measured", "measure"]
@@ -72,12 +72,12 @@ def measure(target: str, on_progress: Progress) -> Measured:
     """
     try:
         with _pool(target) as pool, _staging(pool) as (memory, address):
-            chosen = choose_io_engine("auto", pool, memory, address, IoLimits())
-            runner = _Runner(chosen.engine, pool, address)
+            engine, _ = choose_io_engine("auto", pool, memory, address, IoLimits())
+            runner = _Runner(engine, pool, address)
             try:
-                return _phases(runner, chosen.engine.name, on_progress)
+                return _phases(runner, engine.name, on_progress)
             finally:
-                if not chosen.engine.close():
+                if not engine.close():
                     raise MeasureError(f"{target}: I/O hangs in the kernel")
     except (OSError, PoolError) as error:
         raise MeasureError(f"{target}: {error}") from error
@@ -197,10 +197,10 @@ class _Runner:
 
     def _submit(self, kind: IoKind, slot: int, buffer: int) -> int:
         self._token += 1
-        io_class = IoClass.WRITE_BEHIND if kind is IoKind.WRITE_SLOT else IoClass.READ_DEMAND
+        urgency = Urgency.WRITE if kind is IoKind.WRITE_SLOT else Urgency.DEMAND
         identity = SlotIdentity(slot.to_bytes(36, "little"), 1)
         address = self._address + buffer * self._slot_bytes
-        op = IoOp(self._token, kind, io_class, slot, address, identity)
+        op = IoOp(self._token, kind, urgency, slot, address, identity)
         if self._engine.submit([op]) != 1:
             raise MeasureError(f"the queue of {self._engine.name} is full")
         return self._token
