@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of a GPU for `Selector`: measured once, by one process of the host at a time, and kept.
+"""The table of a GPU for `Selector`: DMA, DMA with the overlap hint and the kernel, measured.
 
-Ranks of one server start at the same moment and share the host's memory and links. Two that
-measured at once would each measure the other one.
-
-Measures DMA, DMA with the overlap hint and the kernel on this GPU, within a budget of time.
+It is measured once, by one process of the host at a time, and kept. Ranks of one server start at
+the same moment and share the host's memory and links: two that measured at once would each measure
+the other one.
 """
 
 from __future__ import annotations
@@ -55,10 +54,20 @@ __all__ = [
     "load_kernel",
 ]
 
+pause = time.sleep
+logger = logging.getLogger(LOGGER_NAME)
 
-#: GPU memory taken meanwhile, and staging overwritten.
+#: GPU memory used while measuring, and staging overwritten.
 CALIBRATION_BYTES_MAX = 64 * MIB
+#: Less registered memory than this cannot measure the larger cells of the table.
+_BYTES_MIN = 4 * MIB
 _ROUNDS = 3
+#: At a server's start, which waits for it; and when a user has asked for it.
+_BUDGET_S, _BUDGET_WHEN_ASKED_S = 1.5, 60.0
+#: Enough for sixteen ranks that measure in turn.
+_LOCK_WAIT_S_MAX = 60.0
+_LOCK_POLL_S = 0.05
+_LOCK = "vllm-nvmeof-calibration.lock"
 
 _Way = Callable[[int, list[Table]], None]
 
@@ -68,13 +77,14 @@ def calibrate(
     dma: DmaCopier,
     kernel: KernelCopier,
     staging: tuple[int, int],
-    budget_s: float = 1.5,
+    budget_s: float = _BUDGET_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Cell]:
     """Measure the grid of `select`, small transfers first, as far as the budget reaches.
 
-    staging: address and bytes of registered memory that nobody uses; its contents are lost.
-    Raises: CudaError: such as no GPU memory to spare.
+    staging: address and bytes of registered, unused memory; its contents are lost.
+
+    Raises: CudaError: such as no free GPU memory.
     """
     size = min(CALIBRATION_BYTES_MAX, staging[1])
     cells: list[Cell] = []
@@ -98,7 +108,7 @@ def calibrate(
 
 
 def _scattered(memory: int, staging: int, fragment_bytes: int, count: int) -> Descriptors:
-    """In order in staging, anywhere in GPU memory, as blocks of a paged cache are."""
+    """Lay pieces out in order in staging and at random in GPU memory, like a paged cache."""
     pieces = np.empty((count, 3), np.uint64)
     places = np.arange(count, dtype=np.uint64) * np.uint64(fragment_bytes)
     pieces[:, 0] = np.uint64(memory) + np.random.default_rng(0).permutation(places)
@@ -110,7 +120,7 @@ def _scattered(memory: int, staging: int, fragment_bytes: int, count: int) -> De
 def _ways(
     cuda: Cuda, dma: DmaCopier, kernel: KernelCopier, direction: Direction, pieces: Descriptors
 ) -> dict[Backend, _Way]:
-    """What may carry these pieces."""
+    """Return the ways to copy these pieces."""
 
     def by_kernel(stream: int, used: list[Table]) -> None:
         kernel.copy(direction, pieces, stream, used)
@@ -127,7 +137,7 @@ def _ways(
 def _measure(
     ways: dict[Backend, _Way], cuda: Cuda, stream: int, clock: Callable[[], float]
 ) -> dict[Backend, list[float]]:
-    """Sorted times in µs, the ways in turn; the first round only warms up."""
+    """Return sorted times in µs, the ways in turn; the first round only warms up."""
     used: list[Table] = []
     took: dict[Backend, list[float]] = {way: [] for way in ways}
     for number, way in itertools.product(range(1 + _ROUNDS), ways):
@@ -157,21 +167,8 @@ def _cell(
     )
 
 
-pause = time.sleep
-logger = logging.getLogger(LOGGER_NAME)
-
-#: Less registered memory than this says nothing about the larger cells of the table.
-_BYTES_MIN = 4 * MIB
-#: At a server's start, where everybody waits for it; and where somebody has asked for it.
-_BUDGET_S, _BUDGET_WHEN_ASKED_S = 1.5, 60.0
-#: Sixteen ranks, each with its turn.
-_LOCK_WAIT_S_MAX = 60.0
-_LOCK_POLL_S = 0.05
-_LOCK = "vllm-nvmeof-calibration.lock"
-
-
 def load_kernel(cuda: Cuda) -> KernelCopier:
-    """Raises: EngineError: it cannot be had here; says why."""
+    """Load the copy kernel. Raises: EngineError: it is not available here; names the cause."""
     if not cuda.host_pointers_work_in_kernels:
         raise EngineError("kernels cannot reach host memory at its own address here")
     code = load_or_compile(cuda.facts.arch, cache_directory())
@@ -185,9 +182,9 @@ def kept_or_measured(
     scratch: tuple[int, int],
     lock_wait_s: float = _LOCK_WAIT_S_MAX,
 ) -> list[Cell]:
-    """From its file, or measured now and, if complete, kept there. Empty: DMA for everything.
+    """Return the kept table, or measure it now and, if complete, keep it. Empty: only DMA.
 
-    scratch: address and bytes of registered memory that nobody uses; its contents are lost.
+    scratch: address and bytes of registered, unused memory; its contents are lost.
     """
     size = min(CALIBRATION_BYTES_MAX, scratch[1])
     if (kept := _read(cuda, size)) is not None:
@@ -195,12 +192,12 @@ def kept_or_measured(
     if size < _BYTES_MIN:
         return []
     with _alone_on_this_host(lock_wait_s) as alone:
-        if (kept := _read(cuda, size)) is not None:  # of a process that was before us
+        if (kept := _read(cuda, size)) is not None:  # by the process that had the lock
             return kept
         if not alone:
             logger.warning(
-                "copies: other processes have measured for %.0f s; DMA carries everything this "
-                "time, and the next start tries again",
+                "copies: other processes have measured for %.0f s; this server copies by DMA only, "
+                "and the next start tries again",
                 lock_wait_s,
             )
             return []
@@ -208,7 +205,7 @@ def kept_or_measured(
 
 
 def calibrate_again(cuda: Cuda, lock_wait_s: float = _LOCK_WAIT_S_MAX) -> list[Cell]:
-    """Measure whatever is kept, keep what was measured, and return it.
+    """Measure even if a table is kept, keep the new one, and return it.
 
     Raises: EngineError: no kernel, no memory, another process measures, or time ran out.
     """
@@ -250,8 +247,8 @@ def _measured(
     missing = missing_cells(cells, min(CALIBRATION_BYTES_MAX, scratch[1]))
     if missing:
         logger.warning(
-            "copies: comparing DMA and kernel was stopped after %.1f s with %d cells missing, and "
-            "is not kept; `vllm-nvmeof doctor --calibrate` takes the time it needs",
+            "copies: the comparison of DMA and kernel was stopped after %.1f s with %d cells "
+            "missing, and is not kept; `vllm-nvmeof doctor --calibrate` takes the time it needs",
             *(took_s, missing),
         )
     else:
@@ -263,7 +260,7 @@ def _measured(
 def _read(cuda: Cuda, size: int) -> list[Cell] | None:
     try:
         return parse_cells(_path(cuda).read_bytes(), size)
-    except (OSError, ValueError):  # none yet, not ours, or not complete
+    except (OSError, ValueError):  # none yet, not a table, or not complete
         return None
 
 
@@ -275,7 +272,7 @@ def _path(cuda: Cuda) -> Path:
 
 @contextlib.contextmanager
 def _alone_on_this_host(wait_s: float) -> Iterator[bool]:
-    """Gives False if others still measured after `wait_s`. Who cannot have the file goes on."""
+    """Yield False if others still measure after `wait_s`. Without a lock file measure anyway."""
     try:
         handle = _open_lock(Path(tempfile.gettempdir()) / _LOCK)
     except OSError:
@@ -298,7 +295,7 @@ def _alone_on_this_host(wait_s: float) -> Iterator[bool]:
 
 
 def _open_lock(path: Path) -> int:
-    """For reading, which is enough for a lock: so servers of other users can take it as well."""
+    """Open for reading: enough for a lock, so that servers of other users can take it as well."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         return os.open(path, flags)

@@ -9,40 +9,21 @@ A ticket is, in stream order: copy, record an event; `poll` queries the events. 
 waits for the GPU except `close`, and the model's thread makes two: create (at first) and record
 the fence's event.
 
-What the caller guarantees (the pipeline's gates do): when a load is submitted, its staging
-bytes are complete in the host's eyes, and nothing else uses the staging bytes of a ticket in
-flight.
-
-Wakes the pipeline when copies finish or fences pass, by a thread that sleeps meanwhile.
-
-The pipeline's thread sleeps on file descriptors, and an event of CUDA's is none. Only the
-engine's `poll` says what has finished; this says when to ask.
-
-Copies by the GPU's copy engines: one driver call for many pieces, where the driver has it.
-
-Copies by a kernel on a few multiprocessors, for fragments too small for the copy engines.
-
-One direction of a GPU's copies: its stream, and the tickets that the GPU works on.
-
-Points on the model's stream that copies come after, and who has to know that one has passed.
-
-All fences of an engine are recorded on one stream, so they pass in the order in which they were
-recorded. The oldest that has not passed therefore stands for all of them.
+The caller (the pipeline's gates) guarantees: when a load is submitted, its staging bytes are
+complete in the host's eyes, and nothing else uses the staging bytes of a ticket in flight.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import enum
 import errno
 import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +37,7 @@ from vllm_nvmeof_offload.copy.base import (
     sides,
 )
 from vllm_nvmeof_offload.copy.driver import ORDER_ANY, ORDER_STREAM, Cuda, CudaError
+from vllm_nvmeof_offload.copy.pinning import Readiness, StagingPinning
 from vllm_nvmeof_offload.copy.select import Backend
 from vllm_nvmeof_offload.errors import OK, Outcome, OutcomeKind
 from vllm_nvmeof_offload.names import LOGGER_NAME
@@ -65,63 +47,34 @@ __all__ = [
     "BLOCKS_MAX",
     "LAUNCH_BYTES_MAX",
     "PART_BYTES_MAX",
-    "Bell",
     "Copiers",
     "CudaCopyEngine",
     "DmaCopier",
-    "Fence",
-    "Fences",
-    "Flight",
     "KernelCopier",
-    "Lane",
-    "Readiness",
-    "StagingPins",
     "Table",
-    "Ticket",
-    "Watched",
     "cut",
 ]
 
+logger = logging.getLogger(LOGGER_NAME)
 
-class Watched(Protocol):
-    """rung: the bell does not need `event` any more."""
-
-    event: int
-    rung: bool
-
-
-class Bell:
-    """One thread, which blocks in the driver until the oldest copy is done."""
-
-    def __init__(self, cuda: Cuda, on_done: Callable[[], None], name: str) -> None:
-        self._cuda = cuda
-        self._on_done = on_done
-        self._queue: queue.SimpleQueue[Watched | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def watch(self, flight: Watched) -> None:
-        """Call `on_done` when its event is done. Flights must be given in stream order."""
-        self._queue.put(flight)
-
-    def close(self) -> None:
-        """Only when all that is watched is done: this waits for it."""
-        self._queue.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        with contextlib.suppress(CudaError):  # then every wait below fails, and rings
-            self._cuda.enter_own_thread()
-        while (flight := self._queue.get()) is not None:
-            with contextlib.suppress(CudaError):  # `poll` sees the same error, and says so
-                self._cuda.synchronize_event(flight.event)
-            flight.rung = True
-            del flight  # before the call: whoever is told may use its event again
-            self._on_done()
+_THREADS = 512
+_LANES = 32
+#: One warp copies this much at once; a multiple of 16, so that parts are aligned as their piece.
+PART_BYTES_MAX = 16 * KIB
+#: Bytes of one launch. Its blocks keep their multiprocessors until it ends, and what the model
+#: launches for those waits: 8 MiB take 0.15 ms at 55 GB/s.
+LAUNCH_BYTES_MAX = 8 * MIB
+#: Thread blocks of one launch; `bench copy --parts sweep` measures other numbers.
+BLOCKS_MAX = 8
+_TABLES = 16
+_ROW_BYTES = 3 * 8
+_TABLE_BYTES = DESCRIPTORS_MAX * _ROW_BYTES
+#: CUDA refused. The same copy would fail again.
+_FAILED = Outcome(OutcomeKind.IO_ERROR, errno.EIO)
 
 
 class DmaCopier:
-    """Has no state of its own."""
+    """Copies by the GPU's copy engines: one driver call for many pieces, if the driver has it."""
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
@@ -129,14 +82,14 @@ class DmaCopier:
     def copy(
         self, direction: Direction, pieces: Descriptors, stream: int, *, overlap: bool = False
     ) -> None:
-        """Submit to `stream`; pieces as of `coalesce`.
+        """Submit to `stream`; pieces as `coalesce` returns them.
 
         overlap: set CUDA 13.1's hint that copies should overlap with compute; a driver without
-        the batch call has none.
+        the batch call ignores it.
 
-        A store reads what the model's kernels write: the source in the stream's order, after
-        the fence. A load reads staging, which no kernel writes, and which the host has seen
-        complete (protocol rule 3): the driver may read it at once.
+        A store reads what the model's kernels write, so the driver must read the source in the
+        stream's order, after the fence. A load reads staging, which no kernel writes and which
+        the host has seen complete (protocol rule 3), so the driver may read it at once.
         """
         destinations, sources, sizes = sides(direction, pieces)
         if not self._cuda.has_batch:
@@ -151,22 +104,8 @@ class DmaCopier:
             self._cuda.copy_batch((first, second, third), count, stream, order, overlap)
 
 
-_THREADS = 512
-_LANES = 32
-#: What one warp copies in one go; a multiple of 16, so that parts are aligned as their piece is.
-PART_BYTES_MAX = 16 * KIB
-#: Of one launch. Its blocks stay where they are until it ends, and what the model launches for
-#: their multiprocessors waits: 8 MiB take 0.15 ms at 55 GB/s.
-LAUNCH_BYTES_MAX = 8 * MIB
-#: Thread blocks of one launch: `bench copy --parts sweep` says what more or fewer would do.
-BLOCKS_MAX = 8
-_TABLES = 16
-_ROW_BYTES = 3 * 8
-_TABLE_BYTES = DESCRIPTORS_MAX * _ROW_BYTES
-
-
 class Table:
-    """Room for 4096 parts, in pinned memory that the kernel reads; one launch or several."""
+    """Room for 4096 parts of one or several launches, in pinned memory that the kernel reads."""
 
     def __init__(self, address: int, idle: deque[Table]) -> None:
         self.address = address
@@ -175,14 +114,15 @@ class Table:
         self.rows = np.ctypeslib.as_array(memory).reshape(DESCRIPTORS_MAX, 3)
 
     def give_back(self) -> None:
-        """Only when the kernel has finished."""
+        """Call only when the kernel has finished."""
         self._idle.append(self)
 
 
 class KernelCopier:
-    """blocks_max: thread blocks of one launch. Few, so that the model keeps the others.
+    """Copies by a kernel on a few multiprocessors, for fragments too small for the copy engines.
 
-    tables: of 4096 parts each; a transfer takes as many as it needs, at least one.
+    blocks_max: thread blocks of one launch; few, so that the model keeps the others.
+    tables: each of 4096 parts; a transfer takes as many as it needs, at least one.
     """
 
     def __init__(
@@ -201,8 +141,8 @@ class KernelCopier:
     ) -> bool:
         """Submit to `stream`; False, and nothing done, if not enough tables are left.
 
-        Puts the tables that it uses into `used`, before the kernel sees them, also if it raises;
-        the caller gives them back when the stream has passed this point.
+        Appends the tables to `used` before the kernel sees them, also if it raises; the caller
+        gives them back when the stream has passed this point.
         """
         parts = cut(*sides(direction, pieces))
         if -(-len(parts) // DESCRIPTORS_MAX) > len(self._idle):
@@ -216,7 +156,7 @@ class KernelCopier:
         return True
 
     def close(self) -> None:
-        """Only when nothing is under way."""
+        """Call only when nothing is under way."""
         self._idle.clear()
         self._cuda.free_host(self._memory)
 
@@ -255,28 +195,89 @@ def cut(
 
 
 class Fence:
-    """One recording of an event, which serves another fence when nobody holds this one.
+    """One recording of an event, which is reused when no reference to this fence is left."""
 
-    passed: the GPU was seen there.
-    """
-
-    __slots__ = ("_idle", "event", "number", "passed", "rung")
+    __slots__ = ("_idle", "event", "number", "passed", "watched")
 
     def __init__(self, event: int, number: int, idle: deque[int]) -> None:
         self.event = event
         self.number = number
-        self.passed = False
-        self.rung = False
+        self.passed = False  # the GPU was seen there
+        self.watched = False
         self._idle = idle
 
     def __del__(self) -> None:
         self._idle.append(self.event)
 
 
-class Fences:
-    """Recorded by the model's thread; everything else is called by the engine's.
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    """A submitted copy, its pieces coalesced."""
 
-    on_passed: called from a thread when an announced fence has passed; None: nobody is told.
+    number: int
+    direction: Direction
+    pieces: Descriptors
+    fence: Fence
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A ticket that the GPU works on."""
+
+    ticket: int
+    event: int = 0
+    recorded: bool = False  # `event` marks its end
+    watched: bool = False
+    outcome: Outcome = OK
+    tables: list[Table] = field(default_factory=list)
+
+
+class CopyWaiter:
+    """A thread that blocks in the driver until the oldest watched event is done.
+
+    The pipeline's thread sleeps on file descriptors, and a CUDA event is none. Only the engine's
+    `poll` knows what has finished; this calls `on_done` when there is something to poll.
+    """
+
+    def __init__(self, cuda: Cuda, on_done: Callable[[], None], name: str) -> None:
+        self._cuda = cuda
+        self._on_done = on_done
+        self._queue: queue.SimpleQueue[Fence | _Launched | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def watch(self, one: Fence | _Launched) -> None:
+        """Call `on_done` when its event is done. Events must be given in stream order.
+
+        `watched` is set until the event is not needed here any more.
+        """
+        one.watched = True
+        self._queue.put(one)
+
+    def close(self) -> None:
+        """Call only when everything watched is about to be done: this waits for it."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        with contextlib.suppress(CudaError):  # then every wait below fails, and calls `on_done`
+            self._cuda.enter_own_thread()
+        while (one := self._queue.get()) is not None:
+            with contextlib.suppress(CudaError):  # `poll` gets the same error, and logs it
+                self._cuda.synchronize_event(one.event)
+            one.watched = False
+            del one  # before the call, after which its event may be reused
+            self._on_done()
+
+
+class Fences:
+    """Points on the model's stream that copies come after.
+
+    All fences of an engine are recorded on one stream, so they pass in the order in which they
+    were recorded: the oldest that has not passed stands for all of them. The model's thread
+    records them; the engine's thread makes all other calls.
+
+    on_passed: called from a thread when an announced fence has passed; None: never.
     """
 
     def __init__(
@@ -284,15 +285,15 @@ class Fences:
     ) -> None:
         self._cuda = cuda
         self._model_stream = model_stream
-        self._bell = Bell(cuda, on_passed, "nvmeof-fence-bell") if on_passed else None
+        self._waiter = CopyWaiter(cuda, on_passed, "nvmeof-fences") if on_passed else None
         self._idle: deque[int] = deque()
         self._count = 0
-        # Oldest first: not seen to have passed, and of these the ones the bell does not know.
+        # Oldest first: not seen to have passed, and those of them that the waiter does not have.
         self._open: deque[Fence] = deque()
         self._unannounced: deque[Fence] = deque()
 
     def record(self) -> Fence:
-        """On the model's thread: at most two calls of the driver."""
+        """Call on the model's thread: at most two calls of the driver."""
         self._cuda.make_current()
         try:
             event = self._idle.popleft()
@@ -306,95 +307,46 @@ class Fences:
         return fence
 
     def look(self) -> None:
-        """See which fences have passed: mostly one call of the driver. Raises CudaError."""
+        """Update which fences have passed: mostly one call of the driver. Raises CudaError."""
         while self._open and self._cuda.event_is_done(self._open[0].event):
             self._open.popleft().passed = True
         while self._unannounced and self._unannounced[0].passed:
             self._unannounced.popleft()
 
     def announce(self, fence: Fence) -> None:
-        """Ring when `fence` passes.
+        """Have `on_passed` called when `fence` passes.
 
-        The bell also gets every older fence. Otherwise it would be waiting for this one when a
-        copy turns up that waits for an older one, and would ring too late for that copy.
+        The waiter also gets every older fence. Otherwise it would be waiting for this one when a
+        copy comes that waits for an older one, and would wake the caller too late for that copy.
         """
         while self._unannounced and self._unannounced[0].number <= fence.number:
             older = self._unannounced.popleft()
-            if self._bell is not None:
-                self._bell.watch(older)
+            if self._waiter is not None:
+                self._waiter.watch(older)
 
     def close(self) -> list[int]:
-        """Only when the model's stream gets there: this waits. Returns the events to destroy."""
-        if self._bell is not None:
-            self._bell.close()
+        """Wait until the model's stream has passed all; return the events to destroy."""
+        if self._waiter is not None:
+            self._waiter.close()
         self._open.clear()
         self._unannounced.clear()
         return list(self._idle)
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """What was submitted, its pieces coalesced."""
-
-    number: int
-    direction: Direction
-    pieces: Descriptors
-    fence: Fence
-
-
 @dataclass(slots=True)
-class Flight:
-    """One ticket that the GPU works on. recorded: `event` marks its end."""
+class _Stream:
+    """The stream of one direction."""
 
-    ticket: int
-    event: int
-    outcome: Outcome = OK
-    recorded: bool = True
-    rung: bool = False
-    tables: list[Table] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Lane:
-    """One direction."""
-
-    stream: int
-    bell: Bell | None
-    flights: deque[Flight] = field(default_factory=deque)
-    #: Polled as finished; their events may be used again as soon as the bell has rung.
-    finished: deque[Flight] = field(default_factory=deque)
-
-
-logger = logging.getLogger(LOGGER_NAME)
-
-#: CUDA said no. The same copy again would fail again.
-_FAILED = Outcome(OutcomeKind.IO_ERROR, errno.EIO)
-
-
-class Readiness(enum.Enum):
-    """May the GPU touch these bytes of staging?"""
-
-    READY = "ready"
-    WAITING = "waiting"  # their registration is under way
-    FAILED = "failed"  # their registration failed
-
-
-class StagingPins(Protocol):
-    """Staging's registration with CUDA (`worker.pinning`)."""
-
-    #: Sorted addresses at which registrations begin.
-    starts: npt.NDArray[np.uint64]
-
-    def readiness(self, addresses: npt.NDArray[np.uint64]) -> Readiness:
-        """Of pieces of staging that begin at `addresses`."""
-
-    def close(self) -> None:
-        """Unregister; nothing uses staging any more."""
+    handle: int
+    waiter: CopyWaiter | None
+    launched: deque[_Launched] = field(default_factory=deque)
+    #: Polled as finished; their events may be reused when they are not watched any more.
+    finished: deque[_Launched] = field(default_factory=deque)
 
 
 @dataclass(frozen=True)
 class Copiers:
-    """How bytes are moved, and who decides. kernel: None where it cannot be had."""
+    """The ways to move bytes, and the function that chooses. kernel: None if unavailable."""
 
     dma: DmaCopier
     kernel: KernelCopier | None
@@ -404,9 +356,9 @@ class Copiers:
 class CudaCopyEngine:
     """See `copy.base.CopyEngine`.
 
-    model_stream: the model's current stream, asked on its thread. pins: closed with this.
-    cache_starts: addresses at which KV cache tensors begin. on_done: called from threads of
-    this engine when there may be something to poll; None: the caller polls unasked.
+    model_stream: returns the model's current stream; called on the model's thread. pins: closed
+    with this. cache_starts: addresses at which KV cache tensors begin. on_done: called from
+    threads of this engine when there may be something to poll; None: the caller polls unasked.
     """
 
     def __init__(
@@ -414,7 +366,7 @@ class CudaCopyEngine:
         cuda: Cuda,
         model_stream: Callable[[], int],
         copiers: Copiers,
-        pins: StagingPins,
+        pins: StagingPinning,
         cache_starts: npt.NDArray[np.uint64],
         on_done: Callable[[], None] | None = None,
     ) -> None:
@@ -424,28 +376,28 @@ class CudaCopyEngine:
         self._copiers = copiers
         self._pins = pins
         self._starts = np.unique(np.concatenate([pins.starts, cache_starts.astype(np.uint64)]))
-        self._lanes: Mapping[Direction, Lane] = {
-            direction: Lane(
+        self._streams = {
+            direction: _Stream(
                 cuda.create_stream(),
-                Bell(cuda, on_done, f"nvmeof-{direction.value}-bell") if on_done else None,
+                CopyWaiter(cuda, on_done, f"nvmeof-{direction.value}") if on_done else None,
             )
             for direction in Direction
         }
         self._next = 1
         self._done: list[tuple[int, Outcome]] = []
         self._fences = Fences(cuda, model_stream, on_done)
-        self._held: list[Ticket] = []  # in the order of their submission
-        self._events: list[int] = []  # all that were made for tickets
-        self._complained: set[str] = set()
+        self._held: list[_Ticket] = []  # in the order of their submission
+        self._events: list[int] = []  # all that were created for tickets
+        self._logged: set[str] = set()
 
     def record_fence(self) -> object:
-        """On the model's thread. Raises CudaError: then the model cannot go on either."""
+        """Call on the model's thread. Raises CudaError: then the model cannot go on either."""
         return self._fences.record()
 
     def submit(self, direction: Direction, pieces: Descriptors, fence: object) -> int:
         assert isinstance(fence, Fence)
         self._cuda.enter_own_thread()
-        ticket = Ticket(self._next, direction, coalesce(pieces, self._starts), fence)
+        ticket = _Ticket(self._next, direction, coalesce(pieces, self._starts), fence)
         self._next += 1
         self._start([ticket])
         return ticket.number
@@ -455,44 +407,44 @@ class CudaCopyEngine:
         held, self._held = self._held, []
         if held:
             self._start(held)
-        for lane in self._lanes.values():
-            while lane.flights and self._has_ended(lane, lane.flights[0]):
-                flight = lane.flights.popleft()
-                self._done.append((flight.ticket, flight.outcome))
-                lane.finished.append(flight)
-                for table in flight.tables:
+        for stream in self._streams.values():
+            while stream.launched and self._has_ended(stream, stream.launched[0]):
+                one = stream.launched.popleft()
+                self._done.append((one.ticket, one.outcome))
+                stream.finished.append(one)
+                for table in one.tables:
                     table.give_back()
         done, self._done = self._done, []
         return done
 
     def close(self) -> None:
-        with self._complaining():
+        with self._logging_errors():
             self._cuda.make_current()
         self._launch_held()
-        for lane in self._lanes.values():
-            with self._complaining():
-                self._cuda.synchronize_stream(lane.stream)
-            if lane.bell is not None:
-                lane.bell.close()
+        for stream in self._streams.values():
+            with self._logging_errors():
+                self._cuda.synchronize_stream(stream.handle)
+            if stream.waiter is not None:
+                stream.waiter.close()
         fences = self._fences.close()
         self._pins.close()
         if self._copiers.kernel is not None:
             self._copiers.kernel.close()
         for event in (*self._events, *fences):
-            with self._complaining():
+            with self._logging_errors():
                 self._cuda.destroy_event(event)
-        for lane in self._lanes.values():
-            with self._complaining():
-                self._cuda.destroy_stream(lane.stream)
+        for stream in self._streams.values():
+            with self._logging_errors():
+                self._cuda.destroy_stream(stream.handle)
 
     # -- inside -----------------------------------------------------------------------
 
-    def _start(self, tickets: Sequence[Ticket]) -> None:
-        """Start what may start, in this order; hold the others."""
+    def _start(self, tickets: Sequence[_Ticket]) -> None:
+        """Start the tickets that may start, in this order; hold the others."""
         try:
             self._fences.look()
-        except CudaError as error:  # nobody will ever know that their fences have passed
-            self._complain(error)
+        except CudaError as error:  # from now on it is unknown whether their fences pass
+            self._log(error)
             self._fail(*tickets)
             return
         for ticket in tickets:
@@ -507,51 +459,50 @@ class CudaCopyEngine:
             else:
                 self._launch(ticket)
 
-    def _fail(self, *tickets: Ticket) -> None:
-        """Before anything of theirs is under way. No bell will ring for them."""
+    def _fail(self, *tickets: _Ticket) -> None:
+        """Fail tickets of which nothing is under way, and for which no waiter will call."""
         self._done += [(ticket.number, _FAILED) for ticket in tickets]
         if self._on_done is not None:
             self._on_done()
 
     def _launch_held(self) -> None:
-        """Before the end: nothing comes behind them, so the GPU itself may wait for fences."""
+        """Before the end: no ticket comes later, so the GPU itself may wait for fences."""
         held, self._held = self._held, []
         for ticket in held:
             if self._pins.readiness(ticket.pieces[:, 1]) is Readiness.READY:
-                with self._complaining():
-                    stream = self._lanes[ticket.direction].stream
+                with self._logging_errors():
+                    stream = self._streams[ticket.direction].handle
                     self._cuda.wait_event(stream, ticket.fence.event)
                     self._launch(ticket)
 
-    def _must_queue(self, ticket: Ticket) -> bool:
-        """One of nothing ends behind those before it, so it starts behind them."""
+    def _must_queue(self, ticket: _Ticket) -> bool:
+        """A ticket of no pieces ends behind those before it, so it starts behind them."""
         return not len(ticket.pieces) and any(
             earlier.direction is ticket.direction for earlier in self._held
         )
 
-    def _launch(self, ticket: Ticket) -> None:
-        lane = self._lanes[ticket.direction]
-        flight = Flight(ticket.number, 0, recorded=False, rung=True)
-        lane.flights.append(flight)
+    def _launch(self, ticket: _Ticket) -> None:
+        stream = self._streams[ticket.direction]
+        one = _Launched(ticket.number)
+        stream.launched.append(one)
         try:
-            flight.event = self._take_event(lane)
-            self._copy(ticket.direction, ticket.pieces, lane.stream, flight.tables)
+            one.event = self._take_event(stream)
+            self._copy(ticket.direction, ticket.pieces, stream.handle, one.tables)
         except CudaError as error:
-            self._complain(error)
-            flight.outcome = _FAILED
-        # Whatever went through before an error is under way: the ticket ends after it.
-        with self._complaining():
-            if flight.event:
-                self._cuda.record_event(flight.event, lane.stream)
-                flight.recorded = True
-        if flight.recorded and lane.bell is not None:
-            flight.rung = False
-            lane.bell.watch(flight)
+            self._log(error)
+            one.outcome = _FAILED
+        # Calls that succeeded before an error are under way: the ticket ends after them.
+        with self._logging_errors():
+            if one.event:
+                self._cuda.record_event(one.event, stream.handle)
+                one.recorded = True
+        if one.recorded and stream.waiter is not None:
+            stream.waiter.watch(one)
 
     def _copy(
         self, direction: Direction, pieces: Descriptors, stream: int, tables: list[Table]
     ) -> None:
-        if not len(pieces):  # a ticket that only waits for its turn
+        if not len(pieces):  # a ticket that only waits for those before it
             return
         kernel, backend = self._copiers.kernel, self._copiers.choose(direction, pieces)
         if (
@@ -563,35 +514,35 @@ class CudaCopyEngine:
         overlap = backend is Backend.OVERLAP
         self._copiers.dma.copy(direction, pieces, stream, overlap=overlap)
 
-    def _take_event(self, lane: Lane) -> int:
-        while lane.finished and lane.finished[0].rung:
-            event = lane.finished.popleft().event
+    def _take_event(self, stream: _Stream) -> int:
+        while stream.finished and not stream.finished[0].watched:
+            event = stream.finished.popleft().event
             if event:
                 return event
         event = self._cuda.create_event()
         self._events.append(event)
         return event
 
-    def _has_ended(self, lane: Lane, flight: Flight) -> bool:
+    def _has_ended(self, stream: _Stream, one: _Launched) -> bool:
         try:
-            if flight.recorded:
-                return self._cuda.event_is_done(flight.event)
-            ended = self._cuda.stream_is_done(lane.stream)
+            if one.recorded:
+                return self._cuda.event_is_done(one.event)
+            ended = self._cuda.stream_is_done(stream.handle)
         except CudaError as error:  # the context is lost, and with it all that was under way
-            self._complain(error)
+            self._log(error)
             ended = True
         if ended:
-            flight.outcome = _FAILED
+            one.outcome = _FAILED
         return ended
 
-    def _complain(self, error: CudaError) -> None:
-        if error.name not in self._complained:  # a lost context fails every call after it
-            self._complained.add(error.name)
+    def _log(self, error: CudaError) -> None:
+        if error.name not in self._logged:  # a lost context fails every call after it
+            self._logged.add(error.name)
             logger.error("a copy to or from the GPU failed: %s", error)
 
     @contextlib.contextmanager
-    def _complaining(self) -> Any:
+    def _logging_errors(self) -> Iterator[None]:
         try:
             yield
         except CudaError as error:
-            self._complain(error)
+            self._log(error)

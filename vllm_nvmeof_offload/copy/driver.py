@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry points of NVIDIA's driver that we use, on one GPU: a thin seam over cuda-python.
+"""A thin layer over cuda-python: the calls of NVIDIA's driver that are used here, on one GPU.
 
-Streams, events and kernels are plain integers here, addresses and sizes as well. The batch
-copy goes to the driver by ctypes, with arrays in memory: cuda-python would make a Python object
-of every pointer. Both ways give the interpreter lock up meanwhile.
+Streams, events, kernels, addresses and sizes are plain integers. The batch copy calls the driver
+by ctypes, with arrays in memory, because cuda-python would create a Python object per pointer.
+Both ways release the interpreter lock during a call.
 
-Tests put a class in this one's place; nothing above knows more of CUDA than these methods.
+Tests replace `Cuda` by a class of their own; no other module calls CUDA.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from vllm_nvmeof_offload.errors import EngineError
 
 __all__ = ["ORDER_ANY", "ORDER_STREAM", "Cuda", "CudaError", "CudaFacts"]
 
-#: CUmemcpySrcAccessOrder: the source is read in the stream's order, or at any time from the
-#: call on, before what the stream waits for.
+#: CUmemcpySrcAccessOrder: the source is read in the stream's order, or at any time after the
+#: call, even before the stream gets there.
 ORDER_STREAM, ORDER_ANY = 1, 3
 _PREFER_OVERLAP_WITH_COMPUTE = 1  # CUmemcpyFlags
 _NOT_READY = 600
@@ -31,7 +31,7 @@ _HOST_PORTABLE_MAPPED = 1 | 2
 _ATTRIBUTE_HOST_POINTER_IS_DEVICE_POINTER = 91
 _ATTRIBUTE_HOST_NUMA_ID = 134
 _ATTRIBUTE_CAPABILITY = (75, 76)
-#: The first driver with the batch call, whose form we ask for: it names the failing copy.
+#: The first driver with the batch call; in this version's form it names the failing copy.
 _BATCH_VERSION = 12080
 _BATCH = ctypes.CFUNCTYPE(
     ctypes.c_int,
@@ -41,7 +41,7 @@ _BATCH = ctypes.CFUNCTYPE(
 
 
 class _CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes; the location hints are for managed memory, which we do not use."""
+    """CUmemcpyAttributes; the location hints are for managed memory, which is not used here."""
 
     _fields_ = (
         ("source_order", ctypes.c_int),
@@ -50,7 +50,7 @@ class _CopyAttributes(ctypes.Structure):
     )
 
 
-#: Made once: the driver only reads them, and to submit 1000 pieces there are few microseconds.
+#: Created once: the driver only reads them, and submitting 1000 pieces takes few microseconds.
 _MADE = {
     (order, overlap): _CopyAttributes(
         order, (ctypes.c_int * 4)(), _PREFER_OVERLAP_WITH_COMPUTE if overlap else 0
@@ -73,12 +73,12 @@ class CudaError(EngineError):
 
     @property
     def while_capturing(self) -> bool:
-        """Refused because a CUDA graph was being captured: later it may be done."""
+        """Refused because a CUDA graph was being captured: it may succeed later."""
         return self.name.startswith("CUDA_ERROR_STREAM_CAPTURE_")
 
 
 class CudaFacts:
-    """What this GPU is. uuid: 32 hex digits; numa_node: None where the machine does not say."""
+    """Properties of this GPU. uuid: 32 hex digits; numa_node: None if unknown."""
 
     def __init__(self, name: str, uuid: str, driver_version: int, arch: str, node: int) -> None:
         self.name = name
@@ -116,18 +116,18 @@ class Cuda:
     # -- the GPU ----------------------------------------------------------------------
 
     def make_current(self) -> None:
-        """Before the first call of each thread; costs nothing after that."""
+        """Call before the first call of each thread; costs nothing after that."""
         if not getattr(self._thread, "current", False):
             self._enter("cuCtxSetCurrent", self._context)
             self._thread.current = True
 
     def enter_own_thread(self) -> None:
-        """The same, for threads on which nothing of the model runs.
+        """Do the same on threads on which nothing of the model runs.
 
-        vLLM captures its CUDA graphs in the mode in which what another thread does meanwhile, such
-        as registering memory or asking for an event, fails and spoils the capture (its own
-        offloading had to give up pinning in the background: vllm#46933). A thread may declare
-        that what it does has nothing to do with any capture.
+        vLLM captures its CUDA graphs in the mode in which calls of other threads, such as
+        registering memory or querying an event, fail and spoil the capture (its own offloading
+        had to give up pinning in the background: vllm#46933). A thread may declare that its calls
+        have nothing to do with any capture.
         """
         self.make_current()
         if not getattr(self._thread, "relaxed", False):
@@ -140,16 +140,16 @@ class Cuda:
         return self._batch is not None
 
     def release(self) -> None:
-        """Give the context back. Nothing else may be called after this."""
+        """Release the context. No other method may be called after this."""
         self._enter("cuDevicePrimaryCtxRelease", self._device)
 
     # -- streams and events -----------------------------------------------------------
 
     def create_stream(self) -> int:
-        """A stream which does not wait for the default stream.
+        """Create a stream of the lowest priority that does not wait for the default stream.
 
-        Its priority is the lowest there is. On NVIDIA GPUs that is also the default stream's, so
-        nothing here yields to the model; few thread blocks and short launches keep out of its way.
+        On NVIDIA GPUs that is also the default stream's priority, so copies do not yield to the
+        model; few thread blocks and short launches keep them out of its way.
         """
         least, _ = self._enter("cuCtxGetStreamPriorityRange")
         return int(self._enter("cuStreamCreateWithPriority", _STREAM_NON_BLOCKING, least))
@@ -164,7 +164,7 @@ class Cuda:
         return self._is_done("cuStreamQuery", stream)
 
     def wait_event(self, stream: int, event: int) -> None:
-        """What is submitted to `stream` from now on comes after what `event` recorded last."""
+        """Order what is submitted to `stream` from now on after what `event` recorded last."""
         self._enter("cuStreamWaitEvent", stream, event, 0)
 
     def create_event(self) -> int:
@@ -177,7 +177,7 @@ class Cuda:
         return self._is_done("cuEventQuery", event)
 
     def synchronize_event(self, event: int) -> None:
-        """Block the calling thread, which then does not burn a core."""
+        """Block the calling thread, without using a core."""
         self._enter("cuEventSynchronize", event)
 
     def destroy_event(self, event: int) -> None:
@@ -193,8 +193,10 @@ class Cuda:
         source_order: int,
         overlap: bool = False,
     ) -> None:
-        """One call for all. tables: addresses of destinations, of sources, of sizes in bytes, each
-        uint64[count]; they are read before this returns.
+        """Copy all in one call.
+
+        tables: addresses of destinations, of sources, of sizes in bytes, each uint64[count]; they
+        are read before this returns.
         """
         assert self._batch is not None
         failed = ctypes.c_size_t(0)
@@ -213,11 +215,11 @@ class Cuda:
             return f"CUDA error {status}"
 
     def copy(self, destination: int, source: int, count: int, stream: int) -> None:
-        """One copy, for drivers without the batch call."""
+        """Submit one copy, for drivers without the batch call."""
         self._enter("cuMemcpyAsync", destination, source, count, stream)
 
     def load_kernel(self, code: bytes, name: str) -> int:
-        """A kernel of a cubin, by its C name. Stays loaded as long as the process."""
+        """Load a kernel of a cubin, by its C name, until the process ends."""
         library = self._enter("cuLibraryLoadData", code, [], [], 0, [], [], 0)
         kernel = self._enter("cuLibraryGetKernel", library, name.encode())
         return int(self._enter("cuKernelGetFunction", kernel))
@@ -225,14 +227,14 @@ class Cuda:
     def launch(
         self, kernel: int, blocks: int, threads: int, stream: int, arguments: Sequence[int]
     ) -> None:
-        """Arguments are passed as 64 bits each."""
+        """Launch a kernel. Each argument is passed as 64 bits."""
         values = tuple(arguments), (ctypes.c_uint64,) * len(arguments)
         self._enter("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, 0, stream, values, 0)
 
     # -- memory -----------------------------------------------------------------------
 
     def register(self, address: int, count: int) -> None:
-        """Pin host memory: DMA reaches it at full rate, kernels at its own address."""
+        """Pin host memory: DMA reaches it at full rate, kernels reach it at its own address."""
         self._enter("cuMemHostRegister", address, count, _HOST_PORTABLE_MAPPED)
 
     def unregister(self, address: int) -> None:
@@ -275,7 +277,7 @@ class Cuda:
         major, minor = (self._attribute(number) for number in _ATTRIBUTE_CAPABILITY)
         try:
             node = self._attribute(_ATTRIBUTE_HOST_NUMA_ID)
-        except CudaError:  # drivers before 12.2 do not know the question
+        except CudaError:  # unknown to drivers before 12.2
             node = -1
         return CudaFacts(
             name=name.split(b"\0")[0].decode(),

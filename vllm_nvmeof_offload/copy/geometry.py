@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a chunk's bytes lie in the KV cache, and in what order they lie in a slot.
+"""The addresses of a chunk's bytes in the KV cache, and their offsets in a slot.
 
-A slot's payload holds the chunk's blocks one after the other; a block holds its page of every
-KV cache tensor one after the other. With all layers of a block contiguous there is one tensor,
-so that a block is one piece.
+A slot's payload holds the chunk's blocks in order; a block holds its page of every KV cache tensor
+in order. If all layers of a block are contiguous there is one tensor, and a block is one piece.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ class ChunkGeometry:
 
     @property
     def starts(self) -> npt.NDArray[np.uint64]:
-        """Where tensors begin: no descriptor may cross from one into the next."""
+        """Addresses of the tensors: no descriptor may cross from one into the next."""
         return self._address
 
     def pieces(self, block_ids: npt.NDArray[np.int32], first_position: int) -> Descriptors:
-        """Pieces of consecutive blocks of one chunk, the first at `first_position` in it.
+        """Return the pieces of consecutive blocks of one chunk from `first_position` in it.
 
         block_ids: int32[n], n ≤ blocks_per_chunk - first_position.
         Returns uint64[n × tensors, 3]: (KV cache address, offset in the payload, bytes).
@@ -60,10 +59,10 @@ class ChunkGeometry:
     def pieces_by_chunk(
         self, block_ids: npt.NDArray[np.int32], first_position: int, chunk_count: int
     ) -> list[Descriptors]:
-        """Pieces of the blocks of consecutive chunks, cut at chunk boundaries.
+        """Return the pieces of the blocks of consecutive chunks, one array per chunk.
 
-        As `pieces` of each part of `split`, but made at once: a job has hundreds of chunks, and
-        the model's thread waits for this. The arrays returned are views of one.
+        The same as `pieces` of each part of `split`, but made at once: a job has hundreds of
+        chunks, and the model's thread waits for this. The arrays are views of one.
         """
         bounds = self._bounds(len(block_ids), first_position, chunk_count)
         pieces = self._pieces(block_ids, first_position)
@@ -77,21 +76,21 @@ class ChunkGeometry:
     ) -> list[npt.NDArray[np.int32]]:
         """Cut the blocks of consecutive chunks at chunk boundaries.
 
-        `first_position`: where in the first chunk the first block lies. Returns one array a
-        chunk; the first and the last may cover their chunk in part.
+        first_position: the first block's position in the first chunk. Returns one array per
+        chunk; the first and the last may cover only a part of their chunk.
         """
         bounds = self._bounds(len(block_ids), first_position, chunk_count)
         return np.split(block_ids, bounds[1:])
 
     def _bounds(self, block_count: int, first_position: int, chunk_count: int) -> list[int]:
-        """Which of so many blocks are the first of a chunk."""
+        """Return the indices of the blocks that are the first of a chunk."""
         cuts = range(self.blocks_per_chunk - first_position, block_count, self.blocks_per_chunk)
         bounds = [0, *cuts]
         assert len(bounds) == chunk_count, f"{block_count} blocks over {chunk_count} chunks"
         return bounds
 
     def _pieces(self, block_ids: npt.NDArray[np.int32], first_position: int) -> Descriptors:
-        """Return uint64[n, tensors, 3]; the blocks may go on into the next chunks."""
+        """Return uint64[n, tensors, 3]; the blocks may continue into the next chunks."""
         count = len(block_ids)
         assert int(block_ids.min()) >= 0 and int(block_ids.max()) < self._block_count
         blocks = block_ids.astype(np.uint64)[:, None]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between a KV cache in CPU memory and staging: one background thread, memmove.
 
-For vLLM's CPU engine, and for tests without a GPU. The forward pass on a CPU has run when
-vLLM calls the worker, so no fence is needed.
+vLLM's CPU engine uses it, and tests without a GPU. The forward pass on a CPU has run when vLLM
+calls the worker, so no fence is needed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = ["HostCopyEngine"]
 _memmove_address = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value
 assert _memmove_address is not None
 _SIGNATURE = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-#: Large pieces let other threads run; small ones do not, since taking the interpreter lock
-#: back can cost its 5 ms switch interval a piece while the model's thread is busy.
+#: Large pieces release the interpreter lock; small ones do not, because taking it back can cost
+#: its switch interval of 5 ms per piece while the model's thread is busy.
 _UNLOCK_BYTES = 256 << 10
 _copy_unlocked = ctypes.CFUNCTYPE(*_SIGNATURE)(_memmove_address)
 _copy_locked = ctypes.PYFUNCTYPE(*_SIGNATURE)(_memmove_address)
@@ -30,7 +30,7 @@ _copy_locked = ctypes.PYFUNCTYPE(*_SIGNATURE)(_memmove_address)
 class HostCopyEngine:
     """See `copy.base.CopyEngine`. `on_done` is called from the thread after each ticket.
 
-    Memory of a CPU stays where it is when vLLM sleeps: `asleep` changes nothing.
+    Memory of a CPU stays valid when vLLM sleeps, so `asleep` changes nothing.
     """
 
     def __init__(self, on_done: Callable[[], None] = lambda: None) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the copy kernels for a GPU by NVRTC, once: the machine code is kept in a cache.
+"""Compiles the copy kernels by NVRTC, once per GPU architecture, and caches the machine code.
 
-Needs neither nvcc nor, to compile, a GPU.
+It needs no nvcc, and no GPU to compile.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ __all__ = [
     "replace_file",
 ]
 
-#: Names of files with kernels.
+#: File name of the kernel.
 COPY_BLOCKS = "copy_blocks.cu"
 
 
 def kernel_source(name: str = COPY_BLOCKS) -> str:
-    """The CUDA source: beside this file in an installed wheel, in `kernels/` in a checkout."""
+    """Return the CUDA source: beside this file in an installed wheel, in `kernels/` in a checkout.
+
+    Raises: EngineError: neither exists.
+    """
     here = Path(__file__).parent
     for path in (here / name, here.parents[1] / "kernels" / name):
         if path.exists():
@@ -40,30 +43,30 @@ def kernel_source(name: str = COPY_BLOCKS) -> str:
 
 
 def compile_kernels(arch: str, name: str = COPY_BLOCKS, log: TextIO | None = None) -> bytes:
-    """Machine code (a cubin) for `arch`, such as sm_90.
+    """Compile machine code (a cubin) for `arch`, such as sm_90.
 
-    log: gets what the assembler says of each kernel's registers and spills.
+    log: gets the assembler's report on each kernel's registers and spills.
 
     Raises: EngineError: no cuda-core, no NVRTC, or it cannot compile for this architecture.
     """
     source = kernel_source(name)
     try:
         core = importlib.import_module("cuda.core")
-        wordy = {"ptxas_options": ["-v"]} if log is not None else {}
-        options = core.ProgramOptions(arch=arch, std="c++17", name=name, **wordy)
+        verbose = {"ptxas_options": ["-v"]} if log is not None else {}
+        options = core.ProgramOptions(arch=arch, std="c++17", name=name, **verbose)
         code: bytes = core.Program(source, "c++", options).compile("cubin", logs=log).code
     except ImportError as error:
         raise EngineError(
             f"the kernels need cuda-core ({error}): pip install 'vllm-nvmeof-offload[cuda]'"
         ) from None
     except Exception as error:
-        # No NVRTC library, an architecture it does not know: cuda-core's own have no public base.
+        # cuda-core's errors have no public base: no NVRTC library, or an unknown architecture.
         raise EngineError(f"NVRTC: {error}") from error
     return code
 
 
 def load_or_compile(arch: str, directory: Path) -> bytes:
-    """The copy kernel, from `directory` if this user has compiled this source for `arch` before."""
+    """Return the copy kernel, from `directory` if this user has compiled it for `arch` before."""
     digest = hashlib.sha256(kernel_source().encode()).hexdigest()[:16]
     path = directory / f"copy_blocks-{digest}-{arch}.cubin"
     try:
@@ -75,7 +78,7 @@ def load_or_compile(arch: str, directory: Path) -> bytes:
 
 
 def _read_own(path: Path) -> bytes:
-    """This is code: what another user has put there is not run. OSError where it is not ours."""
+    """Read code that only this user can have written. Raises OSError otherwise."""
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -84,7 +87,7 @@ def _read_own(path: Path) -> bytes:
 
 
 def cache_directory() -> Path:
-    """Where compiled kernels and measured tables are kept."""
+    """Return the directory of compiled kernels and measured tables."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):  # the XDG specification ignores relative values
         base = os.path.join(os.path.expanduser("~"), ".cache")
@@ -92,7 +95,7 @@ def cache_directory() -> Path:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write whole or not at all: other ranks may write the same. Failure costs only time."""
+    """Write whole or not at all: other ranks may write the same file. Failure costs only time."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent)

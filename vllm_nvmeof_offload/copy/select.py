@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DMA, with or without a hint, or the kernel: by a table of what each took on this GPU."""
+"""Chooses DMA, DMA with a hint, or the kernel, by a table of the times measured on this GPU."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ COUNTS = (4, 16, 64, 256, 1024)
 _SIZE_LOG2_MIN, _SIZE_LOG2_MAX = 12, 18
 _WORD_BYTES = 16
 #: The table comes from an idle GPU. Beside a model the kernel takes multiprocessors from it, and
-#: the copy engines take none: the kernel has to be so many times as fast as they are.
+#: the copy engines take none: the kernel must be this many times as fast.
 KERNEL_MARGIN = 1.5
 #: RMM and cuDF set the hint only up to here; for larger copies others saw it do harm.
 OVERLAP_BYTES_MAX = 128 * KIB
 
 
 class Backend(enum.Enum):
-    """What moves the bytes."""
+    """The way to move the bytes."""
 
     DMA = "dma"
     OVERLAP = "dma_overlap"  # DMA with the hint that it should overlap with compute
@@ -52,10 +52,10 @@ class Backend(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What `count` fragments of `fragment_bytes` took: medians, in µs from submit to the end.
+    """Median times of `count` fragments of `fragment_bytes`, in µs from submit to the end.
 
-    overlap_us: None: not tried. spread: of the way that varied most, its slowest round less its
-    fastest over its median.
+    overlap_us: None: not tried. spread: (slowest round - fastest) / median of the way that varied
+    most.
     """
 
     direction: Direction
@@ -78,10 +78,10 @@ def best_of(cell: Cell) -> Backend:
 
 
 class Selector:
-    """Without cells it always says DMA.
+    """Chooses by measured cells; without cells always DMA.
 
-    What was not measured, for time or memory, goes as fewer fragments of that size did: that is
-    nearer than any other size.
+    For a count that was not measured, for lack of time or memory, the result of fewer fragments of
+    that size holds: that is nearer than any other size.
     """
 
     def __init__(self, cells: Iterable[Cell] = ()) -> None:
@@ -95,7 +95,7 @@ class Selector:
                     self._table[direction, size, count] = best
 
     def choose(self, direction: Direction, pieces: Descriptors) -> Backend:
-        """Pieces as they are submitted: coalesced."""
+        """Choose for pieces as they are submitted: coalesced."""
         if not self._table:
             return Backend.DMA
         count = len(pieces)
@@ -106,7 +106,7 @@ class Selector:
         nearest = min(max(nearest, COUNTS[0]), COUNTS[-1])
         cell = (direction, 1 << max(log2, _SIZE_LOG2_MIN), nearest)
         best = self._table.get(cell, Backend.DMA)
-        # What is not aligned goes word by word, or byte by byte: that was not measured.
+        # The kernel copies unaligned pieces by words or bytes, which was not measured.
         if best is Backend.KERNEL and int(np.bitwise_or.reduce(pieces, axis=None)) % _WORD_BYTES:
             return Backend.DMA
         if best is Backend.OVERLAP and int(pieces[:, 2].max()) > OVERLAP_BYTES_MAX:
@@ -115,19 +115,19 @@ class Selector:
 
 
 def grid(size: int) -> list[tuple[int, int]]:
-    """(bytes, count) of the fragments to measure within `size` bytes, small transfers first."""
+    """Return (bytes, count) of the fragments to measure within `size` bytes, smallest first."""
     cells = [cell for cell in itertools.product(FRAGMENT_BYTES, COUNTS) if math.prod(cell) <= size]
     return sorted(cells, key=math.prod)
 
 
 def dump_cells(cells: Iterable[Cell]) -> bytes:
-    """As JSON."""
+    """Return the cells as JSON."""
     rows = [asdict(cell) | {"direction": cell.direction.value} for cell in cells]
     return json.dumps({"cells": rows}, indent=1).encode()
 
 
 def parse_cells(content: bytes, size: int) -> list[Cell]:
-    """Raises: ValueError: this is not what `dump_cells` made, or lacks a cell of `grid(size)`."""
+    """Read cells from JSON. Raises: ValueError: not cells, or a cell of `grid(size)` is missing."""
     try:
         rows = json.loads(content)["cells"]
         cells = [Cell(**(row | {"direction": Direction(row["direction"])})) for row in rows]
@@ -149,6 +149,6 @@ def _is_measurement(cell: Cell) -> bool:
 
 
 def missing_cells(cells: Iterable[Cell], size: int) -> int:
-    """How many of `grid(size)`, in both directions, are not among `cells`."""
+    """Count the cells of `grid(size)`, in both directions, that are not among `cells`."""
     wanted = {(direction, *cell) for direction in Direction for cell in grid(size)}
     return len(wanted - {(c.direction, c.fragment_bytes, c.count) for c in cells})

@@ -22,11 +22,10 @@ from vllm_nvmeof_offload.copy.cuda import (
     CudaCopyEngine,
     DmaCopier,
     KernelCopier,
-    Readiness,
     Table,
 )
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
-from vllm_nvmeof_offload.copy.pinning import REGISTERED_BYTES_MAX, StagingPinning
+from vllm_nvmeof_offload.copy.pinning import REGISTERED_BYTES_MAX, Readiness, StagingPinning
 from vllm_nvmeof_offload.copy.select import Backend, Cell, Selector
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.staging import Staging

@@ -13,7 +13,7 @@ from tests.unit.copies.fake_cuda import MODEL_STREAM, WAITING_CALLS, FakeCuda
 from tests.unit.copies.fake_work import Work
 from tests.unit.copies.rig import BLOCKS, Rig
 from vllm_nvmeof_offload.copy.base import Direction
-from vllm_nvmeof_offload.copy.cuda import Readiness
+from vllm_nvmeof_offload.copy.pinning import Readiness
 from vllm_nvmeof_offload.copy.select import Backend
 
 

@@ -13,9 +13,8 @@ from tests.unit.copies.fake_cuda import FakeCuda
 from tests.unit.copies.rig import Rig
 from vllm_nvmeof_offload.copy import pinning
 from vllm_nvmeof_offload.copy.base import Direction
-from vllm_nvmeof_offload.copy.cuda import Readiness
 from vllm_nvmeof_offload.copy.driver import CudaError
-from vllm_nvmeof_offload.copy.pinning import StagingPinning
+from vllm_nvmeof_offload.copy.pinning import Readiness, StagingPinning
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import PAGE_BYTES
 

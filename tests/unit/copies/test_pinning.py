@@ -17,9 +17,9 @@ from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload.copy import calibration, choose
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.calibration import calibrate
-from vllm_nvmeof_offload.copy.cuda import CudaCopyEngine, Readiness
+from vllm_nvmeof_offload.copy.cuda import CudaCopyEngine
 from vllm_nvmeof_offload.copy.driver import CudaError
-from vllm_nvmeof_offload.copy.pinning import StagingPinning
+from vllm_nvmeof_offload.copy.pinning import Readiness, StagingPinning
 from vllm_nvmeof_offload.copy.select import Cell
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.staging import StagingMap, populate, prefer_node

@@ -108,7 +108,7 @@ def test_nobody_measures_beside_another_process(
 ) -> None:
     measured = _Measured(monkeypatch)
     assert _ask(lock_wait_s=0.0) == [] and not measured.times
-    assert "DMA carries everything this time" in caplog.text
+    assert "copies by DMA only" in caplog.text
     with pytest.raises(EngineError, match="another process"):
         calibrate_again(FakeCuda(), lock_wait_s=0.0)
 
