@@ -3,7 +3,7 @@
 // the copy engines. NVRTC compiles this at run time; nothing is included. No thread waits for
 // another one, and no two pieces overlap.
 //
-// The ladder: `copy_blocks_reference` says what is right; `copy_blocks` is what runs.
+// The ladder: `copy_blocks_reference` defines the result; `copy_blocks` is the one that runs.
 
 typedef unsigned long long u64;
 
@@ -14,7 +14,7 @@ struct Piece {
   u64 bytes;
 };
 
-// A byte a thread; a thread block a piece.
+// One byte per thread, one piece per thread block.
 extern "C" __global__ void copy_blocks_reference(const Piece* pieces, u64 count) {
   for (u64 i = blockIdx.x; i < count; i += gridDim.x) {
     char* destination = reinterpret_cast<char*>(pieces[i].destination);
@@ -26,8 +26,8 @@ extern "C" __global__ void copy_blocks_reference(const Piece* pieces, u64 count)
 
 // One warp copies `bytes`. kWordsInFlight words of each lane are on their way before the first
 // is stored: PCIe's bandwidth is bytes in flight over its round trip, and only few thread
-// blocks run, so that the model keeps its multiprocessors. Marked as streaming, since nobody
-// reads the bytes again soon: they should not push the model's data out of the L2 cache.
+// blocks run, so that the model keeps its multiprocessors. The accesses are marked as streaming:
+// the bytes are not read again soon and should not push the model's data out of the L2 cache.
 constexpr int kLanes = 32;
 constexpr int kWordsInFlight = 8;
 
@@ -50,13 +50,13 @@ __device__ void copy_by(char* destination, const char* source, u64 bytes, unsign
 }
 
 // A warp takes one part after another; the host has cut long pieces, so that all parts are short
-// and every warp has work. The table lies in host memory: the row of the next part is on its way
-// while this one is copied, else each part would begin with a round trip.
+// and every warp has work. The table is in host memory: the row of the next part is on its way
+// while this one is copied; otherwise each part would begin with a round trip.
 extern "C" __global__ void copy_blocks(const Piece* parts, u64 count) {
   const unsigned lane = threadIdx.x % kLanes;
-  const u64 warps_a_block = blockDim.x / kLanes;
-  const u64 step = gridDim.x * warps_a_block;
-  u64 i = blockIdx.x * warps_a_block + threadIdx.x / kLanes;
+  const u64 warps_per_block = blockDim.x / kLanes;
+  const u64 step = gridDim.x * warps_per_block;
+  u64 i = blockIdx.x * warps_per_block + threadIdx.x / kLanes;
   if (i >= count) return;
   Piece next = parts[i];
   while (i < count) {

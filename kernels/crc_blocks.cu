@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// CRC-32C of parts of GPU memory, a warp a part. NVRTC compiles this at run time; nothing is
-// included. The host cuts pieces into parts and joins their CRCs (copy/crc.py).
+// CRC-32C of parts of GPU memory, one warp per part. NVRTC compiles this at run time; nothing is
+// included. The host cuts pieces into parts and joins their CRCs (crc_kernel.py of the benchmarks).
 //
-// A CRC without its first and last inversion is linear: of what several lanes read it is the xor
-// of what each of them read, followed by as many zero bytes as come behind. So each lane writes
+// A CRC without its first and last inversion is linear: the CRC of what several lanes read is the
+// xor of the CRCs of what each read with the zero bytes that come behind. So each lane writes
 // one word for each part, out[32 * part + lane], and the host takes the xor of 32.
 //
-// The ladder: `crc_blocks_reference` says what is right; `crc_blocks` is what runs.
+// The ladder: `crc_blocks_reference` defines the result; `crc_blocks` is the one that runs.
 
 typedef unsigned long long u64;
 
@@ -19,10 +19,10 @@ struct Part {
 constexpr int kLanes = 32;
 constexpr int kNibbles = 8;
 constexpr int kValues = 16;
-// A stripe is a 16-byte word of each lane: 512 bytes. So many stripes are read ahead.
+// A stripe is a 16-byte word of each lane: 512 bytes. This many stripes are read ahead.
 constexpr int kAhead = 4;
 
-// A thread a part, a bit at a time.
+// One thread per part, one bit at a time.
 extern "C" __global__ void crc_blocks_reference(const Part* parts, u64 count, const unsigned*,
                                                 unsigned* out) {
   const u64 first = blockIdx.x * static_cast<u64>(blockDim.x) + threadIdx.x;
@@ -47,7 +47,7 @@ __device__ unsigned advance(const unsigned* mine, unsigned crc) {
   return found;
 }
 
-// Another number of zero bytes, by what each bit of `crc` becomes. Once or a few times a part.
+// Another number of zero bytes, by what each bit of `crc` becomes. Once or a few times per part.
 __device__ unsigned by_columns(const unsigned* columns, unsigned crc) {
   unsigned found = 0;
 #pragma unroll 8
@@ -55,8 +55,9 @@ __device__ unsigned by_columns(const unsigned* columns, unsigned crc) {
   return found;
 }
 
-// tables: uint32, as `copy.crc.kernel_tables` makes them: [8][16] for 512 zero bytes, [32] for 4,
-// and [32 lanes][32] for what of a stripe comes behind a lane's word. At most 1024 threads a block.
+// tables: uint32, as `crc_kernel.kernel_tables` makes them: [8][16] for 512 zero bytes, [32] for 4,
+// and [32 lanes][32] for what comes behind a lane's word in a stripe. At most 1024 threads
+// per block.
 extern "C" __global__ void crc_blocks(const Part* parts, u64 count, const unsigned* tables,
                                       unsigned* out) {
   __shared__ unsigned table[kNibbles * kValues * kLanes];

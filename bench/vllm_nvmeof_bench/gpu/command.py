@@ -13,6 +13,7 @@ from vllm_nvmeof_bench.bar import OnProgress, progress
 from vllm_nvmeof_bench.gpu import report
 from vllm_nvmeof_bench.gpu.conditions import conditions
 from vllm_nvmeof_bench.gpu.crc import measure_crc
+from vllm_nvmeof_bench.gpu.crc_kernel import CRC_BLOCKS, KERNEL_NAME
 from vllm_nvmeof_bench.gpu.disk import measure_disk
 from vllm_nvmeof_bench.gpu.loops import measure_loops
 from vllm_nvmeof_bench.gpu.measure import measure as measure_copies
@@ -23,7 +24,6 @@ from vllm_nvmeof_bench.gpu.targets import Row, evaluate
 from vllm_nvmeof_bench.gpu.theirs import load_theirs
 from vllm_nvmeof_bench.gpu.world import World
 from vllm_nvmeof_bench.pool.settings import BenchError
-from vllm_nvmeof_offload.copy.crc import CRC_BLOCKS, KERNEL_NAME
 from vllm_nvmeof_offload.copy.driver import Cuda
 from vllm_nvmeof_offload.copy.nvrtc import compile_kernels
 from vllm_nvmeof_offload.errors import EngineError

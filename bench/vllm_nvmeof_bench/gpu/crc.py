@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 
+from vllm_nvmeof_bench.gpu.crc_kernel import CrcKernel, cut_chunks, join
 from vllm_nvmeof_bench.gpu.loops import matrix_step, steps_per_s
 from vllm_nvmeof_bench.gpu.samples import Sample
 from vllm_nvmeof_bench.gpu.settings import Settings
 from vllm_nvmeof_bench.gpu.world import World
 from vllm_nvmeof_bench.pool.settings import BenchError
-from vllm_nvmeof_offload.copy.crc import CrcKernel, cut_chunks, join
 
 __all__ = ["measure_crc"]
 

@@ -19,6 +19,7 @@ pytest.importorskip("vllm_nvmeof_bench")
 
 from vllm_nvmeof_bench.gpu.conditions import conditions
 from vllm_nvmeof_bench.gpu.crc import measure_crc
+from vllm_nvmeof_bench.gpu.crc_kernel import KERNEL_NAME
 from vllm_nvmeof_bench.gpu.disk import measure_disk
 from vllm_nvmeof_bench.gpu.loops import measure_loops
 from vllm_nvmeof_bench.gpu.measure import ARMS, measure
@@ -31,7 +32,6 @@ from vllm_nvmeof_bench.pool.settings import BenchError
 
 from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
-from vllm_nvmeof_offload.copy.crc import KERNEL_NAME
 from vllm_nvmeof_offload.copy.cuda import DmaCopier
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.units import KIB, MIB

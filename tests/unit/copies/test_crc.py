@@ -16,10 +16,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("crc32c", reason="it is the reference")
 from crc32c import crc32c
-
-from tests.unit.copies.fake_cuda import FakeCuda
-from tests.unit.copies.test_kernel import ARCHITECTURES, needs_nvrtc
-from vllm_nvmeof_offload.copy.crc import (
+from vllm_nvmeof_bench.gpu.crc_kernel import (
     CRC_BLOCKS,
     KERNEL_NAME,
     STRIPE_BYTES,
@@ -28,6 +25,9 @@ from vllm_nvmeof_offload.copy.crc import (
     join,
     kernel_tables,
 )
+
+from tests.unit.copies.fake_cuda import FakeCuda
+from tests.unit.copies.test_kernel import ARCHITECTURES, needs_nvrtc
 from vllm_nvmeof_offload.copy.nvrtc import compile_kernels, kernel_source
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.units import KIB, MIB

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CRC-32C of chunks in GPU memory, made by the GPU: the host's half of `kernels/crc_blocks.cu`.
+"""CRC-32C of chunks in GPU memory, computed by the GPU: the host's half of `kernels/crc_blocks.cu`.
 
-The kernel gives the CRC of short parts without its first and last inversion; parts are joined
-here. Only `bench copy --parts crc` uses this yet.
+The kernel returns the CRC of short parts without its first and last inversion; parts are joined
+here. Servers do not use this yet.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = [
 #: The file of the kernel, and its name in there.
 CRC_BLOCKS = "crc_blocks.cu"
 KERNEL_NAME = "crc_blocks"
-#: What a warp reads at once: pieces must be whole numbers of it.
+#: Bytes that a warp reads at once: sizes of pieces must be multiples of it.
 STRIPE_BYTES = 512
 _ALIGNMENT = 16
-#: Of one part, which a warp takes; a multiple of a stripe.
+#: Bytes of one part, which one warp takes; a multiple of a stripe.
 _PART_BYTES_MAX = 64 * KIB
-#: Of one launch, as for copies: its blocks keep their multiprocessors until it ends.
+#: Bytes of one launch, as for copies: its blocks keep their multiprocessors until it ends.
 _LAUNCH_BYTES_MAX = 8 * MIB
 _THREADS = 256
 _LANES = 32
@@ -50,7 +50,7 @@ _Rows = npt.NDArray[np.uint64]
 
 @functools.cache
 def _zeros(count: int) -> _Words:
-    """uint32[32]: what each bit of a CRC becomes when `count` zero bytes follow."""
+    """Return uint32[32]: what each bit of a CRC becomes when `count` zero bytes follow."""
     if count == 0:
         return np.uint32(1) << np.arange(32, dtype=np.uint32)
     if count == 1:
@@ -72,13 +72,13 @@ def _apply(columns: _Words, values: _Words) -> _Words:
 
 @functools.cache
 def _by_bytes(count: int) -> list[list[int]]:
-    """The same as `_zeros`, as a table of 256 for each of the four bytes of a CRC."""
+    """Return the same as `_zeros`, as a table of 256 for each of the four bytes of a CRC."""
     values = np.arange(256, dtype=np.uint32)
     return [_apply(_zeros(count), values << np.uint32(8 * at)).tolist() for at in range(4)]
 
 
 def kernel_tables() -> _Words:
-    """What the kernel looks up; its source says in which order."""
+    """Return the kernel's tables, in the order that its source names."""
     values = np.arange(16, dtype=np.uint32)
     nibbles = [_apply(_zeros(STRIPE_BYTES), values << np.uint32(4 * at)) for at in range(8)]
     behind = [_zeros(16 * (_LANES - 1 - lane)) for lane in range(_LANES)]
@@ -86,7 +86,7 @@ def kernel_tables() -> _Words:
 
 
 def cut_chunks(chunks: Sequence[_Rows]) -> tuple[_Rows, list[int]]:
-    """(uint64[n, 2] of (address, bytes) of parts, how many parts each chunk has).
+    """Return (uint64[n, 2] of (address, bytes) of parts, the number of parts of each chunk).
 
     chunks: each uint64[m, 2], the (address, bytes) of its pieces in their order.
 
@@ -116,7 +116,7 @@ def cut_chunks(chunks: Sequence[_Rows]) -> tuple[_Rows, list[int]]:
 
 
 def join(words: _Words, sizes: npt.NDArray[np.uint64], counts: Sequence[int]) -> list[int]:
-    """CRC-32C of each chunk. words: uint32[n, 32], of the kernel; sizes: of its n parts."""
+    """Return each chunk's CRC-32C. words: the kernel's uint32[n, 32]; sizes: of its n parts."""
     raw = np.bitwise_xor.reduce(words, axis=1).tolist()
     lengths = sizes.tolist()
     found: list[int] = []
@@ -133,7 +133,7 @@ def join(words: _Words, sizes: npt.NDArray[np.uint64], counts: Sequence[int]) ->
 
 
 class CrcKernel:
-    """parts_max: of one call. blocks_max: thread blocks of one launch. One call at a time."""
+    """parts_max: parts of one call. blocks_max: thread blocks of one launch. One call at a time."""
 
     def __init__(self, cuda: Cuda, kernel: int, parts_max: int, blocks_max: int = 4) -> None:
         self._cuda = cuda
@@ -152,7 +152,7 @@ class CrcKernel:
         ctypes.memmove(self._tables_at, tables.ctypes.data, tables.nbytes)
 
     def submit(self, parts: _Rows, stream: int) -> None:
-        """Start on `stream`. parts: of `cut_chunks`, at most `parts_max`; see `words`."""
+        """Start on `stream`. parts: from `cut_chunks`, at most `parts_max`; see `words`."""
         assert len(parts) <= self.parts_max
         self._rows[: len(parts)] = parts
         ends = np.cumsum(parts[:, 1])
@@ -175,9 +175,9 @@ class CrcKernel:
             first, done = last, int(ends[last - 1])
 
     def words(self, count: int) -> _Words:
-        """uint32[count, 32], for `join`, when the stream has passed the submitted work."""
+        """Return uint32[count, 32] for `join`, when the stream has passed the submitted work."""
         return self._words[:count]
 
     def close(self) -> None:
-        """Only when nothing is under way."""
+        """Call only when nothing is under way."""
         self._cuda.free_host(self._memory)
