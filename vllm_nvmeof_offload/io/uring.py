@@ -23,14 +23,7 @@ from vllm_nvmeof_offload.errors import (
     Outcome,
     io_error,
 )
-from vllm_nvmeof_offload.io.base import (
-    Completion,
-    IoKind,
-    IoLimits,
-    IoOp,
-    allowed_cpus,
-    reset_pool,
-)
+from vllm_nvmeof_offload.io.base import Completion, IoKind, IoLimits, IoOp, allowed_cpus, reset_pool
 from vllm_nvmeof_offload.native import WHY_NOT, core
 from vllm_nvmeof_offload.units import PAGE_BYTES
 
@@ -280,11 +273,6 @@ class UringIoEngine:
     def kick(self) -> None:
         """Let the I/O threads look at their queues again, because a test's gate has opened."""
         self._core.kick()
-
-    def figures(self) -> list[dict[str, int]]:
-        """Return per target: slots, bytes, short transfers, system calls, queues."""
-        rows: list[dict[str, int]] = self._core.figures()
-        return rows
 
     def _reset_ended(self, token: int, lifted: int, outcome: Outcome) -> None:
         stamp = self._pool.stamp

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The native I/O core, where it was built and loads; else why not.
 
-Everything works without it, slower: `core` is then None, and `WHY_NOT` says what is missing.
+Without it everything works, but slower: `core` is then None, and `WHY_NOT` names the cause.
 """
 
 from __future__ import annotations

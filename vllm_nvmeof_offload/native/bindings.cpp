@@ -89,23 +89,6 @@ std::vector<Found> poll(Engine& engine, int64_t now_ns) {
   return found;
 }
 
-nb::list figures(const Engine& engine) {
-  nb::list all;
-  for (const Figures& one : engine.figures()) {
-    nb::dict row;
-    row["reads"] = one.reads;
-    row["writes"] = one.writes;
-    row["read_bytes"] = one.read_bytes;
-    row["written_bytes"] = one.written_bytes;
-    row["short_transfers"] = one.short_transfers;
-    row["enters"] = one.enters;
-    row["queued"] = one.queued;
-    row["in_flight"] = one.in_flight;
-    all.append(row);
-  }
-  return all;
-}
-
 using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ConstBytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Slots = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -185,8 +168,7 @@ NB_MODULE(_native, m) {
           [](Engine& engine, double timeout_s) {
             return engine.close(std::chrono::nanoseconds(static_cast<int64_t>(timeout_s * 1e9)));
           },
-          nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>())
-      .def("figures", &figures);
+          nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>());
 
   m.def("probe_ring", [](int fd, uintptr_t address, size_t bytes, bool registered) {
     Ring(32, {pointer(address), bytes}, fd, kPageBytes, {registered, -1}).enable();

@@ -134,10 +134,4 @@ bool Engine::close(std::chrono::nanoseconds timeout) {
   return ended;
 }
 
-std::vector<Figures> Engine::figures() const {
-  std::vector<Figures> all;
-  for (const auto& target : targets_) all.push_back(target->figures());
-  return all;
-}
-
 }  // namespace nvmeof

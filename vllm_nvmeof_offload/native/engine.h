@@ -46,7 +46,6 @@ class Engine {
   // Cancel what has not started and wait for the rest. False: the kernel still has some of it;
   // then threads, descriptors and memory must stay.
   bool close(std::chrono::nanoseconds timeout);
-  std::vector<Figures> figures() const;
 
  private:
   struct Timer;

@@ -158,14 +158,6 @@ bool TargetRing::wait_ended(std::chrono::nanoseconds timeout) {
   return ended_.wait_for(lock, timeout, [this] { return threads_ == 0; });
 }
 
-Figures TargetRing::figures() {
-  std::lock_guard lock(mutex_);
-  Figures figures = figures_;
-  figures.queued = queued_;
-  figures.in_flight = reads_.pieces + writes_.pieces;
-  return figures;
-}
-
 // ---- under the mutex --------------------------------------------------------------------
 
 const std::deque<TargetRing::Op*>& TargetRing::queue_of(Urgency urgency) const {
@@ -256,11 +248,6 @@ void TargetRing::finish(Op& op, Code code, int error) {
   if (op.phase == Phase::kQueued) --queued_;
   leave_queue(op);
   if (op.phase == Phase::kOverdue) code = Code::kReleased;
-  if (code == Code::kOk) {
-    const bool read = op.request.kind == Kind::kRead;
-    ++(read ? figures_.reads : figures_.writes);
-    (read ? figures_.read_bytes : figures_.written_bytes) += limits_.slot_bytes;
-  }
   const Completion completion{op.request.token, code, error, true};
   ops_.erase(op.request.token);
   setup_.completions->push(completion);
@@ -284,7 +271,6 @@ bool TargetRing::goes_on(Piece* piece, int result) {
     if (whole > piece->done) {
       piece->done = whole;
       piece->retries = 0;
-      ++figures_.short_transfers;
       return true;
     }
   }
@@ -372,7 +358,6 @@ void TargetRing::loop(Ring& ring) {
       pieces.insert(pieces.end(), ready, gated_.end());
       gated_.erase(ready, gated_.end());
       busy = take_pieces(pieces) || busy;
-      ++figures_.enters;
     }
     ring.use(slab_fd);
     issue(ring, pieces);

@@ -4,8 +4,9 @@
 // An operation is cut into pieces. Operations start by urgency; within one, first come, first
 // served. While reads wait or run, few write bytes are in flight. The ring's thread seals writes
 // before their first piece and verifies reads after their last, while the kernel has enough to do:
-// devices complete in bursts, and after a burst nothing may delay their next pieces. A second thread
-// writes table entries, because a buffered `pwrite` may wait for a journal, and reads must not.
+// devices complete in bursts, and after a burst nothing may delay their next pieces. A second
+// thread writes table entries, because a buffered `pwrite` may wait for a journal, and reads must
+// not wait with it.
 #pragma once
 
 #include <sched.h>
@@ -59,7 +60,6 @@ class TargetRing {
   bool wait_ended(std::chrono::nanoseconds timeout);
 
   size_t queued() const { return queued_.load(); }
-  Figures figures();
 
  private:
   enum class Phase : uint8_t { kQueued, kRunning, kOverdue };
@@ -148,7 +148,6 @@ class TargetRing {
   Target target_;
   bool closing_ = false;
   unsigned threads_ = 2;
-  Figures figures_;
 };
 
 }  // namespace nvmeof

@@ -125,14 +125,6 @@ struct Memory {
   size_t bytes = 0;
 };
 
-struct Figures {
-  uint64_t reads = 0, writes = 0;              // slots that ended with kOk
-  uint64_t read_bytes = 0, written_bytes = 0;  // bytes of those
-  uint64_t short_transfers = 0;                // requeued remainders
-  uint64_t enters = 0;                         // io_uring_enter calls
-  uint64_t queued = 0, in_flight = 0;          // now: operations, pieces
-};
-
 // Completions for the caller, and the eventfd that is readable while there are some.
 class CompletionQueue {
  public:
