@@ -24,7 +24,7 @@ import numpy as np
 from tests.fabric.loadspec import LoadSpec, OpEnd
 from vllm_nvmeof_offload.copy.base import Descriptors
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
-from vllm_nvmeof_offload.io.base import IoLimits
+from vllm_nvmeof_offload.io.base import IoLimits, Waker
 from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.manager.eviction import LruPolicy
 from vllm_nvmeof_offload.manager.tiers import Targets
@@ -49,7 +49,7 @@ from vllm_nvmeof_offload.targets.reattach import Attachments, Caretaker, TargetW
 from vllm_nvmeof_offload.units import KIB, MIB
 from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
-from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
+from vllm_nvmeof_offload.worker.runner import PipelineRunner
 
 __all__ = ["run_load"]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import OK, Outcome
 from vllm_nvmeof_offload.fabric.discover import mount_of, read_mounts
+from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import (
     Command,
@@ -30,7 +31,7 @@ from vllm_nvmeof_offload.targets.health import TargetHealth, Verdict
 from vllm_nvmeof_offload.targets.reattach import Attachments, Caretaker, TargetWatch
 from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
-from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
+from vllm_nvmeof_offload.worker.runner import PipelineRunner
 
 from .kit import WAIT_S, Bench, name
 

@@ -15,7 +15,7 @@ from tests.gpu.device import Device
 from tests.gpu.rig import Rig
 from vllm_nvmeof_offload.copy.base import Descriptors
 from vllm_nvmeof_offload.copy.select import Backend
-from vllm_nvmeof_offload.io.base import NoIoEngine
+from vllm_nvmeof_offload.io.base import NoIoEngine, Waker
 from vllm_nvmeof_offload.protocol import (
     LoadChunk,
     LoadCommand,
@@ -25,7 +25,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
-from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
+from vllm_nvmeof_offload.worker.runner import PipelineRunner
 
 ROUNDS = 40
 #: The runner looks unasked once a second: a lost bell costs a second a copy.

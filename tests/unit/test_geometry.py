@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
-from vllm_nvmeof_offload.worker.runner import Waker
+from vllm_nvmeof_offload.io.base import Waker
 
 BLOCKS = 12
 

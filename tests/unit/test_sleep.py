@@ -17,7 +17,7 @@ from tests.gpu.device import StubDevice
 from tests.gpu.rig import Rig
 from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload.copy.select import Backend
-from vllm_nvmeof_offload.io.base import NoIoEngine
+from vllm_nvmeof_offload.io.base import NoIoEngine, Waker
 from vllm_nvmeof_offload.protocol import SlotIdentity, StoreChunk, StoreCommand
 from vllm_nvmeof_offload.vllm_adapter.lifecycle import SleepHooks
 from vllm_nvmeof_offload.vllm_adapter.messages import ChunkStoreSpec
@@ -25,7 +25,7 @@ from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 from vllm_nvmeof_offload.worker.build import RankWorker
 from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
-from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
+from vllm_nvmeof_offload.worker.runner import PipelineRunner
 
 WAIT_S = 120
 

@@ -231,11 +231,7 @@ def calibrate_again(cuda: Cuda, lock_wait_s: float = _LOCK_WAIT_S_MAX) -> list[C
 
 
 def _measured(
-    cuda: Cuda,
-    dma: DmaCopier,
-    kernel: KernelCopier,
-    scratch: tuple[int, int],
-    budget_s: float,
+    cuda: Cuda, dma: DmaCopier, kernel: KernelCopier, scratch: tuple[int, int], budget_s: float
 ) -> list[Cell]:
     started_s = time.perf_counter()
     try:

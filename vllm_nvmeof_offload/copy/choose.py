@@ -141,7 +141,5 @@ def open_device(device: str) -> KvDevice:
     except RuntimeError as error:  # torch raises it for every cause
         raise EngineError(f"CUDA cannot be used here: {error}") from None
     return KvDevice(
-        cuda,
-        lambda: int(torch.cuda.current_stream().cuda_stream),
-        gpu_warnings(cuda.facts.uuid),
+        cuda, lambda: int(torch.cuda.current_stream().cuda_stream), gpu_warnings(cuda.facts.uuid)
     )

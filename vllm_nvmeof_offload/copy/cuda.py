@@ -466,7 +466,7 @@ class CudaCopyEngine:
             self._on_done()
 
     def _launch_held(self) -> None:
-        """Before the end: no ticket comes later, so the GPU itself may wait for fences."""
+        """Launch all held tickets at `close`: none comes later, so the GPU may wait for fences."""
         held, self._held = self._held, []
         for ticket in held:
             if self._pins.readiness(ticket.pieces[:, 1]) is Readiness.READY:

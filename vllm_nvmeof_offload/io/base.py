@@ -21,6 +21,7 @@ import contextlib
 import enum
 import errno
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -39,6 +40,7 @@ __all__ = [
     "IoLimits",
     "IoOp",
     "NoIoEngine",
+    "Waker",
     "allowed_cpus",
     "reset_pool",
     "unbind_this_thread",
@@ -148,20 +150,36 @@ class IoEngine(Protocol):
         """Stop; True if nothing is left in flight (else threads and buffers are left behind)."""
 
 
+class Waker:
+    """An eventfd that any thread can set; closed when the last reference to this is gone."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self.fd).atexit = False
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # the counter is full: awake already
+            os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+
+
 class NoIoEngine:
     """The engine of a server without a pool: completes resets, refuses the rest with ENODEV."""
 
     name = "none"
 
     def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._waker = Waker()
         self._done: list[Completion] = []
 
     def submit(self, ops: Sequence[IoOp]) -> int:
         for op in ops:
             outcome = OK if op.kind is IoKind.RESET else io_error(errno.ENODEV)
             self._done.append(Completion(op.token, outcome))
-        os.eventfd_write(self._fd, 1)
+        self._waker.wake()
         return len(ops)
 
     def cancel(self, tokens: Sequence[int]) -> None:
@@ -171,16 +189,14 @@ class NoIoEngine:
         return
 
     def poll(self) -> list[Completion]:
+        self._waker.clear()
         done, self._done = self._done, []
-        if done:
-            os.eventfd_read(self._fd)
         return done
 
     def fileno(self) -> int:
-        return self._fd
+        return self._waker.fd
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        os.close(self._fd)
         return True
 
 

@@ -18,7 +18,6 @@ that the inner engine's own check must see it. The two negative controls change 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import logging
@@ -28,13 +27,12 @@ import random
 import select
 import threading
 import time
-import weakref
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, ConfigError, io_error
-from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoKind, IoOp
+from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoKind, IoOp, Waker
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 
@@ -94,7 +92,7 @@ class FaultPlan:
 
     @property
     def fired(self) -> dict[str, int]:
-        """How often each knob has fired."""
+        """Counts of firing, by knob."""
         return dict(self._fired)
 
     def set(self, **knobs: object) -> None:
@@ -225,12 +223,11 @@ class FaultyIoEngine:
         self._forwarded: dict[int, IoOp] = {}
         self._completions: list[Completion] = []
         self._last_payload: bytes | None = None
-        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._event_fd).atexit = False
+        self._waker = Waker()
         # Readable when either the inner engine or this one has completions.
         self._epoll = select.epoll()
         self._epoll.register(inner.fileno(), select.EPOLLIN)
-        self._epoll.register(self._event_fd, select.EPOLLIN)
+        self._epoll.register(self._waker.fd, select.EPOLLIN)
         self._closed = threading.Event()
         threading.Thread(target=self._tick, name="io-faults", daemon=True).start()
 
@@ -292,8 +289,7 @@ class FaultyIoEngine:
 
     def poll(self) -> list[Completion]:
         self.plan.refresh()
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._event_fd)
+        self._waker.clear()
         self._release_held()
         for completion in self._inner.poll():
             op = self._forwarded.get(completion.token)
@@ -339,13 +335,13 @@ class FaultyIoEngine:
 
     def _complete(self, completion: Completion) -> None:
         self._completions.append(completion)
-        os.eventfd_write(self._event_fd, 1)
+        self._waker.wake()
 
     def _tick(self) -> None:
         """Wake the caller now and then: held operations wait for the clock or for a knob."""
         while not self._closed.wait(_TICK_S):
             if self._held:
-                os.eventfd_write(self._event_fd, 1)
+                self._waker.wake()
 
     def _payload(self, op: IoOp) -> memoryview:
         start = op.address - self._base_address + HEADER_BYTES

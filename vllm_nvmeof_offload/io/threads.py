@@ -9,14 +9,12 @@ there are enough without it, it ends.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import errno
 import heapq
 import os
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,6 +25,7 @@ from vllm_nvmeof_offload.io.base import (
     IoKind,
     IoLimits,
     IoOp,
+    Waker,
     reset_pool,
     unbind_this_thread,
 )
@@ -316,9 +315,7 @@ class ThreadsIoEngine:
         self._overdue = 0
         self._threads_alive = 0
         self._closed = False
-        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Its threads keep the engine alive: this runs when the last one has ended.
-        weakref.finalize(self, os.close, self._event_fd).atexit = False
+        self._waker = Waker()  # the threads keep it open until the last one has ended
         with self._lock:
             for _ in range(limits.threads):
                 self._start_thread()
@@ -368,15 +365,14 @@ class ThreadsIoEngine:
 
     def poll(self) -> list[Completion]:
         # Clear the event before looking: what completes in between signals it again.
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._event_fd)
+        self._waker.clear()
         with self._lock:
             self._expire()
             completions, self._completions = self._completions, []
             return completions
 
     def fileno(self) -> int:
-        return self._event_fd
+        return self._waker.fd
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Stop. False: threads hang in the kernel; then keep the pool's descriptors open too
@@ -394,7 +390,7 @@ class ThreadsIoEngine:
 
     def _complete(self, completion: Completion) -> None:
         self._completions.append(replace(completion, ended_s=self._clock()))
-        os.eventfd_write(self._event_fd, 1)
+        self._waker.wake()
 
     def _end_queued(self, state: OpState, outcome: Outcome) -> None:
         self._queues.remove(state)

@@ -21,7 +21,7 @@ from vllm_nvmeof_offload.config import (
 from vllm_nvmeof_offload.copy.base import CopyEngine
 from vllm_nvmeof_offload.copy.choose import open_device
 from vllm_nvmeof_offload.copy.geometry import ChunkGeometry
-from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, NoIoEngine
+from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, NoIoEngine, Waker
 from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.io.faults import FaultPlan, FaultyIoEngine
 from vllm_nvmeof_offload.names import LOGGER_NAME
@@ -35,7 +35,7 @@ from vllm_nvmeof_offload.targets.reattach import Attachments, Caretaker, TargetW
 from vllm_nvmeof_offload.units import slot_stride_bytes
 from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
-from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
+from vllm_nvmeof_offload.worker.runner import PipelineRunner
 
 __all__ = ["RankIdentity", "RankWorker", "build_worker"]
 
@@ -96,11 +96,7 @@ def build_worker(
     cache_slots, stream_slots = split_slots(staging_bytes, slot_bytes, settings.stream_slots)
     pool = _open_pool(settings, geometry.payload_bytes, identity, pool_bytes)
     staging = Staging(
-        slot_bytes,
-        cache_slots,
-        stream_slots,
-        _log_progress("pinned memory"),
-        kv_device.numa_node,
+        slot_bytes, cache_slots, stream_slots, _log_progress("pinned memory"), kv_device.numa_node
     )
     waker = Waker()
     copy, copy_fallbacks = kv_device.copy_engine(

@@ -87,7 +87,7 @@ class TargetQueue:
 
 @dataclass(frozen=True, slots=True)
 class IoEvent:
-    """What happened to a task. outcome None: the late release of one whose outcome came before."""
+    """An event of a task. outcome None: the late release of one whose outcome came before."""
 
     task: Task
     outcome: Outcome | None

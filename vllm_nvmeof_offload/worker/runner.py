@@ -7,37 +7,21 @@ only in `wait`, for copies that vLLM must see finished.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import select
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from vllm_nvmeof_offload.errors import EngineError
+from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.protocol import Report
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.tasks import FinishedJob
 
-__all__ = ["PipelineRunner", "Waker"]
+__all__ = ["PipelineRunner"]
 
 #: Deadlines wake the I/O engine's eventfd; this is only a backstop.
 _POLL_MS = 1000
-
-
-class Waker:
-    """An eventfd that any thread can set."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-
-    def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the counter is full: awake already
-            os.eventfd_write(self.fd, 1)
-
-    def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
 
 
 class PipelineRunner:

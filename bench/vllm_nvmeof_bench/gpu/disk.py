@@ -22,7 +22,7 @@ from vllm_nvmeof_bench.tier.load import measure_arm
 from vllm_nvmeof_bench.tier.rig import Rig
 from vllm_nvmeof_offload.copy.choose import choose_copy_engine
 from vllm_nvmeof_offload.copy.driver import Cuda
-from vllm_nvmeof_offload.worker.runner import Waker
+from vllm_nvmeof_offload.io.base import Waker
 
 __all__ = ["GpuRig", "measure_disk"]
 

@@ -24,7 +24,7 @@ from vllm_nvmeof_bench.tier.settings import Settings
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
-from vllm_nvmeof_offload.io.base import IoEngine, IoKind, IoLimits, IoOp
+from vllm_nvmeof_offload.io.base import IoEngine, IoKind, IoLimits, IoOp, Waker
 from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
@@ -43,7 +43,7 @@ from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import HEADER_BYTES
 from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
-from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
+from vllm_nvmeof_offload.worker.runner import PipelineRunner
 
 __all__ = ["NO_PIECES", "Rig"]
 
