@@ -26,7 +26,7 @@ def rows(metrics: Mapping[str, Metric], kind: str) -> list[str]:
     out = []
     for metric in metrics.values():
         labels = "; ".join(
-            f"`{one.name}`: {', '.join(one.values) or one.of}" for one in metric.labels
+            f"`{one.name}`: {', '.join(one.values) or one.source}" for one in metric.labels
         )
         name = exported(metric, kind)
         out.append(f"| `{name}` | {kind} | {metric.unit} | {labels or '–'} | {metric.help} |")

@@ -235,14 +235,9 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
 
     @timed
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        resume = self._waiting.resumes.resumed(request.request_id)
-        if resume is not None:
-            self._manager.figures.count_resume(resume)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self._old_kv.admitted(request, blocks, num_external_tokens)
-        attempt = self._waiting.allocated(request.request_id)
-        if attempt is not None:
-            self._manager.figures.count_attempt(attempt)
+        self._waiting.allocated(request.request_id)
 
     @timed
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:

@@ -1,90 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and meaning of what this package exports through vLLM's `/metrics`.
+"""Every metric that this package exports through vLLM's `/metrics`: name, kind, unit, labels, HELP.
 
-Every name that is emitted must be declared here: vLLM drops, or dies of, any other.
-docs/METRICS.md is made from this module by `tools/metrics_doc.py`; a test holds them together.
-
-What a metric is, and how a table of them is written.
-
-How things stand: the gauges of `metrics.py`, and what `config_info` says.
+A metric has one name: the code counts under it, and `/metrics` shows it behind `PREFIX` (a
+counter also with `_total`). vLLM drops a metric that is not declared here, or fails because of it.
+tools/metrics_doc.py makes docs/METRICS.md from this module; a test compares the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
 __all__ = [
     "CONFIG_LABELS",
     "COUNTERS",
-    "DIRECTION",
     "GAUGES",
-    "NO",
+    "METRICS",
     "PREFIX",
-    "TARGET",
-    "Label",
+    "Counts",
     "Metric",
-    "metrics",
-    "one_of",
+    "Series",
+    "exported",
+    "first_counts",
 ]
 
-
 PREFIX = "vllm:nvmeof_"
+
+#: One series of a metric: the metric's name; if it has labels, the name and the labels' values.
+Series = str | tuple[str, ...]
+
+
+class Counts(dict[Series, float]):
+    """Amounts by series; reading a series that was never counted gives 0."""
+
+    def __missing__(self, series: Series) -> float:
+        return 0
+
+    def add(self, others: Mapping[Series, float]) -> None:
+        for series, amount in others.items():
+            self[series] += amount
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """values: all it can have; none given: they come from the deployment, as `of` says."""
+    """values: all that the label can have; empty: they depend on the deployment, see `source`."""
 
     name: str
     values: tuple[str, ...] = ()
-    of: str = ""
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """name: with prefix, a counter's without `_total`. unit: what one of it is."""
+    """name: with `PREFIX`, without a counter's `_total`. kind: counter or gauge."""
 
     name: str
+    kind: str
     unit: str
+    labels: tuple[Label, ...]
     help: str
-    labels: tuple[Label, ...] = ()
 
     @property
     def label_names(self) -> tuple[str, ...]:
         return tuple(label.name for label in self.labels)
 
-    def series(self, targets: int) -> Sequence[tuple[str, ...]]:
-        """Label values of all series, with so many targets; none if they are not known ahead."""
-        values = [_TARGETS(targets) if one is TARGET else one.values for one in self.labels]
-        return list(product(*values))
 
+#: A target's number: its position in the list of targets, from 0.
+_TARGET = Label("target", source="number of a configured target")
+_DIRECTION = Label("direction", ("store", "load"))
+_TRANSFER = (_DIRECTION, Label("stage", ("gpu", "pool")))
+_OUTCOMES = ("io_error", "checksum_mismatch", "stale", "deadline", "cancelled")
 
-def _TARGETS(count: int) -> tuple[str, ...]:  # noqa: N802
-    return tuple(map(str, range(count)))
-
-
-#: A target's number: its place in the list of targets, from 0. `target_info` has its directory.
-TARGET = Label("target", of="the configured targets, by number")
-DIRECTION = Label("direction", ("store", "load"))
-
-
-def metrics(*rows: tuple[str, str, str, tuple[Label, ...]]) -> dict[str, Metric]:
-    """By name. rows: name without prefix, unit, meaning, labels."""
-    return {name: Metric(PREFIX + name, unit, text, labels) for name, unit, text, labels in rows}
-
-
-def one_of(name: str, *values: str) -> tuple[Label, ...]:
-    """One label, which has one of `values`."""
-    return (Label(name, values),)
-
-
-#: No labels.
-NO: tuple[Label, ...] = ()
-
-
-#: What `config_info` says, once a server: each fixed while it runs.
+#: The labels of `config_info`. Their values stay the same while a server runs.
 CONFIG_LABELS = (
     "version",
     "io_engine",
@@ -98,236 +86,202 @@ CONFIG_LABELS = (
     "adopts",
 )
 
-GAUGES = metrics(
-    # -- room
-    ("entries", "chunks", "Chunks in the index.", NO),
-    ("cache_slots", "slots", "Cache slots of the CPU tier.", NO),
-    ("cache_slots_used", "slots", "Cache slots taken.", NO),
-    (
-        "held_cache_slots",
-        "slots",
-        "Cache slots held for requests to come, by reason.",
-        one_of("reason", "reload", "queue"),
-    ),
-    ("stream_slots", "slots", "Stream slots, through which loads pass; all ranks.", NO),
-    ("stream_slots_used", "slots", "Stream slots taken, when the ranks last reported.", NO),
-    ("pool_slots", "slots", "Pool slots, without the retired ones.", NO),
-    ("pool_slots_used", "slots", "Pool slots taken.", NO),
-    ("slot_bytes", "bytes", "Size of a slot on one rank, header included.", NO),
-    ("capacity_tokens", "tokens", "Tokens that a tier holds.", one_of("tier", "cpu", "pool")),
-    # -- queues
-    ("writes_pending", "chunks", "Writes to the pool that were sent and not reported.", NO),
-    ("write_backlog", "chunks", "Chunks in the CPU tier that wait for their write.", NO),
-    (
-        "queued_operations",
-        "operations",
-        (
-            "Chunks that wait in the workers, all ranks, when they last reported: for a stream "
-            "slot; for their read, of a load or ahead of need; for their write."
-        ),
-        one_of("queue", "stream_slot", "read", "prefetch", "write"),
-    ),
-    (
-        "operations_in_flight",
-        "operations",
-        "Reads (load) and writes (store) with the I/O engine, likewise.",
-        (DIRECTION,),
-    ),
-    (
-        "requests_waiting",
-        "requests",
-        "Requests, preempted or in vLLM's queue, whose chunks are looked after.",
-        NO,
-    ),
-    (
-        "stores_suspended",
-        "requests",
-        (
-            "Running requests that are not stored because weights may have changed after a part "
-            "of their KV was computed. A request leaves when it ends or starts again."
-        ),
-        NO,
-    ),
-    # -- learned
-    (
-        "prefill_tokens_per_second",
-        "tokens/s",
-        "Learned: how fast prompts are computed; 0: unknown.",
-        NO,
-    ),
-    ("pool_read_bytes_per_second", "bytes/s", "Learned: of the slowest rank; 0: unknown.", NO),
-    (
-        "load_overhead_seconds",
-        "seconds",
-        "Learned: what a load from the pool takes beyond its bytes over the read rate.",
-        NO,
-    ),
-    (
-        "target_read_bytes_per_second",
-        "bytes/s",
-        "Learned: of the slowest rank, by target; 0: unknown.",
-        (TARGET,),
-    ),
-    (
-        "target_write_bytes_per_second",
-        "bytes/s",
-        "Learned: of the slowest rank, by target; 0: unknown.",
-        (TARGET,),
-    ),
-    # -- health
-    ("suspect_targets", "targets", "Targets that at least one rank finds suspect or gone.", NO),
-    (
-        "target_verdict",
-        "verdict",
-        "The worst rank's: 0 ok, 1 degraded, 2 suspect, 3 gone.",
-        (TARGET,),
-    ),
-    (
-        "fallbacks",
-        "parts",
-        (
-            "Parts that run slower than they could, as start-up said, all ranks: threads instead "
-            "of io_uring, unregistered memory, the page cache instead of O_DIRECT, GPU copies "
-            "without the batch call or the kernel."
-        ),
-        one_of("part", "io_uring", "registration", "o_direct", "copies"),
-    ),
-    # -- facts
-    ("adoption_seconds", "seconds", "What the slowest rank took to read its pool at start.", NO),
-    (
-        "target_info",
-        "1",
-        "Which directory a target is.",
-        (TARGET, Label("path", of="the configured targets")),
-    ),
-    (
-        "config_info",
-        "1",
-        "How this server runs, by its labels.",
-        tuple(Label(name, of="this server") for name in CONFIG_LABELS),
-    ),
-)
+_Row = tuple[str, str, tuple[Label, ...], str]
 
 
-_STAGES = (DIRECTION, Label("stage", ("gpu", "pool")))
-_OUTCOMES = ("io_error", "checksum_mismatch", "stale", "deadline", "cancelled")
+def _row(name: str, unit: str, labels: tuple[Label, ...], text: str) -> _Row:
+    return name, unit, labels, text
 
-COUNTERS = metrics(
+
+def _table(kind: str, *rows: _Row) -> dict[str, Metric]:
+    """Metrics by name."""
+    return {
+        name: Metric(PREFIX + name, kind, unit, labels, text) for name, unit, labels, text in rows
+    }
+
+
+def _one(name: str, *values: str) -> tuple[Label, ...]:
+    return (Label(name, values),)
+
+
+# fmt: off
+COUNTERS = _table(
+    "counter",
     # -- what requests find
-    (
-        "lookups",
-        "chunks",
-        "Chunks looked up, by the tier that had them.",
-        one_of("source", "cpu", "pool", "miss"),
-    ),
-    (
-        "loaded_tokens",
-        "tokens",
-        "Tokens whose KV a load was started for, by source.",
-        one_of("source", "cpu", "pool"),
-    ),
-    ("failed_load_tokens", "tokens", "Those of them that did not come: computed again.", NO),
-    ("declined_tokens", "tokens", "Tokens found and not loaded: computing was to be sooner.", NO),
-    (
-        "admissions",
-        "hits",
-        "Hits that vLLM went on with, by what was decided on them.",
-        one_of("decision", "load", "partial", "recompute"),
-    ),
-    ("loads_cut", "loads", "Loads cut off: computing would have been sooner by now.", NO),
+    _row("lookups", "chunks", _one("source", "cpu", "pool", "miss"),
+         "Chunks looked up, by the tier that had them."),
+    _row("loaded_tokens", "tokens", _one("source", "cpu", "pool"),
+         "Tokens whose KV a load was started for, by the tier it was loaded from."),
+    _row("failed_load_tokens", "tokens", (),
+         "Tokens whose load failed and which were recomputed."),
+    _row("declined_tokens", "tokens", (),
+         "Tokens found in a tier but recomputed because recomputing was expected to be faster."),
+    _row("admissions", "hits", _one("decision", "load", "partial", "recompute"),
+         "Hits for which vLLM then allocated GPU blocks, by the decision taken on them."),
+    _row("loads_cut", "loads", (),
+         "Loads cut off because recomputing would have been faster by then."),
     # -- preempted requests
-    ("preemptions", "requests", "Preemptions seen by the scheduler.", NO),
-    ("reloaded_tokens", "tokens", "Tokens of resumed, preempted requests that were loaded.", NO),
-    (
-        "recomputed_tokens",
-        "tokens",
-        "Tokens of resumed, preempted requests that had been computed and were not found.",
-        NO,
-    ),
-    (
-        "resumed_chunk_tokens",
-        "tokens",
-        (
-            "Tokens of resumed requests in full chunks that had been computed before the "
-            "preemption and were not in GPU memory any more."
-        ),
-        NO,
-    ),
-    ("resumed_chunk_tokens_lost", "tokens", "Those of them that were computed again.", NO),
+    _row("preemptions", "requests", (),
+         "Preemptions of requests by vLLM's scheduler."),
+    _row("reloaded_tokens", "tokens", (),
+         "Tokens of resumed, previously preempted requests that were loaded."),
+    _row("recomputed_tokens", "tokens", (),
+         "Tokens of resumed, previously preempted requests that had been computed before and were "
+         "neither in GPU memory nor loaded."),
+    _row("resumed_chunk_tokens", "tokens", (),
+         "Tokens of resumed requests in full chunks that had been computed before the preemption "
+         "and were no longer in GPU memory."),
+    _row("resumed_chunk_tokens_lost", "tokens", (),
+         "Tokens of resumed requests in full chunks that had been computed before the preemption "
+         "and were computed again."),
     # -- ahead of need
-    (
-        "prefetches",
-        "chunks",
-        "Chunks fetched from the pool ahead of need, by reason.",
-        one_of("reason", "reload", "queue", "probe"),
-    ),
-    (
-        "prefetches_ended",
-        "chunks",
-        "What became of them.",
-        one_of("how", "used", "wasted", "cancelled", "failed", "probe"),
-    ),
+    _row("prefetches", "chunks", _one("reason", "reload", "queue", "probe"),
+         "Chunks fetched from the pool into the CPU tier ahead of need, by reason."),
+    _row("prefetches_ended", "chunks",
+         _one("how", "used", "wasted", "cancelled", "failed", "probe"),
+         "Prefetched chunks, by what became of the prefetch."),
     # -- stores, writes, evictions
-    ("stored_chunks", "chunks", "Chunks whose store into the CPU tier was planned.", NO),
-    ("refused_stores", "chunks", "New chunks that found no room in the CPU tier.", NO),
-    ("below_threshold_chunks", "chunks", "New chunks not seen often enough to be stored.", NO),
-    ("refused_writes", "chunks", "Chunks dropped from the CPU tier before being written.", NO),
-    ("written_chunks", "chunks", "Chunks written to the pool by every rank.", NO),
-    ("evictions", "chunks", "Chunks evicted from a tier.", one_of("tier", "cpu", "pool")),
+    _row("stored_chunks", "chunks", (),
+         "Chunks whose store into the CPU tier was planned."),
+    _row("refused_stores", "chunks", (),
+         "New chunks that were not stored because the CPU tier had no free slot."),
+    _row("below_threshold_chunks", "chunks", (),
+         "New chunks not stored because they were seen less often than store_threshold."),
+    _row("refused_writes", "chunks", (),
+         "Chunks dropped from the CPU tier before they were written to the pool."),
+    _row("written_chunks", "chunks", (),
+         "Chunks written to the pool by every rank."),
+    _row("evictions", "chunks", _one("tier", "cpu", "pool"),
+         "Chunks evicted from a tier, by tier."),
     # -- bytes and time
-    (
-        "transfer_operations",
-        "operations",
-        (
-            "Operations that ended, all ranks. Stage gpu: batches of copies between GPU and pinned "
-            "memory; stage pool: reads and writes of a slot."
-        ),
-        _STAGES,
-    ),
-    (
-        "transfer_bytes",
-        "bytes",
-        "Bytes that they moved; failed operations count none.",
-        _STAGES,
-    ),
-    (
-        "transfer_seconds",
-        "seconds",
-        (
-            "Time that transfers took, each from its hand-over to its outcome; they overlap. On a "
-            "GPU those of stage gpu include the wait for the forward pass that runs at their "
-            "hand-over, so bytes divided by seconds are not the link's rate."
-        ),
-        _STAGES,
-    ),
-    ("read_bytes", "bytes", "Bytes read from the pool for loads and fetches, all ranks.", NO),
-    ("written_bytes", "bytes", "Bytes written to the pool, all ranks: the wear of flash.", NO),
-    ("target_written_bytes", "bytes", "As written_bytes, by target.", (TARGET,)),
-    # -- what goes wrong
-    (
-        "failed_chunks",
-        "chunks",
-        "Chunks whose operation failed; a store touches no target.",
-        (
-            Label("operation", ("store", "load", "write", "fetch", "reset")),
-            Label("outcome", _OUTCOMES),
-            Label("target", of="as everywhere, and none"),
-        ),
-    ),
-    ("retired_pool_slots", "slots", "Pool slots given up after failed writes.", NO),
-    ("verdict_changes", "changes", "Times that a target's usability changed.", NO),
-    ("resets", "resets", "Times that everything stored was declared void.", NO),
+    _row("transfer_operations", "operations", _TRANSFER,
+         "Operations that ended, all ranks. Stage gpu: batches of copies between GPU and pinned "
+         "memory; stage pool: reads and writes of a slot."),
+    _row("transfer_bytes", "bytes", _TRANSFER,
+         "Bytes moved by transfer operations, all ranks; a failed operation counts 0."),
+    _row("transfer_seconds", "seconds", _TRANSFER,
+         "Time that transfer operations took, each from submission to outcome; they overlap. On a "
+         "GPU, stage gpu includes the wait for the forward pass that runs at submission, so bytes "
+         "divided by seconds are not the link's rate."),
+    _row("read_bytes", "bytes", (),
+         "Bytes read from the pool for loads and prefetches, all ranks."),
+    _row("written_bytes", "bytes", (),
+         "Bytes written to the pool, all ranks; they wear the flash."),
+    _row("target_written_bytes", "bytes", (_TARGET,),
+         "Bytes written to the pool, all ranks, by target."),
+    # -- failures
+    _row("failed_chunks", "chunks",
+         (Label("operation", ("store", "load", "write", "fetch", "reset")),
+          Label("outcome", _OUTCOMES),
+          Label("target", source="number of a configured target, or none")),
+         "Chunks whose operation failed, by operation, outcome and target; target none: the "
+         "operation used no target."),
+    _row("retired_pool_slots", "slots", (),
+         "Pool slots taken out of use after failed reads or writes."),
+    _row("verdict_changes", "changes", (),
+         "Changes of a target between usable and unusable."),
+    _row("resets", "resets", (),
+         "Resets that declared everything stored so far void."),
     # -- start
-    ("adopted_chunks", "chunks", "Chunks taken over from the pool at start.", NO),
-    (
-        "unadopted_chunks",
-        "chunks",
-        "Chunks that a rank found in the pool and that are not on every rank.",
-        NO,
-    ),
-    # -- what it costs
-    ("scheduler_seconds", "seconds", "In the connector's scheduler side, vLLM's half too.", NO),
-    ("scheduler_steps", "steps", "Engine steps that computed tokens.", NO),
-    ("step_seconds", "seconds", "What these steps took.", NO),
-    ("step_tokens", "tokens", "Tokens that they computed.", NO),
+    _row("adopted_chunks", "chunks", (),
+         "Chunks of an earlier run taken over from the pool at start."),
+    _row("unadopted_chunks", "chunks", (),
+         "Chunks found in the pool at start but not adopted because not every rank has them."),
+    # -- cost
+    _row("scheduler_seconds", "seconds", (),
+         "Time spent in the connector's scheduler side, including vLLM's part of it."),
+    _row("scheduler_steps", "steps", (),
+         "Engine steps that computed tokens."),
+    _row("step_seconds", "seconds", (),
+         "Time taken by engine steps that computed tokens."),
+    _row("step_tokens", "tokens", (),
+         "Tokens computed by engine steps."),
 )
+
+GAUGES = _table(
+    "gauge",
+    # -- room
+    _row("entries", "chunks", (), "Chunks in the index, in either tier."),
+    _row("cache_slots", "slots", (), "Cache slots in the CPU tier."),
+    _row("cache_slots_used", "slots", (), "Cache slots in use."),
+    _row("held_cache_slots", "slots", _one("reason", "reload", "queue"),
+         "Cache slots held for requests that wait, by reason."),
+    _row("stream_slots", "slots", (), "Stream slots that loads pass through, all ranks."),
+    _row("stream_slots_used", "slots", (), "Stream slots in use at the ranks' last reports."),
+    _row("pool_slots", "slots", (), "Pool slots, without retired ones."),
+    _row("pool_slots_used", "slots", (), "Pool slots in use, without retired ones."),
+    _row("slot_bytes", "bytes", (), "Size of one slot on one rank, header included."),
+    _row("capacity_tokens", "tokens", _one("tier", "cpu", "pool"),
+         "Tokens that a tier can hold, by tier."),
+    # -- queues
+    _row("writes_pending", "chunks", (),
+         "Writes to the pool sent to the ranks and not yet reported."),
+    _row("write_backlog", "chunks", (), "Chunks in the CPU tier that wait for their write."),
+    _row("queued_operations", "operations",
+         _one("queue", "stream_slot", "read", "prefetch", "write"),
+         "Chunks that wait in the workers' queues at their last reports, all ranks, by queue: "
+         "for a stream slot, for the read of a load, for the read of a prefetch, for a write."),
+    _row("operations_in_flight", "operations", (_DIRECTION,),
+         "Reads (load) and writes (store) submitted to the I/O engine at the ranks' last reports."),
+    _row("requests_waiting", "requests", (),
+         "Requests, preempted or in vLLM's queue, whose chunks are kept or prefetched."),
+    _row("stores_suspended", "requests", (),
+         "Running requests that are not stored because weights may have changed after a part of "
+         "their KV was computed. A request leaves when it ends or starts again."),
+    # -- learned
+    _row("prefill_tokens_per_second", "tokens/s", (),
+         "Learned rate at which the model computes prompts; 0: unknown."),
+    _row("pool_read_bytes_per_second", "bytes/s", (),
+         "Learned rate at which the slowest rank reads the pool; 0: unknown."),
+    _row("load_overhead_seconds", "seconds", (),
+         "Learned time that a load from the pool takes beyond its bytes divided by the read rate."),
+    _row("target_read_bytes_per_second", "bytes/s", (_TARGET,),
+         "Learned rate at which the slowest rank reads a target, by target; 0: unknown."),
+    _row("target_write_bytes_per_second", "bytes/s", (_TARGET,),
+         "Learned rate at which the slowest rank writes a target, by target; 0: unknown."),
+    # -- health
+    _row("suspect_targets", "targets", (), "Targets that at least one rank finds suspect or gone."),
+    _row("target_verdict", "verdict", (_TARGET,),
+         "Verdict of the worst rank on a target: 0 ok, 1 degraded, 2 suspect, 3 gone."),
+    _row("fallbacks", "parts", _one("part", "io_uring", "registration", "o_direct", "copies"),
+         "Parts that run slower than they could since start-up, all ranks: threads instead of "
+         "io_uring, unregistered memory, the page cache instead of O_DIRECT, GPU copies without "
+         "the batch call or the kernel."),
+    # -- facts
+    _row("adoption_seconds", "seconds", (),
+         "Time the slowest rank took to read its pool at start."),
+    _row("target_info", "1", (_TARGET, Label("path", source="directory of a configured target")),
+         "Directory of each target, as a label; the value is always 1."),
+    _row("config_info", "1", tuple(Label(name, source="this server") for name in CONFIG_LABELS),
+         "Configuration of this server, as labels; the value is always 1."),
+)
+# fmt: on
+
+METRICS = COUNTERS | GAUGES
+
+
+def exported(series: Series) -> tuple[str, tuple[str, ...]]:
+    """The exported name and the label values of a series, which must be declared."""
+    name, *labels = (series,) if isinstance(series, str) else series
+    metric = METRICS[name]
+    assert len(labels) == len(metric.labels), f"{series}: other labels than declared"
+    return metric.name, tuple(labels)
+
+
+def first_counts(target_count: int) -> dict[Series, float]:
+    """0 for every series that a server with so many targets can count.
+
+    Every series is exported as 0 before its first event, so that increase() sees that event.
+    """
+    zeros: dict[Series, float] = {}
+    targets = tuple(map(str, range(target_count)))
+    for name, metric in COUNTERS.items():
+        values = [targets if label is _TARGET else label.values for label in metric.labels]
+        for labels in product(*values):
+            zeros[(name, *labels) if labels else name] = 0
+    for outcome in _OUTCOMES:  # not every operation uses a target
+        for operation in ("store", "load", "reset"):
+            zeros["failed_chunks", operation, outcome, "none"] = 0
+        for operation, target in product(("load", "write", "fetch"), targets):
+            zeros["failed_chunks", operation, outcome, target] = 0
+    return zeros

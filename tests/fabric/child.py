@@ -27,7 +27,7 @@ class LoadProcess:
         self.spec = spec
         self.ops: list[OpEnd] = []
         self.verdicts: list[tuple[float, int, str]] = []
-        self.counters: dict[str, int] | None = None
+        self.counters: dict[str, float] | None = None
         self.unreleased = 0
         self.engine = ""
         self._pipe, far = _FORK.Pipe()

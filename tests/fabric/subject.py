@@ -14,7 +14,6 @@ import os
 import random
 import threading
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,6 +27,7 @@ from vllm_nvmeof_offload.io.base import IoLimits, Waker
 from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.manager.eviction import LruPolicy
 from vllm_nvmeof_offload.manager.tiers import Targets
+from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
@@ -98,7 +98,7 @@ class _Load:
     stored: dict[int, SlotIdentity] = field(default_factory=dict)
     ops: dict[int, _Op] = field(default_factory=dict)
     busy_slots: set[int] = field(default_factory=set)
-    counters: Counter[str] = field(default_factory=Counter)
+    counters: Counts = field(default_factory=Counts)
     next_op: int = 0
     generation: int = 0
 
@@ -205,7 +205,7 @@ class _Load:
 
     def hear(self) -> None:
         _, reports, counters = self.runner.take()
-        self.counters.update(counters)
+        self.counters.add(counters)
         for report in reports:
             match report:
                 case OpReport():
@@ -276,7 +276,8 @@ class _Load:
         self.runner.stop()
         closed = self.io.close(1.0)
         self.pool.close(abandon=not closed)
-        self.parent.tell("end", dict(self.counters), len(self.ops))
+        counted = {str(series): amount for series, amount in self.counters.items()}
+        self.parent.tell("end", counted, len(self.ops))
 
 
 KEYSPACE = Keyspace.of({"tests": "fabric"})

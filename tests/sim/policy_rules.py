@@ -35,7 +35,7 @@ class PolicyRules:
 
     def planned(self, used_cache: Iterable[int], *, load: bool) -> None:
         """After a store or a load was planned, which may have evicted."""
-        dropped = self._core.counters["write_refused"] - self._dropped
+        dropped = self._core.counters["refused_writes"] - self._dropped
         self._dropped += dropped
         if not dropped or not self._demotes:
             return
@@ -51,7 +51,7 @@ class PolicyRules:
         """A store was refused for want of cache slots: rule 9."""
         gauges = self._core.gauges()
         used, held = set(used_cache), set(self._core.held())
-        if gauges["cache_slots_taken"] < gauges["cache_slots"]:
+        if gauges["cache_slots_used"] < gauges["cache_slots"]:
             raise Violation("9", "refused a store with a cache slot free")
         for entry in self._core.entries():
             free = entry.cache_slot not in used and entry.identity.key not in held
@@ -67,19 +67,20 @@ class PolicyRules:
             raise Violation("demotion", f"{writes[0]}, and the CPU tier has room")
 
     def check(self) -> None:
-        self._dropped = self._core.counters["write_refused"]
+        self._dropped = self._core.counters["refused_writes"]
         self._note_room()
         gauges, knobs = self._core.gauges(), self._knobs
         for reason, share in (("reload", knobs.reload_share), ("queue", knobs.prefetch_share)):
-            if gauges[f"held_{reason}"] > int(share * knobs.cache_slots):
-                raise Violation("budget", f"{reason}: {gauges[f'held_{reason}']} slots held")
+            held = gauges["held_cache_slots", reason]
+            if held > int(share * knobs.cache_slots):
+                raise Violation("budget", f"{reason}: {held} slots held")
         for key in self._core.held():
             if self._core.lookup(key) is not Source.CPU:
                 raise Violation("held", f"{key.hex()} is held, and not in the CPU tier")
 
     def _note_room(self) -> None:
         gauges = self._core.gauges()
-        free = gauges["cache_slots"] - gauges["cache_slots_taken"]
+        free = gauges["cache_slots"] - gauges["cache_slots_used"]
         self._roomy &= free >= self._clean_min
 
     def idle(self) -> None:
@@ -97,11 +98,10 @@ class PolicyRules:
     def _check_prefetches(self) -> None:
         """Every prefetch was used, cancelled, or is counted as failed or wasted."""
         begun, ended = Counter[str](), Counter[str]()
-        for name, count in self._core.counters.items():
-            what, _, label = name.partition(":")
-            if what == "prefetches":
-                begun[label] += count
-            elif what == "prefetches_ended":
-                ended[label] += count
+        for series, count in self._core.counters.items():
+            if series[0] == "prefetches":
+                begun[series[1]] += int(count)
+            elif series[0] == "prefetches_ended":
+                ended[series[1]] += int(count)
         if begun.total() != ended.total():
             raise Violation("prefetch", f"begun {dict(begun)}, ended {dict(ended)}")

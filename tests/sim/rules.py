@@ -227,7 +227,12 @@ class Rules:
         """Everything is over and everything was released: nothing may be left."""
         gauges = self._core.gauges()
         names = ("ops", "cache_slots_orphaned", "pool_slots_orphaned", "writes_pending")
-        names += ("cache_slots_in_use", "held_reload", "held_queue", "requests_waiting")
+        names += (
+            "cache_slots_in_use",
+            ("held_cache_slots", "reload"),
+            ("held_cache_slots", "queue"),
+            "requests_waiting",
+        )
         if any(gauges[name] for name in names):
             raise Violation("leak", f"at the end: {gauges} {self.ops}")
         self._policies.idle()

@@ -221,10 +221,13 @@ class World:
         return any(o.finished or o.reports for outputs in self._outputs for o in outputs)
 
     def _count(self) -> None:
-        for name, count in self.core.counters.items():
-            metric, *labels = name.split(":")
-            by_outcome = f"{metric}:{labels[1]}" if metric == "failed_chunks" else name
-            self.counts[by_outcome] += count
+        for series, count in self.core.counters.items():
+            name, *labels = (series,) if isinstance(series, str) else series
+            if name == "failed_chunks":
+                operation, outcome, _ = labels
+                self.counts[f"{operation}_failed"] += int(count)
+                labels = [outcome]
+            self.counts[":".join((name, *labels))] += int(count)
         self.counts.update(self.scheduler.counts)
         for rank in self.ranks:
             self.counts.update(rank.io.counts)

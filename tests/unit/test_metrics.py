@@ -59,11 +59,4 @@ def test_names_follow_the_conventions(metric: Metric) -> None:
     assert metric.help.endswith(".")
     assert len(set(metric.label_names)) == len(metric.labels)
     for label in metric.labels:
-        assert bool(label.values) != bool(label.of), "bounded: by the code, or by what it says"
-
-
-def test_the_series_of_a_metric_are_known_ahead() -> None:
-    assert COUNTERS["evictions"].series(3) == [("cpu",), ("pool",)]
-    assert COUNTERS["target_written_bytes"].series(3) == [("0",), ("1",), ("2",)]
-    assert len(COUNTERS["transfer_bytes"].series(1)) == 4
-    assert COUNTERS["preemptions"].series(9) == [()]
+        assert bool(label.values) != bool(label.source), "bounded: by the code, or by what it says"

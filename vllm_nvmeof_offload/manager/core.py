@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
@@ -28,6 +27,7 @@ from vllm_nvmeof_offload.manager.prefetch import Holds, Reason, ReloadScheduler
 from vllm_nvmeof_offload.manager.tiers import Targets, Tiers
 from vllm_nvmeof_offload.manager.types import CoreConfig, Source, StorePlan
 from vllm_nvmeof_offload.manager.writes import WriteBehind
+from vllm_nvmeof_offload.metrics import Counts, Series
 from vllm_nvmeof_offload.protocol import (
     CancelCommand,
     Command,
@@ -115,10 +115,10 @@ class ManagerCore:
         self.capacity = capacity = agreement.capacity
         #: The weights are not those that the keyspace names: nothing is adoptable from now on.
         self.weights_changed = False
-        #: Event counts for metrics, by counter name; names with a colon have labels.
-        self.counters: Counter[str] = Counter()
-        #: By counter of `failed_chunks`: the last failure that it counted.
-        self.last_failures: dict[str, Outcome] = {}
+        #: Events since the start, under the names of `metrics.COUNTERS`.
+        self.counters = Counts()
+        #: By series of `failed_chunks`: the last failure that it counted.
+        self.last_failures: dict[Series, Outcome] = {}
         self.levels: dict[int, LevelReport] = {}  # by rank, as it last reported
         #: Changes of the tiers' contents, if the configuration asks for them.
         self.kv_events = KvEventLog() if config.kv_events else None
@@ -138,7 +138,7 @@ class ManagerCore:
         self._threshold = StoreThreshold(config.store_threshold, max(_SIGHTINGS_MIN, slots))
         # Boot nonce and counter in one: compared only for equality.
         self._generation = secrets.randbits(64) if first_generation is None else first_generation
-        self.counters["unadopted"] += agreement.unadopted
+        self.counters["unadopted_chunks"] += agreement.unadopted
 
     # -- look-up ----------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class ManagerCore:
         self._threshold.see(once)
         absent = [key for key in once if key not in tiers.index]
         new = [key for key in absent if self._threshold.reached(key)]
-        self.counters["below_threshold"] += len(absent) - len(new)
+        self.counters["below_threshold_chunks"] += len(absent) - len(new)
         held: list[int] = []
         if len(new) > tiers.cache.free:
             tiers.touch(keys)  # before evicting, so that chunks offered here are evicted last
@@ -217,8 +217,8 @@ class ManagerCore:
         tiers.put_back(held)
         tiers.touch(keys)
         refused = len(new) - len(entries)
-        self.counters["stored"] += len(entries)
-        self.counters["store_refused"] += refused
+        self.counters["stored_chunks"] += len(entries)
+        self.counters["refused_stores"] += refused
         command = None
         if entries:
             slots = [chunk.cache_slot for chunk in chunks]
@@ -267,8 +267,9 @@ class ManagerCore:
         )
         self._load_times.planned(op, limit_s)
         from_pool = sum(chunk.pool_slot is not None for chunk in chunks)
-        self.counters["load_chunks_cpu"] += len(chunks) - from_pool
-        self.counters["load_chunks_pool"] += from_pool
+        tokens = self.config.tokens_per_chunk
+        self.counters["loaded_tokens", "cpu"] += (len(chunks) - from_pool) * tokens
+        self.counters["loaded_tokens", "pool"] += from_pool * tokens
         self._writes.drain()
         return LoadCommand(op.number, tuple(chunks))
 
@@ -309,7 +310,6 @@ class ManagerCore:
         for report in reports:
             if isinstance(report, VerdictReport):
                 self.counters["verdict_changes"] += self._tiers.targets.verdict(report)
-                self.counters["verdicts_told"] += 1
                 continue
             if isinstance(report, RateReport):
                 self._tiers.targets.rate(report)
@@ -362,11 +362,12 @@ class ManagerCore:
 
     def _count_failure(self, op: Op, index: int, outcome: Outcome) -> None:
         slot = op.pool_slots[index] if op.pool_slots else None
-        target = "none" if slot is None else self._tiers.pool.lane(slot)
-        name = f"failed_chunks:{op.kind.value}:{outcome.kind.value}:{target}"
-        self.counters[name] += 1
-        self.counters["failed_load_chunks"] += op.kind is OpKind.LOAD
-        self.last_failures[name] = outcome
+        target = "none" if slot is None else str(self._tiers.pool.lane(slot))
+        series = "failed_chunks", op.kind.value, outcome.kind.value, target
+        self.counters[series] += 1
+        if op.kind is OpKind.LOAD:
+            self.counters["failed_load_tokens"] += self.config.tokens_per_chunk
+        self.last_failures[series] = outcome
 
     def _decide(self, op: Op) -> None:
         for index, outcome in op.failures.items():
@@ -439,35 +440,36 @@ class ManagerCore:
 
     # -- gauges -----------------------------------------------------------------------
 
-    def gauges(self) -> dict[str, int]:
-        """Occupancy, for metrics and for the simulator's leak check."""
+    def gauges(self) -> dict[Series, int]:
+        """Occupancy under the names of `metrics.GAUGES`; other names are for leak checks only."""
         tiers = self._tiers
         return {
             "entries": len(tiers.index),
             "cache_slots": self.capacity.cache_slots,
-            "cache_slots_taken": tiers.cache.taken,
+            "cache_slots_used": tiers.cache.taken,
             "cache_slots_orphaned": tiers.cache.orphans,
             "pool_slots": self.capacity.pool_slots - tiers.pool.retired,
-            "pool_slots_taken": tiers.pool.taken - tiers.pool.retired,
+            "pool_slots_used": tiers.pool.taken - tiers.pool.retired,
             "pool_slots_orphaned": tiers.pool.orphans,
             "ops": len(self._ledger),
             "writes_pending": self._writes.pending,
             "write_backlog": tiers.backlog,
             "commands_waiting": sum(number > 0 for number in self._ledger.unsent),
-            "held_reload": self._holds.counts[Reason.RELOAD],
-            "held_queue": self._holds.counts[Reason.QUEUE],
+            ("held_cache_slots", "reload"): self._holds.counts[Reason.RELOAD],
+            ("held_cache_slots", "queue"): self._holds.counts[Reason.QUEUE],
             "requests_waiting": len(self.reload),
             "cache_slots_in_use": len(tiers.cache.users),
             "suspect_targets": len(tiers.targets.suspects),
         }
 
-    def activity(self) -> tuple[int, ...]:
+    def activity(self) -> tuple[float, ...]:
         """A cheap value that differs after nearly every change of a counter or a gauge."""
         return (
-            sum(self.counters.values()),
+            sum(self.counters.values(), 0.0),
             len(self._ledger),
             len(self.reload),
             *self._holds.counts.values(),
+            *self.targets.worst_verdicts(),
         )
 
     @property
@@ -475,12 +477,12 @@ class ManagerCore:
         """The targets, for their verdicts and rates."""
         return self._tiers.targets
 
-    def learned(self) -> dict[str, float]:
-        """The estimates that admission uses, for metrics; 0: unknown."""
+    def learned(self) -> dict[Series, float]:
+        """Gauges that admission learned; 0: unknown."""
         return {
-            "prefill_tokens_per_s": self.admission.tokens_per_s,
-            "read_bytes_per_s": self.admission.bytes_per_s,
-            "load_overhead_s": self.admission.overhead_s,
+            "prefill_tokens_per_second": self.admission.tokens_per_s,
+            "pool_read_bytes_per_second": self.admission.bytes_per_s,
+            "load_overhead_seconds": self.admission.overhead_s,
         }
 
     def held(self) -> Iterable[bytes]:

@@ -118,7 +118,7 @@ class Holds:
             op.probe, op.queued = True, tuple(self._probing)
             self._probing[tiers.pool.lane(pool_slot)] += 1
         self.fetching += 1
-        tiers.counters[f"prefetches:{reason.value}"] += 1
+        tiers.counters["prefetches", reason.value] += 1
         self._keep(_Held(entry, slot, reason, op, fetched=True))
         return True
 
@@ -185,7 +185,7 @@ class Holds:
         self.fetching -= held.op is not None
         self.counts[held.reason] -= 1
         if held.fetched:
-            self._tiers.counters[f"prefetches_ended:{how}"] += 1
+            self._tiers.counters["prefetches_ended", how] += 1
         self._tiers.cache.release(held.slot)
         self._tiers.settle(held.entry)
 

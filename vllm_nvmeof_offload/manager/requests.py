@@ -227,10 +227,24 @@ class WaitingRequests:
         return attempt
 
     def allocated(self, request_id: str) -> Attempt | None:
-        """The request got its blocks; returns what had been decided on its hit, if it had one."""
+        """The request got its GPU blocks: count what it gets back and what was decided on its hit.
+
+        Returns the decision, if there was a hit.
+        """
         self._core.reload.left(request_id)
         self._going.add(request_id)
-        return self._attempts.pop(request_id, None)
+        counters = self._core.counters
+        resume = self.resumes.resumed(request_id)
+        if resume is not None:
+            counters["reloaded_tokens"] += resume.reloaded
+            counters["recomputed_tokens"] += resume.recomputed
+            counters["resumed_chunk_tokens"] += resume.chunk_tokens
+            counters["resumed_chunk_tokens_lost"] += resume.chunk_tokens_lost
+        attempt = self._attempts.pop(request_id, None)
+        if attempt is not None:
+            counters["admissions", attempt.decision] += 1
+            counters["declined_tokens"] += attempt.declined
+        return attempt
 
     def limit_s(self, request_id: str) -> float | None:
         """How long the load that is being planned for this request may take."""

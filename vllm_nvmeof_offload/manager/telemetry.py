@@ -1,17 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures behind `/metrics`: what was counted, and how things stand. Pure.
+"""Reports of one engine to its operator: metrics, the start line, log lines on failures. Pure.
 
-`metrics.py` says what each means. Counters are told as increases, and once as nothing, so that
-every series is there before its first event: who watches for an increase would miss that one
-otherwise. Gauges are told when they have changed, for most steps change few, and now and then all:
-of several API servers each hears of the steps of its own requests alone.
-
-What is said at start of how this engine runs: one log line, and the labels of `config_info`.
-
-Failed operations as log lines: the first of a kind at once, then one line a minute at most.
-
-A kind is an operation with an outcome on a target. A line has the number of chunks since the
-last one of its kind, so that none is left out.
+Counters are exported as increases and gauges when they change, because most steps change few.
+Now and then all gauges are exported: each of several API servers receives only the steps of its
+own requests.
 """
 
 from __future__ import annotations
@@ -19,84 +11,41 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.errors import Outcome, OutcomeKind
 from vllm_nvmeof_offload.manager.adoption import Capacity
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
-from vllm_nvmeof_offload.manager.requests import Attempt, Resume
 from vllm_nvmeof_offload.manager.suspension import Suspension
-from vllm_nvmeof_offload.metrics import CONFIG_LABELS, COUNTERS
+from vllm_nvmeof_offload.metrics import (
+    CONFIG_LABELS,
+    GAUGES,
+    Counts,
+    Series,
+    first_counts,
+)
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.units import format_bytes
 
 __all__ = [
     "PERIOD_S",
-    "Complaints",
-    "Figures",
-    "Told",
-    "config_of",
+    "FailureLog",
+    "MetricsCollector",
+    "config_labels",
     "start_line",
 ]
 
+logger = logging.getLogger(LOGGER_NAME)
 
-Series = tuple[str, tuple[str, ...]]
-
-#: The core's counter → our metric and its label values.
-_CORE_COUNTERS: dict[str, Series] = {
-    "stored": ("stored_chunks", ()),
-    "store_refused": ("refused_stores", ()),
-    "below_threshold": ("below_threshold_chunks", ()),
-    "write_refused": ("refused_writes", ()),
-    "written": ("written_chunks", ()),
-    "evicted_cpu": ("evictions", ("cpu",)),
-    "evicted_pool": ("evictions", ("pool",)),
-    "adopted": ("adopted_chunks", ()),
-    "unadopted": ("unadopted_chunks", ()),
-    "resets": ("resets", ()),
-    "pool_slots_retired": ("retired_pool_slots", ()),
-    "verdict_changes": ("verdict_changes", ()),
-    "loads_cut": ("loads_cut", ()),
-}
-
-#: Our gauge and its label values → the core's figure.
-_GAUGE_SOURCES: dict[Series, str] = {
-    ("entries", ()): "entries",
-    ("cache_slots", ()): "cache_slots",
-    ("cache_slots_used", ()): "cache_slots_taken",
-    ("held_cache_slots", ("reload",)): "held_reload",
-    ("held_cache_slots", ("queue",)): "held_queue",
-    ("pool_slots", ()): "pool_slots",
-    ("pool_slots_used", ()): "pool_slots_taken",
-    ("writes_pending", ()): "writes_pending",
-    ("write_backlog", ()): "write_backlog",
-    ("suspect_targets", ()): "suspect_targets",
-    ("requests_waiting", ()): "requests_waiting",
-    ("stores_suspended", ()): "stores_suspended",
-    ("prefill_tokens_per_second", ()): "prefill_tokens_per_s",
-    ("pool_read_bytes_per_second", ()): "read_bytes_per_s",
-    ("load_overhead_seconds", ()): "load_overhead_s",
-}
-
-#: What a fallback's line begins with → the part that is slower for it.
+#: What a fallback's line begins with → the part that runs slower, where the two differ.
 _PARTS = {"io_uring registered": "registration"}
-_MICROSECONDS = "transfer_us"
+_QUEUES = ("stream_slot", "read", "prefetch", "write")
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """By metric and label values: increases, and what has another value than before."""
-
-    counters: Mapping[Series, float]
-    gauges: Mapping[Series, float]
-
-
-class Figures:
-    """Of one engine. `add` counts what the core does not."""
+class MetricsCollector:
+    """Reads one core's counters and gauges. config: the values of `CONFIG_LABELS`."""
 
     def __init__(
         self,
@@ -105,111 +54,59 @@ class Figures:
         hellos: Sequence[RankHello],
         config: Mapping[str, str],
     ) -> None:
-        """config: the values of `CONFIG_LABELS`."""
         self._core = core
         self._suspension = suspension
-        self._tokens_per_chunk = core.config.tokens_per_chunk
-        self._counts: defaultdict[Series, float] = defaultdict(float)
-        self._core_seen: Counter[str] = Counter()
-        self._gauges_told: dict[Series, float] = {}
-        self._fixed: dict[Series, float] = {}
+        self._zeros = first_counts(core.capacity.target_count)
+        self._counted: dict[Series, float] = {}  # as of the last `take_increases`
+        self._shown: dict[Series, float] = {}  # as of the last `take_gauges`
+        self._constant = self._constant_gauges(hellos, config)
 
-        self._begin(hellos, config)
+    def _constant_gauges(
+        self, hellos: Sequence[RankHello], config: Mapping[str, str]
+    ) -> dict[Series, float]:
+        core = self._core
+        gauges = Counts()
+        gauges["config_info", *(config[name] for name in CONFIG_LABELS)] = 1
+        for target, path in enumerate(hellos[0].targets):
+            gauges["target_info", str(target), path] = 1
+        for part in GAUGES["fallbacks"].labels[0].values:
+            gauges["fallbacks", part] = 0
+        for line in (line for hello in hellos for line in hello.fallbacks):
+            head = re.split("[→:]", line, maxsplit=1)[0]
+            gauges["fallbacks", _PARTS.get(head, head)] += 1
+        gauges["adoption_seconds"] = max(hello.adoption_s for hello in hellos)
+        gauges["stream_slots"] = sum(hello.stream_slots for hello in hellos)
+        gauges["slot_bytes"] = core.capacity.slot_bytes
+        cache_tokens = core.capacity.cache_slots * core.config.tokens_per_chunk
+        gauges["capacity_tokens", "cpu"] = cache_tokens
+        return gauges
 
-    def _begin(self, hellos: Sequence[RankHello], config: Mapping[str, str]) -> None:
-        """Set the gauges that never change, and begin every series at 0."""
-        capacity = self._core.capacity
-        fixed, first = self._fixed, hellos[0]
-        fixed["config_info", tuple(config[name] for name in CONFIG_LABELS)] = 1
-        for target, path in enumerate(first.targets):
-            fixed["target_info", (str(target), path)] = 1
-        for part in ("io_uring", "registration", "o_direct", "copies"):
-            fixed["fallbacks", (part,)] = 0
-        for hello in hellos:
-            for line in hello.fallbacks:
-                head = re.split("[→:]", line, maxsplit=1)[0]
-                part = _PARTS.get(head, head)
-                fixed["fallbacks", (part,)] = fixed.get(("fallbacks", (part,)), 0) + 1
-        fixed["adoption_seconds", ()] = max(hello.adoption_s for hello in hellos)
-        fixed["stream_slots", ()] = sum(hello.stream_slots for hello in hellos)
-        fixed["slot_bytes", ()] = capacity.slot_bytes
-        fixed["capacity_tokens", ("cpu",)] = capacity.cache_slots * self._tokens_per_chunk
-        for name, metric in COUNTERS.items():
-            for labels in metric.series(capacity.target_count):
-                self._counts[name, labels] += 0
-        self._fail_nothing("none", ("store", "load"))
-        for target in range(capacity.target_count):
-            self._fail_nothing(str(target), ("load", "write", "fetch"))
+    def take_increases(self) -> dict[Series, float]:
+        """Counters' increases since the last call; the first has every series, if only as 0."""
+        counts, before = self._core.counters, self._counted
+        increases, self._zeros = self._zeros, {}
+        for series, count in counts.items():
+            if count != before.get(series, 0):
+                increases[series] = count - before.get(series, 0)
+        self._counted = dict(counts)
+        return increases
 
-    def _fail_nothing(self, target: str, operations: Sequence[str]) -> None:
-        for outcome in COUNTERS["failed_chunks"].labels[1].values:
-            for operation in operations:
-                self._counts["failed_chunks", (operation, outcome, target)] += 0
-
-    def add(self, name: str, amount: float, *labels: str) -> None:
-        if amount:
-            self._counts[name, labels] += amount
-
-    def count_resume(self, resume: Resume) -> None:
-        """A preempted request was resumed."""
-        self.add("reloaded_tokens", resume.reloaded)
-        self.add("recomputed_tokens", resume.recomputed)
-        self.add("resumed_chunk_tokens", resume.chunk_tokens)
-        self.add("resumed_chunk_tokens_lost", resume.chunk_tokens_lost)
-
-    def count_attempt(self, attempt: Attempt) -> None:
-        """vLLM went on with what was decided on a hit."""
-        self.add("admissions", 1, attempt.decision)
-        self.add("declined_tokens", attempt.declined)
-
-    def add_from_workers(self, counters: Mapping[str, int]) -> None:
-        """What the ranks have counted, summed: `metric:label value:…`; time in microseconds."""
-        for key, count in counters.items():
-            name, *labels = key.split(":")
-            if name == _MICROSECONDS:
-                self.add("transfer_seconds", count / 1e6, *labels)
-            elif name == "written_bytes":
-                self.add("written_bytes", count)
-                self.add("target_written_bytes", count, *labels)
-            elif name in COUNTERS:
-                self.add(name, count, *labels)
-
-    @property
-    def waiting(self) -> bool:
-        """Something was counted that was not told."""
-        return bool(self._counts)
-
-    def take(self, *, all_gauges: bool = False) -> Told:
-        """Everything since the last call. all_gauges: also those that stand as they did."""
-        self._count_core()
-        counters = dict(self._counts)
-        self._counts.clear()
-        now = self._gauges()
-        told = self._gauges_told
-        gauges = {s: value for s, value in now.items() if all_gauges or told.get(s) != value}
-        self._gauges_told = now
-        return Told(counters, gauges)
-
-    def _count_core(self) -> None:
-        for name, count in self._core.counters.items():
-            increase = count - self._core_seen[name]
-            if not increase:
-                continue
-            if name in _CORE_COUNTERS:
-                self._counts[_CORE_COUNTERS[name]] += increase
-            elif name == "failed_load_chunks":
-                self.add("failed_load_tokens", increase * self._tokens_per_chunk)
-            elif ":" in name:
-                metric, *labels = name.split(":")
-                self.add(metric, increase, *labels)
-        self._core_seen = Counter(self._core.counters)
+    def take_gauges(self, *, unchanged_too: bool = False) -> dict[Series, float]:
+        """Gauges that have changed since the last call, or all of them."""
+        before, self._shown = self._shown, self._gauges()
+        if unchanged_too:
+            return self._shown
+        return {s: value for s, value in self._shown.items() if before.get(s) != value}
 
     def _gauges(self) -> dict[Series, float]:
         core = self._core
-        figures = {**core.gauges(), **core.learned()}
-        figures["stores_suspended"] = len(self._suspension)
-        gauges = {series: figures[source] for series, source in _GAUGE_SOURCES.items()}
-        gauges["capacity_tokens", ("pool",)] = figures["pool_slots"] * self._tokens_per_chunk
+        gauges: dict[Series, float] = {
+            series: value
+            for series, value in {**core.gauges(), **core.learned()}.items()
+            if (series if isinstance(series, str) else series[0]) in GAUGES
+        }
+        pool_tokens = gauges["pool_slots"] * core.config.tokens_per_chunk
+        gauges["capacity_tokens", "pool"] = pool_tokens
         by_target: tuple[tuple[str, Sequence[float]], ...] = (
             ("target_verdict", core.targets.worst_verdicts()),
             ("target_read_bytes_per_second", core.targets.read_rates),
@@ -217,35 +114,38 @@ class Figures:
         )
         for name, values in by_target:
             for target, value in enumerate(values):
-                gauges[name, (str(target),)] = value
+                gauges[name, str(target)] = value
         levels = core.levels.values()
-        gauges["stream_slots_used", ()] = sum(one.stream_slots_used for one in levels)
-        for queue in ("stream_slot", "read", "prefetch", "write"):
+        gauges["stores_suspended"] = len(self._suspension)
+        gauges["stream_slots_used"] = sum(one.stream_slots_used for one in levels)
+        for queue in _QUEUES:
             waiting = sum(getattr(one, f"{queue}_waiting") for one in levels)
-            gauges["queued_operations", (queue,)] = waiting
-        gauges["operations_in_flight", ("load",)] = sum(one.reads_in_flight for one in levels)
-        gauges["operations_in_flight", ("store",)] = sum(one.writes_in_flight for one in levels)
-        gauges.update(self._fixed)
+            gauges["queued_operations", queue] = waiting
+        gauges["operations_in_flight", "load"] = sum(one.reads_in_flight for one in levels)
+        gauges["operations_in_flight", "store"] = sum(one.writes_in_flight for one in levels)
+        gauges.update(self._constant)
         return gauges
 
 
 def start_line(hellos: Sequence[RankHello], core: ManagerCore) -> str:
-    """Of all ranks together; what differs between them is named with its ranks."""
+    """One log line on all ranks together; a value that differs is given with its ranks."""
     first, ranks, capacity = hellos[0], len(hellos), core.capacity
-    adopted, tokens_per_chunk = core.counters["adopted"], core.config.tokens_per_chunk
+    tokens_per_chunk = core.config.tokens_per_chunk
+    adopted = int(core.counters["adopted_chunks"])
     size = capacity.slot_bytes
     pinned = sum((hello.cache_slots + hello.stream_slots) * hello.slot_bytes for hello in hellos)
     replica = f"replica {first.replica}: " if first.replica is not None else ""
     tier = (
         f"{replica}CPU tier of {capacity.cache_slots * tokens_per_chunk:,} tokens "
         f"({capacity.cache_slots} cache slots of {format_bytes(size)}) and {first.stream_slots} "
-        f"stream slots in {format_bytes(pinned)} of pinned memory on {_ranks(ranks)}"
+        f"stream slots in {format_bytes(pinned)} of pinned memory on "
+        f"{ranks} {'rank' if ranks == 1 else 'ranks'}"
     )
     parts = [
         tier,
         _pool(first, capacity, tokens_per_chunk, ranks),
-        f"engine {_each(hellos, [hello.io_engine for hello in hellos])}",
-        f"copies by {_each(hellos, [hello.copy_engine for hello in hellos])}",
+        f"engine {_by_rank(hellos, [hello.io_engine for hello in hellos])}",
+        f"copies by {_by_rank(hellos, [hello.copy_engine for hello in hellos])}",
         f"evicts by {core.config.eviction_policy}",
         f"{adopted} chunks adopted ({adopted * tokens_per_chunk:,} tokens)",
         f"keyspace {first.keyspace}",
@@ -258,8 +158,8 @@ def start_line(hellos: Sequence[RankHello], core: ManagerCore) -> str:
     return "; ".join(parts)
 
 
-def config_of(hellos: Sequence[RankHello], policies: CoreConfig) -> dict[str, str]:
-    """As on rank 0; the others run alike, or the start line says what differs."""
+def config_labels(hellos: Sequence[RankHello], policies: CoreConfig) -> dict[str, str]:
+    """The values of `CONFIG_LABELS` on rank 0; the start line has what differs on other ranks."""
     first = hellos[0]
     return {
         "version": __version__,
@@ -284,8 +184,8 @@ def _pool(first: RankHello, capacity: Capacity, tokens_per_chunk: int, ranks: in
     )
 
 
-def _each(hellos: Sequence[RankHello], values: Sequence[str]) -> str:
-    """What all ranks have in common, or what each has."""
+def _by_rank(hellos: Sequence[RankHello], values: Sequence[str]) -> str:
+    """The value that all ranks have, or each rank's."""
     if len(set(values)) == 1:
         return values[0]
     return ", ".join(
@@ -293,26 +193,25 @@ def _each(hellos: Sequence[RankHello], values: Sequence[str]) -> str:
     )
 
 
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
-
-
-logger = logging.getLogger(LOGGER_NAME)
-
 PERIOD_S = 60.0
 
-#: Operation → what could not be done, and what follows from that.
-_SAID = {
+#: Operation → what failed, and the consequence.
+_FAILED = {
     "store": ("copied from the GPU", "they are not offloaded"),
     "load": ("loaded", "their tokens are computed again"),
-    "fetch": ("fetched ahead of need", "who needs them computes them again"),
-    "write": ("written", "they stay in the CPU tier alone"),
+    "fetch": ("fetched ahead of need", "a request that needs them computes them again"),
+    "write": ("written", "they stay in the CPU tier only"),
     "reset": ("voided on disk", "what this server stores is not found by another start"),
 }
 
 
-class Complaints:
-    """`look` after every step's reports; says nothing of what was cancelled."""
+class FailureLog:
+    """Logs failed operations: the first of a kind at once, then at most one line per minute.
+
+    A kind is an operation with an outcome on a target. Each line has the number of chunks since
+    the last line of its kind, so that none is left out. targets: their directories. Cancelled
+    operations are not logged.
+    """
 
     def __init__(
         self,
@@ -320,33 +219,30 @@ class Complaints:
         targets: Sequence[str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """targets: their directories."""
         self._core = core
-        self._clock = clock
         self._targets = targets
-        self._seen: Counter[str] = Counter()
-        self._said_s: dict[str, float] = {}
+        self._clock = clock
+        self._logged = Counts()
+        self._logged_s: dict[Series, float] = {}
 
-    def look(self) -> None:
-        """Say what is new, and due."""
-        for name, outcome in self._core.last_failures.items():
-            new = self._core.counters[name] - self._seen[name]
+    def log_new(self) -> None:
+        """Log what is new and due; call after every step's reports."""
+        for kind, outcome in self._core.last_failures.items():
+            new = self._core.counters[kind] - self._logged[kind]
             if not new or outcome.kind is OutcomeKind.CANCELLED:
                 continue
             now_s = self._clock()
-            if now_s - self._said_s.get(name, float("-inf")) < PERIOD_S:
+            if now_s - self._logged_s.get(kind, float("-inf")) < PERIOD_S:
                 continue
-            self._said_s[name] = now_s
-            self._seen[name] += new
-            self._say(name, new, outcome)
+            self._logged_s[kind] = now_s
+            self._logged[kind] += new
+            self._log(kind[1], kind[3], int(new), outcome)
 
-    def _say(self, name: str, chunks: int, outcome: Outcome) -> None:
-        _, operation, _, target = name.split(":")
-        number = int(target) if target.isdigit() else None
+    def _log(self, operation: str, target: str, chunks: int, outcome: Outcome) -> None:
         place = ""
-        if number is not None:
-            known = number < len(self._targets)
-            place = f" on target {self._targets[number] if known else number}"
+        if target.isdigit():
+            known = int(target) < len(self._targets)
+            place = f" on target {self._targets[int(target)] if known else target}"
         what = "1 chunk" if chunks == 1 else f"{chunks} chunks"
-        done, follows = _SAID[operation]
-        logger.warning("%s could not be %s%s: %s; %s", what, done, place, outcome, follows)
+        failed, consequence = _FAILED[operation]
+        logger.warning("%s could not be %s%s: %s; %s", what, failed, place, outcome, consequence)

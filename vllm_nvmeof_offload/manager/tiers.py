@@ -9,7 +9,6 @@ it is evictable there (`settle`), and rests in the index exactly while no operat
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -21,6 +20,7 @@ from vllm_nvmeof_offload.manager.index import Entry, Event, Index, State
 from vllm_nvmeof_offload.manager.kv_events import KvEventLog
 from vllm_nvmeof_offload.manager.ledger import Op
 from vllm_nvmeof_offload.manager.types import CoreConfig, Source, WritePolicy
+from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import VERDICTS, AdoptedEntries, RateReport, VerdictReport
 
 __all__ = ["SlotPool", "Targets", "Tiers"]
@@ -293,7 +293,7 @@ class Tiers:
         self,
         agreement: Agreement,
         policy: MakePolicy,
-        counters: Counter[str],
+        counters: Counts,
         config: CoreConfig,
         changes: KvEventLog | None,
     ) -> None:
@@ -335,7 +335,7 @@ class Tiers:
         used[slots] = np.arange(1, count + 1, dtype=np.uint64)
         self._uses += count
         self.targets.adopt(slots)
-        self.counters["adopted"] += count
+        self.counters["adopted_chunks"] += count
         if self._changes is not None:
             self._changes.add(Source.POOL, adopted.keys, removed=False)
 
@@ -359,7 +359,7 @@ class Tiers:
         if victim is None:
             return None
         entry = self.index.in_cache_slot(victim)
-        self.counters["evicted_cpu"] += 1
+        self.counters["evictions", "cpu"] += 1
         self.leave_cache(entry)
         self._evict(entry, Event.EVICT_CACHE)
         return self.cache.take()
@@ -389,7 +389,7 @@ class Tiers:
         victim = self.targets.victim(target)
         assert victim is not None
         entry = self.index.in_pool_slot(victim)
-        self.counters["evicted_pool"] += 1
+        self.counters["evictions", "pool"] += 1
         self.leave_pool(entry)
         self._evict(entry, Event.EVICT_POOL)
         return self.pool.take(target)
@@ -418,7 +418,7 @@ class Tiers:
         assert slot is not None
         if self._wanted[slot]:
             self.unwant(slot)
-            self.counters["write_refused"] += 1
+            self.counters["refused_writes"] += 1
         self.clean.withdraw(slot)
         self._recency.forget(slot)
         self.cache.orphan(slot)
@@ -512,7 +512,7 @@ class Tiers:
         if not self.index.holds(entry):
             return  # gone already, or the key has been stored again since
         self.on(entry, Event.DOOM)
-        self.counters["pool_slots_retired"] += retire and entry.pool_slot is not None
+        self.counters["retired_pool_slots"] += retire and entry.pool_slot is not None
         self._forget(entry, retire=retire)
 
     def reset(self) -> None:

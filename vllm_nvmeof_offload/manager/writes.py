@@ -92,12 +92,11 @@ class WriteBehind:
         if failure is None:
             self._failed_writes.pop(pool_slot, None)
             tiers.on(entry, Event.WRITTEN)
-            tiers.counters["written"] += 1
+            tiers.counters["written_chunks"] += 1
             return
         tiers.on(entry, Event.WRITE_FAILED)
         worn = _blame(self._failed_writes, pool_slot, failure) or failure.errno == errno.ENOSPC
-        tiers.counters["write_failed"] += 1
-        tiers.counters["pool_slots_retired"] += worn
+        tiers.counters["retired_pool_slots"] += worn
         tiers.leave_pool(entry, retire=worn)
 
     def read_failed(self, pool_slot: int, failure: Outcome) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,8 +36,13 @@ from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.manager.eviction import LruPolicy, MakePolicy
 from vllm_nvmeof_offload.manager.requests import Queue, StepMeter, WaitingRequests
 from vllm_nvmeof_offload.manager.suspension import Suspension
-from vllm_nvmeof_offload.manager.telemetry import Complaints, Figures, config_of, start_line
-from vllm_nvmeof_offload.metrics import CONFIG_LABELS, COUNTERS, GAUGES
+from vllm_nvmeof_offload.manager.telemetry import (
+    FailureLog,
+    MetricsCollector,
+    config_labels,
+    start_line,
+)
+from vllm_nvmeof_offload.metrics import CONFIG_LABELS, Counts, exported
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.protocol import Command, RankHello, Report
 from vllm_nvmeof_offload.vllm_adapter.messages import ChunkLoadSpec, ChunkStoreSpec
@@ -71,8 +75,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
     """
 
     #: Both made by `attach`. `waiting` also needs `follow`.
-    figures: Figures
-    _complaints: Complaints
+    _metrics: MetricsCollector
+    _failure_log: FailureLog
 
     def __init__(
         self,
@@ -98,7 +102,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._labels = dict.fromkeys(CONFIG_LABELS, "")
         self._labels["prompts_only"] = "yes" if prompts_only else "no"
         self._missed = self._found_cpu = self._found_pool = 0  # look-ups since the last export
-        self._activity_seen: tuple[int, ...] = ()
+        self._activity_seen: tuple[float, ...] = ()
 
     @property
     def core(self) -> ManagerCore:
@@ -140,8 +144,6 @@ class NVMeoFOffloadingManager(OffloadingManager):
             for chunk in command.chunks
         }
         state.keys.update(dict.fromkeys(keys))
-        for source in state.sources.values():
-            self.figures.add("loaded_tokens", self.config.tokens_per_chunk, source.value)
         return ChunkLoadSpec(command)
 
     def prepare_store(
@@ -184,8 +186,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if tokens:
             self._worked_s = self._clock()
         self._steps.scheduled(tokens)
-        if scheduler_output.preempted_req_ids:
-            self.figures.add("preemptions", len(scheduler_output.preempted_req_ids))
+        self.core.counters["preemptions"] += len(scheduler_output.preempted_req_ids or ())
         self.waiting.step(scheduler_output)
         self.suspension.log_while_it_lasts()
 
@@ -260,9 +261,9 @@ class NVMeoFOffloadingManager(OffloadingManager):
         core.weights_changed = self._weights_changed
         if self._void:
             self.reset_cache()
-        self._complaints = Complaints(core, ordered[0].targets, self._clock)
-        self._labels |= config_of(ordered, self.config)
-        self.figures = Figures(core, self.suspension, ordered, self._labels)
+        self._failure_log = FailureLog(core, ordered[0].targets, self._clock)
+        self._labels |= config_labels(ordered, self.config)
+        self._metrics = MetricsCollector(core, self.suspension, ordered, self._labels)
         if self._queue is not None:
             self.waiting = WaitingRequests(core, self._queue, self._clock)
         self._export_due = True
@@ -271,11 +272,11 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self.core.turn()
         return self.core.take_commands()
 
-    def report(self, reports: Iterable[Report], worker_counters: Counter[str]) -> None:
+    def report(self, reports: Iterable[Report], worker_counters: Counts) -> None:
         """Apply the workers' reports; must come before vLLM's next look-up."""
         self.core.report(reports)
-        self.figures.add_from_workers(worker_counters)
-        self._complaints.look()
+        self.core.counters.add(worker_counters)
+        self._failure_log.log_new()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         if self._core is None:
@@ -283,19 +284,21 @@ class NVMeoFOffloadingManager(OffloadingManager):
         # Called once per step, and most steps change nothing: passed time is exported now and then.
         lookups = self._found_cpu + self._found_pool + self._missed
         activity, now_s = self._core.activity(), self._clock()
-        quiet = not lookups and not self.figures.waiting and activity == self._activity_seen
+        quiet = not lookups and not self._export_due and activity == self._activity_seen
         if quiet and now_s - self._exported_s < _EXPORT_PERIOD_S:
             return None
-        self._exported_s, self._activity_seen, self._export_due = now_s, activity, False
+        self._exported_s, self._export_due = now_s, False
         self._count()
+        self._activity_seen = self._core.activity()
         if all_gauges := now_s - self._all_exported_s >= _EXPORT_PERIOD_S:
             self._all_exported_s = now_s
-        told = self.figures.take(all_gauges=all_gauges)
         stats = OffloadingConnectorStats()
-        for (name, labels), amount in told.counters.items():
-            stats.increase_counter(COUNTERS[name].name, amount, labels)
-        for (name, labels), value in told.gauges.items():
-            stats.set_gauge(GAUGES[name].name, value, labels)
+        for series, amount in self._metrics.take_increases().items():
+            name, labels = exported(series)
+            stats.increase_counter(name, amount, labels)
+        for series, value in self._metrics.take_gauges(unchanged_too=all_gauges).items():
+            name, labels = exported(series)
+            stats.set_gauge(name, value, labels)
         return stats
 
     def config_info(self) -> list[dict[str, str | int | float | bool]]:
@@ -303,15 +306,15 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return [dict(self._labels)]
 
     def _count(self) -> None:
-        """Hand over the counts of this object since the last call."""
-        add, steps = self.figures.add, self._steps
-        add("lookups", self._found_cpu, "cpu")
-        add("lookups", self._found_pool, "pool")
-        add("lookups", self._missed, "miss")
-        add("scheduler_seconds", self._scheduler_s)
-        add("scheduler_steps", steps.steps)
-        add("step_seconds", steps.seconds)
-        add("step_tokens", steps.tokens)
+        """Hand over what was counted here since the last call."""
+        counters, steps = self.core.counters, self._steps
+        counters["lookups", "cpu"] += self._found_cpu
+        counters["lookups", "pool"] += self._found_pool
+        counters["lookups", "miss"] += self._missed
+        counters["scheduler_seconds"] += self._scheduler_s
+        counters["scheduler_steps"] += steps.steps
+        counters["step_seconds"] += steps.seconds
+        counters["step_tokens"] += steps.tokens
         self._missed = self._found_cpu = self._found_pool = 0
         self._scheduler_s = 0.0
         steps.clear()

@@ -6,7 +6,6 @@ Our commands in the shape in which vLLM carries them inside its transfer jobs.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -19,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
+from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import Command, LoadCommand, RankHello, Report, StoreCommand
 
 __all__ = [
@@ -42,16 +42,18 @@ class NVMeoFWorkerMetadata(OffloadingWorkerMetadata):
     """One step's completions and reports, workers → scheduler."""
 
     reports: tuple[Report, ...] = ()
-    counters: Counter[str] = field(default_factory=Counter)
+    counters: Counts = field(default_factory=Counts)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> NVMeoFWorkerMetadata:
         assert isinstance(other, NVMeoFWorkerMetadata)
         base = super().aggregate(other)
+        counters = Counts(self.counters)
+        counters.add(other.counters)
         return NVMeoFWorkerMetadata(
             completed_jobs=base.completed_jobs,
             transfer_stats=base.transfer_stats,
             reports=self.reports + other.reports,
-            counters=self.counters + other.counters,
+            counters=counters,
         )
 
 

@@ -8,7 +8,6 @@ to the manager, both in the step in which the job is reported finished (rule 8).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from vllm_nvmeof_offload.copy.base import Descriptors
+from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import Command, LoadCommand, Report, StoreCommand
 from vllm_nvmeof_offload.vllm_adapter.messages import ChunkLoadSpec, ChunkStoreSpec
 from vllm_nvmeof_offload.worker.build import RankWorker
@@ -57,7 +57,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._invalid_blocks: set[int] = set()
         self._failed_jobs: set[int] = set()
         self._reports: list[Report] = []
-        self._counters: Counter[str] = Counter()
+        self._counters = Counts()
 
     # -- vLLM's interface -------------------------------------------------------------
 
@@ -87,7 +87,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
     def get_finished(self) -> list[TransferResult]:
         finished, reports, counters = self._runner.take()
         self._reports += reports
-        self._counters.update(counters)
+        self._counters.add(counters)
         results: list[TransferResult] = []
         for job in finished:
             job_id = self._jobs.pop(job.op)
@@ -140,10 +140,10 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
     def has_reports(self) -> bool:
         return bool(self._reports)
 
-    def take_reports(self) -> tuple[list[Report], Counter[str]]:
+    def take_reports(self) -> tuple[list[Report], Counts]:
         """Reports as of the last `get_finished`: never later than vLLM hears of a job."""
         taken = self._reports, self._counters
-        self._reports, self._counters = [], Counter()
+        self._reports, self._counters = [], Counts()
         return taken
 
     def take_invalid_blocks(self) -> set[int]:

@@ -20,12 +20,12 @@ Chunks do not wait for each other: while some of a job are read, others are copi
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from vllm_nvmeof_offload.copy.base import CopyEngine, Descriptors, Direction, gather
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, STALE, Outcome
 from vllm_nvmeof_offload.io.base import IoEngine
+from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import (
     CancelCommand,
     Command,
@@ -65,8 +65,8 @@ class TransferPipeline:
         config: SchedulerConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        #: Chunks and bytes by stage, for metrics.
-        self.counters: Counter[str] = Counter()
+        #: What happened since it was cleared, under the names of `metrics.COUNTERS`.
+        self.counters = Counts()
         self._staging = staging
         self._copy = copy
         self._clock = clock
@@ -240,7 +240,6 @@ class TransferPipeline:
             self._hold_buffer(task)
         if not outcome.ok:
             job.failures.append((task.index, outcome))
-            self.counters[f"{job.kind.value}_failed:{outcome.kind.value}"] += 1
         job.tasks_left -= 1
         if job.tasks_left:
             return
@@ -338,8 +337,12 @@ class TransferPipeline:
             return
         kind = task.job.kind
         if outcome.ok and kind is not OpKind.RESET:
-            name = f"written_bytes:{task.target}" if kind is OpKind.WRITE else "read_bytes"
-            self.counters[name] += self._staging.slot_bytes
+            size = self._staging.slot_bytes
+            if kind is OpKind.WRITE:
+                self.counters["written_bytes"] += size
+                self.counters["target_written_bytes", str(task.target)] += size
+            else:
+                self.counters["read_bytes"] += size
         if outcome.ok and kind is OpKind.LOAD:
             if task.fills:  # landed: others may read the slot from now on
                 task.fills, task.reads = False, True
@@ -390,7 +393,5 @@ class TransferPipeline:
             self._meter.copying(ticket, size, is_store=is_store)
 
     def _copied(self, task: Task, outcome: Outcome) -> None:
-        if outcome.ok:
-            self.counters[f"{task.job.kind.value}_copied_chunks"] += 1
         self._leave_slot(task, filled=outcome.ok)
         self._decide(task, outcome)

@@ -15,11 +15,11 @@ used any more.
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import RateReport
 from vllm_nvmeof_offload.units import MIB
 
@@ -171,7 +171,7 @@ class RateMeter:
 
 
 class TransferMeter:
-    """Counts into `counters`: `transfer_<what>:<direction>:<stage>`, time in microseconds.
+    """Counts the series of `transfer_operations`, `transfer_bytes` and `transfer_seconds`.
 
     direction: store, from the GPU towards the pool, or load. stage: gpu (copies between KV cache
     and staging) or pool (reads and writes of slots). The time of a copy begins when the engine
@@ -179,7 +179,7 @@ class TransferMeter:
     job and includes that wait and the reads from the pool as well.
     """
 
-    def __init__(self, counters: Counter[str], clock: Callable[[], float]) -> None:
+    def __init__(self, counters: Counts, clock: Callable[[], float]) -> None:
         self._counters = counters
         self._clock = clock
         self._copies: dict[int, tuple[bool, int, float]] = {}  # ticket → is store, bytes, since
@@ -191,15 +191,15 @@ class TransferMeter:
     def copied(self, ticket: int, *, ok: bool) -> None:
         """Count a batch that the copy engine has finished."""
         is_store, size_bytes, began_s = self._copies.pop(ticket)
-        label = "store:gpu" if is_store else "load:gpu"
-        self._count(label, size_bytes if ok else 0, self._clock() - began_s)
+        direction = "store" if is_store else "load"
+        self._count(direction, "gpu", size_bytes if ok else 0, self._clock() - began_s)
 
     def moved(self, size_bytes: int, time_s: tuple[float, float | None], *, is_write: bool) -> None:
         """Count a read or write that has its outcome. time_s: as for `RateMeter.ended`."""
         began_s, ended_s = time_s[0], self._clock() if time_s[1] is None else time_s[1]
-        self._count("store:pool" if is_write else "load:pool", size_bytes, ended_s - began_s)
+        self._count("store" if is_write else "load", "pool", size_bytes, ended_s - began_s)
 
-    def _count(self, label: str, size_bytes: int, seconds: float) -> None:
-        self._counters[f"transfer_operations:{label}"] += 1
-        self._counters[f"transfer_bytes:{label}"] += size_bytes
-        self._counters[f"transfer_us:{label}"] += round(max(0.0, seconds) * 1e6)
+    def _count(self, direction: str, stage: str, size_bytes: int, seconds: float) -> None:
+        self._counters["transfer_operations", direction, stage] += 1
+        self._counters["transfer_bytes", direction, stage] += size_bytes
+        self._counters["transfer_seconds", direction, stage] += max(0.0, seconds)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import select
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.io.base import Waker
+from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import Report
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.tasks import FinishedJob
@@ -35,7 +36,7 @@ class PipelineRunner:
         self._changed = threading.Condition()
         self._finished: list[FinishedJob] = []
         self._reports: list[Report] = []
-        self._counters: Counter[str] = Counter()
+        self._counters = Counts()
         self._open: set[int] = set()  # stores and loads handed over and not finished
         self._failure: BaseException | None = None
         self._stopping = False
@@ -58,12 +59,12 @@ class PipelineRunner:
                 self._raise_failure()
                 self._changed.wait(timeout=1.0)
 
-    def take(self) -> tuple[list[FinishedJob], list[Report], Counter[str]]:
-        """Return finished jobs, reports and counters since the last call: a consistent snapshot."""
+    def take(self) -> tuple[list[FinishedJob], list[Report], Counts]:
+        """Finished jobs, reports and counters since the last call; a consistent snapshot."""
         with self._changed:
             self._raise_failure()
             taken = (self._finished, self._reports, self._counters)
-            self._finished, self._reports, self._counters = [], [], Counter()
+            self._finished, self._reports, self._counters = [], [], Counts()
             return taken
 
     def stop(self) -> None:
@@ -102,7 +103,7 @@ class PipelineRunner:
         with self._changed:
             self._finished += finished
             self._reports += reports
-            self._counters.update(self._pipeline.counters)
+            self._counters.add(self._pipeline.counters)
             self._pipeline.counters.clear()
             self._open.difference_update(job.op for job in finished)
             self._changed.notify_all()

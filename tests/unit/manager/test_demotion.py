@@ -48,7 +48,7 @@ def test_the_coldest_are_written_ahead_of_need_and_then_go_without_a_loss() -> N
         Source.POOL,
         Source.CPU,
     ]
-    assert bench.core.counters["write_refused"] == 0
+    assert bench.core.counters["refused_writes"] == 0
 
 
 def test_what_is_used_is_not_written() -> None:
@@ -71,7 +71,7 @@ def test_what_must_go_before_its_write_could_begin_is_counted() -> None:
     bench.core.report([VerdictReport(0, 0, "suspect")])
     bench.store(1, 2, 3, 4)
     bench.store(5, 6)
-    assert bench.core.counters["write_refused"] == 2
+    assert bench.core.counters["refused_writes"] == 2
     assert bench.hits(range(1, 7)) == [1, 2, 5, 6]
     bench.core.report([VerdictReport(0, 0, "ok")])
     assert written(bench) == [2]

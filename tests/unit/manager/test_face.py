@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.requests import Queue
-from vllm_nvmeof_offload.metrics import CONFIG_LABELS, COUNTERS, GAUGES
+from vllm_nvmeof_offload.metrics import CONFIG_LABELS, COUNTERS, GAUGES, Counts
 from vllm_nvmeof_offload.protocol import ResetCommand
 
 from .bench import Bench, hello, keys_of
@@ -75,12 +73,15 @@ def test_look_ups_are_counted_by_source() -> None:
 
 def test_bytes_written_are_counted_by_target() -> None:
     manager = Face().manager
-    manager.report([], Counter({"written_bytes:0": 5, "written_bytes:1": 7, "read_bytes": 2}))
+    manager.report([], Counts({("target_written_bytes", "0"): 5, "written_bytes": 5}))
+    manager.report([], Counts({("target_written_bytes", "1"): 7, "written_bytes": 7}))
+    manager.report([], Counts({"read_bytes": 2, ("transfer_seconds", "load", "pool"): 1.5}))
     counted = figures(manager)
     assert counted["written_bytes", ()] == 12
     assert counted["target_written_bytes", ("0",)] == 5
     assert counted["target_written_bytes", ("1",)] == 7
     assert counted["read_bytes", ()] == 2
+    assert counted["transfer_seconds", ("load", "pool")] == 1.5
 
 
 def test_a_chunk_below_the_threshold_is_counted() -> None:
@@ -129,7 +130,7 @@ def test_before_the_handshake_there_is_nothing_to_do_and_nothing_to_export() -> 
         lambda: manager.lookup(OffloadKey(b"1"), context),
         lambda: manager.prepare_store([], context),
         manager.take_commands,
-        lambda: manager.report([], Counter()),
+        lambda: manager.report([], Counts()),
     ):
         with pytest.raises(AssertionError):
             call()

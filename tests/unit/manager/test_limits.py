@@ -126,7 +126,7 @@ def test_a_load_that_takes_longer_than_its_limit_is_cut_off_and_teaches() -> Non
     assert core.take_commands() == [CancelCommand(command.op)]
     assert core.counters["loads_cut"] == 1
     core.report([OpReport(command.op, ((0, CANCELLED), (1, CANCELLED)), seconds=0.6)])
-    assert core.learned()["load_overhead_s"] == pytest.approx(0.6)
+    assert core.learned()["load_overhead_seconds"] == pytest.approx(0.6)
     assert bench.hits([0, 1]) == [0, 1]
     assert core.lookup(b"0") is Source.POOL
 
@@ -149,7 +149,7 @@ def test_the_time_in_which_others_were_computed_is_not_held_against_a_load(
             op = core.prepare_load(keys_of(0), 10.0).op
         bench.prompts_s += computed_s
         core.report([OpReport(op, seconds=0.6)])
-        assert core.learned()["load_overhead_s"] == pytest.approx(overhead_s)
+        assert core.learned()["load_overhead_seconds"] == pytest.approx(overhead_s)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -194,7 +194,7 @@ def test_what_a_failed_load_teaches(outcome: Outcome, seconds: float, overhead_s
     bench.in_the_pool(0)
     command = bench.core.prepare_load(keys_of(0), 10.0)
     bench.core.report([OpReport(command.op, ((0, outcome),), seconds=seconds)])
-    assert bench.core.learned()["load_overhead_s"] == pytest.approx(overhead_s)
+    assert bench.core.learned()["load_overhead_seconds"] == pytest.approx(overhead_s)
 
 
 def test_a_probe_that_met_its_deadline_teaches_that_the_pool_is_slow() -> None:
@@ -204,7 +204,7 @@ def test_a_probe_that_met_its_deadline_teaches_that_the_pool_is_slow() -> None:
     bench.core.reload.probe(keys_of(0))
     (fetch,) = bench.fetches()
     bench.core.report([OpReport(fetch.op, ((0, DEADLINE),), released=False, seconds=5.0)])
-    assert bench.core.learned()["load_overhead_s"] == pytest.approx(5.0)
+    assert bench.core.learned()["load_overhead_seconds"] == pytest.approx(5.0)
 
 
 def test_a_probe_is_not_charged_with_those_that_were_read_before_it() -> None:
@@ -217,8 +217,10 @@ def test_a_probe_is_not_charged_with_those_that_were_read_before_it() -> None:
     bench.core.admission.read_rates = [slot_bytes / 0.5]
     for count, fetch in enumerate(fetches, 1):
         bench.core.report([OpReport(fetch.op, seconds=0.5 * count + 0.01)])
-    assert bench.core.learned()["load_overhead_s"] == pytest.approx(0.01)
+    assert bench.core.learned()["load_overhead_seconds"] == pytest.approx(0.01)
     bench.core.reload.probe(keys_of(3))
     (fetch,) = bench.fetches()
     bench.core.report([OpReport(fetch.op, seconds=0.51)])
-    assert bench.core.learned()["load_overhead_s"] == pytest.approx(0.01), "none was before it"
+    assert bench.core.learned()["load_overhead_seconds"] == pytest.approx(0.01), (
+        "none was before it"
+    )

@@ -30,8 +30,8 @@ def test_a_write_counts_when_every_rank_says_so() -> None:
     bench.store(1)
     (write,) = bench.writes()
     bench.core.report([OpReport(write.op), OpReport(write.op, ((0, io_error(errno.EIO)),))])
-    assert bench.core.counters["written"] == 0
-    assert bench.core.gauges()["pool_slots_taken"] == 0
+    assert bench.core.counters["written_chunks"] == 0
+    assert bench.core.gauges()["pool_slots_used"] == 0
     assert bench.core.lookup(b"1") is Source.CPU
     bench.store(2)
     assert bench.hits([1]) == [], "it was only in the CPU tier"
@@ -86,8 +86,8 @@ def test_a_full_file_system_shrinks_the_pool_slot_by_slot() -> None:
         for command in bench.writes():
             bench.done(command.op, (0, io_error(errno.ENOSPC)))
     gauges = bench.core.gauges()
-    assert (gauges["pool_slots"], gauges["pool_slots_taken"]) == (0, 0)
-    assert bench.core.counters["pool_slots_retired"] == 2
+    assert (gauges["pool_slots"], gauges["pool_slots_used"]) == (0, 0)
+    assert bench.core.counters["retired_pool_slots"] == 2
     assert bench.hits([1, 2, 3]) == [1, 2, 3], "all still in the CPU tier"
 
 
@@ -126,7 +126,7 @@ def test_failed_writes_far_apart_do_not_retire_a_slot() -> None:
         bench.store(number)
         for command in bench.writes():
             bench.done(command.op, *([(0, io_error(errno.EIO))] if number % 10 == 9 else []))
-    assert bench.core.counters["write_failed"] == 6
+    assert bench.core.counters["failed_chunks", "write", "io_error", "0"] == 6
     assert bench.core.gauges()["pool_slots"] == 1
 
 
@@ -245,14 +245,14 @@ def test_adoption_is_what_every_rank_holds() -> None:
     assert [e.identity.key for e in core.entries()] == [b"a"]
     assert core.lookup(b"a") is Source.POOL
     assert (core.capacity.cache_slots, core.capacity.pool_slots) == (3, 6)
-    assert core.counters["unadopted"] == 3
+    assert core.counters["unadopted_chunks"] == 3
     assert agreement.notes
 
 
 def test_a_key_on_two_slots_is_adopted_once_and_ranks_of_other_pools_adopt_nothing() -> None:
     alone = agree([hello(0, 2, 4, [(1, 7, b"a"), (3, 8, b"a")])])
     core = ManagerCore(CoreConfig(), alone, first_generation=1)
-    assert core.gauges()["pool_slots_taken"] == 1
+    assert core.gauges()["pool_slots_used"] == 1
     entries = [(1, 7, b"a")]
     agreement = agree([hello(0, 2, 4, entries), hello(1, 2, 4, entries, keyspace="x")])
     other = ManagerCore(CoreConfig(world_size=2), agreement, first_generation=1)

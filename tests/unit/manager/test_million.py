@@ -99,7 +99,7 @@ def test_stored_entries_are_light_while_they_come_and_go(growth: list[int]) -> N
             load = core.prepare_load(_keys(first // 4 * 3 // BATCH * BATCH))
             core.report([OpReport(load.op)])
     gauges = core.gauges()
-    assert gauges["entries"] == gauges["pool_slots_taken"] == STORED
+    assert gauges["entries"] == gauges["pool_slots_used"] == STORED
     _assert_light(growth, STORED)
 
 

@@ -1,41 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No counter is declared and never counted, none is counted and never told: by the source."""
+"""Every count in the source is of a declared counter, and every declared counter is counted."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import vllm_nvmeof_offload
-from vllm_nvmeof_offload.manager import telemetry
-from vllm_nvmeof_offload.metrics import COUNTERS
+from vllm_nvmeof_offload.metrics import COUNTERS, exported, first_counts
 
 PACKAGE = Path(vllm_nvmeof_offload.__file__).parent
-#: Their names are put together, by `pipeline` of "read" and "written".
-PUT_TOGETHER = {"read_bytes"}
-#: Of the core alone: for its tests and its own decisions.
-UNTOLD = {"load_chunks_cpu", "load_chunks_pool", "verdicts_told", "write_failed"}
 
 
-def _strings(tree: ast.AST) -> set[str]:
-    """Constants, and what f-strings begin with; up to a colon, behind which labels stand."""
-    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Constant))
-    return {str(node.value).partition(":")[0] for node in nodes if isinstance(node.value, str)}
+def counts() -> Iterator[tuple[str, list[ast.expr]]]:
+    """Where it is, name first, then the labels: of every `counters[…] += …` in the product."""
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        tuples = {
+            ast.unparse(node.targets[0]): node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.AugAssign) or not isinstance(node.target, ast.Subscript):
+                continue
+            if ast.unparse(node.target.value).endswith("counters"):
+                key = tuples.get(ast.unparse(node.target.slice), node.target.slice)
+                parts = key.elts if isinstance(key, ast.Tuple) else [key]
+                yield f"{path.name}:{node.lineno}", parts
+
+
+def test_every_count_is_of_a_declared_counter_with_its_labels() -> None:
+    for where, (name, *values) in counts():
+        assert isinstance(name, ast.Constant) and name.value in COUNTERS, where
+        labels = COUNTERS[name.value].labels
+        assert len(values) == len(labels), where
+        for label, value in zip(labels, values, strict=True):
+            literal = isinstance(value, ast.Constant) and label.values
+            assert not literal or value.value in label.values, f"{where}: {label.name}"
 
 
 def test_every_declared_counter_is_counted_somewhere() -> None:
-    tables = {"metrics.py", "gauges.py"}
-    files = (path for path in PACKAGE.rglob("*.py") if path.name not in tables)
-    said = set[str]().union(*(_strings(ast.parse(path.read_text())) for path in files))
-    assert not COUNTERS.keys() - said - PUT_TOGETHER
+    counted = {name.value for _, (name, *_) in counts() if isinstance(name, ast.Constant)}
+    assert counted == COUNTERS.keys()
 
 
-def test_every_counter_of_the_core_is_told() -> None:
-    counted = set()
-    for path in (PACKAGE / "manager").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("counters"):
-                counted |= _strings(node.slice)
-    assert telemetry._CORE_COUNTERS.keys() | {"prefetches"} <= counted, "told, and never counted"
-    told = telemetry._CORE_COUNTERS.keys() | COUNTERS.keys() | {"failed_load_chunks"}
-    assert counted - told == UNTOLD
+def test_an_undeclared_series_is_not_exported() -> None:
+    assert exported("resets") == ("vllm:nvmeof_resets", ())
+    assert exported(("evictions", "cpu")) == ("vllm:nvmeof_evictions", ("cpu",))
+    with pytest.raises(KeyError):
+        exported("reset")
+    for series in ("evictions", ("resets", "cpu")):
+        with pytest.raises(AssertionError):
+            exported(series)
+
+
+def test_the_series_that_are_exported_as_0_at_first() -> None:
+    zeros = first_counts(3)
+    assert zeros["preemptions"] == zeros["evictions", "cpu"] == 0
+    written = [series for series in zeros if series[0] == "target_written_bytes"]
+    assert written == [("target_written_bytes", number) for number in "012"]
+    assert sum(series[0] == "transfer_bytes" for series in zeros) == 4
+    failed = {series[3] for series in zeros if series[:2] == ("failed_chunks", "load")}
+    assert failed == {"none", "0", "1", "2"}

@@ -87,7 +87,7 @@ def test_a_free_slot_goes_before_an_eviction_unless_its_queue_is_much_longer() -
     bench.store(101)
     (other,) = bench.writes()
     assert other.pool_slot % 2 == 0, "now something does"
-    assert bench.core.counters["evicted_pool"] == 1
+    assert bench.core.counters["evictions", "pool"] == 1
 
 
 def test_a_target_that_was_suspect_does_not_catch_up() -> None:

@@ -41,7 +41,9 @@ class ShelfBench(Bench):
 
     def fill(self) -> None:
         """Store as much as fits beside what is held, and write it."""
-        new = range(100 + self.core.counters["stored"], 200)[: self.core.capacity.cache_slots]
+        new = range(100 + self.core.counters["stored_chunks"], 200)[
+            : self.core.capacity.cache_slots
+        ]
         self.in_both_tiers(*new)
 
     def preempted(self, name: str, *numbers: int) -> None:
@@ -71,14 +73,14 @@ class ShelfBench(Bench):
     def ended(self) -> dict[str, int]:
         """Fetches by how they ended; each of them once."""
         return {
-            name.partition(":")[2]: count
-            for name, count in self.core.counters.items()
-            if name.startswith("prefetches_ended:") and count
+            series[1]: count
+            for series, count in self.core.counters.items()
+            if series[0] == "prefetches_ended" and count
         }
 
     def begun(self) -> int:
         counters = self.core.counters
-        return sum(n for name, n in counters.items() if name.startswith("prefetches:"))
+        return sum(n for series, n in counters.items() if series[0] == "prefetches")
 
     def load(self, numbers: Iterable[int], ok: bool = True) -> int:
         command = self.core.prepare_load(keys_of(*numbers))
@@ -93,7 +95,12 @@ class ShelfBench(Bench):
     def check_idle(self) -> None:
         """Nothing is held, used or under way."""
         gauges = self.core.gauges()
-        for name in ("ops", "held_reload", "held_queue", "requests_waiting"):
+        for name in (
+            "ops",
+            ("held_cache_slots", "reload"),
+            ("held_cache_slots", "queue"),
+            "requests_waiting",
+        ):
             assert gauges[name] == 0, name
         for name in ("cache_slots_in_use", "cache_slots_orphaned", "pool_slots_orphaned"):
             assert gauges[name] == 0, name
@@ -106,7 +113,7 @@ def test_what_a_victim_had_cached_is_not_evicted_till_it_runs() -> None:
     bench.in_both_tiers(0, 1, 2, 3)
     bench.preempted("a", 0, 1, 2, 3)
     assert bench.fetches() == []
-    assert bench.core.gauges()["held_reload"] == 4
+    assert bench.core.gauges()["held_cache_slots", "reload"] == 4
     for _ in range(3):
         bench.fill()
     assert [bench.source(n) for n in range(4)] == [Source.CPU] * 4
@@ -136,12 +143,12 @@ def test_a_fetch_that_is_loaded_was_used() -> None:
     assert bench.fetches() == []
     bench.done(first.op)
     bench.done(second.op)
-    assert (bench.source(0), bench.core.gauges()["held_reload"]) == (Source.CPU, 2)
+    assert (bench.source(0), bench.core.gauges()["held_cache_slots", "reload"]) == (Source.CPU, 2)
     bench.load([0, 1])
     assert bench.ended() == {}
     bench.core.reload.left("a")
     assert bench.ended() == {"used": 2}
-    assert bench.core.counters["prefetches:reload"] == 2
+    assert bench.core.counters["prefetches", "reload"] == 2
     bench.check_idle()
 
 
@@ -154,7 +161,7 @@ def test_a_fetch_for_the_queue_is_not_urgent_and_wasted_if_nobody_loads_it() -> 
     bench.done(fetch.op)
     bench.core.reload.left("a")
     assert bench.ended() == {"wasted": 1}
-    assert bench.core.counters["prefetches:queue"] == 1
+    assert bench.core.counters["prefetches", "queue"] == 1
     assert bench.source(0) is Source.CPU, "wasted, but there"
     bench.check_idle()
 
@@ -203,7 +210,7 @@ def test_reset_while_chunks_are_held_being_fetched_and_to_be_fetched() -> None:
     (reset,) = bench.core.take_commands()
     assert isinstance(reset, ResetCommand)
     assert bench.held() == []
-    assert bench.core.gauges()["cache_slots_taken"] == 1, "the read under way has it"
+    assert bench.core.gauges()["cache_slots_used"] == 1, "the read under way has it"
     bench.store(0)  # the key is back before the old read has ended
     bench.write_all()
     bench.preempted("a", 0)
@@ -226,7 +233,7 @@ def test_what_is_not_written_yet_stays_unwritten_while_it_is_held() -> None:
     written = {write.identity.key for write in bench.writes()}
     assert written and written.isdisjoint(keys_of(0, 1))
     bench.core.reload.left("a")
-    assert bench.core.gauges()["held_reload"] == 0
+    assert bench.core.gauges()["held_cache_slots", "reload"] == 0
 
 
 def test_a_chunk_that_was_landing_is_held_no_more_when_its_load_is_cut_off() -> None:

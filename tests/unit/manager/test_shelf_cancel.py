@@ -14,13 +14,13 @@ from .test_shelf import ShelfBench
 def test_a_fetch_nobody_sent_is_withdrawn() -> None:
     bench = ShelfBench()
     bench.in_the_pool(0)
-    free = bench.core.gauges()["cache_slots_taken"]
+    free = bench.core.gauges()["cache_slots_used"]
     bench.queued("a", 0)
     bench.core.turn()
     bench.core.reload.left("a")
     assert bench.core.take_commands() == []
     assert (bench.ended(), bench.source(0)) == ({"cancelled": 1}, Source.POOL)
-    assert bench.core.gauges()["cache_slots_taken"] == free - 1, "its victim is gone"
+    assert bench.core.gauges()["cache_slots_used"] == free - 1, "its victim is gone"
     bench.check_idle()
     bench.queued("b", 0)
     (fetch,) = bench.fetches()

@@ -155,8 +155,8 @@ class Storm:
 
     def check(self) -> None:
         gauges = self.core.gauges()
-        assert gauges["held_reload"] <= 4
-        assert gauges["held_queue"] <= 4
+        assert gauges["held_cache_slots", "reload"] <= 4
+        assert gauges["held_cache_slots", "queue"] <= 4
         assert sum(self.bench.ended().values()) <= self.bench.begun()
 
     def finish(self) -> None:

@@ -14,7 +14,7 @@ def test_a_chunk_is_stored_on_its_nth_sighting() -> None:
         plan = bench.core.prepare_store(keys_of(1, 2))
         assert (plan.command, plan.stored, plan.refused) == (None, (), 0)
     assert bench.core.prepare_store(keys_of(1, 2, 3)).stored == tuple(keys_of(1, 2))
-    assert bench.core.counters["below_threshold"] == 5
+    assert bench.core.counters["below_threshold_chunks"] == 5
     assert bench.hits([1, 2, 3]) == [1, 2]
 
 

@@ -17,23 +17,23 @@ def test_a_store_and_a_load_are_metered_by_stage() -> None:
     bench.copy.finish(bench.copy.submitted[-1][0])
     bench.pipeline.step()
     counters = bench.pipeline.counters
-    assert counters["transfer_operations:store:gpu"] == 1
-    assert counters["transfer_us:store:gpu"] == 250_000
-    assert counters["transfer_bytes:store:gpu"] > 0
+    assert counters["transfer_operations", "store", "gpu"] == 1
+    assert counters["transfer_seconds", "store", "gpu"] == 0.25
+    assert counters["transfer_bytes", "store", "gpu"] > 0
     bench.load(2, 8, None, 3)
     bench.now_s += 0.5
     bench.io_done()
-    assert counters["transfer_us:load:pool"] == 500_000
-    assert counters["transfer_bytes:load:pool"] == STRIDE
-    assert counters["transfer_operations:load:gpu"] == 0, "its copy is under way"
+    assert counters["transfer_seconds", "load", "pool"] == 0.5
+    assert counters["transfer_bytes", "load", "pool"] == STRIDE
+    assert counters["transfer_operations", "load", "gpu"] == 0, "its copy is under way"
 
 
 def test_a_failed_read_moves_no_bytes() -> None:
     bench = Bench()
     bench.load(1, 8, None, 3)
     bench.io_done(io_error(errno.ENODATA))
-    assert bench.pipeline.counters["transfer_operations:load:pool"] == 1
-    assert bench.pipeline.counters["transfer_bytes:load:pool"] == 0
+    assert bench.pipeline.counters["transfer_operations", "load", "pool"] == 1
+    assert bench.pipeline.counters["transfer_bytes", "load", "pool"] == 0
 
 
 def test_levels_ride_along_and_end_at_nothing() -> None:
