@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables of docs/METRICS.md from `metrics.py`; run it after a change there.
+"""Writes the metrics into docs/METRICS.md from `metrics.py`; run it after a change there.
 
 .venv/bin/python tools/metrics_doc.py            # writes the file
 .venv/bin/python tools/metrics_doc.py --check    # exit code 1 if it is not up to date
@@ -8,52 +8,33 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable
 
-from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES, Metric
+from documents import Document, item
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "METRICS.md"
-BEGIN, END = "<!-- made by tools/metrics_doc.py: begin -->", "<!-- end -->"
+from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES, Label, Metric
 
-
-def exported(metric: Metric, kind: str) -> str:
-    """The name in `/metrics`."""
-    return metric.name + ("_total" if kind == "counter" else "")
+DOCUMENT = Document("METRICS.md", "metrics_doc.py")
 
 
-def rows(metrics: Mapping[str, Metric], kind: str) -> list[str]:
+def values_of(label: Label) -> str:
+    return f"`{label.name}`: {', '.join(label.values) or label.source}"
+
+
+def entries(metrics: Iterable[Metric]) -> list[str]:
     out = []
-    for metric in metrics.values():
-        labels = "; ".join(
-            f"`{one.name}`: {', '.join(one.values) or one.source}" for one in metric.labels
-        )
-        name = exported(metric, kind)
-        out.append(f"| `{name}` | {kind} | {metric.unit} | {labels or '–'} | {metric.help} |")
+    for metric in metrics:
+        name = metric.name + ("_total" if metric.kind == "counter" else "")
+        facts = [metric.unit, *(values_of(label) for label in metric.labels)]
+        out.append(item(f"`{name}` ({'; '.join(facts)}): {metric.help}"))
     return out
 
 
-def table() -> str:
-    """All metrics, counters first, as Markdown."""
-    head = ["| name | type | unit | labels | meaning |", "|---|---|---|---|---|"]
-    return "\n".join([*head, *rows(COUNTERS, "counter"), *rows(GAUGES, "gauge")])
-
-
-def document(text: str) -> str:
-    """`text` with its table written again."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
-
-
-def main(arguments: list[str]) -> int:
-    text = DOCUMENT.read_text()
-    made = document(text)
-    if "--check" in arguments:
-        return int(made != text)
-    DOCUMENT.write_text(made)
-    return 0
+def lists() -> str:
+    """All metrics, counters first, as Markdown lists; in brackets the unit and the labels."""
+    counters, gauges = entries(COUNTERS.values()), entries(GAUGES.values())
+    return "\n".join(["### Counters\n", *counters, "\n### Gauges\n", *gauges])
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(DOCUMENT.main(lists(), sys.argv[1:]))

@@ -1,18 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only parser of configuration.
+"""Configuration: the keys, their parser, and the checks that need this machine.
 
-Values come from `kv_connector_extra_config`, and below it from `VLLM_NVMEOF_<KEY>` variables.
-Unknown keys, wrong types and sizes that cannot work raise `ConfigError`, which names the key,
-the value and the remedy. The keys themselves are in `config_keys.py`; what can only be judged
-on a machine (memory, targets, slot sizes) is in `config_check.py`. Import all of it from here.
-
-Every configuration key with its unit, default, limits and meaning, in one place.
-
-Judges a parsed configuration on this machine: memory, targets, sizes of slots.
-
-Every refusal is a `ConfigError` that names the key, the value and the remedy.
-
-One of several engines that share the configured sizes.
+A value comes from `kv_connector_extra_config`, else from a `VLLM_NVMEOF_<KEY>` variable, else from
+the default. An unknown key, a wrong type or a value that cannot work raises `ConfigError`, which
+names the key, the value and the remedy. tools/config_doc.py makes docs/configuration.md from the
+keys.
 """
 
 from __future__ import annotations
@@ -44,11 +36,7 @@ from vllm_nvmeof_offload.units import GIB, KIB, MIB, PAGE_BYTES, format_bytes, p
 
 __all__ = [
     "ALLOW_FAULTS",
-    "CHUNK_TOKENS_MAX",
     "ENV_PREFIX",
-    "POOL_BYTES_DEFAULT_MAX",
-    "STREAM_SLOTS_MIN",
-    "VLLM_KEYS",
     "OffloadConfig",
     "Replica",
     "TargetInfo",
@@ -64,42 +52,53 @@ __all__ = [
     "resolve_pool_bytes",
 ]
 
+ENV_PREFIX = "VLLM_NVMEOF_"
+#: Required beside the key `fault_injection`, and read from the environment only, so that one slip
+#: does not turn faults on.
+ALLOW_FAULTS = "VLLM_NVMEOF_ALLOW_FAULT_INJECTION"
 
-STAGING_BYTES_DEFAULT_MAX = 8 * GIB
+_STAGING_BYTES_DEFAULT_MAX = 8 * GIB
+_POOL_BYTES_DEFAULT_MAX = 100 * GIB
+#: One slot is read into while the other is copied from.
+_STREAM_SLOTS_MIN = 2
+_CHUNK_TOKENS_MAX = 256
 #: No machine has an EiB; a larger number is a slip, and would overflow 64-bit arithmetic.
-SIZE_BYTES_MAX = 1 << 60
-_MS_MAX = 3_600_000
+_SIZE_BYTES_MAX = 1 << 60
 
-#: Keys of vLLM's own that may stand beside ours.
-VLLM_KEYS = frozenset(
-    {
-        "spec_name",
-        "spec_module_path",
-        "blocks_per_chunk",
-        "block_size",
-        "offload_prompt_only",
-        "self_describing_kv_events",
-        "sync_load_budget_bytes",
-        "canonical_layout",
-    }
-)
+#: vLLM's own keys, which may be given beside ours.
+_VLLM_KEYS = {
+    *("spec_name", "spec_module_path", "blocks_per_chunk", "block_size", "offload_prompt_only"),
+    *("self_describing_kv_events", "sync_load_budget_bytes", "canonical_layout"),
+}
+#: Other backends' keys that people bring along → our key.
+_FOREIGN_KEYS = {
+    "cpu_bytes_to_use": "staging_bytes",
+    "num_cpu_blocks": "staging_bytes",
+    "secondary_tiers": "targets",
+    "root_dir": "targets",
+}
+
+# -- keys ---------------------------------------------------------------------------------
 
 
 def default_staging_bytes() -> int:
-    """Pinned memory when none was asked for: a quarter of physical memory, at most 8 GiB."""
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(STAGING_BYTES_DEFAULT_MAX, physical // 4)
+    """Pinned memory by default: a quarter of physical memory, at most 8 GiB."""
+    return min(_STAGING_BYTES_DEFAULT_MAX, _physical_bytes() // 4)
 
 
 def default_target(env: Mapping[str, str]) -> str:
-    """The pool directory when none was given, from `XDG_CACHE_HOME` or `HOME` in `env`."""
+    """The pool directory by default, from `XDG_CACHE_HOME` or `HOME` in `env`."""
     cache = env.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(cache):  # the XDG specification ignores relative values
         cache = os.path.join(env.get("HOME") or os.path.expanduser("~"), ".cache")
     return os.path.join(cache, "vllm-nvmeof", "pool")
 
 
-def _size(value: object) -> object:
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _parse_size(value: object) -> object:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("not a size")
     try:
@@ -108,222 +107,181 @@ def _size(value: object) -> object:
         raise ValueError("not a finite size") from None
 
 
-def _paths(value: object) -> object:
+def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-Size = Annotated[int, BeforeValidator(_size), Field(le=SIZE_BYTES_MAX)]
+_Size = Annotated[int, BeforeValidator(_parse_size), Field(le=_SIZE_BYTES_MAX)]
 _SIZE = 'a size such as 1073741824 or "1GiB"'
+_SIZE_FROM_PAGE = f"{_SIZE} of at least 4KiB"
+_SIZE_TO_GIB = f"{_SIZE} from 4KiB to 1GiB"
 
 
 def _key(default: Any, unit: str, allowed: str, meaning: str, **limits: Any) -> Any:
     """One key. `allowed` completes the sentence "give …" in refusals."""
+    limits["default_factory" if callable(default) else "default"] = default
     extra: dict[str, Any] = {"unit": unit, "allowed": allowed}
-    if callable(default):
-        return Field(
-            default_factory=default, description=meaning, json_schema_extra=extra, **limits
-        )
-    return Field(default=default, description=meaning, json_schema_extra=extra, **limits)
+    return Field(description=meaning, json_schema_extra=extra, **limits)
+
+
+def _integer(default: int, unit: str, low: int, high: int, meaning: str) -> Any:
+    return _key(default, unit, f"an integer from {low} to {high}", meaning, ge=low, le=high)
+
+
+def _share(default: float, meaning: str) -> Any:
+    return _key(default, "share", "a number from 0 to 1", meaning, ge=0, le=1)
+
+
+def _flag(default: bool, meaning: str) -> Any:
+    return _key(default, "", "true or false", meaning)
 
 
 class OffloadConfig(BaseModel):
-    """All settings of one engine. Frozen; the same object in the scheduler and every worker."""
+    """All settings of one engine. Frozen; the same in the scheduler and in every worker."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)
 
-    staging_bytes: Size = _key(
+    # fmt: off
+    staging_bytes: _Size = _key(
         default_staging_bytes, "bytes", f"{_SIZE} above 0",
         "Pinned CPU memory over all ranks and replicas: the CPU tier and the slots that loads "
-        "stream through. Default: a quarter of physical memory, at most 8 GiB.",
-        gt=0,
-    )  # fmt: skip
-    targets: Annotated[list[str], BeforeValidator(_paths)] = _key(
+        "stream through. Default: a quarter of physical memory, at most 8 GiB.", gt=0)
+    targets: Annotated[list[str], BeforeValidator(_listed)] = _key(
         lambda: [default_target(os.environ)], "directories", "one path or a list of paths",
-        "Directories that hold the pool, each best on a file system of its own on an NVMe "
-        "namespace. Default: $XDG_CACHE_HOME/vllm-nvmeof/pool.",
-        min_length=1,
-    )  # fmt: skip
-    pool_bytes: Size | None = _key(
+        "Directories that hold the pool, each preferably on a file system of its own (xfs or "
+        "ext4, noatime) on an NVMe namespace. Default: $XDG_CACHE_HOME/vllm-nvmeof/pool.",
+        min_length=1)
+    pool_bytes: _Size | None = _key(
         None, "bytes", f"{_SIZE}, 0 for none, or null for the default",
-        "Size of the pool over all ranks, replicas and targets; 0: no pool, the CPU tier only. "
-        "Default: the smaller of 100 GiB and half of what is free on the targets.",
-        ge=0,
-    )  # fmt: skip
-    chunk_bytes_min: Size = _key(
-        512 * KIB, "bytes", f"{_SIZE} from 4KiB to 1GiB",
-        "Blocks are grouped into chunks of at least this size a rank, unless blocks_per_chunk or "
-        "block_size says how many.",
-        ge=PAGE_BYTES, le=GIB,
-    )  # fmt: skip
-    stream_slots: int = _key(
-        64, "slots", "an integer from 2 to 65536",
-        "Pinned slots of each rank that loads from the pool stream through; bounded by a quarter "
-        "of the rank's staging.",
-        ge=2, le=65536,
-    )  # fmt: skip
-    land_cache_share: float = _key(
-        0.5, "share", "a number from 0 to 1",
-        "Share of the cache slots that one load may fill with what it reads from the pool.",
-        ge=0, le=1,
-    )  # fmt: skip
-    reload_cache_share: float = _key(
-        0.25, "share", "a number from 0 to 1",
-        "Share of the cache slots that preempted requests may hold: their chunks are kept there, "
-        "or fetched from the pool, until they run again.",
-        ge=0, le=1,
-    )  # fmt: skip
-    prefetch_cache_share: float = _key(
-        0.25, "share", "a number from 0 to 1",
-        "Share of the cache slots that may be filled from the pool for requests that wait in "
-        "vLLM's queue. 0: no prefetch.",
-        ge=0, le=1,
-    )  # fmt: skip
+        "Size of the pool over all ranks, replicas and targets; 0: no pool, only the CPU tier. "
+        "Default: the smaller of 100 GiB and half of the free space on the targets.", ge=0)
+    chunk_bytes_min: _Size = _key(
+        512 * KIB, "bytes", _SIZE_TO_GIB,
+        "Smallest size of a chunk on one rank: so many blocks are grouped into a chunk, unless "
+        "blocks_per_chunk or block_size is given.", ge=PAGE_BYTES, le=GIB)
+    stream_slots: int = _integer(
+        64, "slots", 2, 65536,
+        "Pinned slots per rank that loads from the pool stream through, at most a quarter of "
+        "the rank's staging memory.")
+    land_cache_share: float = _share(
+        0.5, "Share of the cache slots that one load may fill with what it reads from the pool.")
+    reload_cache_share: float = _share(
+        0.25, "Share of the cache slots that may hold chunks of preempted requests until these "
+        "requests run again; missing chunks are fetched from the pool.")
+    prefetch_cache_share: float = _share(
+        0.25, "Share of the cache slots that may be filled from the pool for requests that wait "
+        "in vLLM's queue; 0: no prefetch.")
     admission: Literal["auto", "always"] = _key(
         "auto", "", '"auto" or "always"',
-        "auto: what is found is loaded where that is sooner than computing it again, by the rates "
-        "learned so far; always: it is loaded.",
-    )  # fmt: skip
+        "Decision between loading and recomputing a hit. auto: load if that is expected to be "
+        "faster than recomputing, by the rates learned so far; always: load.")
     prefill_tokens_per_s: float | None = _key(
         None, "tokens/s", "a number above 0, or null to learn it",
-        "How fast the model computes prompts, for admission. Default: learned from its steps.",
-        gt=0,
-    )  # fmt: skip
-    read_bytes_per_s: Size | None = _key(
+        "Rate at which the model computes prompts, used by admission. Default: learned from the "
+        "engine's steps.", gt=0)
+    read_bytes_per_s: _Size | None = _key(
         None, "bytes/s", f"{_SIZE} above 0, or null to learn it",
-        "How fast each rank reads the pool, all targets together, for admission. Default: "
-        "learned from its reads.",
-        gt=0,
-    )  # fmt: skip
+        "Rate at which each rank reads the pool, all targets together, used by admission. "
+        "Default: learned from the rank's reads.", gt=0)
     copy_backend: Literal["auto", "dma", "kernel"] = _key(
         "auto", "", '"auto", "dma" or "kernel"',
-        "What moves bytes between a GPU and pinned memory. auto: dma, or kernel where it was "
-        "measured to be 1.5 times as fast; dma: the copy engines alone; kernel: a kernel on a few "
-        "multiprocessors alone, for comparisons. Without a GPU it means nothing.",
-    )  # fmt: skip
+        "Engine that copies between a GPU and pinned memory. auto: dma, or kernel if it was "
+        "measured to be at least 1.5 times as fast; dma: only the GPU's copy engines; kernel: "
+        "only a kernel on a few multiprocessors, for comparisons. Ignored without a GPU.")
     io_engine: Literal["auto", "uring", "threads"] = _key(
         "auto", "", '"auto", "uring" or "threads"',
-        "How staging and pool exchange bytes. auto: io_uring, or threads where it is denied; "
-        "uring: refuse to start where it is denied.",
-    )  # fmt: skip
-    io_depth: int = _key(
-        64, "operations", "an integer from 1 to 4096",
-        "Reads, and as many writes, that io_uring keeps in flight on each target.",
-        ge=1, le=4096,
-    )  # fmt: skip
-    io_split_bytes: Size = _key(
-        MIB, "bytes", f"{_SIZE} from 4KiB to 1GiB",
-        "io_uring cuts a chunk into operations of about this size, so that none delays the others "
-        "for long.",
-        ge=PAGE_BYTES, le=GIB,
-    )  # fmt: skip
-    io_threads: int = _key(
-        8, "threads", "an integer from 2 to 256",
-        "I/O threads of each rank with the threads engine; one is kept for reads.",
-        ge=2, le=256,
-    )  # fmt: skip
+        "Engine that reads and writes the pool. auto: io_uring, or threads if the kernel denies "
+        "io_uring; uring: io_uring, or refuse to start; threads: blocking calls on threads.")
+    io_depth: int = _integer(
+        64, "operations", 1, 4096,
+        "Reads, and as many writes, that io_uring keeps in flight on each target.")
+    io_split_bytes: _Size = _key(
+        MIB, "bytes", _SIZE_TO_GIB,
+        "Approximate size of the operations into which io_uring splits a chunk, so that none "
+        "delays the others for long.", ge=PAGE_BYTES, le=GIB)
+    io_threads: int = _integer(
+        8, "threads", 2, 256,
+        "Threads per rank of the threads I/O engine; one of them is reserved for reads.")
     o_direct: Literal["auto", "on", "off"] = _key(
         "auto", "", '"auto", "on" or "off"',
-        "Whether pool I/O bypasses the page cache. auto: where the file system can; on: refuse "
-        "to start where it cannot.",
-    )  # fmt: skip
+        "Use of O_DIRECT, which bypasses the page cache. auto: if the file system supports it; "
+        "on: required, or refuse to start; off: never.")
     write_policy: Literal["through", "on_eviction", "off"] = _key(
         "through", "", '"through", "on_eviction" or "off"',
-        "through: what is stored in the CPU tier is written to the pool behind it; on_eviction: "
-        "only when the CPU tier is about to need its room, which writes less and loses more at a "
-        "restart; off: the pool is only read.",
-    )  # fmt: skip
+        "Time at which chunks are written to the pool. through: as soon as they are stored in "
+        "the CPU tier; on_eviction: only when the CPU tier is about to need their slots, which "
+        "writes far less but loses what is in memory at a restart; off: never, the pool is only "
+        "read.")
     eviction_policy: str = _key(
         "credited_lru", "", '"credited_lru", "lru", or "module:Class" of a policy of your own',
-        "Which chunk goes first where room is needed. lru: the least recently used; credited_lru: "
-        "the same, but in the CPU tier what later requests came back for counts as used later "
-        "(as lru where write_policy is not through, which finds more there); "
-        "examples/04_custom_policy.py has one of another kind, for both tiers.",
-        min_length=1,
-    )  # fmt: skip
-    store_threshold: int = _key(
-        1, "sightings", "an integer from 1 to 1000000",
-        "A chunk is offloaded on its n-th sighting: the n-th request that has it, as vLLM's key "
-        "of this name counts. 1: at once. More spares the device what is never asked for again.",
-        ge=1, le=1_000_000,
-    )  # fmt: skip
-    read_deadline_ms: int = _key(
-        5_000, "ms", "an integer from 1 to 3600000",
-        "A pool read that takes longer counts as failed; its request recomputes.",
-        ge=1, le=_MS_MAX,
-    )  # fmt: skip
-    write_deadline_ms: int = _key(
-        30_000, "ms", "an integer from 1 to 3600000",
-        "A pool write that takes longer counts as failed; the chunk stays in the CPU tier only.",
-        ge=1, le=_MS_MAX,
-    )  # fmt: skip
-    read_bytes_in_flight_max: Size = _key(
-        64 * MIB, "bytes", f"{_SIZE} of at least 4KiB",
-        "Bound on bytes being read, for each rank, and with io_uring for each of its targets.",
-        ge=PAGE_BYTES,
-    )  # fmt: skip
-    write_bytes_in_flight_max: Size = _key(
-        32 * MIB, "bytes", f"{_SIZE} of at least 4KiB",
-        "Bound on bytes being written, for each rank, and with io_uring for each of its targets.",
-        ge=PAGE_BYTES,
-    )  # fmt: skip
-    write_bytes_beside_reads_max: Size = _key(
-        512 * KIB, "bytes", f"{_SIZE} of at least 4KiB",
-        "The same bound while reads wait or run: what keeps reads quick. One operation may always "
-        "run.",
-        ge=PAGE_BYTES,
-    )  # fmt: skip
-    adopt: bool = _key(
-        True, "", "true or false", "Whether chunks that an earlier run left in the pool are used."
-    )
-    weights_never_change: bool = _key(
-        False, "", "true or false",
-        "Say true if the weights are never updated in a running engine: chunks stored after a "
-        "cache reset may then be adopted by a later run.",
-    )  # fmt: skip
+        "Choice of the chunk that is evicted when a tier is full. lru: the least recently used "
+        "one; credited_lru: lru, but with write_policy=through the CPU tier keeps chunks longer "
+        "that later requests came back for; module:Class: a policy of your own for both tiers "
+        "(see examples/04_custom_policy.py).", min_length=1)
+    store_threshold: int = _integer(
+        1, "sightings", 1, 1_000_000,
+        "Number of requests that must have contained a chunk before it is offloaded, counted as "
+        "vLLM's key of this name counts; 1: offload at once. A higher value saves writes of "
+        "chunks that are never used again, but a preempted request then recomputes what no "
+        "other request shared.")
+    read_deadline_ms: int = _integer(
+        5_000, "ms", 1, 3_600_000,
+        "Time after which a read from the pool counts as failed; its request recomputes.")
+    write_deadline_ms: int = _integer(
+        30_000, "ms", 1, 3_600_000,
+        "Time after which a write to the pool counts as failed; the chunk stays in the CPU tier "
+        "only.")
+    read_bytes_in_flight_max: _Size = _key(
+        64 * MIB, "bytes", _SIZE_FROM_PAGE,
+        "Bound on bytes being read per rank; with io_uring, per rank and target.", ge=PAGE_BYTES)
+    write_bytes_in_flight_max: _Size = _key(
+        32 * MIB, "bytes", _SIZE_FROM_PAGE,
+        "Bound on bytes being written per rank; with io_uring, per rank and target.",
+        ge=PAGE_BYTES)
+    write_bytes_beside_reads_max: _Size = _key(
+        512 * KIB, "bytes", _SIZE_FROM_PAGE,
+        "Bound on bytes being written while reads wait or run, which keeps reads fast; one "
+        "operation may always run.", ge=PAGE_BYTES)
+    adopt: bool = _flag(True, "Use chunks that an earlier run left in the pool.")
+    weights_never_change: bool = _flag(
+        False, "Promise that weights are never updated in a running engine; chunks stored after "
+        "a cache reset may then be adopted by a later run.")
     replicas: int = _key(
         1, "engines", "vLLM's --data-parallel-size, or leave it out",
-        "Data-parallel replicas that share staging_bytes and pool_bytes. Our plugin sets it.",
-        ge=1, le=64,
-    )  # fmt: skip
+        "Number of data-parallel replicas that share staging_bytes and pool_bytes. The plugin "
+        "sets it from --data-parallel-size; set it yourself only where the plugin does not run.",
+        ge=1, le=64)
     weights_seen: dict[str, str] = _key(
         dict, "", "a mapping of models to stamps, or leave it out",
-        "Stamps of the files of each model from before vLLM read them. Our plugin sets it.",
-    )  # fmt: skip
+        "Stamps of each model's files, taken by the plugin before vLLM reads them; do not set it.")
     fault_injection: str | None = _key(
         None, "file", "the path of a control file, or null",
-        "FOR TESTS: a file that makes pool I/O fail or deliver wrong KV. Refused unless the "
-        "environment variable VLLM_NVMEOF_ALLOW_FAULT_INJECTION is 1; logged.", min_length=1,
-    )  # fmt: skip
-    offload_prompt_only: bool = _key(
-        False, "", "true or false",
-        "vLLM's key: store prompts only. Ours is false, so that what a preempted request has "
-        "generated comes back too.",
-    )  # fmt: skip
+        "Control file, FOR TESTS ONLY, that makes pool I/O fail or deliver wrong KV. Refused "
+        f"unless the environment has {ALLOW_FAULTS}=1; logged.", min_length=1)
+    offload_prompt_only: bool = _flag(
+        False, "Key of vLLM: store only prompts. Our default is false, so that generated tokens "
+        "of a preempted request can be loaded too.")
     blocks_per_chunk: int | None = _key(
         None, "blocks", "an integer of at least 1, or leave it out",
-        "vLLM's key: blocks in one chunk; overrides chunk_bytes_min.", ge=1,
-    )  # fmt: skip
+        "Key of vLLM: blocks per chunk; overrides chunk_bytes_min.", ge=1)
     block_size: int | None = _key(
         None, "tokens", "a multiple of vLLM's --block-size, or leave it out",
-        "vLLM's key: tokens in one chunk; overrides chunk_bytes_min.", ge=1,
-    )  # fmt: skip
-    self_describing_kv_events: bool = _key(
-        False, "", "true or false", "vLLM's key: put token ids into KV events."
-    )
+        "Key of vLLM: tokens per chunk; overrides chunk_bytes_min.", ge=1)
+    self_describing_kv_events: bool = _flag(
+        False, "Key of vLLM: include token ids in KV events.")
     sync_load_budget_bytes: int = _key(
         0, "bytes", "0, or leave it out: a synchronous load that fails cannot be reported in time",
-        "vLLM's key; must be 0.", ge=0, le=0,
-    )  # fmt: skip
+        "Key of vLLM; only 0 is accepted, because a failed synchronous load cannot be reported "
+        "in time.", ge=0, le=0)
     canonical_layout: Literal[False] = _key(
         False, "", "false, or leave it out: pools keep each rank's own layout",
-        "vLLM's key; must be false.",
-    )  # fmt: skip
+        "Key of vLLM; only false is accepted, because pools keep each rank's own layout.")
     spec_name: Literal["NVMeoFOffloadingSpec"] = _key(
-        SPEC_NAME, "", f'"{SPEC_NAME}", or leave it out', "vLLM's key: the name of our spec."
-    )
+        SPEC_NAME, "", f'"{SPEC_NAME}", or leave it out', "Key of vLLM: the name of our spec.")
     spec_module_path: str | None = _key(
-        SPEC_MODULE, "", f'"{SPEC_MODULE}", or leave it out', "vLLM's key: where our spec lives."
-    )
+        SPEC_MODULE, "", f'"{SPEC_MODULE}", or leave it out',
+        "Key of vLLM: the module of our spec.")
+    # fmt: on
 
     @field_validator("targets")
     @classmethod
@@ -338,46 +296,47 @@ class OffloadConfig(BaseModel):
     @model_validator(mode="after")
     def _one_chunk_size(self) -> OffloadConfig:
         if self.blocks_per_chunk is not None and self.block_size is not None:
-            raise ConfigError(
-                "block_size", self.block_size,
-                f"blocks_per_chunk={self.blocks_per_chunk} says it already; give only one of them",
-            )  # fmt: skip
+            remedy = f"blocks_per_chunk={self.blocks_per_chunk} says it already; give only one"
+            raise ConfigError("block_size", self.block_size, remedy)
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class Replica:
-    """One of `count` engines that share `pool_bytes` and `staging_bytes`.
+def describe_keys(env: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Every key: its name, unit, default on this machine, meaning, variable, allowed values."""
+    env = os.environ if env is None else env
+    variables = {key: variable for variable, key in _variables().items()}
+    rows = []
+    for name, field in OffloadConfig.model_fields.items():
+        notes = _notes(name)
+        default = field.get_default(call_default_factory=True, validated_data={})
+        row: dict[str, Any] = {
+            "key": name,
+            "unit": notes["unit"],
+            "default": [default_target(env)] if name == "targets" else default,
+            "allowed": notes["allowed"],
+            "meaning": field.description,
+            "variable": variables.get(name),
+        }
+        if notes["unit"] == "bytes" and default:
+            row["default_text"] = format_bytes(default)
+        rows.append(row)
+    return rows
 
-    server: the same for all ranks of all of them, another one at every start.
-    """
 
-    index: int = 0
-    count: int = 1
-    server: str = ""
-
-    @property
-    def engine(self) -> str:
-        """The same on all ranks of this replica, and of no other engine; "": not known."""
-        return f"{self.server}/{self.index}" if self.server else ""
+def _notes(key: str) -> dict[str, str]:
+    """`unit` and `allowed` of a key."""
+    notes = OffloadConfig.model_fields[key].json_schema_extra
+    assert isinstance(notes, dict), key
+    return {name: str(note) for name, note in notes.items()}
 
 
-ENV_PREFIX = "VLLM_NVMEOF_"
-#: Beside the key `fault_injection`, and only in the environment: one slip turns no faults on.
-ALLOW_FAULTS = "VLLM_NVMEOF_ALLOW_FAULT_INJECTION"
-#: Keys of other backends that people bring along, and what they are called here.
-_FOREIGN_KEYS = {
-    "cpu_bytes_to_use": "staging_bytes",
-    "num_cpu_blocks": "staging_bytes",
-    "secondary_tiers": "targets",
-    "root_dir": "targets",
-}
+# -- parser -------------------------------------------------------------------------------
 
 
 def parse_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None) -> OffloadConfig:
     """Parse `kv_connector_extra_config`, completed from the environment.
 
-    `env` defaults to this process's. What `extra` names wins over its variable.
+    `env` defaults to this process's. A key in `extra` overrides its variable.
 
     Raises:
         ConfigError: an unknown key or variable, a wrong type, a value that cannot work, or
@@ -387,7 +346,7 @@ def parse_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None)
     values = {**_from_env(env), **extra}
     for name in extra:
         if name not in OffloadConfig.model_fields:
-            raise _unknown(str(name), extra[name], "", list(OffloadConfig.model_fields))
+            raise _unknown(str(name), extra[name], "key", list(OffloadConfig.model_fields))
     values.setdefault("targets", [default_target(env)])
     try:
         config = OffloadConfig.model_validate(values)
@@ -400,7 +359,7 @@ def parse_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None)
             "fault_injection" if "fault_injection" in extra else _variable("fault_injection"),
             config.fault_injection,
             "makes I/O fail and answers wrong on purpose; leave it out, or, for a test, set "
-            f"the environment variable {ALLOW_FAULTS}=1 beside it",
+            f"the environment variable {ALLOW_FAULTS}=1 as well",
         )
     return config
 
@@ -410,11 +369,11 @@ def _variable(key: str) -> str:
 
 
 def _variables() -> dict[str, str]:
-    """Variable → key, for every key of ours and for the one of vLLM's that we give a default."""
+    """Variable → key, for every key of ours and the one key of vLLM whose default we change."""
     return {
         _variable(name): name
         for name in OffloadConfig.model_fields
-        if name not in VLLM_KEYS or name == "offload_prompt_only"
+        if name not in _VLLM_KEYS or name == "offload_prompt_only"
     }
 
 
@@ -425,13 +384,13 @@ def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
         if not variable.startswith(ENV_PREFIX) or variable == ALLOW_FAULTS:
             continue
         if variable not in known:
-            raise _unknown(variable, text, "environment variable ", list(known))
+            raise _unknown(variable, text, "environment variable", list(known))
         values[known[variable]] = _typed(known[variable], text)
     return values
 
 
 def _typed(name: str, text: str) -> Any:
-    """The value that `text` stands for in a variable; checked later like any other."""
+    """The value of a variable's text; validated later like any other."""
     if name == "targets" and not text.startswith("["):
         return text.split(os.pathsep)
     if OffloadConfig.model_fields[name].annotation is str:
@@ -442,57 +401,42 @@ def _typed(name: str, text: str) -> Any:
         return text  # a word or a size
 
 
-def _unknown(name: str, value: object, what: str, valid: list[str]) -> ConfigError:
-    hint = _FOREIGN_KEYS.get(name)
-    if hint is None:
-        close = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)
-        hint = close[0]
-    remedy = f"unknown {what or 'key '}; did you mean {hint}? `vllm-nvmeof config` lists them all"
-    return ConfigError(name, value, remedy.replace(" ;", ";"))
+def _unknown(name: str, value: object, kind: str, valid: list[str]) -> ConfigError:
+    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)[0]
+    hint = _FOREIGN_KEYS.get(name, near)
+    remedy = f"unknown {kind}; did you mean {hint}? `vllm-nvmeof config` lists them all"
+    return ConfigError(name, value, remedy)
 
 
 def _refusal(key: str, value: object, from_json: bool, error: Any) -> ConfigError:
     """The plain sentence for a pydantic error."""
     shown = key if from_json else _variable(key)
-    allowed = _notes(key)["allowed"]
     why = str(error["ctx"]["error"]) if error["type"] == "value_error" else ""
     given = f"a value of type {type(value).__name__} " if error["type"].endswith("_type") else ""
     reason = f" ({why})" if why and repr(value) not in why else ""
-    return ConfigError(shown, value, f"{given}cannot be used{reason}; give {allowed}")
+    return ConfigError(
+        shown, value, f"{given}cannot be used{reason}; give {_notes(key)['allowed']}"
+    )
 
 
-def _notes(key: str) -> dict[str, str]:
-    """`unit` and `allowed` of a key."""
-    notes = OffloadConfig.model_fields[key].json_schema_extra
-    assert isinstance(notes, dict), key
-    return {name: str(note) for name, note in notes.items()}
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One of `count` engines that share `pool_bytes` and `staging_bytes`.
+
+    server: identifies one start of the server; the same for all ranks of all replicas.
+    """
+
+    index: int = 0
+    count: int = 1
+    server: str = ""
+
+    @property
+    def engine(self) -> str:
+        """Identifies this replica on all of its ranks; "": unknown."""
+        return f"{self.server}/{self.index}" if self.server else ""
 
 
-def describe_keys(env: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """Every key: its name, unit, default on this machine, meaning, variable, allowed values."""
-    env = os.environ if env is None else env
-    rows = []
-    for name, field in OffloadConfig.model_fields.items():
-        notes = _notes(name)
-        default = field.get_default(call_default_factory=True, validated_data={})
-        row: dict[str, Any] = {
-            "key": name,
-            "unit": notes["unit"],
-            "default": [default_target(env)] if name == "targets" else default,
-            "allowed": notes["allowed"],
-            "meaning": field.description,
-            "variable": _variable(name) if name in _variables().values() else None,
-        }
-        if notes["unit"] == "bytes" and default:
-            row["default_text"] = format_bytes(default)
-        rows.append(row)
-    return rows
-
-
-POOL_BYTES_DEFAULT_MAX = 100 * GIB
-#: One slot to read into while the other is copied from.
-STREAM_SLOTS_MIN = 2
-CHUNK_TOKENS_MAX = 256
+# -- checks on this machine ---------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -506,9 +450,7 @@ class TargetInfo:
 
 
 def check_targets(config: OffloadConfig) -> list[TargetInfo]:
-    """Create each target with mode 0700 if it is missing, and prove that it can be written.
-
-    Does nothing, and returns nothing, where there is no pool (`pool_bytes` 0).
+    """Create missing targets with mode 0700 and write a byte to each; nothing without a pool.
 
     Raises:
         ConfigError: a target is no directory, or cannot be created or written.
@@ -539,9 +481,9 @@ def _check_target(path: str) -> TargetInfo:
 
 
 def judge_access(path: str) -> tuple[str, str]:
-    """Return in which way other users can meddle with a target, and the remedy; "" for neither.
+    """How other users can tamper with a target, and the remedy; both "" if they cannot.
 
-    Whoever may rename in a directory, or owns it, can put our keyspaces away, though not read
+    A user who may rename in a directory, or owns it, can remove our keyspaces, though not read
     them. Root can do that everywhere and is not named.
     """
     status = os.stat(path)
@@ -554,13 +496,13 @@ def judge_access(path: str) -> tuple[str, str]:
     else:
         return "", ""
     who = "that user" if status.st_uid not in (me, 0) else "they"
-    place = shlex.quote(path)
-    remedy = f"chown {me} {place} && chmod 0700 {place}, or name another directory"
+    quoted = shlex.quote(path)
+    remedy = f"chown {me} {quoted} && chmod 0700 {quoted}, or name another directory"
     return f"{problem}: {who} can remove or rename the pool", remedy
 
 
 def _file_system(path: str) -> str:
-    """Type of the file system that holds `path`, as the kernel's mount table names it."""
+    """Type of the file system that holds `path`, from the kernel's mount table."""
     path = os.path.realpath(path)
     best, kind = "", "unknown"
     try:
@@ -582,7 +524,7 @@ def check_memory(config: OffloadConfig, node_count: int = 1, key: str = "staging
     Raises:
         ConfigError: the share of one of `node_count` machines exceeds physical memory.
     """
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    physical = _physical_bytes()
     if config.staging_bytes // node_count > physical:
         raise ConfigError(
             key,
@@ -592,15 +534,18 @@ def check_memory(config: OffloadConfig, node_count: int = 1, key: str = "staging
         )
 
 
+# -- resolved sizes -----------------------------------------------------------------------
+
+
 def resolve_pool_bytes(config: OffloadConfig, held_bytes: int) -> int:
     """Size of the pool in bytes over all ranks and targets; 0: none.
 
-    Without `pool_bytes`: the smaller of 100 GiB and half of what the targets could hold, which
-    is what is free there and what the pool holds already (else every restart would halve it).
-    Targets on one file system count once.
+    By default the smaller of 100 GiB and half of what the targets could hold: their free space
+    plus what the pool holds already, because every restart would halve it otherwise. Targets on
+    one file system count once.
 
-    held_bytes: on the targets, of pools that this server may use. Other files there are not the
-    server's to give away, so `pool.engines.bytes_of_pools` counts pools alone.
+    held_bytes: size of the pools on the targets that this server may use, from
+    `pool.ownership.bytes_of_pools`; other files do not count.
     """
     if config.pool_bytes is not None:
         return config.pool_bytes
@@ -608,7 +553,7 @@ def resolve_pool_bytes(config: OffloadConfig, held_bytes: int) -> int:
     for target in config.targets:
         place = _existing_parent(target)
         free[os.stat(place).st_dev] = shutil.disk_usage(place).free
-    return min(POOL_BYTES_DEFAULT_MAX, (sum(free.values()) + held_bytes) // 2)
+    return min(_POOL_BYTES_DEFAULT_MAX, (sum(free.values()) + held_bytes) // 2)
 
 
 def _existing_parent(path: str) -> str:
@@ -618,17 +563,17 @@ def _existing_parent(path: str) -> str:
 
 
 def chunk_blocks(config: OffloadConfig, block_bytes: int, block_tokens: int) -> int:
-    """Blocks in one chunk: as configured, else enough for `chunk_bytes_min`.
+    """Blocks per chunk: as configured, else enough for `chunk_bytes_min`.
 
-    block_bytes: one rank's bytes of one block; block_tokens: tokens in it. A chunk is what a
-    returning or preempted request loses at its end, so that it is bounded in tokens too.
+    block_bytes: one rank's bytes per block; block_tokens: tokens per block. The number of tokens
+    is bounded too, because a returning request loses up to a chunk at its end.
     """
     if config.blocks_per_chunk is not None:
         return config.blocks_per_chunk
     if config.block_size is not None:
         return max(1, config.block_size // block_tokens)
     wanted = -(-config.chunk_bytes_min // max(1, block_bytes))
-    return max(1, min(wanted, CHUNK_TOKENS_MAX // block_tokens))
+    return max(1, min(wanted, _CHUNK_TOKENS_MAX // block_tokens))
 
 
 def check_fits(
@@ -646,7 +591,7 @@ def check_fits(
     Raises:
         ConfigError: naming the size that would be enough.
     """
-    slots = STREAM_SLOTS_MIN + 1
+    slots = _STREAM_SLOTS_MIN + 1
     ranks = world_size * replicas
     if config.staging_bytes // ranks < slots * slot_bytes:
         raise ConfigError(
@@ -669,8 +614,7 @@ def check_fits(
 
 
 def _at_least(count: int) -> str:
-    """`count` bytes so that the user can paste it: never rounded down."""
-    for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= 10 * size:
-            return f'"{-(-count // size)}{unit}"'
-    return f'"{-(-count // 1024)}KiB"'
+    """`count` bytes as a value to paste; never rounded down."""
+    units = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
+    unit, size = next((one for one in units if count >= 10 * one[1]), units[-1])
+    return f'"{-(-count // size)}{unit}"'

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics follow Prometheus' conventions, and docs/METRICS.md has exactly the code's."""
+"""Metrics follow Prometheus' conventions; generated documents have exactly what the code has."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES, PREFIX, Metric
 
 ROOT = Path(__file__).parents[2]
@@ -18,33 +19,24 @@ EVERY = [*COUNTERS.values(), *GAUGES.values()]
 NOT_BASE_UNITS = re.compile(r"_(ms|us|milliseconds|microseconds|kib|mib|gib|kb|mb|gb|percent)(_|$)")
 
 
-def table() -> dict[str, list[str]]:
-    """Name → the cells of its row."""
-    found: dict[str, list[str]] = {}
-    for line in (ROOT / "docs" / "METRICS.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 5 and cells[0].startswith(f"`{PREFIX}"):
-            assert cells[0] not in found, f"{cells[0]} twice"
-            found[cells[0].strip("`")] = cells
-    return found
+@pytest.mark.parametrize("tool", ["metrics_doc.py", "config_doc.py"])
+def test_the_generated_documents_are_up_to_date(tool: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "tools" / tool), "--check"]
+    done = subprocess.run(command, cwd=tmp_path, check=False)
+    assert done.returncode == 0, f"run tools/{tool}"
 
 
-def test_the_table_has_every_metric_and_no_other() -> None:
-    expected = {f"{m.name}_total" for m in COUNTERS.values()} | {m.name for m in GAUGES.values()}
-    assert set(table()) == expected, "run tools/metrics_doc.py"
+def test_the_document_has_every_metric_and_no_other() -> None:
+    text = (ROOT / "docs" / "METRICS.md").read_text()
+    listed = re.findall(rf"^- `({PREFIX}\w+)` \(", text, re.M)
+    expected = [f"{m.name}_total" for m in COUNTERS.values()] + [m.name for m in GAUGES.values()]
+    assert listed == expected
 
 
-@pytest.mark.parametrize("metric", EVERY, ids=lambda m: m.name.removeprefix(PREFIX))
-def test_the_table_says_what_the_code_says(metric: Metric) -> None:
-    counter = metric in COUNTERS.values()
-    _, kind, unit, labels, meaning = table()[metric.name + ("_total" if counter else "")]
-    assert (kind, unit, meaning) == ("counter" if counter else "gauge", metric.unit, metric.help)
-    assert tuple(re.findall(r"`(\w+)`:", labels)) == metric.label_names
-
-
-def test_the_tables_tool_has_nothing_to_change(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "metrics_doc.py"), "--check"]
-    assert subprocess.run(command, cwd=tmp_path, check=False).returncode == 0
+def test_the_document_has_every_key_and_no_other() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    listed = re.findall(r"^- `(\w+)` \(", text, re.M)
+    assert sorted(listed) == sorted(OffloadConfig.model_fields)
 
 
 @pytest.mark.parametrize("metric", EVERY, ids=lambda m: m.name.removeprefix(PREFIX))

@@ -301,7 +301,7 @@ class WaitingRequests:
         logger.info(
             "what is found in the pool is %s: it reads %.0f MB/s with %.0f ms beside, the model "
             "computes %.0f tokens/s",
-            "loaded again" if admission.reading else "computed again, which is sooner",
+            "loaded again" if admission.reading else "computed again, which is faster",
             admission.bytes_per_s / 1e6,
             admission.overhead_s * 1e3,
             admission.tokens_per_s,

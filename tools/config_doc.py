@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the keys into docs/configuration.md from `config.py`; run it after a change there.
+
+.venv/bin/python tools/config_doc.py            # writes the file
+.venv/bin/python tools/config_doc.py --check    # exit code 1 if it is not up to date
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from documents import Document, item
+
+from vllm_nvmeof_offload.config import describe_keys
+
+DOCUMENT = Document("configuration.md", "config_doc.py")
+
+#: Heading → keys. The first group has the keys that most people set.
+GROUPS = {
+    "The six keys to set first": (
+        "staging_bytes targets pool_bytes write_policy store_threshold admission"
+    ),
+    "Memory and chunks": "chunk_bytes_min stream_slots replicas",
+    "Shares of the CPU tier": "land_cache_share reload_cache_share prefetch_cache_share",
+    "Choice of what is kept and loaded": (
+        "eviction_policy adopt weights_never_change prefill_tokens_per_s read_bytes_per_s"
+    ),
+    "I/O and copies": (
+        "io_engine io_depth io_split_bytes io_threads o_direct copy_backend read_deadline_ms "
+        "write_deadline_ms read_bytes_in_flight_max write_bytes_in_flight_max "
+        "write_bytes_beside_reads_max"
+    ),
+    "Keys of vLLM": (
+        "offload_prompt_only blocks_per_chunk block_size self_describing_kv_events "
+        "sync_load_budget_bytes canonical_layout spec_name spec_module_path"
+    ),
+    "Set by the plugin, or for tests": "weights_seen fault_injection",
+}
+#: Keys whose default depends on the machine; their meaning has it.
+MACHINE_DEFAULTS = {"staging_bytes", "targets", "pool_bytes"}
+
+
+def default_of(row: dict[str, object]) -> str:
+    if row["key"] in MACHINE_DEFAULTS:
+        return "by machine"
+    value = row.get("default_text") or json.dumps(row["default"])
+    return "none" if value == "null" else f"`{value}`"
+
+
+def keys() -> str:
+    """All keys by group, as Markdown lists."""
+    rows = {str(row["key"]): row for row in describe_keys({"HOME": "~"})}
+    out = []
+    for heading, names in GROUPS.items():
+        out.append(f"## {heading}\n")
+        for name in names.split():
+            row = rows.pop(name)
+            unit = f"{row['unit']}; " if row["unit"] else ""
+            facts = f"{unit}default: {default_of(row)}"
+            out.append(item(f"`{name}` ({facts}): {row['meaning']} Give {row['allowed']}."))
+        out.append("")
+    assert not rows, f"in no group: {', '.join(rows)}"
+    return "\n".join(out)
+
+
+if __name__ == "__main__":
+    sys.exit(DOCUMENT.main(keys(), sys.argv[1:]))
