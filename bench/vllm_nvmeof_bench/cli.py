@@ -71,7 +71,7 @@ bench_app = typer.Typer(
 _PACKAGE = "vllm_nvmeof_bench"
 _JSON = Path("build/bench/pool.json")
 
-Json = Annotated[Path, typer.Option("--json", help="Where the samples go.")]
+Json = Annotated[Path, typer.Option("--json", help="File to write the samples to.")]
 Written = Annotated[Path, typer.Argument(help="A file that the benchmark wrote.")]
 Plot = Annotated[Path | None, typer.Option(help="Also draw them: a PNG file; needs matplotlib.")]
 Targets = Annotated[bool, typer.Option("--targets/--no-targets", help="Print the targets.")]
@@ -159,12 +159,12 @@ def pool(
         str, typer.Option(help="Block sizes, such as 64KiB,2MiB. Default: 64 KiB to 4 MiB.")
     ] = "",
     arms: Annotated[
-        str, typer.Option(help="Of ours,ours_threads,fio,ring,vllm_fs. Default: all.")
+        str, typer.Option(help="Choice of ours,ours_threads,fio,ring,vllm_fs. Default: all.")
     ] = "",
     cases: Annotated[str, typer.Option(help="Such as batch_read,single_write. Default: all.")] = "",
     bytes_per_round: Annotated[str, typer.Option(help="Moved by a batch.")] = "1GiB",
     depth: Annotated[int, typer.Option(help="Blocks in flight of fio and the ring.")] = 32,
-    seed: Annotated[int, typer.Option(help="Of the random bytes and the blocks read.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the random bytes and of the blocks read.")] = 1,
     plot: Plot = None,
     targets: Targets = True,
     check: Check = False,
@@ -199,17 +199,17 @@ _COPY_JSON = Path("build/bench/copy.json")
 @bench_app.command()
 def copy(
     directory: Annotated[
-        Path, typer.Option("--dir", help="For the part disk: a directory on the disk to load from.")
+        Path, typer.Option("--dir", help="Directory on the disk to load from, in the part disk.")
     ] = Path("build/bench/copy-disk"),
     json_path: Json = _COPY_JSON,
     parts: Annotated[
         str,
         typer.Option(
-            help="Of transfer,few,model,both,submit,loops,disk, sweep (the kernel by its thread "
-            "blocks) and crc (CRC-32C by the GPU). Default: all but sweep and crc."
+            help="Choice of transfer,few,model,both,submit,loops,disk, sweep (the kernel by its "
+            "thread blocks) and crc (CRC-32C by the GPU). Default: all but sweep and crc."
         ),
     ] = "",
-    rounds: Annotated[int, typer.Option(help="Of everything.", min=1)] = 5,
+    rounds: Annotated[int, typer.Option(help="Rounds of all cases.", min=1)] = 5,
     gib: Annotated[
         float, typer.Option("--gib", help="GPU memory, and as much pinned memory.", min=0.25)
     ] = 4.0,
@@ -251,17 +251,17 @@ _COST_JSON = Path("build/bench/cost.json")
 @bench_app.command()
 def cost(
     directory: Annotated[
-        Path, typer.Option("--dir", help="Where model and pools lie meanwhile.")
+        Path, typer.Option("--dir", help="Directory of model and pools during the run.")
     ] = Path("build/bench/disk"),
     json_path: Json = _COST_JSON,
     pairs: Annotated[int, typer.Option(help="Rounds, each with every server.", min=1)] = 20,
     arms: Annotated[
         str,
         typer.Option(
-            help="Of none,ours,ours_prompt_only,ours_cpu_only. Default: all but the last."
+            help="Choice of none,ours,ours_prompt_only,ours_cpu_only. Default: all but the last."
         ),
     ] = "",
-    seed: Annotated[int, typer.Option(help="Of the prompts and the order.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts and their order.")] = 1,
     plot: Plot = None,
     targets: Targets = True,
     check: Check = False,
@@ -302,10 +302,10 @@ def latency(
     jobs: Annotated[str, typer.Option(help="Processes at once, such as 1,2,4.")] = "",
     depths: Annotated[str, typer.Option(help="In flight in each, such as 1,4,16.")] = "",
     slot: Annotated[str, typer.Option(help="Payload of the pool's slot, beside 4 KiB.")] = "512KiB",
-    cases: Annotated[str, typer.Option(help="Of read,write.")] = "read",
+    cases: Annotated[str, typer.Option(help="Choice of read,write.")] = "read",
     rounds: Annotated[int, typer.Option(help="Samples of everything.", min=1)] = 5,
-    seconds: Annotated[float, typer.Option(help="Of one measurement.")] = 0.5,
-    seed: Annotated[int, typer.Option(help="Of contents, places and orders.")] = 1,
+    seconds: Annotated[float, typer.Option(help="Seconds of one measurement.")] = 0.5,
+    seed: Annotated[int, typer.Option(help="Seed of contents, places and orders.")] = 1,
     plot: Plot = None,
 ) -> None:
     """Measure the latency of random I/O on two targets, and what our engine adds to fio there.
@@ -354,7 +354,8 @@ def _latency_numbers(text: str, option: str) -> tuple[int, ...]:
 def report(
     directory: Annotated[Path, typer.Argument(help="Holds the JSON files of benchmarks.")],
     page: Annotated[
-        Path | None, typer.Option(help="The page; pictures go beside it. Default: DIR/REPORT.md.")
+        Path | None,
+        typer.Option(help="File of the page, beside its pictures. Default: DIR/REPORT.md."),
     ] = None,
     plots: Annotated[
         bool, typer.Option("--plots/--no-plots", help="Draw them; needs matplotlib.")
@@ -373,7 +374,7 @@ def report(
 
 
 _BUILD = Path("build/bench")
-Directory = Annotated[Path, typer.Option("--dir", help="Where pools of servers started here lie.")]
+Directory = Annotated[Path, typer.Option("--dir", help="Directory of the pools of own servers.")]
 Arms = Annotated[
     str,
     typer.Option(
@@ -389,10 +390,11 @@ TokenIds = Annotated[
     str,
     typer.Option(help="LOW:HIGH of the prompts' token ids. Default, with --base-url: 1000:30000."),
 ]
-Rounds = Annotated[int, typer.Option(help="Of everything, arms interleaved.", min=1)]
-Seed = Annotated[int, typer.Option(help="Of the prompts and the order.")]
+Rounds = Annotated[int, typer.Option(help="Rounds of all cases, arms interleaved.", min=1)]
+Seed = Annotated[int, typer.Option(help="Seed of the prompts and their order.")]
 Rate = Annotated[
-    int, typer.Option("--target-mb-per-s", help="Of the throttled stand-in for a target.", min=1)
+    int,
+    typer.Option("--target-mb-per-s", help="Rate of the throttled stand-in for a target.", min=1),
 ]
 
 ServerArgs = Annotated[
@@ -433,7 +435,7 @@ def _run(
 def ttft(
     base_url: BaseUrl = None,
     arms: Arms = "",
-    lengths: Annotated[str, typer.Option(help="Of prompts. Default: 256,1024,4096.")] = "",
+    lengths: Annotated[str, typer.Option(help="Prompt lengths. Default: 256,1024,4096.")] = "",
     rounds: Rounds = 3,
     target_rate: Rate = 200,
     server_args: ServerArgs = "",
@@ -464,7 +466,7 @@ def hits(
     arms: Arms = "",
     rates: Annotated[str, typer.Option(help="Per cent. Default: 0,25,50,75,100.")] = "",
     count: Annotated[int, typer.Option(help="Prompts at once.", min=1)] = 32,
-    prompt_tokens: Annotated[int, typer.Option(help="Of each prompt.", min=1)] = 512,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 512,
     rounds: Rounds = 2,
     target_rate: Rate = 200,
     server_args: ServerArgs = "",
@@ -494,9 +496,9 @@ def turns(
     base_url: BaseUrl = None,
     arms: Arms = "",
     concurrency: Annotated[str, typer.Option(help="Conversations at once. Default: 4,8,16.")] = "",
-    first_tokens: Annotated[int, typer.Option(help="Of the first turn's prompt.", min=1)] = 448,
-    grow_tokens: Annotated[int, typer.Option(help="That each later turn adds.", min=1)] = 160,
-    answer_tokens: Annotated[int, typer.Option(help="Of each answer.", min=1)] = 16,
+    first_tokens: Annotated[int, typer.Option(help="Tokens of the first prompt.", min=1)] = 448,
+    grow_tokens: Annotated[int, typer.Option(help="Tokens per later turn.", min=1)] = 160,
+    answer_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 16,
     rounds: Rounds = 2,
     target_rate: Rate = 200,
     server_args: ServerArgs = "",
@@ -528,15 +530,15 @@ def turns(
 def serve(
     base_url: BaseUrl = None,
     arms: Arms = "",
-    parts: Annotated[str, typer.Option(help="Of ttft,hits,turns. Default: all.")] = "",
+    parts: Annotated[str, typer.Option(help="Choice of ttft,hits,turns. Default: all.")] = "",
     target_rate: Rate = 200,
     server_args: ServerArgs = "",
     token_ids: TokenIds = "",
     seed: Seed = 1,
     directory: Directory = _BUILD / "disk",
-    out: Annotated[Path, typer.Option(help="Where a JSON file and a picture each go.")] = _BUILD,
+    out: Annotated[Path, typer.Option(help="Directory for JSON and pictures.")] = _BUILD,
 ) -> None:
-    """`bench ttft`, `hits` and `turns` one after the other on the same servers, by default sizes.
+    """Run `bench ttft`, `hits` and `turns` in turn on the same servers, with default sizes.
 
     Servers that are started here start once, and are large enough for all parts.
     """
@@ -582,13 +584,13 @@ def tier(
     ] = Path("build/bench/tier-disk"),
     json_path: Json = _TIER_JSON,
     parts: Annotated[
-        str, typer.Option(help="Of load,resume,prefetch,admission. Default: all.")
+        str, typer.Option(help="Choice of load,resume,prefetch,admission. Default: all.")
     ] = "",
-    rounds: Annotated[int, typer.Option(help="Of everything; at most 3 of a server.", min=1)] = 3,
+    rounds: Annotated[int, typer.Option(help="Rounds; at most 3 per server.", min=1)] = 3,
     throttle: Annotated[
         int, typer.Option(help="MB/s that the part load may read; 0: no limit.", min=0)
     ] = 100,
-    seed: Annotated[int, typer.Option(help="Of contents, prompts and orders.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of contents, prompts and orders.")] = 1,
     plot: Plot = None,
     targets: Targets = True,
     check: Check = False,
@@ -626,10 +628,10 @@ Ramp = Annotated[
     float, typer.Option("--ramp", help="Seconds from one user's arrival to the next.", min=0)
 ]
 Scale = Annotated[
-    float, typer.Option("--time-scale", help="Of think times and arrivals; 0: none.", min=0)
+    float, typer.Option("--time-scale", help="Factor on think times and arrivals; 0: none.", min=0)
 ]
 Think = Annotated[float, typer.Option("--think-max", help="Seconds, after scaling.", min=0)]
-TiersSeed = Annotated[int, typer.Option(help="Of the order of the sessions.")]
+TiersSeed = Annotated[int, typer.Option(help="Seed of the order of the sessions.")]
 
 
 def _shares(text: str, option: str) -> tuple[float, ...] | None:
@@ -653,7 +655,8 @@ def tiers(
         int, typer.Option(help="A session ends before its first longer request.", min=1)
     ] = 131_072,
     kv_bytes_per_token: Annotated[
-        int, typer.Option(help="As `vllm-nvmeof size` says it for a model.", min=1)
+        int,
+        typer.Option(help="KV bytes per token, as from `vllm-nvmeof size`.", min=1),
     ] = 131_072,
     gpu: Annotated[float, typer.Option(help="GPU memory / working set.")] = 0.02,
     cpu: Annotated[float, typer.Option(help="CPU tier / working set.")] = 0.05,
@@ -661,7 +664,7 @@ def tiers(
     pools: Annotated[str, typer.Option(help="Sweep, such as 0.05,0.1,0.4.")] = "",
     cpus: Annotated[str, typer.Option(help="Sweep, such as 0.02,0.1.")] = "",
     policies: Annotated[
-        str, typer.Option(help="Of eviction, as eviction_policy has them, module:Class too.")
+        str, typer.Option(help="Eviction policies, as for the key eviction_policy.")
     ] = "lru,credited_lru",
     plot: Plot = None,
 ) -> None:
@@ -711,7 +714,7 @@ _REPLAY_JSON = Path("build/bench/replay.json")
 def replay(
     trace: Trace,
     directory: Annotated[
-        Path, typer.Option("--dir", help="Where the pools of servers started here lie.")
+        Path, typer.Option("--dir", help="Directory of the pools of own servers.")
     ] = Path("build/bench/replay-disk"),
     json_path: Json = _REPLAY_JSON,
     arms: Annotated[
@@ -737,7 +740,7 @@ def replay(
     block_tokens: Annotated[
         int, typer.Option(help="Replay each block of the trace with so many tokens; 0: as it is.")
     ] = 0,
-    sessions: Annotated[int, typer.Option(help="Of the trace; 0: all.", min=0)] = 0,
+    sessions: Annotated[int, typer.Option(help="Sessions of the trace; 0: all.", min=0)] = 0,
     token_ids: Annotated[
         str, typer.Option(help="Ids that prompts are made of: LOW:HIGH, in the vocabulary.")
     ] = "300:2000",
@@ -794,6 +797,6 @@ def replay_report(
     ),
     plot: Plot = None,
 ) -> None:
-    """Print the tables of a file of `bench replay` again, or draw it; ask nobody."""
+    """Print the tables of a file of `bench replay` again, or draw it; no server is asked."""
     with plain_errors():
         import_bench("replay.command").show(json_path, plot)
