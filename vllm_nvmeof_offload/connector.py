@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector: vLLM's OffloadingConnector, plus what a fallible, persistent backend needs.
 
-* failed loads are reported, so that vLLM recomputes what failed and nothing else;
+* failed loads are reported, so that vLLM recomputes exactly the failed tokens;
 * our commands travel with each step's metadata, the workers' reports with each step's output;
 * each worker's capacity and adopted chunks reach the manager by the handshake at start;
-* the layout in which all layers of a block are contiguous is asked for.
-
-vLLM's line 'KV Transfer metrics: …', which comes every ten seconds: short enough to be read.
+* the connector requires the layout in which all layers of a block are contiguous.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from vllm.v1.engine.core import EngineCore
 
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.manager.requests import WaitingRequests
-from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES, PREFIX
+from vllm_nvmeof_offload.metrics import COUNTERS, PREFIX
 from vllm_nvmeof_offload.spec import (
     NVMeoFOffloadingSpec,
     choose_blocks_per_chunk,
@@ -43,7 +41,7 @@ from vllm_nvmeof_offload.spec import (
 )
 from vllm_nvmeof_offload.vllm_adapter import configure, lifecycle, supported
 from vllm_nvmeof_offload.vllm_adapter.deployment import deployed
-from vllm_nvmeof_offload.vllm_adapter.lifecycle import SleepHooks, said_plainly
+from vllm_nvmeof_offload.vllm_adapter.lifecycle import SleepHooks, logged_in_one_line
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.vllm_adapter.messages import (
     NVMeoFConnectorMetadata,
@@ -61,40 +59,31 @@ __all__ = [
 ]
 
 
-_GAUGES = {metric.name for metric in GAUGES.values()}
-
-
 class OffloadingStats(OffloadingConnectorStats):
-    """What vLLM's class has; the line has what happened, without what is in `/metrics` alone."""
+    """vLLM's class with a shorter line `KV Transfer metrics: …`, logged every ten seconds."""
 
     def reduce(self) -> dict[str, int | float]:
-        """Of the last interval: our counters by their short names, and vLLM's own; no zeros."""
+        """Counters of the last interval that are not 0, ours by their short names; no gauges."""
         short: dict[str, int | float] = {}
-        for key, value in super().reduce().items():
-            name = key.split(":(")[0]
-            if not value or name in _GAUGES:
-                continue
-            short[_said(key) if name.startswith(PREFIX) else key] = round(value, 3)
-        return short
+        for key, value in super().reduce().items():  # as `vllm:nvmeof_lookups:('cpu',)`
+            name, _, labels = key.removeprefix(PREFIX).partition(":")
+            if not key.startswith(PREFIX):
+                short[key] = round(value, 3)
+            elif name in COUNTERS and value:
+                values = [part.strip(" '") for part in labels.strip("()").split(",")]
+                short[" ".join([name, *filter(None, values)])] = round(value, 3)
+        return {key: value for key, value in short.items() if value}
 
 
-def _said(key: str) -> str:
-    """`vllm:nvmeof_lookups:('cpu',)` → `lookups cpu`."""
-    name, _, labels = key.removeprefix(PREFIX).partition(":")
-    assert name in COUNTERS
-    values = [part.strip(" '") for part in labels.strip("()").split(",")]
-    return " ".join([name, *filter(None, values)])
-
-
-configure.register_loaded()  # vLLM looks up the class by its name for a MultiConnector's figures
+configure.register_loaded()  # vLLM looks up the class by name for a MultiConnector's metrics
 
 
 class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
-    """See the module's docstring."""
+    """See the module's docstring. Methods run on the main thread of a worker or the scheduler."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        supported.require()  # where no plugin did
-        with said_plainly():
+        supported.require()  # in case no plugin did
+        with logged_in_one_line():
             refuse_unsupported(vllm_config, kv_cache_config)
         choose_blocks_per_chunk(vllm_config, kv_cache_config)
         config = parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
@@ -108,7 +97,7 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
             spec.replica = replica
         #: Seconds in the methods of the scheduler side since the last step's output.
         self._spent_s = 0.0
-        #: KV events that were made before their time, for the next step.
+        #: KV events that were taken early, for the next step.
         self._events: list[KVCacheEvent] = []
         if self.connector_scheduler is not None:
             self._view = SchedulerView(self.scheduler, lambda: self._kv_cache_manager)
@@ -120,8 +109,8 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        # The CPU's attention backend knows only LBHNC; elsewhere vLLM falls back by itself
-        # where BLHNC is not supported, and says so.
+        # The CPU's attention backend supports only LBHNC. Elsewhere vLLM itself falls back if BLHNC
+        # is not supported, and logs it.
         return "LBHNC" if current_platform.is_cpu() else "BLHNC"
 
     @classmethod
@@ -138,7 +127,7 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
         return worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        with said_plainly():  # no driver, pinned memory refused, a pool of others
+        with logged_in_one_line():  # no driver, pinned memory refused, a pool of others
             super().register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -150,19 +139,19 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         # Stores deferred from the step before come first: commands may name their slots.
         super().handle_preemptions(kv_connector_metadata)
-        self._obey(kv_connector_metadata)
+        self._apply(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._connector_metadata
         assert isinstance(metadata, NVMeoFConnectorMetadata)
         if metadata.commands:  # a model runner that does not call handle_preemptions
             self.submit_deferred_stores()
-            self._obey(metadata)
+            self._apply(metadata)
         super().start_load_kv(forward_context, **kwargs)
 
-    def _obey(self, metadata: KVConnectorMetadata) -> None:
+    def _apply(self, metadata: KVConnectorMetadata) -> None:
         assert isinstance(metadata, NVMeoFConnectorMetadata)
-        self._worker.obey(metadata.commands)
+        self._worker.apply(metadata.commands)
         metadata.commands = ()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -230,7 +219,7 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
             found = self._view.rest_of_a_chunk(request, num_computed_tokens, self._waiting)
             later = True
         tokens = self._waiting.decide(request.request_id, num_computed_tokens, found).tokens
-        # Whether the load goes on beside later steps is vLLM's to say: since 0.33 it may not.
+        # vLLM decides whether the load continues during later steps: since 0.33 it may not.
         return tokens, later and bool(tokens)
 
     @timed
@@ -256,7 +245,7 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, NVMeoFWorkerMetadata):
-            # First: a failed key must miss before vLLM looks it up again.
+            # Before vLLM's own update: a failed key must miss before vLLM looks it up again.
             self._manager.report(meta.reports, meta.counters)
         if connector_output.invalid_block_ids:
             self._view.store_again()
@@ -283,13 +272,13 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
         return super().get_kv_connector_stats()
 
     def reset_cache(self) -> bool | None:
-        # vLLM's asserts that a step was scheduled since the last one: a paused engine has none.
+        # vLLM asserts that a step was scheduled since the last reset; a paused engine has none.
         to_flush = self.scheduler._current_batch_jobs_to_flush
         kept = set(to_flush)
         to_flush.clear()
         if self._manager.config.kv_events:
-            # Here already, and again by vLLM, where it changes nothing any more: vLLM's reset
-            # forgets which blocks a chunk has, which the events of its leaving must name.
+            # Reset now, before vLLM does it again without effect: vLLM's reset forgets the blocks
+            # of each chunk, which the chunk's "removed" event must have.
             self._manager.reset_cache()
             while self._manager.has_events:
                 self._events += self.scheduler.take_events()
@@ -303,18 +292,18 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
         yield from super().take_events()
 
     def weights_may_have_changed(self, call: str, *, known: bool) -> None:
-        """`weights_watch`: vLLM did `call`, which changes weights (known), or can."""
+        """vLLM did `call`, which changes weights (known) or may change them; see `lifecycle`."""
         if self._manager.weights_may_have_changed(known=known):
             self.reset_cache()
             self._old_kv.began(call, self.scheduler._req_status, known=known)
 
     def _without_resumed(self, scheduler_output: Any) -> Any:
-        """Leave out of the preempted requests those that this very step loads again.
+        """Leave out preempted requests that this step loads again.
 
-        `reset_prefix_cache(reset_running_requests=True)` preempts between two steps, and the
-        next one may both name such a request as preempted and have found it with us. vLLM
-        would take its load for a store to flush, and stop the engine. It has no store under
-        way: while one is, no load is offered.
+        `reset_prefix_cache(reset_running_requests=True)` preempts between two steps, and the next
+        step may both list such a request as preempted and load its chunks from us. vLLM would
+        treat that load as a store to flush, and stop the engine. The request has no store under
+        way, because no load is offered during one.
         """
         preempted = scheduler_output.preempted_req_ids
         if not preempted:

@@ -17,10 +17,10 @@ import json
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor import model_loader
-from vllm_nvmeof_offload import model_source
+from vllm_nvmeof_offload.vllm_adapter import weights
 from vllm_nvmeof_offload.vllm_adapter.deployment import foreign_formats
 
-known = sorted(model_source.FILE_FORMATS - set(model_loader._LOAD_FORMAT_TO_MODEL_LOADER))
+known = sorted(weights.FILE_FORMATS - set(model_loader._LOAD_FORMAT_TO_MODEL_LOADER))
 before = sorted(foreign_formats())
 
 @register_model_loader("hf")

@@ -16,19 +16,19 @@ import pytest
 #: Makes a process as vLLM makes its engine, and stays until it is killed.
 _PARENT = """
 import multiprocessing, signal, sys, threading
-from vllm_nvmeof_offload.vllm_adapter import orphan
+from vllm_nvmeof_offload.vllm_adapter import lifecycle
 
 def engine(deaf):
-    orphan._GRACE_S = 0.2
+    lifecycle._GRACE_S = 0.2
     if deaf:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    orphan.end_with_parent()
-    orphan.end_with_parent()
+    lifecycle.end_with_parent()
+    lifecycle.end_with_parent()
     print(multiprocessing.current_process().pid, threading.active_count(), flush=True)
     threading.Event().wait(60)
 
 if __name__ == "__main__":
-    orphan.end_with_parent()  # nobody's child: no thread
+    lifecycle.end_with_parent()  # nobody's child: no thread
     assert threading.active_count() == 1
     method, manner, name = sys.argv[1:]
     context = multiprocessing.get_context(method)

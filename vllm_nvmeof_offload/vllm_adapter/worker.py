@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's face of the worker's half. Everything that vLLM's worker interface is, is here.
+"""Adapter from vLLM's worker interface to the transfer pipeline.
 
-All calls come on the worker's main thread. vLLM is always told that a transfer succeeded:
-its stock worker asserts it. What failed is told by the connector: block ids to vLLM, reports
+All calls come on the worker's main thread. Every transfer is reported to vLLM as successful,
+because its stock worker asserts that. The connector reports failures: block ids to vLLM, reports
 to the manager, both in the step in which the job is reported finished (rule 8).
 """
 
@@ -33,7 +33,7 @@ __all__ = ["NVMeoFOffloadingWorker"]
 
 @dataclass(frozen=True, slots=True)
 class _LoadBlocks:
-    """What `ChunkGeometry.split` needs of a load, for the case that a chunk fails."""
+    """Arguments of `ChunkGeometry.split` for a load, in case a chunk fails."""
 
     ids: npt.NDArray[np.int32]
     first_position: int
@@ -102,7 +102,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         return results
 
     def wait(self, job_ids: set[int]) -> None:
-        """Stores: until copied. Loads: cancel what has not started, then until no DMA runs."""
+        """Wait until stores are copied, and until loads, cancelled if not started, run no DMA."""
         ops = [self._ops[job_id] for job_id in job_ids if job_id in self._ops]
         for op in ops:
             if op in self._load_blocks:
@@ -110,7 +110,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._runner.wait(ops)
 
     def sleep(self) -> None:
-        """vLLM is about to take the KV cache's memory away. Until `wake` nothing touches it."""
+        """vLLM is about to unmap the KV cache's memory: touch it no more until `wake`."""
         self.wait(set(self._ops))
         self._copy.asleep = True
 
@@ -125,23 +125,28 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._copy.close()
         if self._pool is not None:
             self._pool.close(abandon=not released)
-        if released:  # else the kernel still has our memory: leave it to the process's end
+        if released:  # otherwise the kernel still uses our memory until the process ends
             self._memory.close()
 
     # -- the connector's interface ----------------------------------------------------
 
-    def obey(self, commands: Iterable[Command]) -> None:
+    def apply(self, commands: Iterable[Command]) -> None:
         """Start commands that move no GPU blocks, in their order."""
         given = tuple(commands)
-        if given:  # in one hand-over: after a long prompt these are hundreds
-            self._runner.hand_over(lambda pipeline: _command_all(pipeline, given))
+        if given:  # in one hand-over, because a long prompt gives hundreds
+
+            def command_all(pipeline: TransferPipeline) -> None:
+                for command in given:
+                    pipeline.command(command)
+
+            self._runner.hand_over(command_all)
 
     @property
     def has_reports(self) -> bool:
         return bool(self._reports)
 
     def take_reports(self) -> tuple[list[Report], Counts]:
-        """Reports as of the last `get_finished`: never later than vLLM hears of a job."""
+        """Reports as of the last `get_finished`, so that a job is not reported to vLLM before."""
         taken = self._reports, self._counters
         self._reports, self._counters = [], Counts()
         return taken
@@ -163,11 +168,6 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._jobs[op] = job_id
 
     def _pieces(self, spec: GPULoadStoreSpec, chunk_count: int) -> tuple[list[Descriptors], int]:
-        """Pieces by chunk, and where in the first chunk the first block lies."""
+        """Pieces by chunk, and the first block's position in the first chunk."""
         first = int(spec.block_indices[0]) % self._geometry.blocks_per_chunk
         return self._geometry.pieces_by_chunk(spec.block_ids, first, chunk_count), first
-
-
-def _command_all(pipeline: TransferPipeline, commands: tuple[Command, ...]) -> None:
-    for command in commands:
-        pipeline.command(command)
