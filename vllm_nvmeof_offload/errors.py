@@ -9,7 +9,7 @@
     ├── EngineError          an I/O or copy engine that cannot be built here
     └── IntegrationError     this vLLM is not one that we know how to work with
 
-Broken invariants are `AssertionError`s: they are mistakes of ours, not of the world.
+A broken invariant is an `AssertionError`: a mistake of ours, not an event of the world.
 """
 
 from __future__ import annotations
@@ -46,10 +46,7 @@ class OffloadError(Exception):
 
 
 class ConfigError(OffloadError):
-    """A configuration value that cannot work.
-
-    The message names the key, the value and the remedy, in this order.
-    """
+    """A configuration value that cannot work: the message has key, value and remedy."""
 
     def __init__(self, key: str, value: object, remedy: str) -> None:
         super().__init__(f"{key}={value!r}: {remedy}")
@@ -79,7 +76,7 @@ class IntegrationError(OffloadError):
 
 
 class OutcomeKind(enum.Enum):
-    """What became of one operation on one chunk."""
+    """The result of one operation on one chunk."""
 
     OK = "ok"
     IO_ERROR = "io_error"
@@ -127,10 +124,10 @@ CANCELLED = Outcome(OutcomeKind.CANCELLED)
 
 @dataclass(frozen=True, slots=True)
 class ErrorMeaning:
-    """One row: what an errno of a slab's read or write means, and what follows.
+    """The meaning of an errno of a slab's read or write, and what follows.
 
-    retryable: may the same operation succeed a moment later? As the kernel's block layer
-    judges: what the device itself has refused stays refused.
+    retryable: the same operation may succeed a moment later, as the kernel's block layer judges:
+    an operation that the device itself refused stays refused.
     """
 
     meaning: str

@@ -4,21 +4,14 @@
 vLLM calls `register` in every process: the command line before it builds its arguments, each
 API server, the engine core, each worker. It changes three things, each once:
 
-* `nvmeof` becomes a value of `CacheConfig.kv_offloading_backend`, so of the flag, of `--help`,
-  of YAML files and of `LLM(...)`;
+* `nvmeof` becomes a value of `CacheConfig.kv_offloading_backend`, and therefore of the flag, of
+  `--help`, of YAML files and of `LLM(...)`;
 * `VllmConfig` completes and checks a KV transfer configuration that names our backend;
 * the names of our connector and spec are registered where their factories are loaded.
 
-When vLLM is not as expected, nothing is changed and one line says so; the JSON form of
-`--kv-transfer-config` with module paths needs no plugin. A vLLM that we do not know at all is
-refused once our backend is asked for (`integration/known_vllm.py`), and not before: others use
-this vLLM too.
-
-Makes `nvmeof` a value of `CacheConfig.kv_offloading_backend`.
-
-vLLM derives the choices of `--kv-offloading-backend` from that field's `Literal`, and pydantic
-validates against it. Both read the field's type, so it is extended there, and the dataclass and
-vLLM's table of arguments, if it exists already, are built anew.
+When vLLM is not as expected, nothing is changed and one warning is logged; the JSON form of
+`--kv-transfer-config` with module paths needs no plugin. An unknown vLLM is refused only when our
+backend is asked for (`vllm_adapter.supported`), because others use this vLLM too.
 """
 
 from __future__ import annotations
@@ -30,14 +23,49 @@ from typing import Any, Literal, get_args
 from vllm_nvmeof_offload.errors import IntegrationError
 from vllm_nvmeof_offload.names import BACKEND, LOGGER_NAME
 
-__all__ = [
-    "expect_backend_choice",
-    "install_backend_choice",
-    "register",
-]
+__all__ = ["expect_backend_choice", "install_backend_choice", "register"]
 
+logger = logging.getLogger(LOGGER_NAME)
 
 _FIELD = "kv_offloading_backend"
+_warned = False
+
+
+def register() -> None:
+    """Add the backend to the vLLM of this process. Idempotent; raises nothing."""
+    global _warned
+    try:
+        _register()
+    except Exception as error:  # noqa: BLE001 - a plugin that raises would end vLLM's start
+        if not _warned:
+            logger.warning("nvmeof backend not available: %s", _explain(error))
+        _warned = True
+
+
+def _register() -> None:
+    from vllm_nvmeof_offload.vllm_adapter import configure
+
+    # Check all expectations before anything changes: a flag that is accepted must also work.
+    expect_backend_choice()
+    configure.expect()
+    install_backend_choice()
+    configure.install()
+    configure.register_loaded()
+
+
+def _explain(error: Exception) -> str:
+    from vllm_nvmeof_offload.vllm_adapter import supported
+
+    reason = " ".join(str(error).split())
+    if not isinstance(error, IntegrationError):
+        reason = f"{type(error).__name__}: {reason}"
+    unknown = supported.unknown_version()
+    if unknown is not None:
+        return f"{unknown} ({reason})"
+    return (
+        f"vLLM {supported.version()} is not as expected ({reason}). --kv-transfer-config "
+        "with kv_connector_module_path and spec_module_path still works."
+    )
 
 
 def _field() -> Any:
@@ -47,14 +75,19 @@ def _field() -> Any:
 
 
 def expect_backend_choice() -> None:
-    """Raise `IntegrationError` where `install` would not work."""
+    """Raise `IntegrationError` if `install_backend_choice` would not work."""
     field = _field()
     if field is None or "native" not in get_args(field.type):
         raise IntegrationError(f"CacheConfig.{_FIELD} is not a choice of backends")
 
 
 def install_backend_choice() -> None:
-    """Extend the choices, once."""
+    """Make `nvmeof` a value of `CacheConfig.kv_offloading_backend`, once.
+
+    vLLM derives the flag's choices from that field's `Literal`, and pydantic validates against it.
+    So the field's type is extended, and the dataclass and vLLM's table of arguments, if it exists
+    already, are rebuilt.
+    """
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config import cache as module
 
@@ -70,51 +103,7 @@ def install_backend_choice() -> None:
         rebuild_dataclass(module.CacheConfig, force=True)
         raise IntegrationError("pydantic cannot rebuild CacheConfig")
     module.KVOffloadingBackend = extended
-    # The command line may have been laid out already.
+    # The command line may have computed its arguments already.
     arguments: Any = getattr(sys.modules.get("vllm.engine.arg_utils"), "_compute_kwargs", None)
     if hasattr(arguments, "cache_clear"):
         arguments.cache_clear()
-
-
-logger = logging.getLogger(LOGGER_NAME)
-
-_warned = False
-
-
-def register() -> None:
-    """Add the backend to the vLLM of this process. Idempotent; raises nothing."""
-    global _warned
-    try:
-        _register()
-    except Exception as error:  # noqa: BLE001 - a plugin that raises would end vLLM's start
-        if not _warned:
-            logger.warning("nvmeof backend not available: %s", _explain(error))
-        _warned = True
-
-
-def _explain(error: Exception) -> str:
-    from vllm_nvmeof_offload.vllm_adapter import supported
-
-    unknown = supported.unknown_version()
-    if unknown is not None:
-        return f"{unknown} ({_reason(error)})"
-    return (
-        f"vLLM {supported.version()} is not as expected ({_reason(error)}). --kv-transfer-config "
-        "with kv_connector_module_path and spec_module_path still works."
-    )
-
-
-def _register() -> None:
-    from vllm_nvmeof_offload.vllm_adapter import configure
-
-    # Check all expectations before anything changes: a flag that is accepted must also work.
-    expect_backend_choice()
-    configure.expect()
-    install_backend_choice()
-    configure.install()
-    configure.register_loaded()
-
-
-def _reason(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if isinstance(error, IntegrationError) else f"{type(error).__name__}: {text}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the manager and the workers tell each other.
+"""Messages between the manager and the workers.
 
-Commands go manager → workers with a step's metadata and are obeyed in order. Reports go
+Commands go manager → workers with a step's metadata and are applied in order. Reports go
 workers → manager with a step's output. An *op* is one command; its number is unique in a
 process's life and the same on every rank. Each rank reports on each op:
 
@@ -10,7 +10,7 @@ process's life and the same on every rank. Each rank reports on each op:
   touches that op's buffers on that rank any more.
 
 A fact holds when all ranks have reported it; a failure on any rank is the fact's failure.
-All types are plain data: they cross process boundaries by pickling inside vLLM's metadata.
+All types are plain data: they are pickled inside vLLM's metadata.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Urgency(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SlotIdentity:
-    """What a slot must hold: the pair that every copy, read and write names."""
+    """The required content of a slot; every copy, read and write names it."""
 
     key: bytes
     generation: int
@@ -85,7 +85,7 @@ class StoreChunk:
 
 @dataclass(frozen=True, slots=True)
 class StoreCommand:
-    """Copy chunks into cache slots. Its GPU blocks come beside it, from vLLM's own job."""
+    """Copy chunks into cache slots. vLLM's own job has the GPU blocks."""
 
     op: int
     chunks: tuple[StoreChunk, ...]
@@ -93,11 +93,10 @@ class StoreCommand:
 
 @dataclass(frozen=True, slots=True)
 class LoadChunk:
-    """One chunk of a load, and where to take it from.
+    """One chunk of a load, and its source.
 
-    `pool_slot` None: copy from `cache_slot`. Otherwise: read the pool slot, into cache slot
-    `cache_slot` if the manager named one (the chunk then stays there), else through a stream
-    slot of the worker's own.
+    `pool_slot` None: copy from `cache_slot`. Otherwise read the pool slot: into `cache_slot` if
+    it is given (the chunk then stays there), else through one of the worker's stream slots.
     """
 
     identity: SlotIdentity
@@ -107,7 +106,7 @@ class LoadChunk:
 
 @dataclass(frozen=True, slots=True)
 class LoadCommand:
-    """Bring chunks into GPU blocks, which come beside it from vLLM's own job."""
+    """Load chunks into GPU blocks, which vLLM's own job has."""
 
     op: int
     chunks: tuple[LoadChunk, ...]
@@ -136,7 +135,7 @@ class FetchCommand:
 
 @dataclass(frozen=True, slots=True)
 class CancelCommand:
-    """Stop what has not started of op `target_op`; its report still comes."""
+    """Cancel the parts of op `target_op` that have not started; its report still comes."""
 
     target_op: int
 
@@ -145,7 +144,7 @@ class CancelCommand:
 class ResetCommand:
     """Everything stored so far is void, on disk too.
 
-    `adoptable` says whether what is stored from now on may be adopted at a later start.
+    adoptable: chunks stored from now on may be adopted at a later start.
     """
 
     op: int
@@ -159,8 +158,8 @@ Command = WriteCommand | FetchCommand | CancelCommand | ResetCommand
 class OpReport:
     """One rank's outcome of one op: the chunks that failed, by their index in the command.
 
-    An op on a single chunk has index 0. An empty `failures` means OK. seconds: from the command
-    to the outcome, on this rank.
+    The chunk of a single-chunk op has index 0. Empty `failures`: OK. seconds: from the command to
+    the outcome, on this rank.
     """
 
     op: int
@@ -171,18 +170,18 @@ class OpReport:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseReport:
-    """The buffers of an op whose `OpReport` said `released=False` are free on this rank."""
+    """The buffers of an op whose `OpReport` had `released=False` are free on this rank."""
 
     op: int
 
 
-#: On a target, the later the worse; `fabric.health` says what they mean. The first two are usable.
+#: Verdicts on a target, from best to worst, as in `targets.health`. The first two are usable.
 VERDICTS = ("ok", "degraded", "suspect", "gone")
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictReport:
-    """This rank's verdict on one target, one of `VERDICTS`. Not usable: no look-up hits there."""
+    """This rank's verdict on one target. No look-up hits on a target that is not usable."""
 
     rank: int
     target: int
@@ -195,9 +194,9 @@ class VerdictReport:
 
 @dataclass(frozen=True, slots=True)
 class RateReport:
-    """How fast this rank finds one target, bytes per second while it is busy; 0: not known.
+    """This rank's rates on one busy target, in bytes per second; 0: unknown.
 
-    It rides along with other reports: nothing is owed, and nobody steps for it.
+    Sent along with other reports only; the engine does not step for it.
     """
 
     rank: int
@@ -208,9 +207,9 @@ class RateReport:
 
 @dataclass(frozen=True, slots=True)
 class LevelReport:
-    """How many chunks wait in this rank's queues, and for what; how much the I/O engine has.
+    """Chunks in this rank's queues and with its I/O engine, for metrics only.
 
-    It rides along as `RateReport` does, and is for people alone.
+    Sent along with other reports only; the engine does not step for it.
     """
 
     rank: int
@@ -228,7 +227,7 @@ Report = OpReport | ReleaseReport | VerdictReport | RateReport | LevelReport
 
 @dataclass(frozen=True)
 class AdoptedEntries:
-    """What one rank found in its table at start, in no particular order.
+    """Entries that one rank found in its table at start, in no particular order.
 
     pool_slots: int64[n], generations: uint64[n], keys: n offload keys.
     """
@@ -245,11 +244,9 @@ class AdoptedEntries:
 class RankHello:
     """Sent once at start by each rank (vLLM's handshake metadata).
 
-    The manager's capacity is the minimum over the ranks, its index the intersection of what
-    they adopted. `target_count`: pool slot p lies on target `p % target_count`.
-    What follows `adopted` is for people: what runs slower than it could and why, the targets'
-    directories, what does copies and I/O, how long the pool took to be read, why nothing is
-    adopted from it, and which of several replicas this is.
+    The manager's capacity is the minimum over the ranks, its index the intersection of their
+    adopted entries. Pool slot p is on target `p % target_count`. Fields after `adopted` are for
+    logs and metrics only.
     """
 
     rank: int
@@ -260,11 +257,11 @@ class RankHello:
     target_count: int
     slot_bytes: int
     adopted: AdoptedEntries = field(default_factory=AdoptedEntries)
-    fallbacks: tuple[str, ...] = ()
+    fallbacks: tuple[str, ...] = ()  # parts that run slower than they could, and why
     stream_slots: int = 0
-    targets: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()  # directories
     io_engine: str = "none"
     copy_engine: str = "none"
     adoption_s: float = 0.0
-    volatile: tuple[str, ...] = ()
+    volatile: tuple[str, ...] = ()  # why nothing is adopted
     replica: int | None = None

@@ -25,7 +25,7 @@ from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.eviction import choose_policy, credit_share
 from vllm_nvmeof_offload.manager.types import AdmissionConfig, WritePolicy
-from vllm_nvmeof_offload.metrics import CONFIG_LABELS, COUNTERS, GAUGES
+from vllm_nvmeof_offload.metrics import CONFIG_LABELS, METRICS
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.vllm_adapter.deployment import Deployment
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
@@ -39,19 +39,15 @@ _REPORT_GRACE_S = 5.0
 
 
 def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse by name what this version does not offload rightly.
-
-    Raises:
-        ConfigError: naming the model or the option.
-    """
+    """Refuse models and parallel shapes that this version does not serve, with `ConfigError`."""
     refuse_model(vllm_config, kv_cache_config)
     refuse_parallel(vllm_config.parallel_config)
 
 
 def choose_blocks_per_chunk(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Group blocks into chunks of at least `chunk_bytes_min`, unless the user said how many.
+    """Group blocks into chunks of at least `chunk_bytes_min`, unless the user gave a number.
 
-    Deterministic over scheduler and workers: it uses only what all of them know alike.
+    The scheduler and all workers get the same result, because their inputs are the same.
     """
     transfer = vllm_config.kv_transfer_config
     extra = transfer.kv_connector_extra_config
@@ -67,21 +63,16 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
 
     #: Set by the connector before `get_worker`.
     deployment: Deployment | None = None
-    #: The same: which of several replicas this engine is.
     replica: Replica = Replica()
-    #: Set by `get_worker`: what this rank tells the manager.
+    #: Set by `get_worker`.
     hello: RankHello | None = None
 
     @classmethod
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
-        made: dict[str, OffloadingMetricMetadata] = {}
-        for one in COUNTERS.values():
-            made[one.name] = OffloadingCounterMetadata(one.help, one.label_names)
-        for one in GAUGES.values():
-            made[one.name] = OffloadingGaugeMetadata(one.help, one.label_names)
-        return made
+        kinds = {"counter": OffloadingCounterMetadata, "gauge": OffloadingGaugeMetadata}
+        return {one.name: kinds[one.kind](one.help, one.label_names) for one in METRICS.values()}
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:

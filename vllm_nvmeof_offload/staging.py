@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Staging: all pinned CPU memory of one rank, cut into cache slots and stream slots.
 
-One anonymous mapping, on the GPU's NUMA node, of huge pages, populated at start by several
-threads, not inherited by forks (a child that touched it while the kernel writes into it would
-see neither). The copy engine registers it with CUDA and the I/O engine with its rings, so that
-storage and GPU meet in one buffer.
+One anonymous mapping of huge pages on the GPU's NUMA node, populated at start by several threads
+and not inherited by forks (the kernel's writes would not reach a child's copy, nor the parent, if
+the child touched it). The copy engine registers it with CUDA and the I/O engine with its rings, so
+that storage and GPU share one buffer.
 
-Where slots lie in staging.
-
-Places and fills large mappings: on a NUMA node, by several threads.
-
-By libc itself, since Python's own `madvise` keeps the interpreter lock while the kernel zeroes
-memory, which stops the model's thread and lets no second thread help.
+Pages are populated through libc, because Python's own `madvise` keeps the interpreter lock while
+the kernel zeroes memory, which would stop the model's thread and the other populating threads.
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class StagingMap:
-    """Cache slots first, stream slots behind them, equal strides."""
+    """Addresses of slots: cache slots first, then stream slots, with equal strides."""
 
     base_address: int
     slot_bytes: int
@@ -60,7 +56,7 @@ class StagingMap:
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _MBIND = {"x86_64": 237, "aarch64": 235}
-#: Takes other nodes' memory where this one's is used up; to bind would end the process then.
+#: Uses other nodes' memory when this one's is full, where binding would end the process.
 _MPOL_PREFERRED = 1
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _STEP_BYTES = 256 * MIB
@@ -68,9 +64,9 @@ _THREADS_MAX = 8
 
 
 def prefer_node(address: int, size_bytes: int, node: int | None) -> bool:
-    """Have pages that are not there yet come from `node`; False: they come from anywhere.
+    """Let pages that do not exist yet come from `node`; False: the kernel did not accept it.
 
-    None: the machine, or its hypervisor, does not say where the GPU is. address: page-aligned.
+    node None: the GPU's node is unknown. address: page-aligned.
     """
     number = _MBIND.get(platform.machine())
     if node is None or number is None:
@@ -90,7 +86,7 @@ def populate(
 ) -> None:
     """Fault every page in now, so that no transfer and no registration pays for it.
 
-    threads: default: the process's CPUs, at most 8.
+    threads: by default the number of the process's CPUs, at most 8.
     """
     workers = threads or min(_THREADS_MAX, len(os.sched_getaffinity(0)))
     parts = [
@@ -115,17 +111,16 @@ def _populate_part(address: int, size_bytes: int) -> int:
 
 
 def split_slots(staging_bytes: int, slot_bytes: int, stream_slots: int) -> tuple[int, int]:
-    """(cache slots, stream slots) that fit; streams take at most a quarter, at least one."""
+    """(cache slots, stream slots) that fit; stream slots are at most a quarter, at least one."""
     total = staging_bytes // slot_bytes
     streams = max(1, min(stream_slots, total // 4))
     return max(0, total - streams), streams
 
 
 class Staging:
-    """Owns the memory. `view` covers all slots; `map` says where each one lies.
+    """Owns the memory. `view` covers all slots; `map` has the address of each.
 
-    numa_node: where its pages should come from; None: anywhere. `on_node` says whether the
-    kernel took the wish.
+    numa_node: node that its pages should come from; None: any. `on_node`: the kernel accepted it.
     """
 
     def __init__(
@@ -145,9 +140,9 @@ class Staging:
         self._array = np.frombuffer(self.view, np.uint8)
         self.size_bytes = size
         self.map = StagingMap(self._array.ctypes.data, slot_bytes, cache_slots, stream_slots)
-        # Before the first page is there: pages stay where they are.
+        # Before the first page exists, because pages do not move later.
         self.on_node = prefer_node(self.map.base_address, size, numa_node)
-        populate(self.map.base_address, size, on_progress=_now_and_then(on_progress, size > GIB))
+        populate(self.map.base_address, size, on_progress=_limited(on_progress, size > GIB))
 
     def close(self) -> None:
         """Unmap. Only when no engine can touch the memory any more."""
@@ -156,17 +151,15 @@ class Staging:
         self._memory.close()
 
 
-def _now_and_then(
-    on_progress: Callable[[int, int], None], is_large: bool
-) -> Callable[[int, int], None]:
-    """At most once a second, and only of large memory."""
-    told_s = time.monotonic()
+def _limited(on_progress: Callable[[int, int], None], is_large: bool) -> Callable[[int, int], None]:
+    """Limit `on_progress` to large memory, and to once per second."""
+    reported_s = time.monotonic()
 
-    def tell(done: int, total: int) -> None:
-        nonlocal told_s
+    def report(done: int, total: int) -> None:
+        nonlocal reported_s
         now_s = time.monotonic()
-        if is_large and now_s - told_s > 1:
-            told_s = now_s
+        if is_large and now_s - reported_s > 1:
+            reported_s = now_s
             on_progress(done, total)
 
-    return tell
+    return report

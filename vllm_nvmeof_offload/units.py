@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes, alignment and typed identifiers.
+"""Sizes and alignment, and numbers formatted for people.
 
 Every size in this package is in bytes, every duration in seconds unless its name ends in
 another unit (`_ms`, `_us`).
-
-Numbers for people, with the digits that tell two sizes apart.
 """
 
 from __future__ import annotations
 
 import re
-from typing import NewType
 
 __all__ = [
     "GIB",
@@ -19,10 +16,6 @@ __all__ = [
     "MIB",
     "PAGE_BYTES",
     "TIB",
-    "CacheSlot",
-    "Generation",
-    "OpId",
-    "PoolSlot",
     "align_up",
     "format_bytes",
     "human_bytes",
@@ -37,33 +30,15 @@ MIB = 1 << 20
 GIB = 1 << 30
 TIB = 1 << 40
 
-#: O_DIRECT alignment this package works with. 4 KiB satisfies every NVMe namespace and file
-#: system we know; a device that needs more is refused when its target is opened.
+#: Alignment of O_DIRECT. 4 KiB satisfies every NVMe namespace and file system we know; a device
+#: that needs more is refused when its target is opened.
 PAGE_BYTES = 4096
-#: One header page in front of each slot's payload, in staging and in the pool alike.
+#: One header page in front of each slot's payload, both in staging and in the pool.
 HEADER_BYTES = PAGE_BYTES
 
-CacheSlot = NewType("CacheSlot", int)
-PoolSlot = NewType("PoolSlot", int)
-Generation = NewType("Generation", int)
-OpId = NewType("OpId", int)
-
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "k": KIB,
-    "kib": KIB,
-    "kb": 1000,
-    "m": MIB,
-    "mib": MIB,
-    "mb": 1000**2,
-    "g": GIB,
-    "gib": GIB,
-    "gb": 1000**3,
-    "t": TIB,
-    "tib": TIB,
-    "tb": 1000**4,
-}
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", 1):
+    _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
 
 
@@ -97,20 +72,17 @@ def parse_bytes(value: float | str) -> int:
     return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
 
 
-def format_bytes(count: float) -> str:
-    """Format a byte count for people: `1.5 GiB`."""
+def format_bytes(count: float, form: str = ".1f") -> str:
+    """Format a byte count for people, its number by the format specification `form`: `1.5 GiB`."""
     for unit, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(count) >= size:
-            return f"{count / size:.1f} {unit}"
+            return f"{count / size:{form}} {unit}"
     return f"{count:.0f} B"
 
 
 def human_bytes(count: float) -> str:
-    """Four digits: `1.254 MiB`."""
-    for unit, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if abs(count) >= size:
-            return f"{count / size:.4g} {unit}"
-    return f"{count:.0f} B"
+    """Four digits, which distinguish two sizes: `1.254 MiB`."""
+    return format_bytes(count, ".4g")
 
 
 def human_seconds(seconds: float) -> str:

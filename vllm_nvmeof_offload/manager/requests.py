@@ -1,23 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's waiting requests as the core knows them: keys, places in the queue, decisions.
+"""vLLM's waiting requests and steps, as the core needs them. Imports nothing of vLLM.
 
-What vLLM's scheduler says and asks comes in here request by request; the core's `reload` and
-`admission` decide. Imports nothing of vLLM: its objects are taken as they come.
-
-Counts what a preempted request gets back when it is resumed.
-
-vLLM leaves preempted requests out of its external prefix cache figures. Computed before the
-preemption is what the steps scheduled, less the drafts that were rejected; on resume it is found
-in GPU memory, found by us, or lost and recomputed.
-
-How long the engine's steps take, what they compute, and how fast prompts are computed.
-
-A step lasts from its scheduling, or from the end of the step before if that came later (the
-engine may schedule ahead), to the arrival of its output.
-
-The prefill rate is that of the largest steps. Every step has a cost of its own beside its tokens:
-what is left of a prompt that was loaded is computed in a small step, at a fraction of the rate
-at which the whole prompt would have been; a server that loads everything has no others.
+`WaitingRequests` passes on each request's keys, place in the queue and look-ups; the core's
+`reload` and `admission` decide. `ResumeCounter` counts what a preempted request gets back when it
+is resumed, because vLLM leaves preempted requests out of its external prefix cache metrics.
+`StepMeter` measures how long steps take and how fast prompts are computed.
 """
 
 from __future__ import annotations
@@ -45,17 +32,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Tokens of one resumed request.
+    """Tokens of one resumed request."""
 
-    reloaded: to be loaded. recomputed: computed before, and neither in GPU memory nor loaded.
-    chunk_tokens: those computed before, in full chunks, and not in GPU memory; chunk_tokens_lost:
-    of these, not loaded.
-    """
-
-    reloaded: int
-    recomputed: int
-    chunk_tokens: int
-    chunk_tokens_lost: int
+    reloaded: int  # to be loaded
+    recomputed: int  # computed before, and neither in GPU memory nor loaded
+    chunk_tokens: int  # in full chunks, computed before, and not in GPU memory
+    chunk_tokens_lost: int  # the part of `chunk_tokens` that is not loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +51,10 @@ class _Computed:
 class ResumeCounter:
     """Follows vLLM's scheduler outputs; pure.
 
-    num_tokens: the tokens that a request has now. Steps schedule more than these: drafts, of which
-    some are rejected. A scheduler output never says how many, and a preempted request is missing
-    in the next one, which would. The request's tokens do: its last one was sampled in the step
-    that verified the drafts, and was never computed.
+    num_tokens: the tokens that a request has now. Steps schedule more than that: drafts, of which
+    some are rejected. No scheduler output of a preempted request has the number of rejected
+    drafts. It follows from the request's tokens: the last one was sampled in the step that
+    verified the drafts, and was never computed.
     """
 
     def __init__(self, num_tokens: Callable[[str], int], tokens_per_chunk: int = 1) -> None:
@@ -87,11 +69,11 @@ class ResumeCounter:
         for request_id in scheduler_output.preempted_req_ids or ():
             computed = self._computed.pop(request_id, _Computed())
             before = self._preempted.get(request_id, _Computed())
-            # Preempted again before it got anywhere: what it once had is still what counts.
+            # Preempted again before it advanced: the tokens of the first time still count.
             self._preempted[request_id] = max(computed, before, key=lambda c: c.tokens)
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id in scheduled.keys() & self._preempted.keys():
-            # It runs again, and will have more tokens than those that bound what it once had.
+            # It runs again, and will have more tokens than those that bounded it before.
             self._preempted[request_id] = _Computed(self.computed(request_id))
         drafts = scheduler_output.scheduled_spec_decode_tokens
         for new in scheduler_output.scheduled_new_reqs:
@@ -111,20 +93,20 @@ class ResumeCounter:
         computed = self._preempted.get(request_id)
         if computed is None:
             return 0
-        # Asked each time: with asynchronous scheduling the last step's tokens come afterwards.
+        # Read each time: with asynchronous scheduling the last step's tokens come afterwards.
         tokens = self._num_tokens(request_id)
         return min(computed.tokens, max(0, tokens - 1) if computed.drafted else tokens)
 
     def offered(self, request_id: str, local: int, found: int) -> None:
         """A look-up for a resume: `local` tokens in GPU memory, `found` more to load.
 
-        vLLM may find no room for the request in this step, and then asks again in a later one.
+        If vLLM has no room for the request in this step, it looks up again in a later one.
         """
         if request_id in self._preempted:
             self._offered[request_id] = (local, found)
 
     def resumed(self, request_id: str) -> Resume | None:
-        """What a preempted request gets back, if this is one that now has its blocks."""
+        """Tokens that a preempted request gets back with its GPU blocks; None for any other."""
         offer = self._offered.pop(request_id, None)
         if offer is None:
             return None
@@ -148,9 +130,9 @@ _LOG_PERIOD_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """How vLLM's queue looks from outside.
+    """vLLM's queue.
 
-    keys_of: a request's chunks in prefix order, so far; None: not a request of ours.
+    keys_of: a request's keys in prefix order, so far; None: the request is unknown.
     is_cached: whether the request's n-th chunk is in GPU memory. by_priority: vLLM's policy.
     """
 
@@ -162,7 +144,7 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What was decided on a hit. tokens: to load; declined: found, and not to be loaded."""
+    """The decision on a hit. tokens: to load; declined: found, and not to be loaded."""
 
     tokens: int
     declined: int
@@ -189,21 +171,21 @@ class WaitingRequests:
         self._attempts: dict[str, Attempt] = {}
         self._going: set[str] = set()  # got their blocks in this step
         self._declined: Sequence[bytes] = ()  # by the last attempt of this step
-        self._said: tuple[bool, float] = (True, -_LOG_PERIOD_S)
+        self._logged: tuple[bool, float] = (True, -_LOG_PERIOD_S)
 
     def added(self, request: Any, *, prefetch: bool = True) -> None:
-        """A request has come. prefetch: whether its chunks may be fetched ahead."""
+        """A request has arrived. prefetch: whether its chunks may be prefetched."""
         self._requests[request.request_id] = request
         keys = self._queue.keys_of(request.request_id) if prefetch else None
         if keys:
-            # vLLM computes at least the last token, so a load never brings all.
+            # vLLM computes at least the last token, so a load never has all chunks.
             count = (request.num_tokens - 1) // self._queue.tokens_per_chunk
             self._core.reload.queued(
                 request.request_id, keys[:count], self._order(request), self._in_gpu(request)
             )
 
     def decide(self, request_id: str, local: int, found: int) -> Attempt:
-        """Of `found` tokens behind `local` ones in GPU memory, which to load."""
+        """Decide how many of `found` tokens to load; they follow `local` tokens in GPU memory."""
         per_chunk = self._queue.tokens_per_chunk
         keys = self._queue.keys_of(request_id)
         assert keys is not None
@@ -218,10 +200,10 @@ class WaitingRequests:
                 self._declined = keys[first + decision.chunks : last]
             else:
                 attempt = Attempt(found, 0, decision.limit_s)
-            self._say()
+            self._log_change()
         if found:
             self._attempts[request_id] = attempt
-        else:  # what was decided on an earlier hit is void
+        else:  # the decision on an earlier hit is void
             self._attempts.pop(request_id, None)
         self.resumes.offered(request_id, local, attempt.tokens)
         return attempt
@@ -247,15 +229,15 @@ class WaitingRequests:
         return attempt
 
     def limit_s(self, request_id: str) -> float | None:
-        """How long the load that is being planned for this request may take."""
+        """Seconds that the load which is being planned for this request may take."""
         attempt = self._attempts.get(request_id)
         return attempt.limit_s if attempt else None
 
     def step(self, scheduler_output: Any) -> None:
         """Take in one `SchedulerOutput`."""
         self.resumes.step(scheduler_output)
-        # Before what runs: a reset may preempt between two steps what this one runs again,
-        # … or loads again.
+        # Before the running ones: a reset may preempt, between two steps, a request that this step
+        # runs or loads again.
         for request_id in scheduler_output.preempted_req_ids or ():
             if request_id not in self._going:
                 self._preempted(request_id)
@@ -266,7 +248,7 @@ class WaitingRequests:
             self._core.reload.left(request_id)
             self._requests.pop(request_id, None)
             self._attempts.pop(request_id, None)
-        # Not in `decide`: a probe takes cache slots, and what was found there is not pinned yet.
+        # Not in `decide`: a probe takes cache slots, and the chunks found there are not pinned yet.
         self._core.reload.probe(self._declined)
         self._declined = ()
 
@@ -290,14 +272,14 @@ class WaitingRequests:
         is_cached = self._queue.is_cached
         return lambda chunk: is_cached(request, chunk)
 
-    def _say(self) -> None:
-        """One line when admission changes its mind about the pool, and not often."""
+    def _log_change(self) -> None:
+        """Log when admission changes its decision on the pool, at most once per period."""
         admission = self._core.admission
-        reading, said_s = self._said
+        reading, logged_s = self._logged
         now_s = self._clock()
-        if admission.reading == reading or now_s - said_s < _LOG_PERIOD_S:
+        if admission.reading == reading or now_s - logged_s < _LOG_PERIOD_S:
             return
-        self._said = (admission.reading, now_s)
+        self._logged = (admission.reading, now_s)
         logger.info(
             "what is found in the pool is %s: it reads %.0f MB/s with %.0f ms beside, the model "
             "computes %.0f tokens/s",
@@ -310,28 +292,34 @@ class WaitingRequests:
 
 #: Steps between scheduling and output; more means that outputs were missed.
 _AHEAD_MAX = 8
-#: A step counts for the prefill rate if it computes at least so many tokens of prompts,
+#: A step counts for the prefill rate if it computes at least so many tokens of prompts …
 _PREFILL_TOKENS_MIN = 64
-#: and so many for each request that decodes beside them.
+#: … and so many per request that decodes in the same step.
 _PREFILL_PER_DECODE_MIN = 16
-#: A request with so few decodes; more than one with speculative decoding.
+#: A request with at most so many tokens in a step decodes; speculative decoding has more than 1.
 _DECODE_TOKENS_MAX = 16
-#: What a sample leaves of the ones of its size before it.
+#: Weight of the earlier samples of a size against a new one.
 _KEPT = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """tokens: of prompts and decodes. counts: for the prefill rate. share: that prompts have."""
+    """One scheduled step."""
 
     began_s: float
-    tokens: int
-    counts: bool
-    share: float
+    tokens: int  # of prompts and decodes
+    counts: bool  # for the prefill rate
+    share: float  # of the tokens that belong to prompts
 
 
 class StepMeter:
-    """`scheduled` and `ended` come in turn, once for every step."""
+    """Measures steps; call `scheduled` and `ended` once for every step.
+
+    A step lasts from its scheduling, or from the end of the step before if that is later (the
+    engine may schedule ahead), to the arrival of its output. The prefill rate is that of the
+    largest steps, because each step has a fixed cost beside its tokens: the rest of a prompt that
+    was loaded is computed in a small step, at a fraction of the rate of the whole prompt.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.steps = 0  # with tokens
@@ -346,15 +334,16 @@ class StepMeter:
 
     @property
     def prefill_rate(self) -> float:
-        """Tokens per second of prefill, over the last of the largest steps; 0: not known."""
+        """Tokens per second of prefill, over the last of the largest steps; 0: unknown."""
         if not self._prefill:
             return 0.0
         tokens, seconds = self._prefill[max(self._prefill)]
         return tokens / seconds
 
     def prompts_s(self) -> float:
-        """Seconds since the start in which the model computed prompts, the step that is under way
-        included. Of a step that decodes as well, the share of its tokens that prompts have.
+        """Seconds since the start in which the model computed prompts, including the current step.
+
+        A step that decodes too counts with its prompts' share of the tokens.
         """
         under_way_s = 0.0
         if self._ahead:
@@ -363,7 +352,7 @@ class StepMeter:
         return self._prompts_s + max(0.0, under_way_s)
 
     def clear(self) -> None:
-        """Count from zero again; what was learned stays."""
+        """Count from zero again; the learned rate stays."""
         self.steps, self.seconds, self.tokens = 0, 0.0, 0
 
     def scheduled(self, tokens: Mapping[str, int]) -> None:

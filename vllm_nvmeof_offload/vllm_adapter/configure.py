@@ -1,30 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Completes and checks the KV transfer configuration of an engine that uses our backend.
 
-vLLM turns its offloading flags into a `KVTransferConfig` in one method of `VllmConfig`, before
-any model is loaded. That method is wrapped: engines that name our backend or connector are
-handled here, all others by vLLM alone. vLLM may run it several times on one configuration, so
-completing twice equals completing once.
+vLLM turns its offloading flags into a `KVTransferConfig` in one method of `VllmConfig`, before any
+model is loaded. That method is wrapped: engines that name our backend or connector are handled
+here, all others by vLLM only. vLLM may run it several times on one configuration, so completing it
+twice equals completing it once.
 
-Our connector as one of several in vLLM's `MultiConnector`.
+**`MultiConnector`** makes each connector from a mapping among its `connectors`, loads from the
+first that has something, and saves with all. Our mapping is completed like a configuration of its
+own. A connector beside ours must hand over nothing at start (vLLM passes the first connector's
+handshake to all), and must never report a load as failed (the KV of such a request would be stored
+by then).
 
-vLLM makes each one from a mapping of its own among the `connectors`, loads from the first that has
-something, and saves with all. Ours is completed there as it is when it stands alone. Beside it can
-be what hands nothing over at start (vLLM passes the first connector's handshake to all), and what
-never reports a load as failed: the KV of such a request would have been stored by then.
-
-Tells whether the user named `kv_load_failure_policy`, or vLLM's default filled it in.
-
-vLLM's default, "fail", ends a request whose load fails; ours is "recompute", unless the user says
-"fail". Nothing in a `KVTransferConfig` says where its value came from, so the default is
-replaced by an equal string of a type of its own.
-
-An object that was made before the plugin was loaded (`LLM(kv_transfer_config={…})` makes one so)
-cannot be told apart; it counts as not named.
-
-Checks our configuration against the machine and the model before the model loads.
-
-Registers our connector and spec with vLLM's factories, so that JSON may name them bare.
+**`kv_load_failure_policy`**: vLLM's default, "fail", ends a request whose load fails; ours is
+"recompute", unless the user gives "fail". A `KVTransferConfig` does not show where its value came
+from, so the default is replaced by an equal string of a type of its own. An object that was made
+before the plugin was loaded, as by `LLM(kv_transfer_config={…})`, counts as having the default.
 """
 
 from __future__ import annotations
@@ -38,10 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from vllm_nvmeof_offload.config import (
+    ENV_PREFIX,
     check_fits,
     check_memory,
     check_targets,
     chunk_blocks,
+    default_staging_bytes,
     judge_access,
     parse_config,
 )
@@ -68,45 +61,47 @@ from vllm_nvmeof_offload.vllm_adapter.supported import (
 )
 
 __all__ = [
-    "check_others",
     "expect",
-    "find_ours",
     "install",
-    "install_failure_policy",
-    "named_by_user",
-    "names_us",
     "precheck",
     "register_loaded",
     "slot_bytes_estimate",
 ]
 
 
+logger = logging.getLogger(LOGGER_NAME)
+
+# -- our connector among those of a MultiConnector ----------------------------------------
+
 _COMBINED = "MultiConnector"
-_ALONE = f"use it, or {CONNECTOR_NAME}, alone"
+_EITHER = f"use either it or {CONNECTOR_NAME}"
 
 
-def names_us(connector: Any, extra: Any) -> bool:
-    """Whether a connector of this name and configuration is ours."""
+def _is_our_connector(connector: Any, extra: Any) -> bool:
     if connector == CONNECTOR_NAME:
         return True
     spec = extra.get("spec_name") if isinstance(extra, dict) else None
     return bool(connector == STOCK_CONNECTOR_NAME and spec == SPEC_NAME)
 
 
-def find_ours(transfer: Any) -> dict[str, Any] | None:
+def _is_our_child(child: dict[str, Any]) -> bool:
+    return _is_our_connector(child.get("kv_connector"), child.get("kv_connector_extra_config"))
+
+
+def _find_ours(transfer: Any) -> dict[str, Any] | None:
     """The mapping among those of a `MultiConnector` that makes our connector, or None.
 
     Raises:
         ConfigError: there are two.
     """
-    ours = [child for child in _children(transfer) if _is_our_connector(child)]
+    ours = [child for child in _children(transfer) if _is_our_child(child)]
     if len(ours) > 1:
         raise ConfigError("connectors", CONNECTOR_NAME, f"name it once among those of {_COMBINED}")
     return ours[0] if ours else None
 
 
-def check_others(transfer: Any) -> None:
-    """Refuse by name what cannot stand beside ours.
+def _check_others(transfer: Any) -> None:
+    """Refuse by name connectors that cannot be combined with ours.
 
     Raises:
         ConfigError: naming the connector.
@@ -119,24 +114,24 @@ def check_others(transfer: Any) -> None:
     )
 
     for child in _children(transfer):
-        if _is_our_connector(child):
+        if _is_our_child(child):
             continue
         name = str(child.get("kv_connector"))
         try:
             found = KVConnectorFactory.get_connector_class(KVTransferConfig(**child))
-        except Exception:  # noqa: BLE001 - vLLM makes it next, and says what is wrong
+        except Exception:  # noqa: BLE001 - vLLM makes it next, and raises the same error
             continue
         if issubclass(found, OffloadingConnector):
-            raise ConfigError("connectors", name, f"offloads as {CONNECTOR_NAME} does; {_ALONE}")
+            raise ConfigError("connectors", name, f"offloads as {CONNECTOR_NAME} does; {_EITHER}")
         for method, reason in (
             (
                 "get_handshake_metadata",
                 "hands metadata over at start, as ours does: vLLM mixes them up",
             ),
-            ("get_block_ids_with_load_errors", "may fail to load what ours has stored by then"),
+            ("get_block_ids_with_load_errors", "may fail to load KV that ours has stored by then"),
         ):
             if getattr(found, method) is not getattr(KVConnectorBase_V1, method):
-                raise ConfigError("connectors", name, f"{reason}; {_ALONE}")
+                raise ConfigError("connectors", name, f"{reason}; {_EITHER}")
 
 
 def _children(transfer: Any) -> list[dict[str, Any]]:
@@ -148,17 +143,15 @@ def _children(transfer: Any) -> list[dict[str, Any]]:
     return [child for child in children if isinstance(child, dict)]
 
 
-def _is_our_connector(child: dict[str, Any]) -> bool:
-    return names_us(child.get("kv_connector"), child.get("kv_connector_extra_config"))
-
+# -- whether the user named kv_load_failure_policy ----------------------------------------
 
 _FIELD = "kv_load_failure_policy"
-#: Objects made since `install`. They are held weakly, and not hashable, hence by id.
+#: Objects made since `install`, held weakly; by id, because they are not hashable.
 _known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class _Default(str):
-    """A default that nobody named; equal to, and pickled as, the plain string."""
+    """vLLM's default, which the user did not give; equal to, and pickled as, the plain string."""
 
     __slots__ = ()
 
@@ -166,7 +159,7 @@ class _Default(str):
         return str, (str(self),)
 
 
-def install_failure_policy() -> None:
+def _install_failure_policy() -> None:
     """Mark the default from now on; once."""
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config.kv_transfer import KVTransferConfig
@@ -189,20 +182,19 @@ def install_failure_policy() -> None:
         KVTransferConfig.__post_init__ = made
 
 
-def named_by_user(transfer: Any) -> bool:
-    """Whether the user, as far as can be told, chose this object's policy."""
+def _named_by_user(transfer: Any) -> bool:
+    """Whether the user chose this object's policy, as far as it shows."""
     policy = getattr(transfer, _FIELD, None)
     if policy == "recompute":
         return True
     return _known.get(id(transfer)) is transfer and not isinstance(policy, _Default)
 
 
-logger = logging.getLogger(LOGGER_NAME)
+# -- the check before the model loads -----------------------------------------------------
 
 
 def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
-    """Parse `extra`, and refuse what cannot work here. Notes the number of replicas
-    and the stamps of the weights in it.
+    """Check `extra` against machine and model; write replicas and weight stamps into it.
 
     staging_key: the flag, key or variable that set the staging size.
 
@@ -247,11 +239,11 @@ def _platform() -> Any:
 
 
 def slot_bytes_estimate(vllm_config: Any, config: Any) -> int | None:
-    """Bytes of one rank's slot, from the model's shape; None where that does not tell.
+    """Bytes of one rank's slot, estimated from the model's shape; None: unknown.
 
-    Each worker checks again with the true size once it has its KV cache. An estimate may
-    therefore be missing, but must not be too large: models with more than one kind of layer,
-    and cache types whose width is not known, have none.
+    Each worker checks again with the true size once it has its KV cache. An estimate may therefore
+    be missing, but must not be too large: models with more than one kind of layer, and cache types
+    of unknown width, have none.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
@@ -281,10 +273,10 @@ _SPECS = "vllm.v1.kv_offload.factory"
 
 
 def register_loaded() -> None:
-    """Register with those of the two factories that this process has imported.
+    """Register our names, which JSON may use, with those factories that are already imported.
 
-    Importing them here would cost a second where nobody offloads. Where they are imported later,
-    our names come with module paths, which `transfer_config` fills in.
+    Importing the factories here would cost a second even without offloading. If they are imported
+    later, our names have module paths, which `complete` fills in.
     """
     connectors = getattr(sys.modules.get(_CONNECTORS), "KVConnectorFactory", None)
     if connectors is not None and CONNECTOR_NAME not in connectors._registry:
@@ -293,6 +285,8 @@ def register_loaded() -> None:
     if specs is not None and SPEC_NAME not in specs._registry:
         specs.register_spec(SPEC_NAME, SPEC_MODULE, SPEC_NAME)
 
+
+# -- completing the configuration ---------------------------------------------------------
 
 _METHOD = "_post_init_kv_transfer_config"
 _SIZE_FLAG = "--kv-offloading-size"
@@ -326,7 +320,7 @@ def install() -> None:
     stock = getattr(VllmConfig, _METHOD)
     if getattr(stock, "_nvmeof", False):
         return
-    install_failure_policy()
+    _install_failure_policy()
 
     @functools.wraps(stock)
     def wrapped(self: Any) -> None:
@@ -352,19 +346,15 @@ def _is_command_line() -> bool:
     return os.path.basename(sys.argv[0]) == "vllm" or name.startswith("vllm.entrypoints.")
 
 
-def _names_us(transfer: Any) -> bool:
-    if transfer is None:
-        return False
-    if names_us(transfer.kv_connector, transfer.kv_connector_extra_config):
-        return True
-    return find_ours(transfer) is not None
-
-
 def _is_ours(vllm_config: Any) -> bool:
     cache = vllm_config.cache_config
     if cache.kv_offloading_backend == BACKEND:
         return True
-    if not _names_us(vllm_config.kv_transfer_config):
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None:
+        return False
+    name, extra = transfer.kv_connector, transfer.kv_connector_extra_config
+    if not _is_our_connector(name, extra) and _find_ours(transfer) is None:
         return False
     if cache.kv_offloading_size is not None and cache.kv_offloading_backend != "native":
         raise ConfigError(
@@ -380,41 +370,38 @@ def complete(vllm_config: Any) -> None:
 
     Raises:
         ConfigError: the configuration cannot work.
-        IntegrationError: this vLLM is none that we know.
+        IntegrationError: this vLLM is not a known one.
     """
     from vllm.config import KVTransferConfig
 
     supported.require()
-
     if vllm_config.kv_transfer_config is None:
         vllm_config.kv_transfer_config = KVTransferConfig()
     transfer = vllm_config.kv_transfer_config
-    if not named_by_user(transfer):
+    if not _named_by_user(transfer):
         transfer.kv_load_failure_policy = "recompute"
     elif transfer.kv_load_failure_policy != "recompute":
         logger.warning("kv_load_failure_policy=fail: a failed load will end its request")
-    child = find_ours(transfer)
+    child = _find_ours(transfer)
     if child is None:
         _take_connector(transfer)
         extra = transfer.kv_connector_extra_config
     else:
         extra = _take_child(child)
-        check_others(transfer)
+        _check_others(transfer)
     key = _take_size(extra, vllm_config.cache_config.kv_offloading_size)
     precheck(vllm_config, extra, key)
     register_loaded()
 
 
 def _take_child(child: dict[str, Any]) -> dict[str, Any]:
-    """Complete the mapping of which `MultiConnector` makes our connector; return its `extra`."""
+    """Complete the mapping from which `MultiConnector` makes ours; return its `extra`."""
     from vllm.config import KVTransferConfig
 
     made = KVTransferConfig(**{"kv_role": "kv_both", **child})
     _take_connector(made)
-    child["kv_connector"] = made.kv_connector
-    child["kv_connector_module_path"] = made.kv_connector_module_path
-    child["kv_role"] = made.kv_role
-    child["kv_connector_extra_config"] = made.kv_connector_extra_config
+    for field in ("connector", "connector_module_path", "role", "connector_extra_config"):
+        child[f"kv_{field}"] = getattr(made, f"kv_{field}")
     extra: dict[str, Any] = made.kv_connector_extra_config
     return extra
 
@@ -436,19 +423,14 @@ def _take_connector(transfer: Any) -> None:
         transfer.kv_connector_module_path = CONNECTOR_MODULE
     transfer.kv_role = transfer.kv_role or "kv_both"
     if transfer.kv_role != "kv_both":
-        raise ConfigError(
-            "kv_role",
-            transfer.kv_role,
-            "what is stored here is loaded here: leave it out, or kv_both",
-        )
+        remedy = "chunks are stored and loaded by the same engine; leave it out, or kv_both"
+        raise ConfigError("kv_role", transfer.kv_role, remedy)
     extra.setdefault("spec_name", SPEC_NAME)
     extra.setdefault("spec_module_path", SPEC_MODULE)
 
 
 def _take_size(extra: dict[str, Any], size_gib: float | None) -> str:
-    """Put the staging size into `extra`, if it is not there; return what the user set it with."""
-    from vllm_nvmeof_offload.config import ENV_PREFIX, default_staging_bytes
-
+    """Set `staging_bytes` in `extra` if it is missing; return the option that the user gave."""
     if "staging_bytes" in extra:
         return "staging_bytes"
     if size_gib is not None:

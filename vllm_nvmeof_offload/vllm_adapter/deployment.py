@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about a vLLM deployment under which KV bytes are interchangeable.
+"""The facts of a vLLM deployment under which KV bytes are interchangeable.
 
-They become the keyspace: a pool written under other facts is another directory, never mixed.
-Where something decides the KV that neither the facts nor the block hashes hold, what is
-stored must not be adopted by a later start; `Deployment.volatile` says why.
+They become the keyspace: a pool written under other facts is another directory, never mixed. If the
+KV depends on something that neither the facts nor the block hashes contain, what is stored must not
+be adopted by a later start; `Deployment.volatile` has the reasons.
 
-Weights are read by vLLM long before a worker makes its keyspace. So the check before model load
-stamps their files (`note_weights`), and each worker compares (`Deployment.replaced`).
+vLLM reads the weights long before a worker makes its keyspace. Therefore the check before model
+load stamps their files (`note_weights`), and each worker compares (`Deployment.replaced`).
 
-Read off vLLM's configuration objects by attribute, so that no vLLM is needed to test it.
-
-Describes the deployment of this process's vLLM: adds what only vLLM's own modules know.
+Configuration objects are read by attribute, so that tests need no vLLM.
 """
 
 from __future__ import annotations
@@ -45,26 +43,26 @@ __all__ = [
 
 #: Hash algorithms whose root is drawn at random by each process unless PYTHONHASHSEED is set.
 _SEEDED_HASHES = frozenset({"xxhash", "xxhash_cbor"})
-#: Keys of a model's configuration that say where it lies or who wrote it, not what it is.
+#: Keys of a model's configuration with its path or author, not its content.
 _INCIDENTAL_KEYS = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
-#: RoPE types whose factors for *all* positions follow from the length that is served.
+#: RoPE types whose factors for *all* positions depend on the maximum length served.
 _LENGTH_DEPENDENT_ROPE = ('"longrope"', '"su"')
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """facts: everything but weights and KV geometry. volatile: why nothing is adopted.
+    """What one process of vLLM runs."""
 
-    stamps: of the files of each local model before vLLM read them, by the model's name.
-    began_s: when they may have begun to be read, for a model without a stamp; seconds of the
-    system's clock.
-    """
-
+    #: Everything except weights and KV geometry.
     facts: Mapping[str, Any]
     source: ModelSource
     drafter: ModelSource | None = None
+    #: Reasons why nothing is adopted.
     volatile: tuple[str, ...] = ()
+    #: Local model → stamp of its files from before vLLM read them.
     stamps: Mapping[str, str] = field(default_factory=dict)
+    #: Earliest time at which vLLM may have read a model without a stamp, in seconds of the
+    #: system's clock.
     began_s: float = float("inf")
 
     def keyspace(self, **geometry: Any) -> Keyspace:
@@ -76,14 +74,14 @@ class Deployment:
         )
 
     def replaced(self) -> tuple[str, ...]:
-        """Why the files may not be those that vLLM has read; empty: they are.
+        """Why files may not be the ones that vLLM has read; empty: they are.
 
-        To be asked after `keyspace`, which is of the files that are there now.
+        Call it after `keyspace`, which reads the files that are there now.
         """
         return tuple(why for source in self._sources() if (why := self._why_replaced(source)))
 
     def _sources(self) -> list[ModelSource]:
-        """Each once: some drafters are a part of the model's own files."""
+        """Each source once, because some drafters are a part of the model's own files."""
         return list(dict.fromkeys(s for s in (self.source, self.drafter) if s is not None))
 
     def _why_replaced(self, source: ModelSource) -> str:
@@ -99,10 +97,9 @@ class Deployment:
 def note_weights(
     vllm_config: Any, noted: Mapping[str, str], extra: MutableMapping[str, Any]
 ) -> None:
-    """Stamp the files of the local models that `vllm_config` names; write it into `extra`.
+    """Stamp the files of the local models in `vllm_config`, and write the stamps into `extra`.
 
-    A model that is in `noted` keeps its stamp: vLLM makes configurations of configurations while
-    it loads the model.
+    A model in `noted` keeps its stamp, because vLLM copies configurations while it loads the model.
     """
     stamps = dict(noted)
     for model in (vllm_config.model_config, drafter_of(vllm_config)):
@@ -113,12 +110,12 @@ def note_weights(
             try:
                 stamps[source.model] = weights_stamp(Path(source.model), code=source.code)
             except OSError:
-                continue  # vLLM says so when it reads them
+                continue  # vLLM reports it when it reads them
     extra["weights_seen"] = stamps
 
 
 def process_began_s() -> float:
-    """When this process began, in seconds of the system's clock."""
+    """The start of this process, in seconds of the system's clock."""
     # The second field, the command's name, may hold spaces; the start is the 22nd.
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -135,7 +132,7 @@ def describe(
 ) -> Deployment:
     """Collect the facts from a `VllmConfig`.
 
-    stamps: what `note_weights` noted. began_s: see `Deployment`.
+    stamps: from `note_weights`. began_s: see `Deployment`.
     foreign_formats: load formats whose loader is not vLLM's own.
     """
     model = vllm_config.model_config
@@ -149,7 +146,7 @@ def describe(
         "hash_algorithm": str(cache.prefix_caching_hash_algo),
         "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
         "attention": str(getattr(vllm_config.attention_config, "backend", None)),
-        # vLLM's CPU attention packs keys otherwise where the processor has AMX.
+        # vLLM's CPU attention packs keys differently if the processor has AMX.
         "amx": _has_amx(),
         "tensor_parallel": parallel.tensor_parallel_size,
         "multimodal": _multimodal_facts(model),
@@ -178,7 +175,7 @@ def describe(
 def _model_facts(model: Any, load: Any) -> dict[str, Any]:
     return {
         "hf_config": hashlib.sha256(_resolved(model).encode()).hexdigest(),
-        # vLLM's own class, or one of Transformers': they may order a head's values differently.
+        # A class of vLLM or of Transformers: they may order a head's values differently.
         "architecture": str(getattr(model, "architecture", "")),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
@@ -189,7 +186,7 @@ def _model_facts(model: Any, load: Any) -> dict[str, Any]:
 
 
 def _resolved(model: Any) -> str:
-    """What the command line overrides (RoPE scaling, …) is in this configuration only."""
+    """The model's configuration including the command line's overrides (RoPE scaling, …)."""
     return _canonical(_without_incidentals(model.hf_config.to_dict()))
 
 
@@ -214,14 +211,12 @@ def _volatile(vllm_config: Any) -> list[str]:
 
 
 def _multimodal_facts(model: Any) -> str:
-    """What the server, not the request, does to images and sounds: not in the block hashes."""
+    """The server's own processing of images and sounds, which is not in the block hashes."""
     multimodal = getattr(model, "multimodal_config", None)
     if multimodal is None:
         return ""
-    options = {
-        name: getattr(multimodal, name, None) for name in ("mm_processor_kwargs", "media_io_kwargs")
-    }
-    return _canonical(options)
+    names = ("mm_processor_kwargs", "media_io_kwargs")
+    return _canonical({name: getattr(multimodal, name, None) for name in names})
 
 
 def _without_incidentals(value: Any) -> Any:
@@ -244,7 +239,7 @@ def _has_amx() -> bool:
 
 
 def deployed(vllm_config: Any, stamps: Mapping[str, str]) -> Deployment:
-    """What this process runs. stamps: of the weights before they were read, by model."""
+    """The deployment of this process. stamps: see `Deployment`."""
     from vllm.version import __version__
 
     return describe(
@@ -257,7 +252,7 @@ def deployed(vllm_config: Any, stamps: Mapping[str, str]) -> Deployment:
 
 
 def foreign_formats() -> frozenset[str]:
-    """Load formats whose loader a plugin has added, or put in the place of vLLM's own."""
+    """Load formats whose loader a plugin has added or replaced."""
     from vllm.model_executor import model_loader
 
     return frozenset(

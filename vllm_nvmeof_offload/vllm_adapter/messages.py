@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM carries between our scheduler side and the workers, with each step and at start.
-
-Our commands in the shape in which vLLM carries them inside its transfer jobs.
-"""
+"""Messages that vLLM carries between our scheduler side and the workers."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ class NVMeoFWorkerMetadata(OffloadingWorkerMetadata):
 
 @dataclass
 class NVMeoFHandshake(KVConnectorHandshakeMetadata):
-    """What a worker says once, at start."""
+    """Sent by each worker once, at start."""
 
     hello: RankHello
 

@@ -25,7 +25,7 @@ __all__ = ["OldKV"]
 
 @dataclass(frozen=True, slots=True)
 class _Admission:
-    """A request got blocks. found: by vLLM in GPU memory. loadable: tokens found there or by us."""
+    """A request got blocks. found: in GPU memory; loadable: tokens found there or by us."""
 
     request: Any
     found: frozenset[int]
@@ -33,7 +33,7 @@ class _Admission:
 
 
 class OldKV:
-    """Of one connector's scheduler side; keeps `suspension` up to date."""
+    """Keeps the `suspension` of one connector's scheduler side up to date."""
 
     def __init__(self, suspension: Suspension, view: SchedulerView) -> None:
         self._old = suspension
@@ -43,7 +43,7 @@ class OldKV:
         self._forgotten: dict[str, int] = {}  # old request → its first blocks that are forgotten
 
     def began(self, call: str, requests: Iterable[str], *, known: bool) -> None:
-        """Weights may have changed just now; `requests` are all that vLLM has."""
+        """Weights may have changed just now. requests: all requests of vLLM."""
         self._looked_up.clear()
         self._admitted.clear()
         self._forgotten.clear()
@@ -54,12 +54,12 @@ class OldKV:
         self._forget_all()
 
     def looked_up(self, request_id: str, local: int) -> None:
-        """vLLM has found so many tokens of a request without blocks in GPU memory."""
+        """vLLM has found `local` tokens in GPU memory for a request that has no blocks yet."""
         if self._old:
             self._looked_up[request_id] = local
 
     def admitted(self, request: Any, blocks: Any, external: int) -> None:
-        """A request got blocks. external: tokens that we are to load."""
+        """A request got blocks. external: tokens that we will load."""
         local = self._looked_up.pop(request.request_id, None)
         if local is None:  # it had blocks before
             return
@@ -68,7 +68,7 @@ class OldKV:
         self._admitted[request.request_id] = _Admission(request, ids, local + external)
 
     def step(self, preempted: Iterable[str]) -> None:
-        """vLLM has scheduled a step; comes before its stores are made."""
+        """vLLM has scheduled a step; called before the step's stores are made."""
         self._looked_up.clear()
         admitted, self._admitted = self._admitted, {}
         if not self._old:
@@ -80,7 +80,7 @@ class OldKV:
         for name in self._old.requests - admitted.keys():
             taint |= self._forget(name)
         for name, admission in admitted.items():
-            # Another connector may have loaded what it has from before.
+            # Another connector may have loaded KV of earlier weights.
             foreign = admission.request.num_computed_tokens > admission.loadable
             if foreign or (admission.found and (lost or not taint.isdisjoint(admission.found))):
                 self._old.add(name)
@@ -88,7 +88,7 @@ class OldKV:
             elif name in self._old:
                 self._old.ended(name)
                 self._view.store_from_the_first(name)
-        if lost:  # which blocks they had is not known any more
+        if lost:  # the blocks that they had are unknown by now
             self._forget_all()
 
     def finished(self, request_id: str) -> None:
@@ -107,7 +107,7 @@ class OldKV:
         return self._manager.get_blocks(request_id).blocks[0] if self._manager else ()
 
     def _forget(self, request_id: str) -> set[int]:
-        """Take out of the prefix cache what this request has added since the last call."""
+        """Remove from the prefix cache the blocks that the request added since the last call."""
         first = self._forgotten.get(request_id, 0)
         added = {
             index: block.block_id
@@ -124,7 +124,7 @@ class OldKV:
         if manager is None:
             return
         pool = manager.block_pool
-        # All but the one that vLLM keeps to itself. With others in use its reset does nothing.
+        # vLLM reserves one block. If others are in use, its reset does nothing.
         if pool.get_num_free_blocks() < pool.num_gpu_blocks - 1:
             manager.evict_blocks(set(range(pool.num_gpu_blocks)))
         else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What we read of vLLM's scheduler side beyond its interfaces: keys, GPU blocks, its time."""
+"""Reads vLLM's scheduler side beyond its interfaces: keys, GPU blocks, time spent."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def timed(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class SchedulerView:
-    """Of one connector's `OffloadingConnectorScheduler`, with a single KV cache group.
+    """View of one `OffloadingConnectorScheduler` with a single KV cache group.
 
-    kv_cache_manager: vLLM's, which is there only after the connector was built.
+    kv_cache_manager: returns vLLM's, which exists only after the connector was built.
     """
 
     def __init__(self, scheduler: Any, kv_cache_manager: Callable[[], Any]) -> None:
@@ -42,7 +42,7 @@ class SchedulerView:
         self.tokens_per_block: int = group.tokens_per_block
         self._tokens_per_chunk: int = group.tokens_per_chunk
         self._hashes_per_chunk: int = group.hashes_per_chunk
-        # Blocks in GPU memory are known by the hash of one block.
+        # Blocks in GPU memory are identified by the hash of one block.
         self._comparable = group.tokens_per_block == scheduler.config.tokens_per_hash
 
     def queue(self, *, by_priority: bool) -> Queue:
@@ -64,9 +64,10 @@ class SchedulerView:
         return every_tier and not request.skip_reading_prefix_cache
 
     def rest_of_a_chunk(self, request: Any, local: int, waiting: WaitingRequests) -> int:
-        """Tokens of a preempted request that complete a chunk of which GPU memory has a part.
+        """Tokens that complete a chunk of a preempted request whose head is in GPU memory.
 
-        vLLM loads no less than a chunk. For a request that had computed them it is worth it.
+        vLLM loads whole chunks only, and skips this one; loading it is worth it because the
+        request had computed those tokens.
         """
         request_id, per_chunk = request.request_id, self._tokens_per_chunk
         missing = -local % per_chunk
@@ -74,7 +75,7 @@ class SchedulerView:
             return 0
         keys, state = self.keys_of(request_id), self._scheduler._req_status[request_id]
         chunk = local // per_chunk
-        if keys is None or chunk >= len(keys):  # the request has not got so many tokens
+        if keys is None or chunk >= len(keys):  # the request has fewer tokens
             return 0
         key = keys[chunk]
         if state.transfer_jobs or key in (self._scheduler._chunks_being_loaded or ()):
@@ -83,11 +84,11 @@ class SchedulerView:
         return missing if hit else 0
 
     def store_again(self) -> None:
-        """Loads have failed: let their requests store what they compute instead.
+        """Loads have failed: let their requests store the chunks that they compute instead.
 
-        vLLM takes what a load is to bring as stored, from its plan on: the next request would have
-        to compute it a second time before it is kept. By now the requests count as computed no
-        more than what came before the first failure.
+        vLLM counts the chunks of a planned load as stored, so they would be kept only after the
+        next request has computed them again. By now the requests' computed tokens end before the
+        first failure.
         """
         for state in self._scheduler._req_status.values():
             computed = state.req.num_computed_tokens // self._tokens_per_chunk
@@ -106,6 +107,6 @@ class SchedulerView:
             return False
         last = (chunk + 1) * self._hashes_per_chunk - 1
         hashes = request.block_hashes
-        if last >= len(hashes):  # vLLM takes tokens back between the turns of a session
+        if last >= len(hashes):  # vLLM removes tokens between the turns of a session
             return False
         return manager.block_pool.get_cached_block(hashes[last], [0]) is not None

@@ -1,26 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses, by the kinds of its layers, a model whose KV this version does not offload rightly.
+"""Refuses what this version does not serve: models, platforms, parallel shapes, vLLM releases.
 
-Decided from the KV cache that vLLM has laid out, in the scheduler and in every worker alike,
-before anything is served: a model's own configuration does not tell what vLLM makes of it.
+Models are judged by the KV cache that vLLM has laid out, in the scheduler and in every worker,
+because a model's own configuration does not show what vLLM makes of it. Platforms are judged before
+the model loads; each worker checks again when it opens its GPU.
 
-Refuses platforms that no copy engine serves, and GPUs whose packages are missing, early.
+vLLM runs the replicas of a dense model as independent engines: each knows its index, but not how
+many there are. The check before model load writes their number into our configuration
+(`replicas`), which travels to every engine and worker.
 
-Before the model loads, and in one line; each worker finds out again when it opens its GPU.
-
-Which parallel shapes are served, and which of several data-parallel replicas an engine is.
-
-vLLM runs the replicas of a dense model as independent engines: each is told its index, but no
-longer how many there are. So the check before model load writes their number into our
-configuration (`replicas`), which travels to every engine and worker.
-
-Which vLLM this package works with, and the refusal by name of any other.
-
-The interface of vLLM's offloading changes with its releases. An unknown one may call us with what
-we do not take, or leave out a call that we count on; the second gives wrong tokens without a
-word. So a release counts as known when vLLM's own tests have passed with our connector, and what
-can be seen of a known one's interface is compared as well: a build from source says little by
-its number.
+vLLM's offloading interface changes with its releases. An unknown release may call us with other
+parameters, or leave out a call that we rely on, which would give wrong tokens without an error. A
+release is known when vLLM's own tests have passed with our connector. The visible interface of a
+known release is compared too, because the version of a build from source means little.
 """
 
 from __future__ import annotations
@@ -64,8 +56,8 @@ __all__ = [
 ]
 
 
-#: By exact type: what derives from full attention to drop blocks while a request runs leaves
-#: chunks that are not whole.
+#: By exact type: a subclass of full attention may drop blocks while a request runs, which leaves
+#: incomplete chunks.
 _WHOLE = (FullAttentionSpec, MLAAttentionSpec)
 _LOCAL = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
@@ -121,10 +113,10 @@ def _remedy(layers: list[Any]) -> str:
 
 
 def _ignores_loaded_kv(vllm_config: Any) -> bool:
-    """Whether vLLM computes a prompt's rest without looking at what comes before it.
+    """Whether vLLM computes the rest of a prompt without reading the KV before it.
 
-    Its CPU kernel for latent attention does, and vLLM therefore turns off both what would need
-    it, but takes a connector's tokens all the same (0.32).
+    Its CPU kernel for latent attention does. vLLM therefore turns off chunked prefill and prefix
+    caching, but accepts a connector's tokens nevertheless (0.32).
     """
     return bool(
         current_platform.is_cpu()
@@ -174,12 +166,12 @@ _SHAPES = (
     "decode_context_parallel_size",
     "prefill_context_parallel_size",
 )
-#: What vLLM appends to the id of a replica's engine.
+#: vLLM appends this to the id of a replica's engine.
 _REPLICA_SUFFIX = re.compile(r"_dp\d+$")
 
 
 def refuse_parallel(parallel: Any) -> None:
-    """Refuse by name the shapes whose ranks hold other parts of the KV cache than we assume.
+    """Refuse parallel shapes whose ranks hold other parts of the KV cache than we assume.
 
     Raises:
         ConfigError: naming the option.
@@ -191,7 +183,7 @@ def refuse_parallel(parallel: Any) -> None:
 
 
 def note_replicas(vllm_config: Any, extra: MutableMapping[str, Any]) -> None:
-    """Note in `extra` how many engines share the configured sizes, where vLLM says so.
+    """Write into `extra` how many engines share the configured sizes, if vLLM knows it.
 
     Raises:
         ConfigError: `replicas` contradicts the option, or the model's replicas work in step.
@@ -216,29 +208,29 @@ def _refuse_experts(model: Any, size: int) -> None:
 
 
 def count_nodes(parallel: Any) -> int:
-    """Return over how many machines ranks and replicas are spread."""
+    """Number of machines over which ranks and replicas are spread."""
     local = int(getattr(parallel, "data_parallel_size_local", 1) or 1)
     spread = int(parallel.data_parallel_size) // local
     return max(1, int(getattr(parallel, "nnodes", 1)), spread)
 
 
 def replica_of(vllm_config: Any, declared: int) -> Replica:
-    """Return which of `declared` replicas this engine is.
+    """The replica that this engine is, among `declared` ones.
 
     Raises:
-        ConfigError: it is one of several, and nobody has said of how many.
+        ConfigError: this engine is one of several, and their number is unknown.
     """
     parallel = vllm_config.parallel_config
     engine_id = str(vllm_config.kv_transfer_config.engine_id or "")
     index: int = parallel.data_parallel_index
-    told = _REPLICA_SUFFIX.search(engine_id) is not None
-    if (told or index or parallel.data_parallel_size > 1) and declared == 1:
+    suffixed = _REPLICA_SUFFIX.search(engine_id) is not None
+    if (suffixed or index or parallel.data_parallel_size > 1) and declared == 1:
         # Each would take the whole pool and all staging.
         raise ConfigError(
             "data_parallel_size",
             max(2, index + 1, parallel.data_parallel_size),
-            "our plugin has not run, which divides sizes among the replicas (is VLLM_PLUGINS "
-            'set? add "nvmeof" to it); or give their number as "replicas" in '
+            "our plugin has not run, so that sizes are not divided among the replicas (is "
+            'VLLM_PLUGINS set? add "nvmeof" to it); or give their number as "replicas" in '
             "kv_connector_extra_config",
         )
     if parallel.data_parallel_size > 1:
@@ -252,7 +244,7 @@ def replica_of(vllm_config: Any, declared: int) -> Replica:
 KNOWN = ("0.32", "0.33")
 
 _OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
-#: What we read of vLLM's objects beyond what their interfaces promise: class → names.
+#: Members of vLLM's objects that we use beyond their interfaces: class → names.
 _READ = {
     f"{_OFFLOADING}.scheduler:OffloadingConnectorScheduler": (
         "manager config _req_status _current_batch_load_jobs _chunks_being_loaded"
@@ -281,7 +273,7 @@ def version() -> str:
 
 
 def unknown_version() -> str | None:
-    """Why this vLLM's version is not a known one, and what to do; None: it is known."""
+    """Why this vLLM's version is unknown, with the remedy; None: it is known."""
     found = version()
     numbers = re.match(r"\d+\.\d+(?=\.)", found)
     if numbers and numbers[0] in KNOWN:
@@ -293,10 +285,10 @@ def unknown_version() -> str | None:
 
 
 def require() -> None:
-    """Go on with a known vLLM only.
+    """Refuse an unknown vLLM.
 
     Raises:
-        IntegrationError: one line, which says what is unknown and what to do.
+        IntegrationError: one line with what is unknown, and the remedy.
     """
     problem = unknown_version()
     if problem is None:
@@ -312,7 +304,7 @@ def require() -> None:
 
 @functools.cache
 def _difference() -> str | None:
-    """The first thing in which this vLLM's interface differs from what we were written for."""
+    """The first difference between this vLLM's interface and the one we were written for."""
     try:
         connector = importlib.import_module(CONNECTOR_MODULE)
     except (ImportError, AttributeError) as error:
@@ -348,7 +340,7 @@ def _differences(connector: Any) -> Iterator[str]:
 
 
 def accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
-    """Whether `ours` can be called in every way in which `theirs` can."""
+    """Whether `ours` accepts every call that `theirs` accepts."""
     mine = list(inspect.signature(ours).parameters.values())
     calls = list(inspect.signature(theirs).parameters.values())
     takes_names = any(p.kind is p.VAR_KEYWORD for p in mine)
@@ -357,7 +349,7 @@ def accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         in_place = index < len(named) and named[index].name == parameter.name
-        # What has a default may come by its name alone.
+        # A parameter with a default may be passed by name only.
         if not in_place and not (takes_names and parameter.default is not parameter.empty):
             return False
     called = {p.name for p in calls}
@@ -365,7 +357,7 @@ def accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
 
 
 def _has(cls: type, name: str) -> bool:
-    """Whether instances of `cls` have it: a member, a field, or set in `__init__`."""
+    """Whether instances of `cls` have `name`: a member, a field, or set in `__init__`."""
     if hasattr(cls, name) or name in getattr(cls, "__dataclass_fields__", ()):
         return True
     code = getattr(getattr(cls, "__init__", None), "__code__", None)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a model or an adapter: a digest of their content, and whether they were replaced.
+"""The files of models and adapters: where weights come from, their digest, whether they changed.
 
-The digest names the weights across machines and restarts. It reads a bounded part of each file:
+A **digest** names the weights across machines and restarts. It reads a bounded part of each file:
 
 * safetensors: the header, every tensor of at most 64 KiB whole (norms, biases, scales of a
   quantization: few bytes that decide much), and one sample of every larger tensor;
@@ -9,20 +9,15 @@ The digest names the weights across machines and restarts. It reads a bounded pa
 * configuration files and code: every byte.
 
 A change in fewer bytes of a large tensor can go unseen, and so can a change of small tensors in
-a file of another format. The stamp has no such gap, but means something on one machine only: it
-is taken before the weights are read and compared afterwards.
+a file of another format. A **stamp** has no such gap, but is valid on one machine only: it is taken
+before the weights are read and compared afterwards.
 
-Where a model's weights and code come from, and when that does not tell one from another.
+A model is identified by the content of its local files, or by the commit of a hub's repository.
+Some load formats take weights from elsewhere; chunks of such a server must not be adopted
+(`why_unknown`). vLLM's block hashes contain an adapter's name and path: an adapter that is
+unloaded, overwritten and loaded again has another number and the same hashes (`Adapters`).
 
-A model is known by the content of its local files, or by the commit of a hub's repository. Some
-ways to load weights take them from elsewhere: what such a server stores must not be adopted.
-
-Read off vLLM's configuration objects by attribute, so that no vLLM is needed to test it.
-
-Remembers the files of each adapter, and notices one that came again with other files.
-
-vLLM's block hashes hold an adapter's name and path. An adapter that is unloaded, overwritten and
-loaded again has another number and the same hashes.
+Configuration objects are read by attribute, so that tests need no vLLM.
 """
 
 from __future__ import annotations
@@ -55,17 +50,10 @@ __all__ = [
 
 
 SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
-_CONFIG_NAMES = frozenset(
-    {
-        "config.json",
-        "adapter_config.json",
-        "quantize_config.json",
-        "hf_quant_config.json",
-        "preprocessor_config.json",
-        "processor_config.json",
-        "video_preprocessor_config.json",
-    }
-)
+_CONFIG_NAMES = {
+    *("config.json", "adapter_config.json", "quantize_config.json", "hf_quant_config.json"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+}
 #: vLLM loads only those safetensors files that the index names.
 _INDEX_SUFFIX = ".index.json"
 
@@ -90,26 +78,23 @@ class _File:
     path: Path
 
 
-def weights_digest(model: Path, fallback: str | None = None, *, code: bool = False) -> str:
+def weights_digest(model: Path, *, code: bool = False) -> str:
     """Return 64 hex digits that identify the content of the weights.
 
-    model: a directory with weight files (or one weight file). Headers alone would be equal
-    across fine-tunes. In a directory without any file of a known weight format all files count.
-    fallback: stands for the content where `model` is no local path (a hub's commit hash).
+    model: a directory with weight files (or one weight file). Headers only would be equal across
+    fine-tunes. In a directory without any file of a known weight format all files count.
     code: the directory's Python files are run, so they count too.
 
     Raises:
-        ConfigError: `model` is not local, or holds no file, and there is no fallback.
+        ConfigError: `model` is not local, or has no file.
         OSError: a file cannot be read.
     """
     files = _files(model, code=code)
     if not files:
-        if fallback:
-            return hashlib.sha256(f"revision:{model}:{fallback}".encode()).hexdigest()
         raise ConfigError(
             "model",
             str(model),
-            "no files there to tell this model's KV from another's; "
+            "has no files to distinguish this model's KV from another's; "
             "use a local directory, or name a revision",
         )
     digest = hashlib.sha256()
@@ -120,10 +105,10 @@ def weights_digest(model: Path, fallback: str | None = None, *, code: bool = Fal
 
 
 def weights_stamp(model: Path, *, code: bool = False) -> str:
-    """Return 64 hex digits that change when any of the files is written or another one is there.
+    """Return 64 hex digits that change when any of the files is written or replaced.
 
-    Paths are followed to the files, so a symbolic link or a directory that leads to other files
-    changes the stamp. Files are opened, because a network file system then asks its server.
+    Symbolic links are followed, so a link or a directory that leads to other files changes the
+    stamp. Files are opened, because a network file system then asks its server.
 
     Raises:
         OSError: a file cannot be opened.
@@ -141,11 +126,11 @@ def weights_stamp(model: Path, *, code: bool = False) -> str:
 
 
 def changed_since(model: Path, began_s: float, *, code: bool = False) -> str | None:
-    """The name of a file, or of a link or directory that leads to it, that is newer than that.
+    """The name of a file, or of a link or directory that leads to it, changed since `began_s`.
 
-    For a model that nobody stamped. Judges by the time of change, which copying does not keep
-    and which renaming sets. Misses a directory above the model's own that was renamed: the time
-    of a directory changes with everything in it.
+    Used for a model without a stamp. Judges by ctime, which copying does not keep and which
+    renaming sets. Misses a renamed directory above the model's own, because a directory's time
+    changes with everything in it.
 
     began_s: seconds of the system's clock.
     """
@@ -174,7 +159,7 @@ def _links(model: Path) -> list[Path]:
 
 
 def _files(model: Path, *, code: bool) -> list[_File]:
-    """Sorted by name. Weights also in subdirectories, where some models keep an encoder."""
+    """The files that count, by name; weights also in subdirectories, as of some encoders."""
     if model.is_file():
         return [_File(model.name, model)]
     if not model.is_dir():
@@ -211,7 +196,7 @@ def _file_digest(file: _File) -> bytes:
     try:
         size = os.fstat(fd).st_size
         digest.update(f"{file.name}\0{size}\0".encode())
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # reads nothing beyond what is asked
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
         for start, end in _ranges(fd, file, size):
             for block in _blocks(fd, start, end):
                 digest.update(block)
@@ -231,7 +216,7 @@ def _blocks(fd: int, start: int, end: int) -> Iterator[bytes]:
 
 
 def _ranges(fd: int, file: _File, size: int) -> list[_Range]:
-    """The parts of a file that count: a function of its name, its size and its header."""
+    """The parts of a file that are read; they depend on its name, its size and its header."""
     if file.path.suffix not in SUFFIXES and (
         file.path.suffix == ".py" or _is_configuration(file.path.name)
     ):
@@ -271,9 +256,9 @@ def _read_header(fd: int, size: int) -> bytes:
 
 
 def _tensors(header: bytes, size: int) -> list[_Range] | None:
-    """Where the tensors lie in the file, in their order; None: this is not such a header.
+    """The tensors' ranges in the file, in their order; None: not a header of this format.
 
-    As the format demands they do not overlap, so that no header makes us read a file twice.
+    Overlapping ranges are refused, so that no header makes us read a file twice.
     """
     try:
         entries = json.loads(header)
@@ -300,7 +285,7 @@ def _tensors(header: bytes, size: int) -> list[_Range] | None:
 
 
 def _of_tensors(tensors: list[_Range], generator: random.Random) -> list[_Range]:
-    """Small tensors whole, neighbours in one range; one sample of every other tensor."""
+    """Small tensors whole, adjacent ones in one range; one sample of every larger tensor."""
     ranges: list[_Range] = []
     joinable = False
     for start, end in tensors:
@@ -329,14 +314,11 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """model: a local path or a hub's name. code: Python files of the model's own are run.
+    """Where a model's weights and code come from."""
 
-    commit: of the hub's repository that has the weights; "": not known.
-    """
-
-    model: str
-    commit: str = ""
-    code: bool = False
+    model: str  # a local path or a hub's name
+    commit: str = ""  # of the hub's repository that has the weights; "": unknown
+    code: bool = False  # the model's own Python files are run
 
     @staticmethod
     def of(model: Any) -> ModelSource:
@@ -350,7 +332,7 @@ class ModelSource:
         return Path(self.model).exists()
 
     def identity(self) -> dict[str, str]:
-        """Content, not place: the same weights elsewhere are the same model. Reads files."""
+        """Facts on the content, not the path: equal weights are the same model. Reads files."""
         path = Path(self.model)
         if not self.local:
             return {"model": self.model, "weights": f"revision:{self.commit}"}
@@ -358,7 +340,7 @@ class ModelSource:
 
 
 def drafter_of(vllm_config: Any) -> Any:
-    """The `ModelConfig` of speculative decoding's drafter; None: there is none with weights."""
+    """The `ModelConfig` of speculative decoding's drafter; None: no drafter with weights."""
     speculative = vllm_config.speculative_config
     if speculative is None:
         return None
@@ -367,7 +349,7 @@ def drafter_of(vllm_config: Any) -> Any:
 
 
 def why_unknown(model: Any, load: Any, foreign_formats: Collection[str]) -> list[str]:
-    """Why weights or code may change without a trace in the facts; empty: they cannot."""
+    """Reasons why weights or code may change without a change of the facts; empty: they cannot."""
     return [why for why in _reasons(model, load, foreign_formats) if why]
 
 
@@ -400,7 +382,7 @@ def _unknown_format(name: str, load: Any, foreign_formats: Collection[str]) -> s
 
 
 def _commit_of_weights(model: Any) -> str:
-    """vLLM pins the repository of the weights in `revision`: a name that knows its commit."""
+    """The commit of the weights' repository, which vLLM pins in `revision`; "": unknown."""
     commit = _commit(model.revision)
     if commit or model.hf_config_path not in (None, "", model.model):
         return commit  # the configuration's commit is that of another repository
@@ -421,7 +403,7 @@ def _code_may_change(model: Any, *, local: bool) -> bool:
     return "--" in classes or bool(model.code_revision and not local)
 
 
-#: Beyond it all are forgotten, and so counts as new whatever was stored under any of them.
+#: Beyond this number all are forgotten, and whatever was stored for any of them is void.
 _ADAPTERS_MAX = 1 << 16
 
 
@@ -430,16 +412,16 @@ class Adapters:
 
     def __init__(self, adapters_max: int = _ADAPTERS_MAX) -> None:
         self._max = adapters_max
-        #: Number and stamp; an empty stamp is of files that cannot be known.
+        #: (Name, path) → number and stamp; an empty stamp: the files cannot be known.
         self._known: dict[tuple[str, str], tuple[int, str]] = {}
 
     def knows(self, lora: Any) -> bool:
-        """Whether this very adapter, by its number too, is the one that was noted last."""
+        """Whether this adapter, with this number, is the one that was noted last."""
         known = self._known.get((lora.lora_name, lora.lora_path))
         return known is not None and known[0] == lora.lora_int_id
 
     def note(self, lora: Any, stamp: str) -> bool:
-        """Note an adapter that is being loaded; whether what is stored may be of other files."""
+        """Note an adapter that is being loaded; True: stored chunks may be of other files."""
         name = (lora.lora_name, lora.lora_path)
         known = self._known.get(name)
         forgotten = known is None and len(self._known) >= self._max
@@ -450,7 +432,7 @@ class Adapters:
 
 
 def stamp_of(lora: Any) -> str:
-    """The stamp of an adapter's files; empty where they are not local or cannot be read."""
+    """The stamp of an adapter's files; "": they are not local or cannot be read."""
     path = Path(os.path.expanduser(lora.lora_path))
     try:
         return weights_stamp(path) if path.exists() else ""
