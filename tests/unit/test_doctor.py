@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.commands.doctor import host, measure
-from vllm_nvmeof_offload.fabric.machine import Finding, Severity, worst
+from vllm_nvmeof_offload.fabric.findings import Finding, Severity, worst
 from vllm_nvmeof_offload.fabric.topology import TargetFabric
 
 

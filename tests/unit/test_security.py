@@ -19,7 +19,7 @@ from vllm_nvmeof_offload.commands.doctor.host import check_target
 from vllm_nvmeof_offload.config import ALLOW_FAULTS, judge_access, parse_config
 from vllm_nvmeof_offload.copy import nvrtc
 from vllm_nvmeof_offload.errors import ConfigError, PoolError
-from vllm_nvmeof_offload.fabric.machine import Severity
+from vllm_nvmeof_offload.fabric.findings import Severity
 from vllm_nvmeof_offload.pool.pool import Pool
 
 ROOT = Path(__file__).parents[2]

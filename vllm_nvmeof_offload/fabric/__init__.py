@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine and its storage are like, seen from an operator's side."""
+"""Read-only inventory of this machine and of the fabric under its targets."""

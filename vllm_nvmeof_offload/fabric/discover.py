@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a target's path to all that it stands on, by sysfs and mountinfo alone.
+"""Discovers the devices under a target's path, using only sysfs and the mount table.
 
-Nothing here opens, stats or resolves the target itself, for on a hung mount that may never
-return. So a target is given as an absolute path without symbolic links.
-
-The mount table, and which mount a path is on, without touching any mounted file system.
+Nothing here opens, stats or resolves the target itself, because that may never return on a hung
+mount. A target is therefore given as an absolute path without symbolic links.
 """
 
 from __future__ import annotations
@@ -13,32 +11,10 @@ import os
 import re
 from collections.abc import Sequence
 
-from vllm_nvmeof_offload.fabric.sysfs import (
-    block_stack,
-    device_of_mount,
-    namespace_at,
-    namespaces,
-    read_text,
-)
-from vllm_nvmeof_offload.fabric.topology import (
-    ABSENT,
-    ControllerState,
-    Mount,
-    Namespace,
-    TargetFabric,
-)
+from vllm_nvmeof_offload.fabric.sysfs import block_stack, device_of_mount, namespace_at, read_text
+from vllm_nvmeof_offload.fabric.topology import ABSENT, ControllerState, Mount, TargetFabric
 
-__all__ = [
-    "MOUNTINFO",
-    "discover",
-    "find_namespace",
-    "mount_of",
-    "mount_points_of",
-    "parse_mountinfo",
-    "read_mounts",
-    "read_states",
-]
-
+__all__ = ["MOUNTINFO", "discover", "mount_of", "parse_mountinfo", "read_mounts", "read_states"]
 
 MOUNTINFO = "/proc/self/mountinfo"
 _OCTAL = re.compile(r"\\([0-7]{3})")
@@ -47,7 +23,7 @@ _NUMBER = re.compile(r"^[0-9]{1,20}$")
 
 
 def read_mounts(mountinfo: str = MOUNTINFO) -> list[Mount]:
-    """The mount table; empty where it cannot be read."""
+    """Return the mount table; empty if it cannot be read."""
     try:
         with open(mountinfo, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
             return parse_mountinfo(file.read())
@@ -56,13 +32,13 @@ def read_mounts(mountinfo: str = MOUNTINFO) -> list[Mount]:
 
 
 def parse_mountinfo(text: str) -> list[Mount]:
-    """Parse /proc/<pid>/mountinfo (proc_pid_mountinfo(5)); a line that is none is left out."""
+    """Parse /proc/<pid>/mountinfo (proc_pid_mountinfo(5)); skip malformed lines."""
     found = (_parse_line(line) for line in text.split("\n"))
     return [mount for mount in found if mount is not None]
 
 
 def _parse_line(line: str) -> Mount | None:
-    # Between the options and "-" come any number of optional fields.
+    # Any number of optional fields precede the "-".
     before, dash, after = line.partition(" - ")
     fields, rest = before.split(" "), after.split(" ")
     if not dash or len(fields) < 6 or len(rest) < 3:
@@ -83,18 +59,15 @@ def _parse_line(line: str) -> Mount | None:
 
 
 def _unescape(field: str) -> str:
-    r"""Undo the kernel's \040 for blank, tab, newline, backslash and "#".
-
-    It escapes bytes, each below 128, so that each is one character here too.
-    """
+    r"""Undo the kernel's escapes, such as \040 for a blank; the escaped bytes are below 128."""
     return _OCTAL.sub(lambda match: chr(int(match.group(1), 8) & 0xFF), field)
 
 
 def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
-    """The mount that a look-up of `path` ends on.
+    """Return the mount that a look-up of `path` (absolute, without links) ends on.
 
-    path: absolute, without links. It is walked as the kernel does, from the root through the
-    mounts on top of it: the longest mount point alone would find mounts that others hide.
+    The walk starts at the root and goes through the mounts on top of each other, as the kernel
+    does: the longest mount point may be hidden by another mount.
     """
     path = os.path.normpath(path)
     ids = {mount.mount_id for mount in mounts}
@@ -107,7 +80,7 @@ def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
         return None
     here, left = roots[0], list(mounts)
     while True:
-        # Each is taken once, so that a table that makes no sense has an end too.
+        # Each mount is taken once, so that the walk ends for a table that makes no sense.
         left = [mount for mount in left if mount is not here]
         on_top = [
             mount
@@ -124,7 +97,7 @@ def _covers(point: str, path: str) -> bool:
 
 
 def discover(target: str, sysfs: str = "/sys", mountinfo: str = MOUNTINFO) -> TargetFabric:
-    """Find out what `target` (absolute, no links; need not exist) stands on. Never raises."""
+    """Discover the devices under `target` (absolute, no links; need not exist). Never raises."""
     mount = mount_of(target, read_mounts(mountinfo))
     top = device_of_mount(mount, sysfs) if mount else None
     devices = block_stack(top, sysfs) if top else ()
@@ -134,21 +107,20 @@ def discover(target: str, sysfs: str = "/sys", mountinfo: str = MOUNTINFO) -> Ta
         mount=mount,
         devices=devices,
         namespaces=tuple(one for one in found if one is not None),
-        device_gone=mount is not None and top is None and _had_device(mount, sysfs),
+        # Without a sysfs there is nothing that could show the device.
+        device_gone=mount is not None
+        and top is None
+        and not mount.device.startswith("0:")
+        and os.path.isdir(os.path.join(sysfs, "dev/block")),
         sysfs=sysfs,
     )
 
 
-def _had_device(mount: Mount, sysfs: str) -> bool:
-    """Is there one by right? Not where there is no sysfs to see it in."""
-    return not mount.device.startswith("0:") and os.path.isdir(os.path.join(sysfs, "dev/block"))
-
-
 def read_states(fabric: TargetFabric) -> dict[str, ControllerState]:
-    """The states now of all controllers of `fabric`, by name; two small reads for each path.
+    """Return the current states of the controllers of `fabric`, by name; two reads per path.
 
-    Which controllers there are is not looked up again: after a reconnection they may have
-    other names, or their names may be others', so `discover` anew when one was `ABSENT`.
+    The list of controllers is not read again. Reconnected controllers may have other names, and
+    other controllers theirs: call `discover` again when one is `ABSENT`.
     """
     states: dict[str, ControllerState] = {}
     for controller in fabric.controllers:
@@ -164,29 +136,3 @@ def read_states(fabric: TargetFabric) -> dict[str, ControllerState]:
         }
         states[controller.name] = ControllerState(state, ana)
     return states
-
-
-def find_namespace(
-    wwid: str | None = None, uuid: str | None = None, sysfs: str = "/sys"
-) -> Namespace | None:
-    """The namespace that has this wwid or uuid, under whatever name it is there now.
-
-    Give what `Namespace` had of both. Without native multipath there may be a device for each
-    path: the first is returned.
-    """
-    for namespace in namespaces(sysfs):
-        if (wwid and namespace.wwid == wwid) or (uuid and namespace.uuid == uuid):
-            return namespace
-    return None
-
-
-def mount_points_of(
-    namespace: Namespace, sysfs: str = "/sys", mountinfo: str = MOUNTINFO
-) -> list[Mount]:
-    """Mounts whose file system lies on `namespace`, also through partitions and dm or md."""
-    found = []
-    for mount in read_mounts(mountinfo):
-        top = device_of_mount(mount, sysfs)
-        if top and any(one.name == namespace.device for one in block_stack(top, sysfs)):
-            found.append(mount)
-    return found

@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads sysfs attributes. Devices come and go meanwhile: whatever fails is None, "unknown".
+"""Reads sysfs: attributes, PCIe links, stacks of block devices, and NVMe namespaces.
 
-NVMe in sysfs: from a namespace's block device to its subsystem, controllers and paths.
+Devices come and go during a read, so whatever fails is None ("unknown").
 
 With native multipath nvme0n1 is a head below the subsystem, and each path is a hidden device
 below its controller: nvme0c1n1 is the path of head nvme0n1 through controller nvme1. Without
-it nvme1n1 lies below controller nvme1, and is its own only path.
-
-The stack of block devices under a mount: partitions, device mapper and md, down to disks.
+native multipath nvme1n1 is below controller nvme1 and is its own only path.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 
 from vllm_nvmeof_offload.fabric.topology import (
     OFF,
@@ -33,19 +30,12 @@ __all__ = [
     "children",
     "device_of_mount",
     "namespace_at",
-    "namespaces",
-    "natural",
-    "read_limits",
     "read_number",
     "read_pcie_link",
-    "read_size",
     "read_text",
-    "read_timeout",
-    "resolve",
 ]
 
-
-#: No attribute is longer than a page; what is, is not one.
+#: No attribute is longer than a page.
 _BYTES_MAX = 4096
 _PCI_ADDRESS = re.compile(r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
 _SIGNED = re.compile(r"^-?[0-9]{1,20}$")
@@ -53,7 +43,7 @@ _DECIMAL = re.compile(r"^[0-9]{1,6}(\.[0-9]{1,6})?")
 
 
 def read_text(*parts: str) -> str | None:
-    """An attribute without blanks around it; None where it is absent, unreadable or empty."""
+    """Read a stripped attribute; None if it is absent, unreadable or empty."""
     try:
         fd = os.open(os.path.join(*parts), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -67,15 +57,15 @@ def read_text(*parts: str) -> str | None:
 
 
 def read_number(*parts: str) -> int | None:
-    """A decimal number; negative ones, which sysfs uses for "none", are unknown."""
+    """Read a decimal number; a negative one, which sysfs uses for "none", is unknown."""
     text = read_text(*parts)
     if text is None or not _SIGNED.match(text):
         return None
     return int(text) if int(text) >= 0 else None
 
 
-def read_timeout(*parts: str) -> int | None:
-    """Seconds, or `OFF`."""
+def _read_timeout(*parts: str) -> int | None:
+    """Read seconds, or `OFF`."""
     text = read_text(*parts)
     if text in ("off", "-1"):
         return OFF
@@ -83,21 +73,20 @@ def read_timeout(*parts: str) -> int | None:
 
 
 def children(*parts: str) -> list[str]:
-    """Names in a directory, in the order people count; none where it cannot be read."""
+    """List a directory, nvme2 before nvme10; empty if it cannot be read."""
     try:
-        return sorted(os.listdir(os.path.join(*parts)), key=natural)
+        return sorted(os.listdir(os.path.join(*parts)), key=_natural)
     except (OSError, ValueError):
         return []
 
 
-def natural(name: str) -> list[tuple[str, int]]:
-    """Sorts nvme2 before nvme10."""
+def _natural(name: str) -> list[tuple[str, int]]:
     parts = re.findall(r"([^0-9]*)([0-9]*)", name)
     return [(text, int(number or -1)) for text, number in parts]
 
 
-def resolve(*parts: str) -> str | None:
-    """Where a link of sysfs leads; None if there is nothing."""
+def _resolve(*parts: str) -> str | None:
+    """Resolve a link; None if it leads nowhere."""
     try:
         return os.path.realpath(os.path.join(*parts), strict=True)
     except (OSError, ValueError):
@@ -105,60 +94,56 @@ def resolve(*parts: str) -> str | None:
 
 
 def read_pcie_link(device: str) -> PcieLink | None:
-    """The PCIe link of a device's directory; None if it is no PCI device.
+    """Read the PCIe link of a device's directory; None if it is no PCI device.
 
-    Attributes may be unknown, as they are for a virtual machine's devices.
+    A virtual machine's devices do not show all attributes.
     """
-    path = resolve(device)
+    path = _resolve(device)
     if path is None or not _PCI_ADDRESS.match(os.path.basename(path)):
         return None
+    width_max = read_number(path, "max_link_width")
     return PcieLink(
         address=os.path.basename(path),
         speed=_speed(path, "current_link_speed"),
         speed_max=_speed(path, "max_link_speed"),
         width=read_number(path, "current_link_width") or None,
-        width_max=_width_max(path),
+        # 255 is what sysfs shows for a device without a link of its own.
+        width_max=width_max if width_max and width_max <= 32 else None,
         numa_node=read_number(path, "numa_node"),
     )
 
 
-def _width_max(path: str) -> int | None:
-    # 255 is what sysfs shows for a device without a link of its own.
-    width = read_number(path, "max_link_width")
-    return width if width and width <= 32 else None
-
-
 def _speed(*parts: str) -> float | None:
-    """GT/s, of "16.0 GT/s PCIe"."""
+    """Read GT/s from a text such as "16.0 GT/s PCIe"."""
     match = _DECIMAL.match(read_text(*parts) or "")
     return float(match.group()) if match else None
 
 
-_SECTOR_BYTES = 512  # the unit of `size`, whatever the device's logical block is
+_SECTOR_BYTES = 512  # the unit of `size`, whatever the size of a logical block
 _DEVICES_MAX = 256
-_MAPPER = "/dev/mapper/"
 
 
 def device_of_mount(mount: Mount, sysfs: str) -> str | None:
-    """sysfs directory of the block device that is mounted; None if there is none.
+    """Return the sysfs directory of the mounted block device; None if there is none.
 
-    btrfs and its like have a device number of their own: there the source's name tells.
+    btrfs and similar file systems have a device number of their own; their mount's source names
+    the device.
     """
     if not mount.device.startswith("0:"):
-        return resolve(sysfs, "dev/block", mount.device)
+        return _resolve(sysfs, "dev/block", mount.device)
     if not mount.source.startswith("/dev/"):
         return None
     name = os.path.basename(mount.source)
-    if mount.source.startswith(_MAPPER):
+    if mount.source.startswith("/dev/mapper/"):
         blocks = os.path.join(sysfs, "class/block")
         for device in children(blocks):
             if device.startswith("dm-") and read_text(blocks, device, "dm/name") == name:
-                return resolve(blocks, device)
-    return resolve(sysfs, "class/block", name)
+                return _resolve(blocks, device)
+    return _resolve(sysfs, "class/block", name)
 
 
 def block_stack(top: str, sysfs: str) -> tuple[BlockDevice, ...]:
-    """`top` (a directory in sysfs) and all that lies under it, from the top down."""
+    """Return `top` (a directory in sysfs) and all devices under it, from the top down."""
     found: dict[str, BlockDevice] = {}
     waiting = [top]
     while waiting and len(found) < _DEVICES_MAX:
@@ -172,32 +157,33 @@ def block_stack(top: str, sysfs: str) -> tuple[BlockDevice, ...]:
 
 
 def _below(path: str) -> list[str]:
-    if os.path.exists(os.path.join(path, "partition")):
+    if _is_partition(path):
         return [os.path.dirname(path)]
-    targets = [resolve(path, "slaves", name) for name in children(path, "slaves")]
+    targets = [_resolve(path, "slaves", name) for name in children(path, "slaves")]
     return [target for target in targets if target is not None]
 
 
 def _read_device(path: str, over: tuple[str, ...]) -> BlockDevice:
     name = os.path.basename(path)
-    return BlockDevice(name, _kind(path, name), path, read_size(path), read_limits(path), over)
+    match = re.match(r"(dm|md|loop)-?[0-9]", name)
+    kind = match.group(1) if match else "disk"
+    if _is_partition(path):
+        kind = "partition"
+    return BlockDevice(name, kind, path, _read_size(path), _read_limits(path), over)
 
 
-def _kind(path: str, name: str) -> str:
-    if os.path.exists(os.path.join(path, "partition")):
-        return "partition"
-    match = re.match(r"(dm-|md|loop)[0-9]", name)
-    return match.group(1).rstrip("-") if match else "disk"
+def _is_partition(path: str) -> bool:
+    return os.path.exists(os.path.join(path, "partition"))
 
 
-def read_size(path: str) -> int | None:
+def _read_size(path: str) -> int | None:
     sectors = read_number(path, "size")
     return None if sectors is None else sectors * _SECTOR_BYTES
 
 
-def read_limits(path: str) -> QueueLimits:
-    """Limits of a device; a partition has those of its disk."""
-    if os.path.exists(os.path.join(path, "partition")):
+def _read_limits(path: str) -> QueueLimits:
+    """Read the limits of a device; a partition has those of its disk."""
+    if _is_partition(path):
         path = os.path.dirname(path)
     return QueueLimits(
         logical_block_bytes=read_number(path, "queue/logical_block_size"),
@@ -210,24 +196,15 @@ def read_limits(path: str) -> QueueLimits:
 _HEAD = re.compile(r"^nvme([0-9]+)n([0-9]+)$")
 _PATH = re.compile(r"^nvme([0-9]+)c[0-9]+n([0-9]+)$")
 _CONTROLLER = re.compile(r"^nvme[0-9]+$")
-_NONE = re.compile(r"^[0-]*$")  # an identifier of zeros alone is none
-
-
-def namespaces(sysfs: str) -> Iterator[Namespace]:
-    """All namespaces of this host, each block device once."""
-    for name in children(sysfs, "class/block"):
-        path = resolve(sysfs, "class/block", name)
-        found = namespace_at(path, sysfs) if path else None
-        if found is not None:
-            yield found
+_NONE = re.compile(r"^[0-]*$")  # an identifier of only zeros is none
 
 
 def namespace_at(path: str, sysfs: str) -> Namespace | None:
-    """The namespace whose block device is at `path` in sysfs; None if it is no NVMe namespace."""
+    """Read the namespace whose block device is at `path`; None if it is no NVMe namespace."""
     name = os.path.basename(path)
     if not _HEAD.match(name):
         return None
-    parent = resolve(path, "device") or os.path.dirname(path)
+    parent = _resolve(path, "device") or os.path.dirname(path)
     single = _CONTROLLER.match(os.path.basename(parent)) is not None
     if single:
         subsystem = _subsystem(_subsystem_of(os.path.basename(parent), sysfs), [parent])
@@ -242,8 +219,8 @@ def namespace_at(path: str, sysfs: str) -> Namespace | None:
         wwid=read_text(path, "wwid"),
         uuid=_identifier(path, "uuid"),
         nguid=_identifier(path, "nguid"),
-        size_bytes=read_size(path),
-        limits=read_limits(path),
+        size_bytes=_read_size(path),
+        limits=_read_limits(path),
         multipath=not single,
         subsystem=subsystem,
         paths=tuple(paths),
@@ -259,19 +236,19 @@ def _subsystem_of(controller: str, sysfs: str) -> str | None:
     directory = os.path.join(sysfs, "class/nvme-subsystem")
     for name in children(directory):
         if controller in children(directory, name):
-            return resolve(directory, name)
+            return _resolve(directory, name)
     return None
 
 
 def _controllers_of(subsystem: str, sysfs: str) -> list[str]:
-    """Directories of a subsystem's controllers, which are links in it."""
+    """Return the directories of a subsystem's controllers, which it links to."""
     names = [name for name in children(subsystem) if _CONTROLLER.match(name)]
-    found = [resolve(subsystem, name) or resolve(sysfs, "class/nvme", name) for name in names]
+    found = [_resolve(subsystem, name) or _resolve(sysfs, "class/nvme", name) for name in names]
     return [directory for directory in found if directory is not None]
 
 
 def _paths(controller: str, head: str) -> list[Path]:
-    """Paths of `head` through the controller in that directory: one, or none."""
+    """Return the paths of `head` through the controller in that directory: one or none."""
     wanted = _HEAD.match(head)
     assert wanted is not None
     found = []
@@ -293,7 +270,7 @@ def _path(directory: str, controller: str) -> Path:
 
 
 def _subsystem(directory: str | None, controllers: list[str]) -> Subsystem:
-    """directory: None where it cannot be found; a controller knows the most of it too."""
+    """Read a subsystem; a controller shows most of it if the directory is not found."""
     places = [*([directory] if directory else []), *controllers]
 
     def first(attribute: str) -> str | None:
@@ -325,9 +302,9 @@ def _controller(directory: str) -> Controller:
         queue_count=read_number(directory, "queue_count"),
         sqsize=read_number(directory, "sqsize"),
         kato=read_number(directory, "kato"),
-        ctrl_loss_tmo=read_timeout(directory, "ctrl_loss_tmo"),
-        fast_io_fail_tmo=read_timeout(directory, "fast_io_fail_tmo"),
-        reconnect_delay=read_timeout(directory, "reconnect_delay"),
+        ctrl_loss_tmo=_read_timeout(directory, "ctrl_loss_tmo"),
+        fast_io_fail_tmo=_read_timeout(directory, "fast_io_fail_tmo"),
+        reconnect_delay=_read_timeout(directory, "reconnect_delay"),
         numa_node=read_number(directory, "numa_node"),
         tls=_tls(directory),
         dhchap=_dhchap(directory),
@@ -336,7 +313,7 @@ def _controller(directory: str) -> Controller:
 
 
 def _address(text: str | None) -> dict[str, str]:
-    """Of "traddr=10.0.0.1,trsvcid=4420,…"; a PCI address has no "="."""
+    """Parse "traddr=10.0.0.1,trsvcid=4420,…"; a PCI address has no "="."""
     if text is None:
         return {}
     if "=" not in text:
@@ -346,7 +323,7 @@ def _address(text: str | None) -> dict[str, str]:
 
 
 def _tls(directory: str) -> str | None:
-    """On with the serial number of a key in use; the kernel shows an empty one without."""
+    """Read whether TLS is on: the kernel shows the serial number of the key in use, or none."""
     key = read_text(directory, "tls_key")
     if key is not None:
         return "off" if _NONE.match(key) else "on"
@@ -358,7 +335,7 @@ def _tls(directory: str) -> str | None:
 
 
 def _dhchap(directory: str) -> str | None:
-    """Whether there is a secret, which goes no further than this function."""
+    """Read whether there is a secret, which does not leave this function."""
     secret = read_text(directory, "dhchap_secret")
     if secret == "none":
         return "off"

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a target stands on: mount, block devices, NVMe namespaces, subsystems, controllers, paths.
+"""The devices under a target: mount, block devices, NVMe namespaces, subsystems, controllers.
 
-None is "unknown": the kernel does not show it, or what it shows makes no sense. Nothing
-unknown is ever replaced by a likely value. Names of attributes are the kernel's; a number
-that sysfs gives as "off" is `OFF`.
+None means unknown: the kernel does not show the value, or shows nonsense. An unknown value is
+never replaced by a likely one. Attributes have the kernel's names.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ __all__ = [
 
 LIVE = "live"
 OPTIMIZED = "optimized"
-#: State of a controller whose directory in sysfs is gone.
+#: State of a controller that has no directory in sysfs any more.
 ABSENT = "absent"
-#: A timeout that is switched off: for `ctrl_loss_tmo`, reconnecting never ends.
+#: A timeout that sysfs shows as "off"; with `ctrl_loss_tmo` off, reconnecting never ends.
 OFF = -1
 
 
@@ -40,7 +39,7 @@ OFF = -1
 class Mount:
     """One line of mountinfo. options: of the mount; super_options: of the file system.
 
-    device: "major:minor"; major 0 where no single block device is behind it.
+    device: "major:minor"; major 0 if there is no single block device.
     """
 
     mount_id: int
@@ -56,7 +55,7 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """A block device's limits; dma_alignment is a mask (3: addresses are multiples of 4)."""
+    """Limits of a block device. dma_alignment: a mask (3: addresses are multiples of 4)."""
 
     logical_block_bytes: int | None = None
     max_hw_sectors_kb: int | None = None
@@ -66,9 +65,9 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class BlockDevice:
-    """One device of a stack. kind: disk, partition, dm, md or loop; over: what it lies on.
+    """One device of a stack. kind: disk, partition, dm, md or loop; path: its sysfs directory.
 
-    path: its directory in sysfs, absolute below the root that was given.
+    over: names of the devices directly below it.
     """
 
     name: str
@@ -81,7 +80,7 @@ class BlockDevice:
 
 @dataclass(frozen=True, slots=True)
 class PcieLink:
-    """Speeds in GT/s a lane, widths in lanes."""
+    """A PCIe link. Speeds are in GT/s per lane, widths in lanes."""
 
     address: str
     speed: float | None
@@ -90,14 +89,38 @@ class PcieLink:
     width_max: int | None
     numa_node: int | None
 
+    @property
+    def is_slow(self) -> bool:
+        """Known to run at a lower speed than it can."""
+        return self.speed is not None and self.speed < (self.speed_max or 0)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Known to run on fewer lanes than it can."""
+        return self.width is not None and self.width < (self.width_max or 0)
+
+    @property
+    def current(self) -> str:
+        """Speed and width now, such as `32 GT/s x16`."""
+        return _shape(self.speed, self.width)
+
+    @property
+    def maximum(self) -> str:
+        return _shape(self.speed_max, self.width_max)
+
+
+def _shape(speed: float | None, width: int | None) -> str:
+    lanes = "?" if width is None else width
+    return f"{'unknown' if speed is None else f'{speed:g}'} GT/s x{lanes}"
+
 
 @dataclass(frozen=True, slots=True)
 class Controller:
-    """One controller. Times are in seconds, `OFF` where switched off.
+    """One controller. Times are in seconds, or `OFF`.
 
-    state: live, connecting, resetting, deleting, dead, new. sqsize: as the kernel gives it,
-    which is one less than the entries. tls, dhchap: "on", "off", None is unknown; a secret is
-    never read further than whether it is there.
+    state: live, connecting, resetting, deleting, dead or new. sqsize: the kernel's number, which
+    is one less than the entries. tls, dhchap: "on" or "off"; of a secret only its presence is
+    read.
     """
 
     name: str
@@ -127,17 +150,17 @@ class Controller:
 
     @property
     def address(self) -> str:
-        """For people: where this controller is."""
+        """The address for people."""
         port = f":{self.trsvcid}" if self.trsvcid else ""
         return f"{self.traddr}{port}" if self.traddr else "address unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A way from this host to a namespace. path: its directory in sysfs, which has ANA's state.
+    """A path from this host to a namespace. path: its sysfs directory, with the ANA state.
 
-    ana_state: optimized, non-optimized, inaccessible, persistent-loss, change; None: unknown
-    (a target without ANA shows none).
+    ana_state: optimized, non-optimized, inaccessible, persistent-loss or change; a target
+    without ANA shows none.
     """
 
     name: str
@@ -149,9 +172,9 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Subsystem:
-    """controllers: all that this host has to the subsystem, also those without a path now.
+    """An NVMe subsystem. controllers: all of this host's, also those without a path now.
 
-    iopolicy: numa, round-robin, queue-depth; None where the kernel has no native multipath.
+    iopolicy: numa, round-robin or queue-depth; None without native multipath.
     """
 
     name: str | None
@@ -164,7 +187,7 @@ class Subsystem:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """device: such as nvme0n1. multipath: the kernel joins its paths into this one device."""
+    """An NVMe namespace. device: such as nvme0n1. multipath: the device joins all its paths."""
 
     device: str
     nsid: int | None
@@ -180,10 +203,10 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class TargetFabric:
-    """All of one target. devices: from the mounted one down; namespaces: what those end in.
+    """The fabric of one target. devices: from the mounted one down; namespaces: at their end.
 
-    device_gone: the mounted block device is no more; the file system above it is dead until it
-    is unmounted, and mounted again. sysfs: the root that it was read from.
+    device_gone: the mounted block device has disappeared; its file system is dead until it is
+    unmounted and mounted again. sysfs: the root that was read.
     """
 
     target: str
@@ -195,12 +218,12 @@ class TargetFabric:
 
     @property
     def over_fabric(self) -> bool:
-        """Does anything of it lie behind NVMe-over-Fabrics?"""
+        """Whether any controller is reached over a fabric."""
         return any(one.over_fabric for one in self.controllers)
 
     @property
     def controllers(self) -> tuple[Controller, ...]:
-        """Each once, though several namespaces may share one."""
+        """All controllers, each once; several namespaces may share one."""
         found = {one.name: one for each in self.namespaces for one in each.subsystem.controllers}
         return tuple(found.values())
 
@@ -210,20 +233,20 @@ class TargetFabric:
 
 @dataclass(frozen=True, slots=True)
 class ControllerState:
-    """What changes: state as in `Controller`, or `ABSENT`; ana: by the path's name."""
+    """A controller's state that changes: `Controller.state` or `ABSENT`; ana: by path name."""
 
     state: str | None
     ana: dict[str, str | None]
 
     @property
     def carries_io(self) -> bool:
-        """Nothing says that it is not live or its paths are closed; unknown is neither."""
+        """Whether nothing shows that it is not live or has no open path; unknown shows nothing."""
         open_states = (None, OPTIMIZED, "non-optimized")
         return self.state in (LIVE, None) and (
             not self.ana or any(one in open_states for one in self.ana.values())
         )
 
     @property
-    def at_its_best(self) -> bool:
-        """Live, and no path of it says anything but optimized."""
+    def is_best(self) -> bool:
+        """Whether it is live and every path with a known state is optimized."""
         return self.state == LIVE and all(one in (None, OPTIMIZED) for one in self.ana.values())

@@ -90,7 +90,7 @@ class TargetWatch:
         return PathStates(
             known=self._most,
             carrying=sum(one.carries_io for one in states.values()),
-            best=sum(one.at_its_best for one in states.values()),
+            best=sum(one.is_best for one in states.values()),
             device=not self._device or os.path.isdir(self._device),
             attachment=attachment,
         )

@@ -12,7 +12,7 @@ from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
 from vllm_nvmeof_offload.copy.select import Cell
 from vllm_nvmeof_offload.errors import EngineError
-from vllm_nvmeof_offload.fabric.machine import Severity
+from vllm_nvmeof_offload.fabric.findings import Severity
 
 _CELLS = [
     Cell(Direction.LOAD, 4096, 64, 20.0, 10.0, spread=0.07),

@@ -14,7 +14,8 @@ from vllm_nvmeof_offload.commands.doctor.cli import TreeLine, outline
 from vllm_nvmeof_offload.commands.doctor.examine import Examined, examine_target
 from vllm_nvmeof_offload.commands.doctor.host import nics_of
 from vllm_nvmeof_offload.commands.doctor.measure import Measured
-from vllm_nvmeof_offload.fabric.machine import Machine, Severity, worst
+from vllm_nvmeof_offload.fabric.findings import Severity, worst
+from vllm_nvmeof_offload.fabric.machine import Machine
 
 MACHINE = Machine({}, frozenset({0}), (), (6, 12), "6.12")
 

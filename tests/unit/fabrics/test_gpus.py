@@ -10,14 +10,8 @@ import pytest
 
 from tests.unit.fabrics.trees import Tree
 from vllm_nvmeof_offload.fabric import machine as judge_gpu
-from vllm_nvmeof_offload.fabric.machine import (
-    Gpu,
-    Machine,
-    Severity,
-    gpu_warnings,
-    judge_gpus,
-    read_gpus,
-)
+from vllm_nvmeof_offload.fabric.findings import Severity
+from vllm_nvmeof_offload.fabric.machine import Gpu, Machine, gpu_warnings, judge_gpus, read_gpus
 from vllm_nvmeof_offload.fabric.topology import PcieLink
 
 UUID = "0123456789abcdef0123456789abcdef"

@@ -17,7 +17,8 @@ from vllm_nvmeof_offload.commands.doctor.judge import (
     judge_pcie,
 )
 from vllm_nvmeof_offload.config import TargetInfo
-from vllm_nvmeof_offload.fabric.machine import Finding, Gpu, Machine, Severity
+from vllm_nvmeof_offload.fabric.findings import Finding, Severity
+from vllm_nvmeof_offload.fabric.machine import Gpu, Machine
 
 OK, WARNING, ERROR = Severity.OK, Severity.WARNING, Severity.ERROR
 MACHINE = Machine({0: frozenset({0, 1}), 1: frozenset({2, 3})}, frozenset({0}), (), (6, 12), "6.12")

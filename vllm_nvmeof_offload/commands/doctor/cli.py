@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from vllm_nvmeof_offload.commands.doctor.examine import Examined
     from vllm_nvmeof_offload.commands.doctor.host import Nic
-    from vllm_nvmeof_offload.fabric.machine import Finding
+    from vllm_nvmeof_offload.fabric.findings import Finding
 
 __all__ = ["TreeLine", "doctor", "outline"]
 
@@ -74,7 +74,8 @@ def doctor(
     from vllm_nvmeof_offload.commands.doctor.host import Places, calibrate_gpus, check_host
     from vllm_nvmeof_offload.commands.doctor.judge import judge_kernel
     from vllm_nvmeof_offload.config import default_staging_bytes, default_target
-    from vllm_nvmeof_offload.fabric.machine import judge_gpus, read_machine, worst
+    from vllm_nvmeof_offload.fabric.findings import worst
+    from vllm_nvmeof_offload.fabric.machine import judge_gpus, read_machine
     from vllm_nvmeof_offload.units import parse_bytes
 
     try:

@@ -26,7 +26,8 @@ from vllm_nvmeof_offload.commands.doctor.judge import (
 )
 from vllm_nvmeof_offload.commands.doctor.measure import Measured, MeasureError, Progress, measure
 from vllm_nvmeof_offload.fabric.discover import discover
-from vllm_nvmeof_offload.fabric.machine import Finding, Machine, Severity
+from vllm_nvmeof_offload.fabric.findings import Finding, Severity
+from vllm_nvmeof_offload.fabric.machine import Machine
 from vllm_nvmeof_offload.fabric.topology import TargetFabric
 from vllm_nvmeof_offload.units import format_bytes
 

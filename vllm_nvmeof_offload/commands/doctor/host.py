@@ -32,7 +32,7 @@ from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
 from vllm_nvmeof_offload.copy.select import Backend, best_of
 from vllm_nvmeof_offload.errors import ConfigError, EngineError, PoolError
 from vllm_nvmeof_offload.fabric.discover import MOUNTINFO
-from vllm_nvmeof_offload.fabric.machine import Finding, Severity
+from vllm_nvmeof_offload.fabric.findings import Finding, Severity
 from vllm_nvmeof_offload.fabric.sysfs import children, read_number, read_pcie_link
 from vllm_nvmeof_offload.fabric.topology import Controller, PcieLink, TargetFabric
 from vllm_nvmeof_offload.io.choose import explain_denial

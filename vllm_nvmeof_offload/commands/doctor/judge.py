@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vllm_nvmeof_offload.commands.doctor.host import Nic
-from vllm_nvmeof_offload.fabric.machine import Finding, Machine, Severity, is_below, now, shape
+from vllm_nvmeof_offload.fabric.findings import Finding, Severity
+from vllm_nvmeof_offload.fabric.machine import Machine
 from vllm_nvmeof_offload.fabric.topology import (
     LIVE,
     OFF,
@@ -227,13 +228,12 @@ def judge_pcie(fabric: TargetFabric, nics: dict[str, Nic]) -> list[Finding]:
     links = _links(fabric, nics)
     if not links:
         return []
-    below = {name: link for name, link in links.items() if is_below(link)}
+    below = {name: link for name, link in links.items() if link.is_slow or link.is_narrow}
     if not below:
-        shown = ", ".join(f"{name} {now(link)}" for name, link in links.items())
+        shown = ", ".join(f"{name} {link.current}" for name, link in links.items())
         return [_ok("pcie_link", fabric, shown)]
     shown = ", ".join(
-        f"{name} runs at {now(link)}, and can do {shape(link.speed_max, link.width_max)}"
-        for name, link in below.items()
+        f"{name} runs at {link.current}, and can do {link.maximum}" for name, link in below.items()
     )
     addresses = " ".join(link.address for link in below.values())
     remedy = f"another slot, or reseat it; lspci -vv -s {addresses} shows LnkCap and LnkSta"

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Findings: what a check saw, how bad that is, and the remedy."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["Finding", "Severity", "worst"]
+
+
+class Severity(enum.IntEnum):
+    """From good to bad. The value is the exit code of a command that found it."""
+
+    OK = 0
+    WARNING = 1
+    ERROR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check.
+
+    check: a stable word for what was checked. subject: a target's path, "GPU 0" or "host".
+    evidence: numbers and names that were seen. remedy: empty if nothing is to be done.
+    """
+
+    check: str
+    subject: str
+    severity: Severity
+    evidence: str
+    remedy: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "severity": self.severity.name.lower()}
+
+
+def worst(findings: Sequence[Finding]) -> Severity:
+    return max((finding.severity for finding in findings), default=Severity.OK)
