@@ -18,7 +18,7 @@ from .rig import Rig, content, name
 MakeRig = Callable[..., Rig]
 
 
-def exchange(rig: Rig, target: int, slab: Slab) -> Callable[[], None]:
+def exchange(rig: Rig, target: int, slab: Slab | None) -> Callable[[], None]:
     close = rig.pool.exchange(target, slab, None)
     rig.engine.replace_target(target)
     return close
@@ -71,7 +71,7 @@ def test_without_files_a_target_fails_at_once_and_its_descriptors_are_let_go(
     rig.store(0, name(1))
     rig.store(1, name(2))
     there = copy_of(rig, 0, tmp_path / "copy")
-    exchange(rig, 0, Slab(rig.pool.directories[0], (-1, -1)))()
+    exchange(rig, 0, None)()
     rig.fill(3, name(3))
     gone = [rig.read(0, 2, name(1)), rig.write(2, 3, name(3))]
     assert {c.outcome for c in rig.run(*gone)} == {io_error(errno.EBADF)}

@@ -45,7 +45,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.targets.health import TargetHealth
-from vllm_nvmeof_offload.targets.reattach import Attachments, Caretaker, TargetWatch
+from vllm_nvmeof_offload.targets.reattach import Attachments, TargetWatcher
 from vllm_nvmeof_offload.units import KIB, MIB
 from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
@@ -128,9 +128,9 @@ class _Load:
         )
         pipeline = TransferPipeline(self.staging.map, copy, self.io, config)
         self.runner = PipelineRunner(pipeline, waker, self.io.fileno())
-        self.caretaker = Caretaker(
+        self.watcher = TargetWatcher(
             Attachments(self.pool, self.io, self.health),
-            [TargetWatch(os.path.realpath(directory)) for directory in self.pool.directories],
+            [os.path.realpath(directory) for directory in self.pool.directories],
             lambda call: self.runner.hand_over(lambda _: call()),
         )
         # What vLLM's KV cache is: a page for each chunk that is stored, and for each load.
@@ -272,7 +272,7 @@ class _Load:
         while self.ops and time.monotonic() < end_s:
             self.hear()
             time.sleep(TICK_S)
-        self.caretaker.stop()
+        self.watcher.stop()
         self.runner.stop()
         closed = self.io.close(1.0)
         self.pool.close(abandon=not closed)

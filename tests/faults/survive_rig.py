@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's half without vLLM over a real pool: engine, pipeline, its thread, the caretaker."""
+"""The worker's half without vLLM over a real pool: engine, pipeline, its thread, the watcher."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.targets.health import TargetHealth, Verdict
-from vllm_nvmeof_offload.targets.reattach import Attachments, Caretaker, TargetWatch
+from vllm_nvmeof_offload.targets.reattach import Attachments, TargetWatcher
 from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.runner import PipelineRunner
@@ -42,7 +42,7 @@ DEADLINE_S = 0.4
 class Survivor:
     """One rank. `read` and `write` move a chunk between its pool slot and a cache slot."""
 
-    def __init__(self, engine: str, pool: Pool, slots: int, **caretaker: object) -> None:
+    def __init__(self, engine: str, pool: Pool, slots: int, **watcher: object) -> None:
         """slots: so many of the pool's slots are given `name(slot)` first."""
         self.pool = pool
         self.bench = Bench(engine, pool, CACHE_SLOTS)
@@ -66,13 +66,11 @@ class Survivor:
         self.runner = PipelineRunner(
             TransferPipeline(staging, copy, engine_of, config), waker, engine_of.fileno()
         )
-        sites = Attachments(pool, engine_of, self.health)
-        watches = [TargetWatch(str(directory)) for directory in pool.directories]
-        self.caretaker = Caretaker(
-            sites,
-            watches,
+        self.watcher = TargetWatcher(
+            Attachments(pool, engine_of, self.health),
+            [str(directory) for directory in pool.directories],
             lambda call: self.runner.hand_over(lambda _: call()),
-            **caretaker,  # type: ignore[arg-type]
+            **watcher,  # type: ignore[arg-type]
         )
 
     def obey(self, command: Command) -> int:
@@ -137,7 +135,7 @@ class Survivor:
             time.sleep(0.01)
 
     def close(self) -> None:
-        self.caretaker.stop()
+        self.watcher.stop()
         self.runner.stop()
         assert self.bench.close()
         self._copy.close()
@@ -173,7 +171,7 @@ def probers() -> list[int]:
     found = []
     for pid in children:
         with contextlib.suppress(OSError):
-            if b"fabric.prober" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"targets.prober" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(int(pid))
     return found
 

@@ -21,7 +21,7 @@ from vllm_nvmeof_offload.pool.format import read_superblock
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.targets import reattach
 from vllm_nvmeof_offload.targets.health import FAILED_SLOTS_MAX, FAILURES_MAX, PathStates, Verdict
-from vllm_nvmeof_offload.targets.reattach import TargetWatch
+from vllm_nvmeof_offload.targets.reattach import TargetPaths
 from vllm_nvmeof_offload.units import MIB
 
 from .fuse_mount import FaultyMount
@@ -158,14 +158,14 @@ def test_a_prober_that_hangs_is_left_behind(
     monkeypatch.setattr(reattach, "_ANSWER_S_MAX", 0.3)
     monkeypatch.setattr(reattach, "_LOOK_S", 0.02)
     looks = 0
-    states = TargetWatch.states
+    states = TargetPaths.states
 
-    def look(watch: TargetWatch) -> PathStates:
+    def look(watch: TargetPaths) -> PathStates:
         nonlocal looks
         looks += 1
         return states(watch)
 
-    monkeypatch.setattr(TargetWatch, "states", look)
+    monkeypatch.setattr(TargetPaths, "states", look)
     faulty_mount.rules(
         {"name": "reads", "op": "read", "do": "errno", "value": errno.ENODEV},
         {"name": "opens", "op": "open", "path": "superblock", "do": "hang"},

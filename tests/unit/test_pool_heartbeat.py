@@ -17,7 +17,7 @@ import pytest
 
 from tests.descriptors import numbers_from
 from tests.wait import wait_until
-from vllm_nvmeof_offload.pool.heartbeat import ServerHeartbeat
+from vllm_nvmeof_offload.pool.heartbeat import Heartbeat
 from vllm_nvmeof_offload.pool.lock import DirectoryLock, Holder, read_holder, write_record
 
 WAIT_S = 120.0
@@ -42,7 +42,7 @@ def grow_old(path: Path) -> float:
 
 def test_the_servers_name_is_renewed(lock: DirectoryLock) -> None:
     before = grow_old(lock.path)
-    beating = ServerHeartbeat(lambda: [lock], period_s=0.05)
+    beating = Heartbeat(lambda: [lock], period_s=0.05)
 
     def renewed() -> bool:
         holder = read_holder(lock.path)
@@ -68,7 +68,7 @@ def beating_for(pid: int) -> list[int]:
 
 
 def test_one_that_is_killed_has_a_successor(lock: DirectoryLock) -> None:
-    beating = ServerHeartbeat(lambda: [lock], period_s=0.05)
+    beating = Heartbeat(lambda: [lock], period_s=0.05)
     wait_until(
         "a heartbeat",
         lambda: read_holder(lock.path) is not None and len(beating_for(os.getpid())) == 1,
@@ -92,11 +92,11 @@ SERVER = """
 import sys
 from pathlib import Path
 from tests.wait import wait_until
-from vllm_nvmeof_offload.pool.heartbeat import ServerHeartbeat
+from vllm_nvmeof_offload.pool.heartbeat import Heartbeat
 from vllm_nvmeof_offload.pool.lock import DirectoryLock, read_holder
 lock = DirectoryLock.claim(Path(sys.argv[1]))
 first = read_holder(lock.path)
-beating = ServerHeartbeat(lambda: [lock], period_s=0.01)
+beating = Heartbeat(lambda: [lock], period_s=0.01)
 while read_holder(lock.path) == first:
     pass
 print("renewed", flush=True)
@@ -138,7 +138,7 @@ def test_a_file_that_hangs_holds_up_no_other_and_no_server(
     os.mkfifo(hung)
     status = hung.stat()
     other = DirectoryLock(-1, type(lock.file)(str(hung), status.st_dev, status.st_ino))
-    beating = ServerHeartbeat(lambda: [other, lock], period_s=0.05)
+    beating = Heartbeat(lambda: [other, lock], period_s=0.05)
     for _ in range(3):
         before = grow_old(lock.path)
         wait_until(
@@ -196,7 +196,7 @@ def test_a_stop_waits_for_no_child_that_cannot_start(
 
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", Hanging)
-        beating = ServerHeartbeat(lambda: [lock], period_s=0.01)
+        beating = Heartbeat(lambda: [lock], period_s=0.01)
         assert starting.wait(WAIT_S)
         stopping = threading.Thread(target=beating.stop)
         stopping.start()

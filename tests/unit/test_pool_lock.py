@@ -12,15 +12,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.wait import wait_until
 from vllm_nvmeof_offload.errors import PoolLockedError
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool import lock as silence
+from vllm_nvmeof_offload.pool import ownership
+from vllm_nvmeof_offload.pool.heartbeat import Heartbeat
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
-from vllm_nvmeof_offload.pool.lock import DirectoryLock, Heartbeat, Holder, read_holder
+from vllm_nvmeof_offload.pool.lock import DirectoryLock, Holder, read_holder
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 
 CHILD = """
@@ -149,19 +153,13 @@ def test_a_dead_owner_is_taken_over(
     pool.close()
 
 
-def test_the_heartbeat_is_renewed_and_survives_errors(tmp_path: Path) -> None:
-    beats: list[float] = []
-
-    def beat() -> None:
-        beats.append(time.time())
-        raise OSError(5, "the target is gone for a moment")
-
-    heartbeat = Heartbeat([beat], period_s=0.001)
-    end_s = time.monotonic() + 120
-    while len(beats) < 3:
-        assert time.monotonic() < end_s
-        os.sched_yield()
-    assert heartbeat.stop()
+def test_a_repair_renews_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "Heartbeat", partial(Heartbeat, period_s=0.05))
+    with ownership.hold([tmp_path]):
+        first = read_holder(tmp_path / "lock")
+        assert first is not None and first.pid == os.getpid()
+        wait_until("a heartbeat", lambda: read_holder(tmp_path / "lock") != first)
+    assert read_holder(tmp_path / "lock") is None, "no heartbeat follows the release"
 
 
 def test_a_failed_open_leaves_no_lock(tmp_path: Path) -> None:

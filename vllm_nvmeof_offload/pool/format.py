@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format of one pool slot: a 4 KiB header page, then the payload padded to 4 KiB.
+"""The format of a rank directory: slots in a slab, an index table beside it, a superblock.
 
-Header page, little endian::
+A slot is a 4 KiB header page, then the payload, padded to 4 KiB. Header page, little endian::
 
     0   8s  magic "vNVMeKV\0"      16  u64  generation
     8   u16 format version          24  u64  payload length, bytes
@@ -12,36 +12,30 @@ Header page, little endian::
     148 u16 rank                    150 zero
     4092 u32 CRC-32C of bytes 0..4091
 
-Key and generation are equal on all ranks of an engine. The place (uuid, rank, pool slot) tells
-bytes that lie in another's place, after a misdirected read or write or a file put into the wrong
-directory, from those that belong there.
+Key and generation are equal on all ranks of an engine. The place (uuid, rank, pool slot) proves
+that the bytes belong here: a misdirected read or write, or a file in the wrong directory, brings
+those of another place. The header's CRC covers the whole page, so that any damaged bit is found.
+The padding has no CRC. The native engine shares the format: a change is a new `FORMAT_VERSION` or
+`SLOT_LAYOUT` and a line in the changelog.
 
-The header's CRC covers the whole page, so that any damaged bit of it is seen. The padding
-after the payload carries no information and no CRC. The format is shared with the native
-engine: a change here is a new `FORMAT_VERSION` or `SLOT_LAYOUT` and a line in the changelog.
-
-The index table: one 64-byte entry a pool slot, beside the slab.
-
-Entry, little endian; an entry that was never written is all zero::
+The table has one 64-byte entry per pool slot, little endian; an entry never written is zero::
 
     0   u32  CRC-32C of (u32 pool slot, bytes 4..63)     16  u8   flags (1: adoptable)
     4   u32  epoch                                       17  u8   key length
     8   u64  generation                                  18  46s  offload key, zero padded
 
-The pool slot is part of the CRC, so that an entry that landed in another's place is seen.
-An entry is a hint: the slot's header is what proves the content (PROTOCOL rule 6).
+The CRC covers the pool slot, so that an entry in another's place is found. An entry is a hint:
+the slot's header proves the content (PROTOCOL rule 6).
 
-The superblock: one 4 KiB page a rank directory, that says what its slab and table are.
-
-It is replaced as a whole (temporary file, fsync, rename, fsync of the directory), so it is
-either the old one or the new one. A missing or damaged one means an empty directory.
+The superblock is one 4 KiB page that describes slab and table. It is replaced as a whole
+(temporary file, fsync, rename, fsync of the directory), so it is either the old one or the new
+one. A directory whose superblock is missing or damaged is empty.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import struct
 from dataclasses import dataclass, fields
@@ -59,17 +53,17 @@ from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vllm_nvmeof_offload.protocol import SlotIdentity
-
 __all__ = [
     "ENTRY_BYTES",
-    "FLAG_ADOPTABLE",
-    "FORMAT_VERSION",
     "KEY_BYTES_MAX",
+    "LOCK_FILE",
     "NOWHERE",
+    "SLAB_FILE",
     "SLOT_LAYOUT",
+    "SUPERBLOCK_FILE",
+    "SUPERBLOCK_TEMPORARY",
     "SUPERBLOCK_VERSION",
-    "DecodedTable",
+    "TABLE_FILE",
     "SlotHeader",
     "SlotPlace",
     "Stamp",
@@ -87,9 +81,15 @@ __all__ = [
     "write_superblock",
 ]
 
+#: The files of a rank directory.
+SLAB_FILE = "slab"
+TABLE_FILE = "table"
+SUPERBLOCK_FILE = "superblock"
+SUPERBLOCK_TEMPORARY = "superblock.new"
+LOCK_FILE = "lock"
 
 FORMAT_VERSION = 1
-#: A fact of every keyspace: 2 since headers name their place. A pool of before has no such fact.
+#: A fact of every keyspace: 2 since headers name their place. Older pools have no such fact.
 SLOT_LAYOUT = 2
 KEY_BYTES_MAX = 46
 FLAG_ADOPTABLE = 1
@@ -97,17 +97,17 @@ EPOCH_MAX = (1 << 32) - 1
 
 _SLOT_MAGIC = b"vNVMeKV\0"
 _HEADER = struct.Struct(f"<8sHBBIQQI{KEY_BYTES_MAX}s46x16sIH")
-_CRC = struct.Struct("<I")
+_CRC = struct.Struct("<I")  # or any u32
 _SLOT_CRC_AT = HEADER_BYTES - _CRC.size
 _ZEROS = bytes(_SLOT_CRC_AT - _HEADER.size)
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What a write is marked with, fixed when it is submitted.
+    """The mark of a write, fixed when the write is submitted.
 
-    epoch: a later reset voids everything of an earlier epoch. adoptable: may a later start
-    of this pool adopt it?
+    epoch: a reset starts a new one, which voids all earlier ones. adoptable: whether a later
+    start of this pool may adopt the chunk.
     """
 
     epoch: int
@@ -115,10 +115,10 @@ class Stamp:
 
 
 class SlotPlace(NamedTuple):
-    """Where a slot belongs.
+    """The place that a slot belongs to.
 
-    pool_uuid: 16 bytes, of one rank's pool over all its targets. pool_slot: its number there,
-    which names the target too.
+    pool_uuid: 16 bytes, of one rank's pool over all its targets. pool_slot: its number in that
+    pool, which determines the target.
     """
 
     pool_uuid: bytes
@@ -126,7 +126,7 @@ class SlotPlace(NamedTuple):
     pool_slot: int
 
 
-#: What a header of a pool without the fact `slot_layout` says of its place.
+#: The place in every header of a pool without the fact `slot_layout`.
 NOWHERE = SlotPlace(bytes(16), 0, 0)
 
 
@@ -160,7 +160,7 @@ def seal(
     stamp: Stamp,
     place: SlotPlace,
 ) -> None:
-    """Fill the header page of `slot` (uint8, header page + payload), whose payload is there.
+    """Fill the header page of `slot` (uint8, header page + payload) after its payload.
 
     Raises:
         ValueError: the key does not fit (`check_key`).
@@ -221,17 +221,15 @@ def parse_header(page: bytes | bytearray | memoryview) -> SlotHeader | None:
 def verify(
     slot: memoryview, identity: SlotIdentity, payload_bytes: int, place: SlotPlace
 ) -> Outcome:
-    """Say whether `slot` (uint8, header page + payload) proves to hold `identity` for `place`.
+    """Check that `slot` (uint8, header page + payload) holds `identity` at `place`.
 
     CHECKSUM_MISMATCH: header or payload damaged, or never written. STALE: an intact header of
-    another key, generation, length or place. OK: every byte of the payload is what was sealed.
+    another key, generation, length or place. OK: the payload has the bytes that were sealed.
     """
     header = parse_header(slot[:HEADER_BYTES])
     if header is None:
         return CHECKSUM_MISMATCH
-    if header.identity != identity or header.payload_bytes != payload_bytes:
-        return STALE
-    if header.place != place:
+    if (header.identity, header.payload_bytes, header.place) != (identity, payload_bytes, place):
         return STALE
     if len(slot) < HEADER_BYTES + payload_bytes:
         return CHECKSUM_MISMATCH
@@ -241,8 +239,7 @@ def verify(
 
 ENTRY_BYTES = 64
 
-_TABLE_BODY = struct.Struct(f"<IQBB{KEY_BYTES_MAX}s")
-_U32 = struct.Struct("<I")
+_ENTRY_BODY = struct.Struct(f"<IQBB{KEY_BYTES_MAX}s")
 _ENTRY = np.dtype(
     [
         ("crc", "<u4"),
@@ -253,9 +250,6 @@ _ENTRY = np.dtype(
         ("key", "u1", (KEY_BYTES_MAX,)),
     ]
 )
-_COLUMNS = ENTRY_BYTES // 2
-#: Entries decoded at a time: their columns and the CRC tables then stay in the L2 cache.
-_BATCH = 1 << 15
 
 
 def encode_entry(pool_slot: int, identity: SlotIdentity, stamp: Stamp) -> bytes:
@@ -266,19 +260,19 @@ def encode_entry(pool_slot: int, identity: SlotIdentity, stamp: Stamp) -> bytes:
     """
     check_key(identity.key)
     flags = FLAG_ADOPTABLE if stamp.adoptable else 0
-    body = _TABLE_BODY.pack(
+    body = _ENTRY_BODY.pack(
         stamp.epoch, identity.generation, flags, len(identity.key), identity.key
     )
-    return _U32.pack(crc32c(_U32.pack(pool_slot) + body)) + body
+    return _CRC.pack(crc32c(_CRC.pack(pool_slot) + body)) + body
 
 
 @dataclass(frozen=True)
 class DecodedTable:
-    """Entries of one table, in the order of `pool_slots` given to `decode_table`.
+    """Entries of one table, in the order of the `pool_slots` given to `decode_table`.
 
-    valid: bool[n], intact. damaged: bool[n], written but not intact. epochs: uint32[n],
-    adoptable: bool[n], generations: uint64[n], key_bytes: uint8[n], keys: uint8[n, 46];
-    the last five mean something only where `valid`.
+    valid: bool[n], intact. damaged: bool[n], written but not intact. The others are defined only
+    where `valid`: epochs: uint32[n], adoptable: bool[n], generations: uint64[n],
+    key_bytes: uint8[n], keys: uint8[n, 46].
     """
 
     valid: npt.NDArray[np.bool_]
@@ -299,17 +293,15 @@ def decode_table(raw: npt.NDArray[np.uint8], pool_slots: npt.NDArray[np.int64]) 
     written = raw.view(np.uint64).reshape(count, ENTRY_BYTES // 8).any(axis=1)
     plausible = (key_bytes > 0) & (key_bytes <= KEY_BYTES_MAX)
     plausible &= (entries["flags"] & ~np.uint8(FLAG_ADOPTABLE)) == 0
-    valid = np.zeros(count, np.bool_)
-    candidates = np.flatnonzero(written & plausible)
-    if core is not None and len(candidates):
+    valid = written & plausible
+    if core is not None and valid.any():
         crcs = np.empty(count, np.uint32)
         core.entry_crcs(raw, np.ascontiguousarray(pool_slots), crcs)
-        valid = written & plausible & (crcs == entries["crc"])
-        candidates = candidates[:0]
-    for start in range(0, len(candidates), _BATCH):
-        batch = candidates[start : start + _BATCH]
-        crc = crcs_in_python(raw.reshape(count, ENTRY_BYTES)[batch], pool_slots[batch])
-        valid[batch] = crc == entries["crc"][batch]
+        valid &= crcs == entries["crc"]
+    elif core is None:
+        rows = np.flatnonzero(valid)
+        crcs = crcs_in_python(raw.reshape(count, ENTRY_BYTES)[rows], pool_slots[rows])
+        valid[rows] = crcs == entries["crc"][rows]
     return DecodedTable(
         valid=valid,
         damaged=written & ~valid,
@@ -321,42 +313,19 @@ def decode_table(raw: npt.NDArray[np.uint8], pool_slots: npt.NDArray[np.int64]) 
     )
 
 
-@functools.cache
-def _crc_tables() -> tuple[int, npt.NDArray[np.uint32]]:
-    """CRC-32C of a 64-byte message as XOR of one look-up a 16-bit column.
-
-    CRC is affine: crc(m) = crc(0) ^ (effect of column 0) ^ … ^ (effect of column 31), and the
-    effect of a column is the XOR of the effects of its bits. uint32[32, 65536].
-    """
-    zero = crc32c(bytes(ENTRY_BYTES))
-    tables = np.zeros((_COLUMNS, 1 << 16), np.uint32)
-    for column in range(_COLUMNS):
-        for bit in range(16):
-            message = bytearray(ENTRY_BYTES)
-            message[column * 2 + bit // 8] = 1 << (bit % 8)
-            effect = np.uint32(crc32c(bytes(message)) ^ zero)
-            half = 1 << bit
-            tables[column, half : 2 * half] = tables[column, :half] ^ effect
-    return zero, tables
-
-
 def crcs_in_python(
     entries: npt.NDArray[np.uint8], pool_slots: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.uint32]:
     """Return uint32[n], the CRC each of `entries` (uint8[n, 64], a copy) should carry.
 
-    Where the native core is not there: it takes ten times as long.
+    For machines without the native core, which is much faster.
     """
-    zero, tables = _crc_tables()
     entries[:, :4] = pool_slots.astype("<u4").view(np.uint8).reshape(-1, 4)
-    columns = np.ascontiguousarray(entries.view("<u2").T)
-    crc = np.full(len(entries), zero, np.uint32)
-    for column in range(_COLUMNS):
-        crc ^= tables[column].take(columns[column])
-    return crc
+    rows = entries.view(f"V{ENTRY_BYTES}").ravel().tolist()
+    return np.fromiter((crc32c(row) for row in rows), np.uint32, len(rows))
 
 
-#: Changes whenever superblock, slot or table change: an older directory is then rebuilt.
+#: Changes with every change of superblock, slot or table; older directories are then rebuilt.
 SUPERBLOCK_VERSION = 1
 
 _SUPERBLOCK_MAGIC = b"vNVMeSB\0"
@@ -366,7 +335,7 @@ _SUPERBLOCK_CRC_AT = PAGE_BYTES - _CRC.size
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """What one rank directory on one target holds.
+    """The content of one rank directory on one target, in the order of its fields on disk.
 
     uuid: of the pool, the same on all its targets. keyspace: 32 hex digits. slots: pool slots
     on this target. epoch: entries of any other epoch are void. adoptable: False voids all.
@@ -387,26 +356,12 @@ class Superblock:
     def encode(self) -> bytes:
         """Return the 4 KiB page."""
         page = bytearray(PAGE_BYTES)
-        keyspace = self.keyspace.encode("ascii")
-        assert len(self.uuid) == 16
+        uuid, keyspace, *rest = (getattr(self, field.name) for field in fields(self))
+        assert len(uuid) == 16
         assert len(keyspace) == 32
-        _SUPERBLOCK_BODY.pack_into(
-            page,
-            0,
-            _SUPERBLOCK_MAGIC,
-            SUPERBLOCK_VERSION,
-            self.uuid,
-            keyspace,
-            self.slot_bytes,
-            self.payload_bytes,
-            self.slots,
-            self.target_index,
-            self.target_count,
-            self.rank,
-            self.world_size,
-            self.epoch,
-            self.adoptable,
-        )
+        version = SUPERBLOCK_VERSION
+        head = _SUPERBLOCK_MAGIC, version, uuid, keyspace.encode("ascii")
+        _SUPERBLOCK_BODY.pack_into(page, 0, *head, *rest)
         _CRC.pack_into(page, _SUPERBLOCK_CRC_AT, crc32c(memoryview(page)[:_SUPERBLOCK_CRC_AT]))
         return bytes(page)
 
@@ -431,10 +386,8 @@ class Superblock:
             )
         if not keyspace.isascii():
             raise PoolFormatError("damaged: keyspace is not text")
-        names = [field.name for field in fields(Superblock)][2:]
-        numbers = dict(zip(names, rest, strict=True))
-        numbers["adoptable"] = bool(numbers["adoptable"])
-        return Superblock(uuid=uuid, keyspace=keyspace.decode("ascii"), **numbers)
+        rest[-1] = bool(rest[-1])
+        return Superblock(uuid, keyspace.decode("ascii"), *rest)
 
 
 def read_superblock(directory: Path) -> Superblock | None:
@@ -444,39 +397,37 @@ def read_superblock(directory: Path) -> Superblock | None:
         PoolFormatError: there is one, but not ours or not intact.
         OSError: it cannot be read.
     """
-    try:
-        fd = os.open(directory / "superblock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
-    try:
-        return Superblock.decode(os.read(fd, PAGE_BYTES + 1))
-    finally:
-        os.close(fd)
+    page = _read_start(directory / SUPERBLOCK_FILE, PAGE_BYTES + 1)
+    return None if page is None else Superblock.decode(page)
 
 
 def is_superblock(path: Path) -> bool:
-    """True if the file starts like a superblock of any version, damaged or not.
+    """Return whether the file starts like a superblock of any version, damaged or not.
 
     Raises:
-        OSError: it is there and cannot be read.
+        OSError: it exists and cannot be read.
     """
+    return _read_start(path, len(_SUPERBLOCK_MAGIC)) == _SUPERBLOCK_MAGIC
+
+
+def _read_start(path: Path, size: int) -> bytes | None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
-        return False
+        return None
     try:
-        return os.read(fd, len(_SUPERBLOCK_MAGIC)) == _SUPERBLOCK_MAGIC
+        return os.read(fd, size)
     finally:
         os.close(fd)
 
 
 def write_superblock(directory: Path, superblock: Superblock) -> None:
-    """Replace the directory's superblock; when this returns it is durable.
+    """Replace the directory's superblock; it is durable when this returns.
 
     Raises:
         OSError: it could not be written; the old one is then still there.
     """
-    temporary = directory / "superblock.new"
+    temporary = directory / SUPERBLOCK_TEMPORARY
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     fd = os.open(temporary, flags, 0o600)
     try:
@@ -490,7 +441,7 @@ def write_superblock(directory: Path, superblock: Superblock) -> None:
         raise
     finally:
         os.close(fd)
-    temporary.rename(directory / "superblock")
+    temporary.rename(directory / SUPERBLOCK_FILE)
     sync_directory(directory)
 
 

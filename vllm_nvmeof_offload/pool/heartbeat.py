@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renews a server's locks, from a process of its own: `python -m …pool.heartbeat PID`.
+"""Renews a process's locks in another process: `python -m …pool.heartbeat PID`.
 
-A write or an fdatasync on a path that is lost sits in the kernel and cannot be killed; a server
-with a thread in it could not be stopped. So the server tells a child what to write, by a pipe,
-and never waits for it. The child has a thread for each lock: one that hangs holds up no other.
-It opens the file anew each time, and writes only if that is the very file that was locked: by
-then another file system may be mounted there, with an owner of its own. It holds no flock, which
-must end with the server.
+A write or an fdatasync on a lost path waits in the kernel and cannot be killed; a server with a
+thread in such a call could not be stopped. So the server sends the names of its lock files to a
+child through a pipe, and never waits for the child, which has a thread per file: one that hangs
+holds up no other. The child opens a file for each heartbeat, and writes only if it is the file
+that was locked, because another file system with another owner may be mounted there by then.
+The child holds no flock, which must end with the server.
 
-It is nobody's child once it runs. vLLM ends an engine by listing all processes below it and
-killing one after the other, and its API server hangs for ever if one that was listed has gone
-before its turn (psutil raises `NoSuchProcess`), as ours would, which ends when its worker does.
-It has a session of its own: Ctrl-C reaches the whole process group of a console, and the beat
+The child leaves the work to a child of its own and ends. vLLM ends an engine by killing all
+processes below it one by one, and its API server hangs for ever if a listed process ends before
+its turn (psutil raises `NoSuchProcess`), as ours would, which ends when its worker does. It has
+a session of its own, because Ctrl-C reaches the whole process group of a console, and heartbeats
 must go on while the server drains.
 """
 
@@ -29,26 +29,26 @@ from collections.abc import Callable, Iterable
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.lock import HEARTBEAT_PERIOD_S, DirectoryLock, LockFile, write_record
 
-__all__ = ["ServerHeartbeat"]
+__all__ = ["Heartbeat"]
 
 logger = logging.getLogger(LOGGER_NAME)
 
 _END_S_MAX = 0.5
-#: More than `_END_S_MAX`. What takes longer is a child that cannot start: Python's files hang.
+#: More than `_END_S_MAX`. Only a child that cannot start (Python's own files hang) takes longer.
 _STOP_S_MAX = 2.0
 _COMMAND = [sys.executable, "-m", "vllm_nvmeof_offload.pool.heartbeat"]
 
 
-class ServerHeartbeat:
-    """The server's side: a daemon thread that touches no target.
+class Heartbeat:
+    """The lock owner's side: a daemon thread that touches no target.
 
-    The process that beats starts at the first beat: who holds a pool for a moment needs none.
+    The child starts at the first heartbeat, so a lock that is held for a moment needs none.
     """
 
     def __init__(
         self, locks: Callable[[], Iterable[DirectoryLock]], period_s: float = HEARTBEAT_PERIOD_S
     ) -> None:
-        """locks: asked at each beat."""
+        """locks: called for each heartbeat."""
         self._locks = locks
         self._period_s = period_s
         self._stop = threading.Event()
@@ -57,7 +57,7 @@ class ServerHeartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop; what hangs ends when the kernel lets it, and writes no more then."""
+        """Stop; a write that hangs ends when the kernel lets it, and no other follows."""
         self._stop.set()
         self._thread.join(_STOP_S_MAX)
 
@@ -66,36 +66,39 @@ class ServerHeartbeat:
             try:
                 self._beat()
             except OSError as error:
-                # The flocks still hold; only foreign hosts see less of us.
+                # The flocks still hold; only other hosts see an older heartbeat.
                 logger.warning("heartbeat of the pool's directories failed: %s", error)
-        self._part()
+        self._end_child()
 
     def _beat(self) -> None:
         if self._child is None:
-            # Its working directory must not be one that hangs, nor keep one from being unmounted.
-            command = [*_COMMAND, str(os.getpid())]
-            pipe = subprocess.PIPE
+            # cwd="/": a working directory could hang, or keep a target from being unmounted.
             self._child = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, cwd="/", bufsize=0, start_new_session=True
+                [*_COMMAND, str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                cwd="/",
+                bufsize=0,
+                start_new_session=True,
             )
-            self._child.wait()  # it leaves the beating to a child of its own
+            self._child.wait()  # it leaves the work to a child of its own
             if self._stop.is_set():  # while it started; the locks may be released by now
                 return
         assert self._child.stdin is not None
         os.set_blocking(self._child.stdin.fileno(), False)
-        files = [(str(f.path), f.device, f.inode) for f in (x.file for x in self._locks())]
         # At most one pipe's content waits; less than PIPE_BUF is written whole or not at all.
-        for file in files:
+        for file in [lock.file for lock in self._locks()]:
+            line = json.dumps((file.path, file.device, file.inode)).encode() + b"\n"
             try:
-                os.write(self._child.stdin.fileno(), json.dumps(file).encode() + b"\n")
+                os.write(self._child.stdin.fileno(), line)
             except BlockingIOError:
                 continue
-            except BrokenPipeError:  # somebody has killed it; the next beat starts another
-                self._part()
+            except BrokenPipeError:  # the child was killed; the next heartbeat starts another
+                self._end_child()
                 return
 
-    def _part(self) -> None:
-        """Let it end, as it does at the end of its input; wait for that, but not for long."""
+    def _end_child(self) -> None:
+        """Close the child's input, at the end of which it ends; wait a moment for that."""
         child, self._child = self._child, None
         if child is not None:
             assert child.stdin is not None
@@ -107,46 +110,36 @@ class ServerHeartbeat:
             child.stdout.close()
 
 
-class _Beater:
-    """The child's thread for one lock file."""
-
-    def __init__(self, file: LockFile, pid: int) -> None:
-        self._file = file
-        self._pid = pid
-        self._due = threading.Event()
-        self._failing = False
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def beat(self) -> None:
-        self._due.set()
-
-    def _run(self) -> None:
-        while True:
-            self._due.wait()
-            self._due.clear()
-            try:
-                write_record(self._file, self._pid)
-                self._failing = False
-            except OSError as error:
-                if not self._failing:  # said once, until it works again
-                    print(f"heartbeat of {self._file.path} failed: {error}", file=sys.stderr)
-                self._failing = True
+def _renew(file: LockFile, pid: int, due: threading.Event) -> None:
+    """Renew one lock file whenever it is due; runs on a thread of the child."""
+    failing = False
+    while True:
+        due.wait()
+        due.clear()
+        try:
+            write_record(file, pid)
+            failing = False
+        except OSError as error:
+            if not failing:  # logged once, until it works again
+                print(f"heartbeat of {file.path} failed: {error}", file=sys.stderr)
+            failing = True
 
 
-def main(server: int) -> None:
-    """Lines on stdin: [path, device, inode] of a lock file whose time has come.
+def main(pid: int) -> None:
+    """Renew each lock file that a line on stdin names: [path, device, inode].
 
-    server: process id of who holds the locks.
+    pid: of the process that holds the locks.
     """
     if os.fork():
         os._exit(0)
-    beaters: dict[LockFile, _Beater] = {}
+    due: dict[LockFile, threading.Event] = {}
     for line in sys.stdin.buffer:
         file = LockFile(*json.loads(line))
-        if file not in beaters:
-            beaters[file] = _Beater(file, server)
-        beaters[file].beat()
-    os._exit(0)  # not after threads that hang
+        if file not in due:
+            due[file] = threading.Event()
+            threading.Thread(target=_renew, args=(file, pid, due[file]), daemon=True).start()
+        due[file].set()
+    os._exit(0)  # does not wait for threads that hang
 
 
 if __name__ == "__main__":

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload.pool.format import SLOT_LAYOUT
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 __all__ = ["DIGEST_HEX_DIGITS", "Keyspace"]
 
@@ -30,7 +27,7 @@ class Keyspace:
 
     @staticmethod
     def of(facts: Mapping[str, object]) -> Keyspace:
-        """Freeze `facts` (JSON values), and beside them how slots are laid out on disk.
+        """Freeze `facts` (JSON values) together with the layout of slots on disk.
 
         Raises:
             TypeError, ValueError: a value is not JSON (NaN included).
@@ -39,7 +36,7 @@ class Keyspace:
 
     @staticmethod
     def exactly(facts: Mapping[str, object]) -> Keyspace:
-        """Freeze facts that were read from disk, where an earlier release may have put them."""
+        """Freeze facts read from disk, which an earlier release may have written."""
         return Keyspace(json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False))
 
     @property
@@ -51,5 +48,5 @@ class Keyspace:
 
     @property
     def digest(self) -> str:
-        """32 hex digits: the directory's name, and what the superblock repeats."""
+        """32 hex digits: the name of the keyspace's directory; superblocks repeat it."""
         return hashlib.sha256(self.canonical.encode()).hexdigest()[:DIGEST_HEX_DIGITS]

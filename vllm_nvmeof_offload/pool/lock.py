@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lock of one rank directory: an flock, and a heartbeat for hosts that flock cannot see.
+"""The lock of one rank directory: an flock, and a heartbeat for hosts that flock does not reach.
 
-On one kernel the flock decides: it goes with its process, SIGKILL included, so a lock file
-left behind by a dead process is simply taken over. Another host that has mounted the same
-file system is seen by the heartbeat alone, which is why it is fdatasync'ed.
+On one kernel the flock decides. It ends with its process, SIGKILL included, so a lock file that
+a dead process left behind is taken over at once. Another host that has mounted the same file
+system only sees the heartbeat in the file, which is why each one is fdatasync'ed.
 
-Who holds a rank directory, asked from outside; and holding some of them for a repair.
-
-Whether a holder on another host is dead, where its heartbeat is old by this host's clock.
-
-Two hosts' clocks may be hours apart, so the age of a heartbeat proves no death. A live holder
-renews its record, and that can be seen: the record is read again after more than a heartbeat's
-period, timed by this host alone. A record that has not changed by then names a dead holder.
+Two hosts' clocks may be hours apart, so the age of a heartbeat does not prove a death. A live
+holder renews its record, and that can be observed: the record is read again after more than a
+heartbeat's period by this host's clock. A record that has not changed names a dead holder.
 """
 
 from __future__ import annotations
@@ -23,52 +19,52 @@ import json
 import logging
 import os
 import socket
-import threading
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
+from vllm_nvmeof_offload.errors import PoolLockedError
 from vllm_nvmeof_offload.names import LOGGER_NAME
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
+from vllm_nvmeof_offload.pool.format import LOCK_FILE
 
 __all__ = [
     "HEARTBEAT_PERIOD_S",
     "HEARTBEAT_STALE_S",
+    "POLL_S",
     "SILENCE_S",
     "DirectoryLock",
-    "Heartbeat",
     "Holder",
     "LockFile",
     "LockState",
     "Silence",
     "UnsettledError",
     "foreign_holder_error",
-    "give_to_owner",
-    "hold",
     "local_holder_error",
     "probe_lock",
     "read_holder",
+    "try_flock",
     "write_record",
 ]
-
 
 logger = logging.getLogger(LOGGER_NAME)
 
 HEARTBEAT_PERIOD_S = 5.0
-#: A foreign holder whose heartbeat is older than this may be dead; see `silence`.
+#: A holder on another host whose heartbeat is older than this may be dead; `Silence` decides.
 HEARTBEAT_STALE_S = 30.0
+#: A record that has not changed for this long names a dead holder.
+SILENCE_S = HEARTBEAT_PERIOD_S + 1.0
+#: Interval at which a claim looks again at what it waits for.
+POLL_S = 0.05
 _RECORD_BYTES = 512
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a lock. heartbeat: Unix time, seconds. boot_id: of the running kernel."""
+    """The holder of a lock. heartbeat: Unix time, seconds. boot_id: of the running kernel."""
 
     host: str
     pid: int
@@ -77,31 +73,28 @@ class Holder:
 
     @staticmethod
     def myself(pid: int | None = None) -> Holder:
-        """pid: of the process on this machine that holds it; None: this one."""
-        return Holder(socket.gethostname(), pid or os.getpid(), _boot_id(), time.time())
+        """pid: of the process on this machine that holds the lock; None: this one."""
+        try:
+            boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        except OSError:
+            boot_id = f"unknown-{os.getpid()}"
+        return Holder(socket.gethostname(), pid or os.getpid(), boot_id, time.time())
 
     def record(self) -> bytes:
-        """What the lock file holds."""
+        """Return the content of the lock file."""
         return json.dumps(asdict(self)).encode().ljust(_RECORD_BYTES)
 
     def shares_kernel_with(self, other: Holder) -> bool:
-        """True where flock already decides: the same machine, in containers too.
+        """Return whether flock decides: on the same machine, between containers too.
 
-        Host names do not tell: two machines may have one. After a reboot the heartbeat's age
-        decides, so that a crashed machine waits for it once.
+        Two machines may have one host name, so names prove nothing. After a reboot the
+        heartbeat's age decides, so that a crashed machine waits for it once.
         """
         return self.boot_id == other.boot_id
 
 
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return f"unknown-{os.getpid()}"
-
-
 def read_holder(path: Path) -> Holder | None:
-    """Return the holder that a lock file names; None if it names nobody."""
+    """Return the holder that a lock file names; None if it names none."""
     try:
         with path.open("rb") as file:
             # This kernel's page cache does not see what another host writes.
@@ -119,7 +112,7 @@ def read_holder(path: Path) -> Holder | None:
 
 @dataclass(frozen=True, slots=True)
 class LockFile:
-    """Which file: by its path there may be another one by now."""
+    """One lock file; another file may have the same path by now."""
 
     path: str
     device: int
@@ -137,17 +130,32 @@ def write_record(file: LockFile, pid: int) -> None:
         status = os.fstat(fd)
         if (status.st_dev, status.st_ino) != (file.device, file.inode):
             raise OSError(errno.ESTALE, "another lock file is there now", file.path)
-        os.pwrite(fd, Holder.myself(pid).record(), 0)
-        os.fdatasync(fd)
+        _write(fd, Holder.myself(pid).record())
     finally:
         os.close(fd)
 
 
+def _write(fd: int, record: bytes) -> None:
+    os.pwrite(fd, record, 0)
+    os.fdatasync(fd)
+
+
+def try_flock(fd: int, operation: int) -> bool:
+    """Lock `fd` (LOCK_EX or LOCK_SH); False if another process holds it."""
+    try:
+        fcntl.flock(fd, operation | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        return False
+    return True
+
+
 class DirectoryLock:
-    """A claimed lock file. `claim` makes one, `release` gives it up."""
+    """A claimed lock file. `claim` makes one; `release` or `abandon` ends it."""
 
     def __init__(self, fd: int, file: LockFile) -> None:
-        """Take over a locked descriptor; `claim` makes one."""
+        """fd: open and locked."""
         self.fd = fd
         self.file = file
 
@@ -161,25 +169,21 @@ class DirectoryLock:
     ) -> DirectoryLock | None:
         """Claim `path`, creating it; None if a process on this machine holds it.
 
-        pid: on whose behalf; None: this process's. silence: tells whether a holder on another
-        host is dead; None: none is, whatever its heartbeat's age.
+        pid: the process on whose behalf it is claimed; None: this one. silence: decides whether
+        a holder on another host is dead; None: it counts as alive, whatever its heartbeat's age.
 
         Raises:
             PoolLockedError: a live process of another host holds it.
-            UnsettledError: `silence` cannot tell yet.
+            UnsettledError: `silence` cannot decide yet.
             OSError: the file cannot be opened or written.
         """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EACCES):
-                    raise
+            if not try_flock(fd, fcntl.LOCK_EX):
                 os.close(fd)
                 return None
-            # `pool rm` may have deleted the file between open and flock: a lock on a file
-            # that has no name any more keeps nobody out.
+            # `pool rm` may have deleted the file between open and flock. A lock on a file that
+            # has lost its name keeps no process out.
             status = os.fstat(fd)
             if not os.path.samestat(status, os.stat(path, follow_symlinks=False)):
                 raise OSError(errno.ESTALE, "the pool was removed at this moment", str(path))
@@ -190,42 +194,35 @@ class DirectoryLock:
                 old = age_s >= HEARTBEAT_STALE_S
                 if not (old and silence is not None and silence.is_dead(path, holder)):
                     raise foreign_holder_error(path, holder, age_s)
-            lock = cls(fd, LockFile(str(path), status.st_dev, status.st_ino))
-            lock.beat(pid)
-            return lock
+            _write(fd, Holder.myself(pid).record())
+            return cls(fd, LockFile(str(path), status.st_dev, status.st_ino))
         except BaseException:
             os.close(fd)
             raise
 
-    def beat(self, pid: int | None = None) -> None:
-        """Write the holder's record, durable. OSError if it cannot be written."""
-        os.pwrite(self.fd, Holder.myself(pid).record(), 0)
-        os.fdatasync(self.fd)
-
     def abandon(self) -> None:
-        """Let go of a file whose target is gone, writing nothing there."""
+        """Close a file whose target is gone, without a write to it."""
         fd, self.fd = self.fd, -1
-        with contextlib.suppress(OSError):
-            os.close(fd)
-
-    def release(self) -> None:
-        """Name nobody in the file and let go; an error matters to nobody, the flock goes anyway."""
-        fd, self.fd = self.fd, -1
-        if fd < 0:
-            return
-        try:
-            os.pwrite(fd, b" " * _RECORD_BYTES, 0)
-            os.fdatasync(fd)
-        except OSError as error:
-            what = self.path, errno.errorcode.get(error.errno or 0, error)
-            # A target that does not answer: nothing is lost, the flock goes with us.
-            logger.info("lock %s is left as it is (%s): the next start takes it over", *what)
         with contextlib.suppress(OSError):  # a dead network mount; the descriptor goes anyway
             os.close(fd)
 
+    def release(self) -> None:
+        """Remove the holder's name and unlock. An error is only logged: the flock ends anyway."""
+        if self.fd < 0:
+            return
+        try:
+            _write(self.fd, b" " * _RECORD_BYTES)
+        except OSError as error:
+            reason = errno.errorcode.get(error.errno or 0, error)
+            # A target that does not answer: nothing is lost, the flock ends with this process.
+            logger.info(
+                "lock %s is left as it is (%s): the next start takes it over", self.path, reason
+            )
+        self.abandon()
+
 
 def foreign_holder_error(path: Path, holder: Holder, age_s: float) -> PoolLockedError:
-    """The refusal for a live owner on another host."""
+    """Return the refusal for a live owner on another host."""
     return PoolLockedError(
         f"{path} is held by pid {holder.pid} on host {holder.host}, whose heartbeat is "
         f"{max(age_s, 0):.0f} s old. Two hosts that mount one xfs or ext4 destroy it: unmount it "
@@ -235,7 +232,7 @@ def foreign_holder_error(path: Path, holder: Holder, age_s: float) -> PoolLocked
 
 
 def local_holder_error(path: Path) -> PoolLockedError:
-    """The refusal for a directory that another process on this machine holds."""
+    """Return the refusal for a directory that another process on this machine holds."""
     holder = read_holder(path)
     who = "another process on this host"
     if holder is not None:
@@ -247,42 +244,14 @@ def local_holder_error(path: Path) -> PoolLockedError:
     )
 
 
-class Heartbeat:
-    """A daemon thread that renews a command's locks; servers have `pool.heartbeat`."""
-
-    def __init__(
-        self, beats: list[Callable[[], None]], period_s: float = HEARTBEAT_PERIOD_S
-    ) -> None:
-        self._beats = beats
-        self._period_s = period_s
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pool-heartbeat", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._period_s):
-            for beat in self._beats:
-                try:
-                    beat()
-                except OSError as error:
-                    # The flock still holds; only foreign hosts see less of us.
-                    logger.warning("heartbeat of a pool directory failed: %s", error)
-
-    def stop(self, timeout_s: float = 1.0) -> bool:
-        """Stop; False if the thread hangs in the kernel (its descriptors must stay open)."""
-        self._stop.set()
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-
 @dataclass(frozen=True, slots=True)
 class LockState:
-    """kind: "none" (given up in order), "stale" (its process is gone), "old" or "live".
+    """kind: "none" (released in order), "stale" (its process is gone), "old" or "live".
 
-    "old": it is on another host, and its heartbeat is old by this host's clock. It is dead, or
-    the clocks are apart: a claim waits for another heartbeat to find out.
+    "old": the holder is on another host, and its heartbeat is old by this host's clock. It is
+    dead, or the clocks are apart: a claim waits for another heartbeat to find out.
 
-    holder: None where the lock file names nobody who can be read. heartbeat_age_s: seconds.
+    holder: None if the lock file names no holder. heartbeat_age_s: seconds.
     """
 
     kind: str
@@ -295,7 +264,7 @@ class LockState:
 
     @property
     def may_live(self) -> bool:
-        """True also where only the clocks may be apart."""
+        """True also if only the clocks may be apart."""
         return self.kind in ("live", "old")
 
     def __str__(self) -> str:
@@ -307,12 +276,12 @@ class LockState:
 
 
 def probe_lock(directory: Path) -> LockState:
-    """Say who holds `directory`, writing nothing.
+    """Return the state of the lock of `directory`; writes nothing.
 
     Raises:
         OSError: the lock file cannot be read.
     """
-    path = directory / "lock"
+    path = directory / LOCK_FILE
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -325,62 +294,13 @@ def probe_lock(directory: Path) -> LockState:
         if holder is not None and not holder.shares_kernel_with(Holder.myself()):
             assert age_s is not None
             return LockState("live" if age_s < HEARTBEAT_STALE_S else "old", holder, age_s)
-        # A shared flock, given back at once. A server that starts in these microseconds would
-        # see the directory as taken; the record is looked at first, so that this can only
-        # happen where a killed server left its name.
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
-            return LockState("live", holder, age_s)
-        return LockState("stale", holder, age_s)
+        # A shared flock, released at once. A server that starts in these microseconds would see
+        # the directory as taken. The record is read first, so that this can only happen where a
+        # killed server left its name.
+        stale = try_flock(fd, fcntl.LOCK_SH)
+        return LockState("stale" if stale else "live", holder, age_s)
     finally:
         os.close(fd)
-
-
-@contextlib.contextmanager
-def hold(directories: Sequence[Path]) -> Iterator[None]:
-    """Hold all of `directories`, heartbeat included, so that no server can start on them.
-
-    Raises:
-        PoolLockedError: a live process holds one; it is named. None is held then.
-        PoolError: a lock file cannot be opened or written.
-    """
-    with contextlib.ExitStack() as stack:
-        locks = []
-        silence = Silence()
-        silence.watch(directory / "lock" for directory in directories)
-        for directory in directories:
-            try:
-                lock = silence.settled(partial(DirectoryLock.claim, directory / "lock", None))
-            except OSError as error:
-                raise PoolError(f"cannot lock {directory / 'lock'}: {error}") from error
-            if lock is None:
-                raise PoolLockedError(
-                    f"{directory} is in use ({probe_lock(directory)}): stop that server first"
-                )
-            stack.callback(lock.release)
-            locks.append(lock)
-            give_to_owner(directory / "lock")
-        heartbeat = Heartbeat([lock.beat for lock in locks])
-        # The callbacks run in the reverse order: no beat may follow a release.
-        stack.callback(heartbeat.stop)
-        yield
-
-
-def give_to_owner(path: Path) -> None:
-    """Let a file that root has made anew belong to its directory's owner, who must open it."""
-    if os.geteuid() == 0:
-        owner = path.parent.stat()
-        with contextlib.suppress(OSError):
-            os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
-
-
-_T = TypeVar("_T")
-
-SILENCE_S = HEARTBEAT_PERIOD_S + 1.0
-_POLL_S = 0.1
 
 
 class UnsettledError(Exception):
@@ -388,7 +308,7 @@ class UnsettledError(Exception):
 
 
 class Silence:
-    """Records of holders on other hosts, and since when each of them has been watched."""
+    """Finds dead holders on other hosts: their records, and since when each has been watched."""
 
     def __init__(
         self,
@@ -398,7 +318,7 @@ class Silence:
         self._clock = clock
         self._wait = wait
         self._watched: dict[Path, tuple[Holder, float]] = {}
-        self._said = False
+        self._logged = False
 
     def watch(self, paths: Iterable[Path]) -> None:
         """Watch these lock files from now on: many together cost one wait."""
@@ -409,7 +329,7 @@ class Silence:
                 self._watched.setdefault(path, (holder, self._clock()))
 
     def is_dead(self, path: Path, holder: Holder) -> bool:
-        """Whether `holder`, read just now from `path`, has been silent; False: it has beaten.
+        """Return whether `holder`, just read from `path`, is dead rather than renewing its record.
 
         Raises:
             UnsettledError: it has not been watched for `SILENCE_S` yet.
@@ -419,19 +339,19 @@ class Silence:
             return False
         if self._clock() - since_s >= SILENCE_S:
             return True
-        if not self._said:
+        if not self._logged:
             logger.warning(
                 "%s names pid %d on host %s, whose heartbeat is old by this host's clock; "
                 "waiting %.0f s for another heartbeat before taking it over",
                 *(path, holder.pid, holder.host, SILENCE_S),
             )
-            self._said = True
+            self._logged = True
         raise UnsettledError
 
     def settled(self, ask: Callable[[Silence], _T]) -> _T:
-        """Ask until there is an answer; `SILENCE_S` for the lock files watched before it."""
+        """Call `ask` until it returns: at most `SILENCE_S` for all lock files watched before."""
         while True:
             try:
                 return ask(self)
             except UnsettledError:
-                self._wait(_POLL_S)
+                self._wait(POLL_S)

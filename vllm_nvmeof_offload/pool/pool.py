@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's pool: its slabs and tables over all targets, claimed, preallocated, adopted.
+"""One rank's pool: its slabs and tables on all targets, claimed, preallocated and adopted.
 
-Pool slot p lies on target `p % target_count`, at index `p // target_count` of its slab. All
-targets have equally many slots: the fullest one decides.
+Pool slot p is on target `p % target_count`, at index `p // target_count` of its slab. All targets
+have equally many slots; the fullest target decides the number.
 
-Superblocks of several directories, each written by a thread of its own for as long as it takes.
-
-A reset must become durable on the targets that answer although another one hangs. A directory
-has one thread at a time: while that hangs, the newest superblock waits for it, and replaces one
-that has waited longer. So an older superblock never follows a newer one.
+A reset must become durable on the targets that answer although another target hangs. So each
+superblock is written on a thread, one per directory at a time. While that thread hangs, the
+newest superblock waits for it and replaces one that has waited longer; an older superblock never
+follows a newer one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload.errors import PoolError
@@ -34,7 +32,6 @@ from vllm_nvmeof_offload.pool.format import (
 from vllm_nvmeof_offload.pool.ownership import Claim, PoolSpec
 from vllm_nvmeof_offload.pool.recovery import (
     Progress,
-    RankFiles,
     adopt_entries,
     choose_direct,
     next_epoch,
@@ -44,44 +41,34 @@ from vllm_nvmeof_offload.pool.slab import Slab
 from vllm_nvmeof_offload.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
-    from vllm_nvmeof_offload.pool.format import Superblock
-    from vllm_nvmeof_offload.pool.keyspace import Keyspace
     from vllm_nvmeof_offload.pool.lock import DirectoryLock
     from vllm_nvmeof_offload.protocol import AdoptedEntries, SlotIdentity
 
-__all__ = [
-    "PATIENCE_S",
-    "Pool",
-    "PoolSpec",
-    "SuperblockWriter",
-    "first_failure",
-]
-
+__all__ = ["Pool", "PoolSpec"]
 
 logger = logging.getLogger(LOGGER_NAME)
 
-#: How long a reset waits for a directory that does not answer while another one does.
+#: A reset waits this long for a directory that does not answer, if another one has answered.
 PATIENCE_S = 2.0
 
 
 def start_thread(run: Callable[[], None]) -> None:
-    """Tests that want one order of events replace it by a plain call."""
+    """Tests that need one order of events replace it by a plain call."""
     threading.Thread(target=run, name="io-superblock", daemon=True).start()
 
 
-class SuperblockWriter:
-    """One directory. `changed` is shared by all whose ends are waited for together."""
+class _SuperblockWriter:
+    """Writes one directory's superblock. `changed` is shared by all that are awaited together."""
 
     def __init__(
         self, directory: Path, durable: Superblock | None, changed: threading.Condition
     ) -> None:
-        """durable: what is there now; None: not known."""
+        """durable: the superblock on disk now; None: unknown."""
         self.directory = directory
         self.durable = durable
-        #: Why the last write failed; None if it did not.
+        #: The failure of the last write; None if it succeeded.
         self.failure: OSError | None = None
         #: A thread writes, or hangs.
         self.busy = False
@@ -107,7 +94,11 @@ class SuperblockWriter:
                     write_superblock(self.directory, superblock)
                 except OSError as error:
                     failure = error
-                self._ended(superblock, failure)
+                with self._changed:
+                    if failure is None:
+                        self.durable = superblock
+                    if self._next is None:
+                        self.failure = failure
         except BaseException:
             with self._changed:
                 self.busy = False
@@ -122,20 +113,13 @@ class SuperblockWriter:
                 self._changed.notify_all()
             return superblock
 
-    def _ended(self, superblock: Superblock, failure: OSError | None) -> None:
-        with self._changed:
-            if failure is None:
-                self.durable = superblock
-            if self._next is None:
-                self.failure = failure
 
-
-def first_failure(
-    writers: Sequence[SuperblockWriter], changed: threading.Condition
+def _first_failure(
+    writers: Sequence[_SuperblockWriter], changed: threading.Condition
 ) -> OSError | None:
-    """Wait for writes that have begun; return why one failed, or None.
+    """Wait for writes that have begun; return the first failure, or None.
 
-    After `PATIENCE_S` those that hang are left to their threads, if any other has ended.
+    After `PATIENCE_S` writes that hang are left to their threads, if any other has ended.
     """
     with changed:
         if not changed.wait_for(lambda: not any(writer.busy for writer in writers), PATIENCE_S):
@@ -143,8 +127,8 @@ def first_failure(
             for writer in writers:
                 if writer.busy:
                     logger.warning(
-                        "%s does not take its superblock: the reset goes on without it, and what "
-                        "it holds stays void by the other targets' superblocks",
+                        "%s does not take its superblock: the reset goes on without it, and its "
+                        "content stays void by the other targets' superblocks",
                         writer.directory,
                     )
         failures = (writer.failure for writer in writers if not writer.busy)
@@ -155,7 +139,7 @@ class Pool:
     """An open pool. Everything but the fd look-ups may block: keep it off the engine's poll.
 
     `reset` is called on an I/O thread; `slab_fd`, `table_fd`, `place`, `encode_entry` and `stamp`
-    from any thread. The rest belongs to the thread that opened it.
+    on any thread. The rest belongs to the thread that opened the pool.
     """
 
     def __init__(
@@ -166,28 +150,40 @@ class Pool:
         on_progress: Progress | None = None,
     ) -> None:
         """Use `Pool.open`."""
-        prepared = prepare(spec, claim, slabs)
+        prepared = prepare(spec, slabs)
         self._spec = spec
         self._claim = claim
         self._slabs = slabs
         self._superblocks = prepared.superblocks
-        self._uuid = prepared.superblocks[0].uuid  # of all of them, and it stays
+        self._uuid = prepared.superblocks[0].uuid  # the same in all of them, for ever
         self._slots_per_target = prepared.slots_per_target
         self._adopt_slots = prepared.adopt_slots
         self._stamp = Stamp(prepared.superblocks[0].epoch, spec.adoptable)
-        self._fallbacks = choose_direct(spec, slabs)
         self._on_progress = on_progress
+        self.target_count = len(slabs)
+        #: Pool slots over all targets.
+        self.slots = prepared.slots_per_target * len(slabs)
+        #: Header page and padded payload.
+        self.slot_bytes = spec.slot_bytes
+        self.payload_bytes = spec.payload_bytes
+        self.engine_index = claim.engine_index
+        #: This rank's directories, one per target.
+        self.directories = claim.directories
+        #: What runs slower than requested, and the cause, for people.
+        self.fallbacks = choose_direct(spec, slabs)
         self._direct = tuple(slab.direct for slab in slabs)
+        #: True if every slab is open for O_DIRECT (buffers and offsets then 4 KiB aligned).
+        self.direct = all(self._direct)
         self._written = threading.Condition()
         self._writers = [
-            SuperblockWriter(slab.directory, superblock, self._written)
+            _SuperblockWriter(slab.directory, superblock, self._written)
             for slab, superblock in zip(slabs, prepared.superblocks, strict=True)
         ]
         self._closed = False
 
     @classmethod
     def open(cls, spec: PoolSpec, on_progress: Progress | None = None) -> Pool:
-        """Claim, check, preallocate. `on_progress` is for `adopt`, if it must read headers.
+        """Claim, check and preallocate. `on_progress` is for `adopt`, if it must read headers.
 
         Raises:
             PoolLockedError: another live owner (named) holds the directory.
@@ -213,75 +209,31 @@ class Pool:
             raise
 
     @property
-    def slots(self) -> int:
-        """Pool slots over all targets."""
-        return self._slots_per_target * len(self._slabs)
-
-    @property
-    def target_count(self) -> int:
-        return len(self._slabs)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Header page and padded payload."""
-        return self._spec.slot_bytes
-
-    @property
-    def payload_bytes(self) -> int:
-        return self._spec.payload_bytes
-
-    @property
-    def engine_index(self) -> int:
-        return self._claim.engine_index
-
-    @property
-    def keyspace(self) -> Keyspace:
-        return self._spec.keyspace
-
-    @property
-    def directories(self) -> tuple[Path, ...]:
-        """This rank's directories, one a target."""
-        return self._claim.directories
-
-    @property
     def stamp(self) -> Stamp:
-        """What a write submitted now is marked with."""
+        """The stamp of a write that is submitted now."""
         return self._stamp
 
     @property
     def epoch(self) -> int:
         return self._stamp.epoch
 
-    @property
-    def shrunk_from(self) -> int | None:
-        """The slots asked for, if there was no space for them; else None."""
-        wanted = self._spec.slots_per_target
-        return wanted * len(self._slabs) if self._slots_per_target < wanted else None
-
-    @property
-    def fallbacks(self) -> tuple[str, ...]:
-        """What runs slower than asked, and why, for people."""
-        return self._fallbacks
-
-    @property
-    def direct(self) -> bool:
-        """True if every slab is open for O_DIRECT (buffers and offsets then 4 KiB aligned)."""
-        return all(self._direct)
-
     def slab_fd(self, pool_slot: int) -> tuple[int, int]:
         """Return (descriptor, byte offset) of a pool slot's header page."""
-        index, target = divmod(pool_slot, len(self._slabs))
-        assert 0 <= index < self._slots_per_target
-        return self._slabs[target].fd, index * self._spec.slot_bytes
+        slab, index = self._find(pool_slot)
+        return slab.fd, index * self.slot_bytes
 
     def table_fd(self, pool_slot: int) -> tuple[int, int]:
         """Return (descriptor, byte offset) of a pool slot's table entry (buffered)."""
-        index, target = divmod(pool_slot, len(self._slabs))
+        slab, index = self._find(pool_slot)
+        return slab.table_fd, index * ENTRY_BYTES
+
+    def _find(self, pool_slot: int) -> tuple[Slab, int]:
+        index, target = divmod(pool_slot, self.target_count)
         assert 0 <= index < self._slots_per_target
-        return self._slabs[target].table_fd, index * ENTRY_BYTES
+        return self._slabs[target], index
 
     def place(self, pool_slot: int) -> SlotPlace:
-        """What the header of this pool slot must name."""
+        """Return the place that the header of this pool slot must name."""
         return SlotPlace(self._uuid, self._spec.rank, pool_slot)
 
     def encode_entry(
@@ -289,49 +241,43 @@ class Pool:
     ) -> bytes:
         """Return the table entry to write once the slot's data is written.
 
-        stamp: the one the slot was sealed with, taken when the write was submitted: a write
+        stamp: the one that the slot was sealed with, taken when the write was submitted: a write
         that a reset overtakes must not be marked with the new epoch.
         """
         return encode_entry(pool_slot, identity, stamp or self._stamp)
 
     def adopt(self) -> AdoptedEntries:
-        """Return what an earlier process stored and this one may use; call it once, at start.
+        """Return the chunks that an earlier process stored; call it once, at start.
 
         Empty unless `spec.adopt`. A table that is missing, cut short or damaged is rebuilt
-        from the slots' headers (`on_progress`). Where a key is found twice, the lower pool
-        slot is kept.
+        from the slots' headers (`on_progress`). The lower of two pool slots with one key is kept.
         """
-        files = [
-            RankFiles(
-                slab.header_fd, slab.table_fd, target, count, slab.table_slots_found, self.place
-            )
-            for target, (slab, count) in enumerate(zip(self._slabs, self._adopt_slots, strict=True))
-        ]
         return adopt_entries(
-            files,
+            self._slabs,
+            self._adopt_slots,
+            spec=self._spec,
             epoch=self._stamp.epoch,
-            slot_bytes=self.slot_bytes,
-            payload_bytes=self.payload_bytes,
+            place=self.place,
             on_progress=self._on_progress,
         )
 
     def reset(self, adoptable: bool) -> None:
         """Void everything stored so far, on disk too; blocks until that is durable.
 
-        Writes submitted from now on are marked with `adoptable`. Even when it fails, what this
-        process writes later is marked with the new epoch, and then never adoptable: a later
-        start may not know of that epoch, and give its number to another reset. A target that is
-        away gets its superblock before it serves again, one that hangs when it answers; until
-        then the others' epoch voids what it holds.
+        Writes submitted from now on are marked with `adoptable`. If the reset fails, what this
+        process writes later still has the new epoch, but is never adoptable: a later start may
+        not know of that epoch, and give its number to another reset. A target that is away gets
+        its superblock before it serves again, one that hangs when it answers; until then the
+        other targets' epoch voids its content.
 
         Raises:
-            OSError: a superblock could not be written: what was stored before could be adopted
-                at a later start. ENODEV: all targets are away.
+            OSError: a superblock could not be written: a later start could adopt what was stored
+                before the reset. ENODEV: all targets are away.
         """
         epoch = next_epoch(self._stamp.epoch)
         self._stamp = Stamp(epoch, adoptable)
-        self._adopt_slots = [0] * len(self._slabs)
-        writers: list[SuperblockWriter] = []
+        self._adopt_slots = [0] * self.target_count
+        writers: list[_SuperblockWriter] = []
         for index, slab in enumerate(self._slabs):
             superblock = replace(self._superblocks[index], epoch=epoch, adoptable=adoptable)
             self._superblocks[index] = superblock
@@ -340,7 +286,7 @@ class Pool:
                 writers[-1].write(superblock)
         failure: OSError | None = OSError(errno.ENODEV, "every target is gone")
         if writers:
-            failure = first_failure(writers, self._written)
+            failure = _first_failure(writers, self._written)
         if failure is not None:
             self._stamp = Stamp(epoch, adoptable=False)
             raise failure
@@ -348,34 +294,37 @@ class Pool:
     # -- targets that go and come back ------------------------------------------------------
 
     def superblock(self, target: int) -> Superblock:
-        """What the target's superblock must be now."""
+        """Return the superblock that the target must have now."""
         return self._superblocks[target]
 
     @property
     def reset_is_durable(self) -> bool:
-        """Has the last reset reached every target by now, if not at once?"""
+        """Whether the last reset has reached every target by now, if not at once."""
         pairs = zip(self._writers, self._superblocks, strict=True)
         return all(writer.durable == superblock for writer, superblock in pairs)
 
     def is_direct(self, target: int) -> bool:
-        """Whether its slab is to be open for O_DIRECT."""
+        """Return whether the target's slab is to be open for O_DIRECT."""
         return self._direct[target]
 
     def device(self, target: int) -> int | None:
-        """st_dev of the file system that it is on; None: it is away."""
+        """Return st_dev of the target's file system; None if the target is away."""
         return self._claim.device(target)
 
-    def exchange(self, target: int, slab: Slab, lock: DirectoryLock | None) -> Callable[[], None]:
-        """Serve `target` from another slab from now on, or, with a closed one, not at all.
+    def exchange(
+        self, target: int, slab: Slab | None, lock: DirectoryLock | None
+    ) -> Callable[[], None]:
+        """Serve `target` from another slab from now on; not at all if `slab` is None.
 
-        Returns what closes the old files; call it when no operation uses them any more, on a
-        thread that nobody waits for.
+        Returns a function that closes the old files. Call it when no operation uses them any
+        more, on a thread that nothing waits for.
         """
+        slab = slab or Slab.closed(self.directories[target])
         durable = self._writers[target].durable
         if lock is not None:
-            durable = self._superblocks[target]  # it was brought up to date
+            durable = self._superblocks[target]  # the prober brought it up to date
         # A thread that hangs in the old files is left behind.
-        self._writers[target] = SuperblockWriter(slab.directory, durable, self._written)
+        self._writers[target] = _SuperblockWriter(slab.directory, durable, self._written)
         old_slab, self._slabs[target] = self._slabs[target], slab
         old_lock = self._claim.exchange_lock(target, lock)
 
@@ -390,8 +339,8 @@ class Pool:
         """Close the files and give up the claim.
 
         abandon: an engine's thread still hangs in the kernel; keep every descriptor, so that
-        their numbers are not given to other files. The process's end closes them. The same where
-        a superblock's write hangs: another owner must not come between.
+        their numbers are not given to other files; the process's end closes them. A superblock's
+        write that hangs has the same effect, because no other owner must come between.
         """
         if self._closed:
             return

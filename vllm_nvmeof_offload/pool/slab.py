@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank directory on one target: its files, modes, preallocation and O_DIRECT probe.
+"""Slab and table of one rank directory: opening, file modes, preallocation, O_DIRECT probe.
 
-Mechanism alone: what the directory should hold is `pool.Pool`'s decision.
+`pool.Pool` decides what the directory should hold.
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload.errors import PoolError
 from vllm_nvmeof_offload.names import LOGGER_NAME
-from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
+from vllm_nvmeof_offload.pool.format import (
+    ENTRY_BYTES,
+    SLAB_FILE,
+    SUPERBLOCK_FILE,
+    SUPERBLOCK_TEMPORARY,
+    TABLE_FILE,
+)
 from vllm_nvmeof_offload.units import KIB, PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["Slab", "make_directory", "probe_o_direct", "read_o_direct"]
+__all__ = ["Slab", "make_directory", "open_private", "probe_o_direct"]
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -38,23 +43,23 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctype
 
 
 def make_directory(path: Path) -> None:
-    """Make `path` (0700) if it is not there; tighten it, with a warning, if it is wider.
+    """Make `path` (0700) if it does not exist; narrow a wider mode, with a warning.
 
     Raises:
-        OSError: it cannot be made, or is a link, or belongs to another user: who owns it could
-            put chunks of their own into it, and checksums do not tell by whom bytes were written.
+        OSError: it cannot be made, is a link, or belongs to another user. Its owner could put
+            chunks into it, and checksums do not prove who wrote the bytes.
     """
     try:
         path.mkdir(0o700)
     except FileExistsError:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            _tighten(fd, path, 0o700)
+            _narrow_mode(fd, path, 0o700)
         finally:
             os.close(fd)
 
 
-def _tighten(fd: int, path: Path, mode: int) -> None:
+def _narrow_mode(fd: int, path: Path, mode: int) -> None:
     status = os.fstat(fd)
     if status.st_uid != os.geteuid():
         why = f"belongs to uid {status.st_uid}, this runs as uid {os.geteuid()}: chown or remove it"
@@ -66,10 +71,10 @@ def _tighten(fd: int, path: Path, mode: int) -> None:
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Open a file of ours (created 0600, tightened to it). Returns the descriptor."""
+    """Open a file, created with mode 0600 and narrowed to it; return the descriptor."""
     fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        _tighten(fd, path, 0o600)
+        _narrow_mode(fd, path, 0o600)
     except BaseException:
         os.close(fd)
         raise
@@ -77,30 +82,36 @@ def open_private(path: Path, flags: int) -> int:
 
 
 class Slab:
-    """Slab and table files of one rank directory. Buffered descriptors until `use_direct`."""
+    """Slab and table of one rank directory. Buffered descriptors until `use_direct`."""
 
-    def __init__(self, directory: Path, fds: tuple[int, int] | None = None) -> None:
-        """Open both files, creating them. OSError if they cannot be opened.
+    def __init__(
+        self, directory: Path, fds: tuple[int, int, int] | None = None, direct: bool = False
+    ) -> None:
+        """Open both files, creating them; or use `fds`: of slab, buffered slab and table.
 
-        fds: of slab and table, opened by somebody else; -1: there are none.
+        Raises:
+            OSError: a file cannot be opened.
         """
         self.directory = directory
-        self.direct = False
+        self.direct = direct
         #: Whole entries that the table had when it was opened: fewer than there should be is
         #: damage, which preallocation would hide behind zeros.
         self.table_slots_found = 0
         if fds is not None:
-            self._buffered_fd, self.table_fd = fds
-            self.fd = self._buffered_fd
+            self.fd, self._buffered_fd, self.table_fd = fds
             return
-        self._buffered_fd = open_private(directory / "slab", os.O_RDWR)
+        self.fd = self._buffered_fd = open_private(directory / SLAB_FILE, os.O_RDWR)
         try:
-            self.table_fd = open_private(directory / "table", os.O_RDWR)
+            self.table_fd = open_private(directory / TABLE_FILE, os.O_RDWR)
         except BaseException:
-            os.close(self._buffered_fd)
+            os.close(self.fd)
             raise
-        self.fd = self._buffered_fd
         self.table_slots_found = os.fstat(self.table_fd).st_size // ENTRY_BYTES
+
+    @classmethod
+    def closed(cls, directory: Path) -> Slab:
+        """Return a slab without files, for a target that is away."""
+        return cls(directory, (-1, -1, -1))
 
     @property
     def is_open(self) -> bool:
@@ -108,27 +119,27 @@ class Slab:
 
     @property
     def header_fd(self) -> int:
-        """Buffered, for reading header pages into any memory."""
+        """The buffered descriptor, which reads header pages into any memory."""
         return self._buffered_fd
 
     def wipe(self) -> None:
-        """Forget everything: after this no old header and no old entry can be read."""
-        for name in ("superblock", "superblock.new"):
+        """Remove all content, so that no old header and no old entry can be read."""
+        for name in (SUPERBLOCK_FILE, SUPERBLOCK_TEMPORARY):
             (self.directory / name).unlink(missing_ok=True)
         os.ftruncate(self.table_fd, 0)
         os.ftruncate(self._buffered_fd, 0)
 
     def allocate(self, slots: int, slot_bytes: int) -> int:
-        """Reserve space for `slots` slots; return for how many there is space.
+        """Reserve space for `slots` slots; return the number that fits.
 
-        Never cuts what is there: `cut` does that, once all targets are known.
+        Never cuts existing slots: `cut` does that, once the counts of all targets are known.
 
         Raises:
             OSError: for another reason than a lack of space.
         """
         slab_bytes = os.fstat(self._buffered_fd).st_size
         table_bytes = os.fstat(self.table_fd).st_size
-        # What an earlier process had reserved is not given up because the disk is full now.
+        # Slots that an earlier process reserved are kept although the disk is full now.
         present = min(slab_bytes // slot_bytes, table_bytes // ENTRY_BYTES)
         count = slots
         while count > 0:
@@ -141,8 +152,8 @@ class Slab:
                 if error.errno not in NO_SPACE:
                     raise
                 if count <= present:
-                    present = 0  # it was sparse
-            # What a failed reservation took goes back before the free space is asked for.
+                    present = 0  # the file was sparse
+            # Return what the failed reservation took before the free space is read.
             os.ftruncate(self._buffered_fd, slab_bytes)
             os.ftruncate(self.table_fd, table_bytes)
             held = os.fstat(self._buffered_fd).st_blocks * 512
@@ -164,23 +175,45 @@ class Slab:
         os.fsync(self._buffered_fd)
 
     def use_direct(self) -> None:
-        """Open the slab for O_DIRECT. OSError if the file system refuses."""
-        flags = os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self.fd = os.open(self.directory / "slab", flags)
-        self.direct = True
+        """Open the slab for O_DIRECT, after a probe.
+
+        A full disk has no room for the probe's file; then reading the slab's first page decides.
+
+        Raises:
+            OSError: the file system refuses.
+            PoolError: it returns other bytes than were written.
+        """
+        room = True
+        try:
+            probe_o_direct(self.directory)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            room = False
+        fd = os.open(
+            self.directory / SLAB_FILE, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW
+        )
+        try:
+            if not room:
+                with mmap.mmap(-1, PAGE_BYTES) as page:
+                    _expect_page(os.preadv(fd, [page], 0))
+        except BaseException:
+            os.close(fd)
+            raise
+        self.fd, self.direct = fd, True
 
     def close(self) -> None:
-        """Close all files, also where a dead mount answers with an error."""
+        """Close all files; a dead mount may answer with an error, which is ignored."""
         for fd in {self.fd, self._buffered_fd, self.table_fd}:
             with contextlib.suppress(OSError):
                 os.close(fd)
 
 
 def reserve(fd: int, size: int) -> None:
-    """Allocate the file's first `size` bytes, keeping what is there.
+    """Allocate the file's first `size` bytes, keeping their content.
 
-    Raw fallocate(2): glibc's posix_fallocate would write zeros, for minutes, where the file
-    system has none. There the file is made sparse instead, and ENOSPC can come from a write.
+    Raw fallocate(2): on a file system without it, glibc's posix_fallocate would write zeros for
+    minutes. Such a file becomes sparse instead, and a later write can fail with ENOSPC.
     """
     while _libc.fallocate(fd, 0, 0, size) != 0:
         number = ctypes.get_errno()
@@ -192,16 +225,6 @@ def reserve(fd: int, size: int) -> None:
             raise OSError(number, os.strerror(number))
 
 
-def read_o_direct(path: Path) -> None:
-    """Read one aligned page of a file with O_DIRECT. OSError if it does not work there."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        with mmap.mmap(-1, PAGE_BYTES) as page, memoryview(page) as view:
-            _expect_page(lambda: os.preadv(fd, [view], 0))
-    finally:
-        os.close(fd)
-
-
 def probe_o_direct(directory: Path) -> None:
     """Write and read one aligned page with O_DIRECT in `directory`.
 
@@ -211,25 +234,23 @@ def probe_o_direct(directory: Path) -> None:
     """
     path = directory / "probe"
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW
-    page = mmap.mmap(-1, 2 * PAGE_BYTES)
-    wanted = os.urandom(PAGE_BYTES)
-    page[:PAGE_BYTES] = wanted
-    view = memoryview(page)
-    fd = -1
-    try:
-        fd = os.open(path, flags, 0o600)
-        _expect_page(lambda: os.pwritev(fd, [view[:PAGE_BYTES]], PAGE_BYTES))
-        _expect_page(lambda: os.preadv(fd, [view[PAGE_BYTES:]], PAGE_BYTES))
-        if view[PAGE_BYTES:] != wanted:
-            raise PoolError(f"{directory}: O_DIRECT reads back other bytes than were written")
-    finally:
-        if fd >= 0:
-            os.close(fd)
-        path.unlink(missing_ok=True)
-        view.release()
-        page.close()
+    written = os.urandom(PAGE_BYTES)
+    with mmap.mmap(-1, PAGE_BYTES) as page:
+        page[:] = written
+        fd = -1
+        try:
+            fd = os.open(path, flags, 0o600)
+            _expect_page(os.pwritev(fd, [page], PAGE_BYTES))
+            page[:] = bytes(PAGE_BYTES)
+            _expect_page(os.preadv(fd, [page], PAGE_BYTES))
+            if page[:] != written:
+                raise PoolError(f"{directory}: O_DIRECT reads back other bytes than were written")
+        finally:
+            if fd >= 0:
+                os.close(fd)
+            path.unlink(missing_ok=True)
 
 
-def _expect_page(transfer: Callable[[], int]) -> None:
-    if transfer() != PAGE_BYTES:
+def _expect_page(count: int) -> None:
+    if count != PAGE_BYTES:
         raise OSError(errno.EIO, "short O_DIRECT transfer")

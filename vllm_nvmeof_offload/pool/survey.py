@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies on targets: every rank directory, its superblock, lock, size and last use.
+"""Surveys targets, read-only: every rank directory, its superblock, lock, size and last use.
 
-Read-only, and of everything: damaged pools and pools of other format versions too.
+Damaged pools and pools of other format versions are included.
 """
 
 from __future__ import annotations
@@ -10,20 +10,24 @@ import json
 import os
 import re
 import stat
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_nvmeof_offload.errors import PoolError, PoolFormatError
-from vllm_nvmeof_offload.pool.format import Superblock, read_superblock
+from vllm_nvmeof_offload.pool.format import (
+    LOCK_FILE,
+    SUPERBLOCK_FILE,
+    Superblock,
+    read_superblock,
+)
 from vllm_nvmeof_offload.pool.keyspace import DIGEST_HEX_DIGITS, Keyspace
 from vllm_nvmeof_offload.pool.lock import LockState, probe_lock
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
 __all__ = [
+    "FACTS_FILE",
     "RankDirectory",
     "Surveyed",
     "disk_bytes",
@@ -34,6 +38,7 @@ __all__ = [
     "survey",
 ]
 
+FACTS_FILE = "keyspace.json"
 _KEYSPACE = re.compile(rf"[0-9a-f]{{{DIGEST_HEX_DIGITS}}}")
 _ENGINE = re.compile(r"engine-(0|[1-9][0-9]{0,8})")
 _RANK = re.compile(r"rank-(0|[1-9][0-9]{0,8})")
@@ -43,7 +48,7 @@ _PREFIX_MIN = 4
 
 @dataclass(frozen=True, slots=True, order=True)
 class RankDirectory:
-    """`target/keyspace/engine-K/rank-R`, found by its name alone."""
+    """`target/keyspace/engine-K/rank-R`, found by its name only."""
 
     target: Path
     keyspace: str
@@ -52,22 +57,22 @@ class RankDirectory:
 
     @property
     def path(self) -> Path:
-        return self.target / self.keyspace / f"engine-{self.engine}" / f"rank-{self.rank}"
+        return self.target / self.name
 
     @property
     def name(self) -> str:
-        """Without the target: the same for all parts of one pool."""
+        """The path below the target: the same for all parts of one pool."""
         return f"{self.keyspace}/engine-{self.engine}/rank-{self.rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """One rank directory, as it lies there.
+    """The state of one rank directory on disk.
 
-    superblock: None unless it is intact, of this version, and of this place; `problem` then
-    says why not ("" otherwise). epoch: the pool's, over all of its parts that were surveyed.
-    adoptable: False where a start would adopt nothing. disk_bytes: allocated. last_use_s: Unix
-    time; a server that runs renews it every few seconds.
+    superblock: None unless it is intact, of this version and of this place; `problem` is then the
+    reason, else empty. epoch: the pool's, over all of its parts that were surveyed. adoptable:
+    False if a start would adopt nothing. disk_bytes: allocated. last_use_s: Unix time; a running
+    server renews it every few seconds.
     """
 
     directory: RankDirectory
@@ -85,7 +90,7 @@ class Surveyed:
 
 
 def find(targets: Sequence[Path]) -> list[RankDirectory]:
-    """Every rank directory on `targets`, in the order of their names. Links are not followed.
+    """Return every rank directory on `targets`, sorted by name. Links are not followed.
 
     Raises:
         PoolError: a target is no directory, or something in it cannot be listed.
@@ -96,15 +101,10 @@ def find(targets: Sequence[Path]) -> list[RankDirectory]:
             raise PoolError(f"target {target} is not a directory; name one with --target")
         for keyspace in _folders(target, _KEYSPACE):
             for engine in _folders(keyspace, _ENGINE):
-                found += [
-                    RankDirectory(target, keyspace.name, _number(engine), _number(rank))
-                    for rank in _folders(engine, _RANK)
-                ]
+                for rank in _folders(engine, _RANK):
+                    numbers = (int(path.name.partition("-")[2]) for path in (engine, rank))
+                    found.append(RankDirectory(target, keyspace.name, *numbers))
     return sorted(found)
-
-
-def _number(path: Path) -> int:
-    return int(path.name.partition("-")[2])
 
 
 def _folders(parent: Path, pattern: re.Pattern[str]) -> list[Path]:
@@ -122,9 +122,9 @@ def _folders(parent: Path, pattern: re.Pattern[str]) -> list[Path]:
 
 
 def select(targets: Sequence[Path], which: str) -> list[RankDirectory]:
-    """Return the rank directories that `which` names: a keyspace (or the start of it), or a path.
+    """Return the rank directories that `which` names: a keyspace (or its first digits), or a path.
 
-    A path names one keyspace's, engine's or rank's directory; it need not lie on `targets`.
+    A path names one keyspace's, engine's or rank's directory; it need not be on `targets`.
 
     Raises:
         PoolError: it names nothing, or more than one keyspace.
@@ -159,34 +159,27 @@ def _under(path: Path) -> list[RankDirectory]:
 
 
 def survey(directories: Sequence[RankDirectory]) -> list[Surveyed]:
-    """Look at each of `directories`.
+    """Survey `directories`.
 
     Raises:
         PoolError: one cannot be read.
     """
-    looked = [_look(directory) for directory in directories]
+    surveyed = [_survey_one(directory) for directory in directories]
     # A reset that reached only some targets has voided all: the highest epoch counts.
     parts: dict[tuple[str, bytes], list[Superblock]] = {}
-    for one in looked:
+    for one in surveyed:
         if one.superblock is not None:
             parts.setdefault((one.directory.name, one.superblock.uuid), []).append(one.superblock)
-    result = []
-    for one in looked:
-        if one.superblock is None:
-            result.append(one)
-            continue
-        siblings = parts[one.directory.name, one.superblock.uuid]
-        result.append(
-            replace(
-                one,
-                epoch=max(part.epoch for part in siblings),
-                adoptable=all(part.adoptable for part in siblings),
-            )
-        )
-    return result
+    for i, one in enumerate(surveyed):
+        if one.superblock is not None:
+            siblings = parts[one.directory.name, one.superblock.uuid]
+            epoch = max(part.epoch for part in siblings)
+            adoptable = all(part.adoptable for part in siblings)
+            surveyed[i] = replace(one, epoch=epoch, adoptable=adoptable)
+    return surveyed
 
 
-def _look(directory: RankDirectory) -> Surveyed:
+def _survey_one(directory: RankDirectory) -> Surveyed:
     path = directory.path
     problem = ""
     superblock: Superblock | None = None
@@ -213,7 +206,7 @@ def _look(directory: RankDirectory) -> Surveyed:
 
 
 def _misfit(directory: RankDirectory, superblock: Superblock | None) -> str:
-    """Why a start would not use this superblock; "" if it would."""
+    """Return the reason why a start would not use this superblock; empty if it would."""
     if superblock is None:
         return "there is none"
     if superblock.keyspace != directory.keyspace:
@@ -230,8 +223,8 @@ def _misfit(directory: RankDirectory, superblock: Superblock | None) -> str:
 
 
 def _last_use(path: Path) -> float | None:
-    """The heartbeat renews the lock file, and giving up the lock writes it a last time."""
-    for name in ("lock", "superblock"):
+    """Return when the lock file was written: by a heartbeat, or by the release of the lock."""
+    for name in (LOCK_FILE, SUPERBLOCK_FILE):
         try:
             return (path / name).stat().st_mtime
         except FileNotFoundError:
@@ -240,7 +233,7 @@ def _last_use(path: Path) -> float | None:
 
 
 def disk_bytes(path: Path, counts: Callable[[str], bool] = lambda _: True) -> int:
-    """Bytes allocated to the regular files under `path` whose name `counts`."""
+    """Return the bytes allocated to the regular files under `path` whose name `counts`."""
     total = 0
     for folder, _, names in os.walk(path):
         for name in filter(counts, names):
@@ -254,9 +247,9 @@ def disk_bytes(path: Path, counts: Callable[[str], bool] = lambda _: True) -> in
 
 
 def read_facts(space: Path) -> dict[str, Any] | None:
-    """The facts beside a keyspace's digest; None where they are lost or of another digest."""
+    """Read the facts in a keyspace's directory; None if they are lost or of another digest."""
     try:
-        with (space / "keyspace.json").open("rb") as file:
+        with (space / FACTS_FILE).open("rb") as file:
             facts = json.loads(file.read(_FACTS_BYTES_MAX))
         same = isinstance(facts, dict) and Keyspace.exactly(facts).digest == space.name
     except (OSError, ValueError, RecursionError):
@@ -265,6 +258,6 @@ def read_facts(space: Path) -> dict[str, Any] | None:
 
 
 def model_name(space: Path) -> str:
-    """The model's name for people: "?" where it is not known."""
+    """Return the model's name for people, or "?"."""
     facts = read_facts(space)
     return str(facts.get("model", "?")) if facts else "?"

@@ -1,35 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verdict on each target: ok, degraded, suspect, gone. Pure; one thread, the pipeline's.
+"""The health of each target: ok, degraded, suspect or gone. Pure; runs on the pipeline's thread.
 
-verdict    when                                                      I/O there
+verdict    condition                                                 I/O on the target
 ========   =======================================================   =========================
-ok         nothing below                                             all
+ok         none of the conditions below                              all
 degraded   a controller is not live, or a path not optimized         all
-suspect    an operation is past its deadline, and the kernel still   none: it fails at once
-           has its buffer; or none of its controllers carries I/O    with DEADLINE
-gone       of its reads, or of its writes, `FAILURES_MAX` in a row   none, as above, until
-           fail with an error of target scope (`errors.ERRORS`),     attached again
-           or EIO on `FAILED_SLOTS_MAX` slots in a row; or its
-           block device has disappeared
+suspect    an operation is past its deadline and the kernel still    none: it fails at once
+           has its buffer; or no controller of it carries I/O        with DEADLINE
+gone       `FAILURES_MAX` of its reads, or of its writes, in a row   none, as above, until it
+           fail with an error of target scope (`errors.ERRORS`),     is attached again
+           or `FAILED_SLOTS_MAX` slots in a row fail with EIO; or
+           its block device has disappeared
 
-ok and degraded are *usable*; only that decides anything in the manager. Suspect ends by
-itself, when the kernel has returned every buffer and a controller carries I/O. Gone ends with
-`attached` alone, whatever else changes meanwhile.
+ok and degraded are *usable*; the manager only looks at that. Suspect ends by itself, when the
+kernel has returned every buffer and a controller carries I/O. Gone ends only with `attached`,
+whatever else changes meanwhile (`reattach`).
 
-Re-attachment (`reattach`, `prober`). As soon as the kernel has nothing of a gone target any
-more, its descriptors are closed and its lock goes, so that the file system can be unmounted: a
-dead xfs cannot be mounted again while anything holds the old mount. Short-lived child
-processes look at its path: at once when the mount table changes, else every
-`reattach.PROBE_S_MIN` seconds, twice as long after each failure, up to `PROBE_S_MAX`. A child
-takes the rank directory's lock, finds this pool's superblock (uuid, geometry, epoch), reads a
-page of the slab, brings a superblock that missed a reset up to date, and hands its descriptors
-over. What is submitted from then on belongs to a new *attachment*; what is still under way in
-an older one counts for nothing any more. The device's name, and its wwid, do not matter. A
-suspect target is looked at as rarely, and attached again only where another file system than
-the one that hangs is mounted there by now.
-
-The manager keeps a target's entries while it is away; look-ups there miss. What is on disk
-afterwards proves itself by header and CRC at each read: a wrong or an older disk is a miss.
+The manager keeps a target's entries while the target is away; their look-ups miss. Afterwards
+header and CRC prove the bytes on disk at each read, so a wrong or an older disk is a miss.
 """
 
 from __future__ import annotations
@@ -43,14 +31,14 @@ from vllm_nvmeof_offload.errors import Outcome, OutcomeKind, Scope
 
 __all__ = ["FAILED_SLOTS_MAX", "FAILURES_MAX", "PathStates", "TargetHealth", "Verdict"]
 
-#: Failures of target scope, without a success of that direction between, that make it gone.
+#: This many failures of target scope, with no success of that direction between, mean gone.
 FAILURES_MAX = 3
-#: EIO may be one bad place. On so many different slots, without a success between, it is not.
+#: EIO may be one bad place; on this many slots, with no success between, the target is gone.
 FAILED_SLOTS_MAX = 8
 
 
 class Verdict(enum.Enum):
-    """The later, the worse."""
+    """From the best to the worst."""
 
     OK = "ok"
     DEGRADED = "degraded"
@@ -64,10 +52,10 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PathStates:
-    """How many controllers a target has, how many carry I/O, how many are live and optimized.
+    """Counts of a target's controllers: known, carrying I/O, and live with optimized paths only.
 
-    known 0: none is to be seen, or it lies on something else. device: is its block device there?
-    attachment: whose these are; what was seen of an older one counts for nothing.
+    known: 0 if sysfs shows none. device: the target's block device exists. attachment: the one
+    that was observed; `TargetHealth` ignores observations of an older one.
     """
 
     known: int = 0
@@ -85,70 +73,66 @@ class _Run:
     slots: set[int] = field(default_factory=set)
 
     @property
-    def too_long(self) -> bool:
+    def is_too_long(self) -> bool:
         return self.of_target >= FAILURES_MAX or len(self.slots) >= FAILED_SLOTS_MAX
 
 
 class TargetHealth:
-    """One target's. An attachment is a number that counts up with each `attached`."""
+    """The health of one target. An attachment is a number that each `attached` increments."""
 
     def __init__(self, *, can_return: bool = True) -> None:
-        """can_return: False where nobody would attach it again: failures do not make it gone."""
+        """can_return: False if nothing attaches it again; failures then do not make it gone."""
         self.verdict = Verdict.OK
-        #: Why it is not ok, for people.
+        #: The reason why it is not ok, for people.
         self.reason = ""
         self.attachment = 0
         self._can_return = can_return
         self._under_way: Counter[int] = Counter()  # attachment → operations, their buffers too
         self._late: Counter[int] = Counter()  # attachment → those past their deadline
-        self._lost = ""  # why it is gone
+        self._lost = ""  # the reason why it is gone; empty: it is not
         self._paths = PathStates()
         self._runs = {False: _Run(), True: _Run()}  # by is_write
 
     def busy(self, attachment: int) -> bool:
-        """Does an operation use this attachment's descriptors?"""
+        """Return whether an operation uses this attachment's descriptors."""
         return self._under_way[attachment] > 0
 
-    # -- operations -------------------------------------------------------------------
-
     def began(self) -> int:
-        """An operation goes to the engine; returns the attachment that it belongs to."""
+        """Count an operation that goes to the engine; return the attachment it belongs to."""
         self._under_way[self.attachment] += 1
         return self.attachment
 
     def late(self, attachment: int) -> None:
-        """An operation is past its deadline, and the kernel still has its buffer."""
+        """Count an operation past its deadline whose buffer the kernel still has."""
         self._late[attachment] += 1
         self._judge()
 
     def released(self, attachment: int, *, late: bool) -> None:
-        """The kernel has nothing of an operation any more. late: it was reported so before."""
+        """The kernel has released an operation. late: it was counted as `late` before."""
         self._under_way[attachment] -= 1
         if late:
             self._late[attachment] -= 1
             self._judge()
 
     def ended(self, attachment: int, outcome: Outcome, pool_slot: int, *, is_write: bool) -> None:
-        """An operation has its outcome. Deadlines and cancellations are no answer of the target."""
+        """Take in an outcome. Deadlines and cancellations are not answers of the target."""
         if attachment != self.attachment:
             return
         run = self._runs[is_write]
         if outcome.kind is not OutcomeKind.IO_ERROR:
             if outcome.kind not in (OutcomeKind.DEADLINE, OutcomeKind.CANCELLED):
-                run.of_target = 0  # bytes came, right or wrong
+                run.of_target = 0  # the target returned bytes, right or wrong
                 run.slots.clear()
             return
         if outcome.scope is Scope.TARGET:
             run.of_target += 1
         elif outcome.errno == errno.EIO:
             run.slots.add(pool_slot)
-        if run.too_long:
+        if run.is_too_long:
             self.lost(f"{'writes' if is_write else 'reads'} fail in a row, now with {outcome}")
 
-    # -- from outside -----------------------------------------------------------------
-
     def watched(self, paths: PathStates) -> None:
-        """What sysfs shows now."""
+        """Take in the state that sysfs shows now."""
         if paths.attachment != self.attachment:
             return
         self._paths = paths
@@ -157,13 +141,13 @@ class TargetHealth:
         self._judge()
 
     def lost(self, reason: str) -> None:
-        """It is gone, until `attached`."""
+        """Mark the target gone until `attached`."""
         if self._can_return:
             self._lost = self._lost or reason
             self._judge()
 
     def attached(self) -> None:
-        """New descriptors serve it: what is known of the old ones is history."""
+        """New descriptors serve it; forget what was known about the old ones."""
         self.attachment += 1
         self._lost = ""
         self._paths = PathStates()

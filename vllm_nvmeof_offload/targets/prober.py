@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at one target's path, in a process of its own, and opens what it finds there.
+"""Opens the pool on one target's path in a child process: `python -m …targets.prober FD`.
 
-`python -m vllm_nvmeof_offload.targets.prober FD`: FD is a SOCK_SEQPACKET socket, from which comes
-a `ProbeJob` and to which goes a `ProbeAnswer`, with descriptors where the pool is there. Every
-call here may hang in the kernel for as long as it likes: nobody waits for this process, and it
-holds nothing that a server needs. A server dies with none of its threads in such a call.
-
-The lock comes with the descriptor that is handed over: who closes that last gives it up.
+FD is a SOCK_SEQPACKET socket: a `ProbeRequest` comes in, a `ProbeAnswer` goes out, with open
+descriptors where the pool was found. Every call here may hang in the kernel without limit. The
+server does not wait for this process, which holds nothing that the server needs; a server with
+a thread in such a call could not end. The lock is handed over with its descriptor.
 """
 
 from __future__ import annotations
@@ -19,26 +17,34 @@ import socket
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from vllm_nvmeof_offload.errors import PoolError
-from vllm_nvmeof_offload.pool.format import Superblock, read_superblock, write_superblock
+from vllm_nvmeof_offload.pool.format import (
+    LOCK_FILE,
+    SLAB_FILE,
+    TABLE_FILE,
+    Superblock,
+    read_superblock,
+    write_superblock,
+)
 from vllm_nvmeof_offload.pool.lock import DirectoryLock, Silence, local_holder_error
 from vllm_nvmeof_offload.units import PAGE_BYTES
 
-__all__ = ["MESSAGE_BYTES_MAX", "OPENED", "ProbeAnswer", "ProbeJob", "probe"]
+__all__ = ["DESCRIPTORS", "MESSAGE_BYTES_MAX", "ProbeAnswer", "ProbeRequest"]
 
 MESSAGE_BYTES_MAX = 64 << 10
-#: What comes with the answer, in this order; the first two are one where there is no O_DIRECT.
-OPENED = ("slab", "buffered slab", "table", "lock")
+#: Descriptors that a success carries: slab, buffered slab, table, lock. The first two are of one
+#: open file if the slab is not opened for O_DIRECT.
+DESCRIPTORS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeJob:
-    """superblock: the page that should be there, as hex. pid: of the server, for the lock.
+class ProbeRequest:
+    """The pool to look for in `directory`.
 
-    device: st_dev of the file system that the server has open and that hangs: it is not what is
-    looked for. None: the server has none open.
+    superblock: the page that is expected, as hex digits. pid: the server's, for the lock.
+    device: st_dev of the file system that the server has open and that hangs; the prober does
+    not open it again. None: the server has none open.
     """
 
     directory: str
@@ -49,13 +55,10 @@ class ProbeJob:
     pid: int
     device: int | None
 
-    def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
 
 @dataclass(frozen=True, slots=True)
 class ProbeAnswer:
-    """failure: empty where descriptors come with it. device, inode: of the lock file."""
+    """failure: empty if descriptors come with the answer. device, inode: of the lock file."""
 
     failure: str = ""
     device: int = 0
@@ -66,9 +69,11 @@ class ProbeAnswer:
 
     @staticmethod
     def decode(message: bytes) -> ProbeAnswer:
-        """Raises ValueError: a prober of this version does not answer so.
+        """Parse an answer.
 
-        Whoever upgrades the package under a running server has probers of another one.
+        Raises:
+            ValueError: a prober of this version does not answer like this. An upgrade of the
+                package under a running server starts probers of another version.
         """
         try:
             answer = ProbeAnswer(**json.loads(message))
@@ -80,67 +85,69 @@ class ProbeAnswer:
         raise ValueError(f"no answer: {answer}")
 
 
-def probe(job: ProbeJob) -> tuple[ProbeAnswer, list[int]]:
-    """Open the pool that `job` describes; an answer says why not.
+def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
+    """Open the requested pool; the answer's `failure` is the reason if it cannot be served.
 
     Raises:
         OSError: the file system fails.
-        PoolError: another live owner, or a superblock that is not intact.
+        PoolError: another live process owns the pool, or its superblock is not intact.
     """
-    directory = Path(job.directory)
-    wanted = Superblock.decode(bytes.fromhex(job.superblock))
-    if job.device is not None and os.stat(directory).st_dev == job.device:
+    directory = Path(request.directory)
+    expected = Superblock.decode(bytes.fromhex(request.superblock))
+    if request.device is not None and os.stat(directory).st_dev == request.device:
         return ProbeAnswer("the file system that hangs is still the one that is mounted"), []
-    failure = _mismatch(directory, wanted)  # before anything is made in a directory of others
+    # Checked before the claim, which would create a lock file in a directory of others.
+    failure = _mismatch(directory, expected)
     if failure:
         return ProbeAnswer(failure), []
-    path = directory / "lock"
-    lock = Silence().settled(lambda silence: DirectoryLock.claim(path, job.pid, silence))
+    path = directory / LOCK_FILE
+    lock = Silence().settled(lambda silence: DirectoryLock.claim(path, request.pid, silence))
     if lock is None:
         raise local_holder_error(path)
-    fds = _open_files(directory, direct=job.direct)
-    failure = _mismatch(directory, wanted) or _too_short(job, fds)
+    fds = _open_files(directory, direct=request.direct)
+    failure = _mismatch(directory, expected) or _too_short(request, fds)
     if failure:
         lock.release()
         return ProbeAnswer(failure), []
     _read_page(fds[0])
-    if read_superblock(directory) != wanted:
-        write_superblock(directory, wanted)  # it missed a reset
+    if read_superblock(directory) != expected:
+        write_superblock(directory, expected)  # the target missed a reset
     return ProbeAnswer("", lock.file.device, lock.file.inode), [*fds, lock.fd]
 
 
-def _mismatch(directory: Path, wanted: Superblock) -> str:
-    """Why the directory does not hold this pool; empty: it does."""
+def _mismatch(directory: Path, expected: Superblock) -> str:
+    """Return the reason why the directory does not hold the pool; empty if it does."""
     found = read_superblock(directory)
     if found is None:
         return "no pool is there"
-    if found == wanted:
+    if found == expected:
         return ""
-    if found.epoch > wanted.epoch or (found.epoch == wanted.epoch and not found.adoptable):
+    if found.epoch > expected.epoch or (found.epoch == expected.epoch and not found.adoptable):
         return "another server has used the pool meanwhile: it is served again after a restart"
-    if replace(found, epoch=wanted.epoch, adoptable=wanted.adoptable) != wanted:
+    if replace(found, epoch=expected.epoch, adoptable=expected.adoptable) != expected:
         return "another pool is there"
     return ""
 
 
 def _open_files(directory: Path, *, direct: bool) -> list[int]:
-    """Never creates one: what is not there was not this pool's."""
+    """Open slab and table; creates none, because a missing file was not this pool's."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    buffered = os.open(directory / "slab", flags)
-    slab = os.open(directory / "slab", flags | os.O_DIRECT) if direct else buffered
-    return [slab, buffered, os.open(directory / "table", flags)]
+    buffered = os.open(directory / SLAB_FILE, flags)
+    slab = os.open(directory / SLAB_FILE, flags | os.O_DIRECT) if direct else buffered
+    return [slab, buffered, os.open(directory / TABLE_FILE, flags)]
 
 
-def _too_short(job: ProbeJob, fds: list[int]) -> str:
-    for name, fd, wanted in (("slab", fds[0], job.slab_bytes), ("table", fds[2], job.table_bytes)):
+def _too_short(request: ProbeRequest, fds: list[int]) -> str:
+    sizes = (("slab", fds[0], request.slab_bytes), ("table", fds[2], request.table_bytes))
+    for name, fd, expected in sizes:
         found = os.fstat(fd).st_size
-        if found < wanted:
-            return f"its {name} has {found} bytes, not {wanted}: start the server anew"
+        if found < expected:
+            return f"its {name} has {found} bytes, not {expected}: restart the server"
     return ""
 
 
 def _read_page(fd: int) -> None:
-    """From the device, not from the page cache, which outlives it."""
+    """Read from the device, not from the page cache, which outlives the device."""
     os.posix_fadvise(fd, 0, PAGE_BYTES, os.POSIX_FADV_DONTNEED)
     with mmap.mmap(-1, PAGE_BYTES) as page, memoryview(page) as view:
         count = os.preadv(fd, [view], 0)
@@ -149,14 +156,14 @@ def _read_page(fd: int) -> None:
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Answer one request; see the module's docstring."""
     with socket.socket(fileno=int(sys.argv[1])) as channel:
-        parameters: dict[str, Any] = json.loads(channel.recv(MESSAGE_BYTES_MAX))
+        request = ProbeRequest(**json.loads(channel.recv(MESSAGE_BYTES_MAX)))
         try:
-            answer, fds = probe(ProbeJob(**parameters))
+            answer, fds = probe(request)
         except (OSError, PoolError) as error:
             answer, fds = ProbeAnswer(str(error) or repr(error)), []
-        with contextlib.suppress(OSError):  # the server has ended, or waits no more
+        with contextlib.suppress(OSError):  # the server has ended, or no longer waits
             socket.send_fds(channel, [answer.encode()], fds)
 
 

@@ -50,7 +50,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._io = parts.io
         self._memory = parts.staging
         self._pool = parts.pool
-        self._caretaker = parts.caretaker
+        self._watcher = parts.watcher
         self._ops: dict[int, int] = {}  # vLLM's job → our op
         self._jobs: dict[int, int] = {}  # our op → vLLM's job
         self._load_blocks: dict[int, _LoadBlocks] = {}  # by load op
@@ -118,8 +118,8 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._copy.asleep = False
 
     def shutdown(self) -> None:
-        if self._caretaker is not None:
-            self._caretaker.stop()
+        if self._watcher is not None:
+            self._watcher.stop()
         self._runner.stop()
         released = self._io.close()
         self._copy.close()

@@ -31,7 +31,7 @@ from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello
 from vllm_nvmeof_offload.staging import Staging, split_slots
 from vllm_nvmeof_offload.targets.health import TargetHealth
-from vllm_nvmeof_offload.targets.reattach import Attachments, Caretaker, TargetWatch
+from vllm_nvmeof_offload.targets.reattach import Attachments, TargetWatcher
 from vllm_nvmeof_offload.units import slot_stride_bytes
 from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
@@ -73,7 +73,7 @@ class RankWorker:
     io: IoEngine
     staging: Staging
     pool: Pool | None
-    caretaker: Caretaker | None = None
+    watcher: TargetWatcher | None = None
 
 
 def build_worker(
@@ -114,7 +114,7 @@ def build_worker(
     config = _scheduler_config(settings, identity.rank, pool, io, slot_bytes, health)
     pipeline = TransferPipeline(staging.map, copy, io, config)
     runner = PipelineRunner(pipeline, waker, io.fileno())
-    caretaker = _caretaker(pool, io, health, runner) if pool and health else None
+    watcher = _watcher(pool, io, health, runner) if pool and health else None
     hello = RankHello(
         rank=identity.rank,
         engine_index=pool.engine_index if pool else 0,
@@ -137,7 +137,7 @@ def build_worker(
     logger.debug("%s: ready with %d adopted chunks", identity, len(adopted))
     for line in kv_device.warnings:
         logger.warning("%s", line)
-    parts = RankWorker(runner, geometry, copy, io, staging, pool, caretaker)
+    parts = RankWorker(runner, geometry, copy, io, staging, pool, watcher)
     return parts, hello
 
 
@@ -174,14 +174,14 @@ def _scheduler_config(
     )
 
 
-def _caretaker(
+def _watcher(
     pool: Pool, io: IoEngine, health: tuple[TargetHealth, ...], runner: PipelineRunner
-) -> Caretaker:
-    """Build the watcher that attaches targets again when they come back."""
-    # Resolve links now: later a look at the path might hang.
-    watches = [TargetWatch(os.path.realpath(directory)) for directory in pool.directories]
-    sites = Attachments(pool, io, health)
-    return Caretaker(sites, watches, lambda call: runner.hand_over(lambda _: call()))
+) -> TargetWatcher:
+    """Start the thread that watches the targets and attaches again those that come back."""
+    # Links are resolved now, because a later look at the path might hang.
+    targets = [os.path.realpath(directory) for directory in pool.directories]
+    attachments = Attachments(pool, io, health)
+    return TargetWatcher(attachments, targets, lambda call: runner.hand_over(lambda _: call()))
 
 
 def _pool_bytes(settings: OffloadConfig, identity: RankIdentity, slot_bytes: int) -> int:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tests.wait import wait_until
 from vllm_nvmeof_offload.targets.health import PathStates
-from vllm_nvmeof_offload.targets.prober import ProbeAnswer, ProbeJob
-from vllm_nvmeof_offload.targets.reattach import Caretaker, TargetWatch, Wanted
+from vllm_nvmeof_offload.targets.prober import ProbeAnswer, ProbeRequest
+from vllm_nvmeof_offload.targets.reattach import Attachments, TargetWatcher
 
 #: Leaves its session's number in a file that appears whole.
 PROBER = """
@@ -22,13 +22,18 @@ os.rename(sys.argv[1] + ".part", sys.argv[1])
 """
 
 
-class Away:
-    """One target that is looked for."""
+class Away(Attachments):
+    """One target that is searched for."""
 
-    def look(self, states: Sequence[PathStates]) -> list[Wanted | None]:
-        return [Wanted(ProbeJob("", "", False, 0, 0, os.getpid(), None), patient=False)]
+    def __init__(self) -> None:
+        """It has no pool."""
 
-    def attach(self, target: int, job: ProbeJob, answer: ProbeAnswer, fds: list[int]) -> str:
+    def update(self, states: Sequence[PathStates]) -> list[ProbeRequest | None]:
+        return [ProbeRequest("", "", False, 0, 0, os.getpid(), None)]
+
+    def attach(
+        self, target: int, request: ProbeRequest, answer: ProbeAnswer, fds: list[int]
+    ) -> str:
         return "not wanted"
 
 
@@ -40,7 +45,7 @@ def test_a_prober_is_out_of_reach_of_ctrl_c(tmp_path: Path) -> None:
     """The console's SIGINT to the server's process group gives no traceback of a prober."""
     told = tmp_path / "session"
     command = [sys.executable, "-c", PROBER, str(told)]
-    caretaker = Caretaker(Away(), [TargetWatch(str(tmp_path))], at_once, command=command)
+    watcher = TargetWatcher(Away(), [str(tmp_path)], at_once, command=command)
     wait_until("a prober", told.exists)
-    caretaker.stop()
+    watcher.stop()
     assert int(told.read_text()) != os.getsid(0)

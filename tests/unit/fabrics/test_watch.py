@@ -6,13 +6,13 @@ from __future__ import annotations
 import shutil
 
 from vllm_nvmeof_offload.targets.health import PathStates
-from vllm_nvmeof_offload.targets.reattach import TargetWatch
+from vllm_nvmeof_offload.targets.reattach import TargetPaths
 
 from .trees import Tree, two_paths
 
 
-def _watch(tree: Tree) -> TargetWatch:
-    return TargetWatch("/mnt/kv", str(tree.sysfs), str(tree.mountinfo))
+def _watch(tree: Tree) -> TargetPaths:
+    return TargetPaths("/mnt/kv", str(tree.sysfs), str(tree.mountinfo))
 
 
 def test_states_are_read_anew_each_time(tree: Tree) -> None:

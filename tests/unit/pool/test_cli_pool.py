@@ -18,7 +18,8 @@ from vllm_nvmeof_offload.pool import lock
 from vllm_nvmeof_offload.pool import lock as silence
 from vllm_nvmeof_offload.pool.format import SUPERBLOCK_VERSION
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
-from vllm_nvmeof_offload.pool.lock import hold, probe_lock
+from vllm_nvmeof_offload.pool.lock import probe_lock
+from vllm_nvmeof_offload.pool.ownership import hold
 from vllm_nvmeof_offload.pool.pool import Pool
 
 from .kit import SLOT_BYTES, STORED, make_spec

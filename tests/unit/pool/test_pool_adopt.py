@@ -27,7 +27,7 @@ from .kit import (
 def test_a_new_pool_is_empty_and_has_the_geometry_asked_for(open_pool: OpenPool) -> None:
     pool = open_pool(2)
     assert (pool.slots, pool.target_count, pool.slot_bytes) == (16, 2, SLOT_BYTES)
-    assert (pool.payload_bytes, pool.engine_index, pool.shrunk_from) == (PAYLOAD_BYTES, 0, None)
+    assert (pool.payload_bytes, pool.engine_index) == (PAYLOAD_BYTES, 0)
     assert pool.fallbacks == ()
     assert entries(pool) == {}
     places = {(pool.slab_fd(slot), pool.table_fd(slot)) for slot in range(16)}

@@ -22,8 +22,7 @@ import numpy as np
 from vllm_nvmeof_offload.commands.pool.offline import OfflineRank, Progress, held_survey, open_rank
 from vllm_nvmeof_offload.errors import PoolError
 from vllm_nvmeof_offload.pool.format import is_superblock
-from vllm_nvmeof_offload.pool.lock import hold
-from vllm_nvmeof_offload.pool.ownership import OWNER_FILE
+from vllm_nvmeof_offload.pool.ownership import OWNER_FILE, hold
 from vllm_nvmeof_offload.pool.recovery import written_slots
 from vllm_nvmeof_offload.pool.survey import disk_bytes
 from vllm_nvmeof_offload.units import MIB

@@ -31,7 +31,8 @@ from vllm_nvmeof_offload.pool.format import (
     encode_entry,
     parse_header,
 )
-from vllm_nvmeof_offload.pool.lock import LockState, give_to_owner, hold
+from vllm_nvmeof_offload.pool.lock import LockState
+from vllm_nvmeof_offload.pool.ownership import give_to_owner, hold
 from vllm_nvmeof_offload.pool.recovery import read_table
 from vllm_nvmeof_offload.pool.slab import open_private
 from vllm_nvmeof_offload.pool.survey import RankDirectory, Surveyed, read_facts, survey

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that has lost targets looked for outlives whatever its probers answer."""
+"""The thread that searches for lost targets outlives every answer of a prober."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.descriptors import numbers_from
 from tests.wait import wait_until
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.targets.health import PathStates
-from vllm_nvmeof_offload.targets.prober import ProbeAnswer, ProbeJob
-from vllm_nvmeof_offload.targets.reattach import Caretaker, TargetWatch, Wanted
+from vllm_nvmeof_offload.targets.prober import ProbeAnswer, ProbeRequest
+from vllm_nvmeof_offload.targets.reattach import Attachments, TargetWatcher
 
 PROBER = """
 import socket, sys
@@ -25,32 +25,34 @@ with socket.socket(fileno=int(sys.argv[2])) as channel:
 """
 
 
-class _Sites:
-    """Always looks for its one target."""
+class _Away(Attachments):
+    """Always searches for its one target."""
 
     def __init__(self, directory: Path) -> None:
-        self._job = ProbeJob(str(directory), "", False, 0, 0, 0, None)
+        self._wanted = ProbeRequest(str(directory), "", False, 0, 0, 0, None)
 
-    def look(self, states: Sequence[PathStates]) -> list[Wanted | None]:
-        return [Wanted(self._job, patient=False)]
+    def update(self, states: Sequence[PathStates]) -> list[ProbeRequest | None]:
+        return [self._wanted]
 
-    def attach(self, target: int, job: ProbeJob, answer: ProbeAnswer, fds: list[int]) -> str:
+    def attach(
+        self, target: int, request: ProbeRequest, answer: ProbeAnswer, fds: list[int]
+    ) -> str:
         raise AssertionError("there was nothing to attach")
 
 
 def said_of(answer: str, directory: Path, caplog: pytest.LogCaptureFixture) -> str:
     """What a server logs of a prober that gives this answer; its thread must live on."""
     with caplog.at_level(logging.WARNING, LOGGER_NAME):
-        caretaker = Caretaker(
-            _Sites(directory),
-            [TargetWatch(str(directory))],
+        watcher = TargetWatcher(
+            _Away(directory),
+            [str(directory)],
             lambda call: call(),
             command=[sys.executable, "-c", PROBER, answer],
         )
         try:
             wait_until("the prober's answer", lambda: bool(caplog.messages), limit_s=30.0)
         finally:
-            caretaker.stop()
+            watcher.stop()
     return caplog.messages[0]
 
 
