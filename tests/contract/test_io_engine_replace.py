@@ -30,7 +30,7 @@ def copy_of(rig: Rig, target: int, path: Path) -> Slab:
     for file in ("slab", "table"):
         (path / file).write_bytes((rig.pool.directories[target] / file).read_bytes())
     slab = Slab(path)
-    if rig.pool.is_direct(target):
+    if rig.pool.is_direct[target]:
         slab.use_direct()
     return slab
 

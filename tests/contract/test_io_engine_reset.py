@@ -65,7 +65,7 @@ def test_a_write_that_hangs_holds_up_neither_a_reset_nor_what_follows(make_rig: 
     (reset, after) = rig.run(rig.op(IoKind.RESET), rig.write(3, 2, name(4)))
     assert (reset.outcome, after.outcome) == (OK, OK)
     epochs = {read_superblock(directory) for directory in rig.pool.directories}
-    assert {found.epoch for found in epochs if found is not None} == {rig.pool.epoch}
+    assert {found.epoch for found in epochs if found is not None} == {rig.pool.stamp.epoch}
     rig.gate.open_all()
     assert rig.wait(bool) == [Completion(hung.token, None)]
     pool = rig.reopen()

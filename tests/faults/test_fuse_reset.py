@@ -49,7 +49,9 @@ def test_a_write_that_hangs(survivor: Survivor, faulty_mount: FaultyMount) -> No
     assert survivor.reset() == OK
     assert survivor.pool.reset_is_durable
     assert survivor.write(1, 3, name(1)) == OK
-    assert [epoch_of(place) for place in survivor.pool.directories] == [survivor.pool.epoch] * 2
+    assert [epoch_of(place) for place in survivor.pool.directories] == [
+        survivor.pool.stamp.epoch
+    ] * 2
     check_what_is_left(survivor, faulty_mount)
 
 
@@ -57,7 +59,7 @@ def test_a_write_that_hangs(survivor: Survivor, faulty_mount: FaultyMount) -> No
 def test_a_superblock_that_hangs(
     survivor: Survivor, faulty_mount: FaultyMount, rules: list[dict[str, str]]
 ) -> None:
-    old = survivor.pool.epoch
+    old = survivor.pool.stamp.epoch
     faulty_mount.rules(*rules)
     if DATA in rules:
         assert survivor.write(1, 2, name(1)) == DEADLINE
@@ -77,7 +79,7 @@ def check_what_is_left(survivor: Survivor, faulty_mount: FaultyMount) -> None:
     pool = survivor.pool
     faulty_mount.rules()
     wait_until("the superblock of the target that hung", lambda: pool.reset_is_durable)
-    assert [epoch_of(directory) for directory in pool.directories] == [pool.epoch] * 2
+    assert [epoch_of(directory) for directory in pool.directories] == [pool.stamp.epoch] * 2
     survivor.wait_until(lambda: all(health.verdict.usable for health in survivor.health))
     survivor.runner.stop()
     assert survivor.bench.close()

@@ -155,7 +155,7 @@ def test_a_prober_that_hangs_is_left_behind(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(reattach, "_ANSWER_S_MAX", 0.3)
+    monkeypatch.setattr(reattach, "_ANSWER_S_MAX", 2.0)  # enough to start Python meanwhile
     monkeypatch.setattr(reattach, "_LOOK_S", 0.02)
     looks = 0
     states = TargetPaths.states
@@ -201,7 +201,7 @@ def test_a_reset_that_it_missed(survivor: Survivor, faulty_mount: FaultyMount) -
     lose(survivor)
     survivor.wait_until(lambda: survivor.pool.device(0) is None)
     assert survivor.reset() == OK
-    epoch = survivor.pool.epoch
+    epoch = survivor.pool.stamp.epoch
     faulty_mount.unmount()
     faulty_mount.mount()
     survivor.wait_verdict(0, Verdict.OK)
@@ -227,7 +227,7 @@ def test_a_reset_while_every_target_is_away_is_made_good(
     assert survivor.write(0, 1, name(0)) == OK
     found = read_superblock(survivor.pool.directories[0])
     assert found is not None
-    assert found.epoch == survivor.pool.epoch
+    assert found.epoch == survivor.pool.stamp.epoch
     survivor.close()
     pool = Pool.open(spec)
     assert len(pool.adopt()) == 0

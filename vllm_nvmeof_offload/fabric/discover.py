@@ -66,8 +66,7 @@ def _unescape(field: str) -> str:
 def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
     """Return the mount that a look-up of `path` (absolute, without links) ends on.
 
-    The walk starts at the root and goes through the mounts on top of each other, as the kernel
-    does: the longest mount point may be hidden by another mount.
+    The walk follows the mounts from the root; the longest mount point may be hidden by another.
     """
     path = os.path.normpath(path)
     ids = {mount.mount_id for mount in mounts}
@@ -85,15 +84,12 @@ def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
         on_top = [
             mount
             for mount in left
-            if mount.parent_id == here.mount_id and _covers(mount.point, path)
+            if mount.parent_id == here.mount_id
+            and (path == mount.point or path.startswith(mount.point.rstrip("/") + "/"))
         ]
         if not on_top:
             return here
         here = min(on_top, key=lambda mount: len(mount.point))
-
-
-def _covers(point: str, path: str) -> bool:
-    return path == point or path.startswith(point.rstrip("/") + "/")
 
 
 def discover(target: str, sysfs: str = "/sys", mountinfo: str = MOUNTINFO) -> TargetFabric:

@@ -69,10 +69,12 @@ def read_gpus(sysfs: str = "/sys") -> tuple[Gpu, ...]:
 
 def _gpu(nvml: Any, index: int, sysfs: str) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    address = _pci_address(_text(nvml.nvmlDeviceGetPciInfo(handle).busId))
+    domain, _, rest = _text(nvml.nvmlDeviceGetPciInfo(handle).busId).lower().partition(":")
+    # NVML's domain has eight digits, sysfs's four.
+    address = f"{os.path.basename(domain)[-4:]}:{os.path.basename(rest)}"
     node = read_number(sysfs, "bus/pci/devices", address, "numa_node")
     state = _query(nvml, "nvmlDeviceGetPerformanceState", handle)
-    uuid = _text(_query(nvml, "nvmlDeviceGetUUID", handle) or "")
+    uuid = _text(_query(nvml, "nvmlDeviceGetUUID", handle))
     link = PcieLink(
         address=address,
         speed=_SPEEDS.get(_query(nvml, "nvmlDeviceGetCurrPcieLinkGeneration", handle)),
@@ -84,11 +86,11 @@ def _gpu(nvml: Any, index: int, sysfs: str) -> Gpu:
     return Gpu(
         index=index,
         numa_node=node,
-        name=_text(_query(nvml, "nvmlDeviceGetName", handle) or ""),
+        name=_text(_query(nvml, "nvmlDeviceGetName", handle)),
         uuid=uuid.removeprefix("GPU-").replace("-", ""),
         pcie=link,
         is_idle=state is not None and state >= _IDLE_FROM,
-        driver=_text(_query(nvml, "nvmlSystemGetDriverVersion") or ""),
+        driver=_text(_query(nvml, "nvmlSystemGetDriverVersion")),
     )
 
 
@@ -100,14 +102,8 @@ def _query(nvml: Any, call: str, *arguments: Any) -> Any:
         return None
 
 
-def _text(value: bytes | str) -> str:
-    return value.decode("ascii", errors="replace") if isinstance(value, bytes) else value
-
-
-def _pci_address(text: str) -> str:
-    domain, _, rest = text.lower().partition(":")
-    # NVML gives the domain eight digits, sysfs four.
-    return f"{os.path.basename(domain)[-4:]}:{os.path.basename(rest)}"
+def _text(value: bytes | str | None) -> str:
+    return value.decode("ascii", errors="replace") if isinstance(value, bytes) else value or ""
 
 
 _NODE = re.compile(r"^node([0-9]+)$")

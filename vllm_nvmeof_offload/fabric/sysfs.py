@@ -94,10 +94,7 @@ def _resolve(*parts: str) -> str | None:
 
 
 def read_pcie_link(device: str) -> PcieLink | None:
-    """Read the PCIe link of a device's directory; None if it is no PCI device.
-
-    A virtual machine's devices do not show all attributes.
-    """
+    """Read a device's PCIe link, which a virtual one shows in part; None if it has none."""
     path = _resolve(device)
     if path is None or not _PCI_ADDRESS.match(os.path.basename(path)):
         return None
@@ -213,23 +210,20 @@ def namespace_at(path: str, sysfs: str) -> Namespace | None:
         controllers = _controllers_of(parent, sysfs)
         subsystem = _subsystem(parent, controllers)
         paths = [one for directory in controllers for one in _paths(directory, name)]
+    found = (read_text(path, "uuid"), read_text(path, "nguid"))
+    identifiers = [one if one and not _NONE.match(one) else None for one in found]
     return Namespace(
         device=name,
         nsid=read_number(path, "nsid"),
         wwid=read_text(path, "wwid"),
-        uuid=_identifier(path, "uuid"),
-        nguid=_identifier(path, "nguid"),
+        uuid=identifiers[0],
+        nguid=identifiers[1],
         size_bytes=_read_size(path),
         limits=_read_limits(path),
         multipath=not single,
         subsystem=subsystem,
         paths=tuple(paths),
     )
-
-
-def _identifier(*parts: str) -> str | None:
-    text = read_text(*parts)
-    return None if text is None or _NONE.match(text) else text
 
 
 def _subsystem_of(controller: str, sysfs: str) -> str | None:

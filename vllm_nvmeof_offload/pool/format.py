@@ -142,11 +142,7 @@ class SlotHeader:
 
 
 def check_key(key: bytes) -> None:
-    """Refuse a key that no header and no table entry can hold.
-
-    Raises:
-        ValueError: `key` is empty or longer than `KEY_BYTES_MAX`.
-    """
+    """Raise ValueError for a key that is empty or longer than `KEY_BYTES_MAX`."""
     if not 0 < len(key) <= KEY_BYTES_MAX:
         raise ValueError(
             f"offload key has {len(key)} bytes; the pool's format holds 1 to {KEY_BYTES_MAX}"
@@ -154,39 +150,20 @@ def check_key(key: bytes) -> None:
 
 
 def seal(
-    slot: memoryview,
-    identity: SlotIdentity,
-    payload_bytes: int,
-    stamp: Stamp,
-    place: SlotPlace,
+    slot: memoryview, identity: SlotIdentity, payload_bytes: int, stamp: Stamp, place: SlotPlace
 ) -> None:
-    """Fill the header page of `slot` (uint8, header page + payload) after its payload.
-
-    Raises:
-        ValueError: the key does not fit (`check_key`).
-    """
-    check_key(identity.key)
+    """Fill the header page of `slot` (uint8, header page + payload); ValueError: `check_key`."""
+    key = identity.key
+    check_key(key)
     assert 0 <= stamp.epoch <= EPOCH_MAX
     assert len(place.pool_uuid) == len(NOWHERE.pool_uuid)
     assert 0 <= identity.generation < 1 << 64
     assert len(slot) >= HEADER_BYTES + payload_bytes
     payload_crc = crc32c(slot[HEADER_BYTES : HEADER_BYTES + payload_bytes])
-    _HEADER.pack_into(
-        slot,
-        0,
-        _SLOT_MAGIC,
-        FORMAT_VERSION,
-        FLAG_ADOPTABLE if stamp.adoptable else 0,
-        len(identity.key),
-        stamp.epoch,
-        identity.generation,
-        payload_bytes,
-        payload_crc,
-        identity.key,
-        place.pool_uuid,
-        place.pool_slot,
-        place.rank,
-    )
+    flags = FLAG_ADOPTABLE if stamp.adoptable else 0
+    head = _SLOT_MAGIC, FORMAT_VERSION, flags, len(key), stamp.epoch, identity.generation
+    content = payload_bytes, payload_crc, key
+    _HEADER.pack_into(slot, 0, *head, *content, place.pool_uuid, place.pool_slot, place.rank)
     slot[_HEADER.size : _SLOT_CRC_AT] = _ZEROS
     _CRC.pack_into(slot, _SLOT_CRC_AT, crc32c(slot[:_SLOT_CRC_AT]))
 
@@ -194,17 +171,12 @@ def seal(
 def parse_header(page: bytes | bytearray | memoryview) -> SlotHeader | None:
     """Return the header in `page` (at least 4 KiB), or None if it is not an intact one."""
     view = memoryview(page)
-    if len(view) < HEADER_BYTES:
+    if len(view) < HEADER_BYTES or view[: len(_SLOT_MAGIC)] != _SLOT_MAGIC:
         return None
-    magic, version, flags, key_bytes, epoch, generation, payload_bytes, payload_crc, *rest = (
-        _HEADER.unpack_from(view)
-    )
-    key, pool_uuid, pool_slot, rank = rest
-    if (
-        magic != _SLOT_MAGIC
-        or crc32c(view[:_SLOT_CRC_AT]) != _CRC.unpack_from(view, _SLOT_CRC_AT)[0]
-    ):
+    if crc32c(view[:_SLOT_CRC_AT]) != _CRC.unpack_from(view, _SLOT_CRC_AT)[0]:
         return None
+    _, version, flags, key_bytes, epoch, generation, *rest = _HEADER.unpack_from(view)
+    payload_bytes, payload_crc, key, pool_uuid, pool_slot, rank = rest
     if version != FORMAT_VERSION or flags & ~FLAG_ADOPTABLE:
         return None
     if not 0 < key_bytes <= KEY_BYTES_MAX or any(key[key_bytes:]):
@@ -253,16 +225,11 @@ _ENTRY = np.dtype(
 
 
 def encode_entry(pool_slot: int, identity: SlotIdentity, stamp: Stamp) -> bytes:
-    """Return the 64 bytes of an entry.
-
-    Raises:
-        ValueError: the key does not fit (`check_key`).
-    """
-    check_key(identity.key)
+    """Return the 64 bytes of an entry; ValueError if the key does not fit (`check_key`)."""
+    key = identity.key
+    check_key(key)
     flags = FLAG_ADOPTABLE if stamp.adoptable else 0
-    body = _ENTRY_BODY.pack(
-        stamp.epoch, identity.generation, flags, len(identity.key), identity.key
-    )
+    body = _ENTRY_BODY.pack(stamp.epoch, identity.generation, flags, len(key), key)
     return _CRC.pack(crc32c(_CRC.pack(pool_slot) + body)) + body
 
 
@@ -294,14 +261,14 @@ def decode_table(raw: npt.NDArray[np.uint8], pool_slots: npt.NDArray[np.int64]) 
     plausible = (key_bytes > 0) & (key_bytes <= KEY_BYTES_MAX)
     plausible &= (entries["flags"] & ~np.uint8(FLAG_ADOPTABLE)) == 0
     valid = written & plausible
-    if core is not None and valid.any():
-        crcs = np.empty(count, np.uint32)
-        core.entry_crcs(raw, np.ascontiguousarray(pool_slots), crcs)
-        valid &= crcs == entries["crc"]
-    elif core is None:
+    if core is None:
         rows = np.flatnonzero(valid)
         crcs = crcs_in_python(raw.reshape(count, ENTRY_BYTES)[rows], pool_slots[rows])
         valid[rows] = crcs == entries["crc"][rows]
+    elif valid.any():
+        crcs = np.empty(count, np.uint32)
+        core.entry_crcs(raw, np.ascontiguousarray(pool_slots), crcs)
+        valid &= crcs == entries["crc"]
     return DecodedTable(
         valid=valid,
         damaged=written & ~valid,
@@ -316,10 +283,7 @@ def decode_table(raw: npt.NDArray[np.uint8], pool_slots: npt.NDArray[np.int64]) 
 def crcs_in_python(
     entries: npt.NDArray[np.uint8], pool_slots: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.uint32]:
-    """Return uint32[n], the CRC each of `entries` (uint8[n, 64], a copy) should carry.
-
-    For machines without the native core, which is much faster.
-    """
+    """Return uint32[n], the CRCs of `entries` (uint8[n, 64], a copy), without the native core."""
     entries[:, :4] = pool_slots.astype("<u4").view(np.uint8).reshape(-1, 4)
     rows = entries.view(f"V{ENTRY_BYTES}").ravel().tolist()
     return np.fromiter((crc32c(row) for row in rows), np.uint32, len(rows))
@@ -367,17 +331,11 @@ class Superblock:
 
     @staticmethod
     def decode(page: bytes) -> Superblock:
-        """Parse a page.
-
-        Raises:
-            PoolFormatError: it is not a superblock, of another version, or damaged.
-        """
+        """Parse a page; PoolFormatError if it is no superblock, of another version or damaged."""
         if len(page) != PAGE_BYTES or not page.startswith(_SUPERBLOCK_MAGIC):
             raise PoolFormatError("not a superblock of this program")
-        if (
-            crc32c(memoryview(page)[:_SUPERBLOCK_CRC_AT])
-            != _CRC.unpack_from(page, _SUPERBLOCK_CRC_AT)[0]
-        ):
+        crc = crc32c(memoryview(page)[:_SUPERBLOCK_CRC_AT])
+        if crc != _CRC.unpack_from(page, _SUPERBLOCK_CRC_AT)[0]:
             raise PoolFormatError("damaged: its checksum does not match")
         _, version, uuid, keyspace, *rest = _SUPERBLOCK_BODY.unpack_from(page)
         if version != SUPERBLOCK_VERSION:
@@ -391,22 +349,13 @@ class Superblock:
 
 
 def read_superblock(directory: Path) -> Superblock | None:
-    """Read the directory's superblock; None if there is none.
-
-    Raises:
-        PoolFormatError: there is one, but not ours or not intact.
-        OSError: it cannot be read.
-    """
+    """Read the directory's superblock; None if there is none; PoolFormatError if not intact."""
     page = _read_start(directory / SUPERBLOCK_FILE, PAGE_BYTES + 1)
     return None if page is None else Superblock.decode(page)
 
 
 def is_superblock(path: Path) -> bool:
-    """Return whether the file starts like a superblock of any version, damaged or not.
-
-    Raises:
-        OSError: it exists and cannot be read.
-    """
+    """Return whether the file starts like a superblock of any version, damaged or not."""
     return _read_start(path, len(_SUPERBLOCK_MAGIC)) == _SUPERBLOCK_MAGIC
 
 
@@ -422,11 +371,7 @@ def _read_start(path: Path, size: int) -> bytes | None:
 
 
 def write_superblock(directory: Path, superblock: Superblock) -> None:
-    """Replace the directory's superblock; it is durable when this returns.
-
-    Raises:
-        OSError: it could not be written; the old one is then still there.
-    """
+    """Replace the directory's superblock durably; after an OSError the old one is still there."""
     temporary = directory / SUPERBLOCK_TEMPORARY
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     fd = os.open(temporary, flags, 0o600)

@@ -73,13 +73,9 @@ class Heartbeat:
     def _beat(self) -> None:
         if self._child is None:
             # cwd="/": a working directory could hang, or keep a target from being unmounted.
+            command, pipe = [*_COMMAND, str(os.getpid())], subprocess.PIPE
             self._child = subprocess.Popen(
-                [*_COMMAND, str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                cwd="/",
-                bufsize=0,
-                start_new_session=True,
+                command, stdin=pipe, stdout=pipe, cwd="/", bufsize=0, start_new_session=True
             )
             self._child.wait()  # it leaves the work to a child of its own
             if self._stop.is_set():  # while it started; the locks may be released by now
@@ -126,10 +122,7 @@ def _renew(file: LockFile, pid: int, due: threading.Event) -> None:
 
 
 def main(pid: int) -> None:
-    """Renew each lock file that a line on stdin names: [path, device, inode].
-
-    pid: of the process that holds the locks.
-    """
+    """Renew each lock file that a line on stdin names, for process `pid`, which holds it."""
     if os.fork():
         os._exit(0)
     due: dict[LockFile, threading.Event] = {}

@@ -100,12 +100,8 @@ def read_holder(path: Path) -> Holder | None:
             # This kernel's page cache does not see what another host writes.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             record = json.loads(file.read().rstrip(b"\0 \n") or b"null")
-        return Holder(
-            str(record["host"]),
-            int(record["pid"]),
-            str(record["boot_id"]),
-            float(record["heartbeat"]),
-        )
+        host, boot_id = str(record["host"]), str(record["boot_id"])
+        return Holder(host, int(record["pid"]), boot_id, float(record["heartbeat"]))
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
@@ -120,11 +116,7 @@ class LockFile:
 
 
 def write_record(file: LockFile, pid: int) -> None:
-    """Renew the record of process `pid` in its lock file, durably.
-
-    Raises:
-        OSError: it cannot be written; ESTALE if another file is there now.
-    """
+    """Renew the record of process `pid` durably. OSError ESTALE: another file is there now."""
     fd = os.open(file.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         status = os.fstat(fd)
@@ -156,8 +148,7 @@ class DirectoryLock:
 
     def __init__(self, fd: int, file: LockFile) -> None:
         """fd: open and locked."""
-        self.fd = fd
-        self.file = file
+        self.fd, self.file = fd, file
 
     @property
     def path(self) -> Path:
@@ -276,11 +267,7 @@ class LockState:
 
 
 def probe_lock(directory: Path) -> LockState:
-    """Return the state of the lock of `directory`; writes nothing.
-
-    Raises:
-        OSError: the lock file cannot be read.
-    """
+    """Return the state of the lock of `directory`, writing nothing; OSError if unreadable."""
     path = directory / LOCK_FILE
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -329,11 +316,7 @@ class Silence:
                 self._watched.setdefault(path, (holder, self._clock()))
 
     def is_dead(self, path: Path, holder: Holder) -> bool:
-        """Return whether `holder`, just read from `path`, is dead rather than renewing its record.
-
-        Raises:
-            UnsettledError: it has not been watched for `SILENCE_S` yet.
-        """
+        """Return whether `holder`, just read from `path`, is dead; UnsettledError: unknown yet."""
         first, since_s = self._watched.setdefault(path, (holder, self._clock()))
         if holder != first:
             return False

@@ -102,8 +102,7 @@ class PoolSpec:
     adoptable: bool = True
 
     def __post_init__(self) -> None:
-        assert self.targets
-        assert self.payload_bytes > 0
+        assert self.targets and self.payload_bytes > 0
         assert 0 <= self.replica < self.replicas
         assert self.o_direct in ("auto", "on", "off")
 
@@ -125,9 +124,9 @@ class Claim:
     ) -> None:
         self.engine_index = engine_index
         self.directories = directories
-        #: By target; None: it is gone, and its lock with it.
-        self._locks: list[DirectoryLock | None] = [*locks]
-        self._heartbeat = Heartbeat(lambda: filter(None, self._locks))
+        #: By target; None: the target is away. The pool exchanges them.
+        self.locks: list[DirectoryLock | None] = [*locks]
+        self._heartbeat = Heartbeat(lambda: filter(None, self.locks))
 
     @classmethod
     def make(cls, spec: PoolSpec) -> Claim:
@@ -193,21 +192,11 @@ class Claim:
             f"processes"
         )
 
-    def device(self, target: int) -> int | None:
-        """Return st_dev of the file system that the target is locked on; None: it is gone."""
-        lock = self._locks[target]
-        return None if lock is None else lock.file.device
-
-    def exchange_lock(self, target: int, lock: DirectoryLock | None) -> DirectoryLock | None:
-        """Replace the target's lock; return the old one."""
-        old, self._locks[target] = self._locks[target], lock
-        return old
-
     def release(self, keep_descriptors: bool = False) -> None:
         """Unlock. keep_descriptors: something hangs in the kernel; the flocks then stay."""
         self._heartbeat.stop()
         if not keep_descriptors:
-            for lock in filter(None, self._locks):
+            for lock in filter(None, self.locks):
                 lock.release()
 
 
@@ -219,10 +208,8 @@ def _candidates(spec: PoolSpec, space: Path) -> Iterable[int]:
     """Return instances in the order to try: first those where other ranks of the engine are."""
     if spec.engine_index is not None:
         return [spec.engine_index]
-    ours = []
-    if spec.engine:
-        every = range(INSTANCES_MAX)
-        ours = [i for i in every if read_owner(space / f"engine-{i}") == spec.engine]
+    every = range(INSTANCES_MAX) if spec.engine else ()
+    ours = [i for i in every if read_owner(space / f"engine-{i}") == spec.engine]
     return [*ours, *range(spec.replica, INSTANCES_MAX, spec.replicas)]
 
 
@@ -271,10 +258,7 @@ def read_owner(instance: Path) -> str:
 
 
 def _name_owner(instances: Sequence[Path], name: str, locks: Sequence[DirectoryLock]) -> None:
-    """Leave the engine's name, if it has one, for the claims of its other ranks.
-
-    The file is written in place, because a full disk has room for that.
-    """
+    """Leave the engine's name for claims of its other ranks, in place: the disk may be full."""
     try:
         for instance in instances if name else ():
             if read_owner(instance) != name:
@@ -310,12 +294,7 @@ def _lock_all(
 
 @contextlib.contextmanager
 def one_at_a_time(spaces: Sequence[Path]) -> Iterator[None]:
-    """Keep other claims in these keyspaces out meanwhile, with an flock on the directories.
-
-    Raises:
-        OSError: a directory cannot be opened or locked.
-        PoolError: another process has been claiming for too long.
-    """
+    """Keep other claims in these keyspaces out meanwhile, with an flock on the directories."""
     limit_s = time.monotonic() + CLAIM_WAIT_S_MAX
     with contextlib.ExitStack() as stack:
         # In one order everywhere, or two servers would wait for each other.
@@ -336,10 +315,7 @@ def one_at_a_time(spaces: Sequence[Path]) -> Iterator[None]:
 def _held_by_another(instance: Path, engine: str, rank: int, silence: Silence) -> bool:
     """Return whether ranks of another engine live in `instance`, apart from `rank`.
 
-    Raises:
-        OSError: a lock file cannot be read.
-        PoolLockedError: they live on another host.
-        UnsettledError: `silence` cannot decide yet whether they live.
+    PoolLockedError: they live on another host. UnsettledError: `silence` cannot decide yet.
     """
     if read_owner(instance) == engine:
         return False
@@ -424,26 +400,18 @@ def give_to_owner(path: Path) -> None:
 
 
 def bytes_of_pools(targets: Sequence[Path]) -> int:
-    """Return the bytes on `targets` that rank directories occupy; reads no other file there.
-
-    Raises:
-        PoolError: a directory cannot be listed.
-    """
-    return sum(disk_bytes(one.path) for one in find([x for x in targets if x.is_dir()]))
+    """Return the bytes of all rank directories on `targets`; looks at no other file there."""
+    return sum(disk_bytes(one.path) for one in find(filter(Path.is_dir, targets)))
 
 
 def bytes_of_others(targets: Sequence[Path], server: str = "") -> int:
     """Return the bytes on `targets` that belong to live engines, except those of `server`.
 
-    server: the part before the slash of its engines' names.
-
-    Raises:
-        PoolError: a directory cannot be listed.
-        OSError: a lock file cannot be read.
+    server: the part of its engines' names before the slash.
     """
     return sum(
         disk_bytes(one.path)
-        for one in find([target for target in targets if target.is_dir()])
+        for one in find(filter(Path.is_dir, targets))
         if probe_lock(one.path).live
         and not (server and read_owner(one.path.parent).partition("/")[0] == server)
     )

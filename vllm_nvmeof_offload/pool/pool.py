@@ -100,18 +100,20 @@ class _SuperblockWriter:
                     if self._next is None:
                         self.failure = failure
         except BaseException:
-            with self._changed:
-                self.busy = False
-                self._changed.notify_all()
+            self._end()
             raise
 
     def _take(self) -> Superblock | None:
         with self._changed:
             superblock, self._next = self._next, None
             if superblock is None:
-                self.busy = False
-                self._changed.notify_all()
+                self._end()
             return superblock
+
+    def _end(self) -> None:
+        with self._changed:  # a Condition's lock is reentrant
+            self.busy = False
+            self._changed.notify_all()
 
 
 def _first_failure(
@@ -143,26 +145,22 @@ class Pool:
     """
 
     def __init__(
-        self,
-        spec: PoolSpec,
-        claim: Claim,
-        slabs: list[Slab],
-        on_progress: Progress | None = None,
+        self, spec: PoolSpec, claim: Claim, slabs: list[Slab], on_progress: Progress | None
     ) -> None:
         """Use `Pool.open`."""
-        prepared = prepare(spec, slabs)
+        superblocks, self._adopt_slots = prepare(spec, slabs)
         self._spec = spec
         self._claim = claim
         self._slabs = slabs
-        self._superblocks = prepared.superblocks
-        self._uuid = prepared.superblocks[0].uuid  # the same in all of them, for ever
-        self._slots_per_target = prepared.slots_per_target
-        self._adopt_slots = prepared.adopt_slots
-        self._stamp = Stamp(prepared.superblocks[0].epoch, spec.adoptable)
+        #: By target, the superblock that it must have now.
+        self.superblocks = superblocks
+        self._uuid = superblocks[0].uuid  # the same in all of them, for ever
+        self._slots_per_target = superblocks[0].slots
+        self._stamp = Stamp(superblocks[0].epoch, spec.adoptable)
         self._on_progress = on_progress
         self.target_count = len(slabs)
         #: Pool slots over all targets.
-        self.slots = prepared.slots_per_target * len(slabs)
+        self.slots = self._slots_per_target * len(slabs)
         #: Header page and padded payload.
         self.slot_bytes = spec.slot_bytes
         self.payload_bytes = spec.payload_bytes
@@ -171,13 +169,14 @@ class Pool:
         self.directories = claim.directories
         #: What runs slower than requested, and the cause, for people.
         self.fallbacks = choose_direct(spec, slabs)
-        self._direct = tuple(slab.direct for slab in slabs)
-        #: True if every slab is open for O_DIRECT (buffers and offsets then 4 KiB aligned).
-        self.direct = all(self._direct)
+        #: By target: its slab is to be open for O_DIRECT.
+        self.is_direct = tuple(slab.direct for slab in slabs)
+        #: True if every slab is (buffers and offsets are then 4 KiB aligned).
+        self.direct = all(self.is_direct)
         self._written = threading.Condition()
         self._writers = [
             _SuperblockWriter(slab.directory, superblock, self._written)
-            for slab, superblock in zip(slabs, prepared.superblocks, strict=True)
+            for slab, superblock in zip(slabs, superblocks, strict=True)
         ]
         self._closed = False
 
@@ -212,10 +211,6 @@ class Pool:
     def stamp(self) -> Stamp:
         """The stamp of a write that is submitted now."""
         return self._stamp
-
-    @property
-    def epoch(self) -> int:
-        return self._stamp.epoch
 
     def slab_fd(self, pool_slot: int) -> tuple[int, int]:
         """Return (descriptor, byte offset) of a pool slot's header page."""
@@ -279,8 +274,8 @@ class Pool:
         self._adopt_slots = [0] * self.target_count
         writers: list[_SuperblockWriter] = []
         for index, slab in enumerate(self._slabs):
-            superblock = replace(self._superblocks[index], epoch=epoch, adoptable=adoptable)
-            self._superblocks[index] = superblock
+            superblock = replace(self.superblocks[index], epoch=epoch, adoptable=adoptable)
+            self.superblocks[index] = superblock
             if slab.is_open:
                 writers.append(self._writers[index])
                 writers[-1].write(superblock)
@@ -293,23 +288,16 @@ class Pool:
 
     # -- targets that go and come back ------------------------------------------------------
 
-    def superblock(self, target: int) -> Superblock:
-        """Return the superblock that the target must have now."""
-        return self._superblocks[target]
-
     @property
     def reset_is_durable(self) -> bool:
         """Whether the last reset has reached every target by now, if not at once."""
-        pairs = zip(self._writers, self._superblocks, strict=True)
+        pairs = zip(self._writers, self.superblocks, strict=True)
         return all(writer.durable == superblock for writer, superblock in pairs)
 
-    def is_direct(self, target: int) -> bool:
-        """Return whether the target's slab is to be open for O_DIRECT."""
-        return self._direct[target]
-
     def device(self, target: int) -> int | None:
-        """Return st_dev of the target's file system; None if the target is away."""
-        return self._claim.device(target)
+        """Return st_dev of the file system that the target is locked on; None: it is away."""
+        lock = self._claim.locks[target]
+        return None if lock is None else lock.file.device
 
     def exchange(
         self, target: int, slab: Slab | None, lock: DirectoryLock | None
@@ -322,11 +310,11 @@ class Pool:
         slab = slab or Slab.closed(self.directories[target])
         durable = self._writers[target].durable
         if lock is not None:
-            durable = self._superblocks[target]  # the prober brought it up to date
+            durable = self.superblocks[target]  # the prober brought it up to date
         # A thread that hangs in the old files is left behind.
         self._writers[target] = _SuperblockWriter(slab.directory, durable, self._written)
         old_slab, self._slabs[target] = self._slabs[target], slab
-        old_lock = self._claim.exchange_lock(target, lock)
+        old_lock, self._claim.locks[target] = self._claim.locks[target], lock
 
         def close() -> None:
             old_slab.close()

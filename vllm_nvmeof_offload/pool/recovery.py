@@ -17,7 +17,6 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -226,24 +225,15 @@ def written_slots(
     return kept
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """superblocks: as written, one per target. slots_per_target: for which there is space.
-    adopt_slots: how many of them, by target, may hold chunks of an earlier process.
-    """
-
-    superblocks: list[Superblock]
-    slots_per_target: int
-    adopt_slots: list[int]
-
-
 def next_epoch(epoch: int) -> int:
     """Return the epoch after `epoch`. Epochs are compared for equality, and wrap at 32 bits."""
     return epoch + 1 if epoch < EPOCH_MAX else 1
 
 
-def prepare(spec: PoolSpec, slabs: Sequence[Slab]) -> _Prepared:
+def prepare(spec: PoolSpec, slabs: Sequence[Slab]) -> tuple[list[Superblock], list[int]]:
     """Wipe directories of another pool, reserve space, write the superblocks.
+
+    Returns by target its superblock, and how many slots may hold chunks of an earlier process.
 
     Raises:
         PoolError: no space for one slot.
@@ -268,7 +258,7 @@ def prepare(spec: PoolSpec, slabs: Sequence[Slab]) -> _Prepared:
             sync_directory(slab.directory)
         else:
             write_superblock(slab.directory, superblock)
-    return _Prepared(superblocks, count, adopt_slots)
+    return superblocks, adopt_slots
 
 
 def _superblock(
@@ -296,7 +286,7 @@ def _keep_or_wipe(spec: PoolSpec, slabs: Sequence[Slab]) -> list[Superblock | No
     have stay in place. Any other difference makes it another pool.
     """
     kept: list[Superblock | None] = []
-    pool_uuid: bytes | None = None
+    pool_uuid = b""
     for target, slab in enumerate(slabs):
         found = None
         try:

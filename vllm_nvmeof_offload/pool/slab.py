@@ -87,11 +87,7 @@ class Slab:
     def __init__(
         self, directory: Path, fds: tuple[int, int, int] | None = None, direct: bool = False
     ) -> None:
-        """Open both files, creating them; or use `fds`: of slab, buffered slab and table.
-
-        Raises:
-            OSError: a file cannot be opened.
-        """
+        """Open both files, creating them; or use `fds`: of slab, buffered slab and table."""
         self.directory = directory
         self.direct = direct
         #: Whole entries that the table had when it was opened: fewer than there should be is
@@ -119,7 +115,7 @@ class Slab:
 
     @property
     def header_fd(self) -> int:
-        """The buffered descriptor, which reads header pages into any memory."""
+        """Buffered, so that header pages can be read into any memory."""
         return self._buffered_fd
 
     def wipe(self) -> None:
@@ -130,13 +126,7 @@ class Slab:
         os.ftruncate(self._buffered_fd, 0)
 
     def allocate(self, slots: int, slot_bytes: int) -> int:
-        """Reserve space for `slots` slots; return the number that fits.
-
-        Never cuts existing slots: `cut` does that, once the counts of all targets are known.
-
-        Raises:
-            OSError: for another reason than a lack of space.
-        """
+        """Reserve space for `slots` slots, cutting none; return the number that fits."""
         slab_bytes = os.fstat(self._buffered_fd).st_size
         table_bytes = os.fstat(self.table_fd).st_size
         # Slots that an earlier process reserved are kept although the disk is full now.
@@ -166,7 +156,7 @@ class Slab:
         return status.f_bavail * status.f_frsize
 
     def cut(self, slots: int, slot_bytes: int) -> None:
-        """Give both files exactly the length of `slots` slots."""
+        """Give both files the length of `slots` slots, once the counts of all targets are known."""
         os.ftruncate(self.table_fd, slots * ENTRY_BYTES)
         os.ftruncate(self._buffered_fd, slots * slot_bytes)
 
@@ -177,24 +167,20 @@ class Slab:
     def use_direct(self) -> None:
         """Open the slab for O_DIRECT, after a probe.
 
-        A full disk has no room for the probe's file; then reading the slab's first page decides.
-
-        Raises:
-            OSError: the file system refuses.
-            PoolError: it returns other bytes than were written.
+        A full disk has no room for the probe's file; reading the slab's first page decides then.
+        Raises the errors of `probe_o_direct`.
         """
-        room = True
         try:
             probe_o_direct(self.directory)
+            full = False
         except OSError as error:
-            if error.errno not in NO_SPACE:
+            full = error.errno in NO_SPACE
+            if not full:
                 raise
-            room = False
-        fd = os.open(
-            self.directory / SLAB_FILE, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW
-        )
+        flags = os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(self.directory / SLAB_FILE, flags)
         try:
-            if not room:
+            if full:
                 with mmap.mmap(-1, PAGE_BYTES) as page:
                     _expect_page(os.preadv(fd, [page], 0))
         except BaseException:
@@ -229,8 +215,8 @@ def probe_o_direct(directory: Path) -> None:
     """Write and read one aligned page with O_DIRECT in `directory`.
 
     Raises:
-        OSError: it does not work there (EINVAL, most often).
-        PoolError: it reads something other than what was written.
+        OSError: it does not work there (most often EINVAL).
+        PoolError: it returns other bytes than were written.
     """
     path = directory / "probe"
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW

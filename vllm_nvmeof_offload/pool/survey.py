@@ -10,7 +10,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ class Surveyed:
         return self.directory.path
 
 
-def find(targets: Sequence[Path]) -> list[RankDirectory]:
+def find(targets: Iterable[Path]) -> list[RankDirectory]:
     """Return every rank directory on `targets`, sorted by name. Links are not followed.
 
     Raises:
@@ -159,11 +159,7 @@ def _under(path: Path) -> list[RankDirectory]:
 
 
 def survey(directories: Sequence[RankDirectory]) -> list[Surveyed]:
-    """Survey `directories`.
-
-    Raises:
-        PoolError: one cannot be read.
-    """
+    """Survey `directories`; PoolError if one cannot be read."""
     surveyed = [_survey_one(directory) for directory in directories]
     # A reset that reached only some targets has voided all: the highest epoch counts.
     parts: dict[tuple[str, bytes], list[Superblock]] = {}
@@ -219,7 +215,7 @@ def _misfit(directory: RankDirectory, superblock: Superblock | None) -> str:
         and superblock.slot_bytes == slot_stride_bytes(superblock.payload_bytes)
         and superblock.target_index < superblock.target_count
     )
-    return "" if sound else "its geometry cannot be"
+    return "" if sound else "its geometry is impossible"
 
 
 def _last_use(path: Path) -> float | None:

@@ -69,11 +69,9 @@ class ProbeAnswer:
 
     @staticmethod
     def decode(message: bytes) -> ProbeAnswer:
-        """Parse an answer.
+        """Parse an answer; ValueError if a prober of this version would not send it.
 
-        Raises:
-            ValueError: a prober of this version does not answer like this. An upgrade of the
-                package under a running server starts probers of another version.
+        An upgrade of the package under a running server starts probers of another version.
         """
         try:
             answer = ProbeAnswer(**json.loads(message))
@@ -104,19 +102,27 @@ def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
     lock = Silence().settled(lambda silence: DirectoryLock.claim(path, request.pid, silence))
     if lock is None:
         raise local_holder_error(path)
-    fds = _open_files(directory, direct=request.direct)
-    failure = _mismatch(directory, expected) or _too_short(request, fds)
+    # Creates no file, because a missing one was not this pool's.
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    buffered = os.open(directory / SLAB_FILE, flags)
+    slab = os.open(directory / SLAB_FILE, flags | os.O_DIRECT) if request.direct else buffered
+    table = os.open(directory / TABLE_FILE, flags)
+    failure = (
+        _mismatch(directory, expected)
+        or _too_short("slab", slab, request.slab_bytes)
+        or _too_short("table", table, request.table_bytes)
+    )
     if failure:
         lock.release()
         return ProbeAnswer(failure), []
-    _read_page(fds[0])
+    _read_page(slab)
     if read_superblock(directory) != expected:
         write_superblock(directory, expected)  # the target missed a reset
-    return ProbeAnswer("", lock.file.device, lock.file.inode), [*fds, lock.fd]
+    return ProbeAnswer("", lock.file.device, lock.file.inode), [slab, buffered, table, lock.fd]
 
 
 def _mismatch(directory: Path, expected: Superblock) -> str:
-    """Return the reason why the directory does not hold the pool; empty if it does."""
+    """Return why the directory does not hold the pool; empty if it does."""
     found = read_superblock(directory)
     if found is None:
         return "no pool is there"
@@ -129,21 +135,11 @@ def _mismatch(directory: Path, expected: Superblock) -> str:
     return ""
 
 
-def _open_files(directory: Path, *, direct: bool) -> list[int]:
-    """Open slab and table; creates none, because a missing file was not this pool's."""
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    buffered = os.open(directory / SLAB_FILE, flags)
-    slab = os.open(directory / SLAB_FILE, flags | os.O_DIRECT) if direct else buffered
-    return [slab, buffered, os.open(directory / TABLE_FILE, flags)]
-
-
-def _too_short(request: ProbeRequest, fds: list[int]) -> str:
-    sizes = (("slab", fds[0], request.slab_bytes), ("table", fds[2], request.table_bytes))
-    for name, fd, expected in sizes:
-        found = os.fstat(fd).st_size
-        if found < expected:
-            return f"its {name} has {found} bytes, not {expected}: restart the server"
-    return ""
+def _too_short(name: str, fd: int, expected: int) -> str:
+    found = os.fstat(fd).st_size
+    if found >= expected:
+        return ""
+    return f"its {name} has {found} bytes, not {expected}: restart the server"
 
 
 def _read_page(fd: int) -> None:

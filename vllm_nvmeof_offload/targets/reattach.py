@@ -186,8 +186,8 @@ class Attachments:
         slots = pool.slots // pool.target_count
         return ProbeRequest(
             directory=str(pool.directories[target]),
-            superblock=pool.superblock(target).encode().hex(),
-            direct=pool.is_direct(target),
+            superblock=pool.superblocks[target].encode().hex(),
+            direct=pool.is_direct[target],
             slab_bytes=slots * pool.slot_bytes,
             table_bytes=slots * ENTRY_BYTES,
             pid=os.getpid(),

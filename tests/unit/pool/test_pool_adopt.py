@@ -65,15 +65,15 @@ def test_not_adoptable_is_not_adopted(open_pool: OpenPool) -> None:
 def test_entries_marked_not_adoptable_are_skipped_one_by_one(open_pool: OpenPool) -> None:
     pool = open_pool()
     put(pool, 1, name(1))
-    put(pool, 2, name(2), Stamp(pool.epoch, adoptable=False))
-    put(pool, 3, name(3), Stamp(pool.epoch + 1, adoptable=True))
+    put(pool, 2, name(2), Stamp(pool.stamp.epoch, adoptable=False))
+    put(pool, 3, name(3), Stamp(pool.stamp.epoch + 1, adoptable=True))
     assert entries(open_pool()) == {1: name(1)}
 
 
 def test_reset_voids_everything_before_it(open_pool: OpenPool) -> None:
     pool = open_pool(2)
     fill(pool)
-    epoch = pool.epoch
+    epoch = pool.stamp.epoch
     pool.reset(adoptable=False)
     assert pool.stamp == Stamp(epoch + 1, adoptable=False)
     pool.reset(adoptable=True)
@@ -100,12 +100,12 @@ def test_a_reset_that_cannot_be_written_says_so_and_marks_what_follows(
     open_pool: OpenPool,
 ) -> None:
     pool = open_pool()
-    epoch = pool.epoch
+    epoch = pool.stamp.epoch
     blocker = pool.directories[0] / "superblock.new"
     blocker.mkdir()
     with pytest.raises(OSError, match="superblock"):
         pool.reset(adoptable=True)
-    assert pool.epoch == epoch + 1
+    assert pool.stamp.epoch == epoch + 1
     blocker.rmdir()
 
 

@@ -52,7 +52,7 @@ def epochs(pool: Pool) -> list[int]:
 
 def test_a_reset_needs_no_new_thread(open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = open_pool(2)
-    old = pool.epoch
+    old = pool.stamp.epoch
 
     def refuse(run: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -66,7 +66,7 @@ def test_a_reset_needs_no_new_thread(open_pool: OpenPool, monkeypatch: pytest.Mo
 def test_the_other_target_does_not_wait(open_pool: OpenPool, hang: Hang, target: str) -> None:
     pool = open_pool(2)
     fill(pool)
-    old = pool.epoch
+    old = pool.stamp.epoch
     hang.where = {target}
     pool.reset(adoptable=True)
     assert pool.stamp == Stamp(old + 1, adoptable=True)
@@ -88,7 +88,7 @@ def test_an_older_superblock_never_follows_a_newer_one(open_pool: OpenPool, hang
     hang.end()
     wait_until("the superblock that hung", lambda: pool.reset_is_durable)
     assert hang.entered == 2, "the newest one alone follows"
-    assert epochs(pool) == [pool.epoch] * 2
+    assert epochs(pool) == [pool.stamp.epoch] * 2
 
 
 def test_where_every_target_hangs_the_reset_waits_for_one(open_pool: OpenPool, hang: Hang) -> None:
@@ -116,7 +116,7 @@ def test_a_target_that_fails_beside_one_that_hangs_fails_the_reset(
     assert pool.stamp.adoptable is False
     hang.end()
     blocker.rmdir()
-    wait_until("the one that hung", lambda: pool.epoch in epochs(pool))
+    wait_until("the one that hung", lambda: pool.stamp.epoch in epochs(pool))
     assert not pool.reset_is_durable
 
 
