@@ -52,7 +52,7 @@ def test_a_lock_file_is_read_back(tmp_path: Path, padding: bytes) -> None:
     assert read_holder(tmp_path / "none") is None
 
 
-FACTS = Keyspace.of({"model": "m", "layers": [1, 2], "dtype": "bf16"}).facts
+FACTS = json.loads(Keyspace.of({"model": "m", "layers": [1, 2], "dtype": "bf16"}).canonical)
 #: As a release left them whose slots did not name their place.
 OLD_FACTS: dict[str, object] = {"model": "m", "layers": [1, 2]}
 

@@ -40,13 +40,6 @@ class Keyspace:
         return Keyspace(json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False))
 
     @property
-    def facts(self) -> dict[str, object]:
-        """The facts, as plain JSON values."""
-        facts = json.loads(self.canonical)
-        assert isinstance(facts, dict)
-        return facts
-
-    @property
     def digest(self) -> str:
         """32 hex digits: the name of the keyspace's directory; superblocks repeat it."""
         return hashlib.sha256(self.canonical.encode()).hexdigest()[:DIGEST_HEX_DIGITS]

@@ -143,12 +143,12 @@ def try_flock(fd: int, operation: int) -> bool:
     return True
 
 
+@dataclass(slots=True, eq=False)
 class DirectoryLock:
-    """A claimed lock file. `claim` makes one; `release` or `abandon` ends it."""
+    """A claimed lock file, open and locked. `claim` makes one; `release` or `abandon` ends it."""
 
-    def __init__(self, fd: int, file: LockFile) -> None:
-        """fd: open and locked."""
-        self.fd, self.file = fd, file
+    fd: int
+    file: LockFile
 
     @property
     def path(self) -> Path:
