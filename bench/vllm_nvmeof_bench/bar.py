@@ -1,39 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The progress of a benchmark: a bar on a terminal, lines in a log."""
+"""The earlier name of `progress`, until every benchmark uses that one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from vllm_nvmeof_bench.progress import OnProgress, progress
 
 __all__ = ["OnProgress", "progress"]
-
-#: (measurements done, of how many, what comes next)
-OnProgress = Callable[[int, int, str], None]
-
-
-@contextmanager
-def progress(logged: Callable[[str], bool] = lambda what: True) -> Iterator[OnProgress]:
-    """A bar that is drawn between measurements only: a refreshing thread would be measured.
-
-    logged: which descriptions go to a log, where there is no terminal.
-    """
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, auto_refresh=False) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def tell(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total or None, description=what, refresh=True)
-            if not console.is_terminal and logged(what):
-                bar.console.print(f"{done}/{total} {what}", highlight=False)
-
-        yield tell

@@ -1,81 +1,223 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-nvmeof bench …`: the face of the benchmarks, which lie in `vllm_nvmeof_bench`.
+"""`vllm-nvmeof bench …`: a command per benchmark, and one that prints its file again.
 
-`vllm-nvmeof bench copy` and `copy-report`: their options, on the app of `cli`.
-
-`vllm-nvmeof bench cost`: what offloading costs where it cannot help.
-
-`vllm-nvmeof bench latency` and `latency-report`: their options, on the app of `cli`.
-
-`vllm-nvmeof bench replay` and `replay-report`: agentic sessions against servers.
-
-`vllm-nvmeof bench report`: all results of a directory as one page.
-
-`vllm-nvmeof bench ttft`, `hits`, `turns`, `serve`: whole servers, yours or small ones here.
-
-`vllm-nvmeof bench tier` and `tier-report`: their options, on the app of `cli`.
-
-`vllm-nvmeof bench tiers` and `tiers-report`; options of what works on a public trace.
+The options of `bench NAME` are declared by the benchmark's settings. A benchmark is imported
+when its command is asked for, so that other commands start without waiting for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+import click
 import typer
+from typer.core import TyperGroup
 
-__all__ = [
-    "Check",
-    "Json",
-    "Plot",
-    "Ramp",
-    "Scale",
-    "Targets",
-    "Think",
-    "TiersSeed",
-    "Trace",
-    "Users",
-    "add_report",
-    "bench_app",
-    "copy",
-    "cost",
-    "hits",
-    "import_bench",
-    "latency",
-    "latency_report",
-    "names",
-    "parse_size",
-    "plain_errors",
-    "replay",
-    "replay_report",
-    "report",
-    "serve",
-    "serve_report",
-    "tier",
-    "tiers",
-    "tiers_report",
-    "ttft",
-    "turns",
-]
+from vllm_nvmeof_bench import benchmark as benchmarks
+from vllm_nvmeof_bench.results import BenchError
+from vllm_nvmeof_bench.settings import Option, option_of
+from vllm_nvmeof_offload.errors import OffloadError
+
+__all__ = ["bench_app"]
+
+_REPORT = "-report"
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+#: Earlier names of commands, which still work.
+_RENAMED: dict[str, str] = {}
+
+Plot = Annotated[Path | None, typer.Option(help="Also draw them: a PNG file; needs matplotlib.")]
+Goals = Annotated[bool, typer.Option("--targets/--no-targets", help="Print the goals.")]
+Check = Annotated[bool, typer.Option("--check", help="Exit code 1 if a goal is missed.")]
+
+
+class _Benches(TyperGroup):
+    """The benchmarks' commands, made when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        made = [name + end for name in benchmarks.PACKAGES for end in ("", _REPORT)]
+        return list(dict.fromkeys([*made, *super().list_commands(ctx)]))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if (written := super().get_command(ctx, cmd_name)) is not None:
+            return written
+        name, report = cmd_name.removesuffix(_REPORT), cmd_name.endswith(_REPORT)
+        if name in _RENAMED:
+            name = _RENAMED[name]
+            shown = name + _REPORT * report
+            typer.echo(f"vllm-nvmeof: `bench {cmd_name}` is now `bench {shown}`", err=True)
+        if name not in benchmarks.PACKAGES:
+            return None
+        return _command_of(cmd_name, _report_of(name) if report else _measure_of(name))
 
 
 bench_app = typer.Typer(
+    cls=_Benches,
     help="Benchmarks on this machine: ours beside fio, a bare ring loop and vLLM's own fs tier.",
     no_args_is_help=True,
 )
+
+
+@bench_app.callback()
+def bench() -> None:
+    """Benchmarks on this machine: ours beside fio, a bare ring loop and vLLM's own fs tier."""
+
+
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """One line on stderr, and exit code 1, for what the world did."""
+    try:
+        yield
+    except (BenchError, OffloadError) as error:
+        typer.echo(f"vllm-nvmeof: {error}", err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        typer.echo("vllm-nvmeof: interrupted; what was written is deleted", err=True)
+        raise typer.Exit(130) from None
+
+
+def _command_of(name: str, function: Callable[..., None]) -> click.Command:
+    app = typer.Typer(add_completion=False)
+    app.command(name)(function)
+    return typer.main.get_command(app)
+
+
+def _file_of(name: str) -> Path:
+    return Path(f"build/bench/{name}.json")
+
+
+def _measure_of(name: str) -> Callable[..., None]:
+    """`bench NAME`: measure, write the file, print it."""
+    command, found = benchmarks.command(name), benchmarks.benchmark(name)
+
+    def run(**given: Any) -> None:
+        json_path: Path = given["json_path"]
+        with plain_errors():
+            command.measure(settings_of(command.settings, given), json_path)
+            reached = found.show(json_path, given["plot"], given.get("goals", True))
+        raise typer.Exit(int(given.get("check", False) and not reached))
+
+    written = Annotated[Path, typer.Option("--json", help="File to write the samples to.")]
+    options: dict[str, tuple[Any, Any]] = {
+        **options_of(command.settings),
+        "json_path": (written, _file_of(name)),
+        "plot": (Plot, None),
+    }
+    if found.goals is not None:
+        options.setdefault("goals", (Goals, True))
+        options["check"] = (Check, False)
+    return _with_options(run, options, command.help)
+
+
+def _report_of(name: str) -> Callable[..., None]:
+    """`bench NAME-report`: print the file again."""
+    found = benchmarks.benchmark(name)
+
+    def run(**given: Any) -> None:
+        with plain_errors():
+            reached = found.show(given["json_path"], given["plot"], given.get("goals", True))
+        raise typer.Exit(int(given.get("check", False) and not reached))
+
+    file = Annotated[Path, typer.Argument(help="A file that the benchmark wrote.")]
+    options: dict[str, tuple[Any, Any]] = {
+        "json_path": (file, _file_of(name)),
+        "plot": (Plot, None),
+    }
+    if found.goals is not None:
+        options |= {"goals": (Goals, True), "check": (Check, False)}
+    text = f"Print the tables of a file of `bench {name}` again, or draw it; measure nothing."
+    return _with_options(run, options, text)
+
+
+def _with_options(
+    function: Callable[..., None], options: dict[str, tuple[Any, Any]], text: str
+) -> Callable[..., None]:
+    """Give a function the signature from which typer makes options: name → (type, default)."""
+    function.__doc__ = text
+    function.__annotations__ = {name: kind for name, (kind, _) in options.items()}
+    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
+            )
+            for name, (kind, default) in options.items()
+        ]
+    )
+    return function
+
+
+def options_of(settings: type[Any]) -> dict[str, tuple[Any, Any]]:
+    """(type, default) of the options that settings declare, by the names of their fields."""
+    found: dict[str, tuple[Any, Any]] = {}
+    hints = get_type_hints(settings)
+    for one in dataclasses.fields(settings):
+        hint, option = hints[one.name], option_of(one)
+        if dataclasses.is_dataclass(hint):
+            found |= options_of(hint)
+        elif option is not None:
+            found[one.name] = _typed(one, hint, option)
+    return found
+
+
+def _typed(one: dataclasses.Field[Any], hint: Any, option: Option) -> tuple[Any, Any]:
+    if option.argument:
+        return Annotated[hint, typer.Argument(help=option.help)], inspect.Parameter.empty
+    flag, more = [option.flag] if option.flag else [], {"help": option.help}
+    several = get_origin(hint) is tuple
+    if option.repeated:
+        return Annotated[list[str] | None, typer.Option(*flag, **more)], None
+    if several or option.read is not None:
+        values = one.default if several else (one.default,)
+        shown = ",".join(map(option.write, values))
+        kind = Annotated[str, typer.Option(*flag, show_default=shown or False, **more)]
+        return kind, "" if several else shown
+    return Annotated[hint, typer.Option(*flag, min=option.min, **more)], one.default
+
+
+def settings_of(settings: type[Any], given: dict[str, Any]) -> Any:
+    """The settings that the options give."""
+    values = {}
+    hints = get_type_hints(settings)
+    for one in dataclasses.fields(settings):
+        hint, option = hints[one.name], option_of(one)
+        if dataclasses.is_dataclass(hint):
+            values[one.name] = settings_of(hint, given)
+        elif option is not None:
+            values[one.name] = _value_of(one, hint, option, given[one.name])
+    return settings(**values)
+
+
+def _value_of(one: dataclasses.Field[Any], hint: Any, option: Option, given: Any) -> Any:
+    """Raises: typer.BadParameter: a text that is no value of this option."""
+    several = get_origin(hint) is tuple
+    if not several and option.read is None:
+        return given
+    read = option.read or (get_args(hint)[0] if several else hint)
+    texts = given or [] if option.repeated else given.split(",") if several else [given]
+    flag = option.flag or f"--{one.name.replace('_', '-')}"
+    try:
+        values = tuple(read(text.strip()) for text in texts if text.strip())
+    except ValueError as error:
+        said = str(error) if option.read else f"{given!r}: give numbers, such as 1,2,4"
+        raise typer.BadParameter(said, param_hint=flag) from None
+    if several:
+        return values or one.default
+    return values[0] if values else one.default
+
+
+# -- benchmarks whose settings declare no options yet ---------------------------------------
 
 _PACKAGE = "vllm_nvmeof_bench"
 _JSON = Path("build/bench/pool.json")
 
 Json = Annotated[Path, typer.Option("--json", help="File to write the samples to.")]
 Written = Annotated[Path, typer.Argument(help="A file that the benchmark wrote.")]
-Plot = Annotated[Path | None, typer.Option(help="Also draw them: a PNG file; needs matplotlib.")]
 Targets = Annotated[bool, typer.Option("--targets/--no-targets", help="Print the targets.")]
-Check = Annotated[bool, typer.Option("--check", help="Exit code 1 if a target is missed.")]
 
 
 def import_bench(name: str) -> Any:
@@ -91,22 +233,6 @@ def import_bench(name: str) -> Any:
         err=True,
     )
     raise typer.Exit(1)
-
-
-@contextlib.contextmanager
-def plain_errors() -> Iterator[None]:
-    """One line on stderr, and exit code 1, for what the world did."""
-    from vllm_nvmeof_offload.errors import OffloadError
-
-    error_type: type[Exception] = import_bench("pool.settings").BenchError
-    try:
-        yield
-    except (error_type, OffloadError) as error:
-        typer.echo(f"vllm-nvmeof: {error}", err=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        typer.echo("vllm-nvmeof: interrupted; what was written is deleted", err=True)
-        raise typer.Exit(130) from None
 
 
 def names(text: str, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from vllm_nvmeof_bench.benchmark import benchmark
 from vllm_nvmeof_bench.page import published
 from vllm_nvmeof_bench.page.published import Published
 from vllm_nvmeof_bench.pool.settings import BenchError
@@ -87,7 +88,10 @@ def bench_of(name: str) -> Bench:
         if not (error.name or "").startswith(_PACKAGE):
             raise
         raise BenchError(f"`bench {name}` is not in this installation") from None
-    bench: Any = getattr(module, "BENCHES", {}).get(name, module)
+    known: Any = getattr(module, "BENCHES", {})
+    if isinstance(known, tuple):
+        return benchmark(name)
+    bench: Any = known.get(name, module)
     return bench if hasattr(bench, "read") else _Plain(module)
 
 

@@ -12,11 +12,12 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_bench.files import bench_of as name_in
+from vllm_nvmeof_bench.benchmark import Benchmark
 from vllm_nvmeof_bench.page.kinds import KINDS, Bench, bench_of
 from vllm_nvmeof_bench.page.markdown import Recorder, table_of
 from vllm_nvmeof_bench.page.published import Published
-from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.results import BenchError, name_in
+from vllm_nvmeof_bench.tables import markdown
 from vllm_nvmeof_offload.units import format_bytes
 
 __all__ = ["Page", "build"]
@@ -100,13 +101,16 @@ def _section(path: Path, name: str, bench: Bench) -> Recorder:
     kind = KINDS[name]
     out.blocks += [f"## {kind.title}", f"`bench {name}`, samples in `{path.name}`."]
     out.blocks.append(_machine(conditions))
-    bench.report.print_conditions(out, conditions)
-    wanted = len(signature(bench.report.print_samples).parameters)
-    bench.report.print_samples(*(out, samples, conditions)[:wanted])
-    if rows:
-        bench.report.print_targets(out, rows)
+    if isinstance(bench, Benchmark):
+        out.blocks += markdown(bench.parts(samples, conditions, rows))
+    else:
+        bench.report.print_conditions(out, conditions)
+        wanted = len(signature(bench.report.print_samples).parameters)
+        bench.report.print_samples(*(out, samples, conditions)[:wanted])
+        if rows:
+            bench.report.print_targets(out, rows)
     if kind.published is not None:
-        beside = getattr(bench, "beside", None)
+        beside = getattr(bench, "published", None) or getattr(bench, "beside", None)
         out.blocks.append(_published(kind.published, beside(samples) if beside else {}))
     return out
 

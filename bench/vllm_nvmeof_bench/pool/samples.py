@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_nvmeof_bench import files
-from vllm_nvmeof_offload.units import GIB, MIB, format_bytes
+from vllm_nvmeof_bench.results import percentile, size_name
+from vllm_nvmeof_offload.units import GIB, MIB
 
 __all__ = ["Figures", "Sample", "dump", "load", "median_of", "percentile", "select", "size_name"]
 
@@ -61,21 +61,8 @@ class Sample:
         )
 
 
-def size_name(count: int) -> str:
-    """A block size for people: `64 KiB`."""
-    return format_bytes(count).replace(".0 ", " ")
-
-
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 1)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of all values do not exceed (nearest rank)."""
-    assert values
-    assert 0 < share <= 1
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def select(

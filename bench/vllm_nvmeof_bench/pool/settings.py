@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
 
 __all__ = ["ARMS", "BLOCKS", "CASES", "KINDS", "BenchError", "Settings"]
@@ -42,10 +43,6 @@ CASES = tuple(case for cases in KINDS.values() for case in cases)
 FLAT_KINDS = frozenset({"batch_write", "batch_read", "mixed"})
 BESIDE_KINDS = frozenset({"beside", "writes_alone"})
 _FLAT_ARMS = frozenset({"fio", "ring"})
-
-
-class BenchError(Exception):
-    """This benchmark cannot run here, or an arm failed: one line for people."""
 
 
 @dataclass(frozen=True)

