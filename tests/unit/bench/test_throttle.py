@@ -11,8 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
-from vllm_nvmeof_bench.cgroups import device_of, find_hierarchy, processes_of
-from vllm_nvmeof_bench.throttle import Throttle, ThrottleError
+from vllm_nvmeof_bench.throttle import (
+    Throttle,
+    ThrottleError,
+    device_of,
+    find_hierarchy,
+    processes_of,
+)
 
 V1 = "33 22 0:27 / /sys/fs/cgroup/blkio rw,relatime - cgroup cgroup rw,blkio\n"
 V1_INSIDE = "33 22 0:27 /docker/abc /sys/fs/cgroup/blkio rw - cgroup cgroup rw,blkio\n"
