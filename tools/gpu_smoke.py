@@ -17,8 +17,7 @@ from importlib import import_module, metadata
 from typing import Any
 
 import numpy as np
-from vllm_nvmeof_bench.gpu.theirs import load_theirs
-from vllm_nvmeof_bench.gpu.world import World
+from vllm_nvmeof_bench.gpu.world import World, load_theirs
 
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.choose import choose_copy_engine

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from vllm_nvmeof_bench.cli import bench_app
 
 from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.commands import plain_errors, print_json
@@ -28,7 +27,22 @@ app.add_typer(config_app, name="config", invoke_without_command=True)
 app.add_typer(pool_app, name="pool")
 app.command()(doctor)
 app.command()(size)
-app.add_typer(bench_app, name="bench")
+try:
+    from vllm_nvmeof_bench.cli import bench_app
+except ModuleNotFoundError:
+
+    @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def bench() -> None:
+        """Benchmarks, which are not installed here."""
+        typer.echo(
+            "vllm-nvmeof: the benchmarks (vllm_nvmeof_bench) are not installed: install this "
+            "package's wheel, or set PYTHONPATH=bench in a checkout",
+            err=True,
+        )
+        raise typer.Exit(1)
+
+else:
+    app.add_typer(bench_app, name="bench")
 
 #: The part of a whole --kv-transfer-config that holds our keys.
 _EXTRA = "kv_connector_extra_config"

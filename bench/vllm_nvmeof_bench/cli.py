@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-import click
 import typer
 from typer.core import TyperGroup
 
@@ -39,11 +38,11 @@ Check = Annotated[bool, typer.Option("--check", help="Exit code 1 if a goal is m
 class _Benches(TyperGroup):
     """The benchmarks' commands, made when they are asked for."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:
         made = [name + end for name in benchmarks.PACKAGES for end in ("", _REPORT)]
         return list(dict.fromkeys([*made, *super().list_commands(ctx)]))
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if (written := super().get_command(ctx, cmd_name)) is not None:
             return written
         name, report = cmd_name.removesuffix(_REPORT), cmd_name.endswith(_REPORT)
@@ -81,7 +80,7 @@ def plain_errors() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _command_of(name: str, function: Callable[..., None]) -> click.Command:
+def _command_of(name: str, function: Callable[..., None]) -> Any:
     app = typer.Typer(add_completion=False)
     app.command(name)(function)
     return typer.main.get_command(app)
@@ -213,9 +212,8 @@ def _value_of(one: dataclasses.Field[Any], hint: Any, option: Option, given: Any
 # -- benchmarks whose settings declare no options yet ---------------------------------------
 
 _PACKAGE = "vllm_nvmeof_bench"
-_JSON = Path("build/bench/pool.json")
 
-Json = Annotated[Path, typer.Option("--json", help="File to write the samples to.")]
+Json = Annotated[Path, typer.Option("--json", help="Where the samples go.")]
 Written = Annotated[Path, typer.Argument(help="A file that the benchmark wrote.")]
 Targets = Annotated[bool, typer.Option("--targets/--no-targets", help="Print the targets.")]
 
@@ -275,213 +273,10 @@ def add_report(name: str, default: Path) -> None:
 
 
 @bench_app.command()
-def pool(
-    directory: Annotated[
-        Path, typer.Option("--dir", help="The disk to measure: a directory on it.")
-    ] = Path("build/bench/disk"),
-    json_path: Json = _JSON,
-    rounds: Annotated[int, typer.Option(help="Samples of everything.", min=1)] = 5,
-    blocks: Annotated[
-        str, typer.Option(help="Block sizes, such as 64KiB,2MiB. Default: 64 KiB to 4 MiB.")
-    ] = "",
-    arms: Annotated[
-        str, typer.Option(help="Choice of ours,ours_threads,fio,ring,vllm_fs. Default: all.")
-    ] = "",
-    cases: Annotated[str, typer.Option(help="Such as batch_read,single_write. Default: all.")] = "",
-    bytes_per_round: Annotated[str, typer.Option(help="Moved by a batch.")] = "1GiB",
-    depth: Annotated[int, typer.Option(help="Blocks in flight of fio and the ring.")] = 32,
-    seed: Annotated[int, typer.Option(help="Seed of the random bytes and of the blocks read.")] = 1,
-    plot: Plot = None,
-    targets: Targets = True,
-    check: Check = False,
-) -> None:
-    """Measure the pool's I/O beside its rivals, interleaved in one run on one disk.
-
-    Takes about 8 minutes and up to 3 GiB of the disk, which is left as it was. Nothing else
-    should run meanwhile: the load average before and after is printed and kept.
-    """
-    with plain_errors():
-        known = import_bench("pool.settings")
-        settings = known.Settings(
-            arms=names(arms, known.ARMS),
-            cases=names(cases, known.CASES),
-            blocks=_sizes(blocks, known.BLOCKS),
-            rounds=rounds,
-            bytes_per_round=parse_size(bytes_per_round, "--bytes-per-round"),
-            depth=depth,
-            seed=seed,
-        )
-        import_bench("pool.command").measure(settings, directory, json_path, targets)
-        reached = import_bench("show").show_file("pool", json_path, plot, targets)
-    raise typer.Exit(int(check and not reached))
-
-
-add_report("pool", _JSON)
-
-
-_COPY_JSON = Path("build/bench/copy.json")
-
-
-@bench_app.command()
-def copy(
-    directory: Annotated[
-        Path, typer.Option("--dir", help="Directory on the disk to load from, in the part disk.")
-    ] = Path("build/bench/copy-disk"),
-    json_path: Json = _COPY_JSON,
-    parts: Annotated[
-        str,
-        typer.Option(
-            help="Choice of transfer,few,model,both,submit,loops,disk, sweep (the kernel by its "
-            "thread blocks) and crc (CRC-32C by the GPU). Default: all but sweep and crc."
-        ),
-    ] = "",
-    rounds: Annotated[int, typer.Option(help="Rounds of all cases.", min=1)] = 5,
-    gib: Annotated[
-        float, typer.Option("--gib", help="GPU memory, and as much pinned memory.", min=0.25)
-    ] = 4.0,
-    plot: Plot = None,
-    targets: Targets = True,
-    check: Check = False,
-) -> None:
-    """Measure copies between the first GPU and pinned memory: DMA, the kernel, what auto takes.
-
-    Needs an NVIDIA GPU. Beside them stands vLLM's own copy code, unmodified, where the vLLM
-    that is installed has it for GPUs. Takes about 5 minutes; nothing else should run meanwhile.
-    """
-    with plain_errors():
-        known = import_bench("gpu.settings")
-        settings = known.Settings(
-            parts=_known(names(parts, known.USUAL_PARTS), known.PARTS),
-            rounds=rounds,
-            bytes_max=int(gib * (1 << 30)),
-        )
-        import_bench("gpu.command").measure(settings, directory, json_path)
-        reached = import_bench("show").show_file("copy", json_path, plot, targets)
-    raise typer.Exit(int(check and not reached))
-
-
-add_report("copy", _COPY_JSON)
-
-
-def _known(given: tuple[str, ...], parts: tuple[str, ...]) -> tuple[str, ...]:
-    for name in given:
-        if name not in parts:
-            there = ", ".join(parts)
-            raise typer.BadParameter(f"no part {name!r}; there are {there}", param_hint="--parts")
-    return given
-
-
-_COST_JSON = Path("build/bench/cost.json")
-
-
-@bench_app.command()
-def cost(
-    directory: Annotated[
-        Path, typer.Option("--dir", help="Directory of model and pools during the run.")
-    ] = Path("build/bench/disk"),
-    json_path: Json = _COST_JSON,
-    pairs: Annotated[int, typer.Option(help="Rounds, each with every server.", min=1)] = 20,
-    arms: Annotated[
-        str,
-        typer.Option(
-            help="Choice of none,ours,ours_prompt_only,ours_cpu_only. Default: all but the last."
-        ),
-    ] = "",
-    seed: Annotated[int, typer.Option(help="Seed of the prompts and their order.")] = 1,
-    plot: Plot = None,
-    targets: Targets = True,
-    check: Check = False,
-) -> None:
-    """Measure what offloading costs when nothing is ever found and everything fits.
-
-    Starts a real `vllm serve` for each arm, all at once, asks them in turn, and compares each
-    with the one without offloading, round by round. Takes about 10 minutes, 6 GiB of memory
-    and up to 5 GiB of the disk, which is left as it was. Nothing else should run meanwhile.
-    """
-    with plain_errors():
-        known = import_bench("cost.settings")
-        settings = known.Settings(arms=names(arms, known.ARMS_DEFAULT), pairs=pairs, seed=seed)
-        import_bench("cost.command").measure(settings, directory, json_path)
-        reached = import_bench("show").show_file("cost", json_path, plot, targets)
-    raise typer.Exit(int(check and not reached))
-
-
-add_report("cost", _COST_JSON)
-
-
-_LATENCY_JSON = Path("build/bench/latency.json")
-
-
-@bench_app.command()
-def latency(
-    target: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="NAME=DIRECTORY, once or twice: what the second adds to the first. Given once, "
-            "a throttled stand-in on the same disk is the second."
-        ),
-    ] = None,
-    throttle: Annotated[
-        int, typer.Option(help="MB/s of the second target's disk; 0: as it is.", min=0)
-    ] = 0,
-    json_path: Json = _LATENCY_JSON,
-    jobs: Annotated[str, typer.Option(help="Processes at once, such as 1,2,4.")] = "",
-    depths: Annotated[str, typer.Option(help="In flight in each, such as 1,4,16.")] = "",
-    slot: Annotated[str, typer.Option(help="Payload of the pool's slot, beside 4 KiB.")] = "512KiB",
-    cases: Annotated[str, typer.Option(help="Choice of read,write.")] = "read",
-    rounds: Annotated[int, typer.Option(help="Samples of everything.", min=1)] = 5,
-    seconds: Annotated[float, typer.Option(help="Seconds of one measurement.")] = 0.5,
-    seed: Annotated[int, typer.Option(help="Seed of contents, places and orders.")] = 1,
-    plot: Plot = None,
-) -> None:
-    """Measure the latency of random I/O on two targets, and what our engine adds to fio there.
-
-    At each number of jobs and depth, with 4 KiB and with whole slots, interleaved. Takes about 6
-    minutes and 0.6 GiB of each target, which is left as it was. A throttle needs a control group,
-    for which this mostly has to run as root. Nothing else should run meanwhile.
-    """
-    with plain_errors():
-        known = import_bench("latency.settings")
-        fixed = known.Settings()
-        settings = known.Settings(
-            cases=names(cases, fixed.cases),
-            jobs=_latency_numbers(jobs, "--jobs") or fixed.jobs,
-            depths=_latency_numbers(depths, "--depths") or fixed.depths,
-            slot_bytes=parse_size(slot, "--slot"),
-            rounds=rounds,
-            run_s=seconds,
-            seed=seed,
-        )
-        places = known.places_of(target or ["local=build/bench/latency-disk"], throttle)
-        import_bench("latency.command").measure(settings, places, json_path)
-        import_bench("show").show_file("latency", json_path, plot)
-
-
-@bench_app.command("latency-report")
-def latency_report(
-    json_path: Annotated[
-        Path, typer.Argument(help="A file that `bench latency` wrote.")
-    ] = _LATENCY_JSON,
-    plot: Plot = None,
-) -> None:
-    """Print the tables of a file of `bench latency` again, or draw it; measure nothing."""
-    with plain_errors():
-        import_bench("show").show_file("latency", json_path, plot)
-
-
-def _latency_numbers(text: str, option: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise typer.BadParameter(f"{text!r}: give numbers as 1,2,4", param_hint=option) from None
-
-
-@bench_app.command()
 def report(
     directory: Annotated[Path, typer.Argument(help="Holds the JSON files of benchmarks.")],
     page: Annotated[
-        Path | None,
-        typer.Option(help="File of the page, beside its pictures. Default: DIR/REPORT.md."),
+        Path | None, typer.Option(help="The page; pictures go beside it. Default: DIR/REPORT.md.")
     ] = None,
     plots: Annotated[
         bool, typer.Option("--plots/--no-plots", help="Draw them; needs matplotlib.")
@@ -500,7 +295,7 @@ def report(
 
 
 _BUILD = Path("build/bench")
-Directory = Annotated[Path, typer.Option("--dir", help="Directory of the pools of own servers.")]
+Directory = Annotated[Path, typer.Option("--dir", help="Where pools of servers started here lie.")]
 Arms = Annotated[
     str,
     typer.Option(
@@ -516,11 +311,10 @@ TokenIds = Annotated[
     str,
     typer.Option(help="LOW:HIGH of the prompts' token ids. Default, with --base-url: 1000:30000."),
 ]
-Rounds = Annotated[int, typer.Option(help="Rounds of all cases, arms interleaved.", min=1)]
-Seed = Annotated[int, typer.Option(help="Seed of the prompts and their order.")]
+Rounds = Annotated[int, typer.Option(help="Of everything, arms interleaved.", min=1)]
+Seed = Annotated[int, typer.Option(help="Of the prompts and the order.")]
 Rate = Annotated[
-    int,
-    typer.Option("--target-mb-per-s", help="Rate of the throttled stand-in for a target.", min=1),
+    int, typer.Option("--target-mb-per-s", help="Of the throttled stand-in for a target.", min=1)
 ]
 
 ServerArgs = Annotated[
@@ -561,7 +355,7 @@ def _run(
 def ttft(
     base_url: BaseUrl = None,
     arms: Arms = "",
-    lengths: Annotated[str, typer.Option(help="Prompt lengths. Default: 256,1024,4096.")] = "",
+    lengths: Annotated[str, typer.Option(help="Of prompts. Default: 256,1024,4096.")] = "",
     rounds: Rounds = 3,
     target_rate: Rate = 200,
     server_args: ServerArgs = "",
@@ -592,7 +386,7 @@ def hits(
     arms: Arms = "",
     rates: Annotated[str, typer.Option(help="Per cent. Default: 0,25,50,75,100.")] = "",
     count: Annotated[int, typer.Option(help="Prompts at once.", min=1)] = 32,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 512,
+    prompt_tokens: Annotated[int, typer.Option(help="Of each prompt.", min=1)] = 512,
     rounds: Rounds = 2,
     target_rate: Rate = 200,
     server_args: ServerArgs = "",
@@ -622,9 +416,9 @@ def turns(
     base_url: BaseUrl = None,
     arms: Arms = "",
     concurrency: Annotated[str, typer.Option(help="Conversations at once. Default: 4,8,16.")] = "",
-    first_tokens: Annotated[int, typer.Option(help="Tokens of the first prompt.", min=1)] = 448,
-    grow_tokens: Annotated[int, typer.Option(help="Tokens per later turn.", min=1)] = 160,
-    answer_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 16,
+    first_tokens: Annotated[int, typer.Option(help="Of the first turn's prompt.", min=1)] = 448,
+    grow_tokens: Annotated[int, typer.Option(help="That each later turn adds.", min=1)] = 160,
+    answer_tokens: Annotated[int, typer.Option(help="Of each answer.", min=1)] = 16,
     rounds: Rounds = 2,
     target_rate: Rate = 200,
     server_args: ServerArgs = "",
@@ -656,15 +450,15 @@ def turns(
 def serve(
     base_url: BaseUrl = None,
     arms: Arms = "",
-    parts: Annotated[str, typer.Option(help="Choice of ttft,hits,turns. Default: all.")] = "",
+    parts: Annotated[str, typer.Option(help="Of ttft,hits,turns. Default: all.")] = "",
     target_rate: Rate = 200,
     server_args: ServerArgs = "",
     token_ids: TokenIds = "",
     seed: Seed = 1,
     directory: Directory = _BUILD / "disk",
-    out: Annotated[Path, typer.Option(help="Directory for JSON and pictures.")] = _BUILD,
+    out: Annotated[Path, typer.Option(help="Where a JSON file and a picture each go.")] = _BUILD,
 ) -> None:
-    """Run `bench ttft`, `hits` and `turns` in turn on the same servers, with default sizes.
+    """`bench ttft`, `hits` and `turns` one after the other on the same servers, by default sizes.
 
     Servers that are started here start once, and are large enough for all parts.
     """
@@ -710,13 +504,13 @@ def tier(
     ] = Path("build/bench/tier-disk"),
     json_path: Json = _TIER_JSON,
     parts: Annotated[
-        str, typer.Option(help="Choice of load,resume,prefetch,admission. Default: all.")
+        str, typer.Option(help="Of load,resume,prefetch,admission. Default: all.")
     ] = "",
-    rounds: Annotated[int, typer.Option(help="Rounds; at most 3 per server.", min=1)] = 3,
+    rounds: Annotated[int, typer.Option(help="Of everything; at most 3 of a server.", min=1)] = 3,
     throttle: Annotated[
         int, typer.Option(help="MB/s that the part load may read; 0: no limit.", min=0)
     ] = 100,
-    seed: Annotated[int, typer.Option(help="Seed of contents, prompts and orders.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of contents, prompts and orders.")] = 1,
     plot: Plot = None,
     targets: Targets = True,
     check: Check = False,
@@ -754,10 +548,10 @@ Ramp = Annotated[
     float, typer.Option("--ramp", help="Seconds from one user's arrival to the next.", min=0)
 ]
 Scale = Annotated[
-    float, typer.Option("--time-scale", help="Factor on think times and arrivals; 0: none.", min=0)
+    float, typer.Option("--time-scale", help="Of think times and arrivals; 0: none.", min=0)
 ]
 Think = Annotated[float, typer.Option("--think-max", help="Seconds, after scaling.", min=0)]
-TiersSeed = Annotated[int, typer.Option(help="Seed of the order of the sessions.")]
+TiersSeed = Annotated[int, typer.Option(help="Of the order of the sessions.")]
 
 
 def _shares(text: str, option: str) -> tuple[float, ...] | None:
@@ -781,8 +575,7 @@ def tiers(
         int, typer.Option(help="A session ends before its first longer request.", min=1)
     ] = 131_072,
     kv_bytes_per_token: Annotated[
-        int,
-        typer.Option(help="KV bytes per token, as from `vllm-nvmeof size`.", min=1),
+        int, typer.Option(help="As `vllm-nvmeof size` says it for a model.", min=1)
     ] = 131_072,
     gpu: Annotated[float, typer.Option(help="GPU memory / working set.")] = 0.02,
     cpu: Annotated[float, typer.Option(help="CPU tier / working set.")] = 0.05,
@@ -790,7 +583,7 @@ def tiers(
     pools: Annotated[str, typer.Option(help="Sweep, such as 0.05,0.1,0.4.")] = "",
     cpus: Annotated[str, typer.Option(help="Sweep, such as 0.02,0.1.")] = "",
     policies: Annotated[
-        str, typer.Option(help="Eviction policies, as for the key eviction_policy.")
+        str, typer.Option(help="Of eviction, as eviction_policy has them, module:Class too.")
     ] = "lru,credited_lru",
     plot: Plot = None,
 ) -> None:
@@ -840,7 +633,7 @@ _REPLAY_JSON = Path("build/bench/replay.json")
 def replay(
     trace: Trace,
     directory: Annotated[
-        Path, typer.Option("--dir", help="Directory of the pools of own servers.")
+        Path, typer.Option("--dir", help="Where the pools of servers started here lie.")
     ] = Path("build/bench/replay-disk"),
     json_path: Json = _REPLAY_JSON,
     arms: Annotated[
@@ -866,7 +659,7 @@ def replay(
     block_tokens: Annotated[
         int, typer.Option(help="Replay each block of the trace with so many tokens; 0: as it is.")
     ] = 0,
-    sessions: Annotated[int, typer.Option(help="Sessions of the trace; 0: all.", min=0)] = 0,
+    sessions: Annotated[int, typer.Option(help="Of the trace; 0: all.", min=0)] = 0,
     token_ids: Annotated[
         str, typer.Option(help="Ids that prompts are made of: LOW:HIGH, in the vocabulary.")
     ] = "300:2000",
@@ -923,6 +716,6 @@ def replay_report(
     ),
     plot: Plot = None,
 ) -> None:
-    """Print the tables of a file of `bench replay` again, or draw it; no server is asked."""
+    """Print the tables of a file of `bench replay` again, or draw it; ask nobody."""
     with plain_errors():
         import_bench("replay.command").show(json_path, plot)

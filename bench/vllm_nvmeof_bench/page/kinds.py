@@ -64,13 +64,13 @@ KINDS: dict[str, Kind] = {
     "turns": Kind("Conversations of four turns", "serve.command", published.TURNS),
     "replay": Kind("Agentic traces, replayed", "replay.command", published.REPLAY),
     "tiers": Kind("Hit rates over sizes and policies, simulated", "tiers.command"),
-    "latency": Kind("Latency of two targets, and of our engine", "latency.command",
+    "latency": Kind("Latency of two targets, and of our engine", "latency.report",
                     published.LATENCY),
-    "pool": Kind("The pool's I/O beside fio, a bare ring and vLLM's fs tier", "pool.command",
+    "pool": Kind("The pool's I/O beside fio, a bare ring and vLLM's fs tier", "pool.report",
                  published.POOL),
     "tier": Kind("Loads, resumes, prefetch, admission", "tier.command", published.TIER),
-    "cost": Kind("What offloading costs where it cannot help", "cost.command", published.COST),
-    "copy": Kind("Copies between a GPU and pinned memory", "gpu.command", published.COPY),
+    "cost": Kind("What offloading costs where it cannot help", "cost.report", published.COST),
+    "copy": Kind("Copies between a GPU and pinned memory", "gpu.report", published.COPY),
 }  # fmt: skip
 
 

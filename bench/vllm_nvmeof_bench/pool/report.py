@@ -1,89 +1,288 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables for the terminal: medians of every case, latencies beside writes, targets."""
+"""The samples of `bench pool`: tables, goals, picture.
+
+Goals are ratios of medians over rounds. Where a goal covers several block sizes, the worst one
+decides and is named. "The best of fio, threads and ring" is the largest of their medians at that
+block size. A goal whose samples are not all there is neither reached nor missed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
-from vllm_nvmeof_bench.pool.samples import Sample, median_of, size_name
-from vllm_nvmeof_bench.pool.settings import ARMS, CASES
-from vllm_nvmeof_bench.pool.targets import Row
+from vllm_nvmeof_bench.benchmark import Benchmark
+from vllm_nvmeof_bench.plots import (
+    BLACK,
+    BLUE,
+    GREY,
+    RED,
+    SKY,
+    Style,
+    bars,
+    finish,
+    legend_below,
+    line,
+    picture,
+    size_axis,
+    where_measured,
+)
+from vllm_nvmeof_bench.results import (
+    Figure,
+    Goal,
+    at_least,
+    at_most,
+    median_of,
+    ratio_of_medians,
+    select,
+    size_name,
+    spread_of,
+    values_of,
+    worst,
+)
+from vllm_nvmeof_bench.tables import Column, arm_columns, disk_in, load_in, table
+from vllm_nvmeof_offload.units import KIB, MIB
 
-__all__ = ["print_conditions", "print_samples", "print_targets", "table_of"]
+__all__ = ["ARMS", "BENCHES", "CASES", "KINDS", "Sample", "goals"]
 
+ARMS = ("ours", "ours_threads", "fio", "ring", "vllm_fs")
+#: One kind of measurement → the cases that it yields.
+KINDS: dict[str, tuple[str, ...]] = {
+    "batch_write": ("batch_write",),
+    "batch_read": ("batch_read",),
+    "mixed": ("mixed",),
+    "single_write": ("single_write",),
+    "single_read": ("single_read",),
+    "beside": ("read_beside_writes", "writes_beside_read"),
+    "writes_alone": ("writes_alone",),
+}
+CASES = tuple(case for cases in KINDS.values() for case in cases)
 _LATENCY_CASE = "read_beside_writes"
+_RIVALS = ("fio", "ours_threads", "ring")
+_LARGE = 512 * KIB
 
 
-def print_samples(console: Console, samples: Sequence[Sample]) -> None:
+@dataclass(frozen=True)
+class Sample:
+    """One arm, case, block size and round. MiB and GiB of payload.
+
+    cpu_s_per_gib: None where the CPU time of two directions cannot be told apart. p50_us,
+    p99_us: None where an arm reports no latencies.
+    """
+
+    arm: str
+    case: str
+    block_bytes: int
+    round: int
+    mib_per_s: float
+    cpu_s_per_gib: float | None
+    p50_us: float | None
+    p99_us: float | None
+
+
+# -- tables -------------------------------------------------------------------------------
+
+
+def tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator[Table | str]:
     """Throughput, CPU time, and the demand read's latency."""
     rounds = max((one.round for one in samples), default=0) + 1
     of = f"median of {rounds} rounds"
     throughput = [one for one in samples if one.case != _LATENCY_CASE]
-    console.print(table_of(f"MiB/s, {of}", throughput, "mib_per_s", "{:,.0f}"))
-    console.print(table_of(f"CPU seconds per GiB, {of}", throughput, "cpu_s_per_gib", "{:.3f}"))
-    beside = [one for one in samples if one.case == _LATENCY_CASE]
+    beside = select(samples, case=_LATENCY_CASE)
+    yield _table(f"MiB/s, {of}", throughput, "mib_per_s")
+    yield _table(f"CPU seconds per GiB, {of}", throughput, "cpu_s_per_gib", "{:.3f}")
     if beside:
-        console.print(table_of(f"demand read beside writes, p50 in µs, {of}", beside, "p50_us"))
-        console.print(table_of(f"demand read beside writes, p99 in µs, {of}", beside, "p99_us"))
+        yield _table(f"demand read beside writes, p50 in µs, {of}", beside, "p50_us")
+        yield _table(f"demand read beside writes, p99 in µs, {of}", beside, "p99_us")
 
 
-def table_of(title: str, samples: Sequence[Sample], field: str, form: str = "{:,.0f}") -> Table:
-    """One row a case and block size, one column an arm; "–" where nothing was measured."""
-    arms = [arm for arm in ARMS if any(one.arm == arm for one in samples)]
-    table = Table("case", "block", *arms, title=title, title_justify="left", box=SIMPLE_HEAD)
-    table.columns[0].no_wrap = True
-    for column in table.columns[1:]:
-        column.justify = "right"
-        column.no_wrap = True
-    for case in CASES:
-        blocks = sorted({one.block_bytes for one in samples if one.case == case})
-        for number, block_bytes in enumerate(blocks):
-            cells = []
-            for arm in arms:
-                value = median_of(samples, arm, case, block_bytes, field)
-                cells.append("–" if value is None else form.format(value))
-            table.add_row(
-                case if number == 0 else "",
-                size_name(block_bytes),
-                *cells,
-                end_section=number == len(blocks) - 1 and len(blocks) > 1,
-            )
-    return table
-
-
-def print_targets(console: Console, rows: Sequence[Row]) -> None:
-    """target | required | measured | n | reached."""
-    table = Table(
-        "target", "required", "measured", "n", "reached", title_justify="left", box=SIMPLE_HEAD
+def _table(title: str, samples: Sequence[Sample], measure: str, form: str = "{:,.0f}") -> Table:
+    """One row per case and block size, one column per arm."""
+    found = {(one.case, one.block_bytes) for one in samples}
+    rows = [
+        {"case": case, "block_bytes": block} for case in CASES for block in _blocks(samples)
+        if (case, block) in found
+    ]  # fmt: skip
+    names = (
+        Column("case", lambda row: row["case"]),
+        Column("block", lambda row: size_name(row["block_bytes"])),
     )
-    table.title = "Targets: ratios of medians, and the manager"
-    for row in rows:
-        answer = {True: "[green]yes[/]", False: "[red]no[/]", None: "not measured"}[row.reached]
-        measured = "–" if row.measured is None else f"{row.measured:.2f}{row.unit}"
-        if row.where:
-            measured += f" [dim]({row.where})[/]"
-        table.add_row(row.target, row.required, measured, str(row.n or "–"), answer)
-    console.print(table)
+    arms = [arm for arm in ARMS if select(samples, arm=arm)]
+    return table(title, [*names, *arm_columns(samples, arms, measure, form)], rows, grouped=True)
 
 
-def print_conditions(console: Console, conditions: Mapping[str, Any]) -> None:
-    """What ran and what did not, and how busy the machine was: a few lines."""
+def lines(conditions: Mapping[str, Any]) -> Iterator[str]:
+    """What ran and what did not, and how busy the machine was."""
     for name, arm in conditions.get("arms", {}).items():
         if not arm.get("available"):
-            console.print(f"{name}: not measured: {arm.get('reason')}", highlight=False)
+            yield f"{name}: not measured: {arm.get('reason')}"
         elif "runs" in arm:
             extra = "" if arm.get("c_extension") is None else f", C extension {arm['c_extension']}"
-            console.print(f"{name}: {arm['runs']}{extra}", highlight=False)
-    disk = conditions.get("disk", {})
-    before = conditions.get("load_average_at_start", ["?"])[0]
-    after = conditions.get("load_average_at_end", ["?"])[0]
-    console.print(
-        f"{disk.get('file_system', '?')} on {disk.get('device', '?')}; load average {before} "
-        f"before, {after} after",
-        highlight=False,
+            yield f"{name}: {arm['runs']}{extra}"
+    yield f"{disk_in(conditions)}; {load_in(conditions)}"
+
+
+# -- goals --------------------------------------------------------------------------------
+
+
+def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal]:
+    """In the order of the requirements; the manager's figures are among the conditions."""
+
+    def ratio(
+        case: str, block: int, measure: str = "mib_per_s", rival: str = "vllm_fs", base: str = ""
+    ) -> Figure | None:
+        """Ours over a rival's, in the same case unless `base` names another."""
+        return ratio_of_medians(
+            samples,
+            measure,
+            {"arm": "ours", "case": case, "block_bytes": block},
+            {"arm": rival, "case": base or case, "block_bytes": block},
+            f"{size_name(block)}, {rival}",
+        )
+
+    large = [block for block in _blocks(samples) if block >= _LARGE]
+    two, cpu = 2 * MIB, "cpu_s_per_gib"
+    rivals = {
+        case: worst(ratio(case, block, rival=rival) for block in large for rival in _RIVALS)
+        for case in ("batch_read", "batch_write")
+    }
+    given = conditions.get("manager") or {}
+    manager = {name: Figure(value, 1) for name, value in given.items() if value is not None}
+    return [
+        at_least("batch read ≥ 512 KiB / best of fio, threads, ring", 0.94, rivals["batch_read"]),
+        at_least("batch write ≥ 512 KiB / best of fio, threads, ring", 0.94, rivals["batch_write"]),
+        at_least("batch write of 2 MiB / fs tier", 1.8, ratio("batch_write", two)),
+        at_least("batch write of 64 KiB / fs tier", 4.0, ratio("batch_write", 64 * KIB)),
+        at_least(
+            "batch read ≥ 512 KiB / fs tier", 1.0, worst(ratio("batch_read", b) for b in large)
+        ),
+        at_least(
+            "one 128 MiB job of 2 MiB blocks, write / fs tier", 3.0, ratio("single_write", two)
+        ),
+        at_least("one 128 MiB job of 2 MiB blocks, read / fs tier", 1.2, ratio("single_read", two)),
+        at_most(
+            "CPU s/GiB, 2 MiB batch write / fs tier",
+            0.1,
+            ratio("batch_write", two, "cpu_s_per_gib"),
+        ),
+        at_most("CPU s/GiB, 2 MiB batch read / fs tier", 0.5, ratio("batch_read", two, cpu)),
+        at_most("p99 of a read beside writes / fs tier", 0.5, ratio(_LATENCY_CASE, two, "p99_us")),
+        at_least(
+            "our writes beside reads / alone",
+            0.7,
+            ratio("writes_beside_read", two, rival="ours", base="writes_alone"),
+        ),
+        at_most("manager: time per key looked up", 1.0, manager.get("lookup_us"), " µs"),
+        at_most(
+            "manager: memory per entry, 1 M entries", 400.0, manager.get("bytes_per_entry"), " B"
+        ),
+        at_most("manager: longest collection pause", 20.0, manager.get("gc_pause_ms_max"), " ms"),
+    ]
+
+
+def _blocks(samples: Sequence[Sample]) -> list[int]:
+    return sorted({one.block_bytes for one in samples})
+
+
+# -- picture ------------------------------------------------------------------------------
+
+_STYLES = {
+    "ours": Style(BLUE, "o", "ours (io_uring)", width=2.4),
+    "ours_threads": Style(SKY, "s", "ours (threads)"),
+    "fio": Style(GREY, "^", "fio"),
+    "ring": Style(BLACK, "D", "bare ring loop"),
+    "vllm_fs": Style(RED, "v", "vLLM fs tier"),
+}
+_LINES = (
+    ("batch_write", "mib_per_s", "batch write"),
+    ("batch_read", "mib_per_s", "batch read"),
+    ("mixed", "mib_per_s", "half reads, half writes"),
+    ("single_write", "mib_per_s", "one 128 MiB job, write"),
+    ("single_read", "mib_per_s", "one 128 MiB job, read"),
+    ("batch_write", "cpu_s_per_gib", "CPU time, batch write"),
+    ("batch_read", "cpu_s_per_gib", "CPU time, batch read"),
+)
+_MIB_PER_GIB = 1024
+
+
+def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -> None:
+    """Lines are medians over rounds, bands and whiskers reach over all samples."""
+    rounds = max(one.round for one in samples) + 1
+    title = (
+        f"Pool I/O, median and range of {rounds} rounds, interleaved on one directory\n"
+        f"{disk_in(conditions)}, {where_measured(conditions)}"
     )
+    with picture(path, title, 3, 3, (5.3, 4.2)) as (figure, panels):
+        for panel, (case, measure, name) in zip(panels, _LINES, strict=False):
+            _lines(panel, samples, case, measure)
+            unit = "GiB/s" if measure == "mib_per_s" else "CPU seconds per GiB"
+            finish(panel, name, ylabel=unit)
+        reads = [(_LATENCY_CASE, "p50_us"), (_LATENCY_CASE, "p99_us")]
+        _bars(panels[7], samples, reads, ("p50", "p99"), 1000.0)
+        finish(panels[7], "one 2 MiB read beside 64 MiB of queued writes", ylabel="ms")
+        writes = [("writes_alone", "mib_per_s"), ("writes_beside_read", "mib_per_s")]
+        _bars(panels[8], samples, writes, ("alone", "beside reads"), _MIB_PER_GIB)
+        finish(panels[8], "those writes", ylabel="GiB/s")
+        legend_below(figure, panels)
+
+
+def _lines(panel: Any, samples: Sequence[Sample], case: str, measure: str) -> None:
+    blocks = _blocks(select(samples, case=case))
+    scale = _MIB_PER_GIB if measure == "mib_per_s" else 1.0
+    for arm, style in _STYLES.items():
+        spreads = [
+            spread_of(values_of(samples, measure, arm=arm, case=case, block_bytes=block))
+            for block in blocks
+        ]
+        line(panel, style, blocks, spreads, scale, band=True)
+    size_axis(panel, blocks)
+    if measure == "cpu_s_per_gib" and blocks:
+        panel.set_yscale("log")
+    else:
+        panel.set_ylim(bottom=0)
+
+
+def _bars(
+    panel: Any,
+    samples: Sequence[Sample],
+    cases: Sequence[tuple[str, str]],
+    names: Sequence[str],
+    scale: float,
+) -> None:
+    """At the largest block size of each arm."""
+    series = []
+    for arm, style in _STYLES.items():
+        mine = select(samples, arm=arm)
+        spreads = []
+        for case, measure in cases:
+            block = max(_blocks(select(mine, case=case)), default=0)
+            spreads.append(spread_of(values_of(mine, measure, case=case, block_bytes=block)))
+        if any(spreads):
+            series.append((style, spreads))
+    bars(panel, names, series, scale)
+
+
+def published(samples: Sequence[Sample]) -> dict[str, str]:
+    """Reads of 2 MiB as shares of fio's throughput."""
+    rates = {
+        arm: median_of(samples, "mib_per_s", arm=arm, case="batch_read", block_bytes=2 * MIB)
+        for arm in ("ours", "vllm_fs", "fio")
+    }
+    names = {
+        "ours": "reads of 2 MiB, ours / fio",
+        "vllm_fs": "reads of 2 MiB, vLLM's fs tier / fio",
+    }
+    fio = rates.pop("fio")
+    return {names[arm]: f"{rate / fio:.0%}" for arm, rate in rates.items() if rate and fio}
+
+
+BENCHES = (
+    Benchmark(
+        "pool", Sample, lines, tables, plot, goals, "Goals: ratios of medians, and the manager",
+        published, columns=120,
+    ),
+)  # fmt: skip

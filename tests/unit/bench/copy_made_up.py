@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from vllm_nvmeof_bench.gpu.models import model_blocks
-from vllm_nvmeof_bench.gpu.samples import Sample
+from vllm_nvmeof_bench.gpu.report import Sample, model_blocks
 
 from vllm_nvmeof_offload.units import KIB, MIB
 

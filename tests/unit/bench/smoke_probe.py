@@ -11,13 +11,13 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from vllm_nvmeof_bench.pool.run import run, steps
-from vllm_nvmeof_bench.pool.settings import Settings
+from vllm_nvmeof_bench.pool.measure import Settings, run, steps
 
 from vllm_nvmeof_offload.units import KIB, MIB
 
 if __name__ == "__main__":
     settings = Settings(
+        directory=Path(sys.argv[1]),
         blocks=(64 * KIB,),
         rounds=2,
         bytes_per_round=2 * MIB,
@@ -30,9 +30,7 @@ if __name__ == "__main__":
         beside_block_bytes=64 * KIB,
     )
     order: list[str] = []
-    samples, conditions = run(
-        settings, Path(sys.argv[1]), lambda done, total, what: order.append(what)
-    )
+    samples, conditions = run(settings, lambda done, total, what: order.append(what))
     arms = tuple(name for name, arm in conditions["arms"].items() if arm["available"])
     found = {
         "samples": [asdict(one) for one in samples],

@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.pool import report
-from vllm_nvmeof_bench.pool.plot import plot
-from vllm_nvmeof_bench.pool.samples import dump
-from vllm_nvmeof_bench.pool.targets import evaluate
+from vllm_nvmeof_bench.benchmark import benchmark
+from vllm_nvmeof_bench.pool.report import goals
+from vllm_nvmeof_bench.results import dump
+from vllm_nvmeof_bench.tables import show
 
 from tests.unit.bench.made_up import everything, rounds
 from vllm_nvmeof_offload.cli import app
@@ -33,9 +34,7 @@ CONDITIONS = {
 def printed(samples: list, width: int = 200) -> str:  # type: ignore[type-arg]
     out = io.StringIO()
     console = Console(file=out, width=width)
-    report.print_conditions(console, CONDITIONS)
-    report.print_samples(console, samples)
-    report.print_targets(console, evaluate(samples, None))
+    show(console, benchmark("pool").parts(samples, CONDITIONS, goals(samples, {})))
     return out.getvalue()
 
 
@@ -48,23 +47,23 @@ def test_tables_show_medians_and_what_is_missing() -> None:
     assert "fio: not measured: fio is not installed" in text
     assert "not measured" in text
     assert "p99 in µs" in text
-    assert "4.44 (64 KiB, vllm_fs)" in text
+    assert "4.444 (64 KiB, vllm_fs)" in text
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "pictures" / "pool.png"
-    plot(path, everything((64 * KIB, 512 * KIB, 2 * MIB)), CONDITIONS)
+    benchmark("pool").draw(path, everything((64 * KIB, 512 * KIB, 2 * MIB)), CONDITIONS)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_file_of_samples_is_printed_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "pool.json"
-    dump(path, everything((64 * KIB, 512 * KIB, 2 * MIB)), CONDITIONS, None)
+    dump(path, "pool", everything((64 * KIB, 512 * KIB, 2 * MIB)), CONDITIONS)
     result = CliRunner().invoke(app, ["bench", "pool-report", str(path), "--check"])
     assert result.exit_code == 0, result.output
     slow = everything((64 * KIB, 512 * KIB, 2 * MIB), ours=1000.0)
-    dump(path, slow, CONDITIONS, None)
+    dump(path, "pool", slow, CONDITIONS)
     assert CliRunner().invoke(app, ["bench", "pool-report", str(path)]).exit_code == 0
     assert CliRunner().invoke(app, ["bench", "pool-report", str(path), "--check"]).exit_code == 1
 
@@ -81,13 +80,14 @@ def test_errors_are_one_plain_line(tmp_path: Path) -> None:
         assert needed in result.stderr
 
 
-def test_without_the_benchmarks_one_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(sys.modules):
-        if name.split(".")[0] == "vllm_nvmeof_bench":
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "vllm_nvmeof_bench", None)  # type: ignore[arg-type]
-    result = CliRunner().invoke(app, ["bench", "pool-report"])
-    assert result.exit_code == 1
+def test_without_the_benchmarks_one_line_says_what_to_do() -> None:
+    program = (
+        "import sys; sys.modules['vllm_nvmeof_bench'] = None; "
+        "from vllm_nvmeof_offload.cli import app; app()"
+    )
+    command = [sys.executable, "-c", program, "bench", "pool-report", "--check"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
     assert "are not installed" in result.stderr
     assert "PYTHONPATH=bench" in result.stderr
     assert len(result.stderr.splitlines()) == 1

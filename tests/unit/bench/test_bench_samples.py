@@ -7,10 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
-from vllm_nvmeof_bench.pool.arms.flat import fio_figures
-from vllm_nvmeof_bench.pool.conditions import mount_of
-from vllm_nvmeof_bench.pool.samples import Figures, Sample, dump, load, median_of, percentile
-from vllm_nvmeof_bench.pool.settings import ARMS, CASES, BenchError, Settings
+from vllm_nvmeof_bench.conditions import mount_of
+from vllm_nvmeof_bench.pool.arms import Moved, fio_moved
+from vllm_nvmeof_bench.pool.measure import Settings
+from vllm_nvmeof_bench.pool.report import ARMS, CASES, Sample
+from vllm_nvmeof_bench.results import BenchError, dump, load, median_of, percentile
 
 from tests.unit.bench.made_up import rounds
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
@@ -25,7 +26,7 @@ def test_percentiles_are_values_that_were_seen() -> None:
 
 
 def test_a_sample_counts_payload_per_second_and_cpu_per_gib() -> None:
-    sample = Sample.of("ours", "batch_read", 2 * MIB, 4, Figures(GIB // 2, 0.25, 0.02, 10.04, None))
+    sample = Moved(GIB // 2, 0.25, 0.02, 10.04, None).sample("ours", "batch_read", 2 * MIB, 4)
     assert sample == Sample("ours", "batch_read", 2 * MIB, 4, 2048.0, 0.04, 10.0, None)
 
 
@@ -35,16 +36,17 @@ def test_medians_are_over_rounds_of_one_arm_case_and_block() -> None:
         *rounds("ours", "batch_read", 2 * MIB, [100.0] * 3),
         *rounds("fio", "batch_read", 64 * KIB, [50.0] * 3, cpu_s_per_gib=None),
     ]
-    assert median_of(samples, "ours", "batch_read", 64 * KIB) == 3.0
-    assert median_of(samples, "fio", "batch_read", 64 * KIB, "cpu_s_per_gib") is None
-    assert median_of(samples, "ring", "batch_read", 64 * KIB) is None
+    small = {"case": "batch_read", "block_bytes": 64 * KIB}
+    assert median_of(samples, "mib_per_s", arm="ours", **small) == 3.0
+    assert median_of(samples, "cpu_s_per_gib", arm="fio", **small) is None
+    assert median_of(samples, "mib_per_s", arm="ring", **small) is None
 
 
 def test_the_file_holds_samples_and_conditions_and_reads_back(tmp_path: Path) -> None:
     samples = rounds("ours", "batch_read", MIB, [1.0, 2.0], p99_us=3.0)
     path = tmp_path / "new" / "pool.json"
-    dump(path, samples, {"versions": {}}, None)
-    assert load(path) == (samples, {"versions": {}}, None)
+    dump(path, "pool", samples, {"versions": {}})
+    assert load(path, "pool", Sample) == (samples, {"versions": {}})
     content = json.loads(path.read_text())
     names = ("arm", "case", "block_bytes", "round", "mib_per_s", "cpu_s_per_gib", "p50_us")
     assert tuple(content["samples"][0]) == (*names, "p99_us")
@@ -55,7 +57,7 @@ def test_another_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(BenchError, match=r"other\.json"):
-        load(path)
+        load(path, "pool", Sample)
 
 
 def test_settings_refuse_what_cannot_be_measured() -> None:
@@ -99,7 +101,7 @@ def test_fio_s_json_becomes_figures() -> None:
             }
         ]
     }
-    assert fio_figures(report) == Figures(GIB, 0.5, 0.05, 2.0, 5.0)
+    assert fio_moved(report) == Moved(GIB, 0.5, 0.05, 2.0, 5.0)
 
 
 def test_conditions_name_the_disk_without_paths(tmp_path: Path) -> None:

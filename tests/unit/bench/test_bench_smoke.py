@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_nvmeof_bench.pool.settings import FLAT_KINDS, KINDS, Settings
+from vllm_nvmeof_bench.pool.measure import FLAT_KINDS, Settings, run
+from vllm_nvmeof_bench.pool.report import KINDS
+from vllm_nvmeof_bench.results import BenchError
 
 PROBE = Path(__file__).with_name("smoke_probe.py")
 ROOT = Path(__file__).parents[3]
@@ -106,9 +108,6 @@ def test_an_interrupted_run_deletes_what_it_wrote(tmp_path: Path) -> None:
 
 
 def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path) -> None:
-    from vllm_nvmeof_bench.pool.run import run
-    from vllm_nvmeof_bench.pool.settings import BenchError
-
     with pytest.raises(BenchError, match="give another --dir"):
-        run(Settings(arms=("ours_threads",), bytes_per_round=1 << 60), tmp_path)
+        run(Settings(directory=tmp_path, arms=("ours_threads",), bytes_per_round=1 << 60))
     assert list(tmp_path.iterdir()) == []

@@ -6,9 +6,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from vllm_nvmeof_bench.pool.arms.base import Job
-from vllm_nvmeof_bench.pool.beside import run_beside
-from vllm_nvmeof_bench.pool.settings import Settings
+from vllm_nvmeof_bench.pool.arms import Job, run_beside
+from vllm_nvmeof_bench.pool.measure import Settings
 
 from vllm_nvmeof_offload.units import KIB, MIB
 
@@ -63,6 +62,6 @@ def test_reads_that_end_before_any_write_does_leave_no_empty_sample() -> None:
         read_gap_s=0.0,
     )
     mover = SlowToWrite(reads=3)
-    found = run_beside(mover, settings, 64 * KIB, 3, random.Random(1), mover.tidy)
+    found = run_beside(mover, settings, 64 * KIB, 3, random.Random(1))
     assert found["read_beside_writes"].payload_bytes == 3 * 64 * KIB
     assert found["writes_beside_read"].payload_bytes >= 64 * KIB

@@ -10,13 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.gpu import report
-from vllm_nvmeof_bench.gpu.models import model_blocks
-from vllm_nvmeof_bench.gpu.plot import plot
-from vllm_nvmeof_bench.gpu.samples import Sample, dump, load
-from vllm_nvmeof_bench.gpu.targets import evaluate
-from vllm_nvmeof_bench.pool.settings import BenchError
-from vllm_nvmeof_bench.pool.targets import Row, missed
+from vllm_nvmeof_bench.benchmark import benchmark
+from vllm_nvmeof_bench.gpu.report import Sample, goals, model_blocks
+from vllm_nvmeof_bench.results import BenchError, Goal, dump, load, missed
+from vllm_nvmeof_bench.tables import show
 
 from tests.unit.bench.copy_made_up import CONDITIONS, everything
 from vllm_nvmeof_offload.cli import app
@@ -25,8 +22,8 @@ from vllm_nvmeof_offload.units import KIB, MIB
 NO_GPU = not Path("/dev/nvidiactl").exists()
 
 
-def rows(samples: list[Sample]) -> dict[str, Row]:
-    return {row.target: row for row in evaluate(samples)}
+def rows(samples: list[Sample]) -> dict[str, Goal]:
+    return {row.name: row for row in goals(samples, CONDITIONS)}
 
 
 def slower(samples: list[Sample], share: float, **wanted: object) -> list[Sample]:
@@ -42,16 +39,14 @@ def slower(samples: list[Sample], share: float, **wanted: object) -> list[Sample
 def printed(samples: list[Sample]) -> str:
     out = io.StringIO()
     console = Console(file=out, width=240)
-    report.print_conditions(console, CONDITIONS)
-    report.print_samples(console, samples)
-    report.print_targets(console, evaluate(samples))
+    show(console, benchmark("copy").parts(samples, CONDITIONS, goals(samples, CONDITIONS)))
     return out.getvalue()
 
 
 def test_all_targets_are_reached_by_what_was_made_up_for_it() -> None:
-    found = evaluate(everything())
+    found = goals(everything(), CONDITIONS)
     assert len(found) == 6
-    assert [row.target for row in found if row.reached is not True] == []
+    assert [row.name for row in found if row.reached is not True] == []
 
 
 @pytest.mark.parametrize(
@@ -78,7 +73,7 @@ def test_one_bad_size_or_direction_misses_a_target(
     assert row.reached is False and row.n == 3
     for field in ("direction",):
         assert str(wanted.get(field, "")) in row.where
-    assert row in missed(evaluate(samples))
+    assert row in missed(goals(samples, CONDITIONS))
 
 
 def test_auto_may_stay_with_dma_where_the_kernel_is_not_clearly_faster() -> None:
@@ -98,7 +93,7 @@ def test_targets_are_ratios_of_medians() -> None:
 def test_without_vllms_arm_its_target_is_neither_reached_nor_missed() -> None:
     samples = [one for one in everything() if one.arm != "vllm"]
     assert rows(samples)["auto / vLLM's own code, 16 to 64 KiB"].reached is None
-    assert all(row.reached is None for row in evaluate([]))
+    assert all(row.reached is None for row in goals([], CONDITIONS))
 
 
 def test_the_models_are_those_of_the_table() -> None:
@@ -140,33 +135,33 @@ def test_what_was_not_measured_is_a_dash() -> None:
 
 def test_a_file_comes_back_and_others_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "copy.json"
-    dump(file, everything(), CONDITIONS)
-    samples, conditions = load(file)
+    dump(file, "copy", everything(), CONDITIONS)
+    samples, conditions = load(file, "copy", Sample)
     assert conditions == CONDITIONS
     rounded = [replace(one, value=pytest.approx(one.value, rel=1e-5)) for one in everything()]
     assert samples == rounded
     for content in ("{", "{}", '{"bench": "pool", "samples": [], "conditions": {}}'):
         file.write_text(content)
         with pytest.raises(BenchError, match="not a file of `bench copy --json`"):
-            load(file)
+            load(file, "copy", Sample)
 
 
 def test_the_picture_is_drawn_of_whatever_there_is(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for number, samples in enumerate((everything(), everything()[:3])):
-        plot(tmp_path / f"{number}.png", samples, CONDITIONS)
+        benchmark("copy").draw(tmp_path / f"{number}.png", samples, CONDITIONS)
         assert (tmp_path / f"{number}.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(BenchError, match="nothing to draw"):
-        plot(tmp_path / "none.png", [], CONDITIONS)
+        benchmark("copy").draw(tmp_path / "none.png", [], CONDITIONS)
 
 
 def test_the_report_judges_a_file(tmp_path: Path) -> None:
     file = tmp_path / "copy.json"
-    dump(file, everything(), CONDITIONS)
+    dump(file, "copy", everything(), CONDITIONS)
     done = CliRunner().invoke(app, ["bench", "copy-report", str(file), "--check"])
     assert done.exit_code == 0, done.output
     assert "samples in" in done.output
-    dump(file, slower(everything(), 0.5, case="both", direction="both"), CONDITIONS)
+    dump(file, "copy", slower(everything(), 0.5, case="both", direction="both"), CONDITIONS)
     assert CliRunner().invoke(app, ["bench", "copy-report", str(file), "--check"]).exit_code == 1
 
 
@@ -182,4 +177,4 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
 
 def test_an_unknown_part_is_refused_by_name() -> None:
     done = CliRunner().invoke(app, ["bench", "copy", "--parts", "transfer,loop"])
-    assert done.exit_code == 2 and "loops" in done.output
+    assert done.exit_code == 1 and "loops" in done.output

@@ -7,8 +7,8 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from vllm_nvmeof_bench.cost.client import Client, Timed
-from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.cost.measure import Client, Timed
+from vllm_nvmeof_bench.results import BenchError
 
 TOKEN = '{"id":"x","choices":[{"index":0,"text":"a"}]}'
 USAGE = '{"id":"x","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}'

@@ -8,10 +8,14 @@ import subprocess
 import sys
 
 import pytest
-from vllm_nvmeof_bench.cost.cpu import cpu_of_group, cpu_of_groups, wait_until_quiet
-from vllm_nvmeof_bench.cost.measure import prompts_of
-from vllm_nvmeof_bench.cost.settings import Settings
-from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.cost.measure import (
+    Settings,
+    cpu_of_group,
+    cpu_of_groups,
+    prompts_of,
+    wait_until_quiet,
+)
+from vllm_nvmeof_bench.results import BenchError
 
 BURNT_S = 0.2
 #: Burns CPU time in a child, which ends and is waited for; then waits for its stdin to close.

@@ -7,20 +7,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from vllm_nvmeof_bench.cost.findings import sentences
-from vllm_nvmeof_bench.cost.paired import Paired, differences, ratios, ratios_of
-from vllm_nvmeof_bench.cost.samples import dump, load, median_of
-from vllm_nvmeof_bench.cost.settings import ARMS_DEFAULT, Settings
-from vllm_nvmeof_bench.cost.targets import Row, evaluate, scheduler_share, within
-from vllm_nvmeof_bench.pool.settings import BenchError
-from vllm_nvmeof_bench.pool.targets import missed
+from vllm_nvmeof_bench.cost.measure import Settings
+from vllm_nvmeof_bench.cost.report import (
+    Paired,
+    Sample,
+    differences,
+    goals,
+    ratios,
+    ratios_of,
+    scheduler_share,
+    sentences,
+    within,
+)
+from vllm_nvmeof_bench.results import BenchError, Goal, dump, load, median_of, missed
 
 from tests.unit.bench.made_up_costs import CONDITIONS, everything, rounds, sample
 from vllm_nvmeof_offload.units import MIB
 
 
-def row(rows: list[Row], start: str) -> Row:
-    (found,) = (one for one in rows if one.target.startswith(start))
+def row(rows: list[Goal], start: str) -> Goal:
+    (found,) = (one for one in rows if one.name.startswith(start))
     return found
 
 
@@ -99,16 +105,16 @@ def test_within_two_per_cent_or_inside_the_noise(
 
 
 def test_targets_are_reached_by_samples_that_reach_them() -> None:
-    rows = evaluate(everything(), CONDITIONS)
+    rows = goals(everything(), CONDITIONS)
     assert len(rows) == 6
     assert all(one.reached is True for one in rows), missed(rows)
-    assert row(rows, "TTFT").measured == "1.010 (1.010 to 1.010)"
-    assert row(rows, "our scheduler / steps, batch").measured == "1.00%"
+    assert row(rows, "TTFT").shown == "1.010 (1.010 to 1.010)"
+    assert row(rows, "our scheduler / steps, batch").shown == "1.00%"
 
 
 def test_a_cost_that_the_noise_does_not_explain_is_missed() -> None:
-    rows = evaluate(everything(ours=1.05), CONDITIONS)
-    assert [one.target.split()[0] for one in missed(rows)] == ["TTFT,", "throughput,"]
+    rows = goals(everything(ours=1.05), CONDITIONS)
+    assert [one.name.split()[0] for one in missed(rows)] == ["TTFT,", "throughput,"]
 
 
 def test_a_cost_that_only_the_noise_excuses_is_said_so() -> None:
@@ -119,26 +125,26 @@ def test_a_cost_that_only_the_noise_excuses_is_said_so() -> None:
         replace(one, ttft_s=one.ttft_s * 1.2 if one.arm == "ours" else one.ttft_s)
         for one in samples
     ]
-    found = row(evaluate(samples, {}), "TTFT")
+    found = row(goals(samples, {}), "TTFT")
     assert found.reached is True
-    assert found.measured.endswith(", inside the noise")
+    assert found.shown.endswith(", inside the noise")
 
 
 def test_an_unfair_run_is_missed() -> None:
     samples = everything()
     for unfair in ({"hits": 32}, {"preemptions": 1}, {"loaded_bytes": 4096}):
-        rows = evaluate([replace(samples[0], **unfair), *samples[1:]], CONDITIONS)  # type: ignore[arg-type]
-        assert [one.target for one in missed(rows)] == [row(rows, "cache hits").target]
-    rows = evaluate(samples, {"idle_cores": {"none": 0.0, "ours": 0.9}})
-    assert row(rows, "cores").measured == "0.900 (ours)"
+        rows = goals([replace(samples[0], **unfair), *samples[1:]], CONDITIONS)  # type: ignore[arg-type]
+        assert [one.name for one in missed(rows)] == [row(rows, "cache hits").name]
+    rows = goals(samples, {"idle_cores": {"none": 0.0, "ours": 0.9}})
+    assert row(rows, "cores").shown == "0.900 (ours)"
     assert row(rows, "cores").reached is False
 
 
 def test_what_was_not_measured_is_neither_reached_nor_missed() -> None:
-    rows = evaluate([], {})
+    rows = goals([], {})
     assert len(rows) == 6
     assert all(one.reached is None for one in rows)
-    unknown = evaluate(everything(known=False), CONDITIONS)
+    unknown = goals(everything(known=False), CONDITIONS)
     assert [one.reached for one in unknown] == [True, True, None, None, True, True]
 
 
@@ -158,8 +164,8 @@ def test_figures_are_per_step_and_per_1000_tokens() -> None:
     assert one.scheduler_us_per_step == pytest.approx(250.0)
     assert one.scheduler_us_per_1k_tokens == pytest.approx(5000.0)
     assert one.tokens_per_s == 250.0
-    assert median_of([one], "ours", "batch", "cpu_s_per_1k_tokens") == pytest.approx(8.0)
-    assert median_of([one], "ours", "batch", "stored_bytes_per_1k_tokens") == 60 * MIB
+    assert median_of([one], "cpu_s_per_1k_tokens", arm="ours", case="batch") == pytest.approx(8.0)
+    assert one.stored_bytes_per_1k_tokens == 60 * MIB
 
 
 def test_sentences_say_what_decode_chunks_cost_and_what_bounds_it() -> None:
@@ -169,7 +175,7 @@ def test_sentences_say_what_decode_chunks_cost_and_what_bounds_it() -> None:
     assert "throughput × 0.909" in text
     assert "offload_prompt_only: true" in text
     assert "store_threshold: 2" in text
-    assert "200 µs a step" in text
+    assert "200 µs per step" in text
     assert "4,000 µs per 1,000 tokens" in text
     assert "CPU tier alone" not in text
 
@@ -196,12 +202,12 @@ def test_sentences_admit_what_is_not_known() -> None:
 
 def test_the_file_holds_samples_and_conditions_and_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "new" / "cost.json"
-    dump(path, everything(ours=1.25), CONDITIONS)
-    samples, conditions = load(path)
+    dump(path, "cost", everything(ours=1.25), CONDITIONS)
+    samples, conditions = load(path, "cost", Sample)
     assert conditions == CONDITIONS
-    assert evaluate(samples, CONDITIONS) == evaluate(everything(ours=1.25), CONDITIONS)
+    assert goals(samples, CONDITIONS) == goals(everything(ours=1.25), CONDITIONS)
     text = path.read_text()
-    dump(path, samples, conditions)
+    dump(path, "cost", samples, conditions)
     assert path.read_text() == text
 
 
@@ -210,14 +216,14 @@ def test_another_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(BenchError, match=r"other\.json"):
-        load(path)
+        load(path, "cost", Sample)
 
 
 def test_settings_refuse_what_cannot_be_compared() -> None:
     with pytest.raises(BenchError, match="no arm 'tier'"):
         Settings(arms=("none", "tier"))
     for arms in (("ours",), ("none",), ()):
-        with pytest.raises(BenchError, match="nothing to compare"):
+        with pytest.raises(BenchError, match="nothing to"):
             Settings(arms=arms)
     with pytest.raises(BenchError, match="pairs"):
         Settings(pairs=0)
@@ -225,6 +231,6 @@ def test_settings_refuse_what_cannot_be_compared() -> None:
 
 def test_everything_fits_in_the_gpu_cache_several_times() -> None:
     settings = Settings()
-    assert settings.arms == ARMS_DEFAULT
+    assert settings.arms == ("none", "ours", "ours_prompt_only")
     assert (settings.gpu_blocks - 1) * 32 >= 4 * settings.tokens_at_once
     assert settings.model_len > settings.single_prompt_tokens + settings.single_answer_tokens

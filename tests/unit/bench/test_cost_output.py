@@ -9,14 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.cost import report
-from vllm_nvmeof_bench.cost.fleet import extra_config, server_spec
-from vllm_nvmeof_bench.cost.plot import plot
-from vllm_nvmeof_bench.cost.run import run
-from vllm_nvmeof_bench.cost.samples import dump
-from vllm_nvmeof_bench.cost.settings import ARMS, Settings
-from vllm_nvmeof_bench.cost.targets import evaluate
-from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.benchmark import benchmark
+from vllm_nvmeof_bench.cost.measure import Settings, extra_config, run, server_spec
+from vllm_nvmeof_bench.cost.report import ARMS, goals
+from vllm_nvmeof_bench.results import BenchError, dump
+from vllm_nvmeof_bench.tables import show
 
 from tests.unit.bench.made_up_costs import CONDITIONS, everything, rounds
 from vllm_nvmeof_offload.cli import app
@@ -26,9 +23,7 @@ from vllm_nvmeof_offload.config import parse_config
 def printed(samples: list) -> str:  # type: ignore[type-arg]
     out = io.StringIO()
     console = Console(file=out, width=200)
-    report.print_conditions(console, CONDITIONS)
-    report.print_samples(console, samples)
-    report.print_targets(console, evaluate(samples, CONDITIONS))
+    show(console, benchmark("cost").parts(samples, CONDITIONS, goals(samples, CONDITIONS)))
     return out.getvalue()
 
 
@@ -52,16 +47,16 @@ def test_the_picture_is_a_png(tmp_path: Path, known: bool) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "pictures" / "cost.png"
     samples = everything(known=known) + rounds("ours_cpu_only", "batch", 1.002)
-    plot(path, samples, CONDITIONS)
+    benchmark("cost").draw(path, samples, CONDITIONS)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_file_of_samples_is_printed_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
-    dump(path, everything(), CONDITIONS)
+    dump(path, "cost", everything(), CONDITIONS)
     result = CliRunner().invoke(app, ["bench", "cost-report", str(path), "--check"])
     assert result.exit_code == 0, result.output
-    dump(path, everything(ours=1.10), CONDITIONS)
+    dump(path, "cost", everything(ours=1.10), CONDITIONS)
     assert CliRunner().invoke(app, ["bench", "cost-report", str(path)]).exit_code == 0
     assert CliRunner().invoke(app, ["bench", "cost-report", str(path), "--check"]).exit_code == 1
 
@@ -81,7 +76,7 @@ def test_errors_are_one_plain_line(tmp_path: Path) -> None:
 
 def test_too_little_space_is_said_before_a_server_starts(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="give another --dir"):
-        run(Settings(pool_bytes=1 << 60), tmp_path / "disk", tmp_path / "logs")
+        run(Settings(directory=tmp_path / "disk", pool_bytes=1 << 60), tmp_path / "logs")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.latency.command import read
-from vllm_nvmeof_bench.latency.plot import plot
-from vllm_nvmeof_bench.latency.samples import Sample, added, dump, points_of, targets_of
-from vllm_nvmeof_bench.latency.settings import STAND_IN, Point, Settings, places_of
+from vllm_nvmeof_bench.benchmark import benchmark
+from vllm_nvmeof_bench.latency.measure import Place, Settings, run
+from vllm_nvmeof_bench.latency.report import STAND_IN, Point, Sample, added, points_of
 from vllm_nvmeof_bench.latency.worker import Order, drive
-from vllm_nvmeof_bench.pool.arms.base import Job
-from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.pool.arms import Job
+from vllm_nvmeof_bench.results import BenchError, distinct, dump
 
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.units import KIB
@@ -78,6 +77,10 @@ def test_a_target_slower_than_the_run_counts_nothing_and_ends() -> None:
     assert answer.latencies_us == []
 
 
+def places_of(targets: Sequence[str], throttle: int) -> tuple[Place, Place]:
+    return Settings(target=tuple(targets), throttle=throttle).places
+
+
 def test_targets_are_two_and_a_stand_in_is_named_so(tmp_path: Path) -> None:
     one, two = places_of([f"disk={tmp_path}"], 0)
     assert (one.name, one.mb_per_s) == ("disk", None)
@@ -110,24 +113,28 @@ def everything() -> list[Sample]:
     ]
 
 
+def side(target: str, arm: str) -> dict[str, object]:
+    return {"target": target, "arm": arm}
+
+
 def test_what_is_added_is_of_medians_and_of_the_first() -> None:
     samples = everything()
     point = Point("read", 4 * KIB, 1, 4)
     assert point in points_of(samples)
-    assert targets_of(samples) == ["disk", "fabric"]
-    found = added(samples, ("disk", "fio"), ("fabric", "fio"), point, "mean_us")
+    assert distinct(samples, "target") == ["disk", "fabric"]
+    found = added(samples, side("disk", "fio"), side("fabric", "fio"), point, "mean_us")
     assert found is not None
     assert (found.us, found.per_cent) == (25.0, 25.0)
-    found = added(samples, ("disk", "fio"), ("disk", "ours"), point, "mean_us")
+    found = added(samples, side("disk", "fio"), side("disk", "ours"), point, "mean_us")
     assert found is not None
     assert (found.us, found.per_cent) == (30.0, 30.0)
-    assert added(samples, ("disk", "fio"), ("none", "fio"), point, "mean_us") is None
+    assert added(samples, side("disk", "fio"), side("none", "fio"), point, "mean_us") is None
 
 
 def test_a_file_is_printed_and_drawn_again(tmp_path: Path) -> None:
     path, picture = tmp_path / "latency.json", tmp_path / "latency.png"
-    dump(path, everything(), {"targets": {"fabric": {"throttled_mb_per_s": 7}}})
-    assert read(path)[0] == everything()
+    dump(path, "latency", everything(), {"targets": {"fabric": {"throttled_mb_per_s": 7}}})
+    assert benchmark("latency").read(path)[0] == everything()
     result = CliRunner().invoke(app, ["bench", "latency-report", str(path)])
     assert result.exit_code == 0, result.output
     words = " ".join(result.output.split())
@@ -135,7 +142,7 @@ def test_a_file_is_printed_and_drawn_again(tmp_path: Path) -> None:
     assert "1 × 4 50 100 900 62 125 1,125 +12 +25 +25 +25 +225 +25" in words
     assert "not for a network's latency" in words
     pytest.importorskip("matplotlib")
-    plot(picture, everything(), {})
+    benchmark("latency").draw(picture, everything(), {})
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -152,15 +159,18 @@ def test_wrong_settings_are_one_plain_line() -> None:
 
 
 def test_a_real_run_measures_every_arm_and_leaves_nothing(tmp_path: Path) -> None:
-    from vllm_nvmeof_bench.latency.run import run
-
     settings = Settings(
-        jobs=(2,), depths=(2,), slot_bytes=4 * KIB, rounds=1, run_s=0.05, job_bytes=1 << 20
+        target=(f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}"),
+        jobs=(2,),
+        depths=(2,),
+        slot_bytes=4 * KIB,
+        rounds=1,
+        run_s=0.05,
+        job_bytes=1 << 20,
     )
-    places = places_of([f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}"], 0)
     kept: list[tuple[list[Sample], dict[str, object]]] = []
     try:
-        run(settings, places, lambda *found: kept.append(found))
+        run(settings, lambda *found: kept.append(found))
     except BenchError as error:
         if "fio is not installed" in str(error) or "io_uring engine" in str(error):
             pytest.skip(str(error))

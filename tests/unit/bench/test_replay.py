@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 from vllm_nvmeof_bench.page.published import REPLAY
-from vllm_nvmeof_bench.pool.settings import BenchError
 from vllm_nvmeof_bench.replay import report
 from vllm_nvmeof_bench.replay.command import beside
 from vllm_nvmeof_bench.replay.plot import plot
@@ -24,6 +23,7 @@ from vllm_nvmeof_bench.replay.run import trace_of
 from vllm_nvmeof_bench.replay.samples import Sample, dump, summary_of
 from vllm_nvmeof_bench.replay.settings import Settings
 from vllm_nvmeof_bench.replay.users import Replay
+from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.client import Reply
 from vllm_nvmeof_bench.traces.model import Request
 from vllm_nvmeof_bench.traces.read import read_trace

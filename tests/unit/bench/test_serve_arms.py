@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve import arms
 from vllm_nvmeof_bench.serve.arms import BLOCK_TOKENS, Sizes, arms_of, offload_of, server_spec
 from vllm_nvmeof_bench.serve.ttft import Settings

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 from vllm_nvmeof_bench.files import dump, load
 from vllm_nvmeof_bench.home import drop_logs
-from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve import findings
 from vllm_nvmeof_bench.serve.figures import changed, paired, percentile
 from vllm_nvmeof_bench.serve.fleet import ServeFleet

@@ -10,7 +10,7 @@ from threading import Event
 
 import numpy as np
 import pytest
-from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.tier.paced import PacedCopyEngine
 from vllm_nvmeof_bench.tier.run import run, steps
 from vllm_nvmeof_bench.tier.settings import ARMS, Settings

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.tier import report
 from vllm_nvmeof_bench.tier.plot import plot
 from vllm_nvmeof_bench.tier.samples import Sample, dump, load

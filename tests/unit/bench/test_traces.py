@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.traces.model import Request
 from vllm_nvmeof_bench.traces.read import read_trace
 from vllm_nvmeof_bench.traces.schedule import Pace, virtual

@@ -7,28 +7,29 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
-from rich.console import Console
 
 pytest.importorskip("vllm_nvmeof_bench")
 
-from vllm_nvmeof_bench.gpu.conditions import conditions
-from vllm_nvmeof_bench.gpu.crc import measure_crc
+from vllm_nvmeof_bench.gpu.measure import (
+    ARMS,
+    GpuRig,
+    Settings,
+    conditions_of,
+    measure_copies,
+    measure_crc,
+    measure_disk,
+    measure_loops,
+    measure_sweep,
+)
+from vllm_nvmeof_bench.gpu.report import Sample, lines
 from vllm_nvmeof_bench.gpu.crc_kernel import KERNEL_NAME
-from vllm_nvmeof_bench.gpu.disk import measure_disk
-from vllm_nvmeof_bench.gpu.loops import measure_loops
-from vllm_nvmeof_bench.gpu.measure import ARMS, measure
-from vllm_nvmeof_bench.gpu.report import print_conditions
-from vllm_nvmeof_bench.gpu.samples import dump, load
-from vllm_nvmeof_bench.gpu.settings import Settings
-from vllm_nvmeof_bench.gpu.sweep import measure_sweep
 from vllm_nvmeof_bench.gpu.world import World
-from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.results import BenchError, dump, load
 
 from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
@@ -39,7 +40,7 @@ from vllm_nvmeof_offload.units import KIB, MIB
 SETTINGS = Settings(
     rounds=1,
     blocks=8,
-    bytes_max=4 * MIB,
+    gib=4 / 1024,
     sizes=(4 * KIB, 512 * KIB),
     small_sizes=(4 * KIB,),
     counts=(4,),
@@ -73,12 +74,12 @@ def working() -> Iterator[FakeCuda]:
 def test_every_case_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
     cuda = FakeCuda()
     world = World(cuda, 1, SETTINGS.bytes_max, {"vllm": DmaCopier(cuda).copy})
-    samples = measure(world, SETTINGS)
+    samples = measure_copies(world, SETTINGS)
     file = tmp_path / "build" / "copy.json"
-    dump(file, samples, conditions(world, SETTINGS, "a stand-in"))
+    dump(file, "copy", samples, conditions_of(world, SETTINGS, "a stand-in"))
     world.close()
     assert not cuda.registered and not cuda.allocated and not cuda.events
-    found, about = load(file)
+    found, about = load(file, "copy", Sample)
     assert found == samples
     cases = {"transfer", "few", "model", "both", "mix", "submit"}
     assert {one.case for one in samples} == cases
@@ -90,8 +91,8 @@ def test_every_case_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
 
 def test_only_the_parts_that_were_asked_for(tmp_path: Path) -> None:
     world = World(FakeCuda(), 1, SETTINGS.bytes_max)
-    only = Settings(rounds=1, parts=("submit",), bytes_max=4 * MIB, blocks=8, submit_size=4 * KIB)
-    assert {(one.case, one.arm, one.direction) for one in measure(world, only)} == {
+    only = Settings(rounds=1, parts=("submit",), gib=4 / 1024, blocks=8, submit_size=4 * KIB)
+    assert {(one.case, one.arm, one.direction) for one in measure_copies(world, only)} == {
         ("submit", arm, direction) for arm in ("dma", "kernel") for direction in ("store", "load")
     }
     world.close()
@@ -106,7 +107,7 @@ def test_staging_is_the_product_s_and_no_copy_crosses_a_registration() -> None:
     # Not a divisor of a registration: 14 blocks, then a gap.
     sizes = Settings(**{**vars(SETTINGS), "model_sizes": (72 * KIB,), "blocks": 40})
     cuda.regions = [*cuda.registered.items(), (row[0], 5 * MIB)]
-    assert {one.arm for one in measure(world, sizes)} == {"contiguous", *ARMS}
+    assert {one.arm for one in measure_copies(world, sizes)} == {"contiguous", *ARMS}
     world.close()
 
 
@@ -141,22 +142,20 @@ class Failing:
 def test_an_arm_that_fails_is_left_out_with_its_error(times: int) -> None:
     cuda = FakeCuda()
     world = World(cuda, 1, SETTINGS.bytes_max, {"vllm": Failing(cuda, times)})
-    samples = measure(world, SETTINGS)
-    about = conditions(world, SETTINGS, "a stand-in")
+    samples = measure_copies(world, SETTINGS)
+    about = conditions_of(world, SETTINGS, "a stand-in")
     world.close()
     assert {one.arm for one in samples} == {"contiguous", *ARMS}
     assert {one.case for one in samples} == {"transfer", "few", "model", "both", "mix", "submit"}
     assert about["failed_arms"] == {"vllm": "ValueError: no such"}
-    console = Console(record=True, width=100, file=StringIO())
-    print_conditions(console, about)
-    assert "left out: vllm: ValueError: no such" in console.export_text()
+    assert "left out: vllm: ValueError: no such" in lines(about)
 
 
 def test_a_kernel_that_the_driver_refuses_is_left_out() -> None:
     cuda = FakeCuda()
     world = World(cuda, 1, SETTINGS.bytes_max)
     cuda.fail = {"launch": cuda.calls["launch"] + 5}
-    arms = {one.arm for one in measure(world, SETTINGS)}
+    arms = {one.arm for one in measure_copies(world, SETTINGS)}
     world.close()
     assert arms >= {"contiguous", "dma", "dma_overlap"} and "kernel" not in arms
     assert "CUDA_ERROR_STUB" in world.failed["kernel"]
@@ -166,7 +165,11 @@ def test_a_kernel_that_the_driver_refuses_is_left_out() -> None:
 def test_without_a_kernel_dma_is_measured() -> None:
     refused = EngineError("no NVRTC library\nin a second line")
     world = World(FakeCuda(), refused, SETTINGS.bytes_max)
-    assert {one.arm for one in measure(world, SETTINGS)} == {"contiguous", "dma", "dma_overlap"}
+    assert {one.arm for one in measure_copies(world, SETTINGS)} == {
+        "contiguous",
+        "dma",
+        "dma_overlap",
+    }
     assert measure_sweep(world, SETTINGS, None) == []
     assert world.failed == dict.fromkeys(("kernel", "auto"), "EngineError: no NVRTC library")
     world.close()
@@ -177,7 +180,11 @@ def test_a_calibration_that_fails_leaves_out_the_kernel() -> None:
     cuda.fail = {"launch": 3}
     world = World(cuda, 1, SETTINGS.bytes_max)
     cuda.fail = {}
-    assert {one.arm for one in measure(world, SETTINGS)} == {"contiguous", "dma", "dma_overlap"}
+    assert {one.arm for one in measure_copies(world, SETTINGS)} == {
+        "contiguous",
+        "dma",
+        "dma_overlap",
+    }
     assert "CUDA_ERROR_STUB" in world.failed["kernel"]
     world.close()
 
@@ -187,7 +194,7 @@ def test_where_no_arm_works_there_is_an_error() -> None:
     world = World(cuda, 1, SETTINGS.bytes_max)
     cuda.fail = {"launch": cuda.calls["launch"], "copy_batch": cuda.calls["copy_batch"]}
     with pytest.raises(BenchError, match=r"every way to copy failed: dma: .*CUDA_ERROR_STUB"):
-        measure(world, SETTINGS)
+        measure_copies(world, SETTINGS)
 
 
 def test_a_mistake_of_ours_is_no_failed_arm() -> None:
@@ -198,7 +205,7 @@ def test_a_mistake_of_ours_is_no_failed_arm() -> None:
 
     world.arms["dma"] = wrong
     with pytest.raises(ZeroDivisionError):
-        measure(world, SETTINGS)
+        measure_copies(world, SETTINGS)
 
 
 def test_a_loop_beside_an_arm_that_fails_gives_no_figure(working: FakeCuda) -> None:
@@ -288,11 +295,11 @@ def test_a_wrong_crc_stops_the_benchmark() -> None:
 def test_wrong_bytes_stop_the_benchmark() -> None:
     world = World(FakeCuda(ignore=("copy_batch",)), 1, SETTINGS.bytes_max)
     with pytest.raises(BenchError, match="wrong bytes"):
-        measure(world, SETTINGS)
+        measure_copies(world, SETTINGS)
 
 
 def test_loads_from_disk_are_streamed_and_in_two_phases(working: FakeCuda, tmp_path: Path) -> None:
-    samples = measure_disk(working, SETTINGS, tmp_path)
+    samples = measure_disk(working, replace(SETTINGS, directory=tmp_path))
     assert {(one.arm, one.count) for one in samples} == {
         (arm, count) for arm in ("streamed", "two_phase", "read") for count in (4, 16)
     }
@@ -304,8 +311,6 @@ def test_loads_from_disk_are_streamed_and_in_two_phases(working: FakeCuda, tmp_p
 def test_wrong_bytes_from_disk_stop_it(
     working: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_nvmeof_bench.gpu.disk import GpuRig
-
     monkeypatch.setattr(GpuRig, "fill", lambda self: None)  # GPU memory holds something else
     with pytest.raises(BenchError, match="do not hold what was written"):
-        measure_disk(working, SETTINGS, tmp_path)
+        measure_disk(working, replace(SETTINGS, directory=tmp_path))
