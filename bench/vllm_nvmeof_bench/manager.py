@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the manager costs the scheduler's process with a million entries: time, memory, pauses.
+"""The cost of the manager with a million entries in the scheduler's process: time, memory, pauses.
 
-No I/O, no GPU: a simulated rank says yes to everything. Times are the thread's CPU time, so that
-what else the machine does is left out. `python -m vllm_nvmeof_bench.manager` prints JSON.
+No I/O, no GPU: on a simulated rank every operation succeeds. Times are the thread's CPU time, so
+that other load of the machine is left out. `python -m vllm_nvmeof_bench.manager` prints JSON.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _Rank:
             self._store(_random_keys(BATCH, self._random))
 
     def churn(self, count: int) -> float:
-        """Store new chunks over a full pool, load old ones; µs a stored chunk."""
+        """Store new chunks over a full pool, load old ones; µs per stored chunk."""
         spent_s = 0.0
         previous: list[bytes] = []
         for number in range(0, count, BATCH):
@@ -139,7 +139,7 @@ def _random_keys(count: int, rng: random.Random) -> list[bytes]:
 def _lookups(
     lookup: Callable[..., object], core: ManagerCore, *context: object
 ) -> tuple[float, float]:
-    """(µs a hit, µs a miss)."""
+    """(µs per hit, µs per miss)."""
     rng = random.Random(3)
     known = [entry.identity.key for entry in core.entries()]
     count = min(len(known), 100_000)

@@ -170,7 +170,7 @@ def test_conversations_are_the_same_every_time_and_grow() -> None:
     assert len(opening) == 50
     assert min(opening) >= 2
     assert max(opening) < TINY.vocab
-    first.hear(answer([7, 8]))
+    first.add(answer([7, 8]))
     second = first.next_prompt()
     assert second[:52] == [*opening, 7, 8]
     assert len(second) == 57

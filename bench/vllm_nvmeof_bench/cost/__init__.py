@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What offloading costs where it cannot help: real servers with and without it, side by side."""
+"""The cost of offloading where it cannot help: real servers with and without it, side by side."""

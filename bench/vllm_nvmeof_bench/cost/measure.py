@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench cost`: what offloading costs where it cannot help, by real servers side by side.
+"""`bench cost`: the cost of offloading where it cannot help, by real servers side by side.
 
 Arms, each a `vllm serve` of its own:
 
@@ -71,20 +71,9 @@ from vllm_nvmeof_bench.settings import check_names, check_positive, option, reco
 from vllm_nvmeof_offload.units import GIB
 
 __all__ = [
-    "COMMANDS",
-    "Client",
-    "Fleet",
-    "Settings",
-    "Timed",
-    "cpu_of_group",
-    "cpu_of_groups",
-    "extra_config",
-    "plainly",
-    "prompts_of",
-    "run",
-    "server_spec",
-    "wait_until_quiet",
-]
+    "COMMANDS", "Client", "Fleet", "Settings", "Timed", "cpu_of_group", "cpu_of_groups",
+    "extra_config", "plainly", "prompts_of", "run", "server_spec", "wait_until_quiet",
+]  # fmt: skip
 
 _ARMS_DEFAULT = (BASE, OURS, PROMPT_ONLY)
 _BLOCK_TOKENS = 32

@@ -21,19 +21,8 @@ import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
+from vllm_nvmeof_bench import plots
 from vllm_nvmeof_bench.benchmark import Benchmark
-from vllm_nvmeof_bench.plots import (
-    BLUE,
-    FONT,
-    GREEN,
-    GREY,
-    ORANGE,
-    Style,
-    bars,
-    finish,
-    pyplot,
-    save,
-)
 from vllm_nvmeof_bench.results import Goal, Spread, distinct, median_of, paired, select, values_of
 from vllm_nvmeof_bench.tables import (
     NOTHING,
@@ -47,23 +36,9 @@ from vllm_nvmeof_bench.tables import (
 from vllm_nvmeof_offload.units import MIB
 
 __all__ = [
-    "ARMS",
-    "BASE",
-    "BENCHES",
-    "CASES",
-    "CPU_ONLY",
-    "OURS",
-    "PROMPT_ONLY",
-    "Paired",
-    "Sample",
-    "differences",
-    "goals",
-    "ratios",
-    "ratios_of",
-    "scheduler_share",
-    "sentences",
-    "within",
-]
+    "ARMS", "BASE", "BENCHES", "CASES", "CPU_ONLY", "OURS", "PROMPT_ONLY", "Paired", "Sample",
+    "differences", "goals", "ratios", "ratios_of", "scheduler_share", "sentences", "within",
+]  # fmt: skip
 
 BASE, OURS, PROMPT_ONLY, CPU_ONLY = "none", "ours", "ours_prompt_only", "ours_cpu_only"
 ARMS = (BASE, OURS, PROMPT_ONLY, CPU_ONLY)
@@ -457,10 +432,10 @@ def lines(conditions: Mapping[str, Any]) -> Iterator[str]:
 # -- picture ------------------------------------------------------------------------------
 
 _STYLES = {
-    BASE: Style(GREY, label="no offloading"),
-    OURS: Style(BLUE, label="ours, default"),
-    PROMPT_ONLY: Style(ORANGE, label="ours, prompts only"),
-    CPU_ONLY: Style(GREEN, label="ours, CPU tier only"),
+    BASE: plots.Style(plots.GREY, label="no offloading"),
+    OURS: plots.Style(plots.BLUE, label="ours, default"),
+    PROMPT_ONLY: plots.Style(plots.ORANGE, label="ours, prompts only"),
+    CPU_ONLY: plots.Style(plots.GREEN, label="ours, CPU tier only"),
 }
 _BARS = (
     ("cpu_s_per_1k_tokens", 1.0, "CPU seconds per 1,000 tokens, all processes"),
@@ -472,7 +447,7 @@ _BARS = (
 
 def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -> None:
     """Left: ratios to no offloading. Right: CPU time, bytes and our scheduler's time."""
-    plt = pyplot()
+    plt = plots.pyplot()
     from matplotlib.patches import Patch
 
     figure = plt.figure(figsize=(16, 9), layout="constrained")
@@ -486,17 +461,17 @@ def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -
         series = [
             (_STYLES[arm], [_range(samples, measure, arm, case) for case in CASES]) for arm in shown
         ]
-        bars(panel, CASES, series, scale, "{:.3g}")
-        finish(panel, title)
+        plots.bars(panel, CASES, series, scale, "{:.3g}")
+        plots.finish(panel, title)
     handles = [Patch(color=_STYLES[arm].colour, label=_STYLES[arm].label) for arm in arms]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(arms), fontsize=FONT)
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(arms), fontsize=plots.FONT)
     figure.suptitle(
         f"What offloading costs where it cannot help: no hits, everything fits; "
         f"{len(distinct(samples, 'round'))} rounds\n"
         f"{machine_in(conditions)}, vLLM {vllm_in(conditions)}",
-        fontsize=FONT,
+        fontsize=plots.FONT,
     )
-    save(figure, path)
+    plots.save(figure, path)
 
 
 def _range(samples: Sequence[Sample], measure: str, arm: str, case: str) -> Spread | None:
@@ -529,9 +504,9 @@ def _ratios(panel: Any, samples: Sequence[Sample]) -> None:
             ticks.append((top + row - 1) / 2)
             names.append(name.replace(": ", ":\n"))
             row += 0.8
-    panel.set_yticks(ticks, names, fontsize=FONT)
+    panel.set_yticks(ticks, names, fontsize=plots.FONT)
     panel.invert_yaxis()
-    finish(
+    plots.finish(
         panel,
         "paired ratios: rounds, median, 95 % interval; grey: ±2 %",
         xlabel="ratio to no offloading, round by round",

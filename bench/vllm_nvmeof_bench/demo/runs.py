@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each of the demo's servers is asked, and what is kept of it."""
+"""The requests to each of the demo's servers, and what is kept of their answers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _UNSETTLED = ("vllm:nvmeof_writes_pending", "vllm:nvmeof_write_backlog")
 
 @dataclass
 class Session:
-    """What one server did: its turns and its crowd, and its counters at the end."""
+    """One server's turns and crowd, and its counters at the end."""
 
     startup_s: float = 0.0
     turns: list[Turn] = field(default_factory=list)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo asks a server to do: conversations that come back, and a crowd.
+"""The requests of the demo: conversations that return, and a crowd.
 
 A conversation opens with a long prompt; each later turn sends everything said so far and a
 new question. Where the KV of such a turn came from is read off the server's counters, not
@@ -10,7 +10,7 @@ answers, so that vLLM preempts some. A preempted request waits until another one
 time from that end to its next token is what a client can see of the resume: one scheduling
 step, and bringing its KV back, by loading or by recomputing it. `resume_times_s` finds it.
 
-How large model and caches are, so that a plan's conversations leave them when they should.
+Model and caches are sized so that a plan's conversations leave them when they should.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Turn:
 
 
 class Conversation:
-    """What was said so far, and what the user will ask next (token ids)."""
+    """The tokens of a conversation so far, and those of the user's next message."""
 
     def __init__(self, name: str, seed: Sequence[int], plan: Plan, shape: ModelShape) -> None:
         self.name = name
@@ -139,7 +139,7 @@ class Conversation:
         self.turns += 1
         return list(self._said)
 
-    def hear(self, answer: Answer) -> None:
+    def add(self, answer: Answer) -> None:
         """Add the answer to what was said."""
         self._said += answer.tokens
 
@@ -166,7 +166,7 @@ async def run_turn(client: Client, conversation: Conversation, answer_tokens: in
     before = await client.metrics()
     answer = await client.complete(prompt, answer_tokens)
     after = await client.metrics()
-    conversation.hear(answer)
+    conversation.add(answer)
 
     def grown(name: str, **labels: str) -> int:
         return int(after.value(name, **labels) - before.value(name, **labels))

@@ -61,17 +61,9 @@ from vllm_nvmeof_offload.units import GIB, KIB, MIB
 from vllm_nvmeof_offload.worker.runner import Waker
 
 __all__ = [
-    "ARMS",
-    "COMMANDS",
-    "GpuRig",
-    "Settings",
-    "conditions_of",
-    "measure_copies",
-    "measure_crc",
-    "measure_disk",
-    "measure_loops",
-    "measure_sweep",
-]
+    "ARMS", "COMMANDS", "GpuRig", "Settings", "conditions_of", "measure_copies", "measure_crc",
+    "measure_disk", "measure_loops", "measure_sweep",
+]  # fmt: skip
 
 #: What is measured unless parts are named.
 _USUAL_PARTS = ("transfer", "few", "model", "both", "submit", "loops", "disk")

@@ -13,21 +13,8 @@ from typing import Any
 
 from rich.table import Table
 
+from vllm_nvmeof_bench import plots
 from vllm_nvmeof_bench.benchmark import Benchmark
-from vllm_nvmeof_bench.plots import (
-    BLACK,
-    BLUE,
-    GREEN,
-    GREY,
-    PINK,
-    RED,
-    SKY,
-    Style,
-    finish,
-    line,
-    picture,
-    size_axis,
-)
 from vllm_nvmeof_bench.results import (
     Figure,
     Goal,
@@ -310,12 +297,12 @@ def lines(conditions: Mapping[str, Any]) -> Iterator[str]:
 # -- picture ------------------------------------------------------------------------------
 
 _STYLES = {
-    "contiguous": Style(BLACK, "", "one contiguous copy", "--"),
-    "dma": Style(BLUE, "o", "DMA"),
-    "dma_overlap": Style(SKY, "s", "DMA, overlap hint"),
-    "kernel": Style(RED, "v", "kernel"),
-    "auto": Style(GREEN, "D", "auto"),
-    "vllm": Style(GREY, "^", "vLLM's own code"),
+    "contiguous": plots.Style(plots.BLACK, "", "one contiguous copy", "--"),
+    "dma": plots.Style(plots.BLUE, "o", "DMA"),
+    "dma_overlap": plots.Style(plots.SKY, "s", "DMA, overlap hint"),
+    "kernel": plots.Style(plots.RED, "v", "kernel"),
+    "auto": plots.Style(plots.GREEN, "D", "auto"),
+    "vllm": plots.Style(plots.GREY, "^", "vLLM's own code"),
 }
 _LOOP_ARMS = ("dma", "dma_overlap", "kernel")
 
@@ -326,11 +313,11 @@ def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -
         f"Copies between {conditions.get('gpu', {}).get('name', '?')} and pinned memory, driver "
         f"{conditions.get('driver', '?')}; vLLM {vllm_in(conditions, 'none')}"
     )
-    with picture(path, title, 2, 2, (6.8, 5)) as (_, panels):
+    with plots.picture(path, title, 2, 2, (6.8, 5)) as (_, panels):
         for panel, direction in zip(panels, ("store", "load"), strict=False):
             chosen = select(samples, case="transfer", direction=direction)
             _lines(panel, chosen, lambda one: one.block_bytes)
-            size_axis(panel, sorted({one.block_bytes for one in chosen}))
+            plots.size_axis(panel, sorted({one.block_bytes for one in chosen}))
             way = "GPU to CPU" if direction == "store" else "CPU to GPU"
             name = f"{direction} ({way}): one transfer of many blocks"
             _finish(panel, chosen, name, xlabel="bytes of a block", ylabel="GB/s")
@@ -364,7 +351,7 @@ def _loops(panel: Any, samples: Sequence[Sample]) -> None:
                 panel.bar(*place, 0.24, color=style.colour, label=label)
                 note = {"xytext": (0, -12), "textcoords": "offset points", "fontsize": 9}
                 panel.annotate(f"{place[1]:.3f}", place, ha="center", color="white", **note)
-    panel.axhline(1, color=BLACK, linewidth=1, linestyle=":")
+    panel.axhline(1, color=plots.BLACK, linewidth=1, linestyle=":")
     names = {"matrix": "bf16 matrix product", "memory": "adding arrays"}
     shown = [loop.removeprefix("loop_") for loop in loops]
     panel.set_xticks(range(len(loops)), [names.get(name, name) for name in shown])
@@ -376,16 +363,16 @@ def _loops(panel: Any, samples: Sequence[Sample]) -> None:
 def _lines(panel: Any, samples: Sequence[Sample], where: Callable[[Sample], Any]) -> None:
     places = sorted({where(one) for one in samples})
     for arm in arms_of(samples):
-        style = _STYLES.get(arm, Style(PINK, "x", arm))
+        style = _STYLES.get(arm, plots.Style(plots.PINK, "x", arm))
         spreads = []
         for place in places:
             here = [one for one in samples if where(one) == place]
             spreads.append(spread_of(values_of(here, "value", arm=arm)))
-        line(panel, style, places, spreads, band=True)
+        plots.line(panel, style, places, spreads, band=True)
 
 
 def _finish(panel: Any, measured: Sequence[Any], title: str, **labels: Any) -> None:
-    finish(panel, title, legend=bool(measured), **labels)
+    plots.finish(panel, title, legend=bool(measured), **labels)
     panel.set_ylim(bottom=0)
     if not measured:
         panel.text(0.5, 0.5, "not measured", ha="center", transform=panel.transAxes)

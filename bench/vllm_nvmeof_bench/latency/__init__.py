@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latency of storage, two targets side by side, and what our engine adds to fio."""
+"""Latency of storage, two targets side by side, and the latency that our engine adds to fio."""

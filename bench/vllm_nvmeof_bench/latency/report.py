@@ -10,20 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
+from vllm_nvmeof_bench import plots
 from vllm_nvmeof_bench.benchmark import Benchmark
-from vllm_nvmeof_bench.plots import (
-    BLACK,
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PINK,
-    RED,
-    SKY,
-    finish,
-    legend_below,
-    picture,
-)
 from vllm_nvmeof_bench.results import distinct, median_of, select, size_name
 from vllm_nvmeof_bench.tables import Column, load_in, machine_in, number, table, versions_in
 from vllm_nvmeof_offload.units import KIB, slot_stride_bytes
@@ -184,8 +172,8 @@ def lines(conditions: Mapping[str, Any]) -> Iterator[str]:
 # -- picture ------------------------------------------------------------------------------
 
 #: An arm on a target.
-_COLOURS = (GREY, BLUE, BLACK, RED)
-_PAIRS = (SKY, GREEN, PINK, ORANGE)
+_COLOURS = (plots.GREY, plots.BLUE, plots.BLACK, plots.RED)
+_PAIRS = (plots.SKY, plots.GREEN, plots.PINK, plots.ORANGE)
 _MARKERS = ("^", "o", "D", "v")
 
 
@@ -204,14 +192,14 @@ def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -
         f"Linux {versions_in(conditions).get('kernel', '?')}, "
         f"{versions_in(conditions).get('fio') or 'fio ?'}"
     )
-    with picture(path, title, 2, len(payloads), (8, 5.5)) as (figure, panels):
+    with plots.picture(path, title, 2, len(payloads), (8, 5.5)) as (figure, panels):
         for index, panel in enumerate(panels):
             payload = payloads[index % len(payloads)]
             points = points_of(select(chosen, payload_bytes=payload))
             (_latencies if index < len(payloads) else _additions)(panel, chosen, points)
             panel.set_xticks(range(len(points)), [f"{one.jobs}×{one.depth}" for one in points])
-            finish(panel, f"random {case}s of {size_name(payload)}", xlabel="jobs × depth")
-        legend_below(figure, panels, 4)
+            plots.finish(panel, f"random {case}s of {size_name(payload)}", xlabel="jobs × depth")
+        plots.legend_below(figure, panels, 4)
 
 
 def _latencies(panel: Any, samples: Sequence[Sample], points: Sequence[Point]) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import io
 import itertools
 import json
@@ -46,28 +47,10 @@ if TYPE_CHECKING:
     from vllm_nvmeof_bench.pool.measure import Settings
 
 __all__ = [
-    "Arm",
-    "EngineMover",
-    "FioArm",
-    "FsMover",
-    "Ground",
-    "Job",
-    "Moved",
-    "Mover",
-    "MoverArm",
-    "RingArm",
-    "build_ring",
-    "describe_fs",
-    "fill",
-    "fio_moved",
-    "fio_version",
-    "import_fs",
-    "limits",
-    "open_engine",
-    "run_beside",
-    "run_fio",
-    "write_flat",
-]
+    "Arm", "EngineMover", "FioArm", "FsMover", "Ground", "Job", "Moved", "Mover", "MoverArm",
+    "RingArm", "build_ring", "describe_fs", "fill", "fio_moved", "fio_version", "import_fs",
+    "limits", "open_engine", "run_beside", "run_fio", "write_flat",
+]  # fmt: skip
 
 _STALL_S = 60.0
 
@@ -726,19 +709,18 @@ def import_fs() -> Any:
 
 
 def describe_fs() -> dict[str, Any]:
-    """What of the tier is active, for `conditions`."""
+    """The active parts of the tier, for the conditions."""
     manager = import_fs()
     from vllm.v1.kv_offload.tiering.fs import io as fs_io
 
-    defaults = manager.FileSystemTierManager.__init__.__kwdefaults__ or {}
-    code = manager.FileSystemTierManager.__init__.__code__
-    names = code.co_varnames[: code.co_argcount]
-    values = manager.FileSystemTierManager.__init__.__defaults__ or ()
-    defaults = {**dict(zip(names[-len(values) :], values, strict=True)), **defaults}
+    parameters = inspect.signature(manager.FileSystemTierManager).parameters
+    threads = {
+        name: parameters[f"n_{name}"].default if f"n_{name}" in parameters else None
+        for name in ("read_threads", "write_threads")
+    }
     return {
         "c_extension": bool(fs_io._HAS_FSIO_C),
-        "read_threads": defaults.get("n_read_threads"),
-        "write_threads": defaults.get("n_write_threads"),
+        **threads,
         "job_bytes_in_batches": _FS_JOB_BYTES,
     }
 
@@ -746,16 +728,14 @@ def describe_fs() -> dict[str, Any]:
 class FsMover:
     """vLLM's own fs tier, driven through its real manager as vLLM's scheduler drives it.
 
-    `FileSystemTierManager` with its default threads, on a two-dimensional view of the staging
-    memory (one row per block, as vLLM's CPU tier gives it). Each block becomes a file: a temporary
-    one is written and renamed. A file that exists is not written again, so that every write here
-    has a new key; files of old keys are deleted between the measurements. It uses O_DIRECT where
-    the directory has it, and does not sync: nothing is added to its timing.
+    It has its default threads, and one row of the staging memory per block. Each block becomes a
+    file, written under a temporary name and renamed. It does not write a file that exists, so
+    that every write has a new key; files of old keys are deleted between the measurements. It uses
+    O_DIRECT where the directory has it, and does not sync: nothing is added to its timing.
 
-    A job runs on one thread. A batch is therefore given as many jobs of 2 MiB (or one block),
-    which loads all its threads and spares it the cost of tiny jobs; one block per job beside
-    reads, so that no thread is held for long. Its own `drain_jobs` waits for batches; nothing
-    waits for single jobs, so those are polled for every 0.2 ms.
+    A job runs on one thread. A batch is therefore many jobs of 2 MiB (or one block), which loads
+    all threads without the cost of tiny jobs; beside reads a job is one block, so that it holds no
+    thread for long. Single jobs cannot be waited for, so they are polled every 0.2 ms.
     """
 
     batch_job_bytes: int | None = _FS_JOB_BYTES

@@ -15,22 +15,8 @@ from typing import Any
 
 from rich.table import Table
 
+from vllm_nvmeof_bench import plots
 from vllm_nvmeof_bench.benchmark import Benchmark
-from vllm_nvmeof_bench.plots import (
-    BLACK,
-    BLUE,
-    GREY,
-    RED,
-    SKY,
-    Style,
-    bars,
-    finish,
-    legend_below,
-    line,
-    picture,
-    size_axis,
-    where_measured,
-)
 from vllm_nvmeof_bench.results import (
     Figure,
     Goal,
@@ -191,11 +177,11 @@ def _blocks(samples: Sequence[Sample]) -> list[int]:
 # -- picture ------------------------------------------------------------------------------
 
 _STYLES = {
-    "ours": Style(BLUE, "o", "ours (io_uring)", width=2.4),
-    "ours_threads": Style(SKY, "s", "ours (threads)"),
-    "fio": Style(GREY, "^", "fio"),
-    "ring": Style(BLACK, "D", "bare ring loop"),
-    "vllm_fs": Style(RED, "v", "vLLM fs tier"),
+    "ours": plots.Style(plots.BLUE, "o", "ours (io_uring)", width=2.4),
+    "ours_threads": plots.Style(plots.SKY, "s", "ours (threads)"),
+    "fio": plots.Style(plots.GREY, "^", "fio"),
+    "ring": plots.Style(plots.BLACK, "D", "bare ring loop"),
+    "vllm_fs": plots.Style(plots.RED, "v", "vLLM fs tier"),
 }
 _LINES = (
     ("batch_write", "mib_per_s", "batch write"),
@@ -214,20 +200,20 @@ def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -
     rounds = max(one.round for one in samples) + 1
     title = (
         f"Pool I/O, median and range of {rounds} rounds, interleaved on one directory\n"
-        f"{disk_in(conditions)}, {where_measured(conditions)}"
+        f"{disk_in(conditions)}, {plots.where_measured(conditions)}"
     )
-    with picture(path, title, 3, 3, (5.3, 4.2)) as (figure, panels):
+    with plots.picture(path, title, 3, 3, (5.3, 4.2)) as (figure, panels):
         for panel, (case, measure, name) in zip(panels, _LINES, strict=False):
             _lines(panel, samples, case, measure)
             unit = "GiB/s" if measure == "mib_per_s" else "CPU seconds per GiB"
-            finish(panel, name, ylabel=unit)
+            plots.finish(panel, name, ylabel=unit)
         reads = [(_LATENCY_CASE, "p50_us"), (_LATENCY_CASE, "p99_us")]
         _bars(panels[7], samples, reads, ("p50", "p99"), 1000.0)
-        finish(panels[7], "one 2 MiB read beside 64 MiB of queued writes", ylabel="ms")
+        plots.finish(panels[7], "one 2 MiB read beside 64 MiB of queued writes", ylabel="ms")
         writes = [("writes_alone", "mib_per_s"), ("writes_beside_read", "mib_per_s")]
         _bars(panels[8], samples, writes, ("alone", "beside reads"), _MIB_PER_GIB)
-        finish(panels[8], "those writes", ylabel="GiB/s")
-        legend_below(figure, panels)
+        plots.finish(panels[8], "those writes", ylabel="GiB/s")
+        plots.legend_below(figure, panels)
 
 
 def _lines(panel: Any, samples: Sequence[Sample], case: str, measure: str) -> None:
@@ -238,8 +224,8 @@ def _lines(panel: Any, samples: Sequence[Sample], case: str, measure: str) -> No
             spread_of(values_of(samples, measure, arm=arm, case=case, block_bytes=block))
             for block in blocks
         ]
-        line(panel, style, blocks, spreads, scale, band=True)
-    size_axis(panel, blocks)
+        plots.line(panel, style, blocks, spreads, scale, band=True)
+    plots.size_axis(panel, blocks)
     if measure == "cpu_s_per_gib" and blocks:
         panel.set_yscale("log")
     else:
@@ -263,7 +249,7 @@ def _bars(
             spreads.append(spread_of(values_of(mine, measure, case=case, block_bytes=block)))
         if any(spreads):
             series.append((style, spreads))
-    bars(panel, names, series, scale)
+    plots.bars(panel, names, series, scale)
 
 
 def published(samples: Sequence[Sample]) -> dict[str, str]:

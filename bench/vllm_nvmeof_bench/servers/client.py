@@ -31,7 +31,7 @@ class Answer:
     """One streamed answer. Times are `time.perf_counter()` seconds.
 
     tokens, logprobs, gaps: per generated token its id, its log-probability, and how far the
-    runner-up's lies below it. times: when each token arrived.
+    runner-up's is below it. times: when each token arrived.
     """
 
     sent: float
@@ -107,7 +107,7 @@ class Client:
     ) -> Answer:
         """Stream a greedy answer of exactly `max_tokens` tokens to `prompt`.
 
-        cache_salt: whose KV cache is shared. replica: which data-parallel one is to answer.
+        cache_salt: requests of one salt share KV. replica: the data-parallel one that answers.
 
         Raises:
             ClientError: the server refused the request, or the answer is not whole.

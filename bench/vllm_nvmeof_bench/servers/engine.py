@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of vLLM's engines is installed here, and what its processes are to be started with."""
+"""The engine of the installed vLLM, and the environment that its processes start with."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from vllm_nvmeof_offload.units import GIB
 
 __all__ = ["engine_environment", "engine_memory", "has_cpu_engine", "vllm_command"]
 
-#: Named in vLLM's log only: every engine here states its number of blocks as well.
+#: Appears only in vLLM's log: every engine here states its number of blocks as well.
 _KV_CACHE_BYTES = 2 * GIB
 #: The share of a GPU's memory that must be free when an engine starts.
 _FREE_AT_START = 0.1
 
 
 def has_cpu_engine() -> bool:
-    """Whether this vLLM is a build for CPUs: its version says so, by which vLLM goes as well."""
+    """Whether this vLLM is a build for CPUs: as vLLM itself does, read it from the version."""
     try:
         return "cpu" in metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -44,7 +44,7 @@ def engine_memory() -> dict[str, int | float]:
 
 
 def vllm_command() -> tuple[str, ...]:
-    """Return what starts vLLM under this Python, also where no script lies beside it."""
+    """Return the command of vLLM under this Python, also where no script is beside it."""
     script = Path(sys.executable).parent / "vllm"
     if script.exists():
         return (str(script),)

@@ -4,8 +4,6 @@
 The server runs in a session and process group of its own, so that all its processes (API
 server, EngineCore, workers) end together, on the loopback address, on a free port, with its
 output in a log file. It gets SIGTERM if the process that started it dies.
-
-What a server's starter asks of the host: a port for it, and whether it has ended.
 """
 
 from __future__ import annotations
@@ -97,8 +95,8 @@ class ServerError(OffloadError):
 class OffloadSpec:
     """How the server offloads.
 
-    size_gib: `--kv-offloading-size`, GiB of pinned memory over all ranks; None leaves the flag
-    away, and `transfer` and `extra` must say everything. extra: keys of
+    size_gib: `--kv-offloading-size`, GiB of pinned memory over all ranks; None omits the flag,
+    and `transfer` and `extra` must hold everything. extra: keys of
     `kv_connector_extra_config`, sizes in bytes. transfer: other keys of `--kv-transfer-config`.
     """
 
@@ -121,11 +119,11 @@ class OffloadSpec:
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """What a server is started with. Tokens, blocks and sequences are counts.
+    """The arguments of a server. Tokens, blocks and sequences are counts.
 
     gpu_blocks: blocks of `block_size` tokens in the "GPU" cache, which on a CPU build is
     ordinary memory. cores_reserved: cores that vLLM leaves to everything but its math.
-    program: what stands for `vllm`; empty: that of this Python.
+    program: the command for `vllm`; empty: that of this Python.
     """
 
     model: Path
@@ -271,7 +269,7 @@ class Server:
         self._reserved.close()
 
     def _stage(self) -> str:
-        """Return what the server is at, in a few words."""
+        """Return the stage of the start, in a few words."""
         text = self.log()
         stages = (
             ("init engine", "warm"),
@@ -283,7 +281,7 @@ class Server:
 
     def _failure(self, what: str) -> str:
         lines = self.log().splitlines()
-        # The cause is said first, by the process that had it; the end is its parents' despair.
+        # The process that had the cause reports it first; its parents' errors follow.
         errors = "".join(f"\n{error}" for error in _errors(lines)[:_ERRORS_MAX])
         tail = "\n".join(lines[-_LOG_TAIL_LINES:])
         return f"vllm serve {what}{errors}\nthe end of {self.log_path}:\n{tail}"
