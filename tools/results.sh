@@ -28,9 +28,9 @@ measure() {
 failed=()
 measure pool pool --dir "$disk" --rounds 3 --blocks 64KiB,512KiB,2MiB
 measure latency latency --target "local=$disk" --throttle 100 --jobs 1,2 --rounds 3
-measure tier-load tier --dir "$disk" --parts load --rounds 2
-measure tier-resume tier --dir "$disk" --parts resume,prefetch --rounds 1
-measure tier-admission tier --dir "$disk" --parts admission --rounds 2
+measure tier-load stream --dir "$disk" --parts load --rounds 2
+measure tier-resume stream --dir "$disk" --parts resume,prefetch --rounds 1
+measure tier-admission stream --dir "$disk" --parts admission --rounds 2
 measure cost cost --dir "$disk" --pairs 6
 if wanted serve; then
     echo "== serve: ttft, hits, turns on the same servers"

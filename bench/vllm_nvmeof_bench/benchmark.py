@@ -19,7 +19,7 @@ from rich.table import Table
 from vllm_nvmeof_bench.results import BenchError, Goal, load, missed
 from vllm_nvmeof_bench.tables import goals_table, show
 
-__all__ = ["PACKAGES", "Benchmark", "Command", "benchmark", "command"]
+__all__ = ["PACKAGES", "RENAMED", "Benchmark", "Command", "benchmark", "command"]
 
 _PACKAGE = "vllm_nvmeof_bench"
 #: Command → the package of the benchmark.
@@ -28,7 +28,16 @@ PACKAGES = {
     "copy": "gpu",
     "cost": "cost",
     "latency": "latency",
+    "ttft": "serve",
+    "hits": "serve",
+    "turns": "serve",
+    "replay": "replay",
+    "stream": "stream",
+    "simulate": "simulate",
 }
+
+#: Earlier names of commands, and of the benchmarks in their files → the present ones.
+RENAMED = {"tier": "stream", "tiers": "simulate"}
 
 Samples = Sequence[Any]
 Conditions = Mapping[str, Any]
@@ -36,7 +45,7 @@ Conditions = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """sample: the dataclass of the file's samples. older: names in earlier files.
+    """sample: the dataclass of the file's samples.
 
     lines: of the conditions. tables: of the samples. plot: writes the PNG. goals: None if there
     are none. published: our text for a published figure, by its key. columns: width of a table
@@ -52,7 +61,6 @@ class Benchmark:
     goals_title: str = "Goals"
     published: Callable[[Samples], dict[str, str]] = lambda samples: {}
     columns: int = 130
-    older: tuple[str, ...] = ()
 
     def read(self, path: Path) -> tuple[list[Any], dict[str, Any], list[Goal]]:
         """Samples, conditions, goals.
@@ -60,7 +68,8 @@ class Benchmark:
         Raises:
             BenchError: not a file of this benchmark.
         """
-        samples, conditions = load(path, self.name, self.sample, self.older)
+        older = tuple(name for name, new in RENAMED.items() if new == self.name)
+        samples, conditions = load(path, self.name, self.sample, older)
         return samples, conditions, self.goals(samples, conditions) if self.goals else []
 
     def parts(

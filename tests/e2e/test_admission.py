@@ -2,7 +2,7 @@
 """Load or compute on a disk that is throttled, or hangs: the sooner one, on both sides.
 
 What is asserted are decisions and tokens, against the rates that the server says it goes by; how
-long things take is `vllm-nvmeof bench tier`'s business.
+long things take is `vllm-nvmeof bench stream`'s business.
 """
 
 from __future__ import annotations

@@ -46,9 +46,8 @@ from vllm_nvmeof_bench.home import home_in
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.settings import check_names, option, recorded
-from vllm_nvmeof_bench.tier import settings as tier
-from vllm_nvmeof_bench.tier.load import measure_arm
-from vllm_nvmeof_bench.tier.rig import Rig
+from vllm_nvmeof_bench.stream import load as stream
+from vllm_nvmeof_bench.stream.load import Rig, measure_arm
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.copy.choose import choose_copy_engine
 from vllm_nvmeof_offload.copy.crc import CRC_BLOCKS, KERNEL_NAME, CrcKernel, cut_chunks, join
@@ -510,14 +509,14 @@ def _crc_running(chunks: _Chunks) -> Iterator[list[float]]:
 
 # -- GPU ⇄ CPU ⇄ disk -------------------------------------------------------------------
 
-#: Ours → those of `bench tier`.
+#: Ours → those of `bench stream`.
 _DISK_ARMS = {"streamed": "ours", "two_phase": "two_phase", "read": "read"}
 
 
 class GpuRig(Rig):
     """Blocks in GPU memory. model_stream: 0: nothing computes here."""
 
-    def __init__(self, cuda: Cuda, directory: Path, settings: tier.Settings) -> None:
+    def __init__(self, cuda: Cuda, directory: Path, settings: stream.Settings) -> None:
         self._cuda = cuda
         super().__init__(directory, settings)
 
@@ -568,7 +567,7 @@ def measure_disk(
     Raises:
         BenchError: no room in `directory`, or a load brought other bytes than were written.
     """
-    plan = tier.Settings(
+    plan = stream.Settings(
         parts=("load",),
         rounds=settings.rounds,
         throttle_mb_per_s=0,
@@ -591,7 +590,7 @@ def measure_disk(
     return samples
 
 
-def _disk_round(rig: GpuRig, plan: tier.Settings, number: int) -> list[Sample]:
+def _disk_round(rig: GpuRig, plan: stream.Settings, number: int) -> list[Sample]:
     dice = random.Random(number)
     samples = []
     for size in plan.sizes:

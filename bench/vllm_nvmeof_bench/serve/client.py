@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client of any OpenAI-compatible server: streamed completions, timed; failures are answers.
+"""A client of any OpenAI-compatible server: streamed completions, timed; a failure is a result.
 
-It shares the cores with servers that are started here, so it does little per token.
+The client shares the cores with the servers that a benchmark starts, so it does little per token.
 """
 
 from __future__ import annotations
@@ -10,38 +10,121 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 import httpx
+import numpy as np
 
-from vllm_nvmeof_bench.pool.settings import BenchError
-from vllm_nvmeof_bench.serve.hits import Hits
+from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.servers.client import Metrics
 
-__all__ = ["Client", "Reply"]
+__all__ = ["Client", "Hits", "Reply", "Tokens"]
 
+_NUDGE_TOKENS = 3
 _CONNECTIONS_MAX = 256
 _FORGET_TRIES_MAX = 600
 _PAUSE_S = 0.1
 _SETTLE_S_MAX = 90.0
-#: Work behind the last answer, by name of a gauge: ours, and of vLLM's tiering.
+_FAILURE_MAX = 300
+#: Gauges of work that goes on after the last answer: ours, and those of vLLM's tiering.
 _BUSY = (
     "vllm:nvmeof_writes_pending",
     "vllm:nvmeof_write_backlog",
     "vllm:kv_offload_tiering_active_cascade_jobs",
     "vllm:kv_offload_tiering_active_promotion_jobs",
 )
-_FAILURE_MAX = 300
+_BY_SOURCE = "vllm:prompt_tokens_cached_by_source_total"
+_OURS = "vllm:nvmeof_loaded_tokens_total"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids from `low` up to, without, `high`: none of them special in the model."""
+
+    low: int = 2
+    high: int = 2048
+
+    @classmethod
+    def parse(cls, text: str) -> Tokens:
+        """LOW:HIGH.
+
+        Raises:
+            BenchError: the text has another form.
+        """
+        low, _, high = text.partition(":")
+        try:
+            found = cls(int(low), int(high))
+        except ValueError:
+            raise BenchError(f"token ids {text!r}: give LOW:HIGH, such as 1000:30000") from None
+        if not 0 <= found.low < found.high - _NUDGE_TOKENS:
+            raise BenchError(f"token ids {text!r}: give a larger HIGH than LOW")
+        return found
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
+        return [int(token) for token in rng.integers(self.low, self.high, count)]
+
+    @property
+    def nudge(self) -> list[int]:
+        """A prompt too short to be stored, which makes a server publish its counters."""
+        return [self.low + number for number in range(_NUDGE_TOKENS)]
+
+
+@dataclass(frozen=True)
+class Hits:
+    """Prompt tokens by where their KV was found: counters, or the difference of two readings.
+
+    prompt: of all prompts. pool: with vLLM's tiering, its second tier. other: found outside of the
+    GPU, where the server does not report the place. tier_read_bytes: bytes that vLLM's tiering
+    read from its second tier.
+    """
+
+    prompt: int = 0
+    gpu: int = 0
+    cpu: int = 0
+    pool: int = 0
+    other: int = 0
+    tier_read_bytes: int = 0
+
+    @classmethod
+    def of(cls, found: Metrics) -> Self:
+        """Read from our own counters where they exist, else from vLLM's."""
+        if found.has(_OURS):
+            cpu, pool = (int(found.value(_OURS, source=one)) for one in ("cpu", "pool"))
+        else:
+            cpu, pool = (int(found.value(_BY_SOURCE, source=one)) for one in ("host", "disk"))
+        external = int(found.value("vllm:external_prefix_cache_hits_total"))
+        return cls(
+            prompt=int(found.value("vllm:prompt_tokens_total")),
+            gpu=int(found.value("vllm:prefix_cache_hits_total")),
+            cpu=cpu,
+            pool=pool,
+            other=max(0, external - cpu - pool),
+            tier_read_bytes=int(found.value("vllm:kv_offload_tiering_read_bytes_total")),
+        )
+
+    def __sub__(self, before: Hits) -> Hits:
+        earlier = asdict(before)
+        return Hits(**{name: value - earlier[name] for name, value in asdict(self).items()})
+
+    @property
+    def by_place(self) -> dict[str, int]:
+        """The fields that samples have."""
+        return {"gpu": self.gpu, "cpu": self.cpu, "pool": self.pool, "other": self.other}
+
+    @property
+    def found(self) -> int:
+        """Tokens that were in any cache."""
+        return sum(self.by_place.values())
 
 
 @dataclass(frozen=True)
 class Reply:
-    """One request's end. Seconds are from sending it; sent_s is `time.perf_counter()`.
+    """The result of one request. Seconds are from sending it; sent_s is `time.perf_counter()`.
 
     ttft_s: to the first token, None if none came. end_s: to the last byte, or to the failure.
-    tokens_in, tokens_out: as the server counts them, else as we do. tokens: ids of the answer,
-    where the server tells them. failure: None, or why the answer is not whole.
+    tokens_in, tokens_out: as the server counts them, else as the client does. tokens: ids of the
+    answer, where the server reports them. failure: None, or the reason why the answer is cut.
     """
 
     sent_s: float
@@ -53,9 +136,13 @@ class Reply:
     tokens: tuple[int, ...] = ()
     failure: str | None = None
 
+    def same(self, other: Reply) -> bool:
+        """Whether both have the same answer."""
+        return (self.tokens, self.text) == (other.tokens, other.text)
+
 
 class Client:
-    """Of one server; made, used and closed inside one event loop.
+    """A client of one server; made, used and closed inside one event loop.
 
     model: the name to ask for; None: the first that the server lists.
     """
@@ -80,7 +167,7 @@ class Client:
         await self._http.aclose()
 
     async def model(self) -> str:
-        """The model's name, asked for once.
+        """The model's name; the server is asked for it once.
 
         Raises:
             BenchError: the server does not answer, or lists none.
@@ -94,11 +181,9 @@ class Client:
                 raise BenchError(f"{self._http.base_url}: no list of models: {error!r}") from None
         return self._model
 
-    async def complete(
-        self, prompt: Sequence[int] | str, answer_tokens: int, cache_salt: str | None = None
-    ) -> Reply:
+    async def complete(self, prompt: Sequence[int] | str, answer_tokens: int) -> Reply:
         """Stream a greedy answer of exactly `answer_tokens` tokens; never raises for a failure."""
-        body: dict[str, Any] = {
+        body = {
             "model": await self.model(),
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
             "max_tokens": answer_tokens,
@@ -108,8 +193,6 @@ class Client:
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
         }
-        if cache_salt is not None:
-            body["cache_salt"] = cache_salt
         content = json.dumps(body).encode()
         answer = _Answer(time.perf_counter())
         failure = None
@@ -127,7 +210,7 @@ class Client:
         return answer.reply(failure, answer_tokens)
 
     async def metrics(self) -> Metrics | None:
-        """What `/metrics` has; None where there is none."""
+        """One reading of `/metrics`; None where the server has no such route."""
         try:
             response = await self._http.get("/metrics")
         except httpx.HTTPError:
@@ -135,9 +218,9 @@ class Client:
         return Metrics(response.text) if response.status_code == httpx.codes.OK else None
 
     async def hits(self, nudge: Sequence[int] | None = None) -> Hits:
-        """Prompt tokens so far, by where their KV came from; zeros where it is not told.
+        """Prompt tokens so far, by where their KV was found; zeros without `/metrics`.
 
-        nudge: a short prompt to ask first, after which vLLM has published its counters.
+        nudge: a short prompt to send first, after which vLLM has published its counters.
         """
         if nudge is not None:
             await self.complete(nudge, 1)
@@ -145,7 +228,7 @@ class Client:
         return Hits() if found is None else Hits.of(found)
 
     async def settle(self, nudge: Sequence[int]) -> None:
-        """Wait until nothing is written behind any more, as far as the server tells.
+        """Wait until no write is pending, as far as the server reports them.
 
         Raises:
             BenchError: it is still busy after 90 s.
@@ -162,8 +245,8 @@ class Client:
     async def forget_gpu(self) -> bool:
         """Empty the GPU's prefix cache and keep what is offloaded; False if the server cannot.
 
-        vLLM has the route where VLLM_SERVER_DEV_MODE=1 is set. While blocks are still in use it
-        refuses, and is asked again.
+        vLLM has the route where VLLM_SERVER_DEV_MODE=1 is set. It refuses while blocks are in
+        use; the client then asks again.
 
         Raises:
             BenchError: it refuses for a minute.
@@ -182,7 +265,7 @@ class Client:
 
 
 class _Answer:
-    """What came of one stream so far."""
+    """The state of one stream."""
 
     def __init__(self, sent_s: float) -> None:
         self._sent_s = sent_s
@@ -193,7 +276,7 @@ class _Answer:
         self._events = 0
 
     def take(self, line: str) -> str | None:
-        """Take one event; return the failure that it tells of."""
+        """Take one event; return the failure that it reports, if any."""
         event = json.loads(line[6:])
         if "error" in event:
             return f"the server failed it: {str(event['error'])[:_FAILURE_MAX]}"
@@ -210,10 +293,9 @@ class _Answer:
         came = int(self._usage.get("completion_tokens") or len(self._tokens) or self._events)
         if failure is None and (came < wanted or self._first_s is None):
             failure = f"{came} of {wanted} tokens came"
-        first_s = None if self._first_s is None else self._first_s - self._sent_s
         return Reply(
             sent_s=self._sent_s,
-            ttft_s=first_s,
+            ttft_s=None if self._first_s is None else self._first_s - self._sent_s,
             end_s=time.perf_counter() - self._sent_s,
             tokens_in=int(self._usage.get("prompt_tokens") or 0),
             tokens_out=came,

@@ -1,159 +1,216 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers of all arms at once, and a client of each; requests go where the benchmark says.
-
-What is started here is started two at a time, in a directory that its owner deletes. Servers
-that are given by their URL are left alone.
-"""
+"""One run of benchmarks on servers: start or reach the servers, measure, record the conditions."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from vllm_nvmeof_bench.cost.fleet import plainly
-from vllm_nvmeof_bench.pool import conditions as pool_conditions
-from vllm_nvmeof_bench.pool.settings import Settings as PoolSettings
-from vllm_nvmeof_bench.serve.arms import PEER_NOTE, Arm, Sizes, engine_id, server_spec
-from vllm_nvmeof_bench.serve.client import Client
+from vllm_nvmeof_bench.conditions import at_start, load_average
+from vllm_nvmeof_bench.cost.measure import plainly
+from vllm_nvmeof_bench.home import drop_logs, home_in, quiet_interpreter
+from vllm_nvmeof_bench.progress import OnProgress, progress
+from vllm_nvmeof_bench.results import BenchError, dump
+from vllm_nvmeof_bench.serve.arms import (
+    PEER_NOTE,
+    Arm,
+    ServerSettings,
+    Sizes,
+    arms_of,
+    engine_id,
+    server_spec,
+)
+from vllm_nvmeof_bench.serve.client import Client, Tokens
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.model import make_model
 from vllm_nvmeof_bench.servers.server import Server
+from vllm_nvmeof_bench.settings import recorded
 from vllm_nvmeof_bench.throttle import Throttle
 from vllm_nvmeof_offload.fabric.machine import read_gpus
+from vllm_nvmeof_offload.units import MIB
 
-__all__ = ["ServeFleet", "conditions_of"]
+__all__ = ["Part", "Run", "ServeFleet", "merged", "run"]
 
-Tell = Callable[[str], None]
 _AT_ONCE = 2
 _MB = 1_000_000
-_SHARED = Path("/dev/shm")
+#: Ids that nearly every model's vocabulary has, none of them special.
+_REMOTE_TOKENS = Tokens(1000, 30000)
 
 
+@dataclass
 class ServeFleet:
-    """A context manager: starts the arms' servers in `home` (logs in `logs`), stops them.
+    """The arms' servers and a client of each, by name."""
 
-        with ServeFleet(arms, sizes, home, logs, tell) as fleet:
-            reply = fleet.run(fleet.clients["pool"].complete(prompt, 16))
-
-    Raises (on entry):
-        BenchError: a server did not start; its log lies in `logs`.
-        ThrottleError: an arm needs a throttled disk, and this machine does not let us.
-    """
-
-    def __init__(
-        self, arms: Sequence[Arm], sizes: Sizes, home: Path, logs: Path, tell: Tell
-    ) -> None:
-        self.arms = tuple(arms)
-        self.sizes = sizes
-        self._home = home
-        self._logs = logs
-        self._tell = tell
-        self._stack = ExitStack()
-        self._runner = asyncio.Runner()
-        self.servers: dict[str, Server] = {}
-        self.clients: dict[str, Client] = {}
-
-    def __enter__(self) -> Self:
-        with self._stack as stack:
-            stack.enter_context(self._runner)
-            ours = [arm for arm in self.arms if arm.url is None]
-            if ours:
-                self._tell("making the model")
-                model = make_model(self.sizes.models.resolve(), self.sizes.shape)
-            for at in range(0, len(ours), _AT_ONCE):
-                self._start(stack, ours[at : at + _AT_ONCE], model)
-            for arm in self.arms:
-                client = Client(arm.url or self.servers[arm.name].url, api_key=_key(arm))
-                self.clients[arm.name] = client
-                stack.callback(lambda one=client: self._runner.run(one.close()))
-                self.run(client.model())
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._tell("stopping the servers")
-        self._stack.__exit__(kind, error, trace)
+    arms: Sequence[Arm]
+    runner: asyncio.Runner
+    clients: dict[str, Client] = field(default_factory=dict)
 
     def run(self, coroutine: Any) -> Any:
         """Run a client's coroutine to its end."""
-        return self._runner.run(coroutine)
+        return self.runner.run(coroutine)
 
-    def _start(self, stack: ExitStack, arms: Sequence[Arm], model: Path) -> None:
-        self._tell("starting vllm serve: " + ", ".join(arm.name for arm in arms))
+
+@dataclass(frozen=True)
+class Run:
+    """A part under way: its measure adds to `samples` one by one, and to `conditions`."""
+
+    fleet: ServeFleet
+    tokens: Tokens
+    samples: list[Any]
+    conditions: dict[str, Any]
+    on_progress: OnProgress
+
+
+@dataclass(frozen=True)
+class Part:
+    """One benchmark of a run. sizes: of servers that are started for it. json_path: the file to
+    write. quiet: no garbage collection meanwhile, which a long part could not afford."""
+
+    settings: ServerSettings
+    sizes: Sizes
+    measure: Callable[[Run], None]
+    json_path: Path
+    quiet: bool = True
+
+
+def run(parts: Mapping[str, Part], logged: Callable[[str], bool] = lambda what: True) -> None:
+    """Measure each part, by name, on the same servers, which the first part's settings choose.
+
+    If a part is cut off, its file has the samples so far, and `cut_off` in the conditions. If the
+    run fails, the logs of the servers that it started stay beside the first file. logged: as in
+    `progress`.
+
+    Raises:
+        BenchError: it cannot run here, or a server does not start or answer.
+    """
+    name, first = next(iter(parts.items()))
+    settings = first.settings
+    arms = arms_of(settings.arms, settings.base_urls)
+    logs = first.json_path.parent / f"{name}-logs"
+    sizes = merged([part.sizes for part in parts.values()])
+    ours = [arm for arm in arms if arm.url is None]
+    tokens = Tokens(high=sizes.shape.vocab) if ours else _REMOTE_TOKENS
+    if settings.token_ids:
+        tokens = Tokens.parse(settings.token_ids)
+    if ours and tokens.high > sizes.shape.vocab:
+        raise BenchError(
+            f"token ids up to {tokens.high}: the model that is started here has {sizes.shape.vocab}"
+        )
+    pools = sum(arm.pool for arm in arms)
+    disk_bytes = pools * sizes.pool_bytes + 256 * MIB if pools else 0
+    with progress(logged) as on_progress, home_in(settings.directory, disk_bytes) as home:
+        common = {**_conditions(arms, sizes, home), "token_ids": [tokens.low, tokens.high]}
+        with _serving(arms, sizes, home, logs, lambda what: on_progress(0, 0, what)) as fleet:
+            models = {name: fleet.run(one.model()) for name, one in fleet.clients.items()}
+            for name, part in parts.items():
+                conditions = {**common, "models": models, "settings": recorded(part.settings)}
+                conditions["load_average_at_start"] = load_average()
+                samples: list[Any] = []
+                try:
+                    with quiet_interpreter() if part.quiet else nullcontext():
+                        part.measure(Run(fleet, tokens, samples, conditions, on_progress))
+                except BaseException:
+                    conditions["cut_off"] = True
+                    raise
+                finally:
+                    if samples:
+                        conditions["load_average_at_end"] = load_average()
+                        dump(part.json_path, name, samples, conditions)
+    drop_logs(logs, [arm.name for arm in ours])
+
+
+def merged(sizes: Sequence[Sizes]) -> Sizes:
+    """The sizes of servers on which several parts run: the largest of each."""
+    names = ("working_tokens", "request_tokens_max", "gpu_tokens", "max_num_seqs")
+    largest = {name: max(getattr(one, name) for one in sizes) for name in names}
+    return replace(sizes[0], **largest, third_tokens=max(one.tokens_of("third") for one in sizes))
+
+
+@contextmanager
+def _serving(
+    arms: Sequence[Arm], sizes: Sizes, home: Path, logs: Path, on_step: Callable[[str], None]
+) -> Iterator[ServeFleet]:
+    """Start the arms' servers in `home`, two at a time, and stop them at the end.
+
+    Raises:
+        BenchError: a server did not start; its log is in `logs`.
+        ThrottleError: an arm needs a throttled disk, and this machine does not allow it.
+    """
+    urls = {arm.name: arm.url for arm in arms if arm.url is not None}
+    ours = [arm for arm in arms if arm.url is None]
+    with ExitStack() as stack:
+        runner = stack.enter_context(asyncio.Runner())
+        if ours:
+            on_step("making the model")
+            model = make_model(sizes.models.resolve(), sizes.shape)
+        for at in range(0, len(ours), _AT_ONCE):
+            some = ours[at : at + _AT_ONCE]
+            on_step("starting vllm serve: " + ", ".join(arm.name for arm in some))
+            servers = {arm.name: _start(stack, arm, sizes, model, home, logs) for arm in some}
+            for name, server in servers.items():
+                with plainly(name):
+                    server.wait_ready()
+                urls[name] = server.url
+        fleet = ServeFleet(tuple(arms), runner)
         for arm in arms:
-            place = self._home / arm.name
-            place.mkdir()
-            if arm.peer:
-                stack.callback(_drop_shared, arm.name)
-            throttle = None
-            if arm.throttled:
-                rate = self.sizes.target_mb_per_s * _MB
-                throttle = stack.enter_context(Throttle(place, rate, rate))
-            spec = server_spec(arm, self.sizes, model, place)
-            server = stack.enter_context(Server(spec, self._logs / f"{arm.name}.log"))
-            if throttle is not None:
-                throttle.add(server.pid)  # and all that it starts
-            self.servers[arm.name] = server
-        for arm in arms:
-            with plainly(arm.name):
-                self.servers[arm.name].wait_ready()
+            # As other OpenAI clients take the key of a server that is given by its URL.
+            key = os.environ.get("OPENAI_API_KEY") if arm.url is not None else None
+            client = fleet.clients[arm.name] = Client(urls[arm.name], api_key=key)
+            stack.callback(lambda one=client: runner.run(one.close()))
+            fleet.run(client.model())
+        yield fleet
+        on_step("stopping the servers")
 
 
-def _key(arm: Arm) -> str | None:
-    """Of a server given by its URL, as other OpenAI clients take it."""
-    return os.environ.get("OPENAI_API_KEY") if arm.url is not None else None
+def _start(stack: ExitStack, arm: Arm, sizes: Sizes, model: Path, home: Path, logs: Path) -> Server:
+    place = home / arm.name
+    place.mkdir()
+    if arm.peer:  # a killed peer leaves its CPU tier's file behind
+        left = Path("/dev/shm") / f"vllm_offload_{engine_id(arm.name)}.mmap"
+        stack.callback(lambda: left.unlink(missing_ok=True))
+    throttle = None
+    if arm.throttled:
+        rate = sizes.target_mb_per_s * _MB
+        throttle = stack.enter_context(Throttle(place, rate, rate))
+    spec = server_spec(arm, sizes, model, place)
+    server = stack.enter_context(Server(spec, logs / f"{arm.name}.log"))
+    if throttle is not None:
+        throttle.add(server.pid)  # and every process that it starts
+    return server
 
 
-def _drop_shared(name: str) -> None:
-    """What a peer that was killed leaves behind: its CPU tier's file."""
-    left = _SHARED / f"vllm_offload_{engine_id(name)}.mmap"
-    left.unlink(missing_ok=True)
-
-
-def conditions_of(arms: Sequence[Arm], sizes: Sizes | None, directory: Path) -> dict[str, Any]:
-    """Versions, machine and disk as `bench pool` says them, and what each arm is."""
-    common = pool_conditions.at_start(PoolSettings(), directory)
-    kept = ("versions", "machine", "disk", "load_average_at_start")
-    found: dict[str, Any] = {name: common[name] for name in kept}
+def _conditions(arms: Sequence[Arm], sizes: Sizes, directory: Path) -> dict[str, Any]:
+    """The conditions of every run, and a description of each arm."""
+    found = at_start(directory)
     found["arms"] = {arm.name: _described(arm, sizes) for arm in arms}
     if any(arm.peer for arm in arms) and has_cpu_engine():
         found["peer_note"] = PEER_NOTE
     if not has_cpu_engine():
         found["gpus"] = [f"{gpu.name}, driver {gpu.driver}" for gpu in read_gpus()]
-    if any(arm.throttled for arm in arms) and sizes is not None:
+    if any(arm.throttled for arm in arms):
         found["stand_in"] = (
             f"the NVMe-oF target is a stand-in: a directory on the local disk, whose reads and "
             f"writes a control group limits to {sizes.target_mb_per_s} MB/s each"
         )
-    if sizes is not None and any(arm.url is None for arm in arms):
-        shape = sizes.shape
+    if any(arm.url is None for arm in arms):
         found["model"] = {
             "name": f"random Llama, {sizes.dtype}",
-            "parameters": shape.parameters,
+            "parameters": sizes.shape.parameters,
             "kv_bytes_per_token": sizes.kv_bytes_per_token,
-            "shape": asdict(shape),
+            "shape": asdict(sizes.shape),
         }
         found["gpu_tokens"] = sizes.gpu_tokens
         found["chunk_bytes"] = sizes.chunk_bytes
     return found
 
 
-def _described(arm: Arm, sizes: Sizes | None) -> dict[str, Any]:
-    if arm.url is not None:
-        return {"says": arm.says}
-    assert sizes is not None
-    described: dict[str, Any] = {"says": arm.says}
+def _described(arm: Arm, sizes: Sizes) -> dict[str, Any]:
+    described: dict[str, Any] = {"says": arm.about}
     if arm.tier != "none":
         described["staging_bytes"] = sizes.staging_bytes(arm.tier)
     if arm.pool and not arm.peer:

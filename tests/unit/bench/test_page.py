@@ -5,22 +5,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.panel import Panel
 from rich.table import Table
 from typer.testing import CliRunner
+from vllm_nvmeof_bench.benchmark import PACKAGES, benchmark
 from vllm_nvmeof_bench.gpu import report as gpu
 from vllm_nvmeof_bench.latency import report as latency
-from vllm_nvmeof_bench.page import kinds, published
-from vllm_nvmeof_bench.page.kinds import KINDS, Kind, bench_of
-from vllm_nvmeof_bench.page.markdown import Recorder
-from vllm_nvmeof_bench.page.page import build
+from vllm_nvmeof_bench.page import published
+from vllm_nvmeof_bench.page.page import KINDS, build
 from vllm_nvmeof_bench.results import BenchError, dump
-from vllm_nvmeof_bench.serve.hitrate import HitSample
-from vllm_nvmeof_bench.serve.ttft import TtftSample
-from vllm_nvmeof_bench.tier import samples as tier
+from vllm_nvmeof_bench.serve.report import HitSample, TtftSample
+from vllm_nvmeof_bench.tables import markdown
 
 from tests.unit.bench import made_up, made_up_costs, test_latency, tier_made_up
 from vllm_nvmeof_offload.cli import app
@@ -34,7 +31,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """MADE-UP results of every kind that is here, and files that are not results."""
     directory = tmp_path_factory.mktemp("results")
     dump(directory / "a.json", "pool", made_up.everything((64 * KIB, 2 * MIB)), MACHINE)
-    tier.dump(directory / "b.json", tier_made_up.everything(), tier_made_up.CONDITIONS)
+    dump(directory / "b.json", "tier", tier_made_up.everything(), tier_made_up.CONDITIONS)
     dump(directory / "c.json", "cost", made_up_costs.everything(), MACHINE)
     dump(directory / "d.json", "latency", test_latency.everything(), {})
     copies = [
@@ -68,13 +65,13 @@ def text(results: Path) -> str:
 
 
 def section(text: str, name: str) -> str:
-    title = f"## {KINDS[name].title}\n"
+    title = f"## {KINDS[name][0]}\n"
     assert text.count(title) == 1
     return text.split(title)[1].split("\n## ", maxsplit=1)[0]
 
 
 def test_every_file_is_a_section_with_its_tables(text: str) -> None:
-    for name, stem in zip(("pool", "tier", "cost", "latency", "copy"), "abcde", strict=True):
+    for name, stem in zip(("pool", "stream", "cost", "latency", "copy"), "abcde", strict=True):
         assert f"`{stem}.json`" in section(text, name)
     assert "| batch_write | 64 KiB | 2,000 | 1,900 | 2,050 | 2,100 | 450 |" in section(text, "pool")
     assert "2 CPUs made up; vLLM's CPU build" in section(text, "cost")
@@ -90,7 +87,7 @@ def test_pictures_lie_beside_the_page_and_one_that_fails_is_said(tmp_path: Path)
     page = build(tmp_path, tmp_path / "REPORT.md")
     assert page.pictures == [tmp_path / "drawn.png"]
     assert page.pictures[0].read_bytes().startswith(b"\x89PNG")
-    assert f"![{KINDS['copy'].title}](drawn.png)" in page.text
+    assert f"![{KINDS['copy'][0]}](drawn.png)" in page.text
     assert "No picture: there is nothing to draw: the file has no samples." in page.text
 
 
@@ -114,7 +111,7 @@ def test_our_keys_are_keys_of_what_is_published() -> None:
     """A key that nobody published would be dropped without a word."""
     for name, samples in (
         ("pool", made_up.everything((2 * MIB,))),
-        ("tier", tier_made_up.everything()),
+        ("stream", tier_made_up.everything()),
         ("cost", made_up_costs.everything()),
         ("latency", [
             latency.Sample("a", "fio", "read", 4 * KIB, 1, 1, 0, 9, 2.0, 1.0, 3.0, 4.0, 0.1)
@@ -129,10 +126,9 @@ def test_our_keys_are_keys_of_what_is_published() -> None:
         ]),
         ("copy", [gpu.Sample("transfer", "dma", "load", 2 * MIB, 1, 0, 3.0)]),
     ):  # fmt: skip
-        theirs = KINDS[name].published
+        theirs = KINDS[name][1]
         assert theirs is not None
-        bench: Any = bench_of(name)
-        ours = (getattr(bench, "published", None) or bench.beside)(samples)
+        ours = benchmark(name).published(samples)
         assert ours, name
         assert name not in ("ttft", "hits") or "2.0×" in next(iter(ours.values()))
         assert set(ours) <= {row[0] for row in theirs.rows}, name
@@ -149,7 +145,7 @@ def test_every_published_row_has_a_text_for_each_column() -> None:
 def test_a_kind_that_is_not_installed_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(kinds.KINDS, "later", Kind("Later", "later.command"))
+    monkeypatch.setitem(PACKAGES, "later", "later")
     (tmp_path / "x.json").write_text('{"bench": "later", "samples": []}')
     page = build(tmp_path, tmp_path / "REPORT.md")
     assert page.left_out == {"x.json": "`bench later` is not in this installation"}
@@ -157,18 +153,17 @@ def test_a_kind_that_is_not_installed_is_said(
         build(tmp_path / "none", tmp_path / "REPORT.md")
 
 
+def test_every_benchmark_has_a_section() -> None:
+    assert set(KINDS) == set(PACKAGES)
+
+
 def test_what_is_printed_becomes_markdown() -> None:
     table = Table("case", "[dim]size[/]", title="[bold]T[/]", caption="c")
     table.columns[1].justify = "right"
     table.add_row("one", "[green]1|2[/]")
     table.add_row("", "3")
-    out = Recorder()
-    out.print(table, style="dim")
-    out.print("• a point", highlight=False)
-    out.print("[x]", markup=False)
-    out.print()
-    out.print(Panel("framed"))
+    blocks = markdown([table, "• a point", "[x]", "", Panel("framed")])
     rule = "| case | size |\n| --- | ---: |\n"
-    assert out.blocks[0] == f"**T**\n\n{rule}| one | 1\\|2 |\n| one | 3 |\n\nc"
-    assert out.blocks[1:3] == ["- a point", "[x]"]
-    assert "framed" in out.blocks[3]
+    assert blocks[0] == f"**T**\n\n{rule}| one | 1\\|2 |\n| one | 3 |\n\nc"
+    assert blocks[1:3] == ["- a point", "[x]"]
+    assert "framed" in blocks[3]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import time
 from pathlib import Path
 
@@ -12,23 +11,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 from typer.testing import CliRunner
+from vllm_nvmeof_bench.benchmark import benchmark
 from vllm_nvmeof_bench.page.published import REPLAY
-from vllm_nvmeof_bench.replay import report
-from vllm_nvmeof_bench.replay.command import beside
-from vllm_nvmeof_bench.replay.plot import plot
-from vllm_nvmeof_bench.replay.prompts import Vocabulary
-from vllm_nvmeof_bench.replay.run import trace_of
-from vllm_nvmeof_bench.replay.samples import Sample, dump, summary_of
-from vllm_nvmeof_bench.replay.settings import Settings
-from vllm_nvmeof_bench.replay.users import Replay
-from vllm_nvmeof_bench.results import BenchError
+from vllm_nvmeof_bench.replay.measure import Replay, Settings, Vocabulary, trace_of
+from vllm_nvmeof_bench.replay.report import Sample, published, summary_of
+from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.serve.client import Reply
-from vllm_nvmeof_bench.traces.model import Request
-from vllm_nvmeof_bench.traces.read import read_trace
-from vllm_nvmeof_bench.traces.schedule import Pace
+from vllm_nvmeof_bench.traces import Pace, Request, read_trace
 
+from tests.unit.bench import printing
 from tests.unit.bench.trace_files import agentic, mooncake
 from vllm_nvmeof_offload.cli import app
 
@@ -175,11 +167,7 @@ def made_up() -> tuple[list[Sample], dict[str, object]]:
 
 def test_tables_say_what_each_arm_got_done(tmp_path: Path) -> None:
     samples, conditions = made_up()
-    out = io.StringIO()
-    console = Console(file=out, width=200)
-    report.print_conditions(console, conditions)
-    report.print_samples(console, samples, conditions)
-    text = out.getvalue()
+    text = printing.printed("replay", samples, conditions)
     for needed in (
         "4.200",
         "4.200",
@@ -200,19 +188,19 @@ def test_tables_say_what_each_arm_got_done(tmp_path: Path) -> None:
 
 def test_ours_stands_beside_the_study_where_all_its_arms_ran() -> None:
     samples = [*rows("none", 4.0), *rows("cpu", 2.0), *rows("pool", 1.0)]
-    ours = beside(samples)
+    ours = published(samples)
     assert ours["TTFT average"] == "4.20 s / 2.10 s / 1.05 s"
     assert ours["requests completed"] == "20 / 20 / 20"
     assert ours.keys() <= {row[0] for row in REPLAY.rows}
-    assert beside([one for one in samples if one.arm != "cpu"]) == {}
+    assert published([one for one in samples if one.arm != "cpu"]) == {}
 
 
 def test_the_picture_and_the_report_of_a_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     samples, conditions = made_up()
-    plot(tmp_path / "p" / "replay.png", samples, conditions)
+    benchmark("replay").draw(tmp_path / "p" / "replay.png", samples, conditions)
     assert (tmp_path / "p" / "replay.png").read_bytes().startswith(b"\x89PNG")
-    dump(tmp_path / "replay.json", samples, conditions)
+    dump(tmp_path / "replay.json", "replay", samples, conditions)
     result = CliRunner().invoke(app, ["bench", "replay-report", str(tmp_path / "replay.json")])
     assert result.exit_code == 0, result.output
     assert "Where prompt tokens were found" in result.output

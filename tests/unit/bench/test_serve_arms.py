@@ -9,7 +9,7 @@ import pytest
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve import arms
 from vllm_nvmeof_bench.serve.arms import BLOCK_TOKENS, Sizes, arms_of, offload_of, server_spec
-from vllm_nvmeof_bench.serve.ttft import Settings
+from vllm_nvmeof_bench.serve.measure import TtftSettings
 from vllm_nvmeof_bench.servers import engine
 
 PLACE = Path("place")
@@ -18,14 +18,14 @@ PLACE = Path("place")
 def on(monkeypatch: pytest.MonkeyPatch, *, cpu: bool) -> Sizes:
     for module in (arms, engine):
         monkeypatch.setattr(module, "has_cpu_engine", lambda: cpu)
-    return Settings(lengths=(1000,), server_args="--a 'b c'").sizes()
+    return TtftSettings(lengths=(1000,), server_args="--a 'b c'").sizes()
 
 
 def test_how_a_gpu_copies_can_be_said_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = on(monkeypatch, cpu=False)
     plain, kernel = arms_of(["full", "full:kernel"], ())
     assert kernel.name == "full:kernel"
-    assert kernel.says == f"{plain.says}; copies by kernel"
+    assert kernel.about == f"{plain.about}; copies by kernel"
     offload, by_kernel = (offload_of(arm, sizes, PLACE) for arm in (plain, kernel))
     assert offload is not None and by_kernel is not None
     assert by_kernel.extra == {**offload.extra, "copy_backend": "kernel"}
@@ -53,7 +53,7 @@ def test_on_a_gpu_servers_get_the_given_arguments(
 
 def test_arguments_that_cannot_be_read_are_named() -> None:
     with pytest.raises(BenchError, match=r"^--server-args \"--a 'b\": No closing quotation$"):
-        Settings(server_args="--a 'b").sizes()
+        TtftSettings(server_args="--a 'b").sizes()
 
 
 def test_on_the_cpu_s_engine_the_model_is_small(

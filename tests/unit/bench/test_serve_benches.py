@@ -10,20 +10,13 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.files import dump, load
 from vllm_nvmeof_bench.home import drop_logs
-from vllm_nvmeof_bench.results import BenchError
-from vllm_nvmeof_bench.serve import findings
-from vllm_nvmeof_bench.serve.figures import changed, paired, percentile
-from vllm_nvmeof_bench.serve.fleet import ServeFleet
-from vllm_nvmeof_bench.serve.hitrate import Settings as HitSettings
-from vllm_nvmeof_bench.serve.hitrate import prompts_of
-from vllm_nvmeof_bench.serve.prompts import Tokens
-from vllm_nvmeof_bench.serve.run import merged
-from vllm_nvmeof_bench.serve.ttft import Settings as TtftSettings
-from vllm_nvmeof_bench.serve.ttft import TtftSample
-from vllm_nvmeof_bench.serve.turns import Settings as TurnSettings
-from vllm_nvmeof_bench.serve.turns import TurnSample
+from vllm_nvmeof_bench.results import BenchError, dump, load
+from vllm_nvmeof_bench.serve import report
+from vllm_nvmeof_bench.serve.client import Tokens
+from vllm_nvmeof_bench.serve.fleet import ServeFleet, merged
+from vllm_nvmeof_bench.serve.measure import HitSettings, TtftSettings, TurnSettings, prompts_of
+from vllm_nvmeof_bench.serve.report import TtftSample, TurnSample
 
 from tests.unit.bench.made_up_server import MadeUpServer
 from vllm_nvmeof_offload.cli import app
@@ -128,7 +121,7 @@ def test_what_was_measured_before_a_run_was_cut_off_is_kept(
 
     def run(fleet: ServeFleet, coroutine: Any) -> Any:
         reply = asked(fleet, coroutine)
-        if getattr(reply, "tokens_in", 0) == 200:
+        if isinstance(reply, tuple) and reply[0].tokens_in == 200:
             raise KeyboardInterrupt
         return reply
 
@@ -155,13 +148,11 @@ def test_a_batch_has_the_hits_that_its_rate_says() -> None:
     assert len(new[0] | new[1]) == 8  # a round's new prompts are no other's
 
 
-def test_percentiles_are_values_that_were_seen() -> None:
-    values = [float(number) for number in range(1, 101)]
-    assert [percentile(values, share) for share in (0.5, 0.95, 0.99, 1.0)] == [50, 95, 99, 100]
-    assert percentile([3.0, 1.0], 0.95) == 3.0
-    assert percentile([], 0.5) is None
-    assert (changed(3.0, 2.0), changed(1.0, None)) == ("+50 %", "–")
-    assert paired({(1,): 4.0, (2,): 9.0}, {(1,): 2.0}) == [2.0]
+def test_a_difference_is_in_per_cent_and_a_dash_where_one_is_missing() -> None:
+    assert (report.changed(3.0, 2.0), report.changed(1.0, None)) == ("+50 %", "–")
+    failed = replace(TURN, failure="x", ttft_s=None)
+    found = report.turns_of([failed], "a", 4)
+    assert (found.ttft_mean_s, found.ttft_p95_s) == (None, None)
 
 
 def test_turns_are_added_up_over_rounds() -> None:
@@ -171,12 +162,12 @@ def test_turns_are_added_up_over_rounds() -> None:
         replace(TURN, round=1, end_s=1.0, ttft_s=1.0, gpu=45),
         replace(TURN, round=1, conversation=1, failure="x", ttft_s=None, gpu=0, prompt_tokens=0),
     ]
-    found = findings.turns_of(rows, "a", 4)
+    found = report.turns_of(rows, "a", 4)
     assert found.tokens_per_s == pytest.approx(300 / (4.0 + 2.0))
     assert (found.ttft_mean_s, found.ttft_p95_s, found.failures) == (1.0, 1.5, 1)
-    assert found.gpu == pytest.approx(90 / 270)
+    assert found.found[0] == pytest.approx(90 / 270)
     other = [replace(row, arm="b", end_s=2 * row.end_s, start_s=2 * row.start_s) for row in rows]
-    assert findings.ratio_of_turns(rows + other, "a", "b", 4) == [2.0, 2.0]
+    assert report.ratio_of_turns(rows + other, "a", "b", 4) == [2.0, 2.0]
 
 
 def test_ratios_of_ttft_are_of_the_same_prompt() -> None:
@@ -185,9 +176,9 @@ def test_ratios_of_ttft_are_of_the_same_prompt() -> None:
 
     rows = [one("pool", "cold", 0, 1.0), one("pool", "back", 0, 0.25), one("pool", "back", 1, 9.0)]
     rows += [one("peer", "back", 0, 0.5), one("peer", "back", 1, 9.0)]
-    assert findings.ratio_of_ttft(rows, "pool", 256) == [4.0]
-    assert findings.ratio_of_ttft(rows, "pool", None, "peer") == [0.5, 1.0]
-    assert findings.rivals({"pool", "peer", "full"}) == [("pool", "peer")]
+    assert report.ratio_of_ttft(rows, "pool", 256) == [4.0]
+    assert report.ratio_of_ttft(rows, "pool", None, "peer") == [0.5, 1.0]
+    assert report.rivals({"pool", "peer", "full"}) == [("pool", "peer")]
 
 
 def test_files_come_back_as_they_were_and_are_told_apart(tmp_path: Path) -> None:

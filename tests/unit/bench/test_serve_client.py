@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.arms import ARMS, Sizes, arms_of, offload_of, server_spec
-from vllm_nvmeof_bench.serve.client import Client
-from vllm_nvmeof_bench.serve.hits import Hits
-from vllm_nvmeof_bench.serve.prompts import Tokens
+from vllm_nvmeof_bench.serve.client import Client, Hits, Tokens
 from vllm_nvmeof_bench.servers.client import Metrics
 
 from tests.unit.bench.made_up_server import MadeUpServer

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
 import numpy as np
 import pytest
 from vllm_nvmeof_bench.results import BenchError
-from vllm_nvmeof_bench.tier.paced import PacedCopyEngine
-from vllm_nvmeof_bench.tier.run import run, steps
-from vllm_nvmeof_bench.tier.settings import ARMS, Settings
+from vllm_nvmeof_bench.stream.load import ARMS, PacedCopyEngine, Settings
+from vllm_nvmeof_bench.stream.measure import run, steps
 
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.units import KIB, MIB
@@ -34,12 +34,11 @@ TINY = Settings(
 def test_every_arm_moves_real_bytes_once_a_round_and_leaves_nothing(
     tmp_path: Path, engine: str
 ) -> None:
-    settings = Settings(**{**vars(TINY), "io_engine": engine})
+    settings = replace(TINY, io_engine=engine, directory=tmp_path / "disk")
     told: list[tuple[int, int, str]] = []
     parts = []
     samples, conditions = run(
         settings,
-        tmp_path / "disk",
         lambda *progress: told.append(progress),
         lambda found, _: parts.append(len(found)),
     )
@@ -57,7 +56,7 @@ def test_every_arm_moves_real_bytes_once_a_round_and_leaves_nothing(
 
 def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="give another --dir"):
-        run(Settings(parts=("load",), throttle_mb_per_s=0, tier_bytes=1 << 60), tmp_path)
+        run(replace(TINY, tier_bytes=1 << 60, directory=tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 

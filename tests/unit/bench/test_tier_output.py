@@ -1,34 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""File, tables, picture and command line of `bench tier`, on made-up samples."""
+"""File, tables, picture and command line of `bench stream`, on made-up samples."""
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.results import BenchError
-from vllm_nvmeof_bench.tier import report
-from vllm_nvmeof_bench.tier.plot import plot
-from vllm_nvmeof_bench.tier.samples import Sample, dump, load
-from vllm_nvmeof_bench.tier.settings import Settings
-from vllm_nvmeof_bench.tier.targets import evaluate
+from vllm_nvmeof_bench.benchmark import benchmark
+from vllm_nvmeof_bench.results import BenchError, dump
+from vllm_nvmeof_bench.stream.load import Settings
+from vllm_nvmeof_bench.stream.report import Sample
 
+from tests.unit.bench import printing
 from tests.unit.bench.tier_made_up import CONDITIONS, everything, times
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.units import MIB
 
 
 def printed(samples: list[Sample]) -> str:
-    out = io.StringIO()
-    console = Console(file=out, width=200)
-    report.print_conditions(console, CONDITIONS)
-    report.print_samples(console, samples)
-    report.print_targets(console, evaluate(samples, CONDITIONS))
-    return out.getvalue()
+    return printing.printed("stream", samples, CONDITIONS)
 
 
 def test_every_part_has_its_table() -> None:
@@ -64,37 +56,43 @@ def test_the_picture_has_the_parts_that_ran(tmp_path: Path, parts: tuple[str, ..
     samples = [one for one in everything() if one.part in parts]
     if not parts:
         with pytest.raises(BenchError, match="nothing to draw"):
-            plot(path, samples, CONDITIONS)
+            benchmark("stream").draw(path, samples, CONDITIONS)
         return
-    plot(path, samples, CONDITIONS)
+    benchmark("stream").draw(path, samples, CONDITIONS)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_file_holds_samples_and_conditions_and_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "new" / "tier.json"
-    dump(path, everything(), CONDITIONS)
-    assert load(path) == (everything(), CONDITIONS)
+    dump(path, "stream", everything(), CONDITIONS)
+    assert benchmark("stream").read(path)[:2] == (everything(), CONDITIONS)
     assert set(json.loads(path.read_text())) == {"schema", "bench", "samples", "conditions"}
     path.write_text('{"samples": [{"arm": "ours"}], "conditions": {}}')
     with pytest.raises(BenchError, match=r"tier\.json: not a file of"):
-        load(path)
+        benchmark("stream").read(path)
 
 
 def test_a_file_of_samples_is_printed_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "tier.json"
-    dump(path, everything(), CONDITIONS)
+    dump(path, "tier", everything(), CONDITIONS)  # as files named the benchmark earlier
     result = CliRunner().invoke(app, ["bench", "tier-report", str(path), "--check"])
     assert result.exit_code == 0, result.output
-    dump(path, [*everything(), *times("resume", "crowd", "reload", [[9.0] * 9])], CONDITIONS)
-    assert CliRunner().invoke(app, ["bench", "tier-report", str(path)]).exit_code == 0
-    assert CliRunner().invoke(app, ["bench", "tier-report", str(path), "--check"]).exit_code == 1
+    assert "`bench tier-report` is now `bench stream-report`" in result.stderr
+    dump(
+        path,
+        "stream",
+        [*everything(), *times("resume", "crowd", "reload", [[9.0] * 9])],
+        CONDITIONS,
+    )
+    assert CliRunner().invoke(app, ["bench", "stream-report", str(path)]).exit_code == 0
+    assert CliRunner().invoke(app, ["bench", "stream-report", str(path), "--check"]).exit_code == 1
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no tmpfs here")
 def test_errors_are_one_plain_line(tmp_path: Path) -> None:
     for arguments, needed in (
         (["tier-report", str(tmp_path / "none.json")], "none.json"),
-        (["tier", "--parts", "loads"], "no part 'loads'; there are load, resume"),
+        (["stream", "--parts", "loads"], "no part 'loads'; there are load, resume"),
         (["tier", "--dir", "/dev/shm", "--parts", "load"], "give a directory on a disk"),
     ):
         result = CliRunner().invoke(app, ["bench", *arguments])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `bench tier` asks its servers for, and how it compares their answers; no server runs."""
+"""What `bench stream` asks its servers for, and how it compares their answers; no server runs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 from vllm_nvmeof_bench.servers.client import Answer
-from vllm_nvmeof_bench.tier import admission, prefetch, resume
-from vllm_nvmeof_bench.tier.run import steps
-from vllm_nvmeof_bench.tier.serving import SHAPE, Agreement, ReturnPlan
-from vllm_nvmeof_bench.tier.settings import PARTS, Settings
+from vllm_nvmeof_bench.stream.load import PARTS, Settings
+from vllm_nvmeof_bench.stream.measure import SHAPE, Agreement, ReturnPlan, steps
 
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.units import GIB
@@ -60,6 +58,5 @@ def test_every_part_knows_how_much_it_measures() -> None:
     settings = Settings(rounds=2)
     parts = [Settings(parts=(part,), rounds=2) for part in PARTS]
     assert steps(settings) == sum(map(steps, parts))
-    assert resume.steps(settings) == prefetch.steps(settings) == 4
-    assert admission.steps(settings) == 2 * (1 + 2 * 4)
+    assert list(map(steps, parts[1:])) == [4, 4, 2 * (1 + 2 * 4)]
     assert Settings(rounds=9).server_rounds == 3

@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ratios and targets of `bench tier`, on made-up samples."""
+"""Ratios and goals of `bench stream`, on made-up samples."""
 
 from __future__ import annotations
 
 import pytest
-from vllm_nvmeof_bench.pool.targets import Row
-from vllm_nvmeof_bench.tier.samples import places, round_ratios, select, spread_of
-from vllm_nvmeof_bench.tier.targets import admission_ratio, evaluate, load_ratio
+from vllm_nvmeof_bench.results import Goal, select, spread_of
+from vllm_nvmeof_bench.stream.report import (
+    admission_ratio,
+    goals,
+    load_ratio,
+    places,
+    round_ratios,
+)
 
 from tests.unit.bench.tier_made_up import CONDITIONS, everything, load, times
 
 
-def row(rows: list[Row], start: str) -> Row:
-    (found,) = (one for one in rows if one.target.startswith(start))
+def row(rows: list[Goal], start: str) -> Goal:
+    (found,) = (one for one in rows if one.name.startswith(start))
     return found
 
 
 def test_all_targets_are_there_and_reached_by_samples_that_reach_them() -> None:
-    rows = evaluate(everything(), CONDITIONS)
+    rows = goals(everything(), CONDITIONS)
     assert len(rows) == 6
     assert all(one.reached is True for one in rows), rows
 
@@ -28,7 +33,7 @@ def test_a_load_is_compared_with_the_larger_of_its_own_round() -> None:
         *times("load", "memory", "read", [[0.5], [2.0], [9.0]], 4),
         *times("load", "memory", "copy", [[0.8], [1.0], [10.0]], 4),
     ]
-    assert round_ratios(samples, "load", "ours", ("read", "copy"), "memory", 4) == pytest.approx(
+    assert round_ratios(samples, "ours", ("read", "copy"), "memory", 4) == pytest.approx(
         [1.25, 1.5, 0.9]
     )
     ratio = load_ratio(samples, "memory", 4)
@@ -38,21 +43,21 @@ def test_a_load_is_compared_with_the_larger_of_its_own_round() -> None:
 
 def test_a_round_that_lacks_an_arm_does_not_count() -> None:
     samples = load(1, [1.0, 1.0])
-    gone = select(samples, "load", "copy")[0]
+    gone = select(samples, part="load", arm="copy")[0]
     samples.remove(gone)
-    assert len(round_ratios(samples, "load", "ours", ("read", "copy"), "memory", 1)) == 1
+    assert len(round_ratios(samples, "ours", ("read", "copy"), "memory", 1)) == 1
 
 
 def test_the_worst_size_decides_and_is_named() -> None:
     samples = [*load(0.5, [0.5] * 3), *load(8, [9.6, 8.0, 9.6])]
-    found = row(evaluate(samples, {"settings": {"parts": ["load"]}}), "load / larger")
+    found = row(goals(samples, {"settings": {"parts": ["load"]}}), "load / larger")
     assert (found.measured, found.where) == (pytest.approx(1.2), "8× the CPU tier")
     assert found.reached is False
 
 
 def test_copies_as_slow_as_the_target_have_a_row_of_their_own() -> None:
     samples = [*load(2, [2.0] * 3), *load(2, [3.0] * 3, "paced")]
-    rows = evaluate(samples, {"settings": {"parts": ["load"]}})
+    rows = goals(samples, {"settings": {"parts": ["load"]}})
     assert [one.reached for one in rows] == [True, False]
 
 
@@ -77,21 +82,21 @@ def test_admission_is_measured_against_the_better_of_both(
 
 def test_one_side_of_the_crossover_does_not_answer_for_the_other() -> None:
     samples = [one for one in everything() if (one.arm, one.at) != ("auto", 10)]
-    found = row(evaluate(samples, {}), "admission")
+    found = row(goals(samples, {}), "admission")
     assert found.measured is None
     assert found.reached is None
 
 
 def test_parts_that_were_not_asked_for_have_no_rows() -> None:
-    rows = evaluate([], {"settings": {"parts": ["resume"]}})
-    assert [(one.target, one.reached) for one in rows] == [
+    rows = goals([], {"settings": {"parts": ["resume"]}})
+    assert [(one.name, one.reached) for one in rows] == [
         ("resume after preemption / recomputed", None)
     ]
 
 
 def test_a_different_answer_misses_a_target() -> None:
     part = {"answers": {"compared": 10, "different": 1}}
-    found = row(evaluate([], {"parts": {"resume": part, "prefetch": part}}), "answers")
+    found = row(goals([], {"parts": {"resume": part, "prefetch": part}}), "answers")
     assert (found.measured, found.n, found.reached) == (2, 20, False)
 
 

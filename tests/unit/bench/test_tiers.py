@@ -3,22 +3,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.tiers import report
-from vllm_nvmeof_bench.tiers.candidates import candidates, hit_rate
-from vllm_nvmeof_bench.tiers.chunks import Ask, asks_of
-from vllm_nvmeof_bench.tiers.run import run
-from vllm_nvmeof_bench.tiers.settings import Settings
-from vllm_nvmeof_bench.tiers.world import Shape, World
-from vllm_nvmeof_bench.traces.read import read_trace
-from vllm_nvmeof_bench.traces.schedule import Pace
+from vllm_nvmeof_bench.simulate.eviction import Ask, asks_of, candidates, hit_rate
+from vllm_nvmeof_bench.simulate.measure import Settings, Shape, World, run
+from vllm_nvmeof_bench.traces import Pace, read_trace
 
+from tests.unit.bench import printing
 from tests.unit.bench.trace_files import agentic, entry, mooncake, session_file
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.config import parse_config
@@ -105,9 +99,10 @@ def test_a_policy_of_one_s_own_stands_beside_ours(
     own = "04_custom_policy:SecondChance"
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples"))
     settings = Settings(
-        Pace(users=3), 64, cpu=0.3, pools=(0.0,), cpus=(0.3,), alone=(0.3,), policies=("lru", own)
-    )
-    samples, _ = run(settings, traces)
+        Pace(users=3), 64, cpu=0.3, pools=(0.0,), cpus=(0.3,), alone=(0.3,), policies=("lru", own),
+        trace=traces,
+    )  # fmt: skip
+    samples, _ = run(settings)
     assert {one.policy for one in samples} == {"lru", own, "s3_fifo", "best"}
     by_policy = [
         {one.policy: one for one in samples if one.sweep == sweep} for sweep in ("cpu", "alone")
@@ -127,9 +122,10 @@ def traces(tmp_path: Path) -> Path:
 
 def test_a_run_covers_every_sweep_and_prints_it(traces: Path) -> None:
     pace = Pace(users=3)
-    settings = Settings(pace, 64, cpu=0.5, pools=(0.0, 1.5), cpus=(0.5,), alone=(1.5,))
+    sizes = {"cpu": 0.5, "pools": (0.0, 1.5), "cpus": (0.5,), "alone": (1.5,)}
+    settings = Settings(pace, 64, **sizes, trace=traces)
     said: list[str] = []
-    samples, conditions = run(settings, traces, lambda done, total, what: said.append(what))
+    samples, conditions = run(settings, lambda done, total, what: said.append(what))
     assert {one.sweep for one in samples} == {"pool", "cpu", "writes", "alone"}
     assert len(said) == len(samples) + 2
     big = [one for one in samples if one.sweep == "pool" and one.pool_tokens]
@@ -139,11 +135,7 @@ def test_a_run_covers_every_sweep_and_prints_it(traces: Path) -> None:
         for one in samples
         if one.sweep == "pool" and not one.pool_tokens
     )
-    out = io.StringIO()
-    console = Console(file=out, width=200)
-    report.print_conditions(console, conditions)
-    report.print_samples(console, samples, conditions)
-    text = out.getvalue()
+    text = printing.printed("simulate", samples, conditions)
     assert "6 sessions, 23 requests" in text
     assert "on_eviction, threshold 2" in text
     assert "One tier alone" in text
@@ -154,10 +146,10 @@ def test_the_command_writes_draws_and_prints_again(traces: Path, tmp_path: Path)
     file, picture = tmp_path / "out" / "tiers.json", tmp_path / "out" / "tiers.png"
     arguments = ["--json", str(file), "--plot", str(picture), "--chunk-tokens", "64"]
     arguments += ["--pools", "0,0.5,2", "--cpus", "0.2"]
-    result = CliRunner().invoke(app, ["bench", "tiers", str(traces), *arguments])
+    result = CliRunner().invoke(app, ["bench", "simulate", str(traces), *arguments])
     assert result.exit_code == 0, result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert json.loads(file.read_text())["bench"] == "tiers"
+    assert json.loads(file.read_text())["bench"] == "simulate"
     again = CliRunner().invoke(app, ["bench", "tiers-report", str(file)])
     assert again.exit_code == 0 and "One tier alone" in again.output
 
@@ -167,7 +159,7 @@ def test_errors_are_one_plain_line(tmp_path: Path) -> None:
         (tmp_path / "none", "no such file or folder"),
         (session_file(tmp_path, "a", [entry(0, [])]), "no request of a chunk or more"),
     ):
-        result = CliRunner().invoke(app, ["bench", "tiers", str(path)])
+        result = CliRunner().invoke(app, ["bench", "simulate", str(path)])
         assert result.exit_code == 1
         last = result.stderr.splitlines()[-1]
         assert last.startswith("vllm-nvmeof: ") and needed in last

@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from vllm_nvmeof_bench.results import BenchError
-from vllm_nvmeof_bench.traces.model import Request
-from vllm_nvmeof_bench.traces.read import read_trace
-from vllm_nvmeof_bench.traces.schedule import Pace, virtual
+from vllm_nvmeof_bench.traces import Pace, Request, read_trace, virtual
 
 from tests.unit.bench.trace_files import agentic, entry, mooncake, session_file
 

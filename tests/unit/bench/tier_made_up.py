@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MADE-UP samples of `bench tier` for tests of arithmetic and form. Nobody measured them."""
+"""MADE-UP samples of `bench stream` for tests of arithmetic and form. Nobody measured them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_nvmeof_bench.tier.samples import Sample
+from vllm_nvmeof_bench.stream.report import Sample
 
 SIZES = (0.5, 1, 8)
 CONDITIONS = {

@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench ttft`, `hits` and `turns`: what each measures on the servers of a `ServeFleet`.
+
+ttft: every arm first gets every prompt once (phase "cold"); then the writes behind are waited for.
+In each round each prompt of that round returns once to each arm (phase "back"), one request at a
+time, after the GPU's prefix cache was emptied. There are as many prompts of each length as rounds,
+so that a returning prompt has been evicted from a CPU tier that holds a third of all.
+
+hits: every arm first gets the prompts that return later, then its writes are waited for. A
+measurement empties the GPU's prefix cache and sends `count` prompts at once; at a hit rate of 50 %
+half of them return. No server has seen the others.
+
+turns: at concurrency C there are C conversations; each sends its next turn when it has its answer,
+with the whole conversation in front, as in the OpenFlex Data24 table. All arms get the same first
+prompts and the same new tokens, and continue with their own answers. Every measurement has new
+conversations.
+
+The order of the arms is drawn from the seed in every round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_nvmeof_bench.benchmark import Command
+from vllm_nvmeof_bench.results import BenchError
+from vllm_nvmeof_bench.serve.arms import BLOCK_TOKENS, ServerSettings, Sizes, arms_option
+from vllm_nvmeof_bench.serve.client import Client, Hits, Reply, Tokens
+from vllm_nvmeof_bench.serve.fleet import Part, Run, ServeFleet
+from vllm_nvmeof_bench.serve.fleet import run as run_parts
+from vllm_nvmeof_bench.serve.report import HitSample, TtftSample, TurnSample
+from vllm_nvmeof_bench.settings import check_positive, option
+
+__all__ = ["COMMANDS", "HitSettings", "TtftSettings", "TurnSettings", "measure", "prompts_of"]
+
+_SEQUENCES = 16
+_TTFT_ANSWER_TOKENS = 4
+#: Conversations that the GPU cache of a server started here holds.
+_GPU_CONVERSATIONS = 4
+
+
+def measure(
+    settings: Mapping[str, TtftSettings | HitSettings | TurnSettings],
+    json_paths: Mapping[str, Path],
+) -> None:
+    """Run one benchmark, or several on the same servers, and write one JSON file each.
+
+    Raises:
+        BenchError: it cannot run here, or a server failed.
+    """
+    run_parts(
+        {
+            name: Part(one, one.sizes(), one.measure, json_paths[name])
+            for name, one in settings.items()
+        }
+    )
+
+
+def _shuffled(fleet: ServeFleet, words: str) -> Sequence[str]:
+    """The arms, in an order that follows from `words`."""
+    return random.Random(words).sample(list(fleet.clients), len(fleet.clients))
+
+
+def _on_blocks(tokens: int) -> int:
+    """Tokens of whole blocks that hold a request of `tokens`, and one more."""
+    return -(-(tokens + 1) // BLOCK_TOKENS) * BLOCK_TOKENS
+
+
+# -- time to first token ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TtftSettings(ServerSettings):
+    """Time to first token of one request."""
+
+    lengths: tuple[int, ...] = option((256, 1024, 4096), "Tokens of the prompts.")
+    rounds: int = option(3, "Rounds of everything, with the arms interleaved.", min=1)
+    seed: int = option(1, "Seed of the prompts and of the order of the arms.")
+
+    def __post_init__(self) -> None:
+        check_positive(self, "lengths", "rounds")
+
+    def sizes(self) -> Sizes:
+        """Sizes of servers that are started here."""
+        longest = max(self.lengths) + _TTFT_ANSWER_TOKENS
+        return Sizes(
+            self.rounds * sum(length + _TTFT_ANSWER_TOKENS for length in self.lengths),
+            longest,
+            longest + 64,
+            target_mb_per_s=self.target_mb_per_s,
+            server_args=self.server_args,
+        )
+
+    def measure(self, run: Run) -> None:
+        """Raises: BenchError: a server does not settle, or does not empty its prefix cache."""
+        fleet, tokens, samples = run.fleet, run.tokens, run.samples
+        rng = np.random.default_rng([self.seed, 11])
+        places = [(number, length) for number in range(self.rounds) for length in self.lengths]
+        prompts = {place: tokens.draw(rng, place[1]) for place in places}
+        first: dict[tuple[int, int], Reply] = {}
+        emptied = run.conditions["gpu_cache_emptied"] = {}
+        total = 2 * len(fleet.arms) * len(places)
+        for phase in ("cold", "back"):
+            for place in places:
+                number, length = place
+                for arm in _shuffled(fleet, f"{self.seed} {(phase, number, length)}"):
+                    run.on_progress(len(samples), total, f"{phase} · {length} tokens · {arm}")
+                    client = fleet.clients[arm]
+                    if phase == "back":
+                        emptied[arm] = fleet.run(client.forget_gpu())
+                    reply, hits = fleet.run(_ask(client, tokens, prompts[place]))
+                    failed = reply.failure is not None
+                    samples.append(
+                        TtftSample(
+                            arm=arm,
+                            phase=phase,
+                            length=length,
+                            round=number,
+                            ttft_s=None if failed else reply.ttft_s,
+                            end_s=reply.end_s,
+                            same=None if failed else first.setdefault(place, reply).same(reply),
+                            failure=reply.failure,
+                            **hits.by_place,
+                        )
+                    )
+            for client in fleet.clients.values() if phase == "cold" else ():
+                fleet.run(client.settle(tokens.nudge))
+
+
+async def _ask(client: Client, tokens: Tokens, prompt: list[int]) -> tuple[Reply, Hits]:
+    before = await client.hits(tokens.nudge)
+    reply = await client.complete(prompt, _TTFT_ANSWER_TOKENS)
+    return reply, await client.hits(tokens.nudge) - before
+
+
+# -- throughput against hit rate ----------------------------------------------------------
+
+
+_Batch = list[tuple[str, list[int]]]  # (name, prompt)
+
+
+@dataclass(frozen=True)
+class HitSettings(ServerSettings):
+    """Throughput of many prompts at once."""
+
+    rates: tuple[int, ...] = option((0, 25, 50, 75, 100), "Returning prompts in per cent.")
+    count: int = option(32, "Prompts at once.", min=1)
+    prompt_tokens: int = option(512, "Tokens of each prompt.", min=1)
+    answer_tokens: int = 4
+    rounds: int = option(2, "Rounds of everything, with the arms interleaved.", min=1)
+    seed: int = option(1, "Seed of the prompts and of the order of the arms.")
+
+    def __post_init__(self) -> None:
+        if not self.rates or not all(0 <= rate <= 100 for rate in self.rates):
+            raise BenchError("hit rates are per cent, from 0 to 100")
+        check_positive(self, "count", "prompt_tokens", "answer_tokens", "rounds")
+
+    def sizes(self) -> Sizes:
+        """Sizes of servers that are started here. The GPU cache holds all that runs at once; a CPU
+        tier of a third holds a third of the returning prompts."""
+        one = self.prompt_tokens + self.answer_tokens
+        fresh = sum(self.count - round(self.count * rate / 100) for rate in self.rates)
+        return Sizes(
+            (self.count + fresh * self.rounds) * one,
+            one,
+            min(self.count, _SEQUENCES) * _on_blocks(one),
+            third_tokens=self.count * one // 3,
+            max_num_seqs=_SEQUENCES,
+            target_mb_per_s=self.target_mb_per_s,
+            server_args=self.server_args,
+        )
+
+    def measure(self, run: Run) -> None:
+        """Raises: BenchError: a server does not settle, or does not empty its prefix cache."""
+        fleet, tokens, samples = run.fleet, run.tokens, run.samples
+        total = self.rounds * len(self.rates) * len(fleet.clients)
+        first: dict[str, Reply] = {}
+        stored = prompts_of(self, tokens, 100, 0)
+        for arm, client in fleet.clients.items():
+            run.on_progress(0, total, f"storing the prompts that return · {arm}")
+            replies = fleet.run(self._send(client, stored))
+            for (name, _), reply in zip(stored, replies, strict=True):
+                first.setdefault(name, reply)
+            fleet.run(client.settle(tokens.nudge))
+        emptied = run.conditions["gpu_cache_emptied"] = {}
+        for number in range(self.rounds):
+            for rate in self.rates:
+                batch = prompts_of(self, tokens, rate, number)
+                for arm in _shuffled(fleet, f"{self.seed} {number} {rate}"):
+                    run.on_progress(len(samples), total, f"round {number + 1} · {rate} % · {arm}")
+                    client = fleet.clients[arm]
+                    emptied[arm] = fleet.run(client.forget_gpu())
+                    one = fleet.run(self._measure(client, tokens, batch, first))
+                    samples.append(HitSample(arm=arm, rate=rate, round=number, **one))
+                    fleet.run(client.settle(tokens.nudge))
+
+    async def _send(self, client: Client, batch: _Batch) -> list[Reply]:
+        asked = (client.complete(prompt, self.answer_tokens) for _, prompt in batch)
+        return await asyncio.gather(*asked)
+
+    async def _measure(
+        self, client: Client, tokens: Tokens, batch: _Batch, first: dict[str, Reply]
+    ) -> dict[str, Any]:
+        before = await client.hits(tokens.nudge)
+        start_s = time.perf_counter()
+        replies = await self._send(client, batch)
+        seconds = time.perf_counter() - start_s
+        hits = await client.hits(tokens.nudge) - before
+        whole = [reply for reply in replies if reply.failure is None]
+        ttfts = sorted(reply.ttft_s for reply in whole if reply.ttft_s is not None)
+        compared = [
+            first[name].same(reply)
+            for (name, _), reply in zip(batch, replies, strict=True)
+            if name in first and reply.failure is None
+        ]
+        return {
+            "requests": len(replies),
+            "failures": len(replies) - len(whole),
+            "seconds": seconds,
+            "prompt_tokens": sum(reply.tokens_in for reply in whole),
+            "answer_tokens": sum(reply.tokens_out for reply in whole),
+            "ttft_s": ttfts[len(ttfts) // 2] if ttfts else None,
+            **hits.by_place,
+            "same": sum(compared),
+            "compared": len(compared),
+        }
+
+
+def prompts_of(settings: HitSettings, tokens: Tokens, rate: int, number: int) -> _Batch:
+    """One batch, in a drawn order: `rate` per cent of its prompts return, the others are new."""
+
+    def draw(*words: int) -> np.random.Generator:
+        return np.random.default_rng([settings.seed, *words])
+
+    hits = round(settings.count * rate / 100)
+    fresh, length = draw(23, rate, number), settings.prompt_tokens
+    batch = [(f"seen {i}", tokens.draw(draw(29, i), length)) for i in range(hits)]
+    new = range(settings.count - hits)
+    batch += [(f"new {rate} {number} {i}", tokens.draw(fresh, length)) for i in new]
+    random.Random(f"{settings.seed} {rate} {number}").shuffle(batch)
+    return batch
+
+
+# -- conversations ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TurnSettings(ServerSettings):
+    """Conversations."""
+
+    arms: tuple[str, ...] = arms_option("none", "pool", "target", "peer", "peer_target")
+    concurrency: tuple[int, ...] = option((4, 8, 16), "Conversations at once.")
+    turns: int = 4
+    first_tokens: int = option(448, "Tokens of the first turn's prompt.", min=1)
+    grow_tokens: int = option(160, "Tokens that each later turn adds.", min=1)
+    answer_tokens: int = option(16, "Tokens of each answer.", min=1)
+    rounds: int = option(2, "Rounds of everything, with the arms interleaved.", min=1)
+    seed: int = option(1, "Seed of the prompts and of the order of the arms.")
+
+    def __post_init__(self) -> None:
+        check_positive(self, "concurrency", "turns", "first_tokens", "grow_tokens")
+        check_positive(self, "answer_tokens", "rounds")
+
+    def sizes(self) -> Sizes:
+        """Sizes of servers that are started here: for all conversations of the largest level."""
+        growth = (self.turns - 1) * self.grow_tokens
+        one = self.first_tokens + growth + self.turns * self.answer_tokens
+        return Sizes(
+            max(self.concurrency) * one,
+            one,
+            _GPU_CONVERSATIONS * _on_blocks(one),
+            max_num_seqs=_SEQUENCES,
+            target_mb_per_s=self.target_mb_per_s,
+            server_args=self.server_args,
+        )
+
+    def measure(self, run: Run) -> None:
+        """Raises: BenchError: a server does not settle."""
+        fleet, tokens, samples = run.fleet, run.tokens, run.samples
+        total = self.rounds * len(self.concurrency) * len(fleet.clients)
+        done = 0
+        for number in range(self.rounds):
+            for level in self.concurrency:
+                for arm in _shuffled(fleet, f"{self.seed} {number} {level}"):
+                    run.on_progress(done, total, f"round {number + 1} · {level} at once · {arm}")
+                    client = fleet.clients[arm]
+                    samples += fleet.run(self._measure(client, tokens, arm, level, number))
+                    fleet.run(client.settle(tokens.nudge))
+                    done += 1
+
+    async def _measure(
+        self, client: Client, tokens: Tokens, arm: str, level: int, number: int
+    ) -> list[TurnSample]:
+        before = await client.hits(tokens.nudge)
+        start_s = time.perf_counter()
+        conversations = await asyncio.gather(
+            *(
+                self._converse(client, tokens, [self.seed, 31, level, number, one])
+                for one in range(level)
+            )
+        )
+        hits = (await client.hits(tokens.nudge) - before).by_place
+        return [
+            TurnSample(
+                arm=arm,
+                concurrency=level,
+                round=number,
+                conversation=conversation,
+                turn=turn,
+                start_s=reply.sent_s - start_s,
+                ttft_s=reply.ttft_s if reply.failure is None else None,
+                end_s=reply.end_s,
+                prompt_tokens=reply.tokens_in,
+                answer_tokens=reply.tokens_out,
+                digest=_digest(reply),
+                failure=reply.failure,
+                **(hits if conversation == turn == 0 else {}),
+            )
+            for conversation, replies in enumerate(conversations)
+            for turn, reply in enumerate(replies)
+        ]
+
+    async def _converse(self, client: Client, tokens: Tokens, words: list[int]) -> list[Reply]:
+        """One conversation, drawn from `words`; it ends at its first failure, as a user would."""
+        rng = np.random.default_rng(words)
+        context: list[int] = []
+        replies: list[Reply] = []
+        for length in (self.first_tokens, *[self.grow_tokens] * (self.turns - 1)):
+            context += tokens.draw(rng, length)
+            reply = await client.complete(context, self.answer_tokens)
+            replies.append(reply)
+            if reply.failure is not None:
+                break
+            context += reply.tokens
+        return replies
+
+
+def _digest(reply: Reply) -> str:
+    text = " ".join(map(str, reply.tokens)) or reply.text
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _alone(name: str) -> Callable[[Any, Path], None]:
+    return lambda settings, json_path: measure({name: settings}, {name: json_path})
+
+
+COMMANDS = (
+    Command(
+        "ttft",
+        "Time to first token of one request, against its length: computed, and loaded.\n\n"
+        "With --base-url any server with an OpenAI API is measured, several side by side. Without "
+        "it, small servers are started here on the engine of the vLLM that is installed, about "
+        "half a minute each.",
+        TtftSettings,
+        _alone("ttft"),
+    ),
+    Command(
+        "hits",
+        "Throughput of many unique prompts at once, against the share that returns.\n\n"
+        "Servers are chosen as in `bench ttft`.",
+        HitSettings,
+        _alone("hits"),
+    ),
+    Command(
+        "turns",
+        "Conversations of four turns with growing context, some at once: tokens/s and TTFT.\n\n"
+        "Servers are chosen as in `bench ttft`. The arm `target` is a stand-in for an NVMe-oF "
+        "target: a directory on this disk that a control group throttles (mostly as root).",
+        TurnSettings,
+        _alone("turns"),
+    ),
+)

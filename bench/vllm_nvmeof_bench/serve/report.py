@@ -1,0 +1,571 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The samples of `bench ttft`, `hits` and `turns`: ratios, tables, pictures.
+
+Ratios are of the same prompt, or of the same round. Every difference is to the first arm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from vllm_nvmeof_bench.benchmark import Benchmark
+from vllm_nvmeof_bench.plots import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    Style,
+    bars,
+    finish,
+    legend_below,
+    line,
+    picture,
+    size_axis,
+    where_measured,
+)
+from vllm_nvmeof_bench.results import (
+    Spread,
+    distinct,
+    mean,
+    median,
+    median_of,
+    paired,
+    percentile,
+    select,
+    spread_of,
+    values_of,
+)
+from vllm_nvmeof_bench.tables import (
+    NOTHING,
+    Column,
+    arm_columns,
+    load_in,
+    machine_in,
+    number,
+    table,
+    vllm_in,
+)
+
+__all__ = [
+    "BENCHES", "HitSample", "TtftSample", "TurnSample", "changed", "found_in", "ratio_of_hits",
+    "ratio_of_ttft", "ratio_of_turns", "rivals", "turns_of",
+]  # fmt: skip
+
+#: Ours, and the peer with the same bytes of CPU memory on the same storage.
+_RIVALS = (("full", "peer_full"), ("pool", "peer"), ("target", "peer_target"))
+#: Our arms whose CPU tier holds everything, as in the published measurements.
+_HOLD_ALL = ("cpu", "full")
+_PLACES = ("gpu", "cpu", "pool", "other")
+Conditions = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TtftSample:
+    """One request. Seconds; tokens of the prompt by where they were found, as in `Hits`.
+
+    same: whether the answer equals the first arm's when it computed the prompt; None if one failed.
+    """
+
+    arm: str
+    phase: str
+    length: int
+    round: int
+    ttft_s: float | None
+    end_s: float
+    gpu: int
+    cpu: int
+    pool: int
+    other: int
+    same: bool | None
+    failure: str | None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.length
+
+
+@dataclass(frozen=True)
+class HitSample:
+    """One batch. seconds: from the first request to the last token. Tokens: of all prompts, of
+    all answers, and of the prompts by where they were found.
+
+    ttft_s: median. same, compared: answers to returning prompts that equal the first arm's.
+    """
+
+    arm: str
+    rate: int
+    round: int
+    requests: int
+    failures: int
+    seconds: float
+    prompt_tokens: int
+    answer_tokens: int
+    ttft_s: float | None
+    gpu: int
+    cpu: int
+    pool: int
+    other: int
+    same: int
+    compared: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompt tokens that were served, computed or not, and answer tokens, per second."""
+        return (self.prompt_tokens + self.answer_tokens) / self.seconds
+
+    @property
+    def requests_per_s(self) -> float:
+        return (self.requests - self.failures) / self.seconds
+
+
+@dataclass(frozen=True)
+class TurnSample:
+    """One turn of one conversation. start_s: of its request, from the measurement's start. digest:
+    of the answer, so that arms can be compared. gpu to other: hits of the whole measurement, in
+    the first turn of its first conversation; 0 elsewhere.
+    """
+
+    arm: str
+    concurrency: int
+    round: int
+    conversation: int
+    turn: int
+    start_s: float
+    ttft_s: float | None
+    end_s: float
+    prompt_tokens: int
+    answer_tokens: int
+    digest: str
+    failure: str | None
+    gpu: int = 0
+    cpu: int = 0
+    pool: int = 0
+    other: int = 0
+
+
+# -- what follows from the samples --------------------------------------------------------
+
+
+def rivals(arms: Iterable[str]) -> list[tuple[str, str]]:
+    """(ours, the peer) of every pair that was measured whole."""
+    known = set(arms)
+    return [pair for pair in _RIVALS if known.issuperset(pair)]
+
+
+def found_in(samples: Sequence[Any]) -> tuple[float, ...]:
+    """Shares of the prompts' tokens in GPU, CPU tier, pool; a fourth, elsewhere, only if any."""
+    prompt = sum(one.prompt_tokens for one in samples)
+    shares = [sum(getattr(one, at) for one in samples) / max(1, prompt) for at in _PLACES]
+    return tuple(shares) if shares[3] else tuple(shares[:3])
+
+
+def ratio_of_ttft(
+    samples: Sequence[Any], arm: str, length: int | None = None, other: str | None = None
+) -> list[float]:
+    """Of each prompt: its first time over its return on `arm`; with `other`, returns of the two.
+
+    length: of the prompts; None: all.
+    """
+    back = {"arm": arm, "phase": "back", "length": length}
+    above, below = ({**back, "phase": "cold"}, back) if other is None else (
+        back, {**back, "arm": other}
+    )  # fmt: skip
+    pairs = paired(samples, "ttft_s", above, below, lambda one: (one.length, one.round))
+    return [a / b for a, b in pairs if b]
+
+
+def ratio_of_hits(samples: Sequence[Any], arm: str, other: str, rate: int) -> list[float]:
+    """Throughput of `arm` over that of `other`, paired by round."""
+    above, below = ({"arm": name, "rate": rate} for name in (arm, other))
+    return [a / b for a, b in paired(samples, "tokens_per_s", above, below) if b]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """One arm at one concurrency, all rounds together. found: as `found_in`."""
+
+    tokens_per_s: float | None
+    ttft_mean_s: float | None
+    ttft_p95_s: float | None
+    ttft_p99_s: float | None
+    failures: int
+    found: tuple[float, ...]
+
+
+def turns_of(samples: Sequence[Any], arm: str, concurrency: int) -> Turns:
+    mine = select(samples, arm=arm, concurrency=concurrency)
+    whole = [one for one in mine if one.failure is None]
+    # From the start of each measurement to its last answer.
+    seconds = sum(
+        max(one.start_s + one.end_s for one in mine if one.round == index)
+        for index in distinct(mine, "round")
+    )
+    tokens = sum(one.prompt_tokens + one.answer_tokens for one in whole)
+    ttfts = values_of(whole, "ttft_s")
+    return Turns(
+        tokens_per_s=tokens / seconds if seconds else None,
+        ttft_mean_s=mean(ttfts),
+        ttft_p95_s=percentile(ttfts, 0.95) if ttfts else None,
+        ttft_p99_s=percentile(ttfts, 0.99) if ttfts else None,
+        failures=len(mine) - len(whole),
+        found=found_in(mine),
+    )
+
+
+def ratio_of_turns(samples: Sequence[Any], arm: str, other: str, concurrency: int) -> list[float]:
+    """Tokens per second of `arm` over those of `other`, paired by round."""
+    found = []
+    for index in sorted(set(distinct(samples, "round"))):
+        part = select(samples, round=index)
+        mine, theirs = (turns_of(part, name, concurrency).tokens_per_s for name in (arm, other))
+        if mine is not None and theirs:
+            found.append(mine / theirs)
+    return found
+
+
+def changed(value: float | None, base: float | None) -> str:
+    """`value` against `base` in per cent, as tables print it; – where one is missing."""
+    return NOTHING if value is None or not base else f"{100 * (value / base - 1):+.0f} %"
+
+
+def _same_turns(samples: Sequence[Any]) -> tuple[int, int]:
+    """(equal, compared): answers against the first arm's to the same turn."""
+    first: dict[tuple[int, ...], str] = {}
+    same = compared = 0
+    for one in samples:
+        if one.failure is None:
+            key = (one.concurrency, one.round, one.conversation, one.turn)
+            compared += key in first
+            same += key in first and first[key] == one.digest
+            first.setdefault(key, one.digest)
+    return same, compared
+
+
+def _published_ttft(samples: Sequence[Any]) -> dict[str, str]:
+    """Medians of the lengths' ratios, of an arm whose CPU tier holds everything."""
+    for arm in _HOLD_ALL:
+        lengths = distinct(select(samples, arm=arm), "length")
+        found = [median(ratio_of_ttft(samples, arm, length)) for length in lengths]
+        if known := [one for one in found if one is not None]:
+            text = f"{min(known):.1f}×–{max(known):.1f}×, by prompt length ({arm})"
+            return {"TTFT, computed / loaded from the CPU tier": text}
+    return {}
+
+
+def _published_hits(samples: Sequence[Any]) -> dict[str, str]:
+    """The most hits over the fewest, by medians, of an arm whose CPU tier holds everything."""
+    rates = sorted(set(distinct(samples, "rate")))
+    for arm in _HOLD_ALL if len(rates) > 1 else ():
+        ends = (rates[0], rates[-1])
+        few, many = (median_of(samples, "tokens_per_s", arm=arm, rate=rate) for rate in ends)
+        if few and many is not None:
+            text = f"{many / few:.1f}× ({arm}, {rates[-1]} % hits / {rates[0]} %)"
+            return {"throughput, many hits in the CPU tier / none": text}
+    return {}
+
+
+# -- tables -------------------------------------------------------------------------------
+
+
+def _lines(conditions: Conditions) -> Iterator[str]:
+    """Machine, versions, model, arms, and the caveats."""
+    gpus = "".join(f"{gpu}, " for gpu in conditions.get("gpus", ()))
+    where = f"{gpus}{machine_in(conditions)}, vLLM {vllm_in(conditions, 'not here')}"
+    yield f"{where}; {load_in(conditions)} (the servers at work count)"
+    if model := conditions.get("model"):
+        yield (
+            f"{model['name']}, {model['parameters'] / 1e6:.1f} M parameters, "
+            f"{model['kv_bytes_per_token'] // 1024} KiB of KV per token; GPU cache "
+            f"{conditions['gpu_tokens']} tokens; chunks of {conditions['chunk_bytes'] // 1024} KiB"
+        )
+    for name, arm in conditions.get("arms", {}).items():
+        staging = arm.get("staging_bytes")
+        memory = f" ({staging / (1 << 20):.0f} MiB of CPU memory)" if staging else ""
+        yield f"{name}: {arm['says']}{memory}"
+    yield from (conditions[name] for name in ("stand_in", "peer_note") if name in conditions)
+    kept = [name for name, done in conditions.get("gpu_cache_emptied", {}).items() if not done]
+    if kept:
+        yield (
+            f"the GPU's prefix cache was not emptied on {', '.join(kept)} (no /reset_prefix_cache: "
+            f"VLLM_SERVER_DEV_MODE=1): hits there are of GPU memory too"
+        )
+    if conditions.get("cut_off"):
+        yield "this run was cut off: not every arm has every sample"
+
+
+def _ordered(samples: Iterable[Any], conditions: Conditions) -> list[Any]:
+    """The samples of the first arm first: the others are compared with them."""
+    order = list(conditions.get("arms", {}))
+    return sorted(samples, key=lambda one: order.index(one.arm) if order else 0)
+
+
+def _by_arm(samples: Sequence[Any], cell: Callable[[str, Any], str]) -> list[Column]:
+    """A column per arm; cell: of arm and row."""
+    return [Column(arm, lambda row, arm=arm: cell(arm, row)) for arm in distinct(samples, "arm")]
+
+
+def _times(ratios: Sequence[float]) -> str:
+    return number(median(ratios), "{:.2f}×")
+
+
+def _found_table(samples: Sequence[Any], field: str, form: str) -> Table:
+    def cell(arm: str, row: Any) -> str:
+        shares = found_in(select(samples, **{"arm": arm, field: row}))
+        return " / ".join(f"{share:.0%}" for share in shares)
+
+    title = "Found, share of the prompts' tokens: GPU / CPU tier / pool"
+    columns = [Column("", form.format), *_by_arm(samples, cell)]
+    return table(title, columns, distinct(samples, field))
+
+
+def _rival_lines(
+    samples: Sequence[Any], what: str, ratios: Callable[[str, str], list[float]]
+) -> Iterator[str]:
+    """One sentence for each of our arms whose rival was measured too."""
+    for mine, theirs in rivals(distinct(samples, "arm")):
+        if found := ratios(mine, theirs):
+            yield (
+                f"• {what}: {mine} / {theirs} {median(found):.2f} (median of {len(found)} pairs, "
+                f"{min(found):.2f} to {max(found):.2f})"
+            )
+
+
+def _answer_lines(samples: Sequence[Any], same: int, compared: int) -> Iterator[str]:
+    for reason in sorted({one.failure for one in samples if getattr(one, "failure", None)}):
+        yield f"failed: {reason}"
+    yield f"answers that equal the first arm's: {same} of {compared}"
+
+
+def _ttft_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Table | str]:
+    """TTFT by length, ratios to computing it, and where the prompts were found."""
+    samples = _ordered(samples, conditions)
+    arms, lengths = distinct(samples, "arm"), sorted(set(distinct(samples, "length")))
+    phases = {"cold": "first time", "back": "returning"}
+    rows = [{"length": length, "phase": phase} for length in lengths for phase in phases]
+    counts = {len(select(samples, arm=arm, **row)) for arm in arms for row in rows}
+    of = " to ".join(map(str, sorted({min(counts), max(counts)}))) if counts else "0"
+    columns = [
+        Column("prompt, tokens", lambda row: str(row["length"])),
+        Column("", lambda row: phases[row["phase"]]),
+        *arm_columns(samples, arms, "ttft_s", scale=0.001),
+    ]
+    yield table(f"TTFT in ms, medians of {of} rounds", columns, rows, grouped=True)
+    columns = _by_arm(samples, lambda arm, length: _times(ratio_of_ttft(samples, arm, length)))
+    title = "First time / returning, paired by prompt: times as fast"
+    yield table(title, [Column("tokens", str), *columns], lengths)
+    yield _found_table(select(samples, phase="back"), "length", "{}")
+    yield from _rival_lines(samples, "TTFT", lambda a, b: ratio_of_ttft(samples, a, None, b))
+    known = values_of(samples, "same")
+    yield from _answer_lines(samples, int(sum(known)), len(known))
+
+
+def _hits_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Table | str]:
+    """Throughput by hit rate, ratios to the first arm, and where the prompts were found."""
+    samples = _ordered(samples, conditions)
+    arms, rates = distinct(samples, "arm"), sorted(set(distinct(samples, "rate")))
+
+    def cell(arm: str, row: tuple[int, str]) -> str:
+        rate, what = row
+        if what.startswith("/"):
+            return _times(ratio_of_hits(samples, arm, arms[0], rate))
+        name, form = ("tokens_per_s", "{:,.0f}") if what == "tokens/s" else (
+            "requests_per_s", "{:,.1f}"
+        )  # fmt: skip
+        return number(median_of(samples, name, arm=arm, rate=rate), form)
+
+    whats = ("tokens/s", "requests/s", f"/ {arms[0]}" if arms else "/")
+    columns = [
+        Column("hit rate", lambda row: f"{row[0]} %"),
+        Column("", lambda row: row[1]),
+        *_by_arm(samples, cell),
+    ]
+    requests = samples[0].requests if samples else 0
+    title = f"Throughput of {requests} prompts at once, medians of rounds"
+    yield table(title, columns, [(rate, what) for rate in rates for what in whats], grouped=True)
+    yield _found_table(samples, "rate", "{} %")
+    for rate in rates:
+        what = f"throughput at {rate} % hits"
+        yield from _rival_lines(
+            samples, what, lambda a, b, rate=rate: ratio_of_hits(samples, a, b, rate)
+        )
+    same, compared = (sum(getattr(one, name) for one in samples) for name in ("same", "compared"))
+    yield from _answer_lines(samples, same, compared)
+
+
+def _turns_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Table | str]:
+    """The columns of the Data24 table, by concurrency and arm."""
+    samples = _ordered(samples, conditions)
+    arms, levels = distinct(samples, "arm"), sorted(set(distinct(samples, "concurrency")))
+    found = {(level, arm): turns_of(samples, arm, level) for level in levels for arm in arms}
+
+    def shown(name: str, scale: float = 1.0) -> Callable[[tuple[int, str]], str]:
+        return lambda row: number(getattr(found[row], name), scale=scale)
+
+    def delta(name: str) -> Callable[[tuple[int, str]], str]:
+        return lambda row: changed(getattr(found[row], name), getattr(found[row[0], arms[0]], name))
+
+    def places(row: tuple[int, str]) -> str:
+        names = ("GPU", "CPU", "pool", "other")
+        shares = zip(found[row].found, names, strict=False)
+        return ", ".join(f"{share:.0%} {name}" for share, name in shares)
+
+    columns = [
+        Column("at once", lambda row: str(row[0])),
+        Column("arm", lambda row: row[1], left=True),
+    ]
+    for name, title, scale in (
+        ("tokens_per_s", "tokens/s", 1.0),
+        ("ttft_mean_s", "TTFT avg, ms", 0.001),
+        ("ttft_p95_s", "P95", 0.001),
+        ("ttft_p99_s", "P99", 0.001),
+    ):
+        columns += [Column(title, shown(name, scale)), Column("Δ", delta(name))]
+    columns.append(Column("failures", lambda row: found[row].failures))
+    columns.append(Column("found", places))
+    rounds = len(set(distinct(samples, "round")))
+    yield table(f"Conversations; rounds, taken together: {rounds}", columns, found, grouped=True)
+    yield "tokens/s: of all prompts and answers; found: share of the prompts' tokens"
+    for level in levels:
+        yield from _rival_lines(
+            samples,
+            f"tokens/s at {level}",
+            lambda a, b, level=level: ratio_of_turns(samples, a, b, level),
+        )
+    yield from _answer_lines(samples, *_same_turns(samples))
+
+
+# -- pictures -----------------------------------------------------------------------------
+
+#: Ours solid, peers dashed.
+_STYLES = {
+    "none": Style(BLACK, "s"),
+    "cpu": Style(GREEN, "^"),
+    "full": Style(GREEN, "o"),
+    "pool": Style(BLUE, "o"),
+    "target": Style(SKY, "o"),
+    "peer_full": Style(ORANGE, "v", dashes="--"),
+    "peer": Style(RED, "v", dashes="--"),
+    "peer_target": Style(PINK, "v", dashes="--"),
+}
+_OTHERS = (BLUE, RED, GREEN, PINK, ORANGE, SKY, BLACK)
+
+
+def _styles(samples: Sequence[Any]) -> dict[str, Style]:
+    """By arm; the arm is the label."""
+    found = {}
+    for index, arm in enumerate(distinct(samples, "arm")):
+        style = _STYLES.get(arm) or Style(_OTHERS[index % len(_OTHERS)])
+        found[arm] = replace(style, label=arm)
+    return found
+
+
+def _draw(path: Path, title: str, conditions: Conditions, draw: Callable[[Any, Any], None]) -> None:
+    """Two panels side by side, with a legend that describes the arms."""
+    model = conditions.get("model", {})
+    size = f", random model of {model['parameters'] / 1e6:.1f} M parameters" if model else ""
+    stand_in = conditions.get("arms", {}).get("target", {}).get("throttled_mb_per_s")
+    note = f"; target: stand-in, local disk throttled to {stand_in} MB/s" if stand_in else ""
+
+    def named(arm: str) -> str:
+        about = conditions.get("arms", {}).get(arm, {}).get("says")
+        return f"{arm}: {about}" if about else arm
+
+    with picture(path, f"{title}\n{where_measured(conditions)}{size}{note}", 1, 2) as (
+        figure,
+        panels,
+    ):
+        draw(*panels)
+        legend_below(figure, panels[:1], 2, named)
+
+
+def _plot_ttft(path: Path, samples: Sequence[Any], conditions: Conditions) -> None:
+    """TTFT of returning prompts against their length, and how many times as fast that is."""
+    samples = _ordered(samples, conditions)
+    lengths = sorted(set(distinct(samples, "length")))
+
+    def draw(times: Any, ratios: Any) -> None:
+        back = select(samples, phase="back")
+        for arm, style in _styles(samples).items():
+            spreads = [spread_of(values_of(back, "ttft_s", arm=arm, length=n)) for n in lengths]
+            line(times, style, lengths, spreads, scale=0.001)
+            spreads = [spread_of(ratio_of_ttft(samples, arm, length)) for length in lengths]
+            line(ratios, style, lengths, spreads)
+        for panel in (times, ratios):
+            size_axis(panel, lengths, "{:,}".format)
+        times.set_yscale("log")
+        times.yaxis.set_major_formatter("{x:,.0f}")
+        times.yaxis.set_minor_formatter(lambda x, _: f"{x:,.0f}" if f"{x:e}"[0] in "25" else "")
+        ylabel = "time to first token of a returning prompt, ms"
+        finish(times, xlabel="prompt, tokens", ylabel=ylabel)
+        ratios.axhline(1.0, color=GREY, linewidth=1)
+        ratios.set_ylim(bottom=0)
+        finish(ratios, xlabel="prompt, tokens", ylabel="first time / returning")
+
+    _draw(path, "Time to first token of one request", conditions, draw)
+
+
+def _plot_hits(path: Path, samples: Sequence[Any], conditions: Conditions) -> None:
+    """Throughput against hit rate, and against the first arm's."""
+    samples = _ordered(samples, conditions)
+    rates, first = sorted(set(distinct(samples, "rate"))), samples[0].arm
+
+    def draw(speeds: Any, ratios: Any) -> None:
+        for arm, style in _styles(samples).items():
+            values = [values_of(samples, "tokens_per_s", arm=arm, rate=rate) for rate in rates]
+            line(speeds, style, rates, map(spread_of, values))
+            values = [ratio_of_hits(samples, arm, first, rate) for rate in rates]
+            line(ratios, style, rates, map(spread_of, values))
+        ratios.axhline(1.0, color=GREY, linewidth=1)
+        labels = ("prompt and answer tokens per second", f"throughput / {first}")
+        for panel, ylabel in zip((speeds, ratios), labels, strict=True):
+            panel.set_xticks(rates)
+            panel.set_ylim(bottom=0)
+            finish(panel, xlabel="prompts that return, per cent", ylabel=ylabel)
+
+    _draw(path, "Throughput against hit rate", conditions, draw)
+
+
+def _plot_turns(path: Path, samples: Sequence[Any], conditions: Conditions) -> None:
+    """Tokens per second, and TTFT, against the number of conversations at once."""
+    samples = _ordered(samples, conditions)
+    levels = sorted(set(distinct(samples, "concurrency")))
+
+    def spread(low: float | None, high: float | None) -> Spread | None:
+        return None if low is None or high is None else Spread(low, low, high, 1)
+
+    def draw(speeds: Any, times: Any) -> None:
+        rates, ttfts = [], []
+        for arm, style in _styles(samples).items():
+            found = [turns_of(samples, arm, level) for level in levels]
+            rates.append((style, [spread(one.tokens_per_s, one.tokens_per_s) for one in found]))
+            ttfts.append((style, [spread(one.ttft_mean_s, one.ttft_p99_s) for one in found]))
+            speeds.bar(0, 0, color=style.colour, label=arm)  # for the legend
+        names = [str(level) for level in levels]
+        bars(speeds, names, rates, form="")
+        bars(times, names, ttfts, form="")
+        labels = ("prompt and answer tokens per second",
+                  "time to first token, s: average; whisker: P99")  # fmt: skip
+        for panel, ylabel in zip((speeds, times), labels, strict=True):
+            finish(panel, xlabel="conversations at once", ylabel=ylabel)
+
+    _draw(path, "Conversations of four turns", conditions, draw)
+
+
+BENCHES = (
+    Benchmark(
+        "ttft", TtftSample, _lines, _ttft_tables, _plot_ttft, published=_published_ttft, columns=150
+    ),
+    Benchmark(
+        "hits", HitSample, _lines, _hits_tables, _plot_hits, published=_published_hits, columns=150
+    ),
+    Benchmark("turns", TurnSample, _lines, _turns_tables, _plot_turns, columns=150),
+)

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench simulate`: both tiers over a trace, for every size and policy of the sweeps.
+
+The product decides: look-up, eviction, write policy and store threshold are `ManagerCore`'s own.
+The rest is simulated: requests come one after the other and hold their blocks for no time, every
+copy, read and write succeeds at once, and GPU memory is plain LRU, a prefix's head younger than
+its tail, as vLLM frees blocks. Sizes are shares of the trace's working set.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from vllm_nvmeof_bench.benchmark import Command
+from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
+from vllm_nvmeof_bench.results import BenchError, dump
+from vllm_nvmeof_bench.settings import check_positive, option, recorded
+from vllm_nvmeof_bench.simulate.eviction import Ask, asks_of, candidates, hit_rate
+from vllm_nvmeof_bench.simulate.report import Sample
+from vllm_nvmeof_bench.traces import TRACE_HELP, Pace, Trace, read_trace
+from vllm_nvmeof_offload import __version__
+from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
+from vllm_nvmeof_offload.manager.eviction import POLICIES, choose_policy, credit_share
+from vllm_nvmeof_offload.manager.types import WritePolicy
+from vllm_nvmeof_offload.protocol import CancelCommand, OpReport, RankHello, WriteCommand
+
+__all__ = ["COMMANDS", "Settings", "Shape", "World", "run"]
+
+_CHUNK_BYTES = 1 << 20  # only ratios matter: sizes are in chunks here
+_CHUNKS_MIN = 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes in chunks. pool 0: no pool. policy: a value of the key `eviction_policy`."""
+
+    gpu: int
+    cache: int
+    pool: int
+    policy: str = "lru"
+    write_policy: str = WritePolicy.THROUGH.value
+    store_threshold: int = 1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One simulation. Sizes are shares of the chunks that the trace's prompts have in all. The
+    default of kv_bytes_per_token is Llama 3.1 8B in 16 bits.
+
+    Raises (when made):
+        BenchError: a number out of range.
+        ConfigError: an unknown policy, or one that cannot be loaded.
+    """
+
+    pace: Pace = field(default_factory=Pace)
+    chunk_tokens: int = option(512, "Tokens of a chunk, at least a block of the trace.", min=1)
+    context_tokens_max: int = option(
+        131_072, "A session ends before its first longer request.", flag="--context-max", min=1
+    )
+    gpu: float = option(0.02, "GPU memory / working set.")
+    cpu: float = option(0.05, "CPU tier / working set.")
+    pool: float = option(0.1, "Pool / working set.")
+    pools: tuple[float, ...] = option(
+        (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.4, 0.8), "Sizes of the pool to sweep."
+    )
+    cpus: tuple[float, ...] = option((0.02, 0.05, 0.1, 0.2), "Sizes of the CPU tier to sweep.")
+    alone: tuple[float, ...] = (0.02, 0.05, 0.1, 0.15, 0.2, 0.4, 0.8)
+    kv_bytes_per_token: int = option(
+        131_072, "KV bytes per token, as `vllm-nvmeof size` reports them for a model.", min=1
+    )
+    policies: tuple[str, ...] = option(
+        tuple(sorted(POLICIES, reverse=True)),
+        "Eviction policies, as the key eviction_policy accepts them, module:Class too.",
+    )
+    trace: Path = option(Path(), TRACE_HELP, argument=True)
+
+    def __post_init__(self) -> None:
+        check_positive(self, "chunk_tokens", "context_tokens_max", "kv_bytes_per_token")
+        shares = (self.gpu, self.cpu, self.pool, *self.pools, *self.cpus, *self.alone)
+        if any(not 0 <= share <= 10 for share in shares):
+            raise BenchError("sizes are shares of the working set, from 0 to 10")
+        for policy in self.policies:
+            choose_policy(policy)
+
+    def shapes(self, unique: int) -> Iterator[tuple[str, Shape]]:
+        """(sweep, shape) of every run; `unique` chunks are the working set."""
+
+        def chunks(share: float) -> int:
+            return max(_CHUNKS_MIN, int(share * unique)) if share else 0
+
+        middle = Shape(chunks(self.gpu), chunks(self.cpu), chunks(self.pool))
+        for policy in self.policies:
+            base = replace(middle, policy=policy)
+            for share in self.pools:
+                yield "pool", replace(base, pool=chunks(share))
+            for share in self.cpus:
+                yield "cpu", replace(base, cache=chunks(share))
+            for write_policy in ("through", "on_eviction"):
+                for threshold in (1, 2):
+                    shape = replace(base, write_policy=write_policy, store_threshold=threshold)
+                    yield "writes", shape
+
+
+class World:
+    """One simulated server. counts: chunks so far by where they were found (`gpu`, `cpu`, `pool`,
+    `miss`), and `stored`, `written`."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.counts: Counter[str] = Counter()
+        self._gpu: OrderedDict[int, None] = OrderedDict()
+        self._gpu_chunks = shape.gpu
+        config = CoreConfig(
+            write_policy=WritePolicy(shape.write_policy),
+            store_threshold=shape.store_threshold,
+            # The product counts no returns where chunks are written on eviction; here they count
+            # there too, so that the simulation shows their worth.
+            credit_share=credit_share(shape.policy),
+        )
+        self._core = ManagerCore(config, policy=choose_policy(shape.policy), first_generation=0)
+        hello = RankHello(
+            rank=0,
+            engine_index=0,
+            keyspace="simulated",
+            cache_slots=shape.cache,
+            pool_slots=shape.pool,
+            target_count=1,
+            slot_bytes=_CHUNK_BYTES,
+        )
+        self._core.attach([hello])
+
+    def serve(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """One request from its look-up to its end. A chunk's number stands for all tokens up to
+        the chunk's end; all chunks are whole."""
+        core = self._core
+        in_gpu = 0
+        while in_gpu < len(prompt) and prompt[in_gpu] in self._gpu:
+            in_gpu += 1
+        keys = [_key(number) for number in prompt]
+        found: list[bytes] = []
+        for key in keys[in_gpu:]:
+            if core.lookup(key) is None:
+                break
+            found.append(key)
+        self.counts["gpu"] += in_gpu
+        self.counts["miss"] += len(prompt) - in_gpu - len(found)
+        if found:
+            command = core.prepare_load(found)
+            for chunk in command.chunks:
+                self.counts["cpu" if chunk.pool_slot is None else "pool"] += 1
+            core.report([OpReport(command.op)])
+        keys += map(_key, answer)
+        self._store(keys)
+        core.ended(keys)
+        for number in reversed([*prompt, *answer]):
+            self._gpu[number] = None
+            self._gpu.move_to_end(number)
+        while len(self._gpu) > self._gpu_chunks:
+            self._gpu.popitem(last=False)
+
+    def chunks(self) -> set[int]:
+        """All chunks in the tiers now."""
+        keys = (entry.identity.key for entry in self._core.entries())
+        return {int.from_bytes(key, "little", signed=True) for key in keys}
+
+    def _store(self, keys: list[bytes]) -> None:
+        plan = self._core.prepare_store(keys)
+        self.counts["stored"] += len(plan.stored)
+        if plan.command is not None:
+            self._core.report([OpReport(plan.command.op)])
+        self._core.turn()
+        while commands := self._core.take_commands():
+            done = []
+            for command in commands:
+                assert not isinstance(command, CancelCommand), "nothing is overdue here"
+                self.counts["written"] += isinstance(command, WriteCommand)
+                done.append(OpReport(command.op))
+            self._core.report(done)
+
+
+def _key(number: int) -> bytes:
+    return number.to_bytes(8, "little", signed=True)
+
+
+def _measure(settings: Settings, json_path: Path) -> None:
+    with progress() as on_progress:
+        dump(json_path, "simulate", *run(settings, on_progress))
+
+
+def run(
+    settings: Settings, on_progress: OnProgress = unheard
+) -> tuple[list[Sample], dict[str, Any]]:
+    """Every shape of the sweeps, over the same requests; return the samples and the conditions.
+
+    Raises:
+        BenchError: the trace cannot be read, or nothing of it is left.
+    """
+    on_progress(0, 0, "reading the trace")
+    trace = read_trace(settings.trace).capped(settings.context_tokens_max)
+    per_chunk = max(1, settings.chunk_tokens // trace.block_tokens)
+    chunk_tokens = per_chunk * trace.block_tokens
+    asks = asks_of(trace, settings.pace, per_chunk)
+    before: dict[int, int | None] = {}  # of each chunk of a prompt, the chunk before it
+    for ask in asks:
+        before.update(zip(ask.prompt, (None, *ask.prompt), strict=False))
+    if not before:
+        raise BenchError(f"{settings.trace}: no request of a chunk or more under the context cap")
+    shapes = list(settings.shapes(len(before)))
+    orders = candidates(settings.policies)
+    total = len(shapes) + len(settings.alone) * len(orders)
+    samples: list[Sample] = []
+    for sweep, shape in shapes:
+        on_progress(len(samples), total, f"{sweep} · {shape.policy}")
+        world = World(shape)
+        for ask in asks:
+            world.serve(ask.prompt, ask.answer)
+        there = world.chunks()
+        lost = sum(before.get(one) is not None and before[one] not in there for one in there)
+        stranded = lost / len(there) if there else 0.0
+        samples.append(_sample(sweep, shape, world.counts, chunk_tokens, stranded))
+    asked = sum(len(ask.prompt) for ask in asks)
+    for share in settings.alone:
+        for name, make in orders.items():
+            on_progress(len(samples), total, f"one tier · {name}")
+            slots = max(_CHUNKS_MIN, int(share * len(before)))
+            found = round(hit_rate(make, slots, asks) * asked)
+            counts = Counter(pool=found, miss=asked - found)
+            shape = Shape(0, 0, slots, name, write_policy="")
+            samples.append(_sample("alone", shape, counts, chunk_tokens))
+    on_progress(total, total, "done")
+    return samples, _conditions(settings, trace, asks, chunk_tokens, len(before))
+
+
+def _sample(
+    sweep: str, shape: Shape, counts: Counter[str], chunk_tokens: int, stranded: float = 0.0
+) -> Sample:
+    prompt = sum(counts[place] for place in ("gpu", "cpu", "pool", "miss"))
+    return Sample(
+        sweep=sweep,
+        policy=shape.policy,
+        write_policy=shape.write_policy,
+        store_threshold=shape.store_threshold,
+        gpu_tokens=shape.gpu * chunk_tokens,
+        cpu_tokens=shape.cache * chunk_tokens,
+        pool_tokens=shape.pool * chunk_tokens,
+        prompt_tokens=prompt * chunk_tokens,
+        hit_gpu=counts["gpu"] * chunk_tokens,
+        hit_cpu=counts["cpu"] * chunk_tokens,
+        hit_pool=counts["pool"] * chunk_tokens,
+        stored=counts["stored"] * chunk_tokens,
+        written=counts["written"] * chunk_tokens,
+        stranded=stranded,
+    )
+
+
+def _conditions(
+    settings: Settings, trace: Trace, asks: Sequence[Ask], chunk_tokens: int, unique: int
+) -> dict[str, Any]:
+    asked = sum(len(ask.prompt) for ask in asks)
+    return {
+        "versions": {"vllm-nvmeof-offload": __version__, "python": platform.python_version()},
+        "trace": trace.name,
+        "settings": recorded(settings),
+        "sessions": len(trace.sessions),
+        "requests": len(asks),
+        "chunk_tokens": chunk_tokens,
+        "prompt_tokens": asked * chunk_tokens,
+        "working_set_tokens": unique * chunk_tokens,
+        "reusable": 1 - unique / asked,
+        "virtual_seconds": asks[-1].at_s,
+        "simulated": "requests one after the other, copies and I/O take no time; manager real",
+    }
+
+
+COMMANDS = (
+    Command(
+        "simulate",
+        "Simulate both tiers over a trace: hits by tier and bytes, over sizes and policies.\n\n"
+        "The product's own manager decides; no server, no GPU and no disk are needed. Sizes are "
+        "shares of the trace's working set.",
+        Settings,
+        _measure,
+    ),
+)

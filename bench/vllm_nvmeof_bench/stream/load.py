@@ -1,0 +1,502 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of `bench stream`, and its part "load": one load against its parts, without vLLM.
+
+The rig is the real pipeline over a real pool; beside it are a bare I/O engine and a bare copy
+engine. "GPU memory" is an ordinary array of blocks; the chunks' blocks are in it in an order drawn
+from the seed. Chunk i is in pool slot i, all were written once. Before each load the blocks are
+zeroed, after it they are compared with the written bytes: no figure is of wrong bytes.
+
+Every round measures every size and case; at each, all arms one after the other, in an order drawn
+from the seed. Meanwhile only this process is throttled, and only its reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_nvmeof_bench.home import quiet_interpreter, sync_file_system
+from vllm_nvmeof_bench.results import BenchError
+from vllm_nvmeof_bench.settings import check_names, check_positive, option
+from vllm_nvmeof_bench.stream.report import ARMS, PARTS, Sample
+from vllm_nvmeof_bench.throttle import Throttle
+from vllm_nvmeof_offload.config import parse_config
+from vllm_nvmeof_offload.copy.base import Descriptors, Direction
+from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
+from vllm_nvmeof_offload.copy.host import HostCopyEngine
+from vllm_nvmeof_offload.errors import Outcome
+from vllm_nvmeof_offload.io.base import IoEngine, IoKind, IoOp
+from vllm_nvmeof_offload.io.choose import IoLimits, choose_io_engine
+from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
+from vllm_nvmeof_offload.protocol import (
+    Command,
+    FetchCommand,
+    IoClass,
+    LoadChunk,
+    LoadCommand,
+    OpReport,
+    SlotIdentity,
+    StoreChunk,
+    StoreCommand,
+    WriteCommand,
+)
+from vllm_nvmeof_offload.staging import Staging
+from vllm_nvmeof_offload.units import GIB, HEADER_BYTES, KIB, MIB, slot_stride_bytes
+from vllm_nvmeof_offload.worker.io_scheduler import PumpConfig
+from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
+from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
+
+__all__ = ["MB", "PacedCopyEngine", "Rig", "Settings", "load_steps", "measure_arm", "measure_load"]
+
+#: Throttles are in MB/s, as block devices are described; sizes are in MiB.
+MB = 1_000_000
+_STREAM_SLOTS_MAX = 64
+_NO_PIECES: Descriptors = np.empty((0, 3), np.uint64)
+_TABLE_ENTRY_BYTES = 64
+_KEY_BYTES = 36
+_STALL_S = 120.0
+_POLL_S = 0.002
+_CHECKED = ("ours", "two_phase")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run.
+
+    tier_bytes: payload that the CPU tier's cache slots hold. sizes, paced_sizes: multiples of it,
+    of the cases "memory" and "paced". land_cache_share: share of the cache slots that a load may
+    fill, the product's default. pause_s: before each load, so that none starts in the remainder of
+    the throttle's time slice. admission_mb_per_s: 0: not throttled. warm_requests, requests: at
+    each of these rates, in each round; the warm ones let the server learn and are not kept.
+    """
+
+    parts: tuple[str, ...] = option(PARTS, "Parts to measure.")
+    rounds: int = option(3, "Rounds of everything; at most 3 of a server.", min=1)
+    throttle_mb_per_s: int = option(
+        100, "MB/s that the part load may read; 0: no limit.", flag="--throttle", min=0
+    )
+    seed: int = option(1, "Seed of contents, prompts and orders.")
+    directory: Path = option(
+        Path("build/bench/tier-disk"), "The disk to throttle: a directory on it.", flag="--dir"
+    )
+    tier_bytes: int = 64 * MIB
+    chunk_bytes: int = 512 * KIB
+    block_bytes: int = 128 * KIB
+    sizes: tuple[float, ...] = (0.25, 0.5, 1, 2, 4, 8)
+    paced_sizes: tuple[float, ...] = (0.5, 2)
+    land_cache_share: float = 0.5
+    pause_s: float = 0.25
+    io_engine: str = "auto"
+    models: Path = Path("build/models")
+    server_rounds_max: int = 3
+    prefetch_mb_per_s: int = 25
+    admission_mb_per_s: tuple[int, ...] = (10, 50, 200, 0)
+    warm_requests: int = 2
+    requests: int = 4
+
+    def __post_init__(self) -> None:
+        check_names("part", self.parts, PARTS)
+        check_positive(self, "rounds")
+        if self.throttle_mb_per_s < 0:
+            raise BenchError("the throttle is a number of MB/s, or 0 for none")
+        assert self.chunk_bytes % self.block_bytes == 0
+        assert self.tier_bytes % self.chunk_bytes == 0
+
+    @property
+    def cache_slots(self) -> int:
+        return self.tier_bytes // self.chunk_bytes
+
+    @property
+    def stream_slots(self) -> int:
+        """As the product splits staging: streams take at most a quarter of it."""
+        return max(1, min(_STREAM_SLOTS_MAX, self.cache_slots // 3))
+
+    @property
+    def slot_bytes(self) -> int:
+        return slot_stride_bytes(self.chunk_bytes)
+
+    @property
+    def cases(self) -> tuple[tuple[str, float], ...]:
+        """(case, multiple of the CPU tier) of the part "load"; "paced" needs a throttle's rate."""
+        paced = self.paced_sizes if self.throttle_mb_per_s else ()
+        return (*(("memory", size) for size in self.sizes), *(("paced", size) for size in paced))
+
+    def chunks(self, size: float) -> int:
+        return max(1, round(size * self.cache_slots))
+
+    @property
+    def chunks_max(self) -> int:
+        return max(self.chunks(size) for _, size in self.cases)
+
+    @property
+    def server_rounds(self) -> int:
+        return min(self.rounds, self.server_rounds_max)
+
+    @property
+    def disk_bytes_max(self) -> int:
+        """The most bytes on the disk at any time."""
+        load = self.chunks_max * (self.slot_bytes + 4 * KIB) if "load" in self.parts else 0
+        return max(load, GIB if set(self.parts) - {"load"} else 0) + 16 * MIB
+
+
+class PacedCopyEngine:
+    """Implements `copy.base.CopyEngine`: the host's engine, made as slow as a link without using
+    CPU for it. A copy ends no earlier than its bytes would have passed at `bytes_per_s`, one after
+    the other, as with a DMA engine; None: as fast as the host copies. Set it only while idle.
+    """
+
+    def __init__(self, on_done: Callable[[], None] = lambda: None) -> None:
+        self.bytes_per_s: int | None = None
+        self._on_done = on_done
+        self._under_way: deque[tuple[int, float]] = deque()  # bytes, when submitted
+        self._free_s = 0.0  # when the link has passed all earlier bytes
+        self._done: deque[tuple[int, Outcome]] = deque()
+        self._host = HostCopyEngine(on_done=self._copied)
+
+    def record_fence(self) -> object:
+        return self._host.record_fence()
+
+    def submit(self, direction: Direction, pieces: Descriptors, fence: object) -> int:
+        self._under_way.append((int(pieces[:, 2].sum()), time.perf_counter()))
+        return self._host.submit(direction, pieces, fence)
+
+    def poll(self) -> list[tuple[int, Outcome]]:
+        return [self._done.popleft() for _ in range(len(self._done))]
+
+    def close(self) -> None:
+        self._host.close()
+
+    def _copied(self) -> None:
+        """Runs on the host engine's thread, which copies in order and does nothing meanwhile."""
+        for ticket, outcome in self._host.poll():
+            count, submitted_s = self._under_way.popleft()
+            if self.bytes_per_s is not None:
+                self._free_s = max(self._free_s, submitted_s) + count / self.bytes_per_s
+                time.sleep(max(0.0, self._free_s - time.perf_counter()))
+            self._done.append((ticket, outcome))
+        self._on_done()
+
+
+class Rig:
+    """Make it, `write_all`, then load; `close` at the end."""
+
+    def __init__(self, directory: Path, settings: Settings) -> None:
+        self.settings = settings
+        self._stack = contextlib.ExitStack()
+        self._ops = 0
+        try:
+            self._open(directory, settings)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, directory: Path, settings: Settings) -> None:
+        count, per_chunk = settings.chunks_max, settings.chunk_bytes // settings.block_bytes
+        rng = np.random.default_rng(settings.seed)
+        self._written = np.frombuffer(rng.bytes(count * settings.chunk_bytes), np.uint8)
+        self._written = self._written.reshape(count * per_chunk, settings.block_bytes)
+        self._ids = rng.permutation(count * per_chunk).astype(np.int32).reshape(count, per_chunk)
+        size = settings.block_bytes
+        tensor = CacheTensor(self._allocate(), size, size, count * per_chunk)
+        self._geometry = ChunkGeometry([tensor], per_chunk)
+        self.identities = [
+            SlotIdentity(number.to_bytes(_KEY_BYTES, "little"), 1) for number in range(count)
+        ]
+        spec = PoolSpec(
+            targets=(directory,),
+            pool_bytes=count * (settings.slot_bytes + _TABLE_ENTRY_BYTES),
+            payload_bytes=settings.chunk_bytes,
+            keyspace=Keyspace.of({"bench": "tier"}),
+        )
+        pool = Pool.open(spec)
+        self._stack.callback(pool.close)
+        if pool.slots < count:
+            raise BenchError(f"no space for a pool of {count} chunks in {directory}")
+        slots = settings.cache_slots, settings.stream_slots
+        staging = Staging(settings.slot_bytes, *slots, numa_node=self._numa_node())
+        self._stack.callback(staging.close)
+        self.staging = staging.map
+        waker = Waker()
+        self.copy = self._copy_engine(waker)
+        self._stack.callback(self.copy.close)
+        self._bare_waker = Waker()
+        self.bare_copy = PacedCopyEngine(on_done=self._bare_waker.wake)
+        self._stack.callback(self.bare_copy.close)
+        io, self._bare_io = (self._engine(pool, staging) for _ in range(2))
+        self.engine = io.name
+        self._reads_max = self._handed_over_max(io)
+        pump = PumpConfig(
+            reads_in_flight_max=self._reads_max, read_deadline_s=_STALL_S, write_deadline_s=_STALL_S
+        )
+        pipeline = TransferPipeline(staging.map, self.copy, io, pump)
+        self.runner = PipelineRunner(pipeline, waker, io.fileno())
+        self._stack.callback(self.runner.stop)
+
+    # -- "GPU memory" and its copies: a subclass has them on a GPU ---------------------------
+
+    def _allocate(self) -> int:
+        self._blocks = np.zeros_like(self._written)
+        return self._blocks.ctypes.data
+
+    def _numa_node(self) -> int | None:
+        return None
+
+    def _copy_engine(self, waker: Waker) -> Any:
+        return PacedCopyEngine(on_done=waker.wake)
+
+    def fill(self) -> None:
+        """Put the bytes to write into every block."""
+        self._blocks[self._ids.ravel()] = self._written
+
+    # -- the pool ---------------------------------------------------------------------
+
+    def _engine(self, pool: Pool, staging: Staging) -> IoEngine:
+        """An engine with the product's limits, closed before the pool and staging are."""
+        config = parse_config({})
+        limits = IoLimits(
+            threads=config.io_threads,
+            depth=config.io_depth,
+            split_bytes=config.io_split_bytes,
+            read_bytes_in_flight_max=config.read_bytes_in_flight_max,
+            write_bytes_in_flight_max=config.write_bytes_in_flight_max,
+            write_bytes_beside_reads_max=config.write_bytes_beside_reads_max,
+        )
+        chosen = choose_io_engine(
+            self.settings.io_engine, pool, staging.view, staging.map.base_address, limits
+        )
+        self._stack.callback(chosen.engine.close)
+        return chosen.engine
+
+    def _handed_over_max(self, engine: IoEngine) -> int:
+        """As `worker.build` sets it: twice the engine's depth."""
+        config = parse_config({})
+        if "threads" in engine.name:
+            return 2 * config.io_threads
+        at_work = config.read_bytes_in_flight_max // self.settings.slot_bytes
+        return 2 * min(config.io_depth, max(1, at_work))
+
+    def close(self) -> None:
+        """Close the thread first, then engines, memory, files."""
+        self._stack.close()
+
+    # -- transfers --------------------------------------------------------------------
+
+    def op(self) -> int:
+        self._ops += 1
+        return self._ops
+
+    def pieces(self, chunk: int) -> Descriptors:
+        return self._geometry.pieces(self._ids[chunk], 0)
+
+    def start(self, chunks: Sequence[LoadChunk], pieces: Sequence[Descriptors]) -> int:
+        """Hand over one load; return its op."""
+        command = LoadCommand(self.op(), tuple(chunks))
+        fence = self.copy.record_fence()
+        self.runner.hand_over(lambda p: p.load(command, pieces, fence), command.op)
+        return command.op
+
+    def apply(self, command: Command) -> None:
+        self.runner.hand_over(lambda p: p.command(command))
+
+    def check(self) -> int:
+        """Take finished transfers; return how many reports came.
+
+        Raises:
+            BenchError: a chunk failed.
+        """
+        finished, reports, _ = self.runner.take()
+        outcomes = [report for report in reports if isinstance(report, OpReport)]
+        for one in (*finished, *outcomes):
+            if one.failures:
+                raise BenchError(f"a transfer failed: {one.failures[0][1]}")
+        return len(outcomes)
+
+    def write_all(self) -> None:
+        """Store every chunk and write it to its pool slot, one CPU tier after the other."""
+        self.fill()
+        tier = self.settings.cache_slots
+        for first in range(0, len(self.identities), tier):
+            numbers = range(first, min(first + tier, len(self.identities)))
+            chunks = tuple(StoreChunk(self.identities[one], one - first) for one in numbers)
+            store = StoreCommand(self.op(), chunks)
+            pieces = [self.pieces(number) for number in numbers]
+            fence = self.copy.record_fence()
+            self.runner.hand_over(
+                lambda p, s=store, parts=pieces, f=fence: p.store(s, parts, f),  # type: ignore[misc]
+                store.op,
+            )
+            for one in numbers:
+                identity = self.identities[one]
+                self.apply(WriteCommand(self.op(), identity, one - first, one))
+            left, end_s = 1 + len(numbers), time.monotonic() + _STALL_S
+            while left := left - self.check():
+                if time.monotonic() > end_s:
+                    raise BenchError("writing the pool takes too long")
+                time.sleep(_POLL_S)
+
+    def read_bare(self, count: int) -> None:
+        """Read and check the first chunks with only the I/O engine, into all of staging."""
+        free = deque(range(self.staging.cache_slots + self.staging.stream_slots))
+        ready = select.poll()
+        ready.register(self._bare_io.fileno(), select.POLLIN)
+        slots: dict[int, int] = {}
+        following, left = 0, count
+        while left:
+            while following < count and free and len(slots) < self._reads_max:
+                slot = free.popleft()
+                address = self.staging.base_address + slot * self.staging.slot_bytes
+                identity, kind = self.identities[following], IoKind.READ_SLOT
+                read = IoOp(following, kind, IoClass.READ_DEMAND, following, address, identity)
+                if not self._bare_io.submit([read]):
+                    free.appendleft(slot)
+                    break
+                slots[following] = slot
+                following += 1
+            if not ready.poll(_STALL_S * 1000):
+                raise BenchError(f"{self._bare_io.name}: nothing came for {_STALL_S:.0f} s")
+            for completion in self._bare_io.poll():
+                if completion.outcome is None or not completion.outcome.ok:
+                    raise BenchError(f"{self._bare_io.name}: a read ended {completion.outcome}")
+                free.append(slots.pop(completion.token))
+                left -= 1
+
+    def copy_bare(self, pieces: Descriptors) -> None:
+        """Copy with only the copy engine; `pieces` name staging addresses."""
+        ready = select.poll()
+        ready.register(self._bare_waker.fd, select.POLLIN)
+        ticket = self.bare_copy.submit(Direction.LOAD, pieces, None)
+        while not any(done == ticket for done, _ in self.bare_copy.poll()):
+            ready.poll(1000)
+            self._bare_waker.clear()
+
+    def staged_pieces(self, count: int) -> Descriptors:
+        """The pieces of the first chunks, each out of some cache slot."""
+        parts = []
+        for number in range(count):
+            part = self.pieces(number).copy()
+            address = self.staging.cache_address(number % self.staging.cache_slots)
+            part[:, 1] += np.uint64(address + HEADER_BYTES)
+            parts.append(part)
+        return np.concatenate(parts)
+
+    # -- contents ---------------------------------------------------------------------
+
+    def zero(self, count: int) -> None:
+        """Zero the first chunks' blocks."""
+        self._blocks[self._ids[:count].ravel()] = 0
+
+    def same(self, count: int) -> bool:
+        """Whether the first chunks' blocks hold the written bytes."""
+        per_chunk = self._ids.shape[1]
+        return all(
+            np.array_equal(self._blocks[ids], self._written[i * per_chunk : (i + 1) * per_chunk])
+            for i, ids in enumerate(self._ids[:count])
+        )
+
+
+def load_steps(settings: Settings) -> int:
+    return settings.rounds * len(settings.cases) * len(ARMS["load"])
+
+
+def measure_load(
+    settings: Settings, home: Path, on_step: Callable[[str], None]
+) -> tuple[list[Sample], dict[str, Any]]:
+    """Measure; return the samples and the configuration.
+
+    Raises:
+        BenchError: a transfer failed, or brought other bytes than were written.
+        ThrottleError: this machine cannot throttle.
+    """
+    with contextlib.ExitStack() as stack:
+        throttle = stack.enter_context(Throttle(home)) if settings.throttle_mb_per_s else None
+        rig = stack.enter_context(contextlib.closing(Rig(home / "load", settings)))
+        on_step("load · writing the pool once")
+        rig.write_all()
+        sync_file_system(home)
+        if throttle is not None:
+            throttle.add(os.getpid())
+            throttle.limit(read_bytes_per_s=settings.throttle_mb_per_s * MB)
+        samples = []
+        gc.collect()
+        with quiet_interpreter():
+            for number in range(settings.rounds):
+                samples += _round(rig, settings, number, on_step)
+        return samples, {
+            "engine": rig.engine,
+            "throttle": "none" if throttle is None else throttle.kind,
+            "cache_slots": settings.cache_slots,
+            "stream_slots": settings.stream_slots,
+        }
+
+
+def _round(
+    rig: Rig, settings: Settings, number: int, on_step: Callable[[str], None]
+) -> Iterator[Sample]:
+    dice = random.Random(f"{settings.seed} {number}")
+    for case, size in settings.cases:
+        rate = settings.throttle_mb_per_s * MB if case == "paced" else None
+        rig.copy.bytes_per_s = rig.bare_copy.bytes_per_s = rate
+        for arm in dice.sample(ARMS["load"], len(ARMS["load"])):
+            on_step(f"load · round {number + 1} · {size:g}× the CPU tier, {case} · {arm}")
+            seconds, cpu_s = measure_arm(rig, arm, settings.chunks(size))
+            payload = settings.chunks(size) * settings.chunk_bytes
+            yield Sample("load", case, arm, size, number, 0, round(seconds, 6), payload, cpu_s)
+
+
+def measure_arm(rig: Rig, arm: str, count: int) -> tuple[float, float]:
+    """(seconds, CPU seconds) of one load of the first `count` chunks."""
+    run = _prepare(rig, arm, count)
+    rig.zero(count)
+    gc.collect()
+    time.sleep(rig.settings.pause_s)
+    cpu_s, begin_s = time.process_time(), time.perf_counter()
+    run()
+    end_s, cpu_end_s = time.perf_counter(), time.process_time()
+    rig.check()
+    if arm in _CHECKED and not rig.same(count):
+        raise BenchError(f"{arm}: the blocks do not hold what was written")
+    return end_s - begin_s, round(cpu_end_s - cpu_s, 6)
+
+
+def _prepare(rig: Rig, arm: str, count: int) -> Callable[[], None]:
+    """The call to time; everything that a model's step would have ready is made here."""
+    if arm == "read":
+        return lambda: rig.read_bare(count)
+    if arm == "copy":
+        staged = rig.staged_pieces(count)
+        return lambda: rig.copy_bare(staged)
+    pieces = [rig.pieces(number) for number in range(count)]
+    if arm == "two_phase":
+        return lambda: _two_phase(rig, count, pieces)
+    landing = int(rig.settings.land_cache_share * rig.settings.cache_slots)
+    chunks = [
+        LoadChunk(identity, number if number < landing else None, number)
+        for number, identity in enumerate(rig.identities[:count])
+    ]
+    return lambda: rig.runner.wait([rig.start(chunks, pieces)])
+
+
+def _two_phase(rig: Rig, count: int, pieces: list[Descriptors]) -> None:
+    """Into the CPU tier, then from there; more than the tier holds in rounds of one tier."""
+    tier = rig.settings.cache_slots
+    for first in range(0, count, tier):
+        numbers = range(first, min(first + tier, count))
+        chunks = [LoadChunk(rig.identities[i], i - first, None) for i in numbers]
+        for i, chunk in zip(numbers, chunks, strict=True):
+            fetch = FetchCommand(rig.op(), chunk.identity, i, i - first, IoClass.READ_DEMAND)
+            rig.apply(fetch)
+        # A load that moves nothing waits behind the fetches: it ends when the last one has.
+        rig.runner.wait([rig.start(chunks, [_NO_PIECES] * len(chunks))])
+        rig.runner.wait([rig.start(chunks, [pieces[i] for i in numbers])])

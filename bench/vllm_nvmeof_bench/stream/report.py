@@ -1,0 +1,437 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The samples of `bench stream`: ratios, goals, tables, picture.
+
+Arms that were measured within seconds of each other are compared within a round, and the median of
+the rounds' ratios counts; servers that ran one after the other are compared by their medians. The
+worst size or throttle decides and is named.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from vllm_nvmeof_bench.benchmark import Benchmark
+from vllm_nvmeof_bench.plots import (
+    BLACK,
+    BLUE,
+    GREY,
+    RED,
+    Style,
+    finish,
+    line,
+    picture,
+    size_axis,
+    where_measured,
+)
+from vllm_nvmeof_bench.results import (
+    PERCENTILES_FROM,
+    Figure,
+    Goal,
+    at_most,
+    mean,
+    median_of,
+    ratio_of_medians,
+    select,
+    spread_of,
+    values_of,
+    worst,
+)
+from vllm_nvmeof_bench.tables import NOTHING, Column, disk_in, load_in, number, table
+from vllm_nvmeof_offload.units import GIB
+
+__all__ = [
+    "ARMS", "BENCHES", "PARTS", "Sample", "admission_ratio", "goals", "load_ratio", "places",
+    "round_ratios", "throttle_name",
+]  # fmt: skip
+
+PARTS = ("load", "resume", "prefetch", "admission")
+ARMS = {
+    "load": ("ours", "read", "copy", "two_phase"),
+    "resume": ("reload", "recompute"),
+    "prefetch": ("on", "off"),
+    "admission": ("auto", "always", "never"),
+}
+_LOAD_MAX = 1.15
+_ADMISSION_MAX = 1.1
+_PUBLISHED_SIZE = 8
+_SHOWN = ("engine", "throttle", "read_mb_per_s", "prompts", "prompt_tokens", "preemptions")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One load, resume or request. `measure` describes parts, cases and arms.
+
+    at: load: multiple of the CPU tier; admission: the read limit in MB/s, 0: none; else null.
+    number: within its round. cpu_s: of the whole process, only for loads. loaded_tokens: a
+    request's mean over its batch, by the server's own counters.
+    """
+
+    part: str
+    case: str
+    arm: str
+    at: float | None
+    round: int
+    number: int
+    seconds: float
+    payload_bytes: int | None = None
+    cpu_s: float | None = None
+    loaded_tokens: int | None = None
+
+    @property
+    def cpu_s_per_gib(self) -> float | None:
+        """CPU seconds per GiB of payload."""
+        if self.cpu_s is None or not self.payload_bytes:
+            return None
+        return self.cpu_s * GIB / self.payload_bytes
+
+
+Samples = Sequence[Sample]
+
+
+# -- ratios and goals ---------------------------------------------------------------------
+
+
+def throttle_name(at: float | None) -> str:
+    """A throttle for people; 0 and None are none."""
+    return f"{at:g} MB/s" if at else "unthrottled"
+
+
+def places(samples: Samples, part: str, case: str | None = None) -> list[float]:
+    """Every `at` of a part, ascending; a throttle of 0, which is none, comes last."""
+    found = {one.at for one in select(samples, part=part, case=case) if one.at is not None}
+    return sorted(found, key=lambda at: at or float("inf"))
+
+
+def round_ratios(
+    samples: Samples, above: str, below: Sequence[str], case: str, at: float
+) -> list[float]:
+    """Of loads, per round: the median of arm `above` over the largest median of `below`.
+
+    A round that lacks one of them is left out.
+    """
+    chosen = select(samples, part="load", case=case, at=at)
+    found = []
+    for index in sorted({one.round for one in chosen}):
+        medians = [median_of(chosen, "seconds", arm=arm, round=index) for arm in (above, *below)]
+        if None not in medians:
+            found.append(medians[0] / max(medians[1:]))
+    return found
+
+
+def load_ratio(samples: Samples, case: str, size: float) -> Figure | None:
+    """Ours over the larger of read and copy alone."""
+    ratios = round_ratios(samples, "ours", ("read", "copy"), case, size)
+    if not ratios:
+        return None
+    return Figure(statistics.median(ratios), len(ratios), f"{size:g}× the CPU tier")
+
+
+def _ratio(samples: Samples, part: str, case: str) -> Figure | None:
+    """The median of the part's first arm over that of its second."""
+    above, below = ({"part": part, "case": case, "arm": arm} for arm in ARMS[part])
+    return ratio_of_medians(samples, "seconds", above, below)
+
+
+def admission_ratio(samples: Samples, at: float) -> Figure | None:
+    """auto over the better of always and never, at one throttle, which never is independent of."""
+    chosen = select(samples, part="admission")
+    times = [
+        values_of(chosen, "seconds", arm=arm, at=None if arm == "never" else at)
+        for arm in ARMS["admission"]
+    ]
+    if not all(times):
+        return None
+    auto, always, never = map(statistics.median, times)
+    better = "loading" if always < never else "recomputing"
+    where = f"{throttle_name(at)}, {better} is better"
+    return Figure(auto / min(always, never), min(map(len, times)), where)
+
+
+def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
+    """Of the parts that the run was asked for; answers must agree in every part with servers."""
+    wanted = conditions.get("settings", {}).get("parts", PARTS)
+    rows = []
+    if "load" in wanted:
+        for case, what in (("memory", "load"), ("paced", "load, slow copies")):
+            sizes = places(samples, "load", case)
+            found = worst((load_ratio(samples, case, size) for size in sizes), max)
+            rows.append(at_most(f"{what} / larger of read and copy alone", _LOAD_MAX, found))
+    for part, case, name in (
+        ("resume", "crowd", "resume after preemption / recomputed"),
+        ("prefetch", "turn", "turn of a waiting request, prefetch on / off"),
+    ):
+        if part in wanted:
+            rows.append(at_most(name, 1, _ratio(samples, part, case)))
+    if "admission" in wanted:
+        ratios = (admission_ratio(samples, at) for at in places(samples, "admission"))
+        name = "admission / better of load and recompute"
+        rows.append(at_most(name, _ADMISSION_MAX, worst(ratios, max)))
+    parts = conditions.get("parts", {}).values()
+    answers = [part["answers"] for part in parts if "answers" in part]
+    if answers:
+        different, compared = (sum(one[n] for one in answers) for n in ("different", "compared"))
+        found = Figure(float(different), compared)
+        rows.append(at_most("answers that differ between arms", 0, found))
+    return rows
+
+
+def _published(samples: Samples) -> dict[str, str]:
+    """The largest load: streamed over two phases, medians of the rounds' ratios."""
+    ratios = round_ratios(samples, "ours", ("two_phase",), "memory", _PUBLISHED_SIZE)
+    if not ratios:
+        return {}
+    name = "a load of 8 × the CPU tier, streamed / through the tier"
+    return {name: f"{statistics.median(ratios):.2f} (median of {len(ratios)} rounds)"}
+
+
+# -- tables -------------------------------------------------------------------------------
+
+
+def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
+    """The engine, the throttle, and the load of the machine."""
+    for name, part in conditions.get("parts", {}).items():
+        words = [f"{key.replace('_', ' ')} {part[key]}" for key in _SHOWN if key in part]
+        if words:
+            yield f"{name}: {', '.join(words)}"
+    yield f"{disk_in(conditions)}; {load_in(conditions)}"
+
+
+def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table | str]:
+    """One table per part that has samples."""
+    for case, title in (
+        ("memory", "Load from a throttled pool"),
+        ("paced", "The same, copies as slow as the target"),
+    ):
+        if select(samples, part="load", case=case):
+            yield _load_table(samples, case, title)
+    for part, case, title in (
+        ("resume", "crowd", "Preempted request: from room to its next token"),
+        ("prefetch", "turn", "Waiting request: from its turn to its first token"),
+        ("prefetch", "total", "All of them, from sending to the last token"),
+    ):
+        if select(samples, part=part, case=case):
+            yield _pair_table(samples, part, case, title)
+    if select(samples, part="admission"):
+        yield _admission_table(samples)
+    if samples:
+        yield f"median, smallest to largest (p5 to p95 from {PERCENTILES_FROM} values on)"
+
+
+def _time(values: Sequence[float], alone: bool = False) -> str:
+    """`1.23 s 1.10–1.50`, or in ms; alone: the median without its spread."""
+    spread = spread_of(values)
+    if spread is None:
+        return NOTHING
+    scale, unit = (1, "s") if spread.median >= 1 else (1000, "ms")
+    form = "{:.2f}" if unit == "s" else "{:.1f}" if spread.median < 0.1 else "{:.0f}"
+    found = (spread.median, spread.low, spread.high)
+    middle, low, high = (form.format(scale * value) for value in found)
+    return f"{middle} {unit}" if alone else f"{middle} {unit} [dim]{low}–{high}[/]"
+
+
+def _load_table(samples: Samples, case: str, title: str) -> Table:
+    """One row per size; ratios are of arms of one round, other arms show only their median."""
+
+    def times(arm: str) -> Callable[[float], str]:
+        return lambda size: _time(
+            values_of(samples, "seconds", part="load", case=case, arm=arm, at=size),
+            alone=arm != "ours",
+        )
+
+    def ratio(*below: str) -> Callable[[float], str]:
+        def cell(size: float) -> str:
+            one = spread_of(round_ratios(samples, "ours", below, case, size))
+            if one is None:
+                return NOTHING
+            return f"{one.median:.3f} [dim]{one.low:.3f}–{one.high:.3f}[/]"
+
+        return cell
+
+    def cpu(*arms: str) -> Callable[[float], float | None]:
+        def cell(size: float) -> float | None:
+            chosen = select(samples, part="load", case=case, at=size)
+            found = [median_of(chosen, "cpu_s_per_gib", arm=arm) for arm in arms]
+            return None if None in found else sum(found)
+
+        return cell
+
+    columns = (
+        Column("× tier", lambda size: size, "{:g}"),
+        *(Column(arm.replace("_", " "), times(arm)) for arm in ARMS["load"]),
+        Column("ours / larger alone", ratio("read", "copy")),
+        Column("ours / two phase", ratio("two_phase")),
+        Column("CPU s/GiB", cpu("ours"), "{:.2f}"),
+        Column("read + copy", cpu("read", "copy"), "{:.2f}"),
+    )
+    made = table(title, columns, places(samples, "load", case))
+    made.caption_justify = "left"
+    if case == "memory":
+        made.caption = (
+            "two phase: all into the CPU tier, then from there; beyond it in rounds of one tier, "
+            "where vLLM's own tiering would find a miss and recompute"
+        )
+    return made
+
+
+def _loaded(samples: Samples, **wanted: object) -> str:
+    """Mean of the tokens loaded per request."""
+    return number(mean(values_of(samples, "loaded_tokens", **wanted)), "{:.0f}")
+
+
+def _pair_table(samples: Samples, part: str, case: str, title: str) -> Table:
+    """Ours above the other arm, and the ratio of their medians."""
+    ratio = _ratio(samples, part, case)
+    chosen = select(samples, part=part, case=case)
+    columns = (
+        Column(part, str),
+        Column("time", lambda arm: _time(values_of(chosen, "seconds", arm=arm))),
+        Column("n", lambda arm: len(select(chosen, arm=arm))),
+        Column(
+            "ratio", lambda arm: (ratio and arm == ARMS[part][0] and f"{ratio.value:.3f}") or None
+        ),
+        Column("loaded tokens", lambda arm: _loaded(chosen, arm=arm)),
+    )
+    return table(title, columns, ARMS[part])
+
+
+def _admission_table(samples: Samples) -> Table:
+    chosen = select(samples, part="admission")
+
+    def times(arm: str) -> Callable[[float], str]:
+        return lambda at: _time(
+            values_of(chosen, "seconds", arm=arm, at=None if arm == "never" else at)
+        )
+
+    def ratio(at: float) -> float | None:
+        found = admission_ratio(samples, at)
+        return None if found is None else found.value
+
+    columns = (
+        Column("pool reads", throttle_name),
+        Column("auto", times("auto")),
+        Column("always (load)", times("always")),
+        Column("never (recompute)", times("never")),
+        Column("auto / better", ratio, "{:.3f}"),
+        Column("tokens auto loads", lambda at: _loaded(chosen, arm="auto", at=at)),
+        Column("n", lambda at: len(select(chosen, arm="auto", at=at))),
+    )
+    return table("A prompt returns: time to first token", columns, places(samples, "admission"))
+
+
+# -- picture ------------------------------------------------------------------------------
+
+_LOAD_LINES = (
+    ("ours", "memory", Style(BLUE, "o", "ours / larger of read and copy alone")),
+    ("two_phase", "memory", Style(RED, "v", "two phases / the same")),
+    ("ours", "paced", Style(BLUE, "s", "ours, copies as slow as the target", "--")),
+    ("two_phase", "paced", Style(RED, "^", "two phases, copies as slow", "--")),
+)
+_STYLES = {
+    "auto": Style(BLUE, "o", "auto", width=2.4),
+    "always": Style(RED, "v", "always load"),
+    "never": Style(GREY, "s", "recompute"),
+    "reload": Style(BLUE, "o", "reloaded"),
+    "recompute": Style(GREY, "s", "recomputed"),
+    "on": Style(BLUE, "o", "prefetch on"),
+    "off": Style(GREY, "s", "prefetch off"),
+}
+
+
+def _plot(path: Path, samples: Samples, conditions: Mapping[str, Any]) -> None:
+    """One panel per part that has samples. Whiskers reach from low to high, dots are samples."""
+    parts = [part for part in PARTS if select(samples, part=part)]
+    engine = conditions.get("parts", {}).get("load", {}).get("engine")
+    title = f"Coming back: {where_measured(conditions)}\n{disk_in(conditions)}"
+    title += f", {engine}" if engine else ""
+    columns = min(2, len(parts))
+    with picture(path, title, -(-len(parts) // columns), columns) as (_, panels):
+        for panel, part in zip(panels, parts, strict=False):
+            _PANELS[part](panel, samples)
+        for panel in panels[len(parts) :]:
+            panel.set_visible(False)
+
+
+def _load_panel(panel: Any, samples: Samples) -> None:
+    for above, case, style in _LOAD_LINES:
+        sizes = places(samples, "load", case)
+        ratios = (round_ratios(samples, above, ("read", "copy"), case, size) for size in sizes)
+        line(panel, style, sizes, map(spread_of, ratios))
+    panel.axhline(_LOAD_MAX, color=BLACK, linewidth=1, linestyle=":", label=f"goal: {_LOAD_MAX}")
+    size_axis(panel, places(samples, "load"), "{:g}".format)
+    bottom, top = panel.get_ylim()
+    finish(
+        panel,
+        "load from a throttled pool",
+        legend=True,
+        ylim=(min(0.9, bottom), max(1.3, top * 1.08)),
+        xlabel="size of the load, × the CPU tier",
+        ylabel="time / larger of read and copy alone",
+    )
+
+
+def _strips(part: str, case: str, title: str) -> Callable[[Any, Samples], None]:
+    """A panel with every sample as a dot beside the arm's median."""
+
+    def draw(panel: Any, samples: Samples) -> None:
+        names, highest = [], 0.0
+        for arm in ARMS[part]:
+            values = sorted(values_of(samples, "seconds", part=part, arm=arm, case=case))
+            if not values:
+                continue
+            at, style, middle = len(names), _STYLES[arm], statistics.median(values)
+            names.append(f"{style.label} (n={len(values)})")
+            highest = max(highest, values[-1])
+            step = 0.5 / max(1, len(values) - 1)
+            spots = [at - 0.25 + step * i for i in range(len(values))] if values[1:] else [at]
+            look = {"color": style.colour, "marker": style.marker}
+            panel.scatter(spots, values, s=22, alpha=0.6, **look)
+            panel.hlines(middle, at - 0.32, at + 0.32, color=style.colour, linewidth=2.4)
+            place = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center"}
+            panel.annotate(f"median {1000 * middle:.0f} ms", (at, middle), fontsize=10, **place)
+        panel.set_xticks(range(len(names)), names)
+        limits = {"xlim": (-0.6, len(names) - 0.4), "ylim": (0, highest * 1.12)}
+        finish(panel, title, ylabel="seconds", **limits)
+
+    return draw
+
+
+def _admission_panel(panel: Any, samples: Samples) -> None:
+    throttles = places(samples, "admission")
+    for arm in ("never", "always", "auto"):
+        chosen = select(samples, part="admission", arm=arm)
+        wanted = (None if arm == "never" else at for at in throttles)
+        spreads = [spread_of(values_of(chosen, "seconds", at=at)) for at in wanted]
+        line(panel, _STYLES[arm], range(len(throttles)), spreads)
+    panel.set_xticks(range(len(throttles)), [throttle_name(at) for at in throttles])
+    title, ylabel = "a prompt returns: admission around the crossover", "time to first token, s"
+    panel.set_ylim(bottom=0)
+    finish(panel, title, legend=True, xlabel="reads of the target", ylabel=ylabel)
+
+
+_PANELS: dict[str, Callable[[Any, Samples], None]] = {
+    "load": _load_panel,
+    "resume": _strips("resume", "crowd", "preempted request: from room to its next token"),
+    "prefetch": _strips("prefetch", "turn", "waiting request: from its turn to its first token"),
+    "admission": _admission_panel,
+}
+
+
+BENCHES = (
+    Benchmark(
+        "stream",
+        Sample,
+        _lines,
+        _tables,
+        _plot,
+        goals,
+        "Goals: the worst size or throttle decides",
+        _published,
+        columns=140,
+    ),
+)

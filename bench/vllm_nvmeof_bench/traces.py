@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Public traces of LLM requests: their files, their structure, and users on a virtual clock.
+
+A block id stands for its tokens *and all tokens before them*: two prompts share a prefix exactly
+as far as their ids are equal. The readers make ids distinct over the whole trace, and refuse a
+file in which an id has two different predecessors.
+
+Agentic sessions of kv-cache-tester: one JSON file per session, or a folder of them.
+
+    {"id": …, "block_size": 64, "hash_id_scope": "local", "requests": [
+        {"t": 0.0, "in": 25259, "out": 86, "hash_ids": [1, 2, …], "api_time": 4.1,
+         "think_time": 0.0, "type": "s", …},
+        {"t": 9.0, "type": "subagent", "requests": [the same], …}]}
+
+`hash_ids` name whole blocks; ids of scope "local" are valid in their file only. As in
+kv-cache-tester's own replay, adjacent sub-agents run side by side and their parent waits for them.
+
+Mooncake's traces: one JSON line per request, in the order of arrival.
+
+    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, …]}
+
+Timestamps are milliseconds, blocks have 512 tokens, ids stand for a prefix over the whole file,
+and the last block of a prompt may be partial. Requests arrive by the clock, not after an answer.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_nvmeof_bench.results import BenchError
+from vllm_nvmeof_bench.settings import option
+
+__all__ = [
+    "TRACE_HELP", "Pace", "Request", "Session", "Trace", "in_order", "read_trace", "thinking_s",
+    "virtual",
+]  # fmt: skip
+
+Ids = npt.NDArray[np.int64]
+#: Help of the argument that names a trace.
+TRACE_HELP = "A folder of kv-cache-tester's *.json, or a *.jsonl of Mooncake's."
+_MOONCAKE_BLOCK_TOKENS = 512
+_DAMAGE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One prompt and its answer.
+
+    blocks: int64[n], ids of the prompt's blocks; the prompt may use only a part of the last block,
+    and may have more tokens than the ids cover. think_s: from the end of the previous answer to
+    this request. service_s: how long the answer took when it was recorded; 0: unknown.
+    """
+
+    input_tokens: int
+    output_tokens: int
+    blocks: Ids
+    think_s: float = 0.0
+    service_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Session:
+    """One user's steps in order. A step is a request, or sessions of sub-agents that run side by
+    side while this session waits. start_s: None: the session starts when a user is free."""
+
+    name: str
+    steps: tuple[Step, ...]
+    start_s: float | None = None
+
+    def requests(self) -> Iterator[Request]:
+        """All requests, those of sub-agents included."""
+        for step in self.steps:
+            if isinstance(step, Request):
+                yield step
+            else:
+                for child in step:
+                    yield from child.requests()
+
+
+Step = Request | tuple[Session, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """block_tokens: tokens that one block id stands for."""
+
+    name: str
+    block_tokens: int
+    sessions: tuple[Session, ...]
+
+    def requests(self) -> Iterator[Request]:
+        return itertools.chain.from_iterable(session.requests() for session in self.sessions)
+
+    def capped(self, context_tokens_max: int) -> Trace:
+        """End each session before its first request that, with its answer, is longer than
+        `context_tokens_max`; drop empty sessions."""
+
+        def fits(one: Request) -> bool:
+            return one.input_tokens + one.output_tokens <= context_tokens_max
+
+        cut = (_until(session, fits) for session in self.sessions)
+        return replace(self, sessions=tuple(one for one in cut if one.steps))
+
+    def scaled(self, block_tokens: int) -> Trace:
+        """The same structure with shorter blocks: prompts and answers shrink in proportion."""
+
+        def shrink(tokens: int) -> int:
+            return max(1, round(tokens * block_tokens / self.block_tokens))
+
+        def step(one: Step) -> Step:
+            if not isinstance(one, Request):
+                return tuple(map(session, one))
+            tokens = shrink(one.input_tokens), shrink(one.output_tokens)
+            return replace(one, input_tokens=tokens[0], output_tokens=tokens[1])
+
+        def session(one: Session) -> Session:
+            return replace(one, steps=tuple(map(step, one.steps)))
+
+        if block_tokens == self.block_tokens:
+            return self
+        return Trace(self.name, block_tokens, tuple(map(session, self.sessions)))
+
+    def unique_tokens(self) -> int:
+        """The working set: tokens of all distinct blocks."""
+        every = [one.blocks for one in self.requests()]
+        return len(np.unique(np.concatenate(every))) * self.block_tokens if every else 0
+
+
+def _until(session: Session, fits: Callable[[Request], bool]) -> Session:
+    steps: list[Step] = []
+    for step in session.steps:
+        if isinstance(step, Request):
+            if not fits(step):
+                break
+            steps.append(step)
+        elif children := tuple(child for child in (_until(s, fits) for s in step) if child.steps):
+            steps.append(children)
+    return replace(session, steps=tuple(steps))
+
+
+# -- users on a virtual clock -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The users of a trace: how many, and how they arrive and think."""
+
+    users: int = option(16, "Users at the same time.", min=1)
+    ramp_s: float = option(
+        5.0, "Seconds from one user's arrival to the next one's.", flag="--ramp", min=0
+    )
+    time_scale: float = option(1.0, "Factor of think times and arrivals; 0: no waiting.", min=0)
+    think_s_max: float = option(
+        60.0, "Longest think time in seconds, after scaling.", flag="--think-max", min=0
+    )
+    seed: int = option(1, "Seed of the order of the sessions.")
+
+
+def in_order(trace: Trace, seed: int) -> list[Session]:
+    """The sessions in the order of their start: those with a `start_s`, which begin at that time,
+    then the others, which free users take in an order drawn from the seed."""
+    timed = [one for one in trace.sessions if one.start_s is not None]
+    free = [one for one in trace.sessions if one.start_s is None]
+    random.Random(seed).shuffle(free)
+    return sorted(timed, key=lambda one: one.start_s or 0.0) + free
+
+
+def thinking_s(request: Request, pace: Pace) -> float:
+    return min(request.think_s * pace.time_scale, pace.think_s_max)
+
+
+class _Cursor:
+    """A position in a session. children: sub-agents still running. ready: the next request."""
+
+    def __init__(self, steps: Iterator[Step], parent: _Cursor | None) -> None:
+        self.steps = steps
+        self.parent = parent
+        self.children = 0
+        self.ready: Request | None = None
+
+
+def _starts(trace: Trace, pace: Pace) -> tuple[list[tuple[float, Session]], Iterator[Session]]:
+    """(when, session) of those that begin by the clock or with a first user; then the others."""
+    order = in_order(trace, pace.seed)
+    free = [one for one in order if one.start_s is None]
+    timed = [(one.start_s * pace.time_scale, one) for one in order if one.start_s is not None]
+    first = [(number * pace.ramp_s, one) for number, one in enumerate(free[: pace.users])]
+    return timed + first, iter(free[pace.users :])
+
+
+def virtual(trace: Trace, pace: Pace) -> Iterator[tuple[float, Request]]:
+    """(when, request) in the order of time; an answer takes as long as it took when recorded."""
+    numbers = itertools.count()  # events at the same time happen in this order
+    heap: list[tuple[float, int, _Cursor]] = []
+
+    def push(at_s: float, cursor: _Cursor) -> None:
+        heapq.heappush(heap, (at_s, next(numbers), cursor))
+
+    def begin(session: Session, at_s: float, parent: _Cursor | None = None) -> None:
+        push(at_s, _Cursor(iter(session.steps), parent))
+
+    starts, waiting = _starts(trace, pace)
+    for at_s, session in starts:
+        begin(session, at_s)
+    while heap:
+        now_s, _, cursor = heapq.heappop(heap)
+        if cursor.ready is not None:
+            yield now_s, cursor.ready
+            now_s += cursor.ready.service_s
+        cursor.ready = None
+        step = next(cursor.steps, None)
+        if isinstance(step, Request):
+            cursor.ready = step
+            push(now_s + thinking_s(step, pace), cursor)
+        elif step is not None:
+            cursor.children = len(step)
+            for child in step:
+                begin(child, now_s, cursor)
+        elif cursor.parent is not None:
+            cursor.parent.children -= 1
+            if not cursor.parent.children:
+                push(now_s, cursor.parent)
+        elif (following := next(waiting, None)) is not None:
+            begin(following, now_s)
+
+
+# -- files --------------------------------------------------------------------------------
+
+
+def read_trace(path: Path) -> Trace:
+    """A folder of *.json or one such file: kv-cache-tester's; *.jsonl: Mooncake's.
+
+    Raises:
+        BenchError: neither, or malformed; names the file and the line or place.
+    """
+    if not path.exists():
+        raise BenchError(f"{path}: there is no such file or folder")
+    try:
+        if path.is_dir() or path.suffix == ".json":
+            return _read_folder(path)
+        if path.suffix == ".jsonl":
+            return _read_lines(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchError(f"{path}: cannot be read ({error})") from None
+    raise BenchError(
+        f"{path}: give a folder of kv-cache-tester's *.json files, or a *.jsonl file of Mooncake's"
+    )
+
+
+def _read_folder(path: Path) -> Trace:
+    """All session files of a folder, in the order of their names; or one such file."""
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    if not files:
+        raise BenchError(f"{path}: no *.json files in this folder")
+    sessions: list[Session] = []
+    block_tokens, first_id = 0, 0
+    for file in files:
+        reader = _File(file, first_id)
+        sessions.append(reader.session())
+        if block_tokens not in (0, reader.block_tokens):
+            raise BenchError(
+                f"{file}: block_size {reader.block_tokens}, but {block_tokens} in the files before"
+            )
+        block_tokens, first_id = reader.block_tokens, reader.next_id
+    return Trace(path.stem, block_tokens, tuple(sessions))
+
+
+class _File:
+    """One session file. Its ids of scope "local" get a range of their own, from `first_id` on."""
+
+    def __init__(self, file: Path, first_id: int) -> None:
+        self._file = file
+        self._first_id = self.next_id = first_id
+        self._prompts: list[Ids] = []
+
+    def session(self) -> Session:
+        try:
+            content = json.loads(self._file.read_text(encoding="utf-8"))
+            self.block_tokens = int(content["block_size"])
+            entries = list(content["requests"])
+            if content.get("hash_id_scope", "local") != "local":
+                self._first_id = 0
+        except json.JSONDecodeError as error:
+            raise BenchError(f"{self._file}, line {error.lineno}: {error.msg}") from None
+        except UnicodeDecodeError as error:
+            raise BenchError(f"{self._file}: cannot be read ({error})") from None
+        except _DAMAGE as error:
+            raise BenchError(f"{self._file}: not a session of kv-cache-tester: {error!r}") from None
+        if self.block_tokens < 1:
+            raise BenchError(f"{self._file}: block_size {self.block_tokens} is not positive")
+        steps = self._steps(entries, "requests")
+        _check_chained(self._file, self._prompts)
+        return Session(self._file.stem, steps)
+
+    def _steps(self, entries: list[Any], where: str) -> tuple[Step, ...]:
+        steps: list[Step] = []
+        children: list[Session] = []
+        ended_s = 0.0
+        for number, entry in enumerate(entries):
+            place = f"{where}[{number}]"
+            try:
+                if entry.get("type") == "subagent":
+                    name = str(entry.get("agent_id", place))
+                    children.append(Session(name, self._steps(list(entry["requests"]), place)))
+                    continue
+                if children:
+                    steps.append(tuple(children))
+                    children = []
+                begun_s = float(entry["t"])
+                request = self._request(entry, max(0.0, begun_s - ended_s) if number else 0.0)
+            except _DAMAGE as error:
+                raise BenchError(f"{self._file}, {place}: {error!r}") from None
+            ended_s = begun_s + request.service_s
+            steps.append(request)
+        return (*steps, tuple(children)) if children else tuple(steps)
+
+    def _request(self, entry: dict[str, Any], gap_s: float) -> Request:
+        """gap_s: since the previous answer, used where the file has no think time."""
+        ids = np.array(entry["hash_ids"], np.int64).reshape(-1)
+        if len(ids) and int(ids.min()) < 0:
+            raise ValueError(f"hash id {int(ids.min())} is negative")
+        if len(ids) > int(entry["in"]) // self.block_tokens + 1:
+            raise ValueError(f"{len(ids)} hash_ids for {entry['in']} tokens")
+        ids += self._first_id
+        self.next_id = max(self.next_id, int(ids.max(initial=-1)) + 1)
+        self._prompts.append(ids)
+        think = entry.get("think_time")
+        return Request(
+            input_tokens=int(entry["in"]),
+            output_tokens=max(1, int(entry["out"])),
+            blocks=ids,
+            think_s=gap_s if think is None else max(0.0, float(think)),
+            service_s=max(0.0, float(entry.get("api_time") or 0.0)),
+        )
+
+
+def _read_lines(path: Path) -> Trace:
+    with path.open(encoding="utf-8") as file:
+        sessions = [_session(path, n, line) for n, line in enumerate(file, 1) if line.strip()]
+    if not sessions:
+        raise BenchError(f"{path}: no requests in it")
+    _check_chained(path, [one.blocks for session in sessions for one in session.requests()])
+    return Trace(path.stem, _MOONCAKE_BLOCK_TOKENS, tuple(sessions))
+
+
+def _session(path: Path, number: int, line: str) -> Session:
+    try:
+        entry = json.loads(line)
+        ids = np.array(entry["hash_ids"], np.int64).reshape(-1)
+        tokens = int(entry["input_length"])
+        request = Request(tokens, max(1, int(entry["output_length"])), ids)
+        if len(ids) != -(-tokens // _MOONCAKE_BLOCK_TOKENS):
+            raise ValueError(f"{len(ids)} hash_ids for {tokens} tokens")
+        return Session(f"line {number}", (request,), float(entry["timestamp"]) / 1000)
+    except _DAMAGE as error:
+        raise BenchError(f"{path}, line {number}: {error!r}") from None
+
+
+def _check_chained(path: Path, prompts: Sequence[Ids]) -> None:
+    """Check that every id has the same predecessor wherever it is.
+
+    Raises:
+        BenchError: an id has two.
+    """
+    prompts = [one for one in prompts if len(one)]
+    if not prompts:
+        return
+    before = np.concatenate([np.concatenate(([-1], one[:-1])) for one in prompts])
+    names, numbers = np.unique(np.concatenate(prompts), return_inverse=True)
+    one_of = np.empty(len(names), np.int64)
+    one_of[numbers] = before
+    if (one_of[numbers] != before).any():
+        raise BenchError(f"{path}: a hash id stands behind two different prefixes")
