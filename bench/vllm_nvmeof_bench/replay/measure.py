@@ -162,13 +162,12 @@ def trace_of(settings: Settings, path: Path) -> Trace:
 def _sizes(settings: Settings, trace: Trace) -> Sizes:
     """Sizes of servers that are started here."""
     longest = max(one.input_tokens + one.output_tokens for one in trace.requests())
-    return Sizes(
-        working_tokens=trace.unique_tokens() + sum(one.output_tokens for one in trace.requests()),
-        request_tokens_max=longest,
-        gpu_tokens=max(settings.gpu_tokens, longest + 64),
+    return settings.sizes_of(
+        trace.unique_tokens() + sum(one.output_tokens for one in trace.requests()),
+        longest,
+        max(settings.gpu_tokens, longest + 64),
         third_tokens=settings.third_tokens or None,
         max_num_seqs=max(16, settings.pace.users),
-        target_mb_per_s=settings.target_mb_per_s,
     )
 
 

@@ -120,6 +120,11 @@ class ServerSettings:
         flag="--dir",
     )
 
+    def sizes_of(self, working: int, request_max: int, gpu: int, **more: Any) -> Sizes:
+        """Sizes in tokens of the servers that these settings start; more: fields of `Sizes`."""
+        args = {"target_mb_per_s": self.target_mb_per_s, "server_args": self.server_args}
+        return Sizes(working, request_max, gpu, **args, **more)
+
 
 def arms_of(names: Sequence[str], base_urls: Sequence[str]) -> list[Arm]:
     """The arms to compare: those at `base_urls` (NAME=URL, or a URL) if any, else by name.
@@ -191,8 +196,6 @@ class Sizes:
                 f"a GPU cache of {self.gpu_tokens} tokens does not hold one request of "
                 f"{self.request_tokens_max}"
             )
-        if self.target_mb_per_s < 1:
-            raise BenchError("the throttled stand-in needs at least 1 MB/s")
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -92,12 +92,10 @@ class TtftSettings(ServerSettings):
     def sizes(self) -> Sizes:
         """Sizes of servers that are started here."""
         longest = max(self.lengths) + _TTFT_ANSWER_TOKENS
-        return Sizes(
+        return self.sizes_of(
             self.rounds * sum(length + _TTFT_ANSWER_TOKENS for length in self.lengths),
             longest,
             longest + 64,
-            target_mb_per_s=self.target_mb_per_s,
-            server_args=self.server_args,
         )
 
     def measure(self, run: Run) -> None:
@@ -169,14 +167,12 @@ class HitSettings(ServerSettings):
         tier of a third holds a third of the returning prompts."""
         one = self.prompt_tokens + self.answer_tokens
         fresh = sum(self.count - round(self.count * rate / 100) for rate in self.rates)
-        return Sizes(
+        return self.sizes_of(
             (self.count + fresh * self.rounds) * one,
             one,
             min(self.count, _SEQUENCES) * _on_blocks(one),
             third_tokens=self.count * one // 3,
             max_num_seqs=_SEQUENCES,
-            target_mb_per_s=self.target_mb_per_s,
-            server_args=self.server_args,
         )
 
     def measure(self, run: Run) -> None:
@@ -274,13 +270,11 @@ class TurnSettings(ServerSettings):
         """Sizes of servers that are started here: for all conversations of the largest level."""
         growth = (self.turns - 1) * self.grow_tokens
         one = self.first_tokens + growth + self.turns * self.answer_tokens
-        return Sizes(
+        return self.sizes_of(
             max(self.concurrency) * one,
             one,
             _GPU_CONVERSATIONS * _on_blocks(one),
             max_num_seqs=_SEQUENCES,
-            target_mb_per_s=self.target_mb_per_s,
-            server_args=self.server_args,
         )
 
     def measure(self, run: Run) -> None:
