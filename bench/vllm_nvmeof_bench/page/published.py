@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What others have published, to stand beside what was measured. Nothing here is ours.
+"""Figures that others have published, printed beside ours.
 
-`rows`: a key, then one text a column. A benchmark's `beside(samples)` gives our own text by the
+`rows`: a key, then one text per column. `Benchmark.published(samples)` gives our own text by the
 same key. A figure that could not be read at its source is not here; `note` says so.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own tiering on vLLM's CPU engine, which it refuses: for the benchmarks alone.
+"""vLLM's own tiering on vLLM's CPU engine, which it refuses; only for the benchmarks.
 
 Its spec asks for a GPU only because its worker copies with CUDA streams. The subclass gives it
 a worker that copies between host buffers, with the thread and the memmove that our arms use.
