@@ -40,6 +40,7 @@ from crc32c import crc32c
 
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import packages
+from vllm_nvmeof_bench.gpu.crc_kernel import CRC_BLOCKS, KERNEL_NAME, CrcKernel, cut_chunks, join
 from vllm_nvmeof_bench.gpu.report import Sample, model_blocks
 from vllm_nvmeof_bench.gpu.world import World, load_theirs
 from vllm_nvmeof_bench.home import home_in
@@ -50,14 +51,13 @@ from vllm_nvmeof_bench.stream import load as stream
 from vllm_nvmeof_bench.stream.load import Rig, measure_arm
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.copy.choose import choose_copy_engine
-from vllm_nvmeof_offload.copy.crc import CRC_BLOCKS, KERNEL_NAME, CrcKernel, cut_chunks, join
 from vllm_nvmeof_offload.copy.driver import Cuda
 from vllm_nvmeof_offload.copy.nvrtc import compile_kernels
 from vllm_nvmeof_offload.copy.select import Backend
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.fabric.machine import read_gpus
+from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
-from vllm_nvmeof_offload.worker.runner import Waker
 
 __all__ = [
     "ARMS", "COMMANDS", "GpuRig", "Settings", "conditions_of", "measure_copies", "measure_crc",
@@ -532,9 +532,7 @@ class GpuRig(Rig):
 
     def _copy_engine(self, waker: Waker) -> Any:
         starts = np.array([self._gpu], np.uint64)
-        return choose_copy_engine(
-            self._cuda, "dma", self.staging, starts, lambda: 0, waker.wake
-        ).engine
+        return choose_copy_engine(self._cuda, "dma", self.staging, starts, lambda: 0, waker.wake)[0]
 
     def fill(self) -> None:
         content = np.empty_like(self._written)

@@ -28,8 +28,8 @@ from vllm_nvmeof_bench.results import (
     worst,
 )
 from vllm_nvmeof_bench.tables import Column, arm_columns, number, table, vllm_in
-from vllm_nvmeof_offload.commands.size.kv import KvSizes, Layout
-from vllm_nvmeof_offload.commands.size.presets import preset
+from vllm_nvmeof_offload.commands.size.config_json import preset
+from vllm_nvmeof_offload.commands.size.kv import Deployment, KvSizes
 from vllm_nvmeof_offload.copy.select import KERNEL_MARGIN
 from vllm_nvmeof_offload.units import KIB, MIB, format_bytes
 
@@ -96,7 +96,8 @@ def model_blocks() -> tuple[ModelBlock, ...]:
     found = []
     for name, tensor_parallel, block_tokens in _MODELS:
         model = preset(name)
-        sizes = KvSizes(model, Layout(tensor_parallel=tensor_parallel, block_tokens=block_tokens))
+        deployment = Deployment(tensor_parallel=tensor_parallel, block_tokens=block_tokens)
+        sizes = KvSizes(model, deployment)
         fragment = sizes.fragment_bytes(model.groups[0])
         found.append(ModelBlock(name, tensor_parallel, fragment, sizes.block_bytes()))
     return tuple(found)

@@ -35,11 +35,11 @@ from vllm_nvmeof_bench.pool.report import Sample
 from vllm_nvmeof_bench.results import BenchError, percentile
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.errors import EngineError
-from vllm_nvmeof_offload.io.base import IoEngine, IoKind, IoOp
+from vllm_nvmeof_offload.io.base import IoEngine, IoKind, IoLimits, IoOp
 from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.protocol import IoClass, SlotIdentity
+from vllm_nvmeof_offload.protocol import SlotIdentity, Urgency
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import GIB, MIB, slot_stride_bytes
 
@@ -400,7 +400,7 @@ class Ground:
         return IoOp(
             token,
             IoKind.READ_SLOT if is_read else IoKind.WRITE_SLOT,
-            IoClass.READ_DEMAND if is_read else IoClass.WRITE_BEHIND,
+            Urgency.DEMAND if is_read else Urgency.WRITE,
             block,
             self.staging.map.base_address + block * self.slot_bytes,
             identity,
@@ -414,31 +414,15 @@ def open_engine(name: str, ground: Ground) -> IoEngine:
         BenchError: it cannot run here, and why.
     """
     memory, address = ground.staging.view, ground.staging.map.base_address
-    bounds = limits()
+    bounds = IoLimits.of(parse_config({}))
     if name == "ours_threads":
-        return ThreadsIoEngine(
-            ground.pool,
-            memory,
-            address,
-            threads=bounds["threads"],
-            read_bytes_in_flight_max=bounds["read_bytes_in_flight_max"],
-            write_bytes_in_flight_max=bounds["write_bytes_in_flight_max"],
-        )
+        return ThreadsIoEngine(ground.pool, memory, address, bounds)
     try:
         from vllm_nvmeof_offload.io.uring import UringIoEngine
     except ImportError as error:
         raise BenchError(f"the io_uring engine is not built here ({error})") from None
     try:
-        engine: IoEngine = UringIoEngine(
-            ground.pool,
-            memory,
-            address,
-            depth=bounds["depth"],
-            split_bytes=bounds["split_bytes"],
-            read_bytes_in_flight_max=bounds["read_bytes_in_flight_max"],
-            write_bytes_in_flight_max=bounds["write_bytes_in_flight_max"],
-            write_bytes_beside_reads_max=bounds["write_bytes_beside_reads_max"],
-        )
+        engine: IoEngine = UringIoEngine(ground.pool, memory, address, bounds)
     except EngineError as error:
         raise BenchError(f"the io_uring engine does not start: {error}") from None
     return engine

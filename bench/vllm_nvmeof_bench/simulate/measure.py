@@ -24,6 +24,7 @@ from vllm_nvmeof_bench.simulate.eviction import Ask, asks_of, candidates, hit_ra
 from vllm_nvmeof_bench.simulate.report import Sample
 from vllm_nvmeof_bench.traces import TRACE_HELP, Pace, Trace, read_trace
 from vllm_nvmeof_offload import __version__
+from vllm_nvmeof_offload.manager.adoption import agree
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.eviction import POLICIES, choose_policy, credit_share
 from vllm_nvmeof_offload.manager.types import WritePolicy
@@ -121,7 +122,6 @@ class World:
             # there too, so that the simulation shows their worth.
             credit_share=credit_share(shape.policy),
         )
-        self._core = ManagerCore(config, policy=choose_policy(shape.policy), first_generation=0)
         hello = RankHello(
             rank=0,
             engine_index=0,
@@ -131,7 +131,8 @@ class World:
             target_count=1,
             slot_bytes=_CHUNK_BYTES,
         )
-        self._core.attach([hello])
+        policy = choose_policy(shape.policy)
+        self._core = ManagerCore(config, agree([hello]), policy=policy, first_generation=0)
 
     def serve(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """One request from its look-up to its end. A chunk's number stands for all tokens up to

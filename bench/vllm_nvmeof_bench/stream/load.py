@@ -36,27 +36,27 @@ from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import Outcome
-from vllm_nvmeof_offload.io.base import IoEngine, IoKind, IoOp
-from vllm_nvmeof_offload.io.choose import IoLimits, choose_io_engine
+from vllm_nvmeof_offload.io.base import IoEngine, IoKind, IoLimits, IoOp, Waker
+from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import (
     Command,
     FetchCommand,
-    IoClass,
     LoadChunk,
     LoadCommand,
     OpReport,
     SlotIdentity,
     StoreChunk,
     StoreCommand,
+    Urgency,
     WriteCommand,
 )
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import GIB, HEADER_BYTES, KIB, MIB, slot_stride_bytes
-from vllm_nvmeof_offload.worker.io_scheduler import PumpConfig
+from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
-from vllm_nvmeof_offload.worker.runner import PipelineRunner, Waker
+from vllm_nvmeof_offload.worker.runner import PipelineRunner
 
 __all__ = ["MB", "PacedCopyEngine", "Rig", "Settings", "load_steps", "measure_arm", "measure_load"]
 
@@ -237,7 +237,7 @@ class Rig:
         io, self._bare_io = (self._engine(pool, staging) for _ in range(2))
         self.engine = io.name
         self._reads_max = self._handed_over_max(io)
-        pump = PumpConfig(
+        pump = SchedulerConfig(
             reads_in_flight_max=self._reads_max, read_deadline_s=_STALL_S, write_deadline_s=_STALL_S
         )
         pipeline = TransferPipeline(staging.map, self.copy, io, pump)
@@ -264,20 +264,10 @@ class Rig:
 
     def _engine(self, pool: Pool, staging: Staging) -> IoEngine:
         """An engine with the product's limits, closed before the pool and staging are."""
-        config = parse_config({})
-        limits = IoLimits(
-            threads=config.io_threads,
-            depth=config.io_depth,
-            split_bytes=config.io_split_bytes,
-            read_bytes_in_flight_max=config.read_bytes_in_flight_max,
-            write_bytes_in_flight_max=config.write_bytes_in_flight_max,
-            write_bytes_beside_reads_max=config.write_bytes_beside_reads_max,
-        )
-        chosen = choose_io_engine(
-            self.settings.io_engine, pool, staging.view, staging.map.base_address, limits
-        )
-        self._stack.callback(chosen.engine.close)
-        return chosen.engine
+        limits, base = IoLimits.of(parse_config({})), staging.map.base_address
+        engine, _ = choose_io_engine(self.settings.io_engine, pool, staging.view, base, limits)
+        self._stack.callback(engine.close)
+        return engine
 
     def _handed_over_max(self, engine: IoEngine) -> int:
         """As `worker.build` sets it: twice the engine's depth."""
@@ -358,7 +348,7 @@ class Rig:
                 slot = free.popleft()
                 address = self.staging.base_address + slot * self.staging.slot_bytes
                 identity, kind = self.identities[following], IoKind.READ_SLOT
-                read = IoOp(following, kind, IoClass.READ_DEMAND, following, address, identity)
+                read = IoOp(following, kind, Urgency.DEMAND, following, address, identity)
                 if not self._bare_io.submit([read]):
                     free.appendleft(slot)
                     break
@@ -495,7 +485,7 @@ def _two_phase(rig: Rig, count: int, pieces: list[Descriptors]) -> None:
         numbers = range(first, min(first + tier, count))
         chunks = [LoadChunk(rig.identities[i], i - first, None) for i in numbers]
         for i, chunk in zip(numbers, chunks, strict=True):
-            fetch = FetchCommand(rig.op(), chunk.identity, i, i - first, IoClass.READ_DEMAND)
+            fetch = FetchCommand(rig.op(), chunk.identity, i, i - first, Urgency.DEMAND)
             rig.apply(fetch)
         # A load that moves nothing waits behind the fetches: it ends when the last one has.
         rig.runner.wait([rig.start(chunks, [_NO_PIECES] * len(chunks))])

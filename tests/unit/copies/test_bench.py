@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("vllm_nvmeof_bench")
 
+from vllm_nvmeof_bench.gpu.crc_kernel import KERNEL_NAME
 from vllm_nvmeof_bench.gpu.measure import (
     ARMS,
     GpuRig,
@@ -27,7 +28,6 @@ from vllm_nvmeof_bench.gpu.measure import (
     measure_sweep,
 )
 from vllm_nvmeof_bench.gpu.report import Sample, lines
-from vllm_nvmeof_bench.gpu.crc_kernel import KERNEL_NAME
 from vllm_nvmeof_bench.gpu.world import World
 from vllm_nvmeof_bench.results import BenchError, dump, load
 
