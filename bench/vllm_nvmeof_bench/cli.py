@@ -25,7 +25,6 @@ from vllm_nvmeof_offload.errors import OffloadError
 __all__ = ["bench_app"]
 
 _REPORT = "-report"
-_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 Plot = Annotated[Path | None, typer.Option(help="Also draw them: a PNG file; needs matplotlib.")]
 Goals = Annotated[bool, typer.Option("--targets/--no-targets", help="Print the goals.")]

@@ -188,7 +188,9 @@ struct Mixer {
     one.request.address = slot;
     one.request.identity = identity(one.number, one.generation);
     one.request.stamp = {3, true};
-    if (dice() % 4 == 0) one.request.deadline_ns = now_ns() + static_cast<int64_t>(dice() % 300'000);
+    if (dice() % 4 == 0) {
+      one.request.deadline_ns = now_ns() + static_cast<int64_t>(dice() % 300'000);
+    }
     else one.request.deadline_ns = now_ns() + 60'000'000'000;
     if (!read && dice() % 16 == 0) one.request.barrier = ++barrier;
     if (!engine.submit(one.request)) return;

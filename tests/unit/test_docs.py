@@ -31,12 +31,17 @@ def anchors(path: Path) -> set[str]:
 
 
 def commands() -> set[str]:
-    """Every command of `vllm-nvmeof`, groups and theirs."""
+    """Every command of `vllm-nvmeof`, its groups and their commands."""
     found, waiting = set(), [("", typer.main.get_command(app))]
     while waiting:
         prefix, group = waiting.pop()
-        for name, command in getattr(group, "commands", {}).items():
+        if not hasattr(group, "list_commands"):
+            continue
+        context = typer.Context(group)
+        for name in group.list_commands(context):
             found.add(f"{prefix}{name}")
+            command = group.get_command(context, name)
+            assert command is not None, name
             waiting.append((f"{prefix}{name} ", command))
     return found
 

@@ -71,7 +71,7 @@ from vllm_nvmeof_bench.settings import check_names, check_positive, option, reco
 from vllm_nvmeof_offload.units import GIB
 
 __all__ = [
-    "COMMANDS", "Client", "Fleet", "Settings", "Timed", "cpu_of_group", "cpu_of_groups",
+    "COMMANDS", "Client", "Fleet", "Settings", "Timed", "cpu_of_groups",
     "extra_config", "plainly", "prompts_of", "run", "server_spec", "wait_until_quiet",
 ]  # fmt: skip
 
@@ -246,11 +246,6 @@ _WINDOW_S = 0.25
 #: An idle server's timers may cost a tick in each of two processes.
 _QUIET_TICKS = 2
 _QUIET_S_MAX = 120.0
-
-
-def cpu_of_group(group: int) -> float:
-    """CPU seconds that the processes of `group` have used so far."""
-    return cpu_of_groups((group,))[group]
 
 
 def cpu_of_groups(groups: tuple[int, ...]) -> dict[int, float]:

@@ -104,10 +104,6 @@ class Sample:
         return 1000 * self.stored_bytes / self.tokens
 
     @property
-    def loaded_bytes_per_1k_tokens(self) -> float:
-        return 1000 * self.loaded_bytes / self.tokens
-
-    @property
     def written_bytes_per_1k_tokens(self) -> float:
         return 1000 * self.written_bytes / self.tokens
 

@@ -27,11 +27,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from vllm_nvmeof_bench.pool.report import Sample
+from vllm_nvmeof_bench.pool.report import Sample, Settings
 from vllm_nvmeof_bench.results import BenchError, percentile
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.errors import EngineError
@@ -42,9 +42,6 @@ from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import SlotIdentity, Urgency
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import GIB, MIB, slot_stride_bytes
-
-if TYPE_CHECKING:
-    from vllm_nvmeof_bench.pool.measure import Settings
 
 __all__ = [
     "Arm", "EngineMover", "FioArm", "FsMover", "Ground", "Job", "Moved", "Mover", "MoverArm",

@@ -18,6 +18,7 @@ from rich.table import Table
 from vllm_nvmeof_bench import plots
 from vllm_nvmeof_bench.benchmark import Benchmark
 from vllm_nvmeof_bench.results import (
+    BenchError,
     Figure,
     Goal,
     at_least,
@@ -30,10 +31,11 @@ from vllm_nvmeof_bench.results import (
     values_of,
     worst,
 )
+from vllm_nvmeof_bench.settings import check_names, check_positive, option, size_option
 from vllm_nvmeof_bench.tables import Column, arm_columns, disk_in, load_in, table
-from vllm_nvmeof_offload.units import KIB, MIB
+from vllm_nvmeof_offload.units import GIB, KIB, MIB
 
-__all__ = ["ARMS", "BENCHES", "CASES", "KINDS", "Sample", "goals"]
+__all__ = ["ARMS", "BENCHES", "CASES", "KINDS", "Sample", "Settings", "goals"]
 
 ARMS = ("ours", "ours_threads", "fio", "ring", "vllm_fs")
 #: One kind of measurement → the cases that it yields.
@@ -50,6 +52,88 @@ CASES = tuple(case for cases in KINDS.values() for case in cases)
 _LATENCY_CASE = "read_beside_writes"
 _RIVALS = ("fio", "ours_threads", "ring")
 _LARGE = 512 * KIB
+
+
+#: Measured by every arm; the rest only by those that take jobs.
+FLAT_KINDS = frozenset({"batch_write", "batch_read", "mixed"})
+_BESIDE_KINDS = frozenset({"beside", "writes_alone"})
+_FLAT_ARMS = frozenset({"fio", "ring"})
+_BLOCKS = (64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. Less than 1 GiB per round measures how an engine starts, not how it runs.
+
+    Ours run with the product's configuration, as the conditions say. queued_bytes: what the
+    saturating writer keeps queued. episode_bytes: what it may write before it pauses and the fs
+    tier's files, which nothing else bounds, are deleted. reads: demand reads per round.
+    settle_s: the disk's time after a deletion, before the next measurement.
+    """
+
+    directory: Path = option(
+        Path("build/bench/disk"), "The disk to measure: a directory on it.", flag="--dir"
+    )
+    arms: tuple[str, ...] = option(ARMS, "Arms to measure.")
+    cases: tuple[str, ...] = option(CASES, "Cases to measure.")
+    blocks: tuple[int, ...] = size_option(_BLOCKS, "Block sizes.")
+    rounds: int = option(5, "Samples of everything.", min=1)
+    bytes_per_round: int = size_option(GIB, "Bytes that a batch moves.")
+    depth: int = option(32, "Blocks in flight of fio and the ring.")
+    seed: int = option(1, "Seed of the random bytes and of the blocks that are read.")
+    goals: bool = option(
+        True,
+        "Print the goals, and measure the manager, which has some.",
+        recorded=False,
+        flag="--targets/--no-targets",
+    )
+    single_bytes: int = 128 * MIB
+    queued_bytes: int = 64 * MIB
+    episode_bytes: int = GIB
+    reads: int = 100
+    read_gap_s: float = 0.02
+    beside_block_bytes: int = 2 * MIB
+    settle_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_names("arm", self.arms, ARMS)
+        check_names("case", self.cases, CASES)
+        check_positive(self, "blocks", "rounds", "depth", "reads")
+        for block in self.blocks:
+            if block < 4 * KIB or block % (4 * KIB):
+                raise BenchError(f"block size {block}: a multiple of 4 KiB, for O_DIRECT")
+            if self.bytes_per_round < 8 * block:
+                raise BenchError(
+                    f"{self.bytes_per_round} bytes per round are fewer than 8 blocks of {block}"
+                )
+
+    def kinds(self, arm: str, block_bytes: int) -> tuple[str, ...]:
+        """The kinds of measurement that `arm` takes part in at this block size."""
+        wanted = [kind for kind, cases in KINDS.items() if set(cases) & set(self.cases)]
+        if arm in _FLAT_ARMS:
+            wanted = [kind for kind in wanted if kind in FLAT_KINDS]
+        if block_bytes != self.beside_block_bytes:
+            wanted = [kind for kind in wanted if kind not in _BESIDE_KINDS]
+        return tuple(wanted)
+
+    def batch_blocks(self, block_bytes: int) -> int:
+        return self.bytes_per_round // block_bytes
+
+    def single_blocks(self, block_bytes: int) -> int:
+        return max(1, self.single_bytes // block_bytes)
+
+    def blocks_needed(self, block_bytes: int) -> int:
+        """Blocks that memory and storage must hold."""
+        return max(self.batch_blocks(block_bytes), self.single_blocks(block_bytes))
+
+    @property
+    def disk_bytes_max(self) -> int:
+        """The most bytes on the disk at any time: pool, flat file, the fs tier's files."""
+        data = max(self.blocks_needed(block) * (block + 8 * KIB) for block in self.blocks)
+        fs_writes = max(self.bytes_per_round, self.single_bytes)
+        if set(self.cases) & {"read_beside_writes", "writes_beside_read", "writes_alone"}:
+            fs_writes = max(fs_writes, self.episode_bytes + 2 * self.queued_bytes)
+        return 2 * data + (data + fs_writes if "vllm_fs" in self.arms else 0)
 
 
 @dataclass(frozen=True)

@@ -45,11 +45,6 @@ class Answer:
         """Seconds from sending the request to its first token."""
         return self.times[0] - self.sent
 
-    @property
-    def pauses_s(self) -> list[float]:
-        """Seconds between one token and the next."""
-        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
-
 
 class Metrics:
     """One reading of the server's counters and gauges."""

@@ -10,7 +10,6 @@ import sys
 import pytest
 from vllm_nvmeof_bench.cost.measure import (
     Settings,
-    cpu_of_group,
     cpu_of_groups,
     prompts_of,
     wait_until_quiet,
@@ -37,12 +36,12 @@ def test_a_child_that_has_ended_counts_and_others_do_not() -> None:
     ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"burnt\n"
-        used_s = cpu_of_group(child.pid)
+        used_s = cpu_of_groups((child.pid,))[child.pid]
         assert BURNT_S - 0.02 <= used_s < 20 * BURNT_S
         both = cpu_of_groups((child.pid, os.getpgrp()))
         assert both[child.pid] >= used_s
         assert both[os.getpgrp()] > 0
-    assert cpu_of_group(child.pid) == 0.0
+    assert cpu_of_groups((child.pid,)) == {child.pid: 0.0}
 
 
 class Machine:

@@ -82,7 +82,7 @@ def test_only_rounds_that_both_arms_have_are_paired() -> None:
     assert (found.n, found.middle) == (3, 2.0)
     assert ratios_of(samples, "ours", "none", "batch", "ttft_ms") is None
     assert ratios_of(samples, "ours", "none", "single", "scheduler_us_per_step") is None
-    assert ratios_of(samples, "ours", "none", "single", "loaded_bytes_per_1k_tokens") is None
+    assert ratios_of(samples, "ours", "none", "single", "written_bytes_per_1k_tokens") is None
 
 
 @pytest.mark.parametrize(
