@@ -39,7 +39,7 @@ from vllm_nvmeof_offload.spec import (
     choose_blocks_per_chunk,
     refuse_unsupported,
 )
-from vllm_nvmeof_offload.vllm_adapter import configure, lifecycle, supported
+from vllm_nvmeof_offload.vllm_adapter import configure, known_vllm, lifecycle
 from vllm_nvmeof_offload.vllm_adapter.deployment import deployed
 from vllm_nvmeof_offload.vllm_adapter.lifecycle import SleepHooks, logged_in_one_line
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
@@ -82,7 +82,7 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
     """See the module's docstring. Methods run on the main thread of a worker or the scheduler."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        supported.require()  # in case no plugin did
+        known_vllm.require()  # in case no plugin did
         with logged_in_one_line():
             refuse_unsupported(vllm_config, kv_cache_config)
         choose_blocks_per_chunk(vllm_config, kv_cache_config)

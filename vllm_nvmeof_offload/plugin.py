@@ -11,7 +11,7 @@ API server, the engine core, each worker. It changes three things, each once:
 
 When vLLM is not as expected, nothing is changed and one warning is logged; the JSON form of
 `--kv-transfer-config` with module paths needs no plugin. An unknown vLLM is refused only when our
-backend is asked for (`vllm_adapter.supported`), because others use this vLLM too.
+backend is asked for (`vllm_adapter.known_vllm`), because others use this vLLM too.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ def _register() -> None:
 
 
 def _explain(error: Exception) -> str:
-    from vllm_nvmeof_offload.vllm_adapter import supported
+    from vllm_nvmeof_offload.vllm_adapter import known_vllm
 
     reason = " ".join(str(error).split())
     if not isinstance(error, IntegrationError):
         reason = f"{type(error).__name__}: {reason}"
-    unknown = supported.unknown_version()
+    unknown = known_vllm.unknown_version()
     if unknown is not None:
         return f"{unknown} ({reason})"
     return (
-        f"vLLM {supported.version()} is not as expected ({reason}). --kv-transfer-config "
+        f"vLLM {known_vllm.version()} is not as expected ({reason}). --kv-transfer-config "
         "with kv_connector_module_path and spec_module_path still works."
     )
 

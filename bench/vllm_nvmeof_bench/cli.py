@@ -214,7 +214,10 @@ def _value_of(one: dataclasses.Field[Any], hint: Any, option: Option, given: Any
 def report(
     directory: Annotated[Path, typer.Argument(help="Directory of JSON files of benchmarks.")],
     page: Annotated[
-        Path | None, typer.Option(help="The page; pictures go beside it. Default: DIR/REPORT.md.")
+        Path | None,
+        typer.Option(
+            help="File of the page, whose directory gets the pictures. Default: DIR/REPORT.md."
+        ),
     ] = None,
     plots: Annotated[
         bool, typer.Option("--plots/--no-plots", help="Draw them; needs matplotlib.")

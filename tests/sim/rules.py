@@ -173,7 +173,7 @@ class Rules:
                     if other.generation != entry.identity.generation:
                         raise Violation("7", f"{tier} slot {slot}: {entry}, and still {other}")
         for tier, seen in (("cache", caches), ("pool", pools)):
-            taken, orphaned = gauges[f"{tier}_slots_taken"], gauges[f"{tier}_slots_orphaned"]
+            taken, orphaned = gauges[f"{tier}_slots_used"], gauges[f"{tier}_slots_orphaned"]
             if taken != len(seen) + orphaned:
                 raise Violation("leak", f"{tier}: {taken} taken, {len(seen)} + {orphaned} known")
             if taken > gauges[f"{tier}_slots"]:

@@ -12,7 +12,7 @@ import pytest
 
 from vllm_nvmeof_offload import plugin
 from vllm_nvmeof_offload.errors import IntegrationError
-from vllm_nvmeof_offload.vllm_adapter import supported
+from vllm_nvmeof_offload.vllm_adapter import known_vllm
 
 
 @pytest.mark.parametrize(
@@ -33,11 +33,11 @@ def test_a_version_is_known_by_its_first_two_numbers(
     monkeypatch: pytest.MonkeyPatch, version: str, known: bool
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
-    problem = supported.unknown_version()
+    problem = known_vllm.unknown_version()
     assert (problem is None) == known
     if problem is not None:
         assert problem.startswith(f"vLLM {version} is not known to this vllm-nvmeof-offload; use")
-        assert all(release in problem for release in supported.KNOWN)
+        assert all(release in problem for release in known_vllm.KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -92,4 +92,4 @@ def _demands_more(self: Any, job: int, source: str, fast: bool, x: int) -> None:
 def test_a_method_of_ours_must_take_every_call_that_vllms_takes(
     ours: Callable[..., Any], accepted: bool
 ) -> None:
-    assert supported.accepts(ours, _base) == accepted
+    assert known_vllm.accepts(ours, _base) == accepted

@@ -170,16 +170,16 @@ def test_a_target_of_another_user_is_found(tmp_path: Path, mode: int) -> None:
 START = """
 import json, logging, sys
 from types import SimpleNamespace as Object
-from vllm_nvmeof_offload.vllm_adapter import configure
+from vllm_nvmeof_offload.vllm_adapter import precheck
 class Said(logging.Handler):
     def emit(self, record):
         print("SAID", record.getMessage())
-configure.logger.addHandler(Said())
-configure.slot_bytes_estimate = configure.note_weights = lambda *_: None
+precheck.logger.addHandler(Said())
+precheck.slot_bytes_estimate = precheck.note_weights = lambda *_: None
 names = ("pipeline", "decode_context", "prefill_context", "data")
 parallel = Object(world_size=1, **{f"{name}_parallel_size": 1 for name in names})
 config = Object(model_config=Object(is_moe=False), cache_config=None, parallel_config=parallel)
-configure.precheck(config, json.loads(sys.argv[1]), "staging_bytes")
+precheck.precheck(config, json.loads(sys.argv[1]), "staging_bytes")
 """
 
 

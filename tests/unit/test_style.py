@@ -35,8 +35,8 @@ FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one says why.
-PRODUCT_FILES_MAX = 115
-PRODUCT_LINES_MAX = 24_250
+PRODUCT_FILES_MAX = 117
+PRODUCT_LINES_MAX = 24_260
 BENCH_FILES_MAX = 62
 BENCH_LINES_MAX = 14_210
 #: A count below its maximum by more than this share means that the maximum has to be lowered.

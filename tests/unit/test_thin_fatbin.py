@@ -58,5 +58,5 @@ def test_entries_of_another_form_are_an_error() -> None:
 
 
 def test_an_architecture_has_a_number() -> None:
-    with pytest.raises(ValueError, match="hopper is no architecture such as sm_90"):
+    with pytest.raises(ValueError, match="hopper is not an architecture such as sm_90"):
         thin(bytearray(), "hopper")

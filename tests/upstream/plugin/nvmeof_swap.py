@@ -30,7 +30,7 @@ from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.requests import Queue
 from vllm_nvmeof_offload.manager.types import AdmissionConfig
 from vllm_nvmeof_offload.protocol import RankHello
-from vllm_nvmeof_offload.vllm_adapter import supported
+from vllm_nvmeof_offload.vllm_adapter import known_vllm
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 
 _calls: Counter[str] = Counter()
@@ -90,7 +90,7 @@ def _counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _swap() -> None:
-    supported.require()  # of what is really ours; the answer is kept
+    known_vllm.require()  # of what is really ours; the answer is kept
     for name in ("refuse_unsupported", "choose_blocks_per_chunk", "deployed", "replica_of"):
         assert callable(getattr(ours, name))
         setattr(ours, name, lambda *_args, **_kwargs: None)

@@ -40,7 +40,7 @@ def size(
         ),
     ] = None,
     kv_dtype: Annotated[
-        str, _opt("--kv-dtype", "Of the KV cache: auto (the model's), bf16, fp16, fp8 or fp32.")
+        str, _opt("--kv-dtype", "KV cache's type: auto (the model's), bf16, fp16, fp8 or fp32.")
     ] = "auto",
     # From here on the names are Deployment's fields, which parse and check the values.
     gpus: Annotated[

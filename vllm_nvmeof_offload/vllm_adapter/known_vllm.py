@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses releases of vLLM that this version does not know.
+
+vLLM's offloading interface changes with its releases. An unknown release may call us with other
+parameters, or leave out a call that we rely on, which would give wrong tokens without an error. A
+release is known when vLLM's own tests have passed with our connector. The visible interface of a
+known release is compared too, because the version of a build from source means little.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from vllm_nvmeof_offload.errors import IntegrationError
+from vllm_nvmeof_offload.names import CONNECTOR_MODULE
+
+__all__ = ["KNOWN", "accepts", "require", "unknown_version", "version"]
+
+#: Releases of vLLM, by their first two numbers.
+KNOWN = ("0.32", "0.33")
+
+_OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+#: Members of vLLM's objects that we use beyond their interfaces: class → names.
+_READ = {
+    f"{_OFFLOADING}.scheduler:OffloadingConnectorScheduler": (
+        "manager config _req_status _current_batch_load_jobs _chunks_being_loaded"
+    ),
+    f"{_OFFLOADING}.scheduler:SchedulerOffloadConfig": "kv_group_configs tokens_per_hash",
+    f"{_OFFLOADING}.scheduler:GroupOffloadConfig": (
+        "tokens_per_block tokens_per_chunk hashes_per_chunk"
+    ),
+    f"{_OFFLOADING}.scheduler:RequestOffloadState": (
+        "group_states req_context transfer_jobs update_offload_keys"
+    ),
+    f"{_OFFLOADING}.scheduler:RequestGroupState": "offload_keys",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": (
+        "block_pool evict_blocks get_blocks reset_prefix_cache"
+    ),
+    f"{_OFFLOADING}.worker:OffloadingConnectorWorker": "spec worker _load_jobs",
+    f"{_OFFLOADING}.common:OffloadingConnectorMetadata": "load_jobs store_jobs jobs_to_flush",
+    f"{_OFFLOADING}.common:OffloadingWorkerMetadata": "completed_jobs transfer_stats",
+    f"{_OFFLOADING}.common:TransferJob": "req_id",
+}
+
+
+def version() -> str:
+    """Version of the vLLM that is imported, or `unknown`."""
+    return str(getattr(sys.modules.get("vllm"), "__version__", "unknown"))
+
+
+def unknown_version() -> str | None:
+    """Why this vLLM's version is unknown, with the remedy; None: it is known."""
+    found = version()
+    numbers = re.match(r"\d+\.\d+(?=\.)", found)
+    if numbers and numbers[0] in KNOWN:
+        return None
+    return (
+        f"vLLM {found} is not known to this vllm-nvmeof-offload; use vLLM "
+        f"{' or '.join(KNOWN)}, or a vllm-nvmeof-offload that knows this one"
+    )
+
+
+def require() -> None:
+    """Refuse an unknown vLLM.
+
+    Raises:
+        IntegrationError: one line with what is unknown, and the remedy.
+    """
+    problem = unknown_version()
+    if problem is None:
+        found = _difference()
+        if found is None:
+            return
+        problem = (
+            f"this vLLM {version()} is not as released ({found}); use a release of vLLM "
+            f"{' or '.join(KNOWN)}, or a vllm-nvmeof-offload that knows this one"
+        )
+    raise IntegrationError(problem)
+
+
+@functools.cache
+def _difference() -> str | None:
+    """The first difference between this vLLM's interface and the one we were written for."""
+    try:
+        connector = importlib.import_module(CONNECTOR_MODULE)
+    except (ImportError, AttributeError) as error:
+        return str(error).partition(" (/")[0]  # without the file's path
+    return next(_differences(connector), None)
+
+
+def _differences(connector: Any) -> Iterator[str]:
+    for cls in (
+        connector.NVMeoFOffloadingConnector,
+        connector.NVMeoFOffloadingManager,
+        connector.NVMeoFOffloadingWorker,
+        connector.NVMeoFOffloadingSpec,
+    ):
+        base = cls.__base__
+        for name in sorted(cls.__abstractmethods__):
+            yield f"{base.__name__}.{name} is new"
+        for name, method in vars(cls).items():
+            theirs = getattr(base, name, None)
+            if not inspect.isfunction(method) or not inspect.isfunction(theirs):
+                continue
+            if not accepts(method, theirs):
+                yield f"{base.__name__}.{name}{inspect.signature(theirs)} has other parameters"
+    for place, names in _READ.items():
+        module, _, class_name = place.partition(":")
+        cls = getattr(importlib.import_module(module), class_name, None)
+        if cls is None:
+            yield f"{class_name} is gone"
+            continue
+        for name in names.split():
+            if not _has(cls, name):
+                yield f"{class_name}.{name} is gone"
+
+
+def accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
+    """Whether `ours` accepts every call that `theirs` accepts."""
+    mine = list(inspect.signature(ours).parameters.values())
+    calls = list(inspect.signature(theirs).parameters.values())
+    takes_names = any(p.kind is p.VAR_KEYWORD for p in mine)
+    named = [p for p in mine if p.kind is p.POSITIONAL_OR_KEYWORD]
+    for index, parameter in enumerate(calls):
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        in_place = index < len(named) and named[index].name == parameter.name
+        # A parameter with a default may be passed by name only.
+        if not in_place and not (takes_names and parameter.default is not parameter.empty):
+            return False
+    called = {p.name for p in calls}
+    return all(p.name in called or p.default is not p.empty for p in named)
+
+
+def _has(cls: type, name: str) -> bool:
+    """Whether instances of `cls` have `name`: a member, a field, or set in `__init__`."""
+    if hasattr(cls, name) or name in getattr(cls, "__dataclass_fields__", ()):
+        return True
+    code = getattr(getattr(cls, "__init__", None), "__code__", None)
+    return code is not None and name in code.co_names
