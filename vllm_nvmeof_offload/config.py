@@ -43,7 +43,6 @@ __all__ = [
     "check_fits",
     "check_memory",
     "check_targets",
-    "chunk_blocks",
     "default_staging_bytes",
     "default_target",
     "describe_keys",
@@ -61,7 +60,6 @@ _STAGING_BYTES_DEFAULT_MAX = 8 * GIB
 _POOL_BYTES_DEFAULT_MAX = 100 * GIB
 #: One slot is read into while the other is copied from.
 _STREAM_SLOTS_MIN = 2
-_CHUNK_TOKENS_MAX = 256
 #: No machine has an EiB; a larger number is a slip, and would overflow 64-bit arithmetic.
 _SIZE_BYTES_MAX = 1 << 60
 
@@ -560,20 +558,6 @@ def _existing_parent(path: str) -> str:
     while not os.path.isdir(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     return path
-
-
-def chunk_blocks(config: OffloadConfig, block_bytes: int, block_tokens: int) -> int:
-    """Blocks per chunk: as configured, else enough for `chunk_bytes_min`.
-
-    block_bytes: one rank's bytes per block; block_tokens: tokens per block. The number of tokens
-    is bounded too, because a returning request loses up to a chunk at its end.
-    """
-    if config.blocks_per_chunk is not None:
-        return config.blocks_per_chunk
-    if config.block_size is not None:
-        return max(1, config.block_size // block_tokens)
-    wanted = -(-config.chunk_bytes_min // max(1, block_bytes))
-    return max(1, min(wanted, _CHUNK_TOKENS_MAX // block_tokens))
 
 
 def check_fits(

@@ -20,8 +20,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from vllm_nvmeof_offload.config import Replica, chunk_blocks, parse_config
-from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
+from vllm_nvmeof_offload.config import Replica, parse_config
+from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry, chunk_blocks
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.eviction import choose_policy, credit_share
 from vllm_nvmeof_offload.manager.types import AdmissionConfig, WritePolicy

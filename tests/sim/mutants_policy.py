@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_nvmeof_offload.manager.core import StoreThreshold
 from vllm_nvmeof_offload.manager.index import Entry
+from vllm_nvmeof_offload.manager.store_threshold import StoreThreshold
 from vllm_nvmeof_offload.manager.tiers import Tiers
 from vllm_nvmeof_offload.manager.writes import WriteBehind
 

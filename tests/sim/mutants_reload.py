@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_nvmeof_offload.manager.prefetch import Holds, ReloadScheduler
+from vllm_nvmeof_offload.manager.hold_and_prefetch import Holds, ReloadScheduler
 from vllm_nvmeof_offload.manager.requests import ResumeCounter
-from vllm_nvmeof_offload.manager.tiers import SlotPool
+from vllm_nvmeof_offload.manager.slots import SlotPool
 
 from .mutants import Patch, mutant
 

@@ -8,7 +8,8 @@ from typing import Any
 from vllm_nvmeof_offload.errors import Outcome
 from vllm_nvmeof_offload.manager import core
 from vllm_nvmeof_offload.manager.index import Entry, Index, State
-from vllm_nvmeof_offload.manager.tiers import SlotPool, Tiers
+from vllm_nvmeof_offload.manager.slots import SlotPool
+from vllm_nvmeof_offload.manager.tiers import Tiers
 from vllm_nvmeof_offload.protocol import ReleaseReport
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.tasks import Task

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_nvmeof_offload.manager.tiers import SlotPool
+from vllm_nvmeof_offload.manager.slots import SlotPool
 
 
 class SlotMachine(RuleBasedStateMachine):

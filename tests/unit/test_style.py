@@ -35,8 +35,8 @@ FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one says why.
-PRODUCT_FILES_MAX = 117
-PRODUCT_LINES_MAX = 24_260
+PRODUCT_FILES_MAX = 122
+PRODUCT_LINES_MAX = 24_320
 BENCH_FILES_MAX = 62
 BENCH_LINES_MAX = 14_210
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
@@ -45,7 +45,9 @@ SLACK = 0.02
 #: A file under so many lines that a single other one imports is a part of that one, unless it is
 #: listed here with its reason.
 SMALL_FILE_LINES = 100
-SMALL_FILES: dict[str, str] = {}
+SMALL_FILES: dict[str, str] = {
+    "vllm_nvmeof_offload/manager/store_threshold.py": "a newcomer looks for it by this name",
+}
 
 #: Declarations that only tests use, or whose name something outside Python looks up.
 USED_ELSEWHERE: dict[str, str] = {

@@ -14,17 +14,18 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 
 from vllm_nvmeof_offload.errors import CANCELLED, STALE, Outcome
-from vllm_nvmeof_offload.manager.admission import Admission, Find, LoadTimes
 from vllm_nvmeof_offload.manager.adoption import Agreement
 from vllm_nvmeof_offload.manager.eviction import LruPolicy, MakePolicy
+from vllm_nvmeof_offload.manager.hold_and_prefetch import Holds, Reason, ReloadScheduler
 from vllm_nvmeof_offload.manager.index import Entry, Event, State
 from vllm_nvmeof_offload.manager.kv_events import KvEventLog
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op, OpKind
-from vllm_nvmeof_offload.manager.prefetch import Holds, Reason, ReloadScheduler
-from vllm_nvmeof_offload.manager.tiers import Targets, Tiers
+from vllm_nvmeof_offload.manager.load_or_recompute import Admission, Find, LoadTimes
+from vllm_nvmeof_offload.manager.store_threshold import StoreThreshold
+from vllm_nvmeof_offload.manager.target_choice import Targets
+from vllm_nvmeof_offload.manager.tiers import Tiers
 from vllm_nvmeof_offload.manager.types import CoreConfig, Source, StorePlan
 from vllm_nvmeof_offload.manager.writes import WriteBehind
 from vllm_nvmeof_offload.metrics import Counts, Series
@@ -45,11 +46,7 @@ from vllm_nvmeof_offload.protocol import (
     WriteCommand,
 )
 
-__all__ = ["CoreConfig", "ManagerCore", "Source", "StorePlan", "StoreThreshold"]
-
-
-#: Keys forgotten at a time, because finding the front of a dictionary is slow.
-_FORGET_BATCH = 1024
+__all__ = ["CoreConfig", "ManagerCore", "Source", "StorePlan"]
 #: The least number of keys whose sightings are counted; the default is the number of slots.
 _SIGHTINGS_MIN = 1 << 16
 _GENERATION_MASK = (1 << 64) - 1
@@ -57,41 +54,6 @@ _GENERATION_MASK = (1 << 64) - 1
 _READ_FIRST = frozenset({State.POOLED, State.FETCHING})
 # Look-ups are many, and an enum's member is looked up slowly.
 _CPU, _POOL = Source.CPU, Source.POOL
-
-
-class StoreThreshold:
-    """A chunk is stored on its n-th sighting, as with vLLM's own `store_threshold`.
-
-    A sighting is one offer for storage (`prepare_store`), which vLLM makes once per request for
-    each of its chunks, whether it computed the chunk or found it in GPU memory; look-ups do not
-    count, and a reset forgets nothing. At most `keys_max` keys and 1023 more are counted; the
-    least recently seen are forgotten. Threshold 1 keeps no table.
-    """
-
-    def __init__(self, threshold: int, keys_max: int) -> None:
-        assert threshold >= 1
-        self._threshold = threshold
-        self._keys_max = keys_max
-        # Least recently seen first. Bytes and ints: the garbage collector does not track it.
-        self._counts: dict[bytes, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._counts)
-
-    def see(self, keys: Iterable[bytes]) -> None:
-        """Each of `keys` was offered for storage."""
-        if self._threshold == 1:
-            return
-        counts = self._counts
-        for key in keys:
-            counts[key] = min(counts.pop(key, 0) + 1, self._threshold)
-        if len(counts) >= self._keys_max + _FORGET_BATCH:
-            for key in list(islice(counts, len(counts) - self._keys_max)):
-                del counts[key]
-
-    def reached(self, key: bytes) -> bool:
-        """Whether `key` has been seen often enough to be stored."""
-        return self._threshold == 1 or self._counts.get(key, 0) >= self._threshold
 
 
 class ManagerCore:

@@ -13,10 +13,10 @@ from vllm_nvmeof_offload.config import (
     check_fits,
     check_memory,
     check_targets,
-    chunk_blocks,
     judge_access,
     parse_config,
 )
+from vllm_nvmeof_offload.copy.geometry import chunk_blocks
 from vllm_nvmeof_offload.manager.eviction import choose_policy
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.ownership import bytes_of_pools

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from vllm_nvmeof_offload.manager.admission import Admission, Decision, Find, Taken
+from vllm_nvmeof_offload.manager.load_or_recompute import Admission, Decision, Find, Taken
 from vllm_nvmeof_offload.manager.types import AdmissionConfig
 
 SLOT_BYTES = 1_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_nvmeof_offload.manager.admission import Taken
+from vllm_nvmeof_offload.manager.load_or_recompute import Taken
 
 from .test_admission import Clerk
 

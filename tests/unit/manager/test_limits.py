@@ -15,8 +15,8 @@ from vllm_nvmeof_offload.errors import (
     Outcome,
     io_error,
 )
-from vllm_nvmeof_offload.manager.admission import LoadLimits
 from vllm_nvmeof_offload.manager.core import Source
+from vllm_nvmeof_offload.manager.load_or_recompute import LoadLimits
 from vllm_nvmeof_offload.protocol import CancelCommand, OpReport
 
 from .bench import Bench, keys_of

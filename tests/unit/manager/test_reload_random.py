@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_nvmeof_offload.manager.prefetch import Reason
+from vllm_nvmeof_offload.manager.hold_and_prefetch import Reason
 
 from .bench import keys_of
 from .test_reload import CPU, POOL, Desk

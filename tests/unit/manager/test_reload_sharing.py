@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm_nvmeof_offload.manager.prefetch import Reason
+from vllm_nvmeof_offload.manager.hold_and_prefetch import Reason
 
 from .bench import keys_of
 from .test_reload import CPU, POOL, Desk

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_nvmeof_offload.manager.requests import StepMeter
+from vllm_nvmeof_offload.manager.prefill_rate import StepMeter
 
 
 class Engine:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_nvmeof_offload.manager.admission import Taken
+from vllm_nvmeof_offload.manager.load_or_recompute import Taken
 from vllm_nvmeof_offload.manager.requests import Attempt, Queue, WaitingRequests
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.protocol import CancelCommand, FetchCommand, RateReport

@@ -18,7 +18,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from vllm_nvmeof_offload.commands.size.model import LayerGroup, LayerKind, ModelShape
-from vllm_nvmeof_offload.config import OffloadConfig, chunk_blocks
+from vllm_nvmeof_offload.config import OffloadConfig
+from vllm_nvmeof_offload.copy.geometry import chunk_blocks
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
 from vllm_nvmeof_offload.units import GIB, parse_bytes, slot_stride_bytes

@@ -9,122 +9,23 @@ own requests.
 from __future__ import annotations
 
 import logging
-import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.errors import Outcome, OutcomeKind
 from vllm_nvmeof_offload.manager.adoption import Capacity
-from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
-from vllm_nvmeof_offload.manager.suspension import Suspension
+from vllm_nvmeof_offload.manager.core import ManagerCore
 from vllm_nvmeof_offload.metrics import (
-    CONFIG_LABELS,
-    GAUGES,
     Counts,
     Series,
-    first_counts,
 )
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.units import format_bytes
 
-__all__ = [
-    "PERIOD_S",
-    "FailureLog",
-    "MetricsCollector",
-    "config_labels",
-    "start_line",
-]
+__all__ = ["PERIOD_S", "FailureLog", "start_line"]
 
 logger = logging.getLogger(LOGGER_NAME)
-
-#: What a fallback's line begins with → the part that runs slower, where the two differ.
-_PARTS = {"io_uring registered": "registration"}
-_QUEUES = ("stream_slot", "read", "prefetch", "write")
-
-
-class MetricsCollector:
-    """Reads one core's counters and gauges. config: the values of `CONFIG_LABELS`."""
-
-    def __init__(
-        self,
-        core: ManagerCore,
-        suspension: Suspension,
-        hellos: Sequence[RankHello],
-        config: Mapping[str, str],
-    ) -> None:
-        self._core = core
-        self._suspension = suspension
-        self._zeros = first_counts(core.capacity.target_count)
-        self._counted: dict[Series, float] = {}  # as of the last `take_increases`
-        self._shown: dict[Series, float] = {}  # as of the last `take_gauges`
-        self._constant = self._constant_gauges(hellos, config)
-
-    def _constant_gauges(
-        self, hellos: Sequence[RankHello], config: Mapping[str, str]
-    ) -> dict[Series, float]:
-        core = self._core
-        gauges = Counts()
-        gauges["config_info", *(config[name] for name in CONFIG_LABELS)] = 1
-        for target, path in enumerate(hellos[0].targets):
-            gauges["target_info", str(target), path] = 1
-        for part in GAUGES["fallbacks"].labels[0].values:
-            gauges["fallbacks", part] = 0
-        for line in (line for hello in hellos for line in hello.fallbacks):
-            head = re.split("[→:]", line, maxsplit=1)[0]
-            gauges["fallbacks", _PARTS.get(head, head)] += 1
-        gauges["adoption_seconds"] = max(hello.adoption_s for hello in hellos)
-        gauges["stream_slots"] = sum(hello.stream_slots for hello in hellos)
-        gauges["slot_bytes"] = core.capacity.slot_bytes
-        cache_tokens = core.capacity.cache_slots * core.config.tokens_per_chunk
-        gauges["capacity_tokens", "cpu"] = cache_tokens
-        return gauges
-
-    def take_increases(self) -> dict[Series, float]:
-        """Counters' increases since the last call; the first has every series, if only as 0."""
-        counts, before = self._core.counters, self._counted
-        increases, self._zeros = self._zeros, {}
-        for series, count in counts.items():
-            if count != before.get(series, 0):
-                increases[series] = count - before.get(series, 0)
-        self._counted = dict(counts)
-        return increases
-
-    def take_gauges(self, *, unchanged_too: bool = False) -> dict[Series, float]:
-        """Gauges that have changed since the last call, or all of them."""
-        before, self._shown = self._shown, self._gauges()
-        if unchanged_too:
-            return self._shown
-        return {s: value for s, value in self._shown.items() if before.get(s) != value}
-
-    def _gauges(self) -> dict[Series, float]:
-        core = self._core
-        gauges: dict[Series, float] = {
-            series: value
-            for series, value in {**core.gauges(), **core.learned()}.items()
-            if (series if isinstance(series, str) else series[0]) in GAUGES
-        }
-        pool_tokens = gauges["pool_slots"] * core.config.tokens_per_chunk
-        gauges["capacity_tokens", "pool"] = pool_tokens
-        by_target: tuple[tuple[str, Sequence[float]], ...] = (
-            ("target_verdict", core.targets.worst_verdicts()),
-            ("target_read_bytes_per_second", core.targets.read_rates),
-            ("target_write_bytes_per_second", core.targets.write_rates),
-        )
-        for name, values in by_target:
-            for target, value in enumerate(values):
-                gauges[name, str(target)] = value
-        levels = core.levels.values()
-        gauges["stores_suspended"] = len(self._suspension)
-        gauges["stream_slots_used"] = sum(one.stream_slots_used for one in levels)
-        for queue in _QUEUES:
-            waiting = sum(getattr(one, f"{queue}_waiting") for one in levels)
-            gauges["queued_operations", queue] = waiting
-        gauges["operations_in_flight", "load"] = sum(one.reads_in_flight for one in levels)
-        gauges["operations_in_flight", "store"] = sum(one.writes_in_flight for one in levels)
-        gauges.update(self._constant)
-        return gauges
 
 
 def start_line(hellos: Sequence[RankHello], core: ManagerCore) -> str:
@@ -156,22 +57,6 @@ def start_line(hellos: Sequence[RankHello], core: ManagerCore) -> str:
     if reasons:
         parts.append(f"NOTHING IS ADOPTED: {'; '.join(reasons)}")
     return "; ".join(parts)
-
-
-def config_labels(hellos: Sequence[RankHello], policies: CoreConfig) -> dict[str, str]:
-    """The values of `CONFIG_LABELS` on rank 0; the start line has what differs on other ranks."""
-    first = hellos[0]
-    return {
-        "version": __version__,
-        "io_engine": first.io_engine,
-        "copy_engine": first.copy_engine,
-        "eviction_policy": policies.eviction_policy,
-        "write_policy": policies.write_policy.value,
-        "admission": "auto" if policies.admission.automatic else "always",
-        "keyspace": first.keyspace,
-        "engine_index": str(first.engine_index),
-        "adopts": "no" if any(hello.volatile for hello in hellos) else "yes",
-    }
 
 
 def _pool(first: RankHello, capacity: Capacity, tokens_per_chunk: int, ranks: int) -> str:

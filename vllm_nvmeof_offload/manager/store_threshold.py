@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores a chunk only once it was looked up often enough. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+
+__all__ = ["StoreThreshold"]
+
+
+#: Keys forgotten at a time, because finding the front of a dictionary is slow.
+_FORGET_BATCH = 1024
+
+
+class StoreThreshold:
+    """A chunk is stored on its n-th sighting, as with vLLM's own `store_threshold`.
+
+    A sighting is one offer for storage (`prepare_store`), which vLLM makes once per request for
+    each of its chunks, whether it computed the chunk or found it in GPU memory; look-ups do not
+    count, and a reset forgets nothing. At most `keys_max` keys and 1023 more are counted; the
+    least recently seen are forgotten. Threshold 1 keeps no table.
+    """
+
+    def __init__(self, threshold: int, keys_max: int) -> None:
+        assert threshold >= 1
+        self._threshold = threshold
+        self._keys_max = keys_max
+        # Least recently seen first. Bytes and ints: the garbage collector does not track it.
+        self._counts: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def see(self, keys: Iterable[bytes]) -> None:
+        """Each of `keys` was offered for storage."""
+        if self._threshold == 1:
+            return
+        counts = self._counts
+        for key in keys:
+            counts[key] = min(counts.pop(key, 0) + 1, self._threshold)
+        if len(counts) >= self._keys_max + _FORGET_BATCH:
+            for key in list(islice(counts, len(counts) - self._keys_max)):
+                del counts[key]
+
+    def reached(self, key: bytes) -> bool:
+        """Whether `key` has been seen often enough to be stored."""
+        return self._threshold == 1 or self._counts.get(key, 0) >= self._threshold
