@@ -30,6 +30,7 @@ from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.format import LOCK_FILE
 
 __all__ = [
+    "ENDING_WAIT_S_MAX",
     "HEARTBEAT_PERIOD_S",
     "HEARTBEAT_STALE_S",
     "POLL_S",
@@ -41,6 +42,7 @@ __all__ = [
     "Silence",
     "UnsettledError",
     "foreign_holder_error",
+    "is_ending",
     "local_holder_error",
     "probe_lock",
     "read_holder",
@@ -57,6 +59,9 @@ HEARTBEAT_STALE_S = 30.0
 SILENCE_S = HEARTBEAT_PERIOD_S + 1.0
 #: Interval at which a claim looks again at what it waits for.
 POLL_S = 0.05
+#: How long a start waits for a killed process that is still blocked in the kernel.
+ENDING_WAIT_S_MAX = 30.0
+_SIGKILL_BIT = 1 << 8
 _RECORD_BYTES = 512
 
 _T = TypeVar("_T")
@@ -210,6 +215,24 @@ class DirectoryLock:
                 "lock %s is left as it is (%s): the next start takes it over", self.path, reason
             )
         self.abandon()
+
+
+def is_ending(pid: int, proc: Path = Path("/proc")) -> bool:
+    """Return whether process `pid` exists, but was killed or has lost its first thread.
+
+    In a container `pid` may be the number of another process than was meant; then a claim waits
+    once, and goes on.
+    """
+    try:
+        # The name of a process may be any bytes.
+        status = (proc / str(pid) / "status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    facts = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    if facts.get("State", "").strip()[:1] in ("Z", "X"):
+        return True
+    pending = int(facts.get("SigPnd", "0"), 16) | int(facts.get("ShdPnd", "0"), 16)
+    return bool(pending & _SIGKILL_BIT)
 
 
 def foreign_holder_error(path: Path, holder: Holder, age_s: float) -> PoolLockedError:

@@ -31,12 +31,14 @@ from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, LOCK_FILE
 from vllm_nvmeof_offload.pool.heartbeat import Heartbeat
 from vllm_nvmeof_offload.pool.lock import (
+    ENDING_WAIT_S_MAX,
     POLL_S,
     DirectoryLock,
     Holder,
     Silence,
     UnsettledError,
     foreign_holder_error,
+    is_ending,
     local_holder_error,
     probe_lock,
     read_holder,
@@ -57,7 +59,6 @@ __all__ = [
     "bytes_of_pools",
     "give_to_owner",
     "hold",
-    "is_ending",
     "one_at_a_time",
     "read_owner",
 ]
@@ -71,8 +72,6 @@ _OWNER_BYTES = 256
 #: A claim waits this long for another claim, and this long for a holder that is ending: its
 #: device may never answer.
 CLAIM_WAIT_S_MAX = 30.0
-ENDING_WAIT_S_MAX = 30.0
-_SIGKILL_BIT = 1 << 8
 
 
 @dataclass(frozen=True)
@@ -345,24 +344,6 @@ def _ending_holder(instances: Sequence[Path]) -> Path | None:
         if holder is not None and holder.shares_kernel_with(me) and is_ending(holder.pid):
             return rank
     return None
-
-
-def is_ending(pid: int, proc: Path = Path("/proc")) -> bool:
-    """Return whether process `pid` exists, but was killed or has lost its first thread.
-
-    In a container `pid` may be the number of another process than was meant; then a claim waits
-    once, and goes on.
-    """
-    try:
-        # The name of a process may be any bytes.
-        status = (proc / str(pid) / "status").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False
-    facts = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-    if facts.get("State", "").strip()[:1] in ("Z", "X"):
-        return True
-    pending = int(facts.get("SigPnd", "0"), 16) | int(facts.get("ShdPnd", "0"), 16)
-    return bool(pending & _SIGKILL_BIT)
 
 
 @contextlib.contextmanager
