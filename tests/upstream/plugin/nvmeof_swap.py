@@ -41,7 +41,7 @@ class QuietWorker:
 
     has_reports = False
 
-    def obey(self, commands: Any) -> None:
+    def apply(self, commands: Any) -> None:
         assert not commands, "a core that holds nothing has commanded something"
 
     def take_reports(self) -> tuple[list[Any], Counter[str]]:
