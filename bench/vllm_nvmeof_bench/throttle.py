@@ -83,7 +83,7 @@ def device_of(path: Path, root: Path = ROOT) -> str:
     root: where /sys and /proc are looked for.
 
     Raises:
-        ThrottleError: it lies on no disk (tmpfs, overlay, a network file system).
+        ThrottleError: no disk is below it (tmpfs, overlay, a network file system).
     """
     number = os.stat(path).st_dev
     name = f"{os.major(number)}:{os.minor(number)}"

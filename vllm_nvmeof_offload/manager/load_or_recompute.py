@@ -1,35 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission: load what the pool has, or compute it again, whichever is sooner. Pure.
+"""Admission: load the chunks that the pool has, or compute them again, whichever is faster. Pure.
 
-Decided per attempt, for the whole length that was found (protocol, rule 10): load everything,
-or only the leading chunks that the CPU tier has. Those are always loaded: pinned memory is many
-times faster than any model, and loading keeps the model free for others.
+Admission decides per attempt, for the whole length that was found (protocol, rule 10): load
+everything, or only the leading chunks that the CPU tier has. Those are always loaded, because
+pinned memory is many times faster than any model, and loading keeps the model free for others.
 
-Reading takes an overhead and the bytes of the busiest target over its read rate, what other
-loads still read there included; computing takes the tokens over the prefill rate. The rates
-are measured elsewhere (`targets`, `steps`) or pinned; the overhead is learned here, from what
-loads took beyond their bytes.
+Reading takes an overhead plus the bytes of the busiest target over its read rate, including the
+bytes that other loads still read there; computing takes the tokens over the prefill rate. The
+rates are measured elsewhere (`target_choice`, `prefill_rate`) or pinned. The overhead is learned
+here, from the time by which loads exceeded their bytes. While the model computes others' prompts,
+it would not have computed this one, and a step that fills the processors slows the load itself:
+that time does not count against loading.
 
-An estimate that nothing confirms loses its weight: after `_HALF_LIFE_S` without a sample a
-read counts as half as long. So an estimate that is wrong cannot keep the pool switched off;
-and where nothing is read for a load, a few chunks are read in the background, which brings
-samples. What takes much longer than computing would have taken is cut off (`limit_s`).
+An estimate that no sample confirms loses its weight: after `_HALF_LIFE_S` a read counts as half as
+long, so a wrong estimate cannot keep the pool switched off. While no load reads the pool, a few
+chunks are read in the background, which brings samples.
 
 A load that was cut off, or took clearly longer than computing would have, is believed at once:
-any load counts as so long, until a probe comes whole. After the next one two must, then four,
-and half as many again for each load that went well. So a pool that hangs now and then, or that is
-fast for a few chunks alone, is given up for as long as it costs more than it saves.
+every load is assumed to take that long until a probe succeeds. Each further bad load doubles the
+number of probes required; each good one halves it. So a pool that hangs now and then, or that is
+fast only for a few chunks, is given up for as long as it costs more than it saves.
 
-Loads that may take only so long: when each began in the workers, and which are overdue.
-
-A load is handed to the workers with its step, and begins when that step's work is done; its
-time runs from there, for until then computing could not have begun either.
-
-How long loads take: what they have yet to read, which are overdue, what admission learns.
-
-Admission learns how long a load kept its request waiting beyond what the model had to do anyway.
-While others' prompts are computed, this one would not have been, and a step that fills the
-processors slows the load itself: that time is no reason to compute the next time.
+A load that takes much longer than computing would is cut off (`limit_s`). A load is sent to the
+workers with its step and begins when the work of that step is done; its clock starts then, because
+computing could not have started earlier.
 """
 
 from __future__ import annotations
@@ -53,11 +47,11 @@ __all__ = [
 ]
 
 
-#: How many times sooner loading must be for the pool to be taken up again. It is given up as
-#: soon as computing is sooner: a server must not be slower than without offloading.
+#: How many times faster loading must be for the pool to be used again. It is given up as soon as
+#: computing is faster, because a server must not be slower than without offloading.
 _HYSTERESIS = 1.25
-#: A load that took so many times what computing takes went badly, if it lost that much at least:
-#: of what is shorter the learned overhead takes care.
+#: A load was bad if it took this many times as long as computing, and lost at least this many
+#: seconds; the learned overhead accounts for smaller losses.
 _REGRET = 1.25
 _REGRET_S_MIN = 0.05
 _HALF_LIFE_S = 30.0
@@ -196,7 +190,7 @@ class Admission:
         self._sampled_s = self._clock()
 
     def _is_regretted(self, load: Taken, seconds: float) -> bool:
-        """Whether computing would have been clearly sooner."""
+        """Whether computing would have been clearly faster."""
         tokens_per_s = self.tokens_per_s
         if load.probe or not tokens_per_s:
             return False
@@ -283,7 +277,7 @@ _READ = frozenset({OutcomeKind.OK, OutcomeKind.CHECKSUM_MISMATCH, OutcomeKind.ST
 
 
 class LoadTimes:
-    """Of one core, which tells it of each load, from its plan to its end."""
+    """Times the loads of one core, from the plan of each to its end."""
 
     def __init__(
         self, tiers: Tiers, ledger: Ledger, admission: Admission, clock: Callable[[], float]
@@ -304,7 +298,7 @@ class LoadTimes:
             self.limits.planned(op.number, limit_s)
 
     def loaded(self, op: Op) -> None:
-        """Every rank has said what came of the load."""
+        """Take in a load whose outcome every rank has reported."""
         was_cut = self.limits.over(op.number)
         for slot in op.pool_slots:
             if slot is not None:
@@ -323,7 +317,7 @@ class LoadTimes:
                 read[self._tiers.pool.lane(slot)] += 1
             elif kind is OutcomeKind.DEADLINE or (was_cut and kind is OutcomeKind.CANCELLED):
                 missed += 1
-        if missed or any(read):  # what failed at once says nothing of time
+        if missed or any(read):  # a load that failed at once has no meaningful time
             queued = op.queued or [0] * len(read)
             seconds = max(0.0, op.seconds - (self._ledger.prompts_s() - op.prompts_s))
             self._admission.took(Taken(seconds, read, queued, missed, probe=op.probe))

@@ -37,7 +37,7 @@ __all__ = ["LOGPROB_TOLERANCE", "SPEEDUP_MIN", "Comparison", "Report", "compare"
 #: as the same. Float32 sums in another order (other batches, other chunks of a prompt) were
 #: seen to move it by up to 5e-5; KV of another token moves it by whole units.
 LOGPROB_TOLERANCE = 1e-3
-#: A returning conversation must reach its first token this many times sooner than a cold one.
+#: A returning conversation must reach its first token this many times faster than a cold one.
 SPEEDUP_MIN = 3.0
 #: Below this share of distinct 3-grams an answer counts as a loop, which would hide wrong KV.
 DISTINCT_RATIO_MIN = 0.5

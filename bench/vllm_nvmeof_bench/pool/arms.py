@@ -13,6 +13,7 @@ once, so that a block's time in it would be its place in the queue, and is left 
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import hashlib
 import inspect
@@ -84,22 +85,22 @@ class Job:
     blocks: Sequence[int]
 
 
-class Arm:
+class Arm(abc.ABC):
     """One contestant at one block size. Without files and threads there is nothing to tidy."""
 
+    @abc.abstractmethod
     def measure(self, kind: str) -> dict[str, Moved]:
         """Run one kind of measurement, prepared untimed; return the cases that it yields.
 
         Raises:
             BenchError: a transfer failed.
         """
-        raise NotImplementedError
 
     def tidy(self) -> bool:
         """Delete what is no longer used; True if the disk may be busy with that for a while."""
         return False
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - arms without threads and memory close nothing
         """Stop threads and release memory."""
 
 
@@ -690,7 +691,7 @@ def import_fs() -> Any:
 
 
 def describe_fs() -> dict[str, Any]:
-    """The active parts of the tier, for the conditions."""
+    """Name the parts of the tier that are in use, for the conditions."""
     manager = import_fs()
     from vllm.v1.kv_offload.tiering.fs import io as fs_io
 
@@ -727,7 +728,7 @@ class FsMover:
         self._generation = 0
         self._jobs = 0
         self._job_of: dict[int, int] = {}
-        #: The key under which each block lies on disk; of writes, from before they begin.
+        #: The key that names each block on disk; a write sets it before it begins.
         self._keys: dict[int, bytes] = {}
         self._new_keys: dict[int, bytes] = {}
         self._stale: list[bytes] = []
