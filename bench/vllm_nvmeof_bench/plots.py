@@ -15,10 +15,26 @@ from vllm_nvmeof_bench.results import BenchError, Spread, size_name
 from vllm_nvmeof_bench.tables import machine_in, vllm_in
 
 __all__ = [
-    "BLACK", "BLUE", "GREEN", "GREY", "ORANGE", "PINK", "RED", "SKY", "Style", "bars", "finish",
-    "legend_below", "line", "picture", "pyplot", "save", "size_axis", "where_measured",
+    "BLACK",
+    "BLUE",
+    "GREEN",
+    "GREY",
+    "ORANGE",
+    "PINK",
+    "RED",
+    "SKY",
+    "Style",
+    "bars",
+    "finish",
+    "legend_below",
+    "line",
+    "picture",
+    "pyplot",
+    "save",
+    "size_axis",
+    "where_measured",
     "whiskers",
-]  # fmt: skip
+]
 
 #: Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"

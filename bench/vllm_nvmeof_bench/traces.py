@@ -41,9 +41,16 @@ from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.settings import option
 
 __all__ = [
-    "TRACE_HELP", "Pace", "Request", "Session", "Trace", "in_order", "read_trace", "thinking_s",
+    "TRACE_HELP",
+    "Pace",
+    "Request",
+    "Session",
+    "Trace",
+    "in_order",
+    "read_trace",
+    "thinking_s",
     "virtual",
-]  # fmt: skip
+]
 
 Ids = npt.NDArray[np.int64]
 #: Help of the argument that names a trace.

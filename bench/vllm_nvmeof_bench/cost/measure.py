@@ -71,9 +71,19 @@ from vllm_nvmeof_bench.settings import check_names, check_positive, option, reco
 from vllm_nvmeof_offload.units import GIB
 
 __all__ = [
-    "COMMANDS", "Client", "Fleet", "Settings", "Timed", "cpu_of_groups",
-    "extra_config", "plainly", "prompts_of", "run", "server_spec", "wait_until_quiet",
-]  # fmt: skip
+    "COMMANDS",
+    "Client",
+    "Fleet",
+    "Settings",
+    "Timed",
+    "cpu_of_groups",
+    "extra_config",
+    "plainly",
+    "prompts_of",
+    "run",
+    "server_spec",
+    "wait_until_quiet",
+]
 
 _ARMS_DEFAULT = (BASE, OURS, PROMPT_ONLY)
 _BLOCK_TOKENS = 32

@@ -60,9 +60,17 @@ from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
 
 __all__ = [
-    "ARMS", "COMMANDS", "GpuRig", "Settings", "conditions_of", "measure_copies", "measure_crc",
-    "measure_disk", "measure_loops", "measure_sweep",
-]  # fmt: skip
+    "ARMS",
+    "COMMANDS",
+    "GpuRig",
+    "Settings",
+    "conditions_of",
+    "measure_copies",
+    "measure_crc",
+    "measure_disk",
+    "measure_loops",
+    "measure_sweep",
+]
 
 #: What is measured unless parts are named.
 _USUAL_PARTS = ("transfer", "few", "model", "both", "submit", "loops", "disk")

@@ -12,8 +12,17 @@ from dataclasses import dataclass
 from vllm_nvmeof_offload.commands.size.report import DATA24
 
 __all__ = [
-    "COPY", "COST", "HITS", "LATENCY", "POOL", "REPLAY", "TIER", "TTFT", "TURNS", "Published"
-]  # fmt: skip
+    "COPY",
+    "COST",
+    "HITS",
+    "LATENCY",
+    "POOL",
+    "REPLAY",
+    "TIER",
+    "TTFT",
+    "TURNS",
+    "Published",
+]
 
 _BLOG = (
     "vLLM's blog, “Inside vLLM's New Offloading Connector” (Or Ozeri, Danny Harnik; "

@@ -56,9 +56,18 @@ from vllm_nvmeof_bench.tables import (
 )
 
 __all__ = [
-    "BENCHES", "HitSample", "TtftSample", "TurnSample", "changed", "found_in", "ratio_of_hits",
-    "ratio_of_ttft", "ratio_of_turns", "rivals", "turns_of",
-]  # fmt: skip
+    "BENCHES",
+    "HitSample",
+    "TtftSample",
+    "TurnSample",
+    "changed",
+    "found_in",
+    "ratio_of_hits",
+    "ratio_of_ttft",
+    "ratio_of_turns",
+    "rivals",
+    "turns_of",
+]
 
 #: Ours, and the peer with the same bytes of CPU memory on the same storage.
 _RIVALS = (("full", "peer_full"), ("pool", "peer"), ("target", "peer_target"))
