@@ -8,8 +8,6 @@ import os
 import resource
 from collections.abc import Iterator
 
-__all__ = ["numbers_from"]
-
 _ROOM = 256
 
 

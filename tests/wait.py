@@ -7,8 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["wait_until"]
-
 
 def wait_until(what: str, condition: Callable[[], bool], limit_s: float = 120.0) -> None:
     """Poll `condition`, leaving the processor to those it waits for."""

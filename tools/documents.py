@@ -6,8 +6,6 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-__all__ = ["Document", "item"]
-
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
 _END = "<!-- end -->"
 

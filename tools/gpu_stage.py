@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-__all__ = ["Ended", "pack", "run_stage"]
-
 _TAIL_LINES = 14
 #: A process that the driver holds in the kernel cannot be killed: the next stage runs beside it.
 _KILL_S_MAX = 10.0

@@ -12,8 +12,6 @@ import re
 import struct
 from dataclasses import dataclass
 
-__all__ = ["thin"]
-
 _MAGIC = struct.pack("<I", 0xBA55ED50)
 #: A fat binary's header: magic, version, bytes of this header, bytes after it.
 _HEADER = struct.Struct("<IHHQ")

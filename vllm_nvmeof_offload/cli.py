@@ -15,8 +15,6 @@ from vllm_nvmeof_offload.commands.doctor.cli import doctor
 from vllm_nvmeof_offload.commands.pool.cli import pool_app
 from vllm_nvmeof_offload.commands.size.cli import size
 
-__all__ = ["app"]
-
 app = typer.Typer(
     help="KV-cache offloading for vLLM: pinned CPU memory and a file pool on NVMe-oF.",
     no_args_is_help=True,

@@ -34,23 +34,6 @@ from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.names import SPEC_MODULE, SPEC_NAME
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, PAGE_BYTES, format_bytes, parse_bytes
 
-__all__ = [
-    "ALLOW_FAULTS",
-    "ENV_PREFIX",
-    "OffloadConfig",
-    "Replica",
-    "TargetInfo",
-    "check_fits",
-    "check_memory",
-    "check_targets",
-    "default_staging_bytes",
-    "default_target",
-    "describe_keys",
-    "judge_access",
-    "parse_config",
-    "resolve_pool_bytes",
-]
-
 ENV_PREFIX = "VLLM_NVMEOF_"
 #: Required beside the key `fault_injection`, and read from the environment only, so that one slip
 #: does not turn faults on.

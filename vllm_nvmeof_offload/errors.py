@@ -19,27 +19,6 @@ import errno as _errno
 import os
 from dataclasses import dataclass
 
-__all__ = [
-    "CANCELLED",
-    "CHECKSUM_MISMATCH",
-    "DEADLINE",
-    "ERRORS",
-    "OK",
-    "STALE",
-    "ConfigError",
-    "EngineError",
-    "ErrorMeaning",
-    "IntegrationError",
-    "OffloadError",
-    "Outcome",
-    "OutcomeKind",
-    "PoolError",
-    "PoolFormatError",
-    "PoolLockedError",
-    "Scope",
-    "io_error",
-]
-
 
 class OffloadError(Exception):
     """Base of every exception that this package raises on purpose."""

@@ -12,19 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
-__all__ = [
-    "CONFIG_LABELS",
-    "COUNTERS",
-    "GAUGES",
-    "METRICS",
-    "PREFIX",
-    "Counts",
-    "Metric",
-    "Series",
-    "exported",
-    "first_counts",
-]
-
 PREFIX = "vllm:nvmeof_"
 
 #: One series of a metric: the metric's name; if it has labels, the name and the labels' values.

@@ -1,16 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names under which vLLM finds us."""
 
-__all__ = [
-    "BACKEND",
-    "CONNECTOR_MODULE",
-    "CONNECTOR_NAME",
-    "LOGGER_NAME",
-    "SPEC_MODULE",
-    "SPEC_NAME",
-    "STOCK_CONNECTOR_NAME",
-]
-
 BACKEND = "nvmeof"
 CONNECTOR_NAME = "NVMeoFOffloadingConnector"
 CONNECTOR_MODULE = "vllm_nvmeof_offload.connector"

@@ -23,30 +23,6 @@ import numpy.typing as npt
 
 from vllm_nvmeof_offload.errors import Outcome
 
-__all__ = [
-    "VERDICTS",
-    "AdoptedEntries",
-    "CancelCommand",
-    "Command",
-    "FetchCommand",
-    "LevelReport",
-    "LoadChunk",
-    "LoadCommand",
-    "OpKind",
-    "OpReport",
-    "RankHello",
-    "RateReport",
-    "ReleaseReport",
-    "Report",
-    "ResetCommand",
-    "SlotIdentity",
-    "StoreChunk",
-    "StoreCommand",
-    "Urgency",
-    "VerdictReport",
-    "WriteCommand",
-]
-
 
 class OpKind(enum.Enum):
     """The command that an op is."""

@@ -27,14 +27,6 @@ import numpy as np
 
 from vllm_nvmeof_offload.units import GIB, MIB
 
-__all__ = [
-    "Staging",
-    "StagingMap",
-    "populate",
-    "prefer_node",
-    "split_slots",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class StagingMap:

@@ -9,22 +9,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = [
-    "GIB",
-    "HEADER_BYTES",
-    "KIB",
-    "MIB",
-    "PAGE_BYTES",
-    "TIB",
-    "align_up",
-    "format_bytes",
-    "human_bytes",
-    "human_seconds",
-    "parse_bytes",
-    "slot_stride_bytes",
-]
-
-
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30

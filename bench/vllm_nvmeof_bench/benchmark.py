@@ -19,8 +19,6 @@ from rich.table import Table
 from vllm_nvmeof_bench.results import BenchError, Goal, load, missed
 from vllm_nvmeof_bench.tables import goals_table, show
 
-__all__ = ["PACKAGES", "RENAMED", "Benchmark", "Command", "benchmark", "command"]
-
 _PACKAGE = "vllm_nvmeof_bench"
 #: Command → the package of the benchmark.
 PACKAGES = {

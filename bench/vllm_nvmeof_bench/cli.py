@@ -22,8 +22,6 @@ from vllm_nvmeof_bench.results import BenchError, name_in
 from vllm_nvmeof_bench.settings import Option, option_of
 from vllm_nvmeof_offload.errors import OffloadError
 
-__all__ = ["bench_app"]
-
 _REPORT = "-report"
 
 Plot = Annotated[Path | None, typer.Option(help="Also draw them: a PNG file; needs matplotlib.")]

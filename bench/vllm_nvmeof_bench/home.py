@@ -17,8 +17,6 @@ from pathlib import Path
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_offload.units import format_bytes
 
-__all__ = ["drop_logs", "home_in", "quiet_interpreter", "sync_file_system"]
-
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

@@ -23,8 +23,6 @@ from vllm_nvmeof_offload.manager.adoption import agree
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.protocol import AdoptedEntries, OpReport, RankHello
 
-__all__ = ["measure_manager"]
-
 KEY_BYTES = 36  # vLLM's: a SHA-256 and a group number
 CACHE_SLOTS = 4096
 BATCH = 64  # chunks of one store

@@ -14,28 +14,6 @@ from typing import Any
 from vllm_nvmeof_bench.results import BenchError, Spread, size_name
 from vllm_nvmeof_bench.tables import machine_in, vllm_in
 
-__all__ = [
-    "BLACK",
-    "BLUE",
-    "GREEN",
-    "GREY",
-    "ORANGE",
-    "PINK",
-    "RED",
-    "SKY",
-    "Style",
-    "bars",
-    "finish",
-    "legend_below",
-    "line",
-    "picture",
-    "pyplot",
-    "save",
-    "size_axis",
-    "where_measured",
-    "whiskers",
-]
-
 #: Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 RED, PINK, GREY, BLACK = "#D55E00", "#CC79A7", "#999999", "#000000"

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-__all__ = ["OnProgress", "progress", "unheard"]
-
 #: (measurements done, of how many, what comes next)
 OnProgress = Callable[[int, int, str], None]
 

@@ -20,32 +20,6 @@ from typing import Any, TypeVar
 
 from vllm_nvmeof_offload.units import format_bytes
 
-__all__ = [
-    "PERCENTILES_FROM",
-    "BenchError",
-    "Figure",
-    "Goal",
-    "Spread",
-    "at_least",
-    "at_most",
-    "distinct",
-    "dump",
-    "load",
-    "mean",
-    "median",
-    "median_of",
-    "missed",
-    "name_in",
-    "paired",
-    "percentile",
-    "ratio_of_medians",
-    "select",
-    "size_name",
-    "spread_of",
-    "values_of",
-    "worst",
-]
-
 SCHEMA = 1
 _DIGITS = 6
 #: From so many values on a spread is p5 to p95; of fewer it is the smallest to the largest.

@@ -18,8 +18,6 @@ from typing import Any
 from vllm_nvmeof_bench.results import BenchError, size_name
 from vllm_nvmeof_offload.units import parse_bytes
 
-__all__ = ["Option", "check_names", "check_positive", "option", "recorded", "size_option"]
-
 _KEY = "option"
 
 

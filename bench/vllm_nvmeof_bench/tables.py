@@ -18,22 +18,6 @@ from rich.text import Text
 
 from vllm_nvmeof_bench.results import Goal, median_of
 
-__all__ = [
-    "Column",
-    "arm_columns",
-    "disk_in",
-    "goals_table",
-    "load_in",
-    "machine_in",
-    "markdown",
-    "markdown_table",
-    "number",
-    "show",
-    "table",
-    "versions_in",
-    "vllm_in",
-]
-
 NOTHING = "–"
 _MARKDOWN_COLUMNS = 160
 _BULLET = "• "

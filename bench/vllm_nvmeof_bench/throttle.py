@@ -26,8 +26,6 @@ from typing import Self
 
 from vllm_nvmeof_offload.errors import OffloadError
 
-__all__ = ["Throttle", "ThrottleError", "device_of", "find_hierarchy", "processes_of"]
-
 #: Tests replace it: /proc, /sys and the cgroup file systems are found below it.
 ROOT = Path("/")
 _MOVE_ROUNDS_MAX = 20

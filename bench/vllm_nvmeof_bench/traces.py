@@ -40,18 +40,6 @@ import numpy.typing as npt
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.settings import option
 
-__all__ = [
-    "TRACE_HELP",
-    "Pace",
-    "Request",
-    "Session",
-    "Trace",
-    "in_order",
-    "read_trace",
-    "thinking_s",
-    "virtual",
-]
-
 Ids = npt.NDArray[np.int64]
 #: Help of the argument that names a trace.
 TRACE_HELP = "A folder of kv-cache-tester's *.json, or a *.jsonl of Mooncake's."

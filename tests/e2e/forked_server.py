@@ -24,8 +24,6 @@ from typing import Any
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 
-__all__ = ["ForkedServer", "can_be_forked"]
-
 _ROOT = Path(__file__).resolve().parents[2]
 _START_S = 120.0
 #: vLLM makes several processes of its API server, and their metrics' library must be told

@@ -14,8 +14,6 @@ from typing import Any
 from .loadspec import LoadSpec, OpEnd
 from .subject import run_load
 
-__all__ = ["LoadProcess"]
-
 REAP_S_MAX = 60.0
 _FORK = multiprocessing.get_context("fork")
 

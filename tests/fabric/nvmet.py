@@ -20,8 +20,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["HOST_NQN", "IO_QUEUES", "NQN", "PORT", "Fabric", "Timeouts", "run"]
-
 NQN = "nqn.2026-11.test.vllm-nvmeof:pool"
 HOST_ID = "11111111-2222-3333-4444-555555555555"
 HOST_NQN = f"nqn.2014-08.org.nvmexpress:uuid:{HOST_ID}"

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["render"]
-
 HEAD = """# What the pool does when its fabric fails
 
 Played by the real pool, engine and pipeline against the kernel's NVMe/TCP target and initiator

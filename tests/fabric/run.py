@@ -15,8 +15,6 @@ from tests.fabric.nvmet import Fabric
 from tests.fabric.scenarios import SCENARIOS
 from tests.fabric.stage import Stage
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Play one after the other; the result is written anew after each."""

@@ -16,8 +16,6 @@ from .child import LoadProcess
 from .loadspec import LoadSpec
 from .nvmet import Fabric, Timeouts, run
 
-__all__ = ["Stage"]
-
 LOOK_S = 0.1
 #: Of the guest's clock, which jumps while files are read from a busy outer machine.
 READY_S_MAX = 600.0

@@ -51,8 +51,6 @@ from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.runner import PipelineRunner
 
-__all__ = ["run_load"]
-
 PAYLOAD_BYTES = 124 * KIB
 CACHE_SLOTS = 24
 LOADS_MAX = 8

@@ -18,8 +18,6 @@ from tests.unit.copies.fake_cuda import MODEL_STREAM, FakeCuda
 from vllm_nvmeof_offload.copy.driver import Cuda
 from vllm_nvmeof_offload.copy.nvrtc import compile_kernels
 
-__all__ = ["Device", "HostDevice", "Memory", "StubDevice", "TorchDevice", "has_gpu"]
-
 #: About 0.2 s on a GPU of 2 GHz.
 _SLOW_CYCLES = 400_000_000
 

@@ -21,8 +21,6 @@ from vllm_nvmeof_offload.copy.select import Backend
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import HEADER_BYTES, slot_stride_bytes
 
-__all__ = ["LAYOUTS", "Layout", "Rig"]
-
 WAIT_S = 30.0
 
 

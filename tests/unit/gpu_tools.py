@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["ROOT", "tool"]
-
 ROOT = Path(__file__).resolve().parents[2]
 
 

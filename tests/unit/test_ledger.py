@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, DEADLINE, STALE
-from vllm_nvmeof_offload.manager.ledger import Ledger, OpKind
-from vllm_nvmeof_offload.protocol import OpReport, ReleaseReport
+from vllm_nvmeof_offload.manager.ledger import Ledger
+from vllm_nvmeof_offload.protocol import OpKind, OpReport, ReleaseReport
 
 _OUTCOMES = st.sampled_from([CANCELLED, CHECKSUM_MISMATCH, DEADLINE, STALE])
 _RANK = st.tuples(st.booleans(), st.lists(st.tuples(st.integers(0, 2), _OUTCOMES), max_size=3))

@@ -36,9 +36,9 @@ COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one says why.
 PRODUCT_FILES_MAX = 122
-PRODUCT_LINES_MAX = 24_300
+PRODUCT_LINES_MAX = 23_740
 BENCH_FILES_MAX = 62
-BENCH_LINES_MAX = 14_340
+BENCH_LINES_MAX = 14_040
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
 SLACK = 0.02
 

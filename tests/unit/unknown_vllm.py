@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CHANGES", "refuse"]
-
 
 def new_version() -> None:
     import vllm

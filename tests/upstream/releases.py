@@ -19,15 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "ReleaseDamagedError",
-    "ReleaseUnavailableError",
-    "Sdist",
-    "ask_index",
-    "cache_place",
-    "fetch",
-]
-
 _ASK_TIMEOUT_S = 60
 _READ_TIMEOUT_S = 60
 

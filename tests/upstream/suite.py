@@ -13,8 +13,6 @@ from pathlib import Path
 
 from tests.upstream.trees import Release
 
-__all__ = ["Outcome", "environment", "run"]
-
 _SUITE = "tests/v1/kv_connector/unit/offloading_connector"
 _PLUGIN = Path(__file__).parent / "plugin"
 #: They guard against a hang only: a busy machine is several times slower.

@@ -19,8 +19,6 @@ from pathlib import Path
 from tests.fabric.rig.packages import locked
 from tests.upstream.releases import Sdist, cache_place, fetch
 
-__all__ = ["Release", "installed_version", "release"]
-
 _SUITE = "tests/v1/kv_connector/unit/"
 #: Changes with what is unpacked, or how: the trees are then made anew.
 _EDITION = "1"

@@ -13,18 +13,6 @@ import numpy.typing as npt
 
 from vllm_nvmeof_offload.errors import Outcome
 
-__all__ = [
-    "DESCRIPTORS_MAX",
-    "CopyEngine",
-    "Descriptors",
-    "Direction",
-    "address_of",
-    "coalesce",
-    "gather",
-    "sides",
-]
-
-
 #: uint64[n, 3]: (KV cache address, staging address, bytes) of n pieces.
 Descriptors = npt.NDArray[np.uint64]
 

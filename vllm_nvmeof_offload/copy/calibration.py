@@ -46,14 +46,6 @@ from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.units import MIB
 
-__all__ = [
-    "CALIBRATION_BYTES_MAX",
-    "calibrate",
-    "calibrate_again",
-    "kept_or_measured",
-    "load_kernel",
-]
-
 pause = time.sleep
 logger = logging.getLogger(LOGGER_NAME)
 

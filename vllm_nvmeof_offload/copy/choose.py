@@ -24,8 +24,6 @@ from vllm_nvmeof_offload.fabric.machine import gpu_warnings
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.staging import StagingMap
 
-__all__ = ["KvDevice", "choose_copy_engine", "open_device"]
-
 logger = logging.getLogger(LOGGER_NAME)
 
 _AUTO = "auto"

@@ -43,18 +43,6 @@ from vllm_nvmeof_offload.errors import OK, Outcome, OutcomeKind
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.units import KIB, MIB
 
-__all__ = [
-    "BLOCKS_MAX",
-    "LAUNCH_BYTES_MAX",
-    "PART_BYTES_MAX",
-    "Copiers",
-    "CudaCopyEngine",
-    "DmaCopier",
-    "KernelCopier",
-    "Table",
-    "cut",
-]
-
 logger = logging.getLogger(LOGGER_NAME)
 
 _THREADS = 512

@@ -18,8 +18,6 @@ from typing import Any
 
 from vllm_nvmeof_offload.errors import EngineError
 
-__all__ = ["ORDER_ANY", "ORDER_STREAM", "Cuda", "CudaError", "CudaFacts"]
-
 #: CUmemcpySrcAccessOrder: the source is read in the stream's order, or at any time after the
 #: call, even before the stream gets there.
 ORDER_STREAM, ORDER_ANY = 1, 3

@@ -16,8 +16,6 @@ import numpy.typing as npt
 from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.copy.base import Descriptors
 
-__all__ = ["CacheTensor", "ChunkGeometry", "chunk_blocks"]
-
 _CHUNK_TOKENS_MAX = 256
 
 

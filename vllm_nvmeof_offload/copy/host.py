@@ -15,8 +15,6 @@ from collections.abc import Callable
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.errors import OK, Outcome
 
-__all__ = ["HostCopyEngine"]
-
 _memmove_address = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value
 assert _memmove_address is not None
 _SIGNATURE = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

@@ -17,15 +17,6 @@ from typing import TextIO
 
 from vllm_nvmeof_offload.errors import EngineError
 
-__all__ = [
-    "COPY_BLOCKS",
-    "cache_directory",
-    "compile_kernels",
-    "kernel_source",
-    "load_or_compile",
-    "replace_file",
-]
-
 #: File name of the kernel.
 COPY_BLOCKS = "copy_blocks.cu"
 

@@ -25,8 +25,6 @@ from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import MIB, format_bytes
 
-__all__ = ["REGISTERED_BYTES_MAX", "Readiness", "StagingPinning"]
-
 logger = logging.getLogger(LOGGER_NAME)
 
 REGISTERED_BYTES_MAX = 256 * MIB

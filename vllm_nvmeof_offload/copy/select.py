@@ -15,21 +15,6 @@ import numpy as np
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.units import KIB
 
-__all__ = [
-    "COUNTS",
-    "FRAGMENT_BYTES",
-    "KERNEL_MARGIN",
-    "OVERLAP_BYTES_MAX",
-    "Backend",
-    "Cell",
-    "Selector",
-    "best_of",
-    "dump_cells",
-    "grid",
-    "missing_cells",
-    "parse_cells",
-]
-
 #: The table's grid: powers of two, so that the nearest one is a rounding away.
 FRAGMENT_BYTES = tuple(KIB << k for k in range(2, 9))  # 4 KiB … 256 KiB
 COUNTS = (4, 16, 64, 256, 1024)

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from vllm_nvmeof_offload.fabric.sysfs import block_stack, device_of_mount, namespace_at, read_text
 from vllm_nvmeof_offload.fabric.topology import ABSENT, ControllerState, Mount, TargetFabric
 
-__all__ = ["MOUNTINFO", "discover", "mount_of", "parse_mountinfo", "read_mounts", "read_states"]
-
 MOUNTINFO = "/proc/self/mountinfo"
 _OCTAL = re.compile(r"\\([0-7]{3})")
 _DEVICE = re.compile(r"^[0-9]+:[0-9]+$")

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Finding", "Severity", "worst"]
-
 
 class Severity(enum.IntEnum):
     """From good to bad. The value is the exit code of a command that found it."""

@@ -16,16 +16,6 @@ from vllm_nvmeof_offload.fabric.findings import Finding, Severity
 from vllm_nvmeof_offload.fabric.sysfs import children, read_number, read_text
 from vllm_nvmeof_offload.fabric.topology import PcieLink
 
-__all__ = [
-    "Gpu",
-    "Machine",
-    "gpu_warnings",
-    "judge_gpus",
-    "parse_cpus",
-    "read_gpus",
-    "read_machine",
-]
-
 #: GT/s per lane of each PCIe generation.
 _SPEEDS = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0, 7: 128.0}
 #: GPUs with little work are in this or a higher performance state; their link may sleep too.

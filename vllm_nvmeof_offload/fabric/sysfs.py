@@ -25,16 +25,6 @@ from vllm_nvmeof_offload.fabric.topology import (
     Subsystem,
 )
 
-__all__ = [
-    "block_stack",
-    "children",
-    "device_of_mount",
-    "namespace_at",
-    "read_number",
-    "read_pcie_link",
-    "read_text",
-]
-
 #: No attribute is longer than a page.
 _BYTES_MAX = 4096
 _PCI_ADDRESS = re.compile(r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")

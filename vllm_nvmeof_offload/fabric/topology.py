@@ -10,23 +10,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = [
-    "ABSENT",
-    "LIVE",
-    "OFF",
-    "OPTIMIZED",
-    "BlockDevice",
-    "Controller",
-    "ControllerState",
-    "Mount",
-    "Namespace",
-    "Path",
-    "PcieLink",
-    "QueueLimits",
-    "Subsystem",
-    "TargetFabric",
-]
-
 LIVE = "live"
 OPTIMIZED = "optimized"
 #: State of a controller that has no directory in sysfs any more.

@@ -33,19 +33,6 @@ from vllm_nvmeof_offload.protocol import SlotIdentity, Urgency
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.pool.pool import Pool
 
-__all__ = [
-    "Completion",
-    "IoEngine",
-    "IoKind",
-    "IoLimits",
-    "IoOp",
-    "NoIoEngine",
-    "Waker",
-    "allowed_cpus",
-    "reset_pool",
-    "unbind_this_thread",
-]
-
 
 class IoKind(enum.Enum):
     READ_SLOT = "read_slot"

@@ -24,8 +24,6 @@ from vllm_nvmeof_offload.units import format_bytes
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.pool.pool import Pool
 
-__all__ = ["choose_io_engine", "explain_denial"]
-
 logger = logging.getLogger(LOGGER_NAME)
 
 

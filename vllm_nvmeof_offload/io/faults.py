@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
     from vllm_nvmeof_offload.pool.pool import Pool
 
-__all__ = ["KNOBS", "FaultPlan", "FaultyIoEngine"]
-
 logger = logging.getLogger(LOGGER_NAME)
 
 #: knob → effect.

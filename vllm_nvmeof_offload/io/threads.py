@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from vllm_nvmeof_offload.pool.pool import Pool
     from vllm_nvmeof_offload.protocol import SlotIdentity
 
-__all__ = ["OpState", "Queues", "SlotFiles", "ThreadsIoEngine", "read_slot", "write_slot"]
-
 
 class SlotFiles(NamedTuple):
     """A pool slot with the descriptors and byte offsets of its slab and table entry.

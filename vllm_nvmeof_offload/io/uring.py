@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from vllm_nvmeof_offload.pool.format import Stamp
     from vllm_nvmeof_offload.pool.pool import Pool
 
-__all__ = ["UringDeniedError", "UringIoEngine"]
-
 
 class _Resets:
     """Runs resets one at a time, on a thread of its own, because the rings' threads run no Python.

@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello
 
-__all__ = ["Agreement", "Capacity", "agree"]
-
 
 @dataclass(frozen=True, slots=True)
 class Capacity:

@@ -21,7 +21,7 @@ from vllm_nvmeof_offload.manager.eviction import LruPolicy, MakePolicy
 from vllm_nvmeof_offload.manager.hold_and_prefetch import Holds, Reason, ReloadScheduler
 from vllm_nvmeof_offload.manager.index import Entry, Event, State
 from vllm_nvmeof_offload.manager.kv_events import KvEventLog
-from vllm_nvmeof_offload.manager.ledger import Ledger, Op, OpKind
+from vllm_nvmeof_offload.manager.ledger import Ledger, Op
 from vllm_nvmeof_offload.manager.load_or_recompute import Admission, Find, LoadTimes
 from vllm_nvmeof_offload.manager.store_threshold import StoreThreshold
 from vllm_nvmeof_offload.manager.target_choice import Targets
@@ -35,6 +35,7 @@ from vllm_nvmeof_offload.protocol import (
     LevelReport,
     LoadChunk,
     LoadCommand,
+    OpKind,
     OpReport,
     RateReport,
     Report,

@@ -29,13 +29,10 @@ from dataclasses import dataclass, field
 from vllm_nvmeof_offload.errors import Outcome
 from vllm_nvmeof_offload.manager.adoption import Capacity
 from vllm_nvmeof_offload.manager.index import Entry, Event, State
-from vllm_nvmeof_offload.manager.ledger import Ledger, Op, OpKind
+from vllm_nvmeof_offload.manager.ledger import Ledger, Op
 from vllm_nvmeof_offload.manager.tiers import Tiers
 from vllm_nvmeof_offload.manager.types import CoreConfig, Source
-from vllm_nvmeof_offload.protocol import FetchCommand, Urgency
-
-__all__ = ["Holds", "InGpu", "Order", "Reason", "ReloadScheduler"]
-
+from vllm_nvmeof_offload.protocol import FetchCommand, OpKind, Urgency
 
 #: Share of the slots that always stays evictable: new chunks must find room.
 _ROOM_SHARE = 0.125

@@ -23,8 +23,6 @@ import numpy.typing as npt
 
 from vllm_nvmeof_offload.protocol import SlotIdentity
 
-__all__ = ["TRANSITIONS", "Entry", "Event", "Index", "State"]
-
 
 class State(enum.Enum):
     STORING = "storing"  # a copy into cache slot c is under way

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from vllm_nvmeof_offload.manager.index import Index, State
 from vllm_nvmeof_offload.manager.types import Source
 
-__all__ = ["KvEventLog"]
-
 #: Keys per step, unless many more wait: after a start with a large pool, each step carries a part
 #: of them, so that no step carries millions.
 _TAKE_MAX = 4096

@@ -20,8 +20,6 @@ from vllm_nvmeof_offload.protocol import (
     ReleaseReport,
 )
 
-__all__ = ["Ledger", "Op", "OpKind"]
-
 
 @dataclass(slots=True, eq=False)
 class Op:

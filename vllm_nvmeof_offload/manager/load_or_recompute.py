@@ -37,16 +37,6 @@ from vllm_nvmeof_offload.manager.ledger import Ledger, Op
 from vllm_nvmeof_offload.manager.tiers import Tiers
 from vllm_nvmeof_offload.manager.types import AdmissionConfig
 
-__all__ = [
-    "Admission",
-    "Decision",
-    "Find",
-    "LoadLimits",
-    "LoadTimes",
-    "Taken",
-]
-
-
 #: How many times faster loading must be for the pool to be used again. It is given up as soon as
 #: computing is faster, because a server must not be slower than without offloading.
 _HYSTERESIS = 1.25

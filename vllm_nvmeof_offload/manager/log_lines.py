@@ -23,8 +23,6 @@ from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.units import format_bytes
 
-__all__ = ["PERIOD_S", "FailureLog", "start_line"]
-
 logger = logging.getLogger(LOGGER_NAME)
 
 

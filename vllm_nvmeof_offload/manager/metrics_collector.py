@@ -18,9 +18,6 @@ from vllm_nvmeof_offload.metrics import (
 )
 from vllm_nvmeof_offload.protocol import RankHello
 
-__all__ = ["MetricsCollector", "config_labels"]
-
-
 #: What a fallback's line begins with → the part that runs slower, where the two differ.
 _PARTS = {"io_uring registered": "registration"}
 _QUEUES = ("stream_slot", "read", "prefetch", "write")

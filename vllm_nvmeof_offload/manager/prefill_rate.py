@@ -7,9 +7,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["StepMeter"]
-
-
 #: Steps between scheduling and output; more means that outputs were missed.
 _AHEAD_MAX = 8
 #: A step counts for the prefill rate if it computes at least so many tokens of prompts …

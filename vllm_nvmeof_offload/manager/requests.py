@@ -19,8 +19,6 @@ from vllm_nvmeof_offload.manager.core import ManagerCore
 from vllm_nvmeof_offload.manager.hold_and_prefetch import Order
 from vllm_nvmeof_offload.names import LOGGER_NAME
 
-__all__ = ["Attempt", "Queue", "Resume", "ResumeCounter", "WaitingRequests"]
-
 
 @dataclass(frozen=True, slots=True)
 class Resume:

@@ -8,9 +8,6 @@ from array import array
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SlotPool"]
-
-
 _FREE, _TAKEN, _ORPHAN, _RETIRED = range(4)
 
 

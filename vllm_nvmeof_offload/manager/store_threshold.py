@@ -6,9 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-__all__ = ["StoreThreshold"]
-
-
 #: Keys forgotten at a time, because finding the front of a dictionary is slow.
 _FORGET_BATCH = 1024
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable
 
 from vllm_nvmeof_offload.names import LOGGER_NAME
 
-__all__ = ["Suspension"]
-
 logger = logging.getLogger(LOGGER_NAME)
 
 #: Between two log lines about the same suspension.

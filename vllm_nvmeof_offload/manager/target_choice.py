@@ -10,9 +10,6 @@ from vllm_nvmeof_offload.manager.eviction import MakePolicy, Recency
 from vllm_nvmeof_offload.manager.slots import SlotPool
 from vllm_nvmeof_offload.protocol import VERDICTS, RateReport, VerdictReport
 
-__all__ = ["Targets"]
-
-
 #: The least share of the fastest target's rate that counts: a slow target must get a write now
 #: and then, because only a write shows that it is fast again.
 _SPEED_MIN = 1 / 32

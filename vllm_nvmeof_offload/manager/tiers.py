@@ -24,8 +24,6 @@ from vllm_nvmeof_offload.manager.types import CoreConfig, Source, WritePolicy
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import AdoptedEntries
 
-__all__ = ["Tiers"]
-
 
 class Tiers:
     """Index, cache slots, pool slots, and the cached chunks that wait to be written.

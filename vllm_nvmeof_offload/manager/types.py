@@ -8,17 +8,6 @@ from dataclasses import dataclass, field
 
 from vllm_nvmeof_offload.protocol import StoreCommand
 
-__all__ = [
-    "CREDITED",
-    "CREDIT_SHARE",
-    "AdmissionConfig",
-    "CoreConfig",
-    "Source",
-    "StorePlan",
-    "WritePolicy",
-]
-
-
 #: Configured name of the eviction policy under which a chunk's returns count (`Recency`).
 CREDITED = "credited_lru"
 #: By how many uses each return lets a chunk count as used later, as a share of the tier's slots.

@@ -53,34 +53,6 @@ from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = [
-    "ENTRY_BYTES",
-    "KEY_BYTES_MAX",
-    "LOCK_FILE",
-    "NOWHERE",
-    "SLAB_FILE",
-    "SLOT_LAYOUT",
-    "SUPERBLOCK_FILE",
-    "SUPERBLOCK_TEMPORARY",
-    "SUPERBLOCK_VERSION",
-    "TABLE_FILE",
-    "SlotHeader",
-    "SlotPlace",
-    "Stamp",
-    "Superblock",
-    "check_key",
-    "crcs_in_python",
-    "decode_table",
-    "encode_entry",
-    "is_superblock",
-    "parse_header",
-    "read_superblock",
-    "seal",
-    "sync_directory",
-    "verify",
-    "write_superblock",
-]
-
 #: The files of a rank directory.
 SLAB_FILE = "slab"
 TABLE_FILE = "table"

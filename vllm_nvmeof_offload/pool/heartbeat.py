@@ -29,8 +29,6 @@ from collections.abc import Callable, Iterable
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.lock import HEARTBEAT_PERIOD_S, DirectoryLock, LockFile, write_record
 
-__all__ = ["Heartbeat"]
-
 logger = logging.getLogger(LOGGER_NAME)
 
 _END_S_MAX = 0.5

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from vllm_nvmeof_offload.pool.format import SLOT_LAYOUT
 
-__all__ = ["DIGEST_HEX_DIGITS", "Keyspace"]
-
 DIGEST_HEX_DIGITS = 32
 
 

@@ -29,27 +29,6 @@ from vllm_nvmeof_offload.errors import PoolLockedError
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.format import LOCK_FILE
 
-__all__ = [
-    "ENDING_WAIT_S_MAX",
-    "HEARTBEAT_PERIOD_S",
-    "HEARTBEAT_STALE_S",
-    "POLL_S",
-    "SILENCE_S",
-    "DirectoryLock",
-    "Holder",
-    "LockFile",
-    "LockState",
-    "Silence",
-    "UnsettledError",
-    "foreign_holder_error",
-    "is_ending",
-    "local_holder_error",
-    "probe_lock",
-    "read_holder",
-    "try_flock",
-    "write_record",
-]
-
 logger = logging.getLogger(LOGGER_NAME)
 
 HEARTBEAT_PERIOD_S = 5.0

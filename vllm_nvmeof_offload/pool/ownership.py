@@ -51,18 +51,6 @@ from vllm_nvmeof_offload.units import slot_stride_bytes
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.pool.keyspace import Keyspace
 
-__all__ = [
-    "OWNER_FILE",
-    "Claim",
-    "PoolSpec",
-    "bytes_of_others",
-    "bytes_of_pools",
-    "give_to_owner",
-    "hold",
-    "one_at_a_time",
-    "read_owner",
-]
-
 logger = logging.getLogger(LOGGER_NAME)
 
 #: Instances of one keyspace on one set of targets.

@@ -49,18 +49,6 @@ if TYPE_CHECKING:
 
     from vllm_nvmeof_offload.pool.ownership import PoolSpec
 
-__all__ = [
-    "Progress",
-    "adopt_entries",
-    "choose_direct",
-    "next_epoch",
-    "prepare",
-    "read_table",
-    "scan_headers",
-    "written_slots",
-]
-
-
 logger = logging.getLogger(LOGGER_NAME)
 
 #: Called with (header pages read, header pages to read) while a table is rebuilt.

@@ -29,8 +29,6 @@ from vllm_nvmeof_offload.units import KIB, PAGE_BYTES
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["Slab", "make_directory", "open_private", "probe_o_direct"]
-
 logger = logging.getLogger(LOGGER_NAME)
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

@@ -26,18 +26,6 @@ from vllm_nvmeof_offload.pool.keyspace import DIGEST_HEX_DIGITS, Keyspace
 from vllm_nvmeof_offload.pool.lock import LockState, probe_lock
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
-__all__ = [
-    "FACTS_FILE",
-    "RankDirectory",
-    "Surveyed",
-    "disk_bytes",
-    "find",
-    "model_name",
-    "read_facts",
-    "select",
-    "survey",
-]
-
 FACTS_FILE = "keyspace.json"
 _KEYSPACE = re.compile(rf"[0-9a-f]{{{DIGEST_HEX_DIGITS}}}")
 _ENGINE = re.compile(r"engine-(0|[1-9][0-9]{0,8})")

@@ -29,8 +29,6 @@ from dataclasses import dataclass, field
 
 from vllm_nvmeof_offload.errors import Outcome, OutcomeKind, Scope
 
-__all__ = ["FAILED_SLOTS_MAX", "FAILURES_MAX", "PathStates", "TargetHealth", "Verdict"]
-
 #: This many failures of target scope, with no success of that direction between, mean gone.
 FAILURES_MAX = 3
 #: EIO may be one bad place; on this many slots, with no success between, the target is gone.

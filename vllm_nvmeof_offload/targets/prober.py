@@ -30,8 +30,6 @@ from vllm_nvmeof_offload.pool.format import (
 from vllm_nvmeof_offload.pool.lock import DirectoryLock, Silence, local_holder_error
 from vllm_nvmeof_offload.units import PAGE_BYTES
 
-__all__ = ["DESCRIPTORS", "MESSAGE_BYTES_MAX", "ProbeAnswer", "ProbeRequest"]
-
 MESSAGE_BYTES_MAX = 64 << 10
 #: Descriptors that a success carries: slab, buffered slab, table, lock. The first two are of one
 #: open file if the slab is not opened for O_DIRECT.

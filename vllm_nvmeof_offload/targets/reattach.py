@@ -52,8 +52,6 @@ from vllm_nvmeof_offload.targets.prober import (
     ProbeRequest,
 )
 
-__all__ = ["Attachments", "TargetPaths", "TargetWatcher"]
-
 logger = logging.getLogger(LOGGER_NAME)
 
 PROBE_S_MIN = 1.0

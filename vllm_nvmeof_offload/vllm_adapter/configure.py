@@ -40,13 +40,6 @@ from vllm_nvmeof_offload.names import (
 from vllm_nvmeof_offload.units import GIB, format_bytes
 from vllm_nvmeof_offload.vllm_adapter import known_vllm
 
-__all__ = [
-    "expect",
-    "install",
-    "register_loaded",
-]
-
-
 logger = logging.getLogger(LOGGER_NAME)
 
 # -- our connector among those of a MultiConnector ----------------------------------------

@@ -31,16 +31,6 @@ from vllm_nvmeof_offload.vllm_adapter.weights import (
     why_unknown,
 )
 
-__all__ = [
-    "Deployment",
-    "deployed",
-    "describe",
-    "foreign_formats",
-    "note_weights",
-    "process_began_s",
-]
-
-
 #: Hash algorithms whose root is drawn at random by each process unless PYTHONHASHSEED is set.
 _SEEDED_HASHES = frozenset({"xxhash", "xxhash_cbor"})
 #: Keys of a model's configuration with its path or author, not its content.

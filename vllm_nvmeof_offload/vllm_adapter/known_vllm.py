@@ -21,8 +21,6 @@ from typing import Any
 from vllm_nvmeof_offload.errors import IntegrationError
 from vllm_nvmeof_offload.names import CONNECTOR_MODULE
 
-__all__ = ["KNOWN", "accepts", "require", "unknown_version", "version"]
-
 #: Releases of vLLM, by their first two numbers.
 KNOWN = ("0.32", "0.33")
 

@@ -36,16 +36,6 @@ from vllm_nvmeof_offload.errors import IntegrationError, OffloadError
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.vllm_adapter.weights import Adapters, stamp_of
 
-__all__ = [
-    "HARMLESS",
-    "KNOWN_TO_CHANGE",
-    "SleepHooks",
-    "end_with_parent",
-    "install",
-    "logged_in_one_line",
-]
-
-
 #: Calls of vLLM's own API that change weights.
 KNOWN_TO_CHANGE = frozenset(
     {

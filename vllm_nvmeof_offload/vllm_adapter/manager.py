@@ -44,8 +44,6 @@ from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.protocol import Command, RankHello, Report
 from vllm_nvmeof_offload.vllm_adapter.messages import ChunkLoadSpec, ChunkStoreSpec
 
-__all__ = ["NVMeoFOffloadingManager"]
-
 logger = logging.getLogger(LOGGER_NAME)
 
 _MEDIUM = {Source.CPU: Medium.CPU, Source.POOL: Medium.STORAGE}

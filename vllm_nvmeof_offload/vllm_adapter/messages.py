@@ -18,14 +18,6 @@ from vllm.v1.kv_offload.base import LoadStoreSpec
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import Command, LoadCommand, RankHello, Report, StoreCommand
 
-__all__ = [
-    "ChunkLoadSpec",
-    "ChunkStoreSpec",
-    "NVMeoFConnectorMetadata",
-    "NVMeoFHandshake",
-    "NVMeoFWorkerMetadata",
-]
-
 
 @dataclass
 class NVMeoFConnectorMetadata(OffloadingConnectorMetadata):

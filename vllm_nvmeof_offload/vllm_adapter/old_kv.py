@@ -20,8 +20,6 @@ from typing import Any
 from vllm_nvmeof_offload.manager.suspended_stores import Suspension
 from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView
 
-__all__ = ["OldKV"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Admission:

@@ -29,8 +29,6 @@ from vllm_nvmeof_offload.vllm_adapter.supported import (
     refuse_platform,
 )
 
-__all__ = ["precheck", "slot_bytes_estimate"]
-
 logger = logging.getLogger(LOGGER_NAME)
 
 

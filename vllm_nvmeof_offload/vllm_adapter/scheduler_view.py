@@ -12,8 +12,6 @@ from vllm.v1.kv_offload.base import LookupResult, TierFilter
 
 from vllm_nvmeof_offload.manager.requests import Queue, WaitingRequests
 
-__all__ = ["SchedulerView", "timed"]
-
 
 def timed(method: Callable[..., Any]) -> Callable[..., Any]:
     """Add the method's time to its object's `_spent_s`."""

@@ -31,17 +31,6 @@ from vllm.v1.kv_cache_interface import (
 from vllm_nvmeof_offload.config import OffloadConfig, Replica
 from vllm_nvmeof_offload.errors import ConfigError
 
-__all__ = [
-    "REMEDY",
-    "count_nodes",
-    "note_replicas",
-    "refuse_model",
-    "refuse_parallel",
-    "refuse_platform",
-    "replica_of",
-]
-
-
 #: By exact type: a subclass of full attention may drop blocks while a request runs, which leaves
 #: incomplete chunks.
 _WHOLE = (FullAttentionSpec, MLAAttentionSpec)

@@ -35,20 +35,6 @@ from typing import Any
 
 from vllm_nvmeof_offload.errors import ConfigError
 
-__all__ = [
-    "FILE_FORMATS",
-    "SUFFIXES",
-    "Adapters",
-    "ModelSource",
-    "changed_since",
-    "drafter_of",
-    "stamp_of",
-    "weights_digest",
-    "weights_stamp",
-    "why_unknown",
-]
-
-
 SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 _CONFIG_NAMES = {
     *("config.json", "adapter_config.json", "quantize_config.json", "hf_quant_config.json"),

@@ -28,8 +28,6 @@ from vllm_nvmeof_offload.vllm_adapter.messages import ChunkLoadSpec, ChunkStoreS
 from vllm_nvmeof_offload.worker.build import RankWorker
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 
-__all__ = ["NVMeoFOffloadingWorker"]
-
 
 @dataclass(frozen=True, slots=True)
 class _LoadBlocks:

@@ -37,8 +37,6 @@ from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.runner import PipelineRunner
 
-__all__ = ["RankIdentity", "RankWorker", "build_worker"]
-
 logger = logging.getLogger(LOGGER_NAME)
 
 

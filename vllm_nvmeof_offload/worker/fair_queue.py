@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 
 from vllm_nvmeof_offload.worker.tasks import Task
 
-__all__ = ["FairQueue"]
-
 #: The heap may hold this many outdated entries, and one more per job.
 _OUTDATED_MAX = 64
 

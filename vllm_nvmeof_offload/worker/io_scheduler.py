@@ -23,8 +23,6 @@ from vllm_nvmeof_offload.worker.fair_queue import FairQueue
 from vllm_nvmeof_offload.worker.rates import ChangeReporter, RateMeter, TransferMeter, saturating
 from vllm_nvmeof_offload.worker.tasks import Job, Task
 
-__all__ = ["InFlight", "IoEvent", "IoScheduler", "SchedulerConfig", "TargetQueue"]
-
 _FETCHES = (Urgency.URGENT, Urgency.PREFETCH)
 _READS = (Urgency.DEMAND, *_FETCHES)
 

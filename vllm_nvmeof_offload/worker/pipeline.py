@@ -49,8 +49,6 @@ from vllm_nvmeof_offload.worker.rates import ChangeReporter, TransferMeter
 from vllm_nvmeof_offload.worker.slots import Grant, SlotGates, StreamSlots
 from vllm_nvmeof_offload.worker.tasks import FinishedJob, Job, Step, Task
 
-__all__ = ["TransferPipeline"]
-
 _NOTHING = SlotIdentity(b"", 0)
 
 

@@ -23,8 +23,6 @@ from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import RateReport
 from vllm_nvmeof_offload.units import MIB
 
-__all__ = ["ChangeReporter", "RateMeter", "TransferMeter", "saturating"]
-
 _PERIOD_S = 0.25
 #: Less than both of these is no measurement: it goes on into the next period.
 _BUSY_S_MIN = 0.05

@@ -19,8 +19,6 @@ from vllm_nvmeof_offload.protocol import Report
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.tasks import FinishedJob
 
-__all__ = ["PipelineRunner"]
-
 #: Deadlines wake the I/O engine's eventfd; this is only a backstop.
 _POLL_MS = 1000
 

@@ -10,8 +10,6 @@ from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.worker.fair_queue import FairQueue
 from vllm_nvmeof_offload.worker.tasks import Task
 
-__all__ = ["Grant", "SlotGates", "StreamSlots"]
-
 
 @dataclass(frozen=True, slots=True)
 class Grant:

@@ -13,8 +13,6 @@ from vllm_nvmeof_offload.errors import Outcome
 from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
 from vllm_nvmeof_offload.staging import StagingMap
 
-__all__ = ["FinishedJob", "Job", "Step", "Task"]
-
 _NO_PIECES: Descriptors = np.empty((0, 3), np.uint64)
 
 

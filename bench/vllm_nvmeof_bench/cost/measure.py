@@ -70,21 +70,6 @@ from vllm_nvmeof_bench.servers.server import (
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded
 from vllm_nvmeof_offload.units import GIB
 
-__all__ = [
-    "COMMANDS",
-    "Client",
-    "Fleet",
-    "Settings",
-    "Timed",
-    "cpu_of_groups",
-    "extra_config",
-    "plainly",
-    "prompts_of",
-    "run",
-    "server_spec",
-    "wait_until_quiet",
-]
-
 _ARMS_DEFAULT = (BASE, OURS, PROMPT_ONLY)
 _BLOCK_TOKENS = 32
 #: The GPU cache holds this many times what is asked for at once.

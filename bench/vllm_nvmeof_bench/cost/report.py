@@ -35,25 +35,6 @@ from vllm_nvmeof_bench.tables import (
 )
 from vllm_nvmeof_offload.units import MIB
 
-__all__ = [
-    "ARMS",
-    "BASE",
-    "BENCHES",
-    "CASES",
-    "CPU_ONLY",
-    "OURS",
-    "PROMPT_ONLY",
-    "Paired",
-    "Sample",
-    "differences",
-    "goals",
-    "ratios",
-    "ratios_of",
-    "scheduler_share",
-    "sentences",
-    "within",
-]
-
 BASE, OURS, PROMPT_ONLY, CPU_ONLY = "none", "ours", "ours_prompt_only", "ours_cpu_only"
 ARMS = (BASE, OURS, PROMPT_ONLY, CPU_ONLY)
 CASES = ("single", "batch")

@@ -35,8 +35,6 @@ from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.units import format_bytes
 
-__all__ = ["run"]
-
 #: `--quick`: fewer and shorter conversations, the same cases.
 _QUICK = Plan(
     main=2,

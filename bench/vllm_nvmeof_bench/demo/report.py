@@ -31,8 +31,6 @@ from vllm_nvmeof_bench.demo.workload import Turn
 from vllm_nvmeof_bench.servers.client import Answer
 from vllm_nvmeof_bench.servers.model import distinct_ratio
 
-__all__ = ["LOGPROB_TOLERANCE", "SPEEDUP_MIN", "Comparison", "Report", "compare"]
-
 #: The largest difference of a token's log-probability between two servers that still counts
 #: as the same. Float32 sums in another order (other batches, other chunks of a prompt) were
 #: seen to move it by up to 5e-5; KV of another token moves it by whole units.

@@ -24,8 +24,6 @@ from vllm_nvmeof_bench.servers.model import ModelShape, random_tokens
 from vllm_nvmeof_bench.servers.server import Server
 from vllm_nvmeof_offload.errors import OffloadError
 
-__all__ = ["Runs", "Session"]
-
 #: Waiting for the last writes to the pool: seconds before giving up.
 _SETTLE_S_MAX = 60.0
 _UNSETTLED = ("vllm:nvmeof_writes_pending", "vllm:nvmeof_write_backlog")

@@ -30,23 +30,6 @@ from vllm_nvmeof_bench.servers.model import ModelShape, random_tokens
 from vllm_nvmeof_bench.servers.server import OffloadSpec, ServerSpec
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, slot_stride_bytes
 
-__all__ = [
-    "BLOCK_TOKENS",
-    "Conversation",
-    "CrowdPlan",
-    "CrowdResult",
-    "Plan",
-    "Turn",
-    "conversations",
-    "model_shape",
-    "offload_spec",
-    "resume_times_s",
-    "run_crowd",
-    "run_turn",
-    "server_spec",
-]
-
-
 #: A request was preempted when, during one pause of its own, another got this many tokens.
 _PREEMPTED_TOKENS_MIN = 8
 #: Tokens of one request that arrive closer than this were delivered late, in one go: a

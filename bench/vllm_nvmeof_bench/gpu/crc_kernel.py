@@ -18,16 +18,6 @@ from vllm_nvmeof_offload.copy.driver import Cuda
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.units import KIB, MIB
 
-__all__ = [
-    "CRC_BLOCKS",
-    "KERNEL_NAME",
-    "STRIPE_BYTES",
-    "CrcKernel",
-    "cut_chunks",
-    "join",
-    "kernel_tables",
-]
-
 #: The file of the kernel, and its name in there.
 CRC_BLOCKS = "crc_blocks.cu"
 KERNEL_NAME = "crc_blocks"

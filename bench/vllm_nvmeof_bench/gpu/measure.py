@@ -59,19 +59,6 @@ from vllm_nvmeof_offload.fabric.machine import read_gpus
 from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
 
-__all__ = [
-    "ARMS",
-    "COMMANDS",
-    "GpuRig",
-    "Settings",
-    "conditions_of",
-    "measure_copies",
-    "measure_crc",
-    "measure_disk",
-    "measure_loops",
-    "measure_sweep",
-]
-
 #: What is measured unless parts are named.
 _USUAL_PARTS = ("transfer", "few", "model", "both", "submit", "loops", "disk")
 _PARTS = (*_USUAL_PARTS, "sweep", "crc")

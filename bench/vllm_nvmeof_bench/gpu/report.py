@@ -33,8 +33,6 @@ from vllm_nvmeof_offload.commands.size.kv import Deployment, KvSizes
 from vllm_nvmeof_offload.copy.select import KERNEL_MARGIN
 from vllm_nvmeof_offload.units import KIB, MIB, format_bytes
 
-__all__ = ["BENCHES", "ModelBlock", "Sample", "goals", "lines", "model_blocks"]
-
 
 @dataclass(frozen=True)
 class Sample:

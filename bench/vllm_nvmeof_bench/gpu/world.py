@@ -32,8 +32,6 @@ from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import MIB
 
-__all__ = ["CopyCall", "VllmCopier", "World", "load_theirs"]
-
 CopyCall = Callable[[Direction, Descriptors, int], None]
 
 #: Of the product's staging, so that a registration ends at a power of two.

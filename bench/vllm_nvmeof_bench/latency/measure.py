@@ -54,8 +54,6 @@ from vllm_nvmeof_bench.settings import (
 from vllm_nvmeof_bench.throttle import Throttle
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, slot_stride_bytes
 
-__all__ = ["COMMANDS", "Place", "Settings", "run"]
-
 _CASES = ("read", "write")
 _THROTTLE_MB_PER_S = 100
 _REMEDY = "give another --target, or fewer --jobs"

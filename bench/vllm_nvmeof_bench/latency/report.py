@@ -16,8 +16,6 @@ from vllm_nvmeof_bench.results import distinct, median_of, select, size_name
 from vllm_nvmeof_bench.tables import Column, load_in, machine_in, number, table, versions_in
 from vllm_nvmeof_offload.units import KIB, slot_stride_bytes
 
-__all__ = ["ARMS", "BENCHES", "PAYLOAD_MIN", "STAND_IN", "Point", "Sample", "added", "points_of"]
-
 ARMS = ("fio", "ours")
 #: The name of a throttled directory, wherever its figures are.
 STAND_IN = "throttled-stand-in"

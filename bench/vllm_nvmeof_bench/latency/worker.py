@@ -25,8 +25,6 @@ from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
-__all__ = ["Answer", "Order", "drive"]
-
 _POLL_S = 1.0
 _STALL_S = 60.0
 

@@ -21,8 +21,6 @@ from vllm_nvmeof_bench.results import BenchError, name_in
 from vllm_nvmeof_bench.tables import machine_in, markdown, markdown_table, versions_in
 from vllm_nvmeof_offload.units import format_bytes
 
-__all__ = ["KINDS", "Page", "build", "write"]
-
 #: Exceptions that damaged samples or conditions can cause in a benchmark's tables.
 _DAMAGE = (BenchError, ArithmeticError, AssertionError, AttributeError, LookupError, TypeError,
            ValueError)  # fmt: skip

@@ -11,19 +11,6 @@ from dataclasses import dataclass
 
 from vllm_nvmeof_offload.commands.size.report import DATA24
 
-__all__ = [
-    "COPY",
-    "COST",
-    "HITS",
-    "LATENCY",
-    "POOL",
-    "REPLAY",
-    "TIER",
-    "TTFT",
-    "TURNS",
-    "Published",
-]
-
 _BLOG = (
     "vLLM's blog, “Inside vLLM's New Offloading Connector” (Or Ozeri, Danny Harnik; "
     "vllm-project.github.io, 2025-12-29)"

@@ -44,30 +44,6 @@ from vllm_nvmeof_offload.protocol import SlotIdentity, Urgency
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import GIB, MIB, slot_stride_bytes
 
-__all__ = [
-    "Arm",
-    "EngineMover",
-    "FioArm",
-    "FsMover",
-    "Ground",
-    "Job",
-    "Moved",
-    "Mover",
-    "MoverArm",
-    "RingArm",
-    "build_ring",
-    "describe_fs",
-    "fill",
-    "fio_moved",
-    "fio_version",
-    "import_fs",
-    "limits",
-    "open_engine",
-    "run_beside",
-    "run_fio",
-    "write_flat",
-]
-
 _STALL_S = 60.0
 
 

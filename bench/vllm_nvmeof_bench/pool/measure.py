@@ -65,8 +65,6 @@ from vllm_nvmeof_bench.settings import (
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
-__all__ = ["BUILD_DIR", "COMMANDS", "Field", "Settings", "run", "steps"]
-
 _OURS = ("ours", "ours_threads")
 #: Where the ring loop is compiled to, from the current directory.
 BUILD_DIR = Path("build/bench")

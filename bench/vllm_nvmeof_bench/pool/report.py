@@ -35,8 +35,6 @@ from vllm_nvmeof_bench.settings import check_names, check_positive, option, size
 from vllm_nvmeof_bench.tables import Column, arm_columns, disk_in, load_in, table
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
 
-__all__ = ["ARMS", "BENCHES", "CASES", "KINDS", "Sample", "Settings", "goals"]
-
 ARMS = ("ours", "ours_threads", "fio", "ring", "vllm_fs")
 #: One kind of measurement → the cases that it yields.
 KINDS: dict[str, tuple[str, ...]] = {

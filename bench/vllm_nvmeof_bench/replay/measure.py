@@ -38,8 +38,6 @@ from vllm_nvmeof_bench.traces import (
     thinking_s,
 )
 
-__all__ = ["COMMANDS", "Replay", "Settings", "Vocabulary", "trace_of"]
-
 #: The first id of a tail: no trace has so many blocks.
 _TAIL = 1 << 50
 _NUDGE = (5, 6, 7)

@@ -31,8 +31,6 @@ from vllm_nvmeof_bench.plots import (
 from vllm_nvmeof_bench.results import distinct, select, values_of
 from vllm_nvmeof_bench.tables import NOTHING, Column, table, vllm_in
 
-__all__ = ["BENCHES", "Sample", "Summary", "published", "summary_of"]
-
 Conditions = Mapping[str, Any]
 _PLACES = {"gpu": "GPU", "cpu": "CPU tier", "pool": "pool", "other": "elsewhere"}
 #: The columns of the published study: GPU memory only, + CPU tier, + CPU tier + NVMe.

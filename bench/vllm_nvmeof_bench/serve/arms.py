@@ -26,20 +26,6 @@ from vllm_nvmeof_bench.settings import option
 from vllm_nvmeof_offload.copy.select import Backend
 from vllm_nvmeof_offload.units import GIB, MIB, slot_stride_bytes
 
-__all__ = [
-    "ARMS",
-    "BLOCK_TOKENS",
-    "PEER_NOTE",
-    "Arm",
-    "ServerSettings",
-    "Sizes",
-    "arms_of",
-    "arms_option",
-    "engine_id",
-    "offload_of",
-    "server_spec",
-]
-
 BLOCK_TOKENS = 32
 _STREAM_SLOTS = 16
 _READ_DEADLINE_MS = 60_000

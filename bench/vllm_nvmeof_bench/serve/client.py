@@ -19,8 +19,6 @@ import numpy as np
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.servers.client import Metrics
 
-__all__ = ["Client", "Hits", "Reply", "Tokens"]
-
 _NUDGE_TOKENS = 3
 _CONNECTIONS_MAX = 256
 _FORGET_TRIES_MAX = 600

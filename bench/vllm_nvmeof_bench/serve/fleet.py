@@ -34,8 +34,6 @@ from vllm_nvmeof_bench.throttle import Throttle
 from vllm_nvmeof_offload.fabric.machine import read_gpus
 from vllm_nvmeof_offload.units import MIB
 
-__all__ = ["Part", "Run", "ServeFleet", "merged", "run"]
-
 _AT_ONCE = 2
 _MB = 1_000_000
 #: Ids that nearly every model's vocabulary has, none of them special.

@@ -40,8 +40,6 @@ from vllm_nvmeof_bench.serve.fleet import run as run_parts
 from vllm_nvmeof_bench.serve.report import HitSample, TtftSample, TurnSample
 from vllm_nvmeof_bench.settings import check_positive, option
 
-__all__ = ["COMMANDS", "HitSettings", "TtftSettings", "TurnSettings", "measure", "prompts_of"]
-
 _SEQUENCES = 16
 _TTFT_ANSWER_TOKENS = 4
 #: Conversations that the GPU cache of a server started here holds.

@@ -27,8 +27,6 @@ from vllm_nvmeof_offload.copy.base import Descriptors, Direction, gather
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 
-__all__ = ["HostCopyWorker", "HostTieringOffloadingSpec"]
-
 _WAIT_S = 60.0
 
 

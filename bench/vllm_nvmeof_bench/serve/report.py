@@ -55,20 +55,6 @@ from vllm_nvmeof_bench.tables import (
     vllm_in,
 )
 
-__all__ = [
-    "BENCHES",
-    "HitSample",
-    "TtftSample",
-    "TurnSample",
-    "changed",
-    "found_in",
-    "ratio_of_hits",
-    "ratio_of_ttft",
-    "ratio_of_turns",
-    "rivals",
-    "turns_of",
-]
-
 #: Ours, and the peer with the same bytes of CPU memory on the same storage.
 _RIVALS = (("full", "peer_full"), ("pool", "peer"), ("target", "peer_target"))
 #: Our arms whose CPU tier holds everything, as in the published measurements.

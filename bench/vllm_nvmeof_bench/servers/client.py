@@ -19,8 +19,6 @@ import httpx
 from vllm_nvmeof_bench.servers.server import MODEL_NAME
 from vllm_nvmeof_offload.errors import OffloadError
 
-__all__ = ["Answer", "Client", "ClientError", "Metrics"]
-
 
 class ClientError(OffloadError):
     """The server refused a request or ended it early."""

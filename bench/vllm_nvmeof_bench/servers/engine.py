@@ -11,8 +11,6 @@ from pathlib import Path
 
 from vllm_nvmeof_offload.units import GIB
 
-__all__ = ["engine_environment", "engine_memory", "has_cpu_engine", "vllm_command"]
-
 #: Appears only in vLLM's log: every engine here states its number of blocks as well.
 _KV_CACHE_BYTES = 2 * GIB
 #: The share of a GPU's memory that must be free when an engine starts.

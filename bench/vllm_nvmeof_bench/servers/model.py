@@ -26,8 +26,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ModelShape", "distinct_ratio", "make_model", "random_tokens"]
-
 #: Changed when the files of a model of the same shape would come out differently.
 _FORMAT = 1
 

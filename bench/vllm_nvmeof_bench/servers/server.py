@@ -29,15 +29,6 @@ import httpx
 from vllm_nvmeof_bench.servers.engine import engine_environment, engine_memory, vllm_command
 from vllm_nvmeof_offload.errors import OffloadError
 
-__all__ = [
-    "OffloadSpec",
-    "ReservedPort",
-    "Server",
-    "ServerError",
-    "ServerSpec",
-    "group_alive",
-]
-
 
 class ReservedPort:
     """A TCP port of the loopback address that is given to nobody else while this is open.

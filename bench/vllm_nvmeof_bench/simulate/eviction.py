@@ -22,8 +22,6 @@ from typing import Protocol
 from vllm_nvmeof_bench.traces import Pace, Trace, virtual
 from vllm_nvmeof_offload.manager.eviction import Recency, choose_policy, credit_share
 
-__all__ = ["Ask", "Make", "asks_of", "candidates", "hit_rate"]
-
 _NEVER = 1 << 62
 _SMALL = 0.1
 _COUNT_MAX = 3

@@ -30,8 +30,6 @@ from vllm_nvmeof_offload.manager.eviction import POLICIES, choose_policy, credit
 from vllm_nvmeof_offload.manager.types import WritePolicy
 from vllm_nvmeof_offload.protocol import CancelCommand, OpReport, RankHello, WriteCommand
 
-__all__ = ["COMMANDS", "Settings", "Shape", "World", "run"]
-
 _CHUNK_BYTES = 1 << 20  # only ratios matter: sizes are in chunks here
 _CHUNKS_MIN = 8
 

@@ -28,8 +28,6 @@ from vllm_nvmeof_bench.results import distinct, median_of, select
 from vllm_nvmeof_bench.tables import Column, table
 from vllm_nvmeof_offload.units import GIB
 
-__all__ = ["BENCHES", "Sample"]
-
 Conditions = Mapping[str, Any]
 _DEFAULT = "credited_lru"
 

@@ -58,8 +58,6 @@ from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.runner import PipelineRunner
 
-__all__ = ["MB", "PacedCopyEngine", "Rig", "Settings", "load_steps", "measure_arm", "measure_load"]
-
 #: Throttles are in MB/s, as block devices are described; sizes are in MiB.
 MB = 1_000_000
 _STREAM_SLOTS_MAX = 64

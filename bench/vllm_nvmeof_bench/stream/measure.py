@@ -53,8 +53,6 @@ from vllm_nvmeof_bench.stream.report import Sample, throttle_name
 from vllm_nvmeof_bench.throttle import Throttle
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, slot_stride_bytes
 
-__all__ = ["COMMANDS", "SHAPE", "Agreement", "ReturnPlan", "run", "steps"]
-
 OnStep = Callable[[str], None]
 Found = tuple[list[Sample], dict[str, Any]]
 

@@ -45,19 +45,6 @@ from vllm_nvmeof_bench.results import (
 from vllm_nvmeof_bench.tables import NOTHING, Column, disk_in, load_in, number, table
 from vllm_nvmeof_offload.units import GIB
 
-__all__ = [
-    "ARMS",
-    "BENCHES",
-    "PARTS",
-    "Sample",
-    "admission_ratio",
-    "goals",
-    "load_ratio",
-    "places",
-    "round_ratios",
-    "throttle_name",
-]
-
 PARTS = ("load", "resume", "prefetch", "admission")
 ARMS = {
     "load": ("ours", "read", "copy", "two_phase"),

@@ -20,8 +20,6 @@ from vllm_nvmeof_bench.servers.model import ModelShape, make_model
 
 from tests.e2e import faults_rig as rig
 
-__all__ = ["IMAGE_TOKEN", "WINDOW_TOKENS", "make", "make_adapter"]
-
 MODELS = rig.BUILD / "models"
 SHAPE = ModelShape(layers=2, hidden=128, intermediate=256, heads=4, kv_heads=1)
 #: Answers repeat themselves: what a drafter that copies from the context needs.

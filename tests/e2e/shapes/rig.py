@@ -21,18 +21,6 @@ from tests.e2e import faults_rig
 from tests.e2e.shapes.models import SHAPE
 from vllm_nvmeof_offload.units import GIB, MIB
 
-__all__ = [
-    "Answer",
-    "Outcome",
-    "Plan",
-    "Request",
-    "Zygote",
-    "only_cpu_engine",
-    "play_back",
-    "prompts",
-    "same",
-]
-
 ROOT = Path(__file__).resolve().parents[3]
 LOGS = faults_rig.BUILD / "logs"
 #: An engine of a tiny model starts in three seconds on an idle machine.

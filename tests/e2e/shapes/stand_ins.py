@@ -8,8 +8,6 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["ask_as_on_a_gpu", "copy_by_stub"]
-
 
 def ask_as_on_a_gpu() -> None:
     """The connector asks for its layout as on a GPU, and the CPU's attention takes it.

@@ -18,8 +18,6 @@ from pathlib import Path
 from .image import build_image, program
 from .packages import RigUnavailableError, cache_place, locked, tools_root
 
-__all__ = ["Guest", "GuestFailedError", "GuestResult"]
-
 CONSOLE_TAIL_LINES = 40
 
 

@@ -18,8 +18,6 @@ from pathlib import Path
 
 from .packages import RigUnavailableError
 
-__all__ = ["Image", "build_image", "program"]
-
 #: Loaded at boot in this order, with what they depend on.
 MODULES = (
     *("virtio_pci", "virtio_rng", "9pnet_virtio", "9p", "overlay"),

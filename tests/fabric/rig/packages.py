@@ -16,16 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = [
-    "RigUnavailableError",
-    "apt_in",
-    "cache_place",
-    "locked",
-    "run_tool",
-    "tools_root",
-    "unpack",
-]
-
 #: Beside the kernel: the emulator; what makes the initramfs; what the scenarios call.
 TOOLS = ("qemu-system-x86", "busybox-static", "kmod", "xfsprogs", "iproute2", "dmsetup")
 KERNEL = "linux-image-amd64"

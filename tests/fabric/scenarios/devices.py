@@ -8,13 +8,6 @@ import time
 from tests.fabric.nvmet import Timeouts
 from tests.fabric.stage import Stage
 
-__all__ = [
-    "disconnected_while_mounted",
-    "medium_hangs",
-    "medium_hangs_past_io_timeout",
-    "namespace_disabled",
-]
-
 
 def namespace_disabled(stage: Stage) -> None:
     """The target disables the namespace and enables it again, under another device name."""

@@ -8,14 +8,6 @@ import time
 from tests.fabric.nvmet import Timeouts
 from tests.fabric.stage import Stage
 
-__all__ = [
-    "all_lost_briefly",
-    "all_lost_past_ctrl_loss",
-    "all_lost_past_fast_io_fail",
-    "default_timeouts",
-    "killed_while_lost",
-]
-
 KILL_S_MAX = 1.0
 
 

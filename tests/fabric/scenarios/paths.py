@@ -8,8 +8,6 @@ import time
 from tests.fabric.nvmet import Timeouts
 from tests.fabric.stage import Stage
 
-__all__ = ["ana_change", "controller_reset", "path_lost", "port_removed"]
-
 
 def path_lost(stage: Stage) -> None:
     """A link is cut: I/O on it stalls until the keep-alive notices, and moves to the other."""

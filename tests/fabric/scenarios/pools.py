@@ -11,8 +11,6 @@ from tests.fabric.nvmet import HOST_NQN, IO_QUEUES, NQN, PORT, Timeouts, address
 from tests.fabric.stage import Stage
 from vllm_nvmeof_offload.fabric.discover import discover
 
-__all__ = ["fabric_discovered", "one_of_two_hangs", "work_follows_speed"]
-
 
 def fabric_discovered(stage: Stage) -> None:
     """What `discover` shows is what was configured here."""

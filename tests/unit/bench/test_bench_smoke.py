@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_nvmeof_bench.pool.measure import Settings, run
-from vllm_nvmeof_bench.pool.report import FLAT_KINDS, KINDS
+from vllm_nvmeof_bench.pool.measure import run
+from vllm_nvmeof_bench.pool.report import FLAT_KINDS, KINDS, Settings
 from vllm_nvmeof_bench.results import BenchError
 
 PROBE = Path(__file__).with_name("smoke_probe.py")

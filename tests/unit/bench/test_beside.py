@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 from vllm_nvmeof_bench.pool.arms import Job, run_beside
-from vllm_nvmeof_bench.pool.measure import Settings
+from vllm_nvmeof_bench.pool.report import Settings
 
 from vllm_nvmeof_offload.units import KIB, MIB
 

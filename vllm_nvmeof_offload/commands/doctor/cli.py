@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from vllm_nvmeof_offload.commands.doctor.host import Nic
     from vllm_nvmeof_offload.fabric.findings import Finding
 
-__all__ = ["TreeLine", "doctor", "outline"]
-
 #: The kernel shows nearly 2^31 for a device that has no limit of its own.
 _NO_LIMIT_KB = 1 << 30
 _STYLES = {"OK": "green", "WARNING": "yellow", "ERROR": "red"}

@@ -31,8 +31,6 @@ from vllm_nvmeof_offload.fabric.machine import Machine
 from vllm_nvmeof_offload.fabric.topology import TargetFabric
 from vllm_nvmeof_offload.units import format_bytes
 
-__all__ = ["Examined", "examine_target"]
-
 
 @dataclass(frozen=True, slots=True)
 class Examined:

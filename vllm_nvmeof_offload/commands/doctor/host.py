@@ -41,19 +41,6 @@ from vllm_nvmeof_offload.native import WHY_NOT, core
 from vllm_nvmeof_offload.pool.slab import probe_o_direct
 from vllm_nvmeof_offload.units import GIB, MIB, PAGE_BYTES, format_bytes
 
-__all__ = [
-    "DirectAlignment",
-    "Nic",
-    "Places",
-    "calibrate_gpus",
-    "check_host",
-    "check_huge_pages",
-    "check_target",
-    "judge_alignment",
-    "link_bytes_per_s",
-    "nics_of",
-]
-
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _DEPTH_MAX = 4

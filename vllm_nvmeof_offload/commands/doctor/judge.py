@@ -19,8 +19,6 @@ from vllm_nvmeof_offload.fabric.topology import (
     TargetFabric,
 )
 
-__all__ = ["can_do_io", "judge_kernel", "judge_mount", "judge_numa", "judge_paths", "judge_pcie"]
-
 #: Proposed by the remedies: seconds until I/O fails when every path is lost, and until the
 #: controller is given up. Reads have deadlines of their own; these free buffers and processes.
 _FAST_IO_FAIL_S, _CTRL_LOSS_S = 5, 600

@@ -31,8 +31,6 @@ from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import SlotIdentity, Urgency
 from vllm_nvmeof_offload.units import MIB, PAGE_BYTES, format_bytes, slot_stride_bytes
 
-__all__ = ["MeasureError", "Measured", "measure"]
-
 PAYLOAD_BYTES = 2 * MIB
 #: Under 128 MiB of file with headers, written twice: the first writes into new space are slower
 #: than all later ones, and are not counted.

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from vllm_nvmeof_offload.pool.survey import RankDirectory, Surveyed
     from vllm_nvmeof_offload.protocol import SlotIdentity
 
-__all__ = ["Report", "SlotReader", "Verdict", "exit_code", "fsck", "scrub"]
-
 #: Defects listed per directory; all are counted.
 _LISTED_MAX = 1000
 _THREADS_MAX = 8

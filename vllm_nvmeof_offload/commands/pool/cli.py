@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from vllm_nvmeof_offload.commands.pool.offline import Progress
     from vllm_nvmeof_offload.pool.survey import RankDirectory
 
-__all__ = ["pool_app"]
-
 pool_app = typer.Typer(
     help="Look at pools on disk, check and edit them. A pool that a server holds is only read.",
     no_args_is_help=True,

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from vllm_nvmeof_offload.pool.survey import RankDirectory, Surveyed
 
-__all__ = ["Prefilled", "Removed", "check_ours", "prefill", "remove"]
-
 #: In the order of removal: without its superblock a directory is empty to the next start. The
 #: lock is removed last, and only with the directory.
 _FILES = ("superblock", "superblock.new", "table", "slab", "probe")

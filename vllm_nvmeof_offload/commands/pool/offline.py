@@ -42,17 +42,6 @@ from vllm_nvmeof_offload.units import HEADER_BYTES
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.pool.format import Superblock
 
-__all__ = [
-    "Entry",
-    "Judgement",
-    "OfflineRank",
-    "Progress",
-    "Table",
-    "held_survey",
-    "let_writes_end",
-    "open_rank",
-]
-
 #: Called with (directory, done, total); what is counted depends on the work.
 Progress = Callable[[RankDirectory, int, int], None]
 

@@ -37,19 +37,6 @@ if TYPE_CHECKING:
     from vllm_nvmeof_offload.pool.survey import RankDirectory, Surveyed
     from vllm_nvmeof_offload.protocol import SlotIdentity
 
-__all__ = [
-    "inspect_rank",
-    "inspect_slot",
-    "occupancy",
-    "print_details",
-    "print_pools",
-    "print_reports",
-    "print_usage",
-    "progress",
-    "summaries",
-    "usage",
-]
-
 _LOCK_KINDS = ("none", "stale", "old", "live")
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from vllm_nvmeof_offload.commands.size.model import ModelShape
     from vllm_nvmeof_offload.commands.size.report import SizeReport
 
-__all__ = ["size"]
-
 _FILE_COLUMNS = 160
 
 

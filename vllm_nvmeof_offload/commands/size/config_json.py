@@ -29,8 +29,6 @@ from vllm_nvmeof_offload.commands.size.model import (
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.units import human_bytes
 
-__all__ = ["parse_model", "preset", "preset_names", "read_model"]
-
 Config = dict[str, Any]
 
 _INDEX = "model.safetensors.index.json"

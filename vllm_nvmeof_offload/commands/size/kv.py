@@ -24,21 +24,6 @@ from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
 from vllm_nvmeof_offload.units import GIB, parse_bytes, slot_stride_bytes
 
-__all__ = [
-    "Deployment",
-    "GpuRoom",
-    "KvSizes",
-    "Reload",
-    "cpu_room",
-    "gpu_room",
-    "parse_duration",
-    "parse_link",
-    "parse_rate",
-    "parse_tokens",
-    "plan_reload",
-    "pool_room",
-]
-
 #: Transfers per second and lane, and the share of them that carries data (line encoding).
 _PCIE = {3: (8e9, 128 / 130), 4: (16e9, 128 / 130), 5: (32e9, 128 / 130), 6: (64e9, 242 / 256)}
 _LINK = re.compile(r"^\s*(?:(\d+)\s*x\s*)?(.+?)\s*$", re.IGNORECASE)

@@ -6,16 +6,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = [
-    "DTYPES",
-    "LayerGroup",
-    "LayerKind",
-    "ModelShape",
-    "RecurrentState",
-    "Weights",
-    "dtype_bytes",
-]
-
 #: Bytes of one element, by the names that models and vLLM use.
 DTYPES = {
     "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2, "half": 2,

@@ -25,8 +25,6 @@ from vllm_nvmeof_offload.commands.size.model import LayerGroup, LayerKind, Model
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.units import human_bytes, human_seconds
 
-__all__ = ["DATA24", "DATA24_DRIVES", "Figure", "LayersRow", "ScaleRow", "SizeReport", "build"]
-
 
 @dataclass(frozen=True, slots=True)
 class ScaleRatio:
