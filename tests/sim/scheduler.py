@@ -399,7 +399,6 @@ class SimScheduler:
             self._invalidate(invalid)
             store_again(self._requests.values(), self._knobs)
         self._rules.report([report for output in outputs for report in output.reports])
-        self.core.step_ended()
         for rank, output in enumerate(outputs):
             for op in output.finished:
                 self._job_finished(op, rank)

@@ -92,10 +92,15 @@ class ManagerCore:
         self._holds = Holds(self._tiers, self._ledger)
         #: The caller reports to it each request that begins to wait, and that waits no more.
         self.reload = ReloadScheduler(config, capacity, self._holds, clock)
-        self.admission = Admission(
-            config.admission, clock, capacity.slot_bytes, config.tokens_per_chunk
+        self.admission = Admission(config.admission, self._tiers.targets.read_rates)
+        self._load_times = LoadTimes(
+            self._tiers,
+            self._ledger,
+            self.admission,
+            clock,
+            capacity.slot_bytes,
+            config.tokens_per_chunk,
         )
-        self._load_times = LoadTimes(self._tiers, self._ledger, self.admission, clock)
         self._cached, self._pooled = self._tiers.index.cached, self._tiers.index.pooled
         slots = capacity.cache_slots + capacity.pool_slots
         self._threshold = StoreThreshold(config.store_threshold, max(_SIGHTINGS_MIN, slots))
@@ -125,8 +130,9 @@ class ManagerCore:
     def find(self, keys: Sequence[bytes]) -> Find:
         """Where `keys`, all of which `lookup` has just found, would be loaded from."""
         index, lane = self._tiers.index, self._tiers.pool.lane
-        reading = self._load_times.reading
-        pool = [0] * len(reading)
+        slot_bytes = self.capacity.slot_bytes
+        queued_bytes = [count * slot_bytes for count in self._load_times.reading]
+        read_bytes = [0] * len(queued_bytes)
         leading, all_cpu = 0, True
         for key in keys:
             in_cache = key in self._cached
@@ -139,8 +145,9 @@ class ManagerCore:
                 all_cpu = False
                 pool_slot = index.slots(key)[1]
                 assert pool_slot is not None
-                pool[lane(pool_slot)] += 1
-        return Find(len(keys), leading, tuple(pool), tuple(reading))
+                read_bytes[lane(pool_slot)] += slot_bytes
+        tokens = (len(keys) - leading) * self.config.tokens_per_chunk
+        return Find(len(keys), leading, read_bytes, queued_bytes, tokens)
 
     def ended(self, keys: Iterable[bytes]) -> None:
         """A request that used `keys`, in prefix order, has ended."""
@@ -196,7 +203,7 @@ class ManagerCore:
     def prepare_load(self, keys: Sequence[bytes], limit_s: float | None = None) -> LoadCommand:
         """Plan the load of `keys`, all of which `lookup` has just found; pins them.
 
-        limit_s: time from the load's beginning after which it is cut off; None: never.
+        limit_s: time without prompts after which the load is cut off; None: never.
         """
         tiers = self._tiers
         entries: list[Entry] = []
@@ -252,15 +259,10 @@ class ManagerCore:
     def turn(self) -> None:
         """Once per step, before its commands are taken: hold and fetch chunks for the requests that
         wait, and cut off overdue loads."""
-        for op in self._load_times.limits.take_overdue():
+        for op in self._load_times.take_overdue():
             self._ledger.cancel(op)
             self.counters["loads_cut"] += 1
         self.reload.turn()
-        self._load_times.limits.scheduled()
-
-    def step_ended(self) -> None:
-        """The output of the oldest step that has not ended has come; its reports are applied."""
-        self._load_times.limits.ended()
 
     def take_commands(self) -> list[Command]:
         """Everything to send to every rank with this step, in order."""
@@ -276,7 +278,6 @@ class ManagerCore:
                 continue
             if isinstance(report, RateReport):
                 self._tiers.targets.rate(report)
-                self.admission.read_rates = self._tiers.targets.read_rates
                 continue
             if isinstance(report, LevelReport):
                 self.levels[report.rank] = report

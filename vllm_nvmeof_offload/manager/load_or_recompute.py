@@ -1,34 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission: load the chunks that the pool has, or compute them again, whichever is faster. Pure.
+"""Admission: load the chunks that the pool has, or recompute them, whichever is faster. Pure.
 
-Admission decides per attempt, for the whole length that was found (protocol, rule 10): load
-everything, or only the leading chunks that the CPU tier has. Those are always loaded, because
-pinned memory is many times faster than any model, and loading keeps the model free for others.
+The rule:
 
-Reading takes an overhead plus the bytes of the busiest target over its read rate, including the
-bytes that other loads still read there; computing takes the tokens over the prefill rate. The
-rates are measured elsewhere (`target_choice`, `prefill_rate`) or pinned. The overhead is learned
-here, from the time by which loads exceeded their bytes. While the model computes others' prompts,
-it would not have computed this one, and a step that fills the processors slows the load itself:
-that time does not count against loading.
+    reading time = overhead + bytes of the busiest lane / read rate of that lane
+    computing time = tokens / prefill rate
 
-An estimate that no sample confirms loses its weight: after `_HALF_LIFE_S` a read counts as half as
-long, so a wrong estimate cannot keep the pool switched off. While no load reads the pool, a few
-chunks are read in the background, which brings samples.
+A lane is what reads queue for: a target. Its bytes include those that other loads have yet to read
+there. The pool is read while reading is faster than computing. Once it is slower, the pool is
+declined until reading is faster by the factor `_HYSTERESIS`. While a rate is unknown, everything
+is loaded. The workers and the `StepMeter` measure the rates, unless the operator pins them.
 
-A load that was cut off, or took clearly longer than computing would have, is believed at once:
-every load is assumed to take that long until a probe succeeds. Each further bad load doubles the
-number of probes required; each good one halves it. So a pool that hangs now and then, or that is
-fast only for a few chunks, is given up for as long as it costs more than it saves.
+The overhead is learned: the time that recent loads and probes took beyond their bytes. A load
+disappoints if it was cut off or took longer than computing would have. It raises the overhead to
+its own at once, so that the next request of its size is recomputed. Each load and probe that goes
+well lowers the overhead by a share of the distance: a half, or the trust in the pool if that is
+less. Trust begins at 1; a disappointment halves it and a good load doubles it. So a pool that hangs
+now and then, or that is fast only for the few chunks of a probe, is tried less and less.
 
-A load that takes much longer than computing would is cut off (`limit_s`). A load is sent to the
-workers with its step and begins when the work of that step is done; its clock starts then, because
-computing could not have started earlier.
+A probe reads a few declined chunks in the background (`ReloadScheduler.probe`), so that a recovery
+is noticed and no request waits for it. Chunks of the CPU tier are always loaded, because pinned
+memory is many times faster than any model, and loading keeps the model free for others.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -37,92 +34,68 @@ from vllm_nvmeof_offload.manager.ledger import Ledger, Op
 from vllm_nvmeof_offload.manager.tiers import Tiers
 from vllm_nvmeof_offload.manager.types import AdmissionConfig
 
-#: How many times faster loading must be for the pool to be used again. It is given up as soon as
-#: computing is faster, because a server must not be slower than without offloading.
+#: Keeps noise from changing the decision with each request.
 _HYSTERESIS = 1.25
-#: A load was bad if it took this many times as long as computing, and lost at least this many
-#: seconds; the learned overhead accounts for smaller losses.
-_REGRET = 1.25
-_REGRET_S_MIN = 0.05
-_HALF_LIFE_S = 30.0
-#: Weight of the newest overhead.
-_NEWEST = 0.5
-#: A load is cut off after so many times what computing would take, and not before `_LIMIT_S_MIN`.
+#: A load disappoints if it took so much longer than computing; less is noise.
+_LOSS_S_MAX = 0.05
+#: The share of the distance by which a sample moves the overhead, if trust allows it.
+_NEWEST = 1 / 2
+#: With the least trust about 500 probes, which 125 requests bring, pass between two loads that are
+#: cut off after twice their computing time: less than 2 % of all computing.
+_TRUST_MIN = 1 / 512
+#: A load is cut off after so many times the time of computing its chunks and of one step, but not
+#: before `_LIMIT_S_MIN`. It begins when the step that brings it ends, and a later step's output
+#: reports it, so steps that only decode, but slowly, must not make it look slow.
 _LIMIT_FACTOR = 2.0
 _LIMIT_S_MIN = 0.25
-#: The most probes that must come whole before a pool is read again that went badly. A request
-#: brings up to four, so that at worst one load in 128 requests goes badly again. It is cut off
-#: after twice the time of computing, and computed then: 1.6 per cent of all computing.
-_CAUTION_MAX = 512
+#: Outcomes of a chunk that was read to its end.
+_READ = frozenset({OutcomeKind.OK, OutcomeKind.CHECKSUM_MISMATCH, OutcomeKind.STALE})
 
 
 @dataclass(frozen=True, slots=True)
 class Find:
-    """What a look-up found. chunks: all of it; leading_cpu: those at its front that the CPU tier
-    has. pool: by target, chunks to be read there; queued: what other loads have yet to read.
+    """A look-up's hit. chunks: all of it; leading_cpu: those at its front that the CPU tier has.
+
+    Of the chunks behind these, read_bytes: by lane, to be read; tokens: that loading saves the
+    model. queued_bytes: by lane, that other loads have yet to read.
     """
 
     chunks: int
     leading_cpu: int
-    pool: Sequence[int]
-    queued: Sequence[int]
+    read_bytes: Sequence[int]
+    queued_bytes: Sequence[int]
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """chunks: how many of those found to load, from the front. limit_s: when to cut it off."""
+    """load: False recomputes. reading_s: the estimate. limit_s: when to cut the load off."""
 
-    chunks: int
+    load: bool
+    reading_s: float = 0.0
     limit_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """What a load from the pool, or a probe, took. read: by target, chunks that came; queued:
-    what was to be read before it; missed: chunks that had not come by then.
+class Admission:
+    """The decision for one core, and its estimates. All bytes are by lane, and of one rank.
+
+    read_rates: bytes per second by lane, of the slowest rank, as measured; 0: unknown. The caller
+    updates it.
     """
 
-    seconds: float
-    read: Sequence[int]
-    queued: Sequence[int]
-    missed: int = 0
-    probe: bool = False
-
-
-class Admission:
-    """The decision for one core, and the estimates behind it."""
-
-    def __init__(
-        self,
-        config: AdmissionConfig,
-        clock: Callable[[], float],
-        slot_bytes: int,
-        tokens_per_chunk: int,
-    ) -> None:
-        #: Tokens per second of prefill; 0: unknown.
+    def __init__(self, config: AdmissionConfig, read_rates: Sequence[float]) -> None:
+        self.automatic = config.automatic
+        self.read_rates = read_rates
+        #: Tokens per second of prefill, as measured; 0: unknown.
         self.prefill_rate = 0.0
-        #: Bytes per second by target, of its slowest rank; 0: unknown.
-        self.read_rates: Sequence[float] = ()
-        #: Whether the last decision about the pool was to read it.
+        #: Seconds that a step takes without prompts, as measured.
+        self.step_s = 0.0
+        #: Seconds that a load takes beyond its bytes.
+        self.overhead_s = 0.0
+        #: The last decision about the pool was to read it, and no load has disappointed since.
         self.reading = True
         self._config = config
-        self._clock = clock
-        self._slot_bytes = slot_bytes
-        self._tokens_per_chunk = tokens_per_chunk
-        self._overhead_s = 0.0
-        self._is_new = True  # no overhead was measured yet
-        #: What any load is expected to take after one that went badly; 0: nothing is feared.
-        self._feared_s = 0.0
-        #: How many loads or probes must come whole before that is forgotten,
-        self._doubts = 0
-        #: how many these were after the first bad one, and how many it will be the next time.
-        self._demanded = self._caution = 1
-        self._sampled_s: float | None = None
-        self._began_s = clock()
-
-    @property
-    def automatic(self) -> bool:
-        return self._config.automatic
+        self._trust = 1.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -131,174 +104,116 @@ class Admission:
 
     @property
     def bytes_per_s(self) -> float:
-        """The read rate that counts, all targets together; 0: unknown."""
+        """The read rate that counts, all lanes together; 0: unknown."""
         return self._config.read_bytes_per_s or sum(self.read_rates)
 
-    @property
-    def overhead_s(self) -> float:
-        """What a load from the pool takes beyond its bytes over the read rate."""
-        return max(self._overhead_s, self._feared_s)
-
-    def decide(self, find: Find) -> Decision:
-        """How much of what was found to load."""
-        tokens_per_s, from_pool = self.tokens_per_s, find.chunks - find.leading_cpu
-        if not from_pool or not self._config.automatic or not tokens_per_s:
-            return Decision(find.chunks)
-        compute_s = from_pool * self._tokens_per_chunk / tokens_per_s
-        pool_s = max(self._overhead_s + self._read_s(find.pool, find.queued), self._feared_s)
-        pool_s *= self._weight()
-        self.reading = pool_s < (compute_s if self.reading else compute_s / _HYSTERESIS)
+    def decide(
+        self, read_bytes: Sequence[int], queued_bytes: Sequence[int], tokens: int
+    ) -> Decision:
+        """Decide whether to read these bytes, behind the queued ones, or to compute the tokens."""
+        if not self.automatic or not self.tokens_per_s or not any(read_bytes):
+            return Decision(load=True)
+        compute_s = tokens / self.tokens_per_s
+        reading_s = self.overhead_s + self._bytes_s(read_bytes, queued_bytes)
+        self.reading = reading_s < (compute_s if self.reading else compute_s / _HYSTERESIS)
         if not self.reading:
-            return Decision(find.leading_cpu)
-        return Decision(find.chunks, max(_LIMIT_S_MIN, _LIMIT_FACTOR * compute_s))
-
-    def took(self, load: Taken) -> None:
-        """Learn from a load from the pool, or a probe."""
-        alone_s = self._read_s(load.read, [0] * len(load.read))
-        waited_s = self._read_s(load.read, load.queued) - alone_s
-        went_badly = load.missed > 0 or self._is_regretted(load, load.seconds - waited_s)
-        rated = self._config.read_bytes_per_s or all(
-            rate or not count for rate, count in zip(self.read_rates, load.read, strict=False)
-        )
-        if went_badly:
-            self._feared_s = max(self._feared_s, load.seconds - waited_s)
-            if not self._doubts:  # else it was decided on before the first one of a batch ended
-                self._demanded = self._caution
-                self._caution = min(2 * self._caution, _CAUTION_MAX)
-            self._doubts = self._demanded
-        elif not rated or (any(load.read) and not self.bytes_per_s):
-            return  # the rate comes behind the load that brought it
-        else:
-            self._doubts = max(0, self._doubts - 1)
-            self._feared_s = self._feared_s if self._doubts else 0.0
-            if not load.probe:
-                self._caution = max(1, self._caution // 2)
-        if not load.missed:
-            sample_s = max(0.0, load.seconds - waited_s - alone_s)
-            first, self._is_new = self._is_new, False
-            self._overhead_s += (1.0 if first else _NEWEST) * (sample_s - self._overhead_s)
-        self._sampled_s = self._clock()
-
-    def _is_regretted(self, load: Taken, seconds: float) -> bool:
-        """Whether computing would have been clearly faster."""
-        tokens_per_s = self.tokens_per_s
-        if load.probe or not tokens_per_s:
-            return False
-        compute_s = sum(load.read) * self._tokens_per_chunk / tokens_per_s
-        return seconds > max(_REGRET * compute_s, compute_s + _REGRET_S_MIN)
-
-    def _read_s(self, chunks: Sequence[int], queued: Sequence[int]) -> float:
-        """How long reading these chunks takes, behind those, by the rates."""
-        pinned = self._config.read_bytes_per_s
-        if pinned:
-            return (sum(chunks) + sum(queued)) * self._slot_bytes / pinned
-        return max(
-            (
-                (chunks[target] + queued[target]) * self._slot_bytes / rate
-                for target, rate in enumerate(self.read_rates)
-                if rate and chunks[target]
-            ),
-            default=0.0,
+            return Decision(False, reading_s)
+        return Decision(
+            True, reading_s, max(_LIMIT_S_MIN, _LIMIT_FACTOR * (compute_s + self.step_s))
         )
 
-    def _weight(self) -> float:
-        since_s = self._began_s if self._sampled_s is None else self._sampled_s
-        return float(0.5 ** ((self._clock() - since_s) / _HALF_LIFE_S))
+    def took(
+        self,
+        seconds: float,
+        read_bytes: Sequence[int],
+        queued_bytes: Sequence[int],
+        *,
+        tokens: int | None,
+        missed: bool = False,
+    ) -> None:
+        """Learn from a load, or a probe, that read these bytes behind the queued ones.
 
+        tokens: the ones loaded; None: a probe, for which no request waited. missed: some chunks
+        had not come by then.
+        """
+        bytes_s = self._bytes_s(read_bytes, queued_bytes)
+        sample_s = max(0.0, seconds - bytes_s)
+        if tokens is not None and self.tokens_per_s:
+            # The reads of others that were queued before are not held against the load.
+            waited_s = bytes_s - self._bytes_s(read_bytes, [0] * len(read_bytes))
+            missed |= seconds - waited_s - tokens / self.tokens_per_s > _LOSS_S_MAX
+        if missed:
+            self.overhead_s = max(self.overhead_s, sample_s)
+            if self.reading:  # otherwise it was decided on before an earlier one disappointed
+                self.reading = False
+                self._trust = max(_TRUST_MIN, self._trust / 2)
+        elif self._is_rated(read_bytes):  # a rate is reported after the load that brought it
+            share = min(_NEWEST, self._trust) if sample_s < self.overhead_s else _NEWEST
+            self.overhead_s += share * (sample_s - self.overhead_s)
+            if tokens is not None:
+                self._trust = min(1.0, 2 * self._trust)
 
-#: Steps that the engine schedules ahead; more means that outputs were missed.
-_AHEAD_MAX = 8
+    def _is_rated(self, read_bytes: Sequence[int]) -> bool:
+        lanes = zip(read_bytes, self.read_rates, strict=True)
+        return bool(self._config.read_bytes_per_s) or all(rate or not own for own, rate in lanes)
 
-
-class LoadLimits:
-    """`scheduled` and `ended` come in turn, once for every engine step."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._planned: list[int] = []  # ops since the last step was scheduled
-        self._ahead: deque[list[int]] = deque()  # ops by step that is under way
-        self._limit_s: dict[int, float] = {}
-        self._due_s: dict[int, float] = {}
-        self._cut: set[int] = set()
-
-    def planned(self, op: int, limit_s: float) -> None:
-        """The next step brings this load to the workers."""
-        self._planned.append(op)
-        self._limit_s[op] = limit_s
-
-    def scheduled(self) -> None:
-        self._ahead.append(self._planned)
-        self._planned = []
-        if len(self._ahead) > _AHEAD_MAX:
-            self._ahead.popleft()
-
-    def ended(self) -> None:
-        """The oldest step's output has come."""
-        now_s = self._clock()
-        for op in self._ahead.popleft() if self._ahead else ():
-            if op in self._limit_s:
-                self._due_s[op] = now_s + self._limit_s[op]
-
-    def over(self, op: int) -> bool:
-        """The load has its outcome; returns whether it was cut off."""
-        self._forget(op)
-        was_cut = op in self._cut
-        self._cut.discard(op)
-        return was_cut
-
-    def take_overdue(self) -> list[int]:
-        """Loads to cut off now; each is named once."""
-        if not self._due_s:
-            return []
-        now_s = self._clock()
-        overdue = [op for op, due_s in self._due_s.items() if now_s > due_s]
-        for op in overdue:
-            self._forget(op)
-        self._cut.update(overdue)
-        return overdue
-
-    def _forget(self, op: int) -> None:
-        self._limit_s.pop(op, None)
-        self._due_s.pop(op, None)
-
-
-#: What a read that was read to its end may have come to.
-_READ = frozenset({OutcomeKind.OK, OutcomeKind.CHECKSUM_MISMATCH, OutcomeKind.STALE})
+    def _bytes_s(self, read_bytes: Sequence[int], queued_bytes: Sequence[int]) -> float:
+        """Seconds to read these bytes, behind the queued ones, at the rates that are known."""
+        if self._config.read_bytes_per_s:  # of all lanes together
+            return (sum(read_bytes) + sum(queued_bytes)) / self._config.read_bytes_per_s
+        lanes = zip(read_bytes, queued_bytes, self.read_rates, strict=True)
+        return max(((own + more) / rate for own, more, rate in lanes if own and rate), default=0.0)
 
 
 class LoadTimes:
-    """Times the loads of one core, from the plan of each to its end."""
+    """Times the loads of one core: what they have yet to read, and which are overdue.
+
+    The time in which the model computes prompts of other requests does not count. This request
+    would not be computed then either, and a step that fills the processors slows the load itself.
+    """
 
     def __init__(
-        self, tiers: Tiers, ledger: Ledger, admission: Admission, clock: Callable[[], float]
+        self,
+        tiers: Tiers,
+        ledger: Ledger,
+        admission: Admission,
+        clock: Callable[[], float],
+        slot_bytes: int,
+        tokens_per_chunk: int,
     ) -> None:
-        self.limits = LoadLimits(clock)
-        #: By target: chunks that loads have yet to read there.
+        #: By lane: chunks that loads have yet to read there.
         self.reading = [0] * tiers.pool.lanes
+        self._limits_s: dict[Op, float] = {}  # of loads under way; infinite: it was cut off
         self._tiers, self._ledger = tiers, ledger
-        self._admission = admission
+        self._admission, self._clock = admission, clock
+        self._slot_bytes, self._tokens_per_chunk = slot_bytes, tokens_per_chunk
 
     def planned(self, op: Op, limit_s: float | None) -> None:
-        """The load goes to the workers. limit_s: what takes longer is cut off; None: nothing is."""
+        """The load goes to the workers. limit_s: when it is cut off; None: never."""
         op.queued = tuple(self.reading)
-        for slot in op.pool_slots:
-            if slot is not None:
-                self.reading[self._tiers.pool.lane(slot)] += 1
+        self._count(op, 1)
         if limit_s is not None:
-            self.limits.planned(op.number, limit_s)
+            self._limits_s[op] = limit_s
+
+    def take_overdue(self) -> list[int]:
+        """Return the loads to cut off now, each of them once."""
+        now_s = self._clock()
+        overdue = [
+            op
+            for op, limit_s in self._limits_s.items()
+            if self._waited_s(op, now_s - op.issued_s) > limit_s
+        ]
+        self._limits_s.update(dict.fromkeys(overdue, math.inf))
+        return [op.number for op in overdue]
 
     def loaded(self, op: Op) -> None:
         """Take in a load whose outcome every rank has reported."""
-        was_cut = self.limits.over(op.number)
-        for slot in op.pool_slots:
-            if slot is not None:
-                self.reading[self._tiers.pool.lane(slot)] -= 1
-        if any(slot is not None for slot in op.pool_slots):
-            self.learn(op, was_cut)
+        self._count(op, -1)
+        self.learn(op, was_cut=self._limits_s.pop(op, 0.0) == math.inf)
 
     def learn(self, op: Op, was_cut: bool) -> None:
-        """How long this took that read from the pool, and what came of it by then."""
-        read, missed = [0] * len(self.reading), 0
+        """Let admission learn from a load or a probe that has its outcome."""
+        read, missed = [0] * len(self.reading), False
         for index, slot in enumerate(op.pool_slots):
             if slot is None:
                 continue
@@ -306,8 +221,22 @@ class LoadTimes:
             if kind in _READ:
                 read[self._tiers.pool.lane(slot)] += 1
             elif kind is OutcomeKind.DEADLINE or (was_cut and kind is OutcomeKind.CANCELLED):
-                missed += 1
-        if missed or any(read):  # a load that failed at once has no meaningful time
-            queued = op.queued or [0] * len(read)
-            seconds = max(0.0, op.seconds - (self._ledger.prompts_s() - op.prompts_s))
-            self._admission.took(Taken(seconds, read, queued, missed, probe=op.probe))
+                missed = True
+        if not missed and not any(read):
+            return  # a load that failed at once has no meaningful time
+        self._admission.took(
+            self._waited_s(op, op.seconds),
+            [count * self._slot_bytes for count in read],
+            [count * self._slot_bytes for count in op.queued],
+            tokens=None if op.probe else sum(read) * self._tokens_per_chunk,
+            missed=missed,
+        )
+
+    def _waited_s(self, op: Op, seconds: float) -> float:
+        """The part of the seconds since the op's plan in which the model computed no prompts."""
+        return max(0.0, seconds - (self._ledger.prompts_s() - op.prompts_s))
+
+    def _count(self, op: Op, sign: int) -> None:
+        for slot in op.pool_slots:
+            if slot is not None:
+                self.reading[self._tiers.pool.lane(slot)] += sign

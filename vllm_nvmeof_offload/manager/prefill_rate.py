@@ -44,6 +44,8 @@ class StepMeter:
         self.steps = 0  # with tokens
         self.seconds = 0.0  # they took
         self.tokens = 0  # they computed
+        #: How long the longest of the last steps took beside its prompts.
+        self.decode_s = 0.0
         self._clock = clock
         self._ahead: deque[_Step] = deque(maxlen=_AHEAD_MAX)
         self._ended_s = 0.0
@@ -91,7 +93,9 @@ class StepMeter:
         self.steps += 1
         self.seconds += seconds
         self.tokens += step.tokens
-        self._prompts_s += step.prompts_s(seconds)
+        prompts_s = step.prompts_s(seconds)
+        self._prompts_s += prompts_s
+        self.decode_s = max(seconds - prompts_s, _KEPT * self.decode_s)
         if step.counts and seconds > 0 and 2 * step.tokens >= self._largest:
             self._largest = max(self._largest, step.tokens)
             self._prefill_tokens = _KEPT * self._prefill_tokens + step.tokens

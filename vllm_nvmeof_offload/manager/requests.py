@@ -183,13 +183,14 @@ class WaitingRequests:
         self._core.reload.looked_up(request_id, first)
         attempt = Attempt(found, 0, None)
         if found and self._core.admission.automatic:
-            decision = self._core.admission.decide(self._core.find(keys[first:last]))
-            if first + decision.chunks < last:
-                tokens = max(0, (first + decision.chunks) * per_chunk - local)
-                attempt = Attempt(tokens, found - tokens, None)
-                self._declined = keys[first + decision.chunks : last]
-            else:
+            find = self._core.find(keys[first:last])
+            decision = self._core.admission.decide(find.read_bytes, find.queued_bytes, find.tokens)
+            if decision.load:
                 attempt = Attempt(found, 0, decision.limit_s)
+            else:
+                tokens = max(0, (first + find.leading_cpu) * per_chunk - local)
+                attempt = Attempt(tokens, found - tokens, None)
+                self._declined = keys[first + find.leading_cpu : last]
             self._log_change()
         if found:
             self._attempts[request_id] = attempt

@@ -189,8 +189,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
         """A step's output has come and is applied. scheduler_s: time spent in our scheduler side
         since the last call."""
         self._steps.ended()
-        self.core.step_ended()
         self.core.admission.prefill_rate = self._steps.prefill_rate
+        self.core.admission.step_s = self._steps.decode_s
         self._scheduler_s += scheduler_s
 
     def has_pending_work(self) -> bool:

@@ -132,7 +132,6 @@ class Storm:
     def step(self) -> None:
         self.bench.now_s += 0.7
         self.core.turn()
-        self.core.step_ended()
         for command in self.core.take_commands():
             if isinstance(command, WriteCommand | FetchCommand | ResetCommand):
                 self.owe(command.op, type(command).__name__)

@@ -136,6 +136,18 @@ def test_the_time_in_which_prompts_are_computed() -> None:
     assert engine.meter.prompts_s() == pytest.approx(2.97)
 
 
+def test_the_longest_of_the_last_steps_beside_its_prompts() -> None:
+    engine = Engine()
+    engine.scheduled(0.0, 1, 1)
+    engine.ended(0.3)
+    engine.scheduled(0.3, 1, 1)
+    engine.ended(0.4)
+    assert engine.meter.decode_s == pytest.approx(0.8 * 0.3)
+    engine.scheduled(0.4, 1000)
+    engine.ended(9.0)
+    assert engine.meter.decode_s == pytest.approx(0.64 * 0.3), "prompts do not count"
+
+
 def test_counting_anew_keeps_what_was_learned() -> None:
     engine = Engine()
     engine.scheduled(0.0, 500)

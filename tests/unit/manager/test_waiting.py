@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from vllm_nvmeof_offload.manager.load_or_recompute import Taken
 from vllm_nvmeof_offload.manager.requests import Attempt, Queue, WaitingRequests
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.protocol import CancelCommand, FetchCommand, RateReport
@@ -270,7 +269,7 @@ def test_a_change_of_mind_is_logged_at_most_once_a_minute(
         return len(caplog.records)
 
     lobby.slow()
-    lobby.core.admission.took(Taken(1.0, [0], [0], probe=True))
+    lobby.core.admission.took(1.0, [0], [0], tokens=None)
     assert decide(0.0, 0.0) == 0, "it loads: so it said at the start"
     assert decide(1.0, 1e9) == 1
     assert "computed again" in caplog.records[-1].getMessage()
