@@ -24,7 +24,7 @@ from vllm_nvmeof_offload.config import Replica, parse_config
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry, chunk_blocks
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.eviction import choose_policy, credit_share
-from vllm_nvmeof_offload.manager.types import AdmissionConfig, WritePolicy
+from vllm_nvmeof_offload.manager.start import WritePolicy
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, METRICS
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.vllm_adapter.deployment import Deployment
@@ -98,11 +98,9 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
             reload_cache_share=settings.reload_cache_share,
             prefetch_cache_share=settings.prefetch_cache_share,
             tokens_per_chunk=self.tokens_per_block[0] * self.blocks_per_chunk,
-            admission=AdmissionConfig(
-                automatic=settings.admission == "auto",
-                prefill_tokens_per_s=settings.prefill_tokens_per_s,
-                read_bytes_per_s=settings.read_bytes_per_s,
-            ),
+            admission=settings.admission == "auto",
+            prefill_tokens_per_s=settings.prefill_tokens_per_s,
+            read_bytes_per_s=settings.read_bytes_per_s,
             report_deadline_s=deadline_ms / 1000 + _REPORT_GRACE_S,
             kv_events=self.kv_events_config.enable_kv_cache_events,
         )

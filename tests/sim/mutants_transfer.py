@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from vllm_nvmeof_offload.errors import OK, Outcome
-from vllm_nvmeof_offload.manager import adoption, core
+from vllm_nvmeof_offload.manager import core, start
 from vllm_nvmeof_offload.manager.index import State
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op
 from vllm_nvmeof_offload.manager.writes import WriteBehind
@@ -171,7 +171,7 @@ def first_rank_decides() -> list[Patch]:
 def adoption_is_the_union() -> list[Patch]:
     def union(one: AdoptedEntries, other: AdoptedEntries) -> AdoptedEntries:
         more = [i for i, slot in enumerate(other.pool_slots) if slot not in one.pool_slots]
-        return adoption._in_order(
+        return start._in_order(
             AdoptedEntries(
                 np.concatenate([one.pool_slots, other.pool_slots[more]]),
                 np.concatenate([one.generations, other.generations[more]]),
@@ -179,7 +179,7 @@ def adoption_is_the_union() -> list[Patch]:
             )
         )
 
-    return [(adoption, "_in_both", union)]
+    return [(start, "_in_both", union)]
 
 
 # -- rule 6: nothing wrong is accepted ----------------------------------------------------

@@ -8,10 +8,9 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from vllm_nvmeof_offload.manager.adoption import agree
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.eviction import choose_policy, credit_share
-from vllm_nvmeof_offload.manager.types import CREDITED, AdmissionConfig, WritePolicy
+from vllm_nvmeof_offload.manager.start import CREDITED, WritePolicy, agree
 
 from .base import Clock, Knobs, Trace, Violation
 from .memory import Tag
@@ -63,7 +62,7 @@ class World:
             reload_cache_share=knobs.reload_share,
             prefetch_cache_share=knobs.prefetch_share,
             tokens_per_chunk=knobs.chunk_tokens,
-            admission=AdmissionConfig(automatic=knobs.admission),
+            admission=knobs.admission,
             store_threshold=knobs.store_threshold,
             eviction_policy=self._policy_name,
             credit_share=credit_share(self._policy_name, WritePolicy(knobs.write_policy)),

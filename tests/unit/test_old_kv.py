@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="imports the view of vLLM's scheduler")
 
-from vllm_nvmeof_offload.manager.suspended_stores import Suspension
+from vllm_nvmeof_offload.manager.requests import Suspension
 from vllm_nvmeof_offload.vllm_adapter.old_kv import OldKV
 
 BLOCK = 16

@@ -14,19 +14,19 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from vllm_nvmeof_offload.errors import CANCELLED, STALE, Outcome
-from vllm_nvmeof_offload.manager.adoption import Agreement
 from vllm_nvmeof_offload.manager.eviction import LruPolicy, MakePolicy
 from vllm_nvmeof_offload.manager.hold_and_prefetch import Holds, Reason, ReloadScheduler
-from vllm_nvmeof_offload.manager.index import Entry, Event, State
+from vllm_nvmeof_offload.manager.index import Entry, Event, Source, State
 from vllm_nvmeof_offload.manager.kv_events import KvEventLog
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op
 from vllm_nvmeof_offload.manager.load_or_recompute import Admission, Find, LoadTimes
+from vllm_nvmeof_offload.manager.start import Agreement, CoreConfig
 from vllm_nvmeof_offload.manager.store_threshold import StoreThreshold
 from vllm_nvmeof_offload.manager.target_choice import Targets
 from vllm_nvmeof_offload.manager.tiers import Tiers
-from vllm_nvmeof_offload.manager.types import CoreConfig, Source, StorePlan
 from vllm_nvmeof_offload.manager.writes import WriteBehind
 from vllm_nvmeof_offload.metrics import Counts, Series
 from vllm_nvmeof_offload.protocol import (
@@ -55,6 +55,16 @@ _GENERATION_MASK = (1 << 64) - 1
 _READ_FIRST = frozenset({State.POOLED, State.FETCHING})
 # Look-ups are many, and an enum's member is looked up slowly.
 _CPU, _POOL = Source.CPU, Source.POOL
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """command None: nothing to store. refused: new chunks that found no cache slot."""
+
+    command: StoreCommand | None
+    stored: tuple[bytes, ...]
+    evicted: tuple[bytes, ...]
+    refused: int
 
 
 class ManagerCore:
@@ -92,7 +102,7 @@ class ManagerCore:
         self._holds = Holds(self._tiers, self._ledger)
         #: The caller reports to it each request that begins to wait, and that waits no more.
         self.reload = ReloadScheduler(config, capacity, self._holds, clock)
-        self.admission = Admission(config.admission, self._tiers.targets.read_rates)
+        self.admission = Admission(config, self._tiers.targets.read_rates)
         self._load_times = LoadTimes(
             self._tiers,
             self._ledger,

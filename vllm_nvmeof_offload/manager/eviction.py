@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from vllm_nvmeof_offload.errors import ConfigError
-from vllm_nvmeof_offload.manager.types import CREDIT_SHARE, CREDITED, WritePolicy
+from vllm_nvmeof_offload.manager.start import CREDIT_SHARE, CREDITED, WritePolicy
 
 __all__ = [
     "CREDITED_MAX",

@@ -27,11 +27,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from vllm_nvmeof_offload.errors import Outcome
-from vllm_nvmeof_offload.manager.adoption import Capacity
-from vllm_nvmeof_offload.manager.index import Entry, Event, State
+from vllm_nvmeof_offload.manager.index import Entry, Event, Source, State
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op
+from vllm_nvmeof_offload.manager.start import Capacity, CoreConfig
 from vllm_nvmeof_offload.manager.tiers import Tiers
-from vllm_nvmeof_offload.manager.types import CoreConfig, Source
 from vllm_nvmeof_offload.protocol import FetchCommand, OpKind, Urgency
 
 #: Share of the slots that always stays evictable: new chunks must find room.

@@ -24,6 +24,13 @@ import numpy.typing as npt
 from vllm_nvmeof_offload.protocol import SlotIdentity
 
 
+class Source(enum.Enum):
+    """The tier in which a look-up found a chunk."""
+
+    CPU = "cpu"
+    POOL = "pool"
+
+
 class State(enum.Enum):
     STORING = "storing"  # a copy into cache slot c is under way
     CACHED = "cached"  # c

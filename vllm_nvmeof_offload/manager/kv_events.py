@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from vllm_nvmeof_offload.manager.index import Index, State
-from vllm_nvmeof_offload.manager.types import Source
+from vllm_nvmeof_offload.manager.index import Index, Source, State
 
 #: Keys per step, unless many more wait: after a start with a large pool, each step carries a part
 #: of them, so that no step carries millions.

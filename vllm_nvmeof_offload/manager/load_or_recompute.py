@@ -31,8 +31,8 @@ from dataclasses import dataclass
 
 from vllm_nvmeof_offload.errors import OutcomeKind
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op
+from vllm_nvmeof_offload.manager.start import CoreConfig
 from vllm_nvmeof_offload.manager.tiers import Tiers
-from vllm_nvmeof_offload.manager.types import AdmissionConfig
 
 #: Keeps noise from changing the decision with each request.
 _HYSTERESIS = 1.25
@@ -83,8 +83,8 @@ class Admission:
     updates it.
     """
 
-    def __init__(self, config: AdmissionConfig, read_rates: Sequence[float]) -> None:
-        self.automatic = config.automatic
+    def __init__(self, config: CoreConfig, read_rates: Sequence[float]) -> None:
+        self.automatic = config.admission
         self.read_rates = read_rates
         #: Tokens per second of prefill, as measured; 0: unknown.
         self.prefill_rate = 0.0

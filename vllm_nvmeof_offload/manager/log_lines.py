@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from vllm_nvmeof_offload.errors import Outcome, OutcomeKind
-from vllm_nvmeof_offload.manager.adoption import Capacity
 from vllm_nvmeof_offload.manager.core import ManagerCore
+from vllm_nvmeof_offload.manager.start import Capacity
 from vllm_nvmeof_offload.metrics import (
     Counts,
     Series,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
-from vllm_nvmeof_offload.manager.suspended_stores import Suspension
+from vllm_nvmeof_offload.manager.requests import Suspension
 from vllm_nvmeof_offload.metrics import (
     CONFIG_LABELS,
     GAUGES,
@@ -115,7 +115,7 @@ def config_labels(hellos: Sequence[RankHello], policies: CoreConfig) -> dict[str
         "copy_engine": first.copy_engine,
         "eviction_policy": policies.eviction_policy,
         "write_policy": policies.write_policy.value,
-        "admission": "auto" if policies.admission.automatic else "always",
+        "admission": "auto" if policies.admission else "always",
         "keyspace": first.keyspace,
         "engine_index": str(first.engine_index),
         "adopts": "no" if any(hello.volatile for hello in hellos) else "yes",

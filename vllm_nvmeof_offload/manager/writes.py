@@ -18,8 +18,8 @@ from collections import Counter
 from vllm_nvmeof_offload.errors import Outcome, OutcomeKind, Scope
 from vllm_nvmeof_offload.manager.index import Entry, Event, State
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op
+from vllm_nvmeof_offload.manager.start import CoreConfig, WritePolicy
 from vllm_nvmeof_offload.manager.tiers import Tiers
-from vllm_nvmeof_offload.manager.types import CoreConfig, WritePolicy
 from vllm_nvmeof_offload.protocol import OpKind, WriteCommand
 
 #: A pool slot is retired after this many reads, or writes, in a row have failed.

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_nvmeof_offload.manager.suspended_stores import Suspension
+from vllm_nvmeof_offload.manager.requests import Suspension
 from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView
 
 

@@ -24,10 +24,9 @@ from vllm_nvmeof_bench.simulate.eviction import Ask, asks_of, candidates, hit_ra
 from vllm_nvmeof_bench.simulate.report import Sample
 from vllm_nvmeof_bench.traces import TRACE_HELP, Pace, Trace, read_trace
 from vllm_nvmeof_offload import __version__
-from vllm_nvmeof_offload.manager.adoption import agree
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.eviction import POLICIES, choose_policy, credit_share
-from vllm_nvmeof_offload.manager.types import WritePolicy
+from vllm_nvmeof_offload.manager.start import WritePolicy, agree
 from vllm_nvmeof_offload.protocol import CancelCommand, OpReport, RankHello, WriteCommand
 
 _CHUNK_BYTES = 1 << 20  # only ratios matter: sizes are in chunks here

@@ -109,7 +109,7 @@ def _lift_the_refusal_of_mla() -> None:
 
 
 def _suspend_nothing() -> None:
-    from vllm_nvmeof_offload.manager.suspended_stores import Suspension
+    from vllm_nvmeof_offload.manager.requests import Suspension
 
     Suspension.begin = lambda self, call, requests, known: None  # type: ignore[method-assign]
 

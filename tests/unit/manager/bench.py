@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from vllm_nvmeof_offload.errors import Outcome
-from vllm_nvmeof_offload.manager.adoption import agree
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
+from vllm_nvmeof_offload.manager.start import agree
 from vllm_nvmeof_offload.protocol import (
     AdoptedEntries,
     OpReport,

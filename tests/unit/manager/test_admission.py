@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from vllm_nvmeof_offload.manager.load_or_recompute import Admission, Decision
-from vllm_nvmeof_offload.manager.types import AdmissionConfig
+from vllm_nvmeof_offload.manager.start import CoreConfig
 
 SLOT_BYTES = 1_000_000
 TOKENS_PER_CHUNK = 100
@@ -27,7 +27,7 @@ class Clerk:
         self, tokens_per_s: float = 1000.0, mb_per_s: Sequence[float] = (10.0,), **config: object
     ) -> None:
         self.admission = Admission(
-            AdmissionConfig(**config),  # type: ignore[arg-type]
+            CoreConfig(**config),  # type: ignore[arg-type]
             [rate * 1e6 for rate in mb_per_s],
         )
         self.admission.prefill_rate = tokens_per_s
@@ -138,7 +138,7 @@ def test_what_other_loads_have_yet_to_read_counts_where_it_stands_in_the_way() -
 
 
 def test_automatic_off_loads_whatever_is_found() -> None:
-    clerk = Clerk(mb_per_s=[0.001], automatic=False)
+    clerk = Clerk(mb_per_s=[0.001], admission=False)
     assert not clerk.admission.automatic
     assert clerk.decide(8) == Decision(load=True)
 

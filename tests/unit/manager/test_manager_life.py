@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import pytest
 
 from vllm_nvmeof_offload.errors import DEADLINE, io_error
-from vllm_nvmeof_offload.manager.adoption import agree
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.manager.eviction import LruPolicy
+from vllm_nvmeof_offload.manager.start import agree
 from vllm_nvmeof_offload.protocol import (
     VERDICTS,
     OpReport,

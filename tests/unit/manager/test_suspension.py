@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from vllm_nvmeof_offload.manager.suspended_stores import Suspension
+from vllm_nvmeof_offload.manager.requests import Suspension
 from vllm_nvmeof_offload.names import LOGGER_NAME
 
 

@@ -162,8 +162,7 @@ def test_leading_cached_chunks_are_loaded_from_the_middle_of_a_chunk_too() -> No
 
 
 def test_automatic_admission_off_loads_everything() -> None:
-    config = type(Lobby().core.config.admission)(automatic=False)
-    lobby = Lobby(admission=config)
+    lobby = Lobby(admission=False)
     lobby.bench.in_the_pool(0)
     lobby.slow()
     lobby.add("a", 0, prefetch=False)

@@ -28,7 +28,6 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 from vllm_nvmeof_offload import connector as ours
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.requests import Queue
-from vllm_nvmeof_offload.manager.types import AdmissionConfig
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.vllm_adapter import known_vllm
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
@@ -68,12 +67,7 @@ class SwappedConnector(ours.NVMeoFOffloadingConnector):
     @functools.cached_property
     def _manager(self) -> NVMeoFOffloadingManager:  # type: ignore[override]
         tokens = self.scheduler.config.kv_group_configs[0].tokens_per_chunk
-        config = CoreConfig(
-            world_size=1,
-            tokens_per_chunk=tokens,
-            admission=AdmissionConfig(automatic=False),
-        )
-        return AttachedManager(config)
+        return AttachedManager(CoreConfig(world_size=1, tokens_per_chunk=tokens, admission=False))
 
     @functools.cached_property
     def _worker(self) -> QuietWorker:  # type: ignore[override]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agreement of all ranks at start: the capacity, and the entries that every rank holds."""
+"""The core's start: its configuration, and the ranks' agreement on capacity and adopted entries."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,52 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello
+
+#: Configured name of the eviction policy under which a chunk's returns count (`Recency`).
+CREDITED = "credited_lru"
+#: By how many uses each return lets a chunk count as used later, as a share of the tier's slots.
+#: A request touches each of its chunks about three times.
+CREDIT_SHARE = 2.0
+
+
+class WritePolicy(enum.Enum):
+    """When a chunk of the CPU tier is written to the pool."""
+
+    THROUGH = "through"  # as soon as it is stored
+    ON_EVICTION = "on_eviction"  # when the CPU tier is about to need its slot: demotion
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class CoreConfig:
+    """world_size: ranks that report. Shares are fractions of the cache slots.
+
+    store_threshold: a chunk is stored on its n-th sighting (`StoreThreshold`).
+    eviction_policy: its configured name, for the log; the core is given the policy itself.
+    credit_share: how much longer a chunk that came back is kept (`Recency`); 0: plain LRU.
+    clean_share: on-eviction writing keeps at least this share free, or evictable without a loss.
+    kv_events: record changes in `ManagerCore.kv_events`; the caller takes them after each step.
+    admission: False loads whatever is found. The operator pins the two rates; None: learned.
+    read_bytes_per_s: of one rank, over all targets.
+    """
+
+    world_size: int = 1
+    store_threshold: int = 1
+    eviction_policy: str = CREDITED
+    credit_share: float = CREDIT_SHARE
+    write_policy: WritePolicy = WritePolicy.THROUGH
+    weights_never_change: bool = False
+    land_cache_share: float = 0.5
+    reload_cache_share: float = 0.25
+    prefetch_cache_share: float = 0.25
+    tokens_per_chunk: int = 1
+    admission: bool = True
+    prefill_tokens_per_s: float | None = None
+    read_bytes_per_s: float | None = None
+    writes_pending_share: float = 0.5
+    clean_share: float = 0.125
+    report_deadline_s: float = 60.0
+    kv_events: bool = False
 
 
 @dataclass(frozen=True, slots=True)
