@@ -11,6 +11,7 @@ from vllm_nvmeof_offload.errors import OK, Outcome
 from vllm_nvmeof_offload.manager import core, start
 from vllm_nvmeof_offload.manager.index import State
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op
+from vllm_nvmeof_offload.manager.tiers import Tiers
 from vllm_nvmeof_offload.manager.writes import WriteBehind
 from vllm_nvmeof_offload.protocol import AdoptedEntries, OpReport
 from vllm_nvmeof_offload.worker.io_scheduler import IoEvent
@@ -64,13 +65,13 @@ def failed_copy_counts_as_copied() -> list[Patch]:
 
 @mutant
 def storing_is_a_miss() -> list[Patch]:
-    real = core.ManagerCore.lookup
+    real = Tiers.lookup
 
     def lookup(self: Any, key: bytes) -> Any:
-        entry = self._tiers.index.awake.get(key)
+        entry = self.index.awake.get(key)
         return None if entry and entry.state is State.STORING else real(self, key)
 
-    return [(core.ManagerCore, "lookup", lookup)]
+    return [(Tiers, "lookup", lookup)]
 
 
 # -- rule 3: GPU order --------------------------------------------------------------------

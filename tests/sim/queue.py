@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 from vllm_nvmeof_offload.manager.core import ManagerCore
-from vllm_nvmeof_offload.manager.requests import Queue, Resume, WaitingRequests
+from vllm_nvmeof_offload.manager.requests import Queue, WaitingRequests
 
 from .base import Clock, Knobs, Violation
 from .requests import BlockPool, Request
@@ -60,13 +60,13 @@ class SimQueue:
     def limit_s(self, request: Request) -> float | None:
         return self.waiting.limit_s(str(request))
 
-    def allocated(self, request: Request) -> Resume | None:
-        """The request got its blocks."""
-        resume = self.waiting.resumes.resumed(str(request))
+    def allocated(self, request: Request) -> bool:
+        """The request got its blocks; returns whether it was preempted before."""
+        resumed = self.waiting.resumes.resumed(str(request))
         self.waiting.allocated(str(request))
-        if resume is not None:
+        if resumed:
             self._had.pop(request, None)
-        return resume
+        return resumed
 
     def step(
         self,

@@ -241,7 +241,7 @@ class SimScheduler:
         request.computed = computed
         if external:
             self._load(request, keys, external)
-        self.counts["resumes"] += self._queue.allocated(request) is not None
+        self.counts["resumes"] += self._queue.allocated(request)
         return True
 
     def _load(self, request: Request, keys: list[bytes], external: int) -> None:

@@ -53,8 +53,6 @@ _SIGHTINGS_MIN = 1 << 16
 _GENERATION_MASK = (1 << 64) - 1
 #: States in which the chunk is not in a cache slot yet, although its entry may name one.
 _READ_FIRST = frozenset({State.POOLED, State.FETCHING})
-# Look-ups are many, and an enum's member is looked up slowly.
-_CPU, _POOL = Source.CPU, Source.POOL
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +96,8 @@ class ManagerCore:
         self._clock = clock
         self._ledger = Ledger(config.world_size, clock, prompts_s)
         self._tiers = Tiers(agreement, policy, self.counters, config, self.kv_events)
+        #: Where a key can be loaded from now; None is a miss.
+        self.lookup = self._tiers.lookup
         self._writes = WriteBehind(config, self._tiers, self._ledger)
         self._holds = Holds(self._tiers, self._ledger)
         #: The caller reports to it each request that begins to wait, and that waits no more.
@@ -111,7 +111,6 @@ class ManagerCore:
             capacity.slot_bytes,
             config.tokens_per_chunk,
         )
-        self._cached, self._pooled = self._tiers.index.cached, self._tiers.index.pooled
         slots = capacity.cache_slots + capacity.pool_slots
         self._threshold = StoreThreshold(config.store_threshold, max(_SIGHTINGS_MIN, slots))
         # Boot nonce and counter in one: compared only for equality.
@@ -119,23 +118,6 @@ class ManagerCore:
         self.counters["unadopted_chunks"] += agreement.unadopted
 
     # -- look-up ----------------------------------------------------------------------
-
-    def lookup(self, key: bytes) -> Source | None:
-        """Where `key` can be loaded from now; None is a miss."""
-        # Called several times per chunk and step. Memory accesses take the time here, so nothing
-        # is read, not even a slot's number, before it is needed.
-        if key in self._cached:
-            return _CPU
-        targets = self._tiers.targets
-        if key in self._pooled:
-            return _POOL if not targets.suspects or targets.usable(self._pooled[key]) else None
-        entry = self._tiers.index.awake.get(key)
-        if entry is None:
-            return None
-        if entry.in_cache:
-            return _CPU
-        assert entry.pool_slot is not None
-        return _POOL if targets.usable(entry.pool_slot) else None
 
     def find(self, keys: Sequence[bytes]) -> Find:
         """Where `keys`, all of which `lookup` has just found, would be loaded from."""
@@ -145,8 +127,8 @@ class ManagerCore:
         read_bytes = [0] * len(queued_bytes)
         leading, all_cpu = 0, True
         for key in keys:
-            in_cache = key in self._cached
-            if not in_cache and key not in self._pooled:
+            in_cache = key in index.cached
+            if not in_cache and key not in index.pooled:
                 entry = index.awake.get(key)
                 in_cache = entry is not None and entry.state not in _READ_FIRST
             if in_cache:
@@ -157,7 +139,7 @@ class ManagerCore:
                 assert pool_slot is not None
                 read_bytes[lane(pool_slot)] += slot_bytes
         tokens = (len(keys) - leading) * self.config.tokens_per_chunk
-        return Find(len(keys), leading, read_bytes, queued_bytes, tokens)
+        return Find(leading, read_bytes, queued_bytes, tokens)
 
     def ended(self, keys: Iterable[bytes]) -> None:
         """A request that used `keys`, in prefix order, has ended."""
@@ -349,7 +331,8 @@ class ManagerCore:
         for index, entry in enumerate(op.entries):
             failure = op.failures.get(index)
             if op.kind is OpKind.STORE:
-                self._stored(entry, failure)
+                if failure is None and self._tiers.on(entry, Event.COPIED) is State.CACHED:
+                    self._writes.want(entry)
             elif op.kind is OpKind.WRITE:
                 pool_slot = op.pool_slots[index]
                 assert pool_slot is not None
@@ -364,10 +347,6 @@ class ManagerCore:
             self._holds.ended(op, op.failures.get(0))
             if op.probe and not op.detached:
                 self._load_times.learn(op, was_cut=False)
-
-    def _stored(self, entry: Entry, failure: Outcome | None) -> None:
-        if failure is None and self._tiers.on(entry, Event.COPIED) is State.CACHED:
-            self._writes.want(entry)
 
     def _fetched(self, entry: Entry, failure: Outcome | None) -> None:
         if entry.state is State.DOOMED:
@@ -414,8 +393,8 @@ class ManagerCore:
 
     # -- gauges -----------------------------------------------------------------------
 
-    def gauges(self) -> dict[Series, int]:
-        """Occupancy under the names of `metrics.GAUGES`; other names are for leak checks only."""
+    def gauges(self) -> dict[Series, float]:
+        """Gauges under the names of `metrics.GAUGES`; other names are for leak checks only."""
         tiers = self._tiers
         return {
             "entries": len(tiers.index),
@@ -434,6 +413,9 @@ class ManagerCore:
             "requests_waiting": len(self.reload),
             "cache_slots_in_use": len(tiers.cache.users),
             "suspect_targets": len(tiers.targets.suspects),
+            "prefill_tokens_per_second": self.admission.tokens_per_s,
+            "pool_read_bytes_per_second": self.admission.bytes_per_s,
+            "load_overhead_seconds": self.admission.overhead_s,
         }
 
     def activity(self) -> tuple[float, ...]:
@@ -450,14 +432,6 @@ class ManagerCore:
     def targets(self) -> Targets:
         """The targets, for their verdicts and rates."""
         return self._tiers.targets
-
-    def learned(self) -> dict[Series, float]:
-        """Gauges that admission learned; 0: unknown."""
-        return {
-            "prefill_tokens_per_second": self.admission.tokens_per_s,
-            "pool_read_bytes_per_second": self.admission.bytes_per_s,
-            "load_overhead_seconds": self.admission.overhead_s,
-        }
 
     def held(self) -> Iterable[bytes]:
         """The keys whose cache slots are held for requests that wait."""

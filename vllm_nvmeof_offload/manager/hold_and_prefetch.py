@@ -65,25 +65,15 @@ class Holds:
     def __init__(self, tiers: Tiers, ledger: Ledger) -> None:
         self.fetching = 0  # fetches under way that are still wanted
         self.counts = dict.fromkeys(Reason, 0)  # held, by reason
+        self.held: dict[bytes, _Held] = {}  # by key
+        self.source = tiers.lookup
         self._tiers = tiers
         self._ledger = ledger
-        self.held: dict[bytes, _Held] = {}  # by key
         self._probing: list[int] = []  # by target: probes begun since none was under way
         self._room_min = max(1, int(_ROOM_SHARE * tiers.cache.capacity))
 
-    def source(self, key: bytes) -> Source | None:
-        """Where `key` is: in a cache slot, or only in the pool, on a usable target."""
-        cache_slot, pool_slot = self._tiers.index.slots(key)
-        if cache_slot is not None:
-            return Source.CPU
-        if pool_slot is not None and self._tiers.targets.usable(pool_slot):
-            return Source.POOL
-        return None
-
     def hold(self, key: bytes, reason: Reason) -> bool:
         """Keep a chunk, which has a cache slot, from eviction; False if there is no room to."""
-        if key in self.held:
-            return True
         if not self._has_room():
             return False
         entry = self._tiers.index.find(key)
@@ -93,8 +83,6 @@ class Holds:
 
     def fetch(self, key: bytes, reason: Reason) -> bool:
         """Begin to read a chunk that is only in the pool into a cache slot, and hold it."""
-        if key in self.held:
-            return True
         tiers = self._tiers
         slot = tiers.take_cache_slot(spare_unwritten=True) if self._has_room() else None
         if slot is None:
@@ -234,14 +222,9 @@ class _Want:
     held: dict[bytes, None] = field(default_factory=dict)
     listed: bool = False  # among the requests that have chunks to look at
     done_s: float = 0.0  # when it last left them
-    left: bool = False
 
     def is_local(self, chunk: int) -> bool:
         return self.in_gpu(chunk) if self.local is None else chunk < self.local
-
-    @property
-    def remaining(self) -> int:
-        return len(self.keys) - self.next
 
 
 class ReloadScheduler:
@@ -271,21 +254,20 @@ class ReloadScheduler:
 
     # -- events -----------------------------------------------------------------------
 
-    def queued(self, request_id: str, keys: Sequence[bytes], order: Order, in_gpu: InGpu) -> None:
-        """A new request waits. keys: its chunks that a load could bring, in prefix order.
+    def follow(
+        self, request_id: str, keys: Sequence[bytes], in_gpu: InGpu, order: Order | None = None
+    ) -> None:
+        """A request waits. keys: its chunks that a load could bring, in prefix order.
 
-        order: its place in the queue; requests of equal order keep the order of arrival.
+        order: its place in the queue; requests of equal order keep the order of arrival. None: the
+        request was preempted.
         """
-        if not keys or not self._limits[Reason.QUEUE]:
-            return
         self.left(request_id)
-        self._follow(request_id, keys, in_gpu, order)
-
-    def preempted(self, request_id: str, keys: Sequence[bytes], in_gpu: InGpu) -> None:
-        """A running request was preempted. keys: its full chunks that had been computed."""
-        self.left(request_id)
-        if keys and self._limits[Reason.RELOAD]:
-            self._follow(request_id, keys, in_gpu, None)
+        if keys and self._limits[Reason.RELOAD if order is None else Reason.QUEUE]:
+            self._arrivals += 1
+            want = _Want(request_id, keys, in_gpu, order, self._arrivals, self._clock())
+            self._wants[request_id] = want
+            self._list(want)
 
     def looked_up(self, request_id: str, local_chunks: int) -> None:
         """vLLM looked the request up; its first `local_chunks` chunks are in GPU memory now.
@@ -303,7 +285,6 @@ class ReloadScheduler:
         want = self._wants.pop(request_id, None)
         if want is None:
             return
-        want.left, want.listed = True, False
         self._preempted.pop(request_id, None)
         self._parked.pop(request_id, None)
         for key in want.held:
@@ -314,8 +295,6 @@ class ReloadScheduler:
 
     def reset(self) -> None:
         """Every chunk is void, and none is held any more."""
-        for want in self._wants.values():
-            want.left = True
         self._wants.clear()
         self._preempted.clear()
         self._parked.clear()
@@ -352,20 +331,12 @@ class ReloadScheduler:
                     self._parked[want.request_id] = want
         while self._queue:
             want = self._queue[0][2]
-            if not want.left:
+            if self._wants.get(want.request_id) is want:  # otherwise it has left
                 looks, finished = self._advance(want, Reason.QUEUE, looks)
                 if not finished:
                     break
             heapq.heappop(self._queue)
             want.listed = False
-
-    def _follow(
-        self, request_id: str, keys: Sequence[bytes], in_gpu: InGpu, order: Order | None
-    ) -> None:
-        self._arrivals += 1
-        want = _Want(request_id, keys, in_gpu, order, self._arrivals, self._clock())
-        self._wants[request_id] = want
-        self._list(want)
 
     def _list(self, want: _Want) -> None:
         """This request has chunks to look at."""
@@ -431,4 +402,5 @@ class ReloadScheduler:
 
 def _urgency(want: _Want, now_s: float) -> tuple[bool, float, float]:
     patient = now_s - want.since_s < _PATIENCE_S
-    return (patient, want.remaining if patient else -math.inf, want.since_s)
+    remaining = len(want.keys) - want.next
+    return (patient, remaining if patient else -math.inf, want.since_s)

@@ -12,13 +12,7 @@ from dataclasses import dataclass, field
 
 from vllm_nvmeof_offload.errors import CANCELLED, Outcome
 from vllm_nvmeof_offload.manager.index import Entry
-from vllm_nvmeof_offload.protocol import (
-    CancelCommand,
-    Command,
-    OpKind,
-    OpReport,
-    ReleaseReport,
-)
+from vllm_nvmeof_offload.protocol import CancelCommand, Command, OpKind, OpReport, ReleaseReport
 
 
 @dataclass(slots=True, eq=False)

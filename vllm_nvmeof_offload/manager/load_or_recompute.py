@@ -54,13 +54,12 @@ _READ = frozenset({OutcomeKind.OK, OutcomeKind.CHECKSUM_MISMATCH, OutcomeKind.ST
 
 @dataclass(frozen=True, slots=True)
 class Find:
-    """A look-up's hit. chunks: all of it; leading_cpu: those at its front that the CPU tier has.
+    """A look-up's hit. leading_cpu: chunks at its front that the CPU tier has.
 
     Of the chunks behind these, read_bytes: by lane, to be read; tokens: that loading saves the
     model. queued_bytes: by lane, that other loads have yet to read.
     """
 
-    chunks: int
     leading_cpu: int
     read_bytes: Sequence[int]
     queued_bytes: Sequence[int]

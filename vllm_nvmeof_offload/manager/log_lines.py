@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of one engine to its operator: metrics, the start line, log lines on failures. Pure.
-
-Counters are exported as increases and gauges when they change, because most steps change few.
-Now and then all gauges are exported: each of several API servers receives only the steps of its
-own requests.
-"""
+"""One engine's log lines: its start, and what failed. Pure."""
 
 from __future__ import annotations
 
@@ -15,10 +10,7 @@ from collections.abc import Callable, Sequence
 from vllm_nvmeof_offload.errors import Outcome, OutcomeKind
 from vllm_nvmeof_offload.manager.core import ManagerCore
 from vllm_nvmeof_offload.manager.start import Capacity
-from vllm_nvmeof_offload.metrics import (
-    Counts,
-    Series,
-)
+from vllm_nvmeof_offload.metrics import Counts, Series
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.units import format_bytes

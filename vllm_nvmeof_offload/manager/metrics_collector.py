@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collects the metrics of one engine. Pure."""
+"""Collects the metrics of one engine. Pure.
+
+Counters are exported as increases and gauges when they change, because most steps change few. Now
+and then all gauges are exported: each of several API servers receives only the steps of its own
+requests.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +14,7 @@ from collections.abc import Mapping, Sequence
 from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.requests import Suspension
-from vllm_nvmeof_offload.metrics import (
-    CONFIG_LABELS,
-    GAUGES,
-    Counts,
-    Series,
-    first_counts,
-)
+from vllm_nvmeof_offload.metrics import CONFIG_LABELS, GAUGES, Counts, Series, first_counts
 from vllm_nvmeof_offload.protocol import RankHello
 
 #: What a fallback's line begins with → the part that runs slower, where the two differ.
@@ -81,7 +80,7 @@ class MetricsCollector:
         core = self._core
         gauges: dict[Series, float] = {
             series: value
-            for series, value in {**core.gauges(), **core.learned()}.items()
+            for series, value in core.gauges().items()
             if (series if isinstance(series, str) else series[0]) in GAUGES
         }
         pool_tokens = gauges["pool_slots"] * core.config.tokens_per_chunk

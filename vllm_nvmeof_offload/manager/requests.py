@@ -16,18 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_nvmeof_offload.manager.core import ManagerCore
-from vllm_nvmeof_offload.manager.hold_and_prefetch import Order
+from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.names import LOGGER_NAME
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Tokens of one resumed request."""
-
-    reloaded: int  # to be loaded
-    recomputed: int  # computed before, and neither in GPU memory nor loaded
-    chunk_tokens: int  # in full chunks, computed before, and not in GPU memory
-    chunk_tokens_lost: int  # the part of `chunk_tokens` that is not loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +37,12 @@ class ResumeCounter:
     verified the drafts, and was never computed.
     """
 
-    def __init__(self, num_tokens: Callable[[str], int], tokens_per_chunk: int = 1) -> None:
+    def __init__(
+        self, num_tokens: Callable[[str], int], tokens_per_chunk: int, counters: Counts
+    ) -> None:
         self._num_tokens = num_tokens
         self._tokens_per_chunk = tokens_per_chunk
+        self._counters = counters
         self._computed: dict[str, _Computed] = {}  # running requests
         self._preempted: dict[str, _Computed] = {}  # as of the preemption
         self._offered: dict[str, tuple[int, int]] = {}  # resuming request → (local, found)
@@ -67,16 +60,14 @@ class ResumeCounter:
             self._preempted[request_id] = _Computed(self.computed(request_id))
         drafts = scheduler_output.scheduled_spec_decode_tokens
         for new in scheduler_output.scheduled_new_reqs:
-            tokens = new.num_computed_tokens + scheduled[new.req_id]
-            self._computed[new.req_id] = _Computed(tokens)
+            self._computed[new.req_id] = _Computed(new.num_computed_tokens + scheduled[new.req_id])
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             tokens = computed + scheduled[request_id]
             self._computed[request_id] = _Computed(tokens, request_id in drafts)
         for request_id in scheduler_output.finished_req_ids or ():
-            self._computed.pop(request_id, None)
-            self._preempted.pop(request_id, None)
-            self._offered.pop(request_id, None)
+            for known in (self._computed, self._preempted, self._offered):
+                known.pop(request_id, None)
 
     def computed(self, request_id: str) -> int:
         """Tokens that a preempted request had computed before; 0 for any other."""
@@ -95,21 +86,20 @@ class ResumeCounter:
         if request_id in self._preempted:
             self._offered[request_id] = (local, found)
 
-    def resumed(self, request_id: str) -> Resume | None:
-        """Tokens that a preempted request gets back with its GPU blocks; None for any other."""
+    def resumed(self, request_id: str) -> bool:
+        """Count what a preempted request gets back with its GPU blocks; False for any other."""
         offer = self._offered.pop(request_id, None)
         if offer is None:
-            return None
+            return False
         local, found = offer
         computed = self.computed(request_id)
         del self._preempted[request_id]
         chunked = computed - computed % self._tokens_per_chunk
-        return Resume(
-            reloaded=found,
-            recomputed=max(0, computed - local - found),
-            chunk_tokens=max(0, chunked - local),
-            chunk_tokens_lost=max(0, chunked - local - found),
-        )
+        self._counters["reloaded_tokens"] += found
+        self._counters["recomputed_tokens"] += max(0, computed - local - found)
+        self._counters["resumed_chunk_tokens"] += max(0, chunked - local)
+        self._counters["resumed_chunk_tokens_lost"] += max(0, chunked - local - found)
+        return True
 
 
 logger = logging.getLogger(LOGGER_NAME)
@@ -153,7 +143,7 @@ class WaitingRequests:
     def __init__(
         self, core: ManagerCore, queue: Queue, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.resumes = ResumeCounter(self._num_tokens, queue.tokens_per_chunk)
+        self.resumes = ResumeCounter(self._num_tokens, queue.tokens_per_chunk, core.counters)
         self._core = core
         self._queue = queue
         self._clock = clock
@@ -170,9 +160,8 @@ class WaitingRequests:
         if keys:
             # vLLM computes at least the last token, so a load never has all chunks.
             count = (request.num_tokens - 1) // self._queue.tokens_per_chunk
-            self._core.reload.queued(
-                request.request_id, keys[:count], self._order(request), self._in_gpu(request)
-            )
+            order = (request.priority, request.arrival_time) if self._queue.by_priority else ()
+            self._core.reload.follow(request.request_id, keys[:count], self._in_gpu(request), order)
 
     def decide(self, request_id: str, local: int, found: int) -> Attempt:
         """Decide how many of `found` tokens to load; they follow `local` tokens in GPU memory."""
@@ -207,12 +196,7 @@ class WaitingRequests:
         self._core.reload.left(request_id)
         self._going.add(request_id)
         counters = self._core.counters
-        resume = self.resumes.resumed(request_id)
-        if resume is not None:
-            counters["reloaded_tokens"] += resume.reloaded
-            counters["recomputed_tokens"] += resume.recomputed
-            counters["resumed_chunk_tokens"] += resume.chunk_tokens
-            counters["resumed_chunk_tokens_lost"] += resume.chunk_tokens_lost
+        self.resumes.resumed(request_id)
         attempt = self._attempts.pop(request_id, None)
         if attempt is not None:
             counters["admissions", attempt.decision] += 1
@@ -248,16 +232,11 @@ class WaitingRequests:
         if request is None or keys is None:
             return
         count = self.resumes.computed(request_id) // self._queue.tokens_per_chunk
-        self._core.reload.preempted(request_id, keys[:count], self._in_gpu(request))
+        self._core.reload.follow(request_id, keys[:count], self._in_gpu(request))
 
     def _num_tokens(self, request_id: str) -> int:
         request = self._requests.get(request_id)
         return request.num_tokens if request is not None else 0
-
-    def _order(self, request: Any) -> Order:
-        if self._queue.by_priority:
-            return (request.priority, request.arrival_time)
-        return ()
 
     def _in_gpu(self, request: Any) -> Callable[[int], bool]:
         is_cached = self._queue.is_cached

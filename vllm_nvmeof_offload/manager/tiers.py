@@ -23,6 +23,9 @@ from vllm_nvmeof_offload.manager.target_choice import Targets
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import AdoptedEntries
 
+# Look-ups are many, and an enum's member is looked up slowly.
+_CPU, _POOL = Source.CPU, Source.POOL
+
 
 class Tiers:
     """Index, cache slots, pool slots, and the cached chunks that wait to be written.
@@ -81,6 +84,23 @@ class Tiers:
         self.counters["adopted_chunks"] += count
         if self._changes is not None:
             self._changes.add(Source.POOL, adopted.keys, removed=False)
+
+    def lookup(self, key: bytes) -> Source | None:
+        """Where `key` can be loaded from now; None is a miss."""
+        # Called several times per chunk and step. Memory accesses take the time here, so nothing
+        # is read, not even a slot's number, before it is needed.
+        index, targets = self.index, self.targets
+        if key in index.cached:
+            return _CPU
+        if key in index.pooled:
+            return _POOL if not targets.suspects or targets.usable(index.pooled[key]) else None
+        entry = index.awake.get(key)
+        if entry is None:
+            return None
+        if entry.in_cache:
+            return _CPU
+        assert entry.pool_slot is not None
+        return _POOL if targets.usable(entry.pool_slot) else None
 
     # -- slots ------------------------------------------------------------------------
 

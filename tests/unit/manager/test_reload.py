@@ -109,10 +109,10 @@ class Desk:
     def preempted(
         self, name: str, numbers: Iterable[int], in_gpu: Callable[[int], bool] = not_in_gpu
     ) -> None:
-        self.scheduler.preempted(name, keys_of(*numbers), in_gpu)
+        self.scheduler.follow(name, keys_of(*numbers), in_gpu)
 
     def queued(self, name: str, numbers: Iterable[int], order: tuple[float, ...] = ()) -> None:
-        self.scheduler.queued(name, keys_of(*numbers), order, not_in_gpu)
+        self.scheduler.follow(name, keys_of(*numbers), not_in_gpu, order)
 
     def turn(self) -> list[str]:
         self.scheduler.turn()
@@ -179,7 +179,7 @@ def test_what_remains_counts_and_not_how_long_a_request_is() -> None:
     desk.preempted("a", range(8))
     assert len(desk.turn()) == 6  # 2 remain
     desk.preempted("b", [20, 21, 22])
-    desk.scheduler.preempted("c", keys_of(30), not_in_gpu)
+    desk.scheduler.follow("c", keys_of(30), not_in_gpu)
     assert desk.turn() == [], "the budget is spent"
     assert desk.left("a") == [f"cancel {n}" for n in range(6)]
     assert desk.turn() == ["fetch 30", "fetch 20", "fetch 21", "fetch 22"]

@@ -53,8 +53,8 @@ class ReloadMachine(RuleBasedStateMachine):
     def queued(self, name: str, numbers: tuple[int, ...], order: tuple[int, int]) -> None:
         self.left(name)  # vLLM never adds a request that it has
         in_gpu = self.in_gpu
-        self.desk.scheduler.queued(
-            name, keys_of(*numbers), order, lambda chunk: numbers[chunk] in in_gpu
+        self.desk.scheduler.follow(
+            name, keys_of(*numbers), lambda chunk: numbers[chunk] in in_gpu, order
         )
         self.keys[name] = set(keys_of(*numbers))
 

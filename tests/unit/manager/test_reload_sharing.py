@@ -29,7 +29,7 @@ def test_what_left_gpu_memory_at_its_tail_is_fetched_after_the_next_look_up() ->
     """vLLM evicts a request's last blocks first: this is how it usually goes."""
     desk = Desk()
     desk.shelf.put(POOL, range(4))
-    desk.scheduler.queued("a", keys_of(*range(4)), (), lambda _: True)
+    desk.scheduler.follow("a", keys_of(*range(4)), lambda _: True, ())
     assert desk.turn() == []
     desk.scheduler.looked_up("a", 3)
     assert desk.turn() == ["fetch 3"]
@@ -65,7 +65,7 @@ def test_a_look_up_of_others_and_of_unfollowed_requests_changes_nothing() -> Non
 def test_a_request_looked_up_anew_keeps_its_place_in_the_queue() -> None:
     desk = Desk(queue=1)
     desk.shelf.put(POOL, range(3))
-    desk.scheduler.queued("a", keys_of(0), (), lambda _: True)
+    desk.scheduler.follow("a", keys_of(0), lambda _: True, ())
     assert desk.turn() == []
     desk.queued("b", [1])
     desk.scheduler.looked_up("a", 0)

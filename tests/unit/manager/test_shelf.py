@@ -47,10 +47,10 @@ class ShelfBench(Bench):
         self.in_both_tiers(*new)
 
     def preempted(self, name: str, *numbers: int) -> None:
-        self.core.reload.preempted(name, keys_of(*numbers), not_in_gpu)
+        self.core.reload.follow(name, keys_of(*numbers), not_in_gpu)
 
     def queued(self, name: str, *numbers: int) -> None:
-        self.core.reload.queued(name, keys_of(*numbers), (), not_in_gpu)
+        self.core.reload.follow(name, keys_of(*numbers), not_in_gpu, ())
 
     def fetches(self) -> list[FetchCommand]:
         """Those of one step."""

@@ -200,7 +200,7 @@ def test_a_victim_is_reloaded_and_let_go_when_its_load_is_planned() -> None:
     assert lobby.fetched() == [0, 1], "its last chunk was not full"
     lobby.waiting.decide("a", 0, 20)
     lobby.core.prepare_load(keys_of(0, 1), lobby.waiting.limit_s("a"))
-    assert lobby.waiting.resumes.resumed("a") is not None
+    assert lobby.waiting.resumes.resumed("a")
     lobby.waiting.allocated("a")
     lobby.run(cached={"a": (20, 5)})
     assert lobby.bench.ended() == {"used": 2}
