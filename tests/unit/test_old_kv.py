@@ -91,7 +91,7 @@ def test_without_running_requests_nothing_is_suspended() -> None:
     bench = Bench()
     bench.gpu.all[9].block_hash = "of one that has ended"
     bench.changed("waits")
-    assert not bench.old
+    assert not bench.old.requests
     assert bench.gpu.resets == 1
 
 
@@ -168,4 +168,4 @@ def test_kv_that_another_connector_brings_is_old() -> None:
     bench.changed("runs")
     bench.admit("new", (), 2, foreign=BLOCK)
     bench.kv.step(())
-    assert "new" in bench.old
+    assert "new" in bench.old.requests

@@ -220,11 +220,21 @@ class _Want:
     skipped: int | None = None  # the first chunk passed over because it was in GPU memory,
     skipped_last: int = 0  # and the last one
     held: dict[bytes, None] = field(default_factory=dict)
-    listed: bool = False  # among the requests that have chunks to look at
-    done_s: float = 0.0  # when it last left them
+    in_heap: bool = False  # of new requests
+    done_s: float = 0.0  # when every chunk had been looked at
 
     def is_local(self, chunk: int) -> bool:
         return self.in_gpu(chunk) if self.local is None else chunk < self.local
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether chunks are left, or were passed over and may have left GPU memory since."""
+        passed_over = self.skipped is not None and now_s - self.done_s >= _LOOK_AGAIN_S
+        return self.next < len(self.keys) or passed_over
+
+    def look_again(self) -> None:
+        """Go back to the first chunk that was passed over."""
+        assert self.skipped is not None
+        self.next, self.skipped = self.skipped, None
 
 
 class ReloadScheduler:
@@ -242,8 +252,7 @@ class ReloadScheduler:
         self._holds = holds
         self._clock = clock
         self._wants: dict[str, _Want] = {}
-        self._preempted: dict[str, _Want] = {}  # with chunks to look at
-        self._parked: dict[str, _Want] = {}  # preempted, with chunks that were passed over
+        self._preempted: dict[str, _Want] = {}
         self._queue: list[tuple[Order, int, _Want]] = []  # new ones with chunks to look at, a heap
         self._arrivals = 0
         self._wanters: dict[bytes, int] = {}  # held key → requests that want it
@@ -267,7 +276,10 @@ class ReloadScheduler:
             self._arrivals += 1
             want = _Want(request_id, keys, in_gpu, order, self._arrivals, self._clock())
             self._wants[request_id] = want
-            self._list(want)
+            if order is None:
+                self._preempted[request_id] = want
+            else:
+                self._push(want, order)
 
     def looked_up(self, request_id: str, local_chunks: int) -> None:
         """vLLM looked the request up; its first `local_chunks` chunks are in GPU memory now.
@@ -278,7 +290,9 @@ class ReloadScheduler:
         if want is None or want.skipped is None or local_chunks > want.skipped_last:
             return
         want.local = local_chunks
-        self._look_again(want)
+        want.look_again()
+        if want.order is not None and not want.in_heap:
+            self._push(want, want.order)
 
     def left(self, request_id: str) -> None:
         """The request runs, or its load was planned, or it has ended."""
@@ -286,7 +300,6 @@ class ReloadScheduler:
         if want is None:
             return
         self._preempted.pop(request_id, None)
-        self._parked.pop(request_id, None)
         for key in want.held:
             self._wanters[key] -= 1
             if not self._wanters[key]:
@@ -297,7 +310,6 @@ class ReloadScheduler:
         """Every chunk is void, and none is held any more."""
         self._wants.clear()
         self._preempted.clear()
-        self._parked.clear()
         self._queue.clear()
         self._wanters.clear()
 
@@ -315,20 +327,17 @@ class ReloadScheduler:
         """Hold and fetch as many chunks as the shares allow. Called once per step."""
         looks = _LOOKS_MAX
         now_s = self._clock()
-        for want in [w for w in self._parked.values() if now_s - w.done_s >= _LOOK_AGAIN_S]:
-            self._look_again(want)
-        if self._preempted:
-            for want in sorted(self._preempted.values(), key=lambda w: _urgency(w, now_s)):
-                looks, finished = self._advance(want, Reason.RELOAD, looks)
-                full = self._holds.counts[Reason.RELOAD] >= self._limits[Reason.RELOAD]
-                if not looks or (full and not finished):
-                    break
-                if not finished:
-                    continue  # the next one may have chunks that only need to be held
-                del self._preempted[want.request_id]
-                want.listed, want.done_s = False, now_s
-                if want.skipped is not None:
-                    self._parked[want.request_id] = want
+        due = [want for want in self._preempted.values() if want.is_due(now_s)]
+        for want in due:
+            if want.next == len(want.keys):
+                want.look_again()
+        for want in sorted(due, key=lambda w: _urgency(w, now_s)):
+            looks, finished = self._advance(want, Reason.RELOAD, looks)
+            full = self._holds.counts[Reason.RELOAD] >= self._limits[Reason.RELOAD]
+            if not looks or (full and not finished):
+                break
+            if finished:  # otherwise the next one may have chunks that only need to be held
+                want.done_s = now_s
         while self._queue:
             want = self._queue[0][2]
             if self._wants.get(want.request_id) is want:  # otherwise it has left
@@ -336,24 +345,11 @@ class ReloadScheduler:
                 if not finished:
                     break
             heapq.heappop(self._queue)
-            want.listed = False
+            want.in_heap = False
 
-    def _list(self, want: _Want) -> None:
-        """This request has chunks to look at."""
-        if want.listed:
-            return
-        want.listed = True
-        if want.order is None:
-            self._preempted[want.request_id] = want
-        else:
-            heapq.heappush(self._queue, (want.order, want.arrival, want))
-
-    def _look_again(self, want: _Want) -> None:
-        """Chunks that were passed over may have left GPU memory."""
-        assert want.skipped is not None
-        want.next, want.skipped = want.skipped, None
-        self._parked.pop(want.request_id, None)
-        self._list(want)
+    def _push(self, want: _Want, order: Order) -> None:
+        want.in_heap = True
+        heapq.heappush(self._queue, (order, want.arrival, want))
 
     def _advance(self, want: _Want, reason: Reason, looks: int) -> tuple[int, bool]:
         """Go on with one request: (looks left, whether nothing is left to do for it)."""

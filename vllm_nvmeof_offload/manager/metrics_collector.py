@@ -94,7 +94,7 @@ class MetricsCollector:
             for target, value in enumerate(values):
                 gauges[name, str(target)] = value
         levels = core.levels.values()
-        gauges["stores_suspended"] = len(self._suspension)
+        gauges["stores_suspended"] = len(self._suspension.requests)
         gauges["stream_slots_used"] = sum(one.stream_slots_used for one in levels)
         for queue in _QUEUES:
             waiting = sum(getattr(one, f"{queue}_waiting") for one in levels)

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vllm_nvmeof_offload.manager.core import ManagerCore
@@ -161,7 +162,8 @@ class WaitingRequests:
             # vLLM computes at least the last token, so a load never has all chunks.
             count = (request.num_tokens - 1) // self._queue.tokens_per_chunk
             order = (request.priority, request.arrival_time) if self._queue.by_priority else ()
-            self._core.reload.follow(request.request_id, keys[:count], self._in_gpu(request), order)
+            in_gpu = partial(self._queue.is_cached, request)
+            self._core.reload.follow(request.request_id, keys[:count], in_gpu, order)
 
     def decide(self, request_id: str, local: int, found: int) -> Attempt:
         """Decide how many of `found` tokens to load; they follow `local` tokens in GPU memory."""
@@ -232,15 +234,11 @@ class WaitingRequests:
         if request is None or keys is None:
             return
         count = self.resumes.computed(request_id) // self._queue.tokens_per_chunk
-        self._core.reload.follow(request_id, keys[:count], self._in_gpu(request))
+        self._core.reload.follow(request_id, keys[:count], partial(self._queue.is_cached, request))
 
     def _num_tokens(self, request_id: str) -> int:
         request = self._requests.get(request_id)
         return request.num_tokens if request is not None else 0
-
-    def _in_gpu(self, request: Any) -> Callable[[int], bool]:
-        is_cached = self._queue.is_cached
-        return lambda chunk: is_cached(request, chunk)
 
     def _log_change(self) -> None:
         """Log when admission changes its decision on the pool, at most once per period."""
@@ -266,56 +264,42 @@ class Suspension:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.requests: set[str] = set()
         self._clock = clock
-        self._requests: set[str] = set()
         self._began_s = 0.0
         self._logged_s = -_LOG_PERIOD_S
         self._announced = False  # the beginning was logged, so the end is logged as well
 
-    def __contains__(self, request_id: object) -> bool:
-        return request_id in self._requests
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    @property
-    def requests(self) -> frozenset[str]:
-        return frozenset(self._requests)
-
     def begin(self, call: str, requests: Iterable[str], *, known: bool) -> None:
         """vLLM did `call`, which changes weights (known) or may, while `requests` had KV."""
-        self._requests = set(requests)
+        self.requests = set(requests)
         self._began_s = self._clock()
         if self._began_s - self._logged_s < _LOG_PERIOD_S:
             return
         self._logged_s = self._began_s
-        self._announced = bool(self._requests)
+        self._announced = bool(self.requests)
         logger.warning(
             "%s %s the weights: everything offloaded before is void, and a later start does not "
             "adopt what is stored from now on; %s%s",
             call,
             "changed" if known else "may have changed",
-            f"{len(self._requests)} requests with KV of before are not stored"
-            if self._requests
+            f"{len(self.requests)} requests with KV of before are not stored"
+            if self.requests
             else "every request is stored",
             "" if known else " (set weights_never_change if such a call leaves the weights alone)",
         )
 
-    def add(self, request_id: str) -> None:
-        """A request took over KV of a suspended one."""
-        self._requests.add(request_id)
-
     def ended(self, request_id: str) -> None:
         """A request has ended, or computes everything again."""
-        self._requests.discard(request_id)
-        if self._announced and not self._requests:
+        self.requests.discard(request_id)
+        if self._announced and not self.requests:
             self._announced = False
             lasted_s = self._clock() - self._began_s
             logger.info("every request is stored again, %.0f s after that call", lasted_s)
 
     def log_while_it_lasts(self) -> None:
         """Log the number of requests once a minute. Called in each step."""
-        if not self._requests:
+        if not self.requests:
             return
         now_s = self._clock()
         if now_s - self._logged_s < _LOG_PERIOD_S:
@@ -324,6 +308,6 @@ class Suspension:
         logger.warning(
             "%d requests are still not stored, %.0f s after a call that may have changed the "
             "weights: they began before it",
-            len(self._requests),
+            len(self.requests),
             now_s - self._began_s,
         )

@@ -143,7 +143,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        if req_context.req_id in self.suspension:
+        if req_context.req_id in self.suspension.requests:
             return PrepareStoreOutput([], LoadStoreSpec(), [])
         plan = self.core.prepare_store(list(keys))
         self._state(req_context).keys.update(dict.fromkeys(keys))

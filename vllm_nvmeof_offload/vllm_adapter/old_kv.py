@@ -53,7 +53,7 @@ class OldKV:
 
     def looked_up(self, request_id: str, local: int) -> None:
         """vLLM has found `local` tokens in GPU memory for a request that has no blocks yet."""
-        if self._old:
+        if self._old.requests:
             self._looked_up[request_id] = local
 
     def admitted(self, request: Any, blocks: Any, external: int) -> None:
@@ -69,9 +69,9 @@ class OldKV:
         """vLLM has scheduled a step; called before the step's stores are made."""
         self._looked_up.clear()
         admitted, self._admitted = self._admitted, {}
-        if not self._old:
+        if not self._old.requests:
             return
-        lost = [name for name in preempted if name in self._old]
+        lost = [name for name in preempted if name in self._old.requests]
         for name in [*lost, *admitted]:
             self._forgotten.pop(name, None)
         taint: set[int] = set()
@@ -81,9 +81,9 @@ class OldKV:
             # Another connector may have loaded KV of earlier weights.
             foreign = admission.request.num_computed_tokens > admission.loadable
             if foreign or (admission.found and (lost or not taint.isdisjoint(admission.found))):
-                self._old.add(name)
+                self._old.requests.add(name)
                 taint |= self._forget(name)
-            elif name in self._old:
+            elif name in self._old.requests:
                 self._old.ended(name)
                 self._view.store_from_the_first(name)
         if lost:  # the blocks that they had are unknown by now
@@ -93,7 +93,7 @@ class OldKV:
         """A request ends, and still has its blocks."""
         self._looked_up.pop(request_id, None)
         self._admitted.pop(request_id, None)
-        if request_id in self._old:
+        if request_id in self._old.requests:
             self._forget(request_id)
             self._forgotten.pop(request_id, None)
 

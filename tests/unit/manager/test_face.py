@@ -98,10 +98,10 @@ def test_of_requests_computed_with_earlier_weights_nothing_is_stored() -> None:
     manager.suspension.begin("update_weights", ["old"], known=True)
     assert manager.prepare_store(keys_of(1), old).keys_to_store == []
     assert manager.prepare_store(keys_of(2), new).keys_to_store == keys_of(2)
-    assert len(manager.suspension) == 1
+    assert len(manager.suspension.requests) == 1
     manager.on_request_finished(old)  # its name may be used again
     assert manager.prepare_store(keys_of(1), old).keys_to_store == keys_of(1)
-    assert len(manager.suspension) == 0
+    assert len(manager.suspension.requests) == 0
 
 
 @pytest.mark.parametrize("never_change", [False, True])
