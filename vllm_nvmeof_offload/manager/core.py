@@ -25,7 +25,6 @@ from vllm_nvmeof_offload.manager.ledger import Ledger, Op
 from vllm_nvmeof_offload.manager.load_or_recompute import Admission, Find, LoadTimes
 from vllm_nvmeof_offload.manager.start import Agreement, CoreConfig
 from vllm_nvmeof_offload.manager.store_threshold import StoreThreshold
-from vllm_nvmeof_offload.manager.target_choice import Targets
 from vllm_nvmeof_offload.manager.tiers import Tiers
 from vllm_nvmeof_offload.manager.writes import WriteBehind
 from vllm_nvmeof_offload.metrics import Counts, Series
@@ -94,23 +93,19 @@ class ManagerCore:
         #: Changes of the tiers' contents, if the configuration asks for them.
         self.kv_events = KvEventLog() if config.kv_events else None
         self._clock = clock
-        self._ledger = Ledger(config.world_size, clock, prompts_s)
-        self._tiers = Tiers(agreement, policy, self.counters, config, self.kv_events)
+        self._ledger = ledger = Ledger(config.world_size, clock, prompts_s)
+        self._tiers = tiers = Tiers(agreement, policy, self.counters, config, self.kv_events)
         #: Where a key can be loaded from now; None is a miss.
-        self.lookup = self._tiers.lookup
-        self._writes = WriteBehind(config, self._tiers, self._ledger)
-        self._holds = Holds(self._tiers, self._ledger)
+        self.lookup = tiers.lookup
+        #: The targets, for their verdicts and rates.
+        self.targets = tiers.targets
+        self._writes = WriteBehind(config, tiers, ledger)
+        self._holds = Holds(tiers, ledger)
         #: The caller reports to it each request that begins to wait, and that waits no more.
         self.reload = ReloadScheduler(config, capacity, self._holds, clock)
-        self.admission = Admission(config, self._tiers.targets.read_rates)
-        self._load_times = LoadTimes(
-            self._tiers,
-            self._ledger,
-            self.admission,
-            clock,
-            capacity.slot_bytes,
-            config.tokens_per_chunk,
-        )
+        self.admission = Admission(config, tiers.targets.read_rates)
+        sizes = capacity.slot_bytes, config.tokens_per_chunk
+        self._load_times = LoadTimes(tiers, ledger, self.admission, clock, *sizes)
         slots = capacity.cache_slots + capacity.pool_slots
         self._threshold = StoreThreshold(config.store_threshold, max(_SIGHTINGS_MIN, slots))
         # Boot nonce and counter in one: compared only for equality.
@@ -171,7 +166,8 @@ class ManagerCore:
                 slot = tiers.take_cache_slot()
             if slot is None:
                 break
-            entry = Entry(self._identify(key), State.STORING, cache_slot=slot)
+            self._generation = (self._generation + 1) & _GENERATION_MASK
+            entry = Entry(SlotIdentity(key, self._generation), State.STORING, cache_slot=slot)
             tiers.cache.use(slot)  # by the op below; keeps the next victim from being this one
             tiers.index.add(entry)
             entries.append(entry)
@@ -266,10 +262,10 @@ class ManagerCore:
         """Apply the ranks' reports, in the order in which they came."""
         for report in reports:
             if isinstance(report, VerdictReport):
-                self.counters["verdict_changes"] += self._tiers.targets.verdict(report)
+                self.counters["verdict_changes"] += self.targets.verdict(report)
                 continue
             if isinstance(report, RateReport):
-                self._tiers.targets.rate(report)
+                self.targets.rate(report)
                 continue
             if isinstance(report, LevelReport):
                 self.levels[report.rank] = report
@@ -387,10 +383,6 @@ class ManagerCore:
         self.counters["resets"] += 1
         return True
 
-    def _identify(self, key: bytes) -> SlotIdentity:
-        self._generation = (self._generation + 1) & _GENERATION_MASK
-        return SlotIdentity(key, self._generation)
-
     # -- gauges -----------------------------------------------------------------------
 
     def gauges(self) -> dict[Series, float]:
@@ -412,7 +404,7 @@ class ManagerCore:
             ("held_cache_slots", "queue"): self._holds.counts[Reason.QUEUE],
             "requests_waiting": len(self.reload),
             "cache_slots_in_use": len(tiers.cache.users),
-            "suspect_targets": len(tiers.targets.suspects),
+            "suspect_targets": len(self.targets.suspects),
             "prefill_tokens_per_second": self.admission.tokens_per_s,
             "pool_read_bytes_per_second": self.admission.bytes_per_s,
             "load_overhead_seconds": self.admission.overhead_s,
@@ -427,11 +419,6 @@ class ManagerCore:
             *self._holds.counts.values(),
             *self.targets.worst_verdicts(),
         )
-
-    @property
-    def targets(self) -> Targets:
-        """The targets, for their verdicts and rates."""
-        return self._tiers.targets
 
     def held(self) -> Iterable[bytes]:
         """The keys whose cache slots are held for requests that wait."""

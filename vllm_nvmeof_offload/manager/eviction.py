@@ -20,17 +20,7 @@ from typing import Protocol
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.manager.start import CREDIT_SHARE, CREDITED, WritePolicy
 
-__all__ = [
-    "CREDITED_MAX",
-    "POLICIES",
-    "EvictionPolicy",
-    "LruPolicy",
-    "MakePolicy",
-    "Recency",
-    "choose_policy",
-    "credit_share",
-    "try_policy",
-]
+__all__ = ["EvictionPolicy", "LruPolicy", "MakePolicy", "choose_policy", "try_policy"]
 
 
 class EvictionPolicy(Protocol):

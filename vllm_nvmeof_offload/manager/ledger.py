@@ -24,24 +24,16 @@ class Op:
     issued_s: float
     outcomes_left: int
     releases_left: int
-    #: By chunk, in the command's order.
-    entries: tuple[Entry, ...]
-    #: By chunk: the slots that it uses; None: none, or released already.
-    cache_slots: list[int | None]
-    pool_slots: list[int | None]
-    #: Chunks of a load, by index, that are read into the cache slot of their entry.
-    landing: frozenset[int]
-    failures: dict[int, Outcome] = field(default_factory=dict)
-    #: For a load or probe, by target: chunks that others had yet to read before it.
-    queued: tuple[int, ...] = ()
-    #: A fetch that was cancelled: its end does not concern its entry any more.
-    detached: bool = False
-    #: A fetch that is there to be timed.
-    probe: bool = False
-    #: Its duration on the slowest of the ranks that have reported.
-    seconds: float = 0.0
-    #: For a load or fetch: how long the model had computed prompts when it was planned.
-    prompts_s: float = 0.0
+    entries: tuple[Entry, ...]  # by chunk, in the command's order
+    cache_slots: list[int | None]  # by chunk; None: none, or released already
+    pool_slots: list[int | None]  # likewise
+    landing: frozenset[int]  # chunks of a load that are read into the cache slot of their entry
+    failures: dict[int, Outcome] = field(default_factory=dict)  # by chunk
+    queued: tuple[int, ...] = ()  # by target: chunks to be read there before a load or probe
+    detached: bool = False  # a cancelled fetch: its end does not concern its entry any more
+    probe: bool = False  # a fetch that is there to be timed
+    seconds: float = 0.0  # on the slowest of the ranks that have reported
+    prompts_s: float = 0.0  # how long the model had computed prompts when a read was planned
 
 
 class Ledger:

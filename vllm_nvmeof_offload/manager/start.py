@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello
 
@@ -97,53 +96,24 @@ def agree(hellos: Sequence[RankHello]) -> Agreement:
         # chunks that are written from now on, and fatal for chunks that would be adopted.
         note = f"ranks opened different pools {sorted(shapes)}: nothing is adopted"
         return Agreement(capacity, AdoptedEntries(), found, (note,))
-    entries = _in_order(first.adopted)
+    ours = first.adopted
+    keys = np.fromiter(ours.keys, object, len(ours))
+    _, rows = np.unique(ours.pool_slots, return_index=True)
     for hello in hellos[1:]:
-        entries = _in_both(entries, _in_order(hello.adopted))
-    lost = len(first.adopted) - len(entries)
+        theirs = hello.adopted
+        _, mine, others = np.intersect1d(
+            ours.pool_slots[rows], theirs.pool_slots, return_indices=True
+        )
+        rows = rows[mine]
+        same = ours.generations[rows] == theirs.generations[others]
+        same &= keys[rows] == np.fromiter(theirs.keys, object, len(theirs))[others]
+        rows = rows[same]
+    lost = len(ours) - len(rows)
     note = f"{lost} pool entries of rank {first.rank} are not on every rank: dropped"
-    slots = entries.pool_slots
-    in_range = (slots >= 0) & (slots < capacity.pool_slots)
-    if not in_range.all():
-        entries = _take(entries, np.flatnonzero(in_range))
-    entries = _distinct_keys(entries)
+    slots = ours.pool_slots[rows]
+    lowest: dict[bytes, int] = {}  # a key that is on several slots keeps the lowest
+    for row in rows[(slots >= 0) & (slots < capacity.pool_slots)].tolist():
+        lowest.setdefault(ours.keys[row], row)
+    rows = np.fromiter(lowest.values(), np.int64, len(lowest))
+    entries = AdoptedEntries(ours.pool_slots[rows], ours.generations[rows], tuple(lowest))
     return Agreement(capacity, entries, found - len(entries), (note,) if lost else ())
-
-
-def _in_order(adopted: AdoptedEntries) -> AdoptedEntries:
-    """By pool slot, each once."""
-    slots = adopted.pool_slots
-    if bool((np.diff(slots) > 0).all()):
-        return adopted  # as `Pool.adopt` gives them
-    order = np.argsort(slots, kind="stable")
-    once = np.ones(len(slots), np.bool_)
-    once[1:] = np.diff(slots[order]) != 0
-    return _take(adopted, order[once])
-
-
-def _in_both(one: AdoptedEntries, other: AdoptedEntries) -> AdoptedEntries:
-    """The entries whose slot, generation and key are equal in both."""
-    _, ours, theirs = np.intersect1d(
-        one.pool_slots, other.pool_slots, assume_unique=True, return_indices=True
-    )
-    same = one.generations[ours] == other.generations[theirs]
-    same &= _keys(one)[ours] == _keys(other)[theirs]
-    return _take(one, ours[same])
-
-
-def _distinct_keys(entries: AdoptedEntries) -> AdoptedEntries:
-    """Keep only the lowest slot of a key that is on several."""
-    if len(set(entries.keys)) == len(entries):
-        return entries
-    # Later assignments win, so go from the highest slot down to the lowest.
-    rows = dict(zip(reversed(entries.keys), range(len(entries) - 1, -1, -1), strict=True))
-    return _take(entries, np.array(sorted(rows.values()), np.int64))
-
-
-def _take(entries: AdoptedEntries, rows: npt.NDArray[np.int64]) -> AdoptedEntries:
-    keys = tuple(_keys(entries)[rows].tolist())
-    return AdoptedEntries(entries.pool_slots[rows], entries.generations[rows], keys)
-
-
-def _keys(entries: AdoptedEntries) -> npt.NDArray[np.object_]:
-    return np.fromiter(entries.keys, object, len(entries))
