@@ -147,8 +147,6 @@ class Holds:
         for held in list(self.held.values()):
             self.gone(held.entry)
 
-    # -- helpers ----------------------------------------------------------------------
-
     def _has_room(self) -> bool:
         """Whether enough stays evictable with one more held."""
         tiers = self._tiers
@@ -261,8 +259,6 @@ class ReloadScheduler:
         """Number of requests that are followed."""
         return len(self._wants)
 
-    # -- events -----------------------------------------------------------------------
-
     def follow(
         self, request_id: str, keys: Sequence[bytes], in_gpu: InGpu, order: Order | None = None
     ) -> None:
@@ -312,8 +308,6 @@ class ReloadScheduler:
         self._preempted.clear()
         self._queue.clear()
         self._wanters.clear()
-
-    # -- commands ---------------------------------------------------------------------
 
     def probe(self, keys: Sequence[bytes]) -> None:
         """Read a few of these pool-only chunks in the background, if no probe is under way."""

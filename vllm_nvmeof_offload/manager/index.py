@@ -225,8 +225,6 @@ class Index:
         self._cache_keys[:] = None
         self._pool_keys[:] = None
 
-    # -- the key of a slot ------------------------------------------------------------
-
     def note_slots(self, entry: Entry) -> None:
         """`entry` was given the slots that it has."""
         if entry.cache_slot is not None:

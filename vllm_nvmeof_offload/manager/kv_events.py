@@ -79,18 +79,16 @@ class KvEventLog:
         self.add(Source.POOL, in_both, removed=True)
         self.add(Source.POOL, index.pooled, removed=True)
 
-    def take(self, limit: int | None = None) -> list[Change]:
-        """The oldest changes, at most `limit` keys; None: as many as one step should carry."""
-        left = max(_TAKE_MAX, self._length // _TAKE_SHARE) if limit is None else limit
+    def take(self) -> list[Change]:
+        """The oldest changes, as many as one step should carry."""
+        left = max(_TAKE_MAX, self._length // _TAKE_SHARE)
         taken: list[Change] = []
         while self._changes and left > 0:
             change = self._changes[0]
-            if len(change.keys) > left:
-                taken.append(Change(change.tier, change.removed, change.keys[:left]))
-                del change.keys[:left]
-            else:
-                taken.append(self._changes.popleft())
-            count = len(taken[-1].keys)
-            left -= count
-            self._length -= count
+            taken.append(Change(change.tier, change.removed, change.keys[:left]))
+            del change.keys[:left]
+            if not change.keys:
+                self._changes.popleft()
+            left -= len(taken[-1].keys)
+            self._length -= len(taken[-1].keys)
         return taken

@@ -37,13 +37,7 @@ class MetricsCollector:
         self._zeros = first_counts(core.capacity.target_count)
         self._counted: dict[Series, float] = {}  # as of the last `take_increases`
         self._shown: dict[Series, float] = {}  # as of the last `take_gauges`
-        self._constant = self._constant_gauges(hellos, config)
-
-    def _constant_gauges(
-        self, hellos: Sequence[RankHello], config: Mapping[str, str]
-    ) -> dict[Series, float]:
-        core = self._core
-        gauges = Counts()
+        self._constant = gauges = Counts()
         gauges["config_info", *(config[name] for name in CONFIG_LABELS)] = 1
         for target, path in enumerate(hellos[0].targets):
             gauges["target_info", str(target), path] = 1
@@ -57,7 +51,6 @@ class MetricsCollector:
         gauges["slot_bytes"] = core.capacity.slot_bytes
         cache_tokens = core.capacity.cache_slots * core.config.tokens_per_chunk
         gauges["capacity_tokens", "cpu"] = cache_tokens
-        return gauges
 
     def take_increases(self) -> dict[Series, float]:
         """Counters' increases since the last call; the first has every series, if only as 0."""

@@ -23,12 +23,8 @@ class _Step:
 
     began_s: float
     tokens: int  # of prompts and decodes
-    prompts: int  # tokens of prompts
+    share: float  # of the tokens that belong to prompts
     counts: bool  # for the prefill rate
-
-    def prompts_s(self, seconds: float) -> float:
-        """The prompts' part of the seconds that the step took, by its tokens."""
-        return seconds * self.prompts / self.tokens if self.tokens else 0.0
 
 
 class StepMeter:
@@ -68,7 +64,7 @@ class StepMeter:
             return self._prompts_s
         step = self._ahead[0]
         under_way_s = max(0.0, self._clock() - max(step.began_s, self._ended_s))
-        return self._prompts_s + step.prompts_s(under_way_s)
+        return self._prompts_s + step.share * under_way_s
 
     def clear(self) -> None:
         """Count from zero again; the learned rate stays."""
@@ -77,9 +73,9 @@ class StepMeter:
     def scheduled(self, tokens: Mapping[str, int]) -> None:
         """A step was scheduled. tokens: by request."""
         prefill = [count for count in tokens.values() if count > _DECODE_TOKENS_MAX]
-        prompts, decodes = sum(prefill), len(tokens) - len(prefill)
+        total, prompts, decodes = sum(tokens.values()), sum(prefill), len(tokens) - len(prefill)
         counts = prompts >= _DECODE_TOKENS_MAX * max(4, decodes)
-        self._ahead.append(_Step(self._clock(), sum(tokens.values()), prompts, counts))
+        self._ahead.append(_Step(self._clock(), total, prompts / max(1, total), counts))
 
     def ended(self) -> None:
         """The oldest step's output has come."""
@@ -93,9 +89,8 @@ class StepMeter:
         self.steps += 1
         self.seconds += seconds
         self.tokens += step.tokens
-        prompts_s = step.prompts_s(seconds)
-        self._prompts_s += prompts_s
-        self.decode_s = max(seconds - prompts_s, _KEPT * self.decode_s)
+        self._prompts_s += step.share * seconds
+        self.decode_s = max((1 - step.share) * seconds, _KEPT * self.decode_s)
         if step.counts and seconds > 0 and 2 * step.tokens >= self._largest:
             self._largest = max(self._largest, step.tokens)
             self._prefill_tokens = _KEPT * self._prefill_tokens + step.tokens

@@ -53,8 +53,6 @@ class Targets:
         targets = range(min(self.count, self.slots.capacity))
         self._policies = [self._make_policy(used[t :: self.count]) for t in targets]
 
-    # -- verdicts ---------------------------------------------------------------------
-
     def verdict(self, report: VerdictReport) -> bool:
         """Returns whether the target became usable, or unusable, for all ranks together."""
         verdicts, before = self._verdicts[report.target], len(self.suspects)
@@ -70,8 +68,6 @@ class Targets:
 
     def usable(self, slot: int) -> bool:
         return not self.suspects or slot % self.count not in self.suspects
-
-    # -- placement --------------------------------------------------------------------
 
     def rate(self, report: RateReport) -> None:
         """One rank has measured one target."""
@@ -118,8 +114,6 @@ class Targets:
         passes[chosen] = reached + 1 / speeds[chosen]
         self._turn = (chosen + 1) % count
         return chosen
-
-    # -- eviction ---------------------------------------------------------------------
 
     def adopt(self, slots: npt.NDArray[np.int64]) -> None:
         """Take these slots, which are ascending and hold adopted chunks, as evictable."""

@@ -38,8 +38,7 @@ class WriteBehind:
         self._tiers = tiers
         self._ledger = ledger
         #: By pool slot, in a row. Counted apart: a device may take bytes and not return them.
-        self._failed_reads: Counter[int] = Counter()
-        self._failed_writes: Counter[int] = Counter()
+        self._failed_reads, self._failed_writes = Counter[int](), Counter[int]()
 
     def want(self, entry: Entry) -> None:
         """`entry` is cached for the first time: let it wait for its write."""

@@ -18,7 +18,7 @@ CAME, LEFT = False, True
 def told(core: ManagerCore) -> list[tuple[Source, bool, list[bytes]]]:
     """Everything since the last call."""
     assert core.kv_events is not None
-    changes = core.kv_events.take(len(core.kv_events))
+    changes = core.kv_events.take()
     assert not core.kv_events
     return [(change.tier, change.removed, change.keys) for change in changes]
 
