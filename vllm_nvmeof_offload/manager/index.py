@@ -61,6 +61,7 @@ class Event(enum.Enum):
 
 
 _S, _E = State, Event
+_OUTCOMES = (_E.COPIED, _E.COPY_FAILED, _E.WRITTEN, _E.WRITE_FAILED, _E.FETCHED, _E.FETCH_CANCELLED)
 
 #: (state, event) → next state; None is ABSENT. A report about an entry that was doomed meanwhile
 #: changes nothing.
@@ -78,20 +79,10 @@ TRANSITIONS: dict[tuple[State, Event], State | None] = {
     (_S.FETCHING, _E.FETCHED): _S.BOTH,
     (_S.FETCHING, _E.FETCH_CANCELLED): _S.POOLED,
     **{(state, _E.DOOM): _S.DOOMED for state in State},
-    **{
-        (_S.DOOMED, event): _S.DOOMED
-        for event in (
-            _E.COPIED,
-            _E.COPY_FAILED,
-            _E.WRITTEN,
-            _E.WRITE_FAILED,
-            _E.FETCHED,
-            _E.FETCH_CANCELLED,
-        )
-    },
+    **{(_S.DOOMED, event): _S.DOOMED for event in _OUTCOMES},
 }
-
-_MAY_REST = frozenset({_S.CACHED, _S.BOTH, _S.POOLED})
+#: States in which an entry on which no operation works rests.
+MAY_REST = frozenset({_S.CACHED, _S.BOTH, _S.POOLED})
 
 
 @dataclass(slots=True, eq=False)
@@ -181,7 +172,7 @@ class Index:
 
     def rest(self, entry: Entry) -> None:
         """No operation works on `entry` any more: the caller must not use the object again."""
-        assert self.holds(entry) and entry.state in _MAY_REST
+        assert self.holds(entry) and entry.state in MAY_REST
         key, generation = entry.identity.key, entry.identity.generation
         del self.awake[key]
         if entry.cache_slot is not None:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from vllm_nvmeof_offload.errors import Outcome, OutcomeKind
+from vllm_nvmeof_offload.errors import OutcomeKind
 from vllm_nvmeof_offload.manager.core import ManagerCore
 from vllm_nvmeof_offload.manager.start import Capacity
 from vllm_nvmeof_offload.metrics import Counts, Series
@@ -89,14 +89,10 @@ class FailureLog:
     """
 
     def __init__(
-        self,
-        core: ManagerCore,
-        targets: Sequence[str],
-        clock: Callable[[], float] = time.monotonic,
+        self, core: ManagerCore, targets: Sequence[str], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._core = core
-        self._targets = targets
-        self._clock = clock
+        self._core, self._clock = core, clock
+        self._targets = {str(number): path for number, path in enumerate(targets)}
         self._logged = Counts()
         self._logged_s: dict[Series, float] = {}
 
@@ -111,13 +107,10 @@ class FailureLog:
                 continue
             self._logged_s[kind] = now_s
             self._logged[kind] += new
-            self._log(kind[1], kind[3], int(new), outcome)
-
-    def _log(self, operation: str, target: str, chunks: int, outcome: Outcome) -> None:
-        place = ""
-        if target.isdigit():
-            known = int(target) < len(self._targets)
-            place = f" on target {self._targets[int(target)] if known else target}"
-        what = "1 chunk" if chunks == 1 else f"{chunks} chunks"
-        failed, consequence = _FAILED[operation]
-        logger.warning("%s could not be %s%s: %s; %s", what, failed, place, outcome, consequence)
+            operation, target = kind[1], kind[3]
+            place = "" if target == "none" else f" on target {self._targets.get(target, target)}"
+            what = "1 chunk" if new == 1 else f"{new} chunks"
+            failed, consequence = _FAILED[operation]
+            logger.warning(
+                "%s could not be %s%s: %s; %s", what, failed, place, outcome, consequence
+            )

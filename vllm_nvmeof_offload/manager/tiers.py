@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Both tiers' entries, slots and eviction: the part of the core that hands out places.
 
-`SlotPool` allocates numbered slots, `Targets` chooses the target of each write and evicts from
-the pool, `Tiers` unites both tiers with the index. An entry is in a tier's policy exactly while
-it is evictable there (`settle`), and rests in the index exactly while no operation works on it.
+An entry is in a tier's policy exactly while it is evictable there (`settle`), and rests in the
+index exactly while no operation works on it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from vllm_nvmeof_offload.manager.eviction import EvictionPolicy, LruPolicy, MakePolicy, Recency
-from vllm_nvmeof_offload.manager.index import Entry, Event, Index, Source, State
+from vllm_nvmeof_offload.manager.index import MAY_REST, Entry, Event, Index, Source, State
 from vllm_nvmeof_offload.manager.kv_events import KvEventLog
 from vllm_nvmeof_offload.manager.ledger import Op
 from vllm_nvmeof_offload.manager.slots import SlotPool
@@ -266,7 +265,7 @@ class Tiers:
             evictable = free and state in (State.POOLED, State.BOTH)
             self.targets.place(entry.pool_slot, evictable=evictable)
             idle = idle and free
-        if idle and state in (State.CACHED, State.BOTH, State.POOLED):
+        if idle and state in MAY_REST:
             self.index.rest(entry)
 
     def doom(self, entry: Entry, *, retire: bool = False) -> None:
