@@ -60,8 +60,8 @@ def budgets_are_ignored() -> list[Patch]:
 def cancelled_fetch_still_counts_for_its_entry() -> list[Patch]:
     real = Holds._cancel
 
-    def cancel(self: Any, held: Any) -> None:
-        real(self, held)
+    def cancel(self: Any, held: Any, op: Any) -> None:
+        real(self, held, op)
         held.op.detached = False
 
     return [(Holds, "_cancel", cancel)]

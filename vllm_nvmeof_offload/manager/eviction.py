@@ -5,8 +5,6 @@ A policy holds only *evictable* slots: the manager withdraws a slot while anythi
 admits it again afterwards. Being pinned is not being used: the manager keeps in an array when
 each slot was last used (`Recency`), so that a write or its late release does not make a chunk
 look recent, and does not reverse the order of a prefix's chunks.
-
-`choose_policy` makes a configured name into the class: one of ours, or a user's own.
 """
 
 from __future__ import annotations
@@ -158,19 +156,16 @@ CREDITED_MAX = 3
 class Recency:
     """When the chunk in each slot of one tier counts as last used; 9 bytes per slot.
 
-    Plain LRU does not distinguish chunks that came back from chunks that never did. Where the
-    requests of more conversations are interleaved than a tier holds, it loses each just before
-    its next turn. So each request beyond the first that used a chunk lets it count as used later,
-    by `credit_share` of the tier's slots, `CREDITED_MAX` times at most: a chunk that has come back
-    is kept longer, and is still evicted once its conversation is over. A prefix's head is used by
-    every request that uses its tail, so its count is never less, and the tail is evicted first.
-    credit_share 0: plain LRU.
+    Plain LRU loses each conversation just before its next turn where more of them are interleaved
+    than a tier holds. So each request beyond the first that used a chunk lets it count as used
+    later, by `credit_share` of the tier's slots, `CREDITED_MAX` times at most: a chunk that came
+    back is kept longer, and is still evicted once its conversation is over. A prefix's head is used
+    by every request that uses its tail, so the tail is evicted first. credit_share 0: plain LRU.
 
-    Only the CPU tier counts returns. The pool behind it is plain LRU and keeps the chunks that the
-    CPU tier gave up for those, so that the tiers hold more different chunks. Nor could the pool
-    keep a prefix from making room for its own continuation, as `Tiers.hold_back` does. A pool at
-    most twice as large as the CPU tier may evict the middle of a prefix that the CPU tier still
-    has, and keep the unreachable end: some chunks in a thousand (test_recency.py).
+    Only the CPU tier counts returns: the pool keeps what the CPU tier gave up for them, so that the
+    tiers hold more different chunks. A pool at most twice as large as the CPU tier may evict the
+    middle of a prefix that the CPU tier still has, and keep the unreachable end: some chunks in a
+    thousand (test_recency.py).
     """
 
     def __init__(self, slots: int, credit_share: float = 0.0) -> None:
@@ -268,9 +263,8 @@ def _imported(name: str) -> Callable[..., EvictionPolicy]:
 def try_policy(make: MakePolicy) -> str | None:
     """Play a fixed sequence of calls; return what is wrong with the answers, None if nothing is.
 
-    The trial knows which slots are evictable, but not in which order they should be evicted.
-    It is played as the manager makes policies: over an array for the CPU tier, and over a view of
-    every n-th cell of an array for a target.
+    Any order of eviction is right. Played as the manager makes policies: over an array for the CPU
+    tier, and over a view of every n-th cell of an array for a target.
     """
     cells = array("Q", bytes(8 * 3 * _TRIAL_SLOTS))
     return _try_over(make, cells[:_TRIAL_SLOTS]) or _try_over(make, memoryview(cells)[1::3])

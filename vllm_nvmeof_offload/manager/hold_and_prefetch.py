@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks that are kept, and brought up from the pool, for requests that wait. Pure.
 
-`ReloadScheduler` decides which; it follows the requests that wait:
+`ReloadScheduler` decides which, for two kinds of requests:
 
-* preempted ones. Their cached chunks are held and the others fetched, within `reload_share` of
-  the cache slots: shortest remaining first, so that most requests are ready soonest; but a
-  request that has waited for `_PATIENCE_S` precedes all that have not.
+* preempted ones. Their cached chunks are held and the others fetched, within `reload_cache_share`:
+  shortest remaining first, so that most requests are ready soonest; but a request that has waited
+  for `_PATIENCE_S` precedes all that have not.
 * new ones in vLLM's queue. Their chunks in the pool are fetched in queue order, within
-  `prefetch_share`.
+  `prefetch_cache_share`.
 
 A request leaves when it starts, when its load is planned, or when it ends. Chunks that no other
-request wants are then released, and fetches under way are cancelled. Work per step is bounded,
-however many requests wait and however long they are.
+request wants are then released, and fetches under way are cancelled. Work per step is bounded.
 
-`Holds` carries it out. A held chunk has one more user of its cache slot, so it is not evicted, and
-nothing else changes. The entry of a cancelled fetch is only in the pool again at once, and its
-cache slot comes back when every rank has released it.
+`Holds` carries it out. A held chunk has one more user of its cache slot, so it is not evicted. The
+entry of a cancelled fetch is only in the pool again at once, and its cache slot comes back when
+every rank has released it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from vllm_nvmeof_offload.errors import Outcome
-from vllm_nvmeof_offload.manager.index import Entry, Event, Source, State
+from vllm_nvmeof_offload.manager.index import Entry, Event, Source
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op
 from vllm_nvmeof_offload.manager.start import Capacity, CoreConfig
 from vllm_nvmeof_offload.manager.tiers import Tiers
@@ -119,10 +118,9 @@ class Holds:
             return
         how = "used" if held.used else "wasted"
         # The slot's users are this hold, its fetch, and loads that wait for this very fetch.
-        fetching = held.op is not None
-        if fetching and not held.used and self._tiers.cache.users[held.slot] == 2:
+        if held.op and not held.used and self._tiers.cache.users[held.slot] == 2:
             how = "cancelled"
-            self._cancel(held)
+            self._cancel(held, held.op)
         self._release(held, how)
 
     def ended(self, op: Op, failure: Outcome | None) -> None:
@@ -150,10 +148,8 @@ class Holds:
     def _has_room(self) -> bool:
         """Whether enough stays evictable with one more held."""
         tiers = self._tiers
-        evictable = tiers.cache.free + len(tiers.clean)
-        if tiers.demotes:
-            evictable += len(tiers.waiting)
-        return evictable > self._room_min
+        waiting = len(tiers.waiting) if tiers.demotes else 0
+        return tiers.cache.free + len(tiers.clean) + waiting > self._room_min
 
     def _keep(self, held: _Held) -> None:
         self._tiers.cache.use(held.slot)
@@ -171,12 +167,10 @@ class Holds:
         self._tiers.cache.release(held.slot)
         self._tiers.settle(held.entry)
 
-    def _cancel(self, held: _Held) -> None:
+    def _cancel(self, held: _Held, op: Op) -> None:
         """Take the entry off its fetch: every later look-up finds the entry in the pool."""
-        entry, op = held.entry, held.op
-        assert op is not None and entry.state is State.FETCHING
-        self._tiers.on(entry, Event.FETCH_CANCELLED)
-        self._tiers.leave_cache(entry)
+        self._tiers.on(held.entry, Event.FETCH_CANCELLED)
+        self._tiers.leave_cache(held.entry)
         op.detached = True
         if op.number in self._ledger.unsent:
             self._tiers.release(self._ledger.withdraw(op.number))
@@ -241,10 +235,9 @@ class ReloadScheduler:
     def __init__(
         self, config: CoreConfig, capacity: Capacity, holds: Holds, clock: Callable[[], float]
     ) -> None:
-        slots = capacity.cache_slots
         self._limits = {
-            Reason.RELOAD: int(config.reload_cache_share * slots),
-            Reason.QUEUE: int(config.prefetch_cache_share * slots),
+            Reason.RELOAD: int(config.reload_cache_share * capacity.cache_slots),
+            Reason.QUEUE: int(config.prefetch_cache_share * capacity.cache_slots),
         }
         self._fetches_max = max(_FETCHES_MIN, _FETCH_BYTES_MAX // max(1, capacity.slot_bytes))
         self._holds = holds
