@@ -312,18 +312,16 @@ class ManagerCore:
                 self._tiers.doom(op.entries[index], retire=worn)
                 self._holds.gone(op.entries[index])
 
-    def _count_failure(self, op: Op, index: int, outcome: Outcome) -> None:
-        slot = op.pool_slots[index] if op.pool_slots else None
-        target = "none" if slot is None else str(self._tiers.pool.lane(slot))
-        series = "failed_chunks", op.kind.value, outcome.kind.value, target
-        self.counters[series] += 1
-        if op.kind is OpKind.LOAD:
-            self.counters["failed_load_tokens"] += self.config.tokens_per_chunk
-        self.last_failures[series] = outcome
-
     def _decide(self, op: Op) -> None:
         for index, outcome in op.failures.items():
-            self._count_failure(op, index, outcome)
+            slot = op.pool_slots[index] if op.pool_slots else None
+            target = "none" if slot is None else str(self._tiers.pool.lane(slot))
+            series = "failed_chunks", op.kind.value, outcome.kind.value, target
+            self.counters[series] += 1
+            self.last_failures[series] = outcome
+        if op.kind is OpKind.LOAD:
+            failed_tokens = len(op.failures) * self.config.tokens_per_chunk
+            self.counters["failed_load_tokens"] += failed_tokens
         for index, entry in enumerate(op.entries):
             failure = op.failures.get(index)
             if op.kind is OpKind.STORE:

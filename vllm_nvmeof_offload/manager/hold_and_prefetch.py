@@ -43,8 +43,6 @@ class Reason(enum.Enum):
     QUEUE = "queue"  # for a request that waits in vLLM's queue
     PROBE = "probe"  # to measure the pool, where admission loads nothing from it
 
-    __hash__ = object.__hash__
-
 
 @dataclass(slots=True, eq=False)
 class _Held:

@@ -135,6 +135,8 @@ class Admission:
         tokens: the ones loaded; None: a probe, for which no request waited. missed: some chunks
         had not come by then.
         """
+        lanes = zip(read_bytes, self.read_rates, strict=True)
+        rated = self._config.read_bytes_per_s or all(rate or not own for own, rate in lanes)
         bytes_s = self._bytes_s(read_bytes, queued_bytes)
         sample_s = max(0.0, seconds - bytes_s)
         if tokens is not None and self.tokens_per_s:
@@ -146,15 +148,11 @@ class Admission:
             if self.reading:  # otherwise it was decided on before an earlier one disappointed
                 self.reading = False
                 self._trust = max(_TRUST_MIN, self._trust / 2)
-        elif self._is_rated(read_bytes):  # a rate is reported after the load that brought it
+        elif rated:  # a rate is reported after the load that brought it
             share = min(_NEWEST, self._trust) if sample_s < self.overhead_s else _NEWEST
             self.overhead_s += share * (sample_s - self.overhead_s)
             if tokens is not None:
                 self._trust = min(1.0, 2 * self._trust)
-
-    def _is_rated(self, read_bytes: Sequence[int]) -> bool:
-        lanes = zip(read_bytes, self.read_rates, strict=True)
-        return bool(self._config.read_bytes_per_s) or all(rate or not own for own, rate in lanes)
 
     def _bytes_s(self, read_bytes: Sequence[int], queued_bytes: Sequence[int]) -> float:
         """Seconds to read these bytes, behind the queued ones, at the rates that are known."""

@@ -35,8 +35,8 @@ def start_line(hellos: Sequence[RankHello], core: ManagerCore) -> str:
     parts = [
         tier,
         _pool(first, capacity, tokens_per_chunk, ranks),
-        f"engine {_by_rank(hellos, [hello.io_engine for hello in hellos])}",
-        f"copies by {_by_rank(hellos, [hello.copy_engine for hello in hellos])}",
+        f"engine {_by_rank(hellos, 'io_engine')}",
+        f"copies by {_by_rank(hellos, 'copy_engine')}",
         f"evicts by {core.config.eviction_policy}",
         f"{adopted} chunks adopted ({adopted * tokens_per_chunk:,} tokens)",
         f"keyspace {first.keyspace}",
@@ -59,13 +59,12 @@ def _pool(first: RankHello, capacity: Capacity, tokens_per_chunk: int, ranks: in
     )
 
 
-def _by_rank(hellos: Sequence[RankHello], values: Sequence[str]) -> str:
+def _by_rank(hellos: Sequence[RankHello], name: str) -> str:
     """The value that all ranks have, or each rank's."""
-    if len(set(values)) == 1:
-        return values[0]
-    return ", ".join(
-        f"{value} on rank {hello.rank}" for hello, value in zip(hellos, values, strict=True)
-    )
+    values: dict[int, str] = {hello.rank: getattr(hello, name) for hello in hellos}
+    if len(set(values.values())) == 1:
+        return values[hellos[0].rank]
+    return ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
 
 
 PERIOD_S = 60.0

@@ -35,7 +35,7 @@ class MetricsCollector:
         self._core = core
         self._suspension = suspension
         self._zeros = first_counts(core.capacity.target_count)
-        self._counted: dict[Series, float] = {}  # as of the last `take_increases`
+        self._counted = Counts()  # as of the last `take_increases`
         self._shown: dict[Series, float] = {}  # as of the last `take_gauges`
         self._constant = gauges = Counts()
         gauges["config_info", *(config[name] for name in CONFIG_LABELS)] = 1
@@ -57,9 +57,9 @@ class MetricsCollector:
         counts, before = self._core.counters, self._counted
         increases, self._zeros = self._zeros, {}
         for series, count in counts.items():
-            if count != before.get(series, 0):
-                increases[series] = count - before.get(series, 0)
-        self._counted = dict(counts)
+            if count != before[series]:
+                increases[series] = count - before[series]
+        self._counted = Counts(counts)
         return increases
 
     def take_gauges(self, *, unchanged_too: bool = False) -> dict[Series, float]:
@@ -78,14 +78,10 @@ class MetricsCollector:
         }
         pool_tokens = gauges["pool_slots"] * core.config.tokens_per_chunk
         gauges["capacity_tokens", "pool"] = pool_tokens
-        by_target: tuple[tuple[str, Sequence[float]], ...] = (
-            ("target_verdict", core.targets.worst_verdicts()),
-            ("target_read_bytes_per_second", core.targets.read_rates),
-            ("target_write_bytes_per_second", core.targets.write_rates),
-        )
-        for name, values in by_target:
-            for target, value in enumerate(values):
-                gauges[name, str(target)] = value
+        for target, verdict in enumerate(core.targets.worst_verdicts()):
+            gauges["target_verdict", str(target)] = verdict
+            gauges["target_read_bytes_per_second", str(target)] = core.targets.read_rates[target]
+            gauges["target_write_bytes_per_second", str(target)] = core.targets.write_rates[target]
         levels = core.levels.values()
         gauges["stores_suspended"] = len(self._suspension.requests)
         gauges["stream_slots_used"] = sum(one.stream_slots_used for one in levels)

@@ -34,8 +34,7 @@ class Targets:
         #: By target: bytes/s at which its slowest rank reads, and writes; 0: unknown.
         self.read_rates = [0.0] * count
         self.write_rates = [0.0] * count
-        self._reads: list[dict[int, float]] = [{} for _ in range(count)]  # by rank, bytes/s
-        self._writes: list[dict[int, float]] = [{} for _ in range(count)]  # by rank, bytes/s
+        self._rates: list[dict[int, RateReport]] = [{} for _ in range(count)]  # by rank
         self._speeds = [0.0] * count  # write rates as shares of the fastest one's; 0: unknown
         self._passes = [0.0] * count  # by target: writes that it was given, over its speed
         self._pass = 0.0  # the least of those that could be chosen
@@ -71,10 +70,10 @@ class Targets:
 
     def rate(self, report: RateReport) -> None:
         """One rank has measured one target."""
-        self._reads[report.target][report.rank] = report.read_bytes_per_s
-        self.read_rates[report.target] = min(self._reads[report.target].values())
-        self._writes[report.target][report.rank] = report.write_bytes_per_s
-        self.write_rates[report.target] = min(self._writes[report.target].values())
+        ranks, target = self._rates[report.target], report.target
+        ranks[report.rank] = report
+        self.read_rates[target] = min(one.read_bytes_per_s for one in ranks.values())
+        self.write_rates[target] = min(one.write_bytes_per_s for one in ranks.values())
         fastest = max(self.write_rates)
         self._speeds = [max(r / fastest, _SPEED_MIN) if r else 0.0 for r in self.write_rates]
 
