@@ -286,7 +286,7 @@ class ManagerCore:
     def has_pending_work(self, *, count_writes: bool = True) -> bool:
         """Whether a command waits to be sent, or a report is owed and not overdue.
 
-        count_writes: whether write-behind counts. It can wait for the engine's next step.
+        count_writes: False leaves out write-behind, which can wait for the engine's next step.
         """
         commands = self._ledger.unsent.values()
         if any(count_writes or not isinstance(c, WriteCommand) for c in commands):

@@ -206,10 +206,9 @@ _TRIAL_SLOTS, _TRIAL_CALLS = 16, 2000
 
 
 def credit_share(name: str, write_policy: WritePolicy = WritePolicy.THROUGH) -> float:
-    """`CoreConfig.credit_share` for the policy `name`.
+    """`CoreConfig.credit_share` for the policy `name`; 0 where chunks are written on eviction.
 
-    0 where chunks are written on eviction, because plain LRU finds more there: 52.2 % against
-    49.9 % by `bench tiers` on public agentic traces.
+    Plain LRU finds more there: 52.2 % against 49.9 % by `bench simulate` on public agentic traces.
     """
     return CREDIT_SHARE if name == CREDITED and write_policy is WritePolicy.THROUGH else 0.0
 

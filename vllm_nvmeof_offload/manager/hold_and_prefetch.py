@@ -263,10 +263,7 @@ class ReloadScheduler:
             self._arrivals += 1
             want = _Want(request_id, keys, in_gpu, order, self._arrivals, self._clock())
             self._wants[request_id] = want
-            if order is None:
-                self._preempted[request_id] = want
-            else:
-                self._push(want, order)
+            self._queue_up(want)
 
     def looked_up(self, request_id: str, local_chunks: int) -> None:
         """vLLM looked the request up; its first `local_chunks` chunks are in GPU memory now.
@@ -278,8 +275,7 @@ class ReloadScheduler:
             return
         want.local = local_chunks
         want.look_again()
-        if want.order is not None and not want.in_heap:
-            self._push(want, want.order)
+        self._queue_up(want)
 
     def left(self, request_id: str) -> None:
         """The request runs, or its load was planned, or it has ended."""
@@ -332,9 +328,12 @@ class ReloadScheduler:
             heapq.heappop(self._queue)
             want.in_heap = False
 
-    def _push(self, want: _Want, order: Order) -> None:
-        want.in_heap = True
-        heapq.heappush(self._queue, (order, want.arrival, want))
+    def _queue_up(self, want: _Want) -> None:
+        if want.order is None:
+            self._preempted[want.request_id] = want
+        elif not want.in_heap:
+            want.in_heap = True
+            heapq.heappush(self._queue, (want.order, want.arrival, want))
 
     def _advance(self, want: _Want, reason: Reason, looks: int) -> tuple[int, bool]:
         """Go on with one request: (looks left, whether nothing is left to do for it)."""

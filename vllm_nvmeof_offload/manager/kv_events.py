@@ -44,10 +44,9 @@ class KvEventLog:
 
     def __init__(self) -> None:
         self._changes: deque[Change] = deque()
-        self._length = 0
 
     def __len__(self) -> int:
-        return self._length
+        return sum(len(change.keys) for change in self._changes)
 
     def moved(self, key: bytes, before: State | None, after: State | None) -> None:
         """An entry went from one state to another."""
@@ -67,13 +66,11 @@ class KvEventLog:
             last = Change(tier, removed)
             self._changes.append(last)
         last.keys += new
-        self._length += len(new)
 
     def all_leave(self, index: Index) -> None:
         """A reset is about to remove everything that rests in the index."""
         # Drop unreported arrivals, which these removals would cancel.
         self._changes = deque(change for change in self._changes if change.removed)
-        self._length = sum(len(change.keys) for change in self._changes)
         in_both = (key for key in index.cached if index.slots(key)[1] is not None)
         self.add(Source.CPU, index.cached, removed=True)
         self.add(Source.POOL, in_both, removed=True)
@@ -81,7 +78,7 @@ class KvEventLog:
 
     def take(self) -> list[Change]:
         """The oldest changes, as many as one step should carry."""
-        left = max(_TAKE_MAX, self._length // _TAKE_SHARE)
+        left = max(_TAKE_MAX, len(self) // _TAKE_SHARE)
         taken: list[Change] = []
         while self._changes and left > 0:
             change = self._changes[0]
@@ -90,5 +87,4 @@ class KvEventLog:
             if not change.keys:
                 self._changes.popleft()
             left -= len(taken[-1].keys)
-            self._length -= len(taken[-1].keys)
         return taken

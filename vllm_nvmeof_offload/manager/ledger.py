@@ -37,10 +37,7 @@ class Op:
 
 
 class Ledger:
-    """Ops under way by number, oldest first.
-
-    prompts_s: seconds that the model has computed prompts, since the start.
-    """
+    """Ops under way, oldest first. prompts_s: for how long the model has computed prompts."""
 
     def __init__(
         self,

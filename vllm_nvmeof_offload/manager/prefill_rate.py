@@ -56,10 +56,7 @@ class StepMeter:
         return self._prefill_tokens / self._prefill_s if self._prefill_s else 0.0
 
     def prompts_s(self) -> float:
-        """Seconds since the start in which the model computed prompts, including the current step.
-
-        A step that decodes too counts with its prompts' share of the tokens.
-        """
+        """Seconds in which the model computed prompts: of each step until now, their share."""
         if not self._ahead:
             return self._prompts_s
         step = self._ahead[0]

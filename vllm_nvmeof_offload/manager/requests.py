@@ -80,10 +80,7 @@ class ResumeCounter:
         return min(computed.tokens, max(0, tokens - 1) if computed.drafted else tokens)
 
     def offered(self, request_id: str, local: int, found: int) -> None:
-        """A look-up for a resume: `local` tokens in GPU memory, `found` more to load.
-
-        If vLLM has no room for the request in this step, it looks up again in a later one.
-        """
+        """A look-up: `local` tokens in GPU memory, `found` more to load. The last one counts."""
         if request_id in self._preempted:
             self._offered[request_id] = (local, found)
 
@@ -191,18 +188,14 @@ class WaitingRequests:
         return attempt
 
     def allocated(self, request_id: str) -> Attempt | None:
-        """The request got its GPU blocks: count what it gets back and what was decided on its hit.
-
-        Returns the decision, if there was a hit.
-        """
+        """The request got its GPU blocks: count what it gets back, and the decision on its hit."""
         self._core.reload.left(request_id)
         self._going.add(request_id)
-        counters = self._core.counters
         self.resumes.resumed(request_id)
         attempt = self._attempts.pop(request_id, None)
         if attempt is not None:
-            counters["admissions", attempt.decision] += 1
-            counters["declined_tokens"] += attempt.declined
+            self._core.counters["admissions", attempt.decision] += 1
+            self._core.counters["declined_tokens"] += attempt.declined
         return attempt
 
     def limit_s(self, request_id: str) -> float | None:

@@ -94,10 +94,8 @@ class SlotPool:
         return slot in self.users
 
     def orphan(self, slot: int, retire: bool = False) -> None:
-        """The slot's entry is gone: free it now, or at its last user.
-
-        retire: never hand it out again (the medium refuses it); the capacity shrinks by one.
-        """
+        """The slot's entry is gone: free it now, or at its last user; retire: never (the medium
+        refuses it), and the capacity shrinks by one."""
         assert self._state[slot] == _TAKEN
         if retire:
             self._state[slot] = _RETIRED

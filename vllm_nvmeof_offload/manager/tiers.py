@@ -104,10 +104,8 @@ class Tiers:
     # -- slots ------------------------------------------------------------------------
 
     def take_cache_slot(self, *, spare_unwritten: bool = False) -> int | None:
-        """A free slot, evicting if need be; None if everything is pinned.
-
-        spare_unwritten: do not evict chunks that on-eviction writing has not written yet.
-        """
+        """A free slot, evicting if need be, but with `spare_unwritten` no chunk that on-eviction
+        writing has not written yet; None if everything is pinned."""
         slot = self.cache.take()
         if slot is not None:
             return slot
