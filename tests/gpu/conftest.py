@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.gpu.device import Device, HostDevice, StubDevice, TorchDevice, has_gpu
-from vllm_nvmeof_offload.copy.select import Backend
+from vllm_nvmeof_offload.copy.base import Backend
 
 _REAL = pytest.param(
     TorchDevice,

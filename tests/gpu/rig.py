@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.gpu.device import Device
-from vllm_nvmeof_offload.copy.base import CopyEngine, Direction
+from vllm_nvmeof_offload.copy.base import Backend, CopyEngine, Direction
 from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine, DmaCopier, KernelCopier
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.copy.pinning import StagingPinning
-from vllm_nvmeof_offload.copy.select import Backend
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import HEADER_BYTES, slot_stride_bytes
 

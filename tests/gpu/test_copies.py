@@ -10,8 +10,7 @@ import pytest
 
 from tests.gpu.device import Device
 from tests.gpu.rig import LAYOUTS, Rig
-from vllm_nvmeof_offload.copy.base import Direction
-from vllm_nvmeof_offload.copy.select import Backend
+from vllm_nvmeof_offload.copy.base import Backend, Direction
 
 POISON = 0xA5
 #: Bytes of a block in a layer: odd, so that the kernel goes byte by byte, and by words of 4; FP8

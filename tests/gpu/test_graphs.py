@@ -11,9 +11,8 @@ import pytest
 
 from tests.gpu.device import Device
 from tests.gpu.rig import Rig
-from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.copy.base import Backend, Direction
 from vllm_nvmeof_offload.copy.pinning import Readiness, StagingPinning
-from vllm_nvmeof_offload.copy.select import Backend
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import MIB
 

@@ -15,10 +15,10 @@ pytest.importorskip("pydantic", reason="the configuration needs it")
 from tests.gpu.device import Device
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.copy import choose as gpu
+from vllm_nvmeof_offload.copy.base import Backend
 from vllm_nvmeof_offload.copy.choose import KvDevice
 from vllm_nvmeof_offload.copy.cuda import KernelCopier
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
-from vllm_nvmeof_offload.copy.select import Backend
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.io.base import IoLimits
 from vllm_nvmeof_offload.io.choose import choose_io_engine

@@ -13,8 +13,7 @@ pytest.importorskip("crc32c", reason="the pipeline's modules need it")
 
 from tests.gpu.device import Device
 from tests.gpu.rig import Rig
-from vllm_nvmeof_offload.copy.base import Descriptors
-from vllm_nvmeof_offload.copy.select import Backend
+from vllm_nvmeof_offload.copy.base import Backend, Descriptors
 from vllm_nvmeof_offload.io.base import NoIoEngine, Waker
 from vllm_nvmeof_offload.protocol import (
     LoadChunk,

@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from tests.gpu.device import StubDevice
 from tests.gpu.rig import Rig
 from tests.unit.copies.fake_cuda import FakeCuda
-from vllm_nvmeof_offload.copy.select import Backend
+from vllm_nvmeof_offload.copy.base import Backend
 from vllm_nvmeof_offload.io.base import NoIoEngine, Waker
 from vllm_nvmeof_offload.protocol import SlotIdentity, StoreChunk, StoreCommand
 from vllm_nvmeof_offload.vllm_adapter.lifecycle import SleepHooks

@@ -24,6 +24,14 @@ class Direction(enum.Enum):
     LOAD = "load"  # staging → KV cache
 
 
+class Backend(enum.Enum):
+    """The way to move the bytes."""
+
+    DMA = "dma"
+    OVERLAP = "dma_overlap"  # DMA with the hint that it should overlap with compute
+    KERNEL = "kernel"
+
+
 class CopyEngine(Protocol):
     """Submit/poll. Called by one thread at a time, the pipeline's; never blocks in submit.
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_nvmeof_offload.copy.base import Descriptors, Direction
+from vllm_nvmeof_offload.copy.base import Backend, Descriptors, Direction
 from vllm_nvmeof_offload.copy.cuda import DmaCopier, KernelCopier, Table
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
 from vllm_nvmeof_offload.copy.nvrtc import (
@@ -35,7 +35,6 @@ from vllm_nvmeof_offload.copy.nvrtc import (
 )
 from vllm_nvmeof_offload.copy.select import (
     OVERLAP_BYTES_MAX,
-    Backend,
     Cell,
     dump_cells,
     grid,

@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from vllm_nvmeof_offload.copy.base import (
     DESCRIPTORS_MAX,
+    Backend,
     Descriptors,
     Direction,
     address_of,
@@ -38,7 +39,6 @@ from vllm_nvmeof_offload.copy.base import (
 )
 from vllm_nvmeof_offload.copy.driver import ORDER_ANY, ORDER_STREAM, Cuda, CudaError
 from vllm_nvmeof_offload.copy.pinning import Readiness, StagingPinning
-from vllm_nvmeof_offload.copy.select import Backend
 from vllm_nvmeof_offload.errors import OK, Outcome, OutcomeKind
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.units import KIB, MIB

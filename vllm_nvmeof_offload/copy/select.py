@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import enum
 import itertools
 import json
 import math
@@ -12,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from vllm_nvmeof_offload.copy.base import Descriptors, Direction
+from vllm_nvmeof_offload.copy.base import Backend, Descriptors, Direction
 from vllm_nvmeof_offload.units import KIB
 
 #: The table's grid: powers of two, so that the nearest one is a rounding away.
@@ -25,14 +24,6 @@ _WORD_BYTES = 16
 KERNEL_MARGIN = 1.5
 #: RMM and cuDF set the hint only up to here; for larger copies others saw it do harm.
 OVERLAP_BYTES_MAX = 128 * KIB
-
-
-class Backend(enum.Enum):
-    """The way to move the bytes."""
-
-    DMA = "dma"
-    OVERLAP = "dma_overlap"  # DMA with the hint that it should overlap with compute
-    KERNEL = "kernel"
 
 
 @dataclass(frozen=True, slots=True)

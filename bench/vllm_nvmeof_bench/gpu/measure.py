@@ -49,11 +49,10 @@ from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.settings import check_names, option, recorded
 from vllm_nvmeof_bench.stream import load as stream
 from vllm_nvmeof_bench.stream.load import Rig, measure_arm
-from vllm_nvmeof_offload.copy.base import Descriptors, Direction
+from vllm_nvmeof_offload.copy.base import Backend, Descriptors, Direction
 from vllm_nvmeof_offload.copy.choose import choose_copy_engine
 from vllm_nvmeof_offload.copy.driver import Cuda
 from vllm_nvmeof_offload.copy.nvrtc import compile_kernels
-from vllm_nvmeof_offload.copy.select import Backend
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.fabric.machine import read_gpus
 from vllm_nvmeof_offload.io.base import Waker

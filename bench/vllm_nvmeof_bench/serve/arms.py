@@ -23,7 +23,7 @@ from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.model import ModelShape
 from vllm_nvmeof_bench.servers.server import OffloadSpec, ServerSpec
 from vllm_nvmeof_bench.settings import option
-from vllm_nvmeof_offload.copy.select import Backend
+from vllm_nvmeof_offload.copy.base import Backend
 from vllm_nvmeof_offload.units import GIB, MIB, slot_stride_bytes
 
 BLOCK_TOKENS = 32

@@ -13,11 +13,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.copy.base import Backend, Direction
 from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine, DmaCopier, KernelCopier
 from vllm_nvmeof_offload.copy.driver import ORDER_ANY, ORDER_STREAM, Cuda, CudaError
 from vllm_nvmeof_offload.copy.pinning import StagingPinning
-from vllm_nvmeof_offload.copy.select import Backend, Selector
+from vllm_nvmeof_offload.copy.select import Selector
 from vllm_nvmeof_offload.staging import StagingMap
 
 SLOTS, SLOT_BYTES = 8, 8192

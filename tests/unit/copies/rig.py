@@ -9,11 +9,10 @@ from collections.abc import Callable
 import numpy as np
 
 from tests.unit.copies.fake_cuda import MODEL_STREAM, FakeCuda
-from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.copy.base import Backend, Direction
 from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine, DmaCopier, KernelCopier
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.pinning import Readiness
-from vllm_nvmeof_offload.copy.select import Backend
 
 BLOCKS = 8
 PAGE_BYTES = 24

@@ -12,9 +12,8 @@ import pytest
 from tests.unit.copies.fake_cuda import MODEL_STREAM, WAITING_CALLS, FakeCuda
 from tests.unit.copies.fake_work import Work
 from tests.unit.copies.rig import BLOCKS, Rig
-from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.copy.base import Backend, Direction
 from vllm_nvmeof_offload.copy.pinning import Readiness
-from vllm_nvmeof_offload.copy.select import Backend
 
 
 def test_a_ticket_is_a_copy_and_a_recording_behind_its_fence() -> None:

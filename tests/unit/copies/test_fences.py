@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from tests.unit.copies.fake_cuda import MODEL_STREAM, FakeCuda
 from tests.unit.copies.rig import Rig
-from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.copy.base import Backend, Direction
 from vllm_nvmeof_offload.copy.pinning import Readiness
-from vllm_nvmeof_offload.copy.select import Backend
 
 directions = pytest.mark.parametrize("direction", list(Direction))
 

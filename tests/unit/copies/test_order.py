@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from tests.unit.copies.fake_cuda import MODEL_STREAM, FakeCuda
 from tests.unit.copies.rig import BLOCKS, Rig
 from vllm_nvmeof_offload.copy import cuda as dma
+from vllm_nvmeof_offload.copy.base import Backend
 from vllm_nvmeof_offload.copy.driver import ORDER_ANY
-from vllm_nvmeof_offload.copy.select import Backend
 
 backends = st.sampled_from(list(Backend))
 

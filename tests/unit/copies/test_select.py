@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 from tests.unit.copies.fake_cuda import FakeCuda
-from vllm_nvmeof_offload.copy.base import Direction, coalesce
+from vllm_nvmeof_offload.copy.base import Backend, Direction, coalesce
 from vllm_nvmeof_offload.copy.calibration import calibrate
 from vllm_nvmeof_offload.copy.cuda import DmaCopier, KernelCopier
 from vllm_nvmeof_offload.copy.driver import CudaError
 from vllm_nvmeof_offload.copy.select import (
     COUNTS,
     FRAGMENT_BYTES,
-    Backend,
     Cell,
     Selector,
     best_of,
