@@ -21,8 +21,7 @@ from vllm_nvmeof_bench.gpu.world import World, load_theirs
 
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.choose import choose_copy_engine
-from vllm_nvmeof_offload.copy.driver import Cuda
-from vllm_nvmeof_offload.copy.nvrtc import compile_kernels
+from vllm_nvmeof_offload.copy.driver import Cuda, compile_kernels
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
 

@@ -35,7 +35,7 @@ class Told(SecondChance):
 ALONE = """
 import json
 from vllm_nvmeof_offload import native
-from vllm_nvmeof_offload.copy.nvrtc import kernel_source
+from vllm_nvmeof_offload.copy.driver import kernel_source
 import vllm_nvmeof_offload, vllm_nvmeof_bench
 print(json.dumps([native.WHY_NOT, len(kernel_source()), vllm_nvmeof_offload.__file__,
                   vllm_nvmeof_bench.__file__]))

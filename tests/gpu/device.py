@@ -15,8 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tests.unit.copies.fake_cuda import MODEL_STREAM, FakeCuda
-from vllm_nvmeof_offload.copy.driver import Cuda
-from vllm_nvmeof_offload.copy.nvrtc import compile_kernels
+from vllm_nvmeof_offload.copy.driver import Cuda, compile_kernels
 
 #: About 0.2 s on a GPU of 2 GHz.
 _SLOW_CYCLES = 400_000_000

@@ -6,10 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_nvmeof_offload.protocol import Urgency
-from vllm_nvmeof_offload.worker.fair_queue import FairQueue
 from vllm_nvmeof_offload.worker.io_scheduler import IoScheduler, TargetQueue
 from vllm_nvmeof_offload.worker.slots import StreamSlots
-from vllm_nvmeof_offload.worker.tasks import Job, Task
+from vllm_nvmeof_offload.worker.tasks import FairQueue, Job, Task
 
 from .mutants import Patch, mutant
 

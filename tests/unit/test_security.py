@@ -17,7 +17,7 @@ import pytest
 from tests.unit.pool.kit import fill, make_spec
 from vllm_nvmeof_offload.commands.doctor.host import check_target
 from vllm_nvmeof_offload.config import ALLOW_FAULTS, judge_access, parse_config
-from vllm_nvmeof_offload.copy import nvrtc
+from vllm_nvmeof_offload.copy import driver
 from vllm_nvmeof_offload.errors import ConfigError, PoolError
 from vllm_nvmeof_offload.fabric.findings import Severity
 from vllm_nvmeof_offload.pool.pool import Pool
@@ -105,17 +105,17 @@ def test_what_belongs_to_another_user_is_refused_by_name(tmp_path: Path, name: s
 def test_machine_code_that_another_user_could_write_is_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, uid: int
 ) -> None:
-    monkeypatch.setattr(nvrtc, "compile_kernels", lambda arch: b"compiled here")
-    assert nvrtc.load_or_compile("sm_90", tmp_path) == b"compiled here"
+    monkeypatch.setattr(driver, "compile_kernels", lambda arch: b"compiled here")
+    assert driver.load_or_compile("sm_90", tmp_path) == b"compiled here"
     (file,) = tmp_path.iterdir()
     file.write_bytes(b"planted")
-    assert nvrtc.load_or_compile("sm_90", tmp_path) == b"planted", "as from this user"
+    assert driver.load_or_compile("sm_90", tmp_path) == b"planted", "as from this user"
     file.chmod(mode)
     if uid:
         if os.geteuid() != 0:
             pytest.skip("only root can give a file away")
         os.chown(file, uid, -1)
-    assert nvrtc.load_or_compile("sm_90", tmp_path) == b"compiled here"
+    assert driver.load_or_compile("sm_90", tmp_path) == b"compiled here"
     assert file.read_bytes() == b"compiled here", "replaced"
 
 

@@ -13,12 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_nvmeof_offload.copy.base import Backend, CopyEngine
-from vllm_nvmeof_offload.copy.calibration import kept_or_measured, load_kernel
+from vllm_nvmeof_offload.copy.calibration import Selector, best_of, kept_or_measured, load_kernel
 from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine, DmaCopier
 from vllm_nvmeof_offload.copy.driver import Cuda
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.copy.pinning import StagingPinning
-from vllm_nvmeof_offload.copy.select import Selector, best_of
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.fabric.machine import gpu_warnings
 from vllm_nvmeof_offload.names import LOGGER_NAME

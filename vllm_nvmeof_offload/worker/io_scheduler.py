@@ -19,9 +19,8 @@ from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoKind, IoOp
 from vllm_nvmeof_offload.protocol import OpKind, RateReport, Urgency, VerdictReport
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.targets.health import TargetHealth, Verdict
-from vllm_nvmeof_offload.worker.fair_queue import FairQueue
 from vllm_nvmeof_offload.worker.rates import ChangeReporter, RateMeter, TransferMeter, saturating
-from vllm_nvmeof_offload.worker.tasks import Job, Task
+from vllm_nvmeof_offload.worker.tasks import FairQueue, Job, Task
 
 _FETCHES = (Urgency.URGENT, Urgency.PREFETCH)
 _READS = (Urgency.DEMAND, *_FETCHES)

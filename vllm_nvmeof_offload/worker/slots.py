@@ -7,8 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from vllm_nvmeof_offload.protocol import SlotIdentity
-from vllm_nvmeof_offload.worker.fair_queue import FairQueue
-from vllm_nvmeof_offload.worker.tasks import Task
+from vllm_nvmeof_offload.worker.tasks import FairQueue, Task
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs (one command each) and tasks (one chunk each), on which the pipeline works."""
+"""Jobs (one command each), tasks (one chunk each), and the queue in which tasks wait. Pure."""
 
 from __future__ import annotations
 
 import enum
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -97,3 +100,130 @@ class FinishedJob:
     failures: tuple[tuple[int, Outcome], ...]
     copied_bytes: int
     seconds: float
+
+
+#: The heap may hold this many outdated entries, and one more per job.
+_OUTDATED_MAX = 64
+
+
+@dataclass(slots=True)
+class _JobQueue:
+    """One job: its waiting tasks with their sequence numbers, and the places it holds."""
+
+    waiting: OrderedDict[Task, int] = field(default_factory=OrderedDict)
+    held: int = 0
+    #: The number of its valid entry in the heap. That entry may be too early (fewer places held,
+    #: an earlier first task), never too late.
+    entry: int = 0
+
+
+class FairQueue:
+    """Shares a limited number of places fairly between jobs with many waiting tasks.
+
+    The job that holds the fewest places goes first; among equals, the job whose first task has
+    waited longest. Within a job the order is kept. Only the first task of each job is looked at,
+    so that one job of ten thousand tasks costs as much as ten thousand jobs of one task.
+
+    job_of: must not change while a task waits or has a place.
+    """
+
+    def __init__(self, job_of: Callable[[Task], Hashable]) -> None:
+        #: Places that all jobs hold together.
+        self.held = 0
+        self._job_of = job_of
+        self._jobs: dict[Hashable, _JobQueue] = {}
+        self._heap: list[tuple[int, int, int, Hashable]] = []  # held, sequence, entry, job
+        self._count = 0
+        self._sequence = 0
+        self._entries = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def push(self, task: Task, *, front: bool = False) -> None:
+        """Queue a task behind its job's others. `front`: as if it had waited longest of all."""
+        job = self._job_of(task)
+        queue = self._jobs.setdefault(job, _JobQueue())
+        assert task not in queue.waiting
+        first = not queue.waiting
+        self._sequence += 1
+        self._count += 1
+        queue.waiting[task] = -self._sequence if front else self._sequence
+        if front:
+            queue.waiting.move_to_end(task, last=False)
+        if first or front:
+            self._enter(job, queue)
+
+    def remove(self, task: Task) -> bool:
+        """Take a waiting task out; False if it does not wait here."""
+        job = self._job_of(task)
+        queue = self._jobs.get(job)
+        if queue is None or task not in queue.waiting:
+            return False
+        del queue.waiting[task]
+        self._count -= 1
+        self._forget_if_empty(job, queue)
+        return True
+
+    def peek(self) -> Task | None:
+        """Return the task that is next."""
+        while self._heap:
+            held, sequence, entry, job = self._heap[0]
+            queue = self._jobs.get(job)
+            valid = queue is not None and queue.entry == entry and queue.waiting
+            if queue is not None and valid:
+                task, waits_since = next(iter(queue.waiting.items()))
+                if (queue.held, waits_since) == (held, sequence):
+                    return task
+            heapq.heappop(self._heap)
+            if queue is not None and valid:
+                self._enter(job, queue)
+        return None
+
+    def take(self) -> Task | None:
+        """Give the next task a place."""
+        task = self.peek()
+        if task is None:
+            return None
+        queue = self._jobs[self._job_of(task)]
+        del queue.waiting[task]
+        self._count -= 1
+        queue.held += 1
+        self.held += 1
+        return task
+
+    def give_back(self, task: Task) -> None:
+        """Free the place of a task that was taken."""
+        job = self._job_of(task)
+        queue = self._jobs[job]
+        assert queue.held > 0
+        queue.held -= 1
+        self.held -= 1
+        if queue.waiting:
+            self._enter(job, queue)
+        self._forget_if_empty(job, queue)
+
+    def take_all(self) -> list[Task]:
+        """Take out everything that waits, the longest waiting first; no places are given."""
+        waiting = [item for queue in self._jobs.values() for item in queue.waiting.items()]
+        self._jobs = {job: queue for job, queue in self._jobs.items() if queue.held}
+        for queue in self._jobs.values():
+            queue.waiting.clear()
+        self._heap.clear()
+        self._count = 0
+        return [task for task, _ in sorted(waiting, key=lambda item: item[1])]
+
+    def _enter(self, job: Hashable, queue: _JobQueue) -> None:
+        """Enter the job's present position into the heap; its earlier entry is no longer valid."""
+        self._entries += 1
+        queue.entry = self._entries
+        first = next(iter(queue.waiting.values()))
+        heapq.heappush(self._heap, (queue.held, first, queue.entry, job))
+        if len(self._heap) > 2 * len(self._jobs) + _OUTDATED_MAX:
+            valid = {queue.entry for queue in self._jobs.values()}
+            self._heap = [item for item in self._heap if item[2] in valid]
+            heapq.heapify(self._heap)
+
+    def _forget_if_empty(self, job: Hashable, queue: _JobQueue) -> None:
+        if not queue.waiting and not queue.held:
+            del self._jobs[job]

@@ -51,8 +51,7 @@ from vllm_nvmeof_bench.stream import load as stream
 from vllm_nvmeof_bench.stream.load import Rig, measure_arm
 from vllm_nvmeof_offload.copy.base import Backend, Descriptors, Direction
 from vllm_nvmeof_offload.copy.choose import choose_copy_engine
-from vllm_nvmeof_offload.copy.driver import Cuda
-from vllm_nvmeof_offload.copy.nvrtc import compile_kernels
+from vllm_nvmeof_offload.copy.driver import Cuda, compile_kernels
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.fabric.machine import read_gpus
 from vllm_nvmeof_offload.io.base import Waker

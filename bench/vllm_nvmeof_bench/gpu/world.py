@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_offload.copy.base import DESCRIPTORS_MAX, Backend, Descriptors, Direction, sides
-from vllm_nvmeof_offload.copy.calibration import calibrate
+from vllm_nvmeof_offload.copy.calibration import Cell, Selector, calibrate
 from vllm_nvmeof_offload.copy.cuda import (
     BLOCKS_MAX,
     PART_BYTES_MAX,
@@ -27,7 +27,6 @@ from vllm_nvmeof_offload.copy.cuda import (
 )
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
 from vllm_nvmeof_offload.copy.pinning import REGISTERED_BYTES_MAX, Readiness, StagingPinning
-from vllm_nvmeof_offload.copy.select import Cell, Selector
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import MIB

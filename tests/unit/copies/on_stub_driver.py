@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from vllm_nvmeof_offload.copy.base import Backend, Direction
+from vllm_nvmeof_offload.copy.calibration import Selector
 from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine, DmaCopier, KernelCopier
 from vllm_nvmeof_offload.copy.driver import ORDER_ANY, ORDER_STREAM, Cuda, CudaError
 from vllm_nvmeof_offload.copy.pinning import StagingPinning
-from vllm_nvmeof_offload.copy.select import Selector
 from vllm_nvmeof_offload.staging import StagingMap
 
 SLOTS, SLOT_BYTES = 8, 8192

@@ -9,8 +9,8 @@ from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload.commands.doctor import host
 from vllm_nvmeof_offload.commands.doctor.host import calibrate_gpus
 from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.copy.calibration import Cell
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
-from vllm_nvmeof_offload.copy.select import Cell
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.fabric.findings import Severity
 

@@ -28,7 +28,7 @@ from vllm_nvmeof_bench.gpu.crc_kernel import (
 
 from tests.unit.copies.fake_cuda import FakeCuda
 from tests.unit.copies.test_kernel import ARCHITECTURES, needs_nvrtc
-from vllm_nvmeof_offload.copy.nvrtc import compile_kernels, kernel_source
+from vllm_nvmeof_offload.copy.driver import compile_kernels, kernel_source
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.units import KIB, MIB
 

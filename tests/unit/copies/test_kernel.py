@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_nvmeof_offload.copy.nvrtc import compile_kernels, kernel_source, load_or_compile
+from vllm_nvmeof_offload.copy.driver import compile_kernels, kernel_source, load_or_compile
 from vllm_nvmeof_offload.errors import EngineError
 
 HERE = Path(__file__).parent

@@ -16,11 +16,10 @@ import pytest
 from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload.copy import calibration, choose
 from vllm_nvmeof_offload.copy.base import Direction
-from vllm_nvmeof_offload.copy.calibration import calibrate
+from vllm_nvmeof_offload.copy.calibration import Cell, calibrate
 from vllm_nvmeof_offload.copy.cuda import CudaCopyEngine
 from vllm_nvmeof_offload.copy.driver import CudaError
 from vllm_nvmeof_offload.copy.pinning import Readiness, StagingPinning
-from vllm_nvmeof_offload.copy.select import Cell
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.staging import StagingMap, populate, prefer_node
 from vllm_nvmeof_offload.units import MIB, PAGE_BYTES
@@ -198,6 +197,6 @@ def test_auto_says_what_it_lacks_and_kernel_refuses(
 
 
 def test_the_modules_import_without_cuda_and_torch() -> None:
-    for name in ("cuda", "driver", "select", "nvrtc"):
+    for name in ("cuda", "driver", "calibration"):
         module = importlib.import_module(f"vllm_nvmeof_offload.copy.{name}")
         assert "torch" not in vars(module)

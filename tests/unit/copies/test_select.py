@@ -13,18 +13,18 @@ import pytest
 
 from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload.copy.base import Backend, Direction, coalesce
-from vllm_nvmeof_offload.copy.calibration import calibrate
-from vllm_nvmeof_offload.copy.cuda import DmaCopier, KernelCopier
-from vllm_nvmeof_offload.copy.driver import CudaError
-from vllm_nvmeof_offload.copy.select import (
+from vllm_nvmeof_offload.copy.calibration import (
     COUNTS,
     FRAGMENT_BYTES,
     Cell,
     Selector,
     best_of,
+    calibrate,
     dump_cells,
     parse_cells,
 )
+from vllm_nvmeof_offload.copy.cuda import DmaCopier, KernelCopier
+from vllm_nvmeof_offload.copy.driver import CudaError
 from vllm_nvmeof_offload.units import KIB, MIB
 
 KERNEL_BELOW = 32 * KIB

@@ -16,9 +16,8 @@ import pytest
 from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload.copy import calibration
 from vllm_nvmeof_offload.copy.base import Direction
-from vllm_nvmeof_offload.copy.calibration import calibrate_again, kept_or_measured
+from vllm_nvmeof_offload.copy.calibration import Cell, calibrate_again, grid, kept_or_measured
 from vllm_nvmeof_offload.copy.cuda import DmaCopier, KernelCopier
-from vllm_nvmeof_offload.copy.select import Cell, grid
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.units import KIB, MIB
 

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_nvmeof_offload.worker.fair_queue import FairQueue
+from vllm_nvmeof_offload.worker.tasks import FairQueue
 
 Item = tuple[str, int]  # job, number
 

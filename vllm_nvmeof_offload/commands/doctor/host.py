@@ -28,9 +28,8 @@ import numpy as np
 
 from vllm_nvmeof_offload.config import TargetInfo, check_targets, judge_access, parse_config
 from vllm_nvmeof_offload.copy.base import Backend
-from vllm_nvmeof_offload.copy.calibration import calibrate_again
+from vllm_nvmeof_offload.copy.calibration import best_of, calibrate_again
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
-from vllm_nvmeof_offload.copy.select import best_of
 from vllm_nvmeof_offload.errors import ConfigError, EngineError, PoolError
 from vllm_nvmeof_offload.fabric.discover import MOUNTINFO
 from vllm_nvmeof_offload.fabric.findings import Finding, Severity
