@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import hashlib
 import itertools
-import json
 import logging
 import math
 import mmap
@@ -22,10 +20,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
 
 from vllm_nvmeof_offload.copy.base import Backend, Descriptors, Direction
 from vllm_nvmeof_offload.copy.cuda import DmaCopier, KernelCopier, Table
@@ -52,6 +52,8 @@ KERNEL_MARGIN = 1.5
 #: RMM and cuDF set the hint only up to here; for larger copies others saw it do harm.
 OVERLAP_BYTES_MAX = 128 * KIB
 
+_Measurement = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -64,10 +66,13 @@ class Cell:
     direction: Direction
     fragment_bytes: int
     count: int
-    dma_us: float
-    kernel_us: float
-    overlap_us: float | None = None
-    spread: float = 0.0
+    dma_us: _Measurement
+    kernel_us: _Measurement
+    overlap_us: _Measurement | None = None
+    spread: _Measurement = 0.0
+
+
+_TABLE = TypeAdapter(dict[str, list[Cell]])
 
 
 def best_of(cell: Cell) -> Backend:
@@ -123,32 +128,20 @@ def grid(size: int) -> list[tuple[int, int]]:
     return sorted(cells, key=math.prod)
 
 
-def dump_cells(cells: Iterable[Cell]) -> bytes:
+def dump_cells(cells: list[Cell]) -> bytes:
     """Return the cells as JSON."""
-    rows = [asdict(cell) | {"direction": cell.direction.value} for cell in cells]
-    return json.dumps({"cells": rows}, indent=1).encode()
+    return _TABLE.dump_json({"cells": cells}, indent=1)
 
 
 def parse_cells(content: bytes, size: int) -> list[Cell]:
     """Read cells from JSON. Raises: ValueError: not cells, or a cell of `grid(size)` is missing."""
     try:
-        rows = json.loads(content)["cells"]
-        cells = [Cell(**(row | {"direction": Direction(row["direction"])})) for row in rows]
-    except (KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"not a table of cells: {error!r}") from None
-    if not all(map(_is_measurement, cells)):
-        raise ValueError("not a table of cells: a number is missing or makes no sense")
+        cells = _TABLE.validate_json(content, strict=True)["cells"]
+    except (KeyError, ValidationError) as error:
+        raise ValueError(f"not a table of cells: {error}") from None
     if missing_cells(cells, size):
         raise ValueError("a table with cells missing")
     return cells
-
-
-def _is_measurement(cell: Cell) -> bool:
-    times = [cell.dma_us, cell.kernel_us, cell.spread]
-    times += [] if cell.overlap_us is None else [cell.overlap_us]
-    return all(type(one) is int for one in (cell.fragment_bytes, cell.count)) and all(
-        type(one) in (int, float) and 0 <= one < math.inf for one in times
-    )
 
 
 def missing_cells(cells: Iterable[Cell], size: int) -> int:
@@ -172,7 +165,7 @@ _LOCK_WAIT_S_MAX = 60.0
 _LOCK_POLL_S = 0.05
 _LOCK = "vllm-nvmeof-calibration.lock"
 
-_Way = Callable[[int, list[Table]], None]
+_Way = Callable[[int, list[Table]], object]
 
 
 def calibrate(
@@ -200,8 +193,9 @@ def calibrate(
             if clock() - started_s > budget_s:
                 break
             pieces = _scattered(memory, staging[0], fragment_bytes, count)
-            took = _measure(_ways(cuda, dma, kernel, direction, pieces), cuda, stream, clock)
-            cells.append(_cell(direction, fragment_bytes, count, took))
+            ways = _ways(cuda, dma, kernel, direction, pieces)
+            measured = _measure(ways, cuda, stream, clock)
+            cells.append(Cell(direction, fragment_bytes, count, *measured))
     finally:
         cuda.synchronize_stream(stream)
         if memory:
@@ -223,51 +217,36 @@ def _scattered(memory: int, staging: int, fragment_bytes: int, count: int) -> De
 def _ways(
     cuda: Cuda, dma: DmaCopier, kernel: KernelCopier, direction: Direction, pieces: Descriptors
 ) -> dict[Backend, _Way]:
-    """Return the ways to copy these pieces."""
-
-    def by_kernel(stream: int, used: list[Table]) -> None:
-        kernel.copy(direction, pieces, stream, used)
-
-    def by_dma(stream: int, _: list[Table], *, overlap: bool = False) -> None:
-        dma.copy(direction, pieces, stream, overlap=overlap)
-
-    ways: dict[Backend, _Way] = {Backend.DMA: by_dma, Backend.KERNEL: by_kernel}
+    """Return the ways to copy these pieces to a stream, each noting the tables that it uses."""
+    ways: dict[Backend, _Way] = {
+        Backend.DMA: lambda stream, used: dma.copy(direction, pieces, stream),
+        Backend.KERNEL: lambda stream, used: kernel.copy(direction, pieces, stream, used),
+    }
     if cuda.has_batch and int(pieces[0, 2]) <= OVERLAP_BYTES_MAX:
-        ways[Backend.OVERLAP] = functools.partial(by_dma, overlap=True)
+        ways[Backend.OVERLAP] = lambda stream, used: dma.copy(
+            direction, pieces, stream, overlap=True
+        )
     return ways
 
 
 def _measure(
     ways: dict[Backend, _Way], cuda: Cuda, stream: int, clock: Callable[[], float]
-) -> dict[Backend, list[float]]:
-    """Return sorted times in µs, the ways in turn; the first round only warms up."""
+) -> tuple[float, float, float | None, float]:
+    """Return a cell's measurements. The ways run in turn; the first round only warms up."""
     used: list[Table] = []
-    took: dict[Backend, list[float]] = {way: [] for way in ways}
+    took_us: dict[Backend, list[float]] = {way: [] for way in ways}
     for number, way in itertools.product(range(1 + _ROUNDS), ways):
         start_s = clock()
         ways[way](stream, used)
         cuda.synchronize_stream(stream)
         if number:
-            took[way].append(1e6 * (clock() - start_s))
+            took_us[way].append(1e6 * (clock() - start_s))
         while used:
             used.pop().give_back()
-    return {way: sorted(times) for way, times in took.items()}
-
-
-def _cell(
-    direction: Direction, fragment_bytes: int, count: int, took: dict[Backend, list[float]]
-) -> Cell:
-    medians = {way: statistics.median(times) for way, times in took.items()}
-    spreads = [(times[-1] - times[0]) / medians[way] for way, times in took.items()]
-    return Cell(
-        direction,
-        fragment_bytes,
-        count,
-        medians[Backend.DMA],
-        medians[Backend.KERNEL],
-        medians.get(Backend.OVERLAP),
-        round(max(spreads), 3),
-    )
+    median = {way: statistics.median(times) for way, times in took_us.items()}
+    spread = max((max(times) - min(times)) / median[way] for way, times in took_us.items())
+    overlap_us = median.get(Backend.OVERLAP)
+    return median[Backend.DMA], median[Backend.KERNEL], overlap_us, round(spread, 3)
 
 
 def load_kernel(cuda: Cuda) -> KernelCopier:
