@@ -28,59 +28,6 @@ logger = logging.getLogger(LOGGER_NAME)
 _AUTO = "auto"
 
 
-def choose_copy_engine(
-    cuda: Cuda,
-    backend: str,
-    staging: StagingMap,
-    cache_starts: npt.NDArray[np.uint64],
-    model_stream: Callable[[], int],
-    on_done: Callable[[], None],
-) -> tuple[CudaCopyEngine, tuple[str, ...]]:
-    """Build a GPU's copy engine; return it and its fallbacks: lines on what it lacks, and why.
-
-    backend: auto, or the value of a `Backend`. cache_starts: addresses of KV cache tensors.
-    `staging` must be empty: with auto a part of it is overwritten.
-
-    Raises: EngineError: staging cannot be registered, or `kernel` is required and unavailable.
-    """
-    fallbacks: list[str] = []
-    if not cuda.has_batch:
-        fallbacks.append("copies: this driver has no batch call; 12.8 and later have one")
-    pins = StagingPinning(cuda, staging, on_done)
-    try:
-        copiers = _copiers(cuda, backend, pins.first, fallbacks)
-        engine = CudaCopyEngine(cuda, model_stream, copiers, pins, cache_starts, on_done)
-    except BaseException:
-        pins.close()
-        raise
-    pins.start()
-    for line in fallbacks:
-        logger.warning("%s", line)
-    return engine, tuple(fallbacks)
-
-
-def _copiers(cuda: Cuda, backend: str, scratch: tuple[int, int], fallbacks: list[str]) -> Copiers:
-    dma = DmaCopier(cuda)
-    if backend not in (_AUTO, Backend.KERNEL.value):  # one kind of DMA for everything
-        return Copiers(dma, None, lambda direction, pieces: Backend(backend))
-    try:
-        kernel = load_kernel(cuda)
-    except EngineError as error:
-        if backend == Backend.KERNEL.value:
-            raise
-        fallbacks.append(f"copies: DMA only, also of small fragments ({error})")
-        return Copiers(dma, None, Selector().choose)
-    if backend == Backend.KERNEL.value:
-        return Copiers(dma, kernel, lambda direction, pieces: Backend.KERNEL)
-    cells = kept_or_measured(cuda, dma, kernel, scratch)
-    wins = Counter(best_of(cell) for cell in cells)
-    logger.info(
-        "copies: of %d kinds of transfer the kernel takes %d, DMA with the overlap hint %d",
-        *(len(cells), wins[Backend.KERNEL], wins[Backend.OVERLAP]),
-    )
-    return Copiers(dma, kernel, Selector(cells).choose)
-
-
 @dataclass(frozen=True)
 class KvDevice:
     """The device of the KV cache."""
@@ -103,18 +50,58 @@ class KvDevice:
         cache_starts: npt.NDArray[np.uint64],
         on_done: Callable[[], None],
     ) -> tuple[CopyEngine, tuple[str, ...]]:
-        """Build the copy engine; return it and its fallbacks. See `choose_copy_engine`.
+        """Build the copy engine; return it and its fallbacks: lines on what it lacks, and why.
 
-        backend: auto, dma or kernel; ignored in CPU memory.
+        backend: auto, or the value of a `Backend`; ignored in CPU memory. cache_starts: addresses
+        of KV cache tensors. `staging` must be empty: with auto a part of it is overwritten.
+
+        Raises: EngineError: staging cannot be registered, or `kernel` is required and unavailable.
         """
         if self.cuda is None:
             return HostCopyEngine(on_done=on_done), ()
-        stream = self.model_stream
-        return choose_copy_engine(self.cuda, backend, staging, cache_starts, stream, on_done)
+        fallbacks: list[str] = []
+        if not self.cuda.has_batch:
+            fallbacks.append("copies: this driver has no batch call; 12.8 and later have one")
+        pins = StagingPinning(self.cuda, staging, on_done)
+        try:
+            copiers = _copiers(self.cuda, backend, pins.first, fallbacks)
+            engine = CudaCopyEngine(
+                self.cuda, self.model_stream, copiers, pins, cache_starts, on_done
+            )
+        except BaseException:
+            pins.close()
+            raise
+        pins.start()
+        for line in fallbacks:
+            logger.warning("%s", line)
+        return engine, tuple(fallbacks)
 
     def engine_name(self, backend: str) -> str:
         """The copy engine's name for logs and metrics."""
         return f"{backend} on {self.cuda.facts.name}" if self.cuda else "host memcpy"
+
+
+def _copiers(cuda: Cuda, backend: str, scratch: tuple[int, int], fallbacks: list[str]) -> Copiers:
+    dma = DmaCopier(cuda)
+    kernel = None
+    if backend in (_AUTO, Backend.KERNEL.value):
+        try:
+            kernel = load_kernel(cuda)
+        except EngineError as error:
+            if backend != _AUTO:
+                raise
+            fallbacks.append(f"copies: DMA only, also of small fragments ({error})")
+            backend = Backend.DMA.value
+    if kernel is None or backend != _AUTO:  # one way for everything
+        only = Backend(backend)
+        return Copiers(dma, kernel, lambda direction, pieces: only)
+    cells = kept_or_measured(cuda, dma, kernel, scratch)
+    wins = Counter(best_of(cell) for cell in cells)
+    logger.info(
+        "copies: of %d kinds of transfer the kernel takes %d, DMA with the overlap hint %d",
+        *(len(cells), wins[Backend.KERNEL], wins[Backend.OVERLAP]),
+    )
+    return Copiers(dma, kernel, Selector(cells).choose)
 
 
 def open_device(device: str) -> KvDevice:

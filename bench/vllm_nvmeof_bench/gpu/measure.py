@@ -50,7 +50,7 @@ from vllm_nvmeof_bench.settings import check_names, option, recorded
 from vllm_nvmeof_bench.stream import load as stream
 from vllm_nvmeof_bench.stream.load import Rig, measure_arm
 from vllm_nvmeof_offload.copy.base import Backend, Descriptors, Direction
-from vllm_nvmeof_offload.copy.choose import choose_copy_engine
+from vllm_nvmeof_offload.copy.choose import KvDevice
 from vllm_nvmeof_offload.copy.driver import Cuda, compile_kernels
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.fabric.machine import read_gpus
@@ -525,7 +525,7 @@ class GpuRig(Rig):
 
     def _copy_engine(self, waker: Waker) -> Any:
         starts = np.array([self._gpu], np.uint64)
-        return choose_copy_engine(self._cuda, "dma", self.staging, starts, lambda: 0, waker.wake)[0]
+        return KvDevice(self._cuda).copy_engine("dma", self.staging, starts, waker.wake)[0]
 
     def fill(self) -> None:
         content = np.empty_like(self._written)

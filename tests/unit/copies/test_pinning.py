@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from tests.unit.copies.fake_cuda import FakeCuda
-from vllm_nvmeof_offload.copy import calibration, choose
+from vllm_nvmeof_offload.copy import calibration
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.calibration import Cell, calibrate
+from vllm_nvmeof_offload.copy.choose import KvDevice
 from vllm_nvmeof_offload.copy.cuda import CudaCopyEngine
 from vllm_nvmeof_offload.copy.driver import CudaError
 from vllm_nvmeof_offload.copy.pinning import Readiness, StagingPinning
@@ -128,7 +129,9 @@ def _engine(
 ) -> tuple[CudaCopyEngine, tuple[str, ...]]:
     staging = StagingMap(memory.ctypes.data, SLOT, memory.nbytes // SLOT - 1, 1)
     starts = np.array([], np.uint64)
-    return choose.choose_copy_engine(cuda, backend, staging, starts, lambda: 0, lambda: None)
+    engine, fallbacks = KvDevice(cuda).copy_engine(backend, staging, starts, lambda: None)
+    assert isinstance(engine, CudaCopyEngine)
+    return engine, fallbacks
 
 
 @pytest.fixture
