@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -102,8 +103,9 @@ def finished_while_dma_runs() -> list[Patch]:
         before = set(self._tickets)
         real(self)
         for ticket in self._tickets.keys() - before:
-            tasks, self._tickets[ticket] = self._tickets[ticket], []
-            for task in tasks:
+            batch = self._tickets[ticket]
+            self._tickets[ticket] = replace(batch, tasks=[])
+            for task in batch.tasks:
                 self._copied(task, OK)
 
     return [(TransferPipeline, "_submit_copies", submit)]

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, Outcome, OutcomeKind
 from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoKind, IoOp
+from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import OpKind, RateReport, Urgency, VerdictReport
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.targets.health import TargetHealth, Verdict
-from vllm_nvmeof_offload.worker.rates import ChangeReporter, RateMeter, TransferMeter, saturating
+from vllm_nvmeof_offload.worker.rates import ChangeReporter, RateMeter, count_transfer, saturating
 from vllm_nvmeof_offload.worker.tasks import FairQueue, Job, Task
 
 _FETCHES = (Urgency.URGENT, Urgency.PREFETCH)
@@ -137,7 +138,7 @@ class IoScheduler:
         config: SchedulerConfig,
         staging: StagingMap,
         clock: Callable[[], float],
-        meter: TransferMeter,
+        counters: Counts,
     ) -> None:
         targets, slot_bytes = config.target_count, staging.slot_bytes
         reads_max = max(1, config.reads_in_flight_max // targets)
@@ -148,7 +149,7 @@ class IoScheduler:
         self._config = config
         self._staging = staging
         self._clock = clock
-        self._meter = meter
+        self._counters = counters
         self._rates = RateMeter(
             config.rank,
             targets,
@@ -363,9 +364,11 @@ class IoScheduler:
             return
         self._targets[task.target].queue(one.urgency).give_back(task)
         size = self._staging.slot_bytes if outcome.ok else 0
-        time_s = one.began_s, completion.ended_s
-        self._rates.ended(task.target, size, time_s, is_write=is_write)
-        self._meter.moved(size, time_s, is_write=is_write)
+        # The engine's own time if it knows it: this thread may learn of the end late.
+        ended_s = self._clock() if completion.ended_s is None else completion.ended_s
+        self._rates.ended(task.target, size, one.began_s, ended_s, is_write=is_write)
+        direction = "store" if is_write else "load"
+        count_transfer(self._counters, direction, "pool", size, ended_s - one.began_s)
         health = self._health[task.target]
         if one.late:
             health.late(one.attachment)

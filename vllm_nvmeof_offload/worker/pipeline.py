@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from vllm_nvmeof_offload.copy.base import CopyEngine, Descriptors, Direction, gather
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, STALE, Outcome
@@ -45,11 +46,21 @@ from vllm_nvmeof_offload.protocol import (
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import HEADER_BYTES
 from vllm_nvmeof_offload.worker.io_scheduler import IoEvent, IoScheduler, SchedulerConfig
-from vllm_nvmeof_offload.worker.rates import ChangeReporter, TransferMeter
+from vllm_nvmeof_offload.worker.rates import ChangeReporter, count_transfer
 from vllm_nvmeof_offload.worker.slots import Grant, SlotGates, StreamSlots
 from vllm_nvmeof_offload.worker.tasks import FinishedJob, Job, Step, Task
 
 _NOTHING = SlotIdentity(b"", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Copies that the copy engine has under one ticket."""
+
+    tasks: list[Task]
+    direction: Direction
+    size_bytes: int
+    began_s: float
 
 
 class TransferPipeline:
@@ -69,14 +80,13 @@ class TransferPipeline:
         self._copy = copy
         self._clock = clock
         self._rank, self._target_count = config.rank, config.target_count
-        self._meter = TransferMeter(self.counters, clock)
-        self._scheduler = IoScheduler(io, config, staging, clock, self._meter)
+        self._scheduler = IoScheduler(io, config, staging, clock, self.counters)
         self._gates = SlotGates()
         self._jobs: dict[int, Job] = {}
         self._streams = StreamSlots(staging.stream_slots, config.target_count)
         self._levels = ChangeReporter(LevelReport(config.rank))
         self._to_copy: dict[int, list[Task]] = {}  # op → tasks ready to be copied
-        self._tickets: dict[int, list[Task]] = {}
+        self._tickets: dict[int, _Batch] = {}
         self._reports: list[Report] = []
         self._finished: list[FinishedJob] = []
 
@@ -133,8 +143,10 @@ class TransferPipeline:
     def step(self) -> None:
         """Move everything that can move now."""
         for ticket, outcome in self._copy.poll():
-            self._meter.copied(ticket, ok=outcome.ok)
-            for task in self._tickets.pop(ticket):
+            batch = self._tickets.pop(ticket)
+            size, seconds = batch.size_bytes if outcome.ok else 0, self._clock() - batch.began_s
+            count_transfer(self.counters, batch.direction.value, "gpu", size, seconds)
+            for task in batch.tasks:
                 self._copied(task, outcome)
         self._hand_out_stream_slots()
         events = self._scheduler.step()
@@ -384,11 +396,9 @@ class TransferPipeline:
             pieces = gather([task.pieces for task in tasks], payloads)
             size = int(pieces[:, 2].sum())
             job.copied_bytes += size
-            is_store = job.kind is OpKind.STORE
-            direction = Direction.STORE if is_store else Direction.LOAD
+            direction = Direction.STORE if job.kind is OpKind.STORE else Direction.LOAD
             ticket = self._copy.submit(direction, pieces, job.fence)
-            self._tickets[ticket] = tasks
-            self._meter.copying(ticket, size, is_store=is_store)
+            self._tickets[ticket] = _Batch(tasks, direction, size, self._clock())
 
     def _copied(self, task: Task, outcome: Outcome) -> None:
         self._leave_slot(task, filled=outcome.ok)

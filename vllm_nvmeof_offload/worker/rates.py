@@ -125,28 +125,26 @@ class RateMeter:
     ) -> None:
         self._rank = rank
         self._clock = clock
-        self._writes = [_Meter(saturating_writes) for _ in range(target_count)]
-        self._reads = [_Meter(saturating_reads) for _ in range(target_count)]
+        self._meters = {
+            True: [_Meter(saturating_writes) for _ in range(target_count)],
+            False: [_Meter(saturating_reads) for _ in range(target_count)],
+        }
         self._changes = ChangeReporter((0.0, 0.0), _rates_differ)
         self._taken_s = clock()
 
     def began(self, target: int, *, is_write: bool) -> float:
         """Count an operation that the engine has taken; return the time."""
-        meter = (self._writes if is_write else self._reads)[target]
+        meter = self._meters[is_write][target]
         now_s = self._clock()
         meter.count(now_s)
         meter.in_flight += 1
         return now_s
 
     def ended(
-        self, target: int, done_bytes: int, time_s: tuple[float, float | None], *, is_write: bool
+        self, target: int, done_bytes: int, began_s: float, ended_s: float, *, is_write: bool
     ) -> None:
-        """Count an operation that has its outcome; `done_bytes` is 0 if it failed.
-
-        time_s: when it began, and when it ended if that is known: this thread may learn it late.
-        """
-        meter = (self._writes if is_write else self._reads)[target]
-        began_s, ended_s = time_s[0], self._clock() if time_s[1] is None else time_s[1]
+        """Count an operation that has its outcome; `done_bytes` is 0 if it failed."""
+        meter = self._meters[is_write][target]
         meter.count(ended_s)
         meter.in_flight -= 1
         meter.ended += 1
@@ -159,45 +157,24 @@ class RateMeter:
         if now_s - self._taken_s < _PERIOD_S:
             return []
         self._taken_s = now_s
-        meters = zip(self._writes, self._reads, strict=True)
-        rates = [(write.fold(now_s), read.fold(now_s)) for write, read in meters]
+        writes, reads = ([one.fold(now_s) for one in self._meters[way]] for way in (True, False))
         return [
             RateReport(self._rank, target, *pair)
-            for target, pair in enumerate(rates)
+            for target, pair in enumerate(zip(writes, reads, strict=True))
             if self._changes.changed(target, pair)
         ]
 
 
-class TransferMeter:
-    """Counts the series of `transfer_operations`, `transfer_bytes` and `transfer_seconds`.
+def count_transfer(
+    counters: Counts, direction: str, stage: str, size_bytes: int, seconds: float
+) -> None:
+    """Count one of `transfer_operations`, `transfer_bytes` and `transfer_seconds`.
 
     direction: store, from the GPU towards the pool, or load. stage: gpu (copies between KV cache
     and staging) or pool (reads and writes of slots). The time of a copy begins when the engine
     gets it, so it includes the wait for the job's fence; `TransferResult.seconds` begins with the
     job and includes that wait and the reads from the pool as well.
     """
-
-    def __init__(self, counters: Counts, clock: Callable[[], float]) -> None:
-        self._counters = counters
-        self._clock = clock
-        self._copies: dict[int, tuple[bool, int, float]] = {}  # ticket → is store, bytes, since
-
-    def copying(self, ticket: int, size_bytes: int, *, is_store: bool) -> None:
-        """Note a batch that the copy engine has taken."""
-        self._copies[ticket] = is_store, size_bytes, self._clock()
-
-    def copied(self, ticket: int, *, ok: bool) -> None:
-        """Count a batch that the copy engine has finished."""
-        is_store, size_bytes, began_s = self._copies.pop(ticket)
-        direction = "store" if is_store else "load"
-        self._count(direction, "gpu", size_bytes if ok else 0, self._clock() - began_s)
-
-    def moved(self, size_bytes: int, time_s: tuple[float, float | None], *, is_write: bool) -> None:
-        """Count a read or write that has its outcome. time_s: as for `RateMeter.ended`."""
-        began_s, ended_s = time_s[0], self._clock() if time_s[1] is None else time_s[1]
-        self._count("store" if is_write else "load", "pool", size_bytes, ended_s - began_s)
-
-    def _count(self, direction: str, stage: str, size_bytes: int, seconds: float) -> None:
-        self._counters["transfer_operations", direction, stage] += 1
-        self._counters["transfer_bytes", direction, stage] += size_bytes
-        self._counters["transfer_seconds", direction, stage] += max(0.0, seconds)
+    counters["transfer_operations", direction, stage] += 1
+    counters["transfer_bytes", direction, stage] += size_bytes
+    counters["transfer_seconds", direction, stage] += max(0.0, seconds)

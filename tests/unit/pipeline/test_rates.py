@@ -24,7 +24,7 @@ class Meter:
     def write(self, seconds: float, size: int, target: int = 0) -> None:
         began_s = self.meter.began(target, is_write=True)
         self.now_s += seconds
-        self.meter.ended(target, size, (began_s, None), is_write=True)
+        self.meter.ended(target, size, began_s, self.now_s, is_write=True)
 
     def read(self, seconds: float, size: int, *, at_once: int, count: int = 1) -> None:
         """`count` times: so many reads together, each of so many bytes."""
@@ -32,7 +32,7 @@ class Meter:
             began = [self.meter.began(0, is_write=False) for _ in range(at_once)]
             self.now_s += seconds
             for began_s in began:
-                self.meter.ended(0, size, (began_s, None), is_write=False)
+                self.meter.ended(0, size, began_s, self.now_s, is_write=False)
 
     def read_rate(self) -> float | None:
         """What is told now, if anything."""
@@ -57,7 +57,7 @@ def test_operations_at_the_same_time_share_it() -> None:
         bench.meter.began(0, is_write=True)
     bench.now_s = 2.0
     for _ in range(4):
-        bench.meter.ended(0, 100, (0.0, None), is_write=True)
+        bench.meter.ended(0, 100, 0.0, bench.now_s, is_write=True)
     assert bench.rates() == [(0, 200, 0)]
 
 
@@ -66,7 +66,7 @@ def test_directions_and_targets_are_apart() -> None:
     bench.write(1.0, 100, target=1)
     bench.meter.began(1, is_write=False)
     bench.now_s += 1.0
-    bench.meter.ended(1, 300, (1.0, None), is_write=False)
+    bench.meter.ended(1, 300, 1.0, bench.now_s, is_write=False)
     assert bench.rates() == [(1, 100, 300)]
 
 
@@ -111,11 +111,11 @@ def test_what_is_under_way_when_a_period_ends_is_not_taken_for_standing_still() 
     bench = _known(1000)
     began = [bench.meter.began(0, is_write=False) for _ in range(4)]
     bench.now_s += 1.0
-    bench.meter.ended(0, 250, (began[0], None), is_write=False)
+    bench.meter.ended(0, 250, began[0], bench.now_s, is_write=False)
     assert bench.read_rate() is None, "4 × 250 bytes a second, as it was"
     bench.now_s += 0.1
     for began_s in began[1:]:
-        bench.meter.ended(0, 250, (began_s, None), is_write=False)
+        bench.meter.ended(0, 250, began_s, bench.now_s, is_write=False)
     bench.now_s += 0.2
     rate = bench.read_rate()
     assert rate is None or rate == pytest.approx(1000, rel=0.1)
@@ -208,7 +208,7 @@ def test_time_until_this_thread_hears_of_an_end_does_not_count() -> None:
         bench.meter.began(0, is_write=False)
     bench.now_s = 5.0
     for _ in range(4):
-        bench.meter.ended(0, 100, (0.0, 0.5), is_write=False)
+        bench.meter.ended(0, 100, 0.0, 0.5, is_write=False)
     assert bench.read_rate() == pytest.approx(800)
     bench.read(0.5, 100, at_once=4)
     bench.now_s += 1.0
