@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoKind, IoLimits, IoOp
+from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoLimits, IoOp
 from vllm_nvmeof_offload.io.faults import FaultPlan, FaultyIoEngine
 from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
 from vllm_nvmeof_offload.io.uring import UringIoEngine
@@ -26,7 +26,7 @@ from vllm_nvmeof_offload.native import WHY_NOT, core
 from vllm_nvmeof_offload.pool.format import SlotPlace
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.protocol import SlotIdentity, Urgency
+from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
 from vllm_nvmeof_offload.units import HEADER_BYTES, KIB
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class Rig:
 
     def op(
         self,
-        kind: IoKind,
+        kind: OpKind,
         pool_slot: int = 0,
         staging_slot: int = 0,
         identity: SlotIdentity | None = None,
@@ -142,24 +142,24 @@ class Rig:
         adoptable: bool = True,
     ) -> IoOp:
         self.tokens += 1
-        default = Urgency.WRITE if kind is IoKind.WRITE_SLOT else Urgency.DEMAND
+        default = Urgency.WRITE if kind is OpKind.WRITE else Urgency.DEMAND
         address = self.base_address + staging_slot * self.pool.slot_bytes
         return IoOp(
             token=self.tokens,
             kind=kind,
             urgency=default if urgency is None else urgency,
             pool_slot=pool_slot,
-            address=0 if kind is IoKind.RESET else address,
+            address=0 if kind is OpKind.RESET else address,
             identity=identity,
             deadline_s=deadline_s,
             adoptable=adoptable,
         )
 
     def write(self, pool_slot: int, staging_slot: int, name: SlotIdentity, **kw: object) -> IoOp:
-        return self.op(IoKind.WRITE_SLOT, pool_slot, staging_slot, name, **kw)  # type: ignore[arg-type]
+        return self.op(OpKind.WRITE, pool_slot, staging_slot, name, **kw)  # type: ignore[arg-type]
 
     def read(self, pool_slot: int, staging_slot: int, name: SlotIdentity, **kw: object) -> IoOp:
-        return self.op(IoKind.READ_SLOT, pool_slot, staging_slot, name, **kw)  # type: ignore[arg-type]
+        return self.op(OpKind.FETCH, pool_slot, staging_slot, name, **kw)  # type: ignore[arg-type]
 
     def payload(self, staging_slot: int) -> memoryview:
         start = staging_slot * self.pool.slot_bytes + HEADER_BYTES

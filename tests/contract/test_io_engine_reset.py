@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vllm_nvmeof_offload.errors import DEADLINE, OK
-from vllm_nvmeof_offload.io.base import Completion, IoKind
+from vllm_nvmeof_offload.io.base import Completion
 from vllm_nvmeof_offload.pool.format import read_superblock
 from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.protocol import OpKind
 
 from .rig import Rig, content, name
 
@@ -20,7 +21,7 @@ def test_a_reset_voids_what_was_submitted_before_it_and_no_more(make_rig: MakeRi
     rig.store(0, name(1))
     rig.gate.shut([1])
     before = [rig.write(1, 1, name(2)), rig.write(2, 2, name(3))]
-    reset = rig.op(IoKind.RESET)
+    reset = rig.op(OpKind.RESET)
     after = rig.write(3, 3, name(4))
     rig.submit(*before, reset, after)
     rig.gate.open_all()
@@ -32,7 +33,7 @@ def test_a_reset_voids_what_was_submitted_before_it_and_no_more(make_rig: MakeRi
 def test_what_follows_a_reset_that_says_so_is_not_adopted(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.store(0, name(1))
-    assert [c.outcome for c in rig.run(rig.op(IoKind.RESET, adoptable=False))] == [OK]
+    assert [c.outcome for c in rig.run(rig.op(OpKind.RESET, adoptable=False))] == [OK]
     rig.store(1, name(2))
     rig.zero(5)
     assert [c.outcome for c in rig.run(rig.read(1, 5, name(2)))] == [OK]
@@ -44,7 +45,7 @@ def test_two_resets_and_writes_between(make_rig: MakeRig) -> None:
     rig = make_rig(threads=4)
     ops = []
     for number in range(6):
-        ops += [rig.write(number, number, name(number)), rig.op(IoKind.RESET)]
+        ops += [rig.write(number, number, name(number)), rig.op(OpKind.RESET)]
     ops.append(rig.write(20, 20, name(20)))
     assert {c.outcome for c in rig.run(*ops)} == {OK}
     assert rig.reopen().adopt().keys == (name(20).key,)
@@ -62,7 +63,7 @@ def test_a_write_that_hangs_holds_up_neither_a_reset_nor_what_follows(make_rig: 
     rig.clock.advance(2.0)
     assert rig.wait(bool) == [Completion(hung.token, DEADLINE, released=False)]
     rig.fill(2, name(4))
-    (reset, after) = rig.run(rig.op(IoKind.RESET), rig.write(3, 2, name(4)))
+    (reset, after) = rig.run(rig.op(OpKind.RESET), rig.write(3, 2, name(4)))
     assert (reset.outcome, after.outcome) == (OK, OK)
     epochs = {read_superblock(directory) for directory in rig.pool.directories}
     assert {found.epoch for found in epochs if found is not None} == {rig.pool.stamp.epoch}

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_nvmeof_offload.io.base import Completion, IoKind, IoOp
+from vllm_nvmeof_offload.io.base import Completion, IoOp
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.protocol import SlotIdentity, Urgency
+from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
 from .engines import ENGINES
@@ -66,7 +66,7 @@ class Bench:
 
     def _op(
         self,
-        kind: IoKind,
+        kind: OpKind,
         urgency: Urgency,
         pool_slot: int,
         place: int,
@@ -80,17 +80,17 @@ class Bench:
     def write(self, pool_slot: int, place: int, identity: SlotIdentity, **more: object) -> IoOp:
         """A write of the identity's right content, which is put into the staging slot."""
         self.payload(place)[:] = content(identity, self.pool.payload_bytes)
-        return self._op(IoKind.WRITE_SLOT, Urgency.WRITE, pool_slot, place, identity, **more)
+        return self._op(OpKind.WRITE, Urgency.WRITE, pool_slot, place, identity, **more)
 
     def read(self, pool_slot: int, place: int, identity: SlotIdentity, **more: object) -> IoOp:
         """A read into a staging slot that is zeroed first."""
         start = place * self.pool.slot_bytes
         self.view[start : start + self.pool.slot_bytes] = bytes(self.pool.slot_bytes)
-        return self._op(IoKind.READ_SLOT, Urgency.DEMAND, pool_slot, place, identity, **more)
+        return self._op(OpKind.FETCH, Urgency.DEMAND, pool_slot, place, identity, **more)
 
     def reset(self, adoptable: bool = True) -> IoOp:
         self.tokens += 1
-        return IoOp(self.tokens, IoKind.RESET, Urgency.DEMAND, 0, 0, None, adoptable=adoptable)
+        return IoOp(self.tokens, OpKind.RESET, Urgency.DEMAND, 0, 0, None, adoptable=adoptable)
 
     def payload(self, place: int) -> memoryview:
         start = place * self.pool.slot_bytes + HEADER_BYTES

@@ -19,8 +19,8 @@ from vllm_nvmeof_offload.errors import (
     Outcome,
     io_error,
 )
-from vllm_nvmeof_offload.io.base import Completion, IoKind, IoOp
-from vllm_nvmeof_offload.protocol import SlotIdentity
+from vllm_nvmeof_offload.io.base import Completion, IoOp
+from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
 from .base import BLOCK_BYTES, STAGING_BASE, Clock, Knobs, Violation
@@ -93,7 +93,7 @@ class SimIo:
         for op in ops:
             full = len(self._flights) >= self._knobs.engine_depth
             refused = full or (not self.calm and self._rng.random() < self._knobs.busy)
-            if op.kind is IoKind.RESET:
+            if op.kind is OpKind.RESET:
                 self._reset_rule.offered(accepted=not refused)
             if refused:
                 self.counts["io_busy"] += 1
@@ -160,13 +160,13 @@ class SimIo:
             kind = flight.op.kind
             if not flight.data_done and flight.data_s <= now:
                 flight.data_done = True
-                if kind is IoKind.READ_SLOT:
+                if flight.op.is_read:
                     self._read(flight)
-                elif kind is IoKind.WRITE_SLOT:
+                elif kind is OpKind.WRITE:
                     self._write(flight)
                 else:
                     self._reset(flight)
-            if not flight.table_done and flight.table_s <= now and kind is IoKind.WRITE_SLOT:
+            if not flight.table_done and flight.table_s <= now and kind is OpKind.WRITE:
                 flight.table_done = True
                 self._enter(flight)
 
@@ -178,14 +178,14 @@ class SimIo:
 
     def check(self) -> None:
         """After a turn of the pipeline's thread."""
-        resetting = any(f.op.kind is IoKind.RESET for f in self._flights.values())
+        resetting = any(f.op.kind is OpKind.RESET for f in self._flights.values())
         self._reset_rule.check(resetting=resetting)
 
     def crash(self, *, power_cut: bool) -> None:
         """The process is gone; what had started may or may not have got further."""
         self.advance()
         for flight in self._flights.values():
-            if flight.op.kind is IoKind.WRITE_SLOT and self._rng.random() < 0.5:
+            if flight.op.kind is OpKind.WRITE and self._rng.random() < 0.5:
                 if not flight.data_done:
                     flight.data_done = True
                     self._write(flight)
@@ -199,7 +199,7 @@ class SimIo:
 
     def _accept(self, op: IoOp) -> None:
         rng, knobs, now = self._rng, self._knobs, self._clock()
-        reset = op.kind is IoKind.RESET
+        reset = op.kind is OpKind.RESET
         slot = -1 if reset else (op.address - STAGING_BASE) // self._slot_bytes
         start_s = now + knobs.io_s * rng.choice((0.0, 0.0, rng.random()))
         slow = 4.0 if op.pool_slot % knobs.targets == knobs.slow_target else 1.0
@@ -214,12 +214,12 @@ class SimIo:
             flight.data_s = flight.data_s if rng.random() < 0.5 else math.inf
         self._flights[op.token] = flight
         if flight.fault:
-            self.counts[f"fault_{op.kind.value}_{flight.fault}"] += 1
+            self.counts[f"fault_{'read' if op.is_read else op.kind.value}_{flight.fault}"] += 1
         if reset:
             self._check_reset(flight)
             self._memory.watches.begin(flight, (), ())
             return
-        reading = op.kind is IoKind.READ_SLOT
+        reading = op.is_read
         cells = [("head", slot), ("slot", slot)]
         if reading:
             self._memory.watches.begin(flight, (), cells)
@@ -231,19 +231,19 @@ class SimIo:
         rng, knobs, op = self._rng, self._knobs, flight.op
         if self.calm:
             return
-        if op.kind is IoKind.RESET:
+        if op.kind is OpKind.RESET:
             self._hang_superblocks(flight)
         else:
             flight.done_s = self._hang(flight, op.pool_slot % knobs.targets) or flight.done_s
-        writes = op.kind is not IoKind.READ_SLOT
-        if op.kind is IoKind.WRITE_SLOT and (op.pool_slot * 0.618) % 1 < knobs.full_slot:
+        writes = not op.is_read
+        if op.kind is OpKind.WRITE and (op.pool_slot * 0.618) % 1 < knobs.full_slot:
             flight.fault, flight.outcome = "error", io_error(errno.ENOSPC)
         elif rng.random() < (knobs.write_fails if writes else knobs.read_fails):
             number = rng.choice((errno.EIO, errno.EIO, errno.ENODEV, errno.EINVAL))
             flight.fault, flight.outcome = "error", io_error(number)
-        elif op.kind is IoKind.READ_SLOT and rng.random() < knobs.read_corrupts:
+        elif op.is_read and rng.random() < knobs.read_corrupts:
             flight.fault = "flip"
-        elif op.kind is IoKind.WRITE_SLOT and rng.random() < knobs.write_lies:
+        elif op.kind is OpKind.WRITE and rng.random() < knobs.write_lies:
             flight.fault = rng.choice(("lost", "torn", "misdirected", "flip"))
 
     def _hang(self, flight: _Flight, target: int) -> float | None:
@@ -275,12 +275,12 @@ class SimIo:
         for other in self._flights.values():
             same = other is not flight and other.op.pool_slot == flight.op.pool_slot
             # A read that nobody wants any more may meet anything; its buffer is still its own.
-            idle_read = other.op.kind is IoKind.READ_SLOT and (other.late or other.unwanted)
-            if same and other.op.kind is not IoKind.RESET and not idle_read:
+            idle_read = other.op.is_read and (other.late or other.unwanted)
+            if same and other.op.kind is not OpKind.RESET and not idle_read:
                 raise Violation("7", f"{flight} while {other} is under way")
 
     def _check_reset(self, flight: _Flight) -> None:
-        if any(f.op.kind is IoKind.WRITE_SLOT and not f.late for f in self._flights.values()):
+        if any(f.op.kind is OpKind.WRITE and not f.late for f in self._flights.values()):
             raise Violation("reset", "a reset overtakes a write that was given before it")
         flight.resets_asked = self._resets_asked
 
@@ -343,7 +343,7 @@ class SimIo:
 
     def _finish(self, flight: _Flight) -> None:
         op = flight.op
-        if op.kind is not IoKind.WRITE_SLOT or not flight.outcome.ok:
+        if op.kind is not OpKind.WRITE or not flight.outcome.ok:
             return
         if not flight.data_done or not flight.table_done:
             raise Violation("5", f"{flight} reported before data and table")

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from vllm_nvmeof_offload.io.base import IoKind, IoLimits, IoOp
+from vllm_nvmeof_offload.io.base import IoLimits, IoOp
 from vllm_nvmeof_offload.io.threads import OpState, Queues
-from vllm_nvmeof_offload.protocol import SlotIdentity, Urgency
+from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
 
 SLOT = 1000
 
@@ -18,9 +18,9 @@ class Bench:
         self.queues = Queues(limits, SLOT, threads_working=threads)
         self.states: dict[int, OpState] = {}
 
-    def add(self, kind: IoKind, urgency: Urgency = Urgency.DEMAND) -> int:
+    def add(self, kind: OpKind, urgency: Urgency = Urgency.DEMAND) -> int:
         token = len(self.states) + 1
-        if kind is IoKind.WRITE_SLOT:
+        if kind is OpKind.WRITE:
             urgency = Urgency.WRITE
         op = IoOp(token, kind, urgency, 0, 0, SlotIdentity(b"k", 1))
         self.states[token] = OpState(op, token)
@@ -37,7 +37,7 @@ class Bench:
         self.queues.finish(self.states[token])
 
 
-READ, WRITE, RESET = IoKind.READ_SLOT, IoKind.WRITE_SLOT, IoKind.RESET
+READ, WRITE, RESET = OpKind.FETCH, OpKind.WRITE, OpKind.RESET
 
 
 def test_urgent_classes_go_first_and_each_in_its_order() -> None:

@@ -18,7 +18,6 @@ errno 0 if no byte was moved.
 from __future__ import annotations
 
 import contextlib
-import enum
 import errno
 import os
 import weakref
@@ -28,17 +27,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.errors import OK, Outcome, io_error
-from vllm_nvmeof_offload.protocol import SlotIdentity, Urgency
+from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
 
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.pool.pool import Pool
-
-
-class IoKind(enum.Enum):
-    READ_SLOT = "read_slot"
-    WRITE_SLOT = "write_slot"
-    #: Void everything on disk (`pool.reset`); `identity` is None, `address` 0.
-    RESET = "reset"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +38,14 @@ class IoOp:
     """One operation.
 
     token: the caller's number, unique among operations in flight.
+    kind: WRITE; LOAD or FETCH, which read; or RESET, which voids everything on disk (`pool.reset`)
+    and has `identity` None and `address` 0.
     address: staging address of the slot (its header page); `slot_bytes` of it are transferred.
     deadline_s: on the engine's clock (`time.monotonic` unless injected); None: never.
     """
 
     token: int
-    kind: IoKind
+    kind: OpKind
     urgency: Urgency
     pool_slot: int
     address: int
@@ -59,6 +53,10 @@ class IoOp:
     deadline_s: float | None = None
     #: RESET only: may what is written from now on be adopted at a later start?
     adoptable: bool = True
+
+    @property
+    def is_read(self) -> bool:
+        return self.kind in (OpKind.LOAD, OpKind.FETCH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +162,7 @@ class NoIoEngine:
 
     def submit(self, ops: Sequence[IoOp]) -> int:
         for op in ops:
-            outcome = OK if op.kind is IoKind.RESET else io_error(errno.ENODEV)
+            outcome = OK if op.kind is OpKind.RESET else io_error(errno.ENODEV)
             self._done.append(Completion(op.token, outcome))
         self._waker.wake()
         return len(ops)

@@ -32,8 +32,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, ConfigError, io_error
-from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoKind, IoOp, Waker
+from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoOp, Waker
 from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload.protocol import OpKind
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -248,18 +249,18 @@ class FaultyIoEngine:
         return self._forward(op)
 
     def _error_for(self, op: IoOp) -> int:
-        if op.kind is IoKind.READ_SLOT and self.plan.strikes("read_eio"):
+        if op.is_read and self.plan.strikes("read_eio"):
             return errno.EIO
-        if op.kind is IoKind.WRITE_SLOT and self.plan.strikes("write_eio"):
+        if op.kind is OpKind.WRITE and self.plan.strikes("write_eio"):
             return errno.EIO
-        if op.kind is IoKind.WRITE_SLOT and self.plan.strikes("enospc_writes"):
+        if op.kind is OpKind.WRITE and self.plan.strikes("enospc_writes"):
             return errno.ENOSPC
         return 0
 
     def _hold(self, op: IoOp) -> _Held | None:
-        if op.kind is IoKind.RESET:
+        if op.kind is OpKind.RESET:
             return None
-        what = "read" if op.kind is IoKind.READ_SLOT else "write"
+        what = "read" if op.is_read else "write"
         if self.plan.strikes(f"hang_{what}s"):
             return _Held(op, f"hang_{what}s", 0.0)
         delay_ms = self.plan.milliseconds(f"{what}_delay_ms")
@@ -267,7 +268,7 @@ class FaultyIoEngine:
 
     def _forward(self, op: IoOp) -> bool:
         self._forwarded[op.token] = op
-        if op.kind is IoKind.READ_SLOT and self.plan.strikes("flip_byte_on_read"):
+        if op.is_read and self.plan.strikes("flip_byte_on_read"):
             self._flip_on_disk(op.pool_slot)
         if self._inner.submit([op]) == 1:
             return True
@@ -293,7 +294,7 @@ class FaultyIoEngine:
             op = self._forwarded.get(completion.token)
             if completion.released:
                 self._forwarded.pop(completion.token, None)
-            if op is not None and op.kind is IoKind.READ_SLOT and completion.outcome == OK:
+            if op is not None and op.is_read and completion.outcome == OK:
                 self._deceive(op)
             self._completions.append(completion)
         completions, self._completions = self._completions, []

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, EngineError, Outcome, io_error
 from vllm_nvmeof_offload.io.base import (
     Completion,
-    IoKind,
     IoLimits,
     IoOp,
     Waker,
@@ -30,7 +29,7 @@ from vllm_nvmeof_offload.io.base import (
     unbind_this_thread,
 )
 from vllm_nvmeof_offload.pool.format import Stamp, check_key, seal, verify
-from vllm_nvmeof_offload.protocol import Urgency
+from vllm_nvmeof_offload.protocol import OpKind, Urgency
 from vllm_nvmeof_offload.units import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -166,7 +165,7 @@ class Queues:
         return len(self.resets) + sum(map(len, self.waiting.values()))
 
     def add(self, state: OpState) -> None:
-        if state.op.kind is IoKind.RESET:
+        if state.op.kind is OpKind.RESET:
             self.barriers.append(state.sequence)
         self._queue_of(state)[state.op.token] = state
 
@@ -203,18 +202,18 @@ class Queues:
         state.phase = Phase.DONE
 
     def _queue_of(self, state: OpState) -> OrderedDict[int, OpState]:
-        if state.op.kind is IoKind.RESET:
+        if state.op.kind is OpKind.RESET:
             return self.resets
         return self.waiting[state.op.urgency]
 
     def _lift_barrier(self, state: OpState) -> None:
-        if state.op.kind is IoKind.RESET:
+        if state.op.kind is OpKind.RESET:
             self.barriers.remove(state.sequence)
 
     def _count(self, state: OpState, change: int) -> None:
-        if state.op.kind is IoKind.READ_SLOT:
+        if state.op.is_read:
             self.reads_running += change
-        elif state.op.kind is IoKind.WRITE_SLOT:
+        elif state.op.kind is OpKind.WRITE:
             self.writes_running += change
 
     def _next(self) -> OpState | None:
@@ -227,7 +226,7 @@ class Queues:
             state = next(iter(self.waiting[urgency].values()), None)
             if state is None:
                 continue
-            if state.op.kind is IoKind.READ_SLOT:
+            if state.op.is_read:
                 reads_wait = True
                 if self._may_read():
                     return state
@@ -241,7 +240,7 @@ class Queues:
             state
             for queue in self.waiting.values()
             for state in queue.values()
-            if state.op.kind is IoKind.WRITE_SLOT
+            if state.op.kind is OpKind.WRITE
             and state.stamp is None
             and not self._waits_for_reset(state)
         ]
@@ -335,7 +334,7 @@ class ThreadsIoEngine:
         assert op.token not in self._ops, "token in use"
         self._sequence += 1
         state = OpState(op, self._sequence)
-        if op.kind is not IoKind.RESET:
+        if op.kind is not OpKind.RESET:
             offset = op.address - self._base_address
             assert offset % PAGE_BYTES == 0
             assert 0 <= offset <= len(self._memory) - self._pool.slot_bytes
@@ -343,7 +342,7 @@ class ThreadsIoEngine:
             check_key(op.identity.key)
             state.files = SlotFiles.of(self._pool, op.pool_slot)
         self._ops[op.token] = state
-        if op.kind is IoKind.WRITE_SLOT and not self._queues.barriers:
+        if op.kind is OpKind.WRITE and not self._queues.barriers:
             state.stamp = self._pool.stamp
         self._queues.add(state)
         if op.deadline_s is not None:
@@ -394,7 +393,7 @@ class ThreadsIoEngine:
         self._queues.remove(state)
         state.phase = Phase.DONE
         del self._ops[state.op.token]
-        if state.op.kind is IoKind.RESET:
+        if state.op.kind is OpKind.RESET:
             self._mark_writes()
         self._complete(Completion(state.op.token, outcome))
         self._work.notify_all()  # it may have been a barrier, or the read that held writes back
@@ -456,7 +455,7 @@ class ThreadsIoEngine:
         self._overdue -= late
         self._count_working()
         self._queues.finish(state)
-        if state.op.kind is IoKind.RESET:
+        if state.op.kind is OpKind.RESET:
             self._mark_writes()
         del self._ops[state.op.token]
         self._complete(Completion(state.op.token, None if late else outcome))
@@ -485,13 +484,13 @@ class ThreadsIoEngine:
 
     def _execute(self, state: OpState) -> Outcome:
         op = state.op
-        if op.kind is IoKind.RESET:
+        if op.kind is OpKind.RESET:
             return reset_pool(self._pool, op)
         assert op.identity is not None
         assert state.files is not None
         offset = op.address - self._base_address
         slot = self._memory[offset : offset + self._pool.slot_bytes]
-        if op.kind is IoKind.READ_SLOT:
+        if op.is_read:
             return read_slot(self._pool, slot, state.files, op.identity)
         assert state.stamp is not None
         wanted = lambda: state.phase is Phase.RUNNING  # noqa: E731

@@ -23,8 +23,9 @@ from vllm_nvmeof_offload.errors import (
     Outcome,
     io_error,
 )
-from vllm_nvmeof_offload.io.base import Completion, IoKind, IoLimits, IoOp, allowed_cpus, reset_pool
+from vllm_nvmeof_offload.io.base import Completion, IoLimits, IoOp, allowed_cpus, reset_pool
 from vllm_nvmeof_offload.native import WHY_NOT, core
+from vllm_nvmeof_offload.protocol import OpKind
 from vllm_nvmeof_offload.units import PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ class UringIoEngine:
         with self._resets.order:
             stamp, barrier = self._pool.stamp, self._resets.barrier
             for op in ops:
-                if op.kind is IoKind.RESET:
+                if op.kind is OpKind.RESET:
                     self._resets.add(op)
                     barrier = self._resets.barrier
                 elif not self._submit_one(op, stamp, barrier):
@@ -210,7 +211,7 @@ class UringIoEngine:
         assert offset % PAGE_BYTES == 0
         assert 0 <= offset <= self._offset_max
         assert 0 <= op.pool_slot < self._pool_slots
-        is_write = op.kind is IoKind.WRITE_SLOT
+        is_write = op.kind is OpKind.WRITE
         accepted: bool = self._core.submit(
             op.token,
             is_write,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, Outcome, OutcomeKind
-from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoKind, IoOp
+from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoOp
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import OpKind, RateReport, Urgency, VerdictReport
 from vllm_nvmeof_offload.staging import StagingMap
@@ -314,10 +314,9 @@ class IoScheduler:
         is_reset, is_write = urgency is None, one.is_write
         config = self._config
         deadline_s = config.write_deadline_s if is_write else config.read_deadline_s
-        kind = IoKind.WRITE_SLOT if is_write else IoKind.READ_SLOT
         op = IoOp(
             token=self._next_token,
-            kind=IoKind.RESET if is_reset else kind,
+            kind=task.job.kind,
             urgency=task.urgency,
             pool_slot=task.pool_slot or 0,
             address=0 if is_reset else task.address(self._staging),

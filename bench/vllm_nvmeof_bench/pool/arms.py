@@ -36,11 +36,11 @@ from vllm_nvmeof_bench.pool.report import Sample, Settings
 from vllm_nvmeof_bench.results import BenchError, percentile
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.errors import EngineError
-from vllm_nvmeof_offload.io.base import IoEngine, IoKind, IoLimits, IoOp
+from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, IoOp
 from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.protocol import SlotIdentity, Urgency
+from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import GIB, MIB, slot_stride_bytes
 
@@ -391,7 +391,7 @@ class Ground:
             self.identities[block] = identity
         return IoOp(
             token,
-            IoKind.READ_SLOT if is_read else IoKind.WRITE_SLOT,
+            OpKind.FETCH if is_read else OpKind.WRITE,
             Urgency.DEMAND if is_read else Urgency.WRITE,
             block,
             self.staging.map.base_address + block * self.slot_bytes,

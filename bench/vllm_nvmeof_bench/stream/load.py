@@ -36,7 +36,7 @@ from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import Outcome
-from vllm_nvmeof_offload.io.base import IoEngine, IoKind, IoLimits, IoOp, Waker
+from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, IoOp, Waker
 from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
@@ -45,6 +45,7 @@ from vllm_nvmeof_offload.protocol import (
     FetchCommand,
     LoadChunk,
     LoadCommand,
+    OpKind,
     OpReport,
     SlotIdentity,
     StoreChunk,
@@ -345,7 +346,7 @@ class Rig:
             while following < count and free and len(slots) < self._reads_max:
                 slot = free.popleft()
                 address = self.staging.base_address + slot * self.staging.slot_bytes
-                identity, kind = self.identities[following], IoKind.READ_SLOT
+                identity, kind = self.identities[following], OpKind.FETCH
                 read = IoOp(following, kind, Urgency.DEMAND, following, address, identity)
                 if not self._bare_io.submit([read]):
                     free.appendleft(slot)

@@ -6,9 +6,9 @@ from __future__ import annotations
 import errno
 
 from vllm_nvmeof_offload.errors import CANCELLED, OK, STALE, io_error
-from vllm_nvmeof_offload.io.base import IoKind
 from vllm_nvmeof_offload.protocol import (
     CancelCommand,
+    OpKind,
     OpReport,
     ReleaseReport,
     Urgency,
@@ -67,8 +67,8 @@ def test_a_target_at_its_bound_does_not_stop_the_others() -> None:
     bench.stream(20, [100, 102, 104, 106])
     bench.stream(21, [101])
     bench.pipeline.step()
-    reads = [op.pool_slot for op in bench.io.started if op.kind is IoKind.READ_SLOT]
-    writes = [op.pool_slot for op in bench.io.started if op.kind is IoKind.WRITE_SLOT]
+    reads = [op.pool_slot for op in bench.io.started if op.is_read]
+    writes = [op.pool_slot for op in bench.io.started if op.kind is OpKind.WRITE]
     assert sorted(reads) == [100, 101, 102]
     assert sorted(writes) == [0, 1]
 
@@ -95,7 +95,7 @@ def test_a_full_engine_is_asked_once_a_turn_for_each_kind() -> None:
     bench.fetch(4, number=9, pool=30, cache=2, urgent=True)
     bench.stream(5, [40, 41])
     bench.pipeline.step()
-    assert [op.kind for op in bench.io.offered] == [IoKind.READ_SLOT, IoKind.WRITE_SLOT]
+    assert [op.kind for op in bench.io.offered] == [OpKind.LOAD, OpKind.WRITE]
 
 
 def test_a_retry_goes_before_the_rest_of_its_load() -> None:

@@ -12,9 +12,9 @@ from vllm_nvmeof_offload.errors import (
     STALE,
     io_error,
 )
-from vllm_nvmeof_offload.io.base import IoKind
 from vllm_nvmeof_offload.protocol import (
     FetchCommand,
+    OpKind,
     OpReport,
     ReleaseReport,
     ResetCommand,
@@ -133,9 +133,9 @@ def _reset_beside_writes() -> Bench:
 def test_a_reset_comes_after_the_writes_before_it_and_before_those_after_it() -> None:
     bench = _reset_beside_writes()
     assert bench.reports() == [OpReport(4, ((0, CANCELLED),))]
-    assert [op.kind for op in bench.io.started] == [IoKind.WRITE_SLOT]
+    assert [op.kind for op in bench.io.started] == [OpKind.WRITE]
     bench.io_done()
-    assert [op.kind for op in bench.io.ops.values()] == [IoKind.RESET]
+    assert [op.kind for op in bench.io.ops.values()] == [OpKind.RESET]
     assert not next(iter(bench.io.ops.values())).adoptable
     bench.io_done()
     assert [op.pool_slot for op in bench.io.ops.values()] == [2]
@@ -145,7 +145,7 @@ def test_nothing_is_written_after_a_reset_that_failed_until_one_succeeds() -> No
     bench = _reset_beside_writes()
     bench.io_done()
     bench.io_done(io_error(errno.EIO))
-    assert [op.kind for op in bench.io.ops.values()] == [IoKind.RESET], "tried once more"
+    assert [op.kind for op in bench.io.ops.values()] == [OpKind.RESET], "tried once more"
     bench.reports()
     bench.io_done(io_error(errno.EIO))
     assert bench.reports() == [
@@ -157,7 +157,7 @@ def test_nothing_is_written_after_a_reset_that_failed_until_one_succeeds() -> No
     bench.io_done()
     bench.pipeline.command(WriteCommand(11, identity(5), 2, 2))
     bench.pipeline.step()
-    assert [op.kind for op in bench.io.ops.values()] == [IoKind.WRITE_SLOT]
+    assert [op.kind for op in bench.io.ops.values()] == [OpKind.WRITE]
 
 
 def test_a_suspect_target_does_not_fail_a_reset() -> None:
@@ -166,7 +166,7 @@ def test_a_suspect_target_does_not_fail_a_reset() -> None:
     bench.io_done(DEADLINE, released=False)
     bench.pipeline.command(ResetCommand(2, adoptable=False))
     bench.pipeline.step()
-    assert [op.kind for op in bench.io.started] == [IoKind.READ_SLOT, IoKind.RESET]
+    assert [op.kind for op in bench.io.started] == [OpKind.LOAD, OpKind.RESET]
 
 
 def test_a_write_that_waits_at_its_slot_does_not_follow_a_reset() -> None:
@@ -177,7 +177,7 @@ def test_a_write_that_waits_at_its_slot_does_not_follow_a_reset() -> None:
     bench.copy.finish(0)
     bench.pipeline.step()
     assert OpReport(2, ((0, CANCELLED),)) in bench.reports()
-    assert [op.kind for op in bench.io.started] == [IoKind.RESET]
+    assert [op.kind for op in bench.io.started] == [OpKind.RESET]
 
 
 def test_demand_reads_go_first_and_writes_last() -> None:

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from vllm_nvmeof_offload.errors import DEADLINE
-from vllm_nvmeof_offload.io.base import IoKind
-from vllm_nvmeof_offload.protocol import OpReport, ReleaseReport, ResetCommand, WriteCommand
+from vllm_nvmeof_offload.protocol import OpKind, OpReport, ReleaseReport, ResetCommand, WriteCommand
 
 from .bench import WRITE_S, Bench, identity
 
@@ -26,7 +25,7 @@ def test_a_reset_does_not_wait_for_a_write_that_hangs() -> None:
     bench = _hung_write()
     bench.pipeline.command(ResetCommand(11, adoptable=True))
     bench.pipeline.step()
-    assert [op.kind for op in bench.io.started] == [IoKind.WRITE_SLOT, IoKind.RESET]
+    assert [op.kind for op in bench.io.started] == [OpKind.WRITE, OpKind.RESET]
 
 
 def test_writes_to_other_targets_follow_a_reset_while_one_hangs() -> None:
@@ -35,11 +34,11 @@ def test_writes_to_other_targets_follow_a_reset_while_one_hangs() -> None:
     bench.pipeline.command(ResetCommand(11, adoptable=True))
     bench.pipeline.command(WriteCommand(12, identity(2), 1, 1))
     bench.pipeline.step()
-    assert [op.pool_slot for op in bench.io.started if op.kind is IoKind.WRITE_SLOT] == [0]
+    assert [op.pool_slot for op in bench.io.started if op.kind is OpKind.WRITE] == [0]
     for token in [token for token in bench.io.ops if token != hung]:
         bench.io.complete(token)
     bench.pipeline.step()
-    assert [op.pool_slot for op in bench.io.started if op.kind is IoKind.WRITE_SLOT] == [0, 1]
+    assert [op.pool_slot for op in bench.io.started if op.kind is OpKind.WRITE] == [0, 1]
     bench.io.complete(next(token for token in bench.io.ops if token != hung))
     bench.now_s = 10 * WRITE_S
     bench.pipeline.step()
@@ -56,7 +55,7 @@ def test_a_reset_waits_for_a_write_that_may_still_end_in_time() -> None:
     bench.pipeline.step()
     bench.pipeline.command(ResetCommand(11, adoptable=True))
     bench.pipeline.step()
-    assert [op.kind for op in bench.io.started] == [IoKind.WRITE_SLOT]
+    assert [op.kind for op in bench.io.started] == [OpKind.WRITE]
     bench.io_done(DEADLINE, released=False)
     bench.pipeline.step()
-    assert [op.kind for op in bench.io.started] == [IoKind.WRITE_SLOT, IoKind.RESET]
+    assert [op.kind for op in bench.io.started] == [OpKind.WRITE, OpKind.RESET]

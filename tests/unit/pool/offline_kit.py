@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_nvmeof_offload.io.base import IoKind, IoLimits, IoOp
+from vllm_nvmeof_offload.io.base import IoLimits, IoOp
 from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.protocol import SlotIdentity, Urgency
+from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
 from .kit import PAYLOAD_BYTES, SLOT_BYTES, STORED, make_spec, payload
@@ -51,7 +51,7 @@ def write_pool(
         start = number * SLOT_BYTES + HEADER_BYTES
         memory[start : start + PAYLOAD_BYTES] = payload(identity)
         address = base + number * SLOT_BYTES
-        ops.append(IoOp(number, IoKind.WRITE_SLOT, Urgency.WRITE, slot, address, identity))
+        ops.append(IoOp(number, OpKind.WRITE, Urgency.WRITE, slot, address, identity))
     assert engine.submit(ops) == len(ops)
     done = 0
     while done < len(ops):

@@ -23,12 +23,12 @@ from pathlib import Path
 import numpy as np
 
 from vllm_nvmeof_offload.errors import EngineError, PoolError
-from vllm_nvmeof_offload.io.base import IoEngine, IoKind, IoLimits, IoOp
+from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, IoOp
 from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
 from vllm_nvmeof_offload.pool.keyspace import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.protocol import SlotIdentity, Urgency
+from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
 from vllm_nvmeof_offload.units import MIB, PAGE_BYTES, format_bytes, slot_stride_bytes
 
 PAYLOAD_BYTES = 2 * MIB
@@ -83,15 +83,15 @@ def measure(target: str, on_progress: Progress) -> Measured:
 
 def _phases(runner: _Runner, engine: str, on_progress: Progress) -> Measured:
     on_progress("first writes")
-    filled, _ = runner.run(IoKind.WRITE_SLOT, range(runner.slots), _DEPTH, _FILL_S_MAX)
+    filled, _ = runner.run(OpKind.WRITE, range(runner.slots), _DEPTH, _FILL_S_MAX)
     on_progress("writes")
-    written, write_s = runner.run(IoKind.WRITE_SLOT, range(filled), _DEPTH, _WRITE_S_MAX)
+    written, write_s = runner.run(OpKind.WRITE, range(filled), _DEPTH, _WRITE_S_MAX)
     generator = random.Random(_SEED)
     on_progress("reads")
-    read, read_s = runner.run(IoKind.READ_SLOT, _at_random(filled, generator), _DEPTH, _READ_S_MAX)
+    read, read_s = runner.run(OpKind.FETCH, _at_random(filled, generator), _DEPTH, _READ_S_MAX)
     on_progress("reads one at a time")
     runner.latencies_s.clear()
-    runner.run(IoKind.READ_SLOT, _at_random(filled, generator), 1, _SINGLE_S_MAX, _SINGLES_MAX)
+    runner.run(OpKind.FETCH, _at_random(filled, generator), 1, _SINGLE_S_MAX, _SINGLES_MAX)
     return Measured(
         engine=engine,
         chunk_bytes=PAYLOAD_BYTES,
@@ -162,7 +162,7 @@ class _Runner:
 
     def run(
         self,
-        kind: IoKind,
+        kind: OpKind,
         slots: Iterator[int] | range,
         depth: int,
         seconds_max: float,
@@ -193,9 +193,9 @@ class _Runner:
                 done += 1
         return done, time.perf_counter() - start_s
 
-    def _submit(self, kind: IoKind, slot: int, buffer: int) -> int:
+    def _submit(self, kind: OpKind, slot: int, buffer: int) -> int:
         self._token += 1
-        urgency = Urgency.WRITE if kind is IoKind.WRITE_SLOT else Urgency.DEMAND
+        urgency = Urgency.WRITE if kind is OpKind.WRITE else Urgency.DEMAND
         identity = SlotIdentity(slot.to_bytes(36, "little"), 1)
         address = self._address + buffer * self._slot_bytes
         op = IoOp(self._token, kind, urgency, slot, address, identity)
