@@ -27,6 +27,9 @@ import numpy as np
 
 from vllm_nvmeof_offload.units import GIB, MIB
 
+#: Gets (bytes done, bytes in all).
+_Progress = Callable[[int, int], None]
+
 
 @dataclass(frozen=True, slots=True)
 class StagingMap:
@@ -70,25 +73,17 @@ def prefer_node(address: int, size_bytes: int, node: int | None) -> bool:
     return bool(_libc.syscall(number, *map(ctypes.c_ulong, arguments)) == 0)
 
 
-def populate(
-    address: int,
-    size_bytes: int,
-    threads: int | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> None:
-    """Fault every page in now, so that no transfer and no registration pays for it.
-
-    threads: by default the number of the process's CPUs, at most 8.
-    """
-    workers = threads or min(_THREADS_MAX, len(os.sched_getaffinity(0)))
-    parts = [
-        (address + start, min(_STEP_BYTES, size_bytes - start))
-        for start in range(0, size_bytes, _STEP_BYTES)
-    ]
+def populate(address: int, size_bytes: int, on_progress: _Progress) -> None:
+    """Fault every page in now, so that no transfer and no registration pays for it."""
+    threads = min(_THREADS_MAX, len(os.sched_getaffinity(0)))
     done = 0
-    with ThreadPoolExecutor(workers, thread_name_prefix="nvmeof-populate") as pool:
-        for finished in as_completed([pool.submit(_populate_part, *part) for part in parts]):
-            done += finished.result()
+    with ThreadPoolExecutor(threads, thread_name_prefix="nvmeof-populate") as pool:
+        parts = [
+            pool.submit(_populate_part, address + start, min(_STEP_BYTES, size_bytes - start))
+            for start in range(0, size_bytes, _STEP_BYTES)
+        ]
+        for part in as_completed(parts):
+            done += part.result()
             on_progress(done, size_bytes)
 
 
@@ -120,7 +115,7 @@ class Staging:
         slot_bytes: int,
         cache_slots: int,
         stream_slots: int,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        on_progress: _Progress = lambda done, total: None,
         numa_node: int | None = None,
     ) -> None:
         size = slot_bytes * (cache_slots + stream_slots)
@@ -134,7 +129,7 @@ class Staging:
         self.map = StagingMap(self._array.ctypes.data, slot_bytes, cache_slots, stream_slots)
         # Before the first page exists, because pages do not move later.
         self.on_node = prefer_node(self.map.base_address, size, numa_node)
-        populate(self.map.base_address, size, on_progress=_limited(on_progress, size > GIB))
+        populate(self.map.base_address, size, _limited(on_progress, size > GIB))
 
     def close(self) -> None:
         """Unmap. Only when no engine can touch the memory any more."""
@@ -143,15 +138,14 @@ class Staging:
         self._memory.close()
 
 
-def _limited(on_progress: Callable[[int, int], None], is_large: bool) -> Callable[[int, int], None]:
+def _limited(on_progress: _Progress, is_large: bool) -> _Progress:
     """Limit `on_progress` to large memory, and to once per second."""
     reported_s = time.monotonic()
 
     def report(done: int, total: int) -> None:
         nonlocal reported_s
-        now_s = time.monotonic()
-        if is_large and now_s - reported_s > 1:
-            reported_s = now_s
+        if is_large and time.monotonic() - reported_s > 1:
+            reported_s = time.monotonic()
             on_progress(done, total)
 
     return report

@@ -7,6 +7,7 @@ in order. If all layers of a block are contiguous there is one tensor, and a blo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,9 +54,8 @@ class ChunkGeometry:
         block_ids: int32[n], n ≤ blocks_per_chunk - first_position.
         Returns uint64[n × tensors, 3]: (KV cache address, offset in the payload, bytes).
         """
-        count = len(block_ids)
-        assert 0 < count <= self.blocks_per_chunk - first_position
-        return self._pieces(block_ids, first_position).reshape(-1, 3)
+        (pieces,) = self.pieces_by_chunk(block_ids, first_position, 1)
+        return pieces
 
     def pieces_by_chunk(
         self, block_ids: npt.NDArray[np.int32], first_position: int, chunk_count: int
@@ -65,12 +65,9 @@ class ChunkGeometry:
         The same as `pieces` of each part of `split`, but made at once: a job has hundreds of
         chunks, and the model's thread waits for this. The arrays are views of one.
         """
-        bounds = self._bounds(len(block_ids), first_position, chunk_count)
+        chunks = self._chunks(len(block_ids), first_position, chunk_count)
         pieces = self._pieces(block_ids, first_position)
-        return [
-            pieces[begin:end].reshape(-1, 3)
-            for begin, end in zip(bounds, [*bounds[1:], len(block_ids)], strict=True)
-        ]
+        return [pieces[chunk].reshape(-1, 3) for chunk in chunks]
 
     def split(
         self, block_ids: npt.NDArray[np.int32], first_position: int, chunk_count: int
@@ -80,15 +77,15 @@ class ChunkGeometry:
         first_position: the first block's position in the first chunk. Returns one array per
         chunk; the first and the last may cover only a part of their chunk.
         """
-        bounds = self._bounds(len(block_ids), first_position, chunk_count)
-        return np.split(block_ids, bounds[1:])
+        chunks = self._chunks(len(block_ids), first_position, chunk_count)
+        return [block_ids[chunk] for chunk in chunks]
 
-    def _bounds(self, block_count: int, first_position: int, chunk_count: int) -> list[int]:
-        """Return the indices of the blocks that are the first of a chunk."""
+    def _chunks(self, block_count: int, first_position: int, chunk_count: int) -> list[slice]:
+        """Return the parts of consecutive blocks that are in one chunk each."""
         cuts = range(self.blocks_per_chunk - first_position, block_count, self.blocks_per_chunk)
-        bounds = [0, *cuts]
-        assert len(bounds) == chunk_count, f"{block_count} blocks over {chunk_count} chunks"
-        return bounds
+        chunks = [slice(*part) for part in itertools.pairwise((0, *cuts, block_count))]
+        assert len(chunks) == chunk_count, f"{block_count} blocks over {chunk_count} chunks"
+        return chunks
 
     def _pieces(self, block_ids: npt.NDArray[np.int32], first_position: int) -> Descriptors:
         """Return uint64[n, tensors, 3]; the blocks may continue into the next chunks."""

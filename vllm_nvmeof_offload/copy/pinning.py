@@ -58,20 +58,18 @@ class StagingPinning:
     ) -> None:
         self._cuda = cuda
         self._on_change = on_change
-        self._base = staging.base_address
+        self._base = np.uint64(staging.base_address)
         slots = staging.cache_slots + staging.stream_slots
         slots_per_piece = max(1, piece_bytes_max // staging.slot_bytes)
         self._piece_bytes = slots_per_piece * staging.slot_bytes
         self._size = slots * staging.slot_bytes
         count = -(-slots // slots_per_piece)
         #: Sorted addresses at which registrations begin.
-        self.starts = np.uint64(self._base) + np.arange(count, dtype=np.uint64) * np.uint64(
-            self._piece_bytes
-        )
+        self.starts = self._base + np.arange(count, dtype=np.uint64) * np.uint64(self._piece_bytes)
         self._states = np.full(count, Readiness.WAITING, np.uint8)
         self._all_ready = False
         self._stopping = threading.Event()
-        cuda.register(self._base, self._bytes_of(0))
+        cuda.register(*self.first)
         self._states[0] = Readiness.READY
         self._thread = threading.Thread(target=self._run, name="nvmeof-pinning", daemon=True)
 
@@ -86,13 +84,13 @@ class StagingPinning:
     @property
     def first(self) -> tuple[int, int]:
         """Address and bytes of the first piece, which is ready at once."""
-        return self._base, self._bytes_of(0)
+        return int(self._base), self._bytes_of(0)
 
     def readiness(self, addresses: npt.NDArray[np.uint64]) -> Readiness:
         """Return the readiness of the pieces of staging that begin at `addresses`."""
         if self._all_ready:
             return Readiness.READY
-        pieces = (addresses - np.uint64(self._base)) // np.uint64(self._piece_bytes)
+        pieces = (addresses - self._base) // np.uint64(self._piece_bytes)
         states = self._states[pieces.astype(np.intp)]
         return Readiness(int(states.max(initial=Readiness.READY)))
 
@@ -121,25 +119,22 @@ class StagingPinning:
             self._stopping.wait(_PAUSE_S)
             if time.monotonic() - logged_s > _LOG_EVERY_S:
                 logged_s = time.monotonic()
-                done = min(self._size, (number + 1) * self._piece_bytes)
+                done = number * self._piece_bytes + self._bytes_of(number)
                 share = format_bytes(done), format_bytes(self._size)
                 logger.info("registered with CUDA: %s of %s", *share)
         self._all_ready = bool((self._states == Readiness.READY).all())
 
     def _register(self, number: int) -> Readiness:
-        try:
-            self._cuda.enter_own_thread()
-            while True:
-                try:
-                    self._cuda.register(int(self.starts[number]), self._bytes_of(number))
-                    break
-                except CudaError as error:
-                    if not error.while_capturing or self._stopping.wait(_CAPTURE_S):
-                        raise
-        except CudaError as error:
-            logger.error(
-                "%s of pinned memory cannot be registered, and the slots in it fail: %s",
-                *(format_bytes(self._bytes_of(number)), error),
-            )
-            return Readiness.FAILED
-        return Readiness.READY
+        while True:
+            try:
+                self._cuda.enter_own_thread()
+                self._cuda.register(int(self.starts[number]), self._bytes_of(number))
+                return Readiness.READY
+            except CudaError as error:
+                if error.while_capturing and not self._stopping.wait(_CAPTURE_S):
+                    continue
+                logger.error(
+                    "%s of pinned memory cannot be registered, and the slots in it fail: %s",
+                    *(format_bytes(self._bytes_of(number)), error),
+                )
+                return Readiness.FAILED

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,9 +75,9 @@ def test_staging_is_on_the_node_of_the_gpu_before_its_first_page(
 
     real = staging_module.populate
 
-    def populate(address: int, size: int, **named: object) -> None:
+    def populate(address: int, size: int, on_progress: Any) -> None:
         asked.append(("pages", size))
-        real(address, size)
+        real(address, size, on_progress)
 
     monkeypatch.setattr(staging_module, "populate", populate)
     cuda = FakeCuda()
