@@ -195,12 +195,6 @@ def reset_pool(pool: Pool, op: IoOp) -> Outcome:
 
 
 def _find_allowed() -> frozenset[int]:
-    """Return the CPUs that this process or its parent may use now, at import.
-
-    vLLM's CPU worker binds its threads to cores for OpenMP, and a thread inherits the binding of
-    the one that created it: eight I/O threads would then share one core with the model's busiest
-    thread. Nobody binds the parent for OpenMP; a user's taskset or cpuset stays respected.
-    """
     cpus: set[int] = set()
     for pid in (0, os.getppid()):
         with contextlib.suppress(OSError):
@@ -208,15 +202,14 @@ def _find_allowed() -> frozenset[int]:
     return frozenset(cpus)
 
 
-_ALLOWED = _find_allowed()
-
-
-def allowed_cpus() -> frozenset[int]:
-    """Return the CPUs on which I/O threads may run."""
-    return _ALLOWED
+#: CPUs on which I/O threads may run: those that this process or its parent may use, at import.
+#: vLLM's CPU worker binds its threads to cores for OpenMP, and a thread inherits the binding of
+#: the one that created it: eight I/O threads would then share one core with the model's busiest
+#: thread. Nobody binds the parent for OpenMP; a user's taskset or cpuset stays respected.
+ALLOWED_CPUS = _find_allowed()
 
 
 def unbind_this_thread() -> None:
     """Let the calling thread run on every allowed CPU; failure is harmless."""
     with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, _ALLOWED)
+        os.sched_setaffinity(0, ALLOWED_CPUS)

@@ -23,7 +23,7 @@ from vllm_nvmeof_offload.errors import (
     Outcome,
     io_error,
 )
-from vllm_nvmeof_offload.io.base import Completion, IoLimits, IoOp, allowed_cpus, reset_pool
+from vllm_nvmeof_offload.io.base import ALLOWED_CPUS, Completion, IoLimits, IoOp, reset_pool
 from vllm_nvmeof_offload.native import WHY_NOT, core
 from vllm_nvmeof_offload.protocol import OpKind
 from vllm_nvmeof_offload.units import PAGE_BYTES
@@ -179,7 +179,7 @@ class UringIoEngine:
                 payload_bytes=pool.payload_bytes,
                 registered=registered,
                 limits=limits,
-                cpus=sorted(allowed_cpus()),
+                cpus=sorted(ALLOWED_CPUS),
                 gate=gate,
             )
         except OSError as error:

@@ -112,9 +112,6 @@ class _JobQueue:
 
     waiting: OrderedDict[Task, int] = field(default_factory=OrderedDict)
     held: int = 0
-    #: The number of its valid entry in the heap. That entry may be too early (fewer places held,
-    #: an earlier first task), never too late.
-    entry: int = 0
 
 
 class FairQueue:
@@ -132,10 +129,11 @@ class FairQueue:
         self.held = 0
         self._job_of = job_of
         self._jobs: dict[Hashable, _JobQueue] = {}
-        self._heap: list[tuple[int, int, int, Hashable]] = []  # held, sequence, entry, job
+        #: (held, first sequence number, job). Each job that waits has an entry of its present
+        #: position; other entries are outdated.
+        self._heap: list[tuple[int, int, Hashable]] = []
         self._count = 0
         self._sequence = 0
-        self._entries = 0
 
     def __len__(self) -> int:
         return self._count
@@ -145,14 +143,13 @@ class FairQueue:
         job = self._job_of(task)
         queue = self._jobs.setdefault(job, _JobQueue())
         assert task not in queue.waiting
-        first = not queue.waiting
         self._sequence += 1
         self._count += 1
         queue.waiting[task] = -self._sequence if front else self._sequence
         if front:
             queue.waiting.move_to_end(task, last=False)
-        if first or front:
-            self._enter(job, queue)
+        if front or len(queue.waiting) == 1:
+            self._moved(job, queue)
 
     def remove(self, task: Task) -> bool:
         """Take a waiting task out; False if it does not wait here."""
@@ -162,22 +159,19 @@ class FairQueue:
             return False
         del queue.waiting[task]
         self._count -= 1
-        self._forget_if_empty(job, queue)
+        self._moved(job, queue)
         return True
 
     def peek(self) -> Task | None:
         """Return the task that is next."""
         while self._heap:
-            held, sequence, entry, job = self._heap[0]
+            held, sequence, job = self._heap[0]
             queue = self._jobs.get(job)
-            valid = queue is not None and queue.entry == entry and queue.waiting
-            if queue is not None and valid:
+            if queue is not None and queue.waiting:
                 task, waits_since = next(iter(queue.waiting.items()))
                 if (queue.held, waits_since) == (held, sequence):
                     return task
             heapq.heappop(self._heap)
-            if queue is not None and valid:
-                self._enter(job, queue)
         return None
 
     def take(self) -> Task | None:
@@ -185,11 +179,13 @@ class FairQueue:
         task = self.peek()
         if task is None:
             return None
-        queue = self._jobs[self._job_of(task)]
+        job = self._job_of(task)
+        queue = self._jobs[job]
         del queue.waiting[task]
         self._count -= 1
         queue.held += 1
         self.held += 1
+        self._moved(job, queue)
         return task
 
     def give_back(self, task: Task) -> None:
@@ -199,9 +195,7 @@ class FairQueue:
         assert queue.held > 0
         queue.held -= 1
         self.held -= 1
-        if queue.waiting:
-            self._enter(job, queue)
-        self._forget_if_empty(job, queue)
+        self._moved(job, queue)
 
     def take_all(self) -> list[Task]:
         """Take out everything that waits, the longest waiting first; no places are given."""
@@ -213,17 +207,16 @@ class FairQueue:
         self._count = 0
         return [task for task, _ in sorted(waiting, key=lambda item: item[1])]
 
-    def _enter(self, job: Hashable, queue: _JobQueue) -> None:
-        """Enter the job's present position into the heap; its earlier entry is no longer valid."""
-        self._entries += 1
-        queue.entry = self._entries
-        first = next(iter(queue.waiting.values()))
-        heapq.heappush(self._heap, (queue.held, first, queue.entry, job))
-        if len(self._heap) > 2 * len(self._jobs) + _OUTDATED_MAX:
-            valid = {queue.entry for queue in self._jobs.values()}
-            self._heap = [item for item in self._heap if item[2] in valid]
-            heapq.heapify(self._heap)
-
-    def _forget_if_empty(self, job: Hashable, queue: _JobQueue) -> None:
-        if not queue.waiting and not queue.held:
+    def _moved(self, job: Hashable, queue: _JobQueue) -> None:
+        """Enter the job's present position into the heap; forget a job that needs none."""
+        if queue.waiting:
+            heapq.heappush(self._heap, (queue.held, next(iter(queue.waiting.values())), job))
+        elif not queue.held:
             del self._jobs[job]
+        if len(self._heap) > 2 * len(self._jobs) + _OUTDATED_MAX:
+            self._heap = [
+                (one.held, next(iter(one.waiting.values())), job)
+                for job, one in self._jobs.items()
+                if one.waiting
+            ]
+            heapq.heapify(self._heap)
