@@ -18,7 +18,6 @@ from vllm_nvmeof_offload.io.base import IoEngine, IoLimits
 from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
 from vllm_nvmeof_offload.io.uring import UringDeniedError, UringIoEngine
 from vllm_nvmeof_offload.names import LOGGER_NAME
-from vllm_nvmeof_offload.native import WHY_NOT, core
 from vllm_nvmeof_offload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -40,37 +39,23 @@ def choose_io_engine(
         EngineError: `wanted` is "uring", and the kernel refuses it.
     """
     fallbacks: list[str] = []
-    if wanted != "threads":
-        engine = _first_ring(pool, memory, base_address, limits, fallbacks)
-        if engine is not None:
-            return engine, tuple(fallbacks)
-        if wanted == "uring":
-            raise EngineError(f'io_engine="uring" cannot run here: {fallbacks[-1]}')
-    return ThreadsIoEngine(pool, memory, base_address, limits), tuple(fallbacks)
-
-
-def _first_ring(
-    pool: Pool, memory: memoryview, base_address: int, limits: IoLimits, fallbacks: list[str]
-) -> UringIoEngine | None:
-    """Try with registration and without; log each failure and add it to `fallbacks`."""
-    if core is None:
-        _fall_back(fallbacks, f"io_uring→threads: {WHY_NOT}")
-        return None
-    for registered in (True, False):
+    for registered in (True, False) if wanted != "threads" else ():
         try:
-            return UringIoEngine(pool, memory, base_address, limits, registered=registered)
+            ring = UringIoEngine(pool, memory, base_address, limits, registered=registered)
+            return ring, tuple(fallbacks)
         except UringDeniedError as error:
             why = explain_denial(error, len(memory))
-            if not registered or "register" not in error.step:
-                _fall_back(fallbacks, f"io_uring→threads: {why}")
-                return None
-            _fall_back(fallbacks, f"io_uring registered→unregistered: {why}")
-    raise AssertionError("unreachable")
-
-
-def _fall_back(fallbacks: list[str], line: str) -> None:
-    fallbacks.append(line)
-    logger.warning("I/O falls back to something slower: %s", line)
+            goes_on = registered and "register" in error.step
+        except EngineError as error:  # the native core does not load
+            why, goes_on = str(error), False
+        step = "io_uring registered→unregistered" if goes_on else "io_uring→threads"
+        fallbacks.append(f"{step}: {why}")
+        logger.warning("I/O falls back to something slower: %s", fallbacks[-1])
+        if not goes_on:
+            break
+    if wanted == "uring":
+        raise EngineError(f'io_engine="uring" cannot run here: {fallbacks[-1]}')
+    return ThreadsIoEngine(pool, memory, base_address, limits), tuple(fallbacks)
 
 
 def explain_denial(error: UringDeniedError, memory_bytes: int) -> str:
