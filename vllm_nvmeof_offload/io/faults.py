@@ -58,8 +58,21 @@ KNOBS = {
     "swap_slots": "negative control: a read delivers, as OK, the payload of the read before it",
     "flip_with_valid_crc": "negative control: a read delivers, as OK, one wrong payload byte",
 }
+_READ_ERRORS = (("read_eio", errno.EIO),)
+_ERRORS: dict[OpKind, tuple[tuple[str, int], ...]] = {
+    OpKind.LOAD: _READ_ERRORS,
+    OpKind.FETCH: _READ_ERRORS,
+    OpKind.WRITE: (("write_eio", errno.EIO), ("enospc_writes", errno.ENOSPC)),
+    OpKind.RESET: (),
+}
 _CHECK_PERIOD_S = 0.01
 _TICK_S = 0.005
+
+
+@dataclass(slots=True)
+class _Knob:
+    value: bool | int | float
+    left: int  # times that a whole number still strikes
 
 
 class FaultPlan:
@@ -73,41 +86,28 @@ class FaultPlan:
         control_path: Path | None = None,
         rank: int = 0,
     ) -> None:
-        """Start from `knobs`; a control file, if it exists, replaces them.
+        """Start from `knobs`; a control file, if it exists, replaces them. rank: of this process.
 
-        rank: the rank of this process.
-
-        Raises:
-            ConfigError: an unknown knob, or a value that is not a number or boolean.
+        Raises: ConfigError: an unknown knob, or a value that is not a number or boolean.
         """
         self._control_path = control_path
         self._rank = rank
         self._control_version: tuple[int, int] | None = None
         self._checked_at = float("-inf")
-        self._fired: Counter[str] = Counter()
-        self._set(dict(knobs or {}), seed)
-        if control_path is not None:
-            self.refresh()
-
-    @property
-    def fired(self) -> dict[str, int]:
-        """Counts of firing, by knob."""
-        return dict(self._fired)
+        self.fired: Counter[str] = Counter()
+        self._start(dict(knobs or {}), seed)
+        self.refresh()
 
     def set(self, **knobs: object) -> None:
         """Change some knobs; the others and the random numbers stay. Raises as the constructor."""
-        checked = _checked(knobs)
-        self._knobs.update(checked)
-        self._left.update({name: int(value) for name, value in checked.items()})
+        self._knobs.update(_checked(knobs))
 
-    def _set(self, knobs: dict[str, object], seed: int) -> None:
+    def _start(self, knobs: dict[str, object], seed: int) -> None:
         if knobs.pop("rank", self._rank) != self._rank:
             knobs = {}
-        checked = _checked(knobs)
-        left = {name: int(value) for name, value in checked.items()}
-        self._knobs, self._left = checked, left
-        self._random = random.Random(seed)
-        logger.info("fault injection: seed %d, %s", seed, self._knobs)
+        self._knobs = _checked(knobs)
+        self.random = random.Random(seed)
+        logger.info("fault injection: seed %d, %s", seed, knobs)
 
     def refresh(self) -> None:
         """Read the control file again if it has changed (at most every 10 ms)."""
@@ -121,12 +121,12 @@ class FaultPlan:
             if version == self._control_version:
                 return
             knobs = json.loads(self._control_path.read_text())
-            self._set(knobs, int(knobs.pop("seed", 0)))
+            self._start(knobs, int(knobs.pop("seed", 0)))
             self._control_version = version
         except FileNotFoundError:
             if self._control_version is not None:
                 self._control_version = None
-                self._set({}, 0)
+                self._start({}, 0)
         except (
             *(OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError),
             ConfigError,
@@ -136,45 +136,41 @@ class FaultPlan:
 
     def milliseconds(self, knob: str) -> float:
         """Return the value of a delay knob; it counts as fired if it is not zero."""
-        value = float(self._knobs.get(knob, 0))
-        if value > 0:
-            self.count(knob)
-        return value
+        if not self.is_set(knob):
+            return 0.0
+        self._count(knob)
+        return float(self._knobs[knob].value)
 
     def is_set(self, knob: str) -> bool:
         """Return whether the knob is there and not zero."""
-        return bool(self._knobs.get(knob, 0))
+        return knob in self._knobs and bool(self._knobs[knob].value)
 
     def strikes(self, knob: str) -> bool:
         """Decide whether `knob` strikes now, and count it if so."""
-        value = self._knobs.get(knob, 0)
-        if isinstance(value, bool):
-            struck = value
-        elif isinstance(value, float):
-            struck = self._random.random() < value
+        if not self.is_set(knob):
+            return False
+        one = self._knobs[knob]
+        if isinstance(one.value, float):
+            struck = self.random.random() < one.value
         else:
-            struck = self._left.get(knob, 0) > 0
-            self._left[knob] = self._left.get(knob, 0) - struck
+            struck = one.value is True or one.left > 0
+            one.left -= 1
         if struck:
-            self.count(knob)
+            self._count(knob)
         return struck
 
-    def below(self, limit: int) -> int:
-        """Return a random number in [0, limit)."""
-        return self._random.randrange(limit)
-
-    def count(self, knob: str) -> None:
-        self._fired[knob] += 1
+    def _count(self, knob: str) -> None:
+        self.fired[knob] += 1
         if self._control_path is not None:
             suffix = f".fired.{self._rank}" if self._rank else ".fired"
             path = self._control_path.with_name(self._control_path.name + suffix)
             temporary = path.with_name(path.name + ".new")
-            temporary.write_text(json.dumps(self._fired))
+            temporary.write_text(json.dumps(self.fired))
             temporary.rename(path)
 
 
-def _checked(knobs: Mapping[str, object]) -> dict[str, bool | int | float]:
-    checked: dict[str, bool | int | float] = {}
+def _checked(knobs: Mapping[str, object]) -> dict[str, _Knob]:
+    checked: dict[str, _Knob] = {}
     for name, value in knobs.items():
         if name == "seed":
             continue
@@ -182,7 +178,7 @@ def _checked(knobs: Mapping[str, object]) -> dict[str, bool | int | float]:
             raise ConfigError("fault_injection", name, f"no such knob; there are {sorted(KNOBS)}")
         if not isinstance(value, bool | int | float) or value < 0:
             raise ConfigError(name, value, "true, a count, a probability or milliseconds")
-        checked[name] = value
+        checked[name] = _Knob(value, int(value))
     return checked
 
 
@@ -238,24 +234,15 @@ class FaultyIoEngine:
         return len(ops)
 
     def _submit_one(self, op: IoOp) -> bool:
-        error = self._error_for(op)
-        if error:
-            self._complete(Completion(op.token, io_error(error)))
-            return True
+        for knob, error in _ERRORS[op.kind]:
+            if self.plan.strikes(knob):
+                self._complete(Completion(op.token, io_error(error)))
+                return True
         held = self._hold(op)
-        if held is not None:
-            self._held.append(held)
-            return True
-        return self._forward(op)
-
-    def _error_for(self, op: IoOp) -> int:
-        if op.is_read and self.plan.strikes("read_eio"):
-            return errno.EIO
-        if op.kind is OpKind.WRITE and self.plan.strikes("write_eio"):
-            return errno.EIO
-        if op.kind is OpKind.WRITE and self.plan.strikes("enospc_writes"):
-            return errno.ENOSPC
-        return 0
+        if held is None:
+            return self._forward(op)
+        self._held.append(held)
+        return True
 
     def _hold(self, op: IoOp) -> _Held | None:
         if op.kind is OpKind.RESET:
@@ -342,15 +329,12 @@ class FaultyIoEngine:
             if self._held:
                 self._waker.wake()
 
-    def _payload(self, op: IoOp) -> memoryview:
-        start = op.address - self._base_address + HEADER_BYTES
-        return self._memory[start : start + self._pool.payload_bytes]
-
     def _deceive(self, op: IoOp) -> None:
         """Apply the negative controls to a payload that was just found intact."""
-        payload = self._payload(op)
+        start = op.address - self._base_address + HEADER_BYTES
+        payload = self._memory[start : start + self._pool.payload_bytes]
         if self.plan.strikes("flip_with_valid_crc"):
-            payload[self.plan.below(len(payload))] ^= 1 << self.plan.below(8)
+            payload[self.plan.random.randrange(len(payload))] ^= 1 << self.plan.random.randrange(8)
         if self.plan.is_set("swap_slots"):
             true_payload = bytes(payload)
             last = self._last_payload
@@ -361,9 +345,9 @@ class FaultyIoEngine:
     def _flip_on_disk(self, pool_slot: int) -> None:
         """Flip one payload byte in the slab, through an aligned page (it may be O_DIRECT)."""
         fd, offset = self._pool.slab_fd(pool_slot)
-        at = self.plan.below(self._pool.payload_bytes)
+        at = self.plan.random.randrange(self._pool.payload_bytes)
         page_offset = offset + HEADER_BYTES + at // PAGE_BYTES * PAGE_BYTES
         with mmap.mmap(-1, PAGE_BYTES) as page, memoryview(page) as view:
             os.preadv(fd, [view], page_offset)
-            view[at % PAGE_BYTES] ^= 1 + self.plan.below(255)
+            view[at % PAGE_BYTES] ^= self.plan.random.randrange(1, 256)
             os.pwritev(fd, [view], page_offset)
