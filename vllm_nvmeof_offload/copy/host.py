@@ -8,9 +8,9 @@ calls the worker, so no fence is needed.
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.errors import OK, Outcome
@@ -34,48 +34,29 @@ class HostCopyEngine:
     def __init__(self, on_done: Callable[[], None] = lambda: None) -> None:
         self.asleep = False
         self._on_done = on_done
-        self._lock = threading.Condition()
-        self._queue: deque[tuple[int, Direction, Descriptors]] = deque()
-        self._done: list[tuple[int, Outcome]] = []
+        self._done: deque[int] = deque()
         self._next = 1
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="nvmeof-copy", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="nvmeof-copy")
 
     def record_fence(self) -> object:
         return None
 
     def submit(self, direction: Direction, pieces: Descriptors, fence: object) -> int:
-        with self._lock:
-            ticket = self._next
-            self._next += 1
-            self._queue.append((ticket, direction, pieces))
-            self._lock.notify()
+        ticket = self._next
+        self._next += 1
+        self._thread.submit(self._run, ticket, direction, pieces)
         return ticket
 
     def poll(self) -> list[tuple[int, Outcome]]:
-        with self._lock:
-            done, self._done = self._done, []
-        return done
+        return [(self._done.popleft(), OK) for _ in range(len(self._done))]
 
     def close(self) -> None:
-        with self._lock:
-            self._closing = True
-            self._lock.notify()
-        self._thread.join()
+        self._thread.shutdown()
 
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                while not self._queue and not self._closing:
-                    self._lock.wait()
-                if not self._queue:
-                    return
-                ticket, direction, pieces = self._queue.popleft()
-            _copy(direction, pieces)
-            with self._lock:
-                self._done.append((ticket, OK))
-            self._on_done()
+    def _run(self, ticket: int, direction: Direction, pieces: Descriptors) -> None:
+        _copy(direction, pieces)
+        self._done.append(ticket)
+        self._on_done()
 
 
 def _copy(direction: Direction, pieces: Descriptors) -> None:
