@@ -14,7 +14,6 @@ import hashlib
 import itertools
 import logging
 import math
-import mmap
 import os
 import statistics
 import tempfile
@@ -39,6 +38,7 @@ from vllm_nvmeof_offload.copy.driver import (
 )
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import KIB, MIB
 
 #: The table's grid: powers of two, so that the nearest one is a rounding away.
@@ -291,22 +291,17 @@ def calibrate_again(cuda: Cuda, lock_wait_s: float = _LOCK_WAIT_S_MAX) -> list[C
 
     Raises: EngineError: no kernel, no memory, another process measures, or time ran out.
     """
-    kernel = load_kernel(cuda)
-    memory = mmap.mmap(-1, CALIBRATION_BYTES_MAX, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    staging = np.frombuffer(memory, np.uint8)
-    address = staging.ctypes.data
-    try:
-        cuda.register(address, CALIBRATION_BYTES_MAX)
-        try:
-            with _alone_on_this_host(lock_wait_s) as alone:
-                if not alone:
-                    raise EngineError("another process of this host is measuring")
-                scratch = address, CALIBRATION_BYTES_MAX
-                cells = _measured(cuda, DmaCopier(cuda), kernel, scratch, _BUDGET_WHEN_ASKED_S)
-        finally:
-            cuda.unregister(address)
-    finally:
-        kernel.close()
+    with contextlib.ExitStack() as undo:
+        kernel = load_kernel(cuda)
+        undo.callback(kernel.close)
+        staging = Staging(CALIBRATION_BYTES_MAX, 1, 0)
+        undo.callback(staging.close)
+        scratch = staging.map.base_address, CALIBRATION_BYTES_MAX
+        cuda.register(*scratch)
+        undo.callback(cuda.unregister, scratch[0])
+        if not undo.enter_context(_alone_on_this_host(lock_wait_s)):
+            raise EngineError("another process of this host is measuring")
+        cells = _measured(cuda, DmaCopier(cuda), kernel, scratch, _BUDGET_WHEN_ASKED_S)
     if missing_cells(cells, CALIBRATION_BYTES_MAX):
         raise EngineError("the comparison did not end in time; nothing was kept")
     return cells
