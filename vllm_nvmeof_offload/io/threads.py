@@ -309,7 +309,6 @@ class ThreadsIoEngine:
         self._deadlines: list[tuple[float, int, OpState]] = []
         self._completions: list[Completion] = []
         self._sequence = 0
-        self._overdue = 0
         self._threads_alive = 0
         self._closed = False
         self._waker = Waker()  # the threads keep it open until the last one has ended
@@ -413,8 +412,7 @@ class ThreadsIoEngine:
             elif state.phase is Phase.RUNNING:
                 self._queues.overdue(state)
                 self._complete(Completion(state.op.token, DEADLINE, released=False))
-                self._overdue += 1
-                self._count_working()
+                self._queues.threads_working -= 1
                 if self._threads_alive < self._limits.threads * (1 + _SPARE_FACTOR):
                     self._start_thread()
                 self._work.notify_all()
@@ -424,18 +422,14 @@ class ThreadsIoEngine:
 
     def _start_thread(self) -> None:
         self._threads_alive += 1
-        self._count_working()
+        self._queues.threads_working += 1
         name = f"io-{self._threads_alive}"
         threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def _count_working(self) -> None:
-        self._queues.threads_working = self._threads_alive - self._overdue
 
     def _take(self) -> OpState | None:
         """Wait for work; None: this thread must end, and does not count any more."""
         while True:
-            surplus = self._queues.threads_working > self._limits.threads
-            if self._closed or surplus:
+            if self._closed or self._queues.threads_working > self._limits.threads:
                 # Under the same lock: all threads that look before this one is gone would find
                 # the same surplus, and none would be left.
                 self._leave()
@@ -447,13 +441,12 @@ class ThreadsIoEngine:
 
     def _leave(self) -> None:
         self._threads_alive -= 1
-        self._count_working()
+        self._queues.threads_working -= 1
         self._idle.notify_all()
 
     def _finish(self, state: OpState, outcome: Outcome) -> None:
         late = state.phase is Phase.OVERDUE
-        self._overdue -= late
-        self._count_working()
+        self._queues.threads_working += late
         self._queues.finish(state)
         if state.op.kind is OpKind.RESET:
             self._mark_writes()

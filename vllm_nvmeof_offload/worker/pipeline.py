@@ -207,10 +207,10 @@ class TransferPipeline:
         target = (pool_slot or 0) % self._target_count
         task = Task(job, len(job.tasks), identity, cache_slot, pool_slot, urgency, target)
         job.tasks.append(task)
+        job.tasks_left += 1
         return task
 
     def _start(self, job: Job) -> None:
-        job.tasks_left = len(job.tasks)
         for task in job.tasks:
             if task.cache_slot is None:
                 task.step = Step.STREAM
@@ -238,7 +238,7 @@ class TransferPipeline:
         job = self._open(command.op, OpKind.RESET)
         task = self._task(job, _NOTHING, None, None, Urgency.WRITE)
         task.adoptable = command.adoptable
-        job.tasks_left, task.step = 1, Step.IO
+        task.step = Step.IO
         self._scheduler.enqueue(task)
 
     def _decide(self, task: Task, outcome: Outcome, *, released: bool = True) -> None:
@@ -254,7 +254,6 @@ class TransferPipeline:
         if job.tasks_left:
             return
         failures = tuple(sorted(job.failures, key=lambda f: f[0]))
-        job.reported = True
         seconds = (job.ended_s or self._clock()) - job.started_s
         self._reports.append(OpReport(job.op, failures, not job.unreleased, seconds))
         if job.kind in (OpKind.STORE, OpKind.LOAD):
@@ -291,7 +290,7 @@ class TransferPipeline:
         if task.cache_slot is None:
             return
         (job := task.job).unreleased -= 1
-        if job.reported and not job.unreleased:
+        if not job.tasks_left and not job.unreleased:
             self._reports.append(ReleaseReport(job.op))
             del self._jobs[job.op]
 

@@ -43,7 +43,6 @@ class Job:
     #: Cache slots of this job that the kernel still has.
     unreleased: int = 0
     cancelled: bool = False
-    reported: bool = False
     failures: list[tuple[int, Outcome]] = field(default_factory=list)
     copied_bytes: int = 0
     #: Fetch only: when its read ended, if the engine knows.
