@@ -17,7 +17,6 @@
 #include <cerrno>
 
 #include "engine.h"
-#include "slot_format.h"
 
 using namespace nvmeof;
 
@@ -182,7 +181,6 @@ struct Mixer {
     if (read) std::memset(slot, 0, kSlot);
     else fill(slot, one.number, one.generation);
     one.request.token = ++token;
-    one.request.kind = read ? Kind::kRead : Kind::kWrite;
     one.request.urgency = read ? static_cast<Urgency>(dice() % 3) : Urgency::kWrite;
     one.request.pool_slot = pool_slot;
     one.request.address = slot;
@@ -205,7 +203,7 @@ struct Mixer {
     if (completion.code != Code::kReleased) {
       CHECK(!one.decided);
       one.decided = true;
-      const bool read = one.request.kind == Kind::kRead;
+      const bool read = one.request.is_read();
       if (completion.code == Code::kOk) {
         ++ok;
         if (read) CHECK(holds(place.slot(one.staging), one.number, one.generation));

@@ -211,10 +211,8 @@ class UringIoEngine:
         assert offset % PAGE_BYTES == 0
         assert 0 <= offset <= self._offset_max
         assert 0 <= op.pool_slot < self._pool_slots
-        is_write = op.kind is OpKind.WRITE
         accepted: bool = self._core.submit(
             op.token,
-            is_write,
             op.urgency,
             op.pool_slot,
             op.address,
@@ -223,7 +221,7 @@ class UringIoEngine:
             _NEVER_NS if deadline_s is None else int(deadline_s * 1e9),
             stamp.epoch,
             stamp.adoptable,
-            barrier if is_write else 0,
+            0 if op.is_read else barrier,
         )
         return accepted
 

@@ -30,7 +30,6 @@ class Engine:
     def submit(
         self,
         token: int,
-        write: bool,
         urgency: int,
         pool_slot: int,
         address: int,

@@ -4,14 +4,12 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstring>
 
 #include "engine.h"
-#include "slot_format.h"
 
 namespace nb = nanobind;
 using namespace nvmeof;
@@ -63,12 +61,11 @@ void make_engine(Engine* at, const std::vector<std::pair<int, int>>& targets, ui
   new (at) Engine(setup);
 }
 
-bool submit(Engine& engine, uint64_t token, bool write, unsigned urgency, uint64_t pool_slot,
-            uintptr_t address, const nb::bytes& key, uint64_t generation, int64_t deadline_ns,
+bool submit(Engine& engine, uint64_t token, unsigned urgency, uint64_t pool_slot, uintptr_t address,
+            const nb::bytes& key, uint64_t generation, int64_t deadline_ns,
             uint32_t epoch, bool adoptable, uint64_t barrier) {
   Request request;
   request.token = token;
-  request.kind = write ? Kind::kWrite : Kind::kRead;
   request.urgency = static_cast<Urgency>(urgency);
   request.pool_slot = pool_slot;
   request.address = pointer(address);
@@ -79,13 +76,11 @@ bool submit(Engine& engine, uint64_t token, bool write, unsigned urgency, uint64
   return engine.submit(request);
 }
 
-using Found = std::tuple<uint64_t, unsigned, int, bool, int64_t>;
-
-std::vector<Found> poll(Engine& engine, int64_t now_ns) {
-  std::vector<Found> found;
+nb::list poll(Engine& engine, int64_t now_ns) {
+  nb::list found;
   for (const Completion& one : engine.poll(now_ns))
-    found.emplace_back(one.token, static_cast<unsigned>(one.code), one.error, one.released,
-                       one.ended_ns);
+    found.append(nb::make_tuple(one.token, static_cast<unsigned>(one.code), one.error,
+                                one.released, one.ended_ns));
   return found;
 }
 
@@ -171,7 +166,7 @@ NB_MODULE(_native, m) {
           nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>());
 
   m.def("probe_ring", [](int fd, uintptr_t address, size_t bytes, bool registered) {
-    Ring(32, {pointer(address), bytes}, fd, kPageBytes, {registered, -1}).enable();
+    Ring(32, {pointer(address), bytes}, fd, kPageBytes, registered).enable();
   });
   m.def("entry_crcs", &entry_crcs, nb::arg("entries"), nb::arg("pool_slots"), nb::arg("crcs"));
   m.def("entry_keys", &entry_keys, nb::arg("entries"), nb::arg("rows"));

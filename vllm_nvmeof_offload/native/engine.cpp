@@ -1,11 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <condition_variable>
-#include <csignal>
 #include <mutex>
 
 namespace nvmeof {
@@ -18,10 +15,7 @@ struct Engine::Timer {
   bool closing = false;
 
   void run(const std::vector<std::shared_ptr<TargetRing>>& targets) {
-    pthread_setname_np(pthread_self(), "nvmeof-timer");
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, nullptr);
+    enter_thread("nvmeof-timer");
     std::unique_lock lock(mutex);
     while (!closing) {
       next_ns = kNever;
@@ -63,24 +57,11 @@ Engine::Engine(const EngineSetup& setup)
   for (const Target& target : setup.targets) {
     const int share_with = rings.empty() ? -1 : rings.front()->fd();
     rings.push_back(std::make_unique<Ring>(setup.limits.depth, setup.memory, target.slab_fd,
-                                           setup.limits.slot_bytes,
-                                           RingOptions{setup.registered, share_with}));
+                                           setup.limits.slot_bytes, setup.registered, share_with));
   }
-  TargetSetup one;
-  one.pool = setup.pool;
-  one.count = static_cast<unsigned>(setup.targets.size());
-  one.limits = setup.limits;
-  one.completions = completions_;
-  one.gate = setup.gate;
-  CPU_ZERO(&one.cpus);
-  for (const int cpu : setup.cpus)
-    if (cpu < CPU_SETSIZE) CPU_SET(cpu, &one.cpus);
-  if (setup.cpus.empty()) sched_getaffinity(0, sizeof one.cpus, &one.cpus);
   try {
-    for (const Target& target : setup.targets) {
-      one.target = target;
-      targets_.push_back(TargetRing::start(one, std::move(rings[targets_.size()])));
-    }
+    for (size_t i = 0; i < rings.size(); ++i)
+      targets_.push_back(TargetRing::start(setup, i, completions_, std::move(rings[i])));
   } catch (...) {
     for (const auto& target : targets_) target->close();
     throw;

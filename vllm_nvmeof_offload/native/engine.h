@@ -12,17 +12,6 @@
 
 namespace nvmeof {
 
-struct EngineSetup {
-  std::vector<Target> targets;
-  PoolId pool;
-  Limits limits;
-  Memory memory;
-  bool registered = true;
-  size_t queue_max = 0;   // operations that wait, over all targets
-  std::vector<int> cpus;  // CPUs on which threads may run; empty: those of the caller
-  std::shared_ptr<StartGate> gate;
-};
-
 // One caller thread. Times are nanoseconds on CLOCK_MONOTONIC.
 class Engine {
  public:

@@ -23,7 +23,8 @@ struct CloneBuffers {
 
 }  // namespace
 
-Ring::Ring(unsigned depth, Memory memory, int slab_fd, size_t slot_bytes, RingOptions options)
+Ring::Ring(unsigned depth, Memory memory, int slab_fd, size_t slot_bytes, bool registered,
+           int share_with)
     : memory_(memory), slab_fd_(slab_fd), region_bytes_(0) {
   unsigned entries = 16;
   while (entries < 2 * depth + 8) entries *= 2;  // reads, writes, the wake-up
@@ -31,7 +32,7 @@ Ring::Ring(unsigned depth, Memory memory, int slab_fd, size_t slot_bytes, RingOp
   try {
     const int rc = io_uring_register_files(&ring_, &slab_fd_, 1);
     files_registered_ = rc == 0;
-    if (!options.registered) {
+    if (!registered) {
       if (files_registered_) return;
       // Where nothing can be registered, a disabled ring cannot be enabled either.
       io_uring_queue_exit(&ring_);
@@ -41,7 +42,7 @@ Ring::Ring(unsigned depth, Memory memory, int slab_fd, size_t slot_bytes, RingOp
     if (rc < 0) throw RingError(-rc, "io_uring_register_files");
     if (slot_bytes > kRegionBytesMax) throw RingError(EFBIG, "io_uring_register_buffers");
     region_bytes_ = kRegionBytesMax / slot_bytes * slot_bytes;
-    register_memory(options.share_with);
+    register_memory(share_with);
   } catch (...) {
     io_uring_queue_exit(&ring_);
     throw;
@@ -105,14 +106,14 @@ void Ring::use(int slab_fd) {
   if (io_uring_register_files_update(&ring_, 0, &slab_fd, 1) == 1) slab_fd_ = slab_fd;
 }
 
-void Ring::prepare(Kind kind, int slab_fd, std::byte* at, size_t bytes, uint64_t offset,
+void Ring::prepare(bool read, int slab_fd, std::byte* at, size_t bytes, uint64_t offset,
                    void* tag) {
   io_uring_sqe* sqe = next_sqe();
   const bool fixed = files_registered_ && slab_fd == slab_fd_ && slab_fd >= 0;
   const int fd = fixed ? 0 : slab_fd;
   const int region = region_of(at, bytes);
   const auto length = static_cast<unsigned>(bytes);
-  if (kind == Kind::kRead) {
+  if (read) {
     if (region >= 0)
       io_uring_prep_read_fixed(sqe, fd, at, length, offset, region);
     else

@@ -25,17 +25,12 @@ struct RingError : std::runtime_error {
   const char* step;
 };
 
-struct RingOptions {
-  bool registered = true;
-  // A ring, not enabled yet, whose registered memory this one shares, so that the same pages are
-  // pinned and charged once; -1: none.
-  int share_with = -1;
-};
-
 class Ring {
  public:
-  // Throws RingError.
-  Ring(unsigned depth, Memory memory, int slab_fd, size_t slot_bytes, RingOptions options);
+  // share_with: a ring, not enabled yet, whose registered memory this one shares, so that the same
+  // pages are pinned and charged once; -1: none. Throws RingError.
+  Ring(unsigned depth, Memory memory, int slab_fd, size_t slot_bytes, bool registered,
+       int share_with = -1);
   ~Ring();
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
@@ -48,7 +43,7 @@ class Ring {
   // nothing uses it. Every slab can be read and written, the registered one at the least cost.
   void use(int slab_fd);
   // One read or write of a slab; `tag` comes back in its completion and is not null.
-  void prepare(Kind kind, int slab_fd, std::byte* at, size_t bytes, uint64_t offset, void* tag);
+  void prepare(bool read, int slab_fd, std::byte* at, size_t bytes, uint64_t offset, void* tag);
   // `wake_fd` becoming readable completes with a null tag, once.
   void arm(int wake_fd);
   // Hand over what is prepared; `wait`: for one completion. Returns a negative errno.

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "slot_format.h"
-
 #include <isa-l/crc.h>
 
 #include <algorithm>
@@ -8,6 +6,8 @@
 #include <cassert>
 #include <cstddef>
 #include <cstring>
+
+#include "types.h"
 
 namespace nvmeof {
 namespace {

@@ -9,8 +9,6 @@
 #include <csignal>
 #include <thread>
 
-#include "slot_format.h"
-
 namespace nvmeof {
 namespace {
 
@@ -34,19 +32,29 @@ unsigned pieces_per_slot(const Limits& limits) {
 
 }  // namespace
 
-TargetRing::TargetRing(const TargetSetup& setup)
+void enter_thread(const char* name) {
+  pthread_setname_np(pthread_self(), name);
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, nullptr);
+}
+
+TargetRing::TargetRing(const EngineSetup& setup, size_t index,
+                       std::shared_ptr<CompletionQueue> completions)
     : setup_(setup),
+      completions_(std::move(completions)),
       limits_(setup.limits),
       pieces_per_slot_(pieces_per_slot(setup.limits)),
       piece_bytes_(bytes_per_piece(setup.limits)),
       wake_fd_(make_eventfd(0)),
-      target_(setup.target) {}
+      target_(setup.targets[index]) {}
 
 TargetRing::~TargetRing() { ::close(wake_fd_); }
 
-std::shared_ptr<TargetRing> TargetRing::start(const TargetSetup& setup,
+std::shared_ptr<TargetRing> TargetRing::start(const EngineSetup& setup, size_t index,
+                                              std::shared_ptr<CompletionQueue> completions,
                                               std::unique_ptr<Ring> ring) {
-  std::shared_ptr<TargetRing> self(new TargetRing(setup));
+  std::shared_ptr<TargetRing> self(new TargetRing(setup, index, std::move(completions)));
   auto started = std::make_shared<Started>();
   std::thread([self, started, ring = std::move(ring)]() mutable {
     self->run(std::move(ring), std::move(started));
@@ -62,7 +70,7 @@ std::shared_ptr<TargetRing> TargetRing::start(const TargetSetup& setup,
 void TargetRing::submit(const Request& request) {
   auto op = std::make_unique<Op>();
   op->request = request;
-  op->offset = request.pool_slot / setup_.count * limits_.slot_bytes;
+  op->offset = request.pool_slot / setup_.targets.size() * limits_.slot_bytes;
   std::lock_guard lock(mutex_);
   op->target = target_;
   if (request.deadline_ns != kNever) {
@@ -121,7 +129,7 @@ int64_t TargetRing::expire(int64_t now_ns) {
       --queued_;
       op.phase = Phase::kOverdue;  // the ring's thread releases it
       leave_queue(op);
-      setup_.completions->push({token, Code::kDeadline, 0, false});
+      completions_->push({token, Code::kDeadline, 0, false});
     } else if (op.phase == Phase::kQueued) {
       finish(op, Code::kDeadline);
     } else if (op.phase == Phase::kRunning) {
@@ -129,7 +137,7 @@ int64_t TargetRing::expire(int64_t now_ns) {
       load.pieces -= op.pieces_in_flight;
       load.bytes -= op.bytes_in_flight;
       op.phase = Phase::kOverdue;
-      setup_.completions->push({token, Code::kDeadline, 0, false});
+      completions_->push({token, Code::kDeadline, 0, false});
       // Between two pieces the kernel has none of it, and it gets no more.
       if (op.in_queue && op.pieces_in_flight == 0)
         finish(op, Code::kReleased);
@@ -165,7 +173,7 @@ const std::deque<TargetRing::Op*>& TargetRing::queue_of(Urgency urgency) const {
 }
 
 TargetRing::Load& TargetRing::load_of(const Op& op) {
-  return op.request.kind == Kind::kRead ? reads_ : writes_;
+  return op.request.is_read() ? reads_ : writes_;
 }
 
 size_t TargetRing::piece_bytes(unsigned piece) const {
@@ -178,7 +186,7 @@ bool TargetRing::reads_active() const {
 }
 
 bool TargetRing::may_issue(const Op& op, size_t bytes) const {
-  const bool read = op.request.kind == Kind::kRead;
+  const bool read = op.request.is_read();
   const Load& load = read ? reads_ : writes_;
   if (op.request.barrier != 0) return false;
   if (load.pieces == 0) return true;
@@ -250,7 +258,7 @@ void TargetRing::finish(Op& op, Code code, int error) {
   if (op.phase == Phase::kOverdue) code = Code::kReleased;
   const Completion completion{op.request.token, code, error, true};
   ops_.erase(op.request.token);
-  setup_.completions->push(completion);
+  completions_->push(completion);
   if (closing_ && ops_.empty()) {
     kick();
     table_work_.notify_all();
@@ -300,7 +308,7 @@ void TargetRing::settle(Op& op) {
   if (op.failed || op.phase == Phase::kOverdue) {
     finish(op, Code::kIoError, op.error);
   } else if (op.next_piece == pieces_per_slot_) {
-    if (op.request.kind == Kind::kRead) {
+    if (op.request.is_read()) {
       to_verify_.push_back(&op);
     } else {
       to_enter_.push_back(&op);
@@ -311,16 +319,17 @@ void TargetRing::settle(Op& op) {
 
 // ---- the ring's thread ------------------------------------------------------------------
 
-void TargetRing::enter_thread(const char* name) {
-  pthread_setname_np(pthread_self(), name);
-  sigset_t all;
-  sigfillset(&all);
-  pthread_sigmask(SIG_BLOCK, &all, nullptr);
-  sched_setaffinity(0, sizeof setup_.cpus, &setup_.cpus);  // failure is harmless
+void TargetRing::enter_own_thread(const char* name) {
+  enter_thread(name);
+  cpu_set_t cpus;
+  CPU_ZERO(&cpus);
+  for (const int cpu : setup_.cpus)
+    if (cpu < CPU_SETSIZE) CPU_SET(cpu, &cpus);
+  sched_setaffinity(0, sizeof cpus, &cpus);  // failure is harmless, as with no CPUs at all
 }
 
 void TargetRing::run(std::unique_ptr<Ring> ring, std::shared_ptr<Started> started) {
-  enter_thread("nvmeof-ring");
+  enter_own_thread("nvmeof-ring");
   try {
     ring->enable();
   } catch (const RingError&) {
@@ -390,7 +399,7 @@ void TargetRing::loop(Ring& ring) {
 void TargetRing::issue(Ring& ring, const std::vector<Piece*>& pieces) {
   for (Piece* piece : pieces) {
     Op& op = *piece->op;
-    if (op.request.kind == Kind::kWrite && !op.sealed) {
+    if (!op.request.is_read() && !op.sealed) {
       ring.enter(false);  // prepared pieces need not wait for a checksum
       seal_op(op);
     }
@@ -406,7 +415,7 @@ void TargetRing::issue(Ring& ring, const std::vector<Piece*>& pieces) {
 void TargetRing::prepare(Ring& ring, Piece* piece) {
   const Op& op = *piece->op;
   const size_t at = piece->begin + piece->done;
-  ring.prepare(op.request.kind, op.target.slab_fd, op.request.address + at,
+  ring.prepare(op.request.is_read(), op.target.slab_fd, op.request.address + at,
                piece->bytes - piece->done, op.offset + at, piece);
 }
 
@@ -461,7 +470,7 @@ SlotPlace TargetRing::place_of(const Op& op) const {
 // ---- the table's thread -----------------------------------------------------------------
 
 void TargetRing::run_table() {
-  enter_thread("nvmeof-table");
+  enter_own_thread("nvmeof-table");
   std::unique_lock lock(mutex_);
   for (;;) {
     table_work_.wait(lock, [this] { return !to_enter_.empty() || (closing_ && ops_.empty()); });
@@ -476,7 +485,8 @@ void TargetRing::run_table() {
       const int table_fd = op.target.table_fd;
       lock.unlock();
       const auto entry = encode_entry(request.pool_slot, request.identity, request.stamp);
-      const auto offset = static_cast<off_t>(request.pool_slot / setup_.count * kEntryBytes);
+      const size_t entry_number = request.pool_slot / setup_.targets.size();
+      const auto offset = static_cast<off_t>(entry_number * kEntryBytes);
       ssize_t done;
       do done = pwrite(table_fd, entry.data(), entry.size(), offset);
       while (done < 0 && errno == EINTR);

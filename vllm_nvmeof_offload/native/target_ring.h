@@ -25,15 +25,19 @@
 
 namespace nvmeof {
 
-struct TargetSetup {
-  Target target;
+struct EngineSetup {
+  std::vector<Target> targets;  // of n targets, pool slot p is slot p / n of target p % n
   PoolId pool;
-  unsigned count = 1;  // number of targets: pool slot p is slot p / count of its target's slab
   Limits limits;
-  cpu_set_t cpus;  // where the threads may run
-  std::shared_ptr<CompletionQueue> completions;
+  Memory memory;
+  bool registered = true;
+  size_t queue_max = 0;             // operations that wait, over all targets
+  std::vector<int> cpus;            // CPUs on which threads may run; empty: those of the caller
   std::shared_ptr<StartGate> gate;  // null but in tests
 };
+
+// Name the calling thread, and leave signals to the others.
+void enter_thread(const char* name);
 
 class TargetRing {
  public:
@@ -41,8 +45,10 @@ class TargetRing {
   TargetRing(const TargetRing&) = delete;
   TargetRing& operator=(const TargetRing&) = delete;
 
-  // Starts both threads, which keep the object alive. Throws RingError.
-  static std::shared_ptr<TargetRing> start(const TargetSetup& setup, std::unique_ptr<Ring> ring);
+  // Starts both threads of target `index`, which keep the object alive. Throws RingError.
+  static std::shared_ptr<TargetRing> start(const EngineSetup& setup, size_t index,
+                                           std::shared_ptr<CompletionQueue> completions,
+                                           std::unique_ptr<Ring> ring);
 
   void submit(const Request& request);
   // Wake the ring's thread to look at its queues.
@@ -87,7 +93,7 @@ class TargetRing {
     size_t bytes = 0;
   };
 
-  explicit TargetRing(const TargetSetup& setup);
+  TargetRing(const EngineSetup& setup, size_t index, std::shared_ptr<CompletionQueue> completions);
   // Set by the ring's thread when it knows whether the kernel lets it use the ring.
   struct Started {
     std::atomic<bool> known{false};
@@ -96,7 +102,7 @@ class TargetRing {
   void run(std::unique_ptr<Ring> ring, std::shared_ptr<Started> started);
   void loop(Ring& ring);
   void run_table();
-  void enter_thread(const char* name);
+  void enter_own_thread(const char* name);
 
   // Under the mutex.
   bool take_pieces(std::vector<Piece*>& pieces);
@@ -122,7 +128,8 @@ class TargetRing {
   void seal_op(Op& op);
   SlotPlace place_of(const Op& op) const;
 
-  const TargetSetup setup_;
+  const EngineSetup setup_;
+  const std::shared_ptr<CompletionQueue> completions_;
   const Limits limits_;
   const unsigned pieces_per_slot_;
   const size_t piece_bytes_;

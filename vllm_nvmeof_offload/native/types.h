@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The core's requests and completions, which mirror the contract in `io/base.py`, the queue on
-// which completions reach the caller, and the gate of the contract tests.
+// The core's requests and completions, which mirror the contract in `io/base.py`; the queue on
+// which completions reach the caller; the on-disk form of a slot; the gate of the contract tests.
 #pragma once
 
 #include <sys/eventfd.h>
@@ -39,9 +39,7 @@ inline int make_eventfd(int flags) {
   return fd;
 }
 
-enum class Kind : uint8_t { kRead, kWrite };
-
-// `protocol.Urgency`: the most urgent first.
+// `protocol.Urgency`: the most urgent first. All but kWrite are reads.
 enum class Urgency : uint8_t { kDemand, kUrgent, kPrefetch, kWrite };
 inline constexpr size_t kUrgencies = 4;
 
@@ -89,7 +87,6 @@ struct Stamp {
 
 struct Request {
   uint64_t token = 0;
-  Kind kind = Kind::kRead;
   Urgency urgency = Urgency::kDemand;
   uint64_t pool_slot = 0;
   std::byte* address = nullptr;  // header page and payload, slot_bytes long
@@ -98,6 +95,8 @@ struct Request {
   Stamp stamp;
   // 0: may start. Otherwise the write waits until this barrier, a reset, is lifted.
   uint64_t barrier = 0;
+
+  bool is_read() const { return urgency != Urgency::kWrite; }
 };
 
 // Bounds of one target's ring; `io/base.py` has their defaults. `bytes_in_flight` counts what the
@@ -124,6 +123,25 @@ struct Memory {
   std::byte* base = nullptr;
   size_t bytes = 0;
 };
+
+// The on-disk form of a pool slot and of its table entry; `pool/format.py` defines it,
+// and a test compares the two implementations.
+
+uint32_t crc32c(const void* data, size_t bytes);
+
+// Fill the header page in front of a complete payload.
+void seal(std::byte* slot, const Identity& identity, size_t payload_bytes, Stamp stamp,
+          const SlotPlace& place);
+
+// kOk, kStale (an intact header of another identity, length or place) or kChecksumMismatch.
+Code verify(const std::byte* slot, const Identity& identity, size_t payload_bytes,
+            const SlotPlace& place);
+
+std::array<std::byte, kEntryBytes> encode_entry(uint64_t pool_slot, const Identity& identity,
+                                                Stamp stamp);
+
+// The CRC that table entry `entry` (64 bytes) of `pool_slot` must carry.
+uint32_t entry_crc(const std::byte* entry, uint64_t pool_slot);
 
 // Completions for the caller, and the eventfd that is readable while there are some.
 class CompletionQueue {
