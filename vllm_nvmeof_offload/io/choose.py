@@ -11,17 +11,14 @@ import errno
 import logging
 import os
 import resource
-from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits
 from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
 from vllm_nvmeof_offload.io.uring import UringDeniedError, UringIoEngine
 from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.units import format_bytes
-
-if TYPE_CHECKING:
-    from vllm_nvmeof_offload.pool.pool import Pool
 
 logger = logging.getLogger(LOGGER_NAME)
 

@@ -28,20 +28,16 @@ import select
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, ConfigError, io_error
 from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoOp, Waker
 from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OpKind
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from vllm_nvmeof_offload.pool.pool import Pool
 
 logger = logging.getLogger(LOGGER_NAME)
 

@@ -16,8 +16,9 @@ import os
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, EngineError, Outcome, io_error
 from vllm_nvmeof_offload.io.base import (
@@ -29,14 +30,9 @@ from vllm_nvmeof_offload.io.base import (
     unbind_this_thread,
 )
 from vllm_nvmeof_offload.pool.format import Stamp, check_key, seal, verify
-from vllm_nvmeof_offload.protocol import OpKind, Urgency
+from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
 from vllm_nvmeof_offload.units import PAGE_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from vllm_nvmeof_offload.pool.pool import Pool
-    from vllm_nvmeof_offload.protocol import SlotIdentity
 
 
 class SlotFiles(NamedTuple):

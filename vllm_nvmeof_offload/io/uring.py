@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload.errors import (
@@ -25,15 +26,13 @@ from vllm_nvmeof_offload.errors import (
 )
 from vllm_nvmeof_offload.io.base import ALLOWED_CPUS, Completion, IoLimits, IoOp, reset_pool
 from vllm_nvmeof_offload.native import WHY_NOT, core
+from vllm_nvmeof_offload.pool.format import Stamp
+from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OpKind
 from vllm_nvmeof_offload.units import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
     from vllm_nvmeof_offload.native._native import StartGate
-    from vllm_nvmeof_offload.pool.format import Stamp
-    from vllm_nvmeof_offload.pool.pool import Pool
 
 
 class _Resets:
