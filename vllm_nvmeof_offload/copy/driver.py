@@ -119,6 +119,7 @@ class Cuda:
             self._attribute(_ATTRIBUTE_HOST_POINTER_IS_DEVICE_POINTER)
         )
         self._batch = self._find_batch()
+        self.has_batch = self._batch is not None
 
     # -- the GPU ----------------------------------------------------------------------
 
@@ -141,10 +142,6 @@ class Cuda:
             mode = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
             self._enter("cuThreadExchangeStreamCaptureMode", mode)
             self._thread.relaxed = True
-
-    @property
-    def has_batch(self) -> bool:
-        return self._batch is not None
 
     def release(self) -> None:
         """Release the context. No other method may be called after this."""

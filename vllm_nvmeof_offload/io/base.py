@@ -70,9 +70,7 @@ class Completion:
     ended_s: float | None = field(default=None, compare=False)
 
 
-def _default(key: str) -> int:
-    value: int = OffloadConfig.model_fields[key].default
-    return value
+_KEYS = OffloadConfig.model_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +81,12 @@ class IoLimits:
     stop the others); at least one of each kind may always run.
     """
 
-    threads: int = _default("io_threads")
-    depth: int = _default("io_depth")
-    split_bytes: int = _default("io_split_bytes")
-    read_bytes_in_flight_max: int = _default("read_bytes_in_flight_max")
-    write_bytes_in_flight_max: int = _default("write_bytes_in_flight_max")
-    write_bytes_beside_reads_max: int = _default("write_bytes_beside_reads_max")
+    threads: int = _KEYS["io_threads"].default
+    depth: int = _KEYS["io_depth"].default
+    split_bytes: int = _KEYS["io_split_bytes"].default
+    read_bytes_in_flight_max: int = _KEYS["read_bytes_in_flight_max"].default
+    write_bytes_in_flight_max: int = _KEYS["write_bytes_in_flight_max"].default
+    write_bytes_beside_reads_max: int = _KEYS["write_bytes_beside_reads_max"].default
     #: Operations that wait in the engine, over all targets.
     queue_max: int = 4096
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, Outcome, OutcomeKind
 from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoOp
 from vllm_nvmeof_offload.metrics import Counts
-from vllm_nvmeof_offload.protocol import OpKind, RateReport, Urgency, VerdictReport
+from vllm_nvmeof_offload.protocol import OpKind, Urgency, VerdictReport
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.targets.health import TargetHealth, Verdict
-from vllm_nvmeof_offload.worker.rates import ChangeReporter, RateMeter, count_transfer, saturating
+from vllm_nvmeof_offload.worker.rates import RateMeter, count_transfer, saturating
 from vllm_nvmeof_offload.worker.tasks import FairQueue, Job, Task
 
 _FETCHES = (Urgency.URGENT, Urgency.PREFETCH)
@@ -150,7 +150,7 @@ class IoScheduler:
         self._staging = staging
         self._clock = clock
         self._counters = counters
-        self._rates = RateMeter(
+        self.rates = RateMeter(
             config.rank,
             targets,
             clock,
@@ -163,7 +163,7 @@ class IoScheduler:
         self._in_flight: dict[int, InFlight] = {}
         self._next_token = 1
         self._health = config.health or [TargetHealth(can_return=False) for _ in range(targets)]
-        self._verdicts = ChangeReporter(Verdict.OK)
+        self._verdicts = [Verdict.OK] * targets
         self._failed: list[IoEvent] = []
         self._resetting = False
         #: A reset has failed: nothing may be written that a later start could adopt.
@@ -214,14 +214,12 @@ class IoScheduler:
 
     def take_verdicts(self) -> list[VerdictReport]:
         """Return the verdicts that changed since the last call; every target begins as ok."""
+        reported, self._verdicts = self._verdicts, [one.verdict for one in self._health]
         return [
-            VerdictReport(self._config.rank, target, health.verdict.value)
-            for target, health in enumerate(self._health)
-            if self._verdicts.changed(target, health.verdict)
+            VerdictReport(self._config.rank, target, verdict.value)
+            for target, verdict in enumerate(self._verdicts)
+            if verdict is not reported[target]
         ]
-
-    def take_rates(self) -> list[RateReport]:
-        return self._rates.take()
 
     def take_queued_writes(self) -> list[Task]:
         """Take every queued write out, for a reset that voids them."""
@@ -331,7 +329,7 @@ class IoScheduler:
         self._in_flight[op.token] = one
         if not is_reset:
             health.began()
-            one.began_s = self._rates.began(task.target, is_write=is_write)
+            one.began_s = self.rates.began(task.target, is_write=is_write)
         return True
 
     # -- from the engine --------------------------------------------------------------
@@ -365,7 +363,7 @@ class IoScheduler:
         size = self._staging.slot_bytes if outcome.ok else 0
         # The engine's own time if it knows it: this thread may learn of the end late.
         ended_s = self._clock() if completion.ended_s is None else completion.ended_s
-        self._rates.ended(task.target, size, one.began_s, ended_s, is_write=is_write)
+        self.rates.ended(task.target, size, one.began_s, ended_s, is_write=is_write)
         direction = "store" if is_write else "load"
         count_transfer(self._counters, direction, "pool", size, ended_s - one.began_s)
         health = self._health[task.target]

@@ -46,7 +46,7 @@ from vllm_nvmeof_offload.protocol import (
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import HEADER_BYTES
 from vllm_nvmeof_offload.worker.io_scheduler import IoEvent, IoScheduler, SchedulerConfig
-from vllm_nvmeof_offload.worker.rates import ChangeReporter, count_transfer
+from vllm_nvmeof_offload.worker.rates import count_transfer
 from vllm_nvmeof_offload.worker.slots import Grant, SlotGates, StreamSlots
 from vllm_nvmeof_offload.worker.tasks import FinishedJob, Job, Step, Task
 
@@ -84,7 +84,7 @@ class TransferPipeline:
         self._gates = SlotGates()
         self._jobs: dict[int, Job] = {}
         self._streams = StreamSlots(staging.stream_slots, config.target_count)
-        self._levels = ChangeReporter(LevelReport(config.rank))
+        self._levels = LevelReport(config.rank)
         self._to_copy: dict[int, list[Task]] = {}  # op → tasks ready to be copied
         self._tickets: dict[int, _Batch] = {}
         self._reports: list[Report] = []
@@ -161,10 +161,11 @@ class TransferPipeline:
     def take_reports(self) -> list[Report]:
         reports, self._reports = self._reports, []
         if reports:  # rates and levels ride along: they never make the engine step
-            reports += self._scheduler.take_rates()
+            reports += self._scheduler.rates.take()
             levels = self._level_report()
-            if self._levels.changed(self._rank, levels):
+            if levels != self._levels:
                 reports.append(levels)
+                self._levels = levels
         return reports
 
     def take_finished(self) -> list[FinishedJob]:

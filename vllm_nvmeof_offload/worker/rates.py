@@ -14,10 +14,8 @@ used any more.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import RateReport
@@ -35,25 +33,6 @@ _CHANGE_MIN = 0.1
 #: This much in flight at a target saturates it: 100 Gb/s × 0.6 ms. One operation never does.
 _SATURATING_BYTES = 8 * MIB
 _SATURATING_OPS_MIN = 2
-
-T = TypeVar("T")
-
-
-class ChangeReporter(Generic[T]):
-    """Decides whether a value differs from the one reported last under the same key."""
-
-    def __init__(self, first: T, differs: Callable[[T, T], bool] = operator.ne) -> None:
-        """first: counts as reported under every key. differs(reported, value)."""
-        self._first = first
-        self._differs = differs
-        self._reported: dict[Hashable, T] = {}
-
-    def changed(self, key: Hashable, value: T) -> bool:
-        """If True, `value` counts as reported from now on."""
-        changed = self._differs(self._reported.get(key, self._first), value)
-        if changed:
-            self._reported[key] = value
-        return changed
 
 
 def saturating(in_flight_max: int, slot_bytes: int) -> int:
@@ -106,7 +85,7 @@ class _Meter:
         return bool(enough and self.busy_s and (self.done_bytes or self.rate))
 
 
-def _rates_differ(reported: tuple[float, float], now: tuple[float, float]) -> bool:
+def _differ(reported: tuple[float, float], now: tuple[float, float]) -> bool:
     pairs = zip(reported, now, strict=True)
     return any(abs(new - old) > _CHANGE_MIN * old for old, new in pairs)
 
@@ -129,7 +108,7 @@ class RateMeter:
             True: [_Meter(saturating_writes) for _ in range(target_count)],
             False: [_Meter(saturating_reads) for _ in range(target_count)],
         }
-        self._changes = ChangeReporter((0.0, 0.0), _rates_differ)
+        self._reported = [(0.0, 0.0)] * target_count
         self._taken_s = clock()
 
     def began(self, target: int, *, is_write: bool) -> float:
@@ -157,12 +136,14 @@ class RateMeter:
         if now_s - self._taken_s < _PERIOD_S:
             return []
         self._taken_s = now_s
-        writes, reads = ([one.fold(now_s) for one in self._meters[way]] for way in (True, False))
-        return [
-            RateReport(self._rank, target, *pair)
-            for target, pair in enumerate(zip(writes, reads, strict=True))
-            if self._changes.changed(target, pair)
-        ]
+        reports = []
+        meters = zip(self._meters[True], self._meters[False], strict=True)
+        for target, (writes, reads) in enumerate(meters):
+            rates = writes.fold(now_s), reads.fold(now_s)
+            if _differ(self._reported[target], rates):
+                self._reported[target] = rates
+                reports.append(RateReport(self._rank, target, *rates))
+        return reports
 
 
 def count_transfer(
