@@ -290,7 +290,7 @@ void test_errors(const std::string& directory) {
     Engine never(broken);
     CHECK(false);
   } catch (const RingError& error) {
-    CHECK(error.error == EBADF);
+    CHECK(error.code().value() == EBADF);
   }
 }
 

@@ -182,20 +182,18 @@ def cut(
     return rows
 
 
+@dataclass(slots=True, eq=False)
 class Fence:
     """One recording of an event, which is reused when no reference to this fence is left."""
 
-    __slots__ = ("_idle", "event", "number", "passed", "watched")
-
-    def __init__(self, event: int, number: int, idle: deque[int]) -> None:
-        self.event = event
-        self.number = number
-        self.passed = False  # the GPU was seen there
-        self.watched = False
-        self._idle = idle
+    event: int
+    number: int
+    idle: deque[int]
+    passed: bool = False  # the GPU was seen there
+    watched: bool = False
 
     def __del__(self) -> None:
-        self._idle.append(self.event)
+        self.idle.append(self.event)
 
 
 @dataclass(frozen=True, slots=True)

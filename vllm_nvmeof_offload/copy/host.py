@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from vllm_nvmeof_offload.copy.base import Descriptors, Direction
+from vllm_nvmeof_offload.copy.base import Descriptors, Direction, sides
 from vllm_nvmeof_offload.errors import OK, Outcome
 
 _memmove_address = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value
@@ -60,9 +60,7 @@ class HostCopyEngine:
 
 
 def _copy(direction: Direction, pieces: Descriptors) -> None:
-    for cache_address, staging_address, count in pieces.tolist():
+    columns = (column.tolist() for column in sides(direction, pieces))
+    for destination, source, count in zip(*columns, strict=True):
         copy = _copy_unlocked if count >= _UNLOCK_BYTES else _copy_locked
-        if direction is Direction.STORE:
-            copy(staging_address, cache_address, count)
-        else:
-            copy(cache_address, staging_address, count)
+        copy(destination, source, count)

@@ -29,7 +29,6 @@ def choose_io_engine(
     """Set up the best engine that works here; return it and its fallbacks.
 
     wanted: "auto"; "uring": fail rather than use threads; "threads": try no other.
-    memory: all staging, uint8, at `base_address`.
     A fallback is a line that names what runs slower than it could, and why.
 
     Raises:

@@ -202,7 +202,7 @@ class FaultyIoEngine:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """pool, memory (uint8, at `base_address`) and clock: those of `inner`."""
+        """pool, memory and clock: those of `inner`."""
         self.name = f"{inner.name} + faults"
         self.plan = plan
         self._inner = inner

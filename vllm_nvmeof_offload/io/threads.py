@@ -276,14 +276,7 @@ class ThreadsIoEngine:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the threads.
-
-        memory: all staging, uint8, page-aligned, at address `base_address`; it outlives the
-        engine. clock: measures deadlines, in seconds.
-
-        Raises:
-            EngineError: fewer than two threads (one is kept for reads).
-        """
+        """Start the threads. Raises: EngineError: fewer than two (one is kept for reads)."""
         if limits.threads < 2:
             raise EngineError(
                 f"io_threads={limits.threads}: at least 2, one of them is kept for reads"
@@ -367,9 +360,6 @@ class ThreadsIoEngine:
         return self._waker.fd
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Stop. False: threads hang in the kernel; then keep the pool's descriptors open too
-        (`pool.close(abandon=True)`) and the memory mapped.
-        """
         with self._lock:
             self._closed = True
             for state in self._queues.all_waiting():
@@ -490,8 +480,6 @@ class ThreadsIoEngine:
         with self._lock:
             while not self._closed:
                 self._expire()
-                if self._deadlines:
-                    wait_s = max(self._deadlines[0][0] - self._clock(), _TIMER_SLEEP_S_MIN)
-                    self._timer.wait(min(wait_s, threading.TIMEOUT_MAX))
-                else:
-                    self._timer.wait()
+                next_s = self._deadlines[0][0] if self._deadlines else float("inf")
+                wait_s = max(next_s - self._clock(), _TIMER_SLEEP_S_MIN)
+                self._timer.wait(min(wait_s, threading.TIMEOUT_MAX))

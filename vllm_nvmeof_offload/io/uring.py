@@ -107,15 +107,7 @@ class _Resets:
 _NEVER_NS = (1 << 63) - 1
 #: By the core's code: ok, io_error, checksum_mismatch, stale, deadline, cancelled, released.
 _IO_ERROR = 1
-_OUTCOMES: tuple[Outcome | None, ...] = (
-    OK,
-    None,
-    CHECKSUM_MISMATCH,
-    STALE,
-    DEADLINE,
-    CANCELLED,
-    None,
-)
+_OUTCOMES = (OK, None, CHECKSUM_MISMATCH, STALE, DEADLINE, CANCELLED, None)
 
 
 class UringDeniedError(EngineError):
@@ -141,10 +133,7 @@ class UringIoEngine:
         clock: Callable[[], float] = time.monotonic,
         gate: StartGate | None = None,
     ) -> None:
-        """Set up the rings and start their threads.
-
-        memory: all staging, uint8, page-aligned, at address `base_address`; it outlives the
-        engine. clock: measures deadlines, in seconds. gate: for tests.
+        """Set up the rings and start their threads. gate: for tests.
 
         Raises:
             UringDeniedError: the kernel refuses io_uring or, if `registered`, the registration.
@@ -253,13 +242,9 @@ class UringIoEngine:
         return completions
 
     def fileno(self) -> int:
-        fd: int = self._core.fileno()
-        return fd
+        return int(self._core.fileno())
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Stop. False: the kernel has not returned everything; then keep the pool's descriptors
-        open (`pool.close(abandon=True)`) and the memory mapped.
-        """
         self._closed = True
         end_s = time.monotonic() + timeout_s
         self._resets.cancel()

@@ -127,7 +127,7 @@ NB_MODULE(_native, m) {
     try {
       std::rethrow_exception(caught);
     } catch (const RingError& error) {
-      nb::object args = nb::make_tuple(error.error, error.step);
+      nb::object args = nb::make_tuple(error.code().value(), error.step);
       PyErr_SetObject(PyExc_OSError, args.ptr());
     } catch (const std::system_error& error) {
       nb::object args = nb::make_tuple(error.code().value(), error.what());

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <memory>
-#include <string>
 #include <thread>
 #include <vector>
 
@@ -18,8 +17,6 @@ class Engine {
   // Throws RingError, or std::system_error if no eventfd can be created.
   explicit Engine(const EngineSetup& setup);
   ~Engine();
-  Engine(const Engine&) = delete;
-  Engine& operator=(const Engine&) = delete;
 
   // False: the queue is full. Nothing starts before `kick`.
   bool submit(const Request& request);

@@ -113,16 +113,12 @@ void Ring::prepare(bool read, int slab_fd, std::byte* at, size_t bytes, uint64_t
   const int fd = fixed ? 0 : slab_fd;
   const int region = region_of(at, bytes);
   const auto length = static_cast<unsigned>(bytes);
-  if (read) {
-    if (region >= 0)
-      io_uring_prep_read_fixed(sqe, fd, at, length, offset, region);
-    else
-      io_uring_prep_read(sqe, fd, at, length, offset);
+  if (region < 0) {
+    io_uring_prep_rw(read ? IORING_OP_READ : IORING_OP_WRITE, sqe, fd, at, length, offset);
   } else {
-    if (region >= 0)
-      io_uring_prep_write_fixed(sqe, fd, at, length, offset, region);
-    else
-      io_uring_prep_write(sqe, fd, at, length, offset);
+    const auto operation = read ? IORING_OP_READ_FIXED : IORING_OP_WRITE_FIXED;
+    io_uring_prep_rw(operation, sqe, fd, at, length, offset);
+    sqe->buf_index = static_cast<uint16_t>(region);
   }
   if (fixed) sqe->flags |= IOSQE_FIXED_FILE;
   io_uring_sqe_set_data(sqe, tag);

@@ -6,8 +6,6 @@
 #include <liburing.h>
 
 #include <functional>
-#include <stdexcept>
-#include <string>
 #include <vector>
 
 #include "types.h"
@@ -15,13 +13,9 @@
 namespace nvmeof {
 
 // The kernel refused a step of the set-up, a literal such as "io_uring_queue_init".
-struct RingError : std::runtime_error {
-  RingError(int number, const char* what_was_tried)
-      : std::runtime_error(std::string(what_was_tried) + ": " +
-                           std::generic_category().message(number)),
-        error(number),
-        step(what_was_tried) {}
-  int error;
+struct RingError : std::system_error {
+  RingError(int number, const char* refused)
+      : std::system_error(number, std::generic_category(), refused), step(refused) {}
   const char* step;
 };
 

@@ -408,15 +408,10 @@ void TargetRing::issue(Ring& ring, const std::vector<Piece*>& pieces) {
       gated_.push_back(piece);
       continue;
     }
-    prepare(ring, piece);
+    const size_t at = piece->begin + piece->done;
+    ring.prepare(op.request.is_read(), op.target.slab_fd, op.request.address + at,
+                 piece->bytes - piece->done, op.offset + at, piece);
   }
-}
-
-void TargetRing::prepare(Ring& ring, Piece* piece) {
-  const Op& op = *piece->op;
-  const size_t at = piece->begin + piece->done;
-  ring.prepare(op.request.is_read(), op.target.slab_fd, op.request.address + at,
-               piece->bytes - piece->done, op.offset + at, piece);
 }
 
 bool TargetRing::verify_one() {

@@ -42,8 +42,6 @@ void enter_thread(const char* name);
 class TargetRing {
  public:
   ~TargetRing();
-  TargetRing(const TargetRing&) = delete;
-  TargetRing& operator=(const TargetRing&) = delete;
 
   // Starts both threads of target `index`, which keep the object alive. Throws RingError.
   static std::shared_ptr<TargetRing> start(const EngineSetup& setup, size_t index,
@@ -122,7 +120,6 @@ class TargetRing {
 
   // On the ring's thread.
   void issue(Ring& ring, const std::vector<Piece*>& pieces);
-  void prepare(Ring& ring, Piece* piece);
   bool verify_one();
   bool seal_one();
   void seal_op(Op& op);

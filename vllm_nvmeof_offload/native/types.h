@@ -148,8 +148,6 @@ class CompletionQueue {
  public:
   CompletionQueue() : fd_(make_eventfd(EFD_NONBLOCK)) {}
   ~CompletionQueue() { close(fd_); }
-  CompletionQueue(const CompletionQueue&) = delete;
-  CompletionQueue& operator=(const CompletionQueue&) = delete;
 
   int fd() const { return fd_; }
   void push(Completion completion) {
