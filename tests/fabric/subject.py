@@ -48,8 +48,7 @@ from vllm_nvmeof_offload.targets.health import TargetHealth
 from vllm_nvmeof_offload.targets.reattach import Attachments, TargetWatcher
 from vllm_nvmeof_offload.units import KIB, MIB
 from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
-from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
-from vllm_nvmeof_offload.worker.runner import PipelineRunner
+from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferPipeline
 
 PAYLOAD_BYTES = 124 * KIB
 CACHE_SLOTS = 24

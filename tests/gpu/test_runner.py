@@ -23,8 +23,7 @@ from vllm_nvmeof_offload.protocol import (
     StoreCommand,
 )
 from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
-from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
-from vllm_nvmeof_offload.worker.runner import PipelineRunner
+from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferPipeline
 
 ROUNDS = 40
 #: The runner looks unasked once a second: a lost bell costs a second a copy.

@@ -23,8 +23,7 @@ from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import MIB, slot_stride_bytes
 from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
-from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
-from vllm_nvmeof_offload.worker.runner import PipelineRunner
+from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferPipeline
 
 PAGE = 3000  # bytes: slots are padded to 4 KiB
 LAYERS, BLOCKS, PER_CHUNK = 3, 400, 2

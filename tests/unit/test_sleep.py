@@ -24,8 +24,7 @@ from vllm_nvmeof_offload.vllm_adapter.messages import ChunkStoreSpec
 from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 from vllm_nvmeof_offload.worker.build import RankWorker
 from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
-from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
-from vllm_nvmeof_offload.worker.runner import PipelineRunner
+from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferPipeline
 
 WAIT_S = 120
 

@@ -34,8 +34,7 @@ from vllm_nvmeof_offload.targets.health import TargetHealth
 from vllm_nvmeof_offload.targets.reattach import Attachments, TargetWatcher
 from vllm_nvmeof_offload.units import slot_stride_bytes
 from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
-from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
-from vllm_nvmeof_offload.worker.runner import PipelineRunner
+from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferPipeline
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -150,11 +149,8 @@ def _scheduler_config(
     target_count = pool.target_count if pool else 1
 
     def handed_over_max(bytes_max: int) -> int:
-        """Operations of a kind that the engine holds at a time: twice what it works on.
-
-        Not more: a deadline runs from the hand-over, and time in the engine's queue must not look
-        like a target that hangs.
-        """
+        # Twice the operations that the engine works on. Not more: a deadline runs from the
+        # hand-over, and time in the engine's queue must not look like a target that hangs.
         if "threads" in io.name:
             return 2 * settings.io_threads
         at_work = min(settings.io_depth, max(1, bytes_max // slot_bytes))
@@ -183,11 +179,7 @@ def _watcher(
 
 
 def _pool_bytes(settings: OffloadConfig, identity: RankIdentity, slot_bytes: int) -> int:
-    """Return `pool_bytes` of all ranks and replicas together.
-
-    Raises:
-        ConfigError: staging or pool are too small for the slots of each.
-    """
+    """Return `pool_bytes` of all ranks and replicas. Raises: ConfigError: too few for a slot."""
     held = 0
     if settings.pool_bytes is None:
         targets = [Path(target) for target in settings.targets]
@@ -224,7 +216,6 @@ def _open_pool(
 def _io_engine(
     settings: OffloadConfig, pool: Pool | None, staging: Staging, rank: int
 ) -> tuple[IoEngine, tuple[str, ...]]:
-    """Return the engine and its fallbacks."""
     if pool is None:
         return NoIoEngine(), ()
     address = staging.map.base_address
