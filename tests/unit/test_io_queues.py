@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from vllm_nvmeof_offload.io.base import IoLimits, IoOp
 from vllm_nvmeof_offload.io.threads import OpState, Queues
+from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
 
 SLOT = 1000
@@ -97,11 +98,13 @@ def test_a_write_waits_for_the_resets_before_it_and_they_run_one_by_one() -> Non
         bench.add(WRITE),
     )
     assert bench.start() == [first, early]
-    assert bench.queues.unmarked_writes() == []
     bench.finish(first)
+    bench.queues.mark_writes(Stamp(1, True))
+    assert bench.states[late].stamp is None
     assert bench.start() == [second]
     bench.finish(second)
-    assert bench.queues.unmarked_writes() == [bench.states[late]]
+    bench.queues.mark_writes(Stamp(2, True))
+    assert bench.states[late].stamp == Stamp(2, True)
     assert bench.start() == [late]
 
 

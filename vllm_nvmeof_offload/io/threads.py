@@ -230,16 +230,12 @@ class Queues:
                 return state
         return None
 
-    def unmarked_writes(self) -> list[OpState]:
-        """Return waiting writes without a stamp before which every reset has finished."""
-        return [
-            state
-            for queue in self.waiting.values()
-            for state in queue.values()
-            if state.op.kind is OpKind.WRITE
-            and state.stamp is None
-            and not self._waits_for_reset(state)
-        ]
+    def mark_writes(self, stamp: Stamp) -> None:
+        """Stamp the waiting writes that have no stamp and wait for no reset any more."""
+        for state in self.all_waiting():
+            is_unmarked = state.op.kind is OpKind.WRITE and state.stamp is None
+            if is_unmarked and not self._waits_for_reset(state):
+                state.stamp = stamp
 
     def _waits_for_reset(self, state: OpState) -> bool:
         return any(barrier < state.sequence for barrier in self.barriers)
@@ -379,13 +375,9 @@ class ThreadsIoEngine:
         state.phase = Phase.DONE
         del self._ops[state.op.token]
         if state.op.kind is OpKind.RESET:
-            self._mark_writes()
+            self._queues.mark_writes(self._pool.stamp)
         self._complete(Completion(state.op.token, outcome))
         self._work.notify_all()  # it may have been a barrier, or the read that held writes back
-
-    def _mark_writes(self) -> None:
-        for state in self._queues.unmarked_writes():
-            state.stamp = self._pool.stamp
 
     def _expire(self) -> None:
         """Give DEADLINE to what is past it, and drop the deadlines of finished operations."""
@@ -435,7 +427,7 @@ class ThreadsIoEngine:
         self._queues.threads_working += late
         self._queues.finish(state)
         if state.op.kind is OpKind.RESET:
-            self._mark_writes()
+            self._queues.mark_writes(self._pool.stamp)
         del self._ops[state.op.token]
         self._complete(Completion(state.op.token, None if late else outcome))
         # The end of one read may let several writes start, so wake everybody.
