@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,6 @@ import typer
 
 from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.commands import plain_errors, print_json
-from vllm_nvmeof_offload.commands.doctor.cli import doctor
 from vllm_nvmeof_offload.commands.pool.cli import pool_app
 from vllm_nvmeof_offload.commands.size.cli import size
 
@@ -23,7 +23,6 @@ app = typer.Typer(
 config_app = typer.Typer(help="List the configuration's keys, or check a configuration.")
 app.add_typer(config_app, name="config", invoke_without_command=True)
 app.add_typer(pool_app, name="pool")
-app.command()(doctor)
 app.command()(size)
 try:
     from vllm_nvmeof_bench.cli import bench_app
@@ -144,6 +143,47 @@ def _read_json(source: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError("JSON", source, "give an object, { … }")
     return {key: part for key, part in value.items() if key != "kv_connector"}
+
+
+@app.command()
+def doctor(
+    target: Annotated[
+        list[str] | None,
+        typer.Option(help="A pool directory to check; repeatable. Default: the default one."),
+    ] = None,
+    staging: Annotated[
+        str | None, typer.Option(help="Pinned memory of the planned server, such as 30GiB.")
+    ] = None,
+    as_json: AsJson = False,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Measure each target: 256 MiB written, about 3 seconds."),
+    ] = False,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Compare DMA and the copy kernel on each GPU and keep the result instead of the "
+            "earlier one: takes seconds per GPU, on which nothing else should run.",
+        ),
+    ] = False,
+) -> None:
+    """Check the I/O path of this machine and its targets, through NVMe-oF down to each path.
+
+    Exit code: 0 healthy, 1 works, but slower or less resilient than it could be, 2 something
+    cannot run.
+    """
+    from vllm_nvmeof_offload.commands.doctor.examine import examine
+    from vllm_nvmeof_offload.config import default_staging_bytes, default_target
+    from vllm_nvmeof_offload.units import parse_bytes
+
+    try:
+        staging_bytes = parse_bytes(staging) if staging else default_staging_bytes()
+    except ValueError as error:
+        typer.echo(f"vllm-nvmeof: --staging: {error}", err=True)
+        raise typer.Exit(2) from None
+    targets = target or [default_target(os.environ)]
+    raise typer.Exit(examine(targets, staging_bytes, as_json, measure, calibrate))
 
 
 @app.command()

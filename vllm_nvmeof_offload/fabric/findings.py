@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+HOST = "host"
+
 
 class Severity(enum.IntEnum):
     """From good to bad. The value is the exit code of a command that found it."""
@@ -21,7 +23,7 @@ class Severity(enum.IntEnum):
 class Finding:
     """The result of one check.
 
-    check: a stable word for what was checked. subject: a target's path, "GPU 0" or "host".
+    check: a stable word for what was checked. subject: a target's path, "GPU 0" or `HOST`.
     evidence: numbers and names that were seen. remedy: empty if nothing is to be done.
     """
 
@@ -33,6 +35,18 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "severity": self.severity.name.lower()}
+
+
+def ok(check: str, evidence: str, remedy: str = "", subject: str = HOST) -> Finding:
+    return Finding(check, subject, Severity.OK, evidence, remedy)
+
+
+def warning(check: str, evidence: str, remedy: str, subject: str = HOST) -> Finding:
+    return Finding(check, subject, Severity.WARNING, evidence, remedy)
+
+
+def error(check: str, evidence: str, remedy: str = "") -> Finding:
+    return Finding(check, HOST, Severity.ERROR, evidence, remedy)
 
 
 def worst(findings: Sequence[Finding]) -> Severity:

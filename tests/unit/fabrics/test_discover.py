@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.unit.fabrics.trees import NQN, UUID, Tree, local_nvme, one_path, two_paths
 from tests.unit.fabrics.trees import without_multipath as without_native_multipath
-from vllm_nvmeof_offload.commands.doctor.cli import outline
+from vllm_nvmeof_offload.commands.doctor.examine import outline
 from vllm_nvmeof_offload.commands.doctor.judge import can_do_io, judge_paths
 from vllm_nvmeof_offload.fabric.discover import (
     discover,

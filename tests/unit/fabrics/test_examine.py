@@ -7,11 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
+import rich.tree
+from rich.text import Text
 
 from tests.unit.fabrics.trees import Tree, local_nvme, two_paths, without_multipath
 from vllm_nvmeof_offload.commands.doctor import examine
-from vllm_nvmeof_offload.commands.doctor.cli import TreeLine, outline
-from vllm_nvmeof_offload.commands.doctor.examine import Examined, examine_target
+from vllm_nvmeof_offload.commands.doctor.examine import Examined, examine_target, outline
 from vllm_nvmeof_offload.commands.doctor.host import nics_of
 from vllm_nvmeof_offload.commands.doctor.measure import Measured
 from vllm_nvmeof_offload.fabric.findings import Severity, worst
@@ -24,10 +25,11 @@ def look_at(tree: Tree, target: Path, measured: bool = False) -> Examined:
     return examine_target(str(target), MACHINE, tree.net, (lambda _: None) if measured else None)
 
 
-def text_of(line: TreeLine, depth: int = 0) -> str:
-    mark = {True: "+", False: "!", None: " "}[line.good]
-    below = "".join(text_of(one, depth + 1) for one in line.below)
-    return f"{mark}{'  ' * depth}{line.text}\n{below}"
+def text_of(line: rich.tree.Tree, depth: int = 0) -> str:
+    assert isinstance(line.label, Text)
+    mark = {"green": "+", "yellow": "!", "": " "}[str(line.label.style)]
+    below = "".join(text_of(one, depth + 1) for one in line.children)
+    return f"{mark}{'  ' * depth}{line.label}\n{below}"
 
 
 @pytest.mark.parametrize("dead", ["state", "ana", "gone"])

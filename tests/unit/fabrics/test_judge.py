@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.fabrics.trees import Tree, local_nvme, one_path, two_paths, without_multipath
-from vllm_nvmeof_offload.commands.doctor.host import DirectAlignment, judge_alignment, nics_of
+from vllm_nvmeof_offload.commands.doctor.host import judge_alignment, nics_of
 from vllm_nvmeof_offload.commands.doctor.judge import (
     judge_kernel,
     judge_mount,
@@ -262,12 +262,12 @@ def test_the_kernel(kernel: tuple[int, int], targets: int, severity: Severity, s
     ("needed", "severity"),
     [
         (None, OK),
-        (DirectAlignment(4, 512), OK),
-        (DirectAlignment(512, 4096), OK),
-        (DirectAlignment(512, 16384), WARNING),
+        ((4, 512), OK),
+        ((512, 4096), OK),
+        ((512, 16384), WARNING),
     ],
 )
-def test_alignment(needed: DirectAlignment | None, severity: Severity) -> None:
+def test_alignment(needed: tuple[int, int] | None, severity: Severity) -> None:
     found = judge_alignment(TargetInfo("/mnt/kv", "xfs", 1, 1), needed)
     assert found.severity is severity
     assert ("unknown" in found.evidence) == (needed is None)

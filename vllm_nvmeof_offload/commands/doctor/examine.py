@@ -1,24 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that `vllm-nvmeof doctor` examines on one target, in an order that cannot hang.
+"""The examination that `vllm-nvmeof doctor` makes, and its tree of findings for people.
 
-sysfs comes first: a target without a live path is judged, and never touched.
+Each target is examined in an order that cannot hang: sysfs comes first, and a target without a
+live path is judged, and never touched.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
+
+from vllm_nvmeof_offload.commands import print_json, wide_console
 from vllm_nvmeof_offload.commands.doctor.host import (
     Nic,
     Places,
+    calibrate_gpus,
+    check_host,
     check_target,
     link_bytes_per_s,
     nics_of,
 )
 from vllm_nvmeof_offload.commands.doctor.judge import (
     can_do_io,
+    judge_kernel,
     judge_mount,
     judge_numa,
     judge_paths,
@@ -26,10 +37,25 @@ from vllm_nvmeof_offload.commands.doctor.judge import (
 )
 from vllm_nvmeof_offload.commands.doctor.measure import Measured, MeasureError, Progress, measure
 from vllm_nvmeof_offload.fabric.discover import discover
-from vllm_nvmeof_offload.fabric.findings import Finding, Severity
-from vllm_nvmeof_offload.fabric.machine import Machine
-from vllm_nvmeof_offload.fabric.topology import TargetFabric
+from vllm_nvmeof_offload.fabric.findings import Finding, Severity, error, ok, worst
+from vllm_nvmeof_offload.fabric.machine import Machine, judge_gpus, read_machine
+from vllm_nvmeof_offload.fabric.topology import (
+    LIVE,
+    OFF,
+    OPTIMIZED,
+    BlockDevice,
+    Controller,
+    Namespace,
+    Path,
+    QueueLimits,
+    TargetFabric,
+)
 from vllm_nvmeof_offload.units import format_bytes
+
+#: The kernel shows nearly 2^31 for a device that has no limit of its own.
+_NO_LIMIT_KB = 1 << 30
+_STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.ERROR: "red"}
+_FILE_COLUMNS = 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +77,40 @@ class Examined:
         }
 
 
+def examine(
+    targets: list[str], staging_bytes: int, as_json: bool, measured: bool, calibrated: bool
+) -> int:
+    """Examine this machine and `targets`, print the findings; return the exit code."""
+    machine, places, console = read_machine(), Places(), Console(stderr=True)
+    host = [
+        *check_host(staging_bytes),
+        judge_kernel(machine, len(targets)),
+        *judge_gpus(machine),
+        *(calibrate_gpus() if calibrated else ()),
+    ]
+    examined = []
+    for path in targets:
+        on_progress = functools.partial(_show_progress, console, path) if measured else None
+        examined.append(examine_target(path, machine, places, on_progress))
+    findings = host + [finding for one in examined for finding in one.findings]
+    verdict = worst(findings)
+    if as_json:
+        print_json(
+            {
+                "worst": verdict.name.lower(),
+                "findings": [finding.to_json() for finding in findings],
+                "targets": [one.to_json() for one in examined],
+            }
+        )
+    else:
+        _show(host, examined)
+    return int(verdict)
+
+
+def _show_progress(console: Console, path: str, phase: str) -> None:
+    console.print(_text(f"measuring {path}: {phase}"), highlight=False, soft_wrap=True)
+
+
 def examine_target(
     target: str, machine: Machine, places: Places, on_progress: Progress | None = None
 ) -> Examined:
@@ -67,8 +127,7 @@ def examine_target(
         fabric = replace(real, target=target)
     if not _may_touch(fabric):
         evidence = "not touched: no live path leads to it, and I/O on it may hang"
-        remedy = "bring a path back first: see the controllers"
-        touched = [Finding("target", target, Severity.ERROR, evidence, remedy)]
+        touched = [error("target", evidence, "bring a path back first: see the controllers")]
     nics = nics_of(fabric, places)
     allowed = link_bytes_per_s(fabric, nics)
     findings = [
@@ -79,13 +138,12 @@ def examine_target(
         *touched,
     ]
     measured = None
-    works = all(finding.severity is not Severity.ERROR for finding in touched)
-    if on_progress is not None and works:
+    if on_progress is not None and worst(touched) is not Severity.ERROR:
         try:
             measured = measure(target, on_progress)
-            findings.append(_judge_measured(target, measured, allowed))
-        except MeasureError as error:
-            findings.append(Finding("measured", target, Severity.ERROR, str(error)))
+            findings.append(_judge_measured(measured, allowed))
+        except MeasureError as why:
+            findings.append(error("measured", str(why)))
     findings = [replace(one, subject=target) for one in findings]
     return Examined(fabric, nics, findings, allowed, measured)
 
@@ -94,24 +152,152 @@ def _may_touch(fabric: TargetFabric) -> bool:
     return can_do_io(fabric) and not fabric.device_gone
 
 
-def _judge_measured(target: str, measured: Measured, allowed: float | None) -> Finding:
+def _judge_measured(measured: Measured, allowed: float | None) -> Finding:
     """Never a warning: only the target's operator knows which rate is right for it."""
+    links = "the rate that its links allow is unknown"
+    if allowed is not None:
+        links = f"its links allow {format_bytes(allowed)}/s"
     evidence = (
         f"write {_rate(measured.write_bytes_per_s, allowed)}, "
         f"read {_rate(measured.read_bytes_per_s, allowed)}; "
         f"one {format_bytes(measured.chunk_bytes)} chunk is read in "
         f"{measured.read_latency_s_median * 1e3:.2f} ms (median of {measured.singles}, "
-        f"at most {measured.read_latency_s_max * 1e3:.2f}); "
-        + (
-            "the rate that its links allow is unknown"
-            if allowed is None
-            else f"its links allow {format_bytes(allowed)}/s"
-        )
-        + f"; {measured.engine}"
+        f"at most {measured.read_latency_s_max * 1e3:.2f}); {links}; {measured.engine}"
     )
-    return Finding("measured", target, Severity.OK, evidence)
+    return ok("measured", evidence)
 
 
 def _rate(bytes_per_s: float, allowed: float | None) -> str:
     share = f" ({bytes_per_s / allowed:.0%} of the links)" if allowed else ""
     return f"{format_bytes(bytes_per_s)}/s{share}"
+
+
+def _show(host: list[Finding], examined: list[Examined]) -> None:
+    tree = Tree("vllm-nvmeof doctor")
+    _add_findings(tree.add("host"), host)
+    for one in examined:
+        branch = tree.add(_text(one.fabric.target))
+        branch.children.append(outline(one.fabric, one.nics))
+        _add_findings(branch, one.findings)
+    wide_console(_FILE_COLUMNS).print(tree, highlight=False)
+
+
+def _add_findings(branch: Tree, findings: Iterable[Finding]) -> None:
+    for finding in findings:
+        severity = (f"{finding.severity.name.lower():7}", _STYLES[finding.severity])
+        leaf = branch.add(Text.assemble(severity, _text(f" {finding.check}: {finding.evidence}")))
+        if finding.remedy:
+            leaf.add(_text(f"remedy: {finding.remedy}"))
+
+
+def _text(text: str, style: str = "") -> Text:
+    """Names come from a mount table, which may hold bytes that are not text."""
+    return Text(text.encode(errors="backslashreplace").decode(), style)
+
+
+def outline(fabric: TargetFabric, nics: dict[str, Nic]) -> Tree:
+    """One target as a tree: file system → block devices → namespace → subsystem → paths. Pure.
+
+    A line that is good or bad is green or yellow.
+    """
+    if fabric.mount is None:
+        return Tree("mount unknown")
+    mount, options = fabric.mount, ",".join(fabric.mount.options)
+    top = Tree(_text(f"{mount.file_system} at {mount.point} ({options}) on {mount.source}"))
+    if fabric.device_gone:
+        top.add(_text(f"its block device {mount.device} is gone", "yellow"))
+    elif fabric.devices:
+        devices = {one.name: one for one in fabric.devices}
+        _add_device(top, fabric.devices[0], devices, fabric, nics)
+    return top
+
+
+def _add_device(
+    above: Tree,
+    device: BlockDevice,
+    devices: dict[str, BlockDevice],
+    fabric: TargetFabric,
+    nics: dict[str, Nic],
+) -> None:
+    """Add a device, and those below it; `devices` has the ones that no line above is about."""
+    below = {name: one for name, one in devices.items() if name != device.name}
+    for namespace in fabric.namespaces:
+        if namespace.device == device.name:
+            return _add_namespace(above, namespace, nics)
+    over = f" over {', '.join(device.over)}" if device.over else ""
+    line = above.add(_text(f"{device.kind} {device.name}, {_size(device.size_bytes)}{over}"))
+    for name in device.over:
+        if name in below:
+            _add_device(line, below[name], below, fabric, nics)
+    return None
+
+
+def _size(count: int | None) -> str:
+    return "size unknown" if count is None else format_bytes(count)
+
+
+def _or_unknown(value: object, unit: str = "") -> str:
+    return "unknown" if value is None else f"{value}{unit}"
+
+
+def _of_hardware(limits: QueueLimits) -> str:
+    """The hardware's limit; over fabrics there often is none, and the kernel shows its largest."""
+    most = limits.max_hw_sectors_kb
+    return "" if most is not None and most >= _NO_LIMIT_KB else f" of {_or_unknown(most)}"
+
+
+def _add_namespace(above: Tree, namespace: Namespace, nics: dict[str, Nic]) -> None:
+    limits, subsystem = namespace.limits, namespace.subsystem
+    text = (
+        f"namespace {namespace.device}: nsid {_or_unknown(namespace.nsid)}, "
+        f"{_size(namespace.size_bytes)}, blocks of {_or_unknown(limits.logical_block_bytes)} B, "
+        f"transfers up to {_or_unknown(limits.max_sectors_kb)}{_of_hardware(limits)} KiB, "
+        f"{namespace.wwid or 'wwid unknown'}"
+    )
+    policy = f", iopolicy {subsystem.iopolicy}" if subsystem.iopolicy else ""
+    model = subsystem.model or "model unknown"
+    line = above.add(_text(text)).add(
+        _text(f"subsystem {subsystem.nqn or 'unknown'}: {model}{policy}")
+    )
+    for controller in subsystem.controllers:
+        paths = [one for one in namespace.paths if one.controller == controller.name]
+        for path in paths:
+            line.add(_path(path, controller, nics))
+        if not paths:
+            line.add(_path(None, controller, nics))
+
+
+def _path(path: Path | None, controller: Controller, nics: dict[str, Nic]) -> Text:
+    parts = [
+        f"{controller.transport or 'transport unknown'} {controller.address}",
+        _or_unknown(controller.state),
+    ]
+    if path is None:
+        parts.append("no path to this namespace")
+    elif controller.over_fabric or path.ana_state:
+        group = "" if path.ana_group is None else f" (group {path.ana_group})"
+        parts.append(f"ANA {_or_unknown(path.ana_state)}{group}")
+    parts += _carried_by(controller, nics.get(controller.name))
+    if controller.over_fabric:
+        parts.append(f"{_or_unknown(controller.queue_count)} queues")
+        parts.append(
+            f"kato {_or_unknown(controller.kato, ' s')}, "
+            f"fast_io_fail {_timeout(controller.fast_io_fail_tmo)}, "
+            f"ctrl_loss {_timeout(controller.ctrl_loss_tmo)}"
+        )
+    text = f"path {path.name} by {controller.name}" if path else f"controller {controller.name}"
+    good = path is not None and controller.state == LIVE and path.ana_state in (None, OPTIMIZED)
+    return _text(f"{text}: {', '.join(parts)}", "green" if good else "yellow")
+
+
+def _timeout(seconds: int | None) -> str:
+    return "off" if seconds == OFF else _or_unknown(seconds, " s")
+
+
+def _carried_by(controller: Controller, nic: Nic | None) -> list[str]:
+    if nic is not None:
+        speed = f"{nic.speed_mbps / 1000:g} Gb/s" if nic.speed_mbps else "speed unknown"
+        return [f"{nic.name} ({speed})"]
+    if controller.pcie is not None and controller.pcie.speed and controller.pcie.width:
+        return [f"PCIe {controller.pcie.speed:g} GT/s x{controller.pcie.width}"]
+    return ["interface unknown"] if controller.over_fabric else []

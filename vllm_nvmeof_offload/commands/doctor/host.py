@@ -32,7 +32,7 @@ from vllm_nvmeof_offload.copy.calibration import best_of, calibrate_again
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
 from vllm_nvmeof_offload.errors import ConfigError, EngineError, PoolError
 from vllm_nvmeof_offload.fabric.discover import MOUNTINFO
-from vllm_nvmeof_offload.fabric.findings import Finding, Severity
+from vllm_nvmeof_offload.fabric.findings import HOST, Finding, error, ok, warning
 from vllm_nvmeof_offload.fabric.sysfs import children, read_number, read_pcie_link
 from vllm_nvmeof_offload.fabric.topology import Controller, PcieLink, TargetFabric
 from vllm_nvmeof_offload.io.choose import explain_denial
@@ -50,7 +50,6 @@ _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
 _STATX_BYTES = 256
 _ALIGNMENTS_AT = 152
-_HOST = "host"
 _PROBE_BYTES = 16 * MIB
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CAP_IPC_LOCK = 14
@@ -62,26 +61,18 @@ def check_host(staging_bytes: int) -> list[Finding]:
     """Check the native core, huge pages and io_uring for a server with so much staging."""
     if core is None:
         remedy = "install g++, liburing-dev and libisal-dev, and this package again"
-        return [_warning("native_core", WHY_NOT, remedy)]
-    findings = [_ok("native_core", "loads"), check_huge_pages()]
+        return [warning("native_core", WHY_NOT, remedy)]
+    findings = [ok("native_core", "loads"), check_huge_pages()]
     denied = _try_ring(registered=False)
     if denied is not None:
         effect = "the threads engine runs instead"
         return [*findings, _denied("io_uring", denied, _PROBE_BYTES, effect)]
-    return [*findings, _ok("io_uring", "allowed"), _check_registration(staging_bytes)]
-
-
-def _ok(check: str, evidence: str, subject: str = _HOST) -> Finding:
-    return Finding(check, subject, Severity.OK, evidence)
-
-
-def _warning(check: str, evidence: str, remedy: str, subject: str = _HOST) -> Finding:
-    return Finding(check, subject, Severity.WARNING, evidence, remedy)
+    return [*findings, ok("io_uring", "allowed"), _check_registration(staging_bytes)]
 
 
 def _denied(check: str, denied: UringDeniedError, staging_bytes: int, effect: str) -> Finding:
     evidence, _, remedy = explain_denial(denied, staging_bytes).partition("; ")
-    return _warning(check, f"{evidence}; {effect}", remedy)
+    return warning(check, f"{evidence}; {effect}", remedy)
 
 
 def check_huge_pages(setting: Path = _HUGE_PAGES) -> Finding:
@@ -93,9 +84,9 @@ def check_huge_pages(setting: Path = _HUGE_PAGES) -> Finding:
     except OSError:
         chosen = "not in this kernel"
     if chosen in ("always", "madvise"):
-        return _ok("huge_pages", f"transparent_hugepage is {chosen}")
+        return ok("huge_pages", f"transparent_hugepage is {chosen}")
     evidence = f"transparent_hugepage is {chosen}: staging has 4 KiB pages, and I/O is slower"
-    return _warning("huge_pages", evidence, f"echo madvise > {setting}")
+    return warning("huge_pages", evidence, f"echo madvise > {setting}")
 
 
 def _check_registration(staging_bytes: int) -> Finding:
@@ -104,7 +95,7 @@ def _check_registration(staging_bytes: int) -> Finding:
     small = limit != resource.RLIM_INFINITY and limit < staging_bytes and not _may_lock_anything()
     if denied is None and not small:
         evidence = f"works; staging of {format_bytes(staging_bytes)} fits the locked-memory limit"
-        return _ok("io_uring_registration", evidence)
+        return ok("io_uring_registration", evidence)
     denied = denied or UringDeniedError("io_uring_register_buffers", errno.ENOMEM)
     effect = "io_uring runs unregistered, at several times the CPU cost"
     return _denied("io_uring_registration", denied, staging_bytes, effect)
@@ -138,41 +129,31 @@ def check_target(target: str) -> list[Finding]:
     """Check one directory for a pool; create it if it is missing, as a server's start would."""
     try:
         (info,) = check_targets(parse_config({"targets": [target]}, {}))
-    except ConfigError as error:
-        evidence, _, remedy = error.remedy.partition("; ")
-        return [Finding("target", target, Severity.ERROR, evidence, remedy)]
+    except ConfigError as refusal:
+        evidence, _, remedy = refusal.remedy.partition("; ")
+        return [error("target", evidence, remedy)]
     return [_check_access(info), _check_o_direct(info), _check_space(info)]
 
 
 def _check_access(info: TargetInfo) -> Finding:
     problem, remedy = judge_access(info.path)
     if problem:
-        return _warning("target_access", problem, remedy, info.path)
-    evidence = "no other user can remove or rename the pool"
-    return _ok("target_access", evidence, info.path)
+        return warning("target_access", problem, remedy)
+    return ok("target_access", "no other user can remove or rename the pool")
 
 
 def _check_o_direct(info: TargetInfo) -> Finding:
     try:
         probe_o_direct(Path(info.path))
         needed = _direct_alignment(info.path)
-    except (OSError, PoolError) as error:
-        evidence = f"does not work on {info.file_system}: {error}; buffered I/O runs instead"
-        remedy = "put the pool on xfs or ext4"
-        return _warning("o_direct", evidence, remedy, info.path)
+    except (OSError, PoolError) as why:
+        evidence = f"does not work on {info.file_system}: {why}; buffered I/O runs instead"
+        return warning("o_direct", evidence, "put the pool on xfs or ext4")
     return judge_alignment(info, needed)
 
 
-@dataclass(frozen=True, slots=True)
-class DirectAlignment:
-    """Both in bytes; both 0: the file system has no O_DIRECT."""
-
-    memory_bytes: int
-    offset_bytes: int
-
-
-def _direct_alignment(directory: str) -> DirectAlignment | None:
-    """For a new file in `directory`; None if the kernel does not report it.
+def _direct_alignment(directory: str) -> tuple[int, int] | None:
+    """Bytes in memory and in a new file of `directory`; None if the kernel does not report them.
 
     OSError if no file can be made there.
     """
@@ -186,31 +167,30 @@ def _direct_alignment(directory: str) -> DirectAlignment | None:
             return None
     if not struct.unpack_from("=I", found)[0] & _STATX_DIOALIGN:
         return None
-    return DirectAlignment(*struct.unpack_from("=II", found, _ALIGNMENTS_AT))
+    memory_bytes, offset_bytes = struct.unpack_from("=II", found, _ALIGNMENTS_AT)
+    return memory_bytes, offset_bytes
 
 
-def judge_alignment(info: TargetInfo, needed: DirectAlignment | None) -> Finding:
+def judge_alignment(info: TargetInfo, needed: tuple[int, int] | None) -> Finding:
     """Whether the pool's alignment of 4 KiB is enough for O_DIRECT on this file system."""
     if needed is None:
         evidence = f"works on {info.file_system}; the alignment that it needs is unknown"
-        return _ok("o_direct", evidence, info.path)
-    evidence = (
-        f"works on {info.file_system}, aligned to {format_bytes(needed.memory_bytes)} in memory "
-        f"and {format_bytes(needed.offset_bytes)} in the file"
-    )
-    if max(needed.memory_bytes, needed.offset_bytes) > PAGE_BYTES:
+        return ok("o_direct", evidence)
+    memory, offset = map(format_bytes, needed)
+    aligned = f"aligned to {memory} in memory and {offset} in the file"
+    evidence = f"works on {info.file_system}, {aligned}"
+    if max(needed) > PAGE_BYTES:
         evidence += f"; the pool aligns to {format_bytes(PAGE_BYTES)}: buffered I/O runs instead"
         remedy = "a file system with blocks of 4 KiB on a namespace formatted with those"
-        return _warning("o_direct", evidence, remedy, info.path)
-    return _ok("o_direct", evidence, info.path)
+        return warning("o_direct", evidence, remedy)
+    return ok("o_direct", evidence)
 
 
 def _check_space(info: TargetInfo) -> Finding:
     evidence = f"{format_bytes(info.free_bytes)} free on {info.file_system}"
     if info.free_bytes < GIB:
-        remedy = "free some space, or name another target"
-        return _warning("free_space", evidence, remedy, info.path)
-    return _ok("free_space", evidence, info.path)
+        return warning("free_space", evidence, "free some space, or name another target")
+    return ok("free_space", evidence)
 
 
 def calibrate_gpus(open_gpu: Callable[[int], Cuda] = Cuda) -> list[Finding]:
@@ -219,10 +199,10 @@ def calibrate_gpus(open_gpu: Callable[[int], Cuda] = Cuda) -> list[Finding]:
     while True:
         try:
             cuda = open_gpu(len(findings))
-        except EngineError as error:
-            is_last = isinstance(error, CudaError) and error.name == "CUDA_ERROR_INVALID_DEVICE"
+        except EngineError as why:
+            is_last = isinstance(why, CudaError) and why.name == "CUDA_ERROR_INVALID_DEVICE"
             if not findings or not is_last:
-                findings.append(_not_calibrated(_HOST, error))
+                findings.append(_not_calibrated(HOST, why))
             return findings
         findings.append(_calibrate(cuda, f"GPU {len(findings)}"))
         cuda.release()
@@ -231,21 +211,21 @@ def calibrate_gpus(open_gpu: Callable[[int], Cuda] = Cuda) -> list[Finding]:
 def _calibrate(cuda: Cuda, subject: str) -> Finding:
     try:
         cells = calibrate_again(cuda)
-    except EngineError as error:
-        return _not_calibrated(subject, error)
+    except EngineError as why:
+        return _not_calibrated(subject, why)
     wins = Counter(best_of(cell) for cell in cells)
     spread = max(cell.spread for cell in cells)
     shown = (
         f"of {len(cells)} kinds of transfer the kernel takes {wins[Backend.KERNEL]}, DMA with the "
         f"overlap hint {wins[Backend.OVERLAP]}; times varied by up to {spread:.0%}"
     )
-    return Finding("copy_table", subject, Severity.OK, shown)
+    return ok("copy_table", shown, subject=subject)
 
 
-def _not_calibrated(subject: str, error: EngineError) -> Finding:
-    shown = f"DMA and the copy kernel were not compared: {error}"
+def _not_calibrated(subject: str, why: EngineError) -> Finding:
+    shown = f"DMA and the copy kernel were not compared: {why}"
     remedy = "DMA carries every transfer until a comparison succeeds"
-    return Finding("copy_table", subject, Severity.WARNING, shown, remedy)
+    return warning("copy_table", shown, remedy, subject)
 
 
 @dataclass(frozen=True, slots=True)

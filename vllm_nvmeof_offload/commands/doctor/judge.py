@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vllm_nvmeof_offload.commands.doctor.host import Nic
-from vllm_nvmeof_offload.fabric.findings import Finding, Severity
+from vllm_nvmeof_offload.fabric.findings import Finding, error, ok, warning
 from vllm_nvmeof_offload.fabric.machine import Machine
 from vllm_nvmeof_offload.fabric.topology import (
     LIVE,
@@ -22,10 +22,6 @@ from vllm_nvmeof_offload.fabric.topology import (
 #: Proposed by the remedies: seconds until I/O fails when every path is lost, and until the
 #: controller is given up. Reads have deadlines of their own; these free buffers and processes.
 _FAST_IO_FAIL_S, _CTRL_LOSS_S = 5, 600
-#: The first version of Linux with each feature of io_uring that the I/O core uses.
-_DISABLED_RINGS = (5, 10)
-_DEFERRED_WORK = (6, 1)
-_SHARED_BUFFERS = (6, 12)
 
 
 def can_do_io(fabric: TargetFabric) -> bool:
@@ -40,49 +36,41 @@ def _open(fabric: TargetFabric, path: Path) -> bool:
     return live and path.ana_state in (None, OPTIMIZED, "non-optimized")
 
 
-def _ok(check: str, fabric: TargetFabric, evidence: str, remedy: str = "") -> Finding:
-    return Finding(check, fabric.target, Severity.OK, evidence, remedy)
-
-
-def _warning(check: str, fabric: TargetFabric, evidence: str, remedy: str) -> Finding:
-    return Finding(check, fabric.target, Severity.WARNING, evidence, remedy)
-
-
 def judge_paths(fabric: TargetFabric) -> list[Finding]:
     """Findings about the fabric that the target is on, and the paths that lead to it."""
     findings = [_judge_fabric(fabric)]
     for namespace in fabric.namespaces:
         if any(one.over_fabric for one in namespace.subsystem.controllers):
-            findings.append(_judge_count(fabric, namespace))
-            findings += _judge_iopolicy(fabric, namespace)
-            findings += _judge_ana(fabric, namespace)
+            findings.append(_judge_count(namespace))
+            findings += _judge_iopolicy(namespace)
+            findings += _judge_ana(namespace)
     over_fabric = [one for one in fabric.controllers if one.over_fabric]
     if fabric.controllers:
         findings.append(_judge_states(fabric))
     if over_fabric:
-        findings.append(_judge_fast_io_fail(fabric, over_fabric))
+        findings.append(_judge_fast_io_fail(over_fabric))
     tcp = [one for one in over_fabric if one.transport == "tcp"]
     if tcp:
-        findings += _judge_security(fabric, tcp)
+        findings += _judge_security(tcp)
     return findings
 
 
 def _judge_fabric(fabric: TargetFabric) -> Finding:
     mount = fabric.mount
     if mount is None:
-        return _ok("fabric", fabric, "its mount is unknown, and so are its devices")
+        return ok("fabric", "its mount is unknown, and so are its devices")
     if fabric.device_gone:
         evidence = f"the block device {mount.device} under its file system is gone"
         remedy = f"connect again, then umount {mount.point} and mount it from its new device"
-        return Finding("fabric", fabric.target, Severity.ERROR, evidence, remedy)
+        return error("fabric", evidence, remedy)
     if fabric.over_fabric:
         shown = ", ".join(f"{one.device} by {_transports(one)}" for one in fabric.namespaces)
-        return _ok("fabric", fabric, f"NVMe over Fabrics: {shown}")
+        return ok("fabric", f"NVMe over Fabrics: {shown}")
     where = "without a block device"
     if fabric.devices:
         last = ", ".join(one.name for one in fabric.devices if not one.over)
         where = f"on {last} ({'local NVMe' if fabric.namespaces else 'local'})"
-    return _ok("fabric", fabric, f"not on NVMe over Fabrics: {mount.file_system} {where}")
+    return ok("fabric", f"not on NVMe over Fabrics: {mount.file_system} {where}")
 
 
 def _transports(namespace: Namespace) -> str:
@@ -90,11 +78,15 @@ def _transports(namespace: Namespace) -> str:
     return "/".join(sorted(known))
 
 
-def _judge_count(fabric: TargetFabric, namespace: Namespace) -> Finding:
+def _states(states: dict[str, str | None]) -> str:
+    return ", ".join(f"{name} {state or 'unknown'}" for name, state in states.items())
+
+
+def _judge_count(namespace: Namespace) -> Finding:
     count, device = len(namespace.paths), namespace.device
     if count > 1:
         names = ", ".join(one.name for one in namespace.paths)
-        return _ok("paths", fabric, f"{device} has {count}: {names}")
+        return ok("paths", f"{device} has {count}: {names}")
     if not namespace.multipath:
         evidence = f"{device} has one: the kernel's native multipath is off"
         remedy = (
@@ -108,10 +100,10 @@ def _judge_count(fabric: TargetFabric, namespace: Namespace) -> Finding:
             f"nvme connect -t {_transports(namespace)} -n {namespace.subsystem.nqn or 'NQN'} "
             "-a ANOTHER_ADDRESS -s 4420, through another interface"
         )
-    return _warning("paths", fabric, f"{evidence}; when it is lost, so is the target", remedy)
+    return warning("paths", f"{evidence}; when it is lost, so is the target", remedy)
 
 
-def _judge_iopolicy(fabric: TargetFabric, namespace: Namespace) -> Iterator[Finding]:
+def _judge_iopolicy(namespace: Namespace) -> Iterator[Finding]:
     policy, device = namespace.subsystem.iopolicy, namespace.device
     equal = [one for one in namespace.paths if one.ana_state in (None, OPTIMIZED)]
     if len(namespace.paths) < 2:
@@ -120,48 +112,45 @@ def _judge_iopolicy(fabric: TargetFabric, namespace: Namespace) -> Iterator[Find
         evidence = f"numa for {device}: only one of {len(equal)} equal paths is used at a time"
         name = namespace.subsystem.name
         remedy = f"echo round-robin > /sys/class/nvme-subsystem/{name}/iopolicy"
-        yield _warning("iopolicy", fabric, evidence, remedy)
+        yield warning("iopolicy", evidence, remedy)
     elif policy == "numa":
-        evidence = f"numa for {device}; only one path is optimized, so it matters little"
-        yield _ok("iopolicy", fabric, evidence)
+        yield ok("iopolicy", f"numa for {device}; only one path is optimized, so it matters little")
     else:
-        yield _ok("iopolicy", fabric, f"{policy or 'unknown'} for {device}")
+        yield ok("iopolicy", f"{policy or 'unknown'} for {device}")
 
 
-def _judge_ana(fabric: TargetFabric, namespace: Namespace) -> Iterator[Finding]:
-    shown = ", ".join(f"{one.name} {one.ana_state or 'unknown'}" for one in namespace.paths)
-    states = {one.ana_state for one in namespace.paths}
+def _judge_ana(namespace: Namespace) -> Iterator[Finding]:
+    seen = {one.name: one.ana_state for one in namespace.paths}
+    states = set(seen.values())
     if states == {None}:
         evidence = f"unknown: {namespace.device} shows no ANA state; its target may have none"
-        yield _ok("ana", fabric, evidence)
+        yield ok("ana", evidence)
     elif states == {OPTIMIZED}:
-        yield _ok("ana", fabric, shown)
+        yield ok("ana", _states(seen))
     elif states:
         remedy = "look for the cause at the storage; `nvme list-subsys -v` shows the states here"
-        yield _warning("ana", fabric, shown, remedy)
+        yield warning("ana", _states(seen), remedy)
 
 
 def _judge_states(fabric: TargetFabric) -> Finding:
-    shown = ", ".join(
-        f"{one.name} ({one.address}) {one.state or 'unknown'}" for one in fabric.controllers
-    )
+    shown = _states({f"{one.name} ({one.address})": one.state for one in fabric.controllers})
     down = [one for one in fabric.controllers if one.state != LIVE]
     if not down:
-        return _ok("controllers", fabric, shown)
-    severity = Severity.WARNING if can_do_io(fabric) else Severity.ERROR
+        return ok("controllers", shown)
+    finding = warning if can_do_io(fabric) else error
     remedy = (
         "look at the link and at the target, and at `dmesg | grep nvme`; to give one up: "
         f"nvme disconnect -d {down[0].name}"
     )
-    return Finding("controllers", fabric.target, severity, shown, remedy)
+    return finding("controllers", shown, remedy)
 
 
-def _judge_fast_io_fail(fabric: TargetFabric, controllers: list[Controller]) -> Finding:
+def _judge_fast_io_fail(controllers: list[Controller]) -> Finding:
     off = [one for one in controllers if one.fast_io_fail_tmo == OFF]
     if not off:
         times = {one.name: one.fast_io_fail_tmo for one in controllers}
-        known = (f"{name} {'unknown' if s is None else f'{s} s'}" for name, s in times.items())
-        return _ok("fast_io_fail_tmo", fabric, ", ".join(known))
+        known = {name: None if s is None else f"{s} s" for name, s in times.items()}
+        return ok("fast_io_fail_tmo", _states(known))
     hangs = sorted({_hang(one.ctrl_loss_tmo) for one in off})
     evidence = (
         f"off for {', '.join(one.name for one in off)}: when every path is lost, I/O hangs "
@@ -172,7 +161,7 @@ def _judge_fast_io_fail(fabric: TargetFabric, controllers: list[Controller]) -> 
         f"echo {_FAST_IO_FAIL_S} | tee {files}; and when connecting: nvme connect … "
         f"--fast_io_fail_tmo={_FAST_IO_FAIL_S} --ctrl-loss-tmo={_CTRL_LOSS_S}"
     )
-    return _warning("fast_io_fail_tmo", fabric, evidence, remedy)
+    return warning("fast_io_fail_tmo", evidence, remedy)
 
 
 def _hang(ctrl_loss_tmo: int | None) -> str:
@@ -183,7 +172,7 @@ def _hang(ctrl_loss_tmo: int | None) -> str:
     return f"for ctrl_loss_tmo, {ctrl_loss_tmo} s"
 
 
-def _judge_security(fabric: TargetFabric, controllers: list[Controller]) -> Iterator[Finding]:
+def _judge_security(controllers: list[Controller]) -> Iterator[Finding]:
     clear = "KV cache crosses the network unencrypted"
     anyone = "any machine that reaches the target may claim to be this host"
     tls = {one.name: one.tls for one in controllers}
@@ -192,17 +181,17 @@ def _judge_security(fabric: TargetFabric, controllers: list[Controller]) -> Iter
         ("tls", tls, clear, "gen-tls-key", "--tls"),
         ("authentication", dhchap, anyone, "gen-dhchap-key", "--dhchap-secret=…"),
     ):
-        shown = ", ".join(f"{name} {state or 'unknown'}" for name, state in seen.items())
+        shown = _states(seen)
         if "off" in seen.values():
             remedy = (
                 f"set up a key on both sides (nvme {key}), and nvme connect … {option}; or let no "
                 "other machine into the network"
             )
-            yield _warning(check, fabric, f"{shown}: {danger}", remedy)
+            yield warning(check, f"{shown}: {danger}", remedy)
             continue
         if None in seen.values():
             shown += " (this kernel does not show it, which may mean that there is none)"
-        yield _ok(check, fabric, shown)
+        yield ok(check, shown)
 
 
 def judge_mount(fabric: TargetFabric) -> list[Finding]:
@@ -211,14 +200,14 @@ def judge_mount(fabric: TargetFabric) -> list[Finding]:
         return []
     options, remedy = fabric.mount.options, f"mount -o remount,noatime {fabric.mount.point}"
     if "noatime" in options:
-        return [_ok("atime", fabric, "noatime")]
+        return [ok("atime", "noatime")]
     if "ro" in options:
-        return [_ok("atime", fabric, "mounted read-only")]
+        return [ok("atime", "mounted read-only")]
     if "relatime" in options:
         evidence = "relatime: the first read after a write also writes the inode's time"
-        return [_ok("atime", fabric, evidence, remedy)]
+        return [ok("atime", evidence, remedy)]
     evidence = "strictatime: every read also writes the inode's time"
-    return [_warning("atime", fabric, evidence, remedy)]
+    return [warning("atime", evidence, remedy)]
 
 
 def judge_pcie(fabric: TargetFabric, nics: dict[str, Nic]) -> list[Finding]:
@@ -229,13 +218,13 @@ def judge_pcie(fabric: TargetFabric, nics: dict[str, Nic]) -> list[Finding]:
     below = {name: link for name, link in links.items() if link.is_slow or link.is_narrow}
     if not below:
         shown = ", ".join(f"{name} {link.current}" for name, link in links.items())
-        return [_ok("pcie_link", fabric, shown)]
+        return [ok("pcie_link", shown)]
     shown = ", ".join(
         f"{name} runs at {link.current}, and can do {link.maximum}" for name, link in below.items()
     )
     addresses = " ".join(link.address for link in below.values())
     remedy = f"another slot, or reseat it; lspci -vv -s {addresses} shows LnkCap and LnkSta"
-    return [_warning("pcie_link", fabric, shown, remedy)]
+    return [warning("pcie_link", shown, remedy)]
 
 
 def _links(fabric: TargetFabric, nics: dict[str, Nic]) -> dict[str, PcieLink]:
@@ -268,27 +257,27 @@ def judge_numa(fabric: TargetFabric, nics: dict[str, Nic], machine: Machine) -> 
     elif gpu_nodes and not nodes & gpu_nodes:
         remedy = f"use a GPU on node {first}, or a card on node {min(gpu_nodes)}"
     else:
-        return [_ok("numa_node", fabric, shown)]
-    return [_warning("numa_node", fabric, shown, remedy)]
+        return [ok("numa_node", shown)]
+    return [warning("numa_node", shown, remedy)]
 
 
 def judge_kernel(machine: Machine, target_count: int) -> Finding:
     """The features of this kernel that the I/O core must do without."""
     kernel, shown = machine.kernel, f"Linux {machine.release}"
     if kernel == (0, 0):
-        return Finding("kernel", "host", Severity.OK, f"{shown}: its version is unknown")
-    if kernel < _DISABLED_RINGS:
-        evidence, wanted = "has no io_uring that this can use: threads run instead", _DISABLED_RINGS
-    elif kernel < _DEFERRED_WORK:
-        evidence = "has no deferred work in io_uring: completions interrupt the I/O threads"
-        wanted = _DEFERRED_WORK
-    elif kernel < _SHARED_BUFFERS and target_count > 1:
+        return ok("kernel", f"{shown}: its version is unknown")
+    lacks = [
+        ((5, 10), "has no io_uring that this can use: threads run instead"),
+        ((6, 1), "has no deferred work in io_uring: completions interrupt the I/O threads"),
+    ]
+    if target_count > 1:
         evidence = (
             f"cannot share registered memory between rings: each of {target_count} targets "
             "counts all staging against the locked-memory limit"
         )
-        wanted = _SHARED_BUFFERS
-    else:
-        return Finding("kernel", "host", Severity.OK, f"{shown} has all features that are used")
-    remedy = f"Linux {wanted[0]}.{wanted[1]} or later (6.12 has all features)"
-    return Finding("kernel", "host", Severity.WARNING, f"{shown} {evidence}", remedy)
+        lacks.append(((6, 12), evidence))
+    for since, evidence in lacks:
+        if kernel < since:
+            remedy = f"Linux {since[0]}.{since[1]} or later (6.12 has all features)"
+            return warning("kernel", f"{shown} {evidence}", remedy)
+    return ok("kernel", f"{shown} has all features that are used")
