@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+from collections.abc import Callable
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.commands import plain_errors, print_json
 from vllm_nvmeof_offload.commands.pool.cli import pool_app
-from vllm_nvmeof_offload.commands.size.cli import size
+from vllm_nvmeof_offload.commands.size.deployment import Deployment
 
 app = typer.Typer(
     help="KV-cache offloading for vLLM: pinned CPU memory and a file pool on NVMe-oF.",
@@ -23,7 +26,6 @@ app = typer.Typer(
 config_app = typer.Typer(help="List the configuration's keys, or check a configuration.")
 app.add_typer(config_app, name="config", invoke_without_command=True)
 app.add_typer(pool_app, name="pool")
-app.command()(size)
 try:
     from vllm_nvmeof_bench.cli import bench_app
 except ModuleNotFoundError:
@@ -45,6 +47,104 @@ else:
 _EXTRA = "kv_connector_extra_config"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def doctor(
+    target: Annotated[
+        list[str] | None,
+        typer.Option(help="A pool directory to check; repeatable. Default: the default one."),
+    ] = None,
+    staging: Annotated[
+        str | None, typer.Option(help="Pinned memory of the planned server, such as 30GiB.")
+    ] = None,
+    as_json: AsJson = False,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Measure each target: 256 MiB written, about 3 seconds."),
+    ] = False,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Compare DMA and the copy kernel on each GPU and keep the result instead of the "
+            "earlier one: takes seconds per GPU, on which nothing else should run.",
+        ),
+    ] = False,
+) -> None:
+    """Check the I/O path of this machine and its targets, through NVMe-oF down to each path.
+
+    Exit code: 0 healthy, 1 works, but slower or less resilient than it could be, 2 something
+    cannot run.
+    """
+    from vllm_nvmeof_offload.commands.doctor.examine import examine
+    from vllm_nvmeof_offload.config import default_staging_bytes, default_target
+    from vllm_nvmeof_offload.units import parse_bytes
+
+    try:
+        staging_bytes = parse_bytes(staging) if staging else default_staging_bytes()
+    except ValueError as error:
+        typer.echo(f"vllm-nvmeof: --staging: {error}", err=True)
+        raise typer.Exit(2) from None
+    targets = target or [default_target(os.environ)]
+    raise typer.Exit(examine(targets, staging_bytes, as_json, measure, calibrate))
+
+
+def _with_deployment(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace `**given` by the options that the fields of `Deployment` declare."""
+    signature, hints = inspect.signature(command, eval_str=True), get_type_hints(Deployment)
+    options = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    for one in fields(Deployment):
+        if one.metadata:
+            kind: Any = str if one.metadata["read"] else hints[one.name]
+            option = typer.Option(one.metadata["flag"], help=one.metadata["help"])
+            options.append(
+                inspect.Parameter(
+                    one.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=one.default,
+                    annotation=Annotated[kind, option],
+                )
+            )
+    command.__signature__ = signature.replace(parameters=options)  # type: ignore[attr-defined]
+    return command
+
+
+@app.command()
+@_with_deployment
+def size(
+    model: Annotated[
+        Path | None, typer.Option(help="A config.json, or the directory that holds it.")
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="A known model, such as Qwen3-8B.")] = None,
+    weights_bytes: Annotated[
+        str | None,
+        typer.Option(
+            help="Weights of the whole model, such as 140GB. Default: from its index, or estimated."
+        ),
+    ] = None,
+    kv_dtype: Annotated[
+        str, typer.Option(help="KV cache's type: auto (the model's), bf16, fp16, fp8 or fp32.")
+    ] = "auto",
+    as_json: AsJson = False,
+    **given: Any,
+) -> None:
+    """Size a deployment: KV bytes of a model, sessions that fit, sessions that load in time.
+
+    Nothing is measured: each number is computed and printed with its formula; assumptions are
+    listed below. Exit code: 0 printed (in time or not), 2 a value cannot be used.
+    """
+    from vllm_nvmeof_offload.commands.size.model import choose_model
+    from vllm_nvmeof_offload.commands.size.report import build, show
+
+    with plain_errors(2):
+        shape = choose_model(model, preset, weights_bytes)
+        element_bytes = shape.kv_element_bytes(kv_dtype)
+        report = build(shape, Deployment(kv_element_bytes=element_bytes, **given))
+    if as_json:
+        print_json(asdict(report))
+    else:
+        show(report)
 
 
 @app.command()
@@ -143,47 +243,6 @@ def _read_json(source: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError("JSON", source, "give an object, { … }")
     return {key: part for key, part in value.items() if key != "kv_connector"}
-
-
-@app.command()
-def doctor(
-    target: Annotated[
-        list[str] | None,
-        typer.Option(help="A pool directory to check; repeatable. Default: the default one."),
-    ] = None,
-    staging: Annotated[
-        str | None, typer.Option(help="Pinned memory of the planned server, such as 30GiB.")
-    ] = None,
-    as_json: AsJson = False,
-    measure: Annotated[
-        bool,
-        typer.Option("--measure", help="Measure each target: 256 MiB written, about 3 seconds."),
-    ] = False,
-    calibrate: Annotated[
-        bool,
-        typer.Option(
-            "--calibrate",
-            help="Compare DMA and the copy kernel on each GPU and keep the result instead of the "
-            "earlier one: takes seconds per GPU, on which nothing else should run.",
-        ),
-    ] = False,
-) -> None:
-    """Check the I/O path of this machine and its targets, through NVMe-oF down to each path.
-
-    Exit code: 0 healthy, 1 works, but slower or less resilient than it could be, 2 something
-    cannot run.
-    """
-    from vllm_nvmeof_offload.commands.doctor.examine import examine
-    from vllm_nvmeof_offload.config import default_staging_bytes, default_target
-    from vllm_nvmeof_offload.units import parse_bytes
-
-    try:
-        staging_bytes = parse_bytes(staging) if staging else default_staging_bytes()
-    except ValueError as error:
-        typer.echo(f"vllm-nvmeof: --staging: {error}", err=True)
-        raise typer.Exit(2) from None
-    targets = target or [default_target(os.environ)]
-    raise typer.Exit(examine(targets, staging_bytes, as_json, measure, calibrate))
 
 
 @app.command()

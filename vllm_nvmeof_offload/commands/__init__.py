@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -22,8 +22,9 @@ from vllm_nvmeof_offload.errors import OffloadError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
-__all__ = ["plain_errors", "print_json", "wide_console"]
+__all__ = ["plain_errors", "print_json", "table", "wide_console"]
 
 
 @contextlib.contextmanager
@@ -51,3 +52,16 @@ def wide_console(file_columns: int) -> Console:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         return Console(width=file_columns)
     return console
+
+
+def table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None
+) -> Table:
+    """A table for people, whose cells are printed as they are: rich reads no markup in them."""
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(*headings, title=title)
+    for row in rows:
+        made.add_row(*map(Text, row))
+    return made

@@ -28,8 +28,9 @@ from vllm_nvmeof_bench.results import (
     worst,
 )
 from vllm_nvmeof_bench.tables import Column, arm_columns, number, table, vllm_in
-from vllm_nvmeof_offload.commands.size.config_json import preset
-from vllm_nvmeof_offload.commands.size.kv import Deployment, KvSizes
+from vllm_nvmeof_offload.commands.size.deployment import Deployment
+from vllm_nvmeof_offload.commands.size.kv import KvSizes
+from vllm_nvmeof_offload.commands.size.model import preset
 from vllm_nvmeof_offload.copy.calibration import KERNEL_MARGIN
 from vllm_nvmeof_offload.units import KIB, MIB, format_bytes
 

@@ -10,14 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_nvmeof_offload.cli import app
-from vllm_nvmeof_offload.commands.size.kv import (
+from vllm_nvmeof_offload.commands.size.deployment import (
     Deployment,
     parse_duration,
     parse_link,
     parse_rate,
     parse_tokens,
 )
-from vllm_nvmeof_offload.commands.size.report import SizeReport
+from vllm_nvmeof_offload.commands.size.report import Figure, LayersRow, ScaleRow, SizeReport
 
 runner = CliRunner()
 PLAIN = {
@@ -29,7 +29,11 @@ PLAIN = {
 def size_json(*options: str) -> SizeReport:
     result = runner.invoke(app, ["size", *options, "--json"])
     assert result.exit_code == 0, result.output
-    return SizeReport.model_validate_json(result.stdout)
+    value = json.loads(result.stdout)
+    value["deployment"] = Deployment(**value["deployment"])
+    for name, kind in (("layers", LayersRow), ("figures", Figure), ("scaling", ScaleRow)):
+        value[name] = [kind(**row) for row in value[name]]
+    return SizeReport(**value)
 
 
 def test_json_has_the_stated_shape_and_the_options_in_it() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllm_nvmeof_offload.commands.size.config_json import parse_model, read_model
-from vllm_nvmeof_offload.commands.size.model import LayerKind
+from vllm_nvmeof_offload.commands.size.model import LayerKind, Weights, parse_model, read_model
 from vllm_nvmeof_offload.errors import ConfigError
 
 PLAIN: dict[str, Any] = {
@@ -134,7 +133,7 @@ def test_nested_and_directory_and_index(tmp_path: Path) -> None:
     index = {"metadata": {"total_size": 123_456}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert read_model(tmp_path / "config.json").weights.total_bytes == 123_456
-    assert read_model(tmp_path, 99).weights.total_bytes == 99
+    assert read_model(tmp_path, Weights(99, "given")).weights.total_bytes == 99
 
 
 @pytest.mark.parametrize(

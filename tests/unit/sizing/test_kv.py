@@ -5,9 +5,15 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_nvmeof_offload.commands.size.config_json import preset
-from vllm_nvmeof_offload.commands.size.kv import Deployment, KvSizes
-from vllm_nvmeof_offload.commands.size.model import LayerGroup, LayerKind, ModelShape, Weights
+from vllm_nvmeof_offload.commands.size.deployment import Deployment
+from vllm_nvmeof_offload.commands.size.kv import KvSizes
+from vllm_nvmeof_offload.commands.size.model import (
+    LayerGroup,
+    LayerKind,
+    ModelShape,
+    Weights,
+    preset,
+)
 from vllm_nvmeof_offload.errors import ConfigError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from vllm_nvmeof_offload.commands.size.config_json import preset, preset_names
-from vllm_nvmeof_offload.commands.size.kv import Deployment, KvSizes
+from vllm_nvmeof_offload.commands.size.deployment import Deployment
+from vllm_nvmeof_offload.commands.size.kv import KvSizes
+from vllm_nvmeof_offload.commands.size.model import preset, preset_names
 from vllm_nvmeof_offload.commands.size.report import DATA24, DATA24_DRIVES
 
 PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())

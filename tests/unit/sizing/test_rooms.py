@@ -9,15 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_nvmeof_offload.commands.size.config_json import preset, preset_names
-from vllm_nvmeof_offload.commands.size.kv import (
-    Deployment,
-    KvSizes,
-    cpu_room,
-    gpu_room,
-    plan_reload,
-    pool_room,
-)
+from vllm_nvmeof_offload.commands.size.deployment import Deployment
+from vllm_nvmeof_offload.commands.size.kv import KvSizes, cpu_room, gpu_room, plan_reload, pool_room
+from vllm_nvmeof_offload.commands.size.model import Weights, preset, preset_names
 from vllm_nvmeof_offload.commands.size.report import build
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.staging import split_slots
@@ -29,7 +23,7 @@ CHUNKS, SLOT = 2048, 2052 * KIB
 
 def sized(name: str = "Llama-3.1-8B-Instruct", **more: Any) -> tuple[KvSizes, Deployment]:
     deployment = Deployment(**more)
-    return KvSizes(preset(name, 16 * GIB), deployment), deployment
+    return KvSizes(preset(name, Weights(16 * GIB, "given")), deployment), deployment
 
 
 def test_gpu_memory_by_hand() -> None:
@@ -53,7 +47,7 @@ def test_the_cpu_tier_is_the_servers() -> None:
     cache_slots, streams = split_slots(64 * GIB, SLOT, deployment.stream_slots)
     assert streams == 64
     room = cpu_room(sizes)
-    assert room.cache_bytes == cache_slots * SLOT
+    assert room.free_bytes == cache_slots * SLOT
     assert room.sessions == cache_slots // CHUNKS == 15
 
 
@@ -62,7 +56,7 @@ def test_the_pool_by_hand() -> None:
     session = CHUNKS * (SLOT + 64)
     room = pool_room(sizes, 24)
     assert room.session_bytes == session
-    assert room.sessions_per_drive == 5 * 10**12 // session
+    assert pool_room(sizes, 1).sessions == 5 * 10**12 // session
     assert room.sessions == 12 * 10**13 // session
 
 

@@ -11,165 +11,16 @@ back at the same moment, spread evenly over drives, links and GPUs.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
-from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
-
+from vllm_nvmeof_offload.commands.size.deployment import Deployment, parse_link
 from vllm_nvmeof_offload.commands.size.model import LayerGroup, LayerKind, ModelShape
 from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.copy.geometry import chunk_blocks
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
-from vllm_nvmeof_offload.units import GIB, parse_bytes, slot_stride_bytes
-
-#: Transfers per second and lane, and the share of them that carries data (line encoding).
-_PCIE = {3: (8e9, 128 / 130), 4: (16e9, 128 / 130), 5: (32e9, 128 / 130), 6: (64e9, 242 / 256)}
-_LINK = re.compile(r"^\s*(?:(\d+)\s*x\s*)?(.+?)\s*$", re.IGNORECASE)
-_PCIE_NAME = re.compile(r"^pcie\s*(?:gen)?\s*(\d)\s*x\s*(\d+)$", re.IGNORECASE)
-_NETWORK = re.compile(r"^(\d+(?:\.\d+)?)\s*(?:gbe|gbps|gbit/s|gb/s|gbib|gib)$", re.IGNORECASE)
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
-_DURATION = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(us|ms|s|min)\s*$", re.IGNORECASE)
-_TOKENS = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([km]?)\s*$", re.IGNORECASE)
-_LANES = (1, 2, 4, 8, 16)
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """`count` links of `bytes_per_s` each in one direction, by the line rate."""
-
-    count: int
-    bytes_per_s: float
-
-    @property
-    def total_bytes_per_s(self) -> float:
-        return self.count * self.bytes_per_s
-
-
-def parse_link(text: str) -> Link:
-    """Parse `100GbE`, `2x400GbE`, `pcie5x16` or a rate as in `2x12.5GB/s`; else ValueError."""
-    match = _LINK.match(text)
-    count, name = (int(match.group(1) or 1), match.group(2)) if match else (0, "")
-    rate = _one_link(name)
-    if rate is None or count < 1:
-        raise ValueError(
-            f"{text!r} is not a link; write 100GbE, 2x400GbE, pcie5x16 or a rate such as 12.5GB/s"
-        )
-    return Link(count, rate)
-
-
-def _one_link(name: str) -> float | None:
-    """Bytes per second of one link, in one direction; None: not a link."""
-    pcie = _PCIE_NAME.match(name)
-    if pcie:
-        generation, lanes = int(pcie.group(1)), int(pcie.group(2))
-        if generation not in _PCIE or lanes not in _LANES:
-            return None
-        transfers, share = _PCIE[generation]
-        return lanes * transfers * share / 8
-    network = _NETWORK.match(name)
-    # 12.5GB/s is bytes, 100Gb/s is bits: the only place where the case of a letter counts.
-    if network and "B/s" not in name:
-        return float(network.group(1)) * 1e9 / 8 or None
-    try:
-        return parse_rate(name)
-    except ValueError:
-        return None
-
-
-def parse_rate(text: str) -> float:
-    """Parse `6.5GB/s` or `900 MiB/s` into bytes per second above 0; else ValueError."""
-    amount, slash, per = text.strip().rpartition("/")
-    if slash and per.lower() == "s":
-        rate = parse_bytes(amount)
-        if rate > 0:
-            return float(rate)
-    raise ValueError(f"{text!r} is not a rate above 0; write 6.5GB/s or 900MiB/s")
-
-
-def parse_duration(text: str) -> float:
-    """Parse `2s` or `500ms` into seconds above 0; else ValueError."""
-    match = _DURATION.match(text)
-    seconds = float(match.group(1)) * _SECONDS[match.group(2).lower()] if match else 0.0
-    if seconds <= 0:
-        raise ValueError(f"{text!r} is not a duration above 0; write 2s or 500ms")
-    return seconds
-
-
-def parse_tokens(text: str) -> int:
-    """Parse `32768`, `128k` (times 1024) or `1M` (times 1024²), above 0; else ValueError."""
-    match = _TOKENS.match(text)
-    scale = {"": 1, "k": 1 << 10, "m": 1 << 20}
-    tokens = int(float(match.group(1)) * scale[match.group(2).lower()]) if match else 0
-    if tokens <= 0:
-        raise ValueError(f"{text!r} is not a number of tokens above 0; write 32768 or 128k")
-    return tokens
-
-
-def _from_text(parser: Any) -> BeforeValidator:
-    """A validator that parses text and leaves numbers as they are."""
-    return BeforeValidator(lambda value: parser(value) if isinstance(value, str) else value)
-
-
-def _check_link(text: str) -> str:
-    parse_link(text)
-    return text
-
-
-_Bytes = Annotated[int, _from_text(parse_bytes)]
-_Tokens = Annotated[int, _from_text(parse_tokens)]
-_BytesPerS = Annotated[float, _from_text(parse_rate)]
-_Seconds = Annotated[float, _from_text(parse_duration)]
-_LinkText = Annotated[str, AfterValidator(_check_link)]
-
-
-class Deployment(BaseModel):
-    """The hardware and the load that a model is sized for.
-
-    Values are numbers or texts as on the command line, whose options (cli.py) explain them.
-    `gpus`, `drives` and `link` are of the whole deployment, `staging_bytes` and the parallel
-    sizes are of one engine, `stream_slots` are of one rank.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    gpus: int = Field(1, ge=1)
-    gpu_memory_bytes: _Bytes = Field(80 * GIB, gt=0)
-    gpu_memory_utilization: float = Field(0.92, gt=0, le=1)  # vLLM's default
-    gpu_reserve_bytes: _Bytes = Field(4 * GIB, ge=0)
-    tensor_parallel: int = Field(1, ge=1)
-    pipeline_parallel: int = Field(1, ge=1)
-    kv_element_bytes: int = Field(2, ge=1)
-    block_tokens: int = Field(16, ge=1)
-    #: None: as many as the server would choose.
-    blocks_per_chunk: int | None = Field(None, ge=1)
-    staging_bytes: _Bytes = Field(8 * GIB, ge=0)
-    #: The server's default, so that the CPU tier comes out as the server's.
-    stream_slots: int = Field(OffloadConfig.model_fields["stream_slots"].default, ge=1)
-    context_tokens: _Tokens = Field(32 << 10, ge=1)
-    concurrency: int = Field(16, ge=1)
-    drives: int = Field(24, ge=1)
-    drive_bytes: _Bytes = Field(15_360_000_000_000, gt=0)
-    drive_fill: float = Field(0.9, gt=0, le=1)
-    drive_read_bytes_per_s: _BytesPerS = Field(6.5e9, gt=0)
-    link: _LinkText = "2x100GbE"
-    gpu_link: _LinkText = "pcie5x16"
-    link_efficiency: float = Field(0.9, gt=0, le=1)
-    ttft_seconds: _Seconds = Field(2.0, gt=0)
-
-    @property
-    def ranks(self) -> int:
-        """Ranks of one engine."""
-        return self.tensor_parallel * self.pipeline_parallel
-
-    @property
-    def engines(self) -> int:
-        return self.gpus // self.ranks
-
-    def on_one_rank(self) -> Deployment:
-        """The same with engines of one rank each."""
-        return self.model_copy(update={"tensor_parallel": 1, "pipeline_parallel": 1})
+from vllm_nvmeof_offload.staging import split_slots
+from vllm_nvmeof_offload.units import slot_stride_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +85,11 @@ class KvSizes:
     def block_bytes(self, stage: int = 0) -> int:
         """One block in all layers of one rank: one physical block, all layers together."""
         return self.deployment.block_tokens * self.rank_token_bytes(stage)
+
+    def rank_weights_bytes(self) -> int | None:
+        """Weights on one rank, spread evenly; None: unknown."""
+        total = self.model.weights.total_bytes
+        return None if total is None else -(-total // self.deployment.ranks)
 
     def state_bytes(self, stage: int = 0) -> int:
         """Recurrent state of one sequence on one rank."""
@@ -311,67 +167,48 @@ def _check_split(group: LayerGroup, ranks: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuRoom:
-    """GPU memory. free_bytes: for KV on one GPU (below 0: the weights do not fit)."""
+class Room:
+    """Sessions that fit. free_bytes: for KV on one GPU, in one rank's cache slots, or in the pool.
 
-    weights_bytes: int
+    free_bytes below 0: the weights do not fit. session_bytes: of a session there.
+    """
+
     free_bytes: int
     session_bytes: int
     sessions: int
 
 
-@dataclass(frozen=True, slots=True)
-class CpuRoom:
-    """Pinned memory. cache_bytes: cache slots of one rank. sessions: over all engines."""
-
-    cache_bytes: int
-    sessions: int
+def _room(free_bytes: int, session_bytes: int, engines: int = 1) -> Room:
+    each = max(0, free_bytes) // session_bytes if session_bytes else 0
+    return Room(free_bytes, session_bytes, each * engines)
 
 
-@dataclass(frozen=True, slots=True)
-class PoolRoom:
-    """The pool on a number of drives."""
-
-    pool_bytes: int
-    session_bytes: int
-    sessions_per_drive: int
-    sessions: int
-
-
-def gpu_room(sizes: KvSizes) -> GpuRoom | None:
-    """Sessions in GPU memory, weights spread evenly; None if the weights' size is unknown."""
-    deployment, total = sizes.deployment, sizes.model.weights.total_bytes
-    if total is None:
+def gpu_room(sizes: KvSizes) -> Room | None:
+    """GPU memory, weights spread evenly; None if the weights' size is unknown."""
+    deployment, weights = sizes.deployment, sizes.rank_weights_bytes()
+    if weights is None:
         return None
-    weights = -(-total // deployment.ranks)
     taken = int(deployment.gpu_memory_bytes * deployment.gpu_memory_utilization)
     free = taken - deployment.gpu_reserve_bytes - weights
-    session = sizes.session_rank_bytes(deployment.context_tokens)
-    each = max(0, free) // session if session else 0
-    return GpuRoom(weights, free, session, each * deployment.engines)
+    return _room(free, sizes.session_rank_bytes(deployment.context_tokens), deployment.engines)
 
 
-def cpu_room(sizes: KvSizes) -> CpuRoom:
-    """Sessions in the cache slots: the staging less the stream slots, at most a quarter of it."""
+def cpu_room(sizes: KvSizes) -> Room:
+    """The cache slots of the staging."""
     deployment = sizes.deployment
-    slots = sizes.session_slots(deployment.context_tokens)
-    stride = max((s.stride_bytes for s in slots), default=0)
     session = sizes.staged_rank_bytes(deployment.context_tokens)
-    if not stride or not session:
-        return CpuRoom(0, 0)
-    total = deployment.staging_bytes // deployment.ranks // stride
-    streams = max(1, min(deployment.stream_slots, total // 4))
-    cache = max(0, total - streams) * stride
-    return CpuRoom(cache, cache // session * deployment.engines)
-
-
-def pool_room(sizes: KvSizes, drives: int) -> PoolRoom:
-    """Sessions on `drives` drives; one session may use several, so no drive's rest is lost."""
-    each = int(sizes.deployment.drive_bytes * sizes.deployment.drive_fill)
-    session = sizes.pooled_bytes(sizes.deployment.context_tokens)
     if not session:
-        return PoolRoom(each * drives, 0, 0, 0)
-    return PoolRoom(each * drives, session, each // session, each * drives // session)
+        return _room(0, 0)
+    stride = max(slot.stride_bytes for slot in sizes.session_slots(deployment.context_tokens))
+    staging = deployment.staging_bytes // deployment.ranks
+    cache_slots, _ = split_slots(staging, stride, deployment.stream_slots)
+    return _room(cache_slots * stride, session, deployment.engines)
+
+
+def pool_room(sizes: KvSizes, drives: int) -> Room:
+    """The pool on `drives` drives; a session may use several, so no drive's rest is lost."""
+    each = int(sizes.deployment.drive_bytes * sizes.deployment.drive_fill)
+    return _room(each * drives, sizes.pooled_bytes(sizes.deployment.context_tokens))
 
 
 @dataclass(frozen=True, slots=True)

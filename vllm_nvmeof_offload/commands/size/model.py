@@ -1,10 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that a model's layers keep for each sequence."""
+"""A model's config.json, read into the memory that its layers keep and its weights' size.
+
+`presets.json` has the numbers of models that can be named instead, under config.json's own keys:
+facts of the models' published configurations. Recurrent state (Mamba, linear attention) is fixed
+per sequence: a convolution's last inputs, and a matrix for each head, as in the families' papers
+and code. Weights are estimated by counting matrices; norms and biases are left out (below a
+thousandth), and so are vision towers, which matters for small multimodal models.
+"""
 
 from __future__ import annotations
 
+import difflib
 import enum
+import functools
+import json
+from collections import Counter
 from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.units import human_bytes, parse_bytes
+
+Config = dict[str, Any]
+
+_INDEX = "model.safetensors.index.json"
+_FILE_BYTES_MAX = 64 << 20
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+#: Keys of models whose layers keep something that is not sized here.
+_NOT_SIZED = {
+    "compress_ratios": "compressed KV states",
+    "swa_num_key_value_heads": "windowed layers with other heads",
+    "global_head_dim": "full layers with other heads",
+    "linear_attn_config": "Kimi's linear attention",
+    "block_configs": "heads that differ from layer to layer",
+}
+#: Spellings of `layer_types` and `layers_block_type` → what such a layer keeps.
+_TYPES = {
+    **dict.fromkeys(("full_attention", "attention", "global"), "full"),
+    **dict.fromkeys(("sliding_attention", "sliding_window", "chunked_attention"), "window"),
+    **dict.fromkeys(("linear_attention", "mamba", "mamba2", "conv", "recurrent"), "state"),
+    **dict.fromkeys(("mlp", "moe"), "none"),
+}
+_PATTERN_LETTERS = {"M": "state", "*": "full", "-": "none", "E": "none"}
+#: Families in which every n-th layer is a full one, where config.json leaves it to the code.
+_FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
+_LINEAR_EVERY = {"qwen3_next": 4, "qwen3_5_text": 4, "qwen3_5_moe_text": 4}
+_RECURRENT_ONLY = {"mamba", "mamba2", "falcon_mamba"}
+#: A 4-bit value and its share of one 8-bit scale for each 32 of them.
+_MXFP4_BYTES = (4 + 8 / 32) / 8
+
 
 #: Bytes of one element, by the names that models and vLLM use.
 DTYPES = {
@@ -109,3 +155,405 @@ class ModelShape:
     @property
     def layers(self) -> int:
         return sum(group.layers for group in self.groups)
+
+    def kv_element_bytes(self, name: str) -> int:
+        """Bytes of one element of a KV cache of dtype `name`, or of the model's for "auto"."""
+        found = self.element_bytes if name == "auto" else dtype_bytes(name)
+        if found is None:
+            raise ConfigError("--kv-dtype", name, f"give auto or one of {', '.join(DTYPES)}")
+        return found
+
+
+def preset_names() -> list[str]:
+    """Names of all presets, as on Hugging Face."""
+    return sorted(_presets())
+
+
+def choose_model(path: Path | None, name: str | None, weights_text: str | None) -> ModelShape:
+    """The model of --model or --preset, with the weights of --weights-bytes if that was given.
+
+    ConfigError names the option that cannot be used.
+    """
+    weights = None
+    if weights_text is not None:
+        try:
+            weights = Weights(parse_bytes(weights_text), "given by --weights-bytes")
+        except ValueError as error:
+            remedy = str(error).removeprefix(f"{weights_text!r} ")
+            raise ConfigError("--weights-bytes", weights_text, remedy) from None
+    if path is not None and name is None:
+        return read_model(path, weights)
+    if path is None and name is not None:
+        return preset(name, weights)
+    given = None if path is None else str(path)
+    remedy = f"give one of --model and --preset; presets are {', '.join(preset_names())}"
+    raise ConfigError("--model", given, remedy)
+
+
+def preset(name: str, weights: Weights | None = None) -> ModelShape:
+    """The preset called `name`: in full, or by its last part, in any case.
+
+    ConfigError if there is none; the message names the nearest ones.
+    """
+    found = {full.lower(): full for full in _presets()}
+    short = {full.lower().rpartition("/")[2]: full for full in _presets()}
+    full = found.get(name.lower()) or short.get(name.lower())
+    if full is None:
+        near = difflib.get_close_matches(name.lower(), [*short, *found], n=3, cutoff=0.4)
+        hint = ", ".join(short.get(one) or found[one] for one in near) or ", ".join(preset_names())
+        raise ConfigError("--preset", name, f"not known; did you mean {hint}? Else give --model")
+    return parse_model(_presets()[full], full, weights)
+
+
+@functools.cache
+def _presets() -> dict[str, Config]:
+    text = resources.files(__package__).joinpath("presets.json").read_text(encoding="utf-8")
+    found: dict[str, Config] = json.loads(text)["models"]
+    return found
+
+
+def read_model(path: Path, weights: Weights | None = None) -> ModelShape:
+    """The model in `path`: a config.json, or the directory that holds it.
+
+    Weights that are not given are read from the directory's index, or estimated.
+
+    Raises:
+        ConfigError: no such file, not JSON, or a model that cannot be sized.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    config = _read(file)
+    index = file.parent / _INDEX
+    if weights is None and index.is_file():
+        total = (_read(index).get("metadata") or {}).get("total_size")
+        if isinstance(total, int):
+            weights = Weights(total, f"read from {_INDEX}")
+    name = str(config.get("_name_or_path") or file.parent.name or file.name)
+    return parse_model(config, name, weights)
+
+
+def _read(file: Path) -> Config:
+    try:
+        if file.stat().st_size > _FILE_BYTES_MAX:
+            raise ConfigError("--model", str(file), "too large for a config.json")
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        remedy = f"cannot be read ({error.strerror}); give a config.json or its directory"
+        raise ConfigError("--model", str(file), remedy) from None
+    except ValueError as error:
+        raise ConfigError("--model", str(file), f"is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError("--model", str(file), "is not an object, { … }")
+    return value
+
+
+def parse_model(config: Config, name: str, weights: Weights | None = None) -> ModelShape:
+    """The model that `config`, the contents of a config.json, describes.
+
+    ConfigError names a key that is missing or cannot be sized.
+    """
+    text = _text_part(config)
+    for key, what in _NOT_SIZED.items():
+        if text.get(key):
+            raise ConfigError(key, "…", f"this version does not size {what}")
+    if text.get("is_encoder_decoder"):
+        raise ConfigError("is_encoder_decoder", True, "only decoders are sized")
+    layers = _number(text, "num_hidden_layers", "n_layer", "num_layers")
+    dtype = _first(text, "torch_dtype", "dtype") or _first(config, "torch_dtype", "dtype")
+    element_bytes = dtype_bytes(dtype or "bfloat16") or 2
+    groups = _groups(text, layers, element_bytes)
+    if weights is None:
+        weights = _estimate({**config, **text}, text, groups, element_bytes)
+    notes = () if dtype else ("config.json names no dtype: taken as bfloat16",)
+    longest = text.get("max_position_embeddings")
+    limit = longest if isinstance(longest, int) and longest > 0 else None
+    return ModelShape(name, groups, weights, element_bytes, limit, notes)
+
+
+def _text_part(config: Config) -> Config:
+    """The language model's part: multimodal files nest it."""
+    for key in ("text_config", "llm_config", "language_config", "thinker_config"):
+        part = config.get(key)
+        if isinstance(part, dict):
+            outer = {k: v for k, v in config.items() if k == "quantization_config"}
+            return _text_part({**outer, **part})
+    return config
+
+
+def _first(config: Config, *keys: str, default: Any = None) -> Any:
+    """The first value of `keys` that is set and not 0 or empty."""
+    return next((config[key] for key in keys if config.get(key)), default)
+
+
+def _number(config: Config, *keys: str) -> int:
+    for key in keys:
+        value = config.get(key)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        if value is not None:
+            raise ConfigError(key, value, "in config.json: give a whole number above 0")
+    raise ConfigError(keys[0], None, "missing in config.json; is it a language model's?")
+
+
+def _groups(text: Config, layers: int, element_bytes: int) -> tuple[LayerGroup, ...]:
+    counted = Counter(_layer_kinds(text, layers))
+    groups = []
+    if counted["full"]:
+        groups += _full_groups(text, counted["full"])
+    if counted["window"]:
+        window = _window_tokens(text)
+        groups.append(
+            LayerGroup(LayerKind.WINDOW, counted["window"], *_heads(text), window_tokens=window)
+        )
+    if counted["state"]:
+        state = _recurrent_state(text, element_bytes)
+        groups.append(LayerGroup(LayerKind.STATE, counted["state"], state=state))
+    return tuple(groups)
+
+
+def _full_groups(text: Config, layers: int) -> list[LayerGroup]:
+    # MiniCPM3 has a latent too, but vLLM caches the heads that it expands to.
+    if not text.get("kv_lora_rank") or text.get("model_type") == "minicpm3":
+        return [LayerGroup(LayerKind.FULL, layers, *_heads(text))]
+    width = _number(text, "kv_lora_rank") + _number(text, "qk_rope_head_dim")
+    groups = [LayerGroup(LayerKind.LATENT, layers, key_width=width)]
+    if text.get("index_head_dim"):
+        # One byte per element, and a 4-byte scale for each 128 of them.
+        index = _number(text, "index_head_dim")
+        index += index // 128 * 4
+        groups.append(LayerGroup(LayerKind.INDEXER, layers, key_width=index, element_bytes=1))
+    return groups
+
+
+def _heads(text: Config) -> tuple[int, int, int]:
+    """(KV heads, elements of a key, elements of a value)."""
+    heads = _number(text, "num_attention_heads", "n_head")
+    kv_heads = next((_number(text, key) for key in _KV_HEADS if text.get(key)), heads)
+    if text.get("multi_query") and not text.get("new_decoder_architecture"):
+        kv_heads = 1
+    if text.get("model_type") == "minicpm3":
+        width = _number(text, "qk_nope_head_dim") + _number(text, "qk_rope_head_dim")
+        return heads, width, width
+    key = text.get("head_dim")
+    if not isinstance(key, int) or key <= 0:
+        key = _number(text, "hidden_size", "n_embd") // heads
+    value = text.get("v_head_dim")
+    return kv_heads, key, value if isinstance(value, int) and value > 0 else key
+
+
+def _layer_kinds(config: Config, layers: int) -> list[str]:
+    """One of full, window, state, none for each layer (two entries for a layer that is both)."""
+    kinds = _kinds_by_name(config) or _kinds_by_period(config, layers)
+    if kinds is None:
+        full = layers
+        if _window_tokens(config) is not None:
+            full = 0
+            # Qwen2's max_window_layers counts the layers below the windowed ones.
+            if config.get("use_sliding_window") and config.get("max_window_layers") is not None:
+                full = min(layers, int(config["max_window_layers"]))
+        kinds = ["full"] * full + ["window"] * (layers - full)
+    # The last layers of some models use the cache of an earlier one.
+    return kinds[: len(kinds) - int(config.get("num_kv_shared_layers") or 0)]
+
+
+def _window_tokens(config: Config) -> int | None:
+    """The reach of a windowed layer in tokens; None where no window is in use."""
+    if config.get("use_sliding_window") is False:
+        return None
+    window = _first(config, "sliding_window", "attention_chunk_size")
+    return int(window) if window else None
+
+
+def _kinds_by_name(config: Config) -> list[str] | None:
+    for key in ("layer_types", "layers_block_type"):
+        names = config.get(key)
+        if not isinstance(names, list):
+            continue
+        unknown = [name for name in names if name not in _TYPES]
+        if unknown:
+            raise ConfigError(key, unknown[0], f"not sized; known are {', '.join(_TYPES)}")
+        # Some files list windows beside a window of null: then there is none.
+        has_window = _window_tokens(config) is not None
+        kinds = [_TYPES[name] for name in names]
+        return kinds if has_window else ["full" if kind == "window" else kind for kind in kinds]
+    pattern = config.get("hybrid_override_pattern")
+    if isinstance(pattern, str):
+        unknown = [letter for letter in pattern if letter not in _PATTERN_LETTERS]
+        if unknown:
+            raise ConfigError("hybrid_override_pattern", pattern, f"{unknown[0]!r} is not known")
+        return [_PATTERN_LETTERS[letter] for letter in pattern]
+    return None
+
+
+def _kinds_by_period(config: Config, layers: int) -> list[str] | None:
+    """Kinds that follow from a period; None: no such rule."""
+    family = str(config.get("model_type", ""))
+    if family in _RECURRENT_ONLY:
+        return ["state"] * layers
+    if family == "falcon_h1":  # attention and Mamba side by side in every layer
+        return ["full"] * layers + ["state"] * layers
+    if isinstance(config.get("attn_layer_indices"), list):
+        full = set(config["attn_layer_indices"])
+        return ["full" if layer in full else "state" for layer in range(layers)]
+    if config.get("attn_layer_period"):
+        period, offset = int(config["attn_layer_period"]), int(config.get("attn_layer_offset") or 0)
+        return ["full" if i % period == offset else "state" for i in range(layers)]
+    linear = config.get("full_attention_interval") or _LINEAR_EVERY.get(family)
+    if linear:
+        return _full_every(int(linear), "state", layers)
+    if config.get("attention_chunk_size"):  # Llama 4: a layer without RoPE sees everything
+        rope = config.get("no_rope_layers") or []
+        every = int(config.get("no_rope_layer_interval") or 4)
+        marks = rope if len(rope) >= layers else [(i + 1) % every for i in range(layers)]
+        return ["window" if mark else "full" for mark in marks[:layers]]
+    if _window_tokens(config) is None:
+        return None
+    full_every = config.get("sliding_window_pattern") or _FULL_EVERY.get(family)
+    if isinstance(full_every, int) and full_every > 1:
+        return _full_every(full_every, "window", layers)
+    return None
+
+
+def _full_every(period: int, others: str, layers: int) -> list[str]:
+    return [others if (i + 1) % period else "full" for i in range(layers)]
+
+
+def _recurrent_state(config: Config, model_bytes: int) -> RecurrentState | None:
+    """State of one layer, or None for a family whose state this version cannot size.
+
+    model_bytes: of one element of the model's dtype, which the state has too unless the file
+    names another for the recurrent part.
+    """
+    groups = group_width = 0
+    if "linear_num_value_heads" in config:
+        # Gated DeltaNet (Qwen3-Next): keys, queries and values pass the convolution.
+        keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+        values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        width, kernel = 2 * keys + values, config["linear_conv_kernel_dim"]
+        elements = values * config["linear_key_head_dim"]
+    elif "mamba_n_heads" in config or "mamba_num_heads" in config:
+        # Mamba-2: the inner width and, for each group, B and C pass the convolution.
+        head_dim = _first(config, "mamba_d_head", "mamba_head_dim")
+        inner = (
+            _first(config, "mamba_n_heads", "mamba_num_heads") * head_dim
+            if isinstance(head_dim, int)
+            else _expanded(config)
+        )
+        state = _first(config, "mamba_d_state", "ssm_state_size")
+        groups, group_width = _first(config, "mamba_n_groups", "n_groups", default=1), 2 * state
+        width = inner + groups * group_width
+        kernel = _first(config, "mamba_d_conv", "conv_kernel", default=4)
+        elements = inner * state
+    elif "mamba_d_state" in config or str(config.get("model_type")).endswith("mamba"):
+        # Mamba: one state vector for each of the inner channels.
+        inner = config.get("intermediate_size") if "state_size" in config else None
+        width = inner or _expanded(config)
+        kernel = _first(config, "mamba_d_conv", "conv_kernel", default=4)
+        elements = width * _first(config, "mamba_d_state", "state_size", default=16)
+    else:
+        return None
+    named = _first(config, "mamba_ssm_cache_dtype", "mamba_ssm_dtype")
+    recurrent_bytes = (dtype_bytes(named) if named else None) or model_bytes
+    return RecurrentState(
+        width, kernel - 1, elements, model_bytes, recurrent_bytes, groups, group_width
+    )
+
+
+def _expanded(config: Config) -> int:
+    return int(config.get("mamba_expand", 2) * config["hidden_size"])
+
+
+def _estimate(
+    whole: Config, text: Config, groups: tuple[LayerGroup, ...], element_bytes: int
+) -> Weights:
+    parameters = _parameters(text, groups)
+    if parameters is None:
+        return Weights(None, "config.json does not say enough; give --weights-bytes")
+    each, why = _bytes_per_parameter(whole, element_bytes)
+    total = round(parameters * each)
+    return Weights(
+        total, f"estimated: {parameters / 1e9:.2f} billion parameters, {why} ({human_bytes(total)})"
+    )
+
+
+def _parameters(config: Config, groups: tuple[LayerGroup, ...]) -> int | None:
+    """Parameters of the language model; None where the file does not say enough."""
+    hidden, vocab = config.get("hidden_size"), config.get("vocab_size")
+    feed_forward = _feed_forward(config)
+    if not hidden or not vocab or feed_forward is None:
+        return None
+    total = feed_forward
+    for group in groups:
+        each = _mixer(config, group)
+        if each is None:
+            return None
+        total += each * group.layers
+    # Gemma leaves the key out of the file, and ties.
+    family = str(config.get("model_type", ""))
+    tied = config.get("tie_word_embeddings", family.startswith("gemma"))
+    return int(total + vocab * hidden * (1 if tied else 2))
+
+
+def _bytes_per_parameter(config: Config, model_bytes: int) -> tuple[float, str]:
+    """Bytes of one stored parameter, and why."""
+    quantization = _first(config, "quantization_config", "compression_config")
+    if not isinstance(quantization, dict):
+        return model_bytes, "its dtype"
+    method = str(quantization.get("quant_method", "")).lower()
+    if method == "fp8":
+        return 1, "fp8 weights"
+    if method == "mxfp4":
+        return _MXFP4_BYTES, "mxfp4 weights"
+    bits = _first(quantization, "bits", "w_bit")
+    if isinstance(bits, int):
+        return bits / 8, f"{bits}-bit weights"
+    unknown = method or "its quantization"
+    return model_bytes, f"its dtype, because the bits of {unknown} are not known"
+
+
+def _mixer(config: Config, group: LayerGroup) -> int | None:
+    """Parameters of one layer's attention or recurrent part; None: unknown."""
+    hidden, heads = config["hidden_size"], config.get("num_attention_heads")
+    if group.kind is LayerKind.STATE:
+        if group.state is None:
+            return None
+        if "linear_num_value_heads" in config:
+            inner = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        else:
+            inner = group.state.conv_width - group.state.groups * group.state.group_width
+        # In: the convolution's inputs and the gate; out: the inner width.
+        return int(hidden * (group.state.conv_width + inner) + inner * hidden)
+    if group.kind is LayerKind.INDEXER:
+        return 0
+    if not heads:
+        return None
+    if group.kind is LayerKind.LATENT:
+        nope, rope = config.get("qk_nope_head_dim", 128), config["qk_rope_head_dim"]
+        value, rank = config.get("v_head_dim", 128), config["kv_lora_rank"]
+        query_rank = config.get("q_lora_rank")
+        query = heads * (nope + rope)
+        queries = query_rank * (hidden + query) if query_rank else hidden * query
+        latent = hidden * (rank + rope) + rank * heads * (nope + value)
+        return int(queries + latent + heads * value * hidden)
+    keys_values = group.kv_heads * (group.key_width + group.value_width)
+    # Qwen3-Next gates attention's output, which doubles the query projection.
+    gate = 2 if "linear_num_value_heads" in config else 1
+    return int(hidden * (heads * group.key_width * (1 + gate) + keys_values))
+
+
+def _feed_forward(config: Config) -> int | None:
+    """Parameters of all layers' feed-forward networks."""
+    layers, hidden = config.get("num_hidden_layers"), config.get("hidden_size")
+    if not layers or not hidden:
+        return None
+    inner = config.get("intermediate_size")
+    experts = _first(config, "n_routed_experts", "num_experts", "num_local_experts", default=0)
+    if not experts:
+        return int(layers * 3 * hidden * inner) if inner else None
+    expert_inner = config.get("moe_intermediate_size") or inner
+    if not expert_inner:
+        return None
+    shared = int(config.get("n_shared_experts") or 0) * expert_inner
+    shared += int(config.get("shared_expert_intermediate_size") or 0)
+    dense = min(layers, int(config.get("first_k_dense_replace") or 0))
+    each = 3 * hidden * (experts * expert_inner + shared) + hidden * experts
+    return int((layers - dense) * each + dense * 3 * hidden * (inner or 0))

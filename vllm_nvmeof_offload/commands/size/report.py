@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict
+from rich.table import Table
 
+from vllm_nvmeof_offload.commands import table, wide_console
+from vllm_nvmeof_offload.commands.size.deployment import Deployment
 from vllm_nvmeof_offload.commands.size.kv import (
-    Deployment,
-    GpuRoom,
     KvSizes,
     Reload,
+    Room,
     cpu_room,
     gpu_room,
     plan_reload,
@@ -24,6 +25,8 @@ from vllm_nvmeof_offload.commands.size.kv import (
 from vllm_nvmeof_offload.commands.size.model import LayerGroup, LayerKind, ModelShape
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.units import human_bytes, human_seconds
+
+_FILE_COLUMNS = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +92,9 @@ class ScaleRow:
     published_sessions: int
 
 
-class SizeReport(BaseModel):
+@dataclass(frozen=True, slots=True)
+class SizeReport:
     """The output of `vllm-nvmeof size --json`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str
     deployment: Deployment
@@ -148,7 +150,7 @@ def _figure(section: str, name: str, value: float, unit: str, formula: str) -> F
     elif unit == "s":
         text = human_seconds(value)
     else:
-        text = f"{value:,.0f} {unit}" if value == int(value) else f"{value:,.2f} {unit}"
+        text = f"{value:,.{0 if value == int(value) else 2}f} {unit}"
     return Figure(section, name, value, unit, text, formula)
 
 
@@ -179,11 +181,12 @@ def _model_figures(sizes: KvSizes) -> Iterator[_Row]:
     yield "session, made once", once, "bytes", formula
 
 
-def _gpu_figures(sizes: KvSizes, room: GpuRoom | None) -> Iterator[_Row]:
-    if room is None:
+def _gpu_figures(sizes: KvSizes, room: Room | None) -> Iterator[_Row]:
+    weights = sizes.rank_weights_bytes()
+    if room is None or weights is None:
         return
     formula = f"weights ÷ {sizes.deployment.ranks} ranks; {sizes.model.weights.source}"
-    yield "weights on one GPU", room.weights_bytes, "bytes", formula
+    yield "weights on one GPU", weights, "bytes", formula
     formula = "memory × utilization − reserve − weights"
     yield "left for KV on one GPU", room.free_bytes, "bytes", formula
     yield "session on one GPU", room.session_bytes, "bytes", "whole blocks of the context + state"
@@ -194,7 +197,7 @@ def _gpu_figures(sizes: KvSizes, room: GpuRoom | None) -> Iterator[_Row]:
 def _cpu_figures(sizes: KvSizes) -> Iterator[_Row]:
     room = cpu_room(sizes)
     formula = "staging ÷ ranks, whole slots, less the stream slots (64, at most a quarter)"
-    yield "cache slots of one rank", room.cache_bytes, "bytes", formula
+    yield "cache slots of one rank", room.free_bytes, "bytes", formula
     formula = f"⌊cache slots ÷ slots of a session⌋ × {sizes.deployment.engines} engines"
     yield "sessions in the CPU tier", room.sessions, "sessions", formula
 
@@ -204,9 +207,9 @@ def _pool_figures(sizes: KvSizes) -> Iterator[_Row]:
     formula = "whole chunks × (slot + 64 bytes of table) over all ranks"
     yield "session in the pool", room.session_bytes, "bytes", formula
     formula = "⌊drive × share used ÷ session⌋"
-    yield "sessions per drive", room.sessions_per_drive, "sessions", formula
+    yield "sessions per drive", pool_room(sizes, 1).sessions, "sessions", formula
     formula = f"{sizes.deployment.drives} drives × drive × share used"
-    yield "pool of the enclosure", room.pool_bytes, "bytes", formula
+    yield "pool of the enclosure", room.free_bytes, "bytes", formula
     yield "sessions per enclosure", room.sessions, "sessions", "⌊pool ÷ session⌋"
 
 
@@ -293,7 +296,7 @@ def _notes_on_model(sizes: KvSizes) -> Iterator[str]:
         )
 
 
-def _notes_on_deployment(sizes: KvSizes, room: GpuRoom | None, back: Reload) -> Iterator[str]:
+def _notes_on_deployment(sizes: KvSizes, room: Room | None, back: Reload) -> Iterator[str]:
     deployment, limit = sizes.deployment, sizes.model.context_tokens_max
     context = deployment.context_tokens
     if limit is not None and context > limit:
@@ -314,3 +317,59 @@ def _notes_on_deployment(sizes: KvSizes, room: GpuRoom | None, back: Reload) -> 
             f"{back.needed_bytes_per_s / 1e9:.2f} GB/s; {hop.needed} would do, or "
             f"{back.sessions_in_time} sessions at once"
         )
+
+
+def show(report: SizeReport) -> None:
+    """Print all of `report`, each figure with its formula."""
+    console = wide_console(_FILE_COLUMNS)
+    console.print(report.model, highlight=False, markup=False, style="bold")
+    layers = ("layers", "kind", "block in one layer of a rank", "K and V apart", "kept")
+    console.print(table(layers, map(_layers_cells, report.layers), "layers"))
+    console.print(_figures_table(report.figures))
+    verdict = "in time" if report.meets_ttft else "NOT in time"
+    console.print(f"bottleneck: {report.bottleneck}; {verdict}", highlight=False)
+    headings = (
+        *("drives", "sessions held", "at once in the TTFT", "bottleneck"),
+        *("published: GPUs", "published: sessions"),
+    )
+    cells = (
+        (
+            str(row.drives),
+            f"{row.sessions_held:,}",
+            f"{row.sessions_in_time:,}",
+            row.bottleneck,
+            str(row.published_gpus),
+            str(row.published_sessions),
+        )
+        for row in report.scaling
+    )
+    title = "by the number of drives (other things as given)"
+    console.print(table(headings, cells, title))
+    lines = [
+        *(f"assumed: {line}" for line in report.assumptions),
+        *(f"note: {line}" for line in report.notes),
+        f"published ratio: {report.published_source}",
+    ]
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+
+
+def _layers_cells(row: LayersRow) -> tuple[str, ...]:
+    page, piece, kept = human_bytes(row.page_bytes), human_bytes(row.fragment_bytes), "every token"
+    if row.window_tokens is not None:
+        kept = f"the last {row.window_tokens} tokens"
+    if not row.page_bytes:
+        page = "unknown" if row.state_bytes is None else human_bytes(row.state_bytes)
+        piece, kept = "", "one state per sequence, no KV per token"
+    return str(row.layers), row.kind, page, piece, kept
+
+
+def _figures_table(figures: list[Figure]) -> Table:
+    made, last = table(("", "figure", "value", "formula"), (), "figures"), ""
+    for figure in figures:
+        section = "" if figure.section == last else figure.section
+        if section and last:
+            made.add_section()
+        last = figure.section
+        made.add_row(section, figure.name, figure.text, figure.formula)
+    return made

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hardware and the load that a model is sized for: its options, their texts and bounds.
+
+Needs only the standard library, because every start of the command imports it for its options.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.units import parse_bytes
+
+#: Transfers per second and lane, and the share of them that carries data (line encoding).
+_PCIE = {3: (8e9, 128 / 130), 4: (16e9, 128 / 130), 5: (32e9, 128 / 130), 6: (64e9, 242 / 256)}
+_LINK = re.compile(r"^\s*(?:(\d+)\s*x\s*)?(.+?)\s*$", re.IGNORECASE)
+_PCIE_NAME = re.compile(r"^pcie\s*(?:gen)?\s*(\d)\s*x\s*(\d+)$", re.IGNORECASE)
+_NETWORK = re.compile(r"^(\d+(?:\.\d+)?)\s*(?:gbe|gbps|gbit/s|gb/s|gbib|gib)$", re.IGNORECASE)
+_NUMBER = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*$", re.IGNORECASE)
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+_TOKENS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+_LANES = (1, 2, 4, 8, 16)
+_BOUNDS = {
+    "ge": (operator.ge, "greater than or equal to"),
+    "gt": (operator.gt, "greater than"),
+    "le": (operator.le, "less than or equal to"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """`count` links of `bytes_per_s` each in one direction, by the line rate."""
+
+    count: int
+    bytes_per_s: float
+
+    @property
+    def total_bytes_per_s(self) -> float:
+        return self.count * self.bytes_per_s
+
+
+def parse_link(text: str) -> Link:
+    """Parse `100GbE`, `2x400GbE`, `pcie5x16` or a rate as in `2x12.5GB/s`; else ValueError."""
+    match = _LINK.match(text)
+    count, name = (int(match.group(1) or 1), match.group(2)) if match else (0, "")
+    rate = _one_link(name)
+    if rate is None or count < 1:
+        raise ValueError(
+            f"{text!r} is not a link; write 100GbE, 2x400GbE, pcie5x16 or a rate such as 12.5GB/s"
+        )
+    return Link(count, rate)
+
+
+def _one_link(name: str) -> float | None:
+    """Bytes per second of one link, in one direction; None: not a link."""
+    pcie = _PCIE_NAME.match(name)
+    if pcie:
+        generation, lanes = int(pcie.group(1)), int(pcie.group(2))
+        if generation not in _PCIE or lanes not in _LANES:
+            return None
+        transfers, share = _PCIE[generation]
+        return lanes * transfers * share / 8
+    network = _NETWORK.match(name)
+    # 12.5GB/s is bytes, 100Gb/s is bits: the only place where the case of a letter counts.
+    if network and "B/s" not in name:
+        return float(network.group(1)) * 1e9 / 8 or None
+    try:
+        return parse_rate(name)
+    except ValueError:
+        return None
+
+
+def parse_rate(text: str) -> float:
+    """Parse `6.5GB/s` or `900 MiB/s` into bytes per second above 0; else ValueError."""
+    amount, slash, per = text.strip().rpartition("/")
+    if slash and per.lower() == "s":
+        rate = parse_bytes(amount)
+        if rate > 0:
+            return float(rate)
+    raise ValueError(f"{text!r} is not a rate above 0; write 6.5GB/s or 900MiB/s")
+
+
+def parse_duration(text: str) -> float:
+    """Parse `2s` or `500ms` into seconds above 0; else ValueError."""
+    return _scaled(text, _SECONDS, "a duration above 0; write 2s or 500ms")
+
+
+def parse_tokens(text: str) -> int:
+    """Parse `32768`, `128k` (times 1024) or `1M` (times 1024²), above 0; else ValueError."""
+    return int(_scaled(text, _TOKENS, "a number of tokens above 0; write 32768 or 128k"))
+
+
+def _scaled(text: str, units: Mapping[str, float], what: str) -> float:
+    match = _NUMBER.match(text)
+    scale = units.get(match.group(2).lower()) if match else None
+    value = float(match.group(1)) * scale if match and scale else 0.0
+    if value <= 0:
+        raise ValueError(f"{text!r} is not {what}")
+    return value
+
+
+def _link_text(text: str) -> str:
+    parse_link(text)
+    return text
+
+
+def _option(
+    default: Any, flag: str, text: str, read: Callable[[str], Any] | None = None, **bounds: float
+) -> Any:
+    """A field that the command's option `flag` sets; read: from a text to the value."""
+    metadata = {"flag": flag, "help": text, "read": read, "bounds": bounds}
+    return field(default=default, metadata=metadata)
+
+
+_count = functools.partial(_option, ge=1)
+_share = functools.partial(_option, gt=0, le=1)
+_size = functools.partial(_option, read=parse_bytes)
+
+
+def _server_stream_slots() -> int:
+    """The server's default, so that the CPU tier comes out as the server's."""
+    from vllm_nvmeof_offload.config import OffloadConfig
+
+    slots: int = OffloadConfig.model_fields["stream_slots"].default
+    return slots
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """The hardware and the load. Values are numbers, or texts as on the command line.
+
+    `gpus`, `drives` and `link` are of the whole deployment, `staging_bytes` and the parallel
+    sizes are of one engine, `stream_slots` are of one rank.
+
+    Raises:
+        ConfigError: names the option of a value that cannot be used.
+    """
+
+    gpus: int = _count(None, "--gpus", "GPUs of all engines. Default: those of one engine.")
+    gpu_memory_bytes: int = _size("80GiB", "--gpu-memory", "Memory of one GPU.", gt=0)
+    gpu_memory_utilization: float = _share(
+        0.92, "--gpu-utilization", "Share of GPU memory that vLLM takes."
+    )
+    gpu_reserve_bytes: int = _size(
+        "4GiB", "--gpu-reserve", "Part of vLLM's memory for activations and CUDA graphs."
+    )
+    tensor_parallel: int = _count(1, "--tp", "Tensor parallel size of one engine.")
+    pipeline_parallel: int = _count(1, "--pp", "Pipeline parallel size of one engine.")
+    kv_element_bytes: int = 2
+    block_tokens: int = _count(16, "--block-tokens", "Tokens in a block.")
+    blocks_per_chunk: int | None = _count(
+        None, "--blocks-per-chunk", "Default: as many as the server would choose."
+    )
+    staging_bytes: int = _size("8GiB", "--staging", "Pinned CPU memory of one engine.")
+    stream_slots: int = field(default_factory=_server_stream_slots)
+    context_tokens: int = _option("32k", "--context", "Tokens of a session.", parse_tokens, ge=1)
+    concurrency: int = _count(16, "--concurrency", "Sessions that return at the same moment.")
+    drives: int = _count(24, "--drives", "Drives in the enclosure.")
+    drive_bytes: int = _size("15.36TB", "--drive-bytes", "Capacity of one drive.", gt=0)
+    drive_fill: float = _share(0.9, "--drive-fill", "Share of a drive for the pool.")
+    drive_read_bytes_per_s: float = _option(
+        "6.5GB/s", "--drive-read", "Sequential read rate of one drive.", parse_rate
+    )
+    link: str = _option(
+        "2x100GbE", "--link", "All links between the enclosure and the GPU hosts.", _link_text
+    )
+    gpu_link: str = _option("pcie5x16", "--gpu-link", "Link of one GPU to its host.", _link_text)
+    link_efficiency: float = _share(0.9, "--link-efficiency", "Payload's share of a link's rate.")
+    ttft_seconds: float = _option("2s", "--ttft", "Wanted time to first token.", parse_duration)
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value, option = getattr(self, one.name), one.metadata
+            if option and value is not None:
+                object.__setattr__(self, one.name, _read(value, option))
+        object.__setattr__(self, "gpus", self.gpus or self.ranks)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one engine."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def engines(self) -> int:
+        return self.gpus // self.ranks
+
+    def on_one_rank(self) -> Deployment:
+        """The same with engines of one rank each."""
+        return replace(self, tensor_parallel=1, pipeline_parallel=1)
+
+
+def _read(value: Any, option: Mapping[str, Any]) -> Any:
+    """The value that an option's field gets; ConfigError if it cannot be used."""
+    flag = option["flag"]
+    if option["read"] is not None and isinstance(value, str):
+        try:
+            value = option["read"](value)
+        except ValueError as error:
+            remedy = str(error).removeprefix(f"{value!r} ")
+            raise ConfigError(flag, value, remedy) from None
+    for name, bound in option["bounds"].items():
+        keeps, words = _BOUNDS[name]
+        if not keeps(value, bound):
+            raise ConfigError(flag, value, f"give a value {words} {bound}")
+    return value
