@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, fields
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -15,7 +15,6 @@ import typer
 
 from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.commands import plain_errors, print_json
-from vllm_nvmeof_offload.commands.pool.cli import pool_app
 from vllm_nvmeof_offload.commands.size.deployment import Deployment
 
 app = typer.Typer(
@@ -25,6 +24,10 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="List the configuration's keys, or check a configuration.")
 app.add_typer(config_app, name="config", invoke_without_command=True)
+pool_app = typer.Typer(
+    help="Look at pools on disk, check and edit them. A pool that a server holds is only read.",
+    no_args_is_help=True,
+)
 app.add_typer(pool_app, name="pool")
 try:
     from vllm_nvmeof_bench.cli import bench_app
@@ -47,6 +50,27 @@ else:
 _EXTRA = "kv_connector_extra_config"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Targets = Annotated[
+    list[Path] | None,
+    typer.Option("--target", help="A target directory; repeatable. Default: the configured ones."),
+]
+Which = Annotated[
+    str,
+    typer.Argument(
+        metavar="KEYSPACE|DIR",
+        help="A keyspace or its first digits, or the directory of a keyspace, engine or rank.",
+    ),
+]
+MaybeWhich = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="KEYSPACE|DIR",
+        help="A keyspace or its first digits, or a directory. Default: all on the targets.",
+    ),
+]
+
+#: The exit code of fsck and scrub when they could not check.
+_NOT_CHECKED = 8
 
 
 @app.command()
@@ -92,21 +116,21 @@ def doctor(
 
 def _with_deployment(command: Callable[..., None]) -> Callable[..., None]:
     """Replace `**given` by the options that the fields of `Deployment` declare."""
-    signature, hints = inspect.signature(command, eval_str=True), get_type_hints(Deployment)
-    options = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    own, hints = signature(command, eval_str=True), get_type_hints(Deployment)
+    options = [one for one in own.parameters.values() if one.kind is not one.VAR_KEYWORD]
     for one in fields(Deployment):
         if one.metadata:
             kind: Any = str if one.metadata["read"] else hints[one.name]
             option = typer.Option(one.metadata["flag"], help=one.metadata["help"])
             options.append(
-                inspect.Parameter(
+                Parameter(
                     one.name,
-                    inspect.Parameter.KEYWORD_ONLY,
+                    Parameter.KEYWORD_ONLY,
                     default=one.default,
                     annotation=Annotated[kind, option],
                 )
             )
-    command.__signature__ = signature.replace(parameters=options)  # type: ignore[attr-defined]
+    command.__signature__ = own.replace(parameters=options)  # type: ignore[attr-defined]
     return command
 
 
@@ -260,6 +284,108 @@ def demo(
     from vllm_nvmeof_bench.demo.main import run
 
     raise typer.Exit(run(json_path, quick=quick, keep=keep, pool_dir=pool))
+
+
+@pool_app.command("ls")
+def list_pools(target: Targets = None, as_json: AsJson = False) -> None:
+    """List every keyspace, engine and rank: entries, size, last use, the process that holds it."""
+    from vllm_nvmeof_offload.commands.pool import show
+
+    with plain_errors():
+        show.print_pools(target, as_json)
+
+
+@pool_app.command()
+def du(target: Targets = None, as_json: AsJson = False) -> None:
+    """Show the bytes on disk of every keyspace, including other models and format versions."""
+    from vllm_nvmeof_offload.commands.pool import show
+
+    with plain_errors():
+        show.print_usage(target, as_json)
+
+
+@pool_app.command()
+def inspect(
+    which: Which,
+    target: Targets = None,
+    slot: Annotated[
+        int | None, typer.Option(help="Also read this pool slot whole and show it.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a pool's superblock, geometry, facts and occupancy, and one of its slots."""
+    from vllm_nvmeof_offload.commands.pool import show
+
+    with plain_errors():
+        show.print_details(target, which, slot, as_json)
+
+
+@pool_app.command()
+def fsck(
+    which: MaybeWhich = None,
+    target: Targets = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Rebuild wrong table entries from slot headers.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check superblocks, and tables against slot headers.
+
+    Exit code, by the worst finding: 0 whole, 1 repaired, 4 damage is left (the damaged chunks
+    are computed again), 8 a pool cannot be used or was not checked.
+    """
+    from vllm_nvmeof_offload.commands.pool import check, show
+
+    with plain_errors(_NOT_CHECKED), show.progress("headers") as on_progress:
+        reports = check.fsck(show.choose(target, which), repair, on_progress)
+    raise typer.Exit(show.print_reports(reports, as_json))
+
+
+@pool_app.command()
+def scrub(
+    which: MaybeWhich = None,
+    target: Targets = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Drop the table entries of damaged slots.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read every stored slot whole and verify its checksums.
+
+    Exit code, by the worst finding: 0 whole, 1 repaired, 4 damage is left (the damaged chunks
+    are computed again), 8 a pool cannot be used or was not checked.
+    """
+    from vllm_nvmeof_offload.commands.pool import check, show
+
+    with plain_errors(_NOT_CHECKED), show.progress("bytes") as on_progress:
+        reports = check.scrub(show.choose(target, which), repair, on_progress)
+    raise typer.Exit(show.print_reports(reports, as_json))
+
+
+@pool_app.command("rm")
+def remove_pool(
+    which: Which,
+    target: Targets = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove a pool. Refused while a live server holds it; deletes only files of this program."""
+    from vllm_nvmeof_offload.commands.pool import show
+
+    with plain_errors():
+        show.remove(show.choose(target, which), yes, as_json)
+
+
+@pool_app.command()
+def prefill(which: MaybeWhich = None, target: Targets = None, as_json: AsJson = False) -> None:
+    """Write zeros into slots that were never written, so that first writes run at full speed.
+
+    For pools that a server has created and no server is using. Stored slots are not touched.
+    """
+    from vllm_nvmeof_offload.commands.pool import show
+
+    with plain_errors():
+        show.prefill(show.choose(target, which), as_json)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from vllm_nvmeof_offload.commands.pool.edit import remove
+from vllm_nvmeof_offload.commands.pool.offline import remove
 from vllm_nvmeof_offload.config import parse_config, resolve_pool_bytes
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
 from vllm_nvmeof_offload.pool import ownership

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_nvmeof_offload.commands.pool.check import exit_code, fsck, scrub
-from vllm_nvmeof_offload.commands.pool.edit import prefill
+from vllm_nvmeof_offload.commands.pool.offline import prefill
 from vllm_nvmeof_offload.commands.pool.show import inspect_slot, occupancy, summaries
 from vllm_nvmeof_offload.errors import PoolError
 from vllm_nvmeof_offload.pool.format import read_superblock, write_superblock
@@ -60,7 +60,7 @@ def test_fsck_finds_each_kind_of_damage_once_and_repairs_it(tmp_path: Path) -> N
         file.write(slab[7 * SLOT_BYTES : 8 * SLOT_BYTES])
     before = snapshot(tmp_path)
     (report,) = fsck(find([tmp_path / "t"]))
-    assert {(f.kind, f.pool_slot) for f in report.findings} == {
+    assert {(f["kind"], f["slot"]) for f in report.findings} == {
         ("table entry damaged", 1),
         ("table entry damaged", 5),
         ("slot has no intact header", 2),
@@ -120,7 +120,7 @@ def test_a_superblock_that_no_start_would_use_is_the_worst_finding(
         for repair in (False, True):
             (report,) = check(find([tmp_path / "t"]), repair)
             assert exit_code([report]) == 8
-            assert "superblock" in report.findings[0].kind
+            assert "superblock" in report.findings[0]["kind"]
     (row,) = summaries(survey(find([tmp_path / "t"])))
     assert (row["entries"], row["model"]) == (0, "tiny-model")
     assert row["problems"]
@@ -167,7 +167,7 @@ def test_scrub_reads_every_payload_and_drops_only_what_is_damaged(
     assert exit_code(fsck(find(places))) == 0, "headers alone cannot tell"
     progress: list[tuple[int, int]] = []
     reports = scrub(find(places), on_progress=lambda _, done, total: progress.append((done, total)))
-    slots = {finding.pool_slot for report in reports for finding in report.findings}
+    slots = {finding["slot"] for report in reports for finding in report.findings}
     assert slots == {3, 12}
     assert exit_code(reports) == 4
     assert sum(report.read_bytes for report in reports) == len(STORED) * SLOT_BYTES

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_nvmeof_offload.commands.pool.check import exit_code, fsck, scrub
-from vllm_nvmeof_offload.commands.pool.edit import prefill, remove
+from vllm_nvmeof_offload.commands.pool.offline import prefill, remove
 from vllm_nvmeof_offload.commands.pool.show import summaries
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
 from vllm_nvmeof_offload.pool.survey import find, survey

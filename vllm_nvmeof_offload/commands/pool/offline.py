@@ -1,25 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank directory opened without an I/O engine: its table, its slots, and their defects.
+"""Rank directories without an I/O engine: tables, slots, their defects; removal and prefill.
 
 Reads only, unless it was opened `writable`, for which the caller holds the directory's lock.
 Beside a live server a slot that is being written looks damaged for a moment, so every suspect
 is judged a second time, by itself, from its entry as it is then.
+
+Removal deletes only files of ours. Prefill writes zeros where a slab was never written, because
+the first write into preallocated space also changes the file system's extents and runs at about
+half the speed of later ones. A hole reads as zeros, so no readable byte changes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import mmap
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+import queue
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_nvmeof_offload.errors import Outcome, PoolError, Scope, io_error
+from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, Outcome, PoolError, Scope, io_error
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     NOWHERE,
@@ -27,31 +33,37 @@ from vllm_nvmeof_offload.pool.format import (
     SlotHeader,
     SlotPlace,
     Stamp,
+    Superblock,
     decode_table,
     encode_entry,
+    is_superblock,
     parse_header,
+    verify,
 )
 from vllm_nvmeof_offload.pool.lock import LockState
-from vllm_nvmeof_offload.pool.ownership import give_to_owner, hold
-from vllm_nvmeof_offload.pool.recovery import read_table
+from vllm_nvmeof_offload.pool.ownership import OWNER_FILE, give_to_owner, hold
+from vllm_nvmeof_offload.pool.recovery import read_table, written_slots
 from vllm_nvmeof_offload.pool.slab import open_private
-from vllm_nvmeof_offload.pool.survey import RankDirectory, Surveyed, read_facts, survey
+from vllm_nvmeof_offload.pool.survey import (
+    RankDirectory,
+    Surveyed,
+    disk_bytes,
+    read_facts,
+    survey,
+)
 from vllm_nvmeof_offload.protocol import SlotIdentity
-from vllm_nvmeof_offload.units import HEADER_BYTES
-
-if TYPE_CHECKING:
-    from vllm_nvmeof_offload.pool.format import Superblock
+from vllm_nvmeof_offload.units import HEADER_BYTES, MIB, PAGE_BYTES
 
 #: Called with (directory, done, total); what is counted depends on the work.
 Progress = Callable[[RankDirectory, int, int], None]
 
-#: How long a write and its table entry may reasonably be apart.
-_WRITE_S = 1.0
-
-
-def let_writes_end() -> None:
-    """Wait until the slots that a live server was writing have their table entries."""
-    time.sleep(_WRITE_S)
+#: In the order of removal: without its superblock a directory is empty to the next start. The
+#: lock is removed last, and only with the directory.
+_FILES = ("superblock", "superblock.new", "table", "slab", "probe")
+_LOCK = "lock"
+_THREADS_MAX = 8
+_BUFFER_BYTES_MAX = 256 * MIB
+_WRITE_BYTES = 4 * MIB
 
 
 @contextlib.contextmanager
@@ -133,7 +145,6 @@ class OfflineRank:
     names_places: bool
 
     def pool_slot(self, index: int) -> int:
-        """The pool slot at `index` of this target."""
         return index * self.superblock.target_count + self.superblock.target_index
 
     def place(self, index: int) -> SlotPlace:
@@ -150,12 +161,9 @@ class OfflineRank:
     def table(self) -> Table:
         """Read and decode the whole table (64 bytes per slot)."""
         block, count = self.superblock, self.superblock.slots
-        raw = np.zeros(0, np.uint8)
-        if self.table_fd >= 0:
-            raw = read_table(self.table_fd, count)
-        whole = raw.size // ENTRY_BYTES
-        missing = np.arange(count) >= whole
-        raw = np.concatenate([raw, np.zeros((count - whole) * ENTRY_BYTES, np.uint8)])
+        raw = read_table(self.table_fd, count) if self.table_fd >= 0 else np.zeros(0, np.uint8)
+        missing = np.arange(count) >= raw.size // ENTRY_BYTES
+        raw = np.pad(raw, (0, count * ENTRY_BYTES - raw.size))
         pool_slots = np.arange(count, dtype=np.int64) * block.target_count + block.target_index
         decoded = decode_table(raw, pool_slots)
         live = decoded.valid & decoded.adoptable & (decoded.epochs == self.surveyed.epoch)
@@ -276,3 +284,214 @@ def open_rank(surveyed: Surveyed, writable: bool = False) -> Iterator[OfflineRan
         facts = read_facts(surveyed.path.parents[1])
         named = facts is None or "slot_layout" in facts
         yield OfflineRank(surveyed, surveyed.superblock, slab_fd, table_fd, named)
+
+
+class SlotReader:
+    """Reads whole slots of one rank directory into memory of its own, on several threads."""
+
+    def __init__(self, rank: OfflineRank) -> None:
+        """Raises OSError if the slab cannot be opened."""
+        self._rank = rank
+        slot_bytes = rank.superblock.slot_bytes
+        self.threads = max(1, min(_THREADS_MAX, _BUFFER_BYTES_MAX // slot_bytes))
+        self._buffers: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+        for _ in range(self.threads):
+            self._buffers.put(mmap.mmap(-1, slot_bytes))
+        self.direct = False
+        self._fd = rank.slab_fd
+        flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with contextlib.suppress(OSError):  # then reads are buffered, and `direct` is False
+            fd = os.open(rank.surveyed.path / "slab", flags)
+            try:
+                os.preadv(fd, [mmap.mmap(-1, PAGE_BYTES)], 0)
+                self._fd, self.direct = fd, True
+            except OSError:
+                os.close(fd)
+
+    def close(self) -> None:
+        if self.direct:
+            os.close(self._fd)
+
+    def check(self, index: int, identity: SlotIdentity) -> Outcome:
+        """Verify that one slot holds `identity`; PoolError if the whole target does not answer."""
+        buffer = self._buffers.get()
+        try:
+            with memoryview(buffer) as view:
+                try:
+                    whole = self._read(view, index * len(view))
+                except OSError as error:
+                    return self._rank.read_error(error)
+                if not whole:
+                    return CHECKSUM_MISMATCH
+                payload_bytes = self._rank.superblock.payload_bytes
+                return verify(view, identity, payload_bytes, self._rank.place(index))
+        finally:
+            self._buffers.put(buffer)
+
+    def _read(self, view: memoryview, offset: int) -> bool:
+        """Fill `view`; False if the file ends before."""
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._fd, [view[done:]], offset + done)
+            if done + count < len(view):
+                count -= (done + count) % PAGE_BYTES
+            if count <= 0:
+                return False
+            done += count
+        if not self.direct:
+            os.posix_fadvise(self._fd, offset, len(view), os.POSIX_FADV_DONTNEED)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """freed_bytes: allocated by the deleted files. left: names of files that are not ours."""
+
+    directory: str
+    freed_bytes: int
+    left: tuple[str, ...]
+
+
+def check_ours(paths: Iterable[Path]) -> None:
+    """Raise PoolError for a rank directory that has files but no superblock of this program.
+
+    A superblock of any version proves that the files are ours, even if it is damaged.
+    """
+    for path in paths:
+        try:
+            proven = is_superblock(path / "superblock") or is_superblock(path / "superblock.new")
+        except OSError as error:
+            raise PoolError(f"cannot read {path / 'superblock'}: {error}") from error
+        files = [path / name for name in _FILES if os.path.lexists(path / name)]
+        if not proven and any(os.lstat(file).st_size for file in files):
+            raise PoolError(
+                f"{path} has no superblock of this program, so nothing proves that its files are "
+                f"ours: look at them, and delete the directory by hand"
+            )
+
+
+def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
+    """Delete `directories`, and the directories above that are empty afterwards.
+
+    Nothing is deleted unless all are ours and none is held.
+
+    Raises:
+        PoolLockedError: a live process holds one; it is named.
+        PoolError: `check_ours`, or a file cannot be deleted.
+    """
+    paths = [directory.path for directory in directories]
+    check_ours(paths)  # before a lock file is made where it should not be
+    removed = []
+    with hold(paths):
+        for path in paths:
+            try:
+                removed.append(_remove(path))
+            except OSError as error:
+                raise PoolError(f"cannot remove {path}: {error}") from error
+    for directory in directories:
+        _remove_parents(directory)
+    return removed
+
+
+def _remove(path: Path) -> Removed:
+    freed = disk_bytes(path, _FILES.__contains__)
+    for name in _FILES:
+        if _is_file(path / name):
+            (path / name).unlink()
+    left = sorted(set(os.listdir(path)) - {_LOCK})
+    if not left:
+        # We hold the lock; a process that opened it just now sees that it has lost its name.
+        (path / _LOCK).unlink()
+        path.rmdir()
+    return Removed(str(path), freed, tuple(left))
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _remove_parents(directory: RankDirectory) -> None:
+    """Delete the engine and keyspace directories if nothing else is in them."""
+    engine, space = directory.path.parents[:2]
+    facts = space / "keyspace.json"
+    owner = engine / OWNER_FILE
+    with contextlib.suppress(OSError):
+        if os.listdir(engine) == [owner.name] and _is_file(owner):
+            owner.unlink()
+        engine.rmdir()
+        if os.listdir(space) == [facts.name] and _is_file(facts):
+            facts.unlink()
+        space.rmdir()
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """slots: of this directory. filled: how many of them this command wrote with zeros."""
+
+    directory: str
+    slots: int
+    filled: int
+    written_bytes: int
+
+
+def prefill(
+    directories: Sequence[RankDirectory], on_progress: Progress | None = None
+) -> list[Prefilled]:
+    """Fill the never-written slots of `directories`; on_progress counts bytes.
+
+    Raises:
+        PoolLockedError: a live process holds one of them.
+        PoolError: one has no usable superblock, or cannot be written (such as no space).
+    """
+    with held_survey(directories, writable=True) as all_surveyed:
+        return [_prefill(one, on_progress) for one in all_surveyed]
+
+
+def _prefill(surveyed: Surveyed, on_progress: Progress | None) -> Prefilled:
+    with open_rank(surveyed) as rank:
+        slots = min(rank.superblock.slots, rank.slab_slots)
+        indices = np.arange(slots)
+        holes = np.setdiff1d(
+            indices, written_slots(rank.slab_fd, indices, rank.superblock.slot_bytes)
+        ).tolist()
+        written_bytes = len(holes) * rank.superblock.slot_bytes
+        try:
+            _fill(rank, holes, on_progress)
+        except OSError as error:
+            raise PoolError(f"cannot fill {surveyed.path / 'slab'}: {error}") from error
+    return Prefilled(str(surveyed.path), slots, len(holes), written_bytes)
+
+
+def _fill(rank: OfflineRank, holes: Sequence[int], on_progress: Progress | None) -> None:
+    slot_bytes = rank.superblock.slot_bytes
+    zeros = memoryview(mmap.mmap(-1, min(slot_bytes, _WRITE_BYTES)))
+    path, flags = rank.surveyed.path / "slab", os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        fd = os.open(path, flags | os.O_DIRECT)
+    except OSError:
+        fd = os.open(path, flags)
+    try:
+        for done, index in enumerate(holes, 1):
+            position, end = index * slot_bytes, (index + 1) * slot_bytes
+            while position < end:
+                position += _write_some(fd, zeros[: end - position], position)
+            if on_progress is not None:
+                on_progress(rank.surveyed.directory, done * slot_bytes, len(holes) * slot_bytes)
+        if holes:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_some(fd: int, zeros: memoryview, position: int) -> int:
+    """Write some of `zeros`, buffered from now on if O_DIRECT is refused; return how many bytes."""
+    try:
+        count = os.pwritev(fd, [zeros], position)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fcntl.fcntl(fd, fcntl.F_SETFL, 0)  # without O_DIRECT
+        count = os.pwritev(fd, [zeros], position)
+    if count == 0:
+        raise OSError(errno.EIO, "no progress")
+    return count

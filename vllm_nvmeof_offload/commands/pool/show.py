@@ -9,35 +9,66 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
-from vllm_nvmeof_offload.commands.pool.check import SlotReader, Verdict
-from vllm_nvmeof_offload.commands.pool.edit import check_ours
-from vllm_nvmeof_offload.commands.pool.offline import OfflineRank, open_rank
-from vllm_nvmeof_offload.errors import OK, Outcome, PoolError
+from vllm_nvmeof_offload.commands import print_json, table
+from vllm_nvmeof_offload.commands.pool import offline
+from vllm_nvmeof_offload.commands.pool.check import Damage, Report, exit_code
+from vllm_nvmeof_offload.commands.pool.offline import (
+    OfflineRank,
+    SlotReader,
+    check_ours,
+    open_rank,
+)
+from vllm_nvmeof_offload.config import parse_config
+from vllm_nvmeof_offload.errors import OK, Outcome, PoolError, PoolLockedError
 from vllm_nvmeof_offload.pool.format import SlotHeader
-from vllm_nvmeof_offload.pool.survey import find, model_name, survey
+from vllm_nvmeof_offload.pool.survey import (
+    RankDirectory,
+    Surveyed,
+    find,
+    model_name,
+    read_facts,
+    select,
+    survey,
+)
+from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import MIB, format_bytes
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from rich.progress import Task, TaskID
-
-    from vllm_nvmeof_offload.commands.pool.check import Report
-    from vllm_nvmeof_offload.pool.survey import RankDirectory, Surveyed
-    from vllm_nvmeof_offload.protocol import SlotIdentity
-
 _LOCK_KINDS = ("none", "stale", "old", "live")
+_LISTED_MAX = 20
+#: Digits of a keyspace in tables: enough to name it in a command.
+_DIGITS = 12
+
+
+def targets_of(given: Sequence[Path] | None) -> list[Path]:
+    """The targets, each once; configured ones that do not exist yet hold no pools."""
+    found = given or [path for path in map(Path, parse_config({}).targets) if path.exists()]
+    return list(dict.fromkeys(Path(os.path.realpath(path)) for path in found))
+
+
+def choose(given: Sequence[Path] | None, which: str | None = None) -> list[RankDirectory]:
+    """The rank directories that `which` names on the targets; all of them without it."""
+    targets = targets_of(given)
+    return find(targets) if which is None else select(targets, which)
 
 
 def summaries(parts: Sequence[Surveyed]) -> list[dict[str, Any]]:
@@ -201,11 +232,6 @@ def _identity(identity: SlotIdentity | None) -> dict[str, str]:
     return {"key": identity.key.hex(), "generation": f"{identity.generation:016x}"}
 
 
-_LISTED_MAX = 20
-#: Digits of a keyspace in tables: enough to name it in a command.
-_DIGITS = 12
-
-
 class _Speed(ProgressColumn):
     def __init__(self, unit: str) -> None:
         super().__init__()
@@ -260,17 +286,12 @@ def _holder(lock: dict[str, Any]) -> str:
     return f"{kind}: a process on this host"
 
 
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table()
-    for heading in headings:
-        fixed = heading == "keyspace"
-        table.add_column(heading, min_width=_DIGITS if fixed else None, no_wrap=fixed)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
-
-
-def print_pools(rows: Sequence[dict[str, Any]]) -> None:
+def print_pools(given: Sequence[Path] | None, as_json: bool) -> None:
+    """`pool ls`."""
+    rows = summaries(survey(choose(given)))
+    if as_json:
+        print_json({"pools": rows})
+        return
     if not rows:
         _print("no pools")
         return
@@ -288,12 +309,17 @@ def print_pools(rows: Sequence[dict[str, Any]]) -> None:
         )
         for row in rows
     )
-    _print(_table(headings, cells))
+    _print(table(headings, cells))
     for row in rows:
         _print(*(f"{path}: superblock: {why}" for path, why in row["problems"].items()))
 
 
-def print_usage(targets: Sequence[dict[str, Any]]) -> None:
+def print_usage(given: Sequence[Path] | None, as_json: bool) -> None:
+    """`pool du`."""
+    targets = [usage(one) for one in targets_of(given)]
+    if as_json:
+        print_json({"targets": targets})
+        return
     if not targets:
         _print("no pools")
     for target in targets:
@@ -312,16 +338,35 @@ def print_usage(targets: Sequence[dict[str, Any]]) -> None:
             for space in target["keyspaces"]
         ]
         if cells:
-            _print(_table(("size", "keyspace", "model", "pools", "in use", "format"), cells))
+            _print(table(("size", "keyspace", "model", "pools", "in use", "format"), cells))
 
 
-def print_details(found: dict[str, Any]) -> None:
-    _print(f"keyspace {found['keyspace']}")
-    if found["facts"] is None:
+def print_details(
+    given: Sequence[Path] | None, which: str, pool_slot: int | None, as_json: bool
+) -> None:
+    """`pool inspect`."""
+    parts = survey(choose(given, which))
+    space = parts[0].directory.target / parts[0].directory.keyspace
+    facts = read_facts(space)
+    ranks = [inspect_rank(one) for one in parts]
+    found: dict[str, Any] = {"keyspace": space.name, "facts": facts, "directories": ranks}
+    if pool_slot is not None:
+        names = sorted({one.directory.name for one in parts})
+        if len(names) > 1:
+            raise PoolError(
+                f"--slot {pool_slot}: {which} holds {len(names)} pools ({', '.join(names)}): give "
+                f"the directory of one rank"
+            )
+        found["slot"] = inspect_slot(parts, pool_slot)
+    if as_json:
+        print_json(found)
+        return
+    _print(f"keyspace {space.name}")
+    if facts is None:
         _print("  facts: keyspace.json is missing, or belongs to another digest")
-    for name, value in (found["facts"] or {}).items():
+    for name, value in (facts or {}).items():
         _print(f"  {name}: {value if isinstance(value, str) else json.dumps(value)}")
-    for one in found["directories"]:
+    for one in ranks:
         _print("", one["directory"])
         _print(f"  lock: {_holder(one['lock'])}; last use {_time(one['last_use_s'])}")
         _print(f"  on disk: {format_bytes(one['disk_bytes'])}")
@@ -335,16 +380,23 @@ def print_details(found: dict[str, Any]) -> None:
         counts = ", ".join(f"{count} {state}" for state, count in one["occupancy"].items())
         _print(f"  slots: {counts}")
     if "slot" in found:
-        slot = found["slot"]
-        _print("", f"slot {slot['slot']}, at byte {slot['slab_offset']} of {slot['directory']}")
-        for name in ("entry", "header"):
-            part = slot[name]
-            words = " ".join(f"{key}={value}" for key, value in part.items()) if part else "none"
-            _print(f"  {name}: {words}")
-        _print(f"  payload: {slot['payload']}", f"  {slot['verdict']}")
+        _print_slot(found["slot"])
 
 
-def print_reports(reports: Sequence[Report]) -> None:
+def _print_slot(slot: dict[str, Any]) -> None:
+    _print("", f"slot {slot['slot']}, at byte {slot['slab_offset']} of {slot['directory']}")
+    for name in ("entry", "header"):
+        part = slot[name]
+        words = " ".join(f"{key}={value}" for key, value in part.items()) if part else "none"
+        _print(f"  {name}: {words}")
+    _print(f"  payload: {slot['payload']}", f"  {slot['verdict']}")
+
+
+def print_reports(reports: Sequence[Report], as_json: bool) -> int:
+    """Print what fsck or scrub has found; return the exit code."""
+    if as_json:
+        print_json({"reports": [report.as_json() for report in reports]})
+        return exit_code(reports)
     if not reports:
         _print("no pools")
     for report in reports:
@@ -358,17 +410,54 @@ def print_reports(reports: Sequence[Report]) -> None:
         if found["live"]:
             _print(f"  in use ({report.surveyed.lock}): read only")
         for kind, count in report.counts.items():
-            found_here = (one.pool_slot for one in report.findings if one.kind == kind)
+            found_here = (one["slot"] for one in report.findings if one["kind"] == kind)
             slots = [str(slot) for slot in found_here if slot is not None]
             more = ", …" if count > _LISTED_MAX else ""
             where = f": {count}, slots {', '.join(slots[:_LISTED_MAX])}{more}" if slots else ""
             _print(f"  {kind}{where}")
-        if report.worst is Verdict.DAMAGE and not report.repair and not found["live"]:
+        if report.worst is Damage.DAMAGE and not report.repair and not found["live"]:
             _print("  --repair drops or rebuilds these entries; their chunks are computed again")
-        if report.worst is Verdict.UNUSABLE:
+        if report.worst is Damage.UNUSABLE:
             remedy = f"`vllm-nvmeof pool rm {report.surveyed.path}` frees its space"
             try:
                 check_ours([report.surveyed.path])
             except PoolError:
                 remedy = "no superblock proves that these files are ours: look, and delete by hand"
             _print(f"  {remedy}")
+    return exit_code(reports)
+
+
+def remove(directories: Sequence[RankDirectory], yes: bool, as_json: bool) -> None:
+    """`pool rm`: ask unless `yes`, remove, print."""
+    check_ours(directory.path for directory in directories)
+    parts = survey(directories)
+    for part in parts:
+        if part.lock.live:
+            raise PoolLockedError(f"{part.path} is in use ({part.lock}): stop that server first")
+    if not yes:
+        if as_json:
+            raise PoolError("--json: a program cannot be asked; give --yes as well")
+        for part in parts:
+            size, model = format_bytes(part.disk_bytes), model_name(part.path.parents[1])
+            typer.echo(f"{part.path}  {size}  model {model!r}", err=True)
+        typer.confirm(f"Remove these {len(parts)}?", abort=True, err=True)
+    removed = offline.remove(directories)
+    if as_json:
+        print_json({"removed": [asdict(one) for one in removed]})
+        return
+    for one in removed:
+        typer.echo(f"removed {one.directory}: {format_bytes(one.freed_bytes)} freed")
+        if one.left:
+            typer.echo(f"  left, not ours: {', '.join(map(repr, one.left))}", err=True)
+
+
+def prefill(directories: Sequence[RankDirectory], as_json: bool) -> None:
+    """`pool prefill`."""
+    with progress("bytes") as on_progress:
+        filled = offline.prefill(directories, on_progress)
+    if as_json:
+        print_json({"prefilled": [asdict(one) for one in filled]})
+        return
+    for one in filled:
+        size = format_bytes(one.written_bytes)
+        typer.echo(f"{one.directory}: filled {one.filled} of {one.slots} slots, {size}")
