@@ -45,6 +45,7 @@ from vllm_nvmeof_offload.pool.ownership import OWNER_FILE, give_to_owner, hold
 from vllm_nvmeof_offload.pool.recovery import read_table, written_slots
 from vllm_nvmeof_offload.pool.slab import open_private
 from vllm_nvmeof_offload.pool.survey import (
+    FACTS_FILE,
     RankDirectory,
     Surveyed,
     disk_bytes,
@@ -71,18 +72,19 @@ def held_survey(directories: Sequence[RankDirectory], writable: bool) -> Iterato
     """Survey `directories`; if `writable`, hold all their locks until the block ends.
 
     All are held from before the first survey until the last repair, so that no server starts
-    on a part of a pool that is being repaired.
-
-    Raises:
-        PoolLockedError: `writable`, and a live process holds one of them.
-        PoolError: one cannot be read or locked.
+    on a part of a pool that is being repaired. PoolLockedError names a live process that holds
+    one of them, PoolError one that cannot be read or locked.
     """
-    with contextlib.ExitStack() as stack:
-        if writable:
-            stack.enter_context(hold([directory.path for directory in directories]))
-        found = survey(directories)
+    if not writable:
+        yield survey(directories)
+        return
+    with hold([directory.path for directory in directories]):
         # This process holds them: that is not what "live" means to a reader.
-        yield [replace(one, lock=LockState("none")) for one in found] if writable else found
+        yield [replace(one, lock=LockState("none")) for one in survey(directories)]
+
+
+#: States of a table's entry; one that has none of them was never written, and is empty.
+STATES = ("missing", "live", "void", "damaged")
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,7 @@ class Table:
     """The table as it was read: one state per slot of this target, by its index there.
 
     live: bool[n], adoptable at the next start. void: bool[n], intact, but of a past epoch or
-    not adoptable. damaged: bool[n]. missing: bool[n], beyond the file's end. A slot that is
-    none of these was never written. entries: the keys and generations of the live ones.
+    not adoptable. damaged: bool[n]. missing: bool[n], beyond the file's end.
     """
 
     live: npt.NDArray[np.bool_]
@@ -101,17 +102,13 @@ class Table:
     entries: DecodedTable
 
     def identity(self, index: int) -> SlotIdentity:
-        return _identity(self.entries, index)
-
-
-def _identity(entries: DecodedTable, index: int) -> SlotIdentity:
-    key = entries.keys[index, : int(entries.key_bytes[index])].tobytes()
-    return SlotIdentity(key, int(entries.generations[index]))
+        key = self.entries.keys[index, : int(self.entries.key_bytes[index])].tobytes()
+        return SlotIdentity(key, int(self.entries.generations[index]))
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One table entry. state: "live", "void", "damaged", "missing" or "empty"."""
+    """One table entry. state: one of `STATES`, or "empty"."""
 
     state: str
     identity: SlotIdentity | None = None
@@ -160,16 +157,9 @@ class OfflineRank:
 
     def table(self) -> Table:
         """Read and decode the whole table (64 bytes per slot)."""
-        block, count = self.superblock, self.superblock.slots
+        count = self.superblock.slots
         raw = read_table(self.table_fd, count) if self.table_fd >= 0 else np.zeros(0, np.uint8)
-        missing = np.arange(count) >= raw.size // ENTRY_BYTES
-        raw = np.pad(raw, (0, count * ENTRY_BYTES - raw.size))
-        pool_slots = np.arange(count, dtype=np.int64) * block.target_count + block.target_index
-        decoded = decode_table(raw, pool_slots)
-        live = decoded.valid & decoded.adoptable & (decoded.epochs == self.surveyed.epoch)
-        if not self.surveyed.adoptable:
-            live[:] = False
-        return Table(live, decoded.valid & ~live, decoded.damaged, missing, decoded)
+        return self._decode(raw, 0, count)
 
     def entry(self, index: int) -> Entry:
         """Read one table entry, as it is now; PoolError if it cannot be read."""
@@ -179,19 +169,22 @@ class OfflineRank:
                 raw = os.pread(self.table_fd, ENTRY_BYTES, index * ENTRY_BYTES)
             except OSError as error:
                 raise PoolError(f"cannot read {self.surveyed.path / 'table'}: {error}") from error
-        if len(raw) < ENTRY_BYTES:
-            return Entry("missing")
-        one = decode_table(
-            np.frombuffer(raw, np.uint8), np.array([self.pool_slot(index)], np.int64)
-        )
-        if not one.valid[0]:
-            return Entry("damaged" if one.damaged[0] else "empty")
-        stamp = Stamp(int(one.epochs[0]), bool(one.adoptable[0]))
-        return Entry("live" if self._adopts(stamp) else "void", _identity(one, 0), stamp)
+        table = self._decode(np.frombuffer(raw, np.uint8), index, 1)
+        state = next((name for name in STATES if getattr(table, name)[0]), "empty")
+        if state not in ("live", "void"):
+            return Entry(state)
+        stamp = Stamp(int(table.entries.epochs[0]), bool(table.entries.adoptable[0]))
+        return Entry(state, table.identity(0), stamp)
 
-    def _adopts(self, stamp: Stamp) -> bool:
-        """Would the next start adopt a slot that is marked with `stamp`?"""
-        return self.surveyed.adoptable and stamp == Stamp(self.surveyed.epoch, adoptable=True)
+    def _decode(self, raw: npt.NDArray[np.uint8], first: int, count: int) -> Table:
+        """Decode `count` entries from index `first` on; those that `raw` lacks are missing."""
+        missing = np.arange(count) >= raw.size // ENTRY_BYTES
+        indices = np.arange(first, first + count, dtype=np.int64)
+        pool_slots = indices * self.superblock.target_count + self.superblock.target_index
+        decoded = decode_table(np.pad(raw, (0, count * ENTRY_BYTES - raw.size)), pool_slots)
+        live = decoded.valid & decoded.adoptable & (decoded.epochs == self.surveyed.epoch)
+        live &= self.surveyed.adoptable
+        return Table(live, decoded.valid & ~live, decoded.damaged, missing, decoded)
 
     def header(self, index: int) -> SlotHeader | Outcome | None:
         """Read one slot's header page: the header, the I/O error, or None if it is not intact.
@@ -221,16 +214,17 @@ class OfflineRank:
         if entry.state in ("empty", "void") or (seen is not None and entry.identity != seen):
             return None
         header = self.header(index)
-        replacement = bytes(ENTRY_BYTES)
+        replacement, adopted = bytes(ENTRY_BYTES), False
         if isinstance(header, SlotHeader):
+            stamp = Stamp(self.surveyed.epoch, adoptable=True)
+            adopted = self.surveyed.adoptable and header.stamp == stamp
             fits = header.payload_bytes == self.superblock.payload_bytes
             if fits and header.place == self.place(index):
                 replacement = encode_entry(self.pool_slot(index), header.identity, header.stamp)
             if entry.state == "live" and header.identity == entry.identity and any(replacement):
                 return None
         if entry.state in ("missing", "damaged"):
-            holds = isinstance(header, SlotHeader) and self._adopts(header.stamp)
-            listed = entry.state == "damaged" or (holds and any(replacement))
+            listed = entry.state == "damaged" or (adopted and any(replacement))
             return Judgement(f"table entry {entry.state}", replacement, listed)
         return Judgement(self._mismatch(index, entry, header), replacement)
 
@@ -388,8 +382,10 @@ def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
                 removed.append(_remove(path))
             except OSError as error:
                 raise PoolError(f"cannot remove {path}: {error}") from error
-    for directory in directories:
-        _remove_parents(directory)
+    for path in paths:
+        engine, space = path.parents[:2]
+        _remove_folder(engine, OWNER_FILE)
+        _remove_folder(space, FACTS_FILE)
     return removed
 
 
@@ -410,18 +406,12 @@ def _is_file(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
 
 
-def _remove_parents(directory: RankDirectory) -> None:
-    """Delete the engine and keyspace directories if nothing else is in them."""
-    engine, space = directory.path.parents[:2]
-    facts = space / "keyspace.json"
-    owner = engine / OWNER_FILE
+def _remove_folder(path: Path, own_file: str) -> None:
+    """Delete the directory of an engine or a keyspace if at most our own file is in it."""
     with contextlib.suppress(OSError):
-        if os.listdir(engine) == [owner.name] and _is_file(owner):
-            owner.unlink()
-        engine.rmdir()
-        if os.listdir(space) == [facts.name] and _is_file(facts):
-            facts.unlink()
-        space.rmdir()
+        if os.listdir(path) == [own_file] and _is_file(path / own_file):
+            (path / own_file).unlink()
+        path.rmdir()
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,23 +433,21 @@ def prefill(
         PoolLockedError: a live process holds one of them.
         PoolError: one has no usable superblock, or cannot be written (such as no space).
     """
+    filled = []
     with held_survey(directories, writable=True) as all_surveyed:
-        return [_prefill(one, on_progress) for one in all_surveyed]
-
-
-def _prefill(surveyed: Surveyed, on_progress: Progress | None) -> Prefilled:
-    with open_rank(surveyed) as rank:
-        slots = min(rank.superblock.slots, rank.slab_slots)
-        indices = np.arange(slots)
-        holes = np.setdiff1d(
-            indices, written_slots(rank.slab_fd, indices, rank.superblock.slot_bytes)
-        ).tolist()
-        written_bytes = len(holes) * rank.superblock.slot_bytes
-        try:
-            _fill(rank, holes, on_progress)
-        except OSError as error:
-            raise PoolError(f"cannot fill {surveyed.path / 'slab'}: {error}") from error
-    return Prefilled(str(surveyed.path), slots, len(holes), written_bytes)
+        for surveyed in all_surveyed:
+            with open_rank(surveyed) as rank:
+                slot_bytes = rank.superblock.slot_bytes
+                indices = np.arange(min(rank.superblock.slots, rank.slab_slots))
+                written = written_slots(rank.slab_fd, indices, slot_bytes)
+                holes = np.setdiff1d(indices, written).tolist()
+                try:
+                    _fill(rank, holes, on_progress)
+                except OSError as error:
+                    raise PoolError(f"cannot fill {surveyed.path / 'slab'}: {error}") from error
+            path, count = str(surveyed.path), len(holes)
+            filled.append(Prefilled(path, len(indices), count, count * slot_bytes))
+    return filled
 
 
 def _fill(rank: OfflineRank, holes: Sequence[int], on_progress: Progress | None) -> None:
