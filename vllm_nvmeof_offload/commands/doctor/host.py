@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts about this host and its access to a target, found by trying: I/O, interfaces, GPUs.
 
-Each check tries the real operation and leaves nothing behind. The native core, io_uring and
-locked memory; a target directory, its space and its O_DIRECT alignment (statx, Linux 6.1); the
-network interface that carries a path, its rate and the slot of its card; DMA against the copy
-kernel on every GPU (`--calibrate`).
+Each check tries the real operation and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -15,12 +12,13 @@ import errno
 import ipaddress
 import mmap
 import os
+import re
 import resource
 import struct
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +26,7 @@ import numpy as np
 
 from vllm_nvmeof_offload.config import TargetInfo, check_targets, judge_access, parse_config
 from vllm_nvmeof_offload.copy.base import Backend
-from vllm_nvmeof_offload.copy.calibration import best_of, calibrate_again
+from vllm_nvmeof_offload.copy.calibration import Cell, best_of, calibrate_again
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
 from vllm_nvmeof_offload.errors import ConfigError, EngineError, PoolError
 from vllm_nvmeof_offload.fabric.discover import MOUNTINFO
@@ -67,7 +65,16 @@ def check_host(staging_bytes: int) -> list[Finding]:
     if denied is not None:
         effect = "the threads engine runs instead"
         return [*findings, _denied("io_uring", denied, _PROBE_BYTES, effect)]
-    return [*findings, ok("io_uring", "allowed"), _check_registration(staging_bytes)]
+    findings.append(ok("io_uring", "allowed"))
+    check, denied = "io_uring_registration", _try_ring(registered=True)
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    small = limit != resource.RLIM_INFINITY and limit < staging_bytes and not _may_lock_anything()
+    if denied is None and not small:
+        evidence = f"works; staging of {format_bytes(staging_bytes)} fits the locked-memory limit"
+        return [*findings, ok(check, evidence)]
+    denied = denied or UringDeniedError("io_uring_register_buffers", errno.ENOMEM)
+    effect = "io_uring runs unregistered, at several times the CPU cost"
+    return [*findings, _denied(check, denied, staging_bytes, effect)]
 
 
 def _denied(check: str, denied: UringDeniedError, staging_bytes: int, effect: str) -> Finding:
@@ -89,18 +96,6 @@ def check_huge_pages(setting: Path = _HUGE_PAGES) -> Finding:
     return warning("huge_pages", evidence, f"echo madvise > {setting}")
 
 
-def _check_registration(staging_bytes: int) -> Finding:
-    denied = _try_ring(registered=True)
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    small = limit != resource.RLIM_INFINITY and limit < staging_bytes and not _may_lock_anything()
-    if denied is None and not small:
-        evidence = f"works; staging of {format_bytes(staging_bytes)} fits the locked-memory limit"
-        return ok("io_uring_registration", evidence)
-    denied = denied or UringDeniedError("io_uring_register_buffers", errno.ENOMEM)
-    effect = "io_uring runs unregistered, at several times the CPU cost"
-    return _denied("io_uring_registration", denied, staging_bytes, effect)
-
-
 def _try_ring(*, registered: bool) -> UringDeniedError | None:
     """Set up a ring and close it; None if that worked."""
     assert core is not None
@@ -118,11 +113,9 @@ def _try_ring(*, registered: bool) -> UringDeniedError | None:
 
 def _may_lock_anything() -> bool:
     """Does this process have CAP_IPC_LOCK? Then the locked-memory limit does not apply."""
-    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-        for line in status:
-            if line.startswith("CapEff:"):
-                return bool(int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1)
-    return False
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return bool(capabilities and int(capabilities.group(1), 16) >> _CAP_IPC_LOCK & 1)
 
 
 def check_target(target: str) -> list[Finding]:
@@ -132,14 +125,15 @@ def check_target(target: str) -> list[Finding]:
     except ConfigError as refusal:
         evidence, _, remedy = refusal.remedy.partition("; ")
         return [error("target", evidence, remedy)]
-    return [_check_access(info), _check_o_direct(info), _check_space(info)]
-
-
-def _check_access(info: TargetInfo) -> Finding:
+    access = ok("target_access", "no other user can remove or rename the pool")
     problem, remedy = judge_access(info.path)
     if problem:
-        return warning("target_access", problem, remedy)
-    return ok("target_access", "no other user can remove or rename the pool")
+        access = warning("target_access", problem, remedy)
+    evidence = f"{format_bytes(info.free_bytes)} free on {info.file_system}"
+    space = ok("free_space", evidence)
+    if info.free_bytes < GIB:
+        space = warning("free_space", evidence, "free some space, or name another target")
+    return [access, _check_o_direct(info), space]
 
 
 def _check_o_direct(info: TargetInfo) -> Finding:
@@ -159,12 +153,9 @@ def _direct_alignment(directory: str) -> tuple[int, int] | None:
     """
     with tempfile.TemporaryFile(dir=directory) as file:
         found = ctypes.create_string_buffer(_STATX_BYTES)
-        try:
-            call = _libc.statx
-        except AttributeError:
-            return None
-        if call(file.fileno(), b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, found) != 0:
-            return None
+        statx = getattr(_libc, "statx", None)  # older C libraries lack it, and `found` stays 0
+        if statx is not None:
+            statx(file.fileno(), b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, found)
     if not struct.unpack_from("=I", found)[0] & _STATX_DIOALIGN:
         return None
     memory_bytes, offset_bytes = struct.unpack_from("=II", found, _ALIGNMENTS_AT)
@@ -186,13 +177,6 @@ def judge_alignment(info: TargetInfo, needed: tuple[int, int] | None) -> Finding
     return ok("o_direct", evidence)
 
 
-def _check_space(info: TargetInfo) -> Finding:
-    evidence = f"{format_bytes(info.free_bytes)} free on {info.file_system}"
-    if info.free_bytes < GIB:
-        return warning("free_space", evidence, "free some space, or name another target")
-    return ok("free_space", evidence)
-
-
 def calibrate_gpus(open_gpu: Callable[[int], Cuda] = Cuda) -> list[Finding]:
     """Compare DMA and the copy kernel: one finding per GPU, or one if there is no GPU."""
     findings: list[Finding] = []
@@ -204,15 +188,15 @@ def calibrate_gpus(open_gpu: Callable[[int], Cuda] = Cuda) -> list[Finding]:
             if not findings or not is_last:
                 findings.append(_not_calibrated(HOST, why))
             return findings
-        findings.append(_calibrate(cuda, f"GPU {len(findings)}"))
+        subject = f"GPU {len(findings)}"
+        try:
+            findings.append(_compared(subject, calibrate_again(cuda)))
+        except EngineError as why:
+            findings.append(_not_calibrated(subject, why))
         cuda.release()
 
 
-def _calibrate(cuda: Cuda, subject: str) -> Finding:
-    try:
-        cells = calibrate_again(cuda)
-    except EngineError as why:
-        return _not_calibrated(subject, why)
+def _compared(subject: str, cells: Sequence[Cell]) -> Finding:
     wins = Counter(best_of(cell) for cell in cells)
     spread = max(cell.spread for cell in cells)
     shown = (

@@ -14,7 +14,6 @@ from vllm_nvmeof_offload.fabric.topology import (
     OPTIMIZED,
     Controller,
     Namespace,
-    Path,
     PcieLink,
     TargetFabric,
 )
@@ -22,18 +21,17 @@ from vllm_nvmeof_offload.fabric.topology import (
 #: Proposed by the remedies: seconds until I/O fails when every path is lost, and until the
 #: controller is given up. Reads have deadlines of their own; these free buffers and processes.
 _FAST_IO_FAIL_S, _CTRL_LOSS_S = 5, 600
+#: ANA states in which I/O could pass; an unknown one counts.
+_OPEN = (None, OPTIMIZED, "non-optimized")
 
 
 def can_do_io(fabric: TargetFabric) -> bool:
     """May the target be touched? No if a namespace of it has no live path: I/O would hang."""
-    return all(any(_open(fabric, path) for path in one.paths) for one in fabric.namespaces)
-
-
-def _open(fabric: TargetFabric, path: Path) -> bool:
-    """Could I/O pass? An unknown state counts as open."""
-    states = {one.name: one.state for one in fabric.controllers}
-    live = states.get(path.controller, "gone") in (LIVE, None)
-    return live and path.ana_state in (None, OPTIMIZED, "non-optimized")
+    live = {one.name for one in fabric.controllers if one.state in (LIVE, None)}
+    return all(
+        any(path.controller in live and path.ana_state in _OPEN for path in namespace.paths)
+        for namespace in fabric.namespaces
+    )
 
 
 def judge_paths(fabric: TargetFabric) -> list[Finding]:
@@ -149,9 +147,11 @@ def _judge_fast_io_fail(controllers: list[Controller]) -> Finding:
     off = [one for one in controllers if one.fast_io_fail_tmo == OFF]
     if not off:
         times = {one.name: one.fast_io_fail_tmo for one in controllers}
-        known = {name: None if s is None else f"{s} s" for name, s in times.items()}
-        return ok("fast_io_fail_tmo", _states(known))
-    hangs = sorted({_hang(one.ctrl_loss_tmo) for one in off})
+        shown = {name: None if s is None else f"{s} s" for name, s in times.items()}
+        return ok("fast_io_fail_tmo", _states(shown))
+    known = {None: "for ctrl_loss_tmo, which is unknown", OFF: "for ever (ctrl_loss_tmo is off)"}
+    losses = {one.ctrl_loss_tmo for one in off}
+    hangs = sorted(known.get(loss, f"for ctrl_loss_tmo, {loss} s") for loss in losses)
     evidence = (
         f"off for {', '.join(one.name for one in off)}: when every path is lost, I/O hangs "
         f"{' or '.join(hangs)}, and processes that wait for it cannot be killed"
@@ -164,23 +164,14 @@ def _judge_fast_io_fail(controllers: list[Controller]) -> Finding:
     return warning("fast_io_fail_tmo", evidence, remedy)
 
 
-def _hang(ctrl_loss_tmo: int | None) -> str:
-    if ctrl_loss_tmo is None:
-        return "for ctrl_loss_tmo, which is unknown"
-    if ctrl_loss_tmo == OFF:
-        return "for ever (ctrl_loss_tmo is off)"
-    return f"for ctrl_loss_tmo, {ctrl_loss_tmo} s"
-
-
 def _judge_security(controllers: list[Controller]) -> Iterator[Finding]:
     clear = "KV cache crosses the network unencrypted"
     anyone = "any machine that reaches the target may claim to be this host"
-    tls = {one.name: one.tls for one in controllers}
-    dhchap = {one.name: one.dhchap for one in controllers}
-    for check, seen, danger, key, option in (
-        ("tls", tls, clear, "gen-tls-key", "--tls"),
-        ("authentication", dhchap, anyone, "gen-dhchap-key", "--dhchap-secret=…"),
+    for check, attribute, danger, key, option in (
+        ("tls", "tls", clear, "gen-tls-key", "--tls"),
+        ("authentication", "dhchap", anyone, "gen-dhchap-key", "--dhchap-secret=…"),
     ):
+        seen = {one.name: getattr(one, attribute) for one in controllers}
         shown = _states(seen)
         if "off" in seen.values():
             remedy = (
