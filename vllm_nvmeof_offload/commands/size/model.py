@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's config.json, read into the memory that its layers keep and its weights' size.
+"""A model's config.json, or a preset with its keys, read into layers' memory and weights' size.
 
-`presets.json` has the numbers of models that can be named instead, under config.json's own keys:
-facts of the models' published configurations. Recurrent state (Mamba, linear attention) is fixed
+Recurrent state (Mamba, linear attention) is fixed
 per sequence: a convolution's last inputs, and a matrix for each head, as in the families' papers
 and code. Weights are estimated by counting matrices; norms and biases are left out (below a
 thousandth), and so are vision towers, which matters for small multimodal models.
@@ -54,10 +53,10 @@ _MXFP4_BYTES = (4 + 8 / 32) / 8
 
 #: Bytes of one element, by the names that models and vLLM use.
 DTYPES = {
-    "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2, "half": 2,
-    "float32": 4, "fp32": 4, "float": 4,
-    "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1,
-}  # fmt: skip
+    **dict.fromkeys(("bfloat16", "bf16", "float16", "fp16", "half"), 2),
+    **dict.fromkeys(("float32", "fp32", "float"), 4),
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "int8"), 1),
+}
 
 
 def dtype_bytes(name: object) -> int | None:
@@ -165,7 +164,6 @@ class ModelShape:
 
 
 def preset_names() -> list[str]:
-    """Names of all presets, as on Hugging Face."""
     return sorted(_presets())
 
 
@@ -297,31 +295,25 @@ def _number(config: Config, *keys: str) -> int:
 def _groups(text: Config, layers: int, element_bytes: int) -> tuple[LayerGroup, ...]:
     counted = Counter(_layer_kinds(text, layers))
     groups = []
-    if counted["full"]:
-        groups += _full_groups(text, counted["full"])
-    if counted["window"]:
-        window = _window_tokens(text)
-        groups.append(
-            LayerGroup(LayerKind.WINDOW, counted["window"], *_heads(text), window_tokens=window)
-        )
-    if counted["state"]:
-        state = _recurrent_state(text, element_bytes)
-        groups.append(LayerGroup(LayerKind.STATE, counted["state"], state=state))
-    return tuple(groups)
-
-
-def _full_groups(text: Config, layers: int) -> list[LayerGroup]:
+    full, windowed, recurrent = counted["full"], counted["window"], counted["state"]
     # MiniCPM3 has a latent too, but vLLM caches the heads that it expands to.
-    if not text.get("kv_lora_rank") or text.get("model_type") == "minicpm3":
-        return [LayerGroup(LayerKind.FULL, layers, *_heads(text))]
-    width = _number(text, "kv_lora_rank") + _number(text, "qk_rope_head_dim")
-    groups = [LayerGroup(LayerKind.LATENT, layers, key_width=width)]
-    if text.get("index_head_dim"):
-        # One byte per element, and a 4-byte scale for each 128 of them.
-        index = _number(text, "index_head_dim")
-        index += index // 128 * 4
-        groups.append(LayerGroup(LayerKind.INDEXER, layers, key_width=index, element_bytes=1))
-    return groups
+    if full and text.get("kv_lora_rank") and text.get("model_type") != "minicpm3":
+        width = _number(text, "kv_lora_rank") + _number(text, "qk_rope_head_dim")
+        groups.append(LayerGroup(LayerKind.LATENT, full, key_width=width))
+        if text.get("index_head_dim"):
+            # One byte per element, and a 4-byte scale for each 128 of them.
+            index = _number(text, "index_head_dim")
+            index += index // 128 * 4
+            groups.append(LayerGroup(LayerKind.INDEXER, full, key_width=index, element_bytes=1))
+    elif full:
+        groups.append(LayerGroup(LayerKind.FULL, full, *_heads(text)))
+    if windowed:
+        window = _window_tokens(text)
+        groups.append(LayerGroup(LayerKind.WINDOW, windowed, *_heads(text), window_tokens=window))
+    if recurrent:
+        state = _recurrent_state(text, element_bytes)
+        groups.append(LayerGroup(LayerKind.STATE, recurrent, state=state))
+    return tuple(groups)
 
 
 def _heads(text: Config) -> tuple[int, int, int]:
@@ -385,14 +377,12 @@ def _kinds_by_name(config: Config) -> list[str] | None:
 
 
 def _kinds_by_period(config: Config, layers: int) -> list[str] | None:
-    """Kinds that follow from a period; None: no such rule."""
     family = str(config.get("model_type", ""))
     if family in _RECURRENT_ONLY:
         return ["state"] * layers
     if family == "falcon_h1":  # attention and Mamba side by side in every layer
         return ["full"] * layers + ["state"] * layers
-    if isinstance(config.get("attn_layer_indices"), list):
-        full = set(config["attn_layer_indices"])
+    if isinstance(full := config.get("attn_layer_indices"), list):
         return ["full" if layer in full else "state" for layer in range(layers)]
     if config.get("attn_layer_period"):
         period, offset = int(config["attn_layer_period"]), int(config.get("attn_layer_offset") or 0)
@@ -420,10 +410,10 @@ def _full_every(period: int, others: str, layers: int) -> list[str]:
 def _recurrent_state(config: Config, model_bytes: int) -> RecurrentState | None:
     """State of one layer, or None for a family whose state this version cannot size.
 
-    model_bytes: of one element of the model's dtype, which the state has too unless the file
-    names another for the recurrent part.
+    model_bytes: of one element, also of the recurrent part's unless the file names its dtype.
     """
     groups = group_width = 0
+    expanded = int(config.get("mamba_expand", 2) * config.get("hidden_size", 0))
     if "linear_num_value_heads" in config:
         # Gated DeltaNet (Qwen3-Next): keys, queries and values pass the convolution.
         keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
@@ -433,11 +423,9 @@ def _recurrent_state(config: Config, model_bytes: int) -> RecurrentState | None:
     elif "mamba_n_heads" in config or "mamba_num_heads" in config:
         # Mamba-2: the inner width and, for each group, B and C pass the convolution.
         head_dim = _first(config, "mamba_d_head", "mamba_head_dim")
-        inner = (
-            _first(config, "mamba_n_heads", "mamba_num_heads") * head_dim
-            if isinstance(head_dim, int)
-            else _expanded(config)
-        )
+        inner = expanded
+        if isinstance(head_dim, int):
+            inner = head_dim * _first(config, "mamba_n_heads", "mamba_num_heads")
         state = _first(config, "mamba_d_state", "ssm_state_size")
         groups, group_width = _first(config, "mamba_n_groups", "n_groups", default=1), 2 * state
         width = inner + groups * group_width
@@ -445,8 +433,7 @@ def _recurrent_state(config: Config, model_bytes: int) -> RecurrentState | None:
         elements = inner * state
     elif "mamba_d_state" in config or str(config.get("model_type")).endswith("mamba"):
         # Mamba: one state vector for each of the inner channels.
-        inner = config.get("intermediate_size") if "state_size" in config else None
-        width = inner or _expanded(config)
+        width = (config.get("intermediate_size") if "state_size" in config else None) or expanded
         kernel = _first(config, "mamba_d_conv", "conv_kernel", default=4)
         elements = width * _first(config, "mamba_d_state", "state_size", default=16)
     else:
@@ -458,15 +445,12 @@ def _recurrent_state(config: Config, model_bytes: int) -> RecurrentState | None:
     )
 
 
-def _expanded(config: Config) -> int:
-    return int(config.get("mamba_expand", 2) * config["hidden_size"])
-
-
 def _estimate(
     whole: Config, text: Config, groups: tuple[LayerGroup, ...], element_bytes: int
 ) -> Weights:
-    parameters = _parameters(text, groups)
-    if parameters is None:
+    try:
+        parameters = _parameters(text, groups)
+    except (KeyError, TypeError):  # a number that it needs is missing, or null
         return Weights(None, "config.json does not say enough; give --weights-bytes")
     each, why = _bytes_per_parameter(whole, element_bytes)
     total = round(parameters * each)
@@ -475,22 +459,13 @@ def _estimate(
     )
 
 
-def _parameters(config: Config, groups: tuple[LayerGroup, ...]) -> int | None:
-    """Parameters of the language model; None where the file does not say enough."""
-    hidden, vocab = config.get("hidden_size"), config.get("vocab_size")
-    feed_forward = _feed_forward(config)
-    if not hidden or not vocab or feed_forward is None:
-        return None
-    total = feed_forward
-    for group in groups:
-        each = _mixer(config, group)
-        if each is None:
-            return None
-        total += each * group.layers
+def _parameters(config: Config, groups: tuple[LayerGroup, ...]) -> int:
+    """Parameters of the language model; KeyError or TypeError where the file lacks a number."""
+    mixers = sum(_mixer(config, group) * group.layers for group in groups)
     # Gemma leaves the key out of the file, and ties.
-    family = str(config.get("model_type", ""))
-    tied = config.get("tie_word_embeddings", family.startswith("gemma"))
-    return int(total + vocab * hidden * (1 if tied else 2))
+    tied = config.get("tie_word_embeddings", str(config.get("model_type")).startswith("gemma"))
+    embeddings = config["vocab_size"] * config["hidden_size"] * (1 if tied else 2)
+    return int(_feed_forward(config) + mixers + embeddings)
 
 
 def _bytes_per_parameter(config: Config, model_bytes: int) -> tuple[float, str]:
@@ -510,22 +485,21 @@ def _bytes_per_parameter(config: Config, model_bytes: int) -> tuple[float, str]:
     return model_bytes, f"its dtype, because the bits of {unknown} are not known"
 
 
-def _mixer(config: Config, group: LayerGroup) -> int | None:
-    """Parameters of one layer's attention or recurrent part; None: unknown."""
-    hidden, heads = config["hidden_size"], config.get("num_attention_heads")
+def _mixer(config: Config, group: LayerGroup) -> int:
+    """Parameters of one layer's attention or recurrent part."""
+    hidden, state = config["hidden_size"], group.state
+    if group.kind is LayerKind.INDEXER:
+        return 0
     if group.kind is LayerKind.STATE:
-        if group.state is None:
-            return None
+        if state is None:
+            raise KeyError("state")
         if "linear_num_value_heads" in config:
             inner = config["linear_num_value_heads"] * config["linear_value_head_dim"]
         else:
-            inner = group.state.conv_width - group.state.groups * group.state.group_width
+            inner = state.conv_width - state.groups * state.group_width
         # In: the convolution's inputs and the gate; out: the inner width.
-        return int(hidden * (group.state.conv_width + inner) + inner * hidden)
-    if group.kind is LayerKind.INDEXER:
-        return 0
-    if not heads:
-        return None
+        return int(hidden * (state.conv_width + inner) + inner * hidden)
+    heads = config["num_attention_heads"]
     if group.kind is LayerKind.LATENT:
         nope, rope = config.get("qk_nope_head_dim", 128), config["qk_rope_head_dim"]
         value, rank = config.get("v_head_dim", 128), config["kv_lora_rank"]
@@ -540,18 +514,14 @@ def _mixer(config: Config, group: LayerGroup) -> int | None:
     return int(hidden * (heads * group.key_width * (1 + gate) + keys_values))
 
 
-def _feed_forward(config: Config) -> int | None:
+def _feed_forward(config: Config) -> int:
     """Parameters of all layers' feed-forward networks."""
-    layers, hidden = config.get("num_hidden_layers"), config.get("hidden_size")
-    if not layers or not hidden:
-        return None
-    inner = config.get("intermediate_size")
+    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    inner: Any = config.get("intermediate_size")
     experts = _first(config, "n_routed_experts", "num_experts", "num_local_experts", default=0)
     if not experts:
-        return int(layers * 3 * hidden * inner) if inner else None
+        return int(layers * 3 * hidden * inner)
     expert_inner = config.get("moe_intermediate_size") or inner
-    if not expert_inner:
-        return None
     shared = int(config.get("n_shared_experts") or 0) * expert_inner
     shared += int(config.get("shared_expert_intermediate_size") or 0)
     dense = min(layers, int(config.get("first_k_dense_replace") or 0))

@@ -137,7 +137,7 @@ def build(model: ModelShape, deployment: Deployment) -> SizeReport:
         meets_ttft=back.seconds <= deployment.ttft_seconds,
         scaling=[_scale_row(sizes, d) for d in sorted({*DATA24_DRIVES, deployment.drives})],
         published_source=DATA24.source,
-        assumptions=_assumptions(sizes),
+        assumptions=list(_assumptions(sizes)),
         notes=[*model.notes, *_notes_on_model(sizes), *_notes_on_deployment(sizes, room, back)],
     )
 
@@ -203,11 +203,10 @@ def _cpu_figures(sizes: KvSizes) -> Iterator[_Row]:
 
 
 def _pool_figures(sizes: KvSizes) -> Iterator[_Row]:
-    room = pool_room(sizes, sizes.deployment.drives)
+    room, drive = pool_room(sizes, sizes.deployment.drives), pool_room(sizes, 1)
     formula = "whole chunks × (slot + 64 bytes of table) over all ranks"
     yield "session in the pool", room.session_bytes, "bytes", formula
-    formula = "⌊drive × share used ÷ session⌋"
-    yield "sessions per drive", pool_room(sizes, 1).sessions, "sessions", formula
+    yield "sessions per drive", drive.sessions, "sessions", "⌊drive × share used ÷ session⌋"
     formula = f"{sizes.deployment.drives} drives × drive × share used"
     yield "pool of the enclosure", room.free_bytes, "bytes", formula
     yield "sessions per enclosure", room.sessions, "sessions", "⌊pool ÷ session⌋"
@@ -247,27 +246,23 @@ def _scale_row(sizes: KvSizes, drives: int) -> ScaleRow:
     )
 
 
-def _assumptions(sizes: KvSizes) -> list[str]:
+def _assumptions(sizes: KvSizes) -> Iterator[str]:
     """Values that were not given and cannot be computed, each with the option that sets it."""
     deployment, weights = sizes.deployment, sizes.model.weights
-    known = [f"weights: {weights.source} (--weights-bytes)"] if weights.total_bytes else []
+    if weights.total_bytes:
+        yield f"weights: {weights.source} (--weights-bytes)"
     reserve = human_bytes(deployment.gpu_reserve_bytes)
-    gpu = (
+    yield (
         f"{deployment.gpu_memory_utilization:g} of GPU memory for vLLM, of that {reserve} for "
         "activations and CUDA graphs (--gpu-utilization, --gpu-reserve)"
     )
-    worst = (
+    yield f"the pool takes {deployment.drive_fill:g} of a drive (--drive-fill)"
+    yield f"{deployment.link_efficiency:g} of a link's rate is payload (--link-efficiency)"
+    yield (
         "worst case: all sessions come back at once, with all of their KV only in the pool; the "
         "whole TTFT is for loading, computing what was not stored comes on top"
     )
-    return [
-        *known,
-        gpu,
-        f"the pool takes {deployment.drive_fill:g} of a drive (--drive-fill)",
-        f"{deployment.link_efficiency:g} of a link's rate is payload (--link-efficiency)",
-        worst,
-        "sessions share no prefix; chunks lie evenly over drives, links and GPUs",
-    ]
+    yield "sessions share no prefix; chunks lie evenly over drives, links and GPUs"
 
 
 def _notes_on_model(sizes: KvSizes) -> Iterator[str]:
