@@ -220,23 +220,18 @@ def config_check(
     Takes a whole --kv-transfer-config, or only its kv_connector_extra_config. Creates missing
     target directories, as a server's start would.
     """
-    from vllm_nvmeof_offload.config import (
-        check_memory,
-        check_targets,
-        parse_config,
-        resolve_pool_bytes,
-    )
+    from vllm_nvmeof_offload import config as keys
     from vllm_nvmeof_offload.manager.eviction import choose_policy
     from vllm_nvmeof_offload.pool.ownership import bytes_of_pools
     from vllm_nvmeof_offload.units import format_bytes
 
     with plain_errors():
-        settings = parse_config(_read_json(source))
+        settings = keys.parse_config(_read_json(source))
         choose_policy(settings.eviction_policy)
-        check_memory(settings)
-        targets = check_targets(settings)
+        keys.check_memory(settings)
+        targets = keys.check_targets(settings)
         held = bytes_of_pools([Path(target) for target in settings.targets])
-        pool_bytes = resolve_pool_bytes(settings, held)
+        pool_bytes = keys.resolve_pool_bytes(settings, held)
     if as_json:
         print_json({"config": settings.model_dump(), "pool_bytes_resolved": pool_bytes})
         return

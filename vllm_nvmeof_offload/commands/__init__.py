@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of `vllm-nvmeof` on pools, targets and sizes, and the output they share.
+"""The output that the commands share.
 
-    pool     lists, checks, repairs, fills and removes pools on disk
-    doctor   checks and measures this machine and its targets
-    size     computes KV bytes, capacity and bandwidth of a deployment
-
-Each command imports its implementation when it is called, so that `--help` stays quick.
+A command imports its implementation when it is called, so that `--help` stays quick.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import rich.tree
 from rich.text import Text
 
 from tests.unit.fabrics.trees import Tree, local_nvme, two_paths, without_multipath
-from vllm_nvmeof_offload.commands.doctor import examine
+from vllm_nvmeof_offload.commands.doctor import examine, host
 from vllm_nvmeof_offload.commands.doctor.examine import Examined, examine_target, outline
 from vllm_nvmeof_offload.commands.doctor.host import nics_of
 from vllm_nvmeof_offload.commands.doctor.measure import Measured
@@ -56,7 +56,7 @@ def test_a_target_without_a_live_path_is_not_touched(
         assert not path.startswith(str(tmp_path / "mount")), "it would hang"
         return realpath(path, strict=strict)
 
-    monkeypatch.setattr(examine, "check_target", touched)
+    monkeypatch.setattr(host, "check_target", touched)
     monkeypatch.setattr(examine, "measure", touched)
     monkeypatch.setattr(examine.os.path, "realpath", resolve)
     found = look_at(tree, target, measured=True)

@@ -18,23 +18,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from vllm_nvmeof_offload.commands import print_json, wide_console
-from vllm_nvmeof_offload.commands.doctor.host import (
-    Nic,
-    Places,
-    calibrate_gpus,
-    check_host,
-    check_target,
-    link_bytes_per_s,
-    nics_of,
-)
-from vllm_nvmeof_offload.commands.doctor.judge import (
-    can_do_io,
-    judge_kernel,
-    judge_mount,
-    judge_numa,
-    judge_paths,
-    judge_pcie,
-)
+from vllm_nvmeof_offload.commands.doctor import host, judge
+from vllm_nvmeof_offload.commands.doctor.host import Nic, Places
 from vllm_nvmeof_offload.commands.doctor.measure import Measured, MeasureError, Progress, measure
 from vllm_nvmeof_offload.fabric.discover import discover
 from vllm_nvmeof_offload.fabric.findings import Finding, Severity, error, ok, worst
@@ -47,12 +32,11 @@ from vllm_nvmeof_offload.fabric.topology import (
     Controller,
     Namespace,
     Path,
-    QueueLimits,
     TargetFabric,
 )
 from vllm_nvmeof_offload.units import format_bytes
 
-#: The kernel shows nearly 2^31 for a device that has no limit of its own.
+#: The kernel shows nearly 2^31 for a device that has no limit of its own, as over fabrics.
 _NO_LIMIT_KB = 1 << 30
 _STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.ERROR: "red"}
 _FILE_COLUMNS = 240
@@ -82,17 +66,17 @@ def examine(
 ) -> int:
     """Examine this machine and `targets`, print the findings; return the exit code."""
     machine, places, console = read_machine(), Places(), Console(stderr=True)
-    host = [
-        *check_host(staging_bytes),
-        judge_kernel(machine, len(targets)),
+    own = [
+        *host.check_host(staging_bytes),
+        judge.judge_kernel(machine, len(targets)),
         *judge_gpus(machine),
-        *(calibrate_gpus() if calibrated else ()),
+        *(host.calibrate_gpus() if calibrated else ()),
     ]
     examined = []
     for path in targets:
         on_progress = functools.partial(_show_progress, console, path) if measured else None
         examined.append(examine_target(path, machine, places, on_progress))
-    findings = host + [finding for one in examined for finding in one.findings]
+    findings = own + [finding for one in examined for finding in one.findings]
     verdict = worst(findings)
     if as_json:
         print_json(
@@ -102,8 +86,14 @@ def examine(
                 "targets": [one.to_json() for one in examined],
             }
         )
-    else:
-        _show(host, examined)
+        return int(verdict)
+    tree = Tree("vllm-nvmeof doctor")
+    _add_findings(tree.add("host"), own)
+    for one in examined:
+        branch = tree.add(_text(one.fabric.target))
+        branch.children.append(outline(one.fabric, one.nics))
+        _add_findings(branch, one.findings)
+    wide_console(_FILE_COLUMNS).print(tree, highlight=False)
     return int(verdict)
 
 
@@ -121,20 +111,20 @@ def examine_target(
     fabric = discover(os.path.abspath(target), places.sysfs, places.mountinfo)
     touched: list[Finding] = []
     if _may_touch(fabric):
-        touched = check_target(target)
+        touched = host.check_target(target)
         # Only now may links in its path be followed: they may lead to another mount.
         real = discover(os.path.realpath(target), places.sysfs, places.mountinfo)
         fabric = replace(real, target=target)
     if not _may_touch(fabric):
         evidence = "not touched: no live path leads to it, and I/O on it may hang"
         touched = [error("target", evidence, "bring a path back first: see the controllers")]
-    nics = nics_of(fabric, places)
-    allowed = link_bytes_per_s(fabric, nics)
+    nics = host.nics_of(fabric, places)
+    allowed = host.link_bytes_per_s(fabric, nics)
     findings = [
-        *judge_paths(fabric),
-        *judge_mount(fabric),
-        *judge_pcie(fabric, nics),
-        *judge_numa(fabric, nics, machine),
+        *judge.judge_paths(fabric),
+        *judge.judge_mount(fabric),
+        *judge.judge_pcie(fabric, nics),
+        *judge.judge_numa(fabric, nics, machine),
         *touched,
     ]
     measured = None
@@ -149,7 +139,7 @@ def examine_target(
 
 
 def _may_touch(fabric: TargetFabric) -> bool:
-    return can_do_io(fabric) and not fabric.device_gone
+    return judge.can_do_io(fabric) and not fabric.device_gone
 
 
 def _judge_measured(measured: Measured, allowed: float | None) -> Finding:
@@ -170,16 +160,6 @@ def _judge_measured(measured: Measured, allowed: float | None) -> Finding:
 def _rate(bytes_per_s: float, allowed: float | None) -> str:
     share = f" ({bytes_per_s / allowed:.0%} of the links)" if allowed else ""
     return f"{format_bytes(bytes_per_s)}/s{share}"
-
-
-def _show(host: list[Finding], examined: list[Examined]) -> None:
-    tree = Tree("vllm-nvmeof doctor")
-    _add_findings(tree.add("host"), host)
-    for one in examined:
-        branch = tree.add(_text(one.fabric.target))
-        branch.children.append(outline(one.fabric, one.nics))
-        _add_findings(branch, one.findings)
-    wide_console(_FILE_COLUMNS).print(tree, highlight=False)
 
 
 def _add_findings(branch: Tree, findings: Iterable[Finding]) -> None:
@@ -240,18 +220,14 @@ def _or_unknown(value: object, unit: str = "") -> str:
     return "unknown" if value is None else f"{value}{unit}"
 
 
-def _of_hardware(limits: QueueLimits) -> str:
-    """The hardware's limit; over fabrics there often is none, and the kernel shows its largest."""
-    most = limits.max_hw_sectors_kb
-    return "" if most is not None and most >= _NO_LIMIT_KB else f" of {_or_unknown(most)}"
-
-
 def _add_namespace(above: Tree, namespace: Namespace, nics: dict[str, Nic]) -> None:
     limits, subsystem = namespace.limits, namespace.subsystem
+    most = limits.max_hw_sectors_kb
+    of_hardware = f" of {_or_unknown(most)}" if most is None or most < _NO_LIMIT_KB else ""
     text = (
         f"namespace {namespace.device}: nsid {_or_unknown(namespace.nsid)}, "
         f"{_size(namespace.size_bytes)}, blocks of {_or_unknown(limits.logical_block_bytes)} B, "
-        f"transfers up to {_or_unknown(limits.max_sectors_kb)}{_of_hardware(limits)} KiB, "
+        f"transfers up to {_or_unknown(limits.max_sectors_kb)}{of_hardware} KiB, "
         f"{namespace.wwid or 'wwid unknown'}"
     )
     policy = f", iopolicy {subsystem.iopolicy}" if subsystem.iopolicy else ""

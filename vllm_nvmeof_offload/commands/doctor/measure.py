@@ -9,6 +9,7 @@ that go on for long.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import random
 import select
@@ -16,7 +17,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,8 +66,7 @@ class Measured:
 def measure(target: str, on_progress: Progress) -> Measured:
     """Measure the directory `target`: at most 256 MiB are written, in about three seconds.
 
-    Raises:
-        MeasureError: an operation failed or hung, or there is no space.
+    MeasureError if an operation fails or hangs, or there is no space.
     """
     try:
         with _pool(target) as pool, _staging(pool) as (memory, address):
@@ -87,11 +87,13 @@ def _phases(runner: _Runner, engine: str, on_progress: Progress) -> Measured:
     on_progress("writes")
     written, write_s = runner.run(OpKind.WRITE, range(filled), _DEPTH, _WRITE_S_MAX)
     generator = random.Random(_SEED)
+    at_random = iter(lambda: generator.randrange(filled), None)
     on_progress("reads")
-    read, read_s = runner.run(OpKind.FETCH, _at_random(filled, generator), _DEPTH, _READ_S_MAX)
+    read, read_s = runner.run(OpKind.FETCH, at_random, _DEPTH, _READ_S_MAX)
     on_progress("reads one at a time")
     runner.latencies_s.clear()
-    runner.run(OpKind.FETCH, _at_random(filled, generator), 1, _SINGLE_S_MAX, _SINGLES_MAX)
+    singles = itertools.islice(at_random, _SINGLES_MAX)
+    runner.run(OpKind.FETCH, singles, 1, _SINGLE_S_MAX)
     return Measured(
         engine=engine,
         chunk_bytes=PAYLOAD_BYTES,
@@ -101,11 +103,6 @@ def _phases(runner: _Runner, engine: str, on_progress: Progress) -> Measured:
         read_latency_s_max=max(runner.latencies_s),
         singles=len(runner.latencies_s),
     )
-
-
-def _at_random(count: int, generator: random.Random) -> Iterator[int]:
-    while True:
-        yield generator.randrange(count)
 
 
 @contextlib.contextmanager
@@ -161,14 +158,9 @@ class _Runner:
         self._poll.register(engine.fileno(), select.POLLIN)
 
     def run(
-        self,
-        kind: OpKind,
-        slots: Iterator[int] | range,
-        depth: int,
-        seconds_max: float,
-        count_max: int | None = None,
+        self, kind: OpKind, slots: Iterable[int], depth: int, seconds_max: float
     ) -> tuple[int, float]:
-        """Keep `depth` operations in flight until time, `slots` or `count_max` end.
+        """Keep `depth` operations in flight until the time or `slots` end.
 
         Returns the number of operations, and the seconds until the last one ended.
         """
@@ -179,7 +171,7 @@ class _Runner:
         while open_ or running:
             while open_ and free:
                 late = time.perf_counter() - start_s >= seconds_max and started > 0
-                slot = None if late or started == count_max else next(remaining, None)
+                slot = None if late else next(remaining, None)
                 if slot is None:
                     open_ = False
                     break

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,8 +38,8 @@ from vllm_nvmeof_offload.pool.survey import RankDirectory, Surveyed
 #: Defects listed per directory; all are counted.
 _LISTED_MAX = 1000
 _BATCH_PER_THREAD = 4
-#: How long a write and its table entry may reasonably be apart.
-_WRITE_S = 1.0
+#: Waits for as long as a live server's write and its table entry may reasonably be apart.
+_let_writes_end = functools.partial(time.sleep, 1.0)
 
 
 class Damage(enum.IntEnum):
@@ -100,26 +101,18 @@ def exit_code(reports: Sequence[Report]) -> int:
     return int(max((report.worst for report in reports), default=Damage.NOTE))
 
 
-def let_writes_end() -> None:
-    """Wait until the slots that a live server was writing have their table entries."""
-    time.sleep(_WRITE_S)
-
-
 def fsck(
     directories: Sequence[RankDirectory],
     repair: bool = False,
     on_progress: Progress | None = None,
-    settle: Callable[[], None] = let_writes_end,
+    settle: Callable[[], None] = _let_writes_end,
 ) -> list[Report]:
     """Check tables against headers. Give all parts of a pool at once: they share an epoch.
 
     repair: rebuild wrong entries from the slots' headers, never beside a live server. A
     superblock is not repaired: its content is nowhere else. on_progress: counts headers.
-    settle: called beside a live server before suspects are judged.
-
-    Raises:
-        PoolLockedError: `repair`, and a live process holds one of them.
-        PoolError: something cannot be read or written.
+    settle: called beside a live server before suspects are judged. PoolLockedError if a live
+    process holds one that is to be repaired, PoolError if something cannot be read or written.
     """
 
     def check(rank: OfflineRank, table: Table, report: Report) -> None:
@@ -149,7 +142,7 @@ def scrub(
     directories: Sequence[RankDirectory],
     repair: bool = False,
     on_progress: Progress | None = None,
-    settle: Callable[[], None] = let_writes_end,
+    settle: Callable[[], None] = _let_writes_end,
 ) -> list[Report]:
     """Verify every slot that the next start would adopt. Arguments and errors are those of fsck.
 
@@ -224,7 +217,8 @@ def _confirm(
 ) -> None:
     """Judge every suspect once more, in ascending order; list its defect and repair its entry.
 
-    Beside a live server this waits before, because a slot that is being written looks damaged.
+    Beside a live server a slot that is being written looks damaged for a moment: then this waits
+    before, and each suspect is judged by itself, from its entry as it is then.
     A table that was cut short grows with the repairs, so that a crash in between leaves it
     short, and not with zeros in the place of entries that are only lost.
     """

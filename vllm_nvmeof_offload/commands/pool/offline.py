@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rank directories without an I/O engine: tables, slots, their defects; removal and prefill.
 
-Reads only, unless it was opened `writable`, for which the caller holds the directory's lock.
-Beside a live server a slot that is being written looks damaged for a moment, so every suspect
-is judged a second time, by itself, from its entry as it is then.
-
+A rank is only read unless it was opened `writable`, for which the caller holds its lock.
 Removal deletes only files of ours. Prefill writes zeros where a slab was never written, because
 the first write into preallocated space also changes the file system's extents and runs at about
 half the speed of later ones. A hole reads as zeros, so no readable byte changes.
@@ -84,7 +81,7 @@ def held_survey(directories: Sequence[RankDirectory], writable: bool) -> Iterato
 
 
 #: States of a table's entry; one that has none of them was never written, and is empty.
-STATES = ("missing", "live", "void", "damaged")
+STATES = ("live", "void", "damaged", "missing")
 
 
 @dataclass(frozen=True)
@@ -178,19 +175,18 @@ class OfflineRank:
 
     def _decode(self, raw: npt.NDArray[np.uint8], first: int, count: int) -> Table:
         """Decode `count` entries from index `first` on; those that `raw` lacks are missing."""
-        missing = np.arange(count) >= raw.size // ENTRY_BYTES
+        whole = raw.size // ENTRY_BYTES
+        missing = np.arange(count) >= whole
+        raw = np.pad(raw[: whole * ENTRY_BYTES], (0, (count - whole) * ENTRY_BYTES))
         indices = np.arange(first, first + count, dtype=np.int64)
         pool_slots = indices * self.superblock.target_count + self.superblock.target_index
-        decoded = decode_table(np.pad(raw, (0, count * ENTRY_BYTES - raw.size)), pool_slots)
+        decoded = decode_table(raw, pool_slots)
         live = decoded.valid & decoded.adoptable & (decoded.epochs == self.surveyed.epoch)
         live &= self.surveyed.adoptable
         return Table(live, decoded.valid & ~live, decoded.damaged, missing, decoded)
 
     def header(self, index: int) -> SlotHeader | Outcome | None:
-        """Read one slot's header page: the header, the I/O error, or None if it is not intact.
-
-        PoolError if the whole target does not answer.
-        """
+        """Read one slot's header: an Outcome if that fails, None if the header is not intact."""
         try:
             page = os.pread(self.slab_fd, HEADER_BYTES, index * self.superblock.slot_bytes)
         except OSError as error:
@@ -284,7 +280,6 @@ class SlotReader:
     """Reads whole slots of one rank directory into memory of its own, on several threads."""
 
     def __init__(self, rank: OfflineRank) -> None:
-        """Raises OSError if the slab cannot be opened."""
         self._rank = rank
         slot_bytes = rank.superblock.slot_bytes
         self.threads = max(1, min(_THREADS_MAX, _BUFFER_BYTES_MAX // slot_bytes))
@@ -347,10 +342,7 @@ class Removed:
 
 
 def check_ours(paths: Iterable[Path]) -> None:
-    """Raise PoolError for a rank directory that has files but no superblock of this program.
-
-    A superblock of any version proves that the files are ours, even if it is damaged.
-    """
+    """Raise PoolError for a rank directory with files but no superblock, intact or damaged."""
     for path in paths:
         try:
             proven = is_superblock(path / "superblock") or is_superblock(path / "superblock.new")
@@ -367,11 +359,8 @@ def check_ours(paths: Iterable[Path]) -> None:
 def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
     """Delete `directories`, and the directories above that are empty afterwards.
 
-    Nothing is deleted unless all are ours and none is held.
-
-    Raises:
-        PoolLockedError: a live process holds one; it is named.
-        PoolError: `check_ours`, or a file cannot be deleted.
+    Nothing is deleted unless all are ours (PoolError) and none is held by a live process
+    (PoolLockedError). PoolError also if a file cannot be deleted.
     """
     paths = [directory.path for directory in directories]
     check_ours(paths)  # before a lock file is made where it should not be
@@ -379,27 +368,23 @@ def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
     with hold(paths):
         for path in paths:
             try:
-                removed.append(_remove(path))
+                freed = disk_bytes(path, _FILES.__contains__)
+                for file in filter(_is_file, (path / name for name in _FILES)):
+                    file.unlink()
+                left = sorted(set(os.listdir(path)) - {_LOCK})
+                if not left:
+                    # We hold the lock; a process that opened it just now sees that it has lost
+                    # its name.
+                    (path / _LOCK).unlink()
+                    path.rmdir()
             except OSError as error:
                 raise PoolError(f"cannot remove {path}: {error}") from error
+            removed.append(Removed(str(path), freed, tuple(left)))
     for path in paths:
         engine, space = path.parents[:2]
         _remove_folder(engine, OWNER_FILE)
         _remove_folder(space, FACTS_FILE)
     return removed
-
-
-def _remove(path: Path) -> Removed:
-    freed = disk_bytes(path, _FILES.__contains__)
-    for name in _FILES:
-        if _is_file(path / name):
-            (path / name).unlink()
-    left = sorted(set(os.listdir(path)) - {_LOCK})
-    if not left:
-        # We hold the lock; a process that opened it just now sees that it has lost its name.
-        (path / _LOCK).unlink()
-        path.rmdir()
-    return Removed(str(path), freed, tuple(left))
 
 
 def _is_file(path: Path) -> bool:
@@ -429,9 +414,8 @@ def prefill(
 ) -> list[Prefilled]:
     """Fill the never-written slots of `directories`; on_progress counts bytes.
 
-    Raises:
-        PoolLockedError: a live process holds one of them.
-        PoolError: one has no usable superblock, or cannot be written (such as no space).
+    PoolLockedError if a live process holds one of them, PoolError if one has no usable
+    superblock or cannot be written.
     """
     filled = []
     with held_survey(directories, writable=True) as all_surveyed:

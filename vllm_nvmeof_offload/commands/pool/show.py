@@ -9,35 +9,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import rich.progress
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
 from vllm_nvmeof_offload.commands import print_json, table
 from vllm_nvmeof_offload.commands.pool import offline
 from vllm_nvmeof_offload.commands.pool.check import Damage, Report, exit_code
-from vllm_nvmeof_offload.commands.pool.offline import (
-    OfflineRank,
-    SlotReader,
-    check_ours,
-    open_rank,
-)
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.errors import OK, Outcome, PoolError, PoolLockedError
 from vllm_nvmeof_offload.pool.format import SlotHeader
@@ -71,73 +58,67 @@ def choose(given: Sequence[Path] | None, which: str | None = None) -> list[RankD
     return find(targets) if which is None else select(targets, which)
 
 
-def summaries(parts: Sequence[Surveyed]) -> list[dict[str, Any]]:
-    """One row per pool (keyspace, engine, rank), with its parts on all targets."""
-    pools: dict[str, list[Surveyed]] = {}
+def _grouped(parts: Iterable[Surveyed], attribute: str) -> list[list[Surveyed]]:
+    """Parts whose directories have the same `attribute`, in its order."""
+    found: dict[str, list[Surveyed]] = {}
     for one in parts:
-        pools.setdefault(one.directory.name, []).append(one)
-    return [_summary(pools[name]) for name in sorted(pools)]
+        found.setdefault(getattr(one.directory, attribute), []).append(one)
+    return [found[value] for value in sorted(found)]
 
 
-def _summary(parts: list[Surveyed]) -> dict[str, Any]:
-    directory = parts[0].directory
-    # A part that a live server holds counts first, then one that a dead server left.
-    lock = max((one.lock for one in parts), key=lambda one: _LOCK_KINDS.index(one.kind))
-    used = [one.last_use_s for one in parts if one.last_use_s is not None]
-    counts = [occupancy(one) for one in parts]
+def _row(parts: list[Surveyed], **more: Any) -> dict[str, Any]:
+    space = parts[0].directory.target / parts[0].directory.keyspace
     return {
-        "keyspace": directory.keyspace,
-        "model": model_name(directory.path.parents[1]),
-        "engine": directory.engine,
-        "rank": directory.rank,
-        "directories": [str(one.path) for one in parts],
-        "entries": sum(count.get("live", 0) for count in counts),
-        "slots": sum(one.superblock.slots for one in parts if one.superblock is not None),
+        "keyspace": space.name,
+        "model": model_name(space),
+        **more,
         "disk_bytes": sum(one.disk_bytes for one in parts),
-        "last_use_s": max(used, default=None),
-        "lock": asdict(lock),
-        "problems": _problems(parts),
+        "problems": {str(one.path): one.problem for one in parts if one.problem},
     }
 
 
-def _problems(parts: list[Surveyed]) -> dict[str, str]:
-    return {str(one.path): one.problem for one in parts if one.problem}
+def summaries(parts: Sequence[Surveyed]) -> list[dict[str, Any]]:
+    """One row per pool (keyspace, engine, rank), with its parts on all targets."""
+    rows = []
+    for pool in _grouped(parts, "name"):
+        # A part that a live server holds counts first, then one that a dead server left.
+        lock = max((one.lock for one in pool), key=lambda one: _LOCK_KINDS.index(one.kind))
+        used = [one.last_use_s for one in pool if one.last_use_s is not None]
+        rows.append(
+            _row(
+                pool,
+                engine=pool[0].directory.engine,
+                rank=pool[0].directory.rank,
+                directories=[str(one.path) for one in pool],
+                entries=sum(occupancy(one).get("live", 0) for one in pool),
+                slots=sum(one.superblock.slots for one in pool if one.superblock is not None),
+                last_use_s=max(used, default=None),
+                lock=asdict(lock),
+            )
+        )
+    return rows
 
 
 def usage(target: Path) -> dict[str, Any]:
     """The bytes that each keyspace takes on one target; PoolError if it cannot be read."""
-    spaces: dict[str, list[Surveyed]] = {}
-    for one in survey(find([target])):
-        spaces.setdefault(one.directory.keyspace, []).append(one)
+    spaces = _grouped(survey(find([target])), "keyspace")
     try:
-        status = os.statvfs(target)
+        free_bytes = shutil.disk_usage(target).free
     except OSError as error:
         raise PoolError(f"cannot read {target}: {error.strerror}") from error
-    return {
-        "target": str(target),
-        "free_bytes": status.f_bavail * status.f_frsize,
-        "keyspaces": [
-            {
-                "keyspace": name,
-                "model": model_name(target / name),
-                "pools": len(parts),
-                "live": sum(one.lock.live for one in parts),
-                "disk_bytes": sum(one.disk_bytes for one in parts),
-                "problems": _problems(parts),
-            }
-            for name, parts in sorted(spaces.items())
-        ],
-    }
+    keyspaces = [
+        _row(parts, pools=len(parts), live=sum(one.lock.live for one in parts)) for parts in spaces
+    ]
+    return {"target": str(target), "free_bytes": free_bytes, "keyspaces": keyspaces}
 
 
 def occupancy(surveyed: Surveyed) -> dict[str, int]:
     """Slots by the state of their table entry, {} without a superblock; PoolError if unreadable."""
     if surveyed.superblock is None:
         return {}
-    with open_rank(surveyed) as rank:
+    with offline.open_rank(surveyed) as rank:
         table = rank.table()
-    states = ("live", "void", "damaged", "missing")
-    counts = {state: int(getattr(table, state).sum()) for state in states}
+    counts = {state: int(getattr(table, state).sum()) for state in offline.STATES}
     return {**counts, "empty": surveyed.superblock.slots - sum(counts.values())}
 
 
@@ -165,10 +146,7 @@ def inspect_rank(surveyed: Surveyed) -> dict[str, Any]:
 def inspect_slot(parts: Sequence[Surveyed], pool_slot: int) -> dict[str, Any]:
     """One pool slot: its table entry, its header, and whether its payload matches them.
 
-    parts: the known directories of one rank's pool.
-
-    Raises:
-        PoolError: the slot is beyond the pool's end, or on a target that is not in `parts`.
+    parts: the known directories of one rank's pool. PoolError for a slot that is not in them.
     """
     usable = [(one, one.superblock) for one in parts if one.superblock is not None]
     if not usable:
@@ -180,7 +158,7 @@ def inspect_slot(parts: Sequence[Surveyed], pool_slot: int) -> dict[str, Any]:
     index, target = divmod(pool_slot, count)
     for surveyed, block in usable:
         if block.target_index == target:
-            with open_rank(surveyed) as rank:
+            with offline.open_rank(surveyed) as rank:
                 return _slot(rank, index)
     raise PoolError(
         f"slot {pool_slot} is on target {target} of {count}, which is not among those given; "
@@ -188,19 +166,19 @@ def inspect_slot(parts: Sequence[Surveyed], pool_slot: int) -> dict[str, Any]:
     )
 
 
-def _slot(rank: OfflineRank, index: int) -> dict[str, Any]:
+def _slot(rank: offline.OfflineRank, index: int) -> dict[str, Any]:
     entry = rank.entry(index)
     header = rank.header(index)
     found: dict[str, Any] = {
         "slot": rank.pool_slot(index),
         "directory": str(rank.surveyed.path),
         "slab_offset": index * rank.superblock.slot_bytes,
-        "entry": {"state": entry.state, **_identity(entry.identity)},
+        "entry": {"state": entry.state},
         "header": None,
         "payload": "not checked: no intact header",
     }
-    if entry.stamp is not None:
-        found["entry"] |= asdict(entry.stamp)
+    if entry.identity is not None and entry.stamp is not None:
+        found["entry"] |= _identity(entry.identity) | asdict(entry.stamp)
     if isinstance(header, Outcome):
         found["payload"] = f"not read: {header}"
     if isinstance(header, SlotHeader):
@@ -213,7 +191,7 @@ def _slot(rank: OfflineRank, index: int) -> dict[str, Any]:
             "payload_bytes": header.payload_bytes,
             "payload_crc32c": f"{header.payload_crc:08x}",
         }
-        with contextlib.closing(SlotReader(rank)) as reader:
+        with contextlib.closing(offline.SlotReader(rank)) as reader:
             found["payload"] = str(reader.check(index, header.identity))
     judgement = rank.judge(index, None)
     if judgement is not None:
@@ -226,18 +204,16 @@ def _slot(rank: OfflineRank, index: int) -> dict[str, Any]:
     return found
 
 
-def _identity(identity: SlotIdentity | None) -> dict[str, str]:
-    if identity is None:
-        return {}
+def _identity(identity: SlotIdentity) -> dict[str, str]:
     return {"key": identity.key.hex(), "generation": f"{identity.generation:016x}"}
 
 
-class _Speed(ProgressColumn):
+class _Speed(rich.progress.ProgressColumn):
     def __init__(self, unit: str) -> None:
         super().__init__()
         self._scale, self._unit = (MIB, "MiB") if unit == "bytes" else (1, unit)
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: rich.progress.Task) -> Text:
         speed = (task.finished_speed or task.speed or 0.0) / self._scale
         return Text(f"{speed:.0f} {self._unit}/s")
 
@@ -246,11 +222,18 @@ class _Speed(ProgressColumn):
 def progress(unit: str) -> Iterator[Callable[[RankDirectory, int, int], None]]:
     """Yield a callback that draws one bar per directory on stderr, if that is a terminal."""
     console = Console(stderr=True)
-    tasks: dict[RankDirectory, TaskID] = {}
-    percent = TextColumn("{task.percentage:.0f}%")
-    columns = (TextColumn("{task.description}"), BarColumn(), percent, _Speed(unit))
+    tasks: dict[RankDirectory, rich.progress.TaskID] = {}
+    percent = rich.progress.TextColumn("{task.percentage:.0f}%")
+    columns = (
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(),
+        percent,
+        _Speed(unit),
+    )
     hidden = not console.is_terminal
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=hidden) as bars:
+    with rich.progress.Progress(
+        *columns, rich.progress.TimeRemainingColumn(), console=console, disable=hidden
+    ) as bars:
 
         def on_progress(directory: RankDirectory, done: int, total: int) -> None:
             if directory not in tasks:
@@ -420,7 +403,7 @@ def print_reports(reports: Sequence[Report], as_json: bool) -> int:
         if report.worst is Damage.UNUSABLE:
             remedy = f"`vllm-nvmeof pool rm {report.surveyed.path}` frees its space"
             try:
-                check_ours([report.surveyed.path])
+                offline.check_ours([report.surveyed.path])
             except PoolError:
                 remedy = "no superblock proves that these files are ours: look, and delete by hand"
             _print(f"  {remedy}")
@@ -429,7 +412,7 @@ def print_reports(reports: Sequence[Report], as_json: bool) -> int:
 
 def remove(directories: Sequence[RankDirectory], yes: bool, as_json: bool) -> None:
     """`pool rm`: ask unless `yes`, remove, print."""
-    check_ours(directory.path for directory in directories)
+    offline.check_ours(directory.path for directory in directories)
     parts = survey(directories)
     for part in parts:
         if part.lock.live:

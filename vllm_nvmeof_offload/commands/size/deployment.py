@@ -6,6 +6,7 @@ Needs only the standard library, because every start of the command imports it f
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import re
@@ -48,31 +49,23 @@ def parse_link(text: str) -> Link:
     """Parse `100GbE`, `2x400GbE`, `pcie5x16` or a rate as in `2x12.5GB/s`; else ValueError."""
     match = _LINK.match(text)
     count, name = (int(match.group(1) or 1), match.group(2)) if match else (0, "")
-    rate = _one_link(name)
-    if rate is None or count < 1:
+    rate, pcie, network = 0.0, _PCIE_NAME.match(name), _NETWORK.match(name)
+    if pcie:
+        generation, lanes = int(pcie.group(1)), int(pcie.group(2))
+        if generation in _PCIE and lanes in _LANES:
+            transfers, share = _PCIE[generation]
+            rate = lanes * transfers * share / 8
+    elif network and "B/s" not in name:
+        # 100Gb/s is bits, 12.5GB/s is bytes: the only place where the case of a letter counts.
+        rate = float(network.group(1)) * 1e9 / 8
+    else:
+        with contextlib.suppress(ValueError):
+            rate = parse_rate(name)
+    if not rate or not count:
         raise ValueError(
             f"{text!r} is not a link; write 100GbE, 2x400GbE, pcie5x16 or a rate such as 12.5GB/s"
         )
     return Link(count, rate)
-
-
-def _one_link(name: str) -> float | None:
-    """Bytes per second of one link, in one direction; None: not a link."""
-    pcie = _PCIE_NAME.match(name)
-    if pcie:
-        generation, lanes = int(pcie.group(1)), int(pcie.group(2))
-        if generation not in _PCIE or lanes not in _LANES:
-            return None
-        transfers, share = _PCIE[generation]
-        return lanes * transfers * share / 8
-    network = _NETWORK.match(name)
-    # 12.5GB/s is bytes, 100Gb/s is bits: the only place where the case of a letter counts.
-    if network and "B/s" not in name:
-        return float(network.group(1)) * 1e9 / 8 or None
-    try:
-        return parse_rate(name)
-    except ValueError:
-        return None
 
 
 def parse_rate(text: str) -> float:
@@ -135,10 +128,8 @@ class Deployment:
     """The hardware and the load. Values are numbers, or texts as on the command line.
 
     `gpus`, `drives` and `link` are of the whole deployment, `staging_bytes` and the parallel
-    sizes are of one engine, `stream_slots` are of one rank.
-
-    Raises:
-        ConfigError: names the option of a value that cannot be used.
+    sizes are of one engine, `stream_slots` are of one rank. ConfigError names the option of a
+    value that cannot be used.
     """
 
     gpus: int = _count(None, "--gpus", "GPUs of all engines. Default: those of one engine.")

@@ -40,11 +40,15 @@ class KvSizes:
     """Formulas for one model in one deployment; results are bytes unless named otherwise."""
 
     def __init__(self, model: ModelShape, deployment: Deployment) -> None:
-        """Raises ConfigError for a split of the model that vLLM refuses."""
+        """ConfigError for a split of the model that vLLM refuses."""
         self.model, self.deployment = model, deployment
         self._stages = range(deployment.pipeline_parallel)
+        ranks = deployment.tensor_parallel
         for group in model.groups:
-            _check_split(group, deployment.tensor_parallel)
+            heads = group.kv_heads
+            if group.split_by_heads and heads % ranks and ranks % heads:
+                remedy = f"vLLM cannot share {heads} KV heads over it; give a divisor or multiple"
+                raise ConfigError("--tp", ranks, remedy)
         if deployment.pipeline_parallel > model.layers:
             remedy = f"the model has {model.layers} layers"
             raise ConfigError("--pp", deployment.pipeline_parallel, remedy)
@@ -158,19 +162,11 @@ def _kept(group: LayerGroup, context_tokens: int, unit_tokens: int) -> int:
     return units
 
 
-def _check_split(group: LayerGroup, ranks: int) -> None:
-    heads = group.kv_heads
-    if group.split_by_heads and heads % ranks and ranks % heads:
-        raise ConfigError(
-            "--tp", ranks, f"vLLM cannot share {heads} KV heads over it; give a divisor or multiple"
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Sessions that fit. free_bytes: for KV on one GPU, in one rank's cache slots, or in the pool.
+    """Sessions that fit into the bytes for KV on one GPU, one rank's cache slots, or the pool.
 
-    free_bytes below 0: the weights do not fit. session_bytes: of a session there.
+    free_bytes below 0: the weights do not fit. session_bytes: of one session there.
     """
 
     free_bytes: int

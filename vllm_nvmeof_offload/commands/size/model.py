@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model's config.json, or a preset with its keys, read into layers' memory and weights' size.
 
-Recurrent state (Mamba, linear attention) is fixed
-per sequence: a convolution's last inputs, and a matrix for each head, as in the families' papers
-and code. Weights are estimated by counting matrices; norms and biases are left out (below a
-thousandth), and so are vision towers, which matters for small multimodal models.
+Recurrent state (Mamba, linear attention) is fixed per sequence: a convolution's last inputs, and
+a matrix for each head, as in the families' papers and code. Weights are estimated by counting
+matrices; norms and biases are left out (below a thousandth), and so are vision towers, which
+matters for small multimodal models.
 """
 
 from __future__ import annotations
@@ -168,10 +168,7 @@ def preset_names() -> list[str]:
 
 
 def choose_model(path: Path | None, name: str | None, weights_text: str | None) -> ModelShape:
-    """The model of --model or --preset, with the weights of --weights-bytes if that was given.
-
-    ConfigError names the option that cannot be used.
-    """
+    """The model of --model or --preset; ConfigError names an option that cannot be used."""
     weights = None
     if weights_text is not None:
         try:
@@ -189,16 +186,13 @@ def choose_model(path: Path | None, name: str | None, weights_text: str | None) 
 
 
 def preset(name: str, weights: Weights | None = None) -> ModelShape:
-    """The preset called `name`: in full, or by its last part, in any case.
-
-    ConfigError if there is none; the message names the nearest ones.
-    """
-    found = {full.lower(): full for full in _presets()}
-    short = {full.lower().rpartition("/")[2]: full for full in _presets()}
-    full = found.get(name.lower()) or short.get(name.lower())
+    """The preset called `name`, in full or by its last part; ConfigError names the nearest ones."""
+    names = {full.lower().rpartition("/")[2]: full for full in _presets()}
+    names |= {full.lower(): full for full in _presets()}
+    full = names.get(name.lower())
     if full is None:
-        near = difflib.get_close_matches(name.lower(), [*short, *found], n=3, cutoff=0.4)
-        hint = ", ".join(short.get(one) or found[one] for one in near) or ", ".join(preset_names())
+        near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.4)
+        hint = ", ".join([names[one] for one in near] or preset_names())
         raise ConfigError("--preset", name, f"not known; did you mean {hint}? Else give --model")
     return parse_model(_presets()[full], full, weights)
 
@@ -213,10 +207,8 @@ def _presets() -> dict[str, Config]:
 def read_model(path: Path, weights: Weights | None = None) -> ModelShape:
     """The model in `path`: a config.json, or the directory that holds it.
 
-    Weights that are not given are read from the directory's index, or estimated.
-
-    Raises:
-        ConfigError: no such file, not JSON, or a model that cannot be sized.
+    Weights that are not given are read from the directory's index, or estimated. ConfigError for
+    a file that is missing or not JSON, or a model that cannot be sized.
     """
     file = path / "config.json" if path.is_dir() else path
     config = _read(file)
@@ -245,10 +237,7 @@ def _read(file: Path) -> Config:
 
 
 def parse_model(config: Config, name: str, weights: Weights | None = None) -> ModelShape:
-    """The model that `config`, the contents of a config.json, describes.
-
-    ConfigError names a key that is missing or cannot be sized.
-    """
+    """The model of a config.json; ConfigError names a key that is missing or cannot be sized."""
     text = _text_part(config)
     for key, what in _NOT_SIZED.items():
         if text.get(key):
@@ -262,8 +251,9 @@ def parse_model(config: Config, name: str, weights: Weights | None = None) -> Mo
     if weights is None:
         weights = _estimate({**config, **text}, text, groups, element_bytes)
     notes = () if dtype else ("config.json names no dtype: taken as bfloat16",)
-    longest = text.get("max_position_embeddings")
-    limit = longest if isinstance(longest, int) and longest > 0 else None
+    limit = text.get("max_position_embeddings")
+    if not isinstance(limit, int) or limit <= 0:
+        limit = None
     return ModelShape(name, groups, weights, element_bytes, limit, notes)
 
 

@@ -7,7 +7,7 @@ Nothing here is measured. Figures that others have published stand beside ours.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from rich.table import Table
 
@@ -38,7 +38,7 @@ class ScaleRatio:
     source: str
 
     def scaled(self, drives: int) -> tuple[int, int]:
-        """(GPUs, sessions) on `drives` drives: in proportion, as the source's table does."""
+        """(GPUs, sessions): in proportion, as the source's table does."""
         return drives * self.gpus_per_drive, drives * self.sessions_per_drive
 
 
@@ -328,14 +328,7 @@ def show(report: SizeReport) -> None:
         *("published: GPUs", "published: sessions"),
     )
     cells = (
-        (
-            str(row.drives),
-            f"{row.sessions_held:,}",
-            f"{row.sessions_in_time:,}",
-            row.bottleneck,
-            str(row.published_gpus),
-            str(row.published_sessions),
-        )
+        [value if isinstance(value, str) else f"{value:,}" for value in astuple(row)]
         for row in report.scaling
     )
     title = "by the number of drives (other things as given)"
