@@ -39,7 +39,6 @@ from vllm_nvmeof_offload.native import WHY_NOT, core
 from vllm_nvmeof_offload.pool.slab import probe_o_direct
 from vllm_nvmeof_offload.units import GIB, MIB, PAGE_BYTES, format_bytes
 
-_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _DEPTH_MAX = 4
 #: Bits on the wire for eight bits of data: 8b/10b up to 5 GT/s, then 128b/130b.
@@ -133,24 +132,17 @@ def check_target(target: str) -> list[Finding]:
     space = ok("free_space", evidence)
     if info.free_bytes < GIB:
         space = warning("free_space", evidence, "free some space, or name another target")
-    return [access, _check_o_direct(info), space]
-
-
-def _check_o_direct(info: TargetInfo) -> Finding:
     try:
         probe_o_direct(Path(info.path))
-        needed = _direct_alignment(info.path)
+        direct = judge_alignment(info, _direct_alignment(info.path))
     except (OSError, PoolError) as why:
         evidence = f"does not work on {info.file_system}: {why}; buffered I/O runs instead"
-        return warning("o_direct", evidence, "put the pool on xfs or ext4")
-    return judge_alignment(info, needed)
+        direct = warning("o_direct", evidence, "put the pool on xfs or ext4")
+    return [access, direct, space]
 
 
 def _direct_alignment(directory: str) -> tuple[int, int] | None:
-    """Bytes in memory and in a new file of `directory`; None if the kernel does not report them.
-
-    OSError if no file can be made there.
-    """
+    """Bytes in memory and in a new file of `directory`; None if the kernel does not report them."""
     with tempfile.TemporaryFile(dir=directory) as file:
         found = ctypes.create_string_buffer(_STATX_BYTES)
         statx = getattr(_libc, "statx", None)  # older C libraries lack it, and `found` stays 0
@@ -164,12 +156,11 @@ def _direct_alignment(directory: str) -> tuple[int, int] | None:
 
 def judge_alignment(info: TargetInfo, needed: tuple[int, int] | None) -> Finding:
     """Whether the pool's alignment of 4 KiB is enough for O_DIRECT on this file system."""
+    evidence = f"works on {info.file_system}"
     if needed is None:
-        evidence = f"works on {info.file_system}; the alignment that it needs is unknown"
-        return ok("o_direct", evidence)
+        return ok("o_direct", f"{evidence}; the alignment that it needs is unknown")
     memory, offset = map(format_bytes, needed)
-    aligned = f"aligned to {memory} in memory and {offset} in the file"
-    evidence = f"works on {info.file_system}, {aligned}"
+    evidence += f", aligned to {memory} in memory and {offset} in the file"
     if max(needed) > PAGE_BYTES:
         evidence += f"; the pool aligns to {format_bytes(PAGE_BYTES)}: buffered I/O runs instead"
         remedy = "a file system with blocks of 4 KiB on a namespace formatted with those"
@@ -235,26 +226,24 @@ class Nic:
 
 
 def nics_of(fabric: TargetFabric, places: Places) -> dict[str, Nic]:
-    """Controller's name → the interface that carries it; unknown ones are left out."""
-    found = {one.name: _nic_of(one, places) for one in fabric.controllers if one.over_fabric}
-    return {name: nic for name, nic in found.items() if nic is not None}
-
-
-def _nic_of(controller: Controller, places: Places) -> Nic | None:
-    """The interface that carries `controller`: its host_iface, else by this host's routes.
+    """Controller's name → the interface that carries it: its host_iface, else by routes.
 
     Routes are those of this process's network namespace, although the connection may be in
-    another; policy routing is ignored.
+    another; policy routing is ignored. Unknown interfaces are left out.
     """
-    name = controller.host_iface or _by_routes(controller, places)
-    directory = os.path.join(places.sysfs, "class/net", name or "")
-    if name is None or not os.path.isdir(directory):
-        return None
-    hardware = _hardware(directory, _DEPTH_MAX)
-    # A veth or tap pair claims 10 Gb/s, whatever it really does.
-    speed = read_number(directory, "speed") if hardware else None
-    cards = [read_pcie_link(os.path.join(one, "device")) for one in hardware]
-    return Nic(name, speed, tuple(card for card in cards if card is not None))
+    found = {}
+    for controller in fabric.controllers:
+        if not controller.over_fabric:
+            continue
+        name = controller.host_iface or _by_routes(controller, places)
+        directory = os.path.join(places.sysfs, "class/net", name or "")
+        if name is not None and os.path.isdir(directory):
+            hardware = _hardware(directory, _DEPTH_MAX)
+            # A veth or tap pair claims 10 Gb/s, whatever it really does.
+            speed = read_number(directory, "speed") if hardware else None
+            cards = [read_pcie_link(os.path.join(one, "device")) for one in hardware]
+            found[controller.name] = Nic(name, speed, tuple(filter(None, cards)))
+    return found
 
 
 def _hardware(directory: str, depth: int) -> list[str]:
@@ -284,7 +273,7 @@ def _by_routes(controller: Controller, places: Places) -> str | None:
     return max(fitting)[1] if fitting else None
 
 
-def _address(text: str | None) -> _Address | None:
+def _address(text: str | None) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return ipaddress.ip_address((text or "").strip("[]"))
     except ValueError:

@@ -69,7 +69,8 @@ def measure(target: str, on_progress: Progress) -> Measured:
     MeasureError if an operation fails or hangs, or there is no space.
     """
     try:
-        with _pool(target) as pool, _staging(pool) as (memory, address):
+        with _pool(target) as pool:
+            memory, address = _staging(pool)
             engine, _ = choose_io_engine("auto", pool, memory, address, IoLimits())
             runner = _Runner(engine, pool, address)
             try:
@@ -131,8 +132,7 @@ def _pool(target: str) -> Iterator[Pool]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _staging(pool: Pool) -> Iterator[tuple[memoryview, int]]:
+def _staging(pool: Pool) -> tuple[memoryview, int]:
     """One buffer for each operation in flight, of bytes that no device can compress."""
     size = _DEPTH * pool.slot_bytes
     region = mmap.mmap(-1, size)
@@ -141,7 +141,7 @@ def _staging(pool: Pool) -> Iterator[tuple[memoryview, int]]:
     buffer = np.frombuffer(region, np.uint8)
     buffer[:] = np.frombuffer(np.random.default_rng(_SEED).bytes(size), np.uint8)
     assert buffer.ctypes.data % PAGE_BYTES == 0
-    yield buffer.data, buffer.ctypes.data
+    return buffer.data, buffer.ctypes.data
 
 
 class _Runner:

@@ -248,10 +248,18 @@ def _print(*parts: str | Table) -> None:
     """Print text as it is: nothing that comes from disk is read as markup or wrapped."""
     console = Console()
     for part in parts:
-        if isinstance(part, Table):
-            console.print(part)
-        else:
+        if isinstance(part, str):
             console.print(Text(part), soft_wrap=True)
+        else:
+            console.print(part)
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    made = table(headings, rows)
+    for column in made.columns:
+        if column.header == "keyspace":
+            column.no_wrap, column.min_width = True, _DIGITS
+    return made
 
 
 def _time(seconds: float | None) -> str:
@@ -292,7 +300,7 @@ def print_pools(given: Sequence[Path] | None, as_json: bool) -> None:
         )
         for row in rows
     )
-    _print(table(headings, cells))
+    _print(_table(headings, cells))
     for row in rows:
         _print(*(f"{path}: superblock: {why}" for path, why in row["problems"].items()))
 
@@ -321,7 +329,7 @@ def print_usage(given: Sequence[Path] | None, as_json: bool) -> None:
             for space in target["keyspaces"]
         ]
         if cells:
-            _print(table(("size", "keyspace", "model", "pools", "in use", "format"), cells))
+            _print(_table(("size", "keyspace", "model", "pools", "in use", "format"), cells))
 
 
 def print_details(
