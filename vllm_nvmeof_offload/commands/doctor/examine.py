@@ -203,13 +203,13 @@ def _add_device(
     below = {name: one for name, one in devices.items() if name != device.name}
     for namespace in fabric.namespaces:
         if namespace.device == device.name:
-            return _add_namespace(above, namespace, nics)
+            _add_namespace(above, namespace, nics)
+            return
     over = f" over {', '.join(device.over)}" if device.over else ""
     line = above.add(_text(f"{device.kind} {device.name}, {_size(device.size_bytes)}{over}"))
     for name in device.over:
         if name in below:
             _add_device(line, below[name], below, fabric, nics)
-    return None
 
 
 def _size(count: int | None) -> str:

@@ -104,7 +104,7 @@ def exit_code(reports: Sequence[Report]) -> int:
 def fsck(
     directories: Sequence[RankDirectory],
     repair: bool = False,
-    on_progress: Progress | None = None,
+    on_progress: Progress = lambda *_: None,
     settle: Callable[[], None] = _let_writes_end,
 ) -> list[Report]:
     """Check tables against headers. Give all parts of a pool at once: they share an epoch.
@@ -141,7 +141,7 @@ def fsck(
 def scrub(
     directories: Sequence[RankDirectory],
     repair: bool = False,
-    on_progress: Progress | None = None,
+    on_progress: Progress = lambda *_: None,
     settle: Callable[[], None] = _let_writes_end,
 ) -> list[Report]:
     """Verify every slot that the next start would adopt. Arguments and errors are those of fsck.
@@ -234,7 +234,7 @@ def _confirm(
             rank.write_entry(index, judgement.replacement)
 
 
-def _suspects(rank: OfflineRank, table: Table, on_progress: Progress | None) -> list[int]:
+def _suspects(rank: OfflineRank, table: Table, on_progress: Progress) -> list[int]:
     """Slots whose header does not prove their entry, or whose entry is lost."""
     indices = np.flatnonzero(table.live | table.damaged | table.missing)
     suspects: list[int] = []
@@ -251,13 +251,12 @@ def _suspects(rank: OfflineRank, table: Table, on_progress: Progress | None) -> 
             if not proven and not (header is None and table.missing[index]):
                 suspects.append(index)
         done += len(batch)
-        if on_progress is not None:
-            on_progress(rank.surveyed.directory, done, len(indices))
+        on_progress(rank.surveyed.directory, done, len(indices))
     return suspects
 
 
 def _read_all(
-    rank: OfflineRank, table: Table, reader: SlotReader, on_progress: Progress | None
+    rank: OfflineRank, table: Table, reader: SlotReader, on_progress: Progress
 ) -> Iterator[tuple[int, Outcome]]:
     """Read on all threads, a bounded number ahead, in ascending order."""
     indices = np.flatnonzero(table.live).tolist()
@@ -268,6 +267,5 @@ def _read_all(
             batch = indices[start : start + batch_max]
             outcomes = threads.map(reader.check, batch, map(table.identity, batch))
             yield from zip(batch, outcomes, strict=True)
-            if on_progress is not None:
-                done = start + len(batch)
-                on_progress(rank.surveyed.directory, done * slot_bytes, len(indices) * slot_bytes)
+            done = start + len(batch)
+            on_progress(rank.surveyed.directory, done * slot_bytes, len(indices) * slot_bytes)

@@ -410,7 +410,7 @@ class Prefilled:
 
 
 def prefill(
-    directories: Sequence[RankDirectory], on_progress: Progress | None = None
+    directories: Sequence[RankDirectory], on_progress: Progress = lambda *_: None
 ) -> list[Prefilled]:
     """Fill the never-written slots of `directories`; on_progress counts bytes.
 
@@ -434,7 +434,7 @@ def prefill(
     return filled
 
 
-def _fill(rank: OfflineRank, holes: Sequence[int], on_progress: Progress | None) -> None:
+def _fill(rank: OfflineRank, holes: Sequence[int], on_progress: Progress) -> None:
     slot_bytes = rank.superblock.slot_bytes
     zeros = memoryview(mmap.mmap(-1, min(slot_bytes, _WRITE_BYTES)))
     path, flags = rank.surveyed.path / "slab", os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -447,8 +447,7 @@ def _fill(rank: OfflineRank, holes: Sequence[int], on_progress: Progress | None)
             position, end = index * slot_bytes, (index + 1) * slot_bytes
             while position < end:
                 position += _write_some(fd, zeros[: end - position], position)
-            if on_progress is not None:
-                on_progress(rank.surveyed.directory, done * slot_bytes, len(holes) * slot_bytes)
+            on_progress(rank.surveyed.directory, done * slot_bytes, len(holes) * slot_bytes)
         if holes:
             os.fsync(fd)
     finally:
