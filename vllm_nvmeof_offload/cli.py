@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, fields
-from inspect import Parameter, signature
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -121,15 +121,8 @@ def _with_deployment(command: Callable[..., None]) -> Callable[..., None]:
     for one in fields(Deployment):
         if one.metadata:
             kind: Any = str if one.metadata["read"] else hints[one.name]
-            option = typer.Option(one.metadata["flag"], help=one.metadata["help"])
-            options.append(
-                Parameter(
-                    one.name,
-                    Parameter.KEYWORD_ONLY,
-                    default=one.default,
-                    annotation=Annotated[kind, option],
-                )
-            )
+            made = Annotated[kind, typer.Option(one.metadata["flag"], help=one.metadata["help"])]
+            options.append(options[0].replace(name=one.name, default=one.default, annotation=made))
     command.__signature__ = own.replace(parameters=options)  # type: ignore[attr-defined]
     return command
 

@@ -144,22 +144,19 @@ def _may_touch(fabric: TargetFabric) -> bool:
 
 def _judge_measured(measured: Measured, allowed: float | None) -> Finding:
     """Never a warning: only the target's operator knows which rate is right for it."""
+    write, read = (
+        f"{format_bytes(rate)}/s" + (f" ({rate / allowed:.0%} of the links)" if allowed else "")
+        for rate in (measured.write_bytes_per_s, measured.read_bytes_per_s)
+    )
     links = "the rate that its links allow is unknown"
     if allowed is not None:
         links = f"its links allow {format_bytes(allowed)}/s"
     evidence = (
-        f"write {_rate(measured.write_bytes_per_s, allowed)}, "
-        f"read {_rate(measured.read_bytes_per_s, allowed)}; "
-        f"one {format_bytes(measured.chunk_bytes)} chunk is read in "
+        f"write {write}, read {read}; one {format_bytes(measured.chunk_bytes)} chunk is read in "
         f"{measured.read_latency_s_median * 1e3:.2f} ms (median of {measured.singles}, "
         f"at most {measured.read_latency_s_max * 1e3:.2f}); {links}; {measured.engine}"
     )
     return ok("measured", evidence)
-
-
-def _rate(bytes_per_s: float, allowed: float | None) -> str:
-    share = f" ({bytes_per_s / allowed:.0%} of the links)" if allowed else ""
-    return f"{format_bytes(bytes_per_s)}/s{share}"
 
 
 def _add_findings(branch: Tree, findings: Iterable[Finding]) -> None:
