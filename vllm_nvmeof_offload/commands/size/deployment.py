@@ -11,7 +11,7 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vllm_nvmeof_offload.errors import ConfigError
@@ -179,10 +179,6 @@ class Deployment:
     @property
     def engines(self) -> int:
         return self.gpus // self.ranks
-
-    def on_one_rank(self) -> Deployment:
-        """The same with engines of one rank each."""
-        return replace(self, tensor_parallel=1, pipeline_parallel=1)
 
 
 def _read(value: Any, option: Mapping[str, Any]) -> Any:

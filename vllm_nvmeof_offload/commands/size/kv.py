@@ -86,9 +86,9 @@ class KvSizes:
         """The contiguous piece of a page where keys and values are apart."""
         return self.page_bytes(group) // (2 if group.value_width else 1)
 
-    def block_bytes(self, stage: int = 0) -> int:
+    def block_bytes(self) -> int:
         """One block in all layers of one rank: one physical block, all layers together."""
-        return self.deployment.block_tokens * self.rank_token_bytes(stage)
+        return self.deployment.block_tokens * self.rank_token_bytes()
 
     def rank_weights_bytes(self) -> int | None:
         """Weights on one rank, spread evenly; None: unknown."""
@@ -101,15 +101,13 @@ class KvSizes:
         tensor_parallel = self.deployment.tensor_parallel
         return sum(self._layers(g, stage) * s.rank_bytes(tensor_parallel) for g, s in states)
 
-    def session_rank_bytes(self, context_tokens: int, stage: int = 0) -> int:
+    def session_rank_bytes(self, context_tokens: int) -> int:
         """A session in GPU memory on one rank: whole blocks, windows as far as they reach."""
-        attention = sum(
-            self._layers(group, stage)
-            * self.page_bytes(group)
-            * _kept(group, context_tokens, self.deployment.block_tokens)
-            for group in self.model.groups
-        )
-        return attention + self.state_bytes(stage)
+        total = self.state_bytes()
+        for group in self.model.groups:
+            blocks = _kept(group, context_tokens, self.deployment.block_tokens)
+            total += self._layers(group, 0) * self.page_bytes(group) * blocks
+        return total
 
     def session_slots(self, context_tokens: int, stage: int = 0) -> list[SessionSlots]:
         """Slots that one rank stores of a session: whole chunks, windows as far as they reach."""

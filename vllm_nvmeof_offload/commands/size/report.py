@@ -7,7 +7,7 @@ Nothing here is measured. Figures that others have published stand beside ours.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from rich.table import Table
 
@@ -176,7 +176,8 @@ def _model_figures(sizes: KvSizes) -> Iterator[_Row]:
         name = f"slot of {human_bytes(slot.payload_bytes)}"
         formula = f"4 KiB header page + payload padded to 4 KiB; {slot.count} of them per session"
         yield name, slot.stride_bytes, "bytes", formula
-    once = KvSizes(sizes.model, deployment.on_one_rank()).session_rank_bytes(context)
+    one_rank = replace(deployment, tensor_parallel=1, pipeline_parallel=1)
+    once = KvSizes(sizes.model, one_rank).session_rank_bytes(context)
     formula = f"KV of {context} tokens over all layers, windows as far as they reach"
     yield "session, made once", once, "bytes", formula
 
