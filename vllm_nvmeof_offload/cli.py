@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.commands import plain_errors, print_json
@@ -187,9 +189,6 @@ def config(context: typer.Context, as_json: AsJson = False) -> None:
     if as_json:
         print_json(rows)
         return
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table("key", "unit", "default", "meaning", show_lines=True)
     for row in rows:
         default = row.get("default_text") or json.dumps(row["default"])

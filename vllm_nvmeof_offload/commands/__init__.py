@@ -10,15 +10,13 @@ import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from vllm_nvmeof_offload.errors import OffloadError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 __all__ = ["plain_errors", "print_json", "table", "wide_console"]
 
@@ -42,8 +40,6 @@ def wide_console(file_columns: int) -> Console:
 
     In a file one finding or formula per line is easier to search than text folded at 80.
     """
-    from rich.console import Console
-
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         return Console(width=file_columns)
@@ -54,9 +50,6 @@ def table(
     headings: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None
 ) -> Table:
     """A table for people, whose cells are printed as they are: rich reads no markup in them."""
-    from rich.table import Table
-    from rich.text import Text
-
     made = Table(*headings, title=title)
     for row in rows:
         made.add_row(*map(Text, row))

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges a target's path over the fabric and its surroundings: mount, PCIe, NUMA, kernel. Pure."""
+"""Judges a target's path over the fabric and its surroundings: mount, PCIe, NUMA, kernel. Pure.
+
+`examine` puts the target's name into each finding about a target.
+"""
 
 from __future__ import annotations
 
