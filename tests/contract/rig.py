@@ -23,8 +23,7 @@ from vllm_nvmeof_offload.io.faults import FaultPlan, FaultyIoEngine
 from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
 from vllm_nvmeof_offload.io.uring import UringIoEngine
 from vllm_nvmeof_offload.native import WHY_NOT, core
-from vllm_nvmeof_offload.pool.format import SlotPlace
-from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.format import Keyspace, SlotPlace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
 from vllm_nvmeof_offload.units import HEADER_BYTES, KIB

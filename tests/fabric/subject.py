@@ -29,7 +29,7 @@ from vllm_nvmeof_offload.manager.eviction import LruPolicy
 from vllm_nvmeof_offload.manager.target_choice import Targets
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.names import LOGGER_NAME
-from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import (
     LoadChunk,

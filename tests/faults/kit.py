@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from vllm_nvmeof_offload.io.base import Completion, IoOp
-from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
-from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
 from vllm_nvmeof_offload.units import HEADER_BYTES

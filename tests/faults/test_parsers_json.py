@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.lock import Holder, read_holder
 from vllm_nvmeof_offload.pool.survey import model_name, read_facts
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import json
 
-from vllm_nvmeof_offload.pool.format import SLOT_LAYOUT
-from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.format import SLOT_LAYOUT, Keyspace
 
 
 def test_a_digest_depends_on_every_fact_and_not_on_their_order() -> None:

@@ -17,8 +17,13 @@ import pytest
 
 from tests.descriptors import numbers_from
 from tests.wait import wait_until
-from vllm_nvmeof_offload.pool.heartbeat import Heartbeat
-from vllm_nvmeof_offload.pool.lock import DirectoryLock, Holder, read_holder, write_record
+from vllm_nvmeof_offload.pool.lock import (
+    DirectoryLock,
+    Heartbeat,
+    Holder,
+    read_holder,
+    write_record,
+)
 
 WAIT_S = 120.0
 NOBODY = Holder("", 0, "", 0)
@@ -57,7 +62,7 @@ def test_the_servers_name_is_renewed(lock: DirectoryLock) -> None:
 
 def beating_for(pid: int) -> list[int]:
     """The processes that renew the locks of `pid`, and nobody's children by now."""
-    command = b"-m\0vllm_nvmeof_offload.pool.heartbeat\0%d\0" % pid
+    command = b"-m\0vllm_nvmeof_offload.pool.lock\0%d\0" % pid
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -92,7 +97,7 @@ SERVER = """
 import sys
 from pathlib import Path
 from tests.wait import wait_until
-from vllm_nvmeof_offload.pool.heartbeat import Heartbeat
+from vllm_nvmeof_offload.pool.lock import Heartbeat
 from vllm_nvmeof_offload.pool.lock import DirectoryLock, read_holder
 lock = DirectoryLock.claim(Path(sys.argv[1]))
 first = read_holder(lock.path)

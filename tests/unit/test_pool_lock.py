@@ -22,14 +22,13 @@ from vllm_nvmeof_offload.errors import PoolLockedError
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool import lock as silence
 from vllm_nvmeof_offload.pool import ownership
-from vllm_nvmeof_offload.pool.heartbeat import Heartbeat
-from vllm_nvmeof_offload.pool.keyspace import Keyspace
-from vllm_nvmeof_offload.pool.lock import DirectoryLock, Holder, read_holder
+from vllm_nvmeof_offload.pool.format import Keyspace
+from vllm_nvmeof_offload.pool.lock import DirectoryLock, Heartbeat, Holder, read_holder
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 
 CHILD = """
 import sys, pathlib
-from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 pool = Pool.open(PoolSpec((pathlib.Path(sys.argv[1]),), 1 << 20, 5000, Keyspace.of({"m": 1})))
 print(pool.engine_index, flush=True)

@@ -13,7 +13,7 @@ import pytest
 
 from vllm_nvmeof_offload.errors import OK, Outcome, io_error
 from vllm_nvmeof_offload.io.threads import SlotFiles, read_slot, write_slot
-from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import SlotIdentity
 

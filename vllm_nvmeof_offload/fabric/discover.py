@@ -2,7 +2,12 @@
 """Discovers the devices under a target's path, using only sysfs and the mount table.
 
 Nothing here opens, stats or resolves the target itself, because that may never return on a hung
-mount. A target is therefore given as an absolute path without symbolic links.
+mount. A target is therefore given as an absolute path without symbolic links. Devices come and
+go during a read, so whatever fails is None ("unknown").
+
+With native multipath nvme0n1 is a head below the subsystem, and each path is a hidden device
+below its controller: nvme0c1n1 is the path of head nvme0n1 through controller nvme1. Without
+native multipath nvme1n1 is below controller nvme1 and is its own only path.
 """
 
 from __future__ import annotations
@@ -11,8 +16,321 @@ import os
 import re
 from collections.abc import Sequence
 
-from vllm_nvmeof_offload.fabric.sysfs import block_stack, device_of_mount, namespace_at, read_text
-from vllm_nvmeof_offload.fabric.topology import ABSENT, ControllerState, Mount, TargetFabric
+from vllm_nvmeof_offload.fabric.topology import (
+    ABSENT,
+    OFF,
+    BlockDevice,
+    Controller,
+    ControllerState,
+    Mount,
+    Namespace,
+    Path,
+    PcieLink,
+    QueueLimits,
+    Subsystem,
+    TargetFabric,
+)
+
+#: No attribute is longer than a page.
+_BYTES_MAX = 4096
+_PCI_ADDRESS = re.compile(r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
+_SIGNED = re.compile(r"^-?[0-9]{1,20}$")
+_DECIMAL = re.compile(r"^[0-9]{1,6}(\.[0-9]{1,6})?")
+
+
+def read_text(*parts: str) -> str | None:
+    """Read a stripped attribute; None if it is absent, unreadable or empty."""
+    try:
+        fd = os.open(os.path.join(*parts), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            raw = os.read(fd, _BYTES_MAX)
+        finally:
+            os.close(fd)
+    except (OSError, ValueError):
+        return None
+    text = raw.decode("utf-8", errors="replace").strip().strip("\0")
+    return text if text and text.isprintable() else None
+
+
+def read_number(*parts: str) -> int | None:
+    """Read a decimal number; a negative one, which sysfs uses for "none", is unknown."""
+    text = read_text(*parts)
+    if text is None or not _SIGNED.match(text):
+        return None
+    return int(text) if int(text) >= 0 else None
+
+
+def _read_timeout(*parts: str) -> int | None:
+    """Read seconds, or `OFF`."""
+    text = read_text(*parts)
+    if text in ("off", "-1"):
+        return OFF
+    return read_number(*parts) if text else None
+
+
+def children(*parts: str) -> list[str]:
+    """List a directory, nvme2 before nvme10; empty if it cannot be read."""
+    try:
+        return sorted(os.listdir(os.path.join(*parts)), key=_natural)
+    except (OSError, ValueError):
+        return []
+
+
+def _natural(name: str) -> list[tuple[str, int]]:
+    parts = re.findall(r"([^0-9]*)([0-9]*)", name)
+    return [(text, int(number or -1)) for text, number in parts]
+
+
+def _resolve(*parts: str) -> str | None:
+    """Resolve a link; None if it leads nowhere."""
+    try:
+        return os.path.realpath(os.path.join(*parts), strict=True)
+    except (OSError, ValueError):
+        return None
+
+
+def read_pcie_link(device: str) -> PcieLink | None:
+    """Read a device's PCIe link, which a virtual one shows in part; None if it has none."""
+    path = _resolve(device)
+    if path is None or not _PCI_ADDRESS.match(os.path.basename(path)):
+        return None
+    width_max = read_number(path, "max_link_width")
+    return PcieLink(
+        address=os.path.basename(path),
+        speed=_speed(path, "current_link_speed"),
+        speed_max=_speed(path, "max_link_speed"),
+        width=read_number(path, "current_link_width") or None,
+        # 255 is what sysfs shows for a device without a link of its own.
+        width_max=width_max if width_max and width_max <= 32 else None,
+        numa_node=read_number(path, "numa_node"),
+    )
+
+
+def _speed(*parts: str) -> float | None:
+    """Read GT/s from a text such as "16.0 GT/s PCIe"."""
+    match = _DECIMAL.match(read_text(*parts) or "")
+    return float(match.group()) if match else None
+
+
+_SECTOR_BYTES = 512  # the unit of `size`, whatever the size of a logical block
+_DEVICES_MAX = 256
+
+
+def device_of_mount(mount: Mount, sysfs: str) -> str | None:
+    """Return the sysfs directory of the mounted block device; None if there is none.
+
+    btrfs and similar file systems have a device number of their own; their mount's source names
+    the device.
+    """
+    if not mount.device.startswith("0:"):
+        return _resolve(sysfs, "dev/block", mount.device)
+    if not mount.source.startswith("/dev/"):
+        return None
+    name = os.path.basename(mount.source)
+    if mount.source.startswith("/dev/mapper/"):
+        blocks = os.path.join(sysfs, "class/block")
+        for device in children(blocks):
+            if device.startswith("dm-") and read_text(blocks, device, "dm/name") == name:
+                return _resolve(blocks, device)
+    return _resolve(sysfs, "class/block", name)
+
+
+def block_stack(top: str, sysfs: str) -> tuple[BlockDevice, ...]:
+    """Return `top` (a directory in sysfs) and all devices under it, from the top down."""
+    found: dict[str, BlockDevice] = {}
+    waiting = [top]
+    while waiting and len(found) < _DEVICES_MAX:
+        path = waiting.pop(0)
+        if path in found:
+            continue
+        below = _below(path)
+        found[path] = _read_device(path, tuple(os.path.basename(one) for one in below))
+        waiting += below
+    return tuple(found.values())
+
+
+def _below(path: str) -> list[str]:
+    if _is_partition(path):
+        return [os.path.dirname(path)]
+    targets = [_resolve(path, "slaves", name) for name in children(path, "slaves")]
+    return [target for target in targets if target is not None]
+
+
+def _read_device(path: str, over: tuple[str, ...]) -> BlockDevice:
+    name = os.path.basename(path)
+    match = re.match(r"(dm|md|loop)-?[0-9]", name)
+    kind = match.group(1) if match else "disk"
+    if _is_partition(path):
+        kind = "partition"
+    return BlockDevice(name, kind, path, _read_size(path), _read_limits(path), over)
+
+
+def _is_partition(path: str) -> bool:
+    return os.path.exists(os.path.join(path, "partition"))
+
+
+def _read_size(path: str) -> int | None:
+    sectors = read_number(path, "size")
+    return None if sectors is None else sectors * _SECTOR_BYTES
+
+
+def _read_limits(path: str) -> QueueLimits:
+    """Read the limits of a device; a partition has those of its disk."""
+    if _is_partition(path):
+        path = os.path.dirname(path)
+    return QueueLimits(
+        logical_block_bytes=read_number(path, "queue/logical_block_size"),
+        max_hw_sectors_kb=read_number(path, "queue/max_hw_sectors_kb"),
+        max_sectors_kb=read_number(path, "queue/max_sectors_kb"),
+        dma_alignment=read_number(path, "queue/dma_alignment"),
+    )
+
+
+_HEAD = re.compile(r"^nvme([0-9]+)n([0-9]+)$")
+_PATH = re.compile(r"^nvme([0-9]+)c[0-9]+n([0-9]+)$")
+_CONTROLLER = re.compile(r"^nvme[0-9]+$")
+_NONE = re.compile(r"^[0-]*$")  # an identifier of only zeros is none
+
+
+def namespace_at(path: str, sysfs: str) -> Namespace | None:
+    """Read the namespace whose block device is at `path`; None if it is no NVMe namespace."""
+    name = os.path.basename(path)
+    if not _HEAD.match(name):
+        return None
+    parent = _resolve(path, "device") or os.path.dirname(path)
+    single = _CONTROLLER.match(os.path.basename(parent)) is not None
+    if single:
+        subsystem = _subsystem(_subsystem_of(os.path.basename(parent), sysfs), [parent])
+        paths = [_path(path, os.path.basename(parent))]
+    else:
+        controllers = _controllers_of(parent, sysfs)
+        subsystem = _subsystem(parent, controllers)
+        paths = [one for directory in controllers for one in _paths(directory, name)]
+    found = (read_text(path, "uuid"), read_text(path, "nguid"))
+    identifiers = [one if one and not _NONE.match(one) else None for one in found]
+    return Namespace(
+        device=name,
+        nsid=read_number(path, "nsid"),
+        wwid=read_text(path, "wwid"),
+        uuid=identifiers[0],
+        nguid=identifiers[1],
+        size_bytes=_read_size(path),
+        limits=_read_limits(path),
+        multipath=not single,
+        subsystem=subsystem,
+        paths=tuple(paths),
+    )
+
+
+def _subsystem_of(controller: str, sysfs: str) -> str | None:
+    directory = os.path.join(sysfs, "class/nvme-subsystem")
+    for name in children(directory):
+        if controller in children(directory, name):
+            return _resolve(directory, name)
+    return None
+
+
+def _controllers_of(subsystem: str, sysfs: str) -> list[str]:
+    """Return the directories of a subsystem's controllers, which it links to."""
+    names = [name for name in children(subsystem) if _CONTROLLER.match(name)]
+    found = [_resolve(subsystem, name) or _resolve(sysfs, "class/nvme", name) for name in names]
+    return [directory for directory in found if directory is not None]
+
+
+def _paths(controller: str, head: str) -> list[Path]:
+    """Return the paths of `head` through the controller in that directory: one or none."""
+    wanted = _HEAD.match(head)
+    assert wanted is not None
+    found = []
+    for name in children(controller):
+        match = _PATH.match(name)
+        if match and match.groups() == wanted.groups():
+            found.append(_path(os.path.join(controller, name), os.path.basename(controller)))
+    return found
+
+
+def _path(directory: str, controller: str) -> Path:
+    return Path(
+        name=os.path.basename(directory),
+        controller=controller,
+        path=directory,
+        ana_state=read_text(directory, "ana_state"),
+        ana_group=read_number(directory, "ana_grpid"),
+    )
+
+
+def _subsystem(directory: str | None, controllers: list[str]) -> Subsystem:
+    """Read a subsystem; a controller shows most of it if the directory is not found."""
+    places = [*([directory] if directory else []), *controllers]
+
+    def first(attribute: str) -> str | None:
+        return next(filter(None, (read_text(place, attribute) for place in places)), None)
+
+    return Subsystem(
+        name=os.path.basename(directory) if directory else None,
+        nqn=first("subsysnqn"),
+        iopolicy=read_text(directory, "iopolicy") if directory else None,
+        model=first("model"),
+        serial=first("serial"),
+        controllers=tuple(_controller(one) for one in controllers),
+    )
+
+
+def _controller(directory: str) -> Controller:
+    where = _address(read_text(directory, "address"))
+    return Controller(
+        name=os.path.basename(directory),
+        transport=read_text(directory, "transport"),
+        traddr=where.get("traddr"),
+        trsvcid=where.get("trsvcid"),
+        host_traddr=where.get("host_traddr"),
+        host_iface=where.get("host_iface"),
+        src_addr=where.get("src_addr"),
+        state=read_text(directory, "state"),
+        cntlid=read_number(directory, "cntlid"),
+        hostnqn=read_text(directory, "hostnqn"),
+        queue_count=read_number(directory, "queue_count"),
+        sqsize=read_number(directory, "sqsize"),
+        kato=read_number(directory, "kato"),
+        ctrl_loss_tmo=_read_timeout(directory, "ctrl_loss_tmo"),
+        fast_io_fail_tmo=_read_timeout(directory, "fast_io_fail_tmo"),
+        reconnect_delay=_read_timeout(directory, "reconnect_delay"),
+        numa_node=read_number(directory, "numa_node"),
+        tls=_tls(directory),
+        dhchap=_dhchap(directory),
+        pcie=read_pcie_link(os.path.join(directory, "device")),
+    )
+
+
+def _address(text: str | None) -> dict[str, str]:
+    """Parse "traddr=10.0.0.1,trsvcid=4420,…"; a PCI address has no "="."""
+    if text is None:
+        return {}
+    if "=" not in text:
+        return {"traddr": text}
+    pairs = (part.partition("=") for part in text.split(","))
+    return {name.strip(): value.strip() for name, _, value in pairs if value.strip()}
+
+
+def _tls(directory: str) -> str | None:
+    """Read whether TLS is on: the kernel shows the serial number of the key in use, or none."""
+    key = read_text(directory, "tls_key")
+    if key is not None:
+        return "off" if _NONE.match(key) else "on"
+    try:
+        with open(os.path.join(directory, "tls_key"), encoding="ascii", errors="replace") as file:
+            return "off" if not file.read(1).strip("\0\n ") else None
+    except OSError:
+        return None
+
+
+def _dhchap(directory: str) -> str | None:
+    """Read whether there is a secret, which does not leave this function."""
+    secret = read_text(directory, "dhchap_secret")
+    if secret == "none":
+        return "off"
+    return "on" if secret is not None and secret.startswith("DHHC-1:") else None
+
 
 MOUNTINFO = "/proc/self/mountinfo"
 _OCTAL = re.compile(r"\\([0-7]{3})")

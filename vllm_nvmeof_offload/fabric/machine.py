@@ -12,8 +12,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_nvmeof_offload.fabric.discover import children, read_number, read_text
 from vllm_nvmeof_offload.fabric.findings import Finding, Severity
-from vllm_nvmeof_offload.fabric.sysfs import children, read_number, read_text
 from vllm_nvmeof_offload.fabric.topology import PcieLink
 
 #: GT/s per lane of each PCIe generation.

@@ -30,14 +30,21 @@ the slot's header proves the content (PROTOCOL rule 6).
 The superblock is one 4 KiB page that describes slab and table. It is replaced as a whole
 (temporary file, fsync, rename, fsync of the directory), so it is either the old one or the new
 one. A directory whose superblock is missing or damaged is empty.
+
+The directory's name is the digest of a keyspace: the facts under which KV bytes are
+interchangeable. Two servers share a pool directory only if every fact is equal. Facts describe
+the model and the geometry; nothing of a prompt reaches a name on disk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import json
 import os
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -369,3 +376,32 @@ def sync_directory(directory: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+DIGEST_HEX_DIGITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Keyspace:
+    """Canonical JSON of the facts. Build it with `of`; equal facts give equal digests."""
+
+    canonical: str
+
+    @staticmethod
+    def of(facts: Mapping[str, object]) -> Keyspace:
+        """Freeze `facts` (JSON values) together with the layout of slots on disk.
+
+        Raises:
+            TypeError, ValueError: a value is not JSON (NaN included).
+        """
+        return Keyspace.exactly({"slot_layout": SLOT_LAYOUT, **facts})
+
+    @staticmethod
+    def exactly(facts: Mapping[str, object]) -> Keyspace:
+        """Freeze facts read from disk, which an earlier release may have written."""
+        return Keyspace(json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False))
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits: the name of the keyspace's directory; superblocks repeat it."""
+        return hashlib.sha256(self.canonical.encode()).hexdigest()[:DIGEST_HEX_DIGITS]

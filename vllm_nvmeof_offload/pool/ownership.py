@@ -24,16 +24,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
 from vllm_nvmeof_offload.names import LOGGER_NAME
-from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, LOCK_FILE
-from vllm_nvmeof_offload.pool.heartbeat import Heartbeat
+from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, LOCK_FILE, Keyspace
 from vllm_nvmeof_offload.pool.lock import (
     ENDING_WAIT_S_MAX,
     POLL_S,
     DirectoryLock,
+    Heartbeat,
     Holder,
     Silence,
     UnsettledError,
@@ -47,9 +46,6 @@ from vllm_nvmeof_offload.pool.lock import (
 from vllm_nvmeof_offload.pool.slab import make_directory, open_private
 from vllm_nvmeof_offload.pool.survey import FACTS_FILE, disk_bytes, find
 from vllm_nvmeof_offload.units import slot_stride_bytes
-
-if TYPE_CHECKING:
-    from vllm_nvmeof_offload.pool.keyspace import Keyspace
 
 logger = logging.getLogger(LOGGER_NAME)
 

@@ -17,12 +17,13 @@ from typing import Any
 
 from vllm_nvmeof_offload.errors import PoolError, PoolFormatError
 from vllm_nvmeof_offload.pool.format import (
+    DIGEST_HEX_DIGITS,
     LOCK_FILE,
     SUPERBLOCK_FILE,
+    Keyspace,
     Superblock,
     read_superblock,
 )
-from vllm_nvmeof_offload.pool.keyspace import DIGEST_HEX_DIGITS, Keyspace
 from vllm_nvmeof_offload.pool.lock import LockState, probe_lock
 from vllm_nvmeof_offload.units import slot_stride_bytes
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.vllm_adapter.weights import (
     ModelSource,
     changed_since,

@@ -25,7 +25,7 @@ from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, NoIoEngine, Waker
 from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.io.faults import FaultPlan, FaultyIoEngine
 from vllm_nvmeof_offload.names import LOGGER_NAME
-from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.ownership import bytes_of_others, bytes_of_pools
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello

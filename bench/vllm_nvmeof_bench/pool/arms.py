@@ -38,7 +38,7 @@ from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, IoOp
 from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
-from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
 from vllm_nvmeof_offload.staging import Staging

@@ -38,7 +38,7 @@ from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import Outcome
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, IoOp, Waker
 from vllm_nvmeof_offload.io.choose import choose_io_engine
-from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import (
     Command,

@@ -23,8 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vllm_nvmeof_offload.io import threads
-from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
-from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from vllm_nvmeof_offload.errors import OK
 from vllm_nvmeof_offload.io.threads import SlotFiles, read_slot, write_slot
-from vllm_nvmeof_offload.pool.format import Stamp
-from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.format import Keyspace, Stamp
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, slot_stride_bytes

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from vllm_nvmeof_offload.io.base import IoLimits, IoOp
 from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
-from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
 from vllm_nvmeof_offload.units import HEADER_BYTES
@@ -27,7 +27,7 @@ WAIT_S = 120.0
 
 HOLDER = """
 import sys, pathlib
-from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 targets = tuple(map(pathlib.Path, sys.argv[2:]))
 spec = PoolSpec(targets, 16 * (12288 + 64), 5000, Keyspace(sys.argv[1]), o_direct="off")

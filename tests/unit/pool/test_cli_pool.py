@@ -16,8 +16,7 @@ from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.errors import PoolError
 from vllm_nvmeof_offload.pool import lock
 from vllm_nvmeof_offload.pool import lock as silence
-from vllm_nvmeof_offload.pool.format import SUPERBLOCK_VERSION
-from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.format import SUPERBLOCK_VERSION, Keyspace
 from vllm_nvmeof_offload.pool.lock import probe_lock
 from vllm_nvmeof_offload.pool.ownership import hold
 from vllm_nvmeof_offload.pool.pool import Pool

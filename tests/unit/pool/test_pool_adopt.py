@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_nvmeof_offload.pool.format import Stamp
-from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.format import Keyspace, Stamp
 
 from .kit import (
     PAYLOAD_BYTES,

@@ -15,7 +15,7 @@ import pytest
 from vllm_nvmeof_offload.errors import PoolError, io_error
 from vllm_nvmeof_offload.io.threads import SlotFiles, write_slot
 from vllm_nvmeof_offload.pool import slab
-from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.slab import probe_o_direct
 

@@ -11,8 +11,7 @@ import pytest
 
 from vllm_nvmeof_offload.commands.pool.check import exit_code, fsck, scrub
 from vllm_nvmeof_offload.commands.pool.show import inspect_slot
-from vllm_nvmeof_offload.pool.format import NOWHERE
-from vllm_nvmeof_offload.pool.keyspace import Keyspace
+from vllm_nvmeof_offload.pool.format import NOWHERE, Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.survey import find, survey
 
