@@ -29,7 +29,7 @@ from vllm_nvmeof_offload.io.base import (
     reset_pool,
     unbind_this_thread,
 )
-from vllm_nvmeof_offload.pool.format import Stamp, check_key, seal, verify
+from vllm_nvmeof_offload.pool.format import Stamp, check_key, encode_entry, seal, verify
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
 from vllm_nvmeof_offload.units import PAGE_BYTES
@@ -78,7 +78,7 @@ def write_slot(
     because its pool slot may soon hold another chunk.
     """
     seal(slot, identity, pool.payload_bytes, stamp, pool.place(files.pool_slot))
-    entry = pool.encode_entry(files.pool_slot, identity, stamp)
+    entry = encode_entry(files.pool_slot, identity, stamp)
     try:
         _transfer(os.pwritev, files.slab_fd, slot, files.slab_offset)
         if not wanted():

@@ -45,8 +45,9 @@ import json
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -56,9 +57,6 @@ from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE, Outcome, Po
 from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 #: The files of a rank directory.
 SLAB_FILE = "slab"
@@ -85,8 +83,9 @@ _ZEROS = bytes(_SLOT_CRC_AT - _HEADER.size)
 class Stamp:
     """The mark of a write, fixed when the write is submitted.
 
-    epoch: a reset starts a new one, which voids all earlier ones. adoptable: whether a later
-    start of this pool may adopt the chunk.
+    A write that a reset overtakes must not be marked with the new epoch, in its table entry
+    either. epoch: a reset starts a new one, which voids all earlier ones. adoptable: whether a
+    later start of this pool may adopt the chunk.
     """
 
     epoch: int
@@ -296,14 +295,17 @@ class Superblock:
     epoch: int
     adoptable: bool
 
+    def place(self, pool_slot: int) -> SlotPlace:
+        """Return the place that the header of a pool slot must name."""
+        return SlotPlace(self.uuid, self.rank, pool_slot)
+
     def encode(self) -> bytes:
         """Return the 4 KiB page."""
         page = bytearray(PAGE_BYTES)
-        uuid, keyspace, *rest = (getattr(self, field.name) for field in fields(self))
+        uuid, keyspace, *rest = astuple(self)
         assert len(uuid) == 16
         assert len(keyspace) == 32
-        version = SUPERBLOCK_VERSION
-        head = _SUPERBLOCK_MAGIC, version, uuid, keyspace.encode("ascii")
+        head = _SUPERBLOCK_MAGIC, SUPERBLOCK_VERSION, uuid, keyspace.encode("ascii")
         _SUPERBLOCK_BODY.pack_into(page, 0, *head, *rest)
         _CRC.pack_into(page, _SUPERBLOCK_CRC_AT, crc32c(memoryview(page)[:_SUPERBLOCK_CRC_AT]))
         return bytes(page)

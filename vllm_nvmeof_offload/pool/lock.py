@@ -41,7 +41,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from vllm_nvmeof_offload.errors import PoolLockedError
 from vllm_nvmeof_offload.names import LOGGER_NAME
@@ -108,8 +108,7 @@ def read_holder(path: Path) -> Holder | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class LockFile:
+class LockFile(NamedTuple):
     """One lock file; another file may have the same path by now."""
 
     path: str
@@ -410,8 +409,8 @@ class Heartbeat:
         assert self._child.stdin is not None
         os.set_blocking(self._child.stdin.fileno(), False)
         # At most one pipe's content waits; less than PIPE_BUF is written whole or not at all.
-        for file in [lock.file for lock in self._locks()]:
-            line = json.dumps((file.path, file.device, file.inode)).encode() + b"\n"
+        for lock in self._locks():
+            line = json.dumps(lock.file).encode() + b"\n"
             try:
                 os.write(self._child.stdin.fileno(), line)
             except BlockingIOError:

@@ -218,17 +218,12 @@ def _make_keyspace(target: Path, keyspace: Keyspace) -> Path:
         facts = space / FACTS_FILE
         if not facts.exists():
             # For people and for `pool du`; nothing relies on the file.
-            with contextlib.suppress(OSError):
-                _write_private(facts, keyspace.canonical.encode() + b"\n")
+            with (
+                contextlib.suppress(OSError),
+                open(open_private(facts, os.O_WRONLY), "wb") as file,
+            ):
+                file.write(keyspace.canonical.encode() + b"\n")
     return space
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    fd = open_private(path, os.O_WRONLY)
-    try:
-        os.pwrite(fd, content, 0)
-    finally:
-        os.close(fd)
 
 
 def read_owner(instance: Path) -> str:
@@ -246,7 +241,8 @@ def _name_owner(instances: Sequence[Path], name: str, locks: Sequence[DirectoryL
         for instance in instances if name else ():
             if read_owner(instance) != name:
                 owner = name.encode()[:_OWNER_BYTES].ljust(_OWNER_BYTES)
-                _write_private(instance / OWNER_FILE, owner)
+                with open(open_private(instance / OWNER_FILE, os.O_WRONLY), "wb") as file:
+                    file.write(owner)
     except OSError:
         for lock in locks:
             lock.release()
@@ -258,20 +254,17 @@ def _lock_all(
 ) -> tuple[list[DirectoryLock], Path | None]:
     """Lock all and return (locks, None); or none, and return ([], the lock file that is busy)."""
     locks: list[DirectoryLock] = []
-    try:
-        for directory in directories:
-            lock = DirectoryLock.claim(directory / LOCK_FILE, silence=silence)
+    with contextlib.ExitStack() as undo:
+        for path in (directory / LOCK_FILE for directory in directories):
+            try:
+                lock = DirectoryLock.claim(path, silence=silence)
+            except OSError as error:
+                raise PoolError(f"cannot lock {path}: {error}") from error
             if lock is None:
-                for taken in locks:
-                    taken.release()
-                return [], directory / LOCK_FILE
+                return [], path
+            undo.callback(lock.release)
             locks.append(lock)
-    except BaseException as error:
-        for taken in locks:
-            taken.release()
-        if isinstance(error, OSError):
-            raise PoolError(f"cannot lock {directory / LOCK_FILE}: {error}") from error
-        raise
+        undo.pop_all()
     return locks, None
 
 

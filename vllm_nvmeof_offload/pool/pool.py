@@ -17,7 +17,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from vllm_nvmeof_offload.errors import PoolError
 from vllm_nvmeof_offload.names import LOGGER_NAME
@@ -26,9 +26,9 @@ from vllm_nvmeof_offload.pool.format import (
     SlotPlace,
     Stamp,
     Superblock,
-    encode_entry,
     write_superblock,
 )
+from vllm_nvmeof_offload.pool.lock import DirectoryLock
 from vllm_nvmeof_offload.pool.ownership import Claim, PoolSpec
 from vllm_nvmeof_offload.pool.recovery import (
     Progress,
@@ -38,13 +38,8 @@ from vllm_nvmeof_offload.pool.recovery import (
     prepare,
 )
 from vllm_nvmeof_offload.pool.slab import Slab
+from vllm_nvmeof_offload.protocol import AdoptedEntries
 from vllm_nvmeof_offload.units import format_bytes
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from vllm_nvmeof_offload.pool.lock import DirectoryLock
-    from vllm_nvmeof_offload.protocol import AdoptedEntries, SlotIdentity
 
 __all__ = ["Pool", "PoolSpec"]
 
@@ -140,8 +135,8 @@ def _first_failure(
 class Pool:
     """An open pool. Everything but the fd look-ups may block: keep it off the engine's poll.
 
-    `reset` is called on an I/O thread; `slab_fd`, `table_fd`, `place`, `encode_entry` and `stamp`
-    on any thread. The rest belongs to the thread that opened the pool.
+    `reset` is called on an I/O thread; `slab_fd`, `table_fd`, `place` and `stamp` on any thread.
+    The rest belongs to the thread that opened the pool.
     """
 
     def __init__(
@@ -149,18 +144,16 @@ class Pool:
     ) -> None:
         """Use `Pool.open`."""
         superblocks, self._adopt_slots = prepare(spec, slabs)
-        self._spec = spec
         self._claim = claim
         self._slabs = slabs
         #: By target, the superblock that it must have now.
         self.superblocks = superblocks
-        self._uuid = superblocks[0].uuid  # the same in all of them, for ever
-        self._slots_per_target = superblocks[0].slots
-        self._stamp = Stamp(superblocks[0].epoch, spec.adoptable)
+        #: The stamp of a write that is submitted now.
+        self.stamp = Stamp(superblocks[0].epoch, spec.adoptable)
         self._on_progress = on_progress
         self.target_count = len(slabs)
         #: Pool slots over all targets.
-        self.slots = self._slots_per_target * len(slabs)
+        self.slots = superblocks[0].slots * len(slabs)
         #: Header page and padded payload.
         self.slot_bytes = spec.slot_bytes
         self.payload_bytes = spec.payload_bytes
@@ -207,11 +200,6 @@ class Pool:
                 raise PoolError(f"cannot use the pool in {places}: {error}") from error
             raise
 
-    @property
-    def stamp(self) -> Stamp:
-        """The stamp of a write that is submitted now."""
-        return self._stamp
-
     def slab_fd(self, pool_slot: int) -> tuple[int, int]:
         """Return (descriptor, byte offset) of a pool slot's header page."""
         slab, index = self._find(pool_slot)
@@ -223,23 +211,13 @@ class Pool:
         return slab.table_fd, index * ENTRY_BYTES
 
     def _find(self, pool_slot: int) -> tuple[Slab, int]:
+        assert 0 <= pool_slot < self.slots
         index, target = divmod(pool_slot, self.target_count)
-        assert 0 <= index < self._slots_per_target
         return self._slabs[target], index
 
     def place(self, pool_slot: int) -> SlotPlace:
         """Return the place that the header of this pool slot must name."""
-        return SlotPlace(self._uuid, self._spec.rank, pool_slot)
-
-    def encode_entry(
-        self, pool_slot: int, identity: SlotIdentity, stamp: Stamp | None = None
-    ) -> bytes:
-        """Return the table entry to write once the slot's data is written.
-
-        stamp: the one that the slot was sealed with, taken when the write was submitted: a write
-        that a reset overtakes must not be marked with the new epoch.
-        """
-        return encode_entry(pool_slot, identity, stamp or self._stamp)
+        return self.superblocks[0].place(pool_slot)
 
     def adopt(self) -> AdoptedEntries:
         """Return the chunks that an earlier process stored; call it once, at start.
@@ -247,14 +225,8 @@ class Pool:
         Empty unless `spec.adopt`. A table that is missing, cut short or damaged is rebuilt
         from the slots' headers (`on_progress`). The lower of two pool slots with one key is kept.
         """
-        return adopt_entries(
-            self._slabs,
-            self._adopt_slots,
-            spec=self._spec,
-            epoch=self._stamp.epoch,
-            place=self.place,
-            on_progress=self._on_progress,
-        )
+        newest = self.superblocks[0]
+        return adopt_entries(self._slabs, self._adopt_slots, newest, self._on_progress)
 
     def reset(self, adoptable: bool) -> None:
         """Void everything stored so far, on disk too; blocks until that is durable.
@@ -269,8 +241,8 @@ class Pool:
             OSError: a superblock could not be written: a later start could adopt what was stored
                 before the reset. ENODEV: all targets are away.
         """
-        epoch = next_epoch(self._stamp.epoch)
-        self._stamp = Stamp(epoch, adoptable)
+        epoch = next_epoch(self.stamp.epoch)
+        self.stamp = Stamp(epoch, adoptable)
         self._adopt_slots = [0] * self.target_count
         writers: list[_SuperblockWriter] = []
         for index, slab in enumerate(self._slabs):
@@ -283,7 +255,7 @@ class Pool:
         if writers:
             failure = _first_failure(writers, self._written)
         if failure is not None:
-            self._stamp = Stamp(epoch, adoptable=False)
+            self.stamp = Stamp(epoch, adoptable=False)
             raise failure
 
     # -- targets that go and come back ------------------------------------------------------
@@ -307,7 +279,7 @@ class Pool:
         Returns a function that closes the old files. Call it when no operation uses them any
         more, on a thread that nothing waits for.
         """
-        slab = slab or Slab.closed(self.directories[target])
+        slab = slab or Slab(self.directories[target], (-1, -1, -1))
         durable = self._writers[target].durable
         if lock is not None:
             durable = self.superblocks[target]  # the prober brought it up to date

@@ -15,9 +15,8 @@ import errno
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +29,6 @@ from vllm_nvmeof_offload.pool.format import (
     EPOCH_MAX,
     KEY_BYTES_MAX,
     SlotHeader,
-    SlotPlace,
     Stamp,
     Superblock,
     decode_table,
@@ -40,14 +38,10 @@ from vllm_nvmeof_offload.pool.format import (
     sync_directory,
     write_superblock,
 )
+from vllm_nvmeof_offload.pool.ownership import PoolSpec
 from vllm_nvmeof_offload.pool.slab import Slab
 from vllm_nvmeof_offload.protocol import AdoptedEntries, SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vllm_nvmeof_offload.pool.ownership import PoolSpec
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -62,16 +56,13 @@ _READ_BYTES = 1 << 24
 def adopt_entries(
     slabs: Sequence[Slab],
     counts: Sequence[int],
-    *,
-    spec: PoolSpec,
-    epoch: int,
-    place: Callable[[int], SlotPlace],
+    superblock: Superblock,
     on_progress: Progress | None = None,
 ) -> AdoptedEntries:
     """Return the chunks that can be looked up again, in ascending order of pool slots.
 
     counts: by target, the slots that an earlier process can have written and that still exist.
-    place: what the header of a pool slot must name; other headers are not adopted. Skipped:
+    superblock: of any target; a slot whose header names another place is not adopted. Skipped:
     entries of another epoch, not adoptable ones, and ones that cannot be recovered. The lower of
     two pool slots with one key is kept: both are right (a key names its content), and the choice
     is the same on every rank.
@@ -85,8 +76,8 @@ def adopt_entries(
         lost = np.concatenate([np.flatnonzero(table.damaged), np.arange(whole, count)])
         if lost.size:
             logger.warning("rebuilding %d of %d table entries from slots", lost.size, count)
-            parts.append(_recover(slab, lost, pool_slots, spec, epoch, place, on_progress))
-        rows = np.flatnonzero(table.valid & table.adoptable & (table.epochs == epoch))
+            parts.append(_recover(slab, lost, pool_slots, superblock, on_progress))
+        rows = np.flatnonzero(table.valid & table.adoptable & (table.epochs == superblock.epoch))
         if core is not None:
             keys: list[bytes] = core.entry_keys(raw, rows)
         else:
@@ -134,25 +125,23 @@ def _recover(
     slab: Slab,
     indices: npt.NDArray[np.int64],
     pool_slots: npt.NDArray[np.int64],
-    spec: PoolSpec,
-    epoch: int,
-    place: Callable[[int], SlotPlace],
+    superblock: Superblock,
     on_progress: Progress | None,
 ) -> AdoptedEntries:
     """Read the header pages of the slots `indices`; repair the table as well."""
     found: list[tuple[int, SlotIdentity]] = []
     done = 0
-    for batch, headers in scan_headers(slab.header_fd, indices, spec.slot_bytes):
+    for batch, headers in scan_headers(slab.buffered_fd, indices, superblock.slot_bytes):
         for index, header in zip(batch, headers, strict=True):
             pool_slot = int(pool_slots[index])
             entry = bytes(ENTRY_BYTES)
             if (
                 header is not None
-                and header.payload_bytes == spec.payload_bytes
-                and header.place == place(pool_slot)
+                and header.payload_bytes == superblock.payload_bytes
+                and header.place == superblock.place(pool_slot)
             ):
                 entry = encode_entry(pool_slot, header.identity, header.stamp)
-                if header.stamp.adoptable and header.stamp.epoch == epoch:
+                if header.stamp.adoptable and header.stamp.epoch == superblock.epoch:
                     found.append((pool_slot, header.identity))
             if any(entry) or index < slab.table_slots_found:
                 try:
@@ -311,7 +300,6 @@ def _allocate(spec: PoolSpec, slabs: Sequence[Slab]) -> int:
         )
     for slab in slabs:
         slab.cut(count, spec.slot_bytes)
-        slab.sync()
     return count
 
 

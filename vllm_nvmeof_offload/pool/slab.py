@@ -13,7 +13,7 @@ import logging
 import mmap
 import os
 import stat
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from vllm_nvmeof_offload.errors import PoolError
 from vllm_nvmeof_offload.names import LOGGER_NAME
@@ -25,9 +25,6 @@ from vllm_nvmeof_offload.pool.format import (
     TABLE_FILE,
 )
 from vllm_nvmeof_offload.units import KIB, PAGE_BYTES
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -85,16 +82,20 @@ class Slab:
     def __init__(
         self, directory: Path, fds: tuple[int, int, int] | None = None, direct: bool = False
     ) -> None:
-        """Open both files, creating them; or use `fds`: of slab, buffered slab and table."""
+        """Open both files, creating them; or use `fds`: of slab, buffered slab and table.
+
+        A slab of a target that is away has no files: its `fds` are -1.
+        """
         self.directory = directory
         self.direct = direct
         #: Whole entries that the table had when it was opened: fewer than there should be is
         #: damage, which preallocation would hide behind zeros.
         self.table_slots_found = 0
+        #: `buffered_fd` reads header pages into any memory; `fd` may need aligned memory.
         if fds is not None:
-            self.fd, self._buffered_fd, self.table_fd = fds
+            self.fd, self.buffered_fd, self.table_fd = fds
             return
-        self.fd = self._buffered_fd = open_private(directory / SLAB_FILE, os.O_RDWR)
+        self.fd = self.buffered_fd = open_private(directory / SLAB_FILE, os.O_RDWR)
         try:
             self.table_fd = open_private(directory / TABLE_FILE, os.O_RDWR)
         except BaseException:
@@ -102,30 +103,20 @@ class Slab:
             raise
         self.table_slots_found = os.fstat(self.table_fd).st_size // ENTRY_BYTES
 
-    @classmethod
-    def closed(cls, directory: Path) -> Slab:
-        """Return a slab without files, for a target that is away."""
-        return cls(directory, (-1, -1, -1))
-
     @property
     def is_open(self) -> bool:
         return self.fd >= 0
-
-    @property
-    def header_fd(self) -> int:
-        """Buffered, so that header pages can be read into any memory."""
-        return self._buffered_fd
 
     def wipe(self) -> None:
         """Remove all content, so that no old header and no old entry can be read."""
         for name in (SUPERBLOCK_FILE, SUPERBLOCK_TEMPORARY):
             (self.directory / name).unlink(missing_ok=True)
         os.ftruncate(self.table_fd, 0)
-        os.ftruncate(self._buffered_fd, 0)
+        os.ftruncate(self.buffered_fd, 0)
 
     def allocate(self, slots: int, slot_bytes: int) -> int:
         """Reserve space for `slots` slots, cutting none; return the number that fits."""
-        slab_bytes = os.fstat(self._buffered_fd).st_size
+        slab_bytes = os.fstat(self.buffered_fd).st_size
         table_bytes = os.fstat(self.table_fd).st_size
         # Slots that an earlier process reserved are kept although the disk is full now.
         present = min(slab_bytes // slot_bytes, table_bytes // ENTRY_BYTES)
@@ -133,7 +124,7 @@ class Slab:
         while count > 0:
             try:
                 reserve(self.table_fd, count * ENTRY_BYTES)
-                reserve(self._buffered_fd, count * slot_bytes)
+                reserve(self.buffered_fd, count * slot_bytes)
                 if self._free_bytes() >= _SPARE_BYTES or count <= present:
                     return count
             except OSError as error:
@@ -142,25 +133,26 @@ class Slab:
                 if count <= present:
                     present = 0  # the file was sparse
             # Return what the failed reservation took before the free space is read.
-            os.ftruncate(self._buffered_fd, slab_bytes)
+            os.ftruncate(self.buffered_fd, slab_bytes)
             os.ftruncate(self.table_fd, table_bytes)
-            held = os.fstat(self._buffered_fd).st_blocks * 512
+            held = os.fstat(self.buffered_fd).st_blocks * 512
             fits = (held + self._free_bytes() - _SPARE_BYTES) // (slot_bytes + ENTRY_BYTES)
             count = max(min(fits, count - max(1, count // 16)), min(present, count - 1))
         return 0
 
     def _free_bytes(self) -> int:
-        status = os.fstatvfs(self._buffered_fd)
+        status = os.fstatvfs(self.buffered_fd)
         return status.f_bavail * status.f_frsize
 
     def cut(self, slots: int, slot_bytes: int) -> None:
-        """Give both files the length of `slots` slots, once the counts of all targets are known."""
-        os.ftruncate(self.table_fd, slots * ENTRY_BYTES)
-        os.ftruncate(self._buffered_fd, slots * slot_bytes)
+        """Give both files the length of `slots` slots, durably.
 
-    def sync(self) -> None:
+        Call it once the counts of all targets are known.
+        """
+        os.ftruncate(self.table_fd, slots * ENTRY_BYTES)
+        os.ftruncate(self.buffered_fd, slots * slot_bytes)
         os.fsync(self.table_fd)
-        os.fsync(self._buffered_fd)
+        os.fsync(self.buffered_fd)
 
     def use_direct(self) -> None:
         """Open the slab for O_DIRECT, after a probe.
@@ -179,8 +171,7 @@ class Slab:
         fd = os.open(self.directory / SLAB_FILE, flags)
         try:
             if full:
-                with mmap.mmap(-1, PAGE_BYTES) as page:
-                    _expect_page(os.preadv(fd, [page], 0))
+                read_page(fd)
         except BaseException:
             os.close(fd)
             raise
@@ -188,7 +179,7 @@ class Slab:
 
     def close(self) -> None:
         """Close all files; a dead mount may answer with an error, which is ignored."""
-        for fd in {self.fd, self._buffered_fd, self.table_fd}:
+        for fd in {self.fd, self.buffered_fd, self.table_fd}:
             with contextlib.suppress(OSError):
                 os.close(fd)
 
@@ -233,6 +224,12 @@ def probe_o_direct(directory: Path) -> None:
             if fd >= 0:
                 os.close(fd)
             path.unlink(missing_ok=True)
+
+
+def read_page(fd: int) -> None:
+    """Read a slab's first page, to see whether it can be read; OSError if not."""
+    with mmap.mmap(-1, PAGE_BYTES) as page:
+        _expect_page(os.preadv(fd, [page], 0))
 
 
 def _expect_page(count: int) -> None:

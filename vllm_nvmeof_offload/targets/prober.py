@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import socket
 import sys
@@ -28,6 +27,7 @@ from vllm_nvmeof_offload.pool.format import (
     write_superblock,
 )
 from vllm_nvmeof_offload.pool.lock import DirectoryLock, Silence, local_holder_error
+from vllm_nvmeof_offload.pool.slab import read_page
 from vllm_nvmeof_offload.units import PAGE_BYTES
 
 MESSAGE_BYTES_MAX = 64 << 10
@@ -67,18 +67,16 @@ class ProbeAnswer:
 
     @staticmethod
     def decode(message: bytes) -> ProbeAnswer:
-        """Parse an answer; ValueError if a prober of this version would not send it.
+        """Parse an answer; one that a prober of this version would not send is a failure.
 
         An upgrade of the package under a running server starts probers of another version.
         """
-        try:
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
             answer = ProbeAnswer(**json.loads(message))
-        except (TypeError, RecursionError) as error:
-            raise ValueError(str(error)) from None
-        numbers = answer.device, answer.inode
-        if isinstance(answer.failure, str) and all(type(one) is int for one in numbers):
-            return answer
-        raise ValueError(f"no answer: {answer}")
+            numbers = answer.device, answer.inode
+            if isinstance(answer.failure, str) and all(type(one) is int for one in numbers):
+                return answer
+        return ProbeAnswer("its prober is of another version of this package: restart it")
 
 
 def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
@@ -113,7 +111,9 @@ def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
     if failure:
         lock.release()
         return ProbeAnswer(failure), []
-    _read_page(slab)
+    # From the device, not from the page cache, which outlives the device.
+    os.posix_fadvise(slab, 0, PAGE_BYTES, os.POSIX_FADV_DONTNEED)
+    read_page(slab)
     if read_superblock(directory) != expected:
         write_superblock(directory, expected)  # the target missed a reset
     return ProbeAnswer("", lock.file.device, lock.file.inode), [slab, buffered, table, lock.fd]
@@ -138,15 +138,6 @@ def _too_short(name: str, fd: int, expected: int) -> str:
     if found >= expected:
         return ""
     return f"its {name} has {found} bytes, not {expected}: restart the server"
-
-
-def _read_page(fd: int) -> None:
-    """Read from the device, not from the page cache, which outlives the device."""
-    os.posix_fadvise(fd, 0, PAGE_BYTES, os.POSIX_FADV_DONTNEED)
-    with mmap.mmap(-1, PAGE_BYTES) as page, memoryview(page) as view:
-        count = os.preadv(fd, [view], 0)
-    if count != PAGE_BYTES:
-        raise PoolError(f"reading the slab gives {count} bytes, not {PAGE_BYTES}")
 
 
 def main() -> None:

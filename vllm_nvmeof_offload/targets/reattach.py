@@ -243,10 +243,7 @@ class _Probe:
             return ProbeAnswer(f"no answer can be received from the prober: {error}"), []
         if not message:
             return ProbeAnswer("the prober ended without an answer"), []
-        try:
-            answer = ProbeAnswer.decode(message)
-        except ValueError:
-            answer = ProbeAnswer("its prober is of another version of this package: restart it")
+        answer = ProbeAnswer.decode(message)
         if not answer.failure and len(fds) == DESCRIPTORS:
             return answer, fds
         for fd in fds:

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vllm_nvmeof_offload.io import threads
-from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Keyspace
+from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Keyspace, encode_entry
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES
@@ -215,7 +215,7 @@ class World:
             return
         self.known[slot] = identity
         if stamp.adoptable and not self.unclear:
-            entry = self.pool.encode_entry(slot, identity, stamp)
+            entry = encode_entry(slot, identity, stamp)
             self.written[slot] = Written(identity, stamp.epoch, sealed, entry)
         assert self.neighbours is not None
         self.neighbours.store(slot, identity, stamp)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_nvmeof_offload.pool.format import Keyspace, Stamp
+from vllm_nvmeof_offload.pool.format import Keyspace, Stamp, encode_entry
 
 from .kit import (
     PAYLOAD_BYTES,
@@ -157,7 +157,7 @@ def test_a_table_that_lies_is_found_out_by_the_headers(open_pool: OpenPool) -> N
     pool = open_pool()
     put(pool, 3, name(3))
     fd, offset = pool.table_fd(3)
-    os.pwrite(fd, pool.encode_entry(3, name(4)), offset)
+    os.pwrite(fd, encode_entry(3, name(4), pool.stamp), offset)
     pool = open_pool()
     assert pool.adopt().keys == (name(4).key,)
     assert get(pool, 3, name(4)) is None

@@ -11,7 +11,7 @@ import pytest
 
 from vllm_nvmeof_offload.commands.pool.check import exit_code, fsck, scrub
 from vllm_nvmeof_offload.commands.pool.show import inspect_slot
-from vllm_nvmeof_offload.pool.format import NOWHERE, Keyspace
+from vllm_nvmeof_offload.pool.format import NOWHERE, Keyspace, encode_entry
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.survey import find, survey
 
@@ -93,7 +93,7 @@ def test_a_table_that_names_another_key_is_told_from_another_place(open_pool: Op
     pool = open_pool()
     put(pool, 3, name(3))
     fd, offset = pool.table_fd(3)
-    os.pwrite(fd, pool.encode_entry(3, name(4)), offset)
+    os.pwrite(fd, encode_entry(3, name(4), pool.stamp), offset)
     pool.close()
     assert fsck(find([pool.directories[0].parents[2]]))[0].counts == {"slot holds another key": 1}
 

@@ -145,7 +145,7 @@ class OfflineRank:
         """The place that the header of the slot at `index` must name."""
         if not self.names_places:
             return NOWHERE
-        return SlotPlace(self.superblock.uuid, self.superblock.rank, self.pool_slot(index))
+        return self.superblock.place(self.pool_slot(index))
 
     @property
     def slab_slots(self) -> int:
