@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from vllm_nvmeof_offload.fabric.topology import (
     ABSENT,
@@ -40,6 +41,10 @@ _DECIMAL = re.compile(r"^[0-9]{1,6}(\.[0-9]{1,6})?")
 
 def read_text(*parts: str) -> str | None:
     """Read a stripped attribute; None if it is absent, unreadable or empty."""
+    return _read(*parts) or None
+
+
+def _read(*parts: str) -> str | None:
     try:
         fd = os.open(os.path.join(*parts), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -49,7 +54,7 @@ def read_text(*parts: str) -> str | None:
     except (OSError, ValueError):
         return None
     text = raw.decode("utf-8", errors="replace").strip().strip("\0")
-    return text if text and text.isprintable() else None
+    return text if text.isprintable() else None
 
 
 def read_number(*parts: str) -> int | None:
@@ -135,66 +140,52 @@ def device_of_mount(mount: Mount, sysfs: str) -> str | None:
     return _resolve(sysfs, "class/block", name)
 
 
-def block_stack(top: str, sysfs: str) -> tuple[BlockDevice, ...]:
+def block_stack(top: str) -> tuple[BlockDevice, ...]:
     """Return `top` (a directory in sysfs) and all devices under it, from the top down."""
     found: dict[str, BlockDevice] = {}
     waiting = [top]
     while waiting and len(found) < _DEVICES_MAX:
         path = waiting.pop(0)
-        if path in found:
-            continue
-        below = _below(path)
-        found[path] = _read_device(path, tuple(os.path.basename(one) for one in below))
-        waiting += below
+        if path not in found:
+            found[path], below = _read_device(path)
+            waiting += below
     return tuple(found.values())
 
 
-def _below(path: str) -> list[str]:
-    if _is_partition(path):
-        return [os.path.dirname(path)]
-    targets = [_resolve(path, "slaves", name) for name in children(path, "slaves")]
-    return [target for target in targets if target is not None]
-
-
-def _read_device(path: str, over: tuple[str, ...]) -> BlockDevice:
-    name = os.path.basename(path)
+def _read_device(path: str) -> tuple[BlockDevice, list[str]]:
+    """Read a block device, and the directories of the devices directly below it."""
+    name, disk = os.path.basename(path), path
     match = re.match(r"(dm|md|loop)-?[0-9]", name)
     kind = match.group(1) if match else "disk"
-    if _is_partition(path):
-        kind = "partition"
-    return BlockDevice(name, kind, path, _read_size(path), _read_limits(path), over)
-
-
-def _is_partition(path: str) -> bool:
-    return os.path.exists(os.path.join(path, "partition"))
-
-
-def _read_size(path: str) -> int | None:
+    below = list(filter(None, (_resolve(path, "slaves", one) for one in children(path, "slaves"))))
+    if os.path.exists(os.path.join(path, "partition")):
+        kind, disk = "partition", os.path.dirname(path)
+        below = [disk]
     sectors = read_number(path, "size")
-    return None if sectors is None else sectors * _SECTOR_BYTES
-
-
-def _read_limits(path: str) -> QueueLimits:
-    """Read the limits of a device; a partition has those of its disk."""
-    if _is_partition(path):
-        path = os.path.dirname(path)
-    return QueueLimits(
-        logical_block_bytes=read_number(path, "queue/logical_block_size"),
-        max_hw_sectors_kb=read_number(path, "queue/max_hw_sectors_kb"),
-        max_sectors_kb=read_number(path, "queue/max_sectors_kb"),
-        dma_alignment=read_number(path, "queue/dma_alignment"),
+    limits = QueueLimits(
+        logical_block_bytes=read_number(disk, "queue/logical_block_size"),
+        max_hw_sectors_kb=read_number(disk, "queue/max_hw_sectors_kb"),
+        max_sectors_kb=read_number(disk, "queue/max_sectors_kb"),
+        dma_alignment=read_number(disk, "queue/dma_alignment"),
     )
+    size = None if sectors is None else sectors * _SECTOR_BYTES
+    return BlockDevice(name, kind, path, size, limits, tuple(map(os.path.basename, below))), below
 
 
 _HEAD = re.compile(r"^nvme([0-9]+)n([0-9]+)$")
 _PATH = re.compile(r"^nvme([0-9]+)c[0-9]+n([0-9]+)$")
 _CONTROLLER = re.compile(r"^nvme[0-9]+$")
 _NONE = re.compile(r"^[0-]*$")  # an identifier of only zeros is none
+#: Fields of `Controller`, which have the names of the attributes.
+_ADDRESSES = ("traddr", "trsvcid", "host_traddr", "host_iface", "src_addr")
+_TEXTS = ("transport", "state", "hostnqn")
+_NUMBERS = ("cntlid", "queue_count", "sqsize", "kato", "numa_node")
+_TIMEOUTS = ("ctrl_loss_tmo", "fast_io_fail_tmo", "reconnect_delay")
 
 
-def namespace_at(path: str, sysfs: str) -> Namespace | None:
-    """Read the namespace whose block device is at `path`; None if it is no NVMe namespace."""
-    name = os.path.basename(path)
+def namespace_at(device: BlockDevice, sysfs: str) -> Namespace | None:
+    """Read the namespace whose block device this is; None if it is no NVMe namespace."""
+    path, name = device.path, device.name
     if not _HEAD.match(name):
         return None
     parent = _resolve(path, "device") or os.path.dirname(path)
@@ -207,15 +198,15 @@ def namespace_at(path: str, sysfs: str) -> Namespace | None:
         subsystem = _subsystem(parent, controllers)
         paths = [one for directory in controllers for one in _paths(directory, name)]
     found = (read_text(path, "uuid"), read_text(path, "nguid"))
-    identifiers = [one if one and not _NONE.match(one) else None for one in found]
+    uuid, nguid = (one if one and not _NONE.match(one) else None for one in found)
     return Namespace(
         device=name,
         nsid=read_number(path, "nsid"),
         wwid=read_text(path, "wwid"),
-        uuid=identifiers[0],
-        nguid=identifiers[1],
-        size_bytes=_read_size(path),
-        limits=_read_limits(path),
+        uuid=uuid,
+        nguid=nguid,
+        size_bytes=device.size_bytes,
+        limits=device.limits,
         multipath=not single,
         subsystem=subsystem,
         paths=tuple(paths),
@@ -233,20 +224,17 @@ def _subsystem_of(controller: str, sysfs: str) -> str | None:
 def _controllers_of(subsystem: str, sysfs: str) -> list[str]:
     """Return the directories of a subsystem's controllers, which it links to."""
     names = [name for name in children(subsystem) if _CONTROLLER.match(name)]
-    found = [_resolve(subsystem, name) or _resolve(sysfs, "class/nvme", name) for name in names]
-    return [directory for directory in found if directory is not None]
+    found = (_resolve(subsystem, name) or _resolve(sysfs, "class/nvme", name) for name in names)
+    return list(filter(None, found))
 
 
 def _paths(controller: str, head: str) -> list[Path]:
     """Return the paths of `head` through the controller in that directory: one or none."""
-    wanted = _HEAD.match(head)
-    assert wanted is not None
-    found = []
-    for name in children(controller):
-        match = _PATH.match(name)
-        if match and match.groups() == wanted.groups():
-            found.append(_path(os.path.join(controller, name), os.path.basename(controller)))
-    return found
+    return [
+        _path(os.path.join(controller, name), os.path.basename(controller))
+        for name in children(controller)
+        if _PATH.match(name) and _PATH.sub(r"nvme\1n\2", name) == head
+    ]
 
 
 def _path(directory: str, controller: str) -> Path:
@@ -277,51 +265,32 @@ def _subsystem(directory: str | None, controllers: list[str]) -> Subsystem:
 
 
 def _controller(directory: str) -> Controller:
-    where = _address(read_text(directory, "address"))
+    where = _address(read_text(directory, "address") or "")
+    found: dict[str, Any] = {name: where.get(name) for name in _ADDRESSES}
+    found |= {name: read_text(directory, name) for name in _TEXTS}
+    found |= {name: read_number(directory, name) for name in _NUMBERS}
+    found |= {name: _read_timeout(directory, name) for name in _TIMEOUTS}
     return Controller(
         name=os.path.basename(directory),
-        transport=read_text(directory, "transport"),
-        traddr=where.get("traddr"),
-        trsvcid=where.get("trsvcid"),
-        host_traddr=where.get("host_traddr"),
-        host_iface=where.get("host_iface"),
-        src_addr=where.get("src_addr"),
-        state=read_text(directory, "state"),
-        cntlid=read_number(directory, "cntlid"),
-        hostnqn=read_text(directory, "hostnqn"),
-        queue_count=read_number(directory, "queue_count"),
-        sqsize=read_number(directory, "sqsize"),
-        kato=read_number(directory, "kato"),
-        ctrl_loss_tmo=_read_timeout(directory, "ctrl_loss_tmo"),
-        fast_io_fail_tmo=_read_timeout(directory, "fast_io_fail_tmo"),
-        reconnect_delay=_read_timeout(directory, "reconnect_delay"),
-        numa_node=read_number(directory, "numa_node"),
         tls=_tls(directory),
         dhchap=_dhchap(directory),
         pcie=read_pcie_link(os.path.join(directory, "device")),
+        **found,
     )
 
 
-def _address(text: str | None) -> dict[str, str]:
+def _address(text: str) -> dict[str, str]:
     """Parse "traddr=10.0.0.1,trsvcid=4420,…"; a PCI address has no "="."""
-    if text is None:
-        return {}
     if "=" not in text:
-        return {"traddr": text}
+        return {"traddr": text} if text else {}
     pairs = (part.partition("=") for part in text.split(","))
     return {name.strip(): value.strip() for name, _, value in pairs if value.strip()}
 
 
 def _tls(directory: str) -> str | None:
     """Read whether TLS is on: the kernel shows the serial number of the key in use, or none."""
-    key = read_text(directory, "tls_key")
-    if key is not None:
-        return "off" if _NONE.match(key) else "on"
-    try:
-        with open(os.path.join(directory, "tls_key"), encoding="ascii", errors="replace") as file:
-            return "off" if not file.read(1).strip("\0\n ") else None
-    except OSError:
-        return None
+    key = _read(directory, "tls_key")
+    return None if key is None else "off" if _NONE.match(key) else "on"
 
 
 def _dhchap(directory: str) -> str | None:
@@ -334,8 +303,11 @@ def _dhchap(directory: str) -> str | None:
 
 MOUNTINFO = "/proc/self/mountinfo"
 _OCTAL = re.compile(r"\\([0-7]{3})")
-_DEVICE = re.compile(r"^[0-9]+:[0-9]+$")
-_NUMBER = re.compile(r"^[0-9]{1,20}$")
+#: A line of /proc/<pid>/mountinfo; any number of optional fields precede the "-".
+_MOUNT = re.compile(
+    r"([0-9]{1,20}) ([0-9]{1,20}) ([0-9]+:[0-9]+) ([^ ]*) ([^ ]*) ([^ -][^ ]*)(?: [^ ]*)*?"
+    r" - ([^ ]*) ([^ ]*) ([^ ]*)"
+)
 
 
 def read_mounts(mountinfo: str = MOUNTINFO) -> list[Mount]:
@@ -349,29 +321,21 @@ def read_mounts(mountinfo: str = MOUNTINFO) -> list[Mount]:
 
 def parse_mountinfo(text: str) -> list[Mount]:
     """Parse /proc/<pid>/mountinfo (proc_pid_mountinfo(5)); skip malformed lines."""
-    found = (_parse_line(line) for line in text.split("\n"))
-    return [mount for mount in found if mount is not None]
-
-
-def _parse_line(line: str) -> Mount | None:
-    # Any number of optional fields precede the "-".
-    before, dash, after = line.partition(" - ")
-    fields, rest = before.split(" "), after.split(" ")
-    if not dash or len(fields) < 6 or len(rest) < 3:
-        return None
-    if not (_NUMBER.match(fields[0]) and _NUMBER.match(fields[1]) and _DEVICE.match(fields[2])):
-        return None
-    return Mount(
-        mount_id=int(fields[0]),
-        parent_id=int(fields[1]),
-        device=fields[2],
-        root=_unescape(fields[3]),
-        point=_unescape(fields[4]),
-        options=tuple(fields[5].split(",")),
-        file_system=_unescape(rest[0]),
-        source=_unescape(rest[1]),
-        super_options=tuple(rest[2].split(",")),
-    )
+    return [
+        Mount(
+            mount_id=int(line[1]),
+            parent_id=int(line[2]),
+            device=line[3],
+            root=_unescape(line[4]),
+            point=_unescape(line[5]),
+            options=tuple(line[6].split(",")),
+            file_system=_unescape(line[7]),
+            source=_unescape(line[8]),
+            super_options=tuple(line[9].split(",")),
+        )
+        for line in map(_MOUNT.match, text.split("\n"))
+        if line
+    ]
 
 
 def _unescape(field: str) -> str:
@@ -386,17 +350,15 @@ def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
     """
     path = os.path.normpath(path)
     ids = {mount.mount_id for mount in mounts}
-    roots = [
+    roots = (
         mount
         for mount in mounts
         if mount.point == "/" and (mount.parent_id not in ids or mount.parent_id == mount.mount_id)
-    ]
-    if not roots:
-        return None
-    here, left = roots[0], list(mounts)
-    while True:
+    )
+    here, left = next(roots, None), list(mounts)
+    while here is not None:
         # Each mount is taken once, so that the walk ends for a table that makes no sense.
-        left = [mount for mount in left if mount is not here]
+        left.remove(here)
         on_top = [
             mount
             for mount in left
@@ -404,16 +366,17 @@ def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
             and (path == mount.point or path.startswith(mount.point.rstrip("/") + "/"))
         ]
         if not on_top:
-            return here
+            break
         here = min(on_top, key=lambda mount: len(mount.point))
+    return here
 
 
 def discover(target: str, sysfs: str = "/sys", mountinfo: str = MOUNTINFO) -> TargetFabric:
     """Discover the devices under `target` (absolute, no links; need not exist). Never raises."""
     mount = mount_of(target, read_mounts(mountinfo))
     top = device_of_mount(mount, sysfs) if mount else None
-    devices = block_stack(top, sysfs) if top else ()
-    found = [namespace_at(device.path, sysfs) for device in devices if not device.over]
+    devices = block_stack(top) if top else ()
+    found = [namespace_at(device, sysfs) for device in devices if not device.over]
     return TargetFabric(
         target=target,
         mount=mount,

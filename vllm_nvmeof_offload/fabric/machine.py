@@ -6,10 +6,11 @@ GPUs are read with NVML, if its Python module and a driver are installed.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_nvmeof_offload.fabric.discover import children, read_number, read_text
@@ -45,16 +46,13 @@ def read_gpus(sysfs: str = "/sys") -> tuple[Gpu, ...]:
         nvml = importlib.import_module("pynvml")
     except ImportError:
         return ()
-    try:
+    with contextlib.suppress(nvml.NVMLError):  # no driver, or one of another version
         nvml.nvmlInit()
-    except nvml.NVMLError:
-        return ()  # no driver, or one of another version
-    try:
-        return tuple(_gpu(nvml, index, sysfs) for index in range(nvml.nvmlDeviceGetCount()))
-    except nvml.NVMLError:
-        return ()
-    finally:
-        nvml.nvmlShutdown()
+        try:
+            return tuple(_gpu(nvml, index, sysfs) for index in range(nvml.nvmlDeviceGetCount()))
+        finally:
+            nvml.nvmlShutdown()
+    return ()
 
 
 def _gpu(nvml: Any, index: int, sysfs: str) -> Gpu:
@@ -143,19 +141,16 @@ def parse_cpus(text: str | None) -> frozenset[int]:
 
 def judge_gpus(machine: Machine) -> list[Finding]:
     """Judge each GPU's link and NUMA node; no finding for what is unknown."""
-    return [finding for gpu in machine.gpus for finding in _judge(gpu, machine)]
+    gpus = machine.gpus
+    return [one for gpu in gpus for one in (*_judge_link(gpu), *_judge_node(gpu, machine))]
 
 
 def gpu_warnings(uuid: str) -> tuple[str, ...]:
     """Return what slows copies to and from this GPU, for people. uuid: 32 hex digits."""
     machine = read_machine()
-    findings = [one for gpu in machine.gpus if gpu.uuid == uuid for one in _judge(gpu, machine)]
-    slow = [one for one in findings if one.severity is not Severity.OK]
+    machine = replace(machine, gpus=tuple(gpu for gpu in machine.gpus if gpu.uuid == uuid))
+    slow = [one for one in judge_gpus(machine) if one.severity is not Severity.OK]
     return tuple(f"{one.subject}: {one.evidence}; {one.remedy}" for one in slow)
-
-
-def _judge(gpu: Gpu, machine: Machine) -> list[Finding]:
-    return [*_judge_link(gpu), *_judge_node(gpu, machine)]
 
 
 def _judge_link(gpu: Gpu) -> list[Finding]:
