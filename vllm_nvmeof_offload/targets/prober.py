@@ -19,6 +19,7 @@ from pathlib import Path
 
 from vllm_nvmeof_offload.errors import PoolError
 from vllm_nvmeof_offload.pool.format import (
+    ENTRY_BYTES,
     LOCK_FILE,
     SLAB_FILE,
     TABLE_FILE,
@@ -48,8 +49,6 @@ class ProbeRequest:
     directory: str
     superblock: str
     direct: bool
-    slab_bytes: int
-    table_bytes: int
     pid: int
     device: int | None
 
@@ -105,8 +104,8 @@ def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
     table = os.open(directory / TABLE_FILE, flags)
     failure = (
         _mismatch(directory, expected)
-        or _too_short("slab", slab, request.slab_bytes)
-        or _too_short("table", table, request.table_bytes)
+        or _too_short("slab", slab, expected.slots * expected.slot_bytes)
+        or _too_short("table", table, expected.slots * ENTRY_BYTES)
     )
     if failure:
         lock.release()

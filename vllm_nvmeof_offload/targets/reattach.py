@@ -40,7 +40,7 @@ from vllm_nvmeof_offload.fabric.discover import MOUNTINFO, discover, read_states
 from vllm_nvmeof_offload.fabric.topology import ABSENT, TargetFabric
 from vllm_nvmeof_offload.io.base import IoEngine
 from vllm_nvmeof_offload.names import LOGGER_NAME
-from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, LOCK_FILE
+from vllm_nvmeof_offload.pool.format import LOCK_FILE
 from vllm_nvmeof_offload.pool.lock import DirectoryLock, LockFile
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.slab import Slab
@@ -119,17 +119,10 @@ class TargetPaths:
 class Attachments:
     """Opens and closes targets in the pool; every method runs on the pipeline's thread."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        engine: IoEngine,
-        health: Sequence[TargetHealth],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, pool: Pool, engine: IoEngine, health: Sequence[TargetHealth]) -> None:
         self._pool = pool
         self._engine = engine
         self._health = health
-        self._clock = clock
         #: (target, attachment, close) of files whose operations are not all released.
         self._retired: list[tuple[int, int, Callable[[], None]]] = []
         self._logged = [(Verdict.OK, float("-inf")) for _ in health]
@@ -181,19 +174,16 @@ class Attachments:
 
     def _request(self, target: int) -> ProbeRequest:
         pool = self._pool
-        slots = pool.slots // pool.target_count
         return ProbeRequest(
             directory=str(pool.directories[target]),
             superblock=pool.superblocks[target].encode().hex(),
             direct=pool.is_direct[target],
-            slab_bytes=slots * pool.slot_bytes,
-            table_bytes=slots * ENTRY_BYTES,
             pid=os.getpid(),
             device=pool.device(target),
         )
 
     def _log_change(self, target: int) -> None:
-        health, now_s = self._health[target], self._clock()
+        health, now_s = self._health[target], time.monotonic()
         (logged, when_s), verdict = self._logged[target], health.verdict
         worse = _FROM_BEST_TO_WORST.index(verdict) > _FROM_BEST_TO_WORST.index(logged)
         if verdict is logged or not (worse or now_s - when_s >= _LOG_S_MIN):

@@ -29,7 +29,7 @@ class Away(Attachments):
         """It has no pool."""
 
     def update(self, states: Sequence[PathStates]) -> list[ProbeRequest | None]:
-        return [ProbeRequest("", "", False, 0, 0, os.getpid(), None)]
+        return [ProbeRequest("", "", False, os.getpid(), None)]
 
     def attach(
         self, target: int, request: ProbeRequest, answer: ProbeAnswer, fds: list[int]

@@ -29,7 +29,7 @@ class _Away(Attachments):
     """Always searches for its one target."""
 
     def __init__(self, directory: Path) -> None:
-        self._wanted = ProbeRequest(str(directory), "", False, 0, 0, 0, None)
+        self._wanted = ProbeRequest(str(directory), "", False, 0, None)
 
     def update(self, states: Sequence[PathStates]) -> list[ProbeRequest | None]:
         return [self._wanted]
