@@ -16,7 +16,7 @@ import errno
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vllm_nvmeof_offload.errors import PoolError
@@ -54,26 +54,24 @@ def start_thread(run: Callable[[], None]) -> None:
     threading.Thread(target=run, name="io-superblock", daemon=True).start()
 
 
+@dataclass(eq=False)
 class _SuperblockWriter:
-    """Writes one directory's superblock. `changed` is shared by all that are awaited together."""
+    """Writes one directory's superblock.
 
-    def __init__(
-        self, directory: Path, durable: Superblock | None, changed: threading.Condition
-    ) -> None:
-        """durable: the superblock on disk now; None: unknown."""
-        self.directory = directory
-        self.durable = durable
-        #: The failure of the last write; None if it succeeded.
-        self.failure: OSError | None = None
-        #: A thread writes, or hangs.
-        self.busy = False
-        self._next: Superblock | None = None
-        self._changed = changed
+    durable: the superblock on disk now; None: unknown. changed: shared by all that are awaited
+    together. failure: of the last write; None if it succeeded. busy: a thread writes, or hangs.
+    """
+
+    directory: Path
+    durable: Superblock | None
+    changed: threading.Condition
+    failure: OSError | None = None
+    busy: bool = False
+    _next: Superblock | None = None
 
     def write(self, superblock: Superblock) -> None:
-        """Begin to replace the directory's superblock."""
-        with self._changed:
-            self._next, self.failure = superblock, None
+        with self.changed:
+            self._next = superblock
             idle, self.busy = not self.busy, True
         if idle:
             try:
@@ -84,31 +82,28 @@ class _SuperblockWriter:
     def _run(self) -> None:
         try:
             while (superblock := self._take()) is not None:
-                failure = None
                 try:
                     write_superblock(self.directory, superblock)
+                    self.durable = superblock
                 except OSError as error:
-                    failure = error
-                with self._changed:
-                    if failure is None:
-                        self.durable = superblock
-                    if self._next is None:
-                        self.failure = failure
+                    self.failure = error
         except BaseException:
             self._end()
             raise
 
     def _take(self) -> Superblock | None:
-        with self._changed:
+        with self.changed:
             superblock, self._next = self._next, None
-            if superblock is None:
+            if superblock is not None:
+                self.failure = None  # an older superblock's failure does not count any more
+            else:
                 self._end()
             return superblock
 
     def _end(self) -> None:
-        with self._changed:  # a Condition's lock is reentrant
+        with self.changed:  # a Condition's lock is reentrant
             self.busy = False
-            self._changed.notify_all()
+            self.changed.notify_all()
 
 
 def _first_failure(
@@ -223,10 +218,10 @@ class Pool:
         """Return the chunks that an earlier process stored; call it once, at start.
 
         Empty unless `spec.adopt`. A table that is missing, cut short or damaged is rebuilt
-        from the slots' headers (`on_progress`). The lower of two pool slots with one key is kept.
+        from the slots' headers (`on_progress`).
         """
-        newest = self.superblocks[0]
-        return adopt_entries(self._slabs, self._adopt_slots, newest, self._on_progress)
+        superblock = self.superblocks[0]
+        return adopt_entries(self._slabs, self._adopt_slots, superblock, self._on_progress)
 
     def reset(self, adoptable: bool) -> None:
         """Void everything stored so far, on disk too; blocks until that is durable.
