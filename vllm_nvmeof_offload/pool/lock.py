@@ -39,7 +39,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -76,23 +76,36 @@ class Holder:
     @staticmethod
     def myself(pid: int | None = None) -> Holder:
         """pid: of the process on this machine that holds the lock; None: this one."""
-        try:
-            boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        except OSError:
-            boot_id = f"unknown-{os.getpid()}"
-        return Holder(socket.gethostname(), pid or os.getpid(), boot_id, time.time())
+        return Holder(socket.gethostname(), pid or os.getpid(), _boot_id(), time.time())
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on host {self.host}"
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the heartbeat, by this host's clock."""
+        return time.time() - self.heartbeat
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it runs on another machine, where flock does not reach.
+
+        Containers of one machine share a kernel. Two machines may have one host name, so names
+        prove nothing. After a reboot the heartbeat's age decides, so that a crashed machine waits
+        for it once.
+        """
+        return self.boot_id != _boot_id()
 
     def record(self) -> bytes:
         """Return the content of the lock file."""
         return json.dumps(asdict(self)).encode().ljust(_RECORD_BYTES)
 
-    def shares_kernel_with(self, other: Holder) -> bool:
-        """Return whether flock decides: on the same machine, between containers too.
 
-        Two machines may have one host name, so names prove nothing. After a reboot the
-        heartbeat's age decides, so that a crashed machine waits for it once.
-        """
-        return self.boot_id == other.boot_id
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return f"unknown-{os.getpid()}"
 
 
 def read_holder(path: Path) -> Holder | None:
@@ -180,12 +193,10 @@ class DirectoryLock:
             if not os.path.samestat(status, os.stat(path, follow_symlinks=False)):
                 raise OSError(errno.ESTALE, "the pool was removed at this moment", str(path))
             holder = read_holder(path)
-            me = Holder.myself(pid)
-            if holder is not None and not holder.shares_kernel_with(me):
-                age_s = me.heartbeat - holder.heartbeat
-                old = age_s >= HEARTBEAT_STALE_S
+            if holder is not None and holder.is_foreign:
+                old = holder.age_s >= HEARTBEAT_STALE_S
                 if not (old and silence is not None and silence.is_dead(path, holder)):
-                    raise foreign_holder_error(path, holder, age_s)
+                    raise foreign_holder_error(path, holder)
             _write(fd, Holder.myself(pid).record())
             return cls(fd, LockFile(str(path), status.st_dev, status.st_ino))
         except BaseException:
@@ -231,13 +242,13 @@ def is_ending(pid: int, proc: Path = Path("/proc")) -> bool:
     return bool(pending & _SIGKILL_BIT)
 
 
-def foreign_holder_error(path: Path, holder: Holder, age_s: float) -> PoolLockedError:
+def foreign_holder_error(path: Path, holder: Holder) -> PoolLockedError:
     """Return the refusal for a live owner on another host."""
     return PoolLockedError(
-        f"{path} is held by pid {holder.pid} on host {holder.host}, whose heartbeat is "
-        f"{max(age_s, 0):.0f} s old. Two hosts that mount one xfs or ext4 destroy it: unmount it "
-        f"there, or give each host its own target. If that host is gone for good, wait "
-        f"{HEARTBEAT_STALE_S:.0f} s after its last heartbeat, or delete {path}"
+        f"{path} is held by {holder}, whose heartbeat is {max(holder.age_s, 0):.0f} s old. Two "
+        f"hosts that mount one xfs or ext4 destroy it: unmount it there, or give each host its own "
+        f"target. If that host is gone for good, wait {HEARTBEAT_STALE_S:.0f} s after its last "
+        f"heartbeat, or delete {path}"
     )
 
 
@@ -246,8 +257,7 @@ def local_holder_error(path: Path) -> PoolLockedError:
     holder = read_holder(path)
     who = "another process on this host"
     if holder is not None:
-        age_s = max(time.time() - holder.heartbeat, 0)
-        who = f"pid {holder.pid} on host {holder.host} (heartbeat {age_s:.0f} s old)"
+        who = f"{holder} (heartbeat {max(holder.age_s, 0):.0f} s old)"
     return PoolLockedError(
         f"{path} is held by {who}. Stop it, or let this one take the next free engine index "
         f"(do not set engine_index)"
@@ -278,11 +288,8 @@ class LockState:
         return self.kind in ("live", "old")
 
     def __str__(self) -> str:
-        if self.kind == "none":
-            return "none"
-        if self.holder is None:
-            return f"{self.kind}: another process on this host"
-        return f"{self.kind}: pid {self.holder.pid} on host {self.holder.host}"
+        who = self.holder or "another process on this host"
+        return self.kind if self.kind == "none" else f"{self.kind}: {who}"
 
 
 def probe_lock(directory: Path) -> LockState:
@@ -296,10 +303,10 @@ def probe_lock(directory: Path) -> LockState:
         if not os.pread(fd, 4096, 0).strip(b"\0 \n"):
             return LockState("none")
         holder = read_holder(path)
-        age_s = time.time() - holder.heartbeat if holder is not None else None
-        if holder is not None and not holder.shares_kernel_with(Holder.myself()):
-            assert age_s is not None
-            return LockState("live" if age_s < HEARTBEAT_STALE_S else "old", holder, age_s)
+        age_s = holder.age_s if holder is not None else None
+        if holder is not None and holder.is_foreign:
+            kind = "live" if holder.age_s < HEARTBEAT_STALE_S else "old"
+            return LockState(kind, holder, age_s)
         # A shared flock, released at once. A server that starts in these microseconds would see
         # the directory as taken. The record is read first, so that this can only happen where a
         # killed server left its name.
@@ -313,39 +320,34 @@ class UnsettledError(Exception):
     """A record has not been watched for long enough: try again in a moment."""
 
 
+@dataclass
 class Silence:
     """Finds dead holders on other hosts: their records, and since when each has been watched."""
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.monotonic,
-        wait: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._clock = clock
-        self._wait = wait
-        self._watched: dict[Path, tuple[Holder, float]] = {}
-        self._logged = False
+    clock: Callable[[], float] = time.monotonic
+    wait: Callable[[float], None] = time.sleep
+    _watched: dict[Path, tuple[Holder, float]] = field(default_factory=dict)
+    _logged: bool = False
 
     def watch(self, paths: Iterable[Path]) -> None:
         """Watch these lock files from now on: many together cost one wait."""
-        me = Holder.myself()
         for path in paths:
             holder = read_holder(path)
-            if holder is not None and not holder.shares_kernel_with(me):
-                self._watched.setdefault(path, (holder, self._clock()))
+            if holder is not None and holder.is_foreign:
+                self._watched.setdefault(path, (holder, self.clock()))
 
     def is_dead(self, path: Path, holder: Holder) -> bool:
         """Return whether `holder`, just read from `path`, is dead; UnsettledError: unknown yet."""
-        first, since_s = self._watched.setdefault(path, (holder, self._clock()))
+        first, since_s = self._watched.setdefault(path, (holder, self.clock()))
         if holder != first:
             return False
-        if self._clock() - since_s >= SILENCE_S:
+        if self.clock() - since_s >= SILENCE_S:
             return True
         if not self._logged:
             logger.warning(
-                "%s names pid %d on host %s, whose heartbeat is old by this host's clock; "
+                "%s names %s, whose heartbeat is old by this host's clock; "
                 "waiting %.0f s for another heartbeat before taking it over",
-                *(path, holder.pid, holder.host, SILENCE_S),
+                *(path, holder, SILENCE_S),
             )
             self._logged = True
         raise UnsettledError
@@ -356,7 +358,7 @@ class Silence:
             try:
                 return ask(self)
             except UnsettledError:
-                self._wait(POLL_S)
+                self.wait(POLL_S)
 
 
 _END_S_MAX = 0.5

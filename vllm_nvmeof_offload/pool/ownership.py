@@ -33,7 +33,6 @@ from vllm_nvmeof_offload.pool.lock import (
     POLL_S,
     DirectoryLock,
     Heartbeat,
-    Holder,
     Silence,
     UnsettledError,
     foreign_holder_error,
@@ -304,8 +303,8 @@ def _held_by_another(instance: Path, engine: str, rank: int, silence: Silence) -
             continue
         if state.kind == "old" and holder is not None and silence.is_dead(path, holder):
             continue
-        if holder is not None and not holder.shares_kernel_with(Holder.myself()):
-            raise foreign_holder_error(path, holder, state.heartbeat_age_s or 0.0)
+        if holder is not None and holder.is_foreign:
+            raise foreign_holder_error(path, holder)
         return True
     return False
 
@@ -315,10 +314,9 @@ def _ending_holder(instances: Sequence[Path]) -> Path | None:
 
     In an instance that is not held, the name that a dead process left behind means nothing.
     """
-    me = Holder.myself()
     for rank in (rank for instance in instances for rank in _ranks(instance)):
         holder = read_holder(rank / LOCK_FILE)
-        if holder is not None and holder.shares_kernel_with(me) and is_ending(holder.pid):
+        if holder is not None and not holder.is_foreign and is_ending(holder.pid):
             return rank
     return None
 
