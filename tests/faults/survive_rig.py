@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import OK, Outcome
-from vllm_nvmeof_offload.fabric.discover import mount_of, read_mounts
+from vllm_nvmeof_offload.fabric.topology import mount_of, read_mounts
 from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import (

@@ -13,9 +13,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_nvmeof_offload.fabric.discover import children, read_number, read_text
 from vllm_nvmeof_offload.fabric.findings import Finding, Severity
-from vllm_nvmeof_offload.fabric.topology import PcieLink
+from vllm_nvmeof_offload.fabric.topology import PcieLink, children, read_number, read_text
 
 #: GT/s per lane of each PCIe generation.
 _SPEEDS = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0, 7: 128.0}

@@ -1,12 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The devices under a target: mount, block devices, NVMe namespaces, subsystems, controllers.
 
-None means unknown: the kernel does not show the value, or shows nonsense. An unknown value is
-never replaced by a likely one. Attributes have the kernel's names.
+They are discovered from sysfs and the mount table only. Nothing here opens, stats or resolves the
+target itself, because that may never return on a hung mount. A target is therefore given as an
+absolute path without symbolic links.
+
+None means unknown: the kernel does not show the value, or shows nonsense, or the device went
+during the read. An unknown value is never replaced by a likely one. Attributes have the kernel's
+names.
+
+With native multipath nvme0n1 is a head below the subsystem, and each path is a hidden device
+below its controller: nvme0c1n1 is the path of head nvme0n1 through controller nvme1. Without
+native multipath nvme1n1 is below controller nvme1 and is its own only path.
 """
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -133,7 +145,6 @@ class Controller:
 
     @property
     def address(self) -> str:
-        """The address for people."""
         port = f":{self.trsvcid}" if self.trsvcid else ""
         return f"{self.traddr}{port}" if self.traddr else "address unknown"
 
@@ -201,7 +212,6 @@ class TargetFabric:
 
     @property
     def over_fabric(self) -> bool:
-        """Whether any controller is reached over a fabric."""
         return any(one.over_fabric for one in self.controllers)
 
     @property
@@ -233,3 +243,384 @@ class ControllerState:
     def is_best(self) -> bool:
         """Whether it is live and every path with a known state is optimized."""
         return self.state == LIVE and all(one in (None, OPTIMIZED) for one in self.ana.values())
+
+
+#: No attribute is longer than a page.
+_BYTES_MAX = 4096
+_PCI_ADDRESS = re.compile(r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
+_SIGNED = re.compile(r"^-?[0-9]{1,20}$")
+_DECIMAL = re.compile(r"^[0-9]{1,6}(\.[0-9]{1,6})?")
+
+
+def read_text(*parts: str) -> str | None:
+    """Read a stripped attribute; None if it is absent, unreadable or empty."""
+    return _read(*parts) or None
+
+
+def _read(*parts: str) -> str | None:
+    try:
+        fd = os.open(os.path.join(*parts), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            raw = os.read(fd, _BYTES_MAX)
+        finally:
+            os.close(fd)
+    except (OSError, ValueError):
+        return None
+    text = raw.decode("utf-8", errors="replace").strip().strip("\0")
+    return text if text.isprintable() else None
+
+
+def read_number(*parts: str) -> int | None:
+    """Read a decimal number; a negative one, which sysfs uses for "none", is unknown."""
+    text = read_text(*parts)
+    if text is None or not _SIGNED.match(text):
+        return None
+    return int(text) if int(text) >= 0 else None
+
+
+def _read_timeout(*parts: str) -> int | None:
+    """Read seconds, or `OFF`."""
+    text = read_text(*parts)
+    if text in ("off", "-1"):
+        return OFF
+    return read_number(*parts) if text else None
+
+
+def children(*parts: str) -> list[str]:
+    """List a directory, nvme2 before nvme10; empty if it cannot be read."""
+    try:
+        return sorted(os.listdir(os.path.join(*parts)), key=_natural)
+    except (OSError, ValueError):
+        return []
+
+
+def _natural(name: str) -> list[tuple[str, int]]:
+    parts = re.findall(r"([^0-9]*)([0-9]*)", name)
+    return [(text, int(number or -1)) for text, number in parts]
+
+
+def _resolve(*parts: str) -> str | None:
+    """Resolve a link; None if it leads nowhere."""
+    try:
+        return os.path.realpath(os.path.join(*parts), strict=True)
+    except (OSError, ValueError):
+        return None
+
+
+def read_pcie_link(device: str) -> PcieLink | None:
+    """Read a device's PCIe link, which a virtual one shows in part; None if it has none."""
+    path = _resolve(device)
+    if path is None or not _PCI_ADDRESS.match(os.path.basename(path)):
+        return None
+    width_max = read_number(path, "max_link_width")
+    return PcieLink(
+        address=os.path.basename(path),
+        speed=_speed(path, "current_link_speed"),
+        speed_max=_speed(path, "max_link_speed"),
+        width=read_number(path, "current_link_width") or None,
+        # 255 is what sysfs shows for a device without a link of its own.
+        width_max=width_max if width_max and width_max <= 32 else None,
+        numa_node=read_number(path, "numa_node"),
+    )
+
+
+def _speed(*parts: str) -> float | None:
+    """Read GT/s from a text such as "16.0 GT/s PCIe"."""
+    match = _DECIMAL.match(read_text(*parts) or "")
+    return float(match.group()) if match else None
+
+
+_SECTOR_BYTES = 512  # the unit of `size`, whatever the size of a logical block
+_DEVICES_MAX = 256
+
+
+def device_of_mount(mount: Mount, sysfs: str) -> str | None:
+    """Return the sysfs directory of the mounted block device; None if there is none.
+
+    btrfs and similar file systems have a device number of their own; their mount's source names
+    the device.
+    """
+    if not mount.device.startswith("0:"):
+        return _resolve(sysfs, "dev/block", mount.device)
+    if not mount.source.startswith("/dev/"):
+        return None
+    name = os.path.basename(mount.source)
+    if mount.source.startswith("/dev/mapper/"):
+        blocks = os.path.join(sysfs, "class/block")
+        for device in children(blocks):
+            if device.startswith("dm-") and read_text(blocks, device, "dm/name") == name:
+                return _resolve(blocks, device)
+    return _resolve(sysfs, "class/block", name)
+
+
+def block_stack(top: str) -> tuple[BlockDevice, ...]:
+    """Return `top` (a directory in sysfs) and all devices under it, from the top down."""
+    found: dict[str, BlockDevice] = {}
+    waiting = [top]
+    while waiting and len(found) < _DEVICES_MAX:
+        path = waiting.pop(0)
+        if path not in found:
+            found[path], below = _read_device(path)
+            waiting += below
+    return tuple(found.values())
+
+
+def _read_device(path: str) -> tuple[BlockDevice, list[str]]:
+    """Read a block device, and the directories of the devices directly below it."""
+    name, disk = os.path.basename(path), path
+    match = re.match(r"(dm|md|loop)-?[0-9]", name)
+    kind = match.group(1) if match else "disk"
+    below = list(filter(None, (_resolve(path, "slaves", one) for one in children(path, "slaves"))))
+    if os.path.exists(os.path.join(path, "partition")):
+        kind, disk = "partition", os.path.dirname(path)
+        below = [disk]
+    sectors = read_number(path, "size")
+    limits = QueueLimits(
+        logical_block_bytes=read_number(disk, "queue/logical_block_size"),
+        max_hw_sectors_kb=read_number(disk, "queue/max_hw_sectors_kb"),
+        max_sectors_kb=read_number(disk, "queue/max_sectors_kb"),
+        dma_alignment=read_number(disk, "queue/dma_alignment"),
+    )
+    size = None if sectors is None else sectors * _SECTOR_BYTES
+    return BlockDevice(name, kind, path, size, limits, tuple(map(os.path.basename, below))), below
+
+
+_HEAD = re.compile(r"^nvme([0-9]+)n([0-9]+)$")
+_PATH = re.compile(r"^nvme([0-9]+)c[0-9]+n([0-9]+)$")
+_CONTROLLER = re.compile(r"^nvme[0-9]+$")
+_NONE = re.compile(r"^[0-]*$")  # an identifier of only zeros is none
+#: Fields of `Controller`, which have the names of the attributes.
+_ADDRESSES = ("traddr", "trsvcid", "host_traddr", "host_iface", "src_addr")
+_TEXTS = ("transport", "state", "hostnqn")
+_NUMBERS = ("cntlid", "queue_count", "sqsize", "kato", "numa_node")
+_TIMEOUTS = ("ctrl_loss_tmo", "fast_io_fail_tmo", "reconnect_delay")
+
+
+def namespace_at(device: BlockDevice, sysfs: str) -> Namespace | None:
+    """Read the namespace whose block device this is; None if it is no NVMe namespace."""
+    path, name = device.path, device.name
+    if not _HEAD.match(name):
+        return None
+    parent = _resolve(path, "device") or os.path.dirname(path)
+    single = _CONTROLLER.match(os.path.basename(parent)) is not None
+    if single:
+        subsystem = _subsystem(_subsystem_of(os.path.basename(parent), sysfs), [parent])
+        paths = [_path(path, os.path.basename(parent))]
+    else:
+        controllers = _controllers_of(parent, sysfs)
+        subsystem = _subsystem(parent, controllers)
+        paths = [one for directory in controllers for one in _paths(directory, name)]
+    found = (read_text(path, "uuid"), read_text(path, "nguid"))
+    uuid, nguid = (one if one and not _NONE.match(one) else None for one in found)
+    return Namespace(
+        device=name,
+        nsid=read_number(path, "nsid"),
+        wwid=read_text(path, "wwid"),
+        uuid=uuid,
+        nguid=nguid,
+        size_bytes=device.size_bytes,
+        limits=device.limits,
+        multipath=not single,
+        subsystem=subsystem,
+        paths=tuple(paths),
+    )
+
+
+def _subsystem_of(controller: str, sysfs: str) -> str | None:
+    directory = os.path.join(sysfs, "class/nvme-subsystem")
+    for name in children(directory):
+        if controller in children(directory, name):
+            return _resolve(directory, name)
+    return None
+
+
+def _controllers_of(subsystem: str, sysfs: str) -> list[str]:
+    """Return the directories of a subsystem's controllers, which it links to."""
+    names = [name for name in children(subsystem) if _CONTROLLER.match(name)]
+    found = (_resolve(subsystem, name) or _resolve(sysfs, "class/nvme", name) for name in names)
+    return list(filter(None, found))
+
+
+def _paths(controller: str, head: str) -> list[Path]:
+    """Return the paths of `head` through the controller in that directory: one or none."""
+    return [
+        _path(os.path.join(controller, name), os.path.basename(controller))
+        for name in children(controller)
+        if _PATH.match(name) and _PATH.sub(r"nvme\1n\2", name) == head
+    ]
+
+
+def _path(directory: str, controller: str) -> Path:
+    return Path(
+        name=os.path.basename(directory),
+        controller=controller,
+        path=directory,
+        ana_state=read_text(directory, "ana_state"),
+        ana_group=read_number(directory, "ana_grpid"),
+    )
+
+
+def _subsystem(directory: str | None, controllers: list[str]) -> Subsystem:
+    """Read a subsystem; a controller shows most of it if the directory is not found."""
+    places = [*([directory] if directory else []), *controllers]
+
+    def first(attribute: str) -> str | None:
+        return next(filter(None, (read_text(place, attribute) for place in places)), None)
+
+    return Subsystem(
+        name=os.path.basename(directory) if directory else None,
+        nqn=first("subsysnqn"),
+        iopolicy=read_text(directory, "iopolicy") if directory else None,
+        model=first("model"),
+        serial=first("serial"),
+        controllers=tuple(_controller(one) for one in controllers),
+    )
+
+
+def _controller(directory: str) -> Controller:
+    where = _address(read_text(directory, "address") or "")
+    found: dict[str, Any] = {name: where.get(name) for name in _ADDRESSES}
+    found |= {name: read_text(directory, name) for name in _TEXTS}
+    found |= {name: read_number(directory, name) for name in _NUMBERS}
+    found |= {name: _read_timeout(directory, name) for name in _TIMEOUTS}
+    return Controller(
+        name=os.path.basename(directory),
+        tls=_tls(directory),
+        dhchap=_dhchap(directory),
+        pcie=read_pcie_link(os.path.join(directory, "device")),
+        **found,
+    )
+
+
+def _address(text: str) -> dict[str, str]:
+    """Parse "traddr=10.0.0.1,trsvcid=4420,…"; a PCI address has no "="."""
+    if "=" not in text:
+        return {"traddr": text} if text else {}
+    pairs = (part.partition("=") for part in text.split(","))
+    return {name.strip(): value.strip() for name, _, value in pairs if value.strip()}
+
+
+def _tls(directory: str) -> str | None:
+    """Read whether TLS is on: the kernel shows the serial number of the key in use, or none."""
+    key = _read(directory, "tls_key")
+    return None if key is None else "off" if _NONE.match(key) else "on"
+
+
+def _dhchap(directory: str) -> str | None:
+    """Read whether there is a secret, which does not leave this function."""
+    secret = read_text(directory, "dhchap_secret")
+    if secret == "none":
+        return "off"
+    return "on" if secret is not None and secret.startswith("DHHC-1:") else None
+
+
+MOUNTINFO = "/proc/self/mountinfo"
+_OCTAL = re.compile(r"\\([0-7]{3})")
+#: A line of /proc/<pid>/mountinfo; any number of optional fields precede the "-".
+_MOUNT = re.compile(
+    r"([0-9]{1,20}) ([0-9]{1,20}) ([0-9]+:[0-9]+) ([^ ]*) ([^ ]*) ([^ -][^ ]*)(?: [^ ]*)*?"
+    r" - ([^ ]*) ([^ ]*) ([^ ]*)"
+)
+
+
+def read_mounts(mountinfo: str = MOUNTINFO) -> list[Mount]:
+    """Return the mount table; empty if it cannot be read."""
+    try:
+        with open(mountinfo, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+            return parse_mountinfo(file.read())
+    except OSError:
+        return []
+
+
+def parse_mountinfo(text: str) -> list[Mount]:
+    """Parse /proc/<pid>/mountinfo (proc_pid_mountinfo(5)); skip malformed lines."""
+    return [
+        Mount(
+            mount_id=int(line[1]),
+            parent_id=int(line[2]),
+            device=line[3],
+            root=_unescape(line[4]),
+            point=_unescape(line[5]),
+            options=tuple(line[6].split(",")),
+            file_system=_unescape(line[7]),
+            source=_unescape(line[8]),
+            super_options=tuple(line[9].split(",")),
+        )
+        for line in map(_MOUNT.match, text.split("\n"))
+        if line
+    ]
+
+
+def _unescape(field: str) -> str:
+    r"""Undo the kernel's escapes, such as \040 for a blank; the escaped bytes are below 128."""
+    return _OCTAL.sub(lambda match: chr(int(match.group(1), 8) & 0xFF), field)
+
+
+def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
+    """Return the mount that a look-up of `path` (absolute, without links) ends on.
+
+    The walk follows the mounts from the root; the longest mount point may be hidden by another.
+    """
+    path = os.path.normpath(path)
+    ids = {mount.mount_id for mount in mounts}
+    roots = (
+        mount
+        for mount in mounts
+        if mount.point == "/" and (mount.parent_id not in ids or mount.parent_id == mount.mount_id)
+    )
+    here, left = next(roots, None), list(mounts)
+    while here is not None:
+        # Each mount is taken once, so that the walk ends for a table that makes no sense.
+        left.remove(here)
+        on_top = [
+            mount
+            for mount in left
+            if mount.parent_id == here.mount_id
+            and (path == mount.point or path.startswith(mount.point.rstrip("/") + "/"))
+        ]
+        if not on_top:
+            break
+        here = min(on_top, key=lambda mount: len(mount.point))
+    return here
+
+
+def discover(target: str, sysfs: str = "/sys", mountinfo: str = MOUNTINFO) -> TargetFabric:
+    """Discover the devices under `target` (absolute, no links; need not exist). Never raises."""
+    mount = mount_of(target, read_mounts(mountinfo))
+    top = device_of_mount(mount, sysfs) if mount else None
+    devices = block_stack(top) if top else ()
+    found = [namespace_at(device, sysfs) for device in devices if not device.over]
+    return TargetFabric(
+        target=target,
+        mount=mount,
+        devices=devices,
+        namespaces=tuple(one for one in found if one is not None),
+        # Without a sysfs there is nothing that could show the device.
+        device_gone=mount is not None
+        and top is None
+        and not mount.device.startswith("0:")
+        and os.path.isdir(os.path.join(sysfs, "dev/block")),
+        sysfs=sysfs,
+    )
+
+
+def read_states(fabric: TargetFabric) -> dict[str, ControllerState]:
+    """Return the current states of the controllers of `fabric`, by name; two reads per path.
+
+    The list of controllers is not read again. Reconnected controllers may have other names, and
+    other controllers theirs: call `discover` again when one is `ABSENT`.
+    """
+    states: dict[str, ControllerState] = {}
+    for controller in fabric.controllers:
+        directory = os.path.join(fabric.sysfs, "class/nvme", controller.name)
+        state = read_text(directory, "state")
+        if state is None and not os.path.isdir(directory):
+            state = ABSENT
+        ana = {
+            path.name: read_text(path.path, "ana_state")
+            for namespace in fabric.namespaces
+            for path in namespace.paths
+            if path.controller == controller.name
+        }
+        states[controller.name] = ControllerState(state, ana)
+    return states

@@ -36,8 +36,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from vllm_nvmeof_offload.fabric.discover import MOUNTINFO, discover, read_states
-from vllm_nvmeof_offload.fabric.topology import ABSENT, TargetFabric
+from vllm_nvmeof_offload.fabric.topology import (
+    ABSENT,
+    MOUNTINFO,
+    TargetFabric,
+    discover,
+    read_states,
+)
 from vllm_nvmeof_offload.io.base import IoEngine
 from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.format import LOCK_FILE

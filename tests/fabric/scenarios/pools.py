@@ -9,7 +9,7 @@ from collections import Counter
 
 from tests.fabric.nvmet import HOST_NQN, IO_QUEUES, NQN, PORT, Timeouts, address
 from tests.fabric.stage import Stage
-from vllm_nvmeof_offload.fabric.discover import discover
+from vllm_nvmeof_offload.fabric.topology import discover
 
 
 def fabric_discovered(stage: Stage) -> None:

@@ -15,8 +15,7 @@ from tests.unit.fabrics.trees import NQN, UUID, Tree, local_nvme, one_path, two_
 from tests.unit.fabrics.trees import without_multipath as without_native_multipath
 from vllm_nvmeof_offload.commands.doctor.examine import outline
 from vllm_nvmeof_offload.commands.doctor.judge import can_do_io, judge_paths
-from vllm_nvmeof_offload.fabric.discover import discover, read_states
-from vllm_nvmeof_offload.fabric.topology import ABSENT, OFF
+from vllm_nvmeof_offload.fabric.topology import ABSENT, OFF, discover, read_states
 
 
 def test_two_paths_to_one_namespace(tree: Tree) -> None:

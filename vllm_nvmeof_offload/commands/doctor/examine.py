@@ -21,7 +21,6 @@ from vllm_nvmeof_offload.commands import print_json, wide_console
 from vllm_nvmeof_offload.commands.doctor import host, judge
 from vllm_nvmeof_offload.commands.doctor.host import Nic, Places
 from vllm_nvmeof_offload.commands.doctor.measure import Measured, MeasureError, Progress, measure
-from vllm_nvmeof_offload.fabric.discover import discover
 from vllm_nvmeof_offload.fabric.findings import Finding, Severity, error, ok, worst
 from vllm_nvmeof_offload.fabric.machine import Machine, judge_gpus, read_machine
 from vllm_nvmeof_offload.fabric.topology import (
@@ -33,6 +32,7 @@ from vllm_nvmeof_offload.fabric.topology import (
     Namespace,
     Path,
     TargetFabric,
+    discover,
 )
 from vllm_nvmeof_offload.units import format_bytes
 

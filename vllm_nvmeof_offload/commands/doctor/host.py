@@ -29,9 +29,16 @@ from vllm_nvmeof_offload.copy.base import Backend
 from vllm_nvmeof_offload.copy.calibration import Cell, best_of, calibrate_again
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
 from vllm_nvmeof_offload.errors import ConfigError, EngineError, PoolError
-from vllm_nvmeof_offload.fabric.discover import MOUNTINFO, children, read_number, read_pcie_link
 from vllm_nvmeof_offload.fabric.findings import HOST, Finding, error, ok, warning
-from vllm_nvmeof_offload.fabric.topology import Controller, PcieLink, TargetFabric
+from vllm_nvmeof_offload.fabric.topology import (
+    MOUNTINFO,
+    Controller,
+    PcieLink,
+    TargetFabric,
+    children,
+    read_number,
+    read_pcie_link,
+)
 from vllm_nvmeof_offload.io.choose import explain_denial
 from vllm_nvmeof_offload.io.uring import UringDeniedError
 from vllm_nvmeof_offload.native import WHY_NOT, core
