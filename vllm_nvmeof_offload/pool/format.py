@@ -391,11 +391,7 @@ class Keyspace:
 
     @staticmethod
     def of(facts: Mapping[str, object]) -> Keyspace:
-        """Freeze `facts` (JSON values) together with the layout of slots on disk.
-
-        Raises:
-            TypeError, ValueError: a value is not JSON (NaN included).
-        """
+        """Freeze `facts` with the layout of slots; TypeError, ValueError: not JSON (or NaN)."""
         return Keyspace.exactly({"slot_layout": SLOT_LAYOUT, **facts})
 
     @staticmethod

@@ -176,11 +176,8 @@ class DirectoryLock:
 
         pid: the process on whose behalf it is claimed; None: this one. silence: decides whether
         a holder on another host is dead; None: it counts as alive, whatever its heartbeat's age.
-
-        Raises:
-            PoolLockedError: a live process of another host holds it.
-            UnsettledError: `silence` cannot decide yet.
-            OSError: the file cannot be opened or written.
+        PoolLockedError: a live process of another host holds it. UnsettledError: `silence` cannot
+        decide yet. OSError: the file cannot be opened or written.
         """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:

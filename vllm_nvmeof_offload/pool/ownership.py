@@ -114,11 +114,9 @@ class Claim:
     def make(cls, spec: PoolSpec) -> Claim:
         """Claim instance `spec.engine_index`, or the first one that no other engine holds.
 
-        A killed process that still holds one while it ends is waited for.
-
-        Raises:
-            PoolLockedError: a live process holds it, here (by index) or on another host.
-            PoolError: a directory cannot be made or locked.
+        A killed process that still holds one while it ends is waited for. PoolLockedError: a live
+        process holds it, here (by index) or on another host. PoolError: a directory cannot be
+        made or locked.
         """
         spaces = [_make_keyspace(target, spec.keyspace) for target in spec.targets]
         deadline = time.monotonic() + ENDING_WAIT_S_MAX
@@ -325,9 +323,8 @@ def _ending_holder(instances: Sequence[Path]) -> Path | None:
 def hold(directories: Sequence[Path]) -> Iterator[None]:
     """Hold all of `directories` for a repair, with a heartbeat, so that no server starts on them.
 
-    Raises:
-        PoolLockedError: a live process holds one; it is named. None is held then.
-        PoolError: a lock file cannot be opened or written.
+    PoolLockedError: a live process holds one; it is named. None is held then. PoolError: a lock
+    file cannot be opened or written.
     """
     silence = Silence()
     silence.watch(directory / LOCK_FILE for directory in directories)

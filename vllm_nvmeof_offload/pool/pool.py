@@ -172,9 +172,8 @@ class Pool:
     def open(cls, spec: PoolSpec, on_progress: Progress | None = None) -> Pool:
         """Claim, check and preallocate. `on_progress` is for `adopt`, if it must read headers.
 
-        Raises:
-            PoolLockedError: another live owner (named) holds the directory.
-            PoolError: a target cannot be used, or has no space for one slot.
+        PoolLockedError: another live owner (named) holds the directory. PoolError: a target
+        cannot be used, or has no space for one slot.
         """
         if spec.slots_per_target < 1:
             raise PoolError(
@@ -232,9 +231,8 @@ class Pool:
         its superblock before it serves again, one that hangs when it answers; until then the
         other targets' epoch voids its content.
 
-        Raises:
-            OSError: a superblock could not be written: a later start could adopt what was stored
-                before the reset. ENODEV: all targets are away.
+        OSError: a superblock could not be written: a later start could adopt what was stored
+        before the reset. ENODEV: all targets are away.
         """
         epoch = next_epoch(self.stamp.epoch)
         self.stamp = Stamp(epoch, adoptable)

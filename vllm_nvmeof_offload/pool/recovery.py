@@ -211,10 +211,7 @@ def prepare(spec: PoolSpec, slabs: Sequence[Slab]) -> tuple[list[Superblock], li
     """Wipe directories of another pool, reserve space, write the superblocks.
 
     Returns by target its superblock, and how many slots may hold chunks of an earlier process.
-
-    Raises:
-        PoolError: no space for one slot.
-        OSError: a file cannot be read, written or resized.
+    PoolError: no space for one slot. OSError: a file cannot be read, written or resized.
     """
     kept = _keep_or_wipe(spec, slabs)
     count = _allocate(spec, slabs)
@@ -306,8 +303,7 @@ def _allocate(spec: PoolSpec, slabs: Sequence[Slab]) -> int:
 def choose_direct(spec: PoolSpec, slabs: Sequence[Slab]) -> tuple[str, ...]:
     """Open slabs for O_DIRECT where a probe proves it; return the fallbacks, for people.
 
-    Raises:
-        PoolError: it does not work and the specification says "on".
+    PoolError: it does not work and the specification says "on".
     """
     fallbacks: list[str] = []
     for slab in slabs if spec.o_direct != "off" else ():

@@ -40,9 +40,8 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctype
 def make_directory(path: Path) -> None:
     """Make `path` (0700) if it does not exist; narrow a wider mode, with a warning.
 
-    Raises:
-        OSError: it cannot be made, is a link, or belongs to another user. Its owner could put
-            chunks into it, and checksums do not prove who wrote the bytes.
+    OSError: it cannot be made, is a link, or belongs to another user. Its owner could put chunks
+    into it, and checksums do not prove who wrote the bytes.
     """
     try:
         path.mkdir(0o700)
@@ -145,10 +144,7 @@ class Slab:
         return status.f_bavail * status.f_frsize
 
     def cut(self, slots: int, slot_bytes: int) -> None:
-        """Give both files the length of `slots` slots, durably.
-
-        Call it once the counts of all targets are known.
-        """
+        """Give both files the length of `slots` slots, durably, once all targets' are known."""
         os.ftruncate(self.table_fd, slots * ENTRY_BYTES)
         os.ftruncate(self.buffered_fd, slots * slot_bytes)
         os.fsync(self.table_fd)
@@ -203,9 +199,7 @@ def reserve(fd: int, size: int) -> None:
 def probe_o_direct(directory: Path) -> None:
     """Write and read one aligned page with O_DIRECT in `directory`.
 
-    Raises:
-        OSError: it does not work there (most often EINVAL).
-        PoolError: it returns other bytes than were written.
+    OSError: it does not work there (most often EINVAL). PoolError: it returns other bytes.
     """
     path = directory / "probe"
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW

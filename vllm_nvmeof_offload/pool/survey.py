@@ -81,8 +81,7 @@ class Surveyed:
 def find(targets: Iterable[Path]) -> list[RankDirectory]:
     """Return every rank directory on `targets`, sorted by name. Links are not followed.
 
-    Raises:
-        PoolError: a target is no directory, or something in it cannot be listed.
+    PoolError: a target is no directory, or something in it cannot be listed.
     """
     found: list[RankDirectory] = []
     for target in targets:
@@ -114,9 +113,7 @@ def select(targets: Sequence[Path], which: str) -> list[RankDirectory]:
     """Return the rank directories that `which` names: a keyspace (or its first digits), or a path.
 
     A path names one keyspace's, engine's or rank's directory; it need not be on `targets`.
-
-    Raises:
-        PoolError: it names nothing, or more than one keyspace.
+    PoolError: it names nothing, or more than one keyspace.
     """
     if "/" in which or which in (".", ".."):
         return _under(Path(os.path.abspath(which)))

@@ -81,9 +81,8 @@ class ProbeAnswer:
 def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
     """Open the requested pool; the answer's `failure` is the reason if it cannot be served.
 
-    Raises:
-        OSError: the file system fails.
-        PoolError: another live process owns the pool, or its superblock is not intact.
+    OSError: the file system fails. PoolError: another live process owns the pool, or its
+    superblock is not intact.
     """
     directory = Path(request.directory)
     expected = Superblock.decode(bytes.fromhex(request.superblock))
