@@ -79,19 +79,13 @@ class ProbeAnswer:
 
 
 def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
-    """Open the requested pool; the answer's `failure` is the reason if it cannot be served.
-
-    OSError: the file system fails. PoolError: another live process owns the pool, or its
-    superblock is not intact.
-    """
+    """Open the requested pool. PoolError: it cannot be served. OSError: the file system fails."""
     directory = Path(request.directory)
     expected = Superblock.decode(bytes.fromhex(request.superblock))
     if request.device is not None and os.stat(directory).st_dev == request.device:
-        return ProbeAnswer("the file system that hangs is still the one that is mounted"), []
+        raise PoolError("the file system that hangs is still the one that is mounted")
     # Checked before the claim, which would create a lock file in a directory of others.
-    failure = _mismatch(directory, expected)
-    if failure:
-        return ProbeAnswer(failure), []
+    _check_superblock(directory, expected)
     path = directory / LOCK_FILE
     lock = Silence().settled(lambda silence: DirectoryLock.claim(path, request.pid, silence))
     if lock is None:
@@ -101,14 +95,13 @@ def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
     buffered = os.open(directory / SLAB_FILE, flags)
     slab = os.open(directory / SLAB_FILE, flags | os.O_DIRECT) if request.direct else buffered
     table = os.open(directory / TABLE_FILE, flags)
-    failure = (
-        _mismatch(directory, expected)
-        or _too_short("slab", slab, expected.slots * expected.slot_bytes)
-        or _too_short("table", table, expected.slots * ENTRY_BYTES)
-    )
-    if failure:
+    try:
+        _check_superblock(directory, expected)
+        _check_size("slab", slab, expected.slots * expected.slot_bytes)
+        _check_size("table", table, expected.slots * ENTRY_BYTES)
+    except PoolError:
         lock.release()
-        return ProbeAnswer(failure), []
+        raise
     # From the device, not from the page cache, which outlives the device.
     os.posix_fadvise(slab, 0, PAGE_BYTES, os.POSIX_FADV_DONTNEED)
     read_page(slab)
@@ -117,25 +110,25 @@ def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
     return ProbeAnswer("", lock.file.device, lock.file.inode), [slab, buffered, table, lock.fd]
 
 
-def _mismatch(directory: Path, expected: Superblock) -> str:
-    """Return why the directory does not hold the pool; empty if it does."""
+def _check_superblock(directory: Path, expected: Superblock) -> None:
+    """Raise PoolError if the directory does not hold the pool."""
     found = read_superblock(directory)
     if found is None:
-        return "no pool is there"
+        raise PoolError("no pool is there")
     if found == expected:
-        return ""
+        return
     if found.epoch > expected.epoch or (found.epoch == expected.epoch and not found.adoptable):
-        return "another server has used the pool meanwhile: it is served again after a restart"
+        raise PoolError(
+            "another server has used the pool meanwhile: it is served again after a restart"
+        )
     if replace(found, epoch=expected.epoch, adoptable=expected.adoptable) != expected:
-        return "another pool is there"
-    return ""
+        raise PoolError("another pool is there")
 
 
-def _too_short(name: str, fd: int, expected: int) -> str:
+def _check_size(name: str, fd: int, expected: int) -> None:
     found = os.fstat(fd).st_size
-    if found >= expected:
-        return ""
-    return f"its {name} has {found} bytes, not {expected}: restart the server"
+    if found < expected:
+        raise PoolError(f"its {name} has {found} bytes, not {expected}: restart the server")
 
 
 def main() -> None:
