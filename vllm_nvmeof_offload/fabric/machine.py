@@ -83,10 +83,8 @@ def _gpu(nvml: Any, index: int, sysfs: str) -> Gpu:
 
 def _query(nvml: Any, call: str, *arguments: Any) -> Any:
     """Call NVML; None if this GPU, such as a virtual one, does not support the call."""
-    try:
+    with contextlib.suppress(AttributeError, nvml.NVMLError):
         return getattr(nvml, call)(*arguments)
-    except (AttributeError, nvml.NVMLError):
-        return None
 
 
 def _text(value: bytes | str | None) -> str:

@@ -248,7 +248,7 @@ class ControllerState:
 #: No attribute is longer than a page.
 _BYTES_MAX = 4096
 _PCI_ADDRESS = re.compile(r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
-_SIGNED = re.compile(r"^-?[0-9]{1,20}$")
+_NUMBER = re.compile(r"^[0-9]{1,20}$")
 _DECIMAL = re.compile(r"^[0-9]{1,6}(\.[0-9]{1,6})?")
 
 
@@ -272,18 +272,13 @@ def _read(*parts: str) -> str | None:
 
 def read_number(*parts: str) -> int | None:
     """Read a decimal number; a negative one, which sysfs uses for "none", is unknown."""
-    text = read_text(*parts)
-    if text is None or not _SIGNED.match(text):
-        return None
-    return int(text) if int(text) >= 0 else None
+    text = read_text(*parts) or ""
+    return int(text) if _NUMBER.match(text) else None
 
 
 def _read_timeout(*parts: str) -> int | None:
     """Read seconds, or `OFF`."""
-    text = read_text(*parts)
-    if text in ("off", "-1"):
-        return OFF
-    return read_number(*parts) if text else None
+    return OFF if read_text(*parts) in ("off", "-1") else read_number(*parts)
 
 
 def children(*parts: str) -> list[str]:
@@ -428,10 +423,8 @@ def namespace_at(device: BlockDevice, sysfs: str) -> Namespace | None:
 
 def _subsystem_of(controller: str, sysfs: str) -> str | None:
     directory = os.path.join(sysfs, "class/nvme-subsystem")
-    for name in children(directory):
-        if controller in children(directory, name):
-            return _resolve(directory, name)
-    return None
+    names = (name for name in children(directory) if controller in children(directory, name))
+    return next((_resolve(directory, name) for name in names), None)
 
 
 def _controllers_of(subsystem: str, sysfs: str) -> list[str]:

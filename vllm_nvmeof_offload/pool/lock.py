@@ -150,9 +150,7 @@ def try_flock(fd: int, operation: int) -> bool:
     """Lock `fd` (LOCK_EX or LOCK_SH); False if another process holds it."""
     try:
         fcntl.flock(fd, operation | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EAGAIN, errno.EACCES):
-            raise
+    except (BlockingIOError, PermissionError):
         return False
     return True
 
@@ -252,12 +250,10 @@ def foreign_holder_error(path: Path, holder: Holder) -> PoolLockedError:
 def local_holder_error(path: Path) -> PoolLockedError:
     """Return the refusal for a directory that another process on this machine holds."""
     holder = read_holder(path)
-    who = "another process on this host"
-    if holder is not None:
-        who = f"{holder} (heartbeat {max(holder.age_s, 0):.0f} s old)"
+    old = f" (heartbeat {max(holder.age_s, 0):.0f} s old)" if holder else ""
     return PoolLockedError(
-        f"{path} is held by {who}. Stop it, or let this one take the next free engine index "
-        f"(do not set engine_index)"
+        f"{path} is held by {holder or 'another process on this host'}{old}. Stop it, or let this "
+        f"one take the next free engine index (do not set engine_index)"
     )
 
 
@@ -422,8 +418,7 @@ class Heartbeat:
         """Close the child's input, at the end of which it ends; wait a moment for that."""
         child, self._child = self._child, None
         if child is not None:
-            assert child.stdin is not None
-            assert child.stdout is not None
+            assert child.stdin and child.stdout
             child.stdin.close()
             ended = select.poll()  # `select.select` refuses descriptors from 1024 on
             ended.register(child.stdout, select.POLLIN)

@@ -244,9 +244,8 @@ class Pool:
             if slab.is_open:
                 writers.append(self._writers[index])
                 writers[-1].write(superblock)
-        failure: OSError | None = OSError(errno.ENODEV, "every target is gone")
-        if writers:
-            failure = _first_failure(writers, self._written)
+        gone = OSError(errno.ENODEV, "every target is gone")
+        failure = _first_failure(writers, self._written) if writers else gone
         if failure is not None:
             self.stamp = Stamp(epoch, adoptable=False)
             raise failure

@@ -241,5 +241,4 @@ def read_facts(space: Path) -> dict[str, Any] | None:
 
 def model_name(space: Path) -> str:
     """Return the model's name for people, or "?"."""
-    facts = read_facts(space)
-    return str(facts.get("model", "?")) if facts else "?"
+    return str((read_facts(space) or {}).get("model", "?"))

@@ -72,23 +72,23 @@ _FROM_BEST_TO_WORST = list(Verdict)
 _COMMAND = (sys.executable, "-m", "vllm_nvmeof_offload.targets.prober")
 
 
+@dataclass
 class TargetPaths:
     """Reads the state of one target's device and controllers from sysfs, at little cost.
 
-    It observes the file system that is mounted at `target` at the first call of `states` or the
-    first one after `renew`. A later mount over it is not what the server has open.
+    target: absolute, without links. The file system is observed that is mounted there at the first
+    call of `states` or the first one after `renew`. A later mount over it is not what the server
+    has open.
     """
 
-    def __init__(self, target: str, sysfs: str = "/sys", mountinfo: str = MOUNTINFO) -> None:
-        """target: absolute, without links."""
-        self.target = target
-        self._sysfs = sysfs
-        self._mountinfo = mountinfo
-        self._attachment = 0
-        self._fabric: TargetFabric | None = None
-        self._fabric_of = 0  # the attachment that `_fabric` belongs to
-        self._known = 0  # the most controllers that were seen at a time
-        self._device = ""  # the device's directory in sysfs; empty: there is none to watch
+    target: str
+    sysfs: str = "/sys"
+    mountinfo: str = MOUNTINFO
+    _attachment: int = 0
+    _fabric: TargetFabric | None = None
+    _fabric_of: int = 0  # the attachment that `_fabric` belongs to
+    _known: int = 0  # the most controllers that were seen at a time
+    _device: str = ""  # the device's directory in sysfs; empty: there is none to watch
 
     def renew(self) -> None:
         """Another file system serves from now on. Callable on any thread, unlike the rest."""
@@ -97,16 +97,16 @@ class TargetPaths:
     def states(self) -> PathStates:
         fabric, attachment = self._fabric, self._attachment
         if fabric is None or self._fabric_of != attachment:
-            fabric = self._fabric = discover(self.target, self._sysfs, self._mountinfo)
+            fabric = self._fabric = discover(self.target, self.sysfs, self.mountinfo)
             self._fabric_of, self._known = attachment, 0
             self._device = ""
             if fabric.mount is not None:
-                device = os.path.join(self._sysfs, "dev/block", fabric.mount.device)
+                device = os.path.join(self.sysfs, "dev/block", fabric.mount.device)
                 self._device = device if os.path.isdir(device) else ""
         states = read_states(fabric)
         if any(one.state == ABSENT for one in states.values()):
             # Controllers that were reconnected have other names.
-            renamed = discover(self.target, self._sysfs, self._mountinfo)
+            renamed = discover(self.target, self.sysfs, self.mountinfo)
             if renamed.mount == fabric.mount and renamed.namespaces:
                 self._fabric = renamed
                 states = read_states(renamed)
