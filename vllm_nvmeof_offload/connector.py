@@ -18,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
@@ -89,7 +88,6 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
         config = parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         replica = replica_of(vllm_config, config.replicas)
         super().__init__(vllm_config, role, kv_cache_config)
-        self._single_group = len(kv_cache_config.kv_cache_groups) == 1
         if self.connector_worker is not None:
             spec = self.connector_worker.spec
             assert isinstance(spec, NVMeoFOffloadingSpec)
@@ -154,18 +152,8 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
         self._worker.apply(metadata.commands)
         metadata.commands = ()
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        assert self.connector_worker is not None
-        requests = dict(self.connector_worker._load_jobs)  # before vLLM pops them
-        results = super().get_transfer_results(finished_req_ids)
-        failed = self._worker.take_failed_jobs()
-        if not self._single_group:
-            results.failed_recving |= {requests[job] for job in failed}
-        return results
-
     def get_block_ids_with_load_errors(self) -> set[int]:
-        blocks = self._worker.take_invalid_blocks()
-        return blocks if self._single_group else set()
+        return self._worker.take_invalid_blocks()
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         base = super().build_connector_worker_meta()

@@ -17,8 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
 RELEASES = {"0.32.0": 563, "0.33.0": 653}
 #: vLLM skips these two anywhere without a GPU: they have no attention backend to be run with.
 NEED_A_GPU = {"test_register_kv_caches", "test_register_kv_caches_uniform_type"}
-#: What their rig calls of ours. It has vLLM's older `get_finished` instead of
-#: `get_transfer_results`, ends requests of several KV cache groups, and fails no load.
+#: What their rig calls of ours. It ends requests of several KV cache groups, and fails no load.
 EXERCISED = {
     "__init__": 200,
     "on_new_request": 100,

@@ -225,7 +225,7 @@ def test_an_unexpected_vllm_gets_one_line_and_the_json_form_still_works(
         ("new_abstract_method", "(OffloadingManager.pin_everything is new)"),
         ("new_parameter", "(OffloadingWorker.submit_store(self: 'Any', job_id: 'int', prio"),
         ("name_gone", "(cannot import name 'TierFilter' from 'vllm.v1.kv_offload.base')"),
-        ("attribute_gone", "(OffloadingConnectorWorker._load_jobs is gone)"),
+        ("attribute_gone", "(OffloadingConnectorWorker.worker is gone)"),
     ],
 )
 def test_an_unknown_vllm_is_refused_in_one_line_and_only_where_we_are_asked_for(

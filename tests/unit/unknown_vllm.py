@@ -43,7 +43,7 @@ def attribute_gone() -> None:
 
     class OffloadingConnectorWorker:
         def __init__(self) -> None:
-            self.spec = self.worker = None
+            self.spec = None
 
     worker.OffloadingConnectorWorker = OffloadingConnectorWorker
 

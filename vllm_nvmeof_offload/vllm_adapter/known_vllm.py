@@ -41,7 +41,7 @@ _READ = {
     "vllm.v1.core.kv_cache_manager:KVCacheManager": (
         "block_pool evict_blocks get_blocks reset_prefix_cache"
     ),
-    f"{_OFFLOADING}.worker:OffloadingConnectorWorker": "spec worker _load_jobs",
+    f"{_OFFLOADING}.worker:OffloadingConnectorWorker": "spec worker",
     f"{_OFFLOADING}.common:OffloadingConnectorMetadata": "load_jobs store_jobs jobs_to_flush",
     f"{_OFFLOADING}.common:OffloadingWorkerMetadata": "completed_jobs transfer_stats",
     f"{_OFFLOADING}.common:TransferJob": "req_id",

@@ -53,7 +53,6 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._jobs: dict[int, int] = {}  # our op → vLLM's job
         self._load_blocks: dict[int, _LoadBlocks] = {}  # by load op
         self._invalid_blocks: set[int] = set()
-        self._failed_jobs: set[int] = set()
         self._reports: list[Report] = []
         self._counters = Counts()
 
@@ -92,7 +91,6 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
             del self._ops[job_id]
             blocks = self._load_blocks.pop(job.op, None)
             if blocks is not None and job.failures:
-                self._failed_jobs.add(job_id)
                 parts = self._geometry.split(blocks.ids, blocks.first_position, blocks.chunks)
                 for index, _ in job.failures:
                     self._invalid_blocks.update(parts[index].tolist())
@@ -152,11 +150,6 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
     def take_invalid_blocks(self) -> set[int]:
         """GPU blocks that finished loads did not fill."""
         taken, self._invalid_blocks = self._invalid_blocks, set()
-        return taken
-
-    def take_failed_jobs(self) -> set[int]:
-        """vLLM's job ids of finished loads in which a chunk failed."""
-        taken, self._failed_jobs = self._failed_jobs, set()
         return taken
 
     # -- helpers ----------------------------------------------------------------------

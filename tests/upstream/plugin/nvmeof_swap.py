@@ -49,9 +49,6 @@ class QuietWorker:
     def take_invalid_blocks(self) -> set[int]:
         return set()
 
-    def take_failed_jobs(self) -> set[int]:
-        return set()
-
 
 class AttachedManager(NVMeoFOffloadingManager):
     """Makes its core at once: no worker of ours sends a handshake."""
