@@ -9,8 +9,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm.distributed.kv_events import KVCacheEvent
@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
@@ -32,7 +33,8 @@ from vllm.v1.engine.core import EngineCore
 
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.manager.requests import WaitingRequests
-from vllm_nvmeof_offload.metrics import COUNTERS, PREFIX
+from vllm_nvmeof_offload.metrics import COUNTERS, PREFIX, Counts
+from vllm_nvmeof_offload.protocol import Command, RankHello, Report
 from vllm_nvmeof_offload.spec import (
     NVMeoFOffloadingSpec,
     choose_blocks_per_chunk,
@@ -40,13 +42,8 @@ from vllm_nvmeof_offload.spec import (
 )
 from vllm_nvmeof_offload.vllm_adapter import configure, known_vllm, lifecycle
 from vllm_nvmeof_offload.vllm_adapter.deployment import deployed
-from vllm_nvmeof_offload.vllm_adapter.lifecycle import SleepHooks, logged_in_one_line
+from vllm_nvmeof_offload.vllm_adapter.lifecycle import logged_in_one_line
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
-from vllm_nvmeof_offload.vllm_adapter.messages import (
-    NVMeoFConnectorMetadata,
-    NVMeoFHandshake,
-    NVMeoFWorkerMetadata,
-)
 from vllm_nvmeof_offload.vllm_adapter.old_kv import OldKV
 from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView, timed
 from vllm_nvmeof_offload.vllm_adapter.supported import replica_of
@@ -56,6 +53,37 @@ __all__ = [
     "NVMeoFOffloadingConnector",
     "OffloadingStats",
 ]
+
+
+@dataclass
+class NVMeoFHandshake(KVConnectorHandshakeMetadata):
+    """Sent by each worker once, at start."""
+
+    hello: RankHello
+
+
+@dataclass
+class NVMeoFConnectorMetadata(OffloadingConnectorMetadata):
+    """One step's jobs and commands, scheduler → workers."""
+
+    commands: tuple[Command, ...] = ()
+
+
+@dataclass
+class NVMeoFWorkerMetadata(OffloadingWorkerMetadata):
+    """One step's completions and reports, workers → scheduler."""
+
+    reports: tuple[Report, ...] = ()
+    counters: Counts = field(default_factory=Counts)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> NVMeoFWorkerMetadata:
+        assert isinstance(other, NVMeoFWorkerMetadata)
+        base = super().aggregate(other)
+        counters = Counts(self.counters)
+        counters.add(other.counters)
+        return NVMeoFWorkerMetadata(
+            base.completed_jobs, base.transfer_stats, self.reports + other.reports, counters
+        )
 
 
 class OffloadingStats(OffloadingConnectorStats):
@@ -77,7 +105,7 @@ class OffloadingStats(OffloadingConnectorStats):
 configure.register_loaded()  # vLLM looks up the class by name for a MultiConnector's metrics
 
 
-class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
+class NVMeoFOffloadingConnector(OffloadingConnector):
     """See the module's docstring. Methods run on the main thread of a worker or the scheduler."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -143,9 +171,28 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
         metadata = self._connector_metadata
         assert isinstance(metadata, NVMeoFConnectorMetadata)
         if metadata.commands:  # a model runner that does not call handle_preemptions
-            self.submit_deferred_stores()
+            self._submit_deferred_stores()
             self._apply(metadata)
         super().start_load_kv(forward_context, **kwargs)
+
+    # On a GPU, a sleeping vLLM unmaps the KV cache's memory. It waits for what was submitted to the
+    # GPU. A load that still waits for its bytes, or a store deferred to the next step, would come
+    # later and lose the worker's CUDA context. vLLM 0.32 does not call these two methods: it must
+    # not sleep while requests run. A later vLLM may call each of them again.
+
+    def unregister_kv_caches(self) -> None:
+        """Called before sleep."""
+        self._submit_deferred_stores()
+        self._worker.sleep()
+
+    def restore_kv_caches(self) -> None:
+        """Called after waking up."""
+        self._worker.wake()
+
+    def _submit_deferred_stores(self) -> None:
+        """Submit the stores of the last step that vLLM keeps for the next one."""
+        assert self.connector_worker is not None
+        self.connector_worker.handle_preemptions(OffloadingConnectorMetadata({}, {}))
 
     def _apply(self, metadata: KVConnectorMetadata) -> None:
         assert isinstance(metadata, NVMeoFConnectorMetadata)
@@ -299,4 +346,4 @@ class NVMeoFOffloadingConnector(SleepHooks, OffloadingConnector):
         loading = {job.req_id for job in self.scheduler._current_batch_load_jobs.values()}
         if loading.isdisjoint(preempted):
             return scheduler_output
-        return dataclasses.replace(scheduler_output, preempted_req_ids=preempted - loading)
+        return replace(scheduler_output, preempted_req_ids=preempted - loading)

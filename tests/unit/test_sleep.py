@@ -16,11 +16,11 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from tests.gpu.device import StubDevice
 from tests.gpu.rig import Rig
 from tests.unit.copies.fake_cuda import FakeCuda
+from vllm_nvmeof_offload.connector import NVMeoFOffloadingConnector
 from vllm_nvmeof_offload.copy.base import Backend
 from vllm_nvmeof_offload.io.base import NoIoEngine, Waker
 from vllm_nvmeof_offload.protocol import SlotIdentity, StoreChunk, StoreCommand
-from vllm_nvmeof_offload.vllm_adapter.lifecycle import SleepHooks
-from vllm_nvmeof_offload.vllm_adapter.messages import ChunkStoreSpec
+from vllm_nvmeof_offload.vllm_adapter.manager import CommandSpec
 from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 from vllm_nvmeof_offload.worker.build import RankWorker
 from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
@@ -55,7 +55,7 @@ class _Rank:
         """Blocks 0 to 2 into slot 0."""
         chunk = StoreChunk(SlotIdentity(bytes([job]) * 36, job), 0)
         spec = GPULoadStoreSpec([0, 1, 2], group_sizes=(3,), block_indices=(0,))
-        self.worker.submit_store(job, spec, ChunkStoreSpec(StoreCommand(job, (chunk,))))
+        self.worker.submit_store(job, spec, CommandSpec(StoreCommand(job, (chunk,))))
 
     def finished(self) -> bool:
         """Whether the one job that is open went well; when it has ended."""
@@ -105,11 +105,15 @@ def test_nothing_is_copied_until_it_wakes(rank: _Rank) -> None:
 def test_the_connector_submits_first_what_was_put_off() -> None:
     did: list[str] = []
 
-    class Connector(SleepHooks):
-        connector_worker = SimpleNamespace(handle_preemptions=lambda meta: did.append("submit"))
-        _worker = SimpleNamespace(
+    class Connector(NVMeoFOffloadingConnector):
+        connector_worker: Any = SimpleNamespace(
+            handle_preemptions=lambda meta: did.append("submit")
+        )
+        _worker: Any = SimpleNamespace(
             sleep=lambda: did.append("sleep"), wake=lambda: did.append("wake")
         )
+
+        def __init__(self) -> None: ...
 
     connector = Connector()
     connector.unregister_kv_caches()

@@ -56,8 +56,6 @@ USED_ELSEWHERE: dict[str, str] = {
     "_one_chunk_size": "pydantic calls this validator",
     "records": "tests bound a policy's memory by it",
     "render": "rich calls it for each row of a progress display",
-    "restore_kv_caches": "vLLM calls it after a sleep",
-    "unregister_kv_caches": "vLLM calls it before a sleep",
 }
 
 #: Each package or module, from the lowest layer to the highest. Imports go down or sideways.

@@ -13,11 +13,6 @@ the engine (an executor of its own, a worker that listens by itself) must reset 
 **Death of the API server.** vLLM's engine process outlives a killed API server: it serves nobody,
 and keeps its memory, its GPU and the lock on its pool, so that the next server would start with an
 empty pool. The engine therefore ends. An engine within its user's own process is left alone.
-
-**Sleep.** On a GPU, vLLM unmaps the KV cache's memory. vLLM waits for what was submitted to the
-GPU. A load that still waits for its bytes, or a store deferred to the next step, would come later
-and lose the worker's CUDA context. vLLM 0.32 does not call these hooks: it must not sleep while
-requests run.
 """
 
 from __future__ import annotations
@@ -176,29 +171,6 @@ def _watch(parent: int, never: threading.Event) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     never.wait(_GRACE_S)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-class SleepHooks:
-    """Mixin for vLLM's OffloadingConnector."""
-
-    connector_worker: Any
-    _worker: Any
-
-    def submit_deferred_stores(self) -> None:
-        """Submit the stores of the last step that vLLM keeps for the next one."""
-        from vllm_nvmeof_offload.vllm_adapter.messages import NVMeoFConnectorMetadata
-
-        nothing = NVMeoFConnectorMetadata(load_jobs={}, store_jobs={})
-        self.connector_worker.handle_preemptions(nothing)
-
-    def unregister_kv_caches(self) -> None:
-        """Called before sleep; vLLM may call it again while asleep."""
-        self.submit_deferred_stores()
-        self._worker.sleep()
-
-    def restore_kv_caches(self) -> None:
-        """Called after waking up; vLLM may call it again."""
-        self._worker.wake()
 
 
 @contextlib.contextmanager

@@ -40,8 +40,7 @@ from vllm_nvmeof_offload.manager.requests import Queue, Suspension, WaitingReque
 from vllm_nvmeof_offload.manager.start import agree
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, Counts, exported
 from vllm_nvmeof_offload.names import LOGGER_NAME
-from vllm_nvmeof_offload.protocol import Command, RankHello, Report
-from vllm_nvmeof_offload.vllm_adapter.messages import ChunkLoadSpec, ChunkStoreSpec
+from vllm_nvmeof_offload.protocol import Command, LoadCommand, RankHello, Report, StoreCommand
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -51,6 +50,13 @@ _HIT_SOURCE = {Source.CPU: CacheHitSource.HOST, Source.POOL: CacheHitSource.DISK
 
 #: Longest time between two exports of all gauges, and of time counters while nothing happens.
 _EXPORT_PERIOD_S = 1.0
+
+
+@dataclass(frozen=True)
+class CommandSpec(LoadStoreSpec):
+    """Our end of a job that vLLM carries to the workers."""
+
+    command: StoreCommand | LoadCommand
 
 
 @dataclass
@@ -138,7 +144,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
             for chunk in command.chunks
         }
         state.keys.update(dict.fromkeys(keys))
-        return ChunkLoadSpec(command)
+        return CommandSpec(command)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -147,7 +153,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
             return PrepareStoreOutput([], LoadStoreSpec(), [])
         plan = self.core.prepare_store(list(keys))
         self._state(req_context).keys.update(dict.fromkeys(keys))
-        spec = ChunkStoreSpec(plan.command) if plan.command else LoadStoreSpec()
+        spec = CommandSpec(plan.command) if plan.command else LoadStoreSpec()
         return PrepareStoreOutput(
             [OffloadKey(key) for key in plan.stored],
             spec,

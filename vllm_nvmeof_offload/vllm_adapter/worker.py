@@ -9,7 +9,6 @@ to the manager, both in the step in which the job is reported finished (rule 8).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,34 +23,22 @@ from vllm.v1.kv_offload.base import (
 from vllm_nvmeof_offload.copy.base import Descriptors
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import Command, LoadCommand, Report, StoreCommand
-from vllm_nvmeof_offload.vllm_adapter.messages import ChunkLoadSpec, ChunkStoreSpec
+from vllm_nvmeof_offload.vllm_adapter.manager import CommandSpec
 from vllm_nvmeof_offload.worker.build import RankWorker
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
-
-
-@dataclass(frozen=True, slots=True)
-class _LoadBlocks:
-    """Arguments of `ChunkGeometry.split` for a load, in case a chunk fails."""
-
-    ids: npt.NDArray[np.int32]
-    first_position: int
-    chunks: int
 
 
 class NVMeoFOffloadingWorker(OffloadingWorker):
     """One rank's transfers."""
 
     def __init__(self, parts: RankWorker) -> None:
+        self._parts = parts
         self._runner = parts.runner
         self._geometry = parts.geometry
-        self._copy = parts.copy
-        self._io = parts.io
-        self._memory = parts.staging
-        self._pool = parts.pool
-        self._watcher = parts.watcher
         self._ops: dict[int, int] = {}  # vLLM's job → our op
         self._jobs: dict[int, int] = {}  # our op → vLLM's job
-        self._load_blocks: dict[int, _LoadBlocks] = {}  # by load op
+        #: Load op → arguments of `ChunkGeometry.split`, in case a chunk fails.
+        self._load_blocks: dict[int, tuple[npt.NDArray[np.int32], int, int]] = {}
         self._invalid_blocks: set[int] = set()
         self._reports: list[Report] = []
         self._counters = Counts()
@@ -61,23 +48,21 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
-        assert isinstance(dst_spec, ChunkStoreSpec)
-        command: StoreCommand = dst_spec.command
+        assert isinstance(dst_spec, CommandSpec) and isinstance(dst_spec.command, StoreCommand)
+        command = dst_spec.command
         pieces, _ = self._pieces(src_spec, len(command.chunks))
-        fence = self._copy.record_fence()
-        self._remember(job_id, command.op)
+        fence = self._begin(job_id, command.op)
         self._runner.hand_over(lambda p: p.store(command, pieces, fence), command.op)
         return True
 
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **_: Any
     ) -> bool:
-        assert isinstance(src_spec, ChunkLoadSpec)
-        command: LoadCommand = src_spec.command
+        assert isinstance(src_spec, CommandSpec) and isinstance(src_spec.command, LoadCommand)
+        command = src_spec.command
         pieces, first = self._pieces(dst_spec, len(command.chunks))
-        fence = self._copy.record_fence()
-        self._remember(job_id, command.op)
-        self._load_blocks[command.op] = _LoadBlocks(dst_spec.block_ids, first, len(command.chunks))
+        fence = self._begin(job_id, command.op)
+        self._load_blocks[command.op] = dst_spec.block_ids, first, len(command.chunks)
         self._runner.hand_over(lambda p: p.load(command, pieces, fence), command.op)
         return True
 
@@ -91,9 +76,9 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
             del self._ops[job_id]
             blocks = self._load_blocks.pop(job.op, None)
             if blocks is not None and job.failures:
-                parts = self._geometry.split(blocks.ids, blocks.first_position, blocks.chunks)
+                by_chunk = self._geometry.split(*blocks)
                 for index, _ in job.failures:
-                    self._invalid_blocks.update(parts[index].tolist())
+                    self._invalid_blocks.update(by_chunk[index].tolist())
             results.append(TransferResult(job_id, True, job.copied_bytes, job.seconds))
         return results
 
@@ -108,33 +93,34 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
     def sleep(self) -> None:
         """vLLM is about to unmap the KV cache's memory: touch it no more until `wake`."""
         self.wait(set(self._ops))
-        self._copy.asleep = True
+        self._parts.copy.asleep = True
 
     def wake(self) -> None:
-        self._copy.asleep = False
+        self._parts.copy.asleep = False
 
     def shutdown(self) -> None:
-        if self._watcher is not None:
-            self._watcher.stop()
-        self._runner.stop()
-        released = self._io.close()
-        self._copy.close()
-        if self._pool is not None:
-            self._pool.close(abandon=not released)
+        parts = self._parts
+        if parts.watcher is not None:
+            parts.watcher.stop()
+        parts.runner.stop()
+        released = parts.io.close()
+        parts.copy.close()
+        if parts.pool is not None:
+            parts.pool.close(abandon=not released)
         if released:  # otherwise the kernel still uses our memory until the process ends
-            self._memory.close()
+            parts.staging.close()
 
     # -- the connector's interface ----------------------------------------------------
 
     def apply(self, commands: Iterable[Command]) -> None:
         """Start commands that move no GPU blocks, in their order."""
         given = tuple(commands)
+
+        def command_all(pipeline: TransferPipeline) -> None:
+            for command in given:
+                pipeline.command(command)
+
         if given:  # in one hand-over, because a long prompt gives hundreds
-
-            def command_all(pipeline: TransferPipeline) -> None:
-                for command in given:
-                    pipeline.command(command)
-
             self._runner.hand_over(command_all)
 
     @property
@@ -154,9 +140,10 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
 
     # -- helpers ----------------------------------------------------------------------
 
-    def _remember(self, job_id: int, op: int) -> None:
-        self._ops[job_id] = op
-        self._jobs[op] = job_id
+    def _begin(self, job_id: int, op: int) -> object:
+        """Returns the fence after which the job may touch GPU blocks."""
+        self._ops[job_id], self._jobs[op] = op, job_id
+        return self._parts.copy.record_fence()
 
     def _pieces(self, spec: GPULoadStoreSpec, chunk_count: int) -> tuple[list[Descriptors], int]:
         """Pieces by chunk, and the first block's position in the first chunk."""
