@@ -41,6 +41,7 @@ ALLOW_FAULTS = "VLLM_NVMEOF_ALLOW_FAULT_INJECTION"
 
 _STAGING_BYTES_DEFAULT_MAX = 8 * GIB
 _POOL_BYTES_DEFAULT_MAX = 100 * GIB
+_CHUNK_TOKENS_MAX = 256
 #: One slot is read into while the other is copied from.
 _STREAM_SLOTS_MIN = 2
 #: No machine has an EiB; a larger number is a slip, and would overflow 64-bit arithmetic.
@@ -516,6 +517,20 @@ def check_memory(config: OffloadConfig, node_count: int = 1, key: str = "staging
 
 
 # -- resolved sizes -----------------------------------------------------------------------
+
+
+def chunk_blocks(config: OffloadConfig, block_bytes: int, block_tokens: int) -> int:
+    """Blocks per chunk: as configured, else enough for `chunk_bytes_min`.
+
+    block_bytes: one rank's bytes per block; block_tokens: tokens per block. The number of tokens
+    is bounded too, because a returning request loses up to a chunk at its end.
+    """
+    if config.blocks_per_chunk is not None:
+        return config.blocks_per_chunk
+    if config.block_size is not None:
+        return max(1, config.block_size // block_tokens)
+    wanted = -(-config.chunk_bytes_min // max(1, block_bytes))
+    return max(1, min(wanted, _CHUNK_TOKENS_MAX // block_tokens))
 
 
 def resolve_pool_bytes(config: OffloadConfig, held_bytes: int) -> int:

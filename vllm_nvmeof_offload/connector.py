@@ -35,18 +35,15 @@ from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.manager.requests import WaitingRequests
 from vllm_nvmeof_offload.metrics import COUNTERS, PREFIX, Counts
 from vllm_nvmeof_offload.protocol import Command, RankHello, Report
-from vllm_nvmeof_offload.spec import (
-    NVMeoFOffloadingSpec,
-    choose_blocks_per_chunk,
-    refuse_unsupported,
-)
-from vllm_nvmeof_offload.vllm_adapter import configure, known_vllm, lifecycle
+from vllm_nvmeof_offload.spec import NVMeoFOffloadingSpec
+from vllm_nvmeof_offload.vllm_adapter import known_vllm, lifecycle
+from vllm_nvmeof_offload.vllm_adapter.configure import choose_blocks_per_chunk, register_loaded
 from vllm_nvmeof_offload.vllm_adapter.deployment import deployed
 from vllm_nvmeof_offload.vllm_adapter.lifecycle import logged_in_one_line
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.vllm_adapter.old_kv import OldKV
 from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView, timed
-from vllm_nvmeof_offload.vllm_adapter.supported import replica_of
+from vllm_nvmeof_offload.vllm_adapter.supported import refuse_unsupported, replica_of
 from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 
 __all__ = [
@@ -102,7 +99,7 @@ class OffloadingStats(OffloadingConnectorStats):
         return {key: value for key, value in short.items() if value}
 
 
-configure.register_loaded()  # vLLM looks up the class by name for a MultiConnector's metrics
+register_loaded()  # vLLM looks up the class by name for a MultiConnector's metrics
 
 
 class NVMeoFOffloadingConnector(OffloadingConnector):

@@ -21,7 +21,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from vllm_nvmeof_offload.config import Replica, parse_config
-from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry, chunk_blocks
+from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.eviction import choose_policy, credit_share
 from vllm_nvmeof_offload.manager.start import WritePolicy
@@ -29,33 +29,12 @@ from vllm_nvmeof_offload.metrics import CONFIG_LABELS, METRICS
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.vllm_adapter.deployment import Deployment
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
-from vllm_nvmeof_offload.vllm_adapter.supported import refuse_model, refuse_parallel
 from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 from vllm_nvmeof_offload.worker.build import RankIdentity, build_worker
 
-__all__ = ["NVMeoFOffloadingSpec", "choose_blocks_per_chunk", "refuse_unsupported"]
+__all__ = ["NVMeoFOffloadingSpec"]
 
 _REPORT_GRACE_S = 5.0
-
-
-def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse models and parallel shapes that this version does not serve, with `ConfigError`."""
-    refuse_model(vllm_config, kv_cache_config)
-    refuse_parallel(vllm_config.parallel_config)
-
-
-def choose_blocks_per_chunk(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Group blocks into chunks of at least `chunk_bytes_min`, unless the user gave a number.
-
-    The scheduler and all workers get the same result, because their inputs are the same.
-    """
-    transfer = vllm_config.kv_transfer_config
-    extra = transfer.kv_connector_extra_config
-    if "blocks_per_chunk" in extra or "block_size" in extra:
-        return
-    block_bytes = kv_cache_config.kv_cache_tensors[0].size // max(1, kv_cache_config.num_blocks)
-    block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-    extra["blocks_per_chunk"] = chunk_blocks(parse_config(extra), block_bytes, block_tokens)
 
 
 class NVMeoFOffloadingSpec(OffloadingSpec):

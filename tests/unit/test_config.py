@@ -20,12 +20,12 @@ from vllm_nvmeof_offload.config import (
     check_fits,
     check_memory,
     check_targets,
+    chunk_blocks,
     default_target,
     describe_keys,
     parse_config,
     resolve_pool_bytes,
 )
-from vllm_nvmeof_offload.copy.geometry import chunk_blocks
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
 

@@ -28,8 +28,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_nvmeof_offload.errors import ConfigError
-from vllm_nvmeof_offload.vllm_adapter.precheck import precheck
-from vllm_nvmeof_offload.spec import refuse_unsupported
+from vllm_nvmeof_offload.vllm_adapter.supported import precheck, refuse_unsupported
 
 common = dict(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32)
 full = FullAttentionSpec(**common)

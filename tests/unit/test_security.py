@@ -170,16 +170,16 @@ def test_a_target_of_another_user_is_found(tmp_path: Path, mode: int) -> None:
 START = """
 import json, logging, sys
 from types import SimpleNamespace as Object
-from vllm_nvmeof_offload.vllm_adapter import precheck
+from vllm_nvmeof_offload.vllm_adapter import supported
 class Said(logging.Handler):
     def emit(self, record):
         print("SAID", record.getMessage())
-precheck.logger.addHandler(Said())
-precheck.slot_bytes_estimate = precheck.note_weights = lambda *_: None
+supported.logger.addHandler(Said())
+supported.slot_bytes_estimate = supported.note_weights = lambda *_: None
 names = ("pipeline", "decode_context", "prefill_context", "data")
 parallel = Object(world_size=1, **{f"{name}_parallel_size": 1 for name in names})
 config = Object(model_config=Object(is_moe=False), cache_config=None, parallel_config=parallel)
-precheck.precheck(config, json.loads(sys.argv[1]), "staging_bytes")
+supported.precheck(config, json.loads(sys.argv[1]), "staging_bytes")
 """
 
 

@@ -14,10 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.copy.base import Descriptors
-
-_CHUNK_TOKENS_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +96,3 @@ class ChunkGeometry:
         pieces[:, :, 1] = positions * np.uint64(self.block_bytes) + self._page_offset
         pieces[:, :, 2] = self._page
         return pieces
-
-
-def chunk_blocks(config: OffloadConfig, block_bytes: int, block_tokens: int) -> int:
-    """Blocks per chunk: as configured, else enough for `chunk_bytes_min`.
-
-    block_bytes: one rank's bytes per block; block_tokens: tokens per block. The number of tokens
-    is bounded too, because a returning request loses up to a chunk at its end.
-    """
-    if config.blocks_per_chunk is not None:
-        return config.blocks_per_chunk
-    if config.block_size is not None:
-        return max(1, config.block_size // block_tokens)
-    wanted = -(-config.chunk_bytes_min // max(1, block_bytes))
-    return max(1, min(wanted, _CHUNK_TOKENS_MAX // block_tokens))

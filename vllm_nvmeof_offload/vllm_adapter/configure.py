@@ -268,7 +268,7 @@ def complete(vllm_config: Any) -> None:
     from vllm.config import KVTransferConfig
 
     # Imported here, because most servers with this plugin do not use the backend.
-    from vllm_nvmeof_offload.vllm_adapter.precheck import precheck
+    from vllm_nvmeof_offload.vllm_adapter.supported import precheck
 
     known_vllm.require()
     if vllm_config.kv_transfer_config is None:
@@ -346,3 +346,21 @@ def _take_size(extra: dict[str, Any], size_gib: float | None) -> str:
         format_bytes(extra["staging_bytes"]),
     )
     return "staging_bytes"
+
+
+# -- blocks per chunk ---------------------------------------------------------------------
+
+
+def choose_blocks_per_chunk(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Give vLLM the number of blocks per chunk, unless the user did.
+
+    The scheduler and all workers get the same result, because their inputs are the same.
+    """
+    from vllm_nvmeof_offload.config import chunk_blocks, parse_config
+
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if "blocks_per_chunk" in extra or "block_size" in extra:
+        return
+    block_bytes = kv_cache_config.kv_cache_tensors[0].size // max(1, kv_cache_config.num_blocks)
+    block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    extra["blocks_per_chunk"] = chunk_blocks(parse_config(extra), block_bytes, block_tokens)

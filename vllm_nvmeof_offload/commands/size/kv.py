@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from vllm_nvmeof_offload.commands.size.deployment import Deployment, parse_link
 from vllm_nvmeof_offload.commands.size.model import LayerGroup, LayerKind, ModelShape
-from vllm_nvmeof_offload.config import OffloadConfig
-from vllm_nvmeof_offload.copy.geometry import chunk_blocks
+from vllm_nvmeof_offload.config import OffloadConfig, chunk_blocks
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
 from vllm_nvmeof_offload.staging import split_slots
