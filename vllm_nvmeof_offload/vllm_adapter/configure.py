@@ -14,8 +14,9 @@ by then).
 
 **`kv_load_failure_policy`**: vLLM's default, "fail", ends a request whose load fails; ours is
 "recompute", unless the user gives "fail". A `KVTransferConfig` does not show where its value came
-from, so the default is replaced by an equal string of a type of its own. An object that was made
-before the plugin was loaded, as by `LLM(kv_transfer_config={…})`, counts as having the default.
+from, so a value that was given is replaced by an equal string of a type of its own. An object that
+was made before the plugin was loaded, as by `LLM(kv_transfer_config={…})`, counts as having the
+default.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import functools
 import logging
 import os
 import sys
-import weakref
 from typing import Any
 
 from vllm_nvmeof_offload.errors import ConfigError, IntegrationError
@@ -46,6 +46,11 @@ logger = logging.getLogger(LOGGER_NAME)
 
 _COMBINED = "MultiConnector"
 _EITHER = f"use either it or {CONNECTOR_NAME}"
+#: Method of a connector that cannot be combined with ours → the reason.
+_CANNOT_COMBINE = {
+    "get_handshake_metadata": "hands metadata over at start, as ours does: vLLM mixes them up",
+    "get_block_ids_with_load_errors": "may fail to load KV that ours has stored by then",
+}
 
 
 def _is_our_connector(connector: Any, extra: Any) -> bool:
@@ -60,11 +65,7 @@ def _is_our_child(child: dict[str, Any]) -> bool:
 
 
 def _find_ours(transfer: Any) -> dict[str, Any] | None:
-    """The mapping among those of a `MultiConnector` that makes our connector, or None.
-
-    Raises:
-        ConfigError: there are two.
-    """
+    """The mapping among those of a `MultiConnector` that makes our connector; refuses two."""
     ours = [child for child in _children(transfer) if _is_our_child(child)]
     if len(ours) > 1:
         raise ConfigError("connectors", CONNECTOR_NAME, f"name it once among those of {_COMBINED}")
@@ -72,11 +73,7 @@ def _find_ours(transfer: Any) -> dict[str, Any] | None:
 
 
 def _check_others(transfer: Any) -> None:
-    """Refuse by name connectors that cannot be combined with ours.
-
-    Raises:
-        ConfigError: naming the connector.
-    """
+    """Refuse by name connectors that cannot be combined with ours."""
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -94,13 +91,7 @@ def _check_others(transfer: Any) -> None:
             continue
         if issubclass(found, OffloadingConnector):
             raise ConfigError("connectors", name, f"offloads as {CONNECTOR_NAME} does; {_EITHER}")
-        for method, reason in (
-            (
-                "get_handshake_metadata",
-                "hands metadata over at start, as ours does: vLLM mixes them up",
-            ),
-            ("get_block_ids_with_load_errors", "may fail to load KV that ours has stored by then"),
-        ):
+        for method, reason in _CANNOT_COMBINE.items():
             if getattr(found, method) is not getattr(KVConnectorBase_V1, method):
                 raise ConfigError("connectors", name, f"{reason}; {_EITHER}")
 
@@ -109,56 +100,42 @@ def _children(transfer: Any) -> list[dict[str, Any]]:
     if transfer is None or transfer.kv_connector != _COMBINED:
         return []
     children = transfer.kv_connector_extra_config.get("connectors")
-    if not isinstance(children, list):
-        return []
-    return [child for child in children if isinstance(child, dict)]
+    return [child for child in children or () if isinstance(child, dict)]
 
 
 # -- whether the user named kv_load_failure_policy ----------------------------------------
 
 _FIELD = "kv_load_failure_policy"
-#: Objects made since `install`, held weakly; by id, because they are not hashable.
-_known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-class _Default(str):
-    """vLLM's default, which the user did not give; equal to, and pickled as, the plain string."""
+class _Marked(str):
+    """In the field the default, so that `__post_init__` knows it; in an object a given value."""
 
     __slots__ = ()
 
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (str(self),)
-
 
 def _install_failure_policy() -> None:
-    """Mark the default from now on; once."""
+    """Mark given values from now on; once."""
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config.kv_transfer import KVTransferConfig
 
     field = KVTransferConfig.__dataclass_fields__.get(_FIELD)
-    if field is None or not isinstance(field.default, str) or isinstance(field.default, _Default):
+    if field is None or not isinstance(field.default, str) or isinstance(field.default, _Marked):
         return
     before = field.default
     made = KVTransferConfig.__post_init__
 
     @functools.wraps(made)
-    def remember(self: Any) -> None:
-        _known[id(self)] = self
+    def mark(self: Any) -> None:
+        policy = self.kv_load_failure_policy
+        self.kv_load_failure_policy = before if isinstance(policy, _Marked) else _Marked(policy)
         made(self)
 
-    field.default = _Default(before)
-    KVTransferConfig.__post_init__ = remember
+    field.default = _Marked(before)
+    KVTransferConfig.__post_init__ = mark
     if rebuild_dataclass(KVTransferConfig, force=True, raise_errors=False) is False:
         field.default = before
         KVTransferConfig.__post_init__ = made
-
-
-def _named_by_user(transfer: Any) -> bool:
-    """Whether the user chose this object's policy, as far as it shows."""
-    policy = getattr(transfer, _FIELD, None)
-    if policy == "recompute":
-        return True
-    return _known.get(id(transfer)) is transfer and not isinstance(policy, _Default)
 
 
 _CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.factory"
@@ -274,7 +251,7 @@ def complete(vllm_config: Any) -> None:
     if vllm_config.kv_transfer_config is None:
         vllm_config.kv_transfer_config = KVTransferConfig()
     transfer = vllm_config.kv_transfer_config
-    if not _named_by_user(transfer):
+    if not isinstance(transfer.kv_load_failure_policy, _Marked):
         transfer.kv_load_failure_policy = "recompute"
     elif transfer.kv_load_failure_policy != "recompute":
         logger.warning("kv_load_failure_policy=fail: a failed load will end its request")
