@@ -101,50 +101,32 @@ DEADLINE = Outcome(OutcomeKind.DEADLINE, scope=Scope.TARGET)
 CANCELLED = Outcome(OutcomeKind.CANCELLED)
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorMeaning:
-    """The meaning of an errno of a slab's read or write, and what follows.
-
-    retryable: the same operation may succeed a moment later, as the kernel's block layer judges:
-    an operation that the device itself refused stays refused.
-    """
-
-    meaning: str
-    retryable: bool
-    scope: Scope
-
-
-_OTHER = ErrorMeaning("the operation failed", False, Scope.SLOT)
-
-#: errno → row. 0 stands for a transfer of no bytes that gave no errno.
+#: errno of a slab's read or write → retryable, scope. 0: no bytes were moved, and no errno given.
+#: Retryable: the same operation may succeed a moment later, as the kernel's block layer judges: an
+#: operation that the device itself refused stays refused.
 ERRORS = {
-    0: ErrorMeaning("the namespace is disabled, or the file was cut short", False, Scope.TARGET),
-    _errno.EIO: ErrorMeaning("path, device or file system failed", True, Scope.SLOT),
-    _errno.ENODATA: ErrorMeaning("the medium has lost these blocks", False, Scope.SLOT),
-    _errno.EILSEQ: ErrorMeaning("the blocks fail their protection check", False, Scope.SLOT),
-    _errno.ENOSPC: ErrorMeaning("no space left behind this place", False, Scope.SLOT),
-    _errno.EREMOTEIO: ErrorMeaning(
-        "the controller refuses: not ready, or beyond the namespace's end", False, Scope.TARGET
-    ),
-    _errno.EBADE: ErrorMeaning("another host holds a reservation", False, Scope.TARGET),
-    _errno.EOPNOTSUPP: ErrorMeaning(
-        "the controller does not know the command", False, Scope.TARGET
-    ),
-    _errno.ENOLINK: ErrorMeaning("the path was lost", True, Scope.TARGET),
-    _errno.ETIMEDOUT: ErrorMeaning("the device did not answer in time", True, Scope.TARGET),
-    _errno.EAGAIN: ErrorMeaning("the kernel is busy", True, Scope.SLOT),
-    _errno.EINTR: ErrorMeaning("interrupted", True, Scope.SLOT),
-    _errno.ENODEV: ErrorMeaning("the device is not there any more", False, Scope.TARGET),
-    _errno.ENXIO: ErrorMeaning("the device is not there any more", False, Scope.TARGET),
-    _errno.ESHUTDOWN: ErrorMeaning("the device is being taken away", False, Scope.TARGET),
-    _errno.ENOTCONN: ErrorMeaning("the file system's server is gone", False, Scope.TARGET),
-    _errno.EROFS: ErrorMeaning("the file system has become read-only", False, Scope.TARGET),
-    _errno.ESTALE: ErrorMeaning("the file is another one by now", False, Scope.TARGET),
-    _errno.EBADF: ErrorMeaning("the target's files are closed", False, Scope.TARGET),
+    0: (False, Scope.TARGET),  # the namespace is disabled, or the file was cut short
+    _errno.EIO: (True, Scope.SLOT),  # path, device or file system failed
+    _errno.ENODATA: (False, Scope.SLOT),  # the medium has lost these blocks
+    _errno.EILSEQ: (False, Scope.SLOT),  # the blocks fail their protection check
+    _errno.ENOSPC: (False, Scope.SLOT),  # no space left behind this place
+    _errno.EREMOTEIO: (False, Scope.TARGET),  # the controller refuses: not ready, or past the end
+    _errno.EBADE: (False, Scope.TARGET),  # another host holds a reservation
+    _errno.EOPNOTSUPP: (False, Scope.TARGET),  # the controller does not know the command
+    _errno.ENOLINK: (True, Scope.TARGET),  # the path was lost
+    _errno.ETIMEDOUT: (True, Scope.TARGET),  # the device did not answer in time
+    _errno.EAGAIN: (True, Scope.SLOT),  # the kernel is busy
+    _errno.EINTR: (True, Scope.SLOT),  # interrupted
+    _errno.ENODEV: (False, Scope.TARGET),  # the device is not there any more
+    _errno.ENXIO: (False, Scope.TARGET),  # the device is not there any more
+    _errno.ESHUTDOWN: (False, Scope.TARGET),  # the device is being taken away
+    _errno.ENOTCONN: (False, Scope.TARGET),  # the file system's server is gone
+    _errno.EROFS: (False, Scope.TARGET),  # the file system has become read-only
+    _errno.ESTALE: (False, Scope.TARGET),  # the file is another one by now
+    _errno.EBADF: (False, Scope.TARGET),  # the target's files are closed
 }
 
 
 def io_error(number: int) -> Outcome:
-    """Classify an errno (positive; 0: no bytes were moved, and no errno was given)."""
-    row = ERRORS.get(number, _OTHER)
-    return Outcome(OutcomeKind.IO_ERROR, number, row.retryable, row.scope)
+    """Classify an errno (positive, or 0) by `ERRORS`."""
+    return Outcome(OutcomeKind.IO_ERROR, number, *ERRORS.get(number, (False, Scope.SLOT)))
