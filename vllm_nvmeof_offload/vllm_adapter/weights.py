@@ -27,7 +27,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,14 +54,6 @@ _READ_BYTES_MAX = 1 << 20
 _FILES_AT_ONCE_MAX = 8
 
 _Range = tuple[int, int]
-
-
-@dataclass(frozen=True, order=True)
-class _File:
-    """name: relative to the model's directory."""
-
-    name: str
-    path: Path
 
 
 def weights_digest(model: Path, *, code: bool = False) -> str:
@@ -100,14 +92,11 @@ def weights_stamp(model: Path, *, code: bool = False) -> str:
         OSError: a file cannot be opened.
     """
     digest = hashlib.sha256()
-    for file in _files(model, code=code):
-        fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            at = os.fstat(fd)
-        finally:
-            os.close(fd)
+    for name, path in _files(model, code=code):
+        with path.open("rb") as file:
+            at = os.fstat(file.fileno())
         identity = (at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns)
-        digest.update(f"{file.name}\0{identity}\0".encode())
+        digest.update(f"{name}\0{identity}\0".encode())
     return digest.hexdigest()
 
 
@@ -120,9 +109,9 @@ def changed_since(model: Path, began_s: float, *, code: bool = False) -> str | N
 
     began_s: seconds of the system's clock.
     """
-    for file in _files(model, code=code):
-        if max(file.path.stat().st_ctime, file.path.lstat().st_ctime) >= began_s:
-            return file.name
+    for name, path in _files(model, code=code):
+        if max(path.stat().st_ctime, path.lstat().st_ctime) >= began_s:
+            return name
     if model.is_dir() and model.stat().st_ctime >= began_s:
         return f"{model.resolve().name}/"
     for link in _links(model) if model.exists() else ():
@@ -144,78 +133,57 @@ def _links(model: Path) -> list[Path]:
     return links
 
 
-def _files(model: Path, *, code: bool) -> list[_File]:
-    """The files that count, by name; weights also in subdirectories, as of some encoders."""
+def _files(model: Path, *, code: bool) -> list[tuple[str, Path]]:
+    """The files that count, by their names relative to the model's directory, in order.
+
+    Weights also count in subdirectories, as of some encoders.
+    """
     if model.is_file():
-        return [_File(model.name, model)]
+        return [(model.name, model)]
     if not model.is_dir():
         return []
-    files = list(_in_directory(model, ""))
-    inner = [
-        file
-        for place in model.iterdir()
-        if place.is_dir() and not place.name.startswith(".")
-        for file in _in_directory(place, f"{place.name}/")
-    ]
-    known = [file for file in (*files, *inner) if file.path.suffix in SUFFIXES]
-    if not known:
-        return sorted(files)
-    known += [file for file in files if _is_configuration(file.path.name)]
-    if code:
-        known += [file for file in (*files, *inner) if file.path.suffix == ".py"]
-    return sorted(known)
+    top = [path for path in model.iterdir() if path.is_file()]
+    folders = [path for path in model.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    both = [*top, *(path for folder in folders for path in folder.iterdir() if path.is_file())]
+    found = [path for path in both if path.suffix in SUFFIXES]
+    if found:
+        found += [path for path in top if _is_configuration(path)]
+        found += [path for path in both if code and path.suffix == ".py"]
+    return sorted((path.relative_to(model).as_posix(), path) for path in found or top)
 
 
-def _in_directory(directory: Path, prefix: str) -> Iterator[_File]:
-    for path in directory.iterdir():
-        if path.is_file():
-            yield _File(prefix + path.name, path)
+def _is_configuration(path: Path) -> bool:
+    return path.name in _CONFIG_NAMES or path.name.endswith(_INDEX_SUFFIX)
 
 
-def _is_configuration(name: str) -> bool:
-    return name in _CONFIG_NAMES or name.endswith(_INDEX_SUFFIX)
-
-
-def _file_digest(file: _File) -> bytes:
+def _file_digest(file: tuple[str, Path]) -> bytes:
+    name, path = file
     digest = hashlib.sha256()
-    fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with path.open("rb", buffering=0) as opened:
+        fd = opened.fileno()
         size = os.fstat(fd).st_size
-        digest.update(f"{file.name}\0{size}\0".encode())
+        digest.update(f"{name}\0{size}\0".encode())
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
-        for start, end in _ranges(fd, file, size):
-            for block in _blocks(fd, start, end):
+        for start, end in _ranges(fd, path, size):
+            at = start
+            while at < end and (block := os.pread(fd, min(end - at, _READ_BYTES_MAX), at)):
                 digest.update(block)
-    finally:
-        os.close(fd)
+                at += len(block)
     return digest.digest()
 
 
-def _blocks(fd: int, start: int, end: int) -> Iterator[bytes]:
-    """The bytes of a range, fewer where the file is shorter than it was."""
-    while start < end:
-        block = os.pread(fd, min(end - start, _READ_BYTES_MAX), start)
-        if not block:
-            return
-        yield block
-        start += len(block)
-
-
-def _ranges(fd: int, file: _File, size: int) -> list[_Range]:
+def _ranges(fd: int, path: Path, size: int) -> list[_Range]:
     """The parts of a file that are read; they depend on its name, its size and its header."""
-    if file.path.suffix not in SUFFIXES and (
-        file.path.suffix == ".py" or _is_configuration(file.path.name)
-    ):
+    if path.suffix == ".py" or _is_configuration(path):
         return [(0, size)]
-    generator = random.Random(f"{file.path.name}:{size}")
+    generator = random.Random(f"{path.name}:{size}")
     samples = _samples(size, generator)
-    if file.path.suffix != ".safetensors":
-        return samples
-    header = _read_header(fd, size)
-    tensors = _tensors(header, size)
-    if tensors is None:
-        return samples
-    return [(0, _LENGTH_BYTES + len(header)), *_of_tensors(tensors, generator), *samples]
+    if path.suffix == ".safetensors":
+        header = _read_header(fd, size)
+        tensors = _tensors(header, size)
+        if tensors is not None:
+            return [(0, _LENGTH_BYTES + len(header)), *_of_tensors(tensors, generator), *samples]
+    return samples
 
 
 def _samples(size: int, generator: random.Random) -> list[_Range]:
@@ -271,19 +239,16 @@ def _tensors(header: bytes, size: int) -> list[_Range] | None:
 
 
 def _of_tensors(tensors: list[_Range], generator: random.Random) -> list[_Range]:
-    """Small tensors whole, adjacent ones in one range; one sample of every larger tensor."""
+    """Small tensors whole, one sample of every larger one; adjacent parts in one range."""
     ranges: list[_Range] = []
-    joinable = False
     for start, end in tensors:
-        small = end - start <= _SMALL_TENSOR_BYTES_MAX
-        if not small:
+        part = (start, end)
+        if end - start > _SMALL_TENSOR_BYTES_MAX:
             offset = start + generator.randrange(end - start - _SAMPLE_BYTES + 1)
-            ranges.append((offset, offset + _SAMPLE_BYTES))
-        elif joinable and ranges[-1][1] == start:
-            ranges[-1] = (ranges[-1][0], end)
-        else:
-            ranges.append((start, end))
-        joinable = small
+            part = (offset, offset + _SAMPLE_BYTES)
+        if ranges and ranges[-1][1] == part[0]:
+            part = (ranges.pop()[0], part[1])
+        ranges.append(part)
     return ranges
 
 
@@ -336,24 +301,23 @@ def drafter_of(vllm_config: Any) -> Any:
 
 def why_unknown(model: Any, load: Any, foreign_formats: Collection[str]) -> list[str]:
     """Reasons why weights or code may change without a change of the facts; empty: they cannot."""
-    return [why for why in _reasons(model, load, foreign_formats) if why]
-
-
-def _reasons(model: Any, load: Any, foreign_formats: Collection[str]) -> Iterator[str]:
     source = ModelSource.of(model)
     weights = str(getattr(model, "model_weights", "") or "")
+    why = []
     if "://" in weights or "://" in source.model:
-        yield "the weights are streamed from a remote place, whose content may change"
+        why.append("the weights are streamed from a remote place, whose content may change")
     elif weights not in ("", source.model):
-        yield f"the weights are those of {weights}, not of {source.model}"
+        why.append(f"the weights are those of {weights}, not of {source.model}")
     elif not source.local and not source.commit:
-        yield "the model is no local directory and has no known revision"
-    yield _unknown_format(str(load.load_format), load, foreign_formats)
+        why.append("the model is no local directory and has no known revision")
+    why.append(_unknown_format(load, foreign_formats))
     if source.code and _code_may_change(model, local=source.local):
-        yield "the model's code is of no fixed commit (give --code-revision one)"
+        why.append("the model's code is of no fixed commit (give --code-revision one)")
+    return [reason for reason in why if reason]
 
 
-def _unknown_format(name: str, load: Any, foreign_formats: Collection[str]) -> str:
+def _unknown_format(load: Any, foreign_formats: Collection[str]) -> str:
+    name = str(load.load_format)
     if name == "dummy":
         return "the weights are dummies"
     if name not in FILE_FORMATS:
