@@ -76,13 +76,13 @@ def install(engine_core: type) -> None:
 def _watch_calls(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))
-        if isinstance(method, str) and name in HARMLESS:
-            return stock(self, method, *args, **kwargs)
+        name = method if isinstance(method, str) else ""  # "": a function of the user's own
         try:
             return stock(self, method, *args, **kwargs)
         finally:  # a call that failed may have done half of its work
-            _notify(self, name, known=isinstance(method, str) and name in KNOWN_TO_CHANGE)
+            if name not in HARMLESS:
+                call = name or getattr(method, "__name__", repr(method))
+                _notify(self, call, known=name in KNOWN_TO_CHANGE)
 
     return collective_rpc
 
@@ -98,10 +98,10 @@ def _watch_adapters(stock: Callable[..., Any]) -> Callable[..., Any]:
             stamp = before if stamp_of(lora_request) == before else ""
             others = _adapters(self).note(lora_request, stamp)
             # Blocks are named after an adapter's name and path, which stay.
-            if getattr(lora_request, "load_inplace", False):
-                _notify(self, "add_lora with load_inplace", known=True)
-            elif others:
-                _notify(self, "add_lora with other files than before", known=True)
+            in_place = getattr(lora_request, "load_inplace", False)
+            if in_place or others:
+                how = "load_inplace" if in_place else "other files than before"
+                _notify(self, f"add_lora with {how}", known=True)
 
     return add_lora
 
@@ -110,9 +110,8 @@ def _watch_requests(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         lora = getattr(request, "lora_request", None)
-        adapters = _adapters(self)
-        new = lora is not None and not adapters.knows(lora)
-        if new and adapters.note(lora, stamp_of(lora)):
+        new = lora is not None and not _adapters(self).knows(lora)
+        if new and _adapters(self).note(lora, stamp_of(lora)):
             _notify(self, "a request for an adapter with other files than before", known=True)
         return stock(self, request, *args, **kwargs)
 
