@@ -18,6 +18,7 @@ import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -81,7 +82,7 @@ def _physical_bytes() -> int:
 
 
 def _parse_size(value: object) -> object:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+    if not isinstance(value, int | float | str):
         raise ValueError("not a size")
     try:
         return parse_bytes(value)
@@ -89,11 +90,8 @@ def _parse_size(value: object) -> object:
         raise ValueError("not a finite size") from None
 
 
-def _listed(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
 _Size = Annotated[int, BeforeValidator(_parse_size), Field(le=_SIZE_BYTES_MAX)]
+_Targets = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 _SIZE = 'a size such as 1073741824 or "1GiB"'
 _SIZE_FROM_PAGE = f"{_SIZE} of at least 4KiB"
 _SIZE_TO_GIB = f"{_SIZE} from 4KiB to 1GiB"
@@ -121,14 +119,14 @@ def _flag(default: bool, meaning: str) -> Any:
 class OffloadConfig(BaseModel):
     """All settings of one engine. Frozen; the same in the scheduler and in every worker."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     # fmt: off
     staging_bytes: _Size = _key(
         default_staging_bytes, "bytes", f"{_SIZE} above 0",
         "Pinned CPU memory over all ranks and replicas: the CPU tier and the slots that loads "
         "stream through. Default: a quarter of physical memory, at most 8 GiB.", gt=0)
-    targets: Annotated[list[str], BeforeValidator(_listed)] = _key(
+    targets: _Targets = _key(
         lambda: [default_target(os.environ)], "directories", "one path or a list of paths",
         "Directories that hold the pool, each preferably on a file system of its own (xfs or "
         "ext4, noatime) on an NVMe namespace. Default: $XDG_CACHE_HOME/vllm-nvmeof/pool.",
@@ -423,11 +421,10 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """One usable target: its directory, file system, device number and free bytes."""
+    """One usable target."""
 
     path: str
     file_system: str
-    device: int
     free_bytes: int
 
 
@@ -459,7 +456,7 @@ def _check_target(path: str) -> TargetInfo:
             f"cannot be written ({error.strerror}); mount it, give uid {os.geteuid()} write "
             "access, or name another directory (pool_bytes=0 runs without a pool)",
         ) from None
-    return TargetInfo(path, _file_system(path), os.stat(path).st_dev, shutil.disk_usage(path).free)
+    return TargetInfo(path, _file_system(path), shutil.disk_usage(path).free)
 
 
 def judge_access(path: str) -> tuple[str, str]:
@@ -547,15 +544,9 @@ def resolve_pool_bytes(config: OffloadConfig, held_bytes: int) -> int:
         return config.pool_bytes
     free: dict[int, int] = {}
     for target in config.targets:
-        place = _existing_parent(target)
-        free[os.stat(place).st_dev] = shutil.disk_usage(place).free
+        existing = next(place for place in (Path(target), *Path(target).parents) if place.is_dir())
+        free[existing.stat().st_dev] = shutil.disk_usage(existing).free
     return min(_POOL_BYTES_DEFAULT_MAX, (sum(free.values()) + held_bytes) // 2)
-
-
-def _existing_parent(path: str) -> str:
-    while not os.path.isdir(path) and path != os.path.dirname(path):
-        path = os.path.dirname(path)
-    return path
 
 
 def check_fits(

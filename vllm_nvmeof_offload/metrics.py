@@ -48,10 +48,6 @@ class Metric:
     labels: tuple[Label, ...]
     help: str
 
-    @property
-    def label_names(self) -> tuple[str, ...]:
-        return tuple(label.name for label in self.labels)
-
 
 #: A target's number: its position in the list of targets, from 0.
 _TARGET = Label("target", source="number of a configured target")

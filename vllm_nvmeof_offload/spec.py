@@ -51,7 +51,10 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
         kinds = {"counter": OffloadingCounterMetadata, "gauge": OffloadingGaugeMetadata}
-        return {one.name: kinds[one.kind](one.help, one.label_names) for one in METRICS.values()}
+        return {
+            one.name: kinds[one.kind](one.help, tuple(label.name for label in one.labels))
+            for one in METRICS.values()
+        }
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:

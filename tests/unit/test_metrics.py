@@ -49,6 +49,6 @@ def test_names_follow_the_conventions(metric: Metric) -> None:
         if metric.unit == unit:
             assert name.endswith(f"_{unit}"), f"a metric in {unit} says so at its end"
     assert metric.help.endswith(".")
-    assert len(set(metric.label_names)) == len(metric.labels)
+    assert len({label.name for label in metric.labels}) == len(metric.labels)
     for label in metric.labels:
         assert bool(label.values) != bool(label.source), "bounded: by the code, or by what it says"

@@ -268,6 +268,6 @@ def test_the_kernel(kernel: tuple[int, int], targets: int, severity: Severity, s
     ],
 )
 def test_alignment(needed: tuple[int, int] | None, severity: Severity) -> None:
-    found = judge_alignment(TargetInfo("/mnt/kv", "xfs", 1, 1), needed)
+    found = judge_alignment(TargetInfo("/mnt/kv", "xfs", 1), needed)
     assert found.severity is severity
     assert ("unknown" in found.evidence) == (needed is None)
