@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin changes in vLLM, one module per change."""
+"""The code that imports vLLM, or is called by it."""

@@ -60,19 +60,22 @@ def _is_our_connector(connector: Any, extra: Any) -> bool:
     return bool(connector == STOCK_CONNECTOR_NAME and spec == SPEC_NAME)
 
 
-def _is_our_child(child: dict[str, Any]) -> bool:
-    return _is_our_connector(child.get("kv_connector"), child.get("kv_connector_extra_config"))
-
-
-def _find_ours(transfer: Any) -> dict[str, Any] | None:
-    """The mapping among those of a `MultiConnector` that makes our connector; refuses two."""
-    ours = [child for child in _children(transfer) if _is_our_child(child)]
+def _children(transfer: Any) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    """The mapping from which a `MultiConnector` makes our connector, and the mappings of others."""
+    found = transfer.kv_connector_extra_config.get("connectors")
+    children = found if transfer.kv_connector == _COMBINED and isinstance(found, list) else []
+    ours: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
+    for child in (child for child in children if isinstance(child, dict)):
+        extra = child.get("kv_connector_extra_config")
+        is_ours = _is_our_connector(child.get("kv_connector"), extra)
+        (ours if is_ours else others).append(child)
     if len(ours) > 1:
         raise ConfigError("connectors", CONNECTOR_NAME, f"name it once among those of {_COMBINED}")
-    return ours[0] if ours else None
+    return (ours[0] if ours else None), others
 
 
-def _check_others(transfer: Any) -> None:
+def _check_others(others: list[dict[str, Any]]) -> None:
     """Refuse by name connectors that cannot be combined with ours."""
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -81,9 +84,7 @@ def _check_others(transfer: Any) -> None:
         OffloadingConnector,
     )
 
-    for child in _children(transfer):
-        if _is_our_child(child):
-            continue
+    for child in others:
         name = str(child.get("kv_connector"))
         try:
             found = KVConnectorFactory.get_connector_class(KVTransferConfig(**child))
@@ -94,13 +95,6 @@ def _check_others(transfer: Any) -> None:
         for method, reason in _CANNOT_COMBINE.items():
             if getattr(found, method) is not getattr(KVConnectorBase_V1, method):
                 raise ConfigError("connectors", name, f"{reason}; {_EITHER}")
-
-
-def _children(transfer: Any) -> list[dict[str, Any]]:
-    if transfer is None or transfer.kv_connector != _COMBINED:
-        return []
-    children = transfer.kv_connector_extra_config.get("connectors")
-    return [child for child in children or () if isinstance(child, dict)]
 
 
 # -- whether the user named kv_load_failure_policy ----------------------------------------
@@ -172,7 +166,7 @@ _TRANSFER_FIELDS = (
 
 
 def expect() -> None:
-    """Raise `IntegrationError` where `install` would not work."""
+    """Raise `IntegrationError` if `install` would not work."""
     from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
 
     if not callable(getattr(VllmConfig, _METHOD, None)):
@@ -224,7 +218,7 @@ def _is_ours(vllm_config: Any) -> bool:
     if transfer is None:
         return False
     name, extra = transfer.kv_connector, transfer.kv_connector_extra_config
-    if not _is_our_connector(name, extra) and _find_ours(transfer) is None:
+    if not _is_our_connector(name, extra) and _children(transfer)[0] is None:
         return False
     if cache.kv_offloading_size is not None and cache.kv_offloading_backend != "native":
         raise ConfigError(
@@ -255,13 +249,13 @@ def complete(vllm_config: Any) -> None:
         transfer.kv_load_failure_policy = "recompute"
     elif transfer.kv_load_failure_policy != "recompute":
         logger.warning("kv_load_failure_policy=fail: a failed load will end its request")
-    child = _find_ours(transfer)
+    child, others = _children(transfer)
     if child is None:
         _take_connector(transfer)
         extra = transfer.kv_connector_extra_config
     else:
         extra = _take_child(child)
-        _check_others(transfer)
+        _check_others(others)
     key = _take_size(extra, vllm_config.cache_config.kv_offloading_size)
     precheck(vllm_config, extra, key)
     register_loaded()

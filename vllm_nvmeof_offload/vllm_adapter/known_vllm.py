@@ -66,11 +66,7 @@ def unknown_version() -> str | None:
 
 
 def require() -> None:
-    """Refuse an unknown vLLM.
-
-    Raises:
-        IntegrationError: one line with what is unknown, and the remedy.
-    """
+    """Refuse an unknown vLLM with an `IntegrationError`: one line with the remedy."""
     problem = unknown_version()
     if problem is None:
         found = _difference()

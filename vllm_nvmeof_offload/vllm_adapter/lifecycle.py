@@ -54,11 +54,7 @@ HARMLESS = frozenset(
 
 
 def install(engine_core: type) -> None:
-    """Wrap vLLM's `EngineCore`, once. Engines without our connector behave as before.
-
-    Raises:
-        IntegrationError: `EngineCore` has no such method.
-    """
+    """Wrap vLLM's `EngineCore`, once. Engines without our connector behave as before."""
     for name, wrap in (
         ("collective_rpc", _watch_calls),
         ("add_lora", _watch_adapters),

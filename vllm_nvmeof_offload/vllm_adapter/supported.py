@@ -53,10 +53,7 @@ logger = logging.getLogger(LOGGER_NAME)
 def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
     """Check `extra` against machine and model; write replicas and weight stamps into it.
 
-    staging_key: the flag, key or variable that set the staging size.
-
-    Raises:
-        ConfigError: naming key, value and remedy.
+    staging_key: the flag, key or variable that set the staging size, for a `ConfigError`.
     """
     parallel = vllm_config.parallel_config
     refuse_parallel(parallel)
@@ -190,15 +187,11 @@ def _ignores_loaded_kv(vllm_config: Any) -> bool:
     )
 
 
-REMEDY = "pip install 'vllm-nvmeof-offload[cuda]'"
+_REMEDY = "pip install 'vllm-nvmeof-offload[cuda]'"
 
 
 def refuse_platform(config: OffloadConfig, platform: Any) -> None:
-    """platform: vLLM's `current_platform`.
-
-    Raises:
-        ConfigError: neither an NVIDIA GPU nor the CPU, or a GPU and a package is missing.
-    """
+    """Raise unless vLLM's `platform` is the CPU, or an NVIDIA GPU with the packages it needs."""
     if platform.is_cpu():
         return
     if not platform.is_cuda():
@@ -210,11 +203,11 @@ def refuse_platform(config: OffloadConfig, platform: Any) -> None:
         )
     if not _is_there("cuda.bindings"):
         raise ConfigError(
-            "copy_backend", config.copy_backend, f"copies to a GPU need cuda-bindings: {REMEDY}"
+            "copy_backend", config.copy_backend, f"copies to a GPU need cuda-bindings: {_REMEDY}"
         )
     if config.copy_backend == "kernel" and not _is_there("cuda.core"):
         raise ConfigError(
-            "copy_backend", "kernel", f'needs cuda-core: {REMEDY}, or say "dma" or "auto"'
+            "copy_backend", "kernel", f'needs cuda-core: {_REMEDY}, or say "dma" or "auto"'
         )
 
 
@@ -235,11 +228,7 @@ _REPLICA_SUFFIX = re.compile(r"_dp\d+$")
 
 
 def refuse_parallel(parallel: Any) -> None:
-    """Refuse parallel shapes whose ranks hold other parts of the KV cache than we assume.
-
-    Raises:
-        ConfigError: naming the option.
-    """
+    """Refuse parallel shapes whose ranks hold other parts of the KV cache than we assume."""
     for option in _SHAPES:
         size = getattr(parallel, option)
         if size > 1:
@@ -249,8 +238,7 @@ def refuse_parallel(parallel: Any) -> None:
 def note_replicas(vllm_config: Any, extra: MutableMapping[str, Any]) -> None:
     """Write into `extra` how many engines share the configured sizes, if vLLM knows it.
 
-    Raises:
-        ConfigError: `replicas` contradicts the option, or the model's replicas work in step.
+    Refuses a number that contradicts the option, and a model whose replicas work in step.
     """
     size = vllm_config.parallel_config.data_parallel_size
     if size > 1:
@@ -279,11 +267,7 @@ def count_nodes(parallel: Any) -> int:
 
 
 def replica_of(vllm_config: Any, declared: int) -> Replica:
-    """The replica that this engine is, among `declared` ones.
-
-    Raises:
-        ConfigError: this engine is one of several, and their number is unknown.
-    """
+    """The replica that this engine is, among `declared` ones; refuses an unknown number."""
     parallel = vllm_config.parallel_config
     engine_id = str(vllm_config.kv_transfer_config.engine_id or "")
     index: int = parallel.data_parallel_index
