@@ -431,8 +431,7 @@ class TargetInfo:
 def check_targets(config: OffloadConfig) -> list[TargetInfo]:
     """Create missing targets with mode 0700 and write a byte to each; nothing without a pool.
 
-    Raises:
-        ConfigError: a target is no directory, or cannot be created or written.
+    Refuses a target that is no directory, or cannot be created or written.
     """
     if config.pool_bytes == 0:
         return []
@@ -498,10 +497,9 @@ def _file_system(path: str) -> str:
 
 
 def check_memory(config: OffloadConfig, node_count: int = 1, key: str = "staging_bytes") -> None:
-    """Refuse staging that the machine's memory cannot hold; `key` is what the user set.
+    """Refuse staging of which one of `node_count` machines cannot hold its share.
 
-    Raises:
-        ConfigError: the share of one of `node_count` machines exceeds physical memory.
+    key: the option, key or variable that the user set.
     """
     physical = _physical_bytes()
     if config.staging_bytes // node_count > physical:
@@ -558,11 +556,8 @@ def check_fits(
 ) -> None:
     """Refuse staging or a pool that cannot hold the slots every rank needs.
 
-    slot_bytes: header page and padded payload of one rank's part of a chunk. held_bytes: see
-    `resolve_pool_bytes`.
-
-    Raises:
-        ConfigError: naming the size that would be enough.
+    The refusal names the size that would be enough. slot_bytes: header page and padded payload of
+    one rank's part of a chunk. held_bytes: see `resolve_pool_bytes`.
     """
     slots = _STREAM_SLOTS_MIN + 1
     ranks = world_size * replicas

@@ -125,8 +125,6 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         if self.connector_scheduler is not None:
             self._view = SchedulerView(self.scheduler, lambda: self._kv_cache_manager)
             self._old_kv = OldKV(self._manager.suspension, self._view)
-            by_priority = vllm_config.scheduler_config.policy == "priority"
-            self._manager.follow(self._view.queue(by_priority=by_priority))
             lifecycle.install(EngineCore)
             lifecycle.end_with_parent()
 
@@ -232,7 +230,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         for handshake in metadata.values():
             assert isinstance(handshake, NVMeoFHandshake)
             hellos.append(handshake.hello)
-        self._manager.attach(hellos)
+        by_priority = self._vllm_config.scheduler_config.policy == "priority"
+        self._manager.attach(hellos, self._view.queue(by_priority=by_priority))
 
     @timed
     def on_new_request(self, request: Any) -> None:

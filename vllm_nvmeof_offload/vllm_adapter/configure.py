@@ -155,26 +155,24 @@ def register_loaded() -> None:
 _METHOD = "_post_init_kv_transfer_config"
 _SIZE_FLAG = "--kv-offloading-size"
 _BACKEND_FLAG = "--kv-offloading-backend"
-_CACHE_FIELDS = ("kv_offloading_size", "kv_offloading_backend")
-_TRANSFER_FIELDS = (
-    "kv_connector",
-    "kv_connector_module_path",
-    "kv_connector_extra_config",
-    "kv_role",
+#: Fields that we read or write: class → names.
+_FIELDS = {
+    "CacheConfig": "kv_offloading_size kv_offloading_backend",
+    "KVTransferConfig": "kv_connector kv_connector_module_path kv_connector_extra_config kv_role "
     "kv_load_failure_policy",
-)
+}
 
 
 def expect() -> None:
     """Raise `IntegrationError` if `install` would not work."""
-    from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
+    from vllm import config
 
-    if not callable(getattr(VllmConfig, _METHOD, None)):
+    if not callable(getattr(config.VllmConfig, _METHOD, None)):
         raise IntegrationError(f"VllmConfig has no {_METHOD}")
-    for cls, names in ((CacheConfig, _CACHE_FIELDS), (KVTransferConfig, _TRANSFER_FIELDS)):
-        missing = [name for name in names if name not in cls.__dataclass_fields__]
+    for cls, names in _FIELDS.items():
+        missing = set(names.split()) - getattr(config, cls).__dataclass_fields__.keys()
         if missing:
-            raise IntegrationError(f"{cls.__name__} has no {', '.join(missing)}")
+            raise IntegrationError(f"{cls} has no {', '.join(sorted(missing))}")
 
 
 def install() -> None:

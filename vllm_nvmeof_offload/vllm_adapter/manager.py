@@ -70,11 +70,11 @@ class _RequestKeys:
 class NVMeoFOffloadingManager(OffloadingManager):
     """Called on EngineCore's main thread; does no I/O and never blocks.
 
-    Before `attach` only `follow`, `reset_cache`, `weights_may_have_changed` and vLLM's calls that
-    concern no chunk do something: there is no request, no work, no event and nothing to export.
+    Before `attach` only `reset_cache`, `weights_may_have_changed` and vLLM's calls that concern no
+    chunk do something: there is no request, no work, no event and nothing to export.
     """
 
-    #: Both made by `attach`. `waiting` also needs `follow`.
+    #: Both made by `attach`.
     _metrics: MetricsCollector
     _failure_log: FailureLog
 
@@ -92,7 +92,6 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._core: ManagerCore | None = None
         self._clock, self._worked_s = clock, clock()
         self._policy = policy
-        self._queue: Queue | None = None
         self._void = False  # a reset came before the core
         self._weights_changed = False
         self._steps = StepMeter(clock)
@@ -175,10 +174,6 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if state is not None:
             self.core.ended(state.keys)
 
-    def follow(self, queue: Queue) -> None:
-        """Look after the requests that wait in this queue, from `attach` on."""
-        self._queue = queue
-
     def step_scheduled(self, scheduler_output: Any) -> None:
         """vLLM has scheduled a step; comes before its commands are taken."""
         assert self.waiting is not None
@@ -246,8 +241,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
 
     # -- the connector's interface ----------------------------------------------------
 
-    def attach(self, hellos: Iterable[RankHello]) -> None:
-        """Make the core: the workers' handshake has come."""
+    def attach(self, hellos: Iterable[RankHello], queue: Queue | None = None) -> None:
+        """Make the core: the workers' handshake has come. queue: of the requests that wait."""
         assert self._core is None, "a second handshake"
         ordered = sorted(hellos, key=lambda hello: hello.rank)
         agreement = agree(ordered)
@@ -264,8 +259,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._failure_log = FailureLog(core, ordered[0].targets, self._clock)
         self._labels |= config_labels(ordered, self.config)
         self._metrics = MetricsCollector(core, self.suspension, ordered, self._labels)
-        if self._queue is not None:
-            self.waiting = WaitingRequests(core, self._queue, self._clock)
+        if queue is not None:
+            self.waiting = WaitingRequests(core, queue, self._clock)
         self._export_due = True
 
     def take_commands(self) -> list[Command]:

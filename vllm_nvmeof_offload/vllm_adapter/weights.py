@@ -16,8 +16,6 @@ A model is identified by the content of its local files, or by the commit of a h
 Some load formats take weights from elsewhere; chunks of such a server must not be adopted
 (`why_unknown`). vLLM's block hashes contain an adapter's name and path: an adapter that is
 unloaded, overwritten and loaded again has another number and the same hashes (`Adapters`).
-
-Configuration objects are read by attribute, so that tests need no vLLM.
 """
 
 from __future__ import annotations
@@ -187,10 +185,9 @@ def _ranges(fd: int, path: Path, size: int) -> list[_Range]:
 
 
 def _samples(size: int, generator: random.Random) -> list[_Range]:
-    """First, last, and one at a pseudo-random place of each stretch between.
+    """First, last, and one in each of 62 equal stretches between.
 
-    A fixed stride could fall on the same kind of tensor each time; a random place in each of
-    62 equal stretches covers the file without that.
+    Their places are pseudo-random: a fixed stride could find the same kind of tensor each time.
     """
     if size <= _SAMPLES * _SAMPLE_BYTES:
         return [(0, size)]

@@ -115,7 +115,6 @@ def test_before_the_handshake_there_is_nothing_to_do_and_nothing_to_export() -> 
     """Every call that vLLM can make without a request; those with one are mistakes."""
     manager = NVMeoFOffloadingManager(CoreConfig())
     context = ReqContext("request")
-    manager.follow(Queue({}.get, lambda *_: False, 16))
     assert manager.on_new_request(context) == RequestOffloadingContext()
     manager.on_request_finished(context)
     assert not manager.has_pending_work()
@@ -134,7 +133,7 @@ def test_before_the_handshake_there_is_nothing_to_do_and_nothing_to_export() -> 
     ):
         with pytest.raises(AssertionError):
             call()
-    manager.attach([hello(0, 4, 8, ())])
+    manager.attach([hello(0, 4, 8, ())], Queue({}.get, lambda *_: False, 16))
     assert manager.waiting is not None
     assert manager.has_pending_work(), "one step exports every series"
     with pytest.raises(AssertionError, match="second"):

@@ -27,7 +27,6 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 
 from vllm_nvmeof_offload import connector as ours
 from vllm_nvmeof_offload.manager.core import CoreConfig
-from vllm_nvmeof_offload.manager.requests import Queue
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.vllm_adapter import known_vllm
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
@@ -50,21 +49,18 @@ class QuietWorker:
         return set()
 
 
-class AttachedManager(NVMeoFOffloadingManager):
-    """Makes its core at once: no worker of ours sends a handshake."""
-
-    def follow(self, queue: Queue) -> None:
-        super().follow(queue)
-        self.attach([RankHello(0, 0, "", 1, 0, target_count=1, slot_bytes=8)])
-
-
 class SwappedConnector(ours.NVMeoFOffloadingConnector):
     """Ours, with the real manager and a quiet worker beside the mocks of vLLM's tests."""
 
     @functools.cached_property
     def _manager(self) -> NVMeoFOffloadingManager:  # type: ignore[override]
         tokens = self.scheduler.config.kv_group_configs[0].tokens_per_chunk
-        return AttachedManager(CoreConfig(world_size=1, tokens_per_chunk=tokens, admission=False))
+        config = CoreConfig(world_size=1, tokens_per_chunk=tokens, admission=False)
+        manager = NVMeoFOffloadingManager(config)
+        # At once, because no worker of ours sends a handshake.
+        hello = RankHello(0, 0, "", 1, 0, target_count=1, slot_bytes=8)
+        manager.attach([hello], self._view.queue(by_priority=False))
+        return manager
 
     @functools.cached_property
     def _worker(self) -> QuietWorker:  # type: ignore[override]
