@@ -316,11 +316,8 @@ def _notes(key: str) -> dict[str, str]:
 def parse_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None) -> OffloadConfig:
     """Parse `kv_connector_extra_config`, completed from the environment.
 
-    `env` defaults to this process's. A key in `extra` overrides its variable.
-
-    Raises:
-        ConfigError: an unknown key or variable, a wrong type, a value that cannot work, or
-            fault injection that `ALLOW_FAULTS` does not allow.
+    A key in `extra` overrides its variable. Refuses an unknown key or variable, a wrong type, a
+    value that cannot work, and fault injection that `ALLOW_FAULTS` does not allow.
     """
     env = os.environ if env is None else env
     values = {**_from_env(env), **extra}
@@ -464,16 +461,16 @@ def judge_access(path: str) -> tuple[str, str]:
     A user who may rename in a directory, or owns it, can remove our keyspaces, though not read
     them. Root can do that everywhere and is not named.
     """
-    status = os.stat(path)
-    me = os.geteuid()
+    status, me = os.stat(path), os.geteuid()
     mode = stat.S_IMODE(status.st_mode)
+    who = "they"
     if status.st_uid not in (me, 0):
+        who = "that user"
         problem = f"belongs to uid {status.st_uid}, while this process runs as uid {me}"
     elif mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
         problem = f"can be written by other users (mode {mode:04o}, without the sticky bit)"
     else:
         return "", ""
-    who = "that user" if status.st_uid not in (me, 0) else "they"
     quoted = shlex.quote(path)
     remedy = f"chown {me} {quoted} && chmod 0700 {quoted}, or name another directory"
     return f"{problem}: {who} can remove or rename the pool", remedy

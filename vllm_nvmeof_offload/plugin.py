@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 from vllm_nvmeof_offload.errors import IntegrationError
 from vllm_nvmeof_offload.names import BACKEND, LOGGER_NAME
 
-__all__ = ["expect_backend_choice", "install_backend_choice", "register"]
+__all__ = ["register"]
 
 logger = logging.getLogger(LOGGER_NAME)
 
@@ -45,10 +45,9 @@ def register() -> None:
 def _register() -> None:
     from vllm_nvmeof_offload.vllm_adapter import configure
 
-    # Check all expectations before anything changes: a flag that is accepted must also work.
-    expect_backend_choice()
+    # The first two check before anything changes: a flag that is accepted must also work.
     configure.expect()
-    install_backend_choice()
+    _install_backend_choice()
     configure.install()
     configure.register_loaded()
 
@@ -68,20 +67,7 @@ def _explain(error: Exception) -> str:
     )
 
 
-def _field() -> Any:
-    from vllm.config.cache import CacheConfig
-
-    return CacheConfig.__dataclass_fields__.get(_FIELD)
-
-
-def expect_backend_choice() -> None:
-    """Raise `IntegrationError` if `install_backend_choice` would not work."""
-    field = _field()
-    if field is None or "native" not in get_args(field.type):
-        raise IntegrationError(f"CacheConfig.{_FIELD} is not a choice of backends")
-
-
-def install_backend_choice() -> None:
+def _install_backend_choice() -> None:
     """Make `nvmeof` a value of `CacheConfig.kv_offloading_backend`, once.
 
     vLLM derives the flag's choices from that field's `Literal`, and pydantic validates against it.
@@ -91,8 +77,10 @@ def install_backend_choice() -> None:
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config import cache as module
 
-    field = _field()
+    field = module.CacheConfig.__dataclass_fields__[_FIELD]
     choices = get_args(field.type)
+    if "native" not in choices:
+        raise IntegrationError(f"CacheConfig.{_FIELD} is not a choice of backends")
     if BACKEND in choices:
         return
     extended: Any = Literal[(*choices, BACKEND)]

@@ -170,10 +170,7 @@ class VerdictReport:
 
 @dataclass(frozen=True, slots=True)
 class RateReport:
-    """This rank's rates on one busy target, in bytes per second; 0: unknown.
-
-    Sent along with other reports only; the engine does not step for it.
-    """
+    """This rank's rates on one busy target, in bytes per second; 0: unknown."""
 
     rank: int
     target: int
@@ -183,10 +180,7 @@ class RateReport:
 
 @dataclass(frozen=True, slots=True)
 class LevelReport:
-    """Chunks in this rank's queues and with its I/O engine, for metrics only.
-
-    Sent along with other reports only; the engine does not step for it.
-    """
+    """Chunks in this rank's queues and with its I/O engine, for metrics only."""
 
     rank: int
     stream_slots_used: int = 0
@@ -198,6 +192,7 @@ class LevelReport:
     writes_in_flight: int = 0
 
 
+#: Rates and levels are sent along with the others only; the engine does not step for them.
 Report = OpReport | ReleaseReport | VerdictReport | RateReport | LevelReport
 
 

@@ -37,11 +37,7 @@ def slot_stride_bytes(payload_bytes: int) -> int:
 
 
 def parse_bytes(value: float | str) -> int:
-    """Parse a size such as `1073741824`, `"1GiB"`, `"512M"` or `"1.5 GB"` into bytes.
-
-    Raises:
-        ValueError: `value` is no number, has an unknown unit, or is negative.
-    """
+    """Parse a size such as `1073741824`, `"1GiB"` or `"1.5 GB"` into bytes, or raise ValueError."""
     if isinstance(value, bool):
         raise ValueError(f"{value!r} is not a size")
     if isinstance(value, int | float):

@@ -228,12 +228,7 @@ def _is_ours(vllm_config: Any) -> bool:
 
 
 def complete(vllm_config: Any) -> None:
-    """Make `vllm_config` name our connector with a complete, checked configuration.
-
-    Raises:
-        ConfigError: the configuration cannot work.
-        IntegrationError: this vLLM is not a known one.
-    """
+    """Make `vllm_config` name our connector with a complete, checked configuration; else refuse."""
     from vllm.config import KVTransferConfig
 
     # Imported here, because most servers with this plugin do not use the backend.

@@ -120,11 +120,7 @@ def describe(
     began_s: float = float("inf"),
     foreign_formats: Collection[str] = (),
 ) -> Deployment:
-    """Collect the facts from a `VllmConfig`.
-
-    stamps: from `note_weights`. began_s: see `Deployment`.
-    foreign_formats: load formats whose loader is not vLLM's own.
-    """
+    """Collect the facts from a `VllmConfig`. stamps, began_s: see `Deployment`."""
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
@@ -229,7 +225,7 @@ def _has_amx() -> bool:
 
 
 def deployed(vllm_config: Any, stamps: Mapping[str, str]) -> Deployment:
-    """The deployment of this process. stamps: see `Deployment`."""
+    """The deployment of this process."""
     from vllm.version import __version__
 
     return describe(

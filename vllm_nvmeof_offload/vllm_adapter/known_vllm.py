@@ -118,19 +118,20 @@ def _differences(connector: Any) -> Iterator[str]:
 
 def accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
     """Whether `ours` accepts every call that `theirs` accepts."""
-    mine = list(inspect.signature(ours).parameters.values())
-    calls = list(inspect.signature(theirs).parameters.values())
-    takes_names = any(p.kind is p.VAR_KEYWORD for p in mine)
-    named = [p for p in mine if p.kind is p.POSITIONAL_OR_KEYWORD]
-    for index, parameter in enumerate(calls):
-        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-            continue
-        in_place = index < len(named) and named[index].name == parameter.name
-        # A parameter with a default may be passed by name only.
-        if not in_place and not (takes_names and parameter.default is not parameter.empty):
-            return False
-    called = {p.name for p in calls}
-    return all(p.name in called or p.default is not p.empty for p in named)
+    signature = inspect.signature(ours)
+    calls = [
+        p
+        for p in inspect.signature(theirs).parameters.values()
+        if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    places = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    # A parameter with a default may be passed by name only, to our `**kwargs` too.
+    called = [p.name for p in calls if p.default is p.empty or p.name in signature.parameters]
+    try:
+        signature.bind(**{p.name: None for p in calls})
+    except TypeError:
+        return False
+    return places[: len(called)] == called
 
 
 def _has(cls: type, name: str) -> bool:

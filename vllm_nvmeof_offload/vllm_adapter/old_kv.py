@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the requests whose KV depends on weights that may have changed since.
 
+What was *stored* before the change is void by a reset: `reset_cache` of the connector and of
+`manager.core`, sent to the workers as `protocol.ResetCommand`. This module has the rest of it: the
+requests that run on.
+
 KV depends on all KV before it. So a request is *old* if it had GPU blocks when the weights changed,
 or has taken over a block that an old request computed. It stays old until it ends, or has lost its
 blocks and is admitted again without any of them. Old requests are not stored.

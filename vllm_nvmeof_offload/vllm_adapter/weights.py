@@ -57,13 +57,9 @@ _Range = tuple[int, int]
 def weights_digest(model: Path, *, code: bool = False) -> str:
     """Return 64 hex digits that identify the content of the weights.
 
-    model: a directory with weight files (or one weight file). Headers only would be equal across
-    fine-tunes. In a directory without any file of a known weight format all files count.
-    code: the directory's Python files are run, so they count too.
-
-    Raises:
-        ConfigError: `model` is not local, or has no file.
-        OSError: a file cannot be read.
+    model: a directory with weight files, or one weight file. In a directory without any file of a
+    known weight format all files count. code: the directory's Python files are run, so they count
+    too. Raises ConfigError if there is no file, OSError if one cannot be read.
     """
     files = _files(model, code=code)
     if not files:
@@ -84,10 +80,8 @@ def weights_stamp(model: Path, *, code: bool = False) -> str:
     """Return 64 hex digits that change when any of the files is written or replaced.
 
     Symbolic links are followed, so a link or a directory that leads to other files changes the
-    stamp. Files are opened, because a network file system then asks its server.
-
-    Raises:
-        OSError: a file cannot be opened.
+    stamp. Files are opened, because a network file system then asks its server; OSError if one
+    cannot be.
     """
     digest = hashlib.sha256()
     for name, path in _files(model, code=code):
