@@ -529,11 +529,9 @@ def resolve_pool_bytes(config: OffloadConfig, held_bytes: int) -> int:
     """Size of the pool in bytes over all ranks and targets; 0: none.
 
     By default the smaller of 100 GiB and half of what the targets could hold: their free space
-    plus what the pool holds already, because every restart would halve it otherwise. Targets on
-    one file system count once.
-
-    held_bytes: size of the pools on the targets that this server may use, from
-    `pool.ownership.bytes_of_pools`; other files do not count.
+    plus `held_bytes`, because every restart would halve the pool otherwise. Targets on one file
+    system count once. held_bytes: size of the pools there that this server may use, from
+    `pool.ownership.bytes_of_pools`.
     """
     if config.pool_bytes is not None:
         return config.pool_bytes

@@ -283,16 +283,14 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         super().update_connector_output(connector_output)
 
     @timed
-    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, Any]:
+    def request_finished(self, request: Any, block_ids: Any) -> Any:
         self._old_kv.finished(request.request_id)
-        result: tuple[bool, Any] = super().request_finished(request, block_ids)
-        return result
+        return super().request_finished(request, block_ids)
 
     @timed
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, Any]:
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         self._old_kv.finished(request.request_id)
-        result: tuple[bool, Any] = super().request_finished_all_groups(request, block_ids)
-        return result
+        return super().request_finished_all_groups(request, block_ids)
 
     @timed
     def get_kv_connector_stats(self) -> Any:

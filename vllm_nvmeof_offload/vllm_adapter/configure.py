@@ -254,7 +254,7 @@ def complete(vllm_config: Any) -> None:
     register_loaded()
 
 
-def _take_child(child: dict[str, Any]) -> dict[str, Any]:
+def _take_child(child: dict[str, Any]) -> Any:
     """Complete the mapping from which `MultiConnector` makes ours; return its `extra`."""
     from vllm.config import KVTransferConfig
 
@@ -262,8 +262,7 @@ def _take_child(child: dict[str, Any]) -> dict[str, Any]:
     _take_connector(made)
     for field in ("connector", "connector_module_path", "role", "connector_extra_config"):
         child[f"kv_{field}"] = getattr(made, f"kv_{field}")
-    extra: dict[str, Any] = made.kv_connector_extra_config
-    return extra
+    return made.kv_connector_extra_config
 
 
 def _take_connector(transfer: Any) -> None:

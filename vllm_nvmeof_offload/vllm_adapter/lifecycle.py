@@ -24,6 +24,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -154,17 +155,15 @@ def end_with_parent() -> None:
     if parent is None or parent.pid != os.getppid():
         return  # its parent is a fork server, whose end means nothing
     _watching = True
-    threading.Thread(
-        target=_watch, args=(parent.pid, threading.Event()), name="orphan-watch", daemon=True
-    ).start()
+    threading.Thread(target=_watch, args=(parent.pid,), name="orphan-watch", daemon=True).start()
 
 
-def _watch(parent: int, never: threading.Event) -> None:
+def _watch(parent: int) -> None:
     while os.getppid() == parent:
-        never.wait(_LOOK_S)
+        time.sleep(_LOOK_S)
     logger.error("the process %d that started this engine is gone: ending", parent)
     os.kill(os.getpid(), signal.SIGTERM)
-    never.wait(_GRACE_S)
+    time.sleep(_GRACE_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -123,11 +123,7 @@ _LOCAL = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
 
 def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise unless the model's KV is one group of layers that keep every token.
-
-    Raises:
-        ConfigError: naming the model, its kinds of layers, and what to do; or the parallel shape.
-    """
+    """Refuse parallel shapes, and models whose KV is not one group of layers with all tokens."""
     refuse_parallel(vllm_config.parallel_config)
     name = vllm_config.model_config.model
     groups = kv_cache_config.kv_cache_groups
@@ -218,18 +214,14 @@ def _is_there(module: str) -> bool:
         return False
 
 
-_SHAPES = (
-    "pipeline_parallel_size",
-    "decode_context_parallel_size",
-    "prefill_context_parallel_size",
-)
 #: vLLM appends this to the id of a replica's engine.
 _REPLICA_SUFFIX = re.compile(r"_dp\d+$")
 
 
 def refuse_parallel(parallel: Any) -> None:
     """Refuse parallel shapes whose ranks hold other parts of the KV cache than we assume."""
-    for option in _SHAPES:
+    for kind in ("pipeline", "decode_context", "prefill_context"):
+        option = f"{kind}_parallel_size"
         size = getattr(parallel, option)
         if size > 1:
             raise ConfigError(option, size, "this version supports 1; use --tensor-parallel-size")
