@@ -4,6 +4,21 @@
 Importing the package imports nothing of vLLM or torch.
 """
 
+import logging
+
 __all__ = ["__version__"]
 
 __version__ = "0.1.0"
+
+# The names under which vLLM finds us.
+BACKEND = "nvmeof"
+CONNECTOR_NAME = "NVMeoFOffloadingConnector"
+CONNECTOR_MODULE = "vllm_nvmeof_offload.connector"
+SPEC_NAME = "NVMeoFOffloadingSpec"
+SPEC_MODULE = "vllm_nvmeof_offload.spec"
+#: vLLM's own connector, which `vllm_adapter.configure` replaces where it names our spec.
+STOCK_CONNECTOR_NAME = "OffloadingConnector"
+
+#: Below vLLM's own logger, so that our lines look like, and go where, vLLM's go.
+LOGGER_NAME = "vllm.nvmeof_offload"
+logger = logging.getLogger(LOGGER_NAME)

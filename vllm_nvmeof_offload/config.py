@@ -31,8 +31,8 @@ from pydantic import (
     model_validator,
 )
 
+from vllm_nvmeof_offload import SPEC_MODULE, SPEC_NAME
 from vllm_nvmeof_offload.errors import ConfigError
-from vllm_nvmeof_offload.names import SPEC_MODULE, SPEC_NAME
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, PAGE_BYTES, format_bytes, parse_bytes
 
 ENV_PREFIX = "VLLM_NVMEOF_"

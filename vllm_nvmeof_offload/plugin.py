@@ -16,16 +16,14 @@ backend is asked for (`vllm_adapter.known_vllm`), because others use this vLLM t
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import Any, Literal, get_args
 
+from vllm_nvmeof_offload import BACKEND, logger
 from vllm_nvmeof_offload.errors import IntegrationError
-from vllm_nvmeof_offload.names import BACKEND, LOGGER_NAME
 
 __all__ = ["register"]
 
-logger = logging.getLogger(LOGGER_NAME)
 
 _FIELD = "kv_offloading_backend"
 _warned = False

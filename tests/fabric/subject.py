@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from tests.fabric.loadspec import LoadSpec, OpEnd
+from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.copy.base import Descriptors
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.io.base import IoLimits, Waker
@@ -28,7 +29,6 @@ from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.manager.eviction import LruPolicy
 from vllm_nvmeof_offload.manager.target_choice import Targets
 from vllm_nvmeof_offload.metrics import Counts
-from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import (

@@ -60,7 +60,7 @@ USED_ELSEWHERE: dict[str, str] = {
 
 #: Each package or module, from the lowest layer to the highest. Imports go down or sideways.
 LAYERS: list[set[str]] = [
-    {"errors", "units", "names", "__init__"},
+    {"errors", "units", "__init__"},
     {"protocol", "config", "metrics", "staging"},
     {"copy", "io", "pool", "fabric", "native"},
     {"targets"},

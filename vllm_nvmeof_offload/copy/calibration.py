@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import hashlib
 import itertools
-import logging
 import math
 import os
 import statistics
@@ -26,6 +25,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
+from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.copy.base import Backend, Descriptors, Direction
 from vllm_nvmeof_offload.copy.cuda import DmaCopier, KernelCopier, Table
 from vllm_nvmeof_offload.copy.driver import (
@@ -37,7 +37,6 @@ from vllm_nvmeof_offload.copy.driver import (
     replace_file,
 )
 from vllm_nvmeof_offload.errors import EngineError
-from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import KIB, MIB
 
@@ -151,7 +150,6 @@ def missing_cells(cells: Iterable[Cell], size: int) -> int:
 
 
 pause = time.sleep
-logger = logging.getLogger(LOGGER_NAME)
 
 #: GPU memory used while measuring, and staging overwritten.
 CALIBRATION_BYTES_MAX = 64 * MIB

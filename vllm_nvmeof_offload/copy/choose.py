@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.copy.base import Backend, CopyEngine
 from vllm_nvmeof_offload.copy.calibration import Selector, best_of, kept_or_measured, load_kernel
 from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine, DmaCopier
@@ -20,10 +20,7 @@ from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.copy.pinning import StagingPinning
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.fabric.machine import gpu_warnings
-from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.staging import StagingMap
-
-logger = logging.getLogger(LOGGER_NAME)
 
 _AUTO = "auto"
 

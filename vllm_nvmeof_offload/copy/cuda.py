@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import logging
 import queue
 import threading
 from collections import deque
@@ -28,6 +27,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.copy.base import (
     DESCRIPTORS_MAX,
     Backend,
@@ -40,10 +40,7 @@ from vllm_nvmeof_offload.copy.base import (
 from vllm_nvmeof_offload.copy.driver import ORDER_ANY, ORDER_STREAM, Cuda, CudaError
 from vllm_nvmeof_offload.copy.pinning import Readiness, StagingPinning
 from vllm_nvmeof_offload.errors import OK, Outcome, OutcomeKind
-from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.units import KIB, MIB
-
-logger = logging.getLogger(LOGGER_NAME)
 
 _THREADS = 512
 _LANES = 32

@@ -12,7 +12,6 @@ from `start` on.
 from __future__ import annotations
 
 import enum
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -20,12 +19,10 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
-from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import MIB, format_bytes
-
-logger = logging.getLogger(LOGGER_NAME)
 
 REGISTERED_BYTES_MAX = 256 * MIB
 _LOG_EVERY_S = 5.0

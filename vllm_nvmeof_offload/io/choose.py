@@ -8,19 +8,16 @@ that names the cause and the remedy, and is returned in one line.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import resource
 
+from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits
 from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
 from vllm_nvmeof_offload.io.uring import UringDeniedError, UringIoEngine
-from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.units import format_bytes
-
-logger = logging.getLogger(LOGGER_NAME)
 
 
 def choose_io_engine(

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import mmap
 import os
 import random
@@ -32,14 +31,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, ConfigError, io_error
 from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoOp, Waker
-from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OpKind
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
-
-logger = logging.getLogger(LOGGER_NAME)
 
 #: knob → effect.
 KNOBS = {

@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 
+from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import OutcomeKind
 from vllm_nvmeof_offload.manager.core import ManagerCore
 from vllm_nvmeof_offload.manager.start import Capacity
 from vllm_nvmeof_offload.metrics import Counts, Series
-from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.units import format_bytes
-
-logger = logging.getLogger(LOGGER_NAME)
 
 
 def start_line(hellos: Sequence[RankHello], core: ManagerCore) -> str:

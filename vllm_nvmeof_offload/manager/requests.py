@@ -9,16 +9,15 @@ cache metrics.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.manager.core import ManagerCore
 from vllm_nvmeof_offload.metrics import Counts
-from vllm_nvmeof_offload.names import LOGGER_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +98,6 @@ class ResumeCounter:
         self._counters["resumed_chunk_tokens_lost"] += max(0, chunked - local - found)
         return True
 
-
-logger = logging.getLogger(LOGGER_NAME)
 
 #: Between two log lines on what admission does.
 _LOG_PERIOD_S = 60.0

@@ -30,7 +30,6 @@ import contextlib
 import errno
 import fcntl
 import json
-import logging
 import os
 import select
 import socket
@@ -43,11 +42,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import PoolLockedError
-from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.format import LOCK_FILE
-
-logger = logging.getLogger(LOGGER_NAME)
 
 HEARTBEAT_PERIOD_S = 5.0
 #: A holder on another host whose heartbeat is older than this may be dead; `Silence` decides.

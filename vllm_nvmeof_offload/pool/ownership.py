@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,8 +24,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
-from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, LOCK_FILE, Keyspace
 from vllm_nvmeof_offload.pool.lock import (
     ENDING_WAIT_S_MAX,
@@ -45,8 +44,6 @@ from vllm_nvmeof_offload.pool.lock import (
 from vllm_nvmeof_offload.pool.slab import make_directory, open_private
 from vllm_nvmeof_offload.pool.survey import FACTS_FILE, disk_bytes, find
 from vllm_nvmeof_offload.units import slot_stride_bytes
-
-logger = logging.getLogger(LOGGER_NAME)
 
 #: Instances of one keyspace on one set of targets.
 INSTANCES_MAX = 64

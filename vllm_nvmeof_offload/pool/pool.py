@@ -13,14 +13,13 @@ follows a newer one.
 from __future__ import annotations
 
 import errno
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import PoolError
-from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     SlotPlace,
@@ -43,7 +42,6 @@ from vllm_nvmeof_offload.units import format_bytes
 
 __all__ = ["Pool", "PoolSpec"]
 
-logger = logging.getLogger(LOGGER_NAME)
 
 #: A reset waits this long for a directory that does not answer, if another one has answered.
 PATIENCE_S = 2.0

@@ -12,7 +12,6 @@ recovered from the slots' header pages, one 4 KiB read each, and written back.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
+from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import PoolError, PoolFormatError
-from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
@@ -42,8 +41,6 @@ from vllm_nvmeof_offload.pool.ownership import PoolSpec
 from vllm_nvmeof_offload.pool.slab import Slab
 from vllm_nvmeof_offload.protocol import AdoptedEntries, SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, format_bytes
-
-logger = logging.getLogger(LOGGER_NAME)
 
 #: Called with (header pages read, header pages to read) while a table is rebuilt.
 Progress = Callable[[int, int], None]

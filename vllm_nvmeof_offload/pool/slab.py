@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import logging
 import mmap
 import os
 import stat
 from pathlib import Path
 
+from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import PoolError
-from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     SLAB_FILE,
@@ -25,8 +24,6 @@ from vllm_nvmeof_offload.pool.format import (
     TABLE_FILE,
 )
 from vllm_nvmeof_offload.units import KIB, PAGE_BYTES
-
-logger = logging.getLogger(LOGGER_NAME)
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import select
 import socket
@@ -36,6 +35,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.fabric.topology import (
     ABSENT,
     MOUNTINFO,
@@ -44,7 +44,6 @@ from vllm_nvmeof_offload.fabric.topology import (
     read_states,
 )
 from vllm_nvmeof_offload.io.base import IoEngine
-from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.format import LOCK_FILE
 from vllm_nvmeof_offload.pool.lock import DirectoryLock, LockFile
 from vllm_nvmeof_offload.pool.pool import Pool
@@ -56,8 +55,6 @@ from vllm_nvmeof_offload.targets.prober import (
     ProbeAnswer,
     ProbeRequest,
 )
-
-logger = logging.getLogger(LOGGER_NAME)
 
 PROBE_S_MIN = 1.0
 PROBE_S_MAX = 60.0

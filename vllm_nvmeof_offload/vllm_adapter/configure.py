@@ -22,25 +22,22 @@ default.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import sys
 from typing import Any
 
-from vllm_nvmeof_offload.errors import ConfigError, IntegrationError
-from vllm_nvmeof_offload.names import (
+from vllm_nvmeof_offload import (
     BACKEND,
     CONNECTOR_MODULE,
     CONNECTOR_NAME,
-    LOGGER_NAME,
     SPEC_MODULE,
     SPEC_NAME,
     STOCK_CONNECTOR_NAME,
+    logger,
 )
+from vllm_nvmeof_offload.errors import ConfigError, IntegrationError
 from vllm_nvmeof_offload.units import GIB, format_bytes
 from vllm_nvmeof_offload.vllm_adapter import known_vllm
-
-logger = logging.getLogger(LOGGER_NAME)
 
 # -- our connector among those of a MultiConnector ----------------------------------------
 

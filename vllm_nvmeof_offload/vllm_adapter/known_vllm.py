@@ -18,8 +18,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from vllm_nvmeof_offload import CONNECTOR_MODULE
 from vllm_nvmeof_offload.errors import IntegrationError
-from vllm_nvmeof_offload.names import CONNECTOR_MODULE
 
 #: Releases of vLLM, by their first two numbers.
 KNOWN = ("0.32", "0.33")

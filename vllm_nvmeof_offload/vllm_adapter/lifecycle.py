@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import multiprocessing
 import os
 import signal
@@ -28,8 +27,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import IntegrationError, OffloadError
-from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.vllm_adapter.weights import Adapters, stamp_of
 
 #: Calls of vLLM's own API that change weights.
@@ -134,8 +133,6 @@ def _connectors(connector: Any) -> Iterator[Any]:
     for child in getattr(connector, "sub_connectors", None) or ():
         yield from _connectors(child)
 
-
-logger = logging.getLogger(LOGGER_NAME)
 
 #: vLLM's name of its engine's process; a number may follow.
 _ENGINE = "EngineCore"

@@ -7,7 +7,6 @@ in `EngineCore.__init__`. Only the handshake has the sizes, so the core is made 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.manager.eviction import LruPolicy, MakePolicy
 from vllm_nvmeof_offload.manager.log_lines import FailureLog, start_line
@@ -39,10 +39,7 @@ from vllm_nvmeof_offload.manager.prefill_rate import StepMeter
 from vllm_nvmeof_offload.manager.requests import Queue, Suspension, WaitingRequests
 from vllm_nvmeof_offload.manager.start import agree
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, Counts, exported
-from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.protocol import Command, LoadCommand, RankHello, Report, StoreCommand
-
-logger = logging.getLogger(LOGGER_NAME)
 
 _MEDIUM = {Source.CPU: Medium.CPU, Source.POOL: Medium.STORAGE}
 _ALL_TIERS, _CPU, _HIT, _MISS = TierFilter.ALL, Source.CPU, LookupResult.HIT, LookupResult.MISS

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 import re
 from collections import Counter
 from collections.abc import MutableMapping
@@ -30,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.config import (
     OffloadConfig,
     Replica,
@@ -42,12 +42,9 @@ from vllm_nvmeof_offload.config import (
 )
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.manager.eviction import choose_policy
-from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.ownership import bytes_of_pools
 from vllm_nvmeof_offload.units import format_bytes, slot_stride_bytes
 from vllm_nvmeof_offload.vllm_adapter.deployment import note_weights
-
-logger = logging.getLogger(LOGGER_NAME)
 
 
 def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:

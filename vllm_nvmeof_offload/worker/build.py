@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.config import (
     OffloadConfig,
     Replica,
@@ -24,7 +24,6 @@ from vllm_nvmeof_offload.copy.geometry import ChunkGeometry
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, NoIoEngine, Waker
 from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.io.faults import FaultPlan, FaultyIoEngine
-from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.ownership import bytes_of_others, bytes_of_pools
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
@@ -35,8 +34,6 @@ from vllm_nvmeof_offload.targets.reattach import Attachments, TargetWatcher
 from vllm_nvmeof_offload.units import slot_stride_bytes
 from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferPipeline
-
-logger = logging.getLogger(LOGGER_NAME)
 
 
 @dataclass(frozen=True)

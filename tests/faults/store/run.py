@@ -9,7 +9,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload import LOGGER_NAME
 
 from .world import World
 

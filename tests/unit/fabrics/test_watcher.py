@@ -12,7 +12,7 @@ import pytest
 
 from tests.descriptors import numbers_from
 from tests.wait import wait_until
-from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.targets.health import PathStates
 from vllm_nvmeof_offload.targets.prober import ProbeAnswer, ProbeRequest
 from vllm_nvmeof_offload.targets.reattach import Attachments, TargetWatcher

@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
+from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.manager.requests import Suspension
-from vllm_nvmeof_offload.names import LOGGER_NAME
 
 
 class Told:

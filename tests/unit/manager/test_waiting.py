@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.manager.requests import Attempt, Queue, WaitingRequests
-from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.protocol import CancelCommand, FetchCommand, RateReport
 
 from .bench import keys_of

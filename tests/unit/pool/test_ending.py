@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.wait import wait_until
-from vllm_nvmeof_offload.names import LOGGER_NAME
+from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.pool import ownership
 from vllm_nvmeof_offload.pool.pool import Pool
 

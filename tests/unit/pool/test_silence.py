@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.errors import PoolLockedError
-from vllm_nvmeof_offload.names import LOGGER_NAME
 from vllm_nvmeof_offload.pool import lock as silence
 from vllm_nvmeof_offload.pool.lock import (
     HEARTBEAT_PERIOD_S,
