@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import os
 import random
 import statistics
@@ -41,7 +40,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 
 from vllm_nvmeof_bench import conditions
@@ -58,10 +56,10 @@ from vllm_nvmeof_bench.cost.report import (
 from vllm_nvmeof_bench.home import drop_logs, home_in, quiet_interpreter
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.results import BenchError, dump
+from vllm_nvmeof_bench.serve.client import Client
 from vllm_nvmeof_bench.servers.client import Metrics
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
 from vllm_nvmeof_bench.servers.server import (
-    MODEL_NAME,
     OffloadSpec,
     Server,
     ServerError,
@@ -135,101 +133,6 @@ class Settings:
         """The most bytes on the disk at any time: the model and the pools."""
         pools = sum(name in (OURS, PROMPT_ONLY) for name in self.arms)
         return _MODEL_BYTES + pools * self.pool_bytes
-
-
-# -- a client ---------------------------------------------------------------------------
-
-_TIMEOUT_S = 300.0
-_ERROR = 'data: {"error"'
-
-
-@dataclass(frozen=True)
-class Timed:
-    """When requests sent at the same time got their first tokens (median), and the last one."""
-
-    ttft_s: float
-    seconds: float
-
-
-class Client:
-    """A lean client of one server: it shares the cores with it, so it parses only what it must.
-
-    It is made and used inside one event loop.
-    """
-
-    def __init__(self, url: str) -> None:
-        self._http = httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, trust_env=False)
-
-    async def close(self) -> None:
-        await self._http.aclose()
-
-    async def ask(self, prompts: Sequence[Sequence[int]], answer_tokens: int) -> Timed:
-        """Send all prompts at once; each gets exactly `answer_tokens`, greedily.
-
-        Raises:
-            BenchError: a request was refused, or an answer is not whole.
-        """
-        bodies = [_body(prompt, answer_tokens) for prompt in prompts]
-        start_s = time.perf_counter()
-        times = await asyncio.gather(*(self._stream(body, answer_tokens) for body in bodies))
-        return Timed(
-            ttft_s=statistics.median(first for first, _ in times) - start_s,
-            seconds=max(last for _, last in times) - start_s,
-        )
-
-    async def metrics(self) -> Metrics:
-        try:
-            response = await self._http.get("/metrics")
-            response.raise_for_status()
-        except httpx.HTTPError as error:
-            raise BenchError(f"a server's /metrics failed: {error!r}") from None
-        return Metrics(response.text)
-
-    async def _stream(self, body: bytes, answer_tokens: int) -> tuple[float, float]:
-        """Return when the first and the last token came (perf_counter seconds)."""
-        first_s = last_s = 0.0
-        usage = ""
-        try:
-            async with self._http.stream(
-                "POST", "/v1/completions", content=body, headers=_HEADERS
-            ) as response:
-                if response.status_code != httpx.codes.OK:
-                    text = (await response.aread()).decode(errors="replace")
-                    raise BenchError(f"a server answered {response.status_code}: {text[:300]}")
-                async for line in response.aiter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    if line.startswith(_ERROR):
-                        raise BenchError(f"a server failed a request: {line[:300]}")
-                    if '"choices":[]' in line:
-                        usage = line  # the last event: counts, no token
-                        continue
-                    last_s = time.perf_counter()
-                    first_s = first_s or last_s
-        except httpx.HTTPError as error:
-            raise BenchError(f"a request failed: {error!r}") from None
-        came = json.loads(usage[6:])["usage"]["completion_tokens"] if usage else 0
-        if came != answer_tokens or not first_s:
-            seen = "" if first_s else ", none of them seen"
-            raise BenchError(f"{came} of {answer_tokens} tokens came{seen}")
-        return first_s, last_s
-
-
-_HEADERS = {"content-type": "application/json"}
-
-
-def _body(prompt: Sequence[int], answer_tokens: int) -> bytes:
-    return json.dumps(
-        {
-            "model": MODEL_NAME,
-            "prompt": list(prompt),
-            "max_tokens": answer_tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-    ).encode()
 
 
 # -- CPU time of a process group --------------------------------------------------------
@@ -393,6 +296,23 @@ def prompts_of(settings: Settings, case: str, number: int) -> list[list[int]]:
     return [random_tokens(dice, length, settings.shape) for _ in range(count)]
 
 
+async def ask(
+    client: Client, prompts: Sequence[Sequence[int]], answer_tokens: int
+) -> tuple[float, float]:
+    """Send all prompts at once; return the seconds to the first token (median) and to the last.
+
+    Raises:
+        BenchError: a request failed, or an answer is not whole.
+    """
+    start_s = time.perf_counter()
+    answers = await asyncio.gather(*(client.complete(prompt, answer_tokens) for prompt in prompts))
+    for answer in answers:
+        if answer.failure is not None:
+            raise BenchError(f"a request failed: {answer.failure}")
+    first_s = statistics.median(answer.times[0] for answer in answers)
+    return first_s - start_s, max(answer.times[-1] for answer in answers) - start_s
+
+
 def _measure(fleet: Fleet, settings: Settings, arm: str, case: str, number: int) -> Sample:
     """Ask `arm`'s server what `case` asks for, while the others have nothing to do.
 
@@ -406,7 +326,7 @@ def _measure(fleet: Fleet, settings: Settings, arm: str, case: str, number: int)
     before = _counters(fleet, settings, arm)
     wait_until_quiet(lambda: sum(fleet.cpu_s().values()))
     cpu_before = fleet.cpu_s()
-    timed = fleet.run(client.ask(prompts, answer))
+    ttft_s, seconds = fleet.run(ask(client, prompts, answer))
     quiet_after_s = wait_until_quiet(lambda: fleet.cpu_s()[arm])
     cpu = {name: now - cpu_before[name] for name, now in fleet.cpu_s().items()}
     after = _counters(fleet, settings, arm)
@@ -425,8 +345,8 @@ def _measure(fleet: Fleet, settings: Settings, arm: str, case: str, number: int)
         arm=arm,
         case=case,
         round=number,
-        ttft_s=timed.ttft_s,
-        seconds=timed.seconds,
+        ttft_s=ttft_s,
+        seconds=seconds,
         answer_tokens=answer * len(prompts),
         tokens=sum(len(prompt) + answer for prompt in prompts),
         cpu_s=cpu.pop(arm),
@@ -457,7 +377,7 @@ def _counters(fleet: Fleet, settings: Settings, arm: str) -> Metrics:
     """Everything that the server has counted up to now."""
     client = fleet.clients[arm]
     filler = random_tokens(np.random.default_rng(), _FILLER_TOKENS, settings.shape)
-    fleet.run(client.ask([filler], _FILLER_ANSWER))
+    fleet.run(ask(client, [filler], _FILLER_ANSWER))
     metrics: Metrics = fleet.run(client.metrics())
     return metrics
 

@@ -23,9 +23,10 @@ from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.replay.report import Sample
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.arms import ServerSettings, Sizes, arms_option
-from vllm_nvmeof_bench.serve.client import Reply, Tokens
+from vllm_nvmeof_bench.serve.client import Tokens
 from vllm_nvmeof_bench.serve.fleet import Part, Run
 from vllm_nvmeof_bench.serve.fleet import run as run_parts
+from vllm_nvmeof_bench.servers.client import Answer
 from vllm_nvmeof_bench.settings import option
 from vllm_nvmeof_bench.traces import (
     TRACE_HELP,
@@ -195,7 +196,7 @@ def _replays(settings: Settings, trace: Trace, run: Run) -> None:
 class Server(Protocol):
     """The part of `serve.client.Client` that a replay uses; tests have a server of their own."""
 
-    async def complete(self, prompt: Sequence[int], answer_tokens: int) -> Reply: ...
+    async def complete(self, prompt: Sequence[int], answer_tokens: int) -> Answer: ...
 
 
 class Replay:
@@ -260,13 +261,13 @@ class Replay:
         self.asked.update(request.blocks.tolist())
         prompt = self._vocabulary.prompt(request, self._trace.block_tokens)
         sent_s = time.perf_counter()
-        reply = Reply(sent_s, None, 0.0, len(prompt), 0)
+        reply = Answer(sent_s, tokens_in=len(prompt))
         ended = "cut"
         try:
             reply = await self._server.complete(prompt, request.output_tokens)
             ended = "failed" if reply.failure else "whole"
         except asyncio.CancelledError:
-            reply = replace(reply, end_s=time.perf_counter() - sent_s)
+            reply.ended = time.perf_counter()
             raise
         finally:
             self.samples.append(
@@ -274,7 +275,7 @@ class Replay:
                     arm=self._arm,
                     session=session,
                     at_s=sent_s - self._begun_s,
-                    ttft_s=reply.ttft_s,
+                    ttft_s=reply.ttft_s if reply.times else None,
                     end_s=reply.end_s,
                     tokens_in=reply.tokens_in,
                     tokens_out=reply.tokens_out,

@@ -1,26 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client of any OpenAI-compatible server: streamed completions, timed; a failure is a result.
-
-The client shares the cores with the servers that a benchmark starts, so it does little per token.
-"""
+"""A client of any OpenAI-compatible server, and what the server reports of its caches."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Self
 
 import httpx
 import numpy as np
 
 from vllm_nvmeof_bench.results import BenchError
-from vllm_nvmeof_bench.servers.client import Metrics
+from vllm_nvmeof_bench.servers import client as plain
+from vllm_nvmeof_bench.servers.client import Answer, ClientError, Metrics
 
 _NUDGE_TOKENS = 3
-_CONNECTIONS_MAX = 256
+_TIMEOUT_S = 600.0
 _FORGET_TRIES_MAX = 600
 _PAUSE_S = 0.1
 _SETTLE_S_MAX = 90.0
@@ -60,7 +57,8 @@ class Tokens:
         return found
 
     def draw(self, rng: np.random.Generator, count: int) -> list[int]:
-        return [int(token) for token in rng.integers(self.low, self.high, count)]
+        tokens: list[int] = rng.integers(self.low, self.high, count).tolist()
+        return tokens
 
     @property
     def nudge(self) -> list[int]:
@@ -116,53 +114,14 @@ class Hits:
         return sum(self.by_place.values())
 
 
-@dataclass(frozen=True)
-class Reply:
-    """The result of one request. Seconds are from sending it; sent_s is `time.perf_counter()`.
+class Client(plain.Client):
+    """A client to which a failed request is a result, and a missing `/metrics` an empty one.
 
-    ttft_s: to the first token, None if none came. end_s: to the last byte, or to the failure.
-    tokens_in, tokens_out: as the server counts them, else as the client does. tokens: ids of the
-    answer, where the server reports them. failure: None, or the reason why the answer is cut.
+    model: the name to ask for; empty: the first that the server lists.
     """
 
-    sent_s: float
-    ttft_s: float | None
-    end_s: float
-    tokens_in: int
-    tokens_out: int
-    text: str = ""
-    tokens: tuple[int, ...] = ()
-    failure: str | None = None
-
-    def same(self, other: Reply) -> bool:
-        """Whether both have the same answer."""
-        return (self.tokens, self.text) == (other.tokens, other.text)
-
-
-class Client:
-    """A client of one server; made, used and closed inside one event loop.
-
-    model: the name to ask for; None: the first that the server lists.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        model: str | None = None,
-        timeout_s: float = 600.0,
-        api_key: str | None = None,
-    ) -> None:
-        headers = {"content-type": "application/json"}
-        if api_key:
-            headers["authorization"] = f"Bearer {api_key}"
-        limits = httpx.Limits(max_connections=_CONNECTIONS_MAX)
-        self._http = httpx.AsyncClient(
-            base_url=url, timeout=timeout_s, trust_env=False, limits=limits, headers=headers
-        )
-        self._model = model
-
-    async def close(self) -> None:
-        await self._http.aclose()
+    def __init__(self, url: str, model: str = "", api_key: str | None = None) -> None:
+        super().__init__(url, _TIMEOUT_S, model, api_key)
 
     async def model(self) -> str:
         """The model's name; the server is asked for it once.
@@ -170,50 +129,35 @@ class Client:
         Raises:
             BenchError: the server does not answer, or lists none.
         """
-        if self._model is None:
+        if not self._model:
             try:
-                response = await self._http.get("/v1/models")
-                response.raise_for_status()
+                response = (await self._http.get("/v1/models")).raise_for_status()
                 self._model = str(response.json()["data"][0]["id"])
             except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
                 raise BenchError(f"{self._http.base_url}: no list of models: {error!r}") from None
         return self._model
 
-    async def complete(self, prompt: Sequence[int] | str, answer_tokens: int) -> Reply:
-        """Stream a greedy answer of exactly `answer_tokens` tokens; never raises for a failure."""
-        body = {
-            "model": await self.model(),
-            "prompt": prompt if isinstance(prompt, str) else list(prompt),
-            "max_tokens": answer_tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "return_token_ids": True,
-        }
-        content = json.dumps(body).encode()
-        answer = _Answer(time.perf_counter())
-        failure = None
+    async def complete(self, prompt: Sequence[int], max_tokens: int) -> Answer:
+        """Stream a greedy answer of exactly `max_tokens` tokens; never raises for a failure."""
+        await self.model()
+        answer = Answer(sent=time.perf_counter())
         try:
-            async with self._http.stream("POST", "/v1/completions", content=content) as response:
-                if response.status_code != httpx.codes.OK:
-                    text = (await response.aread()).decode(errors="replace")
-                    failure = f"HTTP {response.status_code}: {text[:_FAILURE_MAX]}"
-                else:
-                    async for line in response.aiter_lines():
-                        if line.startswith("data: {"):
-                            failure = failure or answer.take(line)
+            await self._stream(answer, prompt, max_tokens, {}, {})
+            if answer.tokens_out < max_tokens or not answer.times:
+                answer.failure = f"{answer.tokens_out} of {max_tokens} tokens came"
+        except ClientError as error:
+            answer.failure = str(error)[:_FAILURE_MAX]
         except (httpx.HTTPError, ValueError) as error:
-            failure = repr(error)[:_FAILURE_MAX]
-        return answer.reply(failure, answer_tokens)
+            answer.failure = repr(error)[:_FAILURE_MAX]
+        answer.ended = time.perf_counter()
+        return answer
 
-    async def metrics(self) -> Metrics | None:
-        """One reading of `/metrics`; None where the server has no such route."""
+    async def metrics(self) -> Metrics:
+        """One reading of `/metrics`; empty where the server has no such route."""
         try:
-            response = await self._http.get("/metrics")
+            return await super().metrics()
         except httpx.HTTPError:
-            return None
-        return Metrics(response.text) if response.status_code == httpx.codes.OK else None
+            return Metrics("")
 
     async def hits(self, nudge: Sequence[int] | None = None) -> Hits:
         """Prompt tokens so far, by where their KV was found; zeros without `/metrics`.
@@ -222,8 +166,7 @@ class Client:
         """
         if nudge is not None:
             await self.complete(nudge, 1)
-        found = await self.metrics()
-        return Hits() if found is None else Hits.of(found)
+        return Hits.of(await self.metrics())
 
     async def settle(self, nudge: Sequence[int]) -> None:
         """Wait until no write is pending, as far as the server reports them.
@@ -235,7 +178,7 @@ class Client:
         while time.monotonic() < end_s:
             await self.complete(nudge, 1)
             found = await self.metrics()
-            if found is None or not any(found.value(name) for name in _BUSY):
+            if not any(found.value(name) for name in _BUSY):
                 return
             await asyncio.sleep(_PAUSE_S)
         raise BenchError(f"{self._http.base_url} still writes after {_SETTLE_S_MAX:.0f} s")
@@ -251,53 +194,10 @@ class Client:
         """
         for _ in range(_FORGET_TRIES_MAX):
             try:
-                response = await self._http.post("/reset_prefix_cache")
+                response = (await self._http.post("/reset_prefix_cache")).raise_for_status()
             except httpx.HTTPError:
-                return False
-            if response.status_code != httpx.codes.OK:
                 return False
             if not response.content or response.json().get("success", True):
                 return True
             await asyncio.sleep(_PAUSE_S)
         raise BenchError(f"{self._http.base_url} does not empty its prefix cache: blocks in use")
-
-
-class _Answer:
-    """The state of one stream."""
-
-    def __init__(self, sent_s: float) -> None:
-        self._sent_s = sent_s
-        self._first_s: float | None = None
-        self._parts: list[str] = []
-        self._tokens: list[int] = []
-        self._usage: dict[str, Any] = {}
-        self._events = 0
-
-    def take(self, line: str) -> str | None:
-        """Take one event; return the failure that it reports, if any."""
-        event = json.loads(line[6:])
-        if "error" in event:
-            return f"the server failed it: {str(event['error'])[:_FAILURE_MAX]}"
-        self._usage = event.get("usage") or self._usage
-        for choice in event.get("choices") or ():
-            if self._first_s is None:
-                self._first_s = time.perf_counter()
-            self._events += 1
-            self._parts.append(choice.get("text") or "")
-            self._tokens += choice.get("token_ids") or ()
-        return None
-
-    def reply(self, failure: str | None, wanted: int) -> Reply:
-        came = int(self._usage.get("completion_tokens") or len(self._tokens) or self._events)
-        if failure is None and (came < wanted or self._first_s is None):
-            failure = f"{came} of {wanted} tokens came"
-        return Reply(
-            sent_s=self._sent_s,
-            ttft_s=None if self._first_s is None else self._first_s - self._sent_s,
-            end_s=time.perf_counter() - self._sent_s,
-            tokens_in=int(self._usage.get("prompt_tokens") or 0),
-            tokens_out=came,
-            text="".join(self._parts),
-            tokens=tuple(self._tokens),
-            failure=failure,
-        )

@@ -34,10 +34,11 @@ import numpy as np
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.arms import BLOCK_TOKENS, ServerSettings, Sizes, arms_option
-from vllm_nvmeof_bench.serve.client import Client, Hits, Reply, Tokens
+from vllm_nvmeof_bench.serve.client import Client, Hits, Tokens
 from vllm_nvmeof_bench.serve.fleet import Part, Run, ServeFleet
 from vllm_nvmeof_bench.serve.fleet import run as run_parts
 from vllm_nvmeof_bench.serve.report import HitSample, TtftSample, TurnSample
+from vllm_nvmeof_bench.servers.client import Answer
 from vllm_nvmeof_bench.settings import check_positive, option
 
 _SEQUENCES = 16
@@ -102,7 +103,7 @@ class TtftSettings(ServerSettings):
         rng = np.random.default_rng([self.seed, 11])
         places = [(number, length) for number in range(self.rounds) for length in self.lengths]
         prompts = {place: tokens.draw(rng, place[1]) for place in places}
-        first: dict[tuple[int, int], Reply] = {}
+        first: dict[tuple[int, int], Answer] = {}
         emptied = run.conditions["gpu_cache_emptied"] = {}
         total = 2 * len(fleet.arms) * len(places)
         for phase in ("cold", "back"):
@@ -132,7 +133,7 @@ class TtftSettings(ServerSettings):
                 fleet.run(client.settle(tokens.nudge))
 
 
-async def _ask(client: Client, tokens: Tokens, prompt: list[int]) -> tuple[Reply, Hits]:
+async def _ask(client: Client, tokens: Tokens, prompt: list[int]) -> tuple[Answer, Hits]:
     before = await client.hits(tokens.nudge)
     reply = await client.complete(prompt, _TTFT_ANSWER_TOKENS)
     return reply, await client.hits(tokens.nudge) - before
@@ -177,7 +178,7 @@ class HitSettings(ServerSettings):
         """Raises: BenchError: a server does not settle, or does not empty its prefix cache."""
         fleet, tokens, samples = run.fleet, run.tokens, run.samples
         total = self.rounds * len(self.rates) * len(fleet.clients)
-        first: dict[str, Reply] = {}
+        first: dict[str, Answer] = {}
         stored = prompts_of(self, tokens, 100, 0)
         for arm, client in fleet.clients.items():
             run.on_progress(0, total, f"storing the prompts that return · {arm}")
@@ -197,12 +198,12 @@ class HitSettings(ServerSettings):
                     samples.append(HitSample(arm=arm, rate=rate, round=number, **one))
                     fleet.run(client.settle(tokens.nudge))
 
-    async def _send(self, client: Client, batch: _Batch) -> list[Reply]:
+    async def _send(self, client: Client, batch: _Batch) -> list[Answer]:
         asked = (client.complete(prompt, self.answer_tokens) for _, prompt in batch)
         return await asyncio.gather(*asked)
 
     async def _measure(
-        self, client: Client, tokens: Tokens, batch: _Batch, first: dict[str, Reply]
+        self, client: Client, tokens: Tokens, batch: _Batch, first: dict[str, Answer]
     ) -> dict[str, Any]:
         before = await client.hits(tokens.nudge)
         start_s = time.perf_counter()
@@ -210,7 +211,7 @@ class HitSettings(ServerSettings):
         seconds = time.perf_counter() - start_s
         hits = await client.hits(tokens.nudge) - before
         whole = [reply for reply in replies if reply.failure is None]
-        ttfts = sorted(reply.ttft_s for reply in whole if reply.ttft_s is not None)
+        ttfts = sorted(reply.ttft_s for reply in whole)
         compared = [
             first[name].same(reply)
             for (name, _), reply in zip(batch, replies, strict=True)
@@ -308,7 +309,7 @@ class TurnSettings(ServerSettings):
                 round=number,
                 conversation=conversation,
                 turn=turn,
-                start_s=reply.sent_s - start_s,
+                start_s=reply.sent - start_s,
                 ttft_s=reply.ttft_s if reply.failure is None else None,
                 end_s=reply.end_s,
                 prompt_tokens=reply.tokens_in,
@@ -321,11 +322,11 @@ class TurnSettings(ServerSettings):
             for turn, reply in enumerate(replies)
         ]
 
-    async def _converse(self, client: Client, tokens: Tokens, words: list[int]) -> list[Reply]:
+    async def _converse(self, client: Client, tokens: Tokens, words: list[int]) -> list[Answer]:
         """One conversation, drawn from `words`; it ends at its first failure, as a user would."""
         rng = np.random.default_rng(words)
         context: list[int] = []
-        replies: list[Reply] = []
+        replies: list[Answer] = []
         for length in (self.first_tokens, *[self.grow_tokens] * (self.turns - 1)):
             context += tokens.draw(rng, length)
             reply = await client.complete(context, self.answer_tokens)
@@ -336,7 +337,7 @@ class TurnSettings(ServerSettings):
         return replies
 
 
-def _digest(reply: Reply) -> str:
+def _digest(reply: Answer) -> str:
     text = " ".join(map(str, reply.tokens)) or reply.text
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client of the OpenAI HTTP API, as a user's would be, and a reader of `/metrics`.
 
-Prompts are sent as token ids, and answers come back as token ids with log-probabilities, so
-that two servers can be compared token by token.
+Prompts are sent as token ids, and answers come back as token ids, so that servers can be compared
+token by token. The client shares the cores with the servers, so it does little per token.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -18,6 +18,8 @@ import httpx
 
 from vllm_nvmeof_bench.servers.server import MODEL_NAME
 from vllm_nvmeof_offload.errors import OffloadError
+
+_CONNECTIONS_MAX = 256
 
 
 class ClientError(OffloadError):
@@ -29,7 +31,10 @@ class Answer:
     """One streamed answer. Times are `time.perf_counter()` seconds.
 
     tokens, logprobs, gaps: per generated token its id, its log-probability, and how far the
-    runner-up's is below it. times: when each token arrived.
+    runner-up's is below it; ids where the server reports them, the others where the client asked
+    for them. times: when each token arrived, or each event of a server that reports no ids.
+    ended: when the last byte came, or the failure. tokens_in, tokens_out: as the server counts
+    them, else as the client does. failure: why the answer is not whole.
     """
 
     sent: float
@@ -37,11 +42,25 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    ended: float = 0.0
+    text: str = ""
+    tokens_in: int = 0
+    tokens_out: int = 0
+    failure: str | None = None
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from sending the request to its first token."""
+        """Seconds from sending the request to its first token, which must have come."""
         return self.times[0] - self.sent
+
+    @property
+    def end_s(self) -> float:
+        """Seconds from sending the request to its end."""
+        return self.ended - self.sent
+
+    def same(self, other: Answer) -> bool:
+        """Whether both have the same tokens and text."""
+        return (self.tokens, self.text) == (other.tokens, other.text)
 
 
 class Metrics:
@@ -76,18 +95,31 @@ class Metrics:
 
 
 class Client:
-    """An asynchronous client of one server."""
+    """An asynchronous client of one server, made, used and closed inside one event loop."""
 
-    def __init__(self, url: str, timeout_s: float = 300.0) -> None:
-        limits = httpx.Limits(max_connections=64)
+    def __init__(
+        self,
+        url: str,
+        timeout_s: float = 300.0,
+        model: str = MODEL_NAME,
+        api_key: str | None = None,
+    ) -> None:
         self._http = httpx.AsyncClient(
-            base_url=url, timeout=timeout_s, limits=limits, trust_env=False
+            base_url=url,
+            timeout=timeout_s,
+            limits=httpx.Limits(max_connections=_CONNECTIONS_MAX),
+            headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+            trust_env=False,
         )
+        self._model = model
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
         await self._http.aclose()
 
     async def complete(
@@ -105,42 +137,56 @@ class Client:
         Raises:
             ClientError: the server refused the request, or the answer is not whole.
         """
+        more: dict[str, Any] = {"logprobs": 2, "return_tokens_as_token_ids": True}
+        if cache_salt is not None:
+            more["cache_salt"] = cache_salt
+        headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
+        answer = Answer(sent=0.0)
+        await self._stream(answer, prompt, max_tokens, more, headers)
+        if len(answer.tokens) != max_tokens:
+            raise ClientError(f"{len(answer.tokens)} of {max_tokens} tokens came")
+        return answer
+
+    async def _stream(
+        self,
+        answer: Answer,
+        prompt: Sequence[int],
+        max_tokens: int,
+        more: Mapping[str, Any],
+        headers: Mapping[str, str],
+    ) -> None:
+        """Send a request, and add to `answer` until the stream ends. more: of the body.
+
+        Raises:
+            ClientError: the server refused the request, or reports an error in the stream.
+        """
         body = {
-            "model": MODEL_NAME,
+            "model": self._model,
             "prompt": list(prompt),
             "max_tokens": max_tokens,
             "temperature": 0.0,
             "ignore_eos": True,
             "stream": True,
-            "logprobs": 2,
+            "stream_options": {"include_usage": True},
             "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
+            **more,
         }
-        if cache_salt is not None:
-            body["cache_salt"] = cache_salt
-        headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
-        answer = Answer(sent=time.perf_counter())
         call = self._http.stream("POST", "/v1/completions", json=body, headers=headers)
+        answer.sent = time.perf_counter()
         async with call as response:
             if response.status_code != httpx.codes.OK:
                 text = (await response.aread()).decode(errors="replace")
                 raise ClientError(f"HTTP {response.status_code}: {text}")
             async for line in response.aiter_lines():
-                if line.startswith("data: ") and line != "data: [DONE]":
+                if line.startswith("data: {"):
                     _take(answer, json.loads(line[6:]), time.perf_counter())
-        if len(answer.tokens) != max_tokens:
-            raise ClientError(f"{len(answer.tokens)} of {max_tokens} tokens came")
-        return answer
+        answer.ended = time.perf_counter()
 
     async def metrics(self) -> Metrics:
         """Read `/metrics`."""
         response = await self._http.get("/metrics")
         response.raise_for_status()
         return Metrics(response.text)
-
-    async def reset_prefix_cache(self) -> None:
-        """Drop the GPU prefix cache (the server must run in vLLM's development mode)."""
-        (await self._http.post("/reset_prefix_cache")).raise_for_status()
 
 
 def _take(answer: Answer, event: dict[str, Any], now: float) -> None:
@@ -150,12 +196,13 @@ def _take(answer: Answer, event: dict[str, Any], now: float) -> None:
         ClientError: the server reports an error in the stream.
     """
     if "error" in event:
-        raise ClientError(str(event["error"]))
-    for choice in event.get("choices", []):
-        ids = choice.get("token_ids") or []
+        raise ClientError(f"the server failed it: {event['error']}")
+    for choice in event.get("choices") or ():
+        ids = choice.get("token_ids")
         logprobs = choice.get("logprobs") or {}
-        answer.tokens += ids
-        answer.times += [now] * len(ids)
+        answer.text += choice.get("text") or ""
+        answer.tokens += ids or ()
+        answer.times += [now] * (1 if ids is None else len(ids))
         # JSON has no NaN; a model that computes one (wrong KV does that) gives null.
         answer.logprobs += [
             float("nan") if p is None else p for p in logprobs.get("token_logprobs", [])
@@ -163,3 +210,6 @@ def _take(answer: Answer, event: dict[str, Any], now: float) -> None:
         for top in logprobs.get("top_logprobs", []):
             best = sorted((p for p in top.values() if p is not None), reverse=True)
             answer.gaps.append(best[0] - best[1] if len(best) > 1 else float("inf"))
+    usage = event.get("usage") or {}  # with the last event, which has no token
+    answer.tokens_in = usage.get("prompt_tokens") or 0
+    answer.tokens_out = usage.get("completion_tokens") or len(answer.times)

@@ -17,7 +17,7 @@ from vllm_nvmeof_bench.page.published import REPLAY
 from vllm_nvmeof_bench.replay.measure import Replay, Settings, Vocabulary, trace_of
 from vllm_nvmeof_bench.replay.report import Sample, published, summary_of
 from vllm_nvmeof_bench.results import BenchError, dump
-from vllm_nvmeof_bench.serve.client import Reply
+from vllm_nvmeof_bench.servers.client import Answer
 from vllm_nvmeof_bench.traces import Pace, Request, read_trace
 
 from tests.unit.bench import printing
@@ -74,7 +74,7 @@ class MadeUpServer:
         self._hangs_from = hangs_from
         self._fails = fails
 
-    async def complete(self, prompt: list[int], answer_tokens: int) -> Reply:
+    async def complete(self, prompt: list[int], answer_tokens: int) -> Answer:
         number = len(self.asked)
         self.asked.append(len(prompt))
         self.at_once += 1
@@ -84,7 +84,15 @@ class MadeUpServer:
             await asyncio.Event().wait()
         self.at_once -= 1
         failure = "HTTP 500" if number == self._fails else None
-        return Reply(time.perf_counter(), 0.5, 1.0, len(prompt), answer_tokens, failure=failure)
+        now_s = time.perf_counter()
+        return Answer(
+            now_s,
+            times=[now_s + 0.5],
+            ended=now_s + 1.0,
+            tokens_in=len(prompt),
+            tokens_out=answer_tokens,
+            failure=failure,
+        )
 
 
 def played(folder: Path, server: MadeUpServer, pace: Pace, duration_s: float = 60.0) -> Replay:

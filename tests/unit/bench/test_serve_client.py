@@ -37,16 +37,16 @@ def test_a_stream_is_timed_and_counted() -> None:
     with MadeUpServer() as server:
         reply = on(server, lambda client: client.complete([1, 2, 3], 2))
     assert reply.failure is None
-    assert reply.ttft_s is not None and 0 < reply.ttft_s <= reply.end_s
+    assert 0 < reply.ttft_s <= reply.end_s
     assert (reply.tokens_in, reply.tokens_out) == (3, 2)
-    assert (reply.tokens, reply.text) == ((6, 7), "<6><7>")
+    assert (reply.tokens, reply.text) == ([6, 7], "<6><7>")
 
 
 def test_a_refused_request_is_a_failure_with_its_reason() -> None:
     with MadeUpServer(fails=3) as server:
         reply = on(server, lambda client: client.complete([1, 2, 3], 2))
     assert reply.failure == "HTTP 503: overloaded"
-    assert reply.ttft_s is None
+    assert reply.times == []
     assert reply.tokens_out == 0
 
 
