@@ -34,9 +34,10 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +55,13 @@ from vllm_nvmeof_bench.cost.report import (
     Sample,
 )
 from vllm_nvmeof_bench.home import drop_logs, home_in, quiet_interpreter
-from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
+from vllm_nvmeof_bench.progress import OnProgress, progress
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.serve.client import Client
+from vllm_nvmeof_bench.serve.fleet import Fleet, serving
 from vllm_nvmeof_bench.servers.client import Metrics
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
-from vllm_nvmeof_bench.servers.server import (
-    OffloadSpec,
-    Server,
-    ServerError,
-    ServerSpec,
-)
+from vllm_nvmeof_bench.servers.server import OffloadSpec, ServerSpec
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded
 from vllm_nvmeof_offload.units import GIB
 
@@ -219,65 +216,17 @@ def server_spec(arm: str, settings: Settings, model: Path, home: Path) -> Server
     )
 
 
-class Fleet:
-    """The servers of all arms, started one after the other in `home`; `stack` stops them all.
-
-    Raises:
-        BenchError: one did not start; its log is in `logs`.
-    """
-
-    def __init__(
-        self,
-        stack: ExitStack,
-        settings: Settings,
-        home: Path,
-        logs: Path,
-        report: Callable[[str], None],
-    ) -> None:
-        self._runner = stack.enter_context(asyncio.Runner())
-        self.servers: dict[str, Server] = {}
-        self.clients: dict[str, Client] = {}
-        report("making the model")
-        model = make_model(home / "models", settings.shape)
-        for arm in settings.arms:
-            report(f"starting vllm serve, arm {arm}")
-            spec = server_spec(arm, settings, model, home)
-            with plainly(arm):
-                server = stack.enter_context(Server(spec, logs / f"{arm}.log"))
-                server.wait_ready()
-            self.servers[arm] = server
-            client = self.clients[arm] = Client(server.url)
-            stack.callback(lambda client=client: self._runner.run(client.close()))
-
-    def run(self, coroutine: Any) -> Any:
-        """Run a client's coroutine to its end."""
-        return self._runner.run(coroutine)
-
-    def cpu_s(self) -> dict[str, float]:
-        """CPU seconds of every server so far, by arm."""
-        found = cpu_of_groups(tuple(server.pid for server in self.servers.values()))
-        return {arm: found[server.pid] for arm, server in self.servers.items()}
-
-    def check(self) -> None:
-        """Every server still runs.
-
-        Raises:
-            BenchError: one has ended.
-        """
-        for arm, server in self.servers.items():
-            if not server.running:
-                raise BenchError(f"arm {arm}: its server has ended; its log is {server.log_path}")
+def cpu_s_of(fleet: Fleet) -> dict[str, float]:
+    """CPU seconds of every server so far, by arm."""
+    found = cpu_of_groups(tuple(server.pid for server in fleet.servers.values()))
+    return {arm: found[server.pid] for arm, server in fleet.servers.items()}
 
 
-@contextmanager
-def plainly(arm: str) -> Iterator[None]:
-    """A server's failure as one line: what happened, and the log's last line of an error."""
-    try:
-        yield
-    except ServerError as error:
-        what, *tail = str(error).splitlines()
-        reasons = [line for line in tail if "Error" in line] or tail[-1:] or [""]
-        raise BenchError(f"arm {arm}: {what} … {reasons[-1].strip()}") from None
+def _check(fleet: Fleet) -> None:
+    """Raises: BenchError: a server has ended."""
+    for arm, server in fleet.servers.items():
+        if not server.running:
+            raise BenchError(f"arm {arm}: its server has ended; its log is {server.log_path}")
 
 
 # -- one sample -------------------------------------------------------------------------
@@ -319,16 +268,16 @@ def _measure(fleet: Fleet, settings: Settings, arm: str, case: str, number: int)
     Raises:
         BenchError: a server has ended, a request failed, or the server does not get quiet.
     """
-    fleet.check()
+    _check(fleet)
     client = fleet.clients[arm]
     prompts = prompts_of(settings, case, number)
     answer = settings.batch_answer_tokens if case == "batch" else settings.single_answer_tokens
     before = _counters(fleet, settings, arm)
-    wait_until_quiet(lambda: sum(fleet.cpu_s().values()))
-    cpu_before = fleet.cpu_s()
+    wait_until_quiet(lambda: sum(cpu_s_of(fleet).values()))
+    cpu_before = cpu_s_of(fleet)
     ttft_s, seconds = fleet.run(ask(client, prompts, answer))
-    quiet_after_s = wait_until_quiet(lambda: fleet.cpu_s()[arm])
-    cpu = {name: now - cpu_before[name] for name, now in fleet.cpu_s().items()}
+    quiet_after_s = wait_until_quiet(lambda: cpu_s_of(fleet)[arm])
+    cpu = {name: now - cpu_before[name] for name, now in cpu_s_of(fleet).items()}
     after = _counters(fleet, settings, arm)
 
     def grown(name: str) -> int:
@@ -366,10 +315,10 @@ def _measure(fleet: Fleet, settings: Settings, arm: str, case: str, number: int)
 
 def _idle_shares(fleet: Fleet, settings: Settings) -> dict[str, float]:
     """Cores that each server uses while nobody asks it anything."""
-    wait_until_quiet(lambda: sum(fleet.cpu_s().values()))
-    before, start_s = fleet.cpu_s(), time.perf_counter()
+    wait_until_quiet(lambda: sum(cpu_s_of(fleet).values()))
+    before, start_s = cpu_s_of(fleet), time.perf_counter()
     time.sleep(settings.idle_s)
-    after, seconds = fleet.cpu_s(), time.perf_counter() - start_s
+    after, seconds = cpu_s_of(fleet), time.perf_counter() - start_s
     return {arm: round((after[arm] - before[arm]) / seconds, 4) for arm in before}
 
 
@@ -385,34 +334,11 @@ def _counters(fleet: Fleet, settings: Settings, arm: str) -> Metrics:
 # -- the run ----------------------------------------------------------------------------
 
 
-def run(
-    settings: Settings,
-    logs: Path,
-    on_progress: OnProgress = unheard,
-) -> tuple[list[Sample], dict[str, Any]]:
-    """Measure; return the samples and the conditions.
-
-    Raises:
-        BenchError: too little space, a server that does not start, or one that failed.
-    """
-    total = settings.pairs * len(CASES) * len(settings.arms)
-    limit = settings.disk_bytes_max
-    with home_in(settings.directory, limit) as home, quiet_interpreter(), ExitStack() as stack:
-        found = _conditions(settings, home)
-        fleet = Fleet(stack, settings, home, logs, lambda what: on_progress(0, total, what))
-        samples = _rounds(fleet, settings, found, on_progress, total)
-        found["load_average_at_end"] = conditions.load_average()
-    drop_logs(logs, settings.arms)
-    return samples, found
-
-
 def _rounds(
-    fleet: Fleet,
-    settings: Settings,
-    found: dict[str, Any],
-    on_progress: OnProgress,
-    total: int,
+    fleet: Fleet, settings: Settings, found: dict[str, Any], on_progress: OnProgress
 ) -> list[Sample]:
+    """Warm up, measure what idle servers use, which goes to the conditions, and do the rounds."""
+    total = settings.pairs * len(CASES) * len(settings.arms)
     for number in range(settings.warm_ups):
         for case in CASES:
             for arm in settings.arms:
@@ -428,7 +354,6 @@ def _rounds(
                 on_progress(len(samples), total, f"round {number + 1} · {case} · {arm}")
                 gc.collect()
                 samples.append(_measure(fleet, settings, arm, case, number))
-    on_progress(total, total, "stopping the servers")
     return samples
 
 
@@ -455,10 +380,22 @@ def measure(settings: Settings, json_path: Path) -> None:
     """Run, and write the JSON file; the servers' logs stay beside it if the run fails.
 
     Raises:
-        BenchError: it cannot run here, or a server failed.
+        BenchError: too little space, a server that does not start, or one that failed.
     """
-    with progress() as on_progress:
-        samples, found = run(settings, json_path.parent / _LOGS, on_progress)
+    logs = json_path.parent / _LOGS
+    with (
+        progress() as on_progress,
+        home_in(settings.directory, settings.disk_bytes_max) as home,
+        quiet_interpreter(),
+    ):
+        found = _conditions(settings, home)
+        on_progress(0, 0, "making the model")
+        model = make_model(home / "models", settings.shape)
+        specs = {arm: server_spec(arm, settings, model, home) for arm in settings.arms}
+        with serving(specs, logs, partial(on_progress, 0, 0), {}) as fleet:
+            samples = _rounds(fleet, settings, found, on_progress)
+        found["load_average_at_end"] = conditions.load_average()
+    drop_logs(logs, settings.arms)
     dump(json_path, "cost", samples, found)
 
 

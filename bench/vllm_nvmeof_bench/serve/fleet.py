@@ -8,11 +8,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vllm_nvmeof_bench.conditions import at_start, load_average
-from vllm_nvmeof_bench.cost.measure import plainly
 from vllm_nvmeof_bench.home import drop_logs, home_in, quiet_interpreter
 from vllm_nvmeof_bench.progress import OnProgress, progress
 from vllm_nvmeof_bench.results import BenchError, dump
@@ -28,7 +28,7 @@ from vllm_nvmeof_bench.serve.arms import (
 from vllm_nvmeof_bench.serve.client import Client, Tokens
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.model import make_model
-from vllm_nvmeof_bench.servers.server import Server
+from vllm_nvmeof_bench.servers.server import Server, ServerError, ServerSpec
 from vllm_nvmeof_bench.settings import recorded
 from vllm_nvmeof_bench.throttle import Throttle
 from vllm_nvmeof_offload.fabric.machine import read_gpus
@@ -41,23 +41,73 @@ _REMOTE_TOKENS = Tokens(1000, 30000)
 
 
 @dataclass
-class ServeFleet:
-    """The arms' servers and a client of each, by name."""
+class Fleet:
+    """A client of each server, and the servers that were started here, by name."""
 
-    arms: Sequence[Arm]
     runner: asyncio.Runner
     clients: dict[str, Client] = field(default_factory=dict)
+    servers: dict[str, Server] = field(default_factory=dict)
 
     def run(self, coroutine: Any) -> Any:
         """Run a client's coroutine to its end."""
         return self.runner.run(coroutine)
 
 
+@contextmanager
+def serving(
+    wanted: Mapping[str, ServerSpec | str],
+    logs: Path,
+    on_step: Callable[[str], None],
+    throttles: Mapping[str, Throttle],
+) -> Iterator[Fleet]:
+    """Start servers, two at a time, and stop them at the end; a text is the URL of one that runs.
+
+    throttles: of the disk, by the server's name; they hold for every process that it starts.
+
+    Raises:
+        BenchError: a server did not start, its log being in `logs`, or does not answer.
+    """
+    ours = {name: spec for name, spec in wanted.items() if not isinstance(spec, str)}
+    with ExitStack() as stack:
+        fleet = Fleet(stack.enter_context(asyncio.Runner()))
+        for at in range(0, len(ours), _AT_ONCE):
+            some = list(ours)[at : at + _AT_ONCE]
+            on_step("starting vllm serve: " + ", ".join(some))
+            for name in some:
+                server = stack.enter_context(Server(ours[name], logs / f"{name}.log"))
+                fleet.servers[name] = server
+                if name in throttles:
+                    throttles[name].add(server.pid)
+            for name in some:
+                _wait_ready(name, fleet.servers[name])
+        for name, spec in wanted.items():
+            if isinstance(spec, str):
+                # As other OpenAI clients take the key of a server that is given by its URL.
+                client = Client(spec, api_key=os.environ.get("OPENAI_API_KEY"))
+            else:
+                client = Client(fleet.servers[name].url)
+            fleet.clients[name] = client
+            stack.callback(lambda client=client: fleet.run(client.close()))
+            fleet.run(client.model())
+        yield fleet
+        on_step("stopping the servers")
+
+
+def _wait_ready(name: str, server: Server) -> None:
+    """Raises: BenchError: one line: what happened, and the log's last line of an error."""
+    try:
+        server.wait_ready()
+    except ServerError as error:
+        what, *tail = str(error).splitlines()
+        reasons = [line for line in tail if "Error" in line] or tail[-1:] or [""]
+        raise BenchError(f"arm {name}: {what} … {reasons[-1].strip()}") from None
+
+
 @dataclass(frozen=True)
 class Run:
     """A part under way: its measure adds to `samples` one by one, and to `conditions`."""
 
-    fleet: ServeFleet
+    fleet: Fleet
     tokens: Tokens
     samples: list[Any]
     conditions: dict[str, Any]
@@ -89,9 +139,43 @@ def run(parts: Mapping[str, Part], logged: Callable[[str], bool] = lambda what: 
     name, first = next(iter(parts.items()))
     settings = first.settings
     arms = arms_of(settings.arms, settings.base_urls)
+    ours = [arm for arm in arms if arm.url is None]
     logs = first.json_path.parent / f"{name}-logs"
     sizes = merged([part.sizes for part in parts.values()])
-    ours = [arm for arm in arms if arm.url is None]
+    tokens = _tokens(settings, sizes, bool(ours))
+    pools = sum(arm.pool for arm in arms)
+    disk_bytes = pools * sizes.pool_bytes + 256 * MIB if pools else 0
+    with ExitStack() as stack:
+        on_progress = stack.enter_context(progress(logged))
+        home = stack.enter_context(home_in(settings.directory, disk_bytes))
+        common = {**_conditions(arms, sizes, home), "token_ids": [tokens.low, tokens.high]}
+        throttles = _places(stack, ours, sizes, home)
+        wanted: dict[str, ServerSpec | str] = {arm.name: arm.url for arm in arms if arm.url}
+        if ours:
+            on_progress(0, 0, "making the model")
+            model = make_model(sizes.models.resolve(), sizes.shape)
+            wanted = {arm.name: server_spec(arm, sizes, model, home / arm.name) for arm in ours}
+        fleet = stack.enter_context(serving(wanted, logs, partial(on_progress, 0, 0), throttles))
+        models = {name: fleet.run(one.model()) for name, one in fleet.clients.items()}
+        for name, part in parts.items():
+            conditions = {**common, "models": models, "settings": recorded(part.settings)}
+            conditions["load_average_at_start"] = load_average()
+            samples: list[Any] = []
+            try:
+                with quiet_interpreter() if part.quiet else nullcontext():
+                    part.measure(Run(fleet, tokens, samples, conditions, on_progress))
+            except BaseException:
+                conditions["cut_off"] = True
+                raise
+            finally:
+                if samples:
+                    conditions["load_average_at_end"] = load_average()
+                    dump(part.json_path, name, samples, conditions)
+    drop_logs(logs, [arm.name for arm in ours])
+
+
+def _tokens(settings: ServerSettings, sizes: Sizes, ours: bool) -> Tokens:
+    """The token ids to draw prompts from; ours: servers are started here, with a small model."""
     tokens = Tokens(high=sizes.shape.vocab) if ours else _REMOTE_TOKENS
     if settings.token_ids:
         tokens = Tokens.parse(settings.token_ids)
@@ -99,27 +183,7 @@ def run(parts: Mapping[str, Part], logged: Callable[[str], bool] = lambda what: 
         raise BenchError(
             f"token ids up to {tokens.high}: the model that is started here has {sizes.shape.vocab}"
         )
-    pools = sum(arm.pool for arm in arms)
-    disk_bytes = pools * sizes.pool_bytes + 256 * MIB if pools else 0
-    with progress(logged) as on_progress, home_in(settings.directory, disk_bytes) as home:
-        common = {**_conditions(arms, sizes, home), "token_ids": [tokens.low, tokens.high]}
-        with _serving(arms, sizes, home, logs, lambda what: on_progress(0, 0, what)) as fleet:
-            models = {name: fleet.run(one.model()) for name, one in fleet.clients.items()}
-            for name, part in parts.items():
-                conditions = {**common, "models": models, "settings": recorded(part.settings)}
-                conditions["load_average_at_start"] = load_average()
-                samples: list[Any] = []
-                try:
-                    with quiet_interpreter() if part.quiet else nullcontext():
-                        part.measure(Run(fleet, tokens, samples, conditions, on_progress))
-                except BaseException:
-                    conditions["cut_off"] = True
-                    raise
-                finally:
-                    if samples:
-                        conditions["load_average_at_end"] = load_average()
-                        dump(part.json_path, name, samples, conditions)
-    drop_logs(logs, [arm.name for arm in ours])
+    return tokens
 
 
 def merged(sizes: Sequence[Sizes]) -> Sizes:
@@ -129,57 +193,23 @@ def merged(sizes: Sequence[Sizes]) -> Sizes:
     return replace(sizes[0], **largest, third_tokens=max(one.tokens_of("third") for one in sizes))
 
 
-@contextmanager
-def _serving(
-    arms: Sequence[Arm], sizes: Sizes, home: Path, logs: Path, on_step: Callable[[str], None]
-) -> Iterator[ServeFleet]:
-    """Start the arms' servers in `home`, two at a time, and stop them at the end.
+def _places(stack: ExitStack, arms: Sequence[Arm], sizes: Sizes, home: Path) -> dict[str, Throttle]:
+    """Make a directory for each arm; return the throttles of those that need one.
 
     Raises:
-        BenchError: a server did not start; its log is in `logs`.
-        ThrottleError: an arm needs a throttled disk, and this machine does not allow it.
+        ThrottleError: this machine does not allow it.
     """
-    urls = {arm.name: arm.url for arm in arms if arm.url is not None}
-    ours = [arm for arm in arms if arm.url is None]
-    with ExitStack() as stack:
-        runner = stack.enter_context(asyncio.Runner())
-        if ours:
-            on_step("making the model")
-            model = make_model(sizes.models.resolve(), sizes.shape)
-        for at in range(0, len(ours), _AT_ONCE):
-            some = ours[at : at + _AT_ONCE]
-            on_step("starting vllm serve: " + ", ".join(arm.name for arm in some))
-            servers = {arm.name: _start(stack, arm, sizes, model, home, logs) for arm in some}
-            for name, server in servers.items():
-                with plainly(name):
-                    server.wait_ready()
-                urls[name] = server.url
-        fleet = ServeFleet(tuple(arms), runner)
-        for arm in arms:
-            # As other OpenAI clients take the key of a server that is given by its URL.
-            key = os.environ.get("OPENAI_API_KEY") if arm.url is not None else None
-            client = fleet.clients[arm.name] = Client(urls[arm.name], api_key=key)
-            stack.callback(lambda one=client: runner.run(one.close()))
-            fleet.run(client.model())
-        yield fleet
-        on_step("stopping the servers")
-
-
-def _start(stack: ExitStack, arm: Arm, sizes: Sizes, model: Path, home: Path, logs: Path) -> Server:
-    place = home / arm.name
-    place.mkdir()
-    if arm.peer:  # a killed peer leaves its CPU tier's file behind
-        left = Path("/dev/shm") / f"vllm_offload_{engine_id(arm.name)}.mmap"
-        stack.callback(lambda: left.unlink(missing_ok=True))
-    throttle = None
-    if arm.throttled:
-        rate = sizes.target_mb_per_s * _MB
-        throttle = stack.enter_context(Throttle(place, rate, rate))
-    spec = server_spec(arm, sizes, model, place)
-    server = stack.enter_context(Server(spec, logs / f"{arm.name}.log"))
-    if throttle is not None:
-        throttle.add(server.pid)  # and every process that it starts
-    return server
+    throttles = {}
+    for arm in arms:
+        place = home / arm.name
+        place.mkdir()
+        if arm.peer:  # a killed peer leaves its CPU tier's file behind
+            left = Path("/dev/shm") / f"vllm_offload_{engine_id(arm.name)}.mmap"
+            stack.callback(left.unlink, missing_ok=True)
+        if arm.throttled:
+            rate = sizes.target_mb_per_s * _MB
+            throttles[arm.name] = stack.enter_context(Throttle(place, rate, rate))
+    return throttles
 
 
 def _conditions(arms: Sequence[Arm], sizes: Sizes, directory: Path) -> dict[str, Any]:

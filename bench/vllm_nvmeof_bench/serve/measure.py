@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench ttft`, `hits` and `turns`: what each measures on the servers of a `ServeFleet`.
+"""`bench ttft`, `hits` and `turns`: what each measures on the servers of a `Fleet`.
 
 ttft: every arm first gets every prompt once (phase "cold"); then the writes behind are waited for.
 In each round each prompt of that round returns once to each arm (phase "back"), one request at a
@@ -35,7 +35,7 @@ from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.arms import BLOCK_TOKENS, ServerSettings, Sizes, arms_option
 from vllm_nvmeof_bench.serve.client import Client, Hits, Tokens
-from vllm_nvmeof_bench.serve.fleet import Part, Run, ServeFleet
+from vllm_nvmeof_bench.serve.fleet import Fleet, Part, Run
 from vllm_nvmeof_bench.serve.fleet import run as run_parts
 from vllm_nvmeof_bench.serve.report import HitSample, TtftSample, TurnSample
 from vllm_nvmeof_bench.servers.client import Answer
@@ -64,7 +64,7 @@ def measure(
     )
 
 
-def _shuffled(fleet: ServeFleet, words: str) -> Sequence[str]:
+def _shuffled(fleet: Fleet, words: str) -> Sequence[str]:
     """The arms, in an order that follows from `words`."""
     return random.Random(words).sample(list(fleet.clients), len(fleet.clients))
 
@@ -105,7 +105,7 @@ class TtftSettings(ServerSettings):
         prompts = {place: tokens.draw(rng, place[1]) for place in places}
         first: dict[tuple[int, int], Answer] = {}
         emptied = run.conditions["gpu_cache_emptied"] = {}
-        total = 2 * len(fleet.arms) * len(places)
+        total = 2 * len(fleet.clients) * len(places)
         for phase in ("cold", "back"):
             for place in places:
                 number, length = place

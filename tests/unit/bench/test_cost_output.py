@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 from vllm_nvmeof_bench.benchmark import benchmark
-from vllm_nvmeof_bench.cost.measure import Settings, extra_config, run, server_spec
+from vllm_nvmeof_bench.cost.measure import Settings, extra_config, measure, server_spec
 from vllm_nvmeof_bench.cost.report import ARMS, goals
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.tables import show
@@ -76,7 +76,7 @@ def test_errors_are_one_plain_line(tmp_path: Path) -> None:
 
 def test_too_little_space_is_said_before_a_server_starts(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="give another --dir"):
-        run(Settings(directory=tmp_path / "disk", pool_bytes=1 << 60), tmp_path / "logs")
+        measure(Settings(directory=tmp_path / "disk", pool_bytes=1 << 60), tmp_path / "cost.json")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -14,7 +14,7 @@ from vllm_nvmeof_bench.home import drop_logs
 from vllm_nvmeof_bench.results import BenchError, dump, load
 from vllm_nvmeof_bench.serve import report
 from vllm_nvmeof_bench.serve.client import Tokens
-from vllm_nvmeof_bench.serve.fleet import ServeFleet, merged
+from vllm_nvmeof_bench.serve.fleet import Fleet, merged
 from vllm_nvmeof_bench.serve.measure import HitSettings, TtftSettings, TurnSettings, prompts_of
 from vllm_nvmeof_bench.serve.report import TtftSample, TurnSample
 
@@ -117,15 +117,15 @@ def test_parts_run_on_servers_that_are_large_enough_for_all(tmp_path: Path) -> N
 def test_what_was_measured_before_a_run_was_cut_off_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = ServeFleet.run
+    asked = Fleet.run
 
-    def run(fleet: ServeFleet, coroutine: Any) -> Any:
+    def run(fleet: Fleet, coroutine: Any) -> Any:
         reply = asked(fleet, coroutine)
         if isinstance(reply, tuple) and reply[0].tokens_in == 200:
             raise KeyboardInterrupt
         return reply
 
-    monkeypatch.setattr(ServeFleet, "run", run)
+    monkeypatch.setattr(Fleet, "run", run)
     path = tmp_path / "out" / "ttft.json"
     with MadeUpServer() as one:
         options = ["--base-url", one.url, "--lengths", "100,200", "--json", str(path)]
