@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 from vllm_nvmeof_bench.demo.report import LOGPROB_TOLERANCE, Comparison, compare
-from vllm_nvmeof_bench.demo.runs import Runs, Session
 from vllm_nvmeof_bench.demo.workload import (
     BLOCK_TOKENS,
     CrowdPlan,
     Plan,
+    Runs,
+    Session,
     Turn,
     offload_spec,
     server_spec,
@@ -127,7 +128,6 @@ def test_returns_find_every_whole_chunk(outcome: Outcome) -> None:
 
 
 def test_preempted_requests_are_reloaded(outcome: Outcome) -> None:
-    assert outcome.got.crowd is not None
     assert outcome.got.crowd.preemptions > 0
     assert outcome.got.reloaded_tokens > 0
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from vllm_nvmeof_bench.demo import main
 from vllm_nvmeof_bench.demo.report import Report, compare
-from vllm_nvmeof_bench.demo.runs import Session
 from vllm_nvmeof_bench.demo.workload import (
     Conversation,
     CrowdResult,
     Plan,
+    Session,
     Turn,
     conversations,
     resume_times_s,

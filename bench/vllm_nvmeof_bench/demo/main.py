@@ -28,8 +28,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from vllm_nvmeof_bench.demo.report import Report
-from vllm_nvmeof_bench.demo.runs import Runs
-from vllm_nvmeof_bench.demo.workload import CrowdPlan, Plan, model_shape, offload_spec, server_spec
+from vllm_nvmeof_bench.demo.workload import (
+    CrowdPlan,
+    Plan,
+    Runs,
+    model_shape,
+    offload_spec,
+    server_spec,
+)
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model
 from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 from vllm_nvmeof_offload.errors import OffloadError
@@ -57,8 +63,7 @@ def run(
     json_path: where the figures go. pool_dir: where to make a fresh directory for the pool,
     default `build`. keep: leave that directory behind.
     """
-    console = Console(highlight=False)
-    plan = _QUICK if quick else Plan()
+    console = Console(highlight=False, soft_wrap=True)
     build = Path("build").resolve()
     above = (pool_dir or build).resolve()
     try:
@@ -67,12 +72,11 @@ def run(
     except OSError as error:
         console.print("[red]demo failed:[/]", escape(str(error)))
         return 1
-    demo = _Demo(console, plan, model_shape(), build, target)
     try:
-        report = demo.run()
+        report = _measure(console, _QUICK if quick else Plan(), build, target)
     except (OffloadError, httpx.HTTPError) as error:
         console.print("[red]demo failed:[/]", type(error).__name__, escape(str(error)))
-        console.print(f"the servers' output is in {build / 'demo-logs'}", soft_wrap=True)
+        console.print(f"the servers' output is in {build / 'demo-logs'}")
         return 1
     finally:
         if not keep:
@@ -81,54 +85,41 @@ def run(
     return _finish(console, report, json_path)
 
 
-class _Demo:
-    """One run of the demo; its methods are the steps of the module's docstring."""
+def _measure(console: Console, plan: Plan, build: Path, target: Path) -> Report:
+    """Take the steps of the module's docstring. target: the pool's directory."""
+    began, shape = time.monotonic(), model_shape()
+    with console.status("making the model"):
+        model = make_model(build / "models", shape)
+    console.print(
+        f"model: {shape.parameters / 1e6:.0f} M random float32 parameters, "
+        f"{format_bytes(shape.kv_bytes_per_token)} of KV cache a token"
+    )
+    plain = server_spec(plan, model)
+    spec = replace(plain, offload=offload_spec(plan, shape, target))
+    runs = Runs(plan, shape, console)
+    logs = build / "demo-logs"
+    with _served(console, "without offloading", plain, logs) as server:
+        baseline = asyncio.run(runs.baseline(server))
+    with _served(console, "with --kv-offloading-backend nvmeof", spec, logs) as server:
+        offloaded = asyncio.run(runs.offloaded(server))
+    with _served(console, "started again on the same pool", spec, logs) as server:
+        restarted = asyncio.run(runs.restarted(server))
+    conditions = _conditions(spec, plan, shape)
+    conditions["seconds"] = round(time.monotonic() - began, 1)
+    return Report(baseline, offloaded, restarted, conditions)
 
-    def __init__(
-        self, console: Console, plan: Plan, shape: ModelShape, build: Path, target: Path
-    ) -> None:
-        self._console = console
-        self._plan = plan
-        self._shape = shape
-        self._build = build
-        self._target = target
 
-    def run(self) -> Report:
-        """Run all steps and return what was measured."""
-        began, plan, shape = time.monotonic(), self._plan, self._shape
-        with self._console.status("making the model"):
-            model = make_model(self._build / "models", shape)
-        self._say(
-            f"model: {shape.parameters / 1e6:.0f} M random float32 parameters, "
-            f"{format_bytes(shape.kv_bytes_per_token)} of KV cache a token"
+@contextmanager
+def _served(console: Console, what: str, spec: ServerSpec, logs: Path) -> Iterator[Server]:
+    """A server that answers."""
+    log_path = logs / f"{what.split(maxsplit=1)[0]}.log"
+    with console.status(f"vllm serve, {what}") as status, Server(spec, log_path) as server:
+        server.wait_ready(
+            progress=lambda s, stage: status.update(f"vllm serve, {what}: {stage}, {s:.0f} s")
         )
-        plain = server_spec(plan, model)
-        spec = replace(plain, offload=offload_spec(plan, shape, self._target))
-        runs = Runs(plan, shape, self._say, self._console)
-        with self._server("without offloading", plain) as server:
-            baseline = asyncio.run(runs.baseline(server))
-        with self._server("with --kv-offloading-backend nvmeof", spec) as server:
-            offloaded = asyncio.run(runs.offloaded(server))
-        with self._server("started again on the same pool", spec) as server:
-            restarted = asyncio.run(runs.restarted(server))
-        report = Report(baseline, offloaded, restarted)
-        report.conditions.update(_conditions(spec, plan, shape))
-        report.conditions["seconds"] = round(time.monotonic() - began, 1)
-        return report
-
-    @contextmanager
-    def _server(self, what: str, spec: ServerSpec) -> Iterator[Server]:
-        log_path = self._build / "demo-logs" / f"{what.split(maxsplit=1)[0]}.log"
-        with self._console.status(f"vllm serve, {what}") as status, Server(spec, log_path) as one:
-            one.wait_ready(
-                progress=lambda s, stage: status.update(f"vllm serve, {what}: {stage}, {s:.0f} s")
-            )
-            status.stop()
-            self._say(f"\n[bold]vllm serve, {what}[/] (ready after {one.startup_s:.0f} s)")
-            yield one
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
+        status.stop()
+        console.print(f"\n[bold]vllm serve, {what}[/] (ready after {server.startup_s:.0f} s)")
+        yield server
 
 
 def _conditions(spec: ServerSpec, plan: Plan, shape: ModelShape) -> dict[str, object]:
@@ -154,7 +145,7 @@ def _conditions(spec: ServerSpec, plan: Plan, shape: ModelShape) -> dict[str, ob
 def _finish(console: Console, report: Report, json_path: Path) -> int:
     seen, data, failures = report.comparison(), report.data(), report.failures()
     console.print()
-    console.print(report.table())
+    console.print(report.table(), soft_wrap=False)
     console.print(
         f"{seen.tokens} greedy tokens of {seen.answers} answers compared with the server "
         f"without offloading: {'identical' if seen.identical else 'DIFFERENT'}; "
@@ -164,8 +155,7 @@ def _finish(console: Console, report: Report, json_path: Path) -> int:
         f"{data['reloaded_tokens']} tokens reloaded, {data['recomputed_tokens']} recomputed",
         f"figures: {json_path}; {report.conditions['seconds']:.0f} s in all",
         sep="\n",
-        soft_wrap=True,
     )
     for line in failures:
-        console.print(f"[red]failed:[/] {escape(line)}", soft_wrap=True)
+        console.print(f"[red]failed:[/] {escape(line)}")
     return 1 if failures else 0

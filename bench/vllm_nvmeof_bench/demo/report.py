@@ -22,12 +22,11 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.table import Table
 
-from vllm_nvmeof_bench.demo.runs import Session
-from vllm_nvmeof_bench.demo.workload import Turn
+from vllm_nvmeof_bench.demo.workload import Session
 from vllm_nvmeof_bench.servers.client import Answer
 from vllm_nvmeof_bench.servers.model import distinct_ratio
 
@@ -104,11 +103,10 @@ class Report:
         for turn in self.offloaded.turns:
             if turn.case in ("cold", *_RETURNING):
                 out[turn.case].append(turn.answer.ttft_s)
-        for turn in self.restarted.turns:
-            if turn.case in _RETURNING:
-                out["restart"].append(turn.answer.ttft_s)
-        out["preempted"] = _resumes(self.offloaded)
-        out["preempted_recompute"] = _resumes(self.baseline)
+        restarted = (turn for turn in self.restarted.turns if turn.case in _RETURNING)
+        out["restart"] = [turn.answer.ttft_s for turn in restarted]
+        out["preempted"] = self.offloaded.crowd.resumes_s
+        out["preempted_recompute"] = self.baseline.crowd.resumes_s
         return out
 
     def comparison(self) -> Comparison:
@@ -132,7 +130,7 @@ class Report:
 
     def failures(self) -> list[str]:
         """Return why the demo failed, a line each; empty if it did not."""
-        seen, samples, speedups = self.comparison(), self.samples(), self.speedups()
+        seen, samples = self.comparison(), self.samples()
         out = list(seen.differences)
         if seen.logprob_difference_max > LOGPROB_TOLERANCE:
             out.append(
@@ -142,32 +140,30 @@ class Report:
         if seen.distinct_ratio_min < DISTINCT_RATIO_MIN:
             out.append(f"an answer is a loop: {seen.distinct_ratio_min:.0%} distinct 3-grams")
         out += [f"{title}: never seen" for name, title in _TITLES.items() if not samples[name]]
-        returns = [t for t in self.offloaded.turns if t.number > 1] + self.restarted.turns
         out += [
-            f"{t.conversation}, turn {t.number}: found {t.gpu_hit_tokens + t.external_hit_tokens} "
-            f"of {t.prompt_tokens} prompt tokens"
-            for t in returns
-            if t.case in ("cold", "partial")
+            f"{t.conversation}, turn {t.number}: found {t.found_tokens} of {t.prompt_tokens} "
+            f"prompt tokens"
+            for t in (*self.offloaded.turns, *self.restarted.turns)
+            if t.number > 1 and t.case in ("cold", "partial")
         ]
-        if self.offloaded.crowd is not None and not self.offloaded.reloaded_tokens:
+        if not self.offloaded.reloaded_tokens:
             out.append("no token of a preempted request was reloaded")
         out += [
-            f"{_TITLES[name]}: only {speedups[name]:.1f}× faster than cold"
-            for name in _RETURNING
-            if name in speedups and speedups[name] < SPEEDUP_MIN
+            f"{_TITLES[name]}: only {speedup:.1f}× faster than cold"
+            for name, speedup in self.speedups().items()
+            if name in _RETURNING and speedup < SPEEDUP_MIN
         ]
         return out
 
     def data(self) -> dict[str, Any]:
-        """Return what `build/demo.json` holds."""
-        seen, crowd = self.comparison(), self.offloaded.crowd
+        """Return the content of `build/demo.json`."""
+        seen, sessions = self.comparison(), (self.baseline, self.offloaded, self.restarted)
         return {
             "identical": seen.identical,
             "ttft_s": {name: _rounded(values) for name, values in self.samples().items()},
             "speedup": {name: round(value, 2) for name, value in self.speedups().items()},
-            "external_hit_tokens": self.offloaded.external_hit_tokens
-            + self.restarted.external_hit_tokens,
-            "preemptions": crowd.preemptions if crowd else 0,
+            "external_hit_tokens": sum(one.external_hit_tokens for one in sessions[1:]),
+            "preemptions": self.offloaded.crowd.preemptions,
             "reloaded_tokens": self.offloaded.reloaded_tokens,
             "recomputed_tokens": self.offloaded.recomputed_tokens,
             "conditions": {
@@ -180,11 +176,9 @@ class Report:
                 "logprob_gap_min": seen.gap_min,
                 "distinct_3gram_ratio_min": seen.distinct_ratio_min,
                 "cold_without_offloading_s": _rounded(self.baseline_cold()),
-                "preemptions_without_offloading": _preemptions(self.baseline),
-                "startup_s": _rounded(
-                    [s.startup_s for s in (self.baseline, self.offloaded, self.restarted)]
-                ),
-                "turns": [_turn(t) for s in (self.offloaded, self.restarted) for t in s.turns],
+                "preemptions_without_offloading": self.baseline.crowd.preemptions,
+                "startup_s": _rounded(one.startup_s for one in sessions),
+                "turns": [turn.facts() for one in sessions[1:] for turn in one.turns],
             },
         }
 
@@ -196,42 +190,18 @@ class Report:
     def table(self) -> Table:
         """Return the table that ends the demo."""
         table = Table(title="Time to first token (preempted: from room to next token)")
-        for heading in ("case", "samples", "median", "least", "most", "speed-up"):
-            justify: Literal["left", "right"] = "left" if heading == "case" else "right"
-            table.add_column(heading, justify=justify, no_wrap=True)
-        speedups = self.speedups()
-        rows = {"cold, no offloading": self.baseline_cold()}
-        rows |= {_TITLES[name]: values for name, values in self.samples().items()}
-        by_title = {_TITLES[name]: value for name, value in speedups.items()}
-        for title, values in rows.items():
+        table.add_column("case", no_wrap=True)
+        for heading in ("samples", "median", "least", "most", "speed-up"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        speedups, samples = self.speedups(), {"": self.baseline_cold(), **self.samples()}
+        for name, values in samples.items():
             times = (statistics.median(values), min(values), max(values)) if values else ()
             cells = [f"{t:.3f} s" for t in times] or ["-"] * 3
-            ratio = f"{by_title[title]:.1f}×" if title in by_title else ""
+            ratio = f"{speedups[name]:.1f}×" if name in speedups else ""
+            title = _TITLES.get(name, "cold, no offloading")
             table.add_row(title, str(len(values)), *cells, ratio)
         return table
 
 
-def _resumes(session: Session) -> list[float]:
-    return session.crowd.resumes_s if session.crowd is not None else []
-
-
-def _preemptions(session: Session) -> int:
-    return session.crowd.preemptions if session.crowd is not None else 0
-
-
 def _rounded(values: Iterable[float]) -> list[float]:
     return [round(v, 4) for v in values]
-
-
-def _turn(turn: Turn) -> dict[str, Any]:
-    return {
-        "conversation": turn.conversation,
-        "turn": turn.number,
-        "case": turn.case,
-        "ttft_s": round(turn.answer.ttft_s, 4),
-        "prompt_tokens": turn.prompt_tokens,
-        "gpu_hit_tokens": turn.gpu_hit_tokens,
-        "external_hit_tokens": turn.external_hit_tokens,
-        "cpu_tokens": turn.cpu_tokens,
-        "pool_tokens": turn.pool_tokens,
-    }

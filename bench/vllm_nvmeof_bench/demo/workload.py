@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of the demo: conversations that return, and a crowd.
+"""The requests to each of the demo's servers, and what is kept of their answers.
 
 A conversation opens with a long prompt; each later turn sends everything said so far and a
 new question. Where the KV of such a turn came from is read off the server's counters, not
@@ -17,19 +17,25 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
 
 from vllm_nvmeof_bench.servers.client import Answer, Client, Metrics
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.model import ModelShape, random_tokens
-from vllm_nvmeof_bench.servers.server import OffloadSpec, ServerSpec
+from vllm_nvmeof_bench.servers.server import OffloadSpec, Server, ServerSpec
+from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, slot_stride_bytes
 
+#: Waiting for the last writes to the pool: seconds before giving up.
+_SETTLE_S_MAX = 60.0
+_UNSETTLED = ("vllm:nvmeof_writes_pending", "vllm:nvmeof_write_backlog")
 #: A request was preempted when, during one pause of its own, another got this many tokens.
 _PREEMPTED_TOKENS_MIN = 8
 #: Tokens of one request that arrive closer than this were delivered late, in one go: a
@@ -87,20 +93,38 @@ class Turn:
     pool_tokens: int
 
     @property
+    def found_tokens(self) -> int:
+        """Tokens of the prompt that were found in any cache."""
+        return self.gpu_hit_tokens + self.external_hit_tokens
+
+    @property
     def case(self) -> str:
         """Name the source of most of what was found of the prompt.
 
         cold: nothing was anywhere; partial: less than half of the prompt was found; otherwise
         gpu (still in the GPU cache), cpu_tier or pool, whichever gave the most tokens.
         """
-        found = self.gpu_hit_tokens + self.external_hit_tokens
-        if found == 0:
+        if self.found_tokens == 0:
             return "cold"
-        if found < self.prompt_tokens / 2:
+        if self.found_tokens < self.prompt_tokens / 2:
             return "partial"
         if self.gpu_hit_tokens > max(self.cpu_tokens, self.pool_tokens):
             return "gpu"
         return "cpu_tier" if self.cpu_tokens > self.pool_tokens else "pool"
+
+    def facts(self) -> dict[str, object]:
+        """Return what the demo's file has of it."""
+        return {
+            "conversation": self.conversation,
+            "turn": self.number,
+            "case": self.case,
+            "ttft_s": round(self.answer.ttft_s, 4),
+            "prompt_tokens": self.prompt_tokens,
+            "gpu_hit_tokens": self.gpu_hit_tokens,
+            "external_hit_tokens": self.external_hit_tokens,
+            "cpu_tokens": self.cpu_tokens,
+            "pool_tokens": self.pool_tokens,
+        }
 
 
 class Conversation:
@@ -123,7 +147,6 @@ class Conversation:
         return list(self._said)
 
     def add(self, answer: Answer) -> None:
-        """Add the answer to what was said."""
         self._said += answer.tokens
 
 
@@ -131,9 +154,9 @@ class Conversation:
 class CrowdResult:
     """The answers of a crowd, the preemptions it met, and the resumes a client can see."""
 
-    answers: list[Answer]
-    preemptions: int
-    resumes_s: list[float]
+    answers: list[Answer] = field(default_factory=list)
+    preemptions: int = 0
+    resumes_s: list[float] = field(default_factory=list)
 
 
 def conversations(plan: Plan, shape: ModelShape) -> tuple[list[Conversation], list[Conversation]]:
@@ -143,27 +166,141 @@ def conversations(plan: Plan, shape: ModelShape) -> tuple[list[Conversation], li
     return made[: plan.main], made[plan.main :]
 
 
-async def run_turn(client: Client, conversation: Conversation, answer_tokens: int) -> Turn:
-    """Run the conversation's next turn, alone on the server, and see where its KV came from."""
-    prompt = conversation.next_prompt()
-    before = await client.metrics()
-    answer = await client.complete(prompt, answer_tokens)
-    after = await client.metrics()
-    conversation.add(answer)
+@dataclass
+class Session:
+    """One server's turns and crowd, and its counters at the end."""
 
-    def grown(name: str, **labels: str) -> int:
-        return int(after.value(name, **labels) - before.value(name, **labels))
+    startup_s: float = 0.0
+    turns: list[Turn] = field(default_factory=list)
+    crowd: CrowdResult = field(default_factory=CrowdResult)
+    external_hit_tokens: int = 0
+    reloaded_tokens: int = 0
+    recomputed_tokens: int = 0
 
-    return Turn(
-        conversation=conversation.name,
-        number=conversation.turns,
-        prompt_tokens=len(prompt),
-        answer=answer,
-        gpu_hit_tokens=grown("vllm:prefix_cache_hits_total"),
-        external_hit_tokens=grown("vllm:external_prefix_cache_hits_total"),
-        cpu_tokens=grown("vllm:nvmeof_loaded_tokens_total", source="cpu"),
-        pool_tokens=grown("vllm:nvmeof_loaded_tokens_total", source="pool"),
-    )
+    def answers(self) -> dict[str, Answer]:
+        """Return the answers by a name that is the same on every server."""
+        out = {f"{t.conversation}, turn {t.number}": t.answer for t in self.turns}
+        out |= {f"crowd request {i + 1}": a for i, a in enumerate(self.crowd.answers)}
+        return out
+
+
+class Runs:
+    """The workload of `plan` on three servers, to be run in the order of the methods.
+
+    `restarted` goes on where `offloaded` ended: the conversations live here.
+    """
+
+    def __init__(self, plan: Plan, shape: ModelShape, console: Console | None = None) -> None:
+        self._plan = plan
+        self._shape = shape
+        self._console = console or Console(quiet=True)
+        self._main, self._others = conversations(plan, shape)
+
+    async def baseline(self, server: Server) -> Session:
+        """Without offloading: all turns of each conversation in a row, and the crowd."""
+        main, others = conversations(self._plan, self._shape)
+        turns = [one for one in main for _ in range(4)] + [one for one in others for _ in range(3)]
+        return await self._session(server, turns, crowd=True)
+
+    async def offloaded(self, server: Server) -> Session:
+        """Cold, from the CPU tier, pushed out by others, from the pool; then the crowd."""
+        main, others = self._main, self._others
+        turns = (*main, *main, *others, *main, *others)
+        return await self._session(server, turns, crowd=True, settle=True)
+
+    async def restarted(self, server: Server) -> Session:
+        """Everyone comes back once."""
+        return await self._session(server, (*self._main, *self._others))
+
+    async def _session(
+        self,
+        server: Server,
+        turns: Iterable[Conversation],
+        crowd: bool = False,
+        settle: bool = False,
+    ) -> Session:
+        """Run the next turn of each of `turns`, then the crowd. settle: wait for all writes."""
+        session = Session(startup_s=server.startup_s)
+        async with Client(server.url) as client:
+            await client.complete(self._filler(), 4)  # takes what only a first request costs
+            for one in turns:
+                session.turns.append(await self._turn(client, one))
+            if crowd:
+                session.crowd = await self._crowd(client)
+            if settle:
+                await self._settle(client)
+            end = await client.metrics()
+        session.external_hit_tokens = int(end.value("vllm:external_prefix_cache_hits_total"))
+        session.reloaded_tokens = int(end.value("vllm:nvmeof_reloaded_tokens_total"))
+        session.recomputed_tokens = int(end.value("vllm:nvmeof_recomputed_tokens_total"))
+        return session
+
+    async def _turn(self, client: Client, one: Conversation) -> Turn:
+        """Run the next turn, alone on the server, and see where its KV came from."""
+        with self._console.status(f"{one.name}, turn {one.turns + 1}"):
+            prompt = one.next_prompt()
+            before = await client.metrics()
+            answer = await client.complete(prompt, self._plan.answer_tokens)
+            after = await client.metrics()
+        one.add(answer)
+
+        def grown(name: str, **labels: str) -> int:
+            return int(after.value(name, **labels) - before.value(name, **labels))
+
+        turn = Turn(
+            conversation=one.name,
+            number=one.turns,
+            prompt_tokens=len(prompt),
+            answer=answer,
+            gpu_hit_tokens=grown("vllm:prefix_cache_hits_total"),
+            external_hit_tokens=grown("vllm:external_prefix_cache_hits_total"),
+            cpu_tokens=grown("vllm:nvmeof_loaded_tokens_total", source="cpu"),
+            pool_tokens=grown("vllm:nvmeof_loaded_tokens_total", source="pool"),
+        )
+        self._console.print(
+            f"  {turn.conversation}, turn {turn.number}: {turn.prompt_tokens} tokens, "
+            f"{turn.found_tokens:4} found, {turn.case:>8}: "
+            f"first token after {answer.ttft_s:6.3f} s"
+        )
+        return turn
+
+    async def _crowd(self, client: Client) -> CrowdResult:
+        count = self._plan.crowd.count
+        with self._console.status(f"{count} requests at once") as status:
+
+            def show(now: Metrics) -> None:
+                running, waiting = (
+                    int(now.value(f"vllm:num_requests_{state}")) for state in ("running", "waiting")
+                )
+                preempted = int(now.value("vllm:num_preemptions_total"))
+                status.update(f"{running} running, {waiting} waiting, {preempted} preemptions")
+
+            result = await run_crowd(client, self._plan, self._shape, show)
+        times = ", ".join(f"{t:.2f}" for t in result.resumes_s) or "none"
+        self._console.print(
+            f"  {count} requests at once: {result.preemptions} preemptions; "
+            f"from room to the next token, s: {times}"
+        )
+        return result
+
+    async def _settle(self, client: Client) -> None:
+        """Wait until the pool has everything; a short request makes vLLM publish its gauges.
+
+        Raises:
+            OffloadError: writes are still pending after `_SETTLE_S_MAX`.
+        """
+        deadline = time.monotonic() + _SETTLE_S_MAX
+        with self._console.status("waiting for the last writes to the pool"):
+            while time.monotonic() < deadline:
+                await client.complete(self._filler(), 2)
+                now = await client.metrics()
+                if all(now.has(name) and now.value(name) == 0 for name in _UNSETTLED):
+                    return
+        raise OffloadError(f"writes to the pool were still pending after {_SETTLE_S_MAX:.0f} s")
+
+    def _filler(self) -> list[int]:
+        """Return a prompt shorter than a chunk: nothing of it is stored."""
+        return random_tokens(np.random.default_rng(self._plan.seed + 1), 48, self._shape)
 
 
 async def run_crowd(
