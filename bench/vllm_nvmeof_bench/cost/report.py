@@ -23,16 +23,18 @@ from rich.table import Table
 
 from vllm_nvmeof_bench import plots
 from vllm_nvmeof_bench.benchmark import Benchmark
-from vllm_nvmeof_bench.results import Goal, Spread, distinct, median_of, paired, select, values_of
-from vllm_nvmeof_bench.tables import (
-    NOTHING,
-    Column,
-    load_in,
-    machine_in,
-    number,
-    table,
-    vllm_in,
+from vllm_nvmeof_bench.results import (
+    Figure,
+    Goal,
+    Spread,
+    at_most,
+    distinct,
+    median_of,
+    paired,
+    select,
+    values_of,
 )
+from vllm_nvmeof_bench.tables import Column, load_in, machine_in, number, table, vllm_in
 from vllm_nvmeof_offload.units import MIB
 
 BASE, OURS, PROMPT_ONLY, CPU_ONLY = "none", "ours", "ours_prompt_only", "ours_cpu_only"
@@ -82,10 +84,6 @@ class Sample:
     step_tokens: int | None = None
 
     @property
-    def ttft_ms(self) -> float:
-        return 1000 * self.ttft_s
-
-    @property
     def tokens_per_s(self) -> float:
         """Generated tokens per second."""
         return self.answer_tokens / self.seconds
@@ -127,23 +125,17 @@ class Paired:
     """An estimate with its 95 % interval over `n` rounds; `values` are the rounds' own."""
 
     middle: float
-    low: float | None
-    high: float | None
+    interval: tuple[float, float] | None
     n: int
     values: tuple[float, ...] = ()
 
     def contains(self, value: float) -> bool:
-        return self.low is not None and self.high is not None and self.low <= value <= self.high
+        return self.interval is not None and self.interval[0] <= value <= self.interval[1]
 
-    @property
-    def width(self) -> float | None:
-        """From one end of the interval to the other."""
-        return None if self.low is None or self.high is None else self.high - self.low
-
-    def text(self, form: str = ".3f") -> str:
+    def text(self, form: str = ".3f", between: str = " ({} to {})") -> str:
         shown = f"{self.middle:{form}}"
-        if self.low is not None and self.high is not None:
-            shown += f" ({self.low:{form}} to {self.high:{form}})"
+        if self.interval is not None:
+            shown += between.format(*(f"{end:{form}}" for end in self.interval))
         return shown
 
 
@@ -177,11 +169,11 @@ def _estimate(values: npt.NDArray[np.float64], unit: Callable[[Any], Any]) -> Pa
     own = tuple(float(value) for value in unit(values))
     middle = float(unit(np.median(values)))
     if len(values) < _ROUNDS_MIN:
-        return Paired(middle, None, None, len(values), own)
+        return Paired(middle, None, len(values), own)
     generator = np.random.default_rng(_SEED)
     drawn = generator.integers(0, len(values), (_RESAMPLES, len(values)))
     low, high = unit(np.percentile(np.median(values[drawn], axis=1), (2.5, 97.5)))
-    return Paired(middle, float(low), float(high), len(values), own)
+    return Paired(middle, (float(low), float(high)), len(values), own)
 
 
 # -- goals --------------------------------------------------------------------------------
@@ -189,7 +181,7 @@ def _estimate(values: npt.NDArray[np.float64], unit: Callable[[Any], Any]) -> Pa
 
 def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal]:
     """The two costs, our scheduler's share, and what makes the run a fair one."""
-    ttft = ratios_of(samples, OURS, BASE, "single", "ttft_ms")
+    ttft = ratios_of(samples, OURS, BASE, "single", "ttft_s")
     throughput = ratios_of(samples, OURS, BASE, "batch", "tokens_per_s")
     return [
         _cost_goal("TTFT, ours / none", ttft, more_is_worse=True),
@@ -242,22 +234,16 @@ def _fair_goal(samples: Sequence[Sample]) -> Goal:
     name, required = "cache hits, preemptions, loads", "0, 0, 0"
     if not samples:
         return Goal(name, required)
-    sums = [
-        sum(getattr(one, field) for one in samples)
-        for field in ("hits", "preemptions", "loaded_bytes")
-    ]
+    sums = [sum(values_of(samples, one)) for one in ("hits", "preemptions", "loaded_bytes")]
     shown = ", ".join(map(str, sums))
     return Goal(name, required, not any(sums), shown=shown, n=len(samples))
 
 
 def _idle_goal(conditions: Mapping[str, Any]) -> Goal:
-    name, required = "cores that an idle server uses", f"≤ {_IDLE_CORES_MAX:g}"
     idle: Mapping[str, float] = conditions.get("idle_cores") or {}
-    if not idle:
-        return Goal(name, required)
-    worst = max(idle, key=lambda arm: idle[arm])
-    shown, used = f"{idle[worst]:.3f} ({worst})", idle[worst]
-    return Goal(name, required, used <= _IDLE_CORES_MAX, used, shown, len(idle))
+    worst = max(idle, key=lambda arm: idle[arm], default="")
+    found = Figure(idle[worst], len(idle), worst) if idle else None
+    return at_most("cores that an idle server uses", _IDLE_CORES_MAX, found)
 
 
 # -- sentences ----------------------------------------------------------------------------
@@ -319,16 +305,16 @@ def _scheduler(samples: Sequence[Sample]) -> Iterator[str]:
 
 def _noise(samples: Sequence[Sample]) -> Iterator[str]:
     """Whether the run can show a difference of 2 % at all."""
-    for case, measure, name in (("single", "ttft_ms", "TTFT"), ("batch", "tokens_per_s", "batch")):
+    for case, measure, name in (("single", "ttft_s", "TTFT"), ("batch", "tokens_per_s", "batch")):
         ratio = ratios_of(samples, OURS, BASE, case, measure)
         if ratio is None:
             continue
-        if ratio.width is None:
+        if ratio.interval is None:
             yield f"{name}: {ratio.n} rounds are too few for an interval: more --pairs."
-        elif ratio.width > 2 * COST_MAX:
+        elif (width := ratio.interval[1] - ratio.interval[0]) > 2 * COST_MAX:
             yield (
-                f"{name}: the interval is {ratio.width:.1%} wide, so a cost of 2 % could hide in "
-                f"it: more --pairs, or a quieter machine."
+                f"{name}: the interval is {width:.1%} wide, so a cost of 2 % could hide in it: "
+                f"more --pairs, or a quieter machine."
             )
 
 
@@ -336,7 +322,7 @@ def _noise(samples: Sequence[Sample]) -> Iterator[str]:
 
 #: (measure, its name and unit, what it is divided by, how it is printed).
 _MEDIANS = (
-    ("ttft_ms", "TTFT, ms", 1.0, "{:,.1f}"),
+    ("ttft_s", "TTFT, ms", 0.001, "{:,.1f}"),
     ("seconds", "to the last token, s", 1.0, "{:.3f}"),
     ("tokens_per_s", "generated tokens/s", 1.0, "{:,.1f}"),
     ("cpu_s_per_1k_tokens", "CPU s / 1,000 tokens", 1.0, "{:.3f}"),
@@ -348,7 +334,7 @@ _MEDIANS = (
 )
 #: What is compared with no offloading: (case, measure, name).
 _COMPARED = (
-    ("single", "ttft_ms", "single: TTFT"),
+    ("single", "ttft_s", "single: TTFT"),
     ("single", "seconds", "single: to the last token"),
     ("single", "cpu_s_per_1k_tokens", "single: CPU time"),
     ("batch", "tokens_per_s", "batch: throughput"),
@@ -367,8 +353,12 @@ def tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator
 
         return cell
 
-    def ratio(arm: str) -> Callable[[Any], str]:
-        return lambda row: _cell(ratios_of(samples, arm, BASE, *row[:2]))
+    def ratio(arm: str) -> Callable[[Any], str | None]:
+        def cell(row: Any) -> str | None:
+            found = ratios_of(samples, arm, BASE, *row[:2])
+            return found and found.text(between="  [dim]{} to {}[/]")
+
+        return cell
 
     known = [
         (case, one) for case in CASES for one in _MEDIANS if values_of(samples, one[0], case=case)
@@ -386,14 +376,6 @@ def tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator
     yield _METHOD
     for sentence in sentences(samples):
         yield f"• {sentence}"
-
-
-def _cell(ratio: Paired | None) -> str:
-    if ratio is None:
-        return NOTHING
-    if ratio.low is None or ratio.high is None:
-        return f"{ratio.middle:.3f}"
-    return f"{ratio.middle:.3f}  [dim]{ratio.low:.3f} to {ratio.high:.3f}[/]"
 
 
 def lines(conditions: Mapping[str, Any]) -> Iterator[str]:
@@ -487,8 +469,8 @@ def _ratios(panel: Any, samples: Sequence[Sample]) -> None:
             look = {"color": _STYLES[arm].colour}
             under = [row + 0.25] * ratio.n
             panel.plot(ratio.values, under, "|", alpha=0.6, markersize=7, **look)
-            if ratio.low is not None and ratio.high is not None:
-                panel.plot([ratio.low, ratio.high], [row, row], linewidth=4, zorder=3, **look)
+            if ratio.interval is not None:
+                panel.plot(ratio.interval, [row, row], linewidth=4, zorder=3, **look)
             panel.plot(ratio.middle, row, "o", markersize=9, zorder=4, **look)
             row += 1
         if row > top:

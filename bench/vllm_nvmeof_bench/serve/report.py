@@ -7,31 +7,17 @@ Ratios are of the same prompt, or of the same round. Every difference is to the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from vllm_nvmeof_bench import plots
 from vllm_nvmeof_bench.benchmark import Benchmark
-from vllm_nvmeof_bench.plots import (
-    BLACK,
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PINK,
-    RED,
-    SKY,
-    Style,
-    bars,
-    finish,
-    legend_below,
-    line,
-    picture,
-    size_axis,
-    where_measured,
-)
+from vllm_nvmeof_bench.plots import Style
 from vllm_nvmeof_bench.results import (
     Spread,
     distinct,
@@ -170,10 +156,8 @@ def ratio_of_ttft(
 
     length: of the prompts; None: all.
     """
-    back = {"arm": arm, "phase": "back", "length": length}
-    above, below = ({**back, "phase": "cold"}, back) if other is None else (
-        back, {**back, "arm": other}
-    )  # fmt: skip
+    below: dict[str, object] = {"arm": other or arm, "phase": "back", "length": length}
+    above = {**below, "arm": arm, "phase": "back" if other else "cold"}
     pairs = paired(samples, "ttft_s", above, below, lambda one: (one.length, one.round))
     return [a / b for a, b in pairs if b]
 
@@ -219,7 +203,7 @@ def turns_of(samples: Sequence[Any], arm: str, concurrency: int) -> Turns:
 def ratio_of_turns(samples: Sequence[Any], arm: str, other: str, concurrency: int) -> list[float]:
     """Tokens per second of `arm` over those of `other`, paired by round."""
     found = []
-    for index in sorted(set(distinct(samples, "round"))):
+    for index in _levels(samples, "round"):
         part = select(samples, round=index)
         mine, theirs = (turns_of(part, name, concurrency).tokens_per_s for name in (arm, other))
         if mine is not None and theirs:
@@ -258,7 +242,7 @@ def _published_ttft(samples: Sequence[Any]) -> dict[str, str]:
 
 def _published_hits(samples: Sequence[Any]) -> dict[str, str]:
     """The most hits over the fewest, by medians, of an arm whose CPU tier holds everything."""
-    rates = sorted(set(distinct(samples, "rate")))
+    rates = _levels(samples, "rate")
     for arm in _HOLD_ALL if len(rates) > 1 else ():
         ends = (rates[0], rates[-1])
         few, many = (median_of(samples, "tokens_per_s", arm=arm, rate=rate) for rate in ends)
@@ -303,6 +287,11 @@ def _ordered(samples: Iterable[Any], conditions: Conditions) -> list[Any]:
     return sorted(samples, key=lambda one: order.index(one.arm) if order else 0)
 
 
+def _levels(samples: Sequence[Any], field: str) -> list[Any]:
+    """The values of a field, ascending."""
+    return sorted(set(distinct(samples, field)))
+
+
 def _by_arm(samples: Sequence[Any], cell: Callable[[str, Any], str]) -> list[Column]:
     """A column per arm; cell: of arm and row."""
     return [Column(arm, lambda row, arm=arm: cell(arm, row)) for arm in distinct(samples, "arm")]
@@ -343,7 +332,7 @@ def _answer_lines(samples: Sequence[Any], same: int, compared: int) -> Iterator[
 def _ttft_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Table | str]:
     """TTFT by length, ratios to computing it, and where the prompts were found."""
     samples = _ordered(samples, conditions)
-    arms, lengths = distinct(samples, "arm"), sorted(set(distinct(samples, "length")))
+    arms, lengths = distinct(samples, "arm"), _levels(samples, "length")
     phases = {"cold": "first time", "back": "returning"}
     rows = [{"length": length, "phase": phase} for length in lengths for phase in phases]
     counts = {len(select(samples, arm=arm, **row)) for arm in arms for row in rows}
@@ -366,32 +355,29 @@ def _ttft_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
 def _hits_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Table | str]:
     """Throughput by hit rate, ratios to the first arm, and where the prompts were found."""
     samples = _ordered(samples, conditions)
-    arms, rates = distinct(samples, "arm"), sorted(set(distinct(samples, "rate")))
+    arms, rates = distinct(samples, "arm"), _levels(samples, "rate")
 
-    def cell(arm: str, row: tuple[int, str]) -> str:
-        rate, what = row
-        if what.startswith("/"):
-            return _times(ratio_of_hits(samples, arm, arms[0], rate))
-        name, form = ("tokens_per_s", "{:,.0f}") if what == "tokens/s" else (
-            "requests_per_s", "{:,.1f}"
-        )  # fmt: skip
-        return number(median_of(samples, name, arm=arm, rate=rate), form)
+    def rate_of(measure: str, form: str) -> Callable[[str, int], str]:
+        return lambda arm, rate: number(median_of(samples, measure, arm=arm, rate=rate), form)
 
-    whats = ("tokens/s", "requests/s", f"/ {arms[0]}" if arms else "/")
+    against = f"/ {arms[0]}" if arms else "/"
+    cells: dict[str, Callable[[str, int], str]] = {
+        "tokens/s": rate_of("tokens_per_s", "{:,.0f}"),
+        "requests/s": rate_of("requests_per_s", "{:,.1f}"),
+        against: lambda arm, rate: _times(ratio_of_hits(samples, arm, arms[0], rate)),
+    }
     columns = [
         Column("hit rate", lambda row: f"{row[0]} %"),
         Column("", lambda row: row[1]),
-        *_by_arm(samples, cell),
+        *_by_arm(samples, lambda arm, row: cells[row[1]](arm, row[0])),
     ]
     requests = samples[0].requests if samples else 0
     title = f"Throughput of {requests} prompts at once, medians of rounds"
-    yield table(title, columns, [(rate, what) for rate in rates for what in whats], grouped=True)
+    yield table(title, columns, [(rate, what) for rate in rates for what in cells], grouped=True)
     yield _found_table(samples, "rate", "{} %")
     for rate in rates:
-        what = f"throughput at {rate} % hits"
-        yield from _rival_lines(
-            samples, what, lambda a, b, rate=rate: ratio_of_hits(samples, a, b, rate)
-        )
+        ratios = partial(ratio_of_hits, samples, rate=rate)
+        yield from _rival_lines(samples, f"throughput at {rate} % hits", ratios)
     same, compared = (sum(getattr(one, name) for one in samples) for name in ("same", "compared"))
     yield from _answer_lines(samples, same, compared)
 
@@ -399,7 +385,7 @@ def _hits_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
 def _turns_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Table | str]:
     """The columns of the Data24 table, by concurrency and arm."""
     samples = _ordered(samples, conditions)
-    arms, levels = distinct(samples, "arm"), sorted(set(distinct(samples, "concurrency")))
+    arms, levels = distinct(samples, "arm"), _levels(samples, "concurrency")
     found = {(level, arm): turns_of(samples, arm, level) for level in levels for arm in arms}
 
     def shown(name: str, scale: float = 1.0) -> Callable[[tuple[int, str]], str]:
@@ -409,8 +395,7 @@ def _turns_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Ta
         return lambda row: changed(getattr(found[row], name), getattr(found[row[0], arms[0]], name))
 
     def places(row: tuple[int, str]) -> str:
-        names = ("GPU", "CPU", "pool", "other")
-        shares = zip(found[row].found, names, strict=False)
+        shares = zip(found[row].found, ("GPU", "CPU", "pool", "other"), strict=False)
         return ", ".join(f"{share:.0%} {name}" for share, name in shares)
 
     columns = [
@@ -424,17 +409,13 @@ def _turns_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Ta
         ("ttft_p99_s", "P99", 0.001),
     ):
         columns += [Column(title, shown(name, scale)), Column("Δ", delta(name))]
-    columns.append(Column("failures", lambda row: found[row].failures))
-    columns.append(Column("found", places))
+    columns += [Column("failures", lambda row: found[row].failures), Column("found", places)]
     rounds = len(set(distinct(samples, "round")))
     yield table(f"Conversations; rounds, taken together: {rounds}", columns, found, grouped=True)
     yield "tokens/s: of all prompts and answers; found: share of the prompts' tokens"
     for level in levels:
-        yield from _rival_lines(
-            samples,
-            f"tokens/s at {level}",
-            lambda a, b, level=level: ratio_of_turns(samples, a, b, level),
-        )
+        ratios = partial(ratio_of_turns, samples, concurrency=level)
+        yield from _rival_lines(samples, f"tokens/s at {level}", ratios)
     yield from _answer_lines(samples, *_same_turns(samples))
 
 
@@ -442,16 +423,16 @@ def _turns_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Ta
 
 #: Ours solid, peers dashed.
 _STYLES = {
-    "none": Style(BLACK, "s"),
-    "cpu": Style(GREEN, "^"),
-    "full": Style(GREEN, "o"),
-    "pool": Style(BLUE, "o"),
-    "target": Style(SKY, "o"),
-    "peer_full": Style(ORANGE, "v", dashes="--"),
-    "peer": Style(RED, "v", dashes="--"),
-    "peer_target": Style(PINK, "v", dashes="--"),
+    "none": Style(plots.BLACK, "s"),
+    "cpu": Style(plots.GREEN, "^"),
+    "full": Style(plots.GREEN, "o"),
+    "pool": Style(plots.BLUE, "o"),
+    "target": Style(plots.SKY, "o"),
+    "peer_full": Style(plots.ORANGE, "v", dashes="--"),
+    "peer": Style(plots.RED, "v", dashes="--"),
+    "peer_target": Style(plots.PINK, "v", dashes="--"),
 }
-_OTHERS = (BLUE, RED, GREEN, PINK, ORANGE, SKY, BLACK)
+_OTHERS = (plots.BLUE, plots.RED, plots.GREEN, plots.PINK, plots.ORANGE, plots.SKY, plots.BLACK)
 
 
 def _styles(samples: Sequence[Any]) -> dict[str, Style]:
@@ -463,96 +444,94 @@ def _styles(samples: Sequence[Any]) -> dict[str, Style]:
     return found
 
 
-def _draw(path: Path, title: str, conditions: Conditions, draw: Callable[[Any, Any], None]) -> None:
+@contextmanager
+def _panels(path: Path, title: str, conditions: Conditions) -> Iterator[list[Any]]:
     """Two panels side by side, with a legend that describes the arms."""
-    model = conditions.get("model", {})
+    arms, model = conditions.get("arms", {}), conditions.get("model", {})
     size = f", random model of {model['parameters'] / 1e6:.1f} M parameters" if model else ""
-    stand_in = conditions.get("arms", {}).get("target", {}).get("throttled_mb_per_s")
+    stand_in = arms.get("target", {}).get("throttled_mb_per_s")
     note = f"; target: stand-in, local disk throttled to {stand_in} MB/s" if stand_in else ""
 
     def named(arm: str) -> str:
-        about = conditions.get("arms", {}).get(arm, {}).get("says")
+        about = arms.get(arm, {}).get("says")
         return f"{arm}: {about}" if about else arm
 
-    with picture(path, f"{title}\n{where_measured(conditions)}{size}{note}", 1, 2) as (
-        figure,
-        panels,
-    ):
-        draw(*panels)
-        legend_below(figure, panels[:1], 2, named)
+    where = f"{plots.where_measured(conditions)}{size}{note}"
+    with plots.picture(path, f"{title}\n{where}", 1, 2) as (figure, panels):
+        yield panels
+        plots.legend_below(figure, panels[:1], 2, named)
+
+
+def _draw_lines(
+    panel: Any,
+    samples: Sequence[Any],
+    field: str,
+    values: Callable[..., Sequence[float]],
+    scale: float = 1.0,
+) -> None:
+    """A line per arm over the values of a field; values: by arm and field."""
+    at = _levels(samples, field)
+    for arm, style in _styles(samples).items():
+        spreads = [spread_of(values(**{"arm": arm, field: one})) for one in at]
+        plots.line(panel, style, at, spreads, scale)
 
 
 def _plot_ttft(path: Path, samples: Sequence[Any], conditions: Conditions) -> None:
     """TTFT of returning prompts against their length, and how many times as fast that is."""
     samples = _ordered(samples, conditions)
-    lengths = sorted(set(distinct(samples, "length")))
-
-    def draw(times: Any, ratios: Any) -> None:
-        back = select(samples, phase="back")
-        for arm, style in _styles(samples).items():
-            spreads = [spread_of(values_of(back, "ttft_s", arm=arm, length=n)) for n in lengths]
-            line(times, style, lengths, spreads, scale=0.001)
-            spreads = [spread_of(ratio_of_ttft(samples, arm, length)) for length in lengths]
-            line(ratios, style, lengths, spreads)
+    back = select(samples, phase="back")
+    ylabel = "time to first token of a returning prompt, ms"
+    with _panels(path, "Time to first token of one request", conditions) as (times, ratios):
+        _draw_lines(times, samples, "length", partial(values_of, back, "ttft_s"), 0.001)
+        _draw_lines(ratios, samples, "length", partial(ratio_of_ttft, samples))
         for panel in (times, ratios):
-            size_axis(panel, lengths, "{:,}".format)
+            plots.size_axis(panel, _levels(samples, "length"), "{:,}".format)
         times.set_yscale("log")
         times.yaxis.set_major_formatter("{x:,.0f}")
         times.yaxis.set_minor_formatter(lambda x, _: f"{x:,.0f}" if f"{x:e}"[0] in "25" else "")
-        ylabel = "time to first token of a returning prompt, ms"
-        finish(times, xlabel="prompt, tokens", ylabel=ylabel)
-        ratios.axhline(1.0, color=GREY, linewidth=1)
+        plots.finish(times, xlabel="prompt, tokens", ylabel=ylabel)
+        ratios.axhline(1.0, color=plots.GREY, linewidth=1)
         ratios.set_ylim(bottom=0)
-        finish(ratios, xlabel="prompt, tokens", ylabel="first time / returning")
-
-    _draw(path, "Time to first token of one request", conditions, draw)
+        plots.finish(ratios, xlabel="prompt, tokens", ylabel="first time / returning")
 
 
 def _plot_hits(path: Path, samples: Sequence[Any], conditions: Conditions) -> None:
     """Throughput against hit rate, and against the first arm's."""
     samples = _ordered(samples, conditions)
-    rates, first = sorted(set(distinct(samples, "rate"))), samples[0].arm
-
-    def draw(speeds: Any, ratios: Any) -> None:
-        for arm, style in _styles(samples).items():
-            values = [values_of(samples, "tokens_per_s", arm=arm, rate=rate) for rate in rates]
-            line(speeds, style, rates, map(spread_of, values))
-            values = [ratio_of_hits(samples, arm, first, rate) for rate in rates]
-            line(ratios, style, rates, map(spread_of, values))
-        ratios.axhline(1.0, color=GREY, linewidth=1)
-        labels = ("prompt and answer tokens per second", f"throughput / {first}")
+    first = samples[0].arm
+    labels = ("prompt and answer tokens per second", f"throughput / {first}")
+    with _panels(path, "Throughput against hit rate", conditions) as (speeds, ratios):
+        _draw_lines(speeds, samples, "rate", partial(values_of, samples, "tokens_per_s"))
+        _draw_lines(ratios, samples, "rate", partial(ratio_of_hits, samples, other=first))
+        ratios.axhline(1.0, color=plots.GREY, linewidth=1)
         for panel, ylabel in zip((speeds, ratios), labels, strict=True):
-            panel.set_xticks(rates)
+            panel.set_xticks(_levels(samples, "rate"))
             panel.set_ylim(bottom=0)
-            finish(panel, xlabel="prompts that return, per cent", ylabel=ylabel)
-
-    _draw(path, "Throughput against hit rate", conditions, draw)
+            plots.finish(panel, xlabel="prompts that return, per cent", ylabel=ylabel)
 
 
 def _plot_turns(path: Path, samples: Sequence[Any], conditions: Conditions) -> None:
     """Tokens per second, and TTFT, against the number of conversations at once."""
     samples = _ordered(samples, conditions)
-    levels = sorted(set(distinct(samples, "concurrency")))
+    levels = _levels(samples, "concurrency")
 
     def spread(low: float | None, high: float | None) -> Spread | None:
         return None if low is None or high is None else Spread(low, low, high, 1)
 
-    def draw(speeds: Any, times: Any) -> None:
-        rates, ttfts = [], []
-        for arm, style in _styles(samples).items():
-            found = [turns_of(samples, arm, level) for level in levels]
-            rates.append((style, [spread(one.tokens_per_s, one.tokens_per_s) for one in found]))
-            ttfts.append((style, [spread(one.ttft_mean_s, one.ttft_p99_s) for one in found]))
-            speeds.bar(0, 0, color=style.colour, label=arm)  # for the legend
-        names = [str(level) for level in levels]
-        bars(speeds, names, rates, form="")
-        bars(times, names, ttfts, form="")
-        labels = ("prompt and answer tokens per second",
-                  "time to first token, s: average; whisker: P99")  # fmt: skip
-        for panel, ylabel in zip((speeds, times), labels, strict=True):
-            finish(panel, xlabel="conversations at once", ylabel=ylabel)
-
-    _draw(path, "Conversations of four turns", conditions, draw)
+    rates, ttfts = [], []
+    for arm, style in _styles(samples).items():
+        found = [turns_of(samples, arm, level) for level in levels]
+        rates.append((style, [spread(one.tokens_per_s, one.tokens_per_s) for one in found]))
+        ttfts.append((style, [spread(one.ttft_mean_s, one.ttft_p99_s) for one in found]))
+    with _panels(path, "Conversations of four turns", conditions) as (speeds, times):
+        for style, _ in rates:
+            speeds.bar(0, 0, color=style.colour, label=style.label)  # for the legend
+        for panel, series, ylabel in (
+            (speeds, rates, "prompt and answer tokens per second"),
+            (times, ttfts, "time to first token, s: average; whisker: P99"),
+        ):
+            plots.bars(panel, [str(level) for level in levels], series, form="")
+            plots.finish(panel, xlabel="conversations at once", ylabel=ylabel)
 
 
 BENCHES = (
