@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from vllm_nvmeof_bench.demo.report import LOGPROB_TOLERANCE, Comparison, compare
 from vllm_nvmeof_bench.demo.workload import (
-    BLOCK_TOKENS,
     CrowdPlan,
     Plan,
     Runs,
@@ -25,7 +24,7 @@ from vllm_nvmeof_bench.demo.workload import (
 )
 from vllm_nvmeof_bench.servers.client import Metrics
 from vllm_nvmeof_bench.servers.model import make_model
-from vllm_nvmeof_bench.servers.server import OffloadSpec
+from vllm_nvmeof_bench.servers.server import BLOCK_TOKENS, OffloadSpec
 
 from tests.e2e import faults_rig as rig
 from vllm_nvmeof_offload.units import GIB

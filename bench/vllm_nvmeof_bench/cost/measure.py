@@ -35,7 +35,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,15 +44,7 @@ import numpy as np
 
 from vllm_nvmeof_bench import conditions
 from vllm_nvmeof_bench.benchmark import Command
-from vllm_nvmeof_bench.cost.report import (
-    ARMS,
-    BASE,
-    CASES,
-    CPU_ONLY,
-    OURS,
-    PROMPT_ONLY,
-    Sample,
-)
+from vllm_nvmeof_bench.cost.report import ARMS, BASE, CASES, CPU_ONLY, OURS, PROMPT_ONLY, Sample
 from vllm_nvmeof_bench.home import drop_logs, home_in, quiet_interpreter
 from vllm_nvmeof_bench.progress import OnProgress, progress
 from vllm_nvmeof_bench.results import BenchError, dump
@@ -61,12 +52,17 @@ from vllm_nvmeof_bench.serve.client import Client
 from vllm_nvmeof_bench.serve.fleet import Fleet, serving
 from vllm_nvmeof_bench.servers.client import Metrics
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
-from vllm_nvmeof_bench.servers.server import OffloadSpec, ServerSpec
+from vllm_nvmeof_bench.servers.server import (
+    BLOCK_TOKENS,
+    OffloadSpec,
+    ServerSpec,
+    on_blocks,
+    process_stats,
+)
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded
 from vllm_nvmeof_offload.units import GIB
 
 _ARMS_DEFAULT = (BASE, OURS, PROMPT_ONLY)
-_BLOCK_TOKENS = 32
 #: The GPU cache holds this many times what is asked for at once.
 _ROOM = 4
 _MODEL_BYTES = GIB // 2
@@ -107,23 +103,26 @@ class Settings:
             raise BenchError(f"nothing to compare: give {BASE} and at least one other arm")
         check_positive(self, "pairs")
 
+    def sizes_of(self, case: str) -> tuple[int, int, int]:
+        """Requests at once, tokens of each prompt, and of each answer."""
+        if case == "single":
+            return 1, self.single_prompt_tokens, self.single_answer_tokens
+        return self.batch_requests, self.batch_prompt_tokens, self.batch_answer_tokens
+
     @property
     def tokens_at_once(self) -> int:
         """The most tokens that requests hold at the same time."""
-        batch = self.batch_requests * (self.batch_prompt_tokens + self.batch_answer_tokens)
-        return max(batch, self.single_prompt_tokens + self.single_answer_tokens)
+        sizes = map(self.sizes_of, CASES)
+        return max(count * (prompt + answer) for count, prompt, answer in sizes)
 
     @property
     def model_len(self) -> int:
-        longest = max(
-            self.single_prompt_tokens + self.single_answer_tokens,
-            self.batch_prompt_tokens + self.batch_answer_tokens,
-        )
-        return -(-(longest + 1) // _BLOCK_TOKENS) * _BLOCK_TOKENS
+        sizes = map(self.sizes_of, CASES)
+        return on_blocks(max(prompt + answer for _, prompt, answer in sizes) + 1)
 
     @property
     def gpu_blocks(self) -> int:
-        return _ROOM * -(-self.tokens_at_once // _BLOCK_TOKENS) + 1
+        return _ROOM * on_blocks(self.tokens_at_once) // BLOCK_TOKENS + 1
 
     @property
     def disk_bytes_max(self) -> int:
@@ -135,8 +134,6 @@ class Settings:
 # -- CPU time of a process group --------------------------------------------------------
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-#: In /proc/PID/stat, counted from the state, which follows the name: group, utime to cstime.
-_GROUP, _TIMES = 2, slice(11, 15)
 _WINDOW_S = 0.25
 #: An idle server's timers may cost a tick in each of two processes.
 _QUIET_TICKS = 2
@@ -151,11 +148,9 @@ def cpu_of_groups(groups: tuple[int, ...]) -> dict[int, float]:
     kernel counts in ticks of 10 ms per process.
     """
     ticks = dict.fromkeys(groups, 0)
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # ended meanwhile; its parent has its time
-            fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            if (group := int(fields[_GROUP])) in ticks:
-                ticks[group] += sum(map(int, fields[_TIMES]))
+    for stat in process_stats():
+        if (group := int(stat[2])) in ticks:
+            ticks[group] += sum(map(int, stat[11:15]))
     return {group: count / _TICKS_PER_S for group, count in ticks.items()}
 
 
@@ -193,26 +188,17 @@ def wait_until_quiet(
 
 def extra_config(arm: str, settings: Settings, target: Path) -> dict[str, Any]:
     """`kv_connector_extra_config` of an arm that offloads."""
-    extra: dict[str, Any] = {"targets": [str(target)], "pool_bytes": settings.pool_bytes}
-    if arm == PROMPT_ONLY:
-        extra["offload_prompt_only"] = True
-    if arm == CPU_ONLY:
-        extra["pool_bytes"] = 0
-    return extra
+    pool_bytes = 0 if arm == CPU_ONLY else settings.pool_bytes
+    extra: dict[str, Any] = {"targets": [str(target)], "pool_bytes": pool_bytes}
+    return extra | ({"offload_prompt_only": True} if arm == PROMPT_ONLY else {})
 
 
 def server_spec(arm: str, settings: Settings, model: Path, home: Path) -> ServerSpec:
     offload = None
     if arm != BASE:
-        extra = extra_config(arm, settings, home / arm)
-        offload = OffloadSpec(size_gib=settings.staging_gib, extra=extra)
+        offload = OffloadSpec(settings.staging_gib, extra_config(arm, settings, home / arm))
     return ServerSpec(
-        model=model,
-        max_model_len=settings.model_len,
-        gpu_blocks=settings.gpu_blocks,
-        block_size=_BLOCK_TOKENS,
-        cores_reserved=0,
-        offload=offload,
+        model, settings.model_len, settings.gpu_blocks, cores_reserved=0, offload=offload
     )
 
 
@@ -222,26 +208,17 @@ def cpu_s_of(fleet: Fleet) -> dict[str, float]:
     return {arm: found[server.pid] for arm, server in fleet.servers.items()}
 
 
-def _check(fleet: Fleet) -> None:
-    """Raises: BenchError: a server has ended."""
-    for arm, server in fleet.servers.items():
-        if not server.running:
-            raise BenchError(f"arm {arm}: its server has ended; its log is {server.log_path}")
-
-
 # -- one sample -------------------------------------------------------------------------
 
 _HITS = ("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
-_FILLER_TOKENS = _BLOCK_TOKENS // 2
+_FILLER_TOKENS = BLOCK_TOKENS // 2
 _FILLER_ANSWER = 2
 
 
 def prompts_of(settings: Settings, case: str, number: int) -> list[list[int]]:
     """The prompts of a round: the same for every arm, never the same in two rounds."""
     dice = np.random.default_rng([settings.seed, CASES.index(case), number])
-    count, length = 1, settings.single_prompt_tokens
-    if case == "batch":
-        count, length = settings.batch_requests, settings.batch_prompt_tokens
+    count, length, _ = settings.sizes_of(case)
     return [random_tokens(dice, length, settings.shape) for _ in range(count)]
 
 
@@ -268,14 +245,14 @@ def _measure(fleet: Fleet, settings: Settings, arm: str, case: str, number: int)
     Raises:
         BenchError: a server has ended, a request failed, or the server does not get quiet.
     """
-    _check(fleet)
-    client = fleet.clients[arm]
-    prompts = prompts_of(settings, case, number)
-    answer = settings.batch_answer_tokens if case == "batch" else settings.single_answer_tokens
+    for name, server in fleet.servers.items():
+        if not server.running:
+            raise BenchError(f"arm {name}: its server has ended; its log is {server.log_path}")
+    prompts, (_, _, answer) = prompts_of(settings, case, number), settings.sizes_of(case)
     before = _counters(fleet, settings, arm)
     wait_until_quiet(lambda: sum(cpu_s_of(fleet).values()))
     cpu_before = cpu_s_of(fleet)
-    ttft_s, seconds = fleet.run(ask(client, prompts, answer))
+    ttft_s, seconds = fleet.run(ask(fleet.clients[arm], prompts, answer))
     quiet_after_s = wait_until_quiet(lambda: cpu_s_of(fleet)[arm])
     cpu = {name: now - cpu_before[name] for name, now in cpu_s_of(fleet).items()}
     after = _counters(fleet, settings, arm)
@@ -283,12 +260,10 @@ def _measure(fleet: Fleet, settings: Settings, arm: str, case: str, number: int)
     def grown(name: str) -> int:
         return round(after.value(name) - before.value(name))
 
-    def ours(name: str) -> float | None:
+    def seconds_of(name: str) -> float | None:
         """None for a counter that the server does not have, or never raises."""
-        full = f"vllm:nvmeof_{name}_total"
+        full = f"vllm:nvmeof_{name}_seconds_total"
         return (after.value(full) - before.value(full)) or None
-
-    steps, step_tokens = ours("scheduler_steps"), ours("step_tokens")
 
     return Sample(
         arm=arm,
@@ -306,10 +281,10 @@ def _measure(fleet: Fleet, settings: Settings, arm: str, case: str, number: int)
         written_bytes=grown("vllm:nvmeof_written_bytes_total"),
         hits=sum(grown(name) for name in _HITS),
         preemptions=grown("vllm:num_preemptions_total"),
-        scheduler_s=ours("scheduler_seconds"),
-        scheduler_steps=None if steps is None else round(steps),
-        step_s=ours("step_seconds"),
-        step_tokens=None if step_tokens is None else round(step_tokens),
+        scheduler_s=seconds_of("scheduler"),
+        scheduler_steps=grown("vllm:nvmeof_scheduler_steps_total") or None,
+        step_s=seconds_of("step"),
+        step_tokens=grown("vllm:nvmeof_step_tokens_total") or None,
     )
 
 
@@ -324,10 +299,9 @@ def _idle_shares(fleet: Fleet, settings: Settings) -> dict[str, float]:
 
 def _counters(fleet: Fleet, settings: Settings, arm: str) -> Metrics:
     """Everything that the server has counted up to now."""
-    client = fleet.clients[arm]
     filler = random_tokens(np.random.default_rng(), _FILLER_TOKENS, settings.shape)
-    fleet.run(ask(client, [filler], _FILLER_ANSWER))
-    metrics: Metrics = fleet.run(client.metrics())
+    fleet.run(ask(fleet.clients[arm], [filler], _FILLER_ANSWER))
+    metrics: Metrics = fleet.run(fleet.clients[arm].metrics())
     return metrics
 
 
@@ -359,18 +333,17 @@ def _rounds(
 
 def _conditions(settings: Settings, home: Path) -> dict[str, Any]:
     """Versions, machine and disk, and what each arm is."""
-    arms: dict[str, Any] = {}
+    arms: dict[str, Any] = {BASE: {}}
     for name in settings.arms:
-        arms[name] = {}
         if name != BASE:
             extra = extra_config(name, settings, home)
-            extra.pop("targets")
+            del extra["targets"]
             arms[name] = {"kv_offloading_size": settings.staging_gib, "extra_config": extra}
     shape = settings.shape
     return {
         **conditions.at_start(home),
         "settings": recorded(settings),
-        "gpu_tokens": (settings.gpu_blocks - 1) * _BLOCK_TOKENS,
+        "gpu_tokens": (settings.gpu_blocks - 1) * BLOCK_TOKENS,
         "model": {"parameters": shape.parameters, "kv_bytes_per_token": shape.kv_bytes_per_token},
         "arms": arms,
     }

@@ -29,7 +29,13 @@ from rich.console import Console
 from vllm_nvmeof_bench.servers.client import Answer, Client, Metrics
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.model import ModelShape, random_tokens
-from vllm_nvmeof_bench.servers.server import OffloadSpec, Server, ServerSpec
+from vllm_nvmeof_bench.servers.server import (
+    BLOCK_TOKENS,
+    OffloadSpec,
+    Server,
+    ServerSpec,
+    on_blocks,
+)
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, slot_stride_bytes
 
@@ -366,7 +372,6 @@ def _arrivals(times: Sequence[float], left: float, right: float) -> int:
     return count
 
 
-BLOCK_TOKENS = 32
 _CHUNK_BYTES = 512 * KIB
 _STREAM_SLOTS = 16
 _POOL_BYTES = 512 * MIB
@@ -381,12 +386,10 @@ def model_shape() -> ModelShape:
 
 def server_spec(plan: Plan, model: Path) -> ServerSpec:
     """Return a server without offloading whose GPU cache holds `plan.gpu_tokens`."""
-    length = -(-(plan.conversation_tokens_max + 1) // BLOCK_TOKENS) * BLOCK_TOKENS
     return ServerSpec(
         model=model,
-        max_model_len=length,
+        max_model_len=on_blocks(plan.conversation_tokens_max + 1),
         gpu_blocks=plan.gpu_tokens // BLOCK_TOKENS + 1,
-        block_size=BLOCK_TOKENS,
         cores_reserved=0,
     )
 

@@ -21,12 +21,11 @@ import vllm_nvmeof_bench
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.model import ModelShape
-from vllm_nvmeof_bench.servers.server import OffloadSpec, ServerSpec
+from vllm_nvmeof_bench.servers.server import BLOCK_TOKENS, OffloadSpec, ServerSpec, on_blocks
 from vllm_nvmeof_bench.settings import option
 from vllm_nvmeof_offload.copy.base import Backend
 from vllm_nvmeof_offload.units import GIB, MIB, slot_stride_bytes
 
-BLOCK_TOKENS = 32
 _STREAM_SLOTS = 16
 _READ_DEADLINE_MS = 60_000
 _PEER_MODULE = "vllm_nvmeof_bench.serve.peer"
@@ -263,14 +262,12 @@ def offload_of(arm: Arm, sizes: Sizes, place: Path) -> OffloadSpec | None:
 
 def server_spec(arm: Arm, sizes: Sizes, model: Path, place: Path) -> ServerSpec:
     """The server of an arm that is started here."""
-    length = -(-(sizes.request_tokens_max + 1) // BLOCK_TOKENS) * BLOCK_TOKENS
     package = Path(vllm_nvmeof_bench.__file__).parents[1]
     path = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH", ""))))
     return ServerSpec(
         model=model,
-        max_model_len=length,
+        max_model_len=on_blocks(sizes.request_tokens_max + 1),
         gpu_blocks=sizes.gpu_tokens // BLOCK_TOKENS + 1,
-        block_size=BLOCK_TOKENS,
         max_num_seqs=sizes.max_num_seqs,
         cores_reserved=0,
         offload=offload_of(arm, sizes, place),

@@ -33,12 +33,13 @@ import numpy as np
 
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.results import BenchError
-from vllm_nvmeof_bench.serve.arms import BLOCK_TOKENS, ServerSettings, Sizes, arms_option
+from vllm_nvmeof_bench.serve.arms import ServerSettings, Sizes, arms_option
 from vllm_nvmeof_bench.serve.client import Client, Hits, Tokens
 from vllm_nvmeof_bench.serve.fleet import Fleet, Part, Run
 from vllm_nvmeof_bench.serve.fleet import run as run_parts
 from vllm_nvmeof_bench.serve.report import HitSample, TtftSample, TurnSample
 from vllm_nvmeof_bench.servers.client import Answer
+from vllm_nvmeof_bench.servers.server import on_blocks
 from vllm_nvmeof_bench.settings import check_positive, option
 
 _SEQUENCES = 16
@@ -67,11 +68,6 @@ def measure(
 def _shuffled(fleet: Fleet, words: str) -> Sequence[str]:
     """The arms, in an order that follows from `words`."""
     return random.Random(words).sample(list(fleet.clients), len(fleet.clients))
-
-
-def _on_blocks(tokens: int) -> int:
-    """Tokens of whole blocks that hold a request of `tokens`, and one more."""
-    return -(-(tokens + 1) // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
 # -- time to first token ------------------------------------------------------------------
@@ -169,7 +165,7 @@ class HitSettings(ServerSettings):
         return self.sizes_of(
             (self.count + fresh * self.rounds) * one,
             one,
-            min(self.count, _SEQUENCES) * _on_blocks(one),
+            min(self.count, _SEQUENCES) * on_blocks(one + 1),
             third_tokens=self.count * one // 3,
             max_num_seqs=_SEQUENCES,
         )
@@ -272,7 +268,7 @@ class TurnSettings(ServerSettings):
         return self.sizes_of(
             max(self.concurrency) * one,
             one,
-            _GPU_CONVERSATIONS * _on_blocks(one),
+            _GPU_CONVERSATIONS * on_blocks(one + 1),
             max_num_seqs=_SEQUENCES,
         )
 

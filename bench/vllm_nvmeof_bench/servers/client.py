@@ -81,10 +81,6 @@ class Metrics:
         """Whether the server exports `name` at all."""
         return name in self._samples
 
-    def names(self, prefix: str) -> list[str]:
-        """Return the exported names that begin with `prefix`."""
-        return sorted(n for n in self._samples if n.startswith(prefix))
-
     def value(self, name: str, **labels: str) -> float:
         """Return the sum of `name` over all samples that carry `labels`; 0 if there is none."""
         return sum(

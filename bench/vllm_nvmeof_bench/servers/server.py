@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,22 +46,39 @@ class ReservedPort:
         self._socket.close()
 
 
+def process_stats() -> Iterator[list[str]]:
+    """Yield the fields of /proc/PID/stat of every process, from the state on.
+
+    They begin with state, parent and process group. 11 to 14 are the ticks that the process and
+    its ended children have used; 17 is its number of threads.
+    """
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # ended meanwhile
+            yield stat.read_text(errors="replace").rpartition(")")[2].split()
+
+
 def group_alive(group: int) -> bool:
-    """Whether a process of the group runs; one that has ended but is not reaped does not."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            state, _, pgrp = (process / "stat").read_text().rpartition(")")[2].split()[:3]
-            if int(pgrp) == group and (state not in "ZX" or _other_threads(process)):
-                return True
-    return False
+    """Whether a process of the group runs.
+
+    One that has ended but is not reaped does not, unless other threads of it run yet, as in a
+    killed process that waits for a disk: it has its locks.
+    """
+    return any(
+        int(stat[2]) == group and (stat[0] not in "ZX" or int(stat[17]) > 1)
+        for stat in process_stats()
+    )
 
 
-def _other_threads(process: Path) -> bool:
-    """Whether some run yet, as in a killed process that waits for a disk: it has its locks."""
-    return sum(1 for _ in (process / "task").iterdir()) > 1
-
-
+#: The name under which the servers have their model.
 MODEL_NAME = "demo"
+BLOCK_TOKENS = 32
+
+
+def on_blocks(tokens: int) -> int:
+    """Return the tokens of the whole blocks that hold `tokens`."""
+    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+
+
 #: Asks the kernel for SIGTERM (15) at the parent's death, PR_SET_PDEATHSIG being 1, checks that
 #: it is not dead already, and becomes the server. A `preexec_fn` is unsafe beside threads.
 _LAUNCHER = """
@@ -94,18 +111,15 @@ class OffloadSpec:
     size_gib: float | None
     extra: Mapping[str, Any] = field(default_factory=dict)
     transfer: Mapping[str, Any] = field(default_factory=dict)
-    backend: str = "nvmeof"
 
     def arguments(self) -> list[str]:
         """Return the command line's part."""
-        out = []
+        size, config = [], dict(self.transfer)
         if self.size_gib is not None:
-            out = ["--kv-offloading-backend", self.backend]
-            out += ["--kv-offloading-size", str(self.size_gib)]
-        config = dict(self.transfer)
+            size = ["--kv-offloading-backend", "nvmeof", "--kv-offloading-size", str(self.size_gib)]
         if self.extra:
             config["kv_connector_extra_config"] = dict(self.extra)
-        return [*out, "--kv-transfer-config", json.dumps(config)] if config else out
+        return [*size, "--kv-transfer-config", json.dumps(config)] if config else size
 
 
 @dataclass(frozen=True)
@@ -120,7 +134,7 @@ class ServerSpec:
     model: Path
     max_model_len: int
     gpu_blocks: int
-    block_size: int = 32
+    block_size: int = BLOCK_TOKENS
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 8192
     cores_reserved: int = 1
@@ -149,14 +163,17 @@ class ServerSpec:
             "--num-gpu-blocks-override": self.gpu_blocks,
         }
         fixed |= {f"--{name.replace('_', '-')}": value for name, value in engine_memory().items()}
-        out = [*(self.program or vllm_command()), "serve", str(self.model)]
-        for name, value in fixed.items():
-            out += [name, str(value)]
-        # Compilation would add a minute to the start and change nothing that is shown here.
-        out += ["--enforce-eager", "--disable-uvicorn-access-log"]
-        if self.offload is not None:
-            out += self.offload.arguments()
-        return [*out, *self.extra_args]
+        return [
+            *(self.program or vllm_command()),
+            "serve",
+            str(self.model),
+            *(str(word) for pair in fixed.items() for word in pair),
+            # Compilation would add a minute to the start and change nothing that is shown here.
+            "--enforce-eager",
+            "--disable-uvicorn-access-log",
+            *(self.offload.arguments() if self.offload is not None else ()),
+            *self.extra_args,
+        ]
 
     def environment(self) -> dict[str, str]:
         """Return the environment of the server's process."""
