@@ -41,7 +41,6 @@ from vllm_nvmeof_bench.traces import (
 
 #: The first id of a tail: no trace has so many blocks.
 _TAIL = 1 << 50
-_NUDGE = (5, 6, 7)
 
 
 @dataclass(frozen=True)
@@ -183,10 +182,10 @@ def _replays(settings: Settings, trace: Trace, run: Run) -> None:
             run.on_progress(number, len(fleet.clients), f"{arm} · {done} requests")
 
         on_request(0)
-        before = fleet.run(client.hits(_NUDGE))
+        before = fleet.run(client.hits())
         replay = Replay(arm, client, trace, settings.pace, settings.vocabulary, on_request)
         fleet.run(replay.run(settings.duration_s))
-        after = fleet.run(client.hits(_NUDGE))
+        after = fleet.run(client.hits())
         conditions["hits"][arm] = asdict(after - before)
         conditions["working_set_tokens"][arm] = len(replay.asked) * trace.block_tokens
         run.samples.extend(replay.samples)

@@ -16,7 +16,8 @@ from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.servers import client as plain
 from vllm_nvmeof_bench.servers.client import Answer, ClientError, Metrics
 
-_NUDGE_TOKENS = 3
+#: A prompt too short to be stored; after any request vLLM publishes its counters.
+_NUDGE = (5, 6, 7)
 _TIMEOUT_S = 600.0
 _FORGET_TRIES_MAX = 600
 _PAUSE_S = 0.1
@@ -29,8 +30,8 @@ _BUSY = (
     "vllm:kv_offload_tiering_active_cascade_jobs",
     "vllm:kv_offload_tiering_active_promotion_jobs",
 )
-_BY_SOURCE = "vllm:prompt_tokens_cached_by_source_total"
 _OURS = "vllm:nvmeof_loaded_tokens_total"
+_THEIRS = ("vllm:prompt_tokens_cached_by_source_total", ("host", "disk"))
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Tokens:
             found = cls(int(low), int(high))
         except ValueError:
             raise BenchError(f"token ids {text!r}: give LOW:HIGH, such as 1000:30000") from None
-        if not 0 <= found.low < found.high - _NUDGE_TOKENS:
+        if not 0 <= found.low < found.high - 1:
             raise BenchError(f"token ids {text!r}: give a larger HIGH than LOW")
         return found
 
@@ -60,19 +61,13 @@ class Tokens:
         tokens: list[int] = rng.integers(self.low, self.high, count).tolist()
         return tokens
 
-    @property
-    def nudge(self) -> list[int]:
-        """A prompt too short to be stored, which makes a server publish its counters."""
-        return [self.low + number for number in range(_NUDGE_TOKENS)]
-
 
 @dataclass(frozen=True)
 class Hits:
     """Prompt tokens by where their KV was found: counters, or the difference of two readings.
 
-    prompt: of all prompts. pool: with vLLM's tiering, its second tier. other: found outside of the
-    GPU, where the server does not report the place. tier_read_bytes: bytes that vLLM's tiering
-    read from its second tier.
+    pool: with vLLM's tiering, its second tier, from which it read `tier_read_bytes`. other: found
+    outside of the GPU, where the server does not report the place.
     """
 
     prompt: int = 0
@@ -85,10 +80,8 @@ class Hits:
     @classmethod
     def of(cls, found: Metrics) -> Self:
         """Read from our own counters where they exist, else from vLLM's."""
-        if found.has(_OURS):
-            cpu, pool = (int(found.value(_OURS, source=one)) for one in ("cpu", "pool"))
-        else:
-            cpu, pool = (int(found.value(_BY_SOURCE, source=one)) for one in ("host", "disk"))
+        name, sources = (_OURS, ("cpu", "pool")) if found.has(_OURS) else _THEIRS
+        cpu, pool = (int(found.value(name, source=source)) for source in sources)
         external = int(found.value("vllm:external_prefix_cache_hits_total"))
         return cls(
             prompt=int(found.value("vllm:prompt_tokens_total")),
@@ -107,11 +100,6 @@ class Hits:
     def by_place(self) -> dict[str, int]:
         """The fields that samples have."""
         return {"gpu": self.gpu, "cpu": self.cpu, "pool": self.pool, "other": self.other}
-
-    @property
-    def found(self) -> int:
-        """Tokens that were in any cache."""
-        return sum(self.by_place.values())
 
 
 class Client(plain.Client):
@@ -159,16 +147,12 @@ class Client(plain.Client):
         except httpx.HTTPError:
             return Metrics("")
 
-    async def hits(self, nudge: Sequence[int] | None = None) -> Hits:
-        """Prompt tokens so far, by where their KV was found; zeros without `/metrics`.
-
-        nudge: a short prompt to send first, after which vLLM has published its counters.
-        """
-        if nudge is not None:
-            await self.complete(nudge, 1)
+    async def hits(self) -> Hits:
+        """Prompt tokens so far, by where their KV was found; zeros without `/metrics`."""
+        await self.complete(_NUDGE, 1)
         return Hits.of(await self.metrics())
 
-    async def settle(self, nudge: Sequence[int]) -> None:
+    async def settle(self) -> None:
         """Wait until no write is pending, as far as the server reports them.
 
         Raises:
@@ -176,7 +160,7 @@ class Client(plain.Client):
         """
         end_s = time.monotonic() + _SETTLE_S_MAX
         while time.monotonic() < end_s:
-            await self.complete(nudge, 1)
+            await self.complete(_NUDGE, 1)
             found = await self.metrics()
             if not any(found.value(name) for name in _BUSY):
                 return

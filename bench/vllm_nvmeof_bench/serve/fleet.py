@@ -68,6 +68,8 @@ def serving(
         BenchError: a server did not start, its log being in `logs`, or does not answer.
     """
     ours = {name: spec for name, spec in wanted.items() if not isinstance(spec, str)}
+    # As other OpenAI clients take the key of a server that is given by its URL.
+    key = os.environ.get("OPENAI_API_KEY")
     with ExitStack() as stack:
         fleet = Fleet(stack.enter_context(asyncio.Runner()))
         for at in range(0, len(ours), _AT_ONCE):
@@ -81,11 +83,8 @@ def serving(
             for name in some:
                 _wait_ready(name, fleet.servers[name])
         for name, spec in wanted.items():
-            if isinstance(spec, str):
-                # As other OpenAI clients take the key of a server that is given by its URL.
-                client = Client(spec, api_key=os.environ.get("OPENAI_API_KEY"))
-            else:
-                client = Client(fleet.servers[name].url)
+            mine = name in ours
+            client = Client(fleet.servers[name].url) if mine else Client(str(spec), api_key=key)
             fleet.clients[name] = client
             stack.callback(lambda client=client: fleet.run(client.close()))
             fleet.run(client.model())

@@ -110,7 +110,7 @@ class TtftSettings(ServerSettings):
                     client = fleet.clients[arm]
                     if phase == "back":
                         emptied[arm] = fleet.run(client.forget_gpu())
-                    reply, hits = fleet.run(_ask(client, tokens, prompts[place]))
+                    reply, hits = fleet.run(_ask(client, prompts[place]))
                     failed = reply.failure is not None
                     samples.append(
                         TtftSample(
@@ -126,13 +126,13 @@ class TtftSettings(ServerSettings):
                         )
                     )
             for client in fleet.clients.values() if phase == "cold" else ():
-                fleet.run(client.settle(tokens.nudge))
+                fleet.run(client.settle())
 
 
-async def _ask(client: Client, tokens: Tokens, prompt: list[int]) -> tuple[Answer, Hits]:
-    before = await client.hits(tokens.nudge)
+async def _ask(client: Client, prompt: list[int]) -> tuple[Answer, Hits]:
+    before = await client.hits()
     reply = await client.complete(prompt, _TTFT_ANSWER_TOKENS)
-    return reply, await client.hits(tokens.nudge) - before
+    return reply, await client.hits() - before
 
 
 # -- throughput against hit rate ----------------------------------------------------------
@@ -181,7 +181,7 @@ class HitSettings(ServerSettings):
             replies = fleet.run(self._send(client, stored))
             for (name, _), reply in zip(stored, replies, strict=True):
                 first.setdefault(name, reply)
-            fleet.run(client.settle(tokens.nudge))
+            fleet.run(client.settle())
         emptied = run.conditions["gpu_cache_emptied"] = {}
         for number in range(self.rounds):
             for rate in self.rates:
@@ -190,22 +190,22 @@ class HitSettings(ServerSettings):
                     run.on_progress(len(samples), total, f"round {number + 1} · {rate} % · {arm}")
                     client = fleet.clients[arm]
                     emptied[arm] = fleet.run(client.forget_gpu())
-                    one = fleet.run(self._measure(client, tokens, batch, first))
+                    one = fleet.run(self._measure(client, batch, first))
                     samples.append(HitSample(arm=arm, rate=rate, round=number, **one))
-                    fleet.run(client.settle(tokens.nudge))
+                    fleet.run(client.settle())
 
     async def _send(self, client: Client, batch: _Batch) -> list[Answer]:
         asked = (client.complete(prompt, self.answer_tokens) for _, prompt in batch)
         return await asyncio.gather(*asked)
 
     async def _measure(
-        self, client: Client, tokens: Tokens, batch: _Batch, first: dict[str, Answer]
+        self, client: Client, batch: _Batch, first: dict[str, Answer]
     ) -> dict[str, Any]:
-        before = await client.hits(tokens.nudge)
+        before = await client.hits()
         start_s = time.perf_counter()
         replies = await self._send(client, batch)
         seconds = time.perf_counter() - start_s
-        hits = await client.hits(tokens.nudge) - before
+        hits = await client.hits() - before
         whole = [reply for reply in replies if reply.failure is None]
         ttfts = sorted(reply.ttft_s for reply in whole)
         compared = [
@@ -283,13 +283,13 @@ class TurnSettings(ServerSettings):
                     run.on_progress(done, total, f"round {number + 1} · {level} at once · {arm}")
                     client = fleet.clients[arm]
                     samples += fleet.run(self._measure(client, tokens, arm, level, number))
-                    fleet.run(client.settle(tokens.nudge))
+                    fleet.run(client.settle())
                     done += 1
 
     async def _measure(
         self, client: Client, tokens: Tokens, arm: str, level: int, number: int
     ) -> list[TurnSample]:
-        before = await client.hits(tokens.nudge)
+        before = await client.hits()
         start_s = time.perf_counter()
         conversations = await asyncio.gather(
             *(
@@ -297,7 +297,7 @@ class TurnSettings(ServerSettings):
                 for one in range(level)
             )
         )
-        hits = (await client.hits(tokens.nudge) - before).by_place
+        hits = (await client.hits() - before).by_place
         return [
             TurnSample(
                 arm=arm,

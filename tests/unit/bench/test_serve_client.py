@@ -76,10 +76,10 @@ def test_hits_are_told_by_where_they_came_from() -> None:
 
     with MadeUpServer() as server:
         none, first, again, after = on(server, work)
-    assert first - none == Hits(prompt=100)
-    assert again - first == Hits(prompt=100, gpu=100)
-    assert after - again == Hits(prompt=100, cpu=100)
-    assert (after - none).found == 200
+    # Each reading follows a prompt of three tokens.
+    assert first - none == Hits(prompt=103)
+    assert again - first == Hits(prompt=103, gpu=100)
+    assert after - again == Hits(prompt=103, cpu=100)
 
 
 def test_our_own_counters_come_before_vllms() -> None:
@@ -94,8 +94,8 @@ def test_our_own_counters_come_before_vllms() -> None:
 
 def test_a_server_without_these_routes_gives_zeros() -> None:
     async def work(client: Client) -> tuple[Hits, bool]:
-        await client.settle([1, 2, 3])
-        return await client.hits([1, 2, 3]), await client.forget_gpu()
+        await client.settle()
+        return await client.hits(), await client.forget_gpu()
 
     with MadeUpServer(resets=False, metrics=False) as server:
         assert on(server, work) == (Hits(), False)
