@@ -26,12 +26,12 @@ from vllm_nvmeof_bench.benchmark import Benchmark
 from vllm_nvmeof_bench.results import (
     Figure,
     Goal,
-    Spread,
     at_most,
     distinct,
     median_of,
     paired,
     select,
+    spread_of,
     values_of,
 )
 from vllm_nvmeof_bench.tables import Column, load_in, machine_in, number, table, vllm_in
@@ -57,10 +57,9 @@ class Sample:
     ttft_s: to the first token, of several requests their median. seconds: to the last token.
     tokens: of prompts and answers. cpu_s: all processes of the server, user and system, until
     they were quiet again. others_cpu_s: of the other, idle servers meanwhile. quiet_after_s: how
-    long the server worked on after the last token. stored, loaded: copied between GPU memory and
-    staging; written: to the pool. hits: tokens found in any cache. scheduler_s, scheduler_steps:
-    of our scheduler side; step_s, step_tokens: of the engine's steps; all four are None where the
-    server does not count them.
+    long the server worked on. stored, loaded: copied between GPU memory and staging. hits: tokens
+    found in any cache. scheduler_s, scheduler_steps: of our scheduler side; step_s, step_tokens:
+    of the engine's steps; all four are None where the server does not count them.
     """
 
     arm: str
@@ -145,7 +144,7 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> Paired:
 
 
 def differences(above: Sequence[float], below: Sequence[float]) -> Paired:
-    """above - below, pair by pair. There is at least one pair."""
+    """above - below, pair by pair; there is at least one."""
     return _estimate(np.asarray(above, float) - np.asarray(below, float), np.asarray)
 
 
@@ -200,10 +199,9 @@ def within(ratio: Paired, more_is_worse: bool) -> bool:
 def scheduler_share(samples: Sequence[Sample], arm: str, case: str) -> float | None:
     """Our scheduler side's part of the steps' time, over all rounds; None if not known."""
     pairs = [(one.scheduler_s, one.step_s) for one in select(samples, arm=arm, case=case)]
-    known = [(ours, steps) for ours, steps in pairs if ours is not None and steps]
-    if not known or len(known) < len(pairs):
+    if not pairs or not all(ours is not None and steps for ours, steps in pairs):
         return None
-    return sum(ours for ours, _ in known) / sum(steps for _, steps in known)
+    return sum(ours for ours, _ in pairs) / sum(steps for _, steps in pairs)
 
 
 def _cost(ratio: Paired, more_is_worse: bool) -> float:
@@ -258,7 +256,7 @@ def sentences(samples: Sequence[Sample]) -> Iterator[str]:
     """What storing decode chunks costs, and what bounds it; what was not measured is left out."""
     yield from _noise(samples)
     yield from _scheduler(samples)
-    there = {arm for arm in ARMS if select(samples, arm=arm, case="batch")}
+    there = set(arms_of(select(samples, case="batch")))
     if there >= {PROMPT_ONLY, OURS}:
         yield f"{_between('Storing decode chunks', samples, OURS, PROMPT_ONLY)} {_BOUNDS}"
     if CPU_ONLY in there:
@@ -432,7 +430,8 @@ def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -
         panel = figure.add_subplot(grid[place])
         shown = [arm for arm in arms if measure.startswith("cpu") or arm != BASE]
         series = [
-            (_STYLES[arm], [_range(samples, measure, arm, case) for case in CASES]) for arm in shown
+            (_STYLES[arm], [spread_of(values_of(samples, measure, arm=arm, case=c)) for c in CASES])
+            for arm in shown
         ]
         plots.bars(panel, CASES, series, scale, "{:.3g}")
         plots.finish(panel, title)
@@ -445,14 +444,6 @@ def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -
         fontsize=plots.FONT,
     )
     plots.save(figure, path)
-
-
-def _range(samples: Sequence[Sample], measure: str, arm: str, case: str) -> Spread | None:
-    """The median of all rounds, from the smallest to the largest."""
-    values = values_of(samples, measure, arm=arm, case=case)
-    if not values:
-        return None
-    return Spread(float(np.median(values)), min(values), max(values), len(values))
 
 
 def _ratios(panel: Any, samples: Sequence[Sample]) -> None:

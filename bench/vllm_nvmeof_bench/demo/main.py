@@ -27,15 +27,9 @@ import httpx
 from rich.console import Console
 from rich.markup import escape
 
+from vllm_nvmeof_bench.demo import workload
 from vllm_nvmeof_bench.demo.report import Report
-from vllm_nvmeof_bench.demo.workload import (
-    CrowdPlan,
-    Plan,
-    Runs,
-    model_shape,
-    offload_spec,
-    server_spec,
-)
+from vllm_nvmeof_bench.demo.workload import CrowdPlan, Plan, Runs
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model
 from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 from vllm_nvmeof_offload.errors import OffloadError
@@ -87,15 +81,15 @@ def run(
 
 def _measure(console: Console, plan: Plan, build: Path, target: Path) -> Report:
     """Take the steps of the module's docstring. target: the pool's directory."""
-    began, shape = time.monotonic(), model_shape()
+    began, shape = time.monotonic(), workload.model_shape()
     with console.status("making the model"):
         model = make_model(build / "models", shape)
     console.print(
         f"model: {shape.parameters / 1e6:.0f} M random float32 parameters, "
         f"{format_bytes(shape.kv_bytes_per_token)} of KV cache a token"
     )
-    plain = server_spec(plan, model)
-    spec = replace(plain, offload=offload_spec(plan, shape, target))
+    plain = workload.server_spec(plan, model)
+    spec = replace(plain, offload=workload.offload_spec(plan, shape, target))
     runs = Runs(plan, shape, console)
     logs = build / "demo-logs"
     with _served(console, "without offloading", plain, logs) as server:

@@ -28,9 +28,6 @@ from vllm_nvmeof_offload.units import GIB, MIB, slot_stride_bytes
 
 _STREAM_SLOTS = 16
 _READ_DEADLINE_MS = 60_000
-_PEER_MODULE = "vllm_nvmeof_bench.serve.peer"
-_PEER_SPEC = "HostTieringOffloadingSpec"
-_PEER_SPEC_ON_GPU = "TieringOffloadingSpec"
 _SMALL = ModelShape(layers=4, hidden=256, intermediate=1024, heads=2, kv_heads=2)
 _LARGE = ModelShape(
     layers=8, hidden=2048, intermediate=7168, heads=16, kv_heads=4, positions_max=65_536
@@ -81,10 +78,8 @@ ARMS = {
 
 def arms_option(*default: str) -> Any:
     """The option that names the arms to start."""
-    return option(
-        default,
-        f"Servers to start here, of {','.join(ARMS)}; on a GPU also as full:dma or full:kernel.",
-    )
+    gpu = "on a GPU also as full:dma or full:kernel"
+    return option(default, f"Servers to start here, of {','.join(ARMS)}; {gpu}.")
 
 
 @dataclass(frozen=True)
@@ -127,8 +122,7 @@ def arms_of(names: Sequence[str], base_urls: Sequence[str]) -> list[Arm]:
         BenchError: an unknown name, two of the same name, or not a URL.
     """
     found = [_remote(text, number) for number, text in enumerate(base_urls)]
-    if not found:
-        found = [_named(name) for name in names]
+    found = found or [_named(name) for name in names]
     if not found:
         raise BenchError("nothing to measure: give at least one arm")
     if len({arm.name for arm in found}) < len(found):
@@ -232,16 +226,16 @@ def offload_of(arm: Arm, sizes: Sizes, place: Path) -> OffloadSpec | None:
         return None
     staging = sizes.staging_bytes(arm.tier)
     if arm.peer:
-        spec = {"spec_name": _PEER_SPEC_ON_GPU}
-        if has_cpu_engine():
-            spec = {"spec_name": _PEER_SPEC, "spec_module_path": _PEER_MODULE}
         extra = {
-            **spec,
+            "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": staging,
             "block_size": BLOCK_TOKENS,
             "offload_prompt_only": False,
             "secondary_tiers": [{"type": "fs", "root_dir": str(place)}],
         }
+        if has_cpu_engine():
+            extra["spec_name"] = "HostTieringOffloadingSpec"
+            extra["spec_module_path"] = "vllm_nvmeof_bench.serve.peer"
         transfer = {
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
