@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 #: Changed when the files of a model of the same shape would come out differently.
 _FORMAT = 1
@@ -32,7 +31,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of the model; parameters are float32.
+    """Sizes of the model.
 
     `query_gain` scales the query projections (peaked attention), `embed_std` the token
     embeddings, `logit_std` the standard deviation of the logits.
@@ -159,14 +158,14 @@ def _write_weights(file_path: Path, shape: ModelShape) -> None:
     from safetensors.numpy import save_file
 
     rng = np.random.Generator(np.random.PCG64(shape.seed))
-    tensors: dict[str, npt.NDArray[np.float32]] = {}
-    for name, dims, std in _tensors(shape):
-        tensors[name] = rng.standard_normal(dims, dtype=np.float32) * np.float32(std)
-    ones = np.ones(shape.hidden, np.float32)
-    tensors["model.norm.weight"] = ones
+    tensors = {
+        name: rng.standard_normal(dims, dtype=np.float32) * np.float32(std)
+        for name, dims, std in _tensors(shape)
+    }
+    norms = ["norm"]
     for i in range(shape.layers):
-        tensors[f"model.layers.{i}.input_layernorm.weight"] = ones
-        tensors[f"model.layers.{i}.post_attention_layernorm.weight"] = ones
+        norms += [f"layers.{i}.input_layernorm", f"layers.{i}.post_attention_layernorm"]
+    tensors |= {f"model.{name}.weight": np.ones(shape.hidden, np.float32) for name in norms}
     # A token that ends a request would make the lengths of outputs differ: never likely.
     tensors["lm_head.weight"][:_SPECIAL_COUNT] = 0
     save_file(tensors, str(file_path), metadata={"format": "pt"})

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,20 +30,17 @@ from vllm_nvmeof_bench.servers.engine import engine_environment, engine_memory, 
 from vllm_nvmeof_offload.errors import OffloadError
 
 
-class ReservedPort:
+class ReservedPort(socket.socket):
     """A TCP port of the loopback address that is given to nobody else while this is open.
 
     A server may bind and listen on it meanwhile, if it sets SO_REUSEADDR, as servers do.
     """
 
     def __init__(self) -> None:
-        self._socket = socket.socket()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind(("127.0.0.1", 0))
-        self.number = int(self._socket.getsockname()[1])
-
-    def close(self) -> None:
-        self._socket.close()
+        super().__init__()
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.bind(("127.0.0.1", 0))
+        self.number = int(self.getsockname()[1])
 
 
 def process_stats() -> Iterator[list[str]]:
@@ -180,9 +177,6 @@ class ServerSpec:
         return engine_environment(self.cores_reserved) | dict(self.env)
 
 
-Progress = Callable[[float, str], None]
-
-
 class Server:
     """A running server. Use it as a context manager, or call `stop`."""
 
@@ -220,7 +214,9 @@ class Server:
     def running(self) -> bool:
         return self._process.poll() is None
 
-    def wait_ready(self, timeout_s: float = 300.0, progress: Progress | None = None) -> Self:
+    def wait_ready(
+        self, timeout_s: float = 300.0, progress: Callable[[float, str], None] = lambda *_: None
+    ) -> Self:
         """Wait until the server answers `/health`; report seconds and stage to `progress`.
 
         Raises:
@@ -236,8 +232,7 @@ class Server:
                     if client.get(f"{self.url}/health").status_code == httpx.codes.OK:
                         self.startup_s = time.monotonic() - self._started
                         return self
-                if progress is not None:
-                    progress(time.monotonic() - self._started, self._stage())
+                progress(time.monotonic() - self._started, self._stage())
                 time.sleep(_POLL_S)
         self.kill()
         raise ServerError(self._failure(f"did not answer within {timeout_s:.0f} s"))
@@ -288,11 +283,13 @@ class Server:
         return next((name for mark, name in stages if mark in text), "importing vLLM")
 
     def _failure(self, what: str) -> str:
+        """Return the message of an error: the tracebacks' last lines, and the log's."""
         lines = self.log().splitlines()
+        bare = (_LOG_PREFIX.sub("", line) for line in lines)
         # The process that had the cause reports it first; its parents' errors follow.
-        errors = "".join(f"\n{error}" for error in _errors(lines)[:_ERRORS_MAX])
-        tail = "\n".join(lines[-_LOG_TAIL_LINES:])
-        return f"vllm serve {what}{errors}\nthe end of {self.log_path}:\n{tail}"
+        errors = list(dict.fromkeys(line for line in bare if _ERROR.match(line)))
+        tail = [f"the end of {self.log_path}:", *lines[-_LOG_TAIL_LINES:]]
+        return "\n".join([f"vllm serve {what}", *errors[:_ERRORS_MAX], *tail])
 
 
 _alive: weakref.WeakSet[Server] = weakref.WeakSet()
@@ -303,9 +300,3 @@ def _kill_all() -> None:
     for server in list(_alive):
         with suppress(ServerError):
             server.kill()
-
-
-def _errors(lines: Iterable[str]) -> list[str]:
-    """Return the last lines of the tracebacks in a log, each once."""
-    bare = (_LOG_PREFIX.sub("", line) for line in lines)
-    return list(dict.fromkeys(line for line in bare if _ERROR.match(line)))
