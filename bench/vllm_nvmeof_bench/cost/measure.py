@@ -34,12 +34,13 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
 from vllm_nvmeof_bench import conditions
@@ -62,11 +63,9 @@ from vllm_nvmeof_bench.servers.server import (
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded
 from vllm_nvmeof_offload.units import GIB
 
-_ARMS_DEFAULT = (BASE, OURS, PROMPT_ONLY)
 #: The GPU cache holds this many times what is asked for at once.
 _ROOM = 4
 _MODEL_BYTES = GIB // 2
-_LOGS = "cost-logs"
 #: Rounds of warming up have numbers of their own, so that their prompts do too.
 _WARM_UP = 1_000_000
 
@@ -83,7 +82,7 @@ class Settings:
     directory: Path = option(
         Path("build/bench/disk"), "Directory for the model and the pools.", flag="--dir"
     )
-    arms: tuple[str, ...] = option(_ARMS_DEFAULT, f"Servers: some of {','.join(ARMS)}.")
+    arms: tuple[str, ...] = option((BASE, OURS, PROMPT_ONLY), f"Servers: some of {','.join(ARMS)}.")
     pairs: int = option(20, "Rounds, each with every server.", min=1)
     seed: int = option(1, "Seed of the prompts and of the order.")
     warm_ups: int = 2
@@ -140,12 +139,11 @@ _QUIET_TICKS = 2
 _QUIET_S_MAX = 120.0
 
 
-def cpu_of_groups(groups: tuple[int, ...]) -> dict[int, float]:
-    """CPU seconds of each group, from one pass over /proc.
+def cpu_of_groups(groups: Iterable[int]) -> dict[int, float]:
+    """CPU seconds of each process group, which the kernel counts in ticks of 10 ms per process.
 
     A process counts with its own user and system time and with that of its children that have
-    ended and been waited for, so that nothing is lost or counted twice when a child ends. The
-    kernel counts in ticks of 10 ms per process.
+    ended and been waited for, so that nothing is lost or counted twice when a child ends.
     """
     ticks = dict.fromkeys(groups, 0)
     for stat in process_stats():
@@ -204,7 +202,7 @@ def server_spec(arm: str, settings: Settings, model: Path, home: Path) -> Server
 
 def cpu_s_of(fleet: Fleet) -> dict[str, float]:
     """CPU seconds of every server so far, by arm."""
-    found = cpu_of_groups(tuple(server.pid for server in fleet.servers.values()))
+    found = cpu_of_groups(server.pid for server in fleet.servers.values())
     return {arm: found[server.pid] for arm, server in fleet.servers.items()}
 
 
@@ -298,10 +296,17 @@ def _idle_shares(fleet: Fleet, settings: Settings) -> dict[str, float]:
 
 
 def _counters(fleet: Fleet, settings: Settings, arm: str) -> Metrics:
-    """Everything that the server has counted up to now."""
+    """Everything that the server has counted up to now.
+
+    Raises:
+        BenchError: the server does not answer.
+    """
     filler = random_tokens(np.random.default_rng(), _FILLER_TOKENS, settings.shape)
     fleet.run(ask(fleet.clients[arm], [filler], _FILLER_ANSWER))
-    metrics: Metrics = fleet.run(fleet.clients[arm].metrics())
+    try:
+        metrics: Metrics = fleet.run(fleet.clients[arm].metrics())
+    except httpx.HTTPError as error:
+        raise BenchError(f"a server's /metrics failed: {error!r}") from None
     return metrics
 
 
@@ -339,12 +344,12 @@ def _conditions(settings: Settings, home: Path) -> dict[str, Any]:
             extra = extra_config(name, settings, home)
             del extra["targets"]
             arms[name] = {"kv_offloading_size": settings.staging_gib, "extra_config": extra}
-    shape = settings.shape
+    model = {name: getattr(settings.shape, name) for name in ("parameters", "kv_bytes_per_token")}
     return {
         **conditions.at_start(home),
         "settings": recorded(settings),
         "gpu_tokens": (settings.gpu_blocks - 1) * BLOCK_TOKENS,
-        "model": {"parameters": shape.parameters, "kv_bytes_per_token": shape.kv_bytes_per_token},
+        "model": model,
         "arms": arms,
     }
 
@@ -355,7 +360,7 @@ def measure(settings: Settings, json_path: Path) -> None:
     Raises:
         BenchError: too little space, a server that does not start, or one that failed.
     """
-    logs = json_path.parent / _LOGS
+    logs = json_path.parent / "cost-logs"
     with (
         progress() as on_progress,
         home_in(settings.directory, settings.disk_bytes_max) as home,

@@ -103,7 +103,7 @@ class Hits:
 
 
 class Client(plain.Client):
-    """A client to which a failed request is a result, and a missing `/metrics` an empty one.
+    """A client to which a failed request is a result.
 
     model: the name to ask for; empty: the first that the server lists.
     """
@@ -140,17 +140,17 @@ class Client(plain.Client):
         answer.ended = time.perf_counter()
         return answer
 
-    async def metrics(self) -> Metrics:
+    async def _metrics_if_any(self) -> Metrics:
         """One reading of `/metrics`; empty where the server has no such route."""
         try:
-            return await super().metrics()
+            return await self.metrics()
         except httpx.HTTPError:
             return Metrics("")
 
     async def hits(self) -> Hits:
         """Prompt tokens so far, by where their KV was found; zeros without `/metrics`."""
         await self.complete(_NUDGE, 1)
-        return Hits.of(await self.metrics())
+        return Hits.of(await self._metrics_if_any())
 
     async def settle(self) -> None:
         """Wait until no write is pending, as far as the server reports them.
@@ -161,7 +161,7 @@ class Client(plain.Client):
         end_s = time.monotonic() + _SETTLE_S_MAX
         while time.monotonic() < end_s:
             await self.complete(_NUDGE, 1)
-            found = await self.metrics()
+            found = await self._metrics_if_any()
             if not any(found.value(name) for name in _BUSY):
                 return
             await asyncio.sleep(_PAUSE_S)
