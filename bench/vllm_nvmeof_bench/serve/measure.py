@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,17 +58,26 @@ def measure(
     Raises:
         BenchError: it cannot run here, or a server failed.
     """
-    run_parts(
-        {
-            name: Part(one, one.sizes(), one.measure, json_paths[name])
-            for name, one in settings.items()
-        }
-    )
+    named = settings.items()
+    run_parts({name: Part(one, one.sizes(), one.measure, json_paths[name]) for name, one in named})
 
 
 def _shuffled(fleet: Fleet, words: str) -> Sequence[str]:
     """The arms, in an order that follows from `words`."""
     return random.Random(words).sample(list(fleet.clients), len(fleet.clients))
+
+
+def _interleaved(
+    run: Run, settings: HitSettings | TurnSettings, levels: Sequence[int], unit: str
+) -> Iterator[tuple[int, int, str, Client]]:
+    """Round, level, arm and client of each measurement; every server settles after its own."""
+    total = settings.rounds * len(levels) * len(run.fleet.clients)
+    done = itertools.count()
+    for number, level in itertools.product(range(settings.rounds), levels):
+        for arm in _shuffled(run.fleet, f"{settings.seed} {number} {level}"):
+            run.on_progress(next(done), total, f"round {number + 1} · {level} {unit} · {arm}")
+            yield number, level, arm, run.fleet.clients[arm]
+            run.fleet.run(run.fleet.clients[arm].settle())
 
 
 # -- time to first token ------------------------------------------------------------------
@@ -172,27 +182,21 @@ class HitSettings(ServerSettings):
 
     def measure(self, run: Run) -> None:
         """Raises: BenchError: a server does not settle, or does not empty its prefix cache."""
-        fleet, tokens, samples = run.fleet, run.tokens, run.samples
-        total = self.rounds * len(self.rates) * len(fleet.clients)
+        fleet = run.fleet
         first: dict[str, Answer] = {}
-        stored = prompts_of(self, tokens, 100, 0)
+        stored = prompts_of(self, run.tokens, 100, 0)
         for arm, client in fleet.clients.items():
-            run.on_progress(0, total, f"storing the prompts that return · {arm}")
+            run.on_progress(0, 0, f"storing the prompts that return · {arm}")
             replies = fleet.run(self._send(client, stored))
             for (name, _), reply in zip(stored, replies, strict=True):
                 first.setdefault(name, reply)
             fleet.run(client.settle())
         emptied = run.conditions["gpu_cache_emptied"] = {}
-        for number in range(self.rounds):
-            for rate in self.rates:
-                batch = prompts_of(self, tokens, rate, number)
-                for arm in _shuffled(fleet, f"{self.seed} {number} {rate}"):
-                    run.on_progress(len(samples), total, f"round {number + 1} · {rate} % · {arm}")
-                    client = fleet.clients[arm]
-                    emptied[arm] = fleet.run(client.forget_gpu())
-                    one = fleet.run(self._measure(client, batch, first))
-                    samples.append(HitSample(arm=arm, rate=rate, round=number, **one))
-                    fleet.run(client.settle())
+        for number, rate, arm, client in _interleaved(run, self, self.rates, "%"):
+            emptied[arm] = fleet.run(client.forget_gpu())
+            batch = prompts_of(self, run.tokens, rate, number)
+            one = fleet.run(self._measure(client, batch, first))
+            run.samples.append(HitSample(arm=arm, rate=rate, round=number, **one))
 
     async def _send(self, client: Client, batch: _Batch) -> list[Answer]:
         asked = (client.complete(prompt, self.answer_tokens) for _, prompt in batch)
@@ -274,28 +278,18 @@ class TurnSettings(ServerSettings):
 
     def measure(self, run: Run) -> None:
         """Raises: BenchError: a server does not settle."""
-        fleet, tokens, samples = run.fleet, run.tokens, run.samples
-        total = self.rounds * len(self.concurrency) * len(fleet.clients)
-        done = 0
-        for number in range(self.rounds):
-            for level in self.concurrency:
-                for arm in _shuffled(fleet, f"{self.seed} {number} {level}"):
-                    run.on_progress(done, total, f"round {number + 1} · {level} at once · {arm}")
-                    client = fleet.clients[arm]
-                    samples += fleet.run(self._measure(client, tokens, arm, level, number))
-                    fleet.run(client.settle())
-                    done += 1
+        for number, level, arm, client in _interleaved(run, self, self.concurrency, "at once"):
+            one = self._measure(client, run.tokens, arm, level, number)
+            run.samples.extend(run.fleet.run(one))
 
     async def _measure(
         self, client: Client, tokens: Tokens, arm: str, level: int, number: int
     ) -> list[TurnSample]:
         before = await client.hits()
         start_s = time.perf_counter()
+        seeds = [[self.seed, 31, level, number, one] for one in range(level)]
         conversations = await asyncio.gather(
-            *(
-                self._converse(client, tokens, [self.seed, 31, level, number, one])
-                for one in range(level)
-            )
+            *(self._converse(client, tokens, seed) for seed in seeds)
         )
         hits = (await client.hits() - before).by_place
         return [
