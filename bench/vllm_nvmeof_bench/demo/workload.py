@@ -41,6 +41,7 @@ from vllm_nvmeof_offload.units import GIB, KIB, MIB, slot_stride_bytes
 
 #: Waiting for the last writes to the pool: seconds before giving up.
 _SETTLE_S_MAX = 60.0
+_PREEMPTIONS = "vllm:num_preemptions_total"
 _UNSETTLED = ("vllm:nvmeof_writes_pending", "vllm:nvmeof_write_backlog")
 #: A request was preempted when, during one pause of its own, another got this many tokens.
 _PREEMPTED_TOKENS_MIN = 8
@@ -119,7 +120,7 @@ class Turn:
         return "cpu_tier" if self.cpu_tokens > self.pool_tokens else "pool"
 
     def facts(self) -> dict[str, object]:
-        """Return what the demo's file has of it."""
+        """Return the turn's part of the demo's file."""
         return {
             "conversation": self.conversation,
             "turn": self.number,
@@ -278,7 +279,7 @@ class Runs:
                 running, waiting = (
                     int(now.value(f"vllm:num_requests_{state}")) for state in ("running", "waiting")
                 )
-                preempted = int(now.value("vllm:num_preemptions_total"))
+                preempted = int(now.value(_PREEMPTIONS))
                 status.update(f"{running} running, {waiting} waiting, {preempted} preemptions")
 
             result = await run_crowd(client, self._plan, self._shape, show)
@@ -329,9 +330,7 @@ async def run_crowd(
         if watcher is not None:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
-    after = await client.metrics()
-    name = "vllm:num_preemptions_total"
-    preemptions = int(after.value(name) - before.value(name))
+    preemptions = int((await client.metrics()).value(_PREEMPTIONS) - before.value(_PREEMPTIONS))
     return CrowdResult(answers, preemptions, resume_times_s(answers))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from typing import Self
 
 import httpx
@@ -93,8 +93,7 @@ class Hits:
         )
 
     def __sub__(self, before: Hits) -> Hits:
-        earlier = asdict(before)
-        return Hits(**{name: value - earlier[name] for name, value in asdict(self).items()})
+        return Hits(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
     @property
     def by_place(self) -> dict[str, int]:

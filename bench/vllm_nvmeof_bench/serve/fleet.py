@@ -175,9 +175,8 @@ def run(parts: Mapping[str, Part], logged: Callable[[str], bool] = lambda what: 
 
 def _tokens(settings: ServerSettings, sizes: Sizes, ours: bool) -> Tokens:
     """The token ids to draw prompts from; ours: servers are started here, with a small model."""
-    tokens = Tokens(high=sizes.shape.vocab) if ours else _REMOTE_TOKENS
-    if settings.token_ids:
-        tokens = Tokens.parse(settings.token_ids)
+    default = Tokens(high=sizes.shape.vocab) if ours else _REMOTE_TOKENS
+    tokens = Tokens.parse(settings.token_ids) if settings.token_ids else default
     if ours and tokens.high > sizes.shape.vocab:
         raise BenchError(
             f"token ids up to {tokens.high}: the model that is started here has {sizes.shape.vocab}"

@@ -66,16 +66,14 @@ class Answer:
 class Metrics:
     """One reading of the server's counters and gauges."""
 
-    _LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)$")
+    _LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?[ \t]+(\S+)$", re.MULTILINE)
     _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
     def __init__(self, text: str) -> None:
         self._samples: dict[str, list[tuple[dict[str, str], float]]] = {}
-        for line in text.splitlines():
-            match = self._LINE.match(line)
-            if match is not None and not line.startswith("#"):
-                labels = dict(self._LABEL.findall(match.group(2) or ""))
-                self._samples.setdefault(match.group(1), []).append((labels, float(match.group(3))))
+        for name, labels, value in self._LINE.findall(text):
+            sample = (dict(self._LABEL.findall(labels)), float(value))
+            self._samples.setdefault(name, []).append(sample)
 
     def has(self, name: str) -> bool:
         """Whether the server exports `name` at all."""
@@ -83,11 +81,8 @@ class Metrics:
 
     def value(self, name: str, **labels: str) -> float:
         """Return the sum of `name` over all samples that carry `labels`; 0 if there is none."""
-        return sum(
-            value
-            for have, value in self._samples.get(name, [])
-            if all(have.get(k) == v for k, v in labels.items())
-        )
+        samples = self._samples.get(name, ())
+        return sum(value for have, value in samples if labels.items() <= have.items())
 
 
 class Client:
