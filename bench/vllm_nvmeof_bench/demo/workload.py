@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -36,13 +35,9 @@ from vllm_nvmeof_bench.servers.server import (
     ServerSpec,
     on_blocks,
 )
-from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, slot_stride_bytes
 
-#: Waiting for the last writes to the pool: seconds before giving up.
-_SETTLE_S_MAX = 60.0
 _PREEMPTIONS = "vllm:num_preemptions_total"
-_UNSETTLED = ("vllm:nvmeof_writes_pending", "vllm:nvmeof_write_backlog")
 #: A request was preempted when, during one pause of its own, another got this many tokens.
 _PREEMPTED_TOKENS_MIN = 8
 #: Tokens of one request that arrive closer than this were delivered late, in one go: a
@@ -235,7 +230,8 @@ class Runs:
             if crowd:
                 session.crowd = await self._crowd(client)
             if settle:
-                await self._settle(client)
+                with self._console.status("waiting for the last writes to the pool"):
+                    await client.settle()
             end = await client.metrics()
         session.external_hit_tokens = int(end.value("vllm:external_prefix_cache_hits_total"))
         session.reloaded_tokens = int(end.value("vllm:nvmeof_reloaded_tokens_total"))
@@ -289,21 +285,6 @@ class Runs:
             f"from room to the next token, s: {times}"
         )
         return result
-
-    async def _settle(self, client: Client) -> None:
-        """Wait until the pool has everything; a short request makes vLLM publish its gauges.
-
-        Raises:
-            OffloadError: writes are still pending after `_SETTLE_S_MAX`.
-        """
-        deadline = time.monotonic() + _SETTLE_S_MAX
-        with self._console.status("waiting for the last writes to the pool"):
-            while time.monotonic() < deadline:
-                await client.complete(self._filler(), 2)
-                now = await client.metrics()
-                if all(now.has(name) and now.value(name) == 0 for name in _UNSETTLED):
-                    return
-        raise OffloadError(f"writes to the pool were still pending after {_SETTLE_S_MAX:.0f} s")
 
     def _filler(self) -> list[int]:
         """Return a prompt shorter than a chunk: nothing of it is stored."""

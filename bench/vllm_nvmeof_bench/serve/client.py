@@ -14,22 +14,12 @@ import numpy as np
 
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.servers import client as plain
-from vllm_nvmeof_bench.servers.client import Answer, ClientError, Metrics
+from vllm_nvmeof_bench.servers.client import NUDGE, Answer, ClientError, Metrics
 
-#: A prompt too short to be stored; after any request vLLM publishes its counters.
-_NUDGE = (5, 6, 7)
 _TIMEOUT_S = 600.0
 _FORGET_TRIES_MAX = 600
 _PAUSE_S = 0.1
-_SETTLE_S_MAX = 90.0
 _FAILURE_MAX = 300
-#: Gauges of work that goes on after the last answer: ours, and those of vLLM's tiering.
-_BUSY = (
-    "vllm:nvmeof_writes_pending",
-    "vllm:nvmeof_write_backlog",
-    "vllm:kv_offload_tiering_active_cascade_jobs",
-    "vllm:kv_offload_tiering_active_promotion_jobs",
-)
 _OURS = "vllm:nvmeof_loaded_tokens_total"
 _THEIRS = ("vllm:prompt_tokens_cached_by_source_total", ("host", "disk"))
 
@@ -102,7 +92,7 @@ class Hits:
 
 
 class Client(plain.Client):
-    """A client to which a failed request is a result.
+    """A client to which a failed request is a result, and a missing `/metrics` an empty one.
 
     model: the name to ask for; empty: the first that the server lists.
     """
@@ -139,32 +129,17 @@ class Client(plain.Client):
         answer.ended = time.perf_counter()
         return answer
 
-    async def _metrics_if_any(self) -> Metrics:
+    async def metrics(self) -> Metrics:
         """One reading of `/metrics`; empty where the server has no such route."""
         try:
-            return await self.metrics()
+            return await super().metrics()
         except httpx.HTTPError:
             return Metrics("")
 
     async def hits(self) -> Hits:
         """Prompt tokens so far, by where their KV was found; zeros without `/metrics`."""
-        await self.complete(_NUDGE, 1)
-        return Hits.of(await self._metrics_if_any())
-
-    async def settle(self) -> None:
-        """Wait until no write is pending, as far as the server reports them.
-
-        Raises:
-            BenchError: it is still busy after 90 s.
-        """
-        end_s = time.monotonic() + _SETTLE_S_MAX
-        while time.monotonic() < end_s:
-            await self.complete(_NUDGE, 1)
-            found = await self._metrics_if_any()
-            if not any(found.value(name) for name in _BUSY):
-                return
-            await asyncio.sleep(_PAUSE_S)
-        raise BenchError(f"{self._http.base_url} still writes after {_SETTLE_S_MAX:.0f} s")
+        await self.complete(NUDGE, 1)
+        return Hits.of(await self.metrics())
 
     async def forget_gpu(self) -> bool:
         """Empty the GPU's prefix cache and keep what is offloaded; False if the server cannot.

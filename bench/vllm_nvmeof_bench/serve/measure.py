@@ -104,7 +104,7 @@ class TtftSettings(ServerSettings):
         )
 
     def measure(self, run: Run) -> None:
-        """Raises: BenchError: a server does not settle, or does not empty its prefix cache."""
+        """Raises: BenchError, ClientError: a server does not empty its prefix cache, or settle."""
         fleet, tokens, samples = run.fleet, run.tokens, run.samples
         rng = np.random.default_rng([self.seed, 11])
         places = [(number, length) for number in range(self.rounds) for length in self.lengths]
@@ -181,7 +181,7 @@ class HitSettings(ServerSettings):
         )
 
     def measure(self, run: Run) -> None:
-        """Raises: BenchError: a server does not settle, or does not empty its prefix cache."""
+        """Raises: BenchError, ClientError: a server does not empty its prefix cache, or settle."""
         fleet = run.fleet
         first: dict[str, Answer] = {}
         stored = prompts_of(self, run.tokens, 100, 0)
@@ -277,7 +277,7 @@ class TurnSettings(ServerSettings):
         )
 
     def measure(self, run: Run) -> None:
-        """Raises: BenchError: a server does not settle."""
+        """Raises: ClientError: a server does not settle."""
         for number, level, arm, client in _interleaved(run, self, self.concurrency, "at once"):
             one = self._measure(client, run.tokens, arm, level, number)
             run.samples.extend(run.fleet.run(one))

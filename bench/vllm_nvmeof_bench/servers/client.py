@@ -7,6 +7,7 @@ token by token. The client shares the cores with the servers, so it does little 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
@@ -20,6 +21,17 @@ from vllm_nvmeof_bench.servers.server import MODEL_NAME
 from vllm_nvmeof_offload.errors import OffloadError
 
 _CONNECTIONS_MAX = 256
+#: A prompt too short to be stored; after any request vLLM publishes its counters.
+NUDGE = (5, 6, 7)
+_SETTLE_S_MAX = 90.0
+_SETTLE_PAUSE_S = 0.1
+#: Gauges of work that goes on after the last answer: ours, and those of vLLM's tiering.
+_BUSY = (
+    "vllm:nvmeof_writes_pending",
+    "vllm:nvmeof_write_backlog",
+    "vllm:kv_offload_tiering_active_cascade_jobs",
+    "vllm:kv_offload_tiering_active_promotion_jobs",
+)
 
 
 class ClientError(OffloadError):
@@ -175,9 +187,22 @@ class Client:
 
     async def metrics(self) -> Metrics:
         """Read `/metrics`."""
-        response = await self._http.get("/metrics")
-        response.raise_for_status()
-        return Metrics(response.text)
+        return Metrics((await self._http.get("/metrics")).raise_for_status().text)
+
+    async def settle(self) -> None:
+        """Wait until no write is pending, as far as the server reports them.
+
+        Raises:
+            ClientError: it is still busy after `_SETTLE_S_MAX`.
+        """
+        end_s = time.monotonic() + _SETTLE_S_MAX
+        while time.monotonic() < end_s:
+            await self.complete(NUDGE, 1)
+            found = await self.metrics()
+            if not any(found.value(name) for name in _BUSY):
+                return
+            await asyncio.sleep(_SETTLE_PAUSE_S)
+        raise ClientError(f"{self._http.base_url} still writes after {_SETTLE_S_MAX:.0f} s")
 
 
 def _take(answer: Answer, event: dict[str, Any], now: float) -> None:
