@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -44,6 +45,11 @@ class Column:
         return value if isinstance(value, str) else self.form.format(value)
 
 
+def by_arm(arms: Iterable[str], cell: Callable[[str, Any], object]) -> list[Column]:
+    """One column per arm; cell: of arm and row."""
+    return [Column(arm, partial(cell, arm)) for arm in arms]
+
+
 def arm_columns(
     samples: Sequence[Any],
     arms: Iterable[str],
@@ -53,10 +59,10 @@ def arm_columns(
 ) -> list[Column]:
     """One column per arm with medians of a measure; a row is a dict of the fields to select by."""
 
-    def of(arm: str) -> Callable[[Mapping[str, Any]], str]:
-        return lambda row: number(median_of(samples, measure, arm=arm, **row), form, scale)
+    def cell(arm: str, row: Mapping[str, Any]) -> str:
+        return number(median_of(samples, measure, arm=arm, **row), form, scale)
 
-    return [Column(arm, of(arm)) for arm in arms]
+    return by_arm(arms, cell)
 
 
 def table(

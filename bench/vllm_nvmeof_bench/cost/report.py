@@ -12,6 +12,7 @@ difference is then inside the noise. Both are of the default settings, `ours`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ from vllm_nvmeof_bench.results import (
     spread_of,
     values_of,
 )
-from vllm_nvmeof_bench.tables import Column, load_in, machine_in, number, table, vllm_in
+from vllm_nvmeof_bench.tables import Column, by_arm, load_in, machine_in, number, table, vllm_in
 from vllm_nvmeof_offload.units import MIB
 
 BASE, OURS, PROMPT_ONLY, CPU_ONLY = "none", "ours", "ours_prompt_only", "ours_cpu_only"
@@ -344,31 +345,24 @@ def tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator
     """Medians, then paired ratios, then what they say."""
     arms = arms_of(samples)
 
-    def middle(arm: str) -> Callable[[Any], str]:
-        def cell(row: Any) -> str:
-            case, (measure, _, scale, form) = row
-            return number(median_of(samples, measure, arm=arm, case=case), form, scale)
+    def middle(arm: str, row: Any) -> str:
+        case, (measure, _, scale, form) = row
+        return number(median_of(samples, measure, arm=arm, case=case), form, scale)
 
-        return cell
-
-    def ratio(arm: str) -> Callable[[Any], str | None]:
-        def cell(row: Any) -> str | None:
-            found = ratios_of(samples, arm, BASE, *row[:2])
-            return found and found.text(between="  [dim]{} to {}[/]")
-
-        return cell
+    def ratio(arm: str, row: Any) -> str | None:
+        found = ratios_of(samples, arm, BASE, *row[:2])
+        return found and found.text(between="  [dim]{} to {}[/]")
 
     known = [
         (case, one) for case in CASES for one in _MEDIANS if values_of(samples, one[0], case=case)
     ]
     names = (Column("case", lambda row: row[0]), Column("", lambda row: row[1][1], left=True))
-    columns = [*names, *(Column(arm, middle(arm)) for arm in arms)]
     rounds = len(distinct(samples, "round"))
-    yield table(f"Medians of {rounds} rounds", columns, known, grouped=True)
+    yield table(f"Medians of {rounds} rounds", [*names, *by_arm(arms, middle)], known, grouped=True)
     others = [arm for arm in arms if arm != BASE]
     yield table(
         f"Against {BASE}, paired by round: ratio and 95 % interval",
-        [Column("", lambda row: row[2]), *(Column(arm, ratio(arm)) for arm in others)],
+        [Column("", lambda row: row[2]), *by_arm(others, ratio)],
         [row for row in _COMPARED if any(ratios_of(samples, a, BASE, *row[:2]) for a in others)],
     )
     yield _METHOD
@@ -380,15 +374,12 @@ def lines(conditions: Mapping[str, Any]) -> Iterator[str]:
     """What was asked of which servers, and how busy the machine was."""
     model, idle = conditions.get("model", {}), conditions.get("idle_cores", {})
 
-    def asked(case: str) -> str:
-        settings = conditions.get("settings", {})
-        tokens = [settings.get(f"{case}_{part}_tokens", "?") for part in ("prompt", "answer")]
-        return f"{tokens[0]} + {tokens[1]}"
-
-    requests = conditions.get("settings", {}).get("batch_requests", "?")
+    asked = defaultdict(lambda: "?", conditions.get("settings", {}))
     yield (
-        f"single: {asked('single')} tokens; batch: {requests} × ({asked('batch')}); GPU cache "
-        f"{conditions.get('gpu_tokens', '?')} tokens; every prompt new"
+        f"single: {asked['single_prompt_tokens']} + {asked['single_answer_tokens']} tokens; "
+        f"batch: {asked['batch_requests']} × "
+        f"({asked['batch_prompt_tokens']} + {asked['batch_answer_tokens']}); "
+        f"GPU cache {conditions.get('gpu_tokens', '?')} tokens; every prompt new"
     )
     yield (
         f"{model.get('parameters', 0) / 1e6:.0f} M parameters, "

@@ -34,6 +34,7 @@ from vllm_nvmeof_bench.tables import (
     NOTHING,
     Column,
     arm_columns,
+    by_arm,
     load_in,
     machine_in,
     number,
@@ -292,11 +293,6 @@ def _levels(samples: Sequence[Any], field: str) -> list[Any]:
     return sorted(set(distinct(samples, field)))
 
 
-def _by_arm(samples: Sequence[Any], cell: Callable[[str, Any], str]) -> list[Column]:
-    """A column per arm; cell: of arm and row."""
-    return [Column(arm, lambda row, arm=arm: cell(arm, row)) for arm in distinct(samples, "arm")]
-
-
 def _times(ratios: Sequence[float]) -> str:
     return number(median(ratios), "{:.2f}×")
 
@@ -307,7 +303,7 @@ def _found_table(samples: Sequence[Any], field: str, form: str) -> Table:
         return " / ".join(f"{share:.0%}" for share in shares)
 
     title = "Found, share of the prompts' tokens: GPU / CPU tier / pool"
-    columns = [Column("", form.format), *_by_arm(samples, cell)]
+    columns = [Column("", form.format), *by_arm(distinct(samples, "arm"), cell)]
     return table(title, columns, distinct(samples, field))
 
 
@@ -343,7 +339,7 @@ def _ttft_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
         *arm_columns(samples, arms, "ttft_s", scale=0.001),
     ]
     yield table(f"TTFT in ms, medians of {of} rounds", columns, rows, grouped=True)
-    columns = _by_arm(samples, lambda arm, length: _times(ratio_of_ttft(samples, arm, length)))
+    columns = by_arm(arms, lambda arm, length: _times(ratio_of_ttft(samples, arm, length)))
     title = "First time / returning, paired by prompt: times as fast"
     yield table(title, [Column("tokens", str), *columns], lengths)
     yield _found_table(select(samples, phase="back"), "length", "{}")
@@ -369,7 +365,7 @@ def _hits_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
     columns = [
         Column("hit rate", lambda row: f"{row[0]} %"),
         Column("", lambda row: row[1]),
-        *_by_arm(samples, lambda arm, row: cells[row[1]](arm, row[0])),
+        *by_arm(arms, lambda arm, row: cells[row[1]](arm, row[0])),
     ]
     requests = samples[0].requests if samples else 0
     title = f"Throughput of {requests} prompts at once, medians of rounds"
