@@ -224,7 +224,9 @@ class Runs:
         """Run the next turn of each of `turns`, then the crowd. settle: wait for all writes."""
         session = Session(startup_s=server.startup_s)
         async with Client(server.url) as client:
-            await client.complete(self._filler(), 4)  # takes what only a first request costs
+            # Takes the costs of a first request; shorter than a chunk, so that nothing is stored.
+            rng = np.random.default_rng(self._plan.seed + 1)
+            await client.complete(random_tokens(rng, 48, self._shape), 4)
             for one in turns:
                 session.turns.append(await self._turn(client, one))
             if crowd:
@@ -285,10 +287,6 @@ class Runs:
             f"from room to the next token, s: {times}"
         )
         return result
-
-    def _filler(self) -> list[int]:
-        """Return a prompt shorter than a chunk: nothing of it is stored."""
-        return random_tokens(np.random.default_rng(self._plan.seed + 1), 48, self._shape)
 
 
 async def run_crowd(

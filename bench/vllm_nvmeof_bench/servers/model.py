@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -60,11 +61,9 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Number of weights."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        mlp = 3 * self.hidden * self.intermediate
-        norms = 2 * self.hidden
-        return self.layers * (attention + mlp + norms) + 2 * self.vocab * self.hidden + self.hidden
+        """Number of weights; two norms per layer and one more have no random ones."""
+        random = sum(math.prod(dims) for _, dims, _ in _tensors(self))
+        return random + (2 * self.layers + 1) * self.hidden
 
     def digest(self) -> str:
         """Short name of the files that this shape gives."""
