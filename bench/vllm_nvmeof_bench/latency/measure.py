@@ -20,28 +20,35 @@ and its children are in its group from the start.
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import json
 import os
 import random
 import shutil
+import signal
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TypeVar
 
-import vllm_nvmeof_bench
 from vllm_nvmeof_bench import conditions
 from vllm_nvmeof_bench.benchmark import Command
-from vllm_nvmeof_bench.home import home_in
-from vllm_nvmeof_bench.latency import worker
+from vllm_nvmeof_bench.home import home_in, quiet_interpreter
 from vllm_nvmeof_bench.latency.report import ARMS, PAYLOAD_MIN, STAND_IN, Point, Sample
-from vllm_nvmeof_bench.pool.arms import FioArm, fio_moved, fio_version, limits, run_fio, write_flat
+from vllm_nvmeof_bench.pool.arms import (
+    EngineMover,
+    Fio,
+    Ground,
+    Mover,
+    fill,
+    fio_moved,
+    limits,
+    write_flat,
+)
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.results import BenchError, dump, percentile, size_name
 from vllm_nvmeof_bench.settings import (
@@ -52,6 +59,8 @@ from vllm_nvmeof_bench.settings import (
     size_option,
 )
 from vllm_nvmeof_bench.throttle import Throttle
+from vllm_nvmeof_offload.errors import OffloadError
+from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, slot_stride_bytes
 
 _CASES = ("read", "write")
@@ -60,7 +69,9 @@ _REMEDY = "give another --target, or fewer --jobs"
 _MB = 1_000_000
 #: The throttle's slices: what one has left over is not the next measurement's.
 _SLICE_S = 0.15
-_END_S = 30.0
+_POLL_S = 1.0
+_STALL_S = 60.0
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -161,38 +172,138 @@ def _place(text: str) -> Place:
     return Place(name, Path(directory))
 
 
-# -- arms: files for fio, child processes with pools for ours -----------------------------
+# -- one job of ours, in a process of its own ------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The moved of one arm at one point; the fields are those of `Sample`."""
+class Order:
+    """Keep `depth` in flight for ramp_s + run_s, of which run_s counts."""
 
-    operations: int
-    mean_us: float
-    p50_us: float
-    p99_us: float
-    mib_per_s: float
-    cpu_s_per_gib: float
+    case: str
+    depth: int
+    ramp_s: float
+    run_s: float
 
 
-class FioJobs:
+@dataclass(frozen=True)
+class Answer:
+    """latencies_us: of what was submitted after the ramp, also if it ended after the run.
+
+    seconds: from the end of the ramp to the last of them; cpu_s: of the process meanwhile.
+    """
+
+    latencies_us: list[float]
+    seconds: float
+    cpu_s: float
+
+
+def drive(
+    mover: Mover,
+    slots: int,
+    order: Order,
+    dice: random.Random,
+    clock: Callable[[], float] = time.perf_counter,
+    cpu: Callable[[], float] = time.process_time,
+) -> Answer:
+    """Random slots, none twice at a time, closed loop; what is in flight at the end is awaited.
+
+    Raises:
+        BenchError: an operation failed, or nothing ends for a minute.
+    """
+    waiting = collections.deque(dice.sample(range(slots), slots))
+    handed: dict[int, tuple[float, int]] = {}  # token → when, which slot
+    token, latencies = 0, []
+    begun_s = clock()
+    counted_s, end_s = begun_s + order.ramp_s, begun_s + order.ramp_s + order.run_s
+    counted_cpu_s: float | None = None
+    now_s = stalled_s = begun_s
+    while True:
+        if counted_cpu_s is None and now_s >= counted_s:
+            counted_s, counted_cpu_s = now_s, cpu()
+        while now_s < end_s and len(handed) < order.depth:
+            token += 1
+            slot = waiting.popleft()
+            handed[token] = (clock(), slot)
+            mover.submit(token, order.case == "read", slot)
+        if not handed:
+            break
+        done = mover.poll(_POLL_S)
+        now_s = clock()
+        if done:
+            stalled_s = now_s
+        elif now_s - stalled_s > _STALL_S:
+            raise BenchError(f"nothing ended for {_STALL_S:.0f} s")
+        for one in done:
+            since_s, slot = handed.pop(one)
+            waiting.append(slot)
+            if counted_cpu_s is not None and since_s >= counted_s:
+                latencies.append(1e6 * (now_s - since_s))
+    cpu_s = cpu() - (counted_cpu_s or 0.0)
+    return Answer([round(one, 1) for one in latencies], now_s - counted_s, cpu_s)
+
+
+class _Job:
+    """The product's engine on a pool of its own, all of which is written once."""
+
+    def __init__(self, directory: Path, payload_bytes: int, slots: int, seed: int) -> None:
+        self._slots = slots
+        self._dice = random.Random(seed)
+        with contextlib.ExitStack() as stack:
+            staging = Staging(slot_stride_bytes(payload_bytes), slots, 0)
+            stack.callback(staging.close)
+            fill(staging, seed)
+            ground = Ground(directory, payload_bytes, slots, staging)
+            stack.callback(ground.pool.close)
+            self._mover = EngineMover("uring", ground)
+            stack.callback(self._mover.close)
+            self.engine = self._mover.name
+            self.close = stack.pop_all().close
+
+    def drive(self, order: Order) -> Answer:
+        with quiet_interpreter():
+            return drive(self._mover, self._slots, order, self._dice)
+
+
+#: In a job's process: the job.
+_here: list[_Job] = []
+
+
+def _open_here(*given: Any) -> str:
+    """Open the job of this process; return the engine's name."""
+    try:
+        _here.append(_Job(*given))
+    except OffloadError as error:  # one that the parent can read
+        raise BenchError(f"a job of ours ended: {error}") from None
+    return _here[0].engine
+
+
+def _drive_here(order: Order) -> Answer:
+    return _here[0].drive(order)
+
+
+def _close_here() -> None:
+    while _here:
+        _here.pop().close()
+
+
+# -- arms ---------------------------------------------------------------------------------
+
+#: Measures a point, from a seed; returns the fields of a `Sample` that are measured.
+_Measure = Callable[[Point, int], dict[str, Any]]
+
+
+def _fio_arm(fio: Fio, directory: Path, settings: Settings) -> _Measure:
     """One file per job, written once; a run starts as many processes as the point has jobs."""
+    directory.mkdir()
+    files = [directory / f"file-{job}" for job in range(max(settings.jobs))]
+    for number, path in enumerate(files):
+        write_flat(path, settings.job_bytes, settings.seed + number)
 
-    def __init__(self, directory: Path, settings: Settings) -> None:
-        self._settings = settings
-        directory.mkdir()
-        self._files = [directory / f"file-{job}" for job in range(max(settings.jobs))]
-        for number, path in enumerate(self._files):
-            write_flat(path, settings.job_bytes, settings.seed + number)
-
-    def measure(self, point: Point, seed: int) -> Measured:
-        settings = self._settings
-        size = settings.job_bytes // point.io_bytes * point.io_bytes
+    def measure(point: Point, seed: int) -> dict[str, Any]:
         options = {
             "rw": f"rand{point.case}",
             "bs": point.io_bytes,
-            "size": size,
+            "size": settings.job_bytes // point.io_bytes * point.io_bytes,
             "iodepth": point.depth,
             "time_based": 1,
             "runtime": f"{round(1000 * settings.run_s)}ms",
@@ -200,132 +311,85 @@ class FioJobs:
             "lat_percentiles": 1,
             "randseed": seed,
         }
-        report = run_fio(options, self._files[: point.jobs])
+        report = fio.run(options, files[: point.jobs])
         total = report["jobs"][0]["mixed"]
         if not total["total_ios"]:
             raise BenchError(f"fio ended nothing in {settings.run_s} s: give a longer --seconds")
         moved = fio_moved(report, "lat_ns")
-        return Measured(
-            operations=total["total_ios"],
-            mean_us=total["lat_ns"]["mean"] / 1000,
-            p50_us=moved.p50_us or 0.0,
-            p99_us=moved.p99_us or 0.0,
-            mib_per_s=moved.payload_bytes / MIB / moved.seconds,
-            cpu_s_per_gib=(moved.cpu_s or 0.0) * GIB / moved.payload_bytes,
-        )
+        return {
+            "operations": total["total_ios"],
+            "mean_us": total["lat_ns"]["mean"] / 1000,
+            "p50_us": moved.p50_us or 0.0,
+            "p99_us": moved.p99_us or 0.0,
+            "mib_per_s": moved.payload_bytes / MIB / moved.seconds,
+            "cpu_s_per_gib": (moved.cpu_s or 0.0) * GIB / moved.payload_bytes,
+        }
 
-    def close(self) -> None:
-        """Nothing is left running."""
+    return measure
 
 
-class OurJobs:
-    """One process per job, which waits for orders between measurements; see `worker`."""
+class _OurArm:
+    """One process per job, which waits between measurements and does not stop at Ctrl-C."""
 
     def __init__(self, directory: Path, settings: Settings, payload_bytes: int) -> None:
         self._settings = settings
         self._payload_bytes = payload_bytes
-        self._children: list[_Child] = []
         directory.mkdir()
+        at_start = signal.signal, (signal.SIGINT, signal.SIG_IGN)
+        self._children = [
+            ProcessPoolExecutor(1, get_context("spawn"), *at_start)
+            for _ in range(max(settings.jobs))
+        ]
+        given = payload_bytes, settings.slots(payload_bytes)
         try:
-            for job in range(max(settings.jobs)):
-                numbers = (payload_bytes, settings.slots(payload_bytes), settings.seed + job)
-                self._children.append(_Child(directory / f"job-{job}", numbers))
-            self.engines = [str(child.answer()["engine"]) for child in self._children]
+            self.engines = _results(
+                child.submit(_open_here, directory / f"job-{job}", *given, settings.seed + job)
+                for job, child in enumerate(self._children)
+            )
         except BaseException:
             self.close()
             raise
 
-    def measure(self, point: Point, seed: int) -> Measured:
+    def measure(self, point: Point, seed: int) -> dict[str, Any]:
         """seed: used by fio; ours goes on in the order that it drew at its start."""
-        order = worker.Order(point.case, point.depth, self._settings.ramp_s, self._settings.run_s)
+        order = Order(point.case, point.depth, self._settings.ramp_s, self._settings.run_s)
         children = self._children[: point.jobs]
-        for child in children:
-            child.ask(asdict(order))
-        answers = [worker.Answer(**child.answer()) for child in children]
+        answers = _results(child.submit(_drive_here, order) for child in children)
         latencies = [one for answer in answers for one in answer.latencies_us]
         if not latencies:
             raise BenchError(f"nothing ended in {order.run_s} s: give a longer --seconds")
-        moved = len(latencies) * self._payload_bytes
         rates = [
             len(answer.latencies_us) * self._payload_bytes / MIB / answer.seconds
             for answer in answers
             if answer.latencies_us  # else the target is so slow that one job had no turn
         ]
-        return Measured(
-            operations=len(latencies),
-            mean_us=statistics.fmean(latencies),
-            p50_us=percentile(latencies, 0.5),
-            p99_us=percentile(latencies, 0.99),
-            mib_per_s=sum(rates),
-            cpu_s_per_gib=sum(answer.cpu_s for answer in answers) * GIB / moved,
-        )
+        moved = len(latencies) * self._payload_bytes
+        return {
+            "operations": len(latencies),
+            "mean_us": statistics.fmean(latencies),
+            "p50_us": percentile(latencies, 0.5),
+            "p99_us": percentile(latencies, 0.99),
+            "mib_per_s": sum(rates),
+            "cpu_s_per_gib": sum(answer.cpu_s for answer in answers) * GIB / moved,
+        }
 
     def close(self) -> None:
         for child in self._children:
-            child.close()
+            with contextlib.suppress(BrokenExecutor):
+                child.submit(_close_here)
+            child.shutdown()
 
 
-class _Child:
-    """One job's process: a line of JSON in, a line of JSON out."""
-
-    def __init__(self, directory: Path, numbers: tuple[int, ...]) -> None:
-        package = str(Path(vllm_nvmeof_bench.__file__).parents[1])
-        paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH", ""))))
-        self._errors: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115 - until close()
-        self._directory = directory
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", worker.__name__, str(directory), *map(str, numbers)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env={**os.environ, "PYTHONPATH": paths},
-        )
-
-    def ask(self, order: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(order) + "\n")
-            self._process.stdin.flush()
-        except OSError:
-            raise self._failed() from None
-
-    def answer(self) -> dict[str, Any]:
-        """The next line. The child bounds its own waits.
-
-        Raises:
-            BenchError: the child ended; with its last line of stderr.
-        """
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise self._failed()
-        return dict(json.loads(line))
-
-    def _failed(self) -> BenchError:
-        self._process.wait()
-        self._errors.seek(0)
-        lines = self._errors.read().strip().splitlines() or ["no message"]
-        return BenchError(f"a job of ours ended: {lines[-1]}")
-
-    def close(self) -> None:
-        """End the child by ending its input, and delete its pool."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):
-                if pipe is not None:
-                    pipe.close()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._errors.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+def _results(begun: Iterable[Future[_T]]) -> list[_T]:
+    """Wait for all of them, which run at once."""
+    futures = list(begun)
+    try:
+        return [one.result() for one in futures]
+    except BrokenExecutor as error:
+        raise BenchError(f"a job of ours ended: {error}") from None
 
 
 # -- the run ------------------------------------------------------------------------------
-
-_Fields = dict[tuple[str, str], FioJobs | OurJobs]
 
 
 def run(
@@ -339,8 +403,7 @@ def run(
         BenchError: no fio, no io_uring, too little space, or an arm failed.
         ThrottleError: a throttle is wanted and cannot be had.
     """
-    places = settings.places
-    fio_version()
+    fio, places = Fio(), settings.places
     with contextlib.ExitStack() as stack:
         homes = {
             place.name: stack.enter_context(
@@ -364,10 +427,10 @@ def run(
                 throttle = stack.enter_context(Throttle(homes[place.name]))
                 throttle.add(os.getpid())
                 common["throttle"] = throttle.kind
-        one = _Run(settings, homes, throttle, on_progress)
+        one = _Run(settings, fio, homes, throttle, on_progress)
         for payload_bytes in settings.payloads:
             one.size(payload_bytes)
-            found = {"engines": sorted(one.engines), "fio_registered": FioArm.registered}
+            found = {"engines": sorted(one.engines), "fio_registered": fio.registered}
             found["load_average_at_end"] = conditions.load_average()
             keep(one.samples, {**common, **found})
 
@@ -376,6 +439,7 @@ class _Run:
     def __init__(
         self,
         settings: Settings,
+        fio: Fio,
         homes: dict[str, Path],
         throttle: Throttle | None,
         on_progress: OnProgress,
@@ -383,43 +447,43 @@ class _Run:
         self.samples: list[Sample] = []
         self.engines: set[str] = set()
         self._settings = settings
+        self._fio = fio
         self._places = settings.places
         self._homes = homes
         self._throttle = throttle
         self._on_progress = on_progress
-        points = sum(len(settings.points(size)) for size in settings.payloads)
-        self._total = points * settings.rounds * len(self._places) * len(ARMS)
 
     def size(self, payload_bytes: int) -> None:
-        name = size_name(payload_bytes)
+        """Measure all points of a size, whose files are deleted at the end."""
+        settings, name = self._settings, size_name(payload_bytes)
         with contextlib.ExitStack() as stack:
-            fields: _Fields = {}
+            arms: dict[tuple[str, str], _Measure] = {}
             for place in self._places:
                 self._report(f"{name} · writing everything once on {place.name}")
                 home = self._homes[place.name] / f"payload-{payload_bytes}"
                 home.mkdir()
-                fio = FioJobs(home / "fio", self._settings)
-                ours = OurJobs(home / "ours", self._settings, payload_bytes)
+                stack.callback(shutil.rmtree, home, ignore_errors=True)
+                arms[place.name, "fio"] = _fio_arm(self._fio, home / "fio", settings)
+                ours = _OurArm(home / "ours", settings, payload_bytes)
                 stack.callback(ours.close)
                 self.engines.update(ours.engines)
-                fields[place.name, "fio"], fields[place.name, "ours"] = fio, ours
-            for number in range(self._settings.rounds):
-                for point in self._settings.points(payload_bytes):
-                    self._point(fields, point, number)
+                arms[place.name, "ours"] = ours.measure
+            for number in range(settings.rounds):
+                for point in settings.points(payload_bytes):
+                    what = f"{point.case} {point.jobs} × {point.depth}"
+                    self._report(f"{name} · round {number + 1} · {what}")
+                    self._point(arms, point, number)
 
-    def _point(self, fields: _Fields, point: Point, number: int) -> None:
-        seed = f"{self._settings.seed} {point} {number}"
-        dice = random.Random(seed)
-        size = size_name(point.payload_bytes)
-        self._report(f"{size} · round {number + 1} · {point.case} {point.jobs} × {point.depth}")
+    def _point(self, arms: dict[tuple[str, str], _Measure], point: Point, number: int) -> None:
+        dice = random.Random(f"{self._settings.seed} {point} {number}")
         pairs = [(place, arm) for place in self._places for arm in ARMS]
         found = {}
         for place, arm in dice.sample(pairs, len(pairs)):
             self._limit(place.mb_per_s)
-            measured = fields[place.name, arm].measure(point, dice.getrandbits(31))
+            measured = arms[place.name, arm](point, dice.getrandbits(31))
             self._limit(None)
             found[place, arm] = Sample(
-                target=place.name, arm=arm, round=number, **asdict(point), **asdict(measured)
+                target=place.name, arm=arm, round=number, **asdict(point), **measured
             )
         # The file keeps the targets' order: what the second adds to the first.
         self.samples += [found[pair] for pair in pairs]
@@ -433,7 +497,10 @@ class _Run:
             time.sleep(_SLICE_S)
 
     def _report(self, what: str) -> None:
-        self._on_progress(len(self.samples), self._total, what)
+        settings = self._settings
+        points = sum(len(settings.points(size)) for size in settings.payloads)
+        total = points * settings.rounds * len(self._places) * len(ARMS)
+        self._on_progress(len(self.samples), total, what)
 
 
 def measure(settings: Settings, json_path: Path) -> None:

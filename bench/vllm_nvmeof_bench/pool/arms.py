@@ -2,9 +2,9 @@
 """The arms of `bench pool` at one block size: our engines, fio, a bare ring loop, vLLM's fs tier.
 
 Block i has place i of the staging memory and place i of the arm's storage, which was all written
-before. Whoever moves blocks inside this process is a `Mover`, and `MoverArm` measures it: CPU time
-is the process's clock, which counts all its threads, io_uring's kernel workers and the little that
-the loop itself takes. fio and the ring loop are processes of their own.
+before. An arm in this process is a `Mover`: its CPU time is the process's clock, which counts all
+threads, io_uring's kernel workers and the little that the loop itself takes. fio and the ring loop
+are processes of their own.
 
 Latencies: of a job for `single_*` (one job per round: its time is p50, and p99 is not known), of a
 demand read for `read_beside_writes`, of a block for fio and the ring. A batch is submitted at
@@ -13,7 +13,6 @@ once, so that a block's time in it would be its place in the queue, and is left 
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import hashlib
 import inspect
@@ -23,21 +22,21 @@ import json
 import os
 import random
 import select
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from vllm_nvmeof_bench.pool.report import Sample, Settings
 from vllm_nvmeof_bench.results import BenchError, percentile
 from vllm_nvmeof_offload.config import parse_config
-from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, IoOp
-from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
+from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
@@ -51,8 +50,7 @@ _STALL_S = 60.0
 class Moved:
     """What one arm measured. payload_bytes: header pages and table entries do not count.
 
-    cpu_s: user and system time; None where it cannot be told apart. Latencies are None where an
-    arm does not report them.
+    cpu_s: user and system time; None where it cannot be told apart.
     """
 
     payload_bytes: int
@@ -70,39 +68,18 @@ class Moved:
         return Sample(arm, case, block_bytes, number, rate, cpu_s, p50_us, p99_us)
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """One transfer of some blocks; no block is in two jobs that write at one time."""
 
-    token: int
     is_read: bool
     blocks: Sequence[int]
 
 
-class Arm(abc.ABC):
-    """One contestant at one block size. Without files and threads there is nothing to tidy."""
-
-    @abc.abstractmethod
-    def measure(self, kind: str) -> dict[str, Moved]:
-        """Run one kind of measurement, prepared untimed; return the cases that it yields.
-
-        Raises:
-            BenchError: a transfer failed.
-        """
-
-    def tidy(self) -> bool:
-        """Delete what is no longer used; True if the disk may be busy with that for a while."""
-        return False
-
-    def close(self) -> None:  # noqa: B027 - arms without threads and memory close nothing
-        """Stop threads and release memory."""
-
-
 class Mover(Protocol):
-    """How an arm in this process takes jobs."""
+    """How an arm in this process moves blocks."""
 
-    #: Bytes of one job in a batch; None: each block is submitted on its own.
-    batch_job_bytes: int | None
+    #: Bytes of one job in a batch; 0: each block is submitted on its own.
+    batch_job_bytes: int
 
     def prepare(self, jobs: Sequence[Job]) -> None:
         """Untimed: make sure that what is to be read exists, and name what is to be written."""
@@ -110,17 +87,14 @@ class Mover(Protocol):
     def run(self, jobs: Sequence[Job]) -> None:
         """Submit all at once; return when all is done."""
 
-    def submit(self, job: Job) -> None:
-        """Submit one job, which this call prepares."""
+    def submit(self, token: int, is_read: bool, block: int) -> None:
+        """Submit one block, which this call prepares."""
 
     def poll(self, timeout_s: float) -> list[int]:
-        """Wait at most so long for jobs to end; return their tokens."""
+        """Wait at most so long for submitted blocks; return the tokens of those that ended."""
 
     def tidy(self) -> bool:
-        """As of `Arm`."""
-
-    def close(self) -> None:
-        """As of `Arm`."""
+        """Delete what is no longer used; True if the disk may be busy with that for a while."""
 
 
 # -- reads beside writes ------------------------------------------------------------------
@@ -132,21 +106,7 @@ _EPISODES_MAX = 40
 _POLL_S_MAX = 0.05
 
 
-@dataclass
-class _Totals:
-    seconds: float = 0.0
-    cpu_s: float = 0.0
-    writes: int = 0
-    latencies_s: list[float] = field(default_factory=list)
-
-
-def run_beside(
-    mover: Mover,
-    settings: Settings,
-    block_bytes: int,
-    reads_wanted: int,
-    generator: random.Random,
-) -> dict[str, Moved]:
+class Beside:
     """One demand read at a time beside a writer that never lets its queue run low.
 
     The run is cut into episodes. In each the writer fills its queue; after the first writes have
@@ -156,87 +116,73 @@ def run_beside(
     uses on the disk is deleted. Throughput and CPU time are those of the timed parts. With no
     reads wanted it is one episode of writes.
     """
-    blocks = settings.blocks_needed(block_bytes)
-    split = blocks // 4
-    queue = (settings.queued_bytes + _EXTRA_BYTES) // block_bytes
-    queue = max(2, min(queue, (blocks - split) // 2))
-    mover.prepare([Job(0, True, range(split))])
-    totals = _Totals()
-    for _ in range(_EPISODES_MAX):
-        episode = _Episode(mover, settings, block_bytes, queue, range(split, blocks), generator)
-        episode.run(range(split), reads_wanted - len(totals.latencies_s), totals)
-        mover.tidy()
-        if len(totals.latencies_s) >= reads_wanted:
-            break
-    else:
-        raise BenchError(f"only {len(totals.latencies_s)} of {reads_wanted} reads came through")
-    return _moved(totals, block_bytes)
-
-
-def _moved(totals: _Totals, block_bytes: int) -> dict[str, Moved]:
-    reads = len(totals.latencies_s)
-    written = totals.writes * block_bytes
-    if not reads:
-        return {"writes_alone": Moved(written, totals.seconds, totals.cpu_s)}
-    # CPU time of both directions at once cannot be told apart: it goes to all bytes moved.
-    share = written / (written + reads * block_bytes)
-    latencies_us = [1e6 * latency_s for latency_s in totals.latencies_s]
-    return {
-        "read_beside_writes": Moved(
-            reads * block_bytes,
-            sum(totals.latencies_s),
-            None,
-            percentile(latencies_us, 0.5),
-            percentile(latencies_us, 0.99),
-        ),
-        "writes_beside_read": Moved(written, totals.seconds, totals.cpu_s * share),
-    }
-
-
-class _Episode:
-    """One filling, timing and draining of the queue."""
 
     def __init__(
-        self,
-        mover: Mover,
-        settings: Settings,
-        block_bytes: int,
-        queue: int,
-        write_blocks: range,
-        generator: random.Random,
+        self, mover: Mover, settings: Settings, block_bytes: int, dice: random.Random
     ) -> None:
         self._mover = mover
         self._settings = settings
         self._block_bytes = block_bytes
-        self._queue = queue
+        self._dice = dice
+        blocks = settings.blocks_needed(block_bytes)
+        self._read_blocks = range(blocks // 4)
+        write_blocks = range(blocks // 4, blocks)
+        queue = (settings.queued_bytes + _EXTRA_BYTES) // block_bytes
+        self._queue_max = max(2, min(queue, len(write_blocks) // 2))
         self._next_block = itertools.cycle(write_blocks)
         self._tokens = itertools.count(1)
-        self._random = generator
-        self._outstanding: set[int] = set()
+        self._queued = 0
+        # Of all timed parts:
+        self._seconds = self._cpu_s = 0.0
+        self._writes = 0
+        self._latencies_s: list[float] = []
 
-    def run(self, read_blocks: range, reads: int, totals: _Totals) -> None:
-        while len(self._outstanding) < self._queue:
+    def run(self, reads: int) -> dict[str, Moved]:
+        self._mover.prepare([Job(True, self._read_blocks)])
+        for _ in range(_EPISODES_MAX):
+            self._episode(reads)
+            self._mover.tidy()
+            if len(self._latencies_s) >= reads:
+                return self._moved()
+        raise BenchError(f"only {len(self._latencies_s)} of {reads} reads came through")
+
+    def _moved(self) -> dict[str, Moved]:
+        written = self._writes * self._block_bytes
+        if not self._latencies_s:
+            return {"writes_alone": Moved(written, self._seconds, self._cpu_s)}
+        read = len(self._latencies_s) * self._block_bytes
+        latencies_us = [1e6 * latency_s for latency_s in self._latencies_s]
+        p50_us, p99_us = (percentile(latencies_us, share) for share in (0.5, 0.99))
+        # CPU time of both directions at once cannot be told apart: it goes to all bytes moved.
+        cpu_s = self._cpu_s * written / (written + read)
+        return {
+            "read_beside_writes": Moved(read, sum(self._latencies_s), None, p50_us, p99_us),
+            "writes_beside_read": Moved(written, self._seconds, cpu_s),
+        }
+
+    def _episode(self, reads: int) -> None:
+        """Fill the queue, measure, and drain it."""
+        while self._queued < self._queue_max:
             self._write()
         ended = 0
-        while ended < max(1, self._queue // 4):
-            ended += self._top_up(self._wait(_STALL_S))
+        while ended < max(1, self._queue_max // 4):
+            ended += self._top_up(self._wait())
         cpu_s, start_s = time.process_time(), time.perf_counter()
-        self._timed(read_blocks, reads, totals)
-        totals.seconds += time.perf_counter() - start_s
-        totals.cpu_s += time.process_time() - cpu_s
-        while self._outstanding:
-            self._outstanding.difference_update(self._wait(_STALL_S))
+        self._timed(reads)
+        self._seconds += time.perf_counter() - start_s
+        self._cpu_s += time.process_time() - cpu_s
+        while self._queued:
+            self._queued -= len(self._wait())
 
-    def _timed(self, read_blocks: range, reads: int, totals: _Totals) -> None:
+    def _timed(self, reads: int) -> None:
         budget = max(1, self._settings.episode_bytes // self._block_bytes)
-        goal = len(totals.latencies_s) + reads
         written, reading, submitted_s = 0, 0, 0.0
         due_s = time.perf_counter() + self._settings.read_gap_s / 4
         end_s = time.perf_counter() + _STALL_S
         # A read that was handed over is waited for, whatever the budget says; and so is the first
         # write: where none ended, there would be no rate.
         while True:
-            more = len(totals.latencies_s) < goal
+            more = len(self._latencies_s) < reads
             if written and not reading and (written >= budget or (reads and not more)):
                 break
             now_s = time.perf_counter()
@@ -244,95 +190,77 @@ class _Episode:
                 raise BenchError(f"no write ended for {_STALL_S:.0f} s beside reads")
             if more and not reading and now_s >= due_s:
                 reading, submitted_s = next(self._tokens), now_s
-                self._mover.submit(Job(reading, True, (self._random.choice(read_blocks),)))
+                self._mover.submit(reading, True, self._dice.choice(self._read_blocks))
             pause_s = due_s - now_s if more and not reading else _POLL_S_MAX
             finished = self._mover.poll(min(max(pause_s, 0.0), _POLL_S_MAX))
             if reading in finished:
                 now_s = time.perf_counter()
-                totals.latencies_s.append(now_s - submitted_s)
+                self._latencies_s.append(now_s - submitted_s)
                 finished.remove(reading)
                 reading, due_s = 0, now_s + self._settings.read_gap_s
             written += self._top_up(finished)
-        totals.writes += written
+        self._writes += written
 
     def _write(self) -> None:
-        token = next(self._tokens)
-        self._outstanding.add(token)
-        self._mover.submit(Job(token, False, (next(self._next_block),)))
+        self._queued += 1
+        self._mover.submit(next(self._tokens), False, next(self._next_block))
 
     def _top_up(self, finished: list[int]) -> int:
-        """Writes that have ended: hand over as many new ones."""
-        self._outstanding.difference_update(finished)
+        """Submit as many new writes as have ended."""
+        self._queued -= len(finished)
         for _ in finished:
             self._write()
         return len(finished)
 
-    def _wait(self, timeout_s: float) -> list[int]:
-        end_s = time.perf_counter() + timeout_s
+    def _wait(self) -> list[int]:
+        end_s = time.perf_counter() + _STALL_S
         while time.perf_counter() < end_s:
-            finished = self._mover.poll(_POLL_S_MAX)
-            if finished:
+            if finished := self._mover.poll(_POLL_S_MAX):
                 return finished
-        raise BenchError(f"nothing ended for {timeout_s:.0f} s")
+        raise BenchError(f"nothing ended for {_STALL_S:.0f} s")
 
 
-class MoverArm(Arm):
-    """Batches, one job, and reads beside writes, over a `Mover`."""
-
-    def __init__(self, mover: Mover, settings: Settings, block_bytes: int) -> None:
-        self._mover = mover
-        self._settings = settings
-        self._block_bytes = block_bytes
-        self._random = random.Random(settings.seed)
-
-    def measure(self, kind: str) -> dict[str, Moved]:
-        blocks = self._settings.batch_blocks(self._block_bytes)
-        single = self._settings.single_blocks(self._block_bytes)
-        if kind in ("batch_write", "batch_read"):
-            return {kind: self._timed(self._cut(kind == "batch_read", range(blocks)))}
-        if kind == "mixed":
-            reads = self._cut(True, range(blocks // 2))
-            writes = self._cut(False, range(blocks // 2, blocks), first_token=len(reads))
-            pairs = zip(reads, writes, strict=False)
-            rest = writes[len(reads) :] + reads[len(writes) :]
-            return {kind: self._timed([*itertools.chain.from_iterable(pairs), *rest])}
-        if kind in ("single_write", "single_read"):
-            moved = self._timed([Job(0, kind == "single_read", range(single))])
-            return {kind: replace(moved, p50_us=moved.seconds * 1e6)}
-        reads_wanted = self._settings.reads if kind == "beside" else 0
-        return run_beside(
-            self._mover, self._settings, self._block_bytes, reads_wanted, self._random
-        )
-
-    def _cut(self, is_read: bool, blocks: range, first_token: int = 0) -> list[Job]:
-        """A batch as jobs of the size that suits this arm."""
-        job_bytes = self._mover.batch_job_bytes or self._block_bytes
-        step = max(1, job_bytes // self._block_bytes)
-        parts = [blocks[start : start + step] for start in range(0, len(blocks), step)]
-        return [Job(first_token + number, is_read, part) for number, part in enumerate(parts)]
-
-    def _timed(self, jobs: list[Job]) -> Moved:
-        self._mover.prepare(jobs)
-        payload_bytes = sum(len(job.blocks) for job in jobs) * self._block_bytes
-        cpu_s, start_s = time.process_time(), time.perf_counter()
-        self._mover.run(jobs)
-        end_s, cpu_end_s = time.perf_counter(), time.process_time()
-        return Moved(payload_bytes, end_s - start_s, cpu_end_s - cpu_s)
-
-    def tidy(self) -> bool:
-        return self._mover.tidy()
-
-    def close(self) -> None:
-        self._mover.close()
+# -- batches and single jobs --------------------------------------------------------------
 
 
-def fill(staging: Staging, seed: int) -> None:
-    """Random bytes everywhere: no device can take them for zeros or shrink them."""
-    memory = np.frombuffer(staging.view, np.uint8)
-    chunk = np.frombuffer(np.random.default_rng(seed).bytes(1 << 24), np.uint8)
-    for start in range(0, len(memory), len(chunk)):
-        part = memory[start : start + len(chunk)]
-        part[:] = chunk[: len(part)]
+def measure_moves(
+    mover: Mover, settings: Settings, block_bytes: int, dice: random.Random, kind: str
+) -> dict[str, Moved]:
+    """One measurement of the kind, prepared untimed: the cases that it yields.
+
+    Raises:
+        BenchError: a transfer failed.
+    """
+    if kind in ("beside", "writes_alone"):
+        reads = settings.reads if kind == "beside" else 0
+        return Beside(mover, settings, block_bytes, dice).run(reads)
+    jobs = _jobs(settings, block_bytes, mover.batch_job_bytes, kind)
+    mover.prepare(jobs)
+    cpu_s, start_s = time.process_time(), time.perf_counter()
+    mover.run(jobs)
+    seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_s
+    payload_bytes = sum(len(job.blocks) for job in jobs) * block_bytes
+    p50_us = 1e6 * seconds if kind.startswith("single_") else None
+    return {kind: Moved(payload_bytes, seconds, cpu_s, p50_us)}
+
+
+def _jobs(settings: Settings, block_bytes: int, job_bytes: int, kind: str) -> list[Job]:
+    """One job for `single_*`; for a batch as many as its bytes make of `job_bytes`."""
+    if kind.startswith("single_"):
+        return [Job(kind == "single_read", range(settings.single_blocks(block_bytes)))]
+    blocks = range(settings.batch_blocks(block_bytes))
+    step = max(1, job_bytes // block_bytes)
+    if kind != "mixed":
+        return [Job(kind == "batch_read", part) for part in _cut(blocks, step)]
+    half = len(blocks) // 2
+    reads = [Job(True, part) for part in _cut(blocks[:half], step)]
+    writes = [Job(False, part) for part in _cut(blocks[half:], step)]
+    pairs = itertools.zip_longest(reads, writes)
+    return [job for pair in pairs for job in pair if job is not None]
+
+
+def _cut(blocks: Sequence[int], step: int) -> list[Sequence[int]]:
+    return [blocks[start : start + step] for start in range(0, len(blocks), step)]
 
 
 # -- our engines --------------------------------------------------------------------------
@@ -345,15 +273,9 @@ _SUBMITTED_MAX = 1024
 
 def limits() -> dict[str, int]:
     """The bounds of the product's configuration, so that VLLM_NVMEOF_* variables apply."""
-    settings = parse_config({})
-    return {
-        "threads": settings.io_threads,
-        "depth": settings.io_depth,
-        "split_bytes": settings.io_split_bytes,
-        "write_bytes_beside_reads_max": settings.write_bytes_beside_reads_max,
-        "read_bytes_in_flight_max": settings.read_bytes_in_flight_max,
-        "write_bytes_in_flight_max": settings.write_bytes_in_flight_max,
-    }
+    bounds = asdict(IoLimits.of(parse_config({})))
+    del bounds["queue_max"]  # it is not configured
+    return bounds
 
 
 class Ground:
@@ -365,7 +287,6 @@ class Ground:
     """
 
     def __init__(self, directory: Path, block_bytes: int, blocks: int, staging: Staging) -> None:
-        self.block_bytes = block_bytes
         self.slot_bytes = slot_stride_bytes(block_bytes)
         self.staging = staging
         spec = PoolSpec(
@@ -399,103 +320,78 @@ class Ground:
         )
 
 
-def open_engine(name: str, ground: Ground) -> IoEngine:
-    """Build the engine of arm `name`, "ours" or "ours_threads".
-
-    Raises:
-        BenchError: it cannot run here, and why.
-    """
-    memory, address = ground.staging.view, ground.staging.map.base_address
-    bounds = IoLimits.of(parse_config({}))
-    if name == "ours_threads":
-        return ThreadsIoEngine(ground.pool, memory, address, bounds)
-    try:
-        from vllm_nvmeof_offload.io.uring import UringIoEngine
-    except ImportError as error:
-        raise BenchError(f"the io_uring engine is not built here ({error})") from None
-    try:
-        engine: IoEngine = UringIoEngine(ground.pool, memory, address, bounds)
-    except EngineError as error:
-        raise BenchError(f"the io_uring engine does not start: {error}") from None
-    return engine
+def fill(staging: Staging, seed: int) -> None:
+    """Random bytes everywhere: no device can take them for zeros or shrink them."""
+    memory = np.frombuffer(staging.view, np.uint8)
+    chunk = np.frombuffer(np.random.default_rng(seed).bytes(16 * MIB), np.uint8)
+    for start in range(0, len(memory), len(chunk)):
+        part = memory[start : start + len(chunk)]
+        part[:] = chunk[: len(part)]
 
 
 class EngineMover:
-    """Drives one engine as its only caller: submit, wait on `fileno`, poll."""
+    """Drives an engine as its only caller: submit, wait on `fileno`, poll.
 
-    batch_job_bytes: int | None = None
+    wanted: "uring" or "threads".
 
-    def __init__(self, engine: IoEngine, ground: Ground) -> None:
-        self._engine = engine
+    Raises:
+        EngineError: the kernel refuses io_uring.
+    """
+
+    batch_job_bytes = 0
+
+    def __init__(self, wanted: str, ground: Ground) -> None:
+        staging, bounds = ground.staging, IoLimits.of(parse_config({}))
+        self._engine: IoEngine = choose_io_engine(
+            wanted, ground.pool, staging.view, staging.map.base_address, bounds
+        )[0]
+        self.name = self._engine.name
         self._ground = ground
-        self._token = 0
-        #: Of `submit`: operation → job, job → operations left.
-        self._job_of: dict[int, int] = {}
-        self._left: dict[int, int] = {}
-        self._poll = select.poll()
-        self._poll.register(engine.fileno(), select.POLLIN)
+        self._ready = select.poll()
+        self._ready.register(self._engine.fileno(), select.POLLIN)
         if not ground.written:
             # Space that was never written takes writes at half the speed.
-            blocks = range(len(ground.identities))
-            self.run([Job(0, False, blocks)])
+            self.run([Job(False, range(len(ground.identities)))])
             ground.written = True
+
+    def about(self) -> dict[str, Any]:
+        return {"runs": self.name}
 
     def prepare(self, jobs: Sequence[Job]) -> None:
         """Nothing: all slots are written, and an identity is named as an op is made."""
 
     def run(self, jobs: Sequence[Job]) -> None:
-        make, first = self._ground.op, self._token + 1
-        ops = [
-            make(token, is_read, block)
-            for token, (is_read, block) in enumerate(
-                ((job.is_read, block) for job in jobs for block in job.blocks), first
-            )
-        ]
-        self._token += len(ops)
-        accepted = self._engine.submit(ops[:_SUBMITTED_MAX])
-        left = len(ops)
+        moves = ((job.is_read, block) for job in jobs for block in job.blocks)
+        ops = [self._ground.op(token, *move) for token, move in enumerate(moves)]
+        accepted, left = 0, len(ops)
         while left:
-            left -= len(self._completed(_STALL_S))
             if accepted < len(ops):
                 accepted += self._engine.submit(ops[accepted : accepted + _SUBMITTED_MAX])
+            if not self._ready.poll(_STALL_S * 1000):
+                raise BenchError(f"{self.name}: nothing came for {_STALL_S:.0f} s")
+            left -= len(self._ended())
 
-    def submit(self, job: Job) -> None:
-        ops = []
-        for block in job.blocks:
-            self._token += 1
-            self._job_of[self._token] = job.token
-            ops.append(self._ground.op(self._token, job.is_read, block))
-        self._left[job.token] = len(ops)
-        if self._engine.submit(ops) < len(ops):
-            raise BenchError(f"{self._engine.name}: its queue is full")
+    def submit(self, token: int, is_read: bool, block: int) -> None:
+        if not self._engine.submit([self._ground.op(token, is_read, block)]):
+            raise BenchError(f"{self.name}: its queue is full")
 
     def poll(self, timeout_s: float) -> list[int]:
-        finished = []
-        for token in self._completed(timeout_s, may_be_none=True):
-            job = self._job_of.pop(token)
-            self._left[job] -= 1
-            if not self._left[job]:
-                del self._left[job]
-                finished.append(job)
-        return finished
+        self._ready.poll(timeout_s * 1000)
+        return self._ended()
 
-    def _completed(self, timeout_s: float, may_be_none: bool = False) -> list[int]:
-        """Tokens of what has ended well."""
-        if not self._poll.poll(timeout_s * 1000) and not may_be_none:
-            raise BenchError(f"{self._engine.name}: nothing came for {timeout_s:.0f} s")
-        tokens = []
-        for completion in self._engine.poll():
+    def _ended(self) -> list[int]:
+        completions = self._engine.poll()
+        for completion in completions:
             if completion.outcome is None or not completion.outcome.ok:
-                raise BenchError(f"{self._engine.name}: an operation ended {completion.outcome}")
-            tokens.append(completion.token)
-        return tokens
+                raise BenchError(f"{self.name}: an operation ended {completion.outcome}")
+        return [completion.token for completion in completions]
 
     def tidy(self) -> bool:
         return False
 
     def close(self) -> None:
         if not self._engine.close():
-            raise BenchError(f"{self._engine.name}: I/O hangs in the kernel")
+            raise BenchError(f"{self.name}: I/O hangs in the kernel")
 
 
 # -- fio and the bare ring loop -----------------------------------------------------------
@@ -528,97 +424,84 @@ def _run(command: list[str], what: str) -> str:
     return done.stdout
 
 
-def fio_version() -> str:
-    """fio's version.
+class Fio:
+    """fio with io_uring and O_DIRECT; its buffers are filled once, as ours.
 
     Raises:
-        BenchError: there is no fio.
-    """
-    return _run(["fio", "--version"], "fio is not installed").strip()
-
-
-class FioArm(Arm):
-    """fio on a flat file, with `depth` blocks in flight; its buffers are filled once, as ours.
-
-    Time and CPU time are those of its loops, not of its start.
+        BenchError: fio is not installed.
     """
 
-    #: Switched off for good when registration is refused (memlock limit).
-    registered = True
+    def __init__(self) -> None:
+        if shutil.which("fio") is None:
+            raise BenchError("fio is not installed")
+        #: False from the first refusal on (memlock limit).
+        self.registered = True
 
-    def __init__(self, path: Path, settings: Settings, block_bytes: int) -> None:
-        self._path = path
-        self._settings = settings
-        self._block_bytes = block_bytes
+    def run(self, options: Mapping[str, object], files: Sequence[Path]) -> dict[str, Any]:
+        """fio's report on one group of processes, one per file, with registered buffers and files.
 
-    def measure(self, kind: str) -> dict[str, Moved]:
-        how = {"batch_write": "write", "batch_read": "read", "mixed": "rw"}[kind]
-        options = {
-            "rw": how,
-            "bs": self._block_bytes,
-            "size": self._settings.batch_blocks(self._block_bytes) * self._block_bytes,
-            "iodepth": self._settings.depth,
-            "randseed": self._settings.seed,
+        Raises:
+            BenchError: fio failed, without registration too.
+        """
+        try:
+            output = _run(self._command(options, files), "fio")
+        except BenchError:
+            if not self.registered:
+                raise
+            self.registered = False
+            output = _run(self._command(options, files), "fio")
+        report: dict[str, Any] = json.loads(output[output.index("{") :])
+        return report
+
+    def _command(self, options: Mapping[str, object], files: Sequence[Path]) -> list[str]:
+        common = {
+            "name": "global",
+            **options,
+            "ioengine": "io_uring",
+            "direct": 1,
+            "fixedbufs": int(self.registered),
+            "registerfiles": int(self.registered),
+            "scramble_buffers": 0,
+            "unified_rw_reporting": "mixed",
+            "group_reporting": 1,
+            "percentile_list": "50:99",
+            "output-format": "json",
         }
-        return {kind: fio_moved(run_fio(options, [self._path]))}
-
-
-def run_fio(options: Mapping[str, object], files: Sequence[Path]) -> dict[str, Any]:
-    """fio's report on one group of processes, one a file: io_uring, O_DIRECT, registered.
-
-    Raises:
-        BenchError: fio failed, without registration too.
-    """
-    try:
-        output = _run(_fio_command(options, files), "fio")
-    except BenchError:
-        if not FioArm.registered:
-            raise
-        FioArm.registered = False
-        output = _run(_fio_command(options, files), "fio")
-    report: dict[str, Any] = json.loads(output[output.index("{") :])
-    return report
-
-
-def _fio_command(options: Mapping[str, object], files: Sequence[Path]) -> list[str]:
-    common = {
-        "name": "global",
-        **options,
-        "ioengine": "io_uring",
-        "direct": 1,
-        "fixedbufs": int(FioArm.registered),
-        "registerfiles": int(FioArm.registered),
-        "scramble_buffers": 0,
-        "unified_rw_reporting": "mixed",
-        "group_reporting": 1,
-        "percentile_list": "50:99",
-        "output-format": "json",
-    }
-    command = ["fio", *(f"--{key}={value}" for key, value in common.items())]
-    for number, path in enumerate(files):
-        name = str(path).replace(":", "\\:")
-        command += [f"--name=job{number}", f"--filename={name}"]
-    return command
+        command = ["fio", *(f"--{key}={value}" for key, value in common.items())]
+        for number, path in enumerate(files):
+            name = str(path).replace(":", "\\:")
+            command += [f"--name=job{number}", f"--filename={name}"]
+        return command
 
 
 def fio_moved(report: dict[str, Any], latency: str = "clat_ns") -> Moved:
     """Moved of fio's JSON with `unified_rw_reporting=mixed`.
 
-    CPU time: of the jobs' processes, which fio gives as shares of their time. latency: which of
-    fio's; `lat_ns` has submission in it.
+    Times are of the jobs' loops, not of their start: fio gives CPU time as shares of them.
+    latency: which of fio's; `lat_ns` has submission in it.
     """
     job = report["jobs"][0]
     total = job["mixed"]
     found = total[latency].get("percentile", {})
-    cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
-    seconds = total["io_bytes"] / total["bw_bytes"]
-    return Moved(
-        total["io_bytes"],
-        seconds,
-        cpu_s,
-        found["50.000000"] / 1000 if "50.000000" in found else None,
-        found["99.000000"] / 1000 if "99.000000" in found else None,
+    p50_us, p99_us = (
+        found[key] / 1000 if key in found else None for key in ("50.000000", "99.000000")
     )
+    cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
+    return Moved(total["io_bytes"], total["io_bytes"] / total["bw_bytes"], cpu_s, p50_us, p99_us)
+
+
+def measure_fio(
+    fio: Fio, path: Path, settings: Settings, block_bytes: int, kind: str
+) -> dict[str, Moved]:
+    """A batch on a flat file, with `depth` blocks in flight."""
+    options = {
+        "rw": {"batch_write": "write", "batch_read": "read", "mixed": "rw"}[kind],
+        "bs": block_bytes,
+        "size": settings.batch_blocks(block_bytes) * block_bytes,
+        "iodepth": settings.depth,
+        "randseed": settings.seed,
+    }
+    return {kind: fio_moved(fio.run(options, [path]))}
 
 
 def build_ring(directory: Path) -> Path:
@@ -627,7 +510,7 @@ def build_ring(directory: Path) -> Path:
     Raises:
         BenchError: no C compiler, or no liburing to compile with.
     """
-    program = directory / "ring_loop"
+    program = directory.resolve() / "ring_loop"
     if program.exists() and program.stat().st_mtime >= _RING_SOURCE.stat().st_mtime:
         return program
     directory.mkdir(parents=True, exist_ok=True)
@@ -641,31 +524,19 @@ def build_ring(directory: Path) -> Path:
     return program
 
 
-class RingArm(Arm):
-    """A bare io_uring loop on the same file, with registered buffers and a registered file."""
-
-    def __init__(self, program: Path, path: Path, settings: Settings, block_bytes: int) -> None:
-        self._program = program
-        self._path = path
-        self._settings = settings
-        self._block_bytes = block_bytes
-
-    def measure(self, kind: str) -> dict[str, Moved]:
-        how = kind.removeprefix("batch_")
-        size = self._settings.batch_blocks(self._block_bytes) * self._block_bytes
-        numbers = (self._block_bytes, size, self._settings.depth)
-        output = _run(
-            [str(self._program.resolve()), str(self._path), how, *map(str, numbers)], "ring"
-        )
-        row = json.loads(output)
-        values = [row[key] for key in ("bytes", "seconds", "cpu_s", "p50_us", "p99_us")]
-        return {kind: Moved(*values)}
+def measure_ring(
+    program: Path, path: Path, settings: Settings, block_bytes: int, kind: str
+) -> dict[str, Moved]:
+    """A batch by a bare io_uring loop on the same file, with registered buffers and file."""
+    numbers = block_bytes, settings.batch_blocks(block_bytes) * block_bytes, settings.depth
+    command = [str(program), str(path), kind.removeprefix("batch_"), *map(str, numbers)]
+    row = json.loads(_run(command, "ring"))
+    return {kind: Moved(*(row[key] for key in ("bytes", "seconds", "cpu_s", "p50_us", "p99_us")))}
 
 
 # -- vLLM's fs tier -----------------------------------------------------------------------
 
 _FS_POLL_S = 0.0002
-_FS_JOB_BYTES = 2 * MIB
 
 
 def import_fs() -> Any:
@@ -684,23 +555,6 @@ def import_fs() -> Any:
     return manager
 
 
-def describe_fs() -> dict[str, Any]:
-    """Name the parts of the tier that are in use, for the conditions."""
-    manager = import_fs()
-    from vllm.v1.kv_offload.tiering.fs import io as fs_io
-
-    parameters = inspect.signature(manager.FileSystemTierManager).parameters
-    threads = {
-        name: parameters[f"n_{name}"].default if f"n_{name}" in parameters else None
-        for name in ("read_threads", "write_threads")
-    }
-    return {
-        "c_extension": bool(fs_io._HAS_FSIO_C),
-        **threads,
-        "job_bytes_in_batches": _FS_JOB_BYTES,
-    }
-
-
 class FsMover:
     """vLLM's own fs tier, driven through its real manager as vLLM's scheduler drives it.
 
@@ -714,82 +568,82 @@ class FsMover:
     thread for long. Single jobs cannot be waited for, so they are polled every 0.2 ms.
     """
 
-    batch_job_bytes: int | None = _FS_JOB_BYTES
+    batch_job_bytes = 2 * MIB
 
     def __init__(self, directory: Path, block_bytes: int, blocks: int, staging: Staging) -> None:
-        self._manager_module = import_fs()
-        self._directory = directory
-        self._generation = 0
-        self._jobs = 0
-        self._job_of: dict[int, int] = {}
+        manager = import_fs()
+        from vllm.v1.kv_offload.base import ReqContext, make_offload_key
+        from vllm.v1.kv_offload.tiering.base import TransferJob
+
+        self._make_key, self._make_job = make_offload_key, TransferJob
+        self._context = ReqContext(req_id="bench")
+        self._step = max(1, self.batch_job_bytes // block_bytes)
+        self._writes = itertools.count()
         #: The key that names each block on disk; a write sets it before it begins.
         self._keys: dict[int, bytes] = {}
-        self._new_keys: dict[int, bytes] = {}
+        self._new_keys: list[bytes] = []
         self._stale: list[bytes] = []
         self._view = staging.view[: blocks * block_bytes].cast("B", [blocks, block_bytes])
-        self._tier = self._manager_module.FileSystemTierManager(
-            _spec(), self._view, "fs", str(directory)
-        )
-        self._context = _request()
+        self._tier = manager.FileSystemTierManager(_fs_spec(), self._view, "fs", str(directory))
 
-    @property
-    def direct(self) -> bool:
-        """True if the tier found O_DIRECT to work; else its reads would be of the page cache."""
-        return bool(self._tier._use_o_direct)
+    def about(self) -> dict[str, Any]:
+        """The parts of the tier that are in use, for the conditions."""
+        from vllm.v1.kv_offload.tiering.fs import io as fs_io
+
+        parameters = inspect.signature(type(self._tier)).parameters
+        threads = {
+            name: parameters[f"n_{name}"].default if f"n_{name}" in parameters else None
+            for name in ("read_threads", "write_threads")
+        }
+        return {
+            # Buffered reads would be of the page cache.
+            "runs": "O_DIRECT" if self._tier._use_o_direct else "buffered",
+            "c_extension": bool(fs_io._HAS_FSIO_C),
+            **threads,
+            "job_bytes_in_batches": self.batch_job_bytes,
+        }
 
     def prepare(self, jobs: Sequence[Job]) -> None:
         missing = [b for job in jobs if job.is_read for b in job.blocks if b not in self._keys]
         if missing:
-            step = max(1, _FS_JOB_BYTES // self._view.strides[0])  # type: ignore[index]
-            parts = [missing[at : at + step] for at in range(0, len(missing), step)]
-            writes = [Job(number, False, part) for number, part in enumerate(parts)]
-            self._name(writes)
-            self.run(writes)
-        self._name([job for job in jobs if not job.is_read])
+            self._name(len(missing))
+            self.run([Job(False, part) for part in _cut(missing, self._step)])
+        self._name(sum(len(job.blocks) for job in jobs if not job.is_read))
 
-    def _name(self, writes: Sequence[Job]) -> None:
-        self._generation += 1
-        for job in writes:
-            for block in job.blocks:
-                self._new_keys[block] = _key(block, self._generation)
+    def _name(self, count: int) -> None:
+        """Make the keys of so many writes."""
+        for number in itertools.islice(self._writes, count):
+            digest = hashlib.sha256(str(number).encode()).digest()
+            self._new_keys.append(bytes(self._make_key(digest, 0)))
 
     def run(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            self._submit(job)
+        for number, job in enumerate(jobs):
+            self._submit(number, job)
         self._tier.drain_jobs()
         count = len(self._finished())
         if count != len(jobs):
             raise BenchError(f"vLLM's fs tier finished {count} of {len(jobs)} jobs")
 
-    def submit(self, job: Job) -> None:
-        if not job.is_read:
-            self._name([job])
-        self._submit(job)
+    def submit(self, token: int, is_read: bool, block: int) -> None:
+        if not is_read:
+            self._name(1)
+        self._submit(token, Job(is_read, (block,)))
 
-    def _submit(self, job: Job) -> None:
-        from vllm.v1.kv_offload.tiering.base import TransferJob
-
-        self._jobs += 1
-        self._job_of[self._jobs] = job.token
-        transfer = TransferJob(
-            job_id=self._jobs,
-            keys=[self._key_for(block, job.is_read) for block in job.blocks],
+    def _submit(self, number: int, job: Job) -> None:
+        transfer = self._make_job(
+            job_id=number,
+            keys=[self._key_of(block, job.is_read) for block in job.blocks],
             chunk_ids=np.asarray(job.blocks, np.int32),
             is_promotion=job.is_read,
             req_context=self._context,
         )
-        if job.is_read:
-            self._tier.submit_load(transfer)
-        else:
-            self._tier.submit_store(transfer)
+        (self._tier.submit_load if job.is_read else self._tier.submit_store)(transfer)
 
-    def _key_for(self, block: int, is_read: bool) -> bytes:
-        if is_read:
-            return self._keys[block]
-        old = self._keys.get(block)
-        if old is not None:
-            self._stale.append(old)
-        self._keys[block] = self._new_keys.pop(block)
+    def _key_of(self, block: int, is_read: bool) -> bytes:
+        if not is_read:
+            if block in self._keys:
+                self._stale.append(self._keys[block])
+            self._keys[block] = self._new_keys.pop()
         return self._keys[block]
 
     def poll(self, timeout_s: float) -> list[int]:
@@ -799,12 +653,10 @@ class FsMover:
         return finished
 
     def _finished(self) -> list[int]:
-        finished = []
-        for result in self._tier.get_finished_jobs():
-            if not result.success:
-                raise BenchError("vLLM's fs tier: a job failed")
-            finished.append(self._job_of.pop(result.job_id))
-        return finished
+        results = list(self._tier.get_finished_jobs())
+        if not all(result.success for result in results):
+            raise BenchError("vLLM's fs tier: a job failed")
+        return [result.job_id for result in results]
 
     def tidy(self) -> bool:
         """Delete the files of old keys; nothing may be in flight."""
@@ -821,20 +673,7 @@ class FsMover:
         self._view.release()
 
 
-def _key(block: int, generation: int) -> bytes:
-    from vllm.v1.kv_offload.base import make_offload_key
-
-    digest = hashlib.sha256(f"{block}:{generation}".encode()).digest()
-    return bytes(make_offload_key(digest, 0))
-
-
-def _request() -> Any:
-    from vllm.v1.kv_offload.base import ReqContext
-
-    return ReqContext(req_id="bench")
-
-
-def _spec() -> Any:
+def _fs_spec() -> Any:
     """A real `OffloadingSpec` of one group on one rank; only its configuration is used."""
     from vllm.v1.kv_offload import config as fields
     from vllm.v1.kv_offload.base import OffloadingSpec

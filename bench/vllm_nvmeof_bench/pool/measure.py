@@ -26,123 +26,51 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from vllm_nvmeof_bench import conditions
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.home import home_in, quiet_interpreter, sync_file_system
+from vllm_nvmeof_bench.manager import measure_manager
 from vllm_nvmeof_bench.pool.arms import (
-    Arm,
     EngineMover,
-    FioArm,
+    Fio,
     FsMover,
     Ground,
-    MoverArm,
-    RingArm,
+    Moved,
     build_ring,
-    describe_fs,
     fill,
-    fio_version,
     import_fs,
     limits,
-    open_engine,
+    measure_fio,
+    measure_moves,
+    measure_ring,
     write_flat,
 )
 from vllm_nvmeof_bench.pool.report import KINDS, Sample, Settings
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.results import BenchError, dump, size_name
-from vllm_nvmeof_bench.settings import (
-    recorded,
-)
+from vllm_nvmeof_bench.settings import recorded
+from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
-_OURS = ("ours", "ours_threads")
+#: Arm → its engine.
+_OURS = {"ours": "uring", "ours_threads": "threads"}
 #: Where the ring loop is compiled to, from the current directory.
-BUILD_DIR = Path("build/bench")
+_BUILD_DIR = Path("build/bench")
 _REMEDY = "give another --dir, or fewer --bytes-per-round"
 _MANAGER_ENTRIES = 1_000_000
 #: A single measurement's description has more parts; a log gets only the others.
 _LOGGED_PARTS = 2
-
-
-class Field:
-    """All arms of one block size on one directory, opened and closed together.
-
-    Ours and the fs tier share one staging memory; ours share one pool; fio and the ring share one
-    flat file. An arm that cannot run here is left out, and `missing` has the reason; one that
-    fails while it runs ends the benchmark. engines: the engines that ours really run.
-    """
-
-    def __init__(
-        self, directory: Path, settings: Settings, block_bytes: int, missing: dict[str, str]
-    ) -> None:
-        self.arms: dict[str, Arm] = {}
-        self.missing = dict(missing)
-        self.engines: dict[str, str] = {}
-        self._directory = directory / f"block-{block_bytes}"
-        self._settings = settings
-        self._block_bytes = block_bytes
-        self._blocks = settings.blocks_needed(block_bytes)
-        with contextlib.ExitStack() as stack:
-            self._open(stack)
-            #: Stops the arms, closes the pool, unmaps, deletes the files: in this order.
-            self.close = stack.pop_all().close
-
-    def _open(self, stack: contextlib.ExitStack) -> None:
-        self._directory.mkdir()
-        stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
-        staging = Staging(slot_stride_bytes(self._block_bytes), self._blocks, 0)
-        stack.callback(staging.close)
-        fill(staging, self._settings.seed)
-        wanted = [name for name in self._settings.arms if name not in self.missing]
-        given = (self._settings, self._block_bytes)
-        if any(name in _OURS for name in wanted):
-            self._open_ours(stack, staging, wanted)
-        if "vllm_fs" in wanted:
-            tier = FsMover(self._directory / "fs", self._block_bytes, self._blocks, staging)
-            self._add(stack, "vllm_fs", MoverArm(tier, *given))
-            self.engines["vllm_fs"] = "O_DIRECT" if tier.direct else "buffered"
-        flat = self._directory / "flat"
-        if "fio" in wanted or "ring" in wanted:
-            write_flat(flat, self._blocks * self._block_bytes, self._settings.seed)
-        if "fio" in wanted:
-            self._add(stack, "fio", FioArm(flat, *given))
-        if "ring" in wanted:
-            self._add(stack, "ring", RingArm(build_ring(BUILD_DIR), flat, *given))
-
-    def _open_ours(self, stack: contextlib.ExitStack, staging: Staging, wanted: list[str]) -> None:
-        ground = Ground(self._directory / "pool", self._block_bytes, self._blocks, staging)
-        stack.callback(ground.pool.close)
-        for name in _OURS:
-            if name not in wanted:
-                continue
-            try:
-                engine = open_engine(name, ground)
-            except BenchError as error:
-                self.missing[name] = str(error)
-                continue
-            self.engines[name] = engine.name
-            mover = EngineMover(engine, ground)
-            self._add(stack, name, MoverArm(mover, self._settings, self._block_bytes))
-
-    def _add(self, stack: contextlib.ExitStack, name: str, arm: Arm) -> None:
-        self.arms[name] = arm
-        stack.callback(arm.close)
-
-
-def steps(settings: Settings, arms: tuple[str, ...]) -> int:
-    """The number of measurements."""
-    kinds = sum(len(settings.kinds(arm, block)) for arm in arms for block in settings.blocks)
-    return kinds * settings.rounds
 
 
 def run(
@@ -156,129 +84,141 @@ def run(
     limit = settings.disk_bytes_max
     with home_in(settings.directory, limit, _REMEDY) as home, quiet_interpreter():
         on_progress(0, 0, "finding the arms that can run")
-        missing = _unavailable(settings)
+        one = _Run(settings, home, on_progress)
         gc.collect()
         gc.freeze()  # vLLM's modules are not looked through before every measurement
         found = conditions.at_start(home)
-        one = _Run(settings, home, missing, on_progress)
         for block_bytes in settings.blocks:
             one.block(block_bytes)
-        if not one.samples:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in one.missing.items())
-            raise BenchError(f"no arm can run here ({reasons})")
-    found["settings"] = {
-        **recorded(settings),
-        "block_bytes": settings.blocks,
-        "engine": limits(),
-    }
-    found["arms"] = _described(settings, one.engines, one.missing)
+    if not one.samples:
+        missing = ((name, arm.get("reason")) for name, arm in one.arms.items())
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in missing if reason)
+        raise BenchError(f"no arm can run here ({reasons})")
+    found["settings"] = {**recorded(settings), "block_bytes": settings.blocks, "engine": limits()}
+    found["arms"] = one.arms
     return one.samples, {**found, "load_average_at_end": conditions.load_average()}
 
 
-def _unavailable(settings: Settings) -> dict[str, str]:
-    """Why a wanted arm cannot run, as far as that can be found out without a pool."""
-    checks = {
-        "fio": fio_version,
-        "ring": lambda: build_ring(BUILD_DIR),
-        "vllm_fs": import_fs,
-    }
-    reasons = {}
-    for name in settings.arms:
-        try:
-            checks.get(name, lambda: None)()
-        except BenchError as error:
-            reasons[name] = str(error)
-    return reasons
-
-
-def _described(
-    settings: Settings, engines: dict[str, str], missing: dict[str, str]
-) -> dict[str, Any]:
-    """What each arm really was."""
-    arms: dict[str, Any] = {}
-    for name in settings.arms:
-        if name in missing:
-            arms[name] = {"available": False, "reason": missing[name]}
-            continue
-        arms[name] = {"available": True}
-        if name in engines:
-            arms[name]["runs"] = engines[name]
-        if name == "vllm_fs":
-            arms[name] |= describe_fs()
-        if name == "fio":
-            arms[name]["registered"] = FioArm.registered
-    return arms
-
-
 class _Run:
-    def __init__(
-        self, settings: Settings, home: Path, missing: dict[str, str], on_progress: OnProgress
-    ) -> None:
+    """arms: what each wanted arm is, or why it cannot run, as the conditions have it."""
+
+    def __init__(self, settings: Settings, home: Path, on_progress: OnProgress) -> None:
         self.samples: list[Sample] = []
-        self.missing = missing
-        self.engines: dict[str, str] = {}
+        self.arms: dict[str, dict[str, Any]] = {}
         self._settings = settings
         self._home = home
         self._on_progress = on_progress
         self._done = 0
+        self._tidy: Callable[[], bool] = lambda: False
+        needs: dict[str, Callable[[], Any]] = {
+            "fio": Fio,
+            "ring": partial(build_ring, _BUILD_DIR),
+            "vllm_fs": import_fs,
+        }
+        self._needed: dict[str, Any] = {}
+        for name in settings.arms:
+            self.arms[name] = {"available": True}
+            try:
+                self._needed[name] = needs[name]() if name in needs else None
+            except BenchError as error:
+                self._leave_out(name, error)
+
+    def _leave_out(self, name: str, error: Exception) -> None:
+        self.arms[name] = {"available": False, "reason": str(error)}
+
+    def _available(self) -> list[str]:
+        return [name for name, arm in self.arms.items() if arm["available"]]
 
     def block(self, block_bytes: int) -> None:
-        self._report(f"{size_name(block_bytes)} · writing everything once")
-        field = Field(self._home, self._settings, block_bytes, self.missing)
-        with contextlib.closing(field):
-            self.missing.update(field.missing)
-            self.engines.update(field.engines)
+        """Measure everything at one block size."""
+        size = size_name(block_bytes)
+        self._report(f"{size} · writing everything once")
+        with contextlib.ExitStack() as stack:
+            arms = self._open(stack, block_bytes)
             for number in range(self._settings.rounds):
-                self._round(field, block_bytes, number)
+                dice = random.Random(f"{self._settings.seed} {block_bytes} {number}")
+                for kind in KINDS:
+                    for name in dice.sample(list(arms), len(arms)):
+                        if kind in self._settings.kinds(name, block_bytes):
+                            self._report(f"{size} · round {number + 1} · {kind} · {name}")
+                            found = self._measured(partial(arms[name], kind))
+                            self.samples += [
+                                moved.sample(name, case, block_bytes, number)
+                                for case, moved in found.items()
+                                if case in self._settings.cases
+                            ]
+        if "fio" in arms:
+            self.arms["fio"]["registered"] = self._needed["fio"].registered
 
-    def _round(self, field: Field, block_bytes: int, number: int) -> None:
-        dice = random.Random(f"{self._settings.seed} {block_bytes} {number}")
-        for kind in KINDS:
-            for name in dice.sample(list(field.arms), len(field.arms)):
-                if kind not in self._settings.kinds(name, block_bytes):
-                    continue
-                size = size_name(block_bytes)
-                self._report(f"{size} · round {number + 1} · {kind} · {name}")
-                self._measure(field, name, kind, block_bytes, number)
-                self._done += 1
-
-    def _measure(self, field: Field, name: str, kind: str, block_bytes: int, number: int) -> None:
-        arm = field.arms[name]
+    def _measured(self, measure: Callable[[], dict[str, Moved]]) -> dict[str, Moved]:
         gc.collect()
         sync_file_system(self._home)
-        for case, moved in arm.measure(kind).items():
-            if case in self._settings.cases:
-                self.samples.append(moved.sample(name, case, block_bytes, number))
-        if arm.tidy():
+        found = measure()
+        if self._tidy():
             sync_file_system(self._home)
             time.sleep(self._settings.settle_s)
+        self._done += 1
+        return found
+
+    def _open(
+        self, stack: contextlib.ExitStack, block_bytes: int
+    ) -> dict[str, Callable[[str], dict[str, Moved]]]:
+        """Each arm's measurement of a kind. `stack` stops the arms and deletes their files.
+
+        Ours and the fs tier share one staging memory; ours share one pool; fio and the ring share
+        one flat file. An arm that cannot run here is left out; one that fails while it runs ends
+        the benchmark.
+        """
+        directory, given = self._home / f"block-{block_bytes}", (self._settings, block_bytes)
+        directory.mkdir()
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        blocks, wanted = self._settings.blocks_needed(block_bytes), self._available()
+        staging = Staging(slot_stride_bytes(block_bytes), blocks, 0)
+        stack.callback(staging.close)
+        fill(staging, self._settings.seed)
+        arms: dict[str, Callable[[str], dict[str, Moved]]] = {}
+
+        def add(name: str, mover: EngineMover | FsMover) -> None:
+            stack.callback(mover.close)
+            self.arms[name] |= mover.about()
+            arms[name] = partial(measure_moves, mover, *given, random.Random(self._settings.seed))
+
+        ours = [name for name in _OURS if name in wanted]
+        if ours:
+            ground = Ground(directory / "pool", block_bytes, blocks, staging)
+            stack.callback(ground.pool.close)
+            for name in ours:
+                try:
+                    add(name, EngineMover(_OURS[name], ground))
+                except EngineError as error:
+                    self._leave_out(name, error)
+        if "vllm_fs" in wanted:
+            tier = FsMover(directory / "fs", block_bytes, blocks, staging)
+            add("vllm_fs", tier)
+            self._tidy = tier.tidy
+        flat = directory / "flat"
+        if "fio" in wanted or "ring" in wanted:
+            write_flat(flat, blocks * block_bytes, self._settings.seed)
+        for name, measure_flat in (("fio", measure_fio), ("ring", measure_ring)):
+            if name in wanted:
+                arms[name] = partial(measure_flat, self._needed[name], flat, *given)
+        return arms
 
     def _report(self, what: str) -> None:
-        arms = tuple(name for name in self._settings.arms if name not in self.missing)
-        self._on_progress(self._done, steps(self._settings, arms), what)
+        settings = self._settings
+        kinds = [
+            settings.kinds(name, size) for name in self._available() for size in settings.blocks
+        ]
+        self._on_progress(self._done, sum(map(len, kinds)) * settings.rounds, what)
 
 
-def _measure_manager(on_progress: OnProgress) -> dict[str, Any]:
-    """The manager's own figures; in a process without vLLM."""
-    from vllm_nvmeof_bench import manager
-
-    on_progress(1, 1, "the manager at a million entries")
-    program = (
-        f"import json; from {manager.__name__} import measure_manager; "
-        f"print(json.dumps(measure_manager({_MANAGER_ENTRIES})))"
-    )
-    paths = [str(Path(manager.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        check=False,
-    )
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        raise BenchError(f"the manager's benchmark failed: {lines[-1]}")
-    return dict(json.loads(done.stdout))
+def _measure_manager() -> dict[str, Any]:
+    """The manager's own figures, in a process without vLLM."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        try:
+            return process.submit(measure_manager, _MANAGER_ENTRIES).result()
+        except BrokenExecutor as error:
+            raise BenchError(f"the manager's benchmark failed: {error}") from None
 
 
 def measure(settings: Settings, json_path: Path) -> None:
@@ -289,7 +229,10 @@ def measure(settings: Settings, json_path: Path) -> None:
     """
     with progress(lambda what: what.count(" · ") <= _LOGGED_PARTS) as on_progress:
         samples, found = run(settings, on_progress)
-        manager = _measure_manager(on_progress) if settings.goals else None
+        manager = None
+        if settings.goals:
+            on_progress(1, 1, "the manager at a million entries")
+            manager = _measure_manager()
     dump(json_path, "pool", samples, {**found, "manager": manager})
 
 

@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from vllm_nvmeof_bench.pool.measure import run, steps
+from vllm_nvmeof_bench.pool.measure import run
 from vllm_nvmeof_bench.pool.report import Settings
 
 from vllm_nvmeof_offload.units import KIB, MIB
@@ -32,11 +32,9 @@ if __name__ == "__main__":
     )
     order: list[str] = []
     samples, conditions = run(settings, lambda done, total, what: order.append(what))
-    arms = tuple(name for name, arm in conditions["arms"].items() if arm["available"])
     found = {
         "samples": [asdict(one) for one in samples],
         "conditions": conditions,
         "order": order,
-        "steps": steps(settings, arms),
     }
     print(json.dumps(found))

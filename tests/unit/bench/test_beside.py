@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from vllm_nvmeof_bench.pool.arms import Job, run_beside
+from vllm_nvmeof_bench.pool.arms import Beside, Job
 from vllm_nvmeof_bench.pool.report import Settings
 
 from vllm_nvmeof_offload.units import KIB, MIB
@@ -17,7 +17,7 @@ class SlowToWrite:
     at the second poll after `reads` reads.
     """
 
-    batch_job_bytes: int | None = None
+    batch_job_bytes = 0
 
     def __init__(self, reads: int) -> None:
         self._reads_left = reads
@@ -32,9 +32,9 @@ class SlowToWrite:
     def run(self, jobs: Sequence[Job]) -> None:
         pass
 
-    def submit(self, job: Job) -> None:
-        (self._reading if job.is_read else self._writing).append(job.token)
-        self._begun = self._begun or job.is_read
+    def submit(self, token: int, is_read: bool, block: int) -> None:
+        (self._reading if is_read else self._writing).append(token)
+        self._begun = self._begun or is_read
 
     def poll(self, timeout_s: float) -> list[int]:
         ended, self._reading = self._reading, []
@@ -48,9 +48,6 @@ class SlowToWrite:
     def tidy(self) -> bool:
         return False
 
-    def close(self) -> None:
-        pass
-
 
 def test_reads_that_end_before_any_write_does_leave_no_empty_sample() -> None:
     """The timed part goes on to the first write: a rate of nothing is none."""
@@ -62,6 +59,6 @@ def test_reads_that_end_before_any_write_does_leave_no_empty_sample() -> None:
         read_gap_s=0.0,
     )
     mover = SlowToWrite(reads=3)
-    found = run_beside(mover, settings, 64 * KIB, 3, random.Random(1))
+    found = Beside(mover, settings, 64 * KIB, random.Random(1)).run(3)
     assert found["read_beside_writes"].payload_bytes == 3 * 64 * KIB
     assert found["writes_beside_read"].payload_bytes >= 64 * KIB

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 from vllm_nvmeof_bench.benchmark import benchmark
-from vllm_nvmeof_bench.latency.measure import Place, Settings, run
+from vllm_nvmeof_bench.latency.measure import Order, Place, Settings, drive, run
 from vllm_nvmeof_bench.latency.report import STAND_IN, Point, Sample, added, points_of
-from vllm_nvmeof_bench.latency.worker import Order, drive
 from vllm_nvmeof_bench.pool.arms import Job
 from vllm_nvmeof_bench.results import BenchError, distinct, dump
 
@@ -25,12 +24,12 @@ from vllm_nvmeof_offload.units import KIB
 class Clocked:
     """A mover whose jobs take 1/64 s each, one after the other, on a clock of its own."""
 
-    batch_job_bytes = None
+    batch_job_bytes = 0
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.slots_at_once: list[set[int]] = []
-        self._queue: deque[Job] = deque()
+        self._queue: deque[tuple[int, int]] = deque()  # token, slot
 
     def prepare(self, jobs: Sequence[Job]) -> None:
         """Nothing."""
@@ -38,21 +37,18 @@ class Clocked:
     def run(self, jobs: Sequence[Job]) -> None:
         raise AssertionError("the loop is closed: it hands over one at a time")
 
-    def submit(self, job: Job) -> None:
-        self._queue.append(job)
-        slots = [block for one in self._queue for block in one.blocks]
+    def submit(self, token: int, is_read: bool, block: int) -> None:
+        self._queue.append((token, block))
+        slots = [slot for _, slot in self._queue]
         assert len(set(slots)) == len(slots), "one slot twice at a time"
         self.slots_at_once.append(set(slots))
 
     def poll(self, timeout_s: float) -> list[int]:
         self.now_s += 1 / 64
-        return [self._queue.popleft().token]
+        return [self._queue.popleft()[0]]
 
     def tidy(self) -> bool:
         return False
-
-    def close(self) -> None:
-        """Nothing."""
 
 
 def test_the_loop_keeps_the_depth_and_counts_what_was_handed_over_after_the_ramp() -> None:
@@ -172,7 +168,7 @@ def test_a_real_run_measures_every_arm_and_leaves_nothing(tmp_path: Path) -> Non
     try:
         run(settings, lambda *found: kept.append(found))
     except BenchError as error:
-        if "fio is not installed" in str(error) or "io_uring engine" in str(error):
+        if "fio is not installed" in str(error) or 'io_engine="uring"' in str(error):
             pytest.skip(str(error))
         raise
     samples, conditions = kept[-1]
