@@ -31,6 +31,7 @@ _LAUNCH_BYTES_MAX = 8 * MIB
 _THREADS = 256
 _LANES = 32
 _ROW_BYTES = 2 * 8
+_WORD_ROW_BYTES = _LANES * 4
 _POLYNOMIAL = 0x82F63B78
 _ALL_ONES = 0xFFFFFFFF
 
@@ -88,21 +89,17 @@ def cut_chunks(chunks: Sequence[_Rows]) -> tuple[_Rows, list[int]]:
         before = len(parts)
         for address, size in chunk.tolist():
             if size == 0 or size % STRIPE_BYTES:
-                raise EngineError(
-                    f"the GPU makes no CRC of a piece of {size} bytes: it needs a multiple of "
-                    f"{STRIPE_BYTES}"
-                )
+                raise _refused(f"of {size} bytes", STRIPE_BYTES)
             if address % _ALIGNMENT:
-                raise EngineError(
-                    f"the GPU makes no CRC of a piece at {address:#x}: it needs a multiple of "
-                    f"{_ALIGNMENT}"
-                )
-            parts += [
-                (address + at, min(_PART_BYTES_MAX, size - at))
-                for at in range(0, size, _PART_BYTES_MAX)
-            ]
+                raise _refused(f"at {address:#x}", _ALIGNMENT)
+            cuts = range(0, size, _PART_BYTES_MAX)
+            parts += [(address + at, min(_PART_BYTES_MAX, size - at)) for at in cuts]
         counts.append(len(parts) - before)
     return np.array(parts, np.uint64).reshape(-1, 2), counts
+
+
+def _refused(what: str, multiple: int) -> EngineError:
+    return EngineError(f"the GPU makes no CRC of a piece {what}: it needs a multiple of {multiple}")
 
 
 def join(words: _Words, sizes: npt.NDArray[np.uint64], counts: Sequence[int]) -> list[int]:
@@ -123,50 +120,45 @@ def join(words: _Words, sizes: npt.NDArray[np.uint64], counts: Sequence[int]) ->
 
 
 class CrcKernel:
-    """parts_max: parts of one call. blocks_max: thread blocks of one launch. One call at a time."""
+    """CRCs of the same chunks, as often as wanted; one call at a time.
 
-    def __init__(self, cuda: Cuda, kernel: int, parts_max: int, blocks_max: int = 4) -> None:
+    chunks: as `cut_chunks` takes them. blocks_max: thread blocks of one launch.
+    """
+
+    def __init__(
+        self, cuda: Cuda, kernel: int, chunks: Sequence[_Rows], blocks_max: int = 4
+    ) -> None:
         self._cuda = cuda
         self._kernel = kernel
         self._blocks_max = blocks_max
-        self.parts_max = parts_max
+        self._parts, self._counts = cut_chunks(chunks)
         tables = kernel_tables()
-        sizes = (parts_max * _ROW_BYTES, parts_max * _LANES * 4, tables.nbytes)
+        sizes = [self._parts.nbytes, len(self._parts) * _WORD_ROW_BYTES, tables.nbytes]
         self._memory = cuda.allocate_host(sum(sizes))
-        self._rows_at, self._words_at = self._memory, self._memory + sizes[0]
+        memory = np.ctypeslib.as_array((ctypes.c_uint8 * sum(sizes)).from_address(self._memory))
+        rows, words, behind = np.split(memory, np.cumsum(sizes)[:-1])
+        rows[:] = self._parts.view(np.uint8).ravel()
+        behind[:] = tables.view(np.uint8)
+        self._words = words.view(np.uint32).reshape(-1, _LANES)
+        self._words_at = self._memory + sizes[0]
         self._tables_at = self._words_at + sizes[1]
-        rows = (ctypes.c_uint64 * (2 * parts_max)).from_address(self._rows_at)
-        words = (ctypes.c_uint32 * (_LANES * parts_max)).from_address(self._words_at)
-        self._rows = np.ctypeslib.as_array(rows).reshape(parts_max, 2)
-        self._words = np.ctypeslib.as_array(words).reshape(parts_max, _LANES)
-        ctypes.memmove(self._tables_at, tables.ctypes.data, tables.nbytes)
 
-    def submit(self, parts: _Rows, stream: int) -> None:
-        """Start on `stream`. parts: from `cut_chunks`, at most `parts_max`; see `words`."""
-        assert len(parts) <= self.parts_max
-        self._rows[: len(parts)] = parts
-        ends = np.cumsum(parts[:, 1])
+    def submit(self, stream: int) -> None:
+        """Start on `stream`; when it has passed this work, `join`."""
+        ends = np.cumsum(self._parts[:, 1])
         first, done = 0, 0
-        while first < len(parts):
+        while first < len(self._parts):
             last = int(np.searchsorted(ends, np.uint64(done + _LAUNCH_BYTES_MAX), side="right"))
             blocks = min(self._blocks_max, -(-(last - first) * _LANES // _THREADS))
-            self._cuda.launch(
-                self._kernel,
-                blocks,
-                _THREADS,
-                stream,
-                (
-                    self._rows_at + first * _ROW_BYTES,
-                    last - first,
-                    self._tables_at,
-                    self._words_at + first * _LANES * 4,
-                ),
-            )
+            rows_at = self._memory + first * _ROW_BYTES
+            words_at = self._words_at + first * _WORD_ROW_BYTES
+            arguments = rows_at, last - first, self._tables_at, words_at
+            self._cuda.launch(self._kernel, blocks, _THREADS, stream, arguments)
             first, done = last, int(ends[last - 1])
 
-    def words(self, count: int) -> _Words:
-        """Return uint32[count, 32] for `join`, when the stream has passed the submitted work."""
-        return self._words[:count]
+    def join(self) -> list[int]:
+        """Return each chunk's CRC-32C."""
+        return join(self._words, self._parts[:, 1], self._counts)
 
     def close(self) -> None:
         """Call only when nothing is under way."""

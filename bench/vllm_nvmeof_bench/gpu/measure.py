@@ -21,7 +21,6 @@ Cases; a value is GB/s (1e9 bytes of payload) unless it says otherwise:
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import itertools
 import os
@@ -29,9 +28,8 @@ import platform
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +38,7 @@ from crc32c import crc32c
 
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import packages
-from vllm_nvmeof_bench.gpu.crc_kernel import CRC_BLOCKS, KERNEL_NAME, CrcKernel, cut_chunks, join
+from vllm_nvmeof_bench.gpu.crc_kernel import CRC_BLOCKS, KERNEL_NAME, CrcKernel
 from vllm_nvmeof_bench.gpu.report import Sample, model_blocks
 from vllm_nvmeof_bench.gpu.world import World, load_theirs
 from vllm_nvmeof_bench.home import home_in
@@ -152,10 +150,11 @@ def conditions_of(world: World, settings: Settings, theirs: str) -> dict[str, An
 #: Of ours; where vLLM's copy code can be had it is one more.
 ARMS = ("dma", "dma_overlap", "kernel", "auto")
 _CHECKED = ((4 * KIB, 100), (24 * KIB + 16, 50), (512 * KIB, 8))
+_Where = tuple[str, int, int, int]  # direction, bytes of a block, blocks, round
 
 
 def measure_copies(
-    world: World, settings: Settings, on_progress: OnProgress = unheard
+    world: World, settings: Settings, torch: Any = None, on_progress: OnProgress = unheard
 ) -> list[Sample]:
     """Samples of the arms that did not fail; those of one that fails later are dropped as well.
 
@@ -163,7 +162,7 @@ def measure_copies(
     """
     for arm in list(world.arms):
         for size, count in _CHECKED:
-            if world.attempt(arm, functools.partial(world.check, arm, size, count)) is False:
+            if world.attempt(arm, world.check, arm, size, count) is False:
                 raise BenchError(f"{arm}: wrong bytes with {count} blocks of {size}")
     samples: list[Sample] = []
     cases = [case for part, case in _CASES.items() if part in settings.parts]
@@ -183,34 +182,35 @@ def _transfers(world: World, settings: Settings, number: int) -> Iterator[Sample
     for size in settings.sizes:
         count = settings.count_of(size)
         for direction in Direction:
-            whole = {direction: world.contiguous(size * count)}
-            took_s = _seconds(world, "dma", whole)
-            if took_s is not None:
-                yield _rate("transfer", "contiguous", direction.value, size, count, number, took_s)
-            yield from _arms(world, "transfer", direction, size, count, number)
+            work = {direction: world.contiguous(size * count)}
+            where = direction.value, size, count, number
+            for one in _rates(world, "transfer", ("dma",), where, work):
+                yield replace(one, arm="contiguous")
+            yield from _one_way(world, "transfer", world.arms, direction, size, count, number)
 
 
 def _few_small(world: World, settings: Settings, number: int) -> Iterator[Sample]:
-    for size in settings.small_sizes:
-        for count in settings.counts:
-            for direction in Direction:
-                yield from _arms(world, "few", direction, size, count, number)
+    for where in itertools.product(Direction, settings.small_sizes, settings.counts):
+        yield from _one_way(world, "few", world.arms, *where, number)
 
 
 def _models(world: World, settings: Settings, number: int) -> Iterator[Sample]:
-    for size in settings.model_sizes:
-        for direction in Direction:
-            yield from _arms(world, "model", direction, size, settings.count_of(size), number)
+    for direction, size in itertools.product(Direction, settings.model_sizes):
+        where = direction, size, settings.count_of(size), number
+        yield from _one_way(world, "model", world.arms, *where)
 
 
-def _arms(
-    world: World, case: str, direction: Direction, size: int, count: int, number: int
+def _one_way(
+    world: World,
+    case: str,
+    arms: Iterable[str],
+    direction: Direction,
+    size: int,
+    count: int,
+    number: int,
 ) -> Iterator[Sample]:
     work = {direction: world.pieces(size, count, number + 1)}
-    for arm in list(world.arms):
-        took_s = _seconds(world, arm, work)
-        if took_s is not None:
-            yield _rate(case, arm, direction.value, size, count, number, took_s)
+    return _rates(world, case, arms, (direction.value, size, count, number), work)
 
 
 def _both_ways(world: World, settings: Settings, number: int) -> Iterator[Sample]:
@@ -223,36 +223,37 @@ def _both_ways(world: World, settings: Settings, number: int) -> Iterator[Sample
             Direction.STORE: world.pieces(size, count - loads, number + 1),
             Direction.LOAD: world.pieces(size, loads, number + 2, first=size * (count - loads)),
         }
-        case, what = ("both", "both") if percent == 50 else ("mix", f"load {percent}%")
-        asked = [(what, count, parts)]
-        if percent == 50:
-            asked += [(one.value, len(rows), {one: rows}) for one, rows in parts.items()]
-        for arm, (name, blocks, work) in itertools.product(list(world.arms), asked):
-            took_s = _seconds(world, arm, work)
-            if took_s is not None:
-                yield _rate(case, arm, name, size, blocks, number, took_s)
+        case, name = ("both", "both") if percent == 50 else ("mix", f"load {percent}%")
+        yield from _rates(world, case, world.arms, (name, size, count, number), parts)
+        for direction, pieces in parts.items() if percent == 50 else ():
+            where = direction.value, size, len(pieces), number
+            yield from _rates(world, case, world.arms, where, {direction: pieces})
 
 
 def _submits(world: World, settings: Settings, number: int) -> Iterator[Sample]:
     size, count = settings.submit_size, settings.count_of(settings.submit_size)
     for direction, backend in itertools.product(Direction, (Backend.DMA, Backend.KERNEL)):
-        call = functools.partial(world.submit_us, size, count, direction, backend)
-        took_us = world.attempt(backend.value, call)
-        if took_us is not None:
-            found = round(took_us, 2)
-            yield Sample("submit", backend.value, direction.value, size, count, number, found)
+        arm, submit = backend.value, (world.submit_us, size, count, direction, backend)
+        if (took_us := world.attempt(arm, *submit)) is not None:
+            yield Sample("submit", arm, direction.value, size, count, number, round(took_us, 2))
 
 
-def _seconds(world: World, arm: str, work: dict[Direction, Descriptors]) -> float | None:
-    """None: the arm failed, now or before."""
-    return world.attempt(arm, functools.partial(world.seconds_of, arm, work))
+def _rates(
+    world: World,
+    case: str,
+    arms: Iterable[str],
+    where: _Where,
+    work: dict[Direction, Descriptors],
+) -> Iterator[Sample]:
+    """GB/s of each of the arms that does not fail."""
+    _, size, count, _ = where
+    for arm in tuple(arms):  # one that fails is removed from the world's
+        if (took_s := world.attempt(arm, world.seconds_of, arm, work)) is not None:
+            yield Sample(case, arm, *where, _gb_per_s(size * count, took_s))
 
 
-def _rate(
-    case: str, arm: str, direction: str, size: int, count: int, number: int, took_s: float
-) -> Sample:
-    rate = round(size * count / took_s / 1e9, 3)
-    return Sample(case, arm, direction, size, count, number, rate)
+def _gb_per_s(count: int, took_s: float) -> float:
+    return round(count / took_s / 1e9, 3)
 
 
 _CASES: dict[str, Callable[[World, Settings, int], Iterator[Sample]]] = {
@@ -272,70 +273,79 @@ _LOOP_BLOCK_BYTES = 2 * MIB
 
 
 def measure_loops(
-    world: World,
-    settings: Settings,
-    torch: Any,
-    on_progress: OnProgress = unheard,
+    world: World, settings: Settings, torch: Any, on_progress: OnProgress = unheard
 ) -> list[Sample]:
-    """Steps/s of a bf16 matrix product and of adding large arrays, each with each arm."""
+    """Steps/s of a bf16 matrix product and of adding large arrays, each with each arm.
+
+    Raises: BenchError: there is no torch.
+    """
+    if torch is None:
+        raise BenchError("the loops of compute need torch; leave out the part: loops")
     large = torch.zeros(256 * MIB, dtype=torch.float32, device="cuda")
-    loops: dict[str, Callable[[], object]] = {
-        "matrix": matrix_step(torch),
-        "memory": lambda: large.add_(1.0),
+    steps: dict[str, Callable[[], object]] = {
+        "loop_matrix": _matrix_step(torch),
+        "loop_memory": lambda: large.add_(1.0),
     }
     samples = []
     for number in range(settings.rounds):
         on_progress(number, settings.rounds, f"loops of compute, round {number + 1}")
-        for name, step in loops.items():
-            for arm in _LOOP_ARMS:
-                if arm != "alone" and arm not in world.arms:
-                    continue
-                with copying(world, settings, arm):
-                    rate = steps_per_s(step, settings.loop_s, torch)
-                if arm in world.failed:
-                    continue  # its copies ended before the loop did
-                samples.append(Sample(f"loop_{name}", arm, "both", 0, 0, number, round(rate, 3)))
+        for (case, step), arm in itertools.product(steps.items(), _LOOP_ARMS):
+            if arm == "alone" or arm in world.arms:
+                with _copying(world, settings, arm):
+                    samples.append(_steps(case, arm, number, step, settings, torch))
+    # Copies of an arm that failed ended before the loop did.
     return [one for one in samples if one.arm not in world.failed]
 
 
-def matrix_step(torch: Any) -> Callable[[], object]:
+def _matrix_step(torch: Any) -> Callable[[], object]:
     """One bf16 matrix product."""
     square = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
     product = torch.empty_like(square)
     return lambda: torch.mm(square, square, out=product)
 
 
-def steps_per_s(step: Callable[[], object], seconds: float, torch: Any) -> float:
-    """Steps on the current stream."""
+def _steps(
+    case: str,
+    arm: str,
+    number: int,
+    step: Callable[[], object],
+    settings: Settings,
+    torch: Any,
+) -> Sample:
+    """Steps/s on the current stream."""
     step()
     torch.cuda.synchronize()
     done, start_s = 0, time.perf_counter()
-    while time.perf_counter() - start_s < seconds:
+    while time.perf_counter() - start_s < settings.loop_s:
         for _ in range(_LOOP_STEPS):
             step()
         # Only this stream: waiting for the device would be waiting for the copies as well.
         torch.cuda.current_stream().synchronize()
         done += _LOOP_STEPS
-    return done / (time.perf_counter() - start_s)
+    rate = done / (time.perf_counter() - start_s)
+    return Sample(case, arm, "both", 0, 0, number, round(rate, 3))
 
 
-@contextmanager
-def copying(world: World, settings: Settings, arm: str) -> Iterator[None]:
-    """Copies both ways, one transfer after the other, until left, or until the arm fails."""
+def _copying(world: World, settings: Settings, arm: str) -> contextlib.AbstractContextManager[None]:
+    """Copies both ways meanwhile, one transfer after the other, until the arm fails."""
     if arm == "alone":
-        yield
-        return
+        return contextlib.nullcontext()
     count = max(1, min(256, settings.bytes_max // _LOOP_BLOCK_BYTES // 2))
     work = {
         Direction.STORE: world.pieces(_LOOP_BLOCK_BYTES, count),
         Direction.LOAD: world.pieces(_LOOP_BLOCK_BYTES, count, first=_LOOP_BLOCK_BYTES * count),
     }
+    return _repeated(world, lambda: world.attempt(arm, world.seconds_of, arm, work) is not None)
+
+
+@contextlib.contextmanager
+def _repeated(world: World, call: Callable[[], bool]) -> Iterator[None]:
+    """Call it on a thread meanwhile, again and again while it returns True."""
     stopping = threading.Event()
 
     def run() -> None:
         world.cuda.make_current()
-        transfer = functools.partial(world.seconds_of, arm, work)
-        while not stopping.is_set() and world.attempt(arm, transfer) is not None:
+        while not stopping.is_set() and call():
             pass
 
     thread = threading.Thread(target=run, name="copies")
@@ -351,47 +361,26 @@ def copying(world: World, settings: Settings, arm: str) -> Iterator[None]:
 
 
 def measure_sweep(
-    world: World,
-    settings: Settings,
-    torch: Any | None,
-    on_progress: OnProgress = unheard,
+    world: World, settings: Settings, torch: Any = None, on_progress: OnProgress = unheard
 ) -> list[Sample]:
     """GB/s alone, and with torch the steps/s of a bf16 matrix product beside copies both ways."""
     if Backend.KERNEL.value in world.failed:
         return []
-    step = matrix_step(torch) if torch is not None else None
+    step = None if torch is None else _matrix_step(torch)
     samples = []
     for number in range(-1, settings.rounds):  # the first one warms up
         on_progress(number + 1, settings.rounds + 1, f"thread blocks, round {max(0, number) + 1}")
         for blocks in settings.sweep_blocks:
             with world.kernel_of(blocks) as arm:
-                found = _sweep_rates(world, settings, arm, number)
+                for direction, size in itertools.product(Direction, settings.sweep_sizes):
+                    where = direction, size, settings.count_of(size), number
+                    samples += _one_way(world, "sweep", (arm,), *where)
                 if number == 0 and step is not None and arm in world.arms:
-                    with copying(world, settings, arm):
-                        rate = steps_per_s(step, settings.loop_s, torch)
-                    found.append(_steps(arm, rate))
-            samples += found if number >= 0 else []
+                    with _copying(world, settings, arm):
+                        samples.append(_steps("sweep_matrix", arm, 0, step, settings, torch))
         if number == 0 and step is not None:
-            samples.append(_steps("alone", steps_per_s(step, settings.loop_s, torch)))
-    return [one for one in samples if one.arm not in world.failed]
-
-
-def _sweep_rates(world: World, settings: Settings, arm: str, number: int) -> list[Sample]:
-    samples = []
-    for size in settings.sweep_sizes:
-        count = settings.count_of(size)
-        for direction in Direction:
-            work = {direction: world.pieces(size, count, number + 1)}
-            took_s = world.attempt(arm, functools.partial(world.seconds_of, arm, work))
-            if took_s is None:
-                continue
-            rate = round(size * count / took_s / 1e9, 3)
-            samples.append(Sample("sweep", arm, direction.value, size, count, number, rate))
-    return samples
-
-
-def _steps(arm: str, rate: float) -> Sample:
-    return Sample("sweep_matrix", arm, "both", 0, 0, 0, round(rate, 3))
+            samples.append(_steps("sweep_matrix", "alone", 0, step, settings, torch))
+    return [one for one in samples if one.round >= 0 and one.arm not in world.failed]
 
 
 # -- CRC-32C by the GPU -----------------------------------------------------------------
@@ -401,33 +390,29 @@ class _Chunks:
     """Chunks of `per_chunk` pieces each in GPU memory, and one kernel for all of them."""
 
     def __init__(self, world: World, kernel: int, size: int, per_chunk: int, total: int) -> None:
-        self.world, self.size, self.per_chunk = world, size, per_chunk
+        self.world, self.where = world, (size, per_chunk)
         self.count = max(1, total // (size * per_chunk))
-        self.pieces = world.pieces(size, self.count * per_chunk)
-        rows = np.ascontiguousarray(self.pieces[:, (0, 2)])
-        self._parts, self._counts = cut_chunks(np.split(rows, self.count))
-        self._kernel = CrcKernel(world.cuda, kernel, len(self._parts))
+        self.bytes = self.count * size * per_chunk
+        self._pieces = world.pieces(size, self.count * per_chunk)
+        rows = np.ascontiguousarray(self._pieces[:, (0, 2)])
+        self._kernel = CrcKernel(world.cuda, kernel, np.split(rows, self.count))
         self._stream = world.cuda.create_stream()
+        self.join = self._kernel.join
 
     def run(self) -> float:
         """Seconds from the first launch until the last chunk is done, without joining."""
         start_s = time.perf_counter()
-        self._kernel.submit(self._parts, self._stream)
+        self._kernel.submit(self._stream)
         self.world.cuda.synchronize_stream(self._stream)
         return time.perf_counter() - start_s
 
-    def join(self) -> list[int]:
-        words = self._kernel.words(len(self._parts))
-        return join(words, self._parts[:, 1], self._counts)
-
     def check(self) -> None:
         """Raises: BenchError: another CRC than the library's of the same bytes."""
-        content = self.world.fill(self.pieces)
+        content = self.world.fill(self._pieces)
         self.run()
-        for found, chunk in zip(self.join(), np.split(content, self.count), strict=True):
-            if found != crc32c(chunk):
-                pieces = f"{self.per_chunk} × {self.size} bytes"
-                raise BenchError(f"crc: a wrong CRC of a chunk of {pieces}")
+        if self.join() != [crc32c(chunk) for chunk in np.split(content, self.count)]:
+            size, per_chunk = self.where
+            raise BenchError(f"crc: a wrong CRC of a chunk of {per_chunk} × {size} bytes")
 
     def close(self) -> None:
         self.world.cuda.destroy_stream(self._stream)
@@ -437,67 +422,45 @@ class _Chunks:
 def measure_crc(
     world: World,
     settings: Settings,
-    kernel: int,
-    torch: Any | None,
+    torch: Any = None,
     on_progress: OnProgress = unheard,
+    kernel: int | None = None,
 ) -> list[Sample]:
     """GB/s by the chunk's pieces, the host's time to join; steps/s of the loop beside, with torch.
 
     Raises: BenchError: a wrong CRC.
     """
+    if kernel is None:
+        code = compile_kernels(world.cuda.facts.arch, CRC_BLOCKS)
+        kernel = world.cuda.load_kernel(code, KERNEL_NAME)
     samples: list[Sample] = []
     for step, (size, per_chunk) in enumerate(settings.crc_chunks):
         on_progress(step, len(settings.crc_chunks), f"CRC of {per_chunk} pieces of {size}")
         total = min(settings.bytes_max, settings.crc_bytes)
-        chunks = _Chunks(world, kernel, size, per_chunk, total)
-        with contextlib.closing(chunks):
+        with contextlib.closing(_Chunks(world, kernel, size, per_chunk, total)) as chunks:
             chunks.check()
             for number in range(settings.rounds):
-                rate = round(size * per_chunk * chunks.count / chunks.run() / 1e9, 3)
+                rate = _gb_per_s(chunks.bytes, chunks.run())
                 start_s = time.perf_counter()
                 chunks.join()
-                join_us = 1e6 * (time.perf_counter() - start_s) / chunks.count
-                place = size, per_chunk, number
-                samples.append(Sample("crc", "gpu", "load", *place, rate))
-                samples.append(Sample("crc_join", "host", "load", *place, round(join_us, 2)))
+                join_us = round(1e6 * (time.perf_counter() - start_s) / chunks.count, 2)
+                samples.append(Sample("crc", "gpu", "load", size, per_chunk, number, rate))
+                samples.append(Sample("crc_join", "host", "load", size, per_chunk, number, join_us))
             if torch is not None and step == 0:
                 samples += _crc_beside(chunks, settings, torch)
     return samples
 
 
-def _crc_beside(chunks: _Chunks, settings: Settings, torch: Any) -> list[Sample]:
-    step = matrix_step(torch)
-    samples = []
+def _crc_beside(chunks: _Chunks, settings: Settings, torch: Any) -> Iterator[Sample]:
+    step = _matrix_step(torch)
     for number in range(settings.rounds):
-        for arm in ("alone", "crc"):
-            with _crc_running(chunks) if arm == "crc" else contextlib.nullcontext([]) as took_s:
-                rate = steps_per_s(step, settings.loop_s, torch)
-            samples.append(Sample("crc_matrix", arm, "both", 0, 0, number, round(rate, 3)))
-            if took_s:
-                moved = len(took_s) * chunks.size * chunks.per_chunk * chunks.count
-                place = chunks.size, chunks.per_chunk, number
-                rate = round(moved / sum(took_s) / 1e9, 3)
-                samples.append(Sample("crc", "gpu_beside_matrix", "load", *place, rate))
-    return samples
-
-
-@contextlib.contextmanager
-def _crc_running(chunks: _Chunks) -> Iterator[list[float]]:
-    """CRCs one after the other on a thread until left; seconds that each run took."""
-    stopping, took_s = threading.Event(), list[float]()
-
-    def run() -> None:
-        chunks.world.cuda.make_current()
-        while not stopping.is_set():
-            took_s.append(chunks.run())
-
-    thread = threading.Thread(target=run, name="crc")
-    thread.start()
-    try:
-        yield took_s
-    finally:
-        stopping.set()
-        thread.join()
+        yield _steps("crc_matrix", "alone", number, step, settings, torch)
+        took_s: list[float] = []
+        with _repeated(chunks.world, lambda took_s=took_s: took_s.append(chunks.run()) is None):
+            yield _steps("crc_matrix", "crc", number, step, settings, torch)
+        if took_s:
+            rate = _gb_per_s(len(took_s) * chunks.bytes, sum(took_s))
+            yield Sample("crc", "gpu_beside_matrix", "load", *chunks.where, number, rate)
 
 
 # -- GPU ⇄ CPU ⇄ disk -------------------------------------------------------------------
@@ -549,51 +512,50 @@ class GpuRig(Rig):
 
 
 def measure_disk(
-    cuda: Cuda,
-    settings: Settings,
-    on_progress: OnProgress = unheard,
+    world: World, settings: Settings, torch: Any = None, on_progress: OnProgress = unheard
 ) -> list[Sample]:
     """GB/s of payload of loads, of half the CPU tier and of four times it.
 
     Raises:
         BenchError: no room in `directory`, or a load brought other bytes than were written.
     """
+    tier_bytes = settings.disk_tier_slots * settings.disk_chunk_bytes
     plan = stream.Settings(
         parts=("load",),
         rounds=settings.rounds,
         throttle_mb_per_s=0,
-        tier_bytes=settings.disk_tier_slots * settings.disk_chunk_bytes,
+        tier_bytes=tier_bytes,
         chunk_bytes=settings.disk_chunk_bytes,
         block_bytes=settings.disk_chunk_bytes,
-        sizes=(0.5, settings.disk_bytes / (settings.disk_tier_slots * settings.disk_chunk_bytes)),
+        sizes=(0.5, settings.disk_bytes / tier_bytes),
     )
     samples: list[Sample] = []
-    with home_in(settings.directory, plan.disk_bytes_max) as home:
-        rig = GpuRig(cuda, home / "pool", plan)
-        try:
-            on_progress(0, settings.rounds, "disk · writing the pool once")
-            rig.write_all()
-            for number in range(settings.rounds):
-                on_progress(number, settings.rounds, f"disk, round {number + 1}")
-                samples += _disk_round(rig, plan, number)
-        finally:
-            rig.close()
-    return samples
-
-
-def _disk_round(rig: GpuRig, plan: stream.Settings, number: int) -> list[Sample]:
-    dice = random.Random(number)
-    samples = []
-    for size in plan.sizes:
-        count = plan.chunks(size)
-        for arm in dice.sample(sorted(_DISK_ARMS), len(_DISK_ARMS)):
-            seconds, _ = measure_arm(rig, _DISK_ARMS[arm], count)
-            rate = round(count * plan.chunk_bytes / seconds / 1e9, 3)
-            samples.append(Sample("disk", arm, "load", plan.chunk_bytes, count, number, rate))
+    with (
+        home_in(settings.directory, plan.disk_bytes_max) as home,
+        contextlib.closing(GpuRig(world.cuda, home / "pool", plan)) as rig,
+    ):
+        on_progress(0, settings.rounds, "disk · writing the pool once")
+        rig.write_all()
+        for number in range(settings.rounds):
+            on_progress(number, settings.rounds, f"disk, round {number + 1}")
+            dice = random.Random(number)
+            for count in map(plan.chunks, plan.sizes):
+                for arm in dice.sample(sorted(_DISK_ARMS), len(_DISK_ARMS)):
+                    seconds, _ = measure_arm(rig, _DISK_ARMS[arm], count)
+                    rate = _gb_per_s(count * plan.chunk_bytes, seconds)
+                    where = plan.chunk_bytes, count, number
+                    samples.append(Sample("disk", arm, "load", *where, rate))
     return samples
 
 
 # -- the run ----------------------------------------------------------------------------
+
+_MORE = {
+    "sweep": measure_sweep,
+    "crc": measure_crc,
+    "loops": measure_loops,
+    "disk": measure_disk,
+}
 
 
 def _kernel(cuda: Cuda) -> int | EngineError:
@@ -612,30 +574,6 @@ def _torch() -> Any | None:
         return None
 
 
-def _loops(world: World, settings: Settings, on_progress: OnProgress) -> list[Sample]:
-    torch = _torch()
-    if torch is None:
-        raise BenchError("the loops of compute need torch; leave out the part: loops")
-    return measure_loops(world, settings, torch, on_progress)
-
-
-def _sweep(world: World, settings: Settings, on_progress: OnProgress) -> list[Sample]:
-    return measure_sweep(world, settings, _torch(), on_progress)
-
-
-def _crc(world: World, settings: Settings, on_progress: OnProgress) -> list[Sample]:
-    code = compile_kernels(world.cuda.facts.arch, CRC_BLOCKS)
-    kernel = world.cuda.load_kernel(code, KERNEL_NAME)
-    return measure_crc(world, settings, kernel, _torch(), on_progress)
-
-
-def _disk(world: World, settings: Settings, on_progress: OnProgress) -> list[Sample]:
-    return measure_disk(world.cuda, settings, on_progress)
-
-
-_MORE = {"sweep": _sweep, "crc": _crc, "loops": _loops, "disk": _disk}
-
-
 def measure(settings: Settings, json_path: Path) -> None:
     """Run on the first GPU, and write the JSON file after each part.
 
@@ -648,7 +586,7 @@ def measure(settings: Settings, json_path: Path) -> None:
         raise BenchError(f"bench copy needs an NVIDIA GPU: {error}") from None
     theirs, about = load_theirs()
     others = {"vllm": theirs.copy} if theirs else {}
-    kernel = _kernel(cuda)
+    torch, kernel = _torch(), _kernel(cuda)
     parts = [measure_copies, *(part for name, part in _MORE.items() if name in settings.parts)]
     samples: list[Sample] = []
     with (
@@ -656,7 +594,7 @@ def measure(settings: Settings, json_path: Path) -> None:
         contextlib.closing(World(cuda, kernel, settings.bytes_max, others)) as world,
     ):
         for part in parts:
-            samples += part(world, settings, on_progress)
+            samples += part(world, settings, torch, on_progress)
             dump(json_path, "copy", samples, conditions_of(world, settings, about))
 
 

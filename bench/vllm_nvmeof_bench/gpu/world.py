@@ -8,7 +8,8 @@ import functools
 import importlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,23 +32,14 @@ from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import MIB
 
+_T = TypeVar("_T")
+_Places = npt.NDArray[np.uint64]
 CopyCall = Callable[[Direction, Descriptors, int], None]
 
 #: Of the product's staging, so that a registration ends at a power of two.
 _SLOT_BYTES = MIB
 #: A block of at most an eighth of a registration fits where it would cross the registration's end.
 _ROOM = 8 / 7
-
-
-class _Borrowed:
-    """Registration that an engine uses and does not own."""
-
-    def __init__(self, pins: StagingPinning) -> None:
-        self.starts = pins.starts
-        self.readiness = pins.readiness
-
-    def close(self) -> None:
-        return
 
 
 class World:
@@ -69,30 +61,34 @@ class World:
         self.seconds: dict[str, float] = {}
         self.failed: dict[str, str] = {}
         slots = -(-int(size * _ROOM) // _SLOT_BYTES)
-        node = cuda.facts.numa_node
-        self._memory = self._timed(
-            "populate", lambda: Staging(_SLOT_BYTES, slots, 0, numa_node=node)
-        )
+        with self._timed("populate"):
+            self._memory = Staging(_SLOT_BYTES, slots, 0, numa_node=cuda.facts.numa_node)
         self.numa_bound = self._memory.on_node
         self._staging = np.frombuffer(self._memory.view, np.uint8)
-        self._pins = self._timed("register", lambda: self._register(piece_bytes_max))
+        with self._timed("register"):
+            self._pins = StagingPinning(cuda, self._memory.map, lambda: None, piece_bytes_max)
+            self._pins.start()
+            self._pins.wait()
+        if self._pins.readiness(self._pins.starts) is not Readiness.READY:
+            raise BenchError("staging could not be registered with CUDA; the log has the error")
         self._piece_bytes = self._pins.first[1]
         self._gpu = cuda.allocate(self._memory.size_bytes)
         self._function = kernel
         self._tables = 2 + size // (DESCRIPTORS_MAX * PART_BYTES_MAX)
+        self._used: list[Table] = []
         self._dma = DmaCopier(cuda)
         self._kernel = self._copier()
         self.cells = self._calibrated()
         self._choose = Selector(self.cells).choose
-        self._used: list[Table] = []
-        self._others = frozenset(others or {})
         #: What `auto` chooses from, also when an arm was left out.
-        self._ours: dict[str, CopyCall] = {
-            Backend.DMA.value: self._dma.copy,
-            Backend.OVERLAP.value: functools.partial(self._dma.copy, overlap=True),
-            Backend.KERNEL.value: self._by_kernel,
+        self._ours: dict[Backend, CopyCall] = {
+            Backend.DMA: self._dma.copy,
+            Backend.OVERLAP: functools.partial(self._dma.copy, overlap=True),
+            Backend.KERNEL: functools.partial(self._by_kernel, self._kernel),
         }
-        arms = {**self._ours, "auto": self._auto, **(others or {})}
+        self._others = frozenset(others or {})
+        ours = {backend.value: call for backend, call in self._ours.items()}
+        arms = {**ours, "auto": self._auto, **(others or {})}
         self.arms = {name: call for name, call in arms.items() if name not in self.failed}
         self._streams = {direction: cuda.create_stream() for direction in Direction}
 
@@ -102,32 +98,30 @@ class World:
         first: bytes of blocks of this size that come before. No block lies in two registrations,
         as no slot of the product does.
         """
-        rows = np.empty((count, 3), np.uint64)
         per_piece = self._piece_bytes // size
         assert per_piece, "a block is larger than a registration"
         numbers = first // size + np.arange(count, dtype=np.uint64)
         pieces, within = np.divmod(numbers, np.uint64(per_piece))
         places = pieces * np.uint64(self._piece_bytes) + within * np.uint64(size)
-        rows[:, 0] = np.uint64(self._gpu) + np.random.default_rng(seed).permutation(places)
-        rows[:, 1] = np.uint64(self._staging.ctypes.data) + places
-        rows[:, 2] = size
-        return rows
+        mixed = np.random.default_rng(seed).permutation(places)
+        return self._rows(mixed, places, np.full_like(places, size))
 
     def contiguous(self, size: int) -> Descriptors:
         """So many bytes from the start of both sides, in one piece per registration."""
         starts = np.arange(0, size, self._piece_bytes, dtype=np.uint64)
-        rows = np.empty((len(starts), 3), np.uint64)
-        rows[:, 0] = np.uint64(self._gpu) + starts
-        rows[:, 1] = np.uint64(self._staging.ctypes.data) + starts
-        rows[:, 2] = np.minimum(np.uint64(self._piece_bytes), np.uint64(size) - starts)
-        return rows
+        sizes = np.minimum(np.uint64(self._piece_bytes), np.uint64(size) - starts)
+        return self._rows(starts, starts, sizes)
 
-    def attempt(self, arm: str, call: Callable[[], float]) -> float | None:
+    def _rows(self, on_gpu: _Places, in_staging: _Places, sizes: _Places) -> Descriptors:
+        base = np.uint64(self._staging.ctypes.data)
+        return np.column_stack((np.uint64(self._gpu) + on_gpu, base + in_staging, sizes))
+
+    def attempt(self, arm: str, call: Callable[..., _T], *arguments: Any) -> _T | None:
         """The result of a call that uses `arm`; None if the arm fails, or has failed before."""
         if arm not in self.arms:
             return None
         try:
-            return call()
+            return call(*arguments)
         except Exception as error:
             # Other people's code may raise anything; ours only what the driver answers.
             if arm not in self._others and not isinstance(error, CudaError):
@@ -143,32 +137,34 @@ class World:
         for direction in work:
             self.cuda.synchronize_stream(self._streams[direction])
         took_s = time.perf_counter() - start_s
-        while self._used:
-            self._used.pop().give_back()
+        self._give_back()
         return took_s
 
     def check(self, arm: str, size: int, count: int) -> bool:
         """Whether bytes that are stored and loaded again are the same: no figure of wrong bytes."""
-        place = self.pieces(size, count)
-        offsets = place[:, 1] - np.uint64(self._staging.ctypes.data)
-        blocks = [self._staging[at : at + size] for at in offsets.tolist()]
-        content = np.random.default_rng(size).integers(0, 256, (count, size), np.uint8)
-        for block, row in zip(blocks, content, strict=True):
-            block[:] = row
-        self.seconds_of(arm, {Direction.LOAD: place})
+        pieces = self.pieces(size, count)
+        content, blocks = self.fill(pieces, arm), self._blocks(pieces)
         for block in blocks:
             block[:] = 0
-        self.seconds_of(arm, {Direction.STORE: place})
-        return all(np.array_equal(block, row) for block, row in zip(blocks, content, strict=True))
+        self.seconds_of(arm, {Direction.STORE: pieces})
+        return np.array_equal(np.concatenate(blocks), content)
 
-    def fill(self, pieces: Descriptors) -> npt.NDArray[np.uint8]:
+    def fill(self, pieces: Descriptors, arm: str = "dma") -> npt.NDArray[np.uint8]:
         """Random bytes into these places of GPU memory; returns them in the order of `pieces`."""
-        first = int(pieces[0, 1]) - self._staging.ctypes.data
-        end = first + int(pieces[:, 2].sum())
-        content = np.random.default_rng(end).integers(0, 256, end - first, np.uint8)
-        self._staging[first:end] = content
-        self.seconds_of("dma", {Direction.LOAD: pieces})
+        content = np.random.default_rng(len(pieces)).integers(
+            0, 256, int(pieces[:, 2].sum()), np.uint8
+        )
+        ends = np.cumsum(pieces[:, 2])[:-1].astype(np.intp)
+        for block, part in zip(self._blocks(pieces), np.split(content, ends), strict=True):
+            block[:] = part
+        self.seconds_of(arm, {Direction.LOAD: pieces})
         return content
+
+    def _blocks(self, pieces: Descriptors) -> list[npt.NDArray[np.uint8]]:
+        """The places in staging."""
+        offsets = (pieces[:, 1] - np.uint64(self._staging.ctypes.data)).tolist()
+        sizes = pieces[:, 2].tolist()
+        return [self._staging[at : at + size] for at, size in zip(offsets, sizes, strict=True)]
 
     @contextlib.contextmanager
     def kernel_of(self, blocks: int) -> Iterator[str]:
@@ -176,7 +172,7 @@ class World:
         name = f"kernel_{blocks}"
         kernel = self._copier(blocks)
         assert kernel is not None, "there is no kernel"
-        self.arms[name] = functools.partial(self._by_kernel, kernel=kernel)
+        self.arms[name] = functools.partial(self._by_kernel, kernel)
         try:
             yield name
         finally:
@@ -187,8 +183,10 @@ class World:
         """Host time of one `submit` of the engine."""
         kernel = self._copier() if backend is Backend.KERNEL else None
         copiers = Copiers(self._dma, kernel, lambda _, __: backend)
-        nothing = np.array([], np.uint64)
-        engine = CudaCopyEngine(self.cuda, lambda: 0, copiers, _Borrowed(self._pins), nothing)
+        pins = SimpleNamespace(  # without a `close` that ends the registration
+            starts=self._pins.starts, readiness=self._pins.readiness, close=lambda: None
+        )
+        engine = CudaCopyEngine(self.cuda, lambda: 0, copiers, pins, np.array([], np.uint64))
         place, fence = self.pieces(size, count), engine.record_fence()
         self.cuda.synchronize_stream(0)  # the engine holds what comes before its fence has passed
         start_s = time.perf_counter()
@@ -215,26 +213,15 @@ class World:
 
     def _calibrated(self) -> list[Cell]:
         """What `auto` chooses by; empty without a kernel, or where that fails."""
-        if self._kernel is None:
-            self.failed |= dict.fromkeys(("kernel", "auto"), _line_of(self._function))
-            return []
-        kernel = self._kernel
-        try:
-            cells: list[Cell] = self._timed(
-                "calibrate", lambda: calibrate(self.cuda, self._dma, kernel, self._pins.first)
-            )
-        except CudaError as error:  # its tables are gone with it
-            self.failed |= dict.fromkeys(("kernel", "auto"), _line_of(error))
-            return []
-        return cells
-
-    def _register(self, piece_bytes_max: int) -> StagingPinning:
-        pins = StagingPinning(self.cuda, self._memory.map, lambda: None, piece_bytes_max)
-        pins.start()
-        pins.wait()
-        if pins.readiness(pins.starts) is not Readiness.READY:
-            raise BenchError("staging could not be registered with CUDA; the log has the error")
-        return pins
+        why: object = self._function
+        if self._kernel is not None:
+            try:
+                with self._timed("calibrate"):
+                    return calibrate(self.cuda, self._dma, self._kernel, self._pins.first)
+            except CudaError as error:  # its tables are gone with it
+                why = error
+        self.failed |= dict.fromkeys(("kernel", "auto"), _line_of(why))
+        return []
 
     def _leave_out(self, arm: str, error: Exception) -> None:
         """Measure without `arm` from now on, after what it has started."""
@@ -243,29 +230,26 @@ class World:
         for stream in self._streams.values():
             with contextlib.suppress(CudaError):
                 self.cuda.synchronize_stream(stream)
+        self._give_back()
+
+    def _give_back(self) -> None:
         while self._used:
             self._used.pop().give_back()
 
     def _by_kernel(
-        self,
-        direction: Direction,
-        pieces: Descriptors,
-        stream: int,
-        kernel: KernelCopier | None = None,
+        self, kernel: KernelCopier, direction: Direction, pieces: Descriptors, stream: int
     ) -> None:
-        copier = kernel or self._kernel
-        assert copier is not None, "there is no kernel"
-        if not copier.copy(direction, pieces, stream, self._used):
+        if not kernel.copy(direction, pieces, stream, self._used):
             raise RuntimeError("more descriptors than the kernel has tables")
 
     def _auto(self, direction: Direction, pieces: Descriptors, stream: int) -> None:
-        self._ours[self._choose(direction, pieces).value](direction, pieces, stream)
+        self._ours[self._choose(direction, pieces)](direction, pieces, stream)
 
-    def _timed(self, name: str, call: Callable[[], Any]) -> Any:
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
         start_s = time.perf_counter()
-        result = call()
+        yield
         self.seconds[name] = round(time.perf_counter() - start_s, 4)
-        return result
 
 
 def _line_of(error: object) -> str:
@@ -290,29 +274,22 @@ class VllmCopier:
 
     def copy(self, direction: Direction, pieces: Descriptors, stream: int) -> None:
         """On `stream`; as vLLM: any access order for loads, the stream's for stores."""
-        sources, destinations, sizes = self._filled(direction, pieces)
+        tables = self._filled(direction, pieces)
         outer = self._streams.get(stream)
         if outer is None:
             outer = self._streams[stream] = self._torch.cuda.ExternalStream(stream)
         load = direction is Direction.LOAD
         largest = int(pieces[:, 2].max())
         fits = largest < self._small.THRESHOLD_BYTES and not (pieces[:, 2] % _WORD_BYTES).any()
+        swap, more = self._ops.swap_blocks_batch, {}
+        if load and fits:
+            swap = self._small.swap_blocks_batch
+            more["bytes_per_chunk"] = min(1 << (largest - 1).bit_length(), _CHUNK_BYTES_MAX)
         with self._torch.cuda.stream(outer):
-            if load and fits:
-                chunk = min(1 << (largest - 1).bit_length(), _CHUNK_BYTES_MAX)
-                self._small.swap_blocks_batch(
-                    sources,
-                    destinations,
-                    sizes,
-                    is_src_access_order_any=True,
-                    bytes_per_chunk=chunk,
-                )
-            else:
-                self._ops.swap_blocks_batch(
-                    sources, destinations, sizes, is_src_access_order_any=load
-                )
+            swap(*tables, is_src_access_order_any=load, **more)
 
     def _filled(self, direction: Direction, pieces: Descriptors) -> tuple[Any, ...]:
+        """Sources, destinations and sizes, in pinned memory."""
         if not self._tables or self._tables[0].numel() < len(pieces):
             self._tables = tuple(
                 self._torch.empty(len(pieces), dtype=self._torch.int64, pin_memory=True)
@@ -335,7 +312,7 @@ def load_theirs() -> tuple[VllmCopier | None, str]:
         small = importlib.import_module("vllm.v1.kv_offload.cpu.swap_blocks_triton")
         version = str(importlib.import_module("vllm.version").__version__)
     except Exception as error:  # noqa: BLE001 - other people's import-time code; the arm is absent
-        return None, f"{type(error).__name__}: {error}".splitlines()[0]
+        return None, _line_of(error)
     if not hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
         return None, f"vLLM {version} here has no CUDA files"
     return VllmCopier(torch, ops, small), version

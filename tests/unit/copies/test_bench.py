@@ -271,7 +271,7 @@ CRC_SETTINGS = replace(
 def test_crcs_are_measured_alone_and_beside_compute(working: FakeCuda) -> None:
     world = World(working, 1, SETTINGS.bytes_max)
     kernel = working.load_kernel(b"", KERNEL_NAME)
-    samples = measure_crc(world, CRC_SETTINGS, kernel, _Compute())
+    samples = measure_crc(world, CRC_SETTINGS, _Compute(), kernel=kernel)
     found = {(s.case, s.arm, s.block_bytes, s.count) for s in samples}
     assert found >= {
         *((case, arm, MIB, 1) for case, arm in (("crc", "gpu"), ("crc_join", "host"))),
@@ -289,7 +289,7 @@ def test_a_wrong_crc_stops_the_benchmark() -> None:
     kernel = cuda.load_kernel(b"", KERNEL_NAME)
     cuda.ignore.add("copy_batch")  # GPU memory holds something else
     with pytest.raises(BenchError, match="a wrong CRC of a chunk of 1 × 1048576 bytes"):
-        measure_crc(world, CRC_SETTINGS, kernel, None)
+        measure_crc(world, CRC_SETTINGS, kernel=kernel)
 
 
 def test_wrong_bytes_stop_the_benchmark() -> None:
@@ -299,7 +299,7 @@ def test_wrong_bytes_stop_the_benchmark() -> None:
 
 
 def test_loads_from_disk_are_streamed_and_in_two_phases(working: FakeCuda, tmp_path: Path) -> None:
-    samples = measure_disk(working, replace(SETTINGS, directory=tmp_path))
+    samples = measure_disk(SimpleNamespace(cuda=working), replace(SETTINGS, directory=tmp_path))
     assert {(one.arm, one.count) for one in samples} == {
         (arm, count) for arm in ("streamed", "two_phase", "read") for count in (4, 16)
     }
@@ -313,4 +313,4 @@ def test_wrong_bytes_from_disk_stop_it(
 ) -> None:
     monkeypatch.setattr(GpuRig, "fill", lambda self: None)  # GPU memory holds something else
     with pytest.raises(BenchError, match="do not hold what was written"):
-        measure_disk(working, replace(SETTINGS, directory=tmp_path))
+        measure_disk(SimpleNamespace(cuda=working), replace(SETTINGS, directory=tmp_path))

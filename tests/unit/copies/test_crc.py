@@ -131,13 +131,11 @@ def test_the_host_s_half_over_the_stub() -> None:
     """Launches of 8 MiB at most, each with its own rows and words; the stub has the library's."""
     cuda = FakeCuda()
     chunks = [Chunk([2 * MIB], seed) for seed in range(5)] + [Chunk([72 * KIB] * 5, 9)]
-    parts, counts = cut_chunks([chunk.rows for chunk in chunks])
-    kernel = CrcKernel(cuda, cuda.load_kernel(b"", KERNEL_NAME), len(parts))
-    stream = cuda.create_stream()
-    kernel.submit(parts, stream)
+    rows = [chunk.rows for chunk in chunks]
+    kernel = CrcKernel(cuda, cuda.load_kernel(b"", KERNEL_NAME), rows)
+    kernel.submit(cuda.create_stream())
     cuda.drain()
-    found = join(kernel.words(len(parts)), parts[:, 1], counts)
-    assert found == [chunk.crc for chunk in chunks]
+    assert kernel.join() == [chunk.crc for chunk in chunks]
     assert [sum(sizes) for sizes in cuda.launched] == [8 * MIB, 2 * MIB + 5 * 72 * KIB]
     kernel.close()
     assert not cuda.allocated
