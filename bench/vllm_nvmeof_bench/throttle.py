@@ -20,11 +20,13 @@ import contextlib
 import errno
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from vllm_nvmeof_offload.errors import OffloadError
+from vllm_nvmeof_offload.fabric.topology import Mount, device_of_mount, read_mounts
 
 #: Tests replace it: /proc, /sys and the cgroup file systems are found below it.
 ROOT = Path("/")
@@ -78,46 +80,30 @@ class Hierarchy:
 def device_of(path: Path, root: Path = ROOT) -> str:
     """The whole disk under `path`, as "MAJOR:MINOR".
 
-    root: where /sys and /proc are looked for.
-
     Raises:
         ThrottleError: no disk is below it (tmpfs, overlay, a network file system).
     """
-    number = os.stat(path).st_dev
-    name = f"{os.major(number)}:{os.minor(number)}"
-    if os.major(number) == 0:  # btrfs and others number their own: ask what was mounted
-        file_system, source = _mounted(name, root)
-        try:
-            number = os.stat(source).st_rdev if source.startswith("/dev/") else 0
-        except OSError:
-            number = 0
-        if not number:
+    device = os.stat(path).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    entry = root / "sys/dev/block" / number
+    if os.major(device) == 0:  # btrfs and others number their own: ask what was mounted
+        mount = next((one for one in reversed(_mounts(root)) if one.device == number), None)
+        found = device_of_mount(mount, str(root / "sys")) if mount else None
+        if found is None:
             raise ThrottleError(
-                f"{path} is on {file_system or 'no disk'}, which no block device holds: give a "
-                f"directory on a disk"
+                f"{path} is on {mount.file_system if mount else 'no disk'}, which no block device "
+                "holds: give a directory on a disk"
             )
-        name = f"{os.major(number)}:{os.minor(number)}"
-    return _whole_disk(name, root)
-
-
-def _whole_disk(name: str, root: Path) -> str:
-    entry = root / "sys/dev/block" / name
+        entry = Path(found)
     if not entry.exists():
-        raise ThrottleError(f"there is no block device {name}: give a directory on a disk")
+        raise ThrottleError(f"there is no block device {number}: give a directory on a disk")
     if (entry / "partition").exists():  # limits are the disk's
-        return (entry.resolve().parent / "dev").read_text(encoding="ascii").strip()
-    return name
+        entry = entry.resolve().parent
+    return (entry / "dev").read_text(encoding="ascii").strip()
 
 
-def _mounted(number: str, root: Path) -> tuple[str, str]:
-    """(file system, source) of the last mount of device `number`."""
-    found = ("", "")
-    for line in (root / "proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
-        before, _, after = line.partition(" - ")
-        if before.split()[2] == number:
-            file_system, source = after.split()[:2]
-            found = (file_system, source)
-    return found
+def _mounts(root: Path) -> list[Mount]:
+    return read_mounts(str(root / "proc/self/mountinfo"))
 
 
 def find_hierarchy(root: Path = ROOT) -> Hierarchy:
@@ -126,32 +112,20 @@ def find_hierarchy(root: Path = ROOT) -> Hierarchy:
     Raises:
         ThrottleError: nowhere.
     """
-    mounts = _cgroup_mounts(root)
-    for file_system, mount_root, mount, options in mounts:
-        if file_system == "cgroup" and "blkio" in options:
-            outline = Hierarchy(1, mount, mount, mount_root)
+    mounts = [(one, root / one.point.lstrip("/")) for one in _mounts(root)]
+    for mount, place in mounts:
+        if mount.file_system == "cgroup" and "blkio" in mount.super_options:
+            outline = Hierarchy(1, place, place, mount.root)
             return replace(outline, parent=outline.group_of("self", root))
-    for file_system, mount_root, mount, _ in mounts:
-        if file_system == "cgroup2":
-            found = _with_io(Hierarchy(2, mount, mount, mount_root), root)
+    for mount, place in mounts:
+        if mount.file_system == "cgroup2":
+            found = _with_io(Hierarchy(2, place, place, mount.root), root)
             if found is not None:
                 return found
     raise ThrottleError(
         "no control group here limits I/O: it needs cgroup v1's blkio, or cgroup v2's io "
         "controller (write +io into /sys/fs/cgroup/cgroup.subtree_control)"
     )
-
-
-def _cgroup_mounts(root: Path) -> list[tuple[str, str, Path, list[str]]]:
-    """(file system, root in the hierarchy, mount point, controllers and options)."""
-    found = []
-    for line in (root / "proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
-        before, _, after = line.partition(" - ")
-        fields, rest = before.split(), after.split()
-        if rest[0] in ("cgroup", "cgroup2"):
-            mount = root / fields[4].lstrip("/")
-            found.append((rest[0], fields[3], mount, rest[-1].split(",")))
-    return found
 
 
 def _with_io(outline: Hierarchy, root: Path) -> Hierarchy | None:
@@ -174,6 +148,11 @@ def _words(path: Path) -> list[str]:
         return path.read_text(encoding="ascii").split()
     except OSError:
         return []
+
+
+def _write_if_possible(path: Path, text: str) -> None:
+    with contextlib.suppress(OSError):
+        path.write_text(text, encoding="ascii")
 
 
 def processes_of(group: int) -> list[int]:
@@ -207,33 +186,29 @@ class Throttle:
     ) -> None:
         self.device = device_of(path, root)
         self._hierarchy = find_hierarchy(root)
+        #: What limits, for people and for a file's conditions.
+        self.kind = self._hierarchy.kind
         self._root = root
         self._group = self._hierarchy.parent / f"vllm-nvmeof-throttle-{os.getpid()}-{id(self):x}"
         self._limits = (read_bytes_per_s, write_bytes_per_s)
         self._origins: dict[int, Path] = {}
-        self._enabled_io = False
-
-    @property
-    def kind(self) -> str:
-        """What limits, for people and for a file's conditions."""
-        return self._hierarchy.kind
+        self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        try:
-            self._enable_io()
+        with contextlib.ExitStack() as undo, self._permitted():
+            if self._hierarchy.enables_io is not None:
+                control = self._hierarchy.enables_io / "cgroup.subtree_control"
+                control.write_text("+io\n", encoding="ascii")
+                undo.callback(_write_if_possible, control, "-io\n")
             self._group.mkdir()
+            undo.callback(self._remove)
             self.limit(*self._limits)
-        except OSError as error:
-            self._remove()
-            raise self._denied(error) from None
-        except BaseException:
-            self._remove()
-            raise
+            self._undo = undo.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._empty()
-        self._remove()
+        self._undo.close()
 
     def limit(
         self, read_bytes_per_s: int | None = None, write_bytes_per_s: int | None = None
@@ -241,29 +216,24 @@ class Throttle:
         """Set both limits; None: none."""
         limits = {"read": read_bytes_per_s, "write": write_bytes_per_s}
         assert all(value is None or value > 0 for value in limits.values())
-        try:
-            if self._hierarchy.version == 1:
-                for what, value in limits.items():
-                    file_path = self._group / f"blkio.throttle.{what}_bps_device"
-                    file_path.write_text(f"{self.device} {value or 0}\n", encoding="ascii")
-                return
-            words = [f"{what[0]}bps={value or 'max'}" for what, value in limits.items()]
-            line = f"{self.device} {' '.join(words)}\n"
-            (self._group / "io.max").write_text(line, encoding="ascii")
-        except OSError as error:
-            raise self._denied(error) from None
+        lines = {"io.max": " ".join(f"{k[0]}bps={value or 'max'}" for k, value in limits.items())}
+        if self._hierarchy.version == 1:
+            lines = {
+                f"blkio.throttle.{what}_bps_device": str(value or 0)
+                for what, value in limits.items()
+            }
+        with self._permitted():
+            for name, line in lines.items():
+                (self._group / name).write_text(f"{self.device} {line}\n", encoding="ascii")
 
     def add(self, *pids: int) -> None:
         """Take in processes, each with all its threads and what it starts from now on."""
         for pid in pids:
-            try:
+            # One that has ended meanwhile needs no limit.
+            with self._permitted(), contextlib.suppress(ProcessLookupError):
                 origin = self._hierarchy.group_of(pid, self._root)
                 self._move(pid, self._group)
-            except ProcessLookupError:
-                continue  # it has ended meanwhile
-            except OSError as error:
-                raise self._denied(error) from None
-            self._origins.setdefault(pid, origin)
+                self._origins.setdefault(pid, origin)
 
     def add_group(self, group: int) -> None:
         """Take in a process group whole: it may start processes while we look."""
@@ -291,29 +261,22 @@ class Throttle:
                 with contextlib.suppress(OSError):
                     self._move(pid, self._origins.get(pid, default))
 
-    def _enable_io(self) -> None:
-        top = self._hierarchy.enables_io
-        if top is not None:
-            (top / "cgroup.subtree_control").write_text("+io\n", encoding="ascii")
-            self._enabled_io = True
-
     def _remove(self) -> None:
         for _ in range(_REMOVE_TRIES_MAX):
             try:
                 self._group.rmdir()
-            except FileNotFoundError:
-                break
+                return
             except OSError as error:
                 if error.errno != errno.EBUSY:
-                    break
+                    return
                 time.sleep(_REMOVE_PAUSE_S)  # an ended process is still being taken down
-            else:
-                break
-        top = self._hierarchy.enables_io
-        if self._enabled_io and top is not None:
-            with contextlib.suppress(OSError):
-                (top / "cgroup.subtree_control").write_text("-io\n", encoding="ascii")
-            self._enabled_io = False
+
+    @contextlib.contextmanager
+    def _permitted(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._denied(error) from None
 
     def _denied(self, error: OSError) -> ThrottleError:
         remedy = "run as root, or give this user a group of its own (systemd: Delegate=io)"

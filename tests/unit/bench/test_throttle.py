@@ -121,7 +121,7 @@ def test_without_such_a_controller_the_remedy_is_said(machine: Machine, mountinf
 def test_v2_limits_are_one_line_of_io_max(machine: Machine, tmp_path: Path) -> None:
     machine.groups(V2, "0::/\n")
     machine.file("sys/fs/cgroup/cgroup.subtree_control", "io\n")
-    machine.file(f"sys/dev/block/{number_of(tmp_path)}/dev")
+    machine.file(f"sys/dev/block/{number_of(tmp_path)}/dev", number_of(tmp_path))
     throttle = Throttle(tmp_path, read_bytes_per_s=5_000_000, root=machine.root)
     assert throttle.kind == "cgroup v2 io.max"
     with throttle:
@@ -135,7 +135,7 @@ def test_v2_limits_are_one_line_of_io_max(machine: Machine, tmp_path: Path) -> N
 
 def test_where_it_is_not_permitted_the_remedy_is_said(machine: Machine, tmp_path: Path) -> None:
     machine.groups(V1, "7:blkio:/\n", "blkio")
-    machine.file(f"sys/dev/block/{number_of(tmp_path)}/dev")
+    machine.file(f"sys/dev/block/{number_of(tmp_path)}/dev", number_of(tmp_path))
     throttle = Throttle(tmp_path, root=machine.root)
     (machine.root / "sys/fs/cgroup/blkio").rmdir()
     with pytest.raises(ThrottleError, match="run as root"), throttle:
