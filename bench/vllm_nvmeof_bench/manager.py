@@ -37,19 +37,16 @@ def measure_manager(entries: int = 1_000_000) -> dict[str, Any]:
     was adopted and one that was stored. gc_pause_ms_max: the longest collection, natural or
     forced, while chunks are stored, loaded and evicted over a full pool.
     """
-    gc.collect()
     before = _resident_bytes()
     stored = _Rank(entries)
-    stored.store_all(entries)
-    gc.collect()
+    for _ in range(0, entries, BATCH):
+        stored.store(stored.new_keys(BATCH))
     stored_bytes = (_resident_bytes() - before) / entries
     with _pauses() as pauses:
         store_us = stored.churn(max(BATCH, entries // 10))
     del stored
-    gc.collect()
     before = _resident_bytes()
-    adopted, adopt_s = _adopt(entries)
-    gc.collect()
+    adopted = _Rank(entries, _adopted(entries))
     adopted_bytes = (_resident_bytes() - before) / entries
     with _pauses() as adopted_pauses:
         adopted.churn(BATCH)
@@ -64,7 +61,7 @@ def measure_manager(entries: int = 1_000_000) -> dict[str, Any]:
         "bytes_per_entry_stored": stored_bytes,
         "bytes_per_entry_adopted": adopted_bytes,
         "gc_pause_ms_max": 1000 * max(pauses + adopted_pauses),
-        "adopt_s": adopt_s,
+        "adopt_s": adopted.attach_s,
         "store_us_per_chunk": store_us,
     }
 
@@ -88,18 +85,24 @@ class _Rank:
         self.core = ManagerCore(CoreConfig(), agree([self.hello]))
         self.attach_s = time.thread_time() - begin_s
 
-    def store_all(self, count: int) -> None:
-        for _ in range(0, count, BATCH):
-            self._store(_random_keys(BATCH, self._random))
+    def new_keys(self, count: int) -> list[bytes]:
+        return [self._random.randbytes(KEY_BYTES) for _ in range(count)]
+
+    def store(self, keys: list[bytes]) -> None:
+        plan = self.core.prepare_store(keys)
+        assert plan.command is not None
+        self.core.report([OpReport(plan.command.op)])
+        while commands := self.core.take_commands():
+            self.core.report([OpReport(command.op) for command in commands])  # type: ignore[union-attr]
 
     def churn(self, count: int) -> float:
         """Store new chunks over a full pool, load old ones; µs per stored chunk."""
         spent_s = 0.0
         previous: list[bytes] = []
         for number in range(0, count, BATCH):
-            keys = _random_keys(BATCH, self._random)
+            keys = self.new_keys(BATCH)
             begin_s = time.thread_time()
-            self._store(keys)
+            self.store(keys)
             spent_s += time.thread_time() - begin_s
             found = [key for key in previous if self.core.lookup(key) is not None]
             command = self.core.prepare_load(found)
@@ -109,29 +112,15 @@ class _Rank:
                 gc.collect()
         return spent_s / count * 1e6
 
-    def _store(self, keys: list[bytes]) -> None:
-        plan = self.core.prepare_store(keys)
-        assert plan.command is not None
-        self.core.report([OpReport(plan.command.op)])
-        while commands := self.core.take_commands():
-            self.core.report([OpReport(command.op) for command in commands])  # type: ignore[union-attr]
 
-
-def _adopt(entries: int) -> tuple[_Rank, float]:
+def _adopted(entries: int) -> AdoptedEntries:
     rng = np.random.default_rng(2)
     keys = rng.integers(0, 256, (entries, KEY_BYTES), np.uint8).view(f"V{KEY_BYTES}")
-    adopted = AdoptedEntries(
+    return AdoptedEntries(
         np.arange(entries, dtype=np.int64),
         np.arange(entries, dtype=np.uint64) + np.uint64(1 << 50),
         tuple(keys.ravel().tolist()),
     )
-    del keys
-    rank = _Rank(entries, adopted)
-    return rank, rank.attach_s
-
-
-def _random_keys(count: int, rng: random.Random) -> list[bytes]:
-    return [rng.randbytes(KEY_BYTES) for _ in range(count)]
 
 
 def _lookups(
@@ -141,25 +130,22 @@ def _lookups(
     rng = random.Random(3)
     known = [entry.identity.key for entry in core.entries()]
     count = min(len(known), 100_000)
+
+    def sweep_us(keys: list[bytes]) -> float:
+        begin_s = time.thread_time()
+        for key in keys:
+            lookup(key, *context)
+        return (time.thread_time() - begin_s) / count * 1e6
+
     hits, misses = [], []
     for _ in range(SWEEPS):
-        sample = [bytes(bytearray(key)) for key in rng.sample(known, count)]
-        hits.append(_sweep_us(lookup, sample, context))
-        misses.append(_sweep_us(lookup, _random_keys(count, rng), context))
+        hits.append(sweep_us([bytes(bytearray(key)) for key in rng.sample(known, count)]))
+        misses.append(sweep_us([rng.randbytes(KEY_BYTES) for _ in range(count)]))
     return statistics.median(hits), statistics.median(misses)
 
 
-def _sweep_us(
-    lookup: Callable[..., object], keys: list[bytes], context: tuple[object, ...]
-) -> float:
-    begin_s = time.thread_time()
-    for key in keys:
-        lookup(key, *context)
-    return (time.thread_time() - begin_s) / len(keys) * 1e6
-
-
 def _face_lookups(hello: RankHello) -> float | None:
-    """µs a look-up through vLLM's interface, the worse of hit and miss; None without vLLM."""
+    """µs per look-up through vLLM's interface, the worse of hit and miss; None without vLLM."""
     try:
         from vllm.v1.kv_offload.base import ReqContext
 
@@ -192,6 +178,7 @@ def _pauses() -> Iterator[list[float]]:
 
 
 def _resident_bytes() -> int:
+    gc.collect()
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
 
