@@ -6,10 +6,11 @@ Goals are of medians over rounds; the worst size, count and direction decide.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -76,9 +77,12 @@ _MODELS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ModelBlock:
-    """Bytes of one rank."""
+class ModelBlock(NamedTuple):
+    """Bytes of one rank.
+
+    A *fragment* is what is contiguous with one tensor per layer, keys and values apart (vLLM
+    0.11); a *block* is all layers of a block (0.12 and later, and what our connector asks for).
+    """
 
     name: str
     tensor_parallel: int
@@ -86,20 +90,14 @@ class ModelBlock:
     block_bytes: int
 
 
-def model_blocks() -> tuple[ModelBlock, ...]:
-    """In the table's order.
-
-    A *fragment* is what is contiguous with one tensor per layer, keys and values apart (vLLM
-    0.11); a *block* is all layers of a block (0.12 and later, and what our connector asks for).
-    """
-    found = []
+def model_blocks() -> Iterator[ModelBlock]:
+    """In the table's order."""
     for name, tensor_parallel, block_tokens in _MODELS:
         model = preset(name)
         deployment = Deployment(tensor_parallel=tensor_parallel, block_tokens=block_tokens)
         sizes = KvSizes(model, deployment)
         fragment = sizes.fragment_bytes(model.groups[0])
-        found.append(ModelBlock(name, tensor_parallel, fragment, sizes.block_bytes()))
-    return tuple(found)
+        yield ModelBlock(name, tensor_parallel, fragment, sizes.block_bytes())
 
 
 # -- goals --------------------------------------------------------------------------------
@@ -111,58 +109,56 @@ _Key = tuple[str, str, int, int]  # case, direction, bytes of a block, blocks
 
 def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal]:
     """In the order of the requirements; `where` is what decided."""
-    keys = sorted({(s.case, s.direction, s.block_bytes, s.count) for s in samples})
+    keys = _keys(samples)
 
     def value(key: _Key, arm: str) -> float | None:
         return median_of(samples, "value", arm=arm, **_fields(key))
 
-    def deciding(
-        chosen: Iterable[_Key], of: Callable[[_Key], float | None], by: Callable[..., Figure] = min
-    ) -> Figure | None:
-        found = []
-        for key in chosen:
-            if (one := of(key)) is not None:
-                rounds = len(distinct(select(samples, **_fields(key)), "round"))
-                found.append(Figure(one, rounds, _where(key)))
-        return worst(found, by)
+    def figure(key: _Key, above: float | None, below: float | None = 1.0) -> Figure | None:
+        rounds = len(distinct(select(samples, **_fields(key)), "round"))
+        return Figure(above / below, rounds, _where(key)) if above is not None and below else None
 
-    def over(above: str, below: str) -> Callable[[_Key], float | None]:
-        return lambda key: _ratio(value(key, above), value(key, below))
+    def over(key: _Key, above: str, below: str) -> Figure | None:
+        return figure(key, value(key, above), value(key, below))
 
-    def better(key: _Key) -> float | None:
+    def better(key: _Key) -> Figure | None:
         """`auto` leaves DMA only for a kernel that is `KERNEL_MARGIN` times as fast."""
         dma, kernel = value(key, "dma"), value(key, "kernel")
-        if dma is None or kernel is None:
-            return None
-        return _ratio(value(key, "auto"), max(dma, kernel / KERNEL_MARGIN))
+        known = dma is not None and kernel is not None
+        return figure(key, value(key, "auto"), max(dma, kernel / KERNEL_MARGIN) if known else None)
 
-    def both(key: _Key) -> float | None:
+    def both(key: _Key) -> Figure | None:
         """Against the mean of the two directions, each alone."""
         case, _, size, count = key
         alone = [value((case, one, size, count // 2), "dma") for one in ("store", "load")]
-        known = [rate for rate in alone if rate is not None]
-        return _ratio(value(key, "dma"), sum(known) / 2 if len(known) == 2 else None)
+        return figure(key, value(key, "dma"), None if None in alone else sum(alone) / 2)
+
+    def deciding(found: Iterable[Figure | None], by: Callable[..., Figure] = min) -> Figure | None:
+        return worst([one for one in found if one is not None], by)
 
     transfers = [key for key in keys if key[0] == "transfer"]
     large = [key for key in transfers if key[2] >= _LARGE]
     small = [key for key in transfers if _SMALL[0] <= key[2] <= _SMALL[1]]
     choices = [key for key in keys if key[0] in ("transfer", "few")]
-    two_ways = [key for key in keys if key[:2] == ("both", "both")]
-    submits = [key for key in keys if key[0] == "submit"]
-    loops = [("loop_matrix", "both", 0, 0)]
+    two_ways = deciding(both(key) for key in keys if key[:2] == ("both", "both"))
+    took = deciding((figure(key, value(key, "dma")) for key in keys if key[0] == "submit"), max)
+    chosen = deciding(map(better, choices))
+    one_copy = deciding(over(key, "dma", "contiguous") for key in large)
+    theirs = deciding(over(key, "auto", "vllm") for key in small)
+    loop = over(("loop_matrix", "both", 0, 0), "dma", "alone")
     auto = f"auto / the better of DMA and kernel ÷ {KERNEL_MARGIN:g}"
-    beside = "bf16 matrix products beside copies by DMA / alone"
-    took = deciding(submits, lambda key: value(key, "dma"), max)
-    one_copy = deciding(large, over("dma", "contiguous"))
-    theirs = deciding(small, over("auto", "vllm"))
     return [
         at_least("DMA of blocks ≥ 512 KiB / one contiguous copy", 0.97, one_copy),
-        at_least("both directions at once / one direction, 2 MiB", 1.6, deciding(two_ways, both)),
-        at_least(auto, 0.95, deciding(choices, better)),
+        at_least("both directions at once / one direction, 2 MiB", 1.6, two_ways),
+        at_least(auto, 0.95, chosen),
         at_least("auto / vLLM's own code, 16 to 64 KiB", 1.0, theirs),
-        at_least(beside, 0.97, deciding(loops, over("dma", "alone"))),
+        at_least("bf16 matrix products beside copies by DMA / alone", 0.97, loop),
         at_most("host time to submit 1000 blocks", 50, took, " µs"),
     ]
+
+
+def _keys(samples: Iterable[Sample]) -> list[_Key]:
+    return sorted({(one.case, one.direction, one.block_bytes, one.count) for one in samples})
 
 
 def _fields(key: _Key) -> dict[str, object]:
@@ -172,10 +168,6 @@ def _fields(key: _Key) -> dict[str, object]:
 def _where(key: _Key) -> str:
     _, direction, size, count = key
     return f"{count} × {format_bytes(size)}, {direction}" if count else direction
-
-
-def _ratio(above: float | None, below: float | None) -> float | None:
-    return above / below if above is not None and below else None
 
 
 # -- tables -------------------------------------------------------------------------------
@@ -215,23 +207,21 @@ def tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator
 
 
 def _case_table(samples: Sequence[Sample], title: str) -> Table:
-    keys = sorted({(s.case, s.direction, s.block_bytes, s.count) for s in samples})
     columns = [
         Column("direction", lambda row: row["direction"]),
         Column("block", lambda row: format_bytes(row["block_bytes"])),
         Column("blocks", lambda row: row["count"]),
         *arm_columns(samples, arms_of(samples), "value", "{:.1f}"),
     ]
-    return table(title, columns, [_fields(key) for key in keys], grouped=True)
+    return table(title, columns, map(_fields, _keys(samples)), grouped=True)
 
 
 def _model_table(samples: Sequence[Sample]) -> Table:
     """Two rows per model: a tensor per layer, keys and values apart; all layers of a block."""
 
     def middle(direction: str, arm: str) -> Callable[[Any], float | None]:
-        return lambda row: median_of(
-            samples, "value", arm=arm, direction=direction, block_bytes=row[2]
-        )
+        mine = select(samples, arm=arm, direction=direction)
+        return lambda row: median_of(mine, "value", block_bytes=row[2])
 
     rows = [
         (one, what, size)
@@ -244,9 +234,8 @@ def _model_table(samples: Sequence[Sample]) -> Table:
         Column("", lambda row: row[1]),
         Column("bytes", lambda row: format_bytes(row[2])),
         *(
-            Column(f"{direction} {arm}", middle(direction, arm), "{:.1f}")
-            for direction in ("store", "load")
-            for arm in arms_of(samples)
+            Column(" ".join(way), middle(*way), "{:.1f}")
+            for way in itertools.product(("store", "load"), arms_of(samples))
         ),
     ]
     title = "Transfers of the models of vLLM's table, GB/s; fragments: a tensor per layer"
@@ -265,9 +254,8 @@ def _arm_table(chosen: Sequence[Sample], case: str) -> Table:
 
     def cell(arm: str) -> Callable[[int], str]:
         def of(count: int) -> str:
-            value, alone = (
-                median_of(chosen, "value", arm=one, count=count) for one in (arm, "alone")
-            )
+            here = select(chosen, count=count)
+            value, alone = (median_of(here, "value", arm=one) for one in (arm, "alone"))
             more = f" [dim]{value / alone:.3f}[/]" if alone and value else ""
             return number(value, "{:.2f}") + more
 
@@ -333,9 +321,7 @@ def _loads_percent(one: Sample) -> int | None:
     """The share of loads of a sample of `both` or `mix`; None for other cases."""
     if one.case == "mix":
         return int(one.direction.removeprefix("load ").removesuffix("%"))
-    if one.case == "both":
-        return {"store": 0, "both": 50, "load": 100}[one.direction]
-    return None
+    return {"store": 0, "both": 50, "load": 100}[one.direction] if one.case == "both" else None
 
 
 def _loops(panel: Any, samples: Sequence[Sample]) -> None:
@@ -381,20 +367,18 @@ def _finish(panel: Any, measured: Sequence[Any], title: str, **labels: Any) -> N
 def published(samples: Sequence[Sample]) -> dict[str, str]:
     """Blocks of 2 MiB in one direction and in both, DMA and kernel."""
 
-    def rate(case: str, arm: str, direction: str) -> float | None:
-        wanted = {"case": case, "arm": arm, "direction": direction, "block_bytes": 2 * MIB}
-        return median_of(samples, "value", **wanted)
+    def shown(case: str, arm: str, direction: str) -> str | None:
+        here = select(samples, case=case, arm=arm, direction=direction, block_bytes=2 * MIB)
+        rate = median_of(here, "value")
+        return None if rate is None else f"{rate:.1f} GB/s"
 
-    one_way = {name: rate("transfer", "dma", name) for name in ("store", "load")}
-    shown = [f"{name} {found:.1f} GB/s" for name, found in one_way.items() if found is not None]
-    found = {}
-    if shown:
-        found["one direction, DMA or kernel"] = f"{', '.join(shown)} (DMA)"
+    one_way = {name: shown("transfer", "dma", name) for name in ("store", "load")}
+    ways = ", ".join(f"{name} {rate}" for name, rate in one_way.items() if rate)
+    found = {"one direction, DMA or kernel": f"{ways} (DMA)" if ways else None}
     for arm, name in (("dma", "DMA"), ("kernel", "kernel")):
-        both = rate("both", arm, "both")
-        if both is not None:
-            found[f"both directions at once, blocks of 2 MB, {name}"] = f"{both:.1f} GB/s"
-    return found
+        key = f"both directions at once, blocks of 2 MB, {name}"
+        found[key] = shown("both", arm, "both")
+    return {key: rate for key, rate in found.items() if rate}
 
 
 BENCHES = (
@@ -405,8 +389,8 @@ BENCHES = (
         tables,
         plot,
         goals,
-        "Goals: the worst size, count and direction decide",
-        published,
+        goals_title="Goals: the worst size, count and direction decide",
+        published=published,
         columns=150,
     ),
 )

@@ -97,7 +97,7 @@ def test_without_vllms_arm_its_target_is_neither_reached_nor_missed() -> None:
 
 
 def test_the_models_are_those_of_the_table() -> None:
-    models = model_blocks()
+    models = list(model_blocks())
     assert len(models) == 15 and len({one.name for one in models}) == 15
     by_name = {one.name: one for one in models}
     llama = by_name["meta-llama/Llama-3.1-8B-Instruct"]
