@@ -239,11 +239,7 @@ def _submits(world: World, settings: Settings, number: int) -> Iterator[Sample]:
 
 
 def _rates(
-    world: World,
-    case: str,
-    arms: Iterable[str],
-    where: _Where,
-    work: dict[Direction, Descriptors],
+    world: World, case: str, arms: Iterable[str], where: _Where, work: dict[Direction, Descriptors]
 ) -> Iterator[Sample]:
     """GB/s of each of the arms that does not fail."""
     _, size, count, _ = where
@@ -305,12 +301,7 @@ def _matrix_step(torch: Any) -> Callable[[], object]:
 
 
 def _steps(
-    case: str,
-    arm: str,
-    number: int,
-    step: Callable[[], object],
-    settings: Settings,
-    torch: Any,
+    case: str, arm: str, number: int, step: Callable[[], object], settings: Settings, torch: Any
 ) -> Sample:
     """Steps/s on the current stream."""
     step()
@@ -550,12 +541,7 @@ def measure_disk(
 
 # -- the run ----------------------------------------------------------------------------
 
-_MORE = {
-    "sweep": measure_sweep,
-    "crc": measure_crc,
-    "loops": measure_loops,
-    "disk": measure_disk,
-}
+_MORE = {"sweep": measure_sweep, "crc": measure_crc, "loops": measure_loops, "disk": measure_disk}
 
 
 def _kernel(cuda: Cuda) -> int | EngineError:

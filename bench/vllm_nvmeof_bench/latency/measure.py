@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import random
 import shutil
@@ -51,13 +52,7 @@ from vllm_nvmeof_bench.pool.arms import (
 )
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.results import BenchError, dump, percentile, size_name
-from vllm_nvmeof_bench.settings import (
-    check_names,
-    check_positive,
-    option,
-    recorded,
-    size_option,
-)
+from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded, size_option
 from vllm_nvmeof_bench.throttle import Throttle
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.staging import Staging
@@ -242,48 +237,28 @@ def drive(
     return Answer([round(one, 1) for one in latencies], now_s - counted_s, cpu_s)
 
 
-class _Job:
-    """The product's engine on a pool of its own, all of which is written once."""
-
-    def __init__(self, directory: Path, payload_bytes: int, slots: int, seed: int) -> None:
-        self._slots = slots
-        self._dice = random.Random(seed)
-        with contextlib.ExitStack() as stack:
-            staging = Staging(slot_stride_bytes(payload_bytes), slots, 0)
-            stack.callback(staging.close)
-            fill(staging, seed)
-            ground = Ground(directory, payload_bytes, slots, staging)
-            stack.callback(ground.pool.close)
-            self._mover = EngineMover("uring", ground)
-            stack.callback(self._mover.close)
-            self.engine = self._mover.name
-            self.close = stack.pop_all().close
-
-    def drive(self, order: Order) -> Answer:
-        with quiet_interpreter():
-            return drive(self._mover, self._slots, order, self._dice)
-
-
-#: In a job's process: the job.
-_here: list[_Job] = []
-
-
-def _open_here(*given: Any) -> str:
-    """Open the job of this process; return the engine's name."""
+@functools.cache
+def _opened(
+    directory: Path, payload_bytes: int, slots: int, seed: int
+) -> tuple[EngineMover, random.Random]:
+    """The engine of this process, on a pool of its own that was written once."""
+    staging = Staging(slot_stride_bytes(payload_bytes), slots, 0)
+    fill(staging, seed)
     try:
-        _here.append(_Job(*given))
-    except OffloadError as error:  # one that the parent can read
-        raise BenchError(f"a job of ours ended: {error}") from None
-    return _here[0].engine
+        mover = EngineMover("uring", Ground(directory, payload_bytes, slots, staging))
+    except OffloadError as error:  # as one that the parent can read
+        raise BenchError(f"a job of ours cannot start: {error}") from None
+    return mover, random.Random(seed)
 
 
-def _drive_here(order: Order) -> Answer:
-    return _here[0].drive(order)
+def _name_here(*job: Any) -> str:
+    return _opened(*job)[0].name
 
 
-def _close_here() -> None:
-    while _here:
-        _here.pop().close()
+def _drive_here(order: Order, *job: Any) -> Answer:
+    mover, dice = _opened(*job)
+    with quiet_interpreter():
+        return drive(mover, job[2], order, dice)
 
 
 # -- arms ---------------------------------------------------------------------------------
@@ -335,17 +310,17 @@ class _OurArm:
         self._settings = settings
         self._payload_bytes = payload_bytes
         directory.mkdir()
-        at_start = signal.signal, (signal.SIGINT, signal.SIG_IGN)
-        self._children = [
-            ProcessPoolExecutor(1, get_context("spawn"), *at_start)
-            for _ in range(max(settings.jobs))
-        ]
-        given = payload_bytes, settings.slots(payload_bytes)
-        try:
-            self.engines = _results(
-                child.submit(_open_here, directory / f"job-{job}", *given, settings.seed + job)
-                for job, child in enumerate(self._children)
+        slots, at_start = settings.slots(payload_bytes), (signal.SIGINT, signal.SIG_IGN)
+        #: Each process, and its job as `_opened` takes it.
+        self._jobs = [
+            (
+                ProcessPoolExecutor(1, get_context("spawn"), signal.signal, at_start),
+                (directory / f"job-{job}", payload_bytes, slots, settings.seed + job),
             )
+            for job in range(max(settings.jobs))
+        ]
+        try:
+            self.engines = _results(child.submit(_name_here, *job) for child, job in self._jobs)
         except BaseException:
             self.close()
             raise
@@ -353,8 +328,8 @@ class _OurArm:
     def measure(self, point: Point, seed: int) -> dict[str, Any]:
         """seed: used by fio; ours goes on in the order that it drew at its start."""
         order = Order(point.case, point.depth, self._settings.ramp_s, self._settings.run_s)
-        children = self._children[: point.jobs]
-        answers = _results(child.submit(_drive_here, order) for child in children)
+        running = self._jobs[: point.jobs]
+        answers = _results(child.submit(_drive_here, order, *job) for child, job in running)
         latencies = [one for answer in answers for one in answer.latencies_us]
         if not latencies:
             raise BenchError(f"nothing ended in {order.run_s} s: give a longer --seconds")
@@ -374,9 +349,7 @@ class _OurArm:
         }
 
     def close(self) -> None:
-        for child in self._children:
-            with contextlib.suppress(BrokenExecutor):
-                child.submit(_close_here)
+        for child, _ in self._jobs:
             child.shutdown()
 
 
