@@ -120,7 +120,7 @@ def join(words: _Words, sizes: npt.NDArray[np.uint64], counts: Sequence[int]) ->
 
 
 class CrcKernel:
-    """CRCs of the same chunks, as often as wanted; one call at a time.
+    """CRCs of the same chunks, as often as wanted, on a stream of its own.
 
     chunks: as `cut_chunks` takes them. blocks_max: thread blocks of one launch.
     """
@@ -142,9 +142,10 @@ class CrcKernel:
         self._words = words.view(np.uint32).reshape(-1, _LANES)
         self._words_at = self._memory + sizes[0]
         self._tables_at = self._words_at + sizes[1]
+        self._stream = cuda.create_stream()
 
-    def submit(self, stream: int) -> None:
-        """Start on `stream`; when it has passed this work, `join`."""
+    def run(self) -> None:
+        """Return when all parts are done; then `join`."""
         ends = np.cumsum(self._parts[:, 1])
         first, done = 0, 0
         while first < len(self._parts):
@@ -153,13 +154,14 @@ class CrcKernel:
             rows_at = self._memory + first * _ROW_BYTES
             words_at = self._words_at + first * _WORD_ROW_BYTES
             arguments = rows_at, last - first, self._tables_at, words_at
-            self._cuda.launch(self._kernel, blocks, _THREADS, stream, arguments)
+            self._cuda.launch(self._kernel, blocks, _THREADS, self._stream, arguments)
             first, done = last, int(ends[last - 1])
+        self._cuda.synchronize_stream(self._stream)
 
     def join(self) -> list[int]:
         """Return each chunk's CRC-32C."""
         return join(self._words, self._parts[:, 1], self._counts)
 
     def close(self) -> None:
-        """Call only when nothing is under way."""
+        self._cuda.destroy_stream(self._stream)
         self._cuda.free_host(self._memory)

@@ -377,39 +377,6 @@ def measure_sweep(
 # -- CRC-32C by the GPU -----------------------------------------------------------------
 
 
-class _Chunks:
-    """Chunks of `per_chunk` pieces each in GPU memory, and one kernel for all of them."""
-
-    def __init__(self, world: World, kernel: int, size: int, per_chunk: int, total: int) -> None:
-        self.world, self.where = world, (size, per_chunk)
-        self.count = max(1, total // (size * per_chunk))
-        self.bytes = self.count * size * per_chunk
-        self._pieces = world.pieces(size, self.count * per_chunk)
-        rows = np.ascontiguousarray(self._pieces[:, (0, 2)])
-        self._kernel = CrcKernel(world.cuda, kernel, np.split(rows, self.count))
-        self._stream = world.cuda.create_stream()
-        self.join = self._kernel.join
-
-    def run(self) -> float:
-        """Seconds from the first launch until the last chunk is done, without joining."""
-        start_s = time.perf_counter()
-        self._kernel.submit(self._stream)
-        self.world.cuda.synchronize_stream(self._stream)
-        return time.perf_counter() - start_s
-
-    def check(self) -> None:
-        """Raises: BenchError: another CRC than the library's of the same bytes."""
-        content = self.world.fill(self._pieces)
-        self.run()
-        if self.join() != [crc32c(chunk) for chunk in np.split(content, self.count)]:
-            size, per_chunk = self.where
-            raise BenchError(f"crc: a wrong CRC of a chunk of {per_chunk} × {size} bytes")
-
-    def close(self) -> None:
-        self.world.cuda.destroy_stream(self._stream)
-        self._kernel.close()
-
-
 def measure_crc(
     world: World,
     settings: Settings,
@@ -427,31 +394,42 @@ def measure_crc(
     samples: list[Sample] = []
     for step, (size, per_chunk) in enumerate(settings.crc_chunks):
         on_progress(step, len(settings.crc_chunks), f"CRC of {per_chunk} pieces of {size}")
-        total = min(settings.bytes_max, settings.crc_bytes)
-        with contextlib.closing(_Chunks(world, kernel, size, per_chunk, total)) as chunks:
-            chunks.check()
+        count = max(1, min(settings.bytes_max, settings.crc_bytes) // (size * per_chunk))
+        pieces = world.pieces(size, count * per_chunk)
+        content = world.fill(pieces)
+        rows = np.split(np.ascontiguousarray(pieces[:, (0, 2)]), count)
+        with contextlib.closing(CrcKernel(world.cuda, kernel, rows)) as chunks:
+            chunks.run()
+            if chunks.join() != [crc32c(chunk) for chunk in np.split(content, count)]:
+                raise BenchError(f"crc: a wrong CRC of a chunk of {per_chunk} × {size} bytes")
             for number in range(settings.rounds):
-                rate = _gb_per_s(chunks.bytes, chunks.run())
-                start_s = time.perf_counter()
-                chunks.join()
-                join_us = round(1e6 * (time.perf_counter() - start_s) / chunks.count, 2)
-                samples.append(Sample("crc", "gpu", "load", size, per_chunk, number, rate))
-                samples.append(Sample("crc_join", "host", "load", size, per_chunk, number, join_us))
-            if torch is not None and step == 0:
-                samples += _crc_beside(chunks, settings, torch)
+                where = "load", size, per_chunk, number
+                rate = _gb_per_s(content.size, _seconds(chunks.run))
+                samples.append(Sample("crc", "gpu", *where, rate))
+                join_us = round(1e6 * _seconds(chunks.join) / count, 2)
+                samples.append(Sample("crc_join", "host", *where, join_us))
+                if torch is not None and step == 0:
+                    samples += _crc_beside(world, chunks, content.size, where, settings, torch)
     return samples
 
 
-def _crc_beside(chunks: _Chunks, settings: Settings, torch: Any) -> Iterator[Sample]:
-    step = _matrix_step(torch)
-    for number in range(settings.rounds):
-        yield _steps("crc_matrix", "alone", number, step, settings, torch)
-        took_s: list[float] = []
-        with _repeated(chunks.world, lambda took_s=took_s: took_s.append(chunks.run()) is None):
-            yield _steps("crc_matrix", "crc", number, step, settings, torch)
-        if took_s:
-            rate = _gb_per_s(len(took_s) * chunks.bytes, sum(took_s))
-            yield Sample("crc", "gpu_beside_matrix", "load", *chunks.where, number, rate)
+def _crc_beside(
+    world: World, chunks: CrcKernel, count: int, where: _Where, settings: Settings, torch: Any
+) -> Iterator[Sample]:
+    """Steps/s of a product alone and beside CRCs, and what those reach. count: bytes of a run."""
+    step, took_s = _matrix_step(torch), list[float]()
+    yield _steps("crc_matrix", "alone", where[-1], step, settings, torch)
+    with _repeated(world, lambda: took_s.append(_seconds(chunks.run)) is None):
+        yield _steps("crc_matrix", "crc", where[-1], step, settings, torch)
+    if took_s:
+        rate = _gb_per_s(len(took_s) * count, sum(took_s))
+        yield Sample("crc", "gpu_beside_matrix", *where, rate)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    call()
+    return time.perf_counter() - start_s
 
 
 # -- GPU ⇄ CPU ⇄ disk -------------------------------------------------------------------

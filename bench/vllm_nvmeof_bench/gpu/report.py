@@ -326,24 +326,23 @@ def _loads_percent(one: Sample) -> int | None:
 
 def _loops(panel: Any, samples: Sequence[Sample]) -> None:
     """Steps/s beside copies, relative to the loop alone."""
-    loops = sorted({s.case for s in samples if s.case.startswith("loop_")})
-    for at, loop in enumerate(loops):
-        alone = median_of(samples, "value", case=loop, arm="alone")
-        for index, arm in enumerate(_LOOP_ARMS):
-            value = median_of(samples, "value", case=loop, arm=arm)
-            if alone and value is not None:
-                style, place = _STYLES[arm], (at + 0.26 * (index - 1), value / alone)
-                label = "" if at else style.label
-                panel.bar(*place, 0.24, color=style.colour, label=label)
-                note = {"xytext": (0, -12), "textcoords": "offset points", "fontsize": 9}
-                panel.annotate(f"{place[1]:.3f}", place, ha="center", color="white", **note)
+    loops = sorted({one.case for one in samples if one.case.startswith("loop_")})
+    series = []
+    for arm in _LOOP_ARMS:
+        spreads = []
+        for case in loops:
+            alone = median_of(samples, "value", case=case, arm="alone")
+            rates = values_of(samples, "value", case=case, arm=arm) if alone else []
+            spreads.append(spread_of([rate / alone for rate in rates]))
+        style = _STYLES[arm]
+        series.append((style, spreads))
+        panel.bar(0, 0, color=style.colour, label=style.label)  # for the legend
+    names = {"loop_matrix": "bf16 matrix product", "loop_memory": "adding arrays"}
+    plots.bars(panel, [names.get(case, case) for case in loops], series, form="{:.3f}")
     panel.axhline(1, color=plots.BLACK, linewidth=1, linestyle=":")
-    names = {"matrix": "bf16 matrix product", "memory": "adding arrays"}
-    shown = [loop.removeprefix("loop_") for loop in loops]
-    panel.set_xticks(range(len(loops)), [names.get(name, name) for name in shown])
-    name = "compute beside full-rate copies both ways"
-    _finish(panel, loops, name, ylabel="steps/s, of those alone")
-    panel.set_ylim(top=1.3)
+    title = "compute beside full-rate copies both ways"
+    labels = {"ylabel": "steps/s, of those alone", "ylim": (0, 1.3)}
+    plots.finish(panel, title, legend=bool(loops), **labels)
 
 
 def _lines(panel: Any, samples: Sequence[Sample], where: Callable[[Sample], Any]) -> None:

@@ -133,8 +133,7 @@ def test_the_host_s_half_over_the_stub() -> None:
     chunks = [Chunk([2 * MIB], seed) for seed in range(5)] + [Chunk([72 * KIB] * 5, 9)]
     rows = [chunk.rows for chunk in chunks]
     kernel = CrcKernel(cuda, cuda.load_kernel(b"", KERNEL_NAME), rows)
-    kernel.submit(cuda.create_stream())
-    cuda.drain()
+    kernel.run()
     assert kernel.join() == [chunk.crc for chunk in chunks]
     assert [sum(sizes) for sizes in cuda.launched] == [8 * MIB, 2 * MIB + 5 * 72 * KIB]
     kernel.close()
