@@ -21,6 +21,7 @@ Cases; a value is GB/s (1e9 bytes of payload) unless it says otherwise:
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import itertools
 import os
@@ -177,40 +178,24 @@ def measure_copies(
     return [one for one in samples if one.arm not in world.failed]
 
 
-def _transfers(world: World, settings: Settings, number: int) -> Iterator[Sample]:
-    """One transfer of many blocks, and one contiguous copy of the same bytes."""
-    for size in settings.sizes:
-        count = settings.count_of(size)
-        for direction in Direction:
-            work = {direction: world.contiguous(size * count)}
-            where = direction.value, size, count, number
-            for one in _rates(world, "transfer", ("dma",), where, work):
+def _shapes(part: str, settings: Settings) -> Iterable[tuple[int, int]]:
+    """(bytes of a block, blocks) of the transfers in one direction."""
+    if part == "few":
+        return itertools.product(settings.small_sizes, settings.counts)
+    sizes = settings.sizes if part == "transfer" else settings.model_sizes
+    return [(size, settings.count_of(size)) for size in sizes]
+
+
+def _one_way(part: str, world: World, settings: Settings, number: int) -> Iterator[Sample]:
+    """Transfers of many blocks; for "transfer" also one contiguous copy of the same bytes."""
+    for direction, (size, count) in itertools.product(Direction, _shapes(part, settings)):
+        where = direction.value, size, count, number
+        if part == "transfer":
+            whole = {direction: world.contiguous(size * count)}
+            for one in _rates(world, part, ("dma",), where, whole):
                 yield replace(one, arm="contiguous")
-            yield from _one_way(world, "transfer", world.arms, direction, size, count, number)
-
-
-def _few_small(world: World, settings: Settings, number: int) -> Iterator[Sample]:
-    for where in itertools.product(Direction, settings.small_sizes, settings.counts):
-        yield from _one_way(world, "few", world.arms, *where, number)
-
-
-def _models(world: World, settings: Settings, number: int) -> Iterator[Sample]:
-    for direction, size in itertools.product(Direction, settings.model_sizes):
-        where = direction, size, settings.count_of(size), number
-        yield from _one_way(world, "model", world.arms, *where)
-
-
-def _one_way(
-    world: World,
-    case: str,
-    arms: Iterable[str],
-    direction: Direction,
-    size: int,
-    count: int,
-    number: int,
-) -> Iterator[Sample]:
-    work = {direction: world.pieces(size, count, number + 1)}
-    return _rates(world, case, arms, (direction.value, size, count, number), work)
+        work = {direction: world.pieces(size, count, number + 1)}
+        yield from _rates(world, part, world.arms, where, work)
 
 
 def _both_ways(world: World, settings: Settings, number: int) -> Iterator[Sample]:
@@ -253,9 +238,7 @@ def _gb_per_s(count: int, took_s: float) -> float:
 
 
 _CASES: dict[str, Callable[[World, Settings, int], Iterator[Sample]]] = {
-    "transfer": _transfers,
-    "few": _few_small,
-    "model": _models,
+    **{part: functools.partial(_one_way, part) for part in ("transfer", "few", "model")},
     "both": _both_ways,
     "submit": _submits,
 }
@@ -364,8 +347,10 @@ def measure_sweep(
         for blocks in settings.sweep_blocks:
             with world.kernel_of(blocks) as arm:
                 for direction, size in itertools.product(Direction, settings.sweep_sizes):
-                    where = direction, size, settings.count_of(size), number
-                    samples += _one_way(world, "sweep", (arm,), *where)
+                    count = settings.count_of(size)
+                    work = {direction: world.pieces(size, count, number + 1)}
+                    where = direction.value, size, count, number
+                    samples += _rates(world, "sweep", (arm,), where, work)
                 if number == 0 and step is not None and arm in world.arms:
                     with _copying(world, settings, arm):
                         samples.append(_steps("sweep_matrix", arm, 0, step, settings, torch))

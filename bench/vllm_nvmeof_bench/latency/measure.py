@@ -31,7 +31,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -408,35 +408,27 @@ def run(
             keep(one.samples, {**common, **found})
 
 
+@dataclass
 class _Run:
-    def __init__(
-        self,
-        settings: Settings,
-        fio: Fio,
-        homes: dict[str, Path],
-        throttle: Throttle | None,
-        on_progress: OnProgress,
-    ) -> None:
-        self.samples: list[Sample] = []
-        self.engines: set[str] = set()
-        self._settings = settings
-        self._fio = fio
-        self._places = settings.places
-        self._homes = homes
-        self._throttle = throttle
-        self._on_progress = on_progress
+    settings: Settings
+    fio: Fio
+    homes: dict[str, Path]
+    throttle: Throttle | None
+    on_progress: OnProgress
+    samples: list[Sample] = field(default_factory=list)
+    engines: set[str] = field(default_factory=set)
 
     def size(self, payload_bytes: int) -> None:
         """Measure all points of a size, whose files are deleted at the end."""
-        settings, name = self._settings, size_name(payload_bytes)
+        settings, name = self.settings, size_name(payload_bytes)
         with contextlib.ExitStack() as stack:
             arms: dict[tuple[str, str], _Measure] = {}
-            for place in self._places:
+            for place in self.settings.places:
                 self._report(f"{name} · writing everything once on {place.name}")
-                home = self._homes[place.name] / f"payload-{payload_bytes}"
+                home = self.homes[place.name] / f"payload-{payload_bytes}"
                 home.mkdir()
                 stack.callback(shutil.rmtree, home, ignore_errors=True)
-                arms[place.name, "fio"] = _fio_arm(self._fio, home / "fio", settings)
+                arms[place.name, "fio"] = _fio_arm(self.fio, home / "fio", settings)
                 ours = _OurArm(home / "ours", settings, payload_bytes)
                 stack.callback(ours.close)
                 self.engines.update(ours.engines)
@@ -448,8 +440,8 @@ class _Run:
                     self._point(arms, point, number)
 
     def _point(self, arms: dict[tuple[str, str], _Measure], point: Point, number: int) -> None:
-        dice = random.Random(f"{self._settings.seed} {point} {number}")
-        pairs = [(place, arm) for place in self._places for arm in ARMS]
+        dice = random.Random(f"{self.settings.seed} {point} {number}")
+        pairs = [(place, arm) for place in self.settings.places for arm in ARMS]
         found = {}
         for place, arm in dice.sample(pairs, len(pairs)):
             self._limit(place.mb_per_s)
@@ -462,18 +454,18 @@ class _Run:
         self.samples += [found[pair] for pair in pairs]
 
     def _limit(self, mb_per_s: int | None) -> None:
-        if self._throttle is None:
+        if self.throttle is None:
             return
         limit = None if mb_per_s is None else mb_per_s * _MB
-        self._throttle.limit(limit, limit)
+        self.throttle.limit(limit, limit)
         if limit is not None:
             time.sleep(_SLICE_S)
 
     def _report(self, what: str) -> None:
-        settings = self._settings
+        settings = self.settings
         points = sum(len(settings.points(size)) for size in settings.payloads)
-        total = points * settings.rounds * len(self._places) * len(ARMS)
-        self._on_progress(len(self.samples), total, what)
+        total = points * settings.rounds * len(self.settings.places) * len(ARMS)
+        self.on_progress(len(self.samples), total, what)
 
 
 def measure(settings: Settings, json_path: Path) -> None:

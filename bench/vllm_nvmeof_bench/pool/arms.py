@@ -13,6 +13,7 @@ once, so that a block's time in it would be its place in the queue, and is left 
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import hashlib
 import inspect
@@ -28,7 +29,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -75,26 +76,30 @@ class Job(NamedTuple):
     blocks: Sequence[int]
 
 
-class Mover(Protocol):
+class Mover(abc.ABC):
     """How an arm in this process moves blocks."""
 
     #: Bytes of one job in a batch; 0: each block is submitted on its own.
-    batch_job_bytes: int
+    batch_job_bytes = 0
 
-    def prepare(self, jobs: Sequence[Job]) -> None:
+    def prepare(self, jobs: Sequence[Job]) -> None:  # noqa: B027 - ours have nothing to prepare
         """Untimed: make sure that what is to be read exists, and name what is to be written."""
 
+    @abc.abstractmethod
     def run(self, jobs: Sequence[Job]) -> None:
         """Submit all at once; return when all is done."""
 
+    @abc.abstractmethod
     def submit(self, token: int, is_read: bool, block: int) -> None:
         """Submit one block, which this call prepares."""
 
+    @abc.abstractmethod
     def poll(self, timeout_s: float) -> list[int]:
         """Wait at most so long for submitted blocks; return the tokens of those that ended."""
 
     def tidy(self) -> bool:
         """Delete what is no longer used; True if the disk may be busy with that for a while."""
+        return False
 
 
 # -- reads beside writes ------------------------------------------------------------------
@@ -329,7 +334,7 @@ def fill(staging: Staging, seed: int) -> None:
         part[:] = chunk[: len(part)]
 
 
-class EngineMover:
+class EngineMover(Mover):
     """Drives an engine as its only caller: submit, wait on `fileno`, poll.
 
     wanted: "uring" or "threads".
@@ -337,8 +342,6 @@ class EngineMover:
     Raises:
         EngineError: the kernel refuses io_uring.
     """
-
-    batch_job_bytes = 0
 
     def __init__(self, wanted: str, ground: Ground) -> None:
         staging, bounds = ground.staging, IoLimits.of(parse_config({}))
@@ -356,9 +359,6 @@ class EngineMover:
 
     def about(self) -> dict[str, Any]:
         return {"runs": self.name}
-
-    def prepare(self, jobs: Sequence[Job]) -> None:
-        """Nothing: all slots are written, and an identity is named as an op is made."""
 
     def run(self, jobs: Sequence[Job]) -> None:
         moves = ((job.is_read, block) for job in jobs for block in job.blocks)
@@ -385,9 +385,6 @@ class EngineMover:
             if completion.outcome is None or not completion.outcome.ok:
                 raise BenchError(f"{self.name}: an operation ended {completion.outcome}")
         return [completion.token for completion in completions]
-
-    def tidy(self) -> bool:
-        return False
 
     def close(self) -> None:
         if not self._engine.close():
@@ -555,7 +552,7 @@ def import_fs() -> Any:
     return manager
 
 
-class FsMover:
+class FsMover(Mover):
     """vLLM's own fs tier, driven through its real manager as vLLM's scheduler drives it.
 
     It has its default threads, and one row of the staging memory per block. Each block becomes a

@@ -6,18 +6,16 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from vllm_nvmeof_bench.pool.arms import Beside, Job
+from vllm_nvmeof_bench.pool.arms import Beside, Job, Mover
 from vllm_nvmeof_bench.pool.report import Settings
 
 from vllm_nvmeof_offload.units import KIB, MIB
 
 
-class SlowToWrite:
+class SlowToWrite(Mover):
     """Reads end at the next poll; a write ends at every poll before the first read, and then only
     at the second poll after `reads` reads.
     """
-
-    batch_job_bytes = 0
 
     def __init__(self, reads: int) -> None:
         self._reads_left = reads
@@ -25,9 +23,6 @@ class SlowToWrite:
         self._reading: list[int] = []
         self._writing: list[int] = []
         self._begun = False
-
-    def prepare(self, jobs: Sequence[Job]) -> None:
-        pass
 
     def run(self, jobs: Sequence[Job]) -> None:
         pass
@@ -44,9 +39,6 @@ class SlowToWrite:
         if not self._begun or self._polls_left <= 0:
             ended, self._writing = ended + self._writing[:1], self._writing[1:]
         return ended
-
-    def tidy(self) -> bool:
-        return False
 
 
 def test_reads_that_end_before_any_write_does_leave_no_empty_sample() -> None:

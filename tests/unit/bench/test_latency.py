@@ -14,25 +14,20 @@ from typer.testing import CliRunner
 from vllm_nvmeof_bench.benchmark import benchmark
 from vllm_nvmeof_bench.latency.measure import Order, Place, Settings, drive, run
 from vllm_nvmeof_bench.latency.report import STAND_IN, Point, Sample, added, points_of
-from vllm_nvmeof_bench.pool.arms import Job
+from vllm_nvmeof_bench.pool.arms import Job, Mover
 from vllm_nvmeof_bench.results import BenchError, distinct, dump
 
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.units import KIB
 
 
-class Clocked:
+class Clocked(Mover):
     """A mover whose jobs take 1/64 s each, one after the other, on a clock of its own."""
-
-    batch_job_bytes = 0
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.slots_at_once: list[set[int]] = []
         self._queue: deque[tuple[int, int]] = deque()  # token, slot
-
-    def prepare(self, jobs: Sequence[Job]) -> None:
-        """Nothing."""
 
     def run(self, jobs: Sequence[Job]) -> None:
         raise AssertionError("the loop is closed: it hands over one at a time")
@@ -46,9 +41,6 @@ class Clocked:
     def poll(self, timeout_s: float) -> list[int]:
         self.now_s += 1 / 64
         return [self._queue.popleft()[0]]
-
-    def tidy(self) -> bool:
-        return False
 
 
 def test_the_loop_keeps_the_depth_and_counts_what_was_handed_over_after_the_ramp() -> None:
