@@ -23,6 +23,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import os
 import random
 import shutil
@@ -34,7 +35,7 @@ from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from vllm_nvmeof_bench import conditions
 from vllm_nvmeof_bench.benchmark import Command
@@ -69,8 +70,7 @@ _STALL_S = 60.0
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A target. mb_per_s: what its disk is throttled to; None: as it is."""
 
     name: str
@@ -125,30 +125,31 @@ class Settings:
         Raises:
             BenchError: not of the form NAME=DIRECTORY, or not two targets.
         """
-        given = [_place(text) for text in self.target]
-        if len(given) == 1:
+        given = [text.partition("=") for text in self.target]
+        named = {name: Path(directory) for name, _, directory in given if name and directory}
+        if not 0 < len(named) == len(given) <= 2:
+            raise BenchError(
+                f"--target {' '.join(self.target)!r}: give one or two of different names, each as "
+                "NAME=DIRECTORY"
+            )
+        (first, directory), *others = named.items()
+        if not others:
             mb_per_s = self.throttle or _THROTTLE_MB_PER_S
-            stand_in = Place(f"{STAND_IN}-{mb_per_s}-MB/s", given[0].directory, mb_per_s)
-            return given[0], stand_in
-        if len(given) != 2 or given[0].name == given[1].name:
-            raise BenchError("give one or two targets of different names: --target NAME=DIRECTORY")
-        first, second = given
-        if self.throttle:
-            name = f"{second.name}-{STAND_IN}-{self.throttle}-MB/s"
-            second = Place(name, second.directory, self.throttle)
-        return first, second
+            second = Place(f"{STAND_IN}-{mb_per_s}-MB/s", directory, mb_per_s)
+        elif self.throttle:
+            name = f"{others[0][0]}-{STAND_IN}-{self.throttle}-MB/s"
+            second = Place(name, others[0][1], self.throttle)
+        else:
+            second = Place(*others[0])
+        return Place(first, directory), second
 
     @property
     def payloads(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys((PAYLOAD_MIN, self.slot_bytes)))
 
     def points(self, payload_bytes: int) -> list[Point]:
-        return [
-            Point(case, payload_bytes, jobs, depth)
-            for case in self.cases
-            for jobs in self.jobs
-            for depth in self.depths
-        ]
+        sides = itertools.product(self.cases, (payload_bytes,), self.jobs, self.depths)
+        return [Point(*side) for side in sides]
 
     def slots(self, payload_bytes: int) -> int:
         """Slots of one job's pool."""
@@ -160,18 +161,10 @@ class Settings:
         return max(self.jobs) * (2 * self.job_bytes + 8 * MIB)
 
 
-def _place(text: str) -> Place:
-    name, equals, directory = text.partition("=")
-    if not equals or not name or not directory:
-        raise BenchError(f"--target {text!r}: give NAME=DIRECTORY")
-    return Place(name, Path(directory))
-
-
 # -- one job of ours, in a process of its own ------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Order:
+class Order(NamedTuple):
     """Keep `depth` in flight for ramp_s + run_s, of which run_s counts."""
 
     case: str
@@ -180,8 +173,7 @@ class Order:
     run_s: float
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """latencies_us: of what was submitted after the ramp, also if it ended after the run.
 
     seconds: from the end of the ramp to the last of them; cpu_s: of the process meanwhile.

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
 from vllm_nvmeof_bench import plots
 from vllm_nvmeof_bench.benchmark import Benchmark
 from vllm_nvmeof_bench.results import distinct, median_of, select, size_name
-from vllm_nvmeof_bench.tables import Column, load_in, machine_in, number, table, versions_in
+from vllm_nvmeof_bench.tables import Column, load_in, machine_in, table, versions_in
 from vllm_nvmeof_offload.units import KIB, slot_stride_bytes
 
 ARMS = ("fio", "ours")
@@ -68,8 +69,7 @@ class Sample:
         return Point(self.case, self.payload_bytes, self.jobs, self.depth)
 
 
-@dataclass(frozen=True)
-class Added:
+class Added(NamedTuple):
     """The difference of the second median from the first: µs, and per cent of the first."""
 
     us: float
@@ -80,10 +80,10 @@ def added(
     samples: Sequence[Sample], first: _Side, second: _Side, point: Point, measure: str
 ) -> Added | None:
     """None unless both were measured there. The first target of a file is compared with."""
-    values = [median_of(samples, measure, point=point, **side) for side in (first, second)]
-    if values[0] is None or values[1] is None:
+    before, after = (median_of(samples, measure, point=point, **side) for side in (first, second))
+    if before is None or after is None:
         return None
-    return Added(values[1] - values[0], 100 * (values[1] - values[0]) / values[0])
+    return Added(after - before, 100 * (after - before) / before)
 
 
 def points_of(samples: Iterable[Sample]) -> list[Point]:
@@ -123,20 +123,16 @@ def _compared(
     def middle(side: _Side, measure: str) -> Any:
         return lambda point: median_of(samples, measure, point=point, **side)
 
-    def more(measure: str, field: str, form: str) -> Any:
-        def cell(point: Point) -> str:
-            found = added(samples, *sides.values(), point, measure)
-            return number(found and getattr(found, field), form)
-
-        return cell
+    def more(measure: str, field: str) -> Any:
+        return lambda point: getattr(added(samples, *sides.values(), point, measure), field, None)
 
     columns = [Column("jobs × depth", lambda point: f"{point.jobs} × {point.depth}")]
     for name, side in sides.items():
         for what, measure in _MEASURES.items():
             columns.append(Column(f"{name} {what}", middle(side, measure), "{:,.0f}"))
     for what, measure in _MEASURES.items():
-        columns.append(Column(f"added {what}", more(measure, "us", "{:+,.0f}")))
-        columns.append(Column("%", more(measure, "per_cent", "{:+.0f}")))
+        columns.append(Column(f"added {what}", more(measure, "us"), "{:+,.0f}"))
+        columns.append(Column("%", more(measure, "per_cent"), "{:+.0f}"))
     if with_cpu:
         for name, side in sides.items():
             columns.append(Column(f"CPU s/GiB {name}", middle(side, "cpu_s_per_gib"), "{:.3g}"))
@@ -201,16 +197,12 @@ def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -
 
 
 def _latencies(panel: Any, samples: Sequence[Sample], points: Sequence[Point]) -> None:
-    sides = [(target, arm) for target in distinct(samples, "target") for arm in ARMS]
-    for index, (target, arm) in enumerate(sides):
-        colour, marker = _COLOURS[index % 4], _MARKERS[index % 4]
+    sides = itertools.product(distinct(samples, "target"), ARMS)
+    for (target, arm), colour, marker in zip(sides, _COLOURS, _MARKERS, strict=False):
+        mine = select(samples, target=target, arm=arm)
         for name, dashes, fill in (("p50", "-", colour), ("P99", ":", "white")):
             panel.plot(
-                range(len(points)),
-                [
-                    _known(median_of(samples, _MEASURES[name], target=target, arm=arm, point=point))
-                    for point in points
-                ],
+                [_known(median_of(mine, _MEASURES[name], point=point)) for point in points],
                 linestyle=dashes,
                 marker=marker,
                 color=colour,
@@ -249,11 +241,8 @@ def published(samples: Sequence[Sample]) -> dict[str, str]:
     target = next(iter(distinct(samples, "target")), "")
     point = Point("read", 4 * KIB, 1, 1)
     value = median_of(samples, "p50_us", target=target, arm="fio", point=point)
-    if value is None:
-        return {}
-    return {
-        "one read in flight, attached directly": f"{value:.0f} µs on {target} (fio, 4 KiB, p50)"
-    }
+    shown = None if value is None else f"{value:.0f} µs on {target} (fio, 4 KiB, p50)"
+    return {"one read in flight, attached directly": shown} if shown else {}
 
 
 BENCHES = (Benchmark("latency", Sample, lines, tables, plot, published=published, columns=170),)
