@@ -41,10 +41,10 @@ class ThrottleError(OffloadError):
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Where groups that limit I/O are made: `parent` is a directory of the cgroup file system.
+    """Where groups that limit I/O are made: below `parent`, in cgroups of `version` 1 or 2.
 
-    version: 1 or 2. mount, mount_root: where the file system lies, and which group that is.
-    enables_io: the directory whose `cgroup.subtree_control` must get `+io` first, or None.
+    mount, mount_root: where the file system lies, and which group that is. enables_io: the
+    directory whose `cgroup.subtree_control` must get `+io` first, or None.
     """
 
     version: int

@@ -507,22 +507,6 @@ def measure_disk(
 _MORE = {"sweep": measure_sweep, "crc": measure_crc, "loops": measure_loops, "disk": measure_disk}
 
 
-def _kernel(cuda: Cuda) -> int | EngineError:
-    """The copy kernel, or why there is none: DMA is measured all the same."""
-    try:
-        return cuda.load_kernel(compile_kernels(cuda.facts.arch), "copy_blocks")
-    except EngineError as error:
-        return error
-
-
-def _torch() -> Any | None:
-    """None: what needs no loop of compute is measured all the same."""
-    try:
-        return importlib.import_module("torch")
-    except ImportError:
-        return None
-
-
 def measure(settings: Settings, json_path: Path) -> None:
     """Run on the first GPU, and write the JSON file after each part.
 
@@ -535,7 +519,15 @@ def measure(settings: Settings, json_path: Path) -> None:
         raise BenchError(f"bench copy needs an NVIDIA GPU: {error}") from None
     theirs, about = load_theirs()
     others = {"vllm": theirs.copy} if theirs else {}
-    torch, kernel = _torch(), _kernel(cuda)
+    try:
+        kernel: int | EngineError = cuda.load_kernel(
+            compile_kernels(cuda.facts.arch), "copy_blocks"
+        )
+    except EngineError as error:
+        kernel = error  # DMA is measured all the same
+    torch = None  # what needs no loop of compute is measured all the same
+    with contextlib.suppress(ImportError):
+        torch = importlib.import_module("torch")
     parts = [measure_copies, *(part for name, part in _MORE.items() if name in settings.parts)]
     samples: list[Sample] = []
     with (

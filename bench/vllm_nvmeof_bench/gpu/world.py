@@ -162,9 +162,8 @@ class World:
 
     def _blocks(self, pieces: Descriptors) -> list[npt.NDArray[np.uint8]]:
         """The places in staging."""
-        offsets = (pieces[:, 1] - np.uint64(self._staging.ctypes.data)).tolist()
-        sizes = pieces[:, 2].tolist()
-        return [self._staging[at : at + size] for at, size in zip(offsets, sizes, strict=True)]
+        starts = pieces[:, 1] - np.uint64(self._staging.ctypes.data)
+        return [self._staging[at:end] for at, end in np.c_[starts, starts + pieces[:, 2]].tolist()]
 
     @contextlib.contextmanager
     def kernel_of(self, blocks: int) -> Iterator[str]:

@@ -198,11 +198,7 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal
     """In the order of the requirements; the manager's figures are among the conditions."""
 
     def ratio(
-        case: str,
-        block: int = 2 * MIB,
-        measure: str = _RATE,
-        rival: str = "vllm_fs",
-        base: str = "",
+        case: str, block: int = 2 * MIB, measure: str = _RATE, rival: str = _FS, base: str = ""
     ) -> Figure | None:
         """Ours over a rival's, in the same case unless `base` names another."""
         above = {"arm": "ours", "case": case, "block_bytes": block}

@@ -27,19 +27,11 @@ struct plan {
 	int mixed, write;
 };
 
-static double now_s(void)
+static double seconds_of(clockid_t clock)
 {
 	struct timespec t;
 
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return t.tv_sec + t.tv_nsec * 1e-9;
-}
-
-static double cpu_s(void)
-{
-	struct timespec t;
-
-	clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+	clock_gettime(clock, &t);
 	return t.tv_sec + t.tv_nsec * 1e-9;
 }
 
@@ -110,7 +102,7 @@ static void submit_block(struct io_uring *ring, const struct plan *plan, char *m
 		io_uring_prep_read(sqe, 0, buffer, plan->block, offset);
 	sqe->flags |= IOSQE_FIXED_FILE;
 	sqe->user_data = slot;
-	started[slot] = now_s();
+	started[slot] = seconds_of(CLOCK_MONOTONIC);
 }
 
 static void run(struct io_uring *ring, const struct plan *plan, char *memory, int registered,
@@ -130,7 +122,7 @@ static void run(struct io_uring *ring, const struct plan *plan, char *memory, in
 
 		if (error < 0 && error != -EINTR)
 			die("io_uring_submit_and_wait", -error);
-		double end = now_s();
+		double end = seconds_of(CLOCK_MONOTONIC);
 		io_uring_for_each_cqe(ring, head, cqe) {
 			unsigned slot = cqe->user_data;
 
@@ -170,10 +162,10 @@ int main(int argc, char **argv)
 	int error = io_uring_register_files(&ring, &fd, 1);
 	if (error)
 		die("io_uring_register_files", -error);
-	double cpu = cpu_s(), start = now_s();
+	double cpu = seconds_of(CLOCK_PROCESS_CPUTIME_ID), start = seconds_of(CLOCK_MONOTONIC);
 	run(&ring, &plan, memory, registered, latencies);
-	double seconds = now_s() - start;
-	cpu = cpu_s() - cpu;
+	double seconds = seconds_of(CLOCK_MONOTONIC) - start;
+	cpu = seconds_of(CLOCK_PROCESS_CPUTIME_ID) - cpu;
 	qsort(latencies, plan.blocks, sizeof *latencies, by_value);
 	printf("{\"bytes\": %zu, \"seconds\": %.6f, \"cpu_s\": %.6f, \"p50_us\": %.1f, "
 	       "\"p99_us\": %.1f, \"registered\": %s}\n",
