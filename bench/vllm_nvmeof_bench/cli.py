@@ -18,9 +18,10 @@ import typer
 from typer.core import TyperGroup
 
 from vllm_nvmeof_bench import benchmark as benchmarks
-from vllm_nvmeof_bench.results import BenchError, name_in
+from vllm_nvmeof_bench.results import BenchError, name_in, size_name
 from vllm_nvmeof_bench.settings import Option, option_of
 from vllm_nvmeof_offload.errors import OffloadError
+from vllm_nvmeof_offload.units import parse_bytes
 
 _REPORT = "-report"
 
@@ -46,9 +47,7 @@ class _Benches(TyperGroup):
             typer.echo(f"vllm-nvmeof: `bench {cmd_name}` is now `bench {shown}`", err=True)
         if name == "serve" and not report:
             return _serve_of()
-        if name not in benchmarks.PACKAGES:
-            return None
-        return _command_of(cmd_name, _report_of(name) if report else _measure_of(name))
+        return _bench_of(cmd_name, name, report) if name in benchmarks.PACKAGES else None
 
 
 bench_app = typer.Typer(
@@ -56,11 +55,6 @@ bench_app = typer.Typer(
     help="Benchmarks on this machine: ours beside fio, a bare ring loop and vLLM's own fs tier.",
     no_args_is_help=True,
 )
-
-
-@bench_app.callback()
-def bench() -> None:
-    """Benchmarks on this machine: ours beside fio, a bare ring loop and vLLM's own fs tier."""
 
 
 @contextlib.contextmanager
@@ -76,63 +70,38 @@ def plain_errors() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _command_of(name: str, function: Callable[..., None]) -> Any:
-    app = typer.Typer(add_completion=False)
-    app.command(name)(function)
-    return typer.main.get_command(app)
-
-
-def _file_of(name: str) -> Path:
-    return Path(f"build/bench/{name}.json")
-
-
-def _measure_of(name: str) -> Callable[..., None]:
-    """`bench NAME`: measure, write the file, print it."""
-    command, found = benchmarks.command(name), benchmarks.benchmark(name)
+def _bench_of(command_name: str, name: str, report: bool) -> Any:
+    """`bench NAME` measures, writes the file and prints it; `bench NAME-report` only prints it."""
+    found = benchmarks.benchmark(name)
+    command = None if report else benchmarks.command(name)
 
     def run(**given: Any) -> None:
         json_path: Path = given["json_path"]
         with plain_errors():
-            command.measure(settings_of(command.settings, given), json_path)
+            if command is not None:
+                command.measure(settings_of(command.settings, given), json_path)
             reached = found.show(json_path, given["plot"], given.get("goals", True))
         raise typer.Exit(int(given.get("check", False) and not reached))
 
-    written = Annotated[Path, typer.Option("--json", help="File to write the samples to.")]
-    options: dict[str, tuple[Any, Any]] = {
-        **options_of(command.settings),
-        "json_path": (written, _file_of(name)),
-        "plot": (Plot, None),
-    }
+    options: dict[str, tuple[Any, Any]] = {}
+    file = typer.Argument(help="A file that the benchmark wrote.")
+    text = f"Print the tables of a file of `bench {name}` again, or draw it; measure nothing."
+    if command is not None:
+        options |= options_of(command.settings)
+        file = typer.Option("--json", help="File to write the samples to.")
+        text = command.help
+    options["json_path"] = (Annotated[Path, file], Path(f"build/bench/{name}.json"))
+    options["plot"] = (Plot, None)
     if found.goals is not None:
         options.setdefault("goals", (Goals, True))
         options["check"] = (Check, False)
-    return _with_options(run, options, command.help)
+    return _command_of(command_name, run, options, text)
 
 
-def _report_of(name: str) -> Callable[..., None]:
-    """`bench NAME-report`: print the file again."""
-    found = benchmarks.benchmark(name)
-
-    def run(**given: Any) -> None:
-        with plain_errors():
-            reached = found.show(given["json_path"], given["plot"], given.get("goals", True))
-        raise typer.Exit(int(given.get("check", False) and not reached))
-
-    file = Annotated[Path, typer.Argument(help="A file that the benchmark wrote.")]
-    options: dict[str, tuple[Any, Any]] = {
-        "json_path": (file, _file_of(name)),
-        "plot": (Plot, None),
-    }
-    if found.goals is not None:
-        options |= {"goals": (Goals, True), "check": (Check, False)}
-    text = f"Print the tables of a file of `bench {name}` again, or draw it; measure nothing."
-    return _with_options(run, options, text)
-
-
-def _with_options(
-    function: Callable[..., None], options: dict[str, tuple[Any, Any]], text: str
-) -> Callable[..., None]:
-    """Give a function the signature from which typer makes options: name → (type, default)."""
+def _command_of(
+    name: str, function: Callable[..., None], options: dict[str, tuple[Any, Any]], text: str
+) -> Any:
+    """A command of which typer makes the options: name → (type, default)."""
     function.__doc__ = text
     function.__annotations__ = {name: kind for name, (kind, _) in options.items()}
     function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -143,66 +112,78 @@ def _with_options(
             for name, (kind, default) in options.items()
         ]
     )
-    return function
+    app = typer.Typer(add_completion=False)
+    app.command(name)(function)
+    return typer.main.get_command(app)
+
+
+def _declared(settings: type[Any]) -> Iterator[tuple[dataclasses.Field[Any], Any, Option | None]]:
+    """(field, type, option) of each field that has options; option None: a dataclass of them."""
+    hints = get_type_hints(settings)
+    for one in dataclasses.fields(settings):
+        option = option_of(one)
+        if option is not None or dataclasses.is_dataclass(hints[one.name]):
+            yield one, hints[one.name], option
 
 
 def options_of(settings: type[Any]) -> dict[str, tuple[Any, Any]]:
     """(type, default) of the options that settings declare, by the names of their fields."""
     found: dict[str, tuple[Any, Any]] = {}
-    hints = get_type_hints(settings)
-    for one in dataclasses.fields(settings):
-        hint, option = hints[one.name], option_of(one)
-        if dataclasses.is_dataclass(hint):
-            found |= options_of(hint)
-        elif option is not None:
-            found[one.name] = _typed(one, hint, option)
+    for one, hint, option in _declared(settings):
+        found |= options_of(hint) if option is None else {one.name: _typed(one, hint, option)}
     return found
+
+
+def settings_of(settings: type[Any], given: dict[str, Any]) -> Any:
+    """The settings that the options give."""
+    return settings(
+        **{
+            one.name: settings_of(hint, given)
+            if option is None
+            else _value_of(one, hint, option, given[one.name])
+            for one, hint, option in _declared(settings)
+        }
+    )
+
+
+def _is_text(hint: Any, option: Option) -> bool:
+    """Whether typer gets the option as a text: several values, or a size."""
+    return option.in_bytes or get_origin(hint) is tuple
 
 
 def _typed(one: dataclasses.Field[Any], hint: Any, option: Option) -> tuple[Any, Any]:
     if option.argument:
         return Annotated[hint, typer.Argument(help=option.help)], inspect.Parameter.empty
     flag, more = [option.flag] if option.flag else [], {"help": option.help}
-    several = get_origin(hint) is tuple
     if option.repeated:
         return Annotated[list[str] | None, typer.Option(*flag, **more)], None
-    if several or option.read is not None:
-        values = one.default if several else (one.default,)
-        shown = ",".join(map(option.write, values))
-        kind = Annotated[str, typer.Option(*flag, show_default=shown or False, **more)]
-        return kind, "" if several else shown
-    return Annotated[hint, typer.Option(*flag, min=option.min, **more)], one.default
-
-
-def settings_of(settings: type[Any], given: dict[str, Any]) -> Any:
-    """The settings that the options give."""
-    values = {}
-    hints = get_type_hints(settings)
-    for one in dataclasses.fields(settings):
-        hint, option = hints[one.name], option_of(one)
-        if dataclasses.is_dataclass(hint):
-            values[one.name] = settings_of(hint, given)
-        elif option is not None:
-            values[one.name] = _value_of(one, hint, option, given[one.name])
-    return settings(**values)
+    if not _is_text(hint, option):
+        return Annotated[hint, typer.Option(*flag, min=option.min, **more)], one.default
+    values = one.default if isinstance(one.default, tuple) else (one.default,)
+    shown = ",".join(map(_size if option.in_bytes else str, values))
+    return Annotated[str, typer.Option(*flag, show_default=shown or False, **more)], ""
 
 
 def _value_of(one: dataclasses.Field[Any], hint: Any, option: Option, given: Any) -> Any:
     """Raises: typer.BadParameter: a text that is no value of this option."""
-    several = get_origin(hint) is tuple
-    if not several and option.read is None:
+    if not _is_text(hint, option):
         return given
-    read = option.read or (get_args(hint)[0] if several else hint)
+    several = get_origin(hint) is tuple
+    read = parse_bytes if option.in_bytes else get_args(hint)[0]
     texts = given or [] if option.repeated else given.split(",") if several else [given]
-    flag = option.flag or f"--{one.name.replace('_', '-')}"
     try:
         values = tuple(read(text.strip()) for text in texts if text.strip())
     except ValueError as error:
-        said = str(error) if option.read else f"{given!r}: give numbers, such as 1,2,4"
+        said = str(error) if option.in_bytes else f"{given!r}: give numbers, such as 1,2,4"
+        flag = option.flag or f"--{one.name.replace('_', '-')}"
         raise typer.BadParameter(said, param_hint=flag) from None
-    if several:
-        return values or one.default
-    return values[0] if values else one.default
+    if not values:
+        return one.default
+    return values if several else values[0]
+
+
+def _size(count: int) -> str:
+    return size_name(count).replace(" ", "")
 
 
 # -- commands over several benchmarks -------------------------------------------------------
@@ -238,43 +219,38 @@ def report(
 _SERVED = ("ttft", "hits", "turns")
 
 
-def _serve(**given: Any) -> None:
-    """`bench ttft`, `hits` and `turns` one after the other on the same servers, by default sizes.
-
-    Servers that are started here start once, and are large enough for all parts.
-    """
+def _serve_of() -> Any:
     from vllm_nvmeof_bench.serve.arms import ServerSettings
     from vllm_nvmeof_bench.serve.measure import measure
 
-    chosen = [part.strip() for part in given["parts"].split(",") if part.strip()] or _SERVED
-    for part in chosen:
-        if part not in _SERVED:
-            message = f"no part {part!r}; there are {', '.join(_SERVED)}"
-            raise typer.BadParameter(message, param_hint="--parts")
-    with plain_errors():
-        servers = vars(settings_of(ServerSettings, given)) | {"seed": given["seed"]}
-        if not given["arms"]:
-            del servers["arms"]  # each part has its own default
-        settings = {name: benchmarks.command(name).settings(**servers) for name in chosen}
-        files = {name: given["out"] / f"{name}.json" for name in chosen}
-        measure(settings, files)
-        for name, path in files.items():
-            benchmarks.benchmark(name).show(path, path.with_suffix(".png"))
+    def serve(**given: Any) -> None:
+        chosen = [part.strip() for part in given["parts"].split(",") if part.strip()] or _SERVED
+        for part in chosen:
+            if part not in _SERVED:
+                message = f"no part {part!r}; there are {', '.join(_SERVED)}"
+                raise typer.BadParameter(message, param_hint="--parts")
+        with plain_errors():
+            servers = vars(settings_of(ServerSettings, given)) | {"seed": given["seed"]}
+            if not given["arms"]:
+                del servers["arms"]  # each part has its own default
+            settings = {name: benchmarks.command(name).settings(**servers) for name in chosen}
+            files = {name: given["out"] / f"{name}.json" for name in chosen}
+            measure(settings, files)
+            for name, path in files.items():
+                benchmarks.benchmark(name).show(path, path.with_suffix(".png"))
 
-
-def _serve_of() -> Any:
-    from vllm_nvmeof_bench.serve.arms import ServerSettings
-
+    out = typer.Option(help="Directory for one JSON file and picture each.")
     options = {
         "parts": (Annotated[str, typer.Option(help="Of ttft,hits,turns. Default: all.")], ""),
         **options_of(ServerSettings),
         "seed": (Annotated[int, typer.Option(help="Seed of the prompts and the order.")], 1),
-        "out": (
-            Annotated[Path, typer.Option(help="Directory for one JSON file and picture each.")],
-            Path("build/bench"),
-        ),
+        "out": (Annotated[Path, out], Path("build/bench")),
     }
-    return _command_of("serve", _with_options(_serve, options, _serve.__doc__ or ""))
+    text = (
+        "`bench ttft`, `hits` and `turns` one after the other on the same servers, by default "
+        "sizes.\n\nServers that are started here start once, and are large enough for all parts."
+    )
+    return _command_of("serve", serve, options, text)
 
 
 @bench_app.command("serve-report")

@@ -10,13 +10,12 @@ On the command line tuples are separated by commas; without the option the defau
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_bench.results import BenchError, size_name
-from vllm_nvmeof_offload.units import parse_bytes
+from vllm_nvmeof_bench.results import BenchError
 
 _KEY = "option"
 
@@ -25,32 +24,27 @@ _KEY = "option"
 class Option:
     """help: one sentence. flag: if it is not the field's name. min: of a number.
 
-    read: from a text, or a part of it between commas, to a value; ValueError is a usage error.
-    write: from a value to the text of the help. repeated: the option is given once per value.
-    argument: a positional argument, without a default.
+    in_bytes: a size, such as 64KiB. repeated: the option is given once per value. argument: a
+    positional argument, without a default. recorded: whether the conditions hold the value.
     """
 
     help: str
     flag: str = ""
     min: float | None = None
-    read: Callable[[str], Any] | None = None
-    write: Callable[[Any], str] = str
+    in_bytes: bool = False
     repeated: bool = False
     argument: bool = False
+    recorded: bool = True
 
 
-def option(default: Any, text: str, recorded: bool = True, **given: Any) -> Any:
-    """A field with an option; text: its help; `given`: fields of `Option`.
-
-    recorded: whether the conditions hold the value.
-    """
-    metadata = {_KEY: Option(text, **given), "recorded": recorded}
-    return field(default=default, metadata=metadata)
+def option(default: Any, text: str, **given: Any) -> Any:
+    """A field with an option; text: its help; `given`: fields of `Option`."""
+    return field(default=default, metadata={_KEY: Option(text, **given)})
 
 
 def size_option(default: Any, text: str, **given: Any) -> Any:
     """An option in bytes, such as 64KiB, or several of them."""
-    return option(default, text, read=parse_bytes, write=_size, **given)
+    return option(default, text, in_bytes=True, **given)
 
 
 def option_of(one: Any) -> Option | None:
@@ -61,12 +55,12 @@ def option_of(one: Any) -> Option | None:
 
 def recorded(settings: Any) -> dict[str, Any]:
     """The settings as conditions hold them: without paths, which are nobody else's business."""
-    kept = {
-        one.name
-        for one in fields(settings)
-        if one.metadata.get("recorded", True) and not isinstance(getattr(settings, one.name), Path)
-    }
-    return {name: value for name, value in asdict(settings).items() if name in kept}
+    found = asdict(settings)
+    for one in fields(settings):
+        declared = option_of(one)
+        if (declared and not declared.recorded) or isinstance(found[one.name], Path):
+            del found[one.name]
+    return found
 
 
 def check_names(what: str, given: Sequence[str], known: Sequence[str]) -> None:
@@ -85,7 +79,3 @@ def check_positive(settings: Any, *names: str) -> None:
         numbers = value if isinstance(value, tuple) else (value,)
         if not numbers or min(numbers) < 1:
             raise BenchError(f"{name.replace('_', ' ')} is at least 1")
-
-
-def _size(count: int) -> str:
-    return size_name(count).replace(" ", "")
