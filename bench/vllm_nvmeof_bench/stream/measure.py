@@ -1,14 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench stream`: its parts one after the other; here are those that run `vllm serve`.
 
-    load       one load of `sizes` × the CPU tier from a throttled pool, without vLLM (see `load`):
-                 ours       one LoadCommand: streamed, with as many landings as the manager has
-                 read       the bare I/O engine reads and checks the same chunks, no copy
-                 copy       the bare copy engine moves as many bytes from cache slots
-                 two_phase  all chunks into the CPU tier first, then from there; beyond the
-                            tier in rounds of one tier (vLLM's tiering would report a miss)
-               case "memory": copies as fast as memory is; "paced": as slow as the target, as
-               with a DMA engine that takes no CPU: only the overlap reaches the ratio
+    load       one load of `sizes` × the CPU tier from a throttled pool, without vLLM (see `load`)
     resume     a crowd that preempts: from room to the next token; arms reload, recompute.
                `demo.workload.resume_times_s` defines the time that a client can see
     prefetch   requests that wait in vLLM's queue, their KV only in a throttled pool; arms on,
@@ -17,10 +10,10 @@
                the first token; case "total": of the whole round
     admission  prompts that return, one at a time, while the target is throttled to
                `admission_mb_per_s`: time to first token; arms auto, always (load), never (no
-               offloading: recompute). The three servers run side by side and are asked in turn
+               offloading: recompute)
 
-The servers have a small random model on vLLM's CPU engine. Resume and prefetch run one server at
-a time, so their arms follow each other; within a server everything runs round by round.
+The servers have a small random model on vLLM's CPU engine. Resume runs one server at a time, so
+its arms follow each other. The servers of the other parts run side by side and are asked in turn.
 """
 
 from __future__ import annotations
@@ -30,7 +23,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,7 +37,7 @@ from vllm_nvmeof_bench.demo.workload import Plan, offload_spec, run_crowd, serve
 from vllm_nvmeof_bench.home import home_in
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.results import BenchError, dump
-from vllm_nvmeof_bench.servers.client import Answer, Client
+from vllm_nvmeof_bench.servers.client import Answer, Client, Metrics
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
 from vllm_nvmeof_bench.servers.server import OffloadSpec, Server, ServerSpec
 from vllm_nvmeof_bench.settings import recorded
@@ -68,7 +61,6 @@ _SETTLE_PAUSE_S = 0.1
 _NUDGE = [5, 6, 7]
 #: Measurements' names have so many parts and more; fewer: a step between measurements.
 _MEASUREMENT_PARTS = 3
-_AT_ONCE = 6
 #: Tokens of the computed answers that answers with loaded KV are compared with.
 _FIRST_TOKENS = 8
 
@@ -81,50 +73,50 @@ class ReturnPlan:
     """Prompts that are stored once and return in a circle, too many for GPU and CPU memory, so
     that a returning prompt is only in the pool.
 
-    count: prompts of `prompt_tokens`. tier_prompts: how many of them the CPU tier holds.
+    arms: the keys of each arm's server; None: it does not offload. count: prompts of
+    `prompt_tokens`. tier_prompts: how many of them the CPU tier holds. sent_at_once: requests that
+    a client has under way.
     """
 
+    part: str
+    arms: Mapping[str, Mapping[str, Any] | None]
     count: int
     tier_prompts: float
     prompt_tokens: int = 2000
     answer_tokens: int = 4
-    max_num_seqs: int = 1
+    sent_at_once: int = 1
 
     def prompts(self, seed: int) -> list[list[int]]:
         rng = np.random.default_rng([seed, 2000])
         return [random_tokens(rng, self.prompt_tokens, SHAPE) for _ in range(self.count)]
 
-    def server(
-        self, models: Path, target: Path | None, extra: Mapping[str, Any] | None = None
-    ) -> ServerSpec:
-        """Without offloading, or with a pool in `target` and the keys of `extra`; the GPU cache
-        holds little more than one request."""
+    def server(self, models: Path, home: Path, arm: str) -> ServerSpec:
+        """The GPU cache holds little more than one request; the pool is in `home`."""
         blocks = math.ceil((self.prompt_tokens + self.answer_tokens + 1) / _BLOCK_TOKENS)
-        offload = None
-        if target is not None:
+        offload, keys = None, self.arms[arm]
+        if keys is not None:
             prompt_bytes = self.prompt_tokens * SHAPE.kv_bytes_per_token
             slots = math.ceil(self.tier_prompts * prompt_bytes / _CHUNK_BYTES) + _STREAM_SLOTS
             settings = {
-                "targets": [str(target)],
+                "targets": [str(home / f"{self.part}-{arm}")],
                 "pool_bytes": math.ceil(1.5 * self.count * prompt_bytes) + 16 * MIB,
                 "chunk_bytes_min": _CHUNK_BYTES,
                 "stream_slots": _STREAM_SLOTS,
                 "read_deadline_ms": _READ_DEADLINE_MS,
             }
             size_gib = slots * slot_stride_bytes(_CHUNK_BYTES) / GIB
-            offload = OffloadSpec(size_gib, {**settings, **(extra or {})})
+            offload = OffloadSpec(size_gib, {**settings, **keys})
         return ServerSpec(
             model=make_model(models.resolve(), SHAPE),
             max_model_len=(blocks + 1) * _BLOCK_TOKENS,
             gpu_blocks=blocks + blocks // 4,
             block_size=_BLOCK_TOKENS,
-            max_num_seqs=self.max_num_seqs,
+            max_num_seqs=1,
             cores_reserved=0,
             offload=offload,
         )
 
     def facts(self, throttle: str, agreement: Agreement) -> dict[str, Any]:
-        """For the conditions."""
         return {
             "throttle": throttle,
             "prompts": self.count,
@@ -160,49 +152,17 @@ class Agreement:
 
 @contextmanager
 def _served(spec: ServerSpec, name: str, home: Path, on_step: OnStep) -> Iterator[Server]:
-    """A server that answers.
-
-    Raises:
-        ServerError: it did not start, with the end of its output.
-    """
+    """Raises: ServerError: it did not start, with the end of its output."""
     on_step(f"{name} · starting a server")
     with Server(spec, home / "logs" / f"{name.replace(' ', '-')}.log") as server:
         yield server.wait_ready()
 
 
-async def _settle(client: Client, offloads: bool) -> None:
-    """Wait until the pool has everything; a short request makes vLLM publish its gauges.
-
-    Raises:
-        BenchError: writes are still pending after `_SETTLE_S_MAX`.
-    """
-    pending = ("vllm:nvmeof_writes_pending", "vllm:nvmeof_write_backlog")
-    deadline = time.monotonic() + _SETTLE_S_MAX
-    while True:
-        await client.complete(_NUDGE, 2)
-        if not offloads:
-            return
-        now = await client.metrics()
-        if all(now.has(name) and now.value(name) == 0 for name in pending):
-            return
-        if time.monotonic() > deadline:
-            raise BenchError(f"writes to the pool were still pending after {_SETTLE_S_MAX:.0f} s")
-        await asyncio.sleep(_SETTLE_PAUSE_S)
-
-
-async def _loaded_tokens(client: Client) -> int:
-    """Tokens loaded so far, by the server's own counters; a short request publishes them."""
-    await client.complete(_NUDGE, 2)
-    return int((await client.metrics()).value("vllm:nvmeof_loaded_tokens_total"))
-
-
-def _rows(
-    part: str, case: str, arm: str, number: int, times: Sequence[float], loaded: int
-) -> list[Sample]:
-    """One sample per time."""
+def _rows(times: Sequence[float], loaded_tokens: int, *common: Any) -> list[Sample]:
+    """One sample per time; common: the samples' first fields, part to round."""
     return [
-        Sample(part, case, arm, None, number, i, round(seconds, 6), loaded_tokens=loaded)
-        for i, seconds in enumerate(times)
+        Sample(*common, number, round(seconds, 6), loaded_tokens=loaded_tokens)
+        for number, seconds in enumerate(times)
     ]
 
 
@@ -233,12 +193,12 @@ def _measure_resume(settings: Settings, home: Path, on_step: OnStep) -> Found:
                 before = await client.metrics()
                 result = await run_crowd(client, replace(plan, crowd=crowd), shape)
                 name = "vllm:nvmeof_reloaded_tokens_total"
-                grown = (await client.metrics()).value(name) - before.value(name)
-                each = round(grown / max(1, result.preemptions))
+                loaded = (await client.metrics()).value(name) - before.value(name)
+                each = round(loaded / max(1, result.preemptions))
                 preemptions[arm] += result.preemptions
                 for index, answer in enumerate(result.answers):
                     agreement.add(f"{number} {index}", answer)
-                found += _rows("resume", "crowd", arm, number, result.resumes_s, each)
+                found += _rows(result.resumes_s, each, "resume", "crowd", arm, None, number)
         return found
 
     for arm in _RESUME_ARMS:
@@ -259,142 +219,158 @@ def _measure_resume(settings: Settings, home: Path, on_step: OnStep) -> Found:
     }
 
 
-# -- prefetch -----------------------------------------------------------------------------
+# -- prompts that return ------------------------------------------------------------------
 
-_PREFETCH_PLAN = ReturnPlan(count=18, tier_prompts=8.2, answer_tokens=64)
 #: Only loads are compared here: no arm may find that recomputing is faster.
-_PREFETCH_ARMS: dict[str, dict[str, Any]] = {
-    "off": {"admission": "always", "prefetch_cache_share": 0.0, "reload_cache_share": 0.0},
-    "on": {"admission": "always"},
-}
+PREFETCH = ReturnPlan(
+    "prefetch",
+    {
+        "off": {"admission": "always", "prefetch_cache_share": 0.0, "reload_cache_share": 0.0},
+        "on": {"admission": "always"},
+    },
+    count=18,
+    tier_prompts=8.2,
+    answer_tokens=64,
+    sent_at_once=6,
+)
+ADMISSION = ReturnPlan(
+    "admission",
+    {"never": None, "always": {"admission": "always"}, "auto": {"admission": "auto"}},
+    count=12,
+    tier_prompts=4.0,
+)
 
 
-def _measure_prefetch(settings: Settings, home: Path, on_step: OnStep) -> Found:
-    plan = _PREFETCH_PLAN
-    prompts = plan.prompts(settings.seed)
-    samples: list[Sample] = []
-    agreement = Agreement()
-    prefetched: dict[str, int] = {}
+class _Circle:
+    """An arm's server, which is sent the plan's prompts in a circle. metrics: the last ones."""
 
-    async def rounds(server: Server, throttle: Throttle, arm: str) -> None:
-        async with Client(server.url) as client:
-            on_step(f"prefetch · computing everything once, {arm}")
-            for index, prompt in enumerate(prompts):
-                agreement.add(str(index), await client.complete(prompt, _FIRST_TOKENS))
-            await _settle(client, offloads=True)
-            throttle.add_group(server.pid)
-            throttle.limit(read_bytes_per_s=settings.prefetch_mb_per_s * MB)
-            for number in range(settings.server_rounds):
-                on_step(f"prefetch · round {number + 1} · {_AT_ONCE} requests at once · {arm}")
-                chosen = [(number * _AT_ONCE + i) % len(prompts) for i in range(_AT_ONCE)]
-                before = await _loaded_tokens(client)
-                sent = (client.complete(prompts[i], plan.answer_tokens) for i in chosen)
-                answers = await asyncio.gather(*sent)
-                each = round((await _loaded_tokens(client) - before) / _AT_ONCE)
-                for index, answer in zip(chosen, answers, strict=True):
-                    agreement.add(str(index), answer)
-                ordered = sorted(answers, key=lambda answer: answer.times[0])
-                pairs = itertools.pairwise(ordered)
-                turns = [right.times[0] - left.times[-1] for left, right in pairs]
-                total = max(one.times[-1] for one in answers) - min(one.sent for one in answers)
-                samples.extend(_rows("prefetch", "turn", arm, number, turns, each))
-                samples.extend(_rows("prefetch", "total", arm, number, [total], each))
-            metrics = await client.metrics()
-            prefetched[arm] = int(metrics.value("vllm:nvmeof_prefetches_total"))
+    def __init__(
+        self, plan: ReturnPlan, arm: str, server: Server, seed: int, agreement: Agreement
+    ) -> None:
+        self.arm = arm
+        self.offloads = plan.arms[arm] is not None
+        self.metrics = Metrics("")
+        self._plan = plan
+        self._server = server
+        self._agreement = agreement
+        self._prompts = itertools.cycle(enumerate(plan.prompts(seed)))
 
-    for arm, keys in _PREFETCH_ARMS.items():
-        spec = plan.server(settings.models, home / f"prefetch-{arm}", keys)
-        name = f"prefetch {arm}"
-        with Throttle(home) as throttle, _served(spec, name, home, on_step) as server:
-            asyncio.run(rounds(server, throttle, arm))
-    return samples, {
-        **plan.facts(throttle.kind, agreement),
-        "read_mb_per_s": settings.prefetch_mb_per_s,
-        "sent_at_once": _AT_ONCE,
-        "prefetched_chunks": prefetched,
-    }
+    async def prepare(self, throttle: Throttle) -> None:
+        """Compute and store everything once, and have the server throttled from then on.
+
+        Raises:
+            BenchError: writes to the pool are still pending after `_SETTLE_S_MAX`.
+        """
+        await self.ask(self._plan.count, min(_FIRST_TOKENS, self._plan.answer_tokens))
+        if not self.offloads:
+            return
+        pending = ("vllm:nvmeof_writes_pending", "vllm:nvmeof_write_backlog")
+        deadline = time.monotonic() + _SETTLE_S_MAX
+        while not all(self.metrics.has(one) and not self.metrics.value(one) for one in pending):
+            if time.monotonic() > deadline:
+                raise BenchError(f"writes to the pool still pended after {_SETTLE_S_MAX:.0f} s")
+            await asyncio.sleep(_SETTLE_PAUSE_S)
+            async with Client(self._server.url) as client:
+                await self._measure(client)
+        throttle.add_group(self._server.pid)
+
+    async def ask(self, count: int, tokens: int = 0) -> tuple[list[Answer], int]:
+        """The answers to the next prompts, and how many tokens were loaded per prompt.
+
+        tokens: of each answer; 0: as many as the plan has.
+        """
+        chosen = list(itertools.islice(self._prompts, count))
+        turns = asyncio.Semaphore(self._plan.sent_at_once)
+
+        async def send(prompt: list[int]) -> Answer:
+            async with turns:
+                return await client.complete(prompt, tokens or self._plan.answer_tokens)
+
+        async with Client(self._server.url) as client:
+            before = await self._measure(client)
+            answers = await asyncio.gather(*(send(prompt) for _, prompt in chosen))
+            loaded = await self._measure(client) - before
+        for (index, _), answer in zip(chosen, answers, strict=True):
+            self._agreement.add(str(index), answer)
+        return answers, round(loaded / count)
+
+    async def _measure(self, client: Client) -> float:
+        """Tokens loaded so far. A short request makes vLLM publish its counters."""
+        await client.complete(_NUDGE, 2)
+        self.metrics = await client.metrics()
+        return self.metrics.value("vllm:nvmeof_loaded_tokens_total")
 
 
-# -- admission ----------------------------------------------------------------------------
-
-_ADMISSION_PLAN = ReturnPlan(count=12, tier_prompts=4.0)
-_ADMISSION_ARMS: dict[str, dict[str, Any] | None] = {
-    "never": None,
-    "always": {"admission": "always"},
-    "auto": {"admission": "auto"},
-}
+Batch = Callable[[_Circle, int, int], Coroutine[Any, Any, list[Sample]]]
 
 
-def _measure_admission(settings: Settings, home: Path, on_step: OnStep) -> Found:
-    """The order of the rates is drawn from the seed. At each rate, in each round, a server first
-    gets some requests that are not kept, to learn that the rate has changed."""
+def _measure_returns(
+    plan: ReturnPlan, batch: Batch, rates: Sequence[int], settings: Settings, home: Path,
+    on_step: OnStep,
+) -> Found:  # fmt: skip
+    """The order of the rates and the arms is drawn from the seed."""
     samples: list[Sample] = []
     agreement = Agreement()
 
     async def measure() -> None:
-        for arm in arms:
-            on_step(f"admission · computing everything once, {arm.name}")
-            await arm.prepare(throttle)
+        for circle in circles:
+            on_step(f"{plan.part} · computing everything once, {circle.arm}")
+            await circle.prepare(throttle)
         for number in range(settings.server_rounds):
             dice = random.Random(f"{settings.seed} {number}")
-            rates = dice.sample(settings.admission_mb_per_s, len(settings.admission_mb_per_s))
-            for place, rate in enumerate(rates):
+            for place, rate in enumerate(dice.sample(rates, len(rates))):
                 throttle.limit(read_bytes_per_s=rate * MB or None)
-                for arm in dice.sample(arms, len(arms)):
-                    if arm.offloads or not place:  # computing does not depend on the rate
+                for circle in dice.sample(circles, len(circles)):
+                    if circle.offloads or not place:  # computing does not depend on the rate
                         name = throttle_name(rate)
-                        on_step(f"admission · round {number + 1} · {name} · {arm.name}")
-                        samples.extend(await arm.batch(number, rate if arm.offloads else None))
+                        on_step(f"{plan.part} · round {number + 1} · {name} · {circle.arm}")
+                        samples.extend(await batch(circle, number, rate))
 
     with ExitStack() as running:
         throttle = running.enter_context(Throttle(home))
-        arms = []
-        for name, extra in _ADMISSION_ARMS.items():
-            target = None if extra is None else home / f"admission-{name}"
-            spec = _ADMISSION_PLAN.server(settings.models, target, extra)
-            server = running.enter_context(_served(spec, f"admission {name}", home, on_step))
-            arms.append(_AdmissionArm(server, name, settings, agreement))
+        circles = []
+        for arm in plan.arms:
+            spec = plan.server(settings.models, home, arm)
+            server = running.enter_context(_served(spec, f"{plan.part} {arm}", home, on_step))
+            circles.append(_Circle(plan, arm, server, settings.seed, agreement))
         asyncio.run(measure())
-        return samples, _ADMISSION_PLAN.facts(throttle.kind, agreement)
+        return samples, plan.facts(throttle.kind, agreement)
 
 
-class _AdmissionArm:
-    """One server, and its position in the circle of prompts."""
+def _measure_prefetch(settings: Settings, home: Path, on_step: OnStep) -> Found:
+    prefetched: dict[str, int] = {}
 
-    def __init__(self, server: Server, name: str, settings: Settings, agreement: Agreement) -> None:
-        self.name = name
-        self.offloads = name != "never"
-        self._server = server
-        self._settings = settings
-        self._agreement = agreement
-        self._circle = itertools.cycle(enumerate(_ADMISSION_PLAN.prompts(settings.seed)))
+    async def batch(circle: _Circle, number: int, rate: int) -> list[Sample]:
+        answers, each = await circle.ask(PREFETCH.sent_at_once)
+        prefetched[circle.arm] = int(circle.metrics.value("vllm:nvmeof_prefetches_total"))
+        ordered = sorted(answers, key=lambda answer: answer.times[0])
+        turns = [b.times[0] - a.times[-1] for a, b in itertools.pairwise(ordered)]
+        total = max(one.times[-1] for one in answers) - min(one.sent for one in answers)
+        return [
+            *_rows(turns, each, "prefetch", "turn", circle.arm, None, number),
+            *_rows([total], each, "prefetch", "total", circle.arm, None, number),
+        ]
 
-    async def prepare(self, throttle: Throttle) -> None:
-        """Compute and store everything once."""
-        async with Client(self._server.url) as client:
-            for _ in range(_ADMISSION_PLAN.count):
-                await self._ask(client)
-            await _settle(client, self.offloads)
-        if self.offloads:
-            throttle.add_group(self._server.pid)
+    rates = (settings.prefetch_mb_per_s,)
+    samples, facts = _measure_returns(PREFETCH, batch, rates, settings, home, on_step)
+    return samples, {
+        **facts,
+        "read_mb_per_s": settings.prefetch_mb_per_s,
+        "sent_at_once": PREFETCH.sent_at_once,
+        "prefetched_chunks": prefetched,
+    }
 
-    async def batch(self, number: int, at: float | None) -> list[Sample]:
-        """Requests at one rate; the first of them are not kept."""
-        async with Client(self._server.url) as client:
-            for _ in range(self._settings.warm_requests):
-                await self._ask(client)
-            before = await _loaded_tokens(client)
-            times = [await self._ask(client) for _ in range(self._settings.requests)]
-            each = round((await _loaded_tokens(client) - before) / len(times))
-        rows = _rows("admission", "ttft", self.name, number, times, each)
-        return [replace(row, at=at) for row in rows]
 
-    async def _ask(self, client: Client) -> float:
-        """Send the next prompt of the circle; return the seconds to its first token."""
-        index, prompt = next(self._circle)
-        answer = await client.complete(prompt, _ADMISSION_PLAN.answer_tokens)
-        self._agreement.add(str(index), answer)
-        return answer.ttft_s
+def _measure_admission(settings: Settings, home: Path, on_step: OnStep) -> Found:
+    async def batch(circle: _Circle, number: int, rate: int) -> list[Sample]:
+        await circle.ask(settings.warm_requests)  # the server learns that the rate has changed
+        answers, each = await circle.ask(settings.requests)
+        at = rate if circle.offloads else None
+        times = [one.ttft_s for one in answers]
+        return _rows(times, each, "admission", "ttft", circle.arm, at, number)
+
+    rates = settings.admission_mb_per_s
+    return _measure_returns(ADMISSION, batch, rates, settings, home, on_step)
 
 
 # -- the run ------------------------------------------------------------------------------
@@ -402,7 +378,7 @@ class _AdmissionArm:
 _PARTS: dict[str, tuple[Callable[[Settings, Path, OnStep], Found], Callable[[Settings], int]]] = {
     "load": (measure_load, load_steps),
     "resume": (_measure_resume, lambda one: one.server_rounds * len(_RESUME_ARMS)),
-    "prefetch": (_measure_prefetch, lambda one: one.server_rounds * len(_PREFETCH_ARMS)),
+    "prefetch": (_measure_prefetch, lambda one: one.server_rounds * len(PREFETCH.arms)),
     "admission": (
         _measure_admission,
         lambda one: one.server_rounds * (1 + 2 * len(one.admission_mb_per_s)),
@@ -420,7 +396,7 @@ def run(
     on_progress: OnProgress = unheard,
     on_part: Callable[[list[Sample], dict[str, Any]], None] = lambda samples, conditions: None,
 ) -> Found:
-    """Measure in a new directory, which is deleted at the end; return samples and conditions.
+    """Measure in a new directory; return samples and conditions.
 
     on_part: gets all of that after each part, so that a later part that fails loses only itself.
 

@@ -3,17 +3,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from vllm_nvmeof_bench.servers.client import Answer
 from vllm_nvmeof_bench.stream.load import PARTS, Settings
-from vllm_nvmeof_bench.stream.measure import SHAPE, Agreement, ReturnPlan, steps
+from vllm_nvmeof_bench.stream.measure import (
+    ADMISSION,
+    PREFETCH,
+    SHAPE,
+    Agreement,
+    ReturnPlan,
+    steps,
+)
 
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.units import GIB
 
-PLAN = ReturnPlan(count=12, tier_prompts=4.0)
+PLAN = ADMISSION
 
 
 def answer(*tokens: int) -> Answer:
@@ -37,21 +45,24 @@ def test_prompts_are_the_same_for_a_seed_and_differ_from_each_other() -> None:
     assert {len(prompt) for prompt in prompts} == {PLAN.prompt_tokens}
 
 
-@pytest.mark.parametrize("extra", [{"admission": "always"}, {"prefetch_cache_share": 0.0}])
+@pytest.mark.parametrize(
+    ("plan", "arm"),
+    [(PLAN, "always"), (replace(PLAN, answer_tokens=64), "auto"), (PREFETCH, "off")],
+)
 def test_a_server_is_told_keys_that_exist_and_sizes_that_fit(
-    tmp_path: Path, extra: dict[str, object]
+    tmp_path: Path, plan: ReturnPlan, arm: str
 ) -> None:
-    spec = PLAN.server(tmp_path / "models", tmp_path / "pool", extra)
+    spec = plan.server(tmp_path / "models", tmp_path, arm)
     assert spec.offload is not None
     assert spec.offload.size_gib is not None
     settings = parse_config(dict(spec.offload.extra))
-    prompt_bytes = PLAN.prompt_tokens * SHAPE.kv_bytes_per_token
+    prompt_bytes = plan.prompt_tokens * SHAPE.kv_bytes_per_token
     assert settings.pool_bytes is not None
-    assert settings.pool_bytes > PLAN.count * prompt_bytes > spec.offload.size_gib * GIB
-    needed = PLAN.prompt_tokens + PLAN.answer_tokens
-    assert needed <= spec.gpu_tokens < 2 * PLAN.prompt_tokens
+    assert settings.pool_bytes > plan.count * prompt_bytes > spec.offload.size_gib * GIB
+    needed = plan.prompt_tokens + plan.answer_tokens
+    assert needed <= spec.gpu_tokens < 2 * plan.prompt_tokens
     assert spec.max_model_len > needed
-    assert PLAN.server(tmp_path / "models", None).offload is None
+    assert PLAN.server(tmp_path / "models", tmp_path, "never").offload is None
 
 
 def test_every_part_knows_how_much_it_measures() -> None:
