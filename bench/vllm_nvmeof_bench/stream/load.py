@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import random
 import select
@@ -31,6 +32,7 @@ from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.settings import check_names, check_positive, option
 from vllm_nvmeof_bench.stream.report import ARMS, PARTS, Sample
 from vllm_nvmeof_bench.throttle import Throttle
+from vllm_nvmeof_offload import protocol
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
@@ -41,17 +43,10 @@ from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import (
-    Command,
-    FetchCommand,
     LoadChunk,
-    LoadCommand,
     OpKind,
-    OpReport,
     SlotIdentity,
-    StoreChunk,
-    StoreCommand,
     Urgency,
-    WriteCommand,
 )
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import GIB, HEADER_BYTES, KIB, MIB, slot_stride_bytes
@@ -62,6 +57,7 @@ from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferPipeline
 MB = 1_000_000
 _STREAM_SLOTS_MAX = 64
 _NO_PIECES: Descriptors = np.empty((0, 3), np.uint64)
+_PRODUCT = parse_config({})
 _TABLE_ENTRY_BYTES = 64
 _KEY_BYTES = 36
 _STALL_S = 120.0
@@ -192,8 +188,8 @@ class Rig:
 
     def __init__(self, directory: Path, settings: Settings) -> None:
         self.settings = settings
+        self.op = itertools.count(1).__next__
         self._stack = contextlib.ExitStack()
-        self._ops = 0
         try:
             self._open(directory, settings)
         except BaseException:
@@ -206,8 +202,8 @@ class Rig:
         self._written = np.frombuffer(rng.bytes(count * settings.chunk_bytes), np.uint8)
         self._written = self._written.reshape(count * per_chunk, settings.block_bytes)
         self._ids = rng.permutation(count * per_chunk).astype(np.int32).reshape(count, per_chunk)
-        size = settings.block_bytes
-        tensor = CacheTensor(self._allocate(), size, size, count * per_chunk)
+        block = settings.block_bytes
+        tensor = CacheTensor(self._allocate(), block, block, count * per_chunk)
         self._geometry = ChunkGeometry([tensor], per_chunk)
         self.identities = [
             SlotIdentity(number.to_bytes(_KEY_BYTES, "little"), 1) for number in range(count)
@@ -262,18 +258,17 @@ class Rig:
 
     def _engine(self, pool: Pool, staging: Staging) -> IoEngine:
         """An engine with the product's limits, closed before the pool and staging are."""
-        limits, base = IoLimits.of(parse_config({})), staging.map.base_address
-        engine, _ = choose_io_engine(self.settings.io_engine, pool, staging.view, base, limits)
+        name, limits = self.settings.io_engine, IoLimits.of(_PRODUCT)
+        engine, _ = choose_io_engine(name, pool, staging.view, staging.map.base_address, limits)
         self._stack.callback(engine.close)
         return engine
 
     def _handed_over_max(self, engine: IoEngine) -> int:
         """As `worker.build` sets it: twice the engine's depth."""
-        config = parse_config({})
         if "threads" in engine.name:
-            return 2 * config.io_threads
-        at_work = config.read_bytes_in_flight_max // self.settings.slot_bytes
-        return 2 * min(config.io_depth, max(1, at_work))
+            return 2 * _PRODUCT.io_threads
+        at_work = _PRODUCT.read_bytes_in_flight_max // self.settings.slot_bytes
+        return 2 * min(_PRODUCT.io_depth, max(1, at_work))
 
     def close(self) -> None:
         """Close the thread first, then engines, memory, files."""
@@ -281,21 +276,17 @@ class Rig:
 
     # -- transfers --------------------------------------------------------------------
 
-    def op(self) -> int:
-        self._ops += 1
-        return self._ops
-
     def pieces(self, chunk: int) -> Descriptors:
         return self._geometry.pieces(self._ids[chunk], 0)
 
     def start(self, chunks: Sequence[LoadChunk], pieces: Sequence[Descriptors]) -> int:
         """Hand over one load; return its op."""
-        command = LoadCommand(self.op(), tuple(chunks))
+        command = protocol.LoadCommand(self.op(), tuple(chunks))
         fence = self.copy.record_fence()
         self.runner.hand_over(lambda p: p.load(command, pieces, fence), command.op)
         return command.op
 
-    def apply(self, command: Command) -> None:
+    def apply(self, command: protocol.Command) -> None:
         self.runner.hand_over(lambda p: p.command(command))
 
     def check(self) -> int:
@@ -305,7 +296,7 @@ class Rig:
             BenchError: a chunk failed.
         """
         finished, reports, _ = self.runner.take()
-        outcomes = [report for report in reports if isinstance(report, OpReport)]
+        outcomes = [report for report in reports if isinstance(report, protocol.OpReport)]
         for one in (*finished, *outcomes):
             if one.failures:
                 raise BenchError(f"a transfer failed: {one.failures[0][1]}")
@@ -317,8 +308,8 @@ class Rig:
         tier = self.settings.cache_slots
         for first in range(0, len(self.identities), tier):
             numbers = range(first, min(first + tier, len(self.identities)))
-            chunks = tuple(StoreChunk(self.identities[one], one - first) for one in numbers)
-            store = StoreCommand(self.op(), chunks)
+            chunks = (protocol.StoreChunk(self.identities[one], one - first) for one in numbers)
+            store = protocol.StoreCommand(self.op(), tuple(chunks))
             pieces = [self.pieces(number) for number in numbers]
             fence = self.copy.record_fence()
             self.runner.hand_over(
@@ -327,7 +318,7 @@ class Rig:
             )
             for one in numbers:
                 identity = self.identities[one]
-                self.apply(WriteCommand(self.op(), identity, one - first, one))
+                self.apply(protocol.WriteCommand(self.op(), identity, one - first, one))
             left, end_s = 1 + len(numbers), time.monotonic() + _STALL_S
             while left := left - self.check():
                 if time.monotonic() > end_s:
@@ -371,13 +362,14 @@ class Rig:
 
     def staged_pieces(self, count: int) -> Descriptors:
         """The pieces of the first chunks, each out of some cache slot."""
-        parts = []
-        for number in range(count):
-            part = self.pieces(number).copy()
-            address = self.staging.cache_address(number % self.staging.cache_slots)
-            part[:, 1] += np.uint64(address + HEADER_BYTES)
-            parts.append(part)
-        return np.concatenate(parts)
+        slots = (number % self.staging.cache_slots for number in range(count))
+        addresses = [self.staging.cache_address(slot) + HEADER_BYTES for slot in slots]
+        return np.concatenate(
+            [
+                self.pieces(number) + np.array([0, address, 0], np.uint64)
+                for number, address in enumerate(addresses)
+            ]
+        )
 
     # -- contents ---------------------------------------------------------------------
 
@@ -483,8 +475,8 @@ def _two_phase(rig: Rig, count: int, pieces: list[Descriptors]) -> None:
         numbers = range(first, min(first + tier, count))
         chunks = [LoadChunk(rig.identities[i], i - first, None) for i in numbers]
         for i, chunk in zip(numbers, chunks, strict=True):
-            fetch = FetchCommand(rig.op(), chunk.identity, i, i - first, Urgency.DEMAND)
-            rig.apply(fetch)
+            slot = i - first
+            rig.apply(protocol.FetchCommand(rig.op(), chunk.identity, i, slot, Urgency.DEMAND))
         # A load that moves nothing waits behind the fetches: it ends when the last one has.
         rig.runner.wait([rig.start(chunks, [_NO_PIECES] * len(chunks))])
         rig.runner.wait([rig.start(chunks, [pieces[i] for i in numbers])])

@@ -11,37 +11,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from vllm_nvmeof_bench import plots, results
 from vllm_nvmeof_bench.benchmark import Benchmark
-from vllm_nvmeof_bench.plots import (
-    BLACK,
-    BLUE,
-    GREY,
-    RED,
-    Style,
-    finish,
-    line,
-    picture,
-    size_axis,
-    where_measured,
-)
-from vllm_nvmeof_bench.results import (
-    PERCENTILES_FROM,
-    Figure,
-    Goal,
-    at_most,
-    mean,
-    median_of,
-    ratio_of_medians,
-    select,
-    spread_of,
-    values_of,
-    worst,
-)
+from vllm_nvmeof_bench.plots import Style, finish
+from vllm_nvmeof_bench.results import Figure, Goal, at_most, median_of, select, spread_of, values_of
 from vllm_nvmeof_bench.tables import NOTHING, Column, disk_in, load_in, number, table
 from vllm_nvmeof_offload.units import GIB
 
@@ -130,16 +109,18 @@ def load_ratio(samples: Samples, case: str, size: float) -> Figure | None:
 def _ratio(samples: Samples, part: str, case: str) -> Figure | None:
     """The median of the part's first arm over that of its second."""
     above, below = ({"part": part, "case": case, "arm": arm} for arm in ARMS[part])
-    return ratio_of_medians(samples, "seconds", above, below)
+    return results.ratio_of_medians(samples, "seconds", above, below)
+
+
+def _first_token_s(samples: Samples, arm: str, at: float) -> list[float]:
+    """Times of the part admission at one throttle, which the arm never is independent of."""
+    throttle = None if arm == "never" else at
+    return values_of(samples, "seconds", part="admission", arm=arm, at=throttle)
 
 
 def admission_ratio(samples: Samples, at: float) -> Figure | None:
-    """auto over the better of always and never, at one throttle, which never is independent of."""
-    chosen = select(samples, part="admission")
-    times = [
-        values_of(chosen, "seconds", arm=arm, at=None if arm == "never" else at)
-        for arm in ARMS["admission"]
-    ]
+    """auto over the better of always and never, at one throttle."""
+    times = [_first_token_s(samples, arm, at) for arm in ARMS["admission"]]
     if not all(times):
         return None
     auto, always, never = map(statistics.median, times)
@@ -155,7 +136,7 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
     if "load" in wanted:
         for case, what in (("memory", "load"), ("paced", "load, slow copies")):
             sizes = places(samples, "load", case)
-            found = worst((load_ratio(samples, case, size) for size in sizes), max)
+            found = results.worst((load_ratio(samples, case, size) for size in sizes), max)
             rows.append(at_most(f"{what} / larger of read and copy alone", _LOAD_MAX, found))
     for part, case, name in (
         ("resume", "crowd", "resume after preemption / recomputed"),
@@ -166,7 +147,7 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
     if "admission" in wanted:
         ratios = (admission_ratio(samples, at) for at in places(samples, "admission"))
         name = "admission / better of load and recompute"
-        rows.append(at_most(name, _ADMISSION_MAX, worst(ratios, max)))
+        rows.append(at_most(name, _ADMISSION_MAX, results.worst(ratios, max)))
     parts = conditions.get("parts", {}).values()
     answers = [part["answers"] for part in parts if "answers" in part]
     if answers:
@@ -215,7 +196,7 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
     if select(samples, part="admission"):
         yield _admission_table(samples)
     if samples:
-        yield f"median, smallest to largest (p5 to p95 from {PERCENTILES_FROM} values on)"
+        yield f"median, smallest to largest (p5 to p95 from {results.PERCENTILES_FROM} values on)"
 
 
 def _time(values: Sequence[float], alone: bool = False) -> str:
@@ -224,45 +205,35 @@ def _time(values: Sequence[float], alone: bool = False) -> str:
     if spread is None:
         return NOTHING
     scale, unit = (1, "s") if spread.median >= 1 else (1000, "ms")
-    form = "{:.2f}" if unit == "s" else "{:.1f}" if spread.median < 0.1 else "{:.0f}"
-    found = (spread.median, spread.low, spread.high)
-    middle, low, high = (form.format(scale * value) for value in found)
+    digits = 2 if unit == "s" else 1 if spread.median < 0.1 else 0
+    middle, low, high = (
+        f"{scale * value:.{digits}f}" for value in (spread.median, spread.low, spread.high)
+    )
     return f"{middle} {unit}" if alone else f"{middle} {unit} [dim]{low}–{high}[/]"
 
 
 def _load_table(samples: Samples, case: str, title: str) -> Table:
     """One row per size; ratios are of arms of one round, other arms show only their median."""
+    chosen = select(samples, part="load", case=case)
 
-    def times(arm: str) -> Callable[[float], str]:
-        return lambda size: _time(
-            values_of(samples, "seconds", part="load", case=case, arm=arm, at=size),
-            alone=arm != "ours",
-        )
+    def time(size: float, arm: str) -> str:
+        return _time(values_of(chosen, "seconds", arm=arm, at=size), alone=arm != "ours")
 
-    def ratio(*below: str) -> Callable[[float], str]:
-        def cell(size: float) -> str:
-            one = spread_of(round_ratios(samples, "ours", below, case, size))
-            if one is None:
-                return NOTHING
-            return f"{one.median:.3f} [dim]{one.low:.3f}–{one.high:.3f}[/]"
+    def ratio(size: float, *below: str) -> str | None:
+        one = spread_of(round_ratios(samples, "ours", below, case, size))
+        return one and f"{one.median:.3f} [dim]{one.low:.3f}–{one.high:.3f}[/]"
 
-        return cell
-
-    def cpu(*arms: str) -> Callable[[float], float | None]:
-        def cell(size: float) -> float | None:
-            chosen = select(samples, part="load", case=case, at=size)
-            found = [median_of(chosen, "cpu_s_per_gib", arm=arm) for arm in arms]
-            return None if None in found else sum(found)
-
-        return cell
+    def cpu(size: float, *arms: str) -> float | None:
+        found = [median_of(chosen, "cpu_s_per_gib", arm=arm, at=size) for arm in arms]
+        return None if None in found else sum(found)
 
     columns = (
         Column("× tier", lambda size: size, "{:g}"),
-        *(Column(arm.replace("_", " "), times(arm)) for arm in ARMS["load"]),
-        Column("ours / larger alone", ratio("read", "copy")),
-        Column("ours / two phase", ratio("two_phase")),
-        Column("CPU s/GiB", cpu("ours"), "{:.2f}"),
-        Column("read + copy", cpu("read", "copy"), "{:.2f}"),
+        *(Column(arm.replace("_", " "), partial(time, arm=arm)) for arm in ARMS["load"]),
+        Column("ours / larger alone", lambda size: ratio(size, "read", "copy")),
+        Column("ours / two phase", lambda size: ratio(size, "two_phase")),
+        Column("CPU s/GiB", lambda size: cpu(size, "ours"), "{:.2f}"),
+        Column("read + copy", lambda size: cpu(size, "read", "copy"), "{:.2f}"),
     )
     made = table(title, columns, places(samples, "load", case))
     made.caption_justify = "left"
@@ -276,20 +247,19 @@ def _load_table(samples: Samples, case: str, title: str) -> Table:
 
 def _loaded(samples: Samples, **wanted: object) -> str:
     """Mean of the tokens loaded per request."""
-    return number(mean(values_of(samples, "loaded_tokens", **wanted)), "{:.0f}")
+    return number(results.mean(values_of(samples, "loaded_tokens", **wanted)), "{:.0f}")
 
 
 def _pair_table(samples: Samples, part: str, case: str, title: str) -> Table:
     """Ours above the other arm, and the ratio of their medians."""
     ratio = _ratio(samples, part, case)
+    ratios = {ARMS[part][0]: ratio.value} if ratio else {}
     chosen = select(samples, part=part, case=case)
     columns = (
         Column(part, str),
         Column("time", lambda arm: _time(values_of(chosen, "seconds", arm=arm))),
         Column("n", lambda arm: len(select(chosen, arm=arm))),
-        Column(
-            "ratio", lambda arm: (ratio and arm == ARMS[part][0] and f"{ratio.value:.3f}") or None
-        ),
+        Column("ratio", ratios.get, "{:.3f}"),
         Column("loaded tokens", lambda arm: _loaded(chosen, arm=arm)),
     )
     return table(title, columns, ARMS[part])
@@ -297,21 +267,18 @@ def _pair_table(samples: Samples, part: str, case: str, title: str) -> Table:
 
 def _admission_table(samples: Samples) -> Table:
     chosen = select(samples, part="admission")
+    titles = {"auto": "auto", "always": "always (load)", "never": "never (recompute)"}
 
-    def times(arm: str) -> Callable[[float], str]:
-        return lambda at: _time(
-            values_of(chosen, "seconds", arm=arm, at=None if arm == "never" else at)
-        )
+    def time(at: float, arm: str) -> str:
+        return _time(_first_token_s(samples, arm, at))
 
     def ratio(at: float) -> float | None:
         found = admission_ratio(samples, at)
-        return None if found is None else found.value
+        return found and found.value
 
     columns = (
         Column("pool reads", throttle_name),
-        Column("auto", times("auto")),
-        Column("always (load)", times("always")),
-        Column("never (recompute)", times("never")),
+        *(Column(title, partial(time, arm=arm)) for arm, title in titles.items()),
         Column("auto / better", ratio, "{:.3f}"),
         Column("tokens auto loads", lambda at: _loaded(chosen, arm="auto", at=at)),
         Column("n", lambda at: len(select(chosen, arm="auto", at=at))),
@@ -322,19 +289,19 @@ def _admission_table(samples: Samples) -> Table:
 # -- picture ------------------------------------------------------------------------------
 
 _LOAD_LINES = (
-    ("ours", "memory", Style(BLUE, "o", "ours / larger of read and copy alone")),
-    ("two_phase", "memory", Style(RED, "v", "two phases / the same")),
-    ("ours", "paced", Style(BLUE, "s", "ours, copies as slow as the target", "--")),
-    ("two_phase", "paced", Style(RED, "^", "two phases, copies as slow", "--")),
+    ("ours", "memory", Style(plots.BLUE, "o", "ours / larger of read and copy alone")),
+    ("two_phase", "memory", Style(plots.RED, "v", "two phases / the same")),
+    ("ours", "paced", Style(plots.BLUE, "s", "ours, copies as slow as the target", "--")),
+    ("two_phase", "paced", Style(plots.RED, "^", "two phases, copies as slow", "--")),
 )
 _STYLES = {
-    "auto": Style(BLUE, "o", "auto", width=2.4),
-    "always": Style(RED, "v", "always load"),
-    "never": Style(GREY, "s", "recompute"),
-    "reload": Style(BLUE, "o", "reloaded"),
-    "recompute": Style(GREY, "s", "recomputed"),
-    "on": Style(BLUE, "o", "prefetch on"),
-    "off": Style(GREY, "s", "prefetch off"),
+    "auto": Style(plots.BLUE, "o", "auto", width=2.4),
+    "always": Style(plots.RED, "v", "always load"),
+    "never": Style(plots.GREY, "s", "recompute"),
+    "reload": Style(plots.BLUE, "o", "reloaded"),
+    "recompute": Style(plots.GREY, "s", "recomputed"),
+    "on": Style(plots.BLUE, "o", "prefetch on"),
+    "off": Style(plots.GREY, "s", "prefetch off"),
 }
 
 
@@ -342,10 +309,10 @@ def _plot(path: Path, samples: Samples, conditions: Mapping[str, Any]) -> None:
     """One panel per part that has samples. Whiskers reach from low to high, dots are samples."""
     parts = [part for part in PARTS if select(samples, part=part)]
     engine = conditions.get("parts", {}).get("load", {}).get("engine")
-    title = f"Coming back: {where_measured(conditions)}\n{disk_in(conditions)}"
+    title = f"Coming back: {plots.where_measured(conditions)}\n{disk_in(conditions)}"
     title += f", {engine}" if engine else ""
     columns = min(2, len(parts))
-    with picture(path, title, -(-len(parts) // columns), columns) as (_, panels):
+    with plots.picture(path, title, -(-len(parts) // columns), columns) as (_, panels):
         for panel, part in zip(panels, parts, strict=False):
             _PANELS[part](panel, samples)
         for panel in panels[len(parts) :]:
@@ -356,9 +323,11 @@ def _load_panel(panel: Any, samples: Samples) -> None:
     for above, case, style in _LOAD_LINES:
         sizes = places(samples, "load", case)
         ratios = (round_ratios(samples, above, ("read", "copy"), case, size) for size in sizes)
-        line(panel, style, sizes, map(spread_of, ratios))
-    panel.axhline(_LOAD_MAX, color=BLACK, linewidth=1, linestyle=":", label=f"goal: {_LOAD_MAX}")
-    size_axis(panel, places(samples, "load"), "{:g}".format)
+        plots.line(panel, style, sizes, map(spread_of, ratios))
+    panel.axhline(
+        _LOAD_MAX, color=plots.BLACK, linewidth=1, linestyle=":", label=f"goal: {_LOAD_MAX}"
+    )
+    plots.size_axis(panel, places(samples, "load"), "{:g}".format)
     bottom, top = panel.get_ylim()
     finish(
         panel,
@@ -399,14 +368,17 @@ def _strips(part: str, case: str, title: str) -> Callable[[Any, Samples], None]:
 def _admission_panel(panel: Any, samples: Samples) -> None:
     throttles = places(samples, "admission")
     for arm in ("never", "always", "auto"):
-        chosen = select(samples, part="admission", arm=arm)
-        wanted = (None if arm == "never" else at for at in throttles)
-        spreads = [spread_of(values_of(chosen, "seconds", at=at)) for at in wanted]
-        line(panel, _STYLES[arm], range(len(throttles)), spreads)
+        spreads = [spread_of(_first_token_s(samples, arm, at)) for at in throttles]
+        plots.line(panel, _STYLES[arm], range(len(throttles)), spreads)
     panel.set_xticks(range(len(throttles)), [throttle_name(at) for at in throttles])
-    title, ylabel = "a prompt returns: admission around the crossover", "time to first token, s"
-    panel.set_ylim(bottom=0)
-    finish(panel, title, legend=True, xlabel="reads of the target", ylabel=ylabel)
+    finish(
+        panel,
+        "a prompt returns: admission around the crossover",
+        legend=True,
+        ylim=(0, None),
+        xlabel="reads of the target",
+        ylabel="time to first token, s",
+    )
 
 
 _PANELS: dict[str, Callable[[Any, Samples], None]] = {
