@@ -9,6 +9,8 @@ meanwhile. The replay shows that spiral.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +24,7 @@ import numpy as np
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.replay.report import Sample
 from vllm_nvmeof_bench.results import BenchError
-from vllm_nvmeof_bench.serve.arms import ServerSettings, Sizes, arms_option
-from vllm_nvmeof_bench.serve.client import Tokens
+from vllm_nvmeof_bench.serve.arms import ServerSettings, arms_option
 from vllm_nvmeof_bench.serve.fleet import Part, Run
 from vllm_nvmeof_bench.serve.fleet import run as run_parts
 from vllm_nvmeof_bench.servers.client import Answer
@@ -34,8 +35,8 @@ from vllm_nvmeof_bench.traces import (
     Request,
     Session,
     Trace,
-    in_order,
     read_trace,
+    starts,
     thinking_s,
 )
 
@@ -64,30 +65,20 @@ class Vocabulary:
         """The request's `input_tokens` token ids.
 
         Of each block id come `block_tokens` tokens: first its digits, so that no two ids are
-        alike, then the values of a mixing function of id and place.
+        alike, then a hash of the seed and the id.
         """
-        count = request.input_tokens
+        count, base = request.input_tokens, self.high - self.low
         blocks = -(-count // block_tokens)
-        ids = request.blocks[:blocks]
-        last = int(ids[-1]) if len(ids) else 0
-        tail = _TAIL + last * 4096 + np.arange(max(0, blocks - len(ids)), dtype=np.int64)
-        base = np.uint64(self.high - self.low)
-        places = np.arange(block_tokens, dtype=np.uint64)
-        names = np.concatenate((ids, tail)).astype(np.uint64)[:, None]
-        digits = _mix(names * np.uint64(block_tokens) + places + _mix(np.uint64(self.seed))) % base
+        names = request.blocks[:blocks]
+        tail = _TAIL + (int(names[-1]) if len(names) else 0) * 4096
+        names = np.concatenate((names, tail + np.arange(blocks - len(names))))
+        hashes = (hashlib.shake_128(b"%d %d" % (self.seed, name)) for name in names.tolist())
+        text = b"".join(one.digest(4 * block_tokens) for one in hashes)
+        tokens = np.frombuffer(text, "<u4").reshape(blocks, block_tokens) % base
         for place in range(min(2, block_tokens)):
-            digits[:, place] = names[:, 0] // base ** np.uint64(place) % base
-        found: list[int] = (digits.ravel() + np.uint64(self.low)).tolist()
+            tokens[:, place] = names // base**place % base
+        found: list[int] = (tokens.ravel() + self.low).tolist()
         return found[:count]
-
-
-def _mix(values: np.typing.ArrayLike) -> np.typing.NDArray[np.uint64]:
-    """The finaliser of splitmix64: every bit of the input changes half of the output's."""
-    with np.errstate(over="ignore"):
-        mixed = np.asarray(values, np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return mixed ^ (mixed >> np.uint64(31))
 
 
 @dataclass(frozen=True)
@@ -123,16 +114,18 @@ class Settings(ServerSettings):
         if self.duration_s <= 0:
             raise BenchError(f"a duration of {self.duration_s:g} s measures nothing")
 
-    @property
-    def vocabulary(self) -> Vocabulary:
-        tokens = Tokens.parse(self.token_ids)
-        return Vocabulary(tokens.low, tokens.high, self.pace.seed)
-
 
 def _measure(settings: Settings, json_path: Path) -> None:
     trace = trace_of(settings, settings.trace)
-    replays = partial(_replays, settings, trace)
-    part = Part(settings, _sizes(settings, trace), replays, json_path, quiet=False)
+    longest = max(one.input_tokens + one.output_tokens for one in trace.requests())
+    sizes = settings.sizes_of(
+        trace.unique_tokens() + sum(one.output_tokens for one in trace.requests()),
+        longest,
+        max(settings.gpu_tokens, longest + 64),
+        third_tokens=settings.third_tokens or None,
+        max_num_seqs=max(16, settings.pace.users),
+    )
+    part = Part(settings, sizes, partial(_replays, settings, trace), json_path, quiet=False)
     run_parts({"replay": part}, lambda what: not what.endswith("requests"))
 
 
@@ -157,25 +150,14 @@ def trace_of(settings: Settings, path: Path) -> Trace:
     return trace
 
 
-def _sizes(settings: Settings, trace: Trace) -> Sizes:
-    """Sizes of servers that are started here."""
-    longest = max(one.input_tokens + one.output_tokens for one in trace.requests())
-    return settings.sizes_of(
-        trace.unique_tokens() + sum(one.output_tokens for one in trace.requests()),
-        longest,
-        max(settings.gpu_tokens, longest + 64),
-        third_tokens=settings.third_tokens or None,
-        max_num_seqs=max(16, settings.pace.users),
-    )
-
-
 def _replays(settings: Settings, trace: Trace, run: Run) -> None:
-    fleet, conditions = run.fleet, run.conditions
+    fleet, conditions, tokens = run.fleet, run.conditions, run.tokens
     conditions["settings"]["trace"] = trace.name
     conditions["sessions"] = len(trace.sessions)
     conditions["requests"] = sum(1 for _ in trace.requests())
     conditions["block_tokens"] = trace.block_tokens
     conditions["hits"], conditions["working_set_tokens"] = {}, {}
+    vocabulary = Vocabulary(tokens.low, tokens.high, settings.pace.seed)
     for number, (arm, client) in enumerate(fleet.clients.items()):
 
         def on_request(done: int, arm: str = arm, number: int = number) -> None:
@@ -183,10 +165,9 @@ def _replays(settings: Settings, trace: Trace, run: Run) -> None:
 
         on_request(0)
         before = fleet.run(client.hits())
-        replay = Replay(arm, client, trace, settings.pace, settings.vocabulary, on_request)
+        replay = Replay(arm, client, trace, settings.pace, vocabulary, on_request)
         fleet.run(replay.run(settings.duration_s))
-        after = fleet.run(client.hits())
-        conditions["hits"][arm] = asdict(after - before)
+        conditions["hits"][arm] = asdict(fleet.run(client.hits()) - before)
         conditions["working_set_tokens"][arm] = len(replay.asked) * trace.block_tokens
         run.samples.extend(replay.samples)
     run.on_progress(len(fleet.clients), len(fleet.clients), "done")
@@ -198,41 +179,25 @@ class Server(Protocol):
     async def complete(self, prompt: Sequence[int], answer_tokens: int) -> Answer: ...
 
 
+@dataclass
 class Replay:
     """The users of one arm. `run` once; then `samples`, and `asked`, the ids of all blocks asked
     for, are complete."""
 
-    def __init__(
-        self,
-        arm: str,
-        server: Server,
-        trace: Trace,
-        pace: Pace,
-        vocabulary: Vocabulary,
-        on_request: Callable[[int], None] = lambda done: None,
-    ) -> None:
-        self.samples: list[Sample] = []
-        self.asked: set[int] = set()
-        self._arm = arm
-        self._server = server
-        self._trace = trace
-        self._pace = pace
-        self._vocabulary = vocabulary
-        self._on_request = on_request
-        self._begun_s = 0.0
+    arm: str
+    server: Server
+    trace: Trace
+    pace: Pace
+    vocabulary: Vocabulary
+    on_request: Callable[[int], None] = lambda done: None
+    samples: list[Sample] = field(default_factory=list)
+    asked: set[int] = field(default_factory=set)
 
     async def run(self, duration_s: float) -> None:
         """Run until every session has ended, or the time is up; requests under way are then cut."""
         self._begun_s = time.perf_counter()
-        order = in_order(self._trace, self._pace.seed)
-        timed = [one for one in order if one.start_s is not None]
-        waiting = iter(one for one in order if one.start_s is None)
-        users = min(self._pace.users, len(order) - len(timed))
-        everyone = [
-            *(self._user(iter([one]), (one.start_s or 0.0) * self._pace.time_scale)
-              for one in timed),
-            *(self._user(waiting, number * self._pace.ramp_s) for number in range(users)),
-        ]  # fmt: skip
+        begun, waiting = starts(self.trace, self.pace)
+        everyone = (self._user(itertools.chain([one], waiting), at_s) for at_s, one in begun)
         tasks = [asyncio.ensure_future(one) for one in everyone]
         try:
             done, _ = await asyncio.wait(tasks, timeout=duration_s)
@@ -243,46 +208,37 @@ class Replay:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _user(self, waiting: Iterator[Session], after_s: float) -> None:
+    async def _user(self, sessions: Iterator[Session], after_s: float) -> None:
         await asyncio.sleep(after_s)
-        for session in waiting:
+        for session in sessions:
             await self._play(session)
 
     async def _play(self, session: Session) -> None:
         for step in session.steps:
             if isinstance(step, Request):
-                await asyncio.sleep(thinking_s(step, self._pace))
+                await asyncio.sleep(thinking_s(step, self.pace))
                 await self._ask(session.name, step)
             else:
                 await asyncio.gather(*(self._play(child) for child in step))
 
     async def _ask(self, session: str, request: Request) -> None:
         self.asked.update(request.blocks.tolist())
-        prompt = self._vocabulary.prompt(request, self._trace.block_tokens)
+        prompt = self.vocabulary.prompt(request, self.trace.block_tokens)
         sent_s = time.perf_counter()
         reply = Answer(sent_s, tokens_in=len(prompt))
         ended = "cut"
         try:
-            reply = await self._server.complete(prompt, request.output_tokens)
+            reply = await self.server.complete(prompt, request.output_tokens)
             ended = "failed" if reply.failure else "whole"
         except asyncio.CancelledError:
             reply.ended = time.perf_counter()
             raise
         finally:
-            self.samples.append(
-                Sample(
-                    arm=self._arm,
-                    session=session,
-                    at_s=sent_s - self._begun_s,
-                    ttft_s=reply.ttft_s if reply.times else None,
-                    end_s=reply.end_s,
-                    tokens_in=reply.tokens_in,
-                    tokens_out=reply.tokens_out,
-                    ended=ended,
-                    why=reply.failure or "",
-                )
-            )
-            self._on_request(len(self.samples))
+            at_s, why = sent_s - self._begun_s, reply.failure or ""
+            ttft_s = reply.ttft_s if reply.times else None
+            counts = (ttft_s, reply.end_s, reply.tokens_in, reply.tokens_out)
+            self.samples.append(Sample(self.arm, session, at_s, *counts, ended, why))
+            self.on_request(len(self.samples))
 
 
 COMMANDS = (

@@ -5,33 +5,21 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
-from vllm_nvmeof_bench.benchmark import Benchmark
-from vllm_nvmeof_bench.plots import (
-    BLACK,
-    BLUE,
-    FONT,
-    GREEN,
-    GREY,
-    ORANGE,
-    PINK,
-    RED,
-    SKY,
-    finish,
-    pyplot,
-    save,
-)
+from vllm_nvmeof_bench import plots
+from vllm_nvmeof_bench.benchmark import Benchmark, Conditions
+from vllm_nvmeof_bench.plots import finish
 from vllm_nvmeof_bench.results import distinct, select, values_of
-from vllm_nvmeof_bench.tables import NOTHING, Column, table, vllm_in
+from vllm_nvmeof_bench.tables import Column, table, vllm_in
 
-Conditions = Mapping[str, Any]
 _PLACES = {"gpu": "GPU", "cpu": "CPU tier", "pool": "pool", "other": "elsewhere"}
 #: The columns of the published study: GPU memory only, + CPU tier, + CPU tier + NVMe.
 _STUDIED = ("none", "cpu", "pool")
@@ -90,20 +78,26 @@ def summary_of(samples: Sequence[Sample], arm: str) -> Summary | None:
     )
 
 
+#: Rows of the study: name, field of a summary, format.
+_STUDY_ROWS = (
+    ("requests completed", "completed", "{:,}"),
+    ("TTFT average", "ttft_mean_s", "{:.2f} s"),
+    ("TTFT median", "ttft_median_s", "{:.2f} s"),
+    ("TTFT P95", "ttft_p95_s", "{:.2f} s"),
+    ("input tokens/s", "tokens_in_per_s", "{:,.0f}"),
+    ("output tokens/s", "tokens_out_per_s", "{:,.1f}"),
+)
+
+
 def published(samples: Sequence[Sample]) -> dict[str, str]:
     """Ours for the study's rows, one figure per column; empty unless all three arms ran."""
-    known = [one for arm in _STUDIED if (one := summary_of(samples, arm)) is not None]
-    if len(known) < len(_STUDIED):
+    known = [summary_of(samples, arm) for arm in _STUDIED]
+    if None in known:
         return {}
-    rows = {
-        "requests completed": [f"{one.completed:,}" for one in known],
-        "TTFT average": [f"{one.ttft_mean_s:.2f} s" for one in known],
-        "TTFT median": [f"{one.ttft_median_s:.2f} s" for one in known],
-        "TTFT P95": [f"{one.ttft_p95_s:.2f} s" for one in known],
-        "input tokens/s": [f"{one.tokens_in_per_s:,.0f}" for one in known],
-        "output tokens/s": [f"{one.tokens_out_per_s:,.1f}" for one in known],
+    return {
+        row: " / ".join(form.format(getattr(one, name)) for one in known)
+        for row, name, form in _STUDY_ROWS
     }
-    return {key: " / ".join(texts) for key, texts in rows.items()}
 
 
 # -- tables -------------------------------------------------------------------------------
@@ -143,11 +137,8 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
     found = {arm: summary_of(samples, arm) for arm in arms}
 
     def shown(title: str, name: str, form: str) -> Column:
-        def cell(arm: str) -> Any:
-            one = found[arm]
-            return (0 if name == "completed" else None) if one is None else getattr(one, name)
-
-        return Column(title, cell, form)
+        nothing = 0 if name == "completed" else None
+        return Column(title, lambda arm: getattr(found[arm], name, nothing), form)
 
     seconds = (("TTFT avg", "mean"), ("median", "median"), ("P95", "p95"), ("max", "max"))
     columns = (
@@ -160,17 +151,14 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
     title = "Requests, time to first token (s), tokens per second of whole requests"
     yield table(title, columns, arms)
 
-    def rate(arm: str, place: str) -> str:
+    def rate(arm: str, place: str) -> float | None:
         hits = conditions["hits"][arm]
-        return f"{100 * hits[place] / hits['prompt']:.1f} %" if hits["prompt"] else NOTHING
+        return 100 * hits[place] / hits["prompt"] if hits["prompt"] else None
 
     columns = (
         Column("arm", str),
         Column("prompt tokens", lambda arm: conditions["hits"][arm]["prompt"] or None, "{:,}"),
-        *(
-            Column(name, lambda arm, place=place: rate(arm, place))
-            for place, name in _PLACES.items()
-        ),
+        *(Column(name, partial(rate, place=place), "{:.1f} %") for place, name in _PLACES.items()),
         Column("working set", lambda arm: conditions["working_set_tokens"][arm], "{:,}"),
         Column("server", lambda arm: conditions["arms"][arm]["says"], left=True),
     )
@@ -183,8 +171,11 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
 
 # -- picture ------------------------------------------------------------------------------
 
-_COLOURS = (GREY, ORANGE, BLUE, GREEN, RED, PINK, SKY, BLACK)
-_PLACE_COLOURS = {"gpu": GREY, "cpu": ORANGE, "pool": BLUE, "other": PINK}
+_COLOURS = (
+    *(plots.GREY, plots.ORANGE, plots.BLUE, plots.GREEN),
+    *(plots.RED, plots.PINK, plots.SKY, plots.BLACK),
+)
+_PLACE_COLOURS = {"gpu": plots.GREY, "cpu": plots.ORANGE, "pool": plots.BLUE, "other": plots.PINK}
 _WINDOWS = 12
 
 
@@ -192,11 +183,11 @@ def _plot(path: Path, samples: Sequence[Sample], conditions: Conditions) -> None
     """Left: the time to first token of each request over the time at which it was sent, and a
     moving median: where the median climbs while the users stay the same, the server is in the
     spiral. Top right: requests completed over time. Bottom right: where prompts were found."""
-    figure = pyplot().figure(figsize=(16, 8), layout="constrained")
+    figure = plots.pyplot().figure(figsize=(16, 8), layout="constrained")
     grid = figure.add_gridspec(2, 2, width_ratios=(1.5, 1))
     _first_tokens(figure.add_subplot(grid[:, 0]), samples)
     completed = figure.add_subplot(grid[0, 1])
-    for arm, colour in zip(distinct(samples, "arm"), itertools.cycle(_COLOURS), strict=False):
+    for arm, colour in _coloured(samples):
         ends = sorted(one.at_s + one.end_s for one in select(samples, arm=arm, ended="whole"))
         completed.step(
             [0.0, *ends], range(len(ends) + 1), where="post", color=colour, linewidth=2.5
@@ -207,14 +198,18 @@ def _plot(path: Path, samples: Sequence[Sample], conditions: Conditions) -> None
     figure.suptitle(
         f"{settings['trace']}, {settings['pace']['users']} users, seed "
         f"{settings['pace']['seed']}: the same sessions against each server",
-        fontsize=FONT + 2,
+        fontsize=plots.FONT + 2,
     )
-    save(figure, path)
+    plots.save(figure, path)
+
+
+def _coloured(samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:
+    return zip(distinct(samples, "arm"), itertools.cycle(_COLOURS), strict=False)
 
 
 def _first_tokens(panel: Any, samples: Sequence[Sample]) -> None:
     edges = np.linspace(0, max(one.at_s for one in samples) or 1.0, _WINDOWS + 1)
-    for arm, colour in zip(distinct(samples, "arm"), itertools.cycle(_COLOURS), strict=False):
+    for arm, colour in _coloured(samples):
         mine = [one for one in select(samples, arm=arm) if one.ttft_s is not None]
         sent = np.array([one.at_s for one in mine])
         first = np.array([one.ttft_s for one in mine], float)
