@@ -17,7 +17,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from vllm_nvmeof_bench.traces import Pace, Trace, virtual
 from vllm_nvmeof_offload.manager.eviction import Recency, choose_policy, credit_share
@@ -52,24 +51,6 @@ def asks_of(trace: Trace, pace: Pace, blocks_per_chunk: int) -> list[Ask]:
     return asks
 
 
-class Candidate(Protocol):
-    """A tier of so many chunks. now: the number of the request that asks."""
-
-    def __contains__(self, chunk: int) -> bool: ...
-
-    def use(self, chunk: int, now: int) -> None:
-        """A chunk of the tier is used."""
-
-    def insert(self, chunk: int, now: int) -> bool:
-        """Add a chunk; if necessary evict one that this request did not use. False: none is."""
-
-    def ended(self, chunks: Sequence[int], now: int) -> None:
-        """The request has ended; `chunks` in prefix order."""
-
-
-Make = Callable[[int, Sequence[Ask]], Candidate]
-
-
 def candidates(policies: Sequence[str]) -> dict[str, Make]:
     """By name: `policies`, as they are configured, and the two that they are compared with."""
     ours: dict[str, Make] = {name: partial(_Ours, name) for name in policies}
@@ -94,61 +75,79 @@ def hit_rate(make: Make, slots: int, asks: Sequence[Ask]) -> float:
     return hits / total if total else 0.0
 
 
-class _Ours:
+class _Tier:
+    """A tier of so many chunks. now: the number of the request that asks."""
+
+    def __init__(self, slots: int, asks: Sequence[Ask]) -> None:
+        self._slots = slots
+        self._asked: dict[int, int] = {}  # by chunk of the tier: the last request that used it
+
+    def __contains__(self, chunk: int) -> bool:
+        return chunk in self._asked
+
+    def use(self, chunk: int, now: int) -> None:
+        """A chunk of the tier is used."""
+        self._asked[chunk] = now
+
+    def insert(self, chunk: int, now: int) -> bool:
+        """Add a chunk; if necessary evict one that this request did not use. False: none is."""
+        raise NotImplementedError
+
+    def ended(self, chunks: Sequence[int], now: int) -> None:
+        """The request has ended; `chunks` in prefix order."""
+
+
+Make = Callable[[int, Sequence[Ask]], _Tier]
+
+
+class _Ours(_Tier):
     """A policy of the configuration, over the product's recency."""
 
     def __init__(self, name: str, slots: int, asks: Sequence[Ask]) -> None:
+        super().__init__(slots, asks)
         self._recency = Recency(slots, credit_share(name))
         self._policy = choose_policy(name)(self._recency.used)
         self._slot_of: dict[int, int] = {}
         self._chunk_in = [0] * slots
-        self._asked = [-1] * slots  # by slot: the last request that used it
         self._ticks = 0
 
-    def __contains__(self, chunk: int) -> bool:
-        return chunk in self._slot_of
-
     def use(self, chunk: int, now: int) -> None:
-        self._touch(self._slot_of[chunk], now, ended=False)
+        self._asked[chunk] = now
+        self._touch(chunk)
 
     def insert(self, chunk: int, now: int) -> bool:
-        slot = len(self._slot_of)
-        if slot == len(self._chunk_in):
+        slot = len(self._asked)
+        if slot == self._slots:
             victim = self._policy.peek()
-            if victim is None or self._asked[victim] == now:
+            if victim is None or self._asked[self._chunk_in[victim]] == now:
                 return False
             slot = victim
             self._policy.victim()
             self._recency.forget(slot)
-            del self._slot_of[self._chunk_in[slot]]
+            del self._asked[self._chunk_in[slot]]
         self._slot_of[chunk] = slot
         self._chunk_in[slot] = chunk
-        self._touch(slot, now, ended=False)
+        self.use(chunk, now)
         self._policy.admit(slot)
         return True
 
     def ended(self, chunks: Sequence[int], now: int) -> None:
         for chunk in reversed(chunks):
-            self._touch(self._slot_of[chunk], now, ended=True)
+            self._touch(chunk, ended=True)
 
-    def _touch(self, slot: int, now: int, *, ended: bool) -> None:
+    def _touch(self, chunk: int, *, ended: bool = False) -> None:
         self._ticks += 1
-        self._asked[slot] = now
-        self._recency.use(slot, self._ticks, ended=ended)
+        self._recency.use(self._slot_of[chunk], self._ticks, ended=ended)
 
 
-class _S3Fifo:
+class _S3Fifo(_Tier):
     def __init__(self, slots: int, asks: Sequence[Ask]) -> None:
-        self._slots = slots
+        super().__init__(slots, asks)
         self._small_max = max(1, int(_SMALL * slots))
         self._small: OrderedDict[int, None] = OrderedDict()
         self._main: OrderedDict[int, None] = OrderedDict()
         self._ghost: OrderedDict[int, None] = OrderedDict()
         self._count: dict[int, int] = {}
-        self._asked: dict[int, int] = {}
-
-    def __contains__(self, chunk: int) -> bool:
-        return chunk in self._count
 
     def use(self, chunk: int, now: int) -> None:
         if self._asked[chunk] != now:
@@ -156,7 +155,7 @@ class _S3Fifo:
             self._asked[chunk] = now
 
     def insert(self, chunk: int, now: int) -> bool:
-        if len(self._count) >= self._slots and not self._evict(now):
+        if len(self._asked) >= self._slots and not self._evict(now):
             return False
         if chunk in self._ghost:
             del self._ghost[chunk]
@@ -166,9 +165,6 @@ class _S3Fifo:
         self._count[chunk] = 0
         self._asked[chunk] = now
         return True
-
-    def ended(self, chunks: Sequence[int], now: int) -> None:
-        """The end of a request changes nothing."""
 
     def _evict(self, now: int) -> bool:
         for _ in range((_COUNT_MAX + 2) * self._slots):
@@ -190,19 +186,15 @@ class _S3Fifo:
         return False
 
 
-class _Best:
+class _Best(_Tier):
     def __init__(self, slots: int, asks: Sequence[Ask]) -> None:
-        self._slots = slots
+        super().__init__(slots, asks)
         self._uses: dict[int, list[int]] = {}
         for now, ask in enumerate(asks):
             for chunk in ask.prompt:
                 self._uses.setdefault(chunk, []).append(now)
         self._next: dict[int, int] = {}
-        self._asked: dict[int, int] = {}
         self._heap: list[tuple[int, int]] = []
-
-    def __contains__(self, chunk: int) -> bool:
-        return chunk in self._next
 
     def use(self, chunk: int, now: int) -> None:
         uses = self._uses.get(chunk, [])
@@ -212,15 +204,12 @@ class _Best:
         heapq.heappush(self._heap, (-self._next[chunk], chunk))
 
     def insert(self, chunk: int, now: int) -> bool:
-        while len(self._next) >= self._slots:
+        while len(self._asked) >= self._slots:
             negative, victim = self._heap[0]
-            if self._next.get(victim) == -negative:
+            if victim in self._asked and self._next[victim] == -negative:
                 if self._asked[victim] == now:
                     return False
-                del self._next[victim]
+                del self._asked[victim]
             heapq.heappop(self._heap)
         self.use(chunk, now)
         return True
-
-    def ended(self, chunks: Sequence[int], now: int) -> None:
-        """The end of a request changes nothing."""
