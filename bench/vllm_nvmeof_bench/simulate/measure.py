@@ -20,9 +20,9 @@ from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.settings import check_positive, option, recorded
-from vllm_nvmeof_bench.simulate.eviction import Ask, asks_of, candidates, hit_rate
+from vllm_nvmeof_bench.simulate.eviction import asks_of, candidates, hit_rate
 from vllm_nvmeof_bench.simulate.report import Sample
-from vllm_nvmeof_bench.traces import TRACE_HELP, Pace, Trace, read_trace
+from vllm_nvmeof_bench.traces import TRACE_HELP, Pace, read_trace
 from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.eviction import POLICIES, choose_policy, credit_share
@@ -230,7 +230,19 @@ def run(
             shape = Shape(0, 0, slots, name, write_policy="")
             samples.append(_sample("alone", shape, counts, chunk_tokens))
     on_progress(total, total, "done")
-    return samples, _conditions(settings, trace, asks, chunk_tokens, len(before))
+    return samples, {
+        "versions": {"vllm-nvmeof-offload": __version__, "python": platform.python_version()},
+        "trace": trace.name,
+        "settings": recorded(settings),
+        "sessions": len(trace.sessions),
+        "requests": len(asks),
+        "chunk_tokens": chunk_tokens,
+        "prompt_tokens": asked * chunk_tokens,
+        "working_set_tokens": len(before) * chunk_tokens,
+        "reusable": 1 - len(before) / asked,
+        "virtual_seconds": asks[-1].at_s,
+        "simulated": "requests one after the other, copies and I/O take no time; manager real",
+    }
 
 
 def _sample(
@@ -253,25 +265,6 @@ def _sample(
         written=counts["written"] * chunk_tokens,
         stranded=stranded,
     )
-
-
-def _conditions(
-    settings: Settings, trace: Trace, asks: Sequence[Ask], chunk_tokens: int, unique: int
-) -> dict[str, Any]:
-    asked = sum(len(ask.prompt) for ask in asks)
-    return {
-        "versions": {"vllm-nvmeof-offload": __version__, "python": platform.python_version()},
-        "trace": trace.name,
-        "settings": recorded(settings),
-        "sessions": len(trace.sessions),
-        "requests": len(asks),
-        "chunk_tokens": chunk_tokens,
-        "prompt_tokens": asked * chunk_tokens,
-        "working_set_tokens": unique * chunk_tokens,
-        "reusable": 1 - unique / asked,
-        "virtual_seconds": asks[-1].at_s,
-        "simulated": "requests one after the other, copies and I/O take no time; manager real",
-    }
 
 
 COMMANDS = (

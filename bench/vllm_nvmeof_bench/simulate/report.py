@@ -10,25 +10,13 @@ from typing import Any
 
 from rich.table import Table
 
-from vllm_nvmeof_bench.benchmark import Benchmark
-from vllm_nvmeof_bench.plots import (
-    BLACK,
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PINK,
-    RED,
-    SKY,
-    Style,
-    finish,
-    picture,
-)
+from vllm_nvmeof_bench import plots
+from vllm_nvmeof_bench.benchmark import Benchmark, Conditions
+from vllm_nvmeof_bench.plots import Style, finish
 from vllm_nvmeof_bench.results import distinct, median_of, select
 from vllm_nvmeof_bench.tables import Column, table
 from vllm_nvmeof_offload.units import GIB
 
-Conditions = Mapping[str, Any]
 _DEFAULT = "credited_lru"
 
 
@@ -103,30 +91,23 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
         more = f", {one.write_policy}, threshold {one.store_threshold}"
         return one.policy + more * (one.sweep == "writes")
 
-    def of_prompt(name: str) -> Callable[[Sample], float]:
-        return lambda one: 100 * getattr(one, name) / one.prompt_tokens
+    def columns_of(
+        form: str, value: Callable[[int, Sample], float], **fields: str
+    ) -> Iterator[Column]:
+        for name, title in fields.items():
+            yield Column(title, lambda one, name=name: value(getattr(one, name), one), form)
 
+    sizes = {"gpu_tokens": "GPU", "cpu_tokens": "CPU tier", "pool_tokens": "pool"}
+    places = {"hit_gpu": "in GPU", "hit_cpu": "in CPU tier", "hit_pool": "in pool"}
+    moved = {"hit_pool": "read, GiB", "stored": "stored, GiB", "written": "written, GiB"}
     columns = [
-        *(
-            Column(title, lambda one, name=name: _share(getattr(one, name), conditions), "{:.3g}")
-            for title, name in (
-                ("GPU", "gpu_tokens"), ("CPU tier", "cpu_tokens"), ("pool", "pool_tokens")
-            )
-        ),
+        *columns_of("{:.3g}", lambda tokens, one: _share(tokens, conditions), **sizes),
         Column("policy", policy, left=True),
         Column("hits", lambda one: one.hit_per_cent, "{:.1f} %"),
-        *(
-            Column(title, of_prompt(name), "{:.1f} %")
-            for title, name in (
-                ("in GPU", "hit_gpu"), ("in CPU tier", "hit_cpu"), ("in pool", "hit_pool")
-            )
-        ),
-        *(
-            Column(f"{title}, GiB", lambda one, name=name: getattr(one, name) * gib, "{:,.0f}")
-            for title, name in (("read", "hit_pool"), ("stored", "stored"), ("written", "written"))
-        ),
+        *columns_of("{:.1f} %", lambda tokens, one: 100 * tokens / one.prompt_tokens, **places),
+        *columns_of("{:,.0f}", lambda tokens, one: tokens * gib, **moved),
         Column("stranded", lambda one: 100 * one.stranded, "{:.1f} %"),
-    ]  # fmt: skip
+    ]
     for sweep, title in (
         ("pool", "Over the size of the pool"),
         ("cpu", "Over the size of the CPU tier"),
@@ -150,15 +131,19 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
 
 # -- picture ------------------------------------------------------------------------------
 
-_TIERS = (("hit_gpu", GREY, "GPU"), ("hit_cpu", ORANGE, "CPU tier"), ("hit_pool", BLUE, "pool"))
+_TIERS = (
+    ("hit_gpu", plots.GREY, "GPU"),
+    ("hit_cpu", plots.ORANGE, "CPU tier"),
+    ("hit_pool", plots.BLUE, "pool"),
+)
 _STYLES = {
-    "best": Style(GREY, label="best there could be", dashes=":"),
-    _DEFAULT: Style(BLUE, label="credited LRU (default)"),
-    "lru": Style(RED, label="plain LRU", dashes="--"),
-    "s3_fifo": Style(GREEN, label="S3-FIFO", dashes="-."),
+    "best": Style(plots.GREY, label="best there could be", dashes=":"),
+    _DEFAULT: Style(plots.BLUE, label="credited LRU (default)"),
+    "lru": Style(plots.RED, label="plain LRU", dashes="--"),
+    "s3_fifo": Style(plots.GREEN, label="S3-FIFO", dashes="-."),
 }
 #: Colours of the user's own policies, in turn.
-_OWN = (PINK, ORANGE, SKY, BLACK)
+_OWN = (plots.PINK, plots.ORANGE, plots.SKY, plots.BLACK)
 
 
 def _plot(path: Path, samples: Sequence[Sample], conditions: Conditions) -> None:
@@ -170,37 +155,36 @@ def _plot(path: Path, samples: Sequence[Sample], conditions: Conditions) -> None
     )
     sweep, alone = select(samples, sweep="pool"), select(samples, sweep="alone")
     styles = _styles(samples)
-    with picture(path, title, 1, 3, (5.7, 6.5)) as (_, panels):
-        _by_tier(panels[0], sweep, conditions, styles)
-        for panel, some, value in (
-            (panels[1], [one for one in sweep if one.pool_tokens], lambda one: one.written),
-            (panels[2], alone, lambda one: one.hit_pool),
+    with plots.picture(path, title, 1, 3, (5.7, 6.5)) as (_, (tiers, writes, orders)):
+        _by_tier(tiers, sweep, conditions, styles)
+        for panel, some, name in (
+            (writes, [one for one in sweep if one.pool_tokens], "written"),
+            (orders, alone, "hit_pool"),
         ):
             for policy, style in styles.items():
                 if mine := select(some, policy=policy):
                     panel.plot(
                         [_share(one.pool_tokens, conditions) for one in mine],
-                        [100 * value(one) / one.prompt_tokens for one in mine],
+                        [100 * getattr(one, name) / one.prompt_tokens for one in mine],
                         style.dashes,
                         marker="o",
                         color=style.colour,
                         label=style.label,
                     )
         size, found = "size of the pool / working set", "prompt tokens found, %"
+        written, tier = "written to the pool, % of prompt tokens", "size of the tier / working set"
         for panel, title, xlabel, ylabel in (
-            (panels[0], "where prompts are found", size, found),
-            (panels[1], "writes to the pool's drives", size,
-             "written to the pool, % of prompt tokens"),
-            (panels[2], "one tier alone, by order of eviction",
-             "size of the tier / working set", found),
-        ):  # fmt: skip
+            (tiers, "where prompts are found", size, found),
+            (writes, "writes to the pool's drives", size, written),
+            (orders, "one tier alone, by order of eviction", tier, found),
+        ):
             panel.set_ylim(0, None)
             finish(panel, title, legend=True, xlabel=xlabel, ylabel=ylabel)
-        panels[0].legend(loc="upper left", bbox_to_anchor=(0, 0.93))
-        panels[2].set_xscale("log")
+        tiers.legend(loc="upper left", bbox_to_anchor=(0, 0.93))
+        orders.set_xscale("log")
         sizes = sorted({round(_share(one.pool_tokens, conditions), 3) for one in alone})
-        panels[2].set_xticks(sizes, [f"{one:.2g}" for one in sizes])
-        panels[2].minorticks_off()
+        orders.set_xticks(sizes, [f"{one:.2g}" for one in sizes])
+        orders.minorticks_off()
 
 
 def _styles(samples: Sequence[Sample]) -> dict[str, Style]:
@@ -230,11 +214,11 @@ def _by_tier(
             [_share(one.pool_tokens, conditions) for one in some],
             [one.hit_per_cent for one in some],
             ("--", ":", "-.")[index % 3],
-            color=BLACK,
+            color=plots.BLACK,
             label=f"all tiers, {styles[policy].label}",
         )
     reusable = 100 * conditions["reusable"]
-    panel.axhline(reusable, color=BLACK, linewidth=1, linestyle=":")
+    panel.axhline(reusable, color=plots.BLACK, linewidth=1, linestyle=":")
     panel.annotate(
         "all that comes again",
         (1, reusable),
