@@ -31,6 +31,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -161,36 +162,28 @@ class Pace:
     seed: int = option(1, "Seed of the order of the sessions.")
 
 
-def in_order(trace: Trace, seed: int) -> list[Session]:
-    """The sessions in the order of their start: those with a `start_s`, which begin at that time,
-    then the others, which free users take in an order drawn from the seed."""
-    timed = [one for one in trace.sessions if one.start_s is not None]
+def starts(trace: Trace, pace: Pace) -> tuple[list[tuple[float, Session]], Iterator[Session]]:
+    """(when, session) of those that begin by the clock or with a first user; then the others, which
+    free users take. The order of sessions without a clock is drawn from the seed."""
     free = [one for one in trace.sessions if one.start_s is None]
-    random.Random(seed).shuffle(free)
-    return sorted(timed, key=lambda one: one.start_s or 0.0) + free
+    random.Random(pace.seed).shuffle(free)
+    timed = [(s.start_s * pace.time_scale, s) for s in trace.sessions if s.start_s is not None]
+    first = [(number * pace.ramp_s, one) for number, one in enumerate(free[: pace.users])]
+    return sorted(timed, key=itemgetter(0)) + first, iter(free[pace.users :])
 
 
 def thinking_s(request: Request, pace: Pace) -> float:
     return min(request.think_s * pace.time_scale, pace.think_s_max)
 
 
+@dataclass(slots=True)
 class _Cursor:
     """A position in a session. children: sub-agents still running. ready: the next request."""
 
-    def __init__(self, steps: Iterator[Step], parent: _Cursor | None) -> None:
-        self.steps = steps
-        self.parent = parent
-        self.children = 0
-        self.ready: Request | None = None
-
-
-def _starts(trace: Trace, pace: Pace) -> tuple[list[tuple[float, Session]], Iterator[Session]]:
-    """(when, session) of those that begin by the clock or with a first user; then the others."""
-    order = in_order(trace, pace.seed)
-    free = [one for one in order if one.start_s is None]
-    timed = [(one.start_s * pace.time_scale, one) for one in order if one.start_s is not None]
-    first = [(number * pace.ramp_s, one) for number, one in enumerate(free[: pace.users])]
-    return timed + first, iter(free[pace.users :])
+    steps: Iterator[Step]
+    parent: _Cursor | None
+    children: int = 0
+    ready: Request | None = None
 
 
 def virtual(trace: Trace, pace: Pace) -> Iterator[tuple[float, Request]]:
@@ -204,8 +197,8 @@ def virtual(trace: Trace, pace: Pace) -> Iterator[tuple[float, Request]]:
     def begin(session: Session, at_s: float, parent: _Cursor | None = None) -> None:
         push(at_s, _Cursor(iter(session.steps), parent))
 
-    starts, waiting = _starts(trace, pace)
-    for at_s, session in starts:
+    begun, waiting = starts(trace, pace)
+    for at_s, session in begun:
         begin(session, at_s)
     while heap:
         now_s, _, cursor = heapq.heappop(heap)
