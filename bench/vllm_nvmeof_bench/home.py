@@ -17,8 +17,6 @@ from pathlib import Path
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_offload.units import format_bytes
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
 
 @contextlib.contextmanager
 def home_in(directory: Path, bytes_max: int, remedy: str = "give another --dir") -> Iterator[Path]:
@@ -66,7 +64,7 @@ def sync_file_system(directory: Path) -> None:
     """Write out what is dirty on the file system of `directory`."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        _libc.syncfs(fd)
+        ctypes.CDLL(None).syncfs(fd)
     finally:
         os.close(fd)
 

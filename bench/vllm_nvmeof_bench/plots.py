@@ -138,22 +138,14 @@ def bars(
     """One bar per group and style, side by side, with whiskers and the median's number."""
     width, highest = 0.8 / max(1, len(series)), 0.0
     for index, (style, spreads) in enumerate(series):
+        shift = (index - (len(series) - 1) / 2) * width
         for group, spread in enumerate(spreads):
-            if spread is None:
-                continue
-            middle, high = spread.median / scale, spread.high / scale
-            at = group + (index - (len(series) - 1) / 2) * width
-            reach = whiskers([spread], scale)
-            panel.bar(at, middle, width * 0.9, color=style.colour, yerr=reach, capsize=3)
-            panel.annotate(
-                form.format(middle),
-                (at, high),
-                (0, 3),
-                textcoords="offset points",
-                ha="center",
-                fontsize=FONT - 2,
-            )
-            highest = max(highest, high)
+            if spread is not None:
+                reach, middle = whiskers([spread], scale), spread.median / scale
+                look = {"color": style.colour, "yerr": reach, "capsize": 3}
+                made = panel.bar(group + shift, middle, width * 0.9, **look)
+                panel.bar_label(made, [form.format(middle)], padding=3, fontsize=FONT - 2)
+                highest = max(highest, spread.high / scale)
     if not highest:
         panel.annotate("not measured", (0.5, 0.5), xycoords="axes fraction", ha="center")
     panel.set_xticks(range(len(groups)), groups, fontsize=FONT)
@@ -185,7 +177,7 @@ def legend_below(
     found: dict[str, Any] = {}
     for panel in panels:
         handles, labels = panel.get_legend_handles_labels()
-        found.update({label: handle for handle, label in zip(handles, labels, strict=True)})
+        found |= dict(zip(labels, handles, strict=True))
     figure.legend(
         found.values(),
         [name(label) for label in found],

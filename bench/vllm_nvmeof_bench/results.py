@@ -41,7 +41,7 @@ def dump(path: Path, bench: str, samples: Sequence[Any], conditions: dict[str, A
         BenchError: the file cannot be written.
     """
     rows = [{name: _short(value) for name, value in asdict(one).items()} for one in samples]
-    lines = ",\n".join(json.dumps(row) for row in rows)
+    lines = ",\n".join(map(json.dumps, rows))
     rest = json.dumps({"conditions": conditions}, indent=1).removeprefix("{")
     head = f'{{"schema": {SCHEMA}, "bench": {json.dumps(bench)}, "samples": ['
     try:
@@ -209,21 +209,19 @@ class Goal:
 
 def at_least(name: str, limit: float, found: Figure | None, unit: str = "") -> Goal:
     """A goal with a lower bound; not measured if `found` is None."""
-    return _bound(name, f"≥ {limit:g}{unit}", found, unit, lambda value: value >= limit)
+    return _bound(name, f"≥ {limit:g}{unit}", found, unit, found and found.value >= limit)
 
 
 def at_most(name: str, limit: float, found: Figure | None, unit: str = "") -> Goal:
     """A goal with an upper bound; not measured if `found` is None."""
-    return _bound(name, f"≤ {limit:g}{unit}", found, unit, lambda value: value <= limit)
+    return _bound(name, f"≤ {limit:g}{unit}", found, unit, found and found.value <= limit)
 
 
-def _bound(
-    name: str, required: str, found: Figure | None, unit: str, holds: Callable[[float], bool]
-) -> Goal:
+def _bound(name: str, required: str, found: Figure | None, unit: str, reached: bool | None) -> Goal:
     if found is None:
         return Goal(name, required)
-    value, shown = found.value, f"{found.value:.3f}{unit}"
-    return Goal(name, required, holds(value), value, shown, found.n, found.where)
+    shown = f"{found.value:.3f}{unit}"
+    return Goal(name, required, reached, found.value, shown, found.n, found.where)
 
 
 def missed(goals: Iterable[Goal]) -> list[Goal]:

@@ -167,9 +167,10 @@ def starts(trace: Trace, pace: Pace) -> tuple[list[tuple[float, Session]], Itera
     free users take. The order of sessions without a clock is drawn from the seed."""
     free = [one for one in trace.sessions if one.start_s is None]
     random.Random(pace.seed).shuffle(free)
-    timed = [(s.start_s * pace.time_scale, s) for s in trace.sessions if s.start_s is not None]
-    first = [(number * pace.ramp_s, one) for number, one in enumerate(free[: pace.users])]
-    return sorted(timed, key=itemgetter(0)) + first, iter(free[pace.users :])
+    timed = [(one.start_s, one) for one in trace.sessions if one.start_s is not None]
+    begun = [(at_s * pace.time_scale, one) for at_s, one in sorted(timed, key=itemgetter(0))]
+    begun += [(number * pace.ramp_s, one) for number, one in enumerate(free[: pace.users])]
+    return begun, iter(free[pace.users :])
 
 
 def thinking_s(request: Request, pace: Pace) -> float:
