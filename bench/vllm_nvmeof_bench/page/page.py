@@ -57,18 +57,16 @@ def write(directory: Path, page_path: Path | None, plots: bool) -> bool:
         BenchError: no such directory, or the page cannot be written.
     """
     path = page_path or directory / "REPORT.md"
-    console = Console(soft_wrap=True)
-    page = build(directory, path, lambda what: console.print(what, highlight=False), plots)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    page = build(directory, path, console.print, plots)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page.text, encoding="utf-8")
     except OSError as error:
         raise BenchError(f"{path}: cannot be written ({error.strerror})") from None
     for name, why in sorted(page.left_out.items()):
-        console.print(f"left out: {name}: {why}", highlight=False, markup=False)
-    console.print(
-        f"{page.sections} sections and {len(page.pictures)} pictures: {path}", highlight=False
-    )
+        console.print(f"left out: {name}: {why}")
+    console.print(f"{page.sections} sections and {len(page.pictures)} pictures: {path}")
     return not page.left_out
 
 

@@ -152,7 +152,15 @@ class World:
                 self.counts["cpu" if chunk.pool_slot is None else "pool"] += 1
             core.report([OpReport(command.op)])
         keys += map(_key, answer)
-        self._store(keys)
+        plan = core.prepare_store(keys)
+        self.counts["stored"] += len(plan.stored)
+        if plan.command is not None:
+            core.report([OpReport(plan.command.op)])
+        core.turn()
+        while commands := core.take_commands():
+            assert not any(isinstance(one, CancelCommand) for one in commands), "nothing is overdue"
+            self.counts["written"] += sum(isinstance(one, WriteCommand) for one in commands)
+            core.report([OpReport(one.op) for one in commands])
         core.ended(keys)
         for number in reversed([*prompt, *answer]):
             self._gpu[number] = None
@@ -164,20 +172,6 @@ class World:
         """All chunks in the tiers now."""
         keys = (entry.identity.key for entry in self._core.entries())
         return {int.from_bytes(key, "little", signed=True) for key in keys}
-
-    def _store(self, keys: list[bytes]) -> None:
-        plan = self._core.prepare_store(keys)
-        self.counts["stored"] += len(plan.stored)
-        if plan.command is not None:
-            self._core.report([OpReport(plan.command.op)])
-        self._core.turn()
-        while commands := self._core.take_commands():
-            done = []
-            for command in commands:
-                assert not isinstance(command, CancelCommand), "nothing is overdue here"
-                self.counts["written"] += isinstance(command, WriteCommand)
-                done.append(OpReport(command.op))
-            self._core.report(done)
 
 
 def _key(number: int) -> bytes:
@@ -248,21 +242,14 @@ def run(
 def _sample(
     sweep: str, shape: Shape, counts: Counter[str], chunk_tokens: int, stranded: float = 0.0
 ) -> Sample:
-    prompt = sum(counts[place] for place in ("gpu", "cpu", "pool", "miss"))
+    hits = [chunk_tokens * counts[place] for place in ("gpu", "cpu", "pool")]
     return Sample(
-        sweep=sweep,
-        policy=shape.policy,
-        write_policy=shape.write_policy,
-        store_threshold=shape.store_threshold,
-        gpu_tokens=shape.gpu * chunk_tokens,
-        cpu_tokens=shape.cache * chunk_tokens,
-        pool_tokens=shape.pool * chunk_tokens,
-        prompt_tokens=prompt * chunk_tokens,
-        hit_gpu=counts["gpu"] * chunk_tokens,
-        hit_cpu=counts["cpu"] * chunk_tokens,
-        hit_pool=counts["pool"] * chunk_tokens,
-        stored=counts["stored"] * chunk_tokens,
-        written=counts["written"] * chunk_tokens,
+        *(sweep, shape.policy, shape.write_policy, shape.store_threshold),
+        *(chunk_tokens * chunks for chunks in (shape.gpu, shape.cache, shape.pool)),
+        sum(hits) + chunk_tokens * counts["miss"],
+        *hits,
+        stored=chunk_tokens * counts["stored"],
+        written=chunk_tokens * counts["written"],
         stranded=stranded,
     )
 

@@ -145,42 +145,36 @@ class Settings:
         return max(load, GIB if set(self.parts) - {"load"} else 0) + 16 * MIB
 
 
-class PacedCopyEngine:
-    """Implements `copy.base.CopyEngine`: the host's engine, made as slow as a link without using
-    CPU for it. A copy ends no earlier than its bytes would have passed at `bytes_per_s`, one after
-    the other, as with a DMA engine; None: as fast as the host copies. Set it only while idle.
+class PacedCopyEngine(HostCopyEngine):
+    """The host's engine, made as slow as a link without using CPU for it. A copy ends no earlier
+    than its bytes would have passed at `bytes_per_s`, one after the other, as with a DMA engine;
+    None: as fast as the host copies. Set it only while idle.
     """
 
     def __init__(self, on_done: Callable[[], None] = lambda: None) -> None:
         self.bytes_per_s: int | None = None
-        self._on_done = on_done
+        self._on_passed = on_done
         self._under_way: deque[tuple[int, float]] = deque()  # bytes, when submitted
         self._free_s = 0.0  # when the link has passed all earlier bytes
-        self._done: deque[tuple[int, Outcome]] = deque()
-        self._host = HostCopyEngine(on_done=self._copied)
-
-    def record_fence(self) -> object:
-        return self._host.record_fence()
+        self._passed: deque[tuple[int, Outcome]] = deque()
+        super().__init__(on_done=self._copied)
 
     def submit(self, direction: Direction, pieces: Descriptors, fence: object) -> int:
         self._under_way.append((int(pieces[:, 2].sum()), time.perf_counter()))
-        return self._host.submit(direction, pieces, fence)
+        return super().submit(direction, pieces, fence)
 
     def poll(self) -> list[tuple[int, Outcome]]:
-        return [self._done.popleft() for _ in range(len(self._done))]
-
-    def close(self) -> None:
-        self._host.close()
+        return [self._passed.popleft() for _ in range(len(self._passed))]
 
     def _copied(self) -> None:
-        """Runs on the host engine's thread, which copies in order and does nothing meanwhile."""
-        for ticket, outcome in self._host.poll():
+        """Runs on the engine's thread, which copies in order and does nothing meanwhile."""
+        for done in super().poll():
             count, submitted_s = self._under_way.popleft()
             if self.bytes_per_s is not None:
                 self._free_s = max(self._free_s, submitted_s) + count / self.bytes_per_s
                 time.sleep(max(0.0, self._free_s - time.perf_counter()))
-            self._done.append((ticket, outcome))
-        self._on_done()
+            self._passed.append(done)
+        self._on_passed()
 
 
 class Rig:

@@ -389,16 +389,7 @@ _PANELS: dict[str, Callable[[Any, Samples], None]] = {
 }
 
 
+_TITLE = "Goals: the worst size or throttle decides"
 BENCHES = (
-    Benchmark(
-        "stream",
-        Sample,
-        _lines,
-        _tables,
-        _plot,
-        goals,
-        "Goals: the worst size or throttle decides",
-        _published,
-        columns=140,
-    ),
+    Benchmark("stream", Sample, _lines, _tables, _plot, goals, _TITLE, _published, columns=140),
 )
