@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -146,29 +146,26 @@ def settings_of(settings: type[Any], given: dict[str, Any]) -> Any:
     )
 
 
-def _is_text(hint: Any, option: Option) -> bool:
-    """Whether typer gets the option as a text: several values, or a size."""
-    return option.in_bytes or get_origin(hint) is tuple
-
-
 def _typed(one: dataclasses.Field[Any], hint: Any, option: Option) -> tuple[Any, Any]:
+    """(type, default) for typer, which gets several values, and a size, as a text."""
     if option.argument:
         return Annotated[hint, typer.Argument(help=option.help)], inspect.Parameter.empty
     flag, more = [option.flag] if option.flag else [], {"help": option.help}
     if option.repeated:
         return Annotated[list[str] | None, typer.Option(*flag, **more)], None
-    if not _is_text(hint, option):
+    several = isinstance(one.default, tuple)
+    if not (several or option.in_bytes):
         return Annotated[hint, typer.Option(*flag, min=option.min, **more)], one.default
-    values = one.default if isinstance(one.default, tuple) else (one.default,)
+    values = one.default if several else (one.default,)
     shown = ",".join(map(_size if option.in_bytes else str, values))
     return Annotated[str, typer.Option(*flag, show_default=shown or False, **more)], ""
 
 
 def _value_of(one: dataclasses.Field[Any], hint: Any, option: Option, given: Any) -> Any:
     """Raises: typer.BadParameter: a text that is no value of this option."""
-    if not _is_text(hint, option):
+    several = isinstance(one.default, tuple)
+    if not (several or option.in_bytes):
         return given
-    several = get_origin(hint) is tuple
     read = parse_bytes if option.in_bytes else get_args(hint)[0]
     texts = given or [] if option.repeated else given.split(",") if several else [given]
     try:

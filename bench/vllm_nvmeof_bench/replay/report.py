@@ -41,44 +41,32 @@ class Sample:
     why: str = ""
 
 
-@dataclass(frozen=True)
-class Summary:
-    """One arm. TTFT in seconds, of all requests that got a first token. Tokens per second of whole
-    requests, over the time from the first user's arrival to the end."""
+def summary_of(samples: Sequence[Sample], arm: str) -> dict[str, float]:
+    """One arm's figures by name; empty if no first token came.
 
-    completed: int
-    failed: int
-    cut: int
-    ttft_mean_s: float
-    ttft_median_s: float
-    ttft_p95_s: float
-    ttft_max_s: float
-    tokens_in_per_s: float
-    tokens_out_per_s: float
-
-
-def summary_of(samples: Sequence[Sample], arm: str) -> Summary | None:
-    """None: no first token came."""
+    TTFT in seconds, of all requests that got a first token. Tokens per second of whole requests,
+    over the time from the first user's arrival to the end.
+    """
     mine = select(samples, arm=arm)
     firsts = values_of(mine, "ttft_s")
     if not firsts:
-        return None
+        return {}
     whole = select(mine, ended="whole")
     seconds = max(one.at_s + one.end_s for one in mine)
-    return Summary(
-        completed=len(whole),
-        failed=len(select(mine, ended="failed")),
-        cut=len(select(mine, ended="cut")),
-        ttft_mean_s=statistics.fmean(firsts),
-        ttft_median_s=statistics.median(firsts),
-        ttft_p95_s=float(np.percentile(firsts, 95)),
-        ttft_max_s=max(firsts),
-        tokens_in_per_s=sum(one.tokens_in for one in whole) / seconds,
-        tokens_out_per_s=sum(one.tokens_out for one in whole) / seconds,
-    )
+    return {
+        "completed": len(whole),
+        "failed": len(select(mine, ended="failed")),
+        "cut": len(select(mine, ended="cut")),
+        "ttft_mean_s": statistics.fmean(firsts),
+        "ttft_median_s": statistics.median(firsts),
+        "ttft_p95_s": float(np.percentile(firsts, 95)),
+        "ttft_max_s": max(firsts),
+        "tokens_in_per_s": sum(one.tokens_in for one in whole) / seconds,
+        "tokens_out_per_s": sum(one.tokens_out for one in whole) / seconds,
+    }
 
 
-#: Rows of the study: name, field of a summary, format.
+#: Rows of the study: name, figure of a summary, format.
 _STUDY_ROWS = (
     ("requests completed", "completed", "{:,}"),
     ("TTFT average", "ttft_mean_s", "{:.2f} s"),
@@ -92,11 +80,10 @@ _STUDY_ROWS = (
 def published(samples: Sequence[Sample]) -> dict[str, str]:
     """Ours for the study's rows, one figure per column; empty unless all three arms ran."""
     known = [summary_of(samples, arm) for arm in _STUDIED]
-    if None in known:
+    if not all(known):
         return {}
     return {
-        row: " / ".join(form.format(getattr(one, name)) for one in known)
-        for row, name, form in _STUDY_ROWS
+        row: " / ".join(form.format(one[name]) for one in known) for row, name, form in _STUDY_ROWS
     }
 
 
@@ -134,11 +121,10 @@ def _lines(conditions: Conditions) -> Iterator[str]:
 def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table | str]:
     """One row per arm, twice: times and throughput; hits."""
     arms = distinct(samples, "arm")
-    found = {arm: summary_of(samples, arm) for arm in arms}
+    found = {arm: summary_of(samples, arm) or {"completed": 0} for arm in arms}
 
     def shown(title: str, name: str, form: str) -> Column:
-        nothing = 0 if name == "completed" else None
-        return Column(title, lambda arm: getattr(found[arm], name, nothing), form)
+        return Column(title, lambda arm: found[arm].get(name), form)
 
     seconds = (("TTFT avg", "mean"), ("median", "median"), ("P95", "p95"), ("max", "max"))
     columns = (
