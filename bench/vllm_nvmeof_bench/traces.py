@@ -29,7 +29,7 @@ import heapq
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -100,11 +100,7 @@ class Trace:
     def capped(self, context_tokens_max: int) -> Trace:
         """End each session before its first request that, with its answer, is longer than
         `context_tokens_max`; drop empty sessions."""
-
-        def fits(one: Request) -> bool:
-            return one.input_tokens + one.output_tokens <= context_tokens_max
-
-        cut = (_until(session, fits) for session in self.sessions)
+        cut = (_until(session, context_tokens_max) for session in self.sessions)
         return replace(self, sessions=tuple(one for one in cut if one.steps))
 
     def scaled(self, block_tokens: int) -> Trace:
@@ -132,14 +128,14 @@ class Trace:
         return len(np.unique(np.concatenate(every))) * self.block_tokens if every else 0
 
 
-def _until(session: Session, fits: Callable[[Request], bool]) -> Session:
+def _until(session: Session, tokens_max: int) -> Session:
     steps: list[Step] = []
     for step in session.steps:
         if isinstance(step, Request):
-            if not fits(step):
+            if step.input_tokens + step.output_tokens > tokens_max:
                 break
             steps.append(step)
-        elif children := tuple(child for child in (_until(s, fits) for s in step) if child.steps):
+        elif children := tuple(one for s in step if (one := _until(s, tokens_max)).steps):
             steps.append(children)
     return replace(session, steps=tuple(steps))
 

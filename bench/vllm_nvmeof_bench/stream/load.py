@@ -18,6 +18,7 @@ import itertools
 import os
 import random
 import select
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -219,8 +220,8 @@ class Rig:
         waker = Waker()
         self.copy = self._copy_engine(waker)
         self._stack.callback(self.copy.close)
-        self._bare_waker = Waker()
-        self.bare_copy = PacedCopyEngine(on_done=self._bare_waker.wake)
+        self._bare_copied = threading.Event()
+        self.bare_copy = PacedCopyEngine(on_done=self._bare_copied.set)
         self._stack.callback(self.bare_copy.close)
         io, self._bare_io = (self._engine(pool, staging) for _ in range(2))
         self.engine = io.name
@@ -324,9 +325,9 @@ class Rig:
         free = deque(range(self.staging.cache_slots + self.staging.stream_slots))
         ready = select.poll()
         ready.register(self._bare_io.fileno(), select.POLLIN)
-        slots: dict[int, int] = {}
-        following, left = 0, count
-        while left:
+        slots: dict[int, int] = {}  # of the chunks being read
+        following = 0
+        while following < count or slots:
             while following < count and free and len(slots) < self._reads_max:
                 slot = free.popleft()
                 address = self.staging.base_address + slot * self.staging.slot_bytes
@@ -343,16 +344,13 @@ class Rig:
                 if completion.outcome is None or not completion.outcome.ok:
                     raise BenchError(f"{self._bare_io.name}: a read ended {completion.outcome}")
                 free.append(slots.pop(completion.token))
-                left -= 1
 
     def copy_bare(self, pieces: Descriptors) -> None:
         """Copy with only the copy engine; `pieces` name staging addresses."""
-        ready = select.poll()
-        ready.register(self._bare_waker.fd, select.POLLIN)
-        ticket = self.bare_copy.submit(Direction.LOAD, pieces, None)
-        while not any(done == ticket for done, _ in self.bare_copy.poll()):
-            ready.poll(1000)
-            self._bare_waker.clear()
+        self._bare_copied.clear()
+        self.bare_copy.submit(Direction.LOAD, pieces, None)
+        self._bare_copied.wait()
+        self.bare_copy.poll()
 
     def staged_pieces(self, count: int) -> Descriptors:
         """The pieces of the first chunks, each out of some cache slot."""
@@ -463,7 +461,7 @@ def _prepare(rig: Rig, arm: str, count: int) -> Callable[[], None]:
 
 
 def _two_phase(rig: Rig, count: int, pieces: list[Descriptors]) -> None:
-    """Into the CPU tier, then from there; more than the tier holds in rounds of one tier."""
+    """Into the CPU tier, then from there; in rounds of one tier."""
     tier = rig.settings.cache_slots
     for first in range(0, count, tier):
         numbers = range(first, min(first + tier, count))

@@ -142,9 +142,8 @@ class Agreement:
         """Compare with the first answer of this name."""
         first = self._first.setdefault(name, answer.tokens)
         if first is not answer.tokens:
-            length = min(len(first), len(answer.tokens))
             self.compared += 1
-            self.different += list(first[:length]) != list(answer.tokens[:length])
+            self.different += any(a != b for a, b in zip(first, answer.tokens, strict=False))
 
     def facts(self) -> dict[str, int]:
         return {"compared": self.compared, "different": self.different}
