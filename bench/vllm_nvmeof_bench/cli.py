@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from vllm_nvmeof_bench import benchmark as benchmarks
 from vllm_nvmeof_bench.results import BenchError, name_in, size_name
 from vllm_nvmeof_bench.settings import Option, option_of
-from vllm_nvmeof_offload.errors import OffloadError
+from vllm_nvmeof_offload.commands import plain_errors
 from vllm_nvmeof_offload.units import parse_bytes
 
 _REPORT = "-report"
@@ -58,13 +58,11 @@ bench_app = typer.Typer(
 
 
 @contextlib.contextmanager
-def plain_errors() -> Iterator[None]:
-    """One line on stderr, and exit code 1, for what the world did."""
+def _plain_ends() -> Iterator[None]:
+    """As `plain_errors`; an interrupt is exit code 130."""
     try:
-        yield
-    except (BenchError, OffloadError) as error:
-        typer.echo(f"vllm-nvmeof: {error}", err=True)
-        raise typer.Exit(1) from None
+        with plain_errors():
+            yield
     except KeyboardInterrupt:
         typer.echo("vllm-nvmeof: interrupted; what was written is deleted", err=True)
         raise typer.Exit(130) from None
@@ -77,7 +75,7 @@ def _bench_of(command_name: str, name: str, report: bool) -> Any:
 
     def run(**given: Any) -> None:
         json_path: Path = given["json_path"]
-        with plain_errors():
+        with _plain_ends():
             if command is not None:
                 command.measure(settings_of(command.settings, given), json_path)
             reached = found.show(json_path, given["plot"], given.get("goals", True))
@@ -208,7 +206,7 @@ def report(
     """
     from vllm_nvmeof_bench.page.page import write
 
-    with plain_errors():
+    with _plain_ends():
         whole = write(directory, page, plots)
     raise typer.Exit(int(check and not whole))
 
@@ -226,7 +224,7 @@ def _serve_of() -> Any:
             if part not in _SERVED:
                 message = f"no part {part!r}; there are {', '.join(_SERVED)}"
                 raise typer.BadParameter(message, param_hint="--parts")
-        with plain_errors():
+        with _plain_ends():
             servers = vars(settings_of(ServerSettings, given)) | {"seed": given["seed"]}
             if not given["arms"]:
                 del servers["arms"]  # each part has its own default
@@ -256,7 +254,7 @@ def serve_report(
     plot: Plot = None,
 ) -> None:
     """Print the tables of such a file again, or draw it; measure nothing."""
-    with plain_errors():
+    with _plain_ends():
         name = name_in(json_path)
         if name not in _SERVED:
             raise BenchError(f"{json_path} is of bench {name}, not of {', '.join(_SERVED)}")

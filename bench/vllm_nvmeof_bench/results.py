@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.units import format_bytes
 
 SCHEMA = 1
@@ -27,7 +28,7 @@ PERCENTILES_FROM = 20
 Sample = TypeVar("Sample")
 
 
-class BenchError(Exception):
+class BenchError(OffloadError):
     """This benchmark cannot run here, or an arm failed: one line for people."""
 
 
