@@ -352,11 +352,7 @@ def _session(path: Path, number: int, line: str) -> Session:
 
 
 def _check_chained(path: Path, prompts: Sequence[Ids]) -> None:
-    """Check that every id has the same predecessor wherever it is.
-
-    Raises:
-        BenchError: an id has two.
-    """
+    """Raises: BenchError: an id has two different predecessors."""
     prompts = [one for one in prompts if len(one)]
     if not prompts:
         return

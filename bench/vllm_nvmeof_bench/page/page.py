@@ -88,9 +88,8 @@ def build(
     for path in sorted(directory.glob("*.json")):
         try:
             name = name_in(path)
-            name = RENAMED.get(name, name)
-            bench = benchmark(name)
-            found.append((list(KINDS).index(name), path, bench))
+            bench = benchmark(RENAMED.get(name, name))
+            found.append((list(KINDS).index(bench.name), path, bench))
         except BenchError as error:
             page.left_out[path.name] = _without_path(error, path)
     sections = []

@@ -171,11 +171,7 @@ _RESUME_ARMS = ("recompute", "reload")
 
 
 def _measure_resume(settings: Settings, home: Path, on_step: OnStep) -> Found:
-    """The demo's crowd, with another seed in each round and the same on both servers.
-
-    Raises:
-        BenchError: a crowd was not preempted.
-    """
+    """The demo's crowd, with another seed in each round and the same on both servers."""
     plan, shape = Plan(), ModelShape()
     plain = server_spec(plan, make_model(settings.models.resolve(), shape))
     samples: list[Sample] = []
