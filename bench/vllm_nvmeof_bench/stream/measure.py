@@ -22,7 +22,6 @@ import asyncio
 import itertools
 import math
 import random
-import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -37,7 +36,7 @@ from vllm_nvmeof_bench.demo.workload import Plan, offload_spec, run_crowd, serve
 from vllm_nvmeof_bench.home import home_in
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.results import BenchError, dump
-from vllm_nvmeof_bench.servers.client import Answer, Client, Metrics
+from vllm_nvmeof_bench.servers.client import NUDGE, Answer, Client, Metrics
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
 from vllm_nvmeof_bench.servers.server import OffloadSpec, Server, ServerSpec
 from vllm_nvmeof_bench.settings import recorded
@@ -56,9 +55,6 @@ _BLOCK_TOKENS = 32
 _CHUNK_BYTES = 512 * KIB
 _STREAM_SLOTS = 16
 _READ_DEADLINE_MS = 60_000
-_SETTLE_S_MAX = 60.0
-_SETTLE_PAUSE_S = 0.1
-_NUDGE = [5, 6, 7]
 #: Measurements' names have so many parts and more; fewer: a step between measurements.
 _MEASUREMENT_PARTS = 3
 #: Tokens of the computed answers that answers with loaded KV are compared with.
@@ -181,7 +177,7 @@ def _measure_resume(settings: Settings, home: Path, on_step: OnStep) -> Found:
     async def crowds(server: Server, arm: str) -> list[Sample]:
         found: list[Sample] = []
         async with Client(server.url) as client:
-            await client.complete(_NUDGE, 4)  # takes the costs of a first request
+            await client.complete(NUDGE, 4)  # takes the costs of a first request
             for number in range(settings.server_rounds):
                 on_step(f"resume · round {number + 1} · a crowd that preempts · {arm}")
                 crowd = replace(plan.crowd, seed=plan.crowd.seed + 100 * settings.seed + number)
@@ -251,23 +247,12 @@ class _Circle:
         self._prompts = itertools.cycle(enumerate(plan.prompts(seed)))
 
     async def prepare(self, throttle: Throttle) -> None:
-        """Compute and store everything once, and have the server throttled from then on.
-
-        Raises:
-            BenchError: writes to the pool are still pending after `_SETTLE_S_MAX`.
-        """
+        """Compute and store everything once, and have the server throttled from then on."""
         await self.ask(self._plan.count, min(_FIRST_TOKENS, self._plan.answer_tokens))
-        if not self.offloads:
-            return
-        pending = ("vllm:nvmeof_writes_pending", "vllm:nvmeof_write_backlog")
-        deadline = time.monotonic() + _SETTLE_S_MAX
-        while not all(self.metrics.has(one) and not self.metrics.value(one) for one in pending):
-            if time.monotonic() > deadline:
-                raise BenchError(f"writes to the pool still pended after {_SETTLE_S_MAX:.0f} s")
-            await asyncio.sleep(_SETTLE_PAUSE_S)
+        if self.offloads:
             async with Client(self._server.url) as client:
-                await self._measure(client)
-        throttle.add_group(self._server.pid)
+                await client.settle()
+            throttle.add_group(self._server.pid)
 
     async def ask(self, count: int, tokens: int = 0) -> tuple[list[Answer], int]:
         """The answers to the next prompts, and how many tokens were loaded per prompt.
@@ -291,7 +276,7 @@ class _Circle:
 
     async def _measure(self, client: Client) -> float:
         """Tokens loaded so far. A short request makes vLLM publish its counters."""
-        await client.complete(_NUDGE, 2)
+        await client.complete(NUDGE, 2)
         self.metrics = await client.metrics()
         return self.metrics.value("vllm:nvmeof_loaded_tokens_total")
 
