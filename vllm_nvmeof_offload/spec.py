@@ -24,7 +24,7 @@ from vllm_nvmeof_offload.config import Replica, parse_config
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.eviction import choose_policy, credit_share
-from vllm_nvmeof_offload.manager.start import WritePolicy
+from vllm_nvmeof_offload.manager.handshake import WritePolicy
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, METRICS
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.vllm_adapter.deployment import Deployment

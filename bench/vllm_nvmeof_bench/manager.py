@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
-from vllm_nvmeof_offload.manager.start import agree
+from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.protocol import AdoptedEntries, OpReport, RankHello
 
 KEY_BYTES = 36  # vLLM's: a SHA-256 and a group number

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 
-from vllm_nvmeof_offload.manager.start import CREDITED
+from vllm_nvmeof_offload.manager.handshake import CREDITED
 
 from .base import PROFILES
 from .world import play

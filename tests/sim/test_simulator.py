@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from vllm_nvmeof_offload.manager.eviction import POLICIES
-from vllm_nvmeof_offload.manager.start import CREDITED
+from vllm_nvmeof_offload.manager.handshake import CREDITED
 
 from .world import play
 

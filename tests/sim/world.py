@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.eviction import choose_policy, credit_share
-from vllm_nvmeof_offload.manager.start import CREDITED, WritePolicy, agree
+from vllm_nvmeof_offload.manager.handshake import CREDITED, WritePolicy, agree
 
 from .base import Clock, Knobs, Trace, Violation
 from .memory import Tag

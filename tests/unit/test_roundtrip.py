@@ -16,7 +16,7 @@ from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.io.base import IoLimits, Waker
 from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
-from vllm_nvmeof_offload.manager.start import agree
+from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import RankHello

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 from vllm_nvmeof_offload.errors import CANCELLED, STALE, Outcome
 from vllm_nvmeof_offload.manager.eviction import LruPolicy, MakePolicy
+from vllm_nvmeof_offload.manager.handshake import Agreement, CoreConfig
 from vllm_nvmeof_offload.manager.hold_and_prefetch import Holds, Reason, ReloadScheduler
 from vllm_nvmeof_offload.manager.index import Entry, Event, Source, State
 from vllm_nvmeof_offload.manager.kv_events import KvEventLog
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op
 from vllm_nvmeof_offload.manager.load_or_recompute import Admission, Find, LoadTimes
-from vllm_nvmeof_offload.manager.start import Agreement, CoreConfig
 from vllm_nvmeof_offload.manager.store_threshold import StoreThreshold
 from vllm_nvmeof_offload.manager.tiers import Tiers
 from vllm_nvmeof_offload.manager.writes import WriteBehind

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from vllm_nvmeof_offload.errors import ConfigError
-from vllm_nvmeof_offload.manager.start import CREDIT_SHARE, CREDITED, WritePolicy
+from vllm_nvmeof_offload.manager.handshake import CREDIT_SHARE, CREDITED, WritePolicy
 
 __all__ = ["EvictionPolicy", "LruPolicy", "MakePolicy", "choose_policy", "try_policy"]
 

@@ -26,9 +26,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from vllm_nvmeof_offload.errors import Outcome
+from vllm_nvmeof_offload.manager.handshake import Capacity, CoreConfig
 from vllm_nvmeof_offload.manager.index import Entry, Event, Source
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op
-from vllm_nvmeof_offload.manager.start import Capacity, CoreConfig
 from vllm_nvmeof_offload.manager.tiers import Tiers
 from vllm_nvmeof_offload.protocol import FetchCommand, OpKind, Urgency
 

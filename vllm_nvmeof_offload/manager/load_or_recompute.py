@@ -30,8 +30,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_nvmeof_offload.errors import OutcomeKind
+from vllm_nvmeof_offload.manager.handshake import CoreConfig
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op
-from vllm_nvmeof_offload.manager.start import CoreConfig
 from vllm_nvmeof_offload.manager.tiers import Tiers
 
 #: Keeps noise from changing the decision with each request.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import OutcomeKind
 from vllm_nvmeof_offload.manager.core import ManagerCore
-from vllm_nvmeof_offload.manager.start import Capacity
+from vllm_nvmeof_offload.manager.handshake import Capacity
 from vllm_nvmeof_offload.metrics import Counts, Series
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.units import format_bytes

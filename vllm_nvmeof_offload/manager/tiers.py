@@ -13,11 +13,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from vllm_nvmeof_offload.manager.eviction import EvictionPolicy, LruPolicy, MakePolicy, Recency
+from vllm_nvmeof_offload.manager.handshake import Agreement, CoreConfig, WritePolicy
 from vllm_nvmeof_offload.manager.index import MAY_REST, Entry, Event, Index, Source, State
 from vllm_nvmeof_offload.manager.kv_events import KvEventLog
 from vllm_nvmeof_offload.manager.ledger import Op
 from vllm_nvmeof_offload.manager.slots import SlotPool
-from vllm_nvmeof_offload.manager.start import Agreement, CoreConfig, WritePolicy
 from vllm_nvmeof_offload.manager.target_choice import Targets
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import AdoptedEntries

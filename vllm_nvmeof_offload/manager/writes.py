@@ -16,9 +16,9 @@ import errno
 from collections import Counter
 
 from vllm_nvmeof_offload.errors import Outcome, OutcomeKind, Scope
+from vllm_nvmeof_offload.manager.handshake import CoreConfig, WritePolicy
 from vllm_nvmeof_offload.manager.index import Entry, Event, State
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op
-from vllm_nvmeof_offload.manager.start import CoreConfig, WritePolicy
 from vllm_nvmeof_offload.manager.tiers import Tiers
 from vllm_nvmeof_offload.protocol import OpKind, WriteCommand
 

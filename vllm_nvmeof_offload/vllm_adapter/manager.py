@@ -33,11 +33,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.manager.eviction import LruPolicy, MakePolicy
+from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.manager.log_lines import FailureLog, start_line
 from vllm_nvmeof_offload.manager.metrics_collector import MetricsCollector, config_labels
 from vllm_nvmeof_offload.manager.prefill_rate import StepMeter
 from vllm_nvmeof_offload.manager.requests import Queue, Suspension, WaitingRequests
-from vllm_nvmeof_offload.manager.start import agree
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, Counts, exported
 from vllm_nvmeof_offload.protocol import Command, LoadCommand, RankHello, Report, StoreCommand
 

@@ -26,7 +26,7 @@ from vllm_nvmeof_bench.traces import TRACE_HELP, Pace, read_trace
 from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.eviction import POLICIES, choose_policy, credit_share
-from vllm_nvmeof_offload.manager.start import WritePolicy, agree
+from vllm_nvmeof_offload.manager.handshake import WritePolicy, agree
 from vllm_nvmeof_offload.protocol import CancelCommand, OpReport, RankHello, WriteCommand
 
 _CHUNK_BYTES = 1 << 20  # only ratios matter: sizes are in chunks here

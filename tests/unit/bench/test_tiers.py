@@ -18,7 +18,7 @@ from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.manager.eviction import credit_share
-from vllm_nvmeof_offload.manager.start import CoreConfig
+from vllm_nvmeof_offload.manager.handshake import CoreConfig
 
 CANDIDATES = candidates(("lru", "credited_lru"))
 

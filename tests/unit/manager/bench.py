@@ -9,7 +9,7 @@ import numpy as np
 
 from vllm_nvmeof_offload.errors import Outcome
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
-from vllm_nvmeof_offload.manager.start import agree
+from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.protocol import (
     AdoptedEntries,
     OpReport,

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
+from vllm_nvmeof_offload.manager.handshake import CoreConfig
 from vllm_nvmeof_offload.manager.load_or_recompute import Admission, Decision
-from vllm_nvmeof_offload.manager.start import CoreConfig
 
 SLOT_BYTES = 1_000_000
 TOKENS_PER_CHUNK = 100

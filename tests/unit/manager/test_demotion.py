@@ -7,7 +7,7 @@ import errno
 
 from vllm_nvmeof_offload.errors import io_error
 from vllm_nvmeof_offload.manager.core import Source
-from vllm_nvmeof_offload.manager.start import WritePolicy
+from vllm_nvmeof_offload.manager.handshake import WritePolicy
 from vllm_nvmeof_offload.protocol import VerdictReport
 
 from .bench import Bench, keys_of

@@ -13,7 +13,7 @@ import pytest
 from vllm_nvmeof_offload.errors import DEADLINE, io_error
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.manager.eviction import LruPolicy
-from vllm_nvmeof_offload.manager.start import agree
+from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.protocol import (
     VERDICTS,
     OpReport,

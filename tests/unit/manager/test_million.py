@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
-from vllm_nvmeof_offload.manager.start import agree
+from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.protocol import AdoptedEntries, OpReport, WriteCommand
 
 from .bench import hello

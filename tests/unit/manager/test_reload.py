@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from vllm_nvmeof_offload.manager.handshake import Capacity, CoreConfig
 from vllm_nvmeof_offload.manager.hold_and_prefetch import Reason, ReloadScheduler
 from vllm_nvmeof_offload.manager.index import Source
-from vllm_nvmeof_offload.manager.start import Capacity, CoreConfig
 
 from .bench import keys_of
 

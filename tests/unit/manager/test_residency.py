@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
+from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.manager.index import Index
 from vllm_nvmeof_offload.manager.kv_events import KvEventLog
-from vllm_nvmeof_offload.manager.start import agree
 
 from .bench import Bench, hello, keys_of
 

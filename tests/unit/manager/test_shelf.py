@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, DEADLINE, Outcome, io_error
 from vllm_nvmeof_offload.manager.core import Source
-from vllm_nvmeof_offload.manager.start import WritePolicy
+from vllm_nvmeof_offload.manager.handshake import WritePolicy
 from vllm_nvmeof_offload.protocol import (
     FetchCommand,
     OpReport,

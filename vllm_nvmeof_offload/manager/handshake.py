@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The core's start: its configuration, and the ranks' agreement on capacity and adopted entries."""
+"""What the core is made from: its configuration, and the ranks' agreement in the handshake."""
 
 from __future__ import annotations
 
