@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from vllm_nvmeof_bench.results import BenchError, Goal, load, missed
-from vllm_nvmeof_bench.tables import goals_table, show
+from vllm_nvmeof_bench.tables import Table, goals_table, show
 
 _PACKAGE = "vllm_nvmeof_bench"
 #: Command → the package of the benchmark.

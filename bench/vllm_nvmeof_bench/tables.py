@@ -7,20 +7,20 @@ row, and a format. The same table is printed by rich and written into a page.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import rich.table
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from vllm_nvmeof_bench.results import Goal, median_of
 
 NOTHING = "–"
-_MARKDOWN_COLUMNS = 160
 _BULLET = "• "
 
 
@@ -65,25 +65,47 @@ def arm_columns(
     return by_arm(arms, cell)
 
 
-def table(
-    title: str, columns: Sequence[Column], rows: Iterable[Any], grouped: bool = False
-) -> Table:
-    """The rows under the columns; the first column is set to the left.
+class Table:
+    """Rows under columns, in text; the first column is set to the left.
 
-    grouped: a first cell that repeats the one above it is left empty, and a line ends each group
-    of rows.
+    grouped: a terminal leaves a first cell empty that repeats the one above it, and a line ends
+    each group of rows. caption: below the table.
     """
-    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for index, column in enumerate(columns):
-        justify = "left" if column.left or not index else "right"
-        made.add_column(column.name, no_wrap=True, justify=justify)
-    cells = [[column.cell(row) for column in columns] for row in rows]
-    names = [row[0] for row in cells]
-    for index, row in enumerate(cells):
-        repeats = grouped and index > 0 and names[index - 1] == names[index]
-        ends = grouped and (index + 1 == len(cells) or names[index + 1] != names[index])
-        made.add_row("" if repeats else row[0], *row[1:], end_section=ends)
-    return made
+
+    def __init__(
+        self,
+        title: str,
+        columns: Sequence[Column],
+        rows: Iterable[Any],
+        grouped: bool = False,
+        caption: str | None = None,
+    ) -> None:
+        self.title = title
+        self.caption = caption
+        self._columns = columns
+        self._grouped = grouped
+        self._cells = [[column.cell(row) for column in columns] for row in rows]
+
+    def __rich__(self) -> rich.table.Table:
+        made = rich.table.Table(title=self.title, title_justify="left", box=SIMPLE_HEAD)
+        made.caption, made.caption_justify = self.caption, "left"
+        for index, column in enumerate(self._columns):
+            justify = "left" if column.left or not index else "right"
+            made.add_column(column.name, no_wrap=True, justify=justify)
+        for _, group in itertools.groupby(self._cells, lambda row: self._grouped and row[0]):
+            first, *others = group
+            made.add_row(*first)
+            for row in others:
+                made.add_row("" if self._grouped else row[0], *row[1:])
+            made.rows[-1].end_section = self._grouped
+        return made
+
+    def markdown(self) -> str:
+        """The title, the table and the caption."""
+        right = [index for index, one in enumerate(self._columns) if index and not one.left]
+        rows = [[_plain(cell) for cell in row] for row in self._cells]
+        cells = markdown_table([column.name for column in self._columns], rows, right)
+        return "\n\n".join(filter(None, (f"**{self.title}**", cells, self.caption)))
 
 
 def goals_table(goals: Iterable[Goal], title: str) -> Table:
@@ -101,7 +123,7 @@ def goals_table(goals: Iterable[Goal], title: str) -> Table:
         Column("n", lambda goal: goal.n or None),
         Column("reached", lambda goal: answers[goal.reached], left=True),
     )
-    return table(title, columns, goals)
+    return Table(title, columns, goals)
 
 
 # -- conditions ---------------------------------------------------------------------------
@@ -148,19 +170,16 @@ def show(console: Console, parts: Iterable[Table | str]) -> None:
             console.print(part)
 
 
-def markdown(parts: Iterable[Any]) -> list[str]:
-    """The same as blocks of Markdown; anything else becomes what a terminal would show."""
+def markdown(parts: Iterable[Table | str]) -> list[str]:
+    """The same as blocks of Markdown."""
     blocks = []
     for part in parts:
         if isinstance(part, Table):
-            blocks.append(_markdown_of(part))
-        elif isinstance(part, str):
-            text = part.strip()
+            blocks.append(part.markdown())
+        elif text := part.strip():
             point = text.startswith(_BULLET)
             blocks.append(f"- {text.removeprefix(_BULLET)}" if point else text)
-        else:
-            blocks.append(f"```\n{_shown(part)}\n```")
-    return [block for block in blocks if block]
+    return blocks
 
 
 def markdown_table(
@@ -172,34 +191,8 @@ def markdown_table(
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _markdown_of(one: Table) -> str:
-    """An empty first cell becomes the one above it, which a terminal leaves out."""
-    columns = [[_words(cell) for cell in column.cells] for column in one.columns]
-    if columns:
-        for index, name in enumerate(columns[0]):
-            if not name and index:
-                columns[0][index] = columns[0][index - 1]
-    headers = [_words(column.header) for column in one.columns]
-    right = [index for index, column in enumerate(one.columns) if column.justify == "right"]
-    parts = [markdown_table(headers, zip(*columns, strict=True), right)]
-    if one.title is not None:
-        parts.insert(0, f"**{_words(one.title)}**")
-    if one.caption is not None:
-        parts.append(_words(one.caption))
-    return "\n\n".join(parts)
-
-
-def _words(one: Any) -> str:
-    if isinstance(one, str):
-        return Text.from_markup(one).plain
-    return one.plain if isinstance(one, Text) else _shown(one)
-
-
-def _shown(one: Any) -> str:
-    console = Console(width=_MARKDOWN_COLUMNS, color_system=None)
-    with console.capture() as captured:
-        console.print(one)
-    return captured.get().strip()
+def _plain(cell: str) -> str:
+    return Text.from_markup(cell).plain
 
 
 def _cell(text: str) -> str:

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from rich.table import Table
 
 from vllm_nvmeof_bench import plots
 from vllm_nvmeof_bench.benchmark import Benchmark
@@ -35,7 +34,7 @@ from vllm_nvmeof_bench.results import (
     spread_of,
     values_of,
 )
-from vllm_nvmeof_bench.tables import Column, by_arm, load_in, machine_in, number, table, vllm_in
+from vllm_nvmeof_bench.tables import Column, Table, by_arm, load_in, machine_in, number, vllm_in
 from vllm_nvmeof_offload.units import MIB
 
 BASE, OURS, PROMPT_ONLY, CPU_ONLY = "none", "ours", "ours_prompt_only", "ours_cpu_only"
@@ -358,9 +357,9 @@ def tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator
     ]
     names = (Column("case", lambda row: row[0]), Column("", lambda row: row[1][1], left=True))
     rounds = len(distinct(samples, "round"))
-    yield table(f"Medians of {rounds} rounds", [*names, *by_arm(arms, middle)], known, grouped=True)
+    yield Table(f"Medians of {rounds} rounds", [*names, *by_arm(arms, middle)], known, grouped=True)
     others = [arm for arm in arms if arm != BASE]
-    yield table(
+    yield Table(
         f"Against {BASE}, paired by round: ratio and 95 % interval",
         [Column("", lambda row: row[2]), *by_arm(others, ratio)],
         [row for row in _COMPARED if any(ratios_of(samples, a, BASE, *row[:2]) for a in others)],

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.table import Table
-
 from vllm_nvmeof_bench import plots
 from vllm_nvmeof_bench.benchmark import Benchmark
 from vllm_nvmeof_bench.results import (
@@ -28,7 +26,7 @@ from vllm_nvmeof_bench.results import (
     values_of,
     worst,
 )
-from vllm_nvmeof_bench.tables import Column, arm_columns, number, table, vllm_in
+from vllm_nvmeof_bench.tables import Column, Table, arm_columns, number, vllm_in
 from vllm_nvmeof_offload.commands.size.deployment import Deployment
 from vllm_nvmeof_offload.commands.size.kv import KvSizes
 from vllm_nvmeof_offload.commands.size.model import preset
@@ -213,7 +211,7 @@ def _case_table(samples: Sequence[Sample], title: str) -> Table:
         Column("blocks", lambda row: row["count"]),
         *arm_columns(samples, arms_of(samples), "value", "{:.1f}"),
     ]
-    return table(title, columns, map(_fields, _keys(samples)), grouped=True)
+    return Table(title, columns, map(_fields, _keys(samples)), grouped=True)
 
 
 def _model_table(samples: Sequence[Sample]) -> Table:
@@ -239,7 +237,7 @@ def _model_table(samples: Sequence[Sample]) -> Table:
         ),
     ]
     title = "Transfers of the models of vLLM's table, GB/s; fragments: a tensor per layer"
-    return table(title, columns, rows, grouped=True)
+    return Table(title, columns, rows, grouped=True)
 
 
 def _arm_table(chosen: Sequence[Sample], case: str) -> Table:
@@ -262,7 +260,7 @@ def _arm_table(chosen: Sequence[Sample], case: str) -> Table:
         return of
 
     columns = [Column(first, size_of), *(Column(a, cell(a)) for a in distinct(chosen, "arm"))]
-    return table(title, columns, sorted({one.count for one in chosen}))
+    return Table(title, columns, sorted({one.count for one in chosen}))
 
 
 def lines(conditions: Mapping[str, Any]) -> Iterator[str]:

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.table import Table
-
 from vllm_nvmeof_bench import plots
 from vllm_nvmeof_bench.benchmark import Benchmark
 from vllm_nvmeof_bench.results import distinct, median_of, select, size_name
-from vllm_nvmeof_bench.tables import Column, load_in, machine_in, table, versions_in
+from vllm_nvmeof_bench.tables import Column, Table, load_in, machine_in, versions_in
 from vllm_nvmeof_offload.units import KIB, slot_stride_bytes
 
 ARMS = ("fio", "ours")
@@ -136,7 +134,7 @@ def _compared(
     if with_cpu:
         for name, side in sides.items():
             columns.append(Column(f"CPU s/GiB {name}", middle(side, "cpu_s_per_gib"), "{:.3g}"))
-    return table(title, columns, points_of(samples))
+    return Table(title, columns, points_of(samples))
 
 
 def _short(name: str) -> str:

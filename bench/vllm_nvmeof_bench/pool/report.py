@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from vllm_nvmeof_bench import plots
 from vllm_nvmeof_bench.benchmark import Benchmark
 from vllm_nvmeof_bench.results import (
@@ -31,7 +29,7 @@ from vllm_nvmeof_bench.results import (
     worst,
 )
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, size_option
-from vllm_nvmeof_bench.tables import Column, arm_columns, disk_in, load_in, table
+from vllm_nvmeof_bench.tables import Column, Table, arm_columns, disk_in, load_in
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
 
 ARMS = ("ours", "ours_threads", "fio", "ring", "vllm_fs")
@@ -177,7 +175,7 @@ def _table(title: str, samples: Sequence[Sample], measure: str, form: str = "{:,
         Column("block", lambda row: size_name(row["block_bytes"])),
     )
     arms = [arm for arm in ARMS if select(samples, arm=arm)]
-    return table(title, [*names, *arm_columns(samples, arms, measure, form)], rows, grouped=True)
+    return Table(title, [*names, *arm_columns(samples, arms, measure, form)], rows, grouped=True)
 
 
 def lines(conditions: Mapping[str, Any]) -> Iterator[str]:

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from vllm_nvmeof_bench import plots
 from vllm_nvmeof_bench.benchmark import Benchmark, Conditions
 from vllm_nvmeof_bench.plots import finish
 from vllm_nvmeof_bench.results import distinct, select, values_of
-from vllm_nvmeof_bench.tables import Column, table, vllm_in
+from vllm_nvmeof_bench.tables import Column, Table, vllm_in
 
 _PLACES = {"gpu": "GPU", "cpu": "CPU tier", "pool": "pool", "other": "elsewhere"}
 #: The columns of the published study: GPU memory only, + CPU tier, + CPU tier + NVMe.
@@ -135,7 +134,7 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
         shown("output/s", "tokens_out_per_s", "{:,.1f}"),
     )
     title = "Requests, time to first token (s), tokens per second of whole requests"
-    yield table(title, columns, arms)
+    yield Table(title, columns, arms)
 
     def rate(arm: str, place: str) -> float | None:
         hits = conditions["hits"][arm]
@@ -149,7 +148,7 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
         Column("server", lambda arm: conditions["arms"][arm]["says"], left=True),
     )
     title = "Where prompt tokens were found, as the server counts; unique tokens asked for"
-    yield table(title, columns, arms)
+    yield Table(title, columns, arms)
     for arm in arms:
         if failed := select(samples, arm=arm, ended="failed"):
             yield f"{arm}: {len(failed)} failed, the first with: {failed[0].why}"

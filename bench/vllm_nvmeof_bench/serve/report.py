@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from vllm_nvmeof_bench import plots
 from vllm_nvmeof_bench.benchmark import Benchmark
 from vllm_nvmeof_bench.plots import Style
@@ -33,12 +31,12 @@ from vllm_nvmeof_bench.results import (
 from vllm_nvmeof_bench.tables import (
     NOTHING,
     Column,
+    Table,
     arm_columns,
     by_arm,
     load_in,
     machine_in,
     number,
-    table,
     vllm_in,
 )
 
@@ -304,7 +302,7 @@ def _found_table(samples: Sequence[Any], field: str, form: str) -> Table:
 
     title = "Found, share of the prompts' tokens: GPU / CPU tier / pool"
     columns = [Column("", form.format), *by_arm(distinct(samples, "arm"), cell)]
-    return table(title, columns, distinct(samples, field))
+    return Table(title, columns, distinct(samples, field))
 
 
 def _rival_lines(
@@ -338,10 +336,10 @@ def _ttft_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
         Column("", lambda row: phases[row["phase"]]),
         *arm_columns(samples, arms, "ttft_s", scale=0.001),
     ]
-    yield table(f"TTFT in ms, medians of {of} rounds", columns, rows, grouped=True)
+    yield Table(f"TTFT in ms, medians of {of} rounds", columns, rows, grouped=True)
     columns = by_arm(arms, lambda arm, length: _times(ratio_of_ttft(samples, arm, length)))
     title = "First time / returning, paired by prompt: times as fast"
-    yield table(title, [Column("tokens", str), *columns], lengths)
+    yield Table(title, [Column("tokens", str), *columns], lengths)
     yield _found_table(select(samples, phase="back"), "length", "{}")
     yield from _rival_lines(samples, "TTFT", lambda a, b: ratio_of_ttft(samples, a, None, b))
     known = values_of(samples, "same")
@@ -369,7 +367,7 @@ def _hits_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
     ]
     requests = samples[0].requests if samples else 0
     title = f"Throughput of {requests} prompts at once, medians of rounds"
-    yield table(title, columns, [(rate, what) for rate in rates for what in cells], grouped=True)
+    yield Table(title, columns, [(rate, what) for rate in rates for what in cells], grouped=True)
     yield _found_table(samples, "rate", "{} %")
     for rate in rates:
         ratios = partial(ratio_of_hits, samples, rate=rate)
@@ -407,7 +405,7 @@ def _turns_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Ta
         columns += [Column(title, shown(name, scale)), Column("Δ", delta(name))]
     columns += [Column("failures", lambda row: found[row].failures), Column("found", places)]
     rounds = len(set(distinct(samples, "round")))
-    yield table(f"Conversations; rounds, taken together: {rounds}", columns, found, grouped=True)
+    yield Table(f"Conversations; rounds, taken together: {rounds}", columns, found, grouped=True)
     yield "tokens/s: of all prompts and answers; found: share of the prompts' tokens"
     for level in levels:
         ratios = partial(ratio_of_turns, samples, concurrency=level)

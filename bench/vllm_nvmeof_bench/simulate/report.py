@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from vllm_nvmeof_bench import plots
 from vllm_nvmeof_bench.benchmark import Benchmark, Conditions
 from vllm_nvmeof_bench.plots import Style, finish
 from vllm_nvmeof_bench.results import distinct, median_of, select
-from vllm_nvmeof_bench.tables import Column, table
+from vllm_nvmeof_bench.tables import Column, Table
 from vllm_nvmeof_offload.units import GIB
 
 _DEFAULT = "credited_lru"
@@ -114,7 +112,7 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
         ("writes", "Over what is written, and when"),
     ):
         if rows := select(samples, sweep=sweep):
-            yield table(title, columns, rows)
+            yield Table(title, columns, rows)
     if alone := select(samples, sweep="alone"):
 
         def hit(name: str) -> Callable[[int], float | None]:
@@ -125,7 +123,7 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
             *(Column(name, hit(name), "{:.1f} %") for name in distinct(alone, "policy")),
         ]
         title = "One tier alone: hits by order of eviction"
-        yield table(title, columns, distinct(alone, "pool_tokens"))
+        yield Table(title, columns, distinct(alone, "pool_tokens"))
         yield "best: Belady's, which knows the future; s3_fifo: Yang et al., SOSP '23"
 
 

@@ -15,13 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from vllm_nvmeof_bench import plots, results
 from vllm_nvmeof_bench.benchmark import Benchmark
 from vllm_nvmeof_bench.plots import Style, finish
 from vllm_nvmeof_bench.results import Figure, Goal, at_most, median_of, select, spread_of, values_of
-from vllm_nvmeof_bench.tables import NOTHING, Column, disk_in, load_in, number, table
+from vllm_nvmeof_bench.tables import NOTHING, Column, Table, disk_in, load_in, number
 from vllm_nvmeof_offload.units import GIB
 
 PARTS = ("load", "resume", "prefetch", "admission")
@@ -34,6 +32,10 @@ ARMS = {
 _LOAD_MAX = 1.15
 _ADMISSION_MAX = 1.1
 _PUBLISHED_SIZE = 8
+_TWO_PHASE = (
+    "two phase: all into the CPU tier, then from there; beyond it in rounds of one tier, where "
+    "vLLM's own tiering would find a miss and recompute"
+)
 _SHOWN = ("engine", "throttle", "read_mb_per_s", "prompts", "prompt_tokens", "preemptions")
 
 
@@ -235,14 +237,8 @@ def _load_table(samples: Samples, case: str, title: str) -> Table:
         Column("CPU s/GiB", lambda size: cpu(size, "ours"), "{:.2f}"),
         Column("read + copy", lambda size: cpu(size, "read", "copy"), "{:.2f}"),
     )
-    made = table(title, columns, places(samples, "load", case))
-    made.caption_justify = "left"
-    if case == "memory":
-        made.caption = (
-            "two phase: all into the CPU tier, then from there; beyond it in rounds of one tier, "
-            "where vLLM's own tiering would find a miss and recompute"
-        )
-    return made
+    caption = _TWO_PHASE if case == "memory" else None
+    return Table(title, columns, places(samples, "load", case), caption=caption)
 
 
 def _loaded(samples: Samples, **wanted: object) -> str:
@@ -262,7 +258,7 @@ def _pair_table(samples: Samples, part: str, case: str, title: str) -> Table:
         Column("ratio", ratios.get, "{:.3f}"),
         Column("loaded tokens", lambda arm: _loaded(chosen, arm=arm)),
     )
-    return table(title, columns, ARMS[part])
+    return Table(title, columns, ARMS[part])
 
 
 def _admission_table(samples: Samples) -> Table:
@@ -283,7 +279,7 @@ def _admission_table(samples: Samples) -> Table:
         Column("tokens auto loads", lambda at: _loaded(chosen, arm="auto", at=at)),
         Column("n", lambda at: len(select(chosen, arm="auto", at=at))),
     )
-    return table("A prompt returns: time to first token", columns, places(samples, "admission"))
+    return Table("A prompt returns: time to first token", columns, places(samples, "admission"))
 
 
 # -- picture ------------------------------------------------------------------------------
