@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_nvmeof_bench.results import BenchError, Spread, size_name
 from vllm_nvmeof_bench.tables import machine_in, vllm_in
@@ -19,71 +19,58 @@ BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 RED, PINK, GREY, BLACK = "#D55E00", "#CC79A7", "#999999", "#000000"
 FONT = 12
 _DPI = 110
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
 class Style:
-    """How an arm is drawn, the same in every panel of a picture."""
+    """How an arm is drawn, the same in every panel of a picture; the names are matplotlib's."""
 
-    colour: str
+    color: str
     marker: str = "o"
     label: str = ""
-    dashes: str = "-"
-    width: float = 1.5
+    linestyle: str = "-"
+    linewidth: float = 1.5
 
 
-def pyplot() -> Any:
-    """matplotlib's pyplot, without a display.
+@contextmanager
+def picture(
+    path: Path,
+    title: str,
+    mosaic: str | list[list[str]],
+    size: tuple[float, float] = (6.8, 5.6),
+    **grid: Any,
+) -> Iterator[tuple[Any, list[Any]]]:
+    """A figure and its panels in the order of the mosaic; written at the end.
+
+    mosaic: the name of the panel in each cell, as matplotlib takes it: `AB;AC`. size: of one cell,
+    in inches. grid: `width_ratios`.
 
     Raises:
-        BenchError: matplotlib is not installed.
+        BenchError: no matplotlib, or the picture cannot be written.
     """
     try:
         from matplotlib import pyplot as plt
     except ImportError:
         raise BenchError("--plot needs matplotlib: pip install matplotlib") from None
     plt.switch_backend("Agg")
-    return plt
+    rows = mosaic.split(";") if isinstance(mosaic, str) else mosaic
+    inches = (size[0] * len(rows[0]), size[1] * len(rows))
+    figure, panels = plt.subplot_mosaic(mosaic, figsize=inches, layout="constrained", **grid)
+    figure.suptitle(title, fontsize=FONT)
+    try:
+        yield figure, list(panels.values())
+        _save(figure, path)
+    finally:
+        plt.close(figure)
 
 
-def save(figure: Any, path: Path) -> None:
-    """Write the PNG, make its directory, and release the figure.
-
-    Raises:
-        BenchError: the picture cannot be written.
-    """
+def _save(figure: Any, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=_DPI, facecolor="white")
     except (OSError, ValueError) as error:
         raise BenchError(f"{path}: cannot be written ({error})") from None
-    finally:
-        pyplot().close(figure)
-
-
-@contextmanager
-def picture(
-    path: Path, title: str, rows: int = 1, columns: int = 1, size: tuple[float, float] = (6.8, 5.6)
-) -> Iterator[tuple[Any, list[Any]]]:
-    """A figure and its panels, row by row; written at the end. size: of one panel, in inches.
-
-    Raises:
-        BenchError: no matplotlib, or the picture cannot be written.
-    """
-    figure, axes = pyplot().subplots(
-        rows,
-        columns,
-        figsize=(size[0] * columns, size[1] * rows),
-        layout="constrained",
-        squeeze=False,
-    )
-    figure.suptitle(title, fontsize=FONT)
-    try:
-        yield figure, list(axes.flat)
-    except BaseException:
-        pyplot().close(figure)
-        raise
-    save(figure, path)
 
 
 def where_measured(conditions: Mapping[str, Any]) -> str:
@@ -92,65 +79,74 @@ def where_measured(conditions: Mapping[str, Any]) -> str:
     return f"{machine_in(conditions)}, Linux {kernel}, vLLM {vllm_in(conditions, 'none')}"
 
 
-def line(
+def lines(
     panel: Any,
-    style: Style,
-    at: Iterable[float],
-    spreads: Iterable[Spread | None],
+    styles: Mapping[Key, Style],
+    at: Sequence[float],
+    spread: Callable[[Key, Any], Spread | None],
     scale: float = 1.0,
     band: bool = False,
 ) -> None:
-    """A line through medians, with whiskers, or a band, from low to high; no point at None."""
-    known = [(x, one) for x, one in zip(at, spreads, strict=True) if one is not None]
-    if not known:
-        return
-    places = [x for x, _ in known]
-    found = [one for _, one in known]
-    look = {
-        "color": style.colour,
-        "marker": style.marker,
-        "linestyle": style.dashes,
-        "linewidth": style.width,
-        "label": style.label,
-    }
-    middles = [one.median / scale for one in found]
-    if not band:
-        panel.errorbar(places, middles, yerr=whiskers(found, scale), capsize=3, **look)
-        return
-    panel.plot(places, middles, **look)
-    low, high = [one.low / scale for one in found], [one.high / scale for one in found]
-    panel.fill_between(places, low, high, color=style.colour, alpha=0.13, linewidth=0)
-
-
-def whiskers(spreads: Sequence[Spread], scale: float = 1.0) -> list[list[float]]:
-    """Lengths below and above the medians, as matplotlib takes them."""
-    below = [(one.median - one.low) / scale for one in spreads]
-    return [below, [(one.high - one.median) / scale for one in spreads]]
+    """A line per style through the medians `at` each place, with whiskers or a band from low to
+    high; no point where the spread is None.
+    """
+    for key, style in styles.items():
+        places, found = _known(at, [spread(key, one) for one in at])
+        if not found:
+            continue
+        look = asdict(style)
+        middles = [one.median / scale for one in found]
+        if not band:
+            panel.errorbar(places, middles, yerr=_whiskers(found, scale), capsize=3, **look)
+            continue
+        panel.plot(places, middles, **look)
+        low, high = [one.low / scale for one in found], [one.high / scale for one in found]
+        panel.fill_between(places, low, high, color=style.color, alpha=0.13, linewidth=0)
 
 
 def bars(
     panel: Any,
-    groups: Sequence[str],
-    series: Sequence[tuple[Style, Sequence[Spread | None]]],
+    styles: Mapping[Key, Style],
+    groups: Mapping[str, Any],
+    spread: Callable[[Key, Any], Spread | None],
     scale: float = 1.0,
     form: str = "{:.1f}",
 ) -> None:
-    """One bar per group and style, side by side, with whiskers and the median's number."""
+    """A bar per group and style, side by side, with whiskers and the median's number.
+
+    groups: the name below each group → what `spread` is called with. A style without any spread
+    has no place.
+    """
+    spreads = {key: [spread(key, one) for one in groups.values()] for key in styles}
+    series = [(styles[key], found) for key, found in spreads.items() if any(found)]
     width, highest = 0.8 / max(1, len(series)), 0.0
-    for index, (style, spreads) in enumerate(series):
+    for index, (style, all_spreads) in enumerate(series):
         shift = (index - (len(series) - 1) / 2) * width
-        for group, spread in enumerate(spreads):
-            if spread is not None:
-                reach, middle = whiskers([spread], scale), spread.median / scale
-                look = {"color": style.colour, "yerr": reach, "capsize": 3}
-                made = panel.bar(group + shift, middle, width * 0.9, **look)
-                panel.bar_label(made, [form.format(middle)], padding=3, fontsize=FONT - 2)
-                highest = max(highest, spread.high / scale)
+        places, found = _known([group + shift for group in range(len(groups))], all_spreads)
+        middles = [one.median / scale for one in found]
+        look = {"color": style.color, "label": style.label, "capsize": 3}
+        made = panel.bar(places, middles, width * 0.9, yerr=_whiskers(found, scale), **look)
+        panel.bar_label(made, map(form.format, middles), padding=3, fontsize=FONT - 2)
+        highest = max(highest, *(one.high / scale for one in found))
     if not highest:
         panel.annotate("not measured", (0.5, 0.5), xycoords="axes fraction", ha="center")
     panel.set_xticks(range(len(groups)), groups, fontsize=FONT)
     panel.set_xlim(-0.6, len(groups) - 0.4)
     panel.set_ylim(0, highest * 1.15 or 1.0)
+
+
+def _known(
+    at: Iterable[float], spreads: Iterable[Spread | None]
+) -> tuple[list[float], list[Spread]]:
+    """The places and the spreads of those that were measured."""
+    known = [(place, one) for place, one in zip(at, spreads, strict=True) if one is not None]
+    return [place for place, _ in known], [one for _, one in known]
+
+
+def _whiskers(spreads: Sequence[Spread], scale: float) -> list[list[float]]:
+    """Lengths below and above the medians, as matplotlib takes them."""
+    below = [(one.median - one.low) / scale for one in spreads]
+    return [below, [(one.high - one.median) / scale for one in spreads]]
 
 
 def finish(panel: Any, title: str = "", legend: bool = False, **labels: Any) -> None:

@@ -32,9 +32,6 @@ class BenchError(OffloadError):
     """This benchmark cannot run here, or an arm failed: one line for people."""
 
 
-# -- the file -----------------------------------------------------------------------------
-
-
 def dump(path: Path, bench: str, samples: Sequence[Any], conditions: dict[str, Any]) -> None:
     """Write the samples, one per line, and make the file's directory.
 
@@ -87,9 +84,6 @@ def _short(value: Any) -> Any:
     return round(value, _DIGITS) if isinstance(value, float) else value
 
 
-# -- samples ------------------------------------------------------------------------------
-
-
 def select(samples: Iterable[Sample], **wanted: object) -> list[Sample]:
     """The samples whose fields have these values; a value of None admits all."""
     wanted = {name: value for name, value in wanted.items() if value is not None}
@@ -132,9 +126,6 @@ def paired(
     return [(sides[0][name], sides[1][name]) for name in sorted(sides[0]) if name in sides[1]]
 
 
-# -- numbers ------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Spread:
     """A median of n values; low to high is p5 to p95, or of few values their whole range."""
@@ -153,6 +144,15 @@ def spread_of(values: Sequence[float]) -> Spread | None:
     if len(values) >= PERCENTILES_FROM:
         low, high = percentile(values, 0.05), percentile(values, 0.95)
     return Spread(statistics.median(values), low, high, len(values))
+
+
+def spreads_by(samples: Sequence[Any], measure: str, *names: str) -> Callable[..., Spread | None]:
+    """A function of the values of the fields `names`: the spread of the measure where they are."""
+
+    def spread(*values: object) -> Spread | None:
+        return spread_of(values_of(samples, measure, **dict(zip(names, values, strict=True))))
+
+    return spread
 
 
 def median(values: Iterable[float]) -> float | None:
@@ -175,9 +175,6 @@ def percentile(values: Sequence[float], share: float) -> float:
 def size_name(count: int) -> str:
     """A size for people: `64 KiB`."""
     return format_bytes(count).replace(".0 ", " ")
-
-
-# -- goals --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -208,19 +205,12 @@ class Goal:
     where: str = ""
 
 
-def at_least(name: str, limit: float, found: Figure | None, unit: str = "") -> Goal:
-    """A goal with a lower bound; not measured if `found` is None."""
-    return _bound(name, f"≥ {limit:g}{unit}", found, unit, found and found.value >= limit)
-
-
-def at_most(name: str, limit: float, found: Figure | None, unit: str = "") -> Goal:
-    """A goal with an upper bound; not measured if `found` is None."""
-    return _bound(name, f"≤ {limit:g}{unit}", found, unit, found and found.value <= limit)
-
-
-def _bound(name: str, required: str, found: Figure | None, unit: str, reached: bool | None) -> Goal:
+def bound(name: str, sign: str, limit: float, found: Figure | None, unit: str = "") -> Goal:
+    """A goal with a lower (≥) or an upper (≤) bound; not measured if `found` is None."""
+    required = f"{sign} {limit:g}{unit}"
     if found is None:
         return Goal(name, required)
+    reached = found.value >= limit if sign == "≥" else found.value <= limit
     shown = f"{found.value:.3f}{unit}"
     return Goal(name, required, reached, found.value, shown, found.n, found.where)
 

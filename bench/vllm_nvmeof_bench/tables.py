@@ -126,9 +126,6 @@ def goals_table(goals: Iterable[Goal], title: str) -> Table:
     return Table(title, columns, goals)
 
 
-# -- conditions ---------------------------------------------------------------------------
-
-
 def machine_in(conditions: Mapping[str, Any]) -> str:
     """Processors of the machine."""
     machine = conditions.get("machine") or {}
@@ -156,9 +153,6 @@ def load_in(conditions: Mapping[str, Any]) -> str:
     before = conditions.get("load_average_at_start", ["?"])[0]
     after = conditions.get("load_average_at_end", ["?"])[0]
     return f"load average {before} before, {after} after"
-
-
-# -- output -------------------------------------------------------------------------------
 
 
 def show(console: Console, parts: Iterable[Table | str]) -> None:

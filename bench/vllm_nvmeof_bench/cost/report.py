@@ -26,12 +26,12 @@ from vllm_nvmeof_bench.benchmark import Benchmark
 from vllm_nvmeof_bench.results import (
     Figure,
     Goal,
-    at_most,
+    bound,
     distinct,
     median_of,
     paired,
     select,
-    spread_of,
+    spreads_by,
     values_of,
 )
 from vllm_nvmeof_bench.tables import Column, Table, by_arm, load_in, machine_in, number, vllm_in
@@ -116,9 +116,6 @@ def arms_of(samples: Sequence[Sample]) -> list[str]:
     return [arm for arm in ARMS if select(samples, arm=arm)]
 
 
-# -- pairs of rounds ----------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Paired:
     """An estimate with its 95 % interval over `n` rounds; `values` are the rounds' own."""
@@ -173,9 +170,6 @@ def _estimate(values: npt.NDArray[np.float64], unit: Callable[[Any], Any]) -> Pa
     drawn = generator.integers(0, len(values), (_RESAMPLES, len(values)))
     low, high = unit(np.percentile(np.median(values[drawn], axis=1), (2.5, 97.5)))
     return Paired(middle, (float(low), float(high)), len(values), own)
-
-
-# -- goals --------------------------------------------------------------------------------
 
 
 def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal]:
@@ -241,10 +235,8 @@ def _idle_goal(conditions: Mapping[str, Any]) -> Goal:
     idle: Mapping[str, float] = conditions.get("idle_cores") or {}
     worst = max(idle, key=lambda arm: idle[arm], default="")
     found = Figure(idle[worst], len(idle), worst) if idle else None
-    return at_most("cores that an idle server uses", _IDLE_CORES_MAX, found)
+    return bound("cores that an idle server uses", "≤", _IDLE_CORES_MAX, found)
 
-
-# -- sentences ----------------------------------------------------------------------------
 
 _BOUNDS = (
     "`offload_prompt_only: true` stores none of them, and what a preempted request had generated "
@@ -315,8 +307,6 @@ def _noise(samples: Sequence[Sample]) -> Iterator[str]:
                 f"more --pairs, or a quieter machine."
             )
 
-
-# -- tables -------------------------------------------------------------------------------
 
 #: (measure, its name and unit, what it is divided by, how it is printed).
 _MEDIANS = (
@@ -390,8 +380,6 @@ def lines(conditions: Mapping[str, Any]) -> Iterator[str]:
     yield f"cores used by idle servers: {cores}"
 
 
-# -- picture ------------------------------------------------------------------------------
-
 _STYLES = {
     BASE: plots.Style(plots.GREY, label="no offloading"),
     OURS: plots.Style(plots.BLUE, label="ours, default"),
@@ -408,32 +396,21 @@ _BARS = (
 
 def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -> None:
     """Left: ratios to no offloading. Right: CPU time, bytes and our scheduler's time."""
-    plt = plots.pyplot()
-    from matplotlib.patches import Patch
-
-    figure = plt.figure(figsize=(16, 9), layout="constrained")
-    grid = figure.add_gridspec(2, 3, width_ratios=(1.35, 1, 1))
-    _ratios(figure.add_subplot(grid[:, 0]), samples)
-    places = [(row, column) for row in range(2) for column in (1, 2)]
-    arms = arms_of(samples)
-    for place, (measure, scale, title) in zip(places, _BARS, strict=True):
-        panel = figure.add_subplot(grid[place])
-        shown = [arm for arm in arms if measure.startswith("cpu") or arm != BASE]
-        series = [
-            (_STYLES[arm], [spread_of(values_of(samples, measure, arm=arm, case=c)) for c in CASES])
-            for arm in shown
-        ]
-        plots.bars(panel, CASES, series, scale, "{:.3g}")
-        plots.finish(panel, title)
-    handles = [Patch(color=_STYLES[arm].colour, label=_STYLES[arm].label) for arm in arms]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(arms), fontsize=plots.FONT)
-    figure.suptitle(
+    title = (
         f"What offloading costs where it cannot help: no hits, everything fits; "
         f"{len(distinct(samples, 'round'))} rounds\n"
-        f"{machine_in(conditions)}, vLLM {vllm_in(conditions)}",
-        fontsize=plots.FONT,
+        f"{machine_in(conditions)}, vLLM {vllm_in(conditions)}"
     )
-    plots.save(figure, path)
+    cell, ratios = (16 / 3, 4.5), (1.35, 1, 1)
+    with plots.picture(path, title, "ABC;ADE", cell, width_ratios=ratios) as (figure, panels):
+        _ratios(panels[0], samples)
+        for panel, (measure, scale, name) in zip(panels[1:], _BARS, strict=True):
+            hidden = () if measure.startswith("cpu") else (BASE,)
+            styles = {arm: _STYLES[arm] for arm in arms_of(samples) if arm not in hidden}
+            spread = spreads_by(samples, measure, "arm", "case")
+            plots.bars(panel, styles, {case: case for case in CASES}, spread, scale, "{:.3g}")
+            plots.finish(panel, name)
+        plots.legend_below(figure, panels)
 
 
 def _ratios(panel: Any, samples: Sequence[Sample]) -> None:
@@ -447,7 +424,7 @@ def _ratios(panel: Any, samples: Sequence[Sample]) -> None:
             ratio = ratios_of(samples, arm, BASE, case, measure) if arm != BASE else None
             if ratio is None:
                 continue
-            look = {"color": _STYLES[arm].colour}
+            look = {"color": _STYLES[arm].color}
             under = [row + 0.25] * ratio.n
             panel.plot(ratio.values, under, "|", alpha=0.6, markersize=7, **look)
             if ratio.interval is not None:

@@ -17,12 +17,13 @@ from vllm_nvmeof_bench.benchmark import Benchmark
 from vllm_nvmeof_bench.results import (
     Figure,
     Goal,
-    at_least,
-    at_most,
+    Spread,
+    bound,
     distinct,
     median_of,
     select,
     spread_of,
+    spreads_by,
     values_of,
     worst,
 )
@@ -50,8 +51,6 @@ class Sample:
     round: int
     value: float
 
-
-# -- models -------------------------------------------------------------------------------
 
 #: As the table states them: tensor parallel size, tokens in a block.
 _MODELS = (
@@ -97,8 +96,6 @@ def model_blocks() -> Iterator[ModelBlock]:
         fragment = sizes.fragment_bytes(model.groups[0])
         yield ModelBlock(name, tensor_parallel, fragment, sizes.block_bytes())
 
-
-# -- goals --------------------------------------------------------------------------------
 
 _LARGE = 512 * KIB
 _SMALL = (16 * KIB, 64 * KIB)
@@ -146,12 +143,12 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal
     loop = over(("loop_matrix", "both", 0, 0), "dma", "alone")
     auto = f"auto / the better of DMA and kernel ÷ {KERNEL_MARGIN:g}"
     return [
-        at_least("DMA of blocks ≥ 512 KiB / one contiguous copy", 0.97, one_copy),
-        at_least("both directions at once / one direction, 2 MiB", 1.6, two_ways),
-        at_least(auto, 0.95, chosen),
-        at_least("auto / vLLM's own code, 16 to 64 KiB", 1.0, theirs),
-        at_least("bf16 matrix products beside copies by DMA / alone", 0.97, loop),
-        at_most("host time to submit 1000 blocks", 50, took, " µs"),
+        bound("DMA of blocks ≥ 512 KiB / one contiguous copy", "≥", 0.97, one_copy),
+        bound("both directions at once / one direction, 2 MiB", "≥", 1.6, two_ways),
+        bound(auto, "≥", 0.95, chosen),
+        bound("auto / vLLM's own code, 16 to 64 KiB", "≥", 1.0, theirs),
+        bound("bf16 matrix products beside copies by DMA / alone", "≥", 0.97, loop),
+        bound("host time to submit 1000 blocks", "≤", 50, took, " µs"),
     ]
 
 
@@ -167,8 +164,6 @@ def _where(key: _Key) -> str:
     _, direction, size, count = key
     return f"{count} × {format_bytes(size)}, {direction}" if count else direction
 
-
-# -- tables -------------------------------------------------------------------------------
 
 _ORDER = ("contiguous", "dma", "dma_overlap", "kernel", "auto", "vllm")
 _TITLES = {
@@ -280,8 +275,6 @@ def lines(conditions: Mapping[str, Any]) -> Iterator[str]:
     yield f"set-up: {words}; load average at the end {load}"
 
 
-# -- picture ------------------------------------------------------------------------------
-
 _STYLES = {
     "contiguous": plots.Style(plots.BLACK, "", "one contiguous copy", "--"),
     "dma": plots.Style(plots.BLUE, "o", "DMA"),
@@ -299,7 +292,7 @@ def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -
         f"Copies between {conditions.get('gpu', {}).get('name', '?')} and pinned memory, driver "
         f"{conditions.get('driver', '?')}; vLLM {vllm_in(conditions, 'none')}"
     )
-    with plots.picture(path, title, 2, 2, (6.8, 5)) as (_, panels):
+    with plots.picture(path, title, "AB;CD", (6.8, 5)) as (_, panels):
         for panel, direction in zip(panels, ("store", "load"), strict=False):
             chosen = select(samples, case="transfer", direction=direction)
             _lines(panel, chosen, lambda one: one.block_bytes)
@@ -325,18 +318,16 @@ def _loads_percent(one: Sample) -> int | None:
 def _loops(panel: Any, samples: Sequence[Sample]) -> None:
     """Steps/s beside copies, relative to the loop alone."""
     loops = sorted({one.case for one in samples if one.case.startswith("loop_")})
-    series = []
-    for arm in _LOOP_ARMS:
-        spreads = []
-        for case in loops:
-            alone = median_of(samples, "value", case=case, arm="alone")
-            rates = values_of(samples, "value", case=case, arm=arm) if alone else []
-            spreads.append(spread_of([rate / alone for rate in rates]))
-        style = _STYLES[arm]
-        series.append((style, spreads))
-        panel.bar(0, 0, color=style.colour, label=style.label)  # for the legend
+
+    def spread(arm: str, case: str) -> Spread | None:
+        alone = median_of(samples, "value", case=case, arm="alone")
+        rates = values_of(samples, "value", case=case, arm=arm) if alone else []
+        return spread_of([rate / alone for rate in rates])
+
     names = {"loop_matrix": "bf16 matrix product", "loop_memory": "adding arrays"}
-    plots.bars(panel, [names.get(case, case) for case in loops], series, form="{:.3f}")
+    styles = {arm: _STYLES[arm] for arm in _LOOP_ARMS}
+    groups = {names.get(case, case): case for case in loops}
+    plots.bars(panel, styles, groups, spread, form="{:.3f}")
     panel.axhline(1, color=plots.BLACK, linewidth=1, linestyle=":")
     title = "compute beside full-rate copies both ways"
     labels = {"ylabel": "steps/s, of those alone", "ylim": (0, 1.3)}
@@ -344,14 +335,13 @@ def _loops(panel: Any, samples: Sequence[Sample]) -> None:
 
 
 def _lines(panel: Any, samples: Sequence[Sample], where: Callable[[Sample], Any]) -> None:
+    arms = arms_of(samples)
+    styles = {arm: _STYLES.get(arm, plots.Style(plots.PINK, "x", arm)) for arm in arms}
     places = sorted({where(one) for one in samples})
-    for arm in arms_of(samples):
-        style = _STYLES.get(arm, plots.Style(plots.PINK, "x", arm))
-        spreads = []
-        for place in places:
-            here = [one for one in samples if where(one) == place]
-            spreads.append(spread_of(values_of(here, "value", arm=arm)))
-        plots.line(panel, style, places, spreads, band=True)
+    here = {place: [one for one in samples if where(one) == place] for place in places}
+    plots.lines(
+        panel, styles, places, lambda arm, at: spreads_by(here[at], "value", "arm")(arm), band=True
+    )
 
 
 def _finish(panel: Any, measured: Sequence[Any], title: str, **labels: Any) -> None:

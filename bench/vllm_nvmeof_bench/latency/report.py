@@ -89,9 +89,6 @@ def points_of(samples: Iterable[Sample]) -> list[Point]:
     return sorted({one.point for one in samples})
 
 
-# -- tables -------------------------------------------------------------------------------
-
-
 def tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator[Table | str]:
     """One table per arm, case and size; then one per target, case and size."""
     targets = distinct(samples, "target")
@@ -161,8 +158,6 @@ def lines(conditions: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-# -- picture ------------------------------------------------------------------------------
-
 #: An arm on a target.
 _COLOURS = (plots.GREY, plots.BLUE, plots.BLACK, plots.RED)
 _PAIRS = (plots.SKY, plots.GREEN, plots.PINK, plots.ORANGE)
@@ -184,7 +179,8 @@ def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -
         f"Linux {versions_in(conditions).get('kernel', '?')}, "
         f"{versions_in(conditions).get('fio') or 'fio ?'}"
     )
-    with plots.picture(path, title, 2, len(payloads), (8, 5.5)) as (figure, panels):
+    mosaic = [[f"{row}{payload}" for payload in payloads] for row in ("latency", "added")]
+    with plots.picture(path, title, mosaic, (8, 5.5)) as (figure, panels):
         for index, panel in enumerate(panels):
             payload = payloads[index % len(payloads)]
             points = points_of(select(chosen, payload_bytes=payload))

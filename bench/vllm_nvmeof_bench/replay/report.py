@@ -86,9 +86,6 @@ def published(samples: Sequence[Sample]) -> dict[str, str]:
     }
 
 
-# -- tables -------------------------------------------------------------------------------
-
-
 def _lines(conditions: Conditions) -> Iterator[str]:
     """The trace, the users, and the servers."""
     settings = conditions["settings"]
@@ -154,8 +151,6 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
             yield f"{arm}: {len(failed)} failed, the first with: {failed[0].why}"
 
 
-# -- picture ------------------------------------------------------------------------------
-
 _COLOURS = (
     *(plots.GREY, plots.ORANGE, plots.BLUE, plots.GREEN),
     *(plots.RED, plots.PINK, plots.SKY, plots.BLACK),
@@ -168,24 +163,20 @@ def _plot(path: Path, samples: Sequence[Sample], conditions: Conditions) -> None
     """Left: the time to first token of each request over the time at which it was sent, and a
     moving median: where the median climbs while the users stay the same, the server is in the
     spiral. Top right: requests completed over time. Bottom right: where prompts were found."""
-    figure = plots.pyplot().figure(figsize=(16, 8), layout="constrained")
-    grid = figure.add_gridspec(2, 2, width_ratios=(1.5, 1))
-    _first_tokens(figure.add_subplot(grid[:, 0]), samples)
-    completed = figure.add_subplot(grid[0, 1])
-    for arm, colour in _coloured(samples):
-        ends = sorted(one.at_s + one.end_s for one in select(samples, arm=arm, ended="whole"))
-        completed.step(
-            [0.0, *ends], range(len(ends) + 1), where="post", color=colour, linewidth=2.5
-        )
-    finish(completed, "requests completed", xlabel="seconds")
-    _found(figure.add_subplot(grid[1, 1]), distinct(samples, "arm"), conditions)
     settings = conditions["settings"]
-    figure.suptitle(
+    title = (
         f"{settings['trace']}, {settings['pace']['users']} users, seed "
-        f"{settings['pace']['seed']}: the same sessions against each server",
-        fontsize=plots.FONT + 2,
+        f"{settings['pace']['seed']}: the same sessions against each server"
     )
-    plots.save(figure, path)
+    with plots.picture(path, title, "AB;AC", (8, 4), width_ratios=(1.5, 1)) as (_, panels):
+        firsts, completed, found = panels
+        _first_tokens(firsts, samples)
+        for arm, colour in _coloured(samples):
+            ends = sorted(one.at_s + one.end_s for one in select(samples, arm=arm, ended="whole"))
+            counts = range(len(ends) + 1)
+            completed.step([0.0, *ends], counts, where="post", color=colour, linewidth=2.5)
+        finish(completed, "requests completed", xlabel="seconds")
+        _found(found, distinct(samples, "arm"), conditions)
 
 
 def _coloured(samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:

@@ -26,6 +26,7 @@ from vllm_nvmeof_bench.results import (
     percentile,
     select,
     spread_of,
+    spreads_by,
     values_of,
 )
 from vllm_nvmeof_bench.tables import (
@@ -130,9 +131,6 @@ class TurnSample:
     cpu: int = 0
     pool: int = 0
     other: int = 0
-
-
-# -- what follows from the samples --------------------------------------------------------
 
 
 def rivals(arms: Iterable[str]) -> list[tuple[str, str]]:
@@ -249,9 +247,6 @@ def _published_hits(samples: Sequence[Any]) -> dict[str, str]:
             text = f"{many / few:.1f}× ({arm}, {rates[-1]} % hits / {rates[0]} %)"
             return {"throughput, many hits in the CPU tier / none": text}
     return {}
-
-
-# -- tables -------------------------------------------------------------------------------
 
 
 def _lines(conditions: Conditions) -> Iterator[str]:
@@ -413,8 +408,6 @@ def _turns_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Ta
     yield from _answer_lines(samples, *_same_turns(samples))
 
 
-# -- pictures -----------------------------------------------------------------------------
-
 #: Ours solid, peers dashed.
 _STYLES = {
     "none": Style(plots.BLACK, "s"),
@@ -422,9 +415,9 @@ _STYLES = {
     "full": Style(plots.GREEN, "o"),
     "pool": Style(plots.BLUE, "o"),
     "target": Style(plots.SKY, "o"),
-    "peer_full": Style(plots.ORANGE, "v", dashes="--"),
-    "peer": Style(plots.RED, "v", dashes="--"),
-    "peer_target": Style(plots.PINK, "v", dashes="--"),
+    "peer_full": Style(plots.ORANGE, "v", linestyle="--"),
+    "peer": Style(plots.RED, "v", linestyle="--"),
+    "peer_target": Style(plots.PINK, "v", linestyle="--"),
 }
 _OTHERS = (plots.BLUE, plots.RED, plots.GREEN, plots.PINK, plots.ORANGE, plots.SKY, plots.BLACK)
 
@@ -451,35 +444,25 @@ def _panels(path: Path, title: str, conditions: Conditions) -> Iterator[list[Any
         return f"{arm}: {about}" if about else arm
 
     where = f"{plots.where_measured(conditions)}{size}{note}"
-    with plots.picture(path, f"{title}\n{where}", 1, 2) as (figure, panels):
+    with plots.picture(path, f"{title}\n{where}", "AB") as (figure, panels):
         yield panels
         plots.legend_below(figure, panels[:1], 2, named)
-
-
-def _draw_lines(
-    panel: Any,
-    samples: Sequence[Any],
-    field: str,
-    values: Callable[..., Sequence[float]],
-    scale: float = 1.0,
-) -> None:
-    """A line per arm over the values of a field; values: by arm and field."""
-    at = _levels(samples, field)
-    for arm, style in _styles(samples).items():
-        spreads = [spread_of(values(**{"arm": arm, field: one})) for one in at]
-        plots.line(panel, style, at, spreads, scale)
 
 
 def _plot_ttft(path: Path, samples: Sequence[Any], conditions: Conditions) -> None:
     """TTFT of returning prompts against their length, and how many times as fast that is."""
     samples = _ordered(samples, conditions)
-    back = select(samples, phase="back")
+    back, styles, lengths = (
+        select(samples, phase="back"),
+        _styles(samples),
+        _levels(samples, "length"),
+    )
     ylabel = "time to first token of a returning prompt, ms"
     with _panels(path, "Time to first token of one request", conditions) as (times, ratios):
-        _draw_lines(times, samples, "length", partial(values_of, back, "ttft_s"), 0.001)
-        _draw_lines(ratios, samples, "length", partial(ratio_of_ttft, samples))
+        plots.lines(times, styles, lengths, spreads_by(back, "ttft_s", "arm", "length"), 0.001)
+        plots.lines(ratios, styles, lengths, lambda *at: spread_of(ratio_of_ttft(samples, *at)))
         for panel in (times, ratios):
-            plots.size_axis(panel, _levels(samples, "length"), "{:,}".format)
+            plots.size_axis(panel, lengths, "{:,}".format)
         times.set_yscale("log")
         times.yaxis.set_major_formatter("{x:,.0f}")
         times.yaxis.set_minor_formatter(lambda x, _: f"{x:,.0f}" if f"{x:e}"[0] in "25" else "")
@@ -492,14 +475,19 @@ def _plot_ttft(path: Path, samples: Sequence[Any], conditions: Conditions) -> No
 def _plot_hits(path: Path, samples: Sequence[Any], conditions: Conditions) -> None:
     """Throughput against hit rate, and against the first arm's."""
     samples = _ordered(samples, conditions)
-    first = samples[0].arm
+    first, styles, rates = samples[0].arm, _styles(samples), _levels(samples, "rate")
     labels = ("prompt and answer tokens per second", f"throughput / {first}")
     with _panels(path, "Throughput against hit rate", conditions) as (speeds, ratios):
-        _draw_lines(speeds, samples, "rate", partial(values_of, samples, "tokens_per_s"))
-        _draw_lines(ratios, samples, "rate", partial(ratio_of_hits, samples, other=first))
+        plots.lines(speeds, styles, rates, spreads_by(samples, "tokens_per_s", "arm", "rate"))
+        plots.lines(
+            ratios,
+            styles,
+            rates,
+            lambda arm, rate: spread_of(ratio_of_hits(samples, arm, first, rate)),
+        )
         ratios.axhline(1.0, color=plots.GREY, linewidth=1)
         for panel, ylabel in zip((speeds, ratios), labels, strict=True):
-            panel.set_xticks(_levels(samples, "rate"))
+            panel.set_xticks(rates)
             panel.set_ylim(bottom=0)
             plots.finish(panel, xlabel="prompts that return, per cent", ylabel=ylabel)
 
@@ -507,24 +495,22 @@ def _plot_hits(path: Path, samples: Sequence[Any], conditions: Conditions) -> No
 def _plot_turns(path: Path, samples: Sequence[Any], conditions: Conditions) -> None:
     """Tokens per second, and TTFT, against the number of conversations at once."""
     samples = _ordered(samples, conditions)
-    levels = _levels(samples, "concurrency")
+    levels = {str(level): level for level in _levels(samples, "concurrency")}
+    rates_label = "prompt and answer tokens per second"
+    labels = (rates_label, "time to first token, s: average; whisker: P99")
 
-    def spread(low: float | None, high: float | None) -> Spread | None:
-        return None if low is None or high is None else Spread(low, low, high, 1)
+    def rate(arm: str, level: int) -> Spread | None:
+        value = turns_of(samples, arm, level).tokens_per_s
+        return None if value is None else Spread(value, value, value, 1)
 
-    rates, ttfts = [], []
-    for arm, style in _styles(samples).items():
-        found = [turns_of(samples, arm, level) for level in levels]
-        rates.append((style, [spread(one.tokens_per_s, one.tokens_per_s) for one in found]))
-        ttfts.append((style, [spread(one.ttft_mean_s, one.ttft_p99_s) for one in found]))
-    with _panels(path, "Conversations of four turns", conditions) as (speeds, times):
-        for style, _ in rates:
-            speeds.bar(0, 0, color=style.colour, label=style.label)  # for the legend
-        for panel, series, ylabel in (
-            (speeds, rates, "prompt and answer tokens per second"),
-            (times, ttfts, "time to first token, s: average; whisker: P99"),
-        ):
-            plots.bars(panel, [str(level) for level in levels], series, form="")
+    def ttft(arm: str, level: int) -> Spread | None:
+        found = turns_of(samples, arm, level)
+        mean, high = found.ttft_mean_s, found.ttft_p99_s
+        return None if mean is None or high is None else Spread(mean, mean, high, 1)
+
+    with _panels(path, "Conversations of four turns", conditions) as panels:
+        for panel, spread, ylabel in zip(panels, (rate, ttft), labels, strict=True):
+            plots.bars(panel, _styles(samples), levels, spread, form="")
             plots.finish(panel, xlabel="conversations at once", ylabel=ylabel)
 
 

@@ -55,9 +55,6 @@ def _share(tokens: int, conditions: Conditions) -> float:
     return tokens / max(1, int(conditions["working_set_tokens"]))
 
 
-# -- tables -------------------------------------------------------------------------------
-
-
 def _lines(conditions: Conditions) -> Iterator[str]:
     """The trace, the users, the sizes, and the limits of the simulation."""
     settings = conditions["settings"]
@@ -127,18 +124,16 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
         yield "best: Belady's, which knows the future; s3_fifo: Yang et al., SOSP '23"
 
 
-# -- picture ------------------------------------------------------------------------------
-
 _TIERS = (
     ("hit_gpu", plots.GREY, "GPU"),
     ("hit_cpu", plots.ORANGE, "CPU tier"),
     ("hit_pool", plots.BLUE, "pool"),
 )
 _STYLES = {
-    "best": Style(plots.GREY, label="best there could be", dashes=":"),
+    "best": Style(plots.GREY, label="best there could be", linestyle=":"),
     _DEFAULT: Style(plots.BLUE, label="credited LRU (default)"),
-    "lru": Style(plots.RED, label="plain LRU", dashes="--"),
-    "s3_fifo": Style(plots.GREEN, label="S3-FIFO", dashes="-."),
+    "lru": Style(plots.RED, label="plain LRU", linestyle="--"),
+    "s3_fifo": Style(plots.GREEN, label="S3-FIFO", linestyle="-."),
 }
 #: Colours of the user's own policies, in turn.
 _OWN = (plots.PINK, plots.ORANGE, plots.SKY, plots.BLACK)
@@ -153,7 +148,7 @@ def _plot(path: Path, samples: Sequence[Sample], conditions: Conditions) -> None
     )
     sweep, alone = select(samples, sweep="pool"), select(samples, sweep="alone")
     styles = _styles(samples)
-    with plots.picture(path, title, 1, 3, (5.7, 6.5)) as (_, (tiers, writes, orders)):
+    with plots.picture(path, title, "ABC", (5.7, 6.5)) as (_, (tiers, writes, orders)):
         _by_tier(tiers, sweep, conditions, styles)
         for panel, some, name in (
             (writes, [one for one in sweep if one.pool_tokens], "written"),
@@ -164,9 +159,9 @@ def _plot(path: Path, samples: Sequence[Sample], conditions: Conditions) -> None
                     panel.plot(
                         [_share(one.pool_tokens, conditions) for one in mine],
                         [100 * getattr(one, name) / one.prompt_tokens for one in mine],
-                        style.dashes,
+                        style.linestyle,
                         marker="o",
-                        color=style.colour,
+                        color=style.color,
                         label=style.label,
                     )
         size, found = "size of the pool / working set", "prompt tokens found, %"

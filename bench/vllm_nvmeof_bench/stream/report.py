@@ -18,7 +18,16 @@ from typing import Any
 from vllm_nvmeof_bench import plots, results
 from vllm_nvmeof_bench.benchmark import Benchmark
 from vllm_nvmeof_bench.plots import Style, finish
-from vllm_nvmeof_bench.results import Figure, Goal, at_most, median_of, select, spread_of, values_of
+from vllm_nvmeof_bench.results import (
+    Figure,
+    Goal,
+    Spread,
+    bound,
+    median_of,
+    select,
+    spread_of,
+    values_of,
+)
 from vllm_nvmeof_bench.tables import NOTHING, Column, Table, disk_in, load_in, number
 from vllm_nvmeof_offload.units import GIB
 
@@ -68,9 +77,6 @@ class Sample:
 
 
 Samples = Sequence[Sample]
-
-
-# -- ratios and goals ---------------------------------------------------------------------
 
 
 def throttle_name(at: float | None) -> str:
@@ -139,23 +145,23 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
         for case, what in (("memory", "load"), ("paced", "load, slow copies")):
             sizes = places(samples, "load", case)
             found = results.worst((load_ratio(samples, case, size) for size in sizes), max)
-            rows.append(at_most(f"{what} / larger of read and copy alone", _LOAD_MAX, found))
+            rows.append(bound(f"{what} / larger of read and copy alone", "≤", _LOAD_MAX, found))
     for part, case, name in (
         ("resume", "crowd", "resume after preemption / recomputed"),
         ("prefetch", "turn", "turn of a waiting request, prefetch on / off"),
     ):
         if part in wanted:
-            rows.append(at_most(name, 1, _ratio(samples, part, case)))
+            rows.append(bound(name, "≤", 1, _ratio(samples, part, case)))
     if "admission" in wanted:
         ratios = (admission_ratio(samples, at) for at in places(samples, "admission"))
         name = "admission / better of load and recompute"
-        rows.append(at_most(name, _ADMISSION_MAX, results.worst(ratios, max)))
+        rows.append(bound(name, "≤", _ADMISSION_MAX, results.worst(ratios, max)))
     parts = conditions.get("parts", {}).values()
     answers = [part["answers"] for part in parts if "answers" in part]
     if answers:
         different, compared = (sum(one[n] for one in answers) for n in ("different", "compared"))
         found = Figure(float(different), compared)
-        rows.append(at_most("answers that differ between arms", 0, found))
+        rows.append(bound("answers that differ between arms", "≤", 0, found))
     return rows
 
 
@@ -166,9 +172,6 @@ def _published(samples: Samples) -> dict[str, str]:
         return {}
     name = "a load of 8 × the CPU tier, streamed / through the tier"
     return {name: f"{statistics.median(ratios):.2f} (median of {len(ratios)} rounds)"}
-
-
-# -- tables -------------------------------------------------------------------------------
 
 
 def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
@@ -282,16 +285,16 @@ def _admission_table(samples: Samples) -> Table:
     return Table("A prompt returns: time to first token", columns, places(samples, "admission"))
 
 
-# -- picture ------------------------------------------------------------------------------
-
-_LOAD_LINES = (
-    ("ours", "memory", Style(plots.BLUE, "o", "ours / larger of read and copy alone")),
-    ("two_phase", "memory", Style(plots.RED, "v", "two phases / the same")),
-    ("ours", "paced", Style(plots.BLUE, "s", "ours, copies as slow as the target", "--")),
-    ("two_phase", "paced", Style(plots.RED, "^", "two phases, copies as slow", "--")),
-)
+_LOAD_LINES = {
+    ("ours", "memory"): Style(plots.BLUE, "o", "ours / larger of read and copy alone"),
+    ("two_phase", "memory"): Style(plots.RED, "v", "two phases / the same"),
+    ("ours", "paced"): Style(plots.BLUE, "s", "ours, copies as slow as the target", "--"),
+    ("two_phase", "paced"): Style(plots.RED, "^", "two phases, copies as slow", "--"),
+}
+#: By the number of panels.
+_MOSAICS = ("A", "AB", "AB;C.", "AB;CD")
 _STYLES = {
-    "auto": Style(plots.BLUE, "o", "auto", width=2.4),
+    "auto": Style(plots.BLUE, "o", "auto", linewidth=2.4),
     "always": Style(plots.RED, "v", "always load"),
     "never": Style(plots.GREY, "s", "recompute"),
     "reload": Style(plots.BLUE, "o", "reloaded"),
@@ -307,19 +310,17 @@ def _plot(path: Path, samples: Samples, conditions: Mapping[str, Any]) -> None:
     engine = conditions.get("parts", {}).get("load", {}).get("engine")
     title = f"Coming back: {plots.where_measured(conditions)}\n{disk_in(conditions)}"
     title += f", {engine}" if engine else ""
-    columns = min(2, len(parts))
-    with plots.picture(path, title, -(-len(parts) // columns), columns) as (_, panels):
-        for panel, part in zip(panels, parts, strict=False):
+    with plots.picture(path, title, _MOSAICS[len(parts) - 1]) as (_, panels):
+        for panel, part in zip(panels, parts, strict=True):
             _PANELS[part](panel, samples)
-        for panel in panels[len(parts) :]:
-            panel.set_visible(False)
 
 
 def _load_panel(panel: Any, samples: Samples) -> None:
-    for above, case, style in _LOAD_LINES:
-        sizes = places(samples, "load", case)
-        ratios = (round_ratios(samples, above, ("read", "copy"), case, size) for size in sizes)
-        plots.line(panel, style, sizes, map(spread_of, ratios))
+
+    def spread(line: tuple[str, str], size: float) -> Spread | None:
+        return spread_of(round_ratios(samples, line[0], ("read", "copy"), line[1], size))
+
+    plots.lines(panel, _LOAD_LINES, places(samples, "load"), spread)
     panel.axhline(
         _LOAD_MAX, color=plots.BLACK, linewidth=1, linestyle=":", label=f"goal: {_LOAD_MAX}"
     )
@@ -349,9 +350,9 @@ def _strips(part: str, case: str, title: str) -> Callable[[Any, Samples], None]:
             highest = max(highest, values[-1])
             step = 0.5 / max(1, len(values) - 1)
             spots = [at - 0.25 + step * i for i in range(len(values))] if values[1:] else [at]
-            look = {"color": style.colour, "marker": style.marker}
+            look = {"color": style.color, "marker": style.marker}
             panel.scatter(spots, values, s=22, alpha=0.6, **look)
-            panel.hlines(middle, at - 0.32, at + 0.32, color=style.colour, linewidth=2.4)
+            panel.hlines(middle, at - 0.32, at + 0.32, color=style.color, linewidth=2.4)
             place = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center"}
             panel.annotate(f"median {1000 * middle:.0f} ms", (at, middle), fontsize=10, **place)
         panel.set_xticks(range(len(names)), names)
@@ -363,9 +364,12 @@ def _strips(part: str, case: str, title: str) -> Callable[[Any, Samples], None]:
 
 def _admission_panel(panel: Any, samples: Samples) -> None:
     throttles = places(samples, "admission")
-    for arm in ("never", "always", "auto"):
-        spreads = [spread_of(_first_token_s(samples, arm, at)) for at in throttles]
-        plots.line(panel, _STYLES[arm], range(len(throttles)), spreads)
+    plots.lines(
+        panel,
+        {arm: _STYLES[arm] for arm in ("never", "always", "auto")},
+        range(len(throttles)),
+        lambda arm, at: spread_of(_first_token_s(samples, arm, throttles[at])),
+    )
     panel.set_xticks(range(len(throttles)), [throttle_name(at) for at in throttles])
     finish(
         panel,
