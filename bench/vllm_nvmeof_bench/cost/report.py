@@ -21,19 +21,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_nvmeof_bench import plots
+from vllm_nvmeof_bench import plots, results
 from vllm_nvmeof_bench.benchmark import Benchmark
-from vllm_nvmeof_bench.results import (
-    Figure,
-    Goal,
-    bound,
-    distinct,
-    median_of,
-    paired,
-    select,
-    spreads_by,
-    values_of,
-)
+from vllm_nvmeof_bench.results import Figure, Goal, distinct, median_of, paired, select, values_of
 from vllm_nvmeof_bench.tables import Column, Table, by_arm, load_in, machine_in, number, vllm_in
 from vllm_nvmeof_offload.units import MIB
 
@@ -232,10 +222,9 @@ def _fair_goal(samples: Sequence[Sample]) -> Goal:
 
 
 def _idle_goal(conditions: Mapping[str, Any]) -> Goal:
-    idle: Mapping[str, float] = conditions.get("idle_cores") or {}
-    worst = max(idle, key=lambda arm: idle[arm], default="")
-    found = Figure(idle[worst], len(idle), worst) if idle else None
-    return bound("cores that an idle server uses", "≤", _IDLE_CORES_MAX, found)
+    idle = conditions.get("idle_cores") or {}
+    found = results.worst((Figure(used, len(idle), arm) for arm, used in idle.items()), max)
+    return results.bound("cores that an idle server uses", "≤", _IDLE_CORES_MAX, found)
 
 
 _BOUNDS = (
@@ -407,7 +396,7 @@ def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -
         for panel, (measure, scale, name) in zip(panels[1:], _BARS, strict=True):
             hidden = () if measure.startswith("cpu") else (BASE,)
             styles = {arm: _STYLES[arm] for arm in arms_of(samples) if arm not in hidden}
-            spread = spreads_by(samples, measure, "arm", "case")
+            spread = results.spreads_by(samples, measure, "arm", "case")
             plots.bars(panel, styles, {case: case for case in CASES}, spread, scale, "{:.3g}")
             plots.finish(panel, name)
         plots.legend_below(figure, panels)
@@ -453,15 +442,5 @@ def published(samples: Sequence[Sample]) -> dict[str, str]:
     return {name: f"{100 * (1 - ratio.middle):.1f} % less (median of {ratio.n} rounds)"}
 
 
-BENCHES = (
-    Benchmark(
-        "cost",
-        Sample,
-        lines,
-        tables,
-        plot,
-        goals,
-        "Goals: default settings against no offloading, and whether the run is a fair one",
-        published,
-    ),
-)
+_GOALS = "Goals: default settings against no offloading, and whether the run is a fair one"
+BENCHES = (Benchmark("cost", Sample, lines, tables, plot, goals, _GOALS, published),)

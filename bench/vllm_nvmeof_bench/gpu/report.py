@@ -12,21 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_nvmeof_bench import plots
+from vllm_nvmeof_bench import plots, results
 from vllm_nvmeof_bench.benchmark import Benchmark
-from vllm_nvmeof_bench.results import (
-    Figure,
-    Goal,
-    Spread,
-    bound,
-    distinct,
-    median_of,
-    select,
-    spread_of,
-    spreads_by,
-    values_of,
-    worst,
-)
+from vllm_nvmeof_bench.results import Figure, Goal, bound, distinct, median_of, select, worst
 from vllm_nvmeof_bench.tables import Column, Table, arm_columns, number, vllm_in
 from vllm_nvmeof_offload.commands.size.deployment import Deployment
 from vllm_nvmeof_offload.commands.size.kv import KvSizes
@@ -319,10 +307,10 @@ def _loops(panel: Any, samples: Sequence[Sample]) -> None:
     """Steps/s beside copies, relative to the loop alone."""
     loops = sorted({one.case for one in samples if one.case.startswith("loop_")})
 
-    def spread(arm: str, case: str) -> Spread | None:
+    def spread(arm: str, case: str) -> results.Spread | None:
         alone = median_of(samples, "value", case=case, arm="alone")
-        rates = values_of(samples, "value", case=case, arm=arm) if alone else []
-        return spread_of([rate / alone for rate in rates])
+        rates = results.values_of(samples, "value", case=case, arm=arm) if alone else []
+        return results.spread_of([rate / alone for rate in rates])
 
     names = {"loop_matrix": "bf16 matrix product", "loop_memory": "adding arrays"}
     styles = {arm: _STYLES[arm] for arm in _LOOP_ARMS}
@@ -340,7 +328,11 @@ def _lines(panel: Any, samples: Sequence[Sample], where: Callable[[Sample], Any]
     places = sorted({where(one) for one in samples})
     here = {place: [one for one in samples if where(one) == place] for place in places}
     plots.lines(
-        panel, styles, places, lambda arm, at: spreads_by(here[at], "value", "arm")(arm), band=True
+        panel,
+        styles,
+        places,
+        lambda arm, at: results.spreads_by(here[at], "value", "arm")(arm),
+        band=True,
     )
 
 
@@ -368,16 +360,5 @@ def published(samples: Sequence[Sample]) -> dict[str, str]:
     return {key: rate for key, rate in found.items() if rate}
 
 
-BENCHES = (
-    Benchmark(
-        "copy",
-        Sample,
-        lines,
-        tables,
-        plot,
-        goals,
-        goals_title="Goals: the worst size, count and direction decide",
-        published=published,
-        columns=150,
-    ),
-)
+_GOALS = "Goals: the worst size, count and direction decide"
+BENCHES = (Benchmark("copy", Sample, lines, tables, plot, goals, _GOALS, published, columns=150),)

@@ -13,22 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_bench import plots
+from vllm_nvmeof_bench import plots, results
 from vllm_nvmeof_bench.benchmark import Benchmark
-from vllm_nvmeof_bench.results import (
-    BenchError,
-    Figure,
-    Goal,
-    Spread,
-    bound,
-    ratio_of_medians,
-    select,
-    size_name,
-    spread_of,
-    spreads_by,
-    values_of,
-    worst,
-)
+from vllm_nvmeof_bench.results import BenchError, Figure, bound, ratio_of_medians, select, worst
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, size_option
 from vllm_nvmeof_bench.tables import Column, Table, arm_columns, disk_in, load_in
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
@@ -170,7 +157,7 @@ def _table(title: str, samples: Sequence[Sample], measure: str, form: str = "{:,
     rows = [{"case": CASES[index], "block_bytes": block} for index, block in found]
     names = (
         Column("case", lambda row: row["case"]),
-        Column("block", lambda row: size_name(row["block_bytes"])),
+        Column("block", lambda row: results.size_name(row["block_bytes"])),
     )
     arms = [arm for arm in ARMS if select(samples, arm=arm)]
     return Table(title, [*names, *arm_columns(samples, arms, measure, form)], rows, grouped=True)
@@ -187,7 +174,7 @@ def lines(conditions: Mapping[str, Any]) -> Iterator[str]:
     yield f"{disk_in(conditions)}; {load_in(conditions)}"
 
 
-def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal]:
+def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[results.Goal]:
     """In the order of the requirements; the manager's figures are among the conditions."""
 
     def ratio(
@@ -196,7 +183,7 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal
         """Ours over a rival's, in the same case unless `base` names another."""
         above = {"arm": "ours", "case": case, "block_bytes": block}
         below = {"arm": rival, "case": base or case, "block_bytes": block}
-        where = f"{size_name(block)}, {rival}"
+        where = f"{results.size_name(block)}, {rival}"
         return ratio_of_medians(samples, measure, above, below, where)
 
     def best(case: str) -> Figure | None:
@@ -274,7 +261,7 @@ def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -
 def _lines(panel: Any, samples: Sequence[Sample], case: str, measure: str) -> None:
     chosen = select(samples, case=case)
     blocks = _blocks(chosen)
-    spread = spreads_by(chosen, measure, "arm", "block_bytes")
+    spread = results.spreads_by(chosen, measure, "arm", "block_bytes")
     scale = 1.0 if measure == _CPU else _MIB_PER_GIB
     plots.lines(panel, _STYLES, blocks, spread, scale, band=True)
     plots.size_axis(panel, blocks)
@@ -289,11 +276,11 @@ def _bars(
 ) -> None:
     """At the largest block size of each arm. groups: name → case and measure."""
 
-    def spread(arm: str, group: tuple[str, str]) -> Spread | None:
+    def spread(arm: str, group: tuple[str, str]) -> results.Spread | None:
         case, measure = group
         mine = select(samples, arm=arm, case=case)
         block = max(_blocks(mine), default=0)
-        return spread_of(values_of(mine, measure, block_bytes=block))
+        return results.spread_of(results.values_of(mine, measure, block_bytes=block))
 
     plots.bars(panel, _STYLES, groups, spread, scale)
 
@@ -309,16 +296,5 @@ def published(samples: Sequence[Sample]) -> dict[str, str]:
     return shown
 
 
-BENCHES = (
-    Benchmark(
-        "pool",
-        Sample,
-        lines,
-        tables,
-        plot,
-        goals,
-        goals_title="Goals: ratios of medians, and the manager",
-        published=published,
-        columns=120,
-    ),
-)
+_GOALS = "Goals: ratios of medians, and the manager"
+BENCHES = (Benchmark("pool", Sample, lines, tables, plot, goals, _GOALS, published, columns=120),)

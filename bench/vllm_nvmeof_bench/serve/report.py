@@ -13,33 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_bench import plots
+from vllm_nvmeof_bench import plots, results, tables
 from vllm_nvmeof_bench.benchmark import Benchmark
 from vllm_nvmeof_bench.plots import Style
-from vllm_nvmeof_bench.results import (
-    Spread,
-    distinct,
-    mean,
-    median,
-    median_of,
-    paired,
-    percentile,
-    select,
-    spread_of,
-    spreads_by,
-    values_of,
-)
-from vllm_nvmeof_bench.tables import (
-    NOTHING,
-    Column,
-    Table,
-    arm_columns,
-    by_arm,
-    load_in,
-    machine_in,
-    number,
-    vllm_in,
-)
+from vllm_nvmeof_bench.results import Spread, distinct, mean, median, median_of, paired, select
+from vllm_nvmeof_bench.tables import NOTHING, Column, Table, arm_columns, by_arm, load_in, number
 
 #: Ours, and the peer with the same bytes of CPU memory on the same storage.
 _RIVALS = (("full", "peer_full"), ("pool", "peer"), ("target", "peer_target"))
@@ -186,12 +164,12 @@ def turns_of(samples: Sequence[Any], arm: str, concurrency: int) -> Turns:
         for index in distinct(mine, "round")
     )
     tokens = sum(one.prompt_tokens + one.answer_tokens for one in whole)
-    ttfts = values_of(whole, "ttft_s")
+    ttfts = results.values_of(whole, "ttft_s")
     return Turns(
         tokens_per_s=tokens / seconds if seconds else None,
         ttft_mean_s=mean(ttfts),
-        ttft_p95_s=percentile(ttfts, 0.95) if ttfts else None,
-        ttft_p99_s=percentile(ttfts, 0.99) if ttfts else None,
+        ttft_p95_s=results.percentile(ttfts, 0.95) if ttfts else None,
+        ttft_p99_s=results.percentile(ttfts, 0.99) if ttfts else None,
         failures=len(mine) - len(whole),
         found=found_in(mine),
     )
@@ -252,7 +230,7 @@ def _published_hits(samples: Sequence[Any]) -> dict[str, str]:
 def _lines(conditions: Conditions) -> Iterator[str]:
     """Machine, versions, model, arms, and the caveats."""
     gpus = "".join(f"{gpu}, " for gpu in conditions.get("gpus", ()))
-    where = f"{gpus}{machine_in(conditions)}, vLLM {vllm_in(conditions, 'not here')}"
+    where = f"{gpus}{tables.machine_in(conditions)}, vLLM {tables.vllm_in(conditions, 'not here')}"
     yield f"{where}; {load_in(conditions)} (the servers at work count)"
     if model := conditions.get("model"):
         yield (
@@ -337,7 +315,7 @@ def _ttft_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
     yield Table(title, [Column("tokens", str), *columns], lengths)
     yield _found_table(select(samples, phase="back"), "length", "{}")
     yield from _rival_lines(samples, "TTFT", lambda a, b: ratio_of_ttft(samples, a, None, b))
-    known = values_of(samples, "same")
+    known = results.values_of(samples, "same")
     yield from _answer_lines(samples, int(sum(known)), len(known))
 
 
@@ -459,8 +437,12 @@ def _plot_ttft(path: Path, samples: Sequence[Any], conditions: Conditions) -> No
     )
     ylabel = "time to first token of a returning prompt, ms"
     with _panels(path, "Time to first token of one request", conditions) as (times, ratios):
-        plots.lines(times, styles, lengths, spreads_by(back, "ttft_s", "arm", "length"), 0.001)
-        plots.lines(ratios, styles, lengths, lambda *at: spread_of(ratio_of_ttft(samples, *at)))
+        plots.lines(
+            times, styles, lengths, results.spreads_by(back, "ttft_s", "arm", "length"), 0.001
+        )
+        plots.lines(
+            ratios, styles, lengths, lambda *at: results.spread_of(ratio_of_ttft(samples, *at))
+        )
         for panel in (times, ratios):
             plots.size_axis(panel, lengths, "{:,}".format)
         times.set_yscale("log")
@@ -478,12 +460,14 @@ def _plot_hits(path: Path, samples: Sequence[Any], conditions: Conditions) -> No
     first, styles, rates = samples[0].arm, _styles(samples), _levels(samples, "rate")
     labels = ("prompt and answer tokens per second", f"throughput / {first}")
     with _panels(path, "Throughput against hit rate", conditions) as (speeds, ratios):
-        plots.lines(speeds, styles, rates, spreads_by(samples, "tokens_per_s", "arm", "rate"))
+        plots.lines(
+            speeds, styles, rates, results.spreads_by(samples, "tokens_per_s", "arm", "rate")
+        )
         plots.lines(
             ratios,
             styles,
             rates,
-            lambda arm, rate: spread_of(ratio_of_hits(samples, arm, first, rate)),
+            lambda arm, rate: results.spread_of(ratio_of_hits(samples, arm, first, rate)),
         )
         ratios.axhline(1.0, color=plots.GREY, linewidth=1)
         for panel, ylabel in zip((speeds, ratios), labels, strict=True):
@@ -505,8 +489,8 @@ def _plot_turns(path: Path, samples: Sequence[Any], conditions: Conditions) -> N
 
     def ttft(arm: str, level: int) -> Spread | None:
         found = turns_of(samples, arm, level)
-        mean, high = found.ttft_mean_s, found.ttft_p99_s
-        return None if mean is None or high is None else Spread(mean, mean, high, 1)
+        low, high = found.ttft_mean_s, found.ttft_p99_s
+        return None if low is None or high is None else Spread(low, low, high, 1)
 
     with _panels(path, "Conversations of four turns", conditions) as panels:
         for panel, spread, ylabel in zip(panels, (rate, ttft), labels, strict=True):
@@ -515,11 +499,7 @@ def _plot_turns(path: Path, samples: Sequence[Any], conditions: Conditions) -> N
 
 
 BENCHES = (
-    Benchmark(
-        "ttft", TtftSample, _lines, _ttft_tables, _plot_ttft, published=_published_ttft, columns=150
-    ),
-    Benchmark(
-        "hits", HitSample, _lines, _hits_tables, _plot_hits, published=_published_hits, columns=150
-    ),
+    Benchmark("ttft", TtftSample, _lines, _ttft_tables, _plot_ttft, None, "", _published_ttft, 150),
+    Benchmark("hits", HitSample, _lines, _hits_tables, _plot_hits, None, "", _published_hits, 150),
     Benchmark("turns", TurnSample, _lines, _turns_tables, _plot_turns, columns=150),
 )

@@ -18,16 +18,7 @@ from typing import Any
 from vllm_nvmeof_bench import plots, results
 from vllm_nvmeof_bench.benchmark import Benchmark
 from vllm_nvmeof_bench.plots import Style, finish
-from vllm_nvmeof_bench.results import (
-    Figure,
-    Goal,
-    Spread,
-    bound,
-    median_of,
-    select,
-    spread_of,
-    values_of,
-)
+from vllm_nvmeof_bench.results import Figure, Goal, bound, median_of, select, spread_of, values_of
 from vllm_nvmeof_bench.tables import NOTHING, Column, Table, disk_in, load_in, number
 from vllm_nvmeof_offload.units import GIB
 
@@ -317,7 +308,7 @@ def _plot(path: Path, samples: Samples, conditions: Mapping[str, Any]) -> None:
 
 def _load_panel(panel: Any, samples: Samples) -> None:
 
-    def spread(line: tuple[str, str], size: float) -> Spread | None:
+    def spread(line: tuple[str, str], size: float) -> results.Spread | None:
         return spread_of(round_ratios(samples, line[0], ("read", "copy"), line[1], size))
 
     plots.lines(panel, _LOAD_LINES, places(samples, "load"), spread)
