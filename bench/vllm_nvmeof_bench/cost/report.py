@@ -166,12 +166,14 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal
     """The two costs, our scheduler's share, and what makes the run a fair one."""
     ttft = ratios_of(samples, OURS, BASE, "single", "ttft_s")
     throughput = ratios_of(samples, OURS, BASE, "batch", "tokens_per_s")
+    idle = conditions.get("idle_cores") or {}
+    used = results.worst((Figure(cores, len(idle), arm) for arm, cores in idle.items()), max)
     return [
         _cost_goal("TTFT, ours / none", ttft, more_is_worse=True),
         _cost_goal("throughput, ours / none", throughput, more_is_worse=False),
         *(_share_goal(samples, case) for case in CASES),
         _fair_goal(samples),
-        _idle_goal(conditions),
+        results.bound("cores that an idle server uses", "≤", _IDLE_CORES_MAX, used),
     ]
 
 
@@ -219,12 +221,6 @@ def _fair_goal(samples: Sequence[Sample]) -> Goal:
     sums = [sum(values_of(samples, one)) for one in ("hits", "preemptions", "loaded_bytes")]
     shown = ", ".join(map(str, sums))
     return Goal(name, required, not any(sums), shown=shown, n=len(samples))
-
-
-def _idle_goal(conditions: Mapping[str, Any]) -> Goal:
-    idle = conditions.get("idle_cores") or {}
-    found = results.worst((Figure(used, len(idle), arm) for arm, used in idle.items()), max)
-    return results.bound("cores that an idle server uses", "≤", _IDLE_CORES_MAX, found)
 
 
 _BOUNDS = (

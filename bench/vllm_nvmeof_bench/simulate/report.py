@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -156,20 +156,15 @@ def _plot(path: Path, samples: Sequence[Sample], conditions: Conditions) -> None
         ):
             for policy, style in styles.items():
                 if mine := select(some, policy=policy):
-                    panel.plot(
-                        [_share(one.pool_tokens, conditions) for one in mine],
-                        [100 * getattr(one, name) / one.prompt_tokens for one in mine],
-                        style.linestyle,
-                        marker="o",
-                        color=style.color,
-                        label=style.label,
-                    )
-        size, found = "size of the pool / working set", "prompt tokens found, %"
+                    shares = [_share(one.pool_tokens, conditions) for one in mine]
+                    found = [100 * getattr(one, name) / one.prompt_tokens for one in mine]
+                    panel.plot(shares, found, **asdict(style))
+        size, prompts = "size of the pool / working set", "prompt tokens found, %"
         written, tier = "written to the pool, % of prompt tokens", "size of the tier / working set"
         for panel, title, xlabel, ylabel in (
-            (tiers, "where prompts are found", size, found),
+            (tiers, "where prompts are found", size, prompts),
             (writes, "writes to the pool's drives", size, written),
-            (orders, "one tier alone, by order of eviction", tier, found),
+            (orders, "one tier alone, by order of eviction", tier, prompts),
         ):
             panel.set_ylim(0, None)
             finish(panel, title, legend=True, xlabel=xlabel, ylabel=ylabel)
