@@ -422,11 +422,8 @@ def _ratios(panel: Any, samples: Sequence[Sample]) -> None:
             row += 0.8
     panel.set_yticks(ticks, names, fontsize=plots.FONT)
     panel.invert_yaxis()
-    plots.finish(
-        panel,
-        "paired ratios: rounds, median, 95 % interval; grey: ±2 %",
-        xlabel="ratio to no offloading, round by round",
-    )
+    title = "paired ratios: rounds, median, 95 % interval; grey: ±2 %"
+    plots.finish(panel, title, xlabel="ratio to no offloading, round by round")
 
 
 def published(samples: Sequence[Sample]) -> dict[str, str]:

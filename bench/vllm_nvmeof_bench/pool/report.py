@@ -152,7 +152,6 @@ def tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator
 
 
 def _table(title: str, samples: Sequence[Sample], measure: str, form: str = "{:,.0f}") -> Table:
-    """One row per case and block size, one column per arm."""
     found = sorted({(CASES.index(one.case), one.block_bytes) for one in samples})
     rows = [{"case": CASES[index], "block_bytes": block} for index, block in found]
     names = (

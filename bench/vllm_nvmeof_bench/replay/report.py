@@ -87,7 +87,6 @@ def published(samples: Sequence[Sample]) -> dict[str, str]:
 
 
 def _lines(conditions: Conditions) -> Iterator[str]:
-    """The trace, the users, and the servers."""
     settings = conditions["settings"]
     pace = settings["pace"]
     yield (
@@ -115,7 +114,6 @@ def _lines(conditions: Conditions) -> Iterator[str]:
 
 
 def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table | str]:
-    """One row per arm, twice: times and throughput; hits."""
     arms = distinct(samples, "arm")
     found = {arm: summary_of(samples, arm) or {"completed": 0} for arm in arms}
 

@@ -16,7 +16,7 @@ from typing import Any
 from vllm_nvmeof_bench import plots, results, tables
 from vllm_nvmeof_bench.benchmark import Benchmark
 from vllm_nvmeof_bench.plots import Style
-from vllm_nvmeof_bench.results import Spread, distinct, mean, median, median_of, paired, select
+from vllm_nvmeof_bench.results import distinct, mean, median, median_of, paired, select, spread_of
 from vllm_nvmeof_bench.tables import NOTHING, Column, Table, arm_columns, by_arm, load_in, number
 
 #: Ours, and the peer with the same bytes of CPU memory on the same storage.
@@ -228,7 +228,6 @@ def _published_hits(samples: Sequence[Any]) -> dict[str, str]:
 
 
 def _lines(conditions: Conditions) -> Iterator[str]:
-    """Machine, versions, model, arms, and the caveats."""
     gpus = "".join(f"{gpu}, " for gpu in conditions.get("gpus", ()))
     where = f"{gpus}{tables.machine_in(conditions)}, vLLM {tables.vllm_in(conditions, 'not here')}"
     yield f"{where}; {load_in(conditions)} (the servers at work count)"
@@ -260,7 +259,6 @@ def _ordered(samples: Iterable[Any], conditions: Conditions) -> list[Any]:
 
 
 def _levels(samples: Sequence[Any], field: str) -> list[Any]:
-    """The values of a field, ascending."""
     return sorted(set(distinct(samples, field)))
 
 
@@ -297,7 +295,6 @@ def _answer_lines(samples: Sequence[Any], same: int, compared: int) -> Iterator[
 
 
 def _ttft_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Table | str]:
-    """TTFT by length, ratios to computing it, and where the prompts were found."""
     samples = _ordered(samples, conditions)
     arms, lengths = distinct(samples, "arm"), _levels(samples, "length")
     phases = {"cold": "first time", "back": "returning"}
@@ -320,7 +317,6 @@ def _ttft_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
 
 
 def _hits_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Table | str]:
-    """Throughput by hit rate, ratios to the first arm, and where the prompts were found."""
     samples = _ordered(samples, conditions)
     arms, rates = distinct(samples, "arm"), _levels(samples, "rate")
 
@@ -428,7 +424,6 @@ def _panels(path: Path, title: str, conditions: Conditions) -> Iterator[list[Any
 
 
 def _plot_ttft(path: Path, samples: Sequence[Any], conditions: Conditions) -> None:
-    """TTFT of returning prompts against their length, and how many times as fast that is."""
     samples = _ordered(samples, conditions)
     back, styles, lengths = (
         select(samples, phase="back"),
@@ -440,9 +435,7 @@ def _plot_ttft(path: Path, samples: Sequence[Any], conditions: Conditions) -> No
         plots.lines(
             times, styles, lengths, results.spreads_by(back, "ttft_s", "arm", "length"), 0.001
         )
-        plots.lines(
-            ratios, styles, lengths, lambda *at: results.spread_of(ratio_of_ttft(samples, *at))
-        )
+        plots.lines(ratios, styles, lengths, lambda *at: spread_of(ratio_of_ttft(samples, *at)))
         for panel in (times, ratios):
             plots.size_axis(panel, lengths, "{:,}".format)
         times.set_yscale("log")
@@ -455,7 +448,6 @@ def _plot_ttft(path: Path, samples: Sequence[Any], conditions: Conditions) -> No
 
 
 def _plot_hits(path: Path, samples: Sequence[Any], conditions: Conditions) -> None:
-    """Throughput against hit rate, and against the first arm's."""
     samples = _ordered(samples, conditions)
     first, styles, rates = samples[0].arm, _styles(samples), _levels(samples, "rate")
     labels = ("prompt and answer tokens per second", f"throughput / {first}")
@@ -464,10 +456,7 @@ def _plot_hits(path: Path, samples: Sequence[Any], conditions: Conditions) -> No
             speeds, styles, rates, results.spreads_by(samples, "tokens_per_s", "arm", "rate")
         )
         plots.lines(
-            ratios,
-            styles,
-            rates,
-            lambda arm, rate: results.spread_of(ratio_of_hits(samples, arm, first, rate)),
+            ratios, styles, rates, lambda arm, at: spread_of(ratio_of_hits(samples, arm, first, at))
         )
         ratios.axhline(1.0, color=plots.GREY, linewidth=1)
         for panel, ylabel in zip((speeds, ratios), labels, strict=True):
@@ -477,20 +466,19 @@ def _plot_hits(path: Path, samples: Sequence[Any], conditions: Conditions) -> No
 
 
 def _plot_turns(path: Path, samples: Sequence[Any], conditions: Conditions) -> None:
-    """Tokens per second, and TTFT, against the number of conversations at once."""
     samples = _ordered(samples, conditions)
     levels = {str(level): level for level in _levels(samples, "concurrency")}
     rates_label = "prompt and answer tokens per second"
     labels = (rates_label, "time to first token, s: average; whisker: P99")
 
-    def rate(arm: str, level: int) -> Spread | None:
+    def rate(arm: str, level: int) -> results.Spread | None:
         value = turns_of(samples, arm, level).tokens_per_s
-        return None if value is None else Spread(value, value, value, 1)
+        return None if value is None else results.Spread(value, value, value, 1)
 
-    def ttft(arm: str, level: int) -> Spread | None:
+    def ttft(arm: str, level: int) -> results.Spread | None:
         found = turns_of(samples, arm, level)
         low, high = found.ttft_mean_s, found.ttft_p99_s
-        return None if low is None or high is None else Spread(low, low, high, 1)
+        return None if low is None or high is None else results.Spread(low, low, high, 1)
 
     with _panels(path, "Conversations of four turns", conditions) as panels:
         for panel, spread, ylabel in zip(panels, (rate, ttft), labels, strict=True):

@@ -51,12 +51,10 @@ class Sample:
 
 
 def _share(tokens: int, conditions: Conditions) -> float:
-    """A size as a share of the working set."""
     return tokens / max(1, int(conditions["working_set_tokens"]))
 
 
 def _lines(conditions: Conditions) -> Iterator[str]:
-    """The trace, the users, the sizes, and the limits of the simulation."""
     settings = conditions["settings"]
     pace, working = settings["pace"], conditions["working_set_tokens"]
     yield (
@@ -79,7 +77,6 @@ def _lines(conditions: Conditions) -> Iterator[str]:
 
 
 def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table | str]:
-    """One table per sweep, and one of the orders of eviction on one tier."""
     gib = int(conditions["settings"]["kv_bytes_per_token"]) / GIB
 
     def policy(one: Sample) -> str:

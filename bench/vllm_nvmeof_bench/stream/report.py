@@ -166,7 +166,6 @@ def _published(samples: Samples) -> dict[str, str]:
 
 
 def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
-    """The engine, the throttle, and the load of the machine."""
     for name, part in conditions.get("parts", {}).items():
         words = [f"{key.replace('_', ' ')} {part[key]}" for key in _SHOWN if key in part]
         if words:
@@ -175,7 +174,6 @@ def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table | str]:
-    """One table per part that has samples."""
     for case, title in (
         ("memory", "Load from a throttled pool"),
         ("paced", "The same, copies as slow as the target"),
@@ -236,12 +234,10 @@ def _load_table(samples: Samples, case: str, title: str) -> Table:
 
 
 def _loaded(samples: Samples, **wanted: object) -> str:
-    """Mean of the tokens loaded per request."""
     return number(results.mean(values_of(samples, "loaded_tokens", **wanted)), "{:.0f}")
 
 
 def _pair_table(samples: Samples, part: str, case: str, title: str) -> Table:
-    """Ours above the other arm, and the ratio of their medians."""
     ratio = _ratio(samples, part, case)
     ratios = {ARMS[part][0]: ratio.value} if ratio else {}
     chosen = select(samples, part=part, case=case)
@@ -317,14 +313,10 @@ def _load_panel(panel: Any, samples: Samples) -> None:
     )
     plots.size_axis(panel, places(samples, "load"), "{:g}".format)
     bottom, top = panel.get_ylim()
-    finish(
-        panel,
-        "load from a throttled pool",
-        legend=True,
-        ylim=(min(0.9, bottom), max(1.3, top * 1.08)),
-        xlabel="size of the load, × the CPU tier",
-        ylabel="time / larger of read and copy alone",
-    )
+    limits = (min(0.9, bottom), max(1.3, top * 1.08))
+    size, time = "size of the load, × the CPU tier", "time / larger of read and copy alone"
+    title = "load from a throttled pool"
+    finish(panel, title, legend=True, ylim=limits, xlabel=size, ylabel=time)
 
 
 def _strips(part: str, case: str, title: str) -> Callable[[Any, Samples], None]:
@@ -362,14 +354,9 @@ def _admission_panel(panel: Any, samples: Samples) -> None:
         lambda arm, at: spread_of(_first_token_s(samples, arm, throttles[at])),
     )
     panel.set_xticks(range(len(throttles)), [throttle_name(at) for at in throttles])
-    finish(
-        panel,
-        "a prompt returns: admission around the crossover",
-        legend=True,
-        ylim=(0, None),
-        xlabel="reads of the target",
-        ylabel="time to first token, s",
-    )
+    title = "a prompt returns: admission around the crossover"
+    labels = {"xlabel": "reads of the target", "ylabel": "time to first token, s"}
+    finish(panel, title, legend=True, ylim=(0, None), **labels)
 
 
 _PANELS: dict[str, Callable[[Any, Samples], None]] = {
