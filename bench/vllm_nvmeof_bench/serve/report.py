@@ -6,6 +6,7 @@ Ratios are of the same prompt, or of the same round. Every difference is to the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -398,11 +399,8 @@ _OTHERS = (plots.BLUE, plots.RED, plots.GREEN, plots.PINK, plots.ORANGE, plots.S
 
 def _styles(samples: Sequence[Any]) -> dict[str, Style]:
     """By arm; the arm is the label."""
-    found = {}
-    for index, arm in enumerate(distinct(samples, "arm")):
-        style = _STYLES.get(arm) or Style(_OTHERS[index % len(_OTHERS)])
-        found[arm] = replace(style, label=arm)
-    return found
+    others = zip(distinct(samples, "arm"), itertools.cycle(_OTHERS), strict=False)
+    return {arm: replace(_STYLES.get(arm, Style(other)), label=arm) for arm, other in others}
 
 
 @contextmanager

@@ -204,14 +204,8 @@ def _by_tier(
         )
     reusable = 100 * conditions["reusable"]
     panel.axhline(reusable, color=plots.BLACK, linewidth=1, linestyle=":")
-    panel.annotate(
-        "all that comes again",
-        (1, reusable),
-        (-4, 4),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        ha="right",
-    )
+    place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+    panel.annotate("all that comes again", (1, reusable), (-4, 4), ha="right", **place)
 
 
 BENCHES = (Benchmark("simulate", Sample, _lines, _tables, _plot, columns=180),)
