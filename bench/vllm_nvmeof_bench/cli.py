@@ -115,66 +115,59 @@ def _command_of(
     return typer.main.get_command(app)
 
 
-def _declared(settings: type[Any]) -> Iterator[tuple[dataclasses.Field[Any], Any, Option | None]]:
-    """(field, type, option) of each field that has options; option None: a dataclass of them."""
-    hints = get_type_hints(settings)
-    for one in dataclasses.fields(settings):
-        option = option_of(one)
-        if option is not None or dataclasses.is_dataclass(hints[one.name]):
-            yield one, hints[one.name], option
-
-
 def options_of(settings: type[Any]) -> dict[str, tuple[Any, Any]]:
     """(type, default) of the options that settings declare, by the names of their fields."""
     found: dict[str, tuple[Any, Any]] = {}
-    for one, hint, option in _declared(settings):
-        found |= options_of(hint) if option is None else {one.name: _typed(one, hint, option)}
+    hints = get_type_hints(settings)
+    for one in dataclasses.fields(settings):
+        hint, option = hints[one.name], option_of(one)
+        if option is not None:
+            found[one.name] = _typed(one, hint, option)
+        elif dataclasses.is_dataclass(hint):
+            found |= options_of(hint)  # type: ignore[arg-type]
     return found
 
 
 def settings_of(settings: type[Any], given: dict[str, Any]) -> Any:
     """The settings that the options give."""
-    return settings(
-        **{
-            one.name: settings_of(hint, given)
-            if option is None
-            else _value_of(one, hint, option, given[one.name])
-            for one, hint, option in _declared(settings)
-        }
-    )
+    chosen: dict[str, Any] = {}
+    hints = get_type_hints(settings)
+    for one in dataclasses.fields(settings):
+        if dataclasses.is_dataclass(hints[one.name]):
+            chosen[one.name] = settings_of(hints[one.name], given)
+        elif option_of(one) is not None:
+            value = given[one.name]
+            chosen[one.name] = tuple(value) if isinstance(value, list) else value
+    return settings(**chosen)
 
 
 def _typed(one: dataclasses.Field[Any], hint: Any, option: Option) -> tuple[Any, Any]:
-    """(type, default) for typer, which gets several values, and a size, as a text."""
+    """(type, default) for typer, which reads several values, and a size, by `read`."""
     if option.argument:
         return Annotated[hint, typer.Argument(help=option.help)], inspect.Parameter.empty
     flag, more = [option.flag] if option.flag else [], {"help": option.help}
     if option.repeated:
-        return Annotated[list[str] | None, typer.Option(*flag, **more)], None
+        return Annotated[list[str], typer.Option(*flag, show_default=False, **more)], one.default
     several = isinstance(one.default, tuple)
     if not (several or option.in_bytes):
         return Annotated[hint, typer.Option(*flag, min=option.min, **more)], one.default
-    values = one.default if several else (one.default,)
-    shown = ",".join(map(_size if option.in_bytes else str, values))
-    return Annotated[str, typer.Option(*flag, show_default=shown or False, **more)], ""
+    kind = parse_bytes if option.in_bytes else get_args(hint)[0]
 
+    def read(text: str) -> Any:
+        texts = [part.strip() for part in (text.split(",") if several else [text]) if part.strip()]
+        if text == shown or not texts:
+            return one.default
+        try:
+            values = tuple(map(kind, texts))
+        except ValueError as error:
+            wrong = str(error) if option.in_bytes else f"{text!r}: give numbers, such as 1,2,4"
+            raise typer.BadParameter(wrong) from None
+        return values if several else values[0]
 
-def _value_of(one: dataclasses.Field[Any], hint: Any, option: Option, given: Any) -> Any:
-    """Raises: typer.BadParameter: a text that is no value of this option."""
-    several = isinstance(one.default, tuple)
-    if not (several or option.in_bytes):
-        return given
-    read = parse_bytes if option.in_bytes else get_args(hint)[0]
-    texts = given or [] if option.repeated else given.split(",") if several else [given]
-    try:
-        values = tuple(read(text.strip()) for text in texts if text.strip())
-    except ValueError as error:
-        said = str(error) if option.in_bytes else f"{given!r}: give numbers, such as 1,2,4"
-        flag = option.flag or f"--{one.name.replace('_', '-')}"
-        raise typer.BadParameter(said, param_hint=flag) from None
-    if not values:
-        return one.default
-    return values if several else values[0]
+    defaults = one.default if several else (one.default,)
+    shown = ",".join(map(_size if option.in_bytes else str, defaults))
+    more |= {"parser": read, "metavar": "TEXT", "show_default": bool(shown)}
+    return Annotated[Any, typer.Option(*flag, **more)], shown
 
 
 def _size(count: int) -> str:
