@@ -22,6 +22,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Self
 
@@ -30,6 +31,7 @@ from vllm_nvmeof_offload.fabric.topology import Mount, device_of_mount, read_mou
 
 #: Tests replace it: /proc, /sys and the cgroup file systems are found below it.
 ROOT = Path("/")
+_MEMBERS = "cgroup.procs"
 _MOVE_ROUNDS_MAX = 20
 _REMOVE_TRIES_MAX = 50
 _REMOVE_PAUSE_S = 0.02
@@ -112,16 +114,16 @@ def find_hierarchy(root: Path = ROOT) -> Hierarchy:
     Raises:
         ThrottleError: nowhere.
     """
-    mounts = [(one, root / one.point.lstrip("/")) for one in _mounts(root)]
-    for mount, place in mounts:
+    mounts = sorted(_mounts(root), key=attrgetter("file_system"))  # v1 first
+    for mount in mounts:
+        place = root / mount.point.lstrip("/")
         if mount.file_system == "cgroup" and "blkio" in mount.super_options:
             outline = Hierarchy(1, place, place, mount.root)
             return replace(outline, parent=outline.group_of("self", root))
-    for mount, place in mounts:
-        if mount.file_system == "cgroup2":
-            found = _with_io(Hierarchy(2, place, place, mount.root), root)
-            if found is not None:
-                return found
+        if mount.file_system == "cgroup2" and (
+            found := _with_io(Hierarchy(2, place, place, mount.root), root)
+        ):
+            return found
     raise ThrottleError(
         "no control group here limits I/O: it needs cgroup v1's blkio, or cgroup v2's io "
         "controller (write +io into /sys/fs/cgroup/cgroup.subtree_control)"
@@ -207,7 +209,6 @@ class Throttle:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._empty()
         self._undo.close()
 
     def limit(
@@ -232,7 +233,7 @@ class Throttle:
             # One that has ended meanwhile needs no limit.
             with self._permitted(), contextlib.suppress(ProcessLookupError):
                 origin = self._hierarchy.group_of(pid, self._root)
-                self._move(pid, self._group)
+                (self._group / _MEMBERS).write_text(f"{pid}\n", encoding="ascii")
                 self._origins.setdefault(pid, origin)
 
     def add_group(self, group: int) -> None:
@@ -245,24 +246,17 @@ class Throttle:
         raise ThrottleError(f"process group {group} starts processes too fast to throttle it")
 
     def _members(self) -> list[int]:
-        return [int(word) for word in _words(self._group / "cgroup.procs")]
-
-    def _move(self, pid: int, group: Path) -> None:
-        (group / "cgroup.procs").write_text(f"{pid}\n", encoding="ascii")
-
-    def _empty(self) -> None:
-        """Put everyone back; a child that came in with its parent goes where the first was."""
-        default = next(iter(self._origins.values()), self._hierarchy.parent)
-        for _ in range(_MOVE_ROUNDS_MAX):
-            members = self._members()
-            if not members:
-                return
-            for pid in members:
-                with contextlib.suppress(OSError):
-                    self._move(pid, self._origins.get(pid, default))
+        return [int(word) for word in _words(self._group / _MEMBERS)]
 
     def _remove(self) -> None:
+        """Put everyone back, and remove the group.
+
+        A child that came in with its parent goes where the first process was.
+        """
+        default = next(iter(self._origins.values()), self._hierarchy.parent)
         for _ in range(_REMOVE_TRIES_MAX):
+            for pid in self._members():
+                _write_if_possible(self._origins.get(pid, default) / _MEMBERS, f"{pid}\n")
             try:
                 self._group.rmdir()
                 return
@@ -276,12 +270,12 @@ class Throttle:
         try:
             yield
         except OSError as error:
-            raise self._denied(error) from None
-
-    def _denied(self, error: OSError) -> ThrottleError:
-        remedy = "run as root, or give this user a group of its own (systemd: Delegate=io)"
-        if error.errno == errno.EROFS:
-            remedy = "the control groups are mounted read-only: run outside of this container"
-        if error.errno in (errno.ENODEV, errno.EINVAL, errno.EOPNOTSUPP):
-            remedy = f"the kernel does not throttle device {self.device}: give another directory"
-        return ThrottleError(f"{self.kind} in {self._group.parent}: {error.strerror}: {remedy}")
+            remedy = "run as root, or give this user a group of its own (systemd: Delegate=io)"
+            if error.errno == errno.EROFS:
+                remedy = "the control groups are mounted read-only: run outside of this container"
+            if error.errno in (errno.ENODEV, errno.EINVAL, errno.EOPNOTSUPP):
+                remedy = (
+                    f"the kernel does not throttle device {self.device}: give another directory"
+                )
+            where = f"{self.kind} in {self._hierarchy.parent}"
+            raise ThrottleError(f"{where}: {error.strerror}: {remedy}") from None

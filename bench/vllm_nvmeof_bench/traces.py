@@ -29,7 +29,7 @@ import heapq
 import itertools
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -256,7 +256,9 @@ def _read_folder(path: Path) -> Trace:
             raise BenchError(
                 f"{file}: block_size {reader.block_tokens}, but {block_tokens} in the files before"
             )
-        block_tokens, first_id = reader.block_tokens, reader.next_id
+        block_tokens = reader.block_tokens
+        ends = (int(one.blocks.max(initial=-1)) + 1 for one in sessions[-1].requests())
+        first_id = max([first_id, *ends])
     return Trace(path.stem, block_tokens, tuple(sessions))
 
 
@@ -265,8 +267,7 @@ class _File:
 
     def __init__(self, file: Path, first_id: int) -> None:
         self._file = file
-        self._first_id = self.next_id = first_id
-        self._prompts: list[Ids] = []
+        self._first_id = first_id
 
     def session(self) -> Session:
         try:
@@ -283,9 +284,9 @@ class _File:
             raise BenchError(f"{self._file}: not a session of kv-cache-tester: {error!r}") from None
         if self.block_tokens < 1:
             raise BenchError(f"{self._file}: block_size {self.block_tokens} is not positive")
-        steps = self._steps(entries, "requests")
-        _check_chained(self._file, self._prompts)
-        return Session(self._file.stem, steps)
+        session = Session(self._file.stem, self._steps(entries, "requests"))
+        _check_chained(self._file, session.requests())
+        return session
 
     def _steps(self, entries: list[Any], where: str) -> tuple[Step, ...]:
         steps: list[Step] = []
@@ -317,8 +318,6 @@ class _File:
         if len(ids) > int(entry["in"]) // self.block_tokens + 1:
             raise ValueError(f"{len(ids)} hash_ids for {entry['in']} tokens")
         ids += self._first_id
-        self.next_id = max(self.next_id, int(ids.max(initial=-1)) + 1)
-        self._prompts.append(ids)
         think = entry.get("think_time")
         return Request(
             input_tokens=int(entry["in"]),
@@ -334,8 +333,9 @@ def _read_lines(path: Path) -> Trace:
         sessions = [_session(path, n, line) for n, line in enumerate(file, 1) if line.strip()]
     if not sessions:
         raise BenchError(f"{path}: no requests in it")
-    _check_chained(path, [one.blocks for session in sessions for one in session.requests()])
-    return Trace(path.stem, _MOONCAKE_BLOCK_TOKENS, tuple(sessions))
+    trace = Trace(path.stem, _MOONCAKE_BLOCK_TOKENS, tuple(sessions))
+    _check_chained(path, trace.requests())
+    return trace
 
 
 def _session(path: Path, number: int, line: str) -> Session:
@@ -351,9 +351,9 @@ def _session(path: Path, number: int, line: str) -> Session:
         raise BenchError(f"{path}, line {number}: {error!r}") from None
 
 
-def _check_chained(path: Path, prompts: Sequence[Ids]) -> None:
+def _check_chained(path: Path, requests: Iterable[Request]) -> None:
     """Raises: BenchError: an id has two different predecessors."""
-    prompts = [one for one in prompts if len(one)]
+    prompts = [one.blocks for one in requests if len(one.blocks)]
     if not prompts:
         return
     before = np.concatenate([np.concatenate(([-1], one[:-1])) for one in prompts])

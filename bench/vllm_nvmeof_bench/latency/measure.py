@@ -295,42 +295,39 @@ def _fio_arm(fio: Fio, directory: Path, settings: Settings) -> _Measure:
     return measure
 
 
-class _OurArm:
-    """One process per job, which waits between measurements and does not stop at Ctrl-C."""
+def _our_arm(
+    stack: contextlib.ExitStack, directory: Path, settings: Settings, payload_bytes: int
+) -> tuple[_Measure, list[str]]:
+    """Its measurement, and the engines that the kernel let it have.
 
-    def __init__(self, directory: Path, settings: Settings, payload_bytes: int) -> None:
-        self._settings = settings
-        self._payload_bytes = payload_bytes
-        directory.mkdir()
-        slots, at_start = settings.slots(payload_bytes), (signal.SIGINT, signal.SIG_IGN)
-        #: Each process, and its job as `_opened` takes it.
-        self._jobs = [
-            (
-                ProcessPoolExecutor(1, get_context("spawn"), signal.signal, at_start),
-                (directory / f"job-{job}", payload_bytes, slots, settings.seed + job),
-            )
-            for job in range(max(settings.jobs))
-        ]
-        try:
-            self.engines = _results(child.submit(_name_here, *job) for child, job in self._jobs)
-        except BaseException:
-            self.close()
-            raise
+    One process per job, which waits between measurements and does not stop at Ctrl-C. The seed is
+    fio's: ours goes on in the order that it drew at its start.
+    """
+    directory.mkdir()
+    slots, at_start = settings.slots(payload_bytes), (signal.SIGINT, signal.SIG_IGN)
+    jobs = [
+        (
+            stack.enter_context(
+                ProcessPoolExecutor(1, get_context("spawn"), signal.signal, at_start)
+            ),
+            (directory / f"job-{job}", payload_bytes, slots, settings.seed + job),
+        )
+        for job in range(max(settings.jobs))
+    ]
 
-    def measure(self, point: Point, seed: int) -> dict[str, Any]:
-        """seed: used by fio; ours goes on in the order that it drew at its start."""
-        order = Order(point.case, point.depth, self._settings.ramp_s, self._settings.run_s)
-        running = self._jobs[: point.jobs]
+    def measure(point: Point, seed: int) -> dict[str, Any]:
+        order = Order(point.case, point.depth, settings.ramp_s, settings.run_s)
+        running = jobs[: point.jobs]
         answers = _results(child.submit(_drive_here, order, *job) for child, job in running)
         latencies = [one for answer in answers for one in answer.latencies_us]
         if not latencies:
             raise BenchError(f"nothing ended in {order.run_s} s: give a longer --seconds")
         rates = [
-            len(answer.latencies_us) * self._payload_bytes / MIB / answer.seconds
+            len(answer.latencies_us) * payload_bytes / MIB / answer.seconds
             for answer in answers
             if answer.latencies_us  # else the target is so slow that one job had no turn
         ]
-        moved = len(latencies) * self._payload_bytes
+        moved = len(latencies) * payload_bytes
         return {
             "operations": len(latencies),
             "mean_us": statistics.fmean(latencies),
@@ -340,9 +337,7 @@ class _OurArm:
             "cpu_s_per_gib": sum(answer.cpu_s for answer in answers) * GIB / moved,
         }
 
-    def close(self) -> None:
-        for child, _ in self._jobs:
-            child.shutdown()
+    return measure, _results(child.submit(_name_here, *job) for child, job in jobs)
 
 
 def _results(begun: Iterable[Future[_T]]) -> list[_T]:
@@ -421,10 +416,9 @@ class _Run:
                 home.mkdir()
                 stack.callback(shutil.rmtree, home, ignore_errors=True)
                 arms[place.name, "fio"] = _fio_arm(self.fio, home / "fio", settings)
-                ours = _OurArm(home / "ours", settings, payload_bytes)
-                stack.callback(ours.close)
-                self.engines.update(ours.engines)
-                arms[place.name, "ours"] = ours.measure
+                ours = _our_arm(stack, home / "ours", settings, payload_bytes)
+                arms[place.name, "ours"], engines = ours
+                self.engines.update(engines)
             for number in range(settings.rounds):
                 for point in settings.points(payload_bytes):
                     what = f"{point.case} {point.jobs} × {point.depth}"
