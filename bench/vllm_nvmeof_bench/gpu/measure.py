@@ -21,7 +21,6 @@ Cases; a value is GB/s (1e9 bytes of payload) unless it says otherwise:
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import itertools
 import os
@@ -31,6 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,10 @@ class Settings:
     def count_of(self, size: int) -> int:
         return max(1, min(self.blocks, self.bytes_max // size))
 
+    def shapes(self, sizes: Iterable[int]) -> tuple[tuple[int, int], ...]:
+        """(bytes of a block, blocks) of one transfer of each size."""
+        return tuple((size, self.count_of(size)) for size in sizes)
+
 
 _PACKAGES = (
     *("torch", "vllm", "triton", "numpy"),
@@ -144,277 +148,6 @@ def conditions_of(world: World, settings: Settings, theirs: str) -> dict[str, An
         "cells": [asdict(c) | {"direction": c.direction.value} for c in world.cells],
         "load_average_at_end": os.getloadavg(),
     }
-
-
-# -- copies -----------------------------------------------------------------------------
-
-#: Of ours; where vLLM's copy code can be had it is one more.
-ARMS = ("dma", "dma_overlap", "kernel", "auto")
-_CHECKED = ((4 * KIB, 100), (24 * KIB + 16, 50), (512 * KIB, 8))
-_Where = tuple[str, int, int, int]  # direction, bytes of a block, blocks, round
-
-
-def measure_copies(
-    world: World, settings: Settings, torch: Any = None, on_progress: OnProgress = unheard
-) -> list[Sample]:
-    """Samples of the arms that did not fail; those of one that fails later are dropped as well.
-
-    Raises: BenchError: an arm moved wrong bytes, or every arm failed.
-    """
-    for arm in list(world.arms):
-        for size, count in _CHECKED:
-            if world.attempt(arm, world.check, arm, size, count) is False:
-                raise BenchError(f"{arm}: wrong bytes with {count} blocks of {size}")
-    samples: list[Sample] = []
-    cases = [case for part, case in _CASES.items() if part in settings.parts]
-    rounds = range(-1, settings.rounds)  # the first one warms up
-    for step, number in enumerate(rounds):
-        on_progress(step, len(rounds), f"copies, round {max(0, number) + 1} of {settings.rounds}")
-        for case in cases:
-            samples += [one for one in case(world, settings, number) if number >= 0]
-    if not world.arms:
-        failed = "; ".join(f"{arm}: {error}" for arm, error in world.failed.items())
-        raise BenchError(f"every way to copy failed: {failed}")
-    return [one for one in samples if one.arm not in world.failed]
-
-
-def _shapes(part: str, settings: Settings) -> Iterable[tuple[int, int]]:
-    """(bytes of a block, blocks) of the transfers in one direction."""
-    if part == "few":
-        return itertools.product(settings.small_sizes, settings.counts)
-    sizes = settings.sizes if part == "transfer" else settings.model_sizes
-    return [(size, settings.count_of(size)) for size in sizes]
-
-
-def _one_way(part: str, world: World, settings: Settings, number: int) -> Iterator[Sample]:
-    """Transfers of many blocks; for "transfer" also one contiguous copy of the same bytes."""
-    for direction, (size, count) in itertools.product(Direction, _shapes(part, settings)):
-        where = direction.value, size, count, number
-        if part == "transfer":
-            whole = {direction: world.contiguous(size * count)}
-            for one in _rates(world, part, ("dma",), where, whole):
-                yield replace(one, arm="contiguous")
-        work = {direction: world.pieces(size, count, number + 1)}
-        yield from _rates(world, part, world.arms, where, work)
-
-
-def _both_ways(world: World, settings: Settings, number: int) -> Iterator[Sample]:
-    """Stores from one part of both memories, loads into the rest; half and half, then mixes."""
-    size = settings.both_size
-    count = max(2, min(settings.blocks, settings.bytes_max // size))
-    for percent in (50, *settings.mix_percent):
-        loads = min(count - 1, max(1, count * percent // 100))
-        parts = {
-            Direction.STORE: world.pieces(size, count - loads, number + 1),
-            Direction.LOAD: world.pieces(size, loads, number + 2, first=size * (count - loads)),
-        }
-        case, name = ("both", "both") if percent == 50 else ("mix", f"load {percent}%")
-        yield from _rates(world, case, world.arms, (name, size, count, number), parts)
-        for direction, pieces in parts.items() if percent == 50 else ():
-            where = direction.value, size, len(pieces), number
-            yield from _rates(world, case, world.arms, where, {direction: pieces})
-
-
-def _submits(world: World, settings: Settings, number: int) -> Iterator[Sample]:
-    size, count = settings.submit_size, settings.count_of(settings.submit_size)
-    for direction, backend in itertools.product(Direction, (Backend.DMA, Backend.KERNEL)):
-        arm, submit = backend.value, (world.submit_us, size, count, direction, backend)
-        if (took_us := world.attempt(arm, *submit)) is not None:
-            yield Sample("submit", arm, direction.value, size, count, number, round(took_us, 2))
-
-
-def _rates(
-    world: World, case: str, arms: Iterable[str], where: _Where, work: dict[Direction, Descriptors]
-) -> Iterator[Sample]:
-    """GB/s of each of the arms that does not fail."""
-    _, size, count, _ = where
-    for arm in tuple(arms):  # one that fails is removed from the world's
-        if (took_s := world.attempt(arm, world.seconds_of, arm, work)) is not None:
-            yield Sample(case, arm, *where, _gb_per_s(size * count, took_s))
-
-
-def _gb_per_s(count: int, took_s: float) -> float:
-    return round(count / took_s / 1e9, 3)
-
-
-_CASES: dict[str, Callable[[World, Settings, int], Iterator[Sample]]] = {
-    **{part: functools.partial(_one_way, part) for part in ("transfer", "few", "model")},
-    "both": _both_ways,
-    "submit": _submits,
-}
-
-
-# -- loops of compute beside copies -----------------------------------------------------
-
-_LOOP_ARMS = ("alone", "dma", "dma_overlap", "kernel")
-_LOOP_STEPS = 10
-_LOOP_BLOCK_BYTES = 2 * MIB
-
-
-def measure_loops(
-    world: World, settings: Settings, torch: Any, on_progress: OnProgress = unheard
-) -> list[Sample]:
-    """Steps/s of a bf16 matrix product and of adding large arrays, each with each arm.
-
-    Raises: BenchError: there is no torch.
-    """
-    if torch is None:
-        raise BenchError("the loops of compute need torch; leave out the part: loops")
-    large = torch.zeros(256 * MIB, dtype=torch.float32, device="cuda")
-    steps: dict[str, Callable[[], object]] = {
-        "loop_matrix": _matrix_step(torch),
-        "loop_memory": lambda: large.add_(1.0),
-    }
-    samples = []
-    for number in range(settings.rounds):
-        on_progress(number, settings.rounds, f"loops of compute, round {number + 1}")
-        for (case, step), arm in itertools.product(steps.items(), _LOOP_ARMS):
-            if arm == "alone" or arm in world.arms:
-                with _copying(world, settings, arm):
-                    samples.append(_steps(case, arm, number, step, settings, torch))
-    # Copies of an arm that failed ended before the loop did.
-    return [one for one in samples if one.arm not in world.failed]
-
-
-def _matrix_step(torch: Any) -> Callable[[], object]:
-    """One bf16 matrix product."""
-    square = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    product = torch.empty_like(square)
-    return lambda: torch.mm(square, square, out=product)
-
-
-def _steps(
-    case: str, arm: str, number: int, step: Callable[[], object], settings: Settings, torch: Any
-) -> Sample:
-    """Steps/s on the current stream."""
-    step()
-    torch.cuda.synchronize()
-    done, start_s = 0, time.perf_counter()
-    while time.perf_counter() - start_s < settings.loop_s:
-        for _ in range(_LOOP_STEPS):
-            step()
-        # Only this stream: waiting for the device would be waiting for the copies as well.
-        torch.cuda.current_stream().synchronize()
-        done += _LOOP_STEPS
-    rate = done / (time.perf_counter() - start_s)
-    return Sample(case, arm, "both", 0, 0, number, round(rate, 3))
-
-
-def _copying(world: World, settings: Settings, arm: str) -> contextlib.AbstractContextManager[None]:
-    """Copies both ways meanwhile, one transfer after the other, until the arm fails."""
-    if arm == "alone":
-        return contextlib.nullcontext()
-    count = max(1, min(256, settings.bytes_max // _LOOP_BLOCK_BYTES // 2))
-    work = {
-        Direction.STORE: world.pieces(_LOOP_BLOCK_BYTES, count),
-        Direction.LOAD: world.pieces(_LOOP_BLOCK_BYTES, count, first=_LOOP_BLOCK_BYTES * count),
-    }
-    return _repeated(world, lambda: world.attempt(arm, world.seconds_of, arm, work) is not None)
-
-
-@contextlib.contextmanager
-def _repeated(world: World, call: Callable[[], bool]) -> Iterator[None]:
-    """Call it on a thread meanwhile, again and again while it returns True."""
-    stopping = threading.Event()
-
-    def run() -> None:
-        world.cuda.make_current()
-        while not stopping.is_set() and call():
-            pass
-
-    thread = threading.Thread(target=run, name="copies")
-    thread.start()
-    try:
-        yield
-    finally:
-        stopping.set()
-        thread.join()
-
-
-# -- the kernel by its thread blocks ----------------------------------------------------
-
-
-def measure_sweep(
-    world: World, settings: Settings, torch: Any = None, on_progress: OnProgress = unheard
-) -> list[Sample]:
-    """GB/s alone, and with torch the steps/s of a bf16 matrix product beside copies both ways."""
-    if Backend.KERNEL.value in world.failed:
-        return []
-    step = None if torch is None else _matrix_step(torch)
-    samples = []
-    for number in range(-1, settings.rounds):  # the first one warms up
-        on_progress(number + 1, settings.rounds + 1, f"thread blocks, round {max(0, number) + 1}")
-        for blocks in settings.sweep_blocks:
-            with world.kernel_of(blocks) as arm:
-                for direction, size in itertools.product(Direction, settings.sweep_sizes):
-                    count = settings.count_of(size)
-                    work = {direction: world.pieces(size, count, number + 1)}
-                    where = direction.value, size, count, number
-                    samples += _rates(world, "sweep", (arm,), where, work)
-                if number == 0 and step is not None and arm in world.arms:
-                    with _copying(world, settings, arm):
-                        samples.append(_steps("sweep_matrix", arm, 0, step, settings, torch))
-        if number == 0 and step is not None:
-            samples.append(_steps("sweep_matrix", "alone", 0, step, settings, torch))
-    return [one for one in samples if one.round >= 0 and one.arm not in world.failed]
-
-
-# -- CRC-32C by the GPU -----------------------------------------------------------------
-
-
-def measure_crc(
-    world: World,
-    settings: Settings,
-    torch: Any = None,
-    on_progress: OnProgress = unheard,
-    kernel: int | None = None,
-) -> list[Sample]:
-    """GB/s by the chunk's pieces, the host's time to join; steps/s of the loop beside, with torch.
-
-    Raises: BenchError: a wrong CRC.
-    """
-    if kernel is None:
-        code = compile_kernels(world.cuda.facts.arch, CRC_BLOCKS)
-        kernel = world.cuda.load_kernel(code, KERNEL_NAME)
-    samples: list[Sample] = []
-    for step, (size, per_chunk) in enumerate(settings.crc_chunks):
-        on_progress(step, len(settings.crc_chunks), f"CRC of {per_chunk} pieces of {size}")
-        count = max(1, min(settings.bytes_max, settings.crc_bytes) // (size * per_chunk))
-        pieces = world.pieces(size, count * per_chunk)
-        content = world.fill(pieces)
-        rows = np.split(np.ascontiguousarray(pieces[:, (0, 2)]), count)
-        with contextlib.closing(CrcKernel(world.cuda, kernel, rows)) as chunks:
-            chunks.run()
-            if chunks.join() != [crc32c(chunk) for chunk in np.split(content, count)]:
-                raise BenchError(f"crc: a wrong CRC of a chunk of {per_chunk} × {size} bytes")
-            for number in range(settings.rounds):
-                where = "load", size, per_chunk, number
-                rate = _gb_per_s(content.size, _seconds(chunks.run))
-                samples.append(Sample("crc", "gpu", *where, rate))
-                join_us = round(1e6 * _seconds(chunks.join) / count, 2)
-                samples.append(Sample("crc_join", "host", *where, join_us))
-                if torch is not None and step == 0:
-                    samples += _crc_beside(world, chunks, content.size, where, settings, torch)
-    return samples
-
-
-def _crc_beside(
-    world: World, chunks: CrcKernel, count: int, where: _Where, settings: Settings, torch: Any
-) -> Iterator[Sample]:
-    """Steps/s of a product alone and beside CRCs, and what those reach. count: bytes of a run."""
-    step, took_s = _matrix_step(torch), list[float]()
-    yield _steps("crc_matrix", "alone", where[-1], step, settings, torch)
-    with _repeated(world, lambda: took_s.append(_seconds(chunks.run)) is None):
-        yield _steps("crc_matrix", "crc", where[-1], step, settings, torch)
-    if took_s:
-        rate = _gb_per_s(len(took_s) * count, sum(took_s))
-        yield Sample("crc", "gpu_beside_matrix", *where, rate)
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    start_s = time.perf_counter()
-    call()
-    return time.perf_counter() - start_s
 
 
 # -- GPU ⇄ CPU ⇄ disk -------------------------------------------------------------------
@@ -465,46 +198,303 @@ class GpuRig(Rig):
         self._cuda.synchronize_stream(self._stream)
 
 
-def measure_disk(
-    world: World, settings: Settings, torch: Any = None, on_progress: OnProgress = unheard
-) -> list[Sample]:
-    """GB/s of payload of loads, of half the CPU tier and of four times it.
+#: Of ours; where vLLM's copy code can be had it is one more.
+ARMS = ("dma", "dma_overlap", "kernel", "auto")
+_CHECKED = ((4 * KIB, 100), (24 * KIB + 16, 50), (512 * KIB, 8))
+_LOOP_ARMS = ("alone", "dma", "dma_overlap", "kernel")
+_LOOP_STEPS = 10
+_LOOP_BLOCK_BYTES = 2 * MIB
+_Shapes = tuple[tuple[int, int], ...]  # bytes of a block, blocks
+_Where = tuple[str, int, int, int]  # direction, bytes of a block, blocks, round
 
-    Raises:
-        BenchError: no room in `directory`, or a load brought other bytes than were written.
+
+def _gb_per_s(count: int, took_s: float) -> float:
+    return round(count / took_s / 1e9, 3)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    call()
+    return time.perf_counter() - start_s
+
+
+class Bench:
+    """The parts of `bench copy`. torch: for loops of compute; None where there is none.
+
+    A part drops the samples of arms that fail later.
     """
-    tier_bytes = settings.disk_tier_slots * settings.disk_chunk_bytes
-    plan = stream.Settings(
-        parts=("load",),
-        rounds=settings.rounds,
-        throttle_mb_per_s=0,
-        tier_bytes=tier_bytes,
-        chunk_bytes=settings.disk_chunk_bytes,
-        block_bytes=settings.disk_chunk_bytes,
-        sizes=(0.5, settings.disk_bytes / tier_bytes),
-    )
-    samples: list[Sample] = []
-    with (
-        home_in(settings.directory, plan.disk_bytes_max) as home,
-        contextlib.closing(GpuRig(world.cuda, home / "pool", plan)) as rig,
-    ):
-        on_progress(0, settings.rounds, "disk · writing the pool once")
-        rig.write_all()
-        for number in range(settings.rounds):
-            on_progress(number, settings.rounds, f"disk, round {number + 1}")
-            dice = random.Random(number)
-            for count in map(plan.chunks, plan.sizes):
-                for arm in dice.sample(sorted(_DISK_ARMS), len(_DISK_ARMS)):
-                    seconds, _ = measure_arm(rig, _DISK_ARMS[arm], count)
-                    rate = _gb_per_s(count * plan.chunk_bytes, seconds)
-                    where = plan.chunk_bytes, count, number
-                    samples.append(Sample("disk", arm, "load", *where, rate))
-    return samples
+
+    def __init__(
+        self,
+        world: World,
+        settings: Settings,
+        torch: Any = None,
+        on_progress: OnProgress = unheard,
+    ) -> None:
+        self._world = world
+        self._settings = settings
+        self._torch = torch
+        self._on_progress = on_progress
+
+    def _rounds(self, what: str, warm_up: bool = False) -> Iterator[int]:
+        """The numbers of the rounds; a first one, -1, only warms up."""
+        numbers = range(-1 if warm_up else 0, self._settings.rounds)
+        for step, number in enumerate(numbers):
+            self._on_progress(step, len(numbers), f"{what}, round {max(0, number) + 1}")
+            yield number
+
+    def _kept(self, samples: Iterable[Sample]) -> list[Sample]:
+        taken = [one for one in samples if one.round >= 0]
+        return [one for one in taken if one.arm not in self._world.failed]
+
+    # -- copies --------------------------------------------------------------------------
+
+    def copies(self) -> list[Sample]:
+        """Raises: BenchError: an arm moved wrong bytes, or every arm failed."""
+        world, settings = self._world, self._settings
+        for arm in list(world.arms):
+            for size, count in _CHECKED:
+                if world.attempt(arm, world.check, arm, size, count) is False:
+                    raise BenchError(f"{arm}: wrong bytes with {count} blocks of {size}")
+        few = tuple(itertools.product(settings.small_sizes, settings.counts))
+        cases: dict[str, Callable[[int], Iterator[Sample]]] = {
+            "transfer": partial(self._one_way, "transfer", settings.shapes(settings.sizes)),
+            "few": partial(self._one_way, "few", few),
+            "model": partial(self._one_way, "model", settings.shapes(settings.model_sizes)),
+            "both": self._both_ways,
+            "submit": self._submits,
+        }
+        wanted = [case for part, case in cases.items() if part in settings.parts]
+        numbers = self._rounds("copies", warm_up=True)
+        samples = [one for number in numbers for case in wanted for one in case(number)]
+        if not world.arms:
+            failed = "; ".join(f"{arm}: {error}" for arm, error in world.failed.items())
+            raise BenchError(f"every way to copy failed: {failed}")
+        return self._kept(samples)
+
+    def _one_way(
+        self, part: str, shapes: _Shapes, number: int, arms: Iterable[str] = ()
+    ) -> Iterator[Sample]:
+        """Transfers by some arms, or by all; for "transfer" also one contiguous copy of each."""
+        for direction, (size, count) in itertools.product(Direction, shapes):
+            where = direction.value, size, count, number
+            if part == "transfer":
+                whole = {direction: self._world.contiguous(size * count)}
+                for one in self._rates(part, ("dma",), where, whole):
+                    yield replace(one, arm="contiguous")
+            work = {direction: self._world.pieces(size, count, number + 1)}
+            yield from self._rates(part, arms or self._world.arms, where, work)
+
+    def _both_ways(self, number: int) -> Iterator[Sample]:
+        """Stores from one part of both memories, loads into the rest; half and half, then mixes."""
+        world, settings = self._world, self._settings
+        size = settings.both_size
+        count = max(2, min(settings.blocks, settings.bytes_max // size))
+        for percent in (50, *settings.mix_percent):
+            loads = min(count - 1, max(1, count * percent // 100))
+            parts = {
+                Direction.STORE: world.pieces(size, count - loads, number + 1),
+                Direction.LOAD: world.pieces(size, loads, number + 2, first=size * (count - loads)),
+            }
+            case, name = ("both", "both") if percent == 50 else ("mix", f"load {percent}%")
+            yield from self._rates(case, world.arms, (name, size, count, number), parts)
+            for direction, pieces in parts.items() if percent == 50 else ():
+                where = direction.value, size, len(pieces), number
+                yield from self._rates(case, world.arms, where, {direction: pieces})
+
+    def _submits(self, number: int) -> Iterator[Sample]:
+        world, size = self._world, self._settings.submit_size
+        count = self._settings.count_of(size)
+        for direction, backend in itertools.product(Direction, (Backend.DMA, Backend.KERNEL)):
+            arm, submit = backend.value, (world.submit_us, size, count, direction, backend)
+            if (took_us := world.attempt(arm, *submit)) is not None:
+                yield Sample("submit", arm, direction.value, size, count, number, round(took_us, 2))
+
+    def _rates(
+        self, case: str, arms: Iterable[str], where: _Where, work: dict[Direction, Descriptors]
+    ) -> Iterator[Sample]:
+        """GB/s of each of the arms that does not fail."""
+        _, size, count, _ = where
+        for arm in tuple(arms):  # one that fails is removed from the world's
+            took_s = self._world.attempt(arm, self._world.seconds_of, arm, work)
+            if took_s is not None:
+                yield Sample(case, arm, *where, _gb_per_s(size * count, took_s))
+
+    # -- loops of compute beside copies --------------------------------------------------
+
+    def loops(self) -> list[Sample]:
+        """Steps/s of a bf16 matrix product and of adding large arrays, each with each arm.
+
+        Raises: BenchError: there is no torch.
+        """
+        torch = self._torch
+        if torch is None:
+            raise BenchError("the loops of compute need torch; leave out the part: loops")
+        large = torch.zeros(256 * MIB, dtype=torch.float32, device="cuda")
+        steps: dict[str, Callable[[], object]] = {
+            "loop_matrix": self._matrix_step(),
+            "loop_memory": lambda: large.add_(1.0),
+        }
+        samples = []
+        for number in self._rounds("loops of compute"):
+            for (case, step), arm in itertools.product(steps.items(), _LOOP_ARMS):
+                if arm == "alone" or arm in self._world.arms:
+                    with self._copying(arm):
+                        samples.append(self._steps(case, arm, number, step))
+        return self._kept(samples)  # copies of an arm that failed ended before the loop did
+
+    def _matrix_step(self) -> Callable[[], object]:
+        """One bf16 matrix product."""
+        torch = self._torch
+        square = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+        product = torch.empty_like(square)
+        return lambda: torch.mm(square, square, out=product)
+
+    def _steps(self, case: str, arm: str, number: int, step: Callable[[], object]) -> Sample:
+        """Steps/s on the current stream."""
+        step()
+        self._torch.cuda.synchronize()
+        done, start_s = 0, time.perf_counter()
+        while time.perf_counter() - start_s < self._settings.loop_s:
+            for _ in range(_LOOP_STEPS):
+                step()
+            # Only this stream: waiting for the device would be waiting for the copies as well.
+            self._torch.cuda.current_stream().synchronize()
+            done += _LOOP_STEPS
+        rate = done / (time.perf_counter() - start_s)
+        return Sample(case, arm, "both", 0, 0, number, round(rate, 3))
+
+    def _copying(self, arm: str) -> contextlib.AbstractContextManager[None]:
+        """Copies both ways meanwhile, one transfer after the other, until the arm fails."""
+        if arm == "alone":
+            return contextlib.nullcontext()
+        world, size = self._world, _LOOP_BLOCK_BYTES
+        count = max(1, min(256, self._settings.bytes_max // size // 2))
+        work = {
+            Direction.STORE: world.pieces(size, count),
+            Direction.LOAD: world.pieces(size, count, first=size * count),
+        }
+        return self._repeated(lambda: world.attempt(arm, world.seconds_of, arm, work) is not None)
+
+    @contextlib.contextmanager
+    def _repeated(self, call: Callable[[], bool]) -> Iterator[None]:
+        """Call it on a thread meanwhile, again and again while it returns True."""
+        stopping = threading.Event()
+
+        def run() -> None:
+            self._world.cuda.make_current()
+            while not stopping.is_set() and call():
+                pass
+
+        thread = threading.Thread(target=run, name="copies")
+        thread.start()
+        try:
+            yield
+        finally:
+            stopping.set()
+            thread.join()
+
+    # -- the kernel by its thread blocks -------------------------------------------------
+
+    def sweep(self) -> list[Sample]:
+        """GB/s alone, and with torch the steps/s of a matrix product beside copies both ways."""
+        world, settings = self._world, self._settings
+        if Backend.KERNEL.value in world.failed:
+            return []
+        step = None if self._torch is None else self._matrix_step()
+        samples = []
+        for number in self._rounds("thread blocks", warm_up=True):
+            for blocks in settings.sweep_blocks:
+                with world.kernel_of(blocks) as arm:
+                    shapes = settings.shapes(settings.sweep_sizes)
+                    samples += self._one_way("sweep", shapes, number, (arm,))
+                    if number == 0 and step is not None and arm in world.arms:
+                        with self._copying(arm):
+                            samples.append(self._steps("sweep_matrix", arm, 0, step))
+            if number == 0 and step is not None:
+                samples.append(self._steps("sweep_matrix", "alone", 0, step))
+        return self._kept(samples)
+
+    # -- CRC-32C by the GPU --------------------------------------------------------------
+
+    def crc(self, kernel: int | None = None) -> list[Sample]:
+        """GB/s by the chunk's pieces, the host's time to join; with torch also a loop beside.
+
+        Raises: BenchError: a wrong CRC.
+        """
+        world, settings = self._world, self._settings
+        if kernel is None:
+            code = compile_kernels(world.cuda.facts.arch, CRC_BLOCKS)
+            kernel = world.cuda.load_kernel(code, KERNEL_NAME)
+        samples: list[Sample] = []
+        for step, (size, per_chunk) in enumerate(settings.crc_chunks):
+            what = f"CRC of {per_chunk} pieces of {size}"
+            self._on_progress(step, len(settings.crc_chunks), what)
+            count = max(1, min(settings.bytes_max, settings.crc_bytes) // (size * per_chunk))
+            pieces = world.pieces(size, count * per_chunk)
+            content = world.fill(pieces)
+            rows = np.split(np.ascontiguousarray(pieces[:, (0, 2)]), count)
+            with contextlib.closing(CrcKernel(world.cuda, kernel, rows)) as chunks:
+                chunks.run()
+                if chunks.join() != [crc32c(chunk) for chunk in np.split(content, count)]:
+                    raise BenchError(f"crc: a wrong CRC of a chunk of {per_chunk} × {size} bytes")
+                for number in range(settings.rounds):
+                    where = "load", size, per_chunk, number
+                    rate = _gb_per_s(content.size, _seconds(chunks.run))
+                    samples.append(Sample("crc", "gpu", *where, rate))
+                    join_us = round(1e6 * _seconds(chunks.join) / count, 2)
+                    samples.append(Sample("crc_join", "host", *where, join_us))
+                    if self._torch is not None and step == 0:
+                        samples += self._crc_beside(chunks, content.size, where)
+        return samples
+
+    def _crc_beside(self, chunks: CrcKernel, count: int, where: _Where) -> Iterator[Sample]:
+        """Steps/s of a product alone and beside CRCs, and what those reach. count: bytes a run."""
+        step, took_s = self._matrix_step(), list[float]()
+        yield self._steps("crc_matrix", "alone", where[-1], step)
+        with self._repeated(lambda: took_s.append(_seconds(chunks.run)) is None):
+            yield self._steps("crc_matrix", "crc", where[-1], step)
+        if took_s:
+            rate = _gb_per_s(len(took_s) * count, sum(took_s))
+            yield Sample("crc", "gpu_beside_matrix", *where, rate)
+
+    # -- from disk -----------------------------------------------------------------------
+
+    def disk(self) -> list[Sample]:
+        """GB/s of payload of loads, of half the CPU tier and of four times it.
+
+        Raises: BenchError: no room in `directory`, or a load brought other bytes than written.
+        """
+        settings = self._settings
+        tier_bytes = settings.disk_tier_slots * settings.disk_chunk_bytes
+        plan = stream.Settings(
+            parts=("load",),
+            rounds=settings.rounds,
+            throttle_mb_per_s=0,
+            tier_bytes=tier_bytes,
+            chunk_bytes=settings.disk_chunk_bytes,
+            block_bytes=settings.disk_chunk_bytes,
+            sizes=(0.5, settings.disk_bytes / tier_bytes),
+        )
+        samples: list[Sample] = []
+        with (
+            home_in(settings.directory, plan.disk_bytes_max) as home,
+            contextlib.closing(GpuRig(self._world.cuda, home / "pool", plan)) as rig,
+        ):
+            self._on_progress(0, settings.rounds, "disk · writing the pool once")
+            rig.write_all()
+            for number in self._rounds("disk"):
+                dice = random.Random(number)
+                for count in map(plan.chunks, plan.sizes):
+                    for arm in dice.sample(sorted(_DISK_ARMS), len(_DISK_ARMS)):
+                        seconds, _ = measure_arm(rig, _DISK_ARMS[arm], count)
+                        rate = _gb_per_s(count * plan.chunk_bytes, seconds)
+                        where = plan.chunk_bytes, count, number
+                        samples.append(Sample("disk", arm, "load", *where, rate))
+        return samples
 
 
 # -- the run ----------------------------------------------------------------------------
-
-_MORE = {"sweep": measure_sweep, "crc": measure_crc, "loops": measure_loops, "disk": measure_disk}
 
 
 def measure(settings: Settings, json_path: Path) -> None:
@@ -528,14 +518,16 @@ def measure(settings: Settings, json_path: Path) -> None:
     torch = None  # what needs no loop of compute is measured all the same
     with contextlib.suppress(ImportError):
         torch = importlib.import_module("torch")
-    parts = [measure_copies, *(part for name, part in _MORE.items() if name in settings.parts)]
     samples: list[Sample] = []
     with (
         progress() as on_progress,
         contextlib.closing(World(cuda, kernel, settings.bytes_max, others)) as world,
     ):
-        for part in parts:
-            samples += part(world, settings, torch, on_progress)
+        bench = Bench(world, settings, torch, on_progress)
+        more = {"sweep": bench.sweep, "crc": bench.crc, "loops": bench.loops, "disk": bench.disk}
+        wanted = [part for name, part in more.items() if name in settings.parts]
+        for part in (bench.copies, *wanted):
+            samples += part()
             dump(json_path, "copy", samples, conditions_of(world, settings, about))
 
 

@@ -18,14 +18,10 @@ pytest.importorskip("vllm_nvmeof_bench")
 from vllm_nvmeof_bench.gpu.crc_kernel import KERNEL_NAME
 from vllm_nvmeof_bench.gpu.measure import (
     ARMS,
+    Bench,
     GpuRig,
     Settings,
     conditions_of,
-    measure_copies,
-    measure_crc,
-    measure_disk,
-    measure_loops,
-    measure_sweep,
 )
 from vllm_nvmeof_bench.gpu.report import Sample, lines
 from vllm_nvmeof_bench.gpu.world import World
@@ -74,7 +70,7 @@ def working() -> Iterator[FakeCuda]:
 def test_every_case_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
     cuda = FakeCuda()
     world = World(cuda, 1, SETTINGS.bytes_max, {"vllm": DmaCopier(cuda).copy})
-    samples = measure_copies(world, SETTINGS)
+    samples = Bench(world, SETTINGS).copies()
     file = tmp_path / "build" / "copy.json"
     dump(file, "copy", samples, conditions_of(world, SETTINGS, "a stand-in"))
     world.close()
@@ -92,7 +88,7 @@ def test_every_case_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
 def test_only_the_parts_that_were_asked_for(tmp_path: Path) -> None:
     world = World(FakeCuda(), 1, SETTINGS.bytes_max)
     only = Settings(rounds=1, parts=("submit",), gib=4 / 1024, blocks=8, submit_size=4 * KIB)
-    assert {(one.case, one.arm, one.direction) for one in measure_copies(world, only)} == {
+    assert {(one.case, one.arm, one.direction) for one in Bench(world, only).copies()} == {
         ("submit", arm, direction) for arm in ("dma", "kernel") for direction in ("store", "load")
     }
     world.close()
@@ -107,7 +103,7 @@ def test_staging_is_the_product_s_and_no_copy_crosses_a_registration() -> None:
     # Not a divisor of a registration: 14 blocks, then a gap.
     sizes = Settings(**{**vars(SETTINGS), "model_sizes": (72 * KIB,), "blocks": 40})
     cuda.regions = [*cuda.registered.items(), (row[0], 5 * MIB)]
-    assert {one.arm for one in measure_copies(world, sizes)} == {"contiguous", *ARMS}
+    assert {one.arm for one in Bench(world, sizes).copies()} == {"contiguous", *ARMS}
     world.close()
 
 
@@ -142,7 +138,7 @@ class Failing:
 def test_an_arm_that_fails_is_left_out_with_its_error(times: int) -> None:
     cuda = FakeCuda()
     world = World(cuda, 1, SETTINGS.bytes_max, {"vllm": Failing(cuda, times)})
-    samples = measure_copies(world, SETTINGS)
+    samples = Bench(world, SETTINGS).copies()
     about = conditions_of(world, SETTINGS, "a stand-in")
     world.close()
     assert {one.arm for one in samples} == {"contiguous", *ARMS}
@@ -155,7 +151,7 @@ def test_a_kernel_that_the_driver_refuses_is_left_out() -> None:
     cuda = FakeCuda()
     world = World(cuda, 1, SETTINGS.bytes_max)
     cuda.fail = {"launch": cuda.calls["launch"] + 5}
-    arms = {one.arm for one in measure_copies(world, SETTINGS)}
+    arms = {one.arm for one in Bench(world, SETTINGS).copies()}
     world.close()
     assert arms >= {"contiguous", "dma", "dma_overlap"} and "kernel" not in arms
     assert "CUDA_ERROR_STUB" in world.failed["kernel"]
@@ -165,12 +161,12 @@ def test_a_kernel_that_the_driver_refuses_is_left_out() -> None:
 def test_without_a_kernel_dma_is_measured() -> None:
     refused = EngineError("no NVRTC library\nin a second line")
     world = World(FakeCuda(), refused, SETTINGS.bytes_max)
-    assert {one.arm for one in measure_copies(world, SETTINGS)} == {
+    assert {one.arm for one in Bench(world, SETTINGS).copies()} == {
         "contiguous",
         "dma",
         "dma_overlap",
     }
-    assert measure_sweep(world, SETTINGS, None) == []
+    assert Bench(world, SETTINGS, None).sweep() == []
     assert world.failed == dict.fromkeys(("kernel", "auto"), "EngineError: no NVRTC library")
     world.close()
 
@@ -180,7 +176,7 @@ def test_a_calibration_that_fails_leaves_out_the_kernel() -> None:
     cuda.fail = {"launch": 3}
     world = World(cuda, 1, SETTINGS.bytes_max)
     cuda.fail = {}
-    assert {one.arm for one in measure_copies(world, SETTINGS)} == {
+    assert {one.arm for one in Bench(world, SETTINGS).copies()} == {
         "contiguous",
         "dma",
         "dma_overlap",
@@ -194,7 +190,7 @@ def test_where_no_arm_works_there_is_an_error() -> None:
     world = World(cuda, 1, SETTINGS.bytes_max)
     cuda.fail = {"launch": cuda.calls["launch"], "copy_batch": cuda.calls["copy_batch"]}
     with pytest.raises(BenchError, match=r"every way to copy failed: dma: .*CUDA_ERROR_STUB"):
-        measure_copies(world, SETTINGS)
+        Bench(world, SETTINGS).copies()
 
 
 def test_a_mistake_of_ours_is_no_failed_arm() -> None:
@@ -205,7 +201,7 @@ def test_a_mistake_of_ours_is_no_failed_arm() -> None:
 
     world.arms["dma"] = wrong
     with pytest.raises(ZeroDivisionError):
-        measure_copies(world, SETTINGS)
+        Bench(world, SETTINGS).copies()
 
 
 def test_a_loop_beside_an_arm_that_fails_gives_no_figure(working: FakeCuda) -> None:
@@ -215,7 +211,7 @@ def test_a_loop_beside_an_arm_that_fails_gives_no_figure(working: FakeCuda) -> N
     world = World(working, 1, SETTINGS.bytes_max)
     working.fail = {"launch": working.calls["launch"] + 3}
     short = Settings(**{**vars(SETTINGS), "loop_s": 0.5})
-    arms = {one.arm for one in measure_loops(world, short, torch)}
+    arms = {one.arm for one in Bench(world, short, torch).loops()}
     assert arms == {"alone", "dma", "dma_overlap"} and "kernel" in world.failed
 
 
@@ -241,7 +237,7 @@ def test_the_kernel_is_swept_over_its_thread_blocks(working: FakeCuda) -> None:
     few = replace(SETTINGS, sweep_blocks=(2, 8), sweep_sizes=(4 * KIB, 64 * KIB), loop_s=0.01)
     world = World(working, 1, few.bytes_max)
     compute = _Compute()
-    samples = measure_sweep(world, few, compute)
+    samples = Bench(world, few, compute).sweep()
     rates = {(s.arm, s.direction, s.block_bytes, s.count) for s in samples if s.case == "sweep"}
     assert rates == {
         (f"kernel_{blocks}", direction, size, 8)
@@ -259,7 +255,7 @@ def test_the_kernel_is_swept_over_its_thread_blocks(working: FakeCuda) -> None:
 def test_the_sweep_goes_on_without_torch() -> None:
     few = replace(SETTINGS, sweep_blocks=(2,), sweep_sizes=(4 * KIB,))
     world = World(FakeCuda(), 1, few.bytes_max)
-    assert {s.case for s in measure_sweep(world, few, None)} == {"sweep"}
+    assert {s.case for s in Bench(world, few, None).sweep()} == {"sweep"}
     world.close()
 
 
@@ -271,7 +267,7 @@ CRC_SETTINGS = replace(
 def test_crcs_are_measured_alone_and_beside_compute(working: FakeCuda) -> None:
     world = World(working, 1, SETTINGS.bytes_max)
     kernel = working.load_kernel(b"", KERNEL_NAME)
-    samples = measure_crc(world, CRC_SETTINGS, _Compute(), kernel=kernel)
+    samples = Bench(world, CRC_SETTINGS, _Compute()).crc(kernel)
     found = {(s.case, s.arm, s.block_bytes, s.count) for s in samples}
     assert found >= {
         *((case, arm, MIB, 1) for case, arm in (("crc", "gpu"), ("crc_join", "host"))),
@@ -289,17 +285,17 @@ def test_a_wrong_crc_stops_the_benchmark() -> None:
     kernel = cuda.load_kernel(b"", KERNEL_NAME)
     cuda.ignore.add("copy_batch")  # GPU memory holds something else
     with pytest.raises(BenchError, match="a wrong CRC of a chunk of 1 × 1048576 bytes"):
-        measure_crc(world, CRC_SETTINGS, kernel=kernel)
+        Bench(world, CRC_SETTINGS).crc(kernel)
 
 
 def test_wrong_bytes_stop_the_benchmark() -> None:
     world = World(FakeCuda(ignore=("copy_batch",)), 1, SETTINGS.bytes_max)
     with pytest.raises(BenchError, match="wrong bytes"):
-        measure_copies(world, SETTINGS)
+        Bench(world, SETTINGS).copies()
 
 
 def test_loads_from_disk_are_streamed_and_in_two_phases(working: FakeCuda, tmp_path: Path) -> None:
-    samples = measure_disk(SimpleNamespace(cuda=working), replace(SETTINGS, directory=tmp_path))
+    samples = Bench(SimpleNamespace(cuda=working), replace(SETTINGS, directory=tmp_path)).disk()
     assert {(one.arm, one.count) for one in samples} == {
         (arm, count) for arm in ("streamed", "two_phase", "read") for count in (4, 16)
     }
@@ -313,4 +309,4 @@ def test_wrong_bytes_from_disk_stop_it(
 ) -> None:
     monkeypatch.setattr(GpuRig, "fill", lambda self: None)  # GPU memory holds something else
     with pytest.raises(BenchError, match="do not hold what was written"):
-        measure_disk(SimpleNamespace(cuda=working), replace(SETTINGS, directory=tmp_path))
+        Bench(SimpleNamespace(cuda=working), replace(SETTINGS, directory=tmp_path)).disk()
