@@ -10,7 +10,6 @@ import contextlib
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -62,10 +61,11 @@ def packages(names: Sequence[str] = _PACKAGES) -> dict[str, str]:
 
 def _output_of(*command: str) -> str | None:
     """The output of a program; None if there is no such program, or it fails."""
-    if shutil.which(command[0]) is None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
         return None
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return (done.stdout.strip() or None) if done.returncode == 0 else None
+    return done.stdout.strip() or None
 
 
 def mount_of(directory: Path) -> dict[str, Any]:

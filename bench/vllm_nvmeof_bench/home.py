@@ -22,8 +22,7 @@ from vllm_nvmeof_offload.units import format_bytes
 def home_in(directory: Path, bytes_max: int, remedy: str = "give another --dir") -> Iterator[Path]:
     """A new directory inside `directory`, which is deleted with all that is in it.
 
-    Raises:
-        BenchError: `directory` cannot be used, or has less than `bytes_max` free.
+    Raises: BenchError: `directory` cannot be used, or has less than `bytes_max` free.
     """
     made = not directory.exists()
     try:
@@ -33,8 +32,7 @@ def home_in(directory: Path, bytes_max: int, remedy: str = "give another --dir")
         raise BenchError(f"{directory}: cannot be used ({error.strerror})") from None
     with _sigterm_as_interrupt():
         try:
-            status = os.statvfs(home)
-            free = status.f_bavail * status.f_frsize
+            free = shutil.disk_usage(home).free
             if free < bytes_max:
                 raise BenchError(
                     f"{directory} has {format_bytes(free)} free; this run takes up to "

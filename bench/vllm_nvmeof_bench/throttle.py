@@ -62,8 +62,7 @@ class Hierarchy:
     def group_of(self, pid: int | str, root: Path = ROOT) -> Path:
         """The directory of the group that a process is in.
 
-        Raises:
-            ProcessLookupError: there is no such process any more.
+        Raises: ProcessLookupError: there is no such process any more.
         """
         try:
             text = (root / f"proc/{pid}/cgroup").read_text(encoding="utf-8")
@@ -82,8 +81,7 @@ class Hierarchy:
 def device_of(path: Path, root: Path = ROOT) -> str:
     """The whole disk under `path`, as "MAJOR:MINOR".
 
-    Raises:
-        ThrottleError: no disk is below it (tmpfs, overlay, a network file system).
+    Raises: ThrottleError: no disk is below it (tmpfs, overlay, a network file system).
     """
     device = os.stat(path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
@@ -111,8 +109,7 @@ def _mounts(root: Path) -> list[Mount]:
 def find_hierarchy(root: Path = ROOT) -> Hierarchy:
     """Where this process can make a group that limits I/O.
 
-    Raises:
-        ThrottleError: nowhere.
+    Raises: ThrottleError: nowhere.
     """
     mounts = sorted(_mounts(root), key=attrgetter("file_system"))  # v1 first
     for mount in mounts:
@@ -175,8 +172,7 @@ class Throttle:
             throttle.add(os.getpid())             # or throttle.add_group(server.pid)
             throttle.limit(read_bytes_per_s=10_000_000)   # at any time
 
-    Raises:
-        ThrottleError: no disk, no control groups, or not permitted.
+    Raises: ThrottleError: no disk, no control groups, or not permitted.
     """
 
     def __init__(

@@ -225,8 +225,7 @@ def virtual(trace: Trace, pace: Pace) -> Iterator[tuple[float, Request]]:
 def read_trace(path: Path) -> Trace:
     """A folder of *.json or one such file: kv-cache-tester's; *.jsonl: Mooncake's.
 
-    Raises:
-        BenchError: neither, or malformed; names the file and the line or place.
+    Raises: BenchError: neither, or malformed; names the file and the line or place.
     """
     if not path.exists():
         raise BenchError(f"{path}: there is no such file or folder")

@@ -500,8 +500,7 @@ class Bench:
 def measure(settings: Settings, json_path: Path) -> None:
     """Run on the first GPU, and write the JSON file after each part.
 
-    Raises:
-        BenchError, OffloadError: no GPU, or an arm moved wrong bytes.
+    Raises: BenchError, OffloadError: no GPU, or an arm moved wrong bytes.
     """
     try:
         cuda = Cuda(0)

@@ -117,7 +117,7 @@ class World:
         return np.column_stack((np.uint64(self._gpu) + on_gpu, base + in_staging, sizes))
 
     def attempt(self, arm: str, call: Callable[..., _T], *arguments: Any) -> _T | None:
-        """The result of a call that uses `arm`; None if the arm fails, or has failed before."""
+        """The result of a call that uses `arm`; None if it fails, which leaves it out, or did."""
         if arm not in self.arms:
             return None
         try:
@@ -126,7 +126,12 @@ class World:
             # Other people's code may raise anything; ours only what the driver answers.
             if arm not in self._others and not isinstance(error, CudaError):
                 raise
-            self._leave_out(arm, error)
+            del self.arms[arm]
+            self.failed[arm] = _line_of(error)
+            for stream in self._streams.values():  # what the arm has started ends first
+                with contextlib.suppress(CudaError):
+                    self.cuda.synchronize_stream(stream)
+            self._give_back()
             return None
 
     def seconds_of(self, arm: str, work: dict[Direction, Descriptors]) -> float:
@@ -221,15 +226,6 @@ class World:
                 why = error
         self.failed |= dict.fromkeys(("kernel", "auto"), _line_of(why))
         return []
-
-    def _leave_out(self, arm: str, error: Exception) -> None:
-        """Measure without `arm` from now on, after what it has started."""
-        del self.arms[arm]
-        self.failed[arm] = _line_of(error)
-        for stream in self._streams.values():
-            with contextlib.suppress(CudaError):
-                self.cuda.synchronize_stream(stream)
-        self._give_back()
 
     def _give_back(self) -> None:
         while self._used:

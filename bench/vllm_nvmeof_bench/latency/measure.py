@@ -122,8 +122,7 @@ class Settings:
         Of one target the second is a throttled stand-in in the same directory. Of two, a throttle
         is the second's, whose name then says so.
 
-        Raises:
-            BenchError: not of the form NAME=DIRECTORY, or not two targets.
+        Raises: BenchError: not of the form NAME=DIRECTORY, or not two targets.
         """
         given = [text.partition("=") for text in self.target]
         named = {name: Path(directory) for name, _, directory in given if name and directory}
@@ -194,8 +193,7 @@ def drive(
 ) -> Answer:
     """Random slots, none twice at a time, closed loop; what is in flight at the end is awaited.
 
-    Raises:
-        BenchError: an operation failed, or nothing ends for a minute.
+    Raises: BenchError: an operation failed, or nothing ends for a minute.
     """
     waiting = collections.deque(dice.sample(range(slots), slots))
     handed: dict[int, tuple[float, int]] = {}  # token → when, which slot
@@ -457,8 +455,7 @@ class _Run:
 def measure(settings: Settings, json_path: Path) -> None:
     """Run, and write the JSON file after each size.
 
-    Raises:
-        BenchError, ThrottleError: it cannot run here, or an arm failed.
+    Raises: BenchError, ThrottleError: it cannot run here, or an arm failed.
     """
     with progress() as on_progress:
         run(settings, lambda *found: dump(json_path, "latency", *found), on_progress)

@@ -233,8 +233,7 @@ def measure_moves(
 ) -> dict[str, Moved]:
     """One measurement of the kind, prepared untimed: the cases that it yields.
 
-    Raises:
-        BenchError: a transfer failed.
+    Raises: BenchError: a transfer failed.
     """
     if kind in ("beside", "writes_alone"):
         reads = settings.reads if kind == "beside" else 0
@@ -339,8 +338,7 @@ class EngineMover(Mover):
 
     wanted: "uring" or "threads".
 
-    Raises:
-        EngineError: the kernel refuses io_uring.
+    Raises: EngineError: the kernel refuses io_uring.
     """
 
     def __init__(self, wanted: str, ground: Ground) -> None:
@@ -424,8 +422,7 @@ def _run(command: list[str], what: str) -> str:
 class Fio:
     """fio with io_uring and O_DIRECT; its buffers are filled once, as ours.
 
-    Raises:
-        BenchError: fio is not installed.
+    Raises: BenchError: fio is not installed.
     """
 
     def __init__(self) -> None:
@@ -437,8 +434,7 @@ class Fio:
     def run(self, options: Mapping[str, object], files: Sequence[Path]) -> dict[str, Any]:
         """fio's report on one group of processes, one per file, with registered buffers and files.
 
-        Raises:
-            BenchError: fio failed, without registration too.
+        Raises: BenchError: fio failed, without registration too.
         """
         try:
             output = _run(self._command(options, files), "fio")
@@ -504,8 +500,7 @@ def measure_fio(
 def build_ring(directory: Path) -> Path:
     """Compile the ring loop into `directory`, unless it is there and newer than its source.
 
-    Raises:
-        BenchError: no C compiler, or no liburing to compile with.
+    Raises: BenchError: no C compiler, or no liburing to compile with.
     """
     program = directory.resolve() / "ring_loop"
     if program.exists() and program.stat().st_mtime >= _RING_SOURCE.stat().st_mtime:
@@ -539,8 +534,7 @@ _FS_POLL_S = 0.0002
 def import_fs() -> Any:
     """Import vLLM's module of the tier, quietly.
 
-    Raises:
-        BenchError: this vLLM has none, or there is no vLLM.
+    Raises: BenchError: this vLLM has none, or there is no vLLM.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

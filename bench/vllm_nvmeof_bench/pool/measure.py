@@ -78,8 +78,7 @@ def run(
 ) -> tuple[list[Sample], dict[str, Any]]:
     """Measure; return the samples and the conditions. All files are deleted at the end.
 
-    Raises:
-        BenchError: too little space, no arm that can run, or an arm failed.
+    Raises: BenchError: too little space, no arm that can run, or an arm failed.
     """
     limit = settings.disk_bytes_max
     with home_in(settings.directory, limit, _REMEDY) as home, quiet_interpreter():
@@ -224,8 +223,7 @@ def _measure_manager() -> dict[str, Any]:
 def measure(settings: Settings, json_path: Path) -> None:
     """Run, and write the JSON file.
 
-    Raises:
-        BenchError: it cannot run here, or an arm failed.
+    Raises: BenchError: it cannot run here, or an arm failed.
     """
     with progress(lambda what: what.count(" · ") <= _LOGGED_PARTS) as on_progress:
         samples, found = run(settings, on_progress)
