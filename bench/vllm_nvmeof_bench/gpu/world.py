@@ -117,7 +117,7 @@ class World:
         return np.column_stack((np.uint64(self._gpu) + on_gpu, base + in_staging, sizes))
 
     def attempt(self, arm: str, call: Callable[..., _T], *arguments: Any) -> _T | None:
-        """The result of a call that uses `arm`; None if it fails, which leaves it out, or did."""
+        """The result of a call that uses `arm`; None if it fails, and from then on."""
         if arm not in self.arms:
             return None
         try:

@@ -45,6 +45,8 @@ from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import GIB, MIB, slot_stride_bytes
 
 _STALL_S = 60.0
+#: One read needs little time beside writes; longer waits come back to look at the clock.
+_POLL_S_MAX = 0.05
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,14 @@ class Mover(abc.ABC):
     def poll(self, timeout_s: float) -> list[int]:
         """Wait at most so long for submitted blocks; return the tokens of those that ended."""
 
+    def wait(self) -> list[int]:
+        """As `poll`, until one has ended. Raises: BenchError: none does for a minute."""
+        end_s = time.perf_counter() + _STALL_S
+        while time.perf_counter() < end_s:
+            if finished := self.poll(_POLL_S_MAX):
+                return finished
+        raise BenchError(f"nothing ended for {_STALL_S:.0f} s")
+
     def tidy(self) -> bool:
         """Delete what is no longer used; True if the disk may be busy with that for a while."""
         return False
@@ -107,8 +117,6 @@ class Mover(abc.ABC):
 #: Submitted beyond `queued_bytes`, so that so many are queued even while writes end.
 _EXTRA_BYTES = 16 * MIB
 _EPISODES_MAX = 40
-#: One read needs little time beside writes; longer waits come back to look at the clock.
-_POLL_S_MAX = 0.05
 
 
 class Beside:
@@ -171,13 +179,13 @@ class Beside:
             self._write()
         ended = 0
         while ended < max(1, self._queue_max // 4):
-            ended += self._top_up(self._wait())
+            ended += self._top_up(self._mover.wait())
         cpu_s, start_s = time.process_time(), time.perf_counter()
         self._timed(reads)
         self._seconds += time.perf_counter() - start_s
         self._cpu_s += time.process_time() - cpu_s
         while self._queued:
-            self._queued -= len(self._wait())
+            self._queued -= len(self._mover.wait())
 
     def _timed(self, reads: int) -> None:
         budget = max(1, self._settings.episode_bytes // self._block_bytes)
@@ -216,13 +224,6 @@ class Beside:
         for _ in finished:
             self._write()
         return len(finished)
-
-    def _wait(self) -> list[int]:
-        end_s = time.perf_counter() + _STALL_S
-        while time.perf_counter() < end_s:
-            if finished := self._mover.poll(_POLL_S_MAX):
-                return finished
-        raise BenchError(f"nothing ended for {_STALL_S:.0f} s")
 
 
 # -- batches and single jobs --------------------------------------------------------------
@@ -365,9 +366,7 @@ class EngineMover(Mover):
         while left:
             if accepted < len(ops):
                 accepted += self._engine.submit(ops[accepted : accepted + _SUBMITTED_MAX])
-            if not self._ready.poll(_STALL_S * 1000):
-                raise BenchError(f"{self.name}: nothing came for {_STALL_S:.0f} s")
-            left -= len(self._ended())
+            left -= len(self.wait())
 
     def submit(self, token: int, is_read: bool, block: int) -> None:
         if not self._engine.submit([self._ground.op(token, is_read, block)]):
@@ -375,9 +374,6 @@ class EngineMover(Mover):
 
     def poll(self, timeout_s: float) -> list[int]:
         self._ready.poll(timeout_s * 1000)
-        return self._ended()
-
-    def _ended(self) -> list[int]:
         completions = self._engine.poll()
         for completion in completions:
             if completion.outcome is None or not completion.outcome.ok:
