@@ -133,11 +133,11 @@ def settings_of(settings: type[Any], given: dict[str, Any]) -> Any:
     chosen: dict[str, Any] = {}
     hints = get_type_hints(settings)
     for one in dataclasses.fields(settings):
-        if dataclasses.is_dataclass(hints[one.name]):
-            chosen[one.name] = settings_of(hints[one.name], given)
-        elif option_of(one) is not None:
+        if option_of(one) is not None:
             value = given[one.name]
             chosen[one.name] = tuple(value) if isinstance(value, list) else value
+        elif dataclasses.is_dataclass(hints[one.name]) and options_of(hints[one.name]):
+            chosen[one.name] = settings_of(hints[one.name], given)
     return settings(**chosen)
 
 

@@ -6,12 +6,14 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.benchmark import benchmark
+from vllm_nvmeof_bench.benchmark import benchmark, command
 from vllm_nvmeof_bench.pool.report import goals
 from vllm_nvmeof_bench.results import dump
 from vllm_nvmeof_bench.tables import show
@@ -91,3 +93,14 @@ def test_without_the_benchmarks_one_line_says_what_to_do() -> None:
     assert "are not installed" in result.stderr
     assert "PYTHONPATH=bench" in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["pool", "copy", "cost", "latency", "ttft", "turns", "stream"])
+def test_without_options_the_settings_have_their_own_defaults(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Any] = []
+    found = replace(command(name), measure=lambda settings, path: taken.append(settings))
+    monkeypatch.setattr("vllm_nvmeof_bench.benchmark.command", lambda name: found)
+    CliRunner().invoke(app, ["bench", name, "--json", str(tmp_path / "none.json")])
+    assert taken == [found.settings()]
