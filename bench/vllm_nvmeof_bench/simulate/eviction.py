@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace as the manager sees it, in whole chunks; and orders of eviction compared on one tier.
+"""A trace as the manager sees it, in whole chunks; and models that policies are compared with.
 
-`lru` and `credited_lru` are the product's own classes; other names are what the configuration
-accepts. `s3_fifo` is Yang et al. (SOSP '23): a small queue of a tenth, a main queue, a ghost queue
-as long as the tier, counts up to 3; a chunk counts once per request, because the look-up and the
-store of one request would be two uses. `best` is Belady's: it evicts the chunk that is needed last,
-which requires knowing the future.
+`s3_fifo` is Yang et al. (SOSP '23): a small queue of a tenth, a main queue, a ghost queue as long
+as the tier, counts up to 3; a chunk counts once per request, because the look-up and the store of
+one request would be two uses. `best` is Belady's: it evicts the chunk that is needed last, which
+requires knowing the future.
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ from __future__ import annotations
 import heapq
 import itertools
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from vllm_nvmeof_bench.traces import Pace, Trace, virtual
-from vllm_nvmeof_offload.manager.eviction import Recency, choose_policy, credit_share
 
 _NEVER = 1 << 62
 _SMALL = 0.1
@@ -51,96 +48,39 @@ def asks_of(trace: Trace, pace: Pace, blocks_per_chunk: int) -> list[Ask]:
     return asks
 
 
-def candidates(policies: Sequence[str]) -> dict[str, Make]:
-    """By name: `policies`, as they are configured, and the two that they are compared with."""
-    ours: dict[str, Make] = {name: partial(_Ours, name) for name in policies}
-    return {**ours, "s3_fifo": _S3Fifo, "best": _Best}
-
-
-def hit_rate(make: Make, slots: int, asks: Sequence[Ask]) -> float:
-    """Share of the prompts' chunks that were there, each behind those before it."""
-    tier = make(slots, asks)
-    hits = total = 0
-    for now, ask in enumerate(asks):
-        hits += sum(1 for _ in itertools.takewhile(tier.__contains__, ask.prompt))
-        total += len(ask.prompt)
-        chunks = ask.prompt + ask.answer
-        for chunk in reversed(chunks):
-            if chunk in tier:
-                tier.use(chunk, now)
-        for chunk in chunks:
-            if chunk not in tier and not tier.insert(chunk, now):
-                break
-        tier.ended([chunk for chunk in chunks if chunk in tier], now)
-    return hits / total if total else 0.0
-
-
-class _Tier:
-    """A tier of so many chunks. now: the number of the request that asks."""
+class Tier:
+    """A model of one tier of so many chunks, which knows all requests. counts: under `cpu` the
+    chunks of prompts that were there so far, each behind those before it."""
 
     def __init__(self, slots: int, asks: Sequence[Ask]) -> None:
+        self.counts: Counter[str] = Counter()
         self._slots = slots
+        self._now = -1  # the number of the request that asks
         self._asked: dict[int, int] = {}  # by chunk of the tier: the last request that used it
 
-    def __contains__(self, chunk: int) -> bool:
-        return chunk in self._asked
+    def serve(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """The next request, from its look-up to its end."""
+        self._now += 1
+        there = itertools.takewhile(self._asked.__contains__, prompt)
+        self.counts["cpu"] += sum(1 for _ in there)
+        chunks = (*prompt, *answer)
+        for chunk in reversed(chunks):
+            if chunk in self._asked:
+                self._use(chunk)
+        for chunk in chunks:
+            if chunk not in self._asked and not self._insert(chunk):
+                break
 
-    def use(self, chunk: int, now: int) -> None:
+    def _use(self, chunk: int) -> None:
         """A chunk of the tier is used."""
-        self._asked[chunk] = now
+        raise NotImplementedError
 
-    def insert(self, chunk: int, now: int) -> bool:
+    def _insert(self, chunk: int) -> bool:
         """Add a chunk; if necessary evict one that this request did not use. False: none is."""
         raise NotImplementedError
 
-    def ended(self, chunks: Sequence[int], now: int) -> None:
-        """The request has ended; `chunks` in prefix order."""
 
-
-Make = Callable[[int, Sequence[Ask]], _Tier]
-
-
-class _Ours(_Tier):
-    """A policy of the configuration, over the product's recency."""
-
-    def __init__(self, name: str, slots: int, asks: Sequence[Ask]) -> None:
-        super().__init__(slots, asks)
-        self._recency = Recency(slots, credit_share(name))
-        self._policy = choose_policy(name)(self._recency.used)
-        self._slot_of: dict[int, int] = {}
-        self._chunk_in = [0] * slots
-        self._ticks = 0
-
-    def use(self, chunk: int, now: int) -> None:
-        self._asked[chunk] = now
-        self._touch(chunk)
-
-    def insert(self, chunk: int, now: int) -> bool:
-        slot = len(self._asked)
-        if slot == self._slots:
-            victim = self._policy.peek()
-            if victim is None or self._asked[self._chunk_in[victim]] == now:
-                return False
-            slot = victim
-            self._policy.victim()
-            self._recency.forget(slot)
-            del self._asked[self._chunk_in[slot]]
-        self._slot_of[chunk] = slot
-        self._chunk_in[slot] = chunk
-        self.use(chunk, now)
-        self._policy.admit(slot)
-        return True
-
-    def ended(self, chunks: Sequence[int], now: int) -> None:
-        for chunk in reversed(chunks):
-            self._touch(chunk, ended=True)
-
-    def _touch(self, chunk: int, *, ended: bool = False) -> None:
-        self._ticks += 1
-        self._recency.use(self._slot_of[chunk], self._ticks, ended=ended)
-
-
-class _S3Fifo(_Tier):
+class _S3Fifo(Tier):
     def __init__(self, slots: int, asks: Sequence[Ask]) -> None:
         super().__init__(slots, asks)
         self._small_max = max(1, int(_SMALL * slots))
@@ -149,13 +89,13 @@ class _S3Fifo(_Tier):
         self._ghost: OrderedDict[int, None] = OrderedDict()
         self._count: dict[int, int] = {}
 
-    def use(self, chunk: int, now: int) -> None:
-        if self._asked[chunk] != now:
+    def _use(self, chunk: int) -> None:
+        if self._asked[chunk] != self._now:
             self._count[chunk] = min(_COUNT_MAX, self._count[chunk] + 1)
-            self._asked[chunk] = now
+            self._asked[chunk] = self._now
 
-    def insert(self, chunk: int, now: int) -> bool:
-        if len(self._asked) >= self._slots and not self._evict(now):
+    def _insert(self, chunk: int) -> bool:
+        if len(self._asked) >= self._slots and not self._evict():
             return False
         if chunk in self._ghost:
             del self._ghost[chunk]
@@ -163,10 +103,10 @@ class _S3Fifo(_Tier):
         else:
             self._small[chunk] = None
         self._count[chunk] = 0
-        self._asked[chunk] = now
+        self._asked[chunk] = self._now
         return True
 
-    def _evict(self, now: int) -> bool:
+    def _evict(self) -> bool:
         for _ in range((_COUNT_MAX + 2) * self._slots):
             small = len(self._small) > self._small_max or not self._main
             queue = self._small if small else self._main
@@ -174,7 +114,7 @@ class _S3Fifo(_Tier):
             if self._count[chunk] > 0:
                 self._count[chunk] = 0 if small else self._count[chunk] - 1
                 self._main[chunk] = None
-            elif self._asked[chunk] == now:
+            elif self._asked[chunk] == self._now:
                 queue[chunk] = None
             else:
                 del self._count[chunk], self._asked[chunk]
@@ -186,7 +126,7 @@ class _S3Fifo(_Tier):
         return False
 
 
-class _Best(_Tier):
+class _Best(Tier):
     def __init__(self, slots: int, asks: Sequence[Ask]) -> None:
         super().__init__(slots, asks)
         self._uses: dict[int, list[int]] = {}
@@ -196,20 +136,23 @@ class _Best(_Tier):
         self._next: dict[int, int] = {}
         self._heap: list[tuple[int, int]] = []
 
-    def use(self, chunk: int, now: int) -> None:
+    def _use(self, chunk: int) -> None:
         uses = self._uses.get(chunk, [])
-        at = bisect_right(uses, now)
+        at = bisect_right(uses, self._now)
         self._next[chunk] = uses[at] if at < len(uses) else _NEVER
-        self._asked[chunk] = now
+        self._asked[chunk] = self._now
         heapq.heappush(self._heap, (-self._next[chunk], chunk))
 
-    def insert(self, chunk: int, now: int) -> bool:
+    def _insert(self, chunk: int) -> bool:
         while len(self._asked) >= self._slots:
             negative, victim = self._heap[0]
             if victim in self._asked and self._next[victim] == -negative:
-                if self._asked[victim] == now:
+                if self._asked[victim] == self._now:
                     return False
                 del self._asked[victim]
             heapq.heappop(self._heap)
-        self.use(chunk, now)
+        self._use(chunk)
         return True
+
+
+MODELS: dict[str, type[Tier]] = {"s3_fifo": _S3Fifo, "best": _Best}

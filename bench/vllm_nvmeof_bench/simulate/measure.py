@@ -20,7 +20,7 @@ from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.settings import check_positive, option, recorded
-from vllm_nvmeof_bench.simulate.eviction import asks_of, candidates, hit_rate
+from vllm_nvmeof_bench.simulate.eviction import MODELS, Ask, asks_of
 from vllm_nvmeof_bench.simulate.report import Sample
 from vllm_nvmeof_bench.traces import TRACE_HELP, Pace, read_trace
 from vllm_nvmeof_offload import __version__
@@ -202,7 +202,7 @@ def run(
     if not before:
         raise BenchError(f"{settings.trace}: no request of a chunk or more under the context cap")
     shapes = list(settings.shapes(len(before)))
-    orders = candidates(settings.policies)
+    orders = (*settings.policies, *MODELS)
     total = len(shapes) + len(settings.alone) * len(orders)
     samples: list[Sample] = []
     for sweep, shape in shapes:
@@ -216,10 +216,10 @@ def run(
         samples.append(_sample(sweep, shape, world.counts, chunk_tokens, stranded))
     asked = sum(len(ask.prompt) for ask in asks)
     for share in settings.alone:
-        for name, make in orders.items():
+        for name in orders:
             on_progress(len(samples), total, f"one tier · {name}")
             slots = max(_CHUNKS_MIN, int(share * len(before)))
-            found = round(hit_rate(make, slots, asks) * asked)
+            found = hits_of(name, slots, asks)
             counts = Counter(pool=found, miss=asked - found)
             shape = Shape(0, 0, slots, name, write_policy="")
             samples.append(_sample("alone", shape, counts, chunk_tokens))
@@ -237,6 +237,15 @@ def run(
         "virtual_seconds": asks[-1].at_s,
         "simulated": "requests one after the other, copies and I/O take no time; manager real",
     }
+
+
+def hits_of(policy: str, slots: int, asks: Sequence[Ask]) -> int:
+    """Chunks of the prompts that are found in one tier of `slots` chunks: the manager's CPU tier
+    with this policy, or one of `MODELS`."""
+    tier = MODELS[policy](slots, asks) if policy in MODELS else World(Shape(0, slots, 0, policy))
+    for ask in asks:
+        tier.serve(ask.prompt, ask.answer)
+    return tier.counts["cpu"]
 
 
 def _sample(

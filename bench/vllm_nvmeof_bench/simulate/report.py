@@ -20,7 +20,7 @@ _DEFAULT = "credited_lru"
 
 @dataclass(frozen=True)
 class Sample:
-    """One simulated run. sweep: `pool`, `cpu`, `writes`, or `alone` (one tier without a manager, of
+    """One simulated run. sweep: `pool`, `cpu`, `writes`, or `alone` (one tier alone, of
     `pool_tokens`). All counts are tokens: sizes; prompts, and where they were found; stored in the
     CPU tier, written to the pool. stranded: share of the chunks in the tiers at the end that
     nothing finds, because their predecessor is in none."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.simulate.eviction import Ask, asks_of, candidates, hit_rate
-from vllm_nvmeof_bench.simulate.measure import Settings, Shape, World, run
+from vllm_nvmeof_bench.simulate.eviction import MODELS, Ask, asks_of
+from vllm_nvmeof_bench.simulate.measure import Settings, Shape, World, hits_of, run
 from vllm_nvmeof_bench.traces import Pace, read_trace
 
 from tests.unit.bench import printing
@@ -20,11 +20,16 @@ from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.manager.eviction import credit_share
 from vllm_nvmeof_offload.manager.handshake import CoreConfig
 
-CANDIDATES = candidates(("lru", "credited_lru"))
+ORDERS = ("lru", "credited_lru", *MODELS)
 
 
 def prompts(*asks: list[int]) -> list[Ask]:
     return [Ask(float(at), tuple(ask), ()) for at, ask in enumerate(asks)]
+
+
+def hit_rates(slots: int, asks: list[Ask]) -> dict[str, float]:
+    asked = sum(len(ask.prompt) for ask in asks)
+    return {name: hits_of(name, slots, asks) / asked for name in ORDERS}
 
 
 def test_chunks_are_whole_and_answers_fill_chunks_of_their_own(tmp_path: Path) -> None:
@@ -61,7 +66,7 @@ def test_a_threshold_and_writing_on_eviction_write_less(threshold: int, stored: 
 
 def test_orders_of_eviction_where_the_answer_is_plain() -> None:
     circle = prompts(*([[n] for n in (1, 2, 3)] * 20))
-    found = {name: hit_rate(make, 2, circle) for name, make in CANDIDATES.items()}
+    found = hit_rates(2, circle)
     assert found["lru"] == 0.0  # each is lost just before its turn
     assert found["best"] == pytest.approx(0.5, abs=0.05)
     assert all(rate <= found["best"] + 1e-9 for rate in found.values())
@@ -71,15 +76,14 @@ def test_a_scan_passes_s3_fifo_and_credited_lru_by() -> None:
     hot = [[1, 2], [3, 4]]
     scan = [[100 + n, 200 + n] for n in range(6)]
     asks = prompts(*(hot * 3 + scan) * 5)
-    found = {name: hit_rate(make, 12, asks) for name, make in CANDIDATES.items()}
+    found = hit_rates(12, asks)
     assert found["lru"] < found["credited_lru"] <= found["best"]
     assert found["lru"] < found["s3_fifo"] <= found["best"]
 
 
 def test_a_request_never_makes_room_with_its_own_beginning() -> None:
     long = prompts([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6])
-    for name, make in CANDIDATES.items():
-        assert hit_rate(make, 4, long) == pytest.approx(4 / 12), name
+    assert hit_rates(4, long) == dict.fromkeys(ORDERS, pytest.approx(4 / 12))
 
 
 def test_the_default_policy_is_the_product_s() -> None:
