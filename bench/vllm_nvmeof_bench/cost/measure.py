@@ -31,7 +31,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -48,7 +47,7 @@ from vllm_nvmeof_bench.cost.report import ARMS, BASE, CASES, CPU_ONLY, OURS, PRO
 from vllm_nvmeof_bench.home import drop_logs, home_in, quiet_interpreter
 from vllm_nvmeof_bench.progress import OnProgress, progress
 from vllm_nvmeof_bench.results import BenchError, dump
-from vllm_nvmeof_bench.serve.client import Client
+from vllm_nvmeof_bench.serve.client import Client, whole
 from vllm_nvmeof_bench.serve.fleet import Fleet, serving
 from vllm_nvmeof_bench.servers.client import Metrics
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
@@ -228,10 +227,8 @@ async def ask(
         BenchError: a request failed, or an answer is not whole.
     """
     start_s = time.perf_counter()
-    answers = await asyncio.gather(*(client.complete(prompt, answer_tokens) for prompt in prompts))
-    for answer in answers:
-        if answer.failure is not None:
-            raise BenchError(f"a request failed: {answer.failure}")
+    asked = (client.complete(prompt, answer_tokens) for prompt in prompts)
+    answers = whole(await asyncio.gather(*asked))
     first_s = statistics.median(answer.times[0] for answer in answers)
     return first_s - start_s, max(answer.times[-1] for answer in answers) - start_s
 
@@ -325,9 +322,8 @@ def _rounds(
     found["idle_cores"] = _idle_shares(fleet, settings)
     samples: list[Sample] = []
     for number in range(settings.pairs):
-        dice = random.Random(f"{settings.seed} {number}")
         for case in CASES:
-            for arm in dice.sample(settings.arms, len(settings.arms)):
+            for arm in fleet.shuffled(f"{settings.seed} {number} {case}"):
                 on_progress(len(samples), total, f"round {number + 1} · {case} · {arm}")
                 gc.collect()
                 samples.append(_measure(fleet, settings, arm, case, number))

@@ -159,3 +159,15 @@ class Client(plain.Client):
                 return True
             await asyncio.sleep(_PAUSE_S)
         raise BenchError(f"{self._http.base_url} does not empty its prefix cache: blocks in use")
+
+
+def whole(answers: Sequence[Answer]) -> Sequence[Answer]:
+    """The answers, none of which may have failed.
+
+    Raises:
+        BenchError: a request failed, or an answer is not whole.
+    """
+    for answer in answers:
+        if answer.failure is not None:
+            raise BenchError(f"a request failed: {answer.failure}")
+    return answers

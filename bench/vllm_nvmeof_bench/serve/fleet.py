@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -51,6 +52,10 @@ class Fleet:
     def run(self, coroutine: Any) -> Any:
         """Run a client's coroutine to its end."""
         return self.runner.run(coroutine)
+
+    def shuffled(self, words: str) -> list[str]:
+        """The servers' names, in an order that follows from `words`."""
+        return random.Random(words).sample(list(self.clients), len(self.clients))
 
 
 @contextmanager

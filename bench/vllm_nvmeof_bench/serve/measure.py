@@ -36,7 +36,7 @@ from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.arms import ServerSettings, Sizes, arms_option
 from vllm_nvmeof_bench.serve.client import Client, Hits, Tokens
-from vllm_nvmeof_bench.serve.fleet import Fleet, Part, Run
+from vllm_nvmeof_bench.serve.fleet import Part, Run
 from vllm_nvmeof_bench.serve.fleet import run as run_parts
 from vllm_nvmeof_bench.serve.report import HitSample, TtftSample, TurnSample
 from vllm_nvmeof_bench.servers.client import Answer
@@ -62,11 +62,6 @@ def measure(
     run_parts({name: Part(one, one.sizes(), one.measure, json_paths[name]) for name, one in named})
 
 
-def _shuffled(fleet: Fleet, words: str) -> Sequence[str]:
-    """The arms, in an order that follows from `words`."""
-    return random.Random(words).sample(list(fleet.clients), len(fleet.clients))
-
-
 def _interleaved(
     run: Run, settings: HitSettings | TurnSettings, levels: Sequence[int], unit: str
 ) -> Iterator[tuple[int, int, str, Client]]:
@@ -74,7 +69,7 @@ def _interleaved(
     total = settings.rounds * len(levels) * len(run.fleet.clients)
     done = itertools.count()
     for number, level in itertools.product(range(settings.rounds), levels):
-        for arm in _shuffled(run.fleet, f"{settings.seed} {number} {level}"):
+        for arm in run.fleet.shuffled(f"{settings.seed} {number} {level}"):
             run.on_progress(next(done), total, f"round {number + 1} · {level} {unit} · {arm}")
             yield number, level, arm, run.fleet.clients[arm]
             run.fleet.run(run.fleet.clients[arm].settle())
@@ -115,7 +110,7 @@ class TtftSettings(ServerSettings):
         for phase in ("cold", "back"):
             for place in places:
                 number, length = place
-                for arm in _shuffled(fleet, f"{self.seed} {(phase, number, length)}"):
+                for arm in fleet.shuffled(f"{self.seed} {(phase, number, length)}"):
                     run.on_progress(len(samples), total, f"{phase} · {length} tokens · {arm}")
                     client = fleet.clients[arm]
                     if phase == "back":

@@ -22,8 +22,7 @@ import asyncio
 import itertools
 import math
 import random
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,11 @@ from vllm_nvmeof_bench.demo.workload import Plan, offload_spec, run_crowd, serve
 from vllm_nvmeof_bench.home import home_in
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.results import BenchError, dump
-from vllm_nvmeof_bench.servers.client import NUDGE, Answer, Client, Metrics
+from vllm_nvmeof_bench.serve.client import Client, whole
+from vllm_nvmeof_bench.serve.fleet import serving
+from vllm_nvmeof_bench.servers.client import NUDGE, Answer
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
-from vllm_nvmeof_bench.servers.server import OffloadSpec, Server, ServerSpec
+from vllm_nvmeof_bench.servers.server import OffloadSpec, ServerSpec
 from vllm_nvmeof_bench.settings import recorded
 from vllm_nvmeof_bench.stream.load import MB, Settings, load_steps, measure_load
 from vllm_nvmeof_bench.stream.report import Sample, throttle_name
@@ -145,14 +146,6 @@ class Agreement:
         return {"compared": self.compared, "different": self.different}
 
 
-@contextmanager
-def _served(spec: ServerSpec, name: str, home: Path, on_step: OnStep) -> Iterator[Server]:
-    """Raises: ServerError: it did not start, with the end of its output."""
-    on_step(f"{name} · starting a server")
-    with Server(spec, home / "logs" / f"{name.replace(' ', '-')}.log") as server:
-        yield server.wait_ready()
-
-
 def _rows(times: Sequence[float], loaded_tokens: int, *common: Any) -> list[Sample]:
     """One sample per time; common: the samples' first fields, part to round."""
     return [
@@ -174,28 +167,27 @@ def _measure_resume(settings: Settings, home: Path, on_step: OnStep) -> Found:
     preemptions = dict.fromkeys(_RESUME_ARMS, 0)
     agreement = Agreement()
 
-    async def crowds(server: Server, arm: str) -> list[Sample]:
+    async def crowds(client: Client, arm: str) -> list[Sample]:
         found: list[Sample] = []
-        async with Client(server.url) as client:
-            await client.complete(NUDGE, 4)  # takes the costs of a first request
-            for number in range(settings.server_rounds):
-                on_step(f"resume · round {number + 1} · a crowd that preempts · {arm}")
-                crowd = replace(plan.crowd, seed=plan.crowd.seed + 100 * settings.seed + number)
-                before = await client.metrics()
-                result = await run_crowd(client, replace(plan, crowd=crowd), shape)
-                name = "vllm:nvmeof_reloaded_tokens_total"
-                loaded = (await client.metrics()).value(name) - before.value(name)
-                each = round(loaded / max(1, result.preemptions))
-                preemptions[arm] += result.preemptions
-                for index, answer in enumerate(result.answers):
-                    agreement.add(f"{number} {index}", answer)
-                found += _rows(result.resumes_s, each, "resume", "crowd", arm, None, number)
+        await client.complete(NUDGE, 4)  # takes the costs of a first request
+        for number in range(settings.server_rounds):
+            on_step(f"resume · round {number + 1} · a crowd that preempts · {arm}")
+            crowd = replace(plan.crowd, seed=plan.crowd.seed + 100 * settings.seed + number)
+            before = await client.metrics()
+            result = await run_crowd(client, replace(plan, crowd=crowd), shape)
+            name = "vllm:nvmeof_reloaded_tokens_total"
+            loaded = (await client.metrics()).value(name) - before.value(name)
+            each = round(loaded / max(1, result.preemptions))
+            preemptions[arm] += result.preemptions
+            for index, answer in enumerate(whole(result.answers)):
+                agreement.add(f"{number} {index}", answer)
+            found += _rows(result.resumes_s, each, "resume", "crowd", arm, None, number)
         return found
 
     for arm in _RESUME_ARMS:
         offload = offload_spec(plan, shape, home / "resume-pool") if arm == "reload" else None
-        with _served(replace(plain, offload=offload), f"resume {arm}", home, on_step) as server:
-            found = asyncio.run(crowds(server, arm))
+        with serving({arm: replace(plain, offload=offload)}, home / "logs", on_step, {}) as fleet:
+            found = fleet.run(crowds(fleet.clients[arm], arm))
         if not found:
             raise BenchError(f"resume, {arm}: no preemption that a client can see")
         samples += found
@@ -233,28 +225,23 @@ ADMISSION = ReturnPlan(
 
 
 class _Circle:
-    """An arm's server, which is sent the plan's prompts in a circle. metrics: the last ones."""
+    """An arm's server, which is sent the plan's prompts in a circle."""
 
     def __init__(
-        self, plan: ReturnPlan, arm: str, server: Server, seed: int, agreement: Agreement
+        self, plan: ReturnPlan, arm: str, client: Client, seed: int, agreement: Agreement
     ) -> None:
         self.arm = arm
+        self.client = client
         self.offloads = plan.arms[arm] is not None
-        self.metrics = Metrics("")
         self._plan = plan
-        self._server = server
         self._agreement = agreement
         self._prompts = itertools.cycle(enumerate(plan.prompts(seed)))
 
-    async def prepare(self, throttle: Throttle) -> None:
-        """Compute and store everything once, and have the server throttled from then on."""
+    async def store_all(self) -> None:
         await self.ask(self._plan.count, min(_FIRST_TOKENS, self._plan.answer_tokens))
-        if self.offloads:
-            async with Client(self._server.url) as client:
-                await client.settle()
-            throttle.add_group(self._server.pid)
+        await self.client.settle()
 
-    async def ask(self, count: int, tokens: int = 0) -> tuple[list[Answer], int]:
+    async def ask(self, count: int, tokens: int = 0) -> tuple[Sequence[Answer], int]:
         """The answers to the next prompts, and how many tokens were loaded per prompt.
 
         tokens: of each answer; 0: as many as the plan has.
@@ -264,21 +251,14 @@ class _Circle:
 
         async def send(prompt: list[int]) -> Answer:
             async with turns:
-                return await client.complete(prompt, tokens or self._plan.answer_tokens)
+                return await self.client.complete(prompt, tokens or self._plan.answer_tokens)
 
-        async with Client(self._server.url) as client:
-            before = await self._measure(client)
-            answers = await asyncio.gather(*(send(prompt) for _, prompt in chosen))
-            loaded = await self._measure(client) - before
+        before = await self.client.hits()
+        answers = whole(await asyncio.gather(*(send(prompt) for _, prompt in chosen)))
+        hits = await self.client.hits() - before
         for (index, _), answer in zip(chosen, answers, strict=True):
             self._agreement.add(str(index), answer)
-        return answers, round(loaded / count)
-
-    async def _measure(self, client: Client) -> float:
-        """Tokens loaded so far. A short request makes vLLM publish its counters."""
-        await client.complete(NUDGE, 2)
-        self.metrics = await client.metrics()
-        return self.metrics.value("vllm:nvmeof_loaded_tokens_total")
+        return answers, round((hits.cpu + hits.pool) / count)
 
 
 Batch = Callable[[_Circle, int, int], Coroutine[Any, Any, list[Sample]]]
@@ -291,30 +271,28 @@ def _measure_returns(
     """The order of the rates and the arms is drawn from the seed."""
     samples: list[Sample] = []
     agreement = Agreement()
-
-    async def measure() -> None:
-        for circle in circles:
-            on_step(f"{plan.part} · computing everything once, {circle.arm}")
-            await circle.prepare(throttle)
+    specs = {arm: plan.server(settings.models, home, arm) for arm in plan.arms}
+    with Throttle(home) as throttle, serving(specs, home / "logs", on_step, {}) as fleet:
+        circles = {
+            arm: _Circle(plan, arm, client, settings.seed, agreement)
+            for arm, client in fleet.clients.items()
+        }
+        for arm, circle in circles.items():
+            on_step(f"{plan.part} · computing everything once, {arm}")
+            fleet.run(circle.store_all())
+            if circle.offloads:
+                throttle.add_group(fleet.servers[arm].pid)
         for number in range(settings.server_rounds):
             dice = random.Random(f"{settings.seed} {number}")
             for place, rate in enumerate(dice.sample(rates, len(rates))):
                 throttle.limit(read_bytes_per_s=rate * MB or None)
-                for circle in dice.sample(circles, len(circles)):
-                    if circle.offloads or not place:  # computing does not depend on the rate
-                        name = throttle_name(rate)
-                        on_step(f"{plan.part} · round {number + 1} · {name} · {circle.arm}")
-                        samples.extend(await batch(circle, number, rate))
-
-    with ExitStack() as running:
-        throttle = running.enter_context(Throttle(home))
-        circles = []
-        for arm in plan.arms:
-            spec = plan.server(settings.models, home, arm)
-            server = running.enter_context(_served(spec, f"{plan.part} {arm}", home, on_step))
-            circles.append(_Circle(plan, arm, server, settings.seed, agreement))
-        asyncio.run(measure())
-        return samples, plan.facts(throttle.kind, agreement)
+                for arm in fleet.shuffled(f"{settings.seed} {number} {rate}"):
+                    if place and not circles[arm].offloads:
+                        continue  # computing does not depend on the rate
+                    name = throttle_name(rate)
+                    on_step(f"{plan.part} · round {number + 1} · {name} · {arm}")
+                    samples += fleet.run(batch(circles[arm], number, rate))
+    return samples, plan.facts(throttle.kind, agreement)
 
 
 def _measure_prefetch(settings: Settings, home: Path, on_step: OnStep) -> Found:
@@ -322,7 +300,8 @@ def _measure_prefetch(settings: Settings, home: Path, on_step: OnStep) -> Found:
 
     async def batch(circle: _Circle, number: int, rate: int) -> list[Sample]:
         answers, each = await circle.ask(PREFETCH.sent_at_once)
-        prefetched[circle.arm] = int(circle.metrics.value("vllm:nvmeof_prefetches_total"))
+        metrics = await circle.client.metrics()
+        prefetched[circle.arm] = int(metrics.value("vllm:nvmeof_prefetches_total"))
         ordered = sorted(answers, key=lambda answer: answer.times[0])
         turns = [b.times[0] - a.times[-1] for a, b in itertools.pairwise(ordered)]
         total = max(one.times[-1] for one in answers) - min(one.sent for one in answers)
