@@ -35,7 +35,7 @@ from vllm_nvmeof_bench.servers.server import (
     ServerSpec,
     on_blocks,
 )
-from vllm_nvmeof_offload.units import GIB, KIB, MIB, slot_stride_bytes
+from vllm_nvmeof_offload.units import KIB, MIB
 
 _PREEMPTIONS = "vllm:num_preemptions_total"
 #: A request was preempted when, during one pause of its own, another got this many tokens.
@@ -351,7 +351,6 @@ def _arrivals(times: Sequence[float], left: float, right: float) -> int:
 
 
 _CHUNK_BYTES = 512 * KIB
-_STREAM_SLOTS = 16
 _POOL_BYTES = 512 * MIB
 #: Fifteen times what two cores get, and no more KV: else a GPU computes a prompt at once.
 _ON_A_GPU = ModelShape(hidden=4096, intermediate=14336, heads=32)
@@ -375,17 +374,10 @@ def server_spec(plan: Plan, model: Path) -> ServerSpec:
 def offload_spec(
     plan: Plan, shape: ModelShape, target: Path, chunk_bytes: int = _CHUNK_BYTES
 ) -> OffloadSpec:
-    """Size the CPU tier to hold `plan.cpu_tier_conversations`, and stream slots beside it.
+    """Size the CPU tier to hold `plan.cpu_tier_conversations`.
 
     target: the pool's directory. chunk_bytes: payload bytes of a chunk.
     """
     chunk_tokens = chunk_bytes // shape.kv_bytes_per_token
     tokens = plan.cpu_tier_conversations * plan.conversation_tokens_max
-    slots = math.ceil(tokens / chunk_tokens) + _STREAM_SLOTS
-    extra = {
-        "targets": [str(target)],
-        "pool_bytes": _POOL_BYTES,
-        "chunk_bytes_min": chunk_bytes,
-        "stream_slots": _STREAM_SLOTS,
-    }
-    return OffloadSpec(size_gib=slots * slot_stride_bytes(chunk_bytes) / GIB, extra=extra)
+    return OffloadSpec.sized(math.ceil(tokens / chunk_tokens), chunk_bytes, _POOL_BYTES, target)

@@ -21,12 +21,17 @@ import vllm_nvmeof_bench
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.model import ModelShape
-from vllm_nvmeof_bench.servers.server import BLOCK_TOKENS, OffloadSpec, ServerSpec, on_blocks
+from vllm_nvmeof_bench.servers.server import (
+    BLOCK_TOKENS,
+    STREAM_SLOTS,
+    OffloadSpec,
+    ServerSpec,
+    on_blocks,
+)
 from vllm_nvmeof_bench.settings import option
 from vllm_nvmeof_offload.copy.base import Backend
-from vllm_nvmeof_offload.units import GIB, MIB, slot_stride_bytes
+from vllm_nvmeof_offload.units import MIB, slot_stride_bytes
 
-_STREAM_SLOTS = 16
 _READ_DEADLINE_MS = 60_000
 _SMALL = ModelShape(layers=4, hidden=256, intermediate=1024, heads=2, kv_heads=2)
 _LARGE = ModelShape(
@@ -198,7 +203,7 @@ class Sizes:
     @property
     def pool_bytes(self) -> int:
         """Twice the bytes that are ever stored."""
-        return 2 * self._slots(self.working_tokens) * slot_stride_bytes(self.chunk_bytes) + 64 * MIB
+        return 2 * self.slots(self.working_tokens) * slot_stride_bytes(self.chunk_bytes) + 64 * MIB
 
     def tokens_of(self, tier: str) -> int:
         """Tokens whose KV fits a CPU tier of this kind: "all" or "third"."""
@@ -208,11 +213,12 @@ class Sizes:
 
     def staging_bytes(self, tier: str) -> int:
         """Pinned memory of an arm, stream slots included; the peer gets as much."""
-        slots = self._slots(self.tokens_of(tier)) + _STREAM_SLOTS
+        slots = self.slots(self.tokens_of(tier)) + STREAM_SLOTS
         return slots * slot_stride_bytes(self.chunk_bytes)
 
-    def _slots(self, tokens: int) -> int:
-        return max(_STREAM_SLOTS, math.ceil(tokens / BLOCK_TOKENS))
+    def slots(self, tokens: int) -> int:
+        """Chunks of a CPU tier for so many tokens."""
+        return max(STREAM_SLOTS, math.ceil(tokens / BLOCK_TOKENS))
 
 
 def engine_id(name: str) -> str:
@@ -224,11 +230,10 @@ def offload_of(arm: Arm, sizes: Sizes, place: Path) -> OffloadSpec | None:
     """The offloading of a server that is started here; `place` holds its pool or files."""
     if arm.tier == "none":
         return None
-    staging = sizes.staging_bytes(arm.tier)
     if arm.peer:
         extra = {
             "spec_name": "TieringOffloadingSpec",
-            "cpu_bytes_to_use": staging,
+            "cpu_bytes_to_use": sizes.staging_bytes(arm.tier),
             "block_size": BLOCK_TOKENS,
             "offload_prompt_only": False,
             "secondary_tiers": [{"type": "fs", "root_dir": str(place)}],
@@ -242,16 +247,14 @@ def offload_of(arm: Arm, sizes: Sizes, place: Path) -> OffloadSpec | None:
             "engine_id": engine_id(arm.name),
         }
         return OffloadSpec(None, extra, transfer)
-    ours: dict[str, Any] = {
-        "targets": [str(place)],
-        "pool_bytes": sizes.pool_bytes if arm.pool else 0,
-        "chunk_bytes_min": sizes.chunk_bytes,
-        "stream_slots": _STREAM_SLOTS,
-        "read_deadline_ms": _READ_DEADLINE_MS,
-    }
-    if arm.copy_backend:
-        ours["copy_backend"] = arm.copy_backend
-    return OffloadSpec(staging / GIB, ours)
+    return OffloadSpec.sized(
+        sizes.slots(sizes.tokens_of(arm.tier)),
+        sizes.chunk_bytes,
+        sizes.pool_bytes if arm.pool else 0,
+        place,
+        read_deadline_ms=_READ_DEADLINE_MS,
+        **({"copy_backend": arm.copy_backend} if arm.copy_backend else {}),
+    )
 
 
 def server_spec(arm: Arm, sizes: Sizes, model: Path, place: Path) -> ServerSpec:

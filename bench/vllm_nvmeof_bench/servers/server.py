@@ -28,6 +28,7 @@ import httpx
 
 from vllm_nvmeof_bench.servers.engine import engine_environment, engine_memory, vllm_command
 from vllm_nvmeof_offload.errors import OffloadError
+from vllm_nvmeof_offload.units import GIB, slot_stride_bytes
 
 
 class ReservedPort(socket.socket):
@@ -69,6 +70,7 @@ def group_alive(group: int) -> bool:
 #: The name under which the servers have their model.
 MODEL_NAME = "demo"
 BLOCK_TOKENS = 32
+STREAM_SLOTS = 16
 
 
 def on_blocks(tokens: int) -> int:
@@ -117,6 +119,23 @@ class OffloadSpec:
         if self.extra:
             config["kv_connector_extra_config"] = dict(self.extra)
         return [*size, "--kv-transfer-config", json.dumps(config)] if config else size
+
+    @classmethod
+    def sized(
+        cls, chunks: int, chunk_bytes: int, pool_bytes: int, place: Path, **more: Any
+    ) -> Self:
+        """A CPU tier of so many chunks, of `chunk_bytes` payload, with stream slots beside it.
+
+        place: the directory of the pool. more: keys of `extra`.
+        """
+        extra = {
+            "targets": [str(place)],
+            "pool_bytes": pool_bytes,
+            "chunk_bytes_min": chunk_bytes,
+            "stream_slots": STREAM_SLOTS,
+            **more,
+        }
+        return cls((chunks + STREAM_SLOTS) * slot_stride_bytes(chunk_bytes) / GIB, extra)
 
 
 @dataclass(frozen=True)

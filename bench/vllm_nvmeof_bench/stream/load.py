@@ -35,7 +35,7 @@ from vllm_nvmeof_bench.stream.report import ARMS, PARTS, Sample
 from vllm_nvmeof_bench.throttle import Throttle
 from vllm_nvmeof_offload import protocol
 from vllm_nvmeof_offload.config import parse_config
-from vllm_nvmeof_offload.copy.base import Descriptors, Direction
+from vllm_nvmeof_offload.copy.base import Descriptors, Direction, gather
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import Outcome
@@ -356,12 +356,7 @@ class Rig:
         """The pieces of the first chunks, each out of some cache slot."""
         slots = (number % self.staging.cache_slots for number in range(count))
         addresses = [self.staging.cache_address(slot) + HEADER_BYTES for slot in slots]
-        return np.concatenate(
-            [
-                self.pieces(number) + np.array([0, address, 0], np.uint64)
-                for number, address in enumerate(addresses)
-            ]
-        )
+        return gather(list(map(self.pieces, range(count))), addresses)
 
     # -- contents ---------------------------------------------------------------------
 

@@ -39,12 +39,12 @@ from vllm_nvmeof_bench.serve.client import Client, whole
 from vllm_nvmeof_bench.serve.fleet import serving
 from vllm_nvmeof_bench.servers.client import NUDGE, Answer
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
-from vllm_nvmeof_bench.servers.server import OffloadSpec, ServerSpec
+from vllm_nvmeof_bench.servers.server import BLOCK_TOKENS, OffloadSpec, ServerSpec, on_blocks
 from vllm_nvmeof_bench.settings import recorded
 from vllm_nvmeof_bench.stream.load import MB, Settings, load_steps, measure_load
 from vllm_nvmeof_bench.stream.report import Sample, throttle_name
 from vllm_nvmeof_bench.throttle import Throttle
-from vllm_nvmeof_offload.units import GIB, KIB, MIB, slot_stride_bytes
+from vllm_nvmeof_offload.units import KIB, MIB
 
 OnStep = Callable[[str], None]
 Found = tuple[list[Sample], dict[str, Any]]
@@ -52,9 +52,7 @@ Found = tuple[list[Sample], dict[str, Any]]
 #: A small model: computing 2,000 of its tokens takes about as long as reading their KV, 8 MiB,
 #: at some 20 MB/s, so that both sides of that crossover are measured in little time.
 SHAPE = ModelShape(layers=4, hidden=256, intermediate=512, heads=4, kv_heads=2)
-_BLOCK_TOKENS = 32
 _CHUNK_BYTES = 512 * KIB
-_STREAM_SLOTS = 16
 _READ_DEADLINE_MS = 60_000
 #: Measurements' names have so many parts and more; fewer: a step between measurements.
 _MEASUREMENT_PARTS = 3
@@ -89,25 +87,22 @@ class ReturnPlan:
 
     def server(self, models: Path, home: Path, arm: str) -> ServerSpec:
         """The GPU cache holds little more than one request; the pool is in `home`."""
-        blocks = math.ceil((self.prompt_tokens + self.answer_tokens + 1) / _BLOCK_TOKENS)
+        needed = on_blocks(self.prompt_tokens + self.answer_tokens + 1)
         offload, keys = None, self.arms[arm]
         if keys is not None:
             prompt_bytes = self.prompt_tokens * SHAPE.kv_bytes_per_token
-            slots = math.ceil(self.tier_prompts * prompt_bytes / _CHUNK_BYTES) + _STREAM_SLOTS
-            settings = {
-                "targets": [str(home / f"{self.part}-{arm}")],
-                "pool_bytes": math.ceil(1.5 * self.count * prompt_bytes) + 16 * MIB,
-                "chunk_bytes_min": _CHUNK_BYTES,
-                "stream_slots": _STREAM_SLOTS,
-                "read_deadline_ms": _READ_DEADLINE_MS,
-            }
-            size_gib = slots * slot_stride_bytes(_CHUNK_BYTES) / GIB
-            offload = OffloadSpec(size_gib, {**settings, **keys})
+            offload = OffloadSpec.sized(
+                math.ceil(self.tier_prompts * prompt_bytes / _CHUNK_BYTES),
+                _CHUNK_BYTES,
+                math.ceil(1.5 * self.count * prompt_bytes) + 16 * MIB,
+                home / f"{self.part}-{arm}",
+                read_deadline_ms=_READ_DEADLINE_MS,
+                **keys,
+            )
         return ServerSpec(
             model=make_model(models.resolve(), SHAPE),
-            max_model_len=(blocks + 1) * _BLOCK_TOKENS,
-            gpu_blocks=blocks + blocks // 4,
-            block_size=_BLOCK_TOKENS,
+            max_model_len=needed + BLOCK_TOKENS,
+            gpu_blocks=needed * 5 // 4 // BLOCK_TOKENS,
             max_num_seqs=1,
             cores_reserved=0,
             offload=offload,
