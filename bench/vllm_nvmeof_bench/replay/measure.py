@@ -13,11 +13,10 @@ import hashlib
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.replay.report import Sample
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.arms import ServerSettings, arms_option
+from vllm_nvmeof_bench.serve.client import Client, Tokens
 from vllm_nvmeof_bench.serve.fleet import Part, Run
 from vllm_nvmeof_bench.serve.fleet import run as run_parts
 from vllm_nvmeof_bench.servers.client import Answer
@@ -45,21 +45,17 @@ _TAIL = 1 << 50
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """Token ids from `low` to below `high`, which the model must have, none of them special.
+class Vocabulary(Tokens):
+    """Token ids of prompts that have the prefix structure of a trace.
 
-    Prompts made of them have the prefix structure of a trace. Equal block ids give equal tokens,
-    different ids different tokens, on every machine and for the same seed. Tokens behind the last
-    whole block follow from that block; only prompts with exactly the same blocks share them.
+    Equal block ids give equal tokens, different ids different tokens, on every machine and for the
+    same seed. Tokens behind the last whole block follow from that block; only prompts with exactly
+    the same blocks share them.
     """
 
     low: int = 300
     high: int = 2000
     seed: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.low < self.high - 1:
-            raise BenchError(f"token ids from {self.low} to {self.high}: give at least two")
 
     def prompt(self, request: Request, block_tokens: int) -> list[int]:
         """The request's `input_tokens` token ids.
@@ -173,19 +169,13 @@ def _replays(settings: Settings, trace: Trace, run: Run) -> None:
     run.on_progress(len(fleet.clients), len(fleet.clients), "done")
 
 
-class Server(Protocol):
-    """The part of `serve.client.Client` that a replay uses; tests have a server of their own."""
-
-    async def complete(self, prompt: Sequence[int], answer_tokens: int) -> Answer: ...
-
-
 @dataclass
 class Replay:
     """The users of one arm. `run` once; then `samples`, and `asked`, the ids of all blocks asked
     for, are complete."""
 
     arm: str
-    server: Server
+    client: Client
     trace: Trace
     pace: Pace
     vocabulary: Vocabulary
@@ -228,7 +218,7 @@ class Replay:
         reply = Answer(sent_s, tokens_in=len(prompt))
         ended = "cut"
         try:
-            reply = await self.server.complete(prompt, request.output_tokens)
+            reply = await self.client.complete(prompt, request.output_tokens)
             ended = "failed" if reply.failure else "whole"
         except asyncio.CancelledError:
             reply.ended = time.perf_counter()

@@ -31,21 +31,18 @@ class Tokens:
     low: int = 2
     high: int = 2048
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < self.high - 1:
+            raise BenchError(f"token ids from {self.low} to {self.high}: give at least two")
+
     @classmethod
     def parse(cls, text: str) -> Tokens:
-        """LOW:HIGH.
-
-        Raises:
-            BenchError: the text has another form.
-        """
+        """Raises: BenchError: the text is not LOW:HIGH."""
         low, _, high = text.partition(":")
         try:
-            found = cls(int(low), int(high))
+            return cls(int(low), int(high))
         except ValueError:
             raise BenchError(f"token ids {text!r}: give LOW:HIGH, such as 1000:30000") from None
-        if not 0 <= found.low < found.high - 1:
-            raise BenchError(f"token ids {text!r}: give a larger HIGH than LOW")
-        return found
 
     def draw(self, rng: np.random.Generator, count: int) -> list[int]:
         tokens: list[int] = rng.integers(self.low, self.high, count).tolist()
