@@ -22,8 +22,8 @@ arms in turn, in an order drawn from the seed. The arms of a round are compared 
 other: they were measured within seconds, with the same prompts.
 
 vLLM publishes what its connector counted with the next step that computes something. So every
-reading of the counters follows a short request of its own, whose prompt fills no block: nothing
-of it is stored, and it lies outside the time and the CPU seconds that are taken.
+reading of the counters follows a short request, outside the time and the CPU seconds that are
+taken.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from vllm_nvmeof_bench.progress import OnProgress, progress
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.serve.client import Client, whole
 from vllm_nvmeof_bench.serve.fleet import Fleet, serving
-from vllm_nvmeof_bench.servers.client import Metrics
+from vllm_nvmeof_bench.servers.client import NUDGE, Metrics
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
 from vllm_nvmeof_bench.servers.server import (
     BLOCK_TOKENS,
@@ -207,8 +207,6 @@ def cpu_s_of(fleet: Fleet) -> dict[str, float]:
 # -- one sample -------------------------------------------------------------------------
 
 _HITS = ("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
-_FILLER_TOKENS = BLOCK_TOKENS // 2
-_FILLER_ANSWER = 2
 
 
 def prompts_of(settings: Settings, case: str, number: int) -> list[list[int]]:
@@ -234,22 +232,18 @@ async def ask(
 
 
 def _measure(fleet: Fleet, settings: Settings, arm: str, case: str, number: int) -> Sample:
-    """Ask `arm`'s server what `case` asks for, while the others have nothing to do.
-
-    Raises:
-        BenchError: a server has ended, a request failed, or the server does not get quiet.
-    """
+    """Ask `arm`'s server what `case` asks for, while the others have nothing to do."""
     for name, server in fleet.servers.items():
         if not server.running:
             raise BenchError(f"arm {name}: its server has ended; its log is {server.log_path}")
     prompts, (_, _, answer) = prompts_of(settings, case, number), settings.sizes_of(case)
-    before = _counters(fleet, settings, arm)
+    before = _counters(fleet, arm)
     wait_until_quiet(lambda: sum(cpu_s_of(fleet).values()))
     cpu_before = cpu_s_of(fleet)
     ttft_s, seconds = fleet.run(ask(fleet.clients[arm], prompts, answer))
     quiet_after_s = wait_until_quiet(lambda: cpu_s_of(fleet)[arm])
     cpu = {name: now - cpu_before[name] for name, now in cpu_s_of(fleet).items()}
-    after = _counters(fleet, settings, arm)
+    after = _counters(fleet, arm)
 
     def grown(name: str) -> int:
         return round(after.value(name) - before.value(name))
@@ -291,14 +285,9 @@ def _idle_shares(fleet: Fleet, settings: Settings) -> dict[str, float]:
     return {arm: round((after[arm] - before[arm]) / seconds, 4) for arm in before}
 
 
-def _counters(fleet: Fleet, settings: Settings, arm: str) -> Metrics:
-    """Everything that the server has counted up to now.
-
-    Raises:
-        BenchError: the server does not answer.
-    """
-    filler = random_tokens(np.random.default_rng(), _FILLER_TOKENS, settings.shape)
-    fleet.run(ask(fleet.clients[arm], [filler], _FILLER_ANSWER))
+def _counters(fleet: Fleet, arm: str) -> Metrics:
+    """Everything that the server has counted up to now."""
+    fleet.run(ask(fleet.clients[arm], [NUDGE], 2))
     metrics: Metrics = fleet.run(fleet.clients[arm].metrics())
     if not metrics.has("vllm:prompt_tokens_total"):
         raise BenchError(f"arm {arm}: the server's /metrics failed")
