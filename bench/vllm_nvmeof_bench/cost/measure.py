@@ -47,9 +47,8 @@ from vllm_nvmeof_bench.cost.report import ARMS, BASE, CASES, CPU_ONLY, OURS, PRO
 from vllm_nvmeof_bench.home import drop_logs, home_in, quiet_interpreter
 from vllm_nvmeof_bench.progress import OnProgress, progress
 from vllm_nvmeof_bench.results import BenchError, dump
-from vllm_nvmeof_bench.serve.client import Client, whole
 from vllm_nvmeof_bench.serve.fleet import Fleet, serving
-from vllm_nvmeof_bench.servers.client import NUDGE, Metrics
+from vllm_nvmeof_bench.servers.client import Client, Metrics
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
 from vllm_nvmeof_bench.servers.server import (
     BLOCK_TOKENS,
@@ -225,8 +224,11 @@ async def ask(
         BenchError: a request failed, or an answer is not whole.
     """
     start_s = time.perf_counter()
-    asked = (client.complete(prompt, answer_tokens) for prompt in prompts)
-    answers = whole(await asyncio.gather(*asked))
+    asked = (client.attempt(prompt, answer_tokens) for prompt in prompts)
+    answers = await asyncio.gather(*asked)
+    for answer in answers:
+        if answer.failure is not None:
+            raise BenchError(f"a request failed: {answer.failure}")
     first_s = statistics.median(answer.times[0] for answer in answers)
     return first_s - start_s, max(answer.times[-1] for answer in answers) - start_s
 
@@ -287,8 +289,7 @@ def _idle_shares(fleet: Fleet, settings: Settings) -> dict[str, float]:
 
 def _counters(fleet: Fleet, arm: str) -> Metrics:
     """Everything that the server has counted up to now."""
-    fleet.run(ask(fleet.clients[arm], [NUDGE], 2))
-    metrics: Metrics = fleet.run(fleet.clients[arm].metrics())
+    metrics: Metrics = fleet.run(fleet.clients[arm].counted())
     if not metrics.has("vllm:prompt_tokens_total"):
         raise BenchError(f"arm {arm}: the server's /metrics failed")
     return metrics

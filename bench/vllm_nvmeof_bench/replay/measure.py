@@ -24,10 +24,9 @@ from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.replay.report import Sample
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.arms import ServerSettings, arms_option
-from vllm_nvmeof_bench.serve.client import Client, Tokens
 from vllm_nvmeof_bench.serve.fleet import Part, Run
 from vllm_nvmeof_bench.serve.fleet import run as run_parts
-from vllm_nvmeof_bench.servers.client import Answer
+from vllm_nvmeof_bench.servers.client import Answer, Client, Tokens
 from vllm_nvmeof_bench.settings import option
 from vllm_nvmeof_bench.traces import (
     TRACE_HELP,
@@ -218,7 +217,7 @@ class Replay:
         reply = Answer(sent_s, tokens_in=len(prompt))
         ended = "cut"
         try:
-            reply = await self.client.complete(prompt, request.output_tokens)
+            reply = await self.client.attempt(prompt, request.output_tokens)
             ended = "failed" if reply.failure else "whole"
         except asyncio.CancelledError:
             reply.ended = time.perf_counter()

@@ -26,7 +26,7 @@ from vllm_nvmeof_bench.serve.arms import (
     engine_id,
     server_spec,
 )
-from vllm_nvmeof_bench.serve.client import Client, Tokens
+from vllm_nvmeof_bench.servers.client import Client, Tokens
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.model import make_model
 from vllm_nvmeof_bench.servers.server import Server, ServerError, ServerSpec
@@ -88,8 +88,10 @@ def serving(
             for name in some:
                 _wait_ready(name, fleet.servers[name])
         for name, spec in wanted.items():
-            mine = name in ours
-            client = Client(fleet.servers[name].url) if mine else Client(str(spec), api_key=key)
+            if name in ours:
+                client = Client(fleet.servers[name].url)
+            else:
+                client = Client(str(spec), model="", api_key=key)
             fleet.clients[name] = client
             stack.callback(lambda client=client: fleet.run(client.close()))
             fleet.run(client.model())

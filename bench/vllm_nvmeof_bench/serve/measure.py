@@ -35,11 +35,10 @@ import numpy as np
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.arms import ServerSettings, Sizes, arms_option
-from vllm_nvmeof_bench.serve.client import Client, Hits, Tokens
 from vllm_nvmeof_bench.serve.fleet import Part, Run
 from vllm_nvmeof_bench.serve.fleet import run as run_parts
 from vllm_nvmeof_bench.serve.report import HitSample, TtftSample, TurnSample
-from vllm_nvmeof_bench.servers.client import Answer
+from vllm_nvmeof_bench.servers.client import Answer, Client, Hits, Tokens
 from vllm_nvmeof_bench.servers.server import on_blocks
 from vllm_nvmeof_bench.settings import check_positive, option
 
@@ -136,7 +135,7 @@ class TtftSettings(ServerSettings):
 
 async def _ask(client: Client, prompt: list[int]) -> tuple[Answer, Hits]:
     before = await client.hits()
-    reply = await client.complete(prompt, _TTFT_ANSWER_TOKENS)
+    reply = await client.attempt(prompt, _TTFT_ANSWER_TOKENS)
     return reply, await client.hits() - before
 
 
@@ -194,7 +193,7 @@ class HitSettings(ServerSettings):
             run.samples.append(HitSample(arm=arm, rate=rate, round=number, **one))
 
     async def _send(self, client: Client, batch: _Batch) -> list[Answer]:
-        asked = (client.complete(prompt, self.answer_tokens) for _, prompt in batch)
+        asked = (client.attempt(prompt, self.answer_tokens) for _, prompt in batch)
         return await asyncio.gather(*asked)
 
     async def _measure(
@@ -314,7 +313,7 @@ class TurnSettings(ServerSettings):
         replies: list[Answer] = []
         for length in (self.first_tokens, *[self.grow_tokens] * (self.turns - 1)):
             context += tokens.draw(rng, length)
-            reply = await client.complete(context, self.answer_tokens)
+            reply = await client.attempt(context, self.answer_tokens)
             replies.append(reply)
             if reply.failure is not None:
                 break

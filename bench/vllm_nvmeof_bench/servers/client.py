@@ -12,11 +12,13 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, Self
 
 import httpx
+import numpy as np
 
+from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.servers.server import MODEL_NAME
 from vllm_nvmeof_offload.errors import OffloadError
 
@@ -24,7 +26,11 @@ _CONNECTIONS_MAX = 256
 #: A prompt too short to be stored; after any request vLLM publishes its counters.
 NUDGE = (5, 6, 7)
 _SETTLE_S_MAX = 90.0
-_SETTLE_PAUSE_S = 0.1
+_PAUSE_S = 0.1
+_FORGET_TRIES_MAX = 600
+_FAILURE_MAX = 300
+_OURS = "vllm:nvmeof_loaded_tokens_total"
+_THEIRS = ("vllm:prompt_tokens_cached_by_source_total", ("host", "disk"))
 #: Gauges of work that goes on after the last answer: ours, and those of vLLM's tiering.
 _BUSY = (
     "vllm:nvmeof_writes_pending",
@@ -97,13 +103,80 @@ class Metrics:
         return sum(value for have, value in samples if labels.items() <= have.items())
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids from `low` up to, without, `high`: none of them special in the model."""
+
+    low: int = 2
+    high: int = 2048
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < self.high - 1:
+            raise BenchError(f"token ids from {self.low} to {self.high}: give at least two")
+
+    @classmethod
+    def parse(cls, text: str) -> Tokens:
+        """Raises: BenchError: the text is not LOW:HIGH."""
+        low, _, high = text.partition(":")
+        try:
+            return cls(int(low), int(high))
+        except ValueError:
+            raise BenchError(f"token ids {text!r}: give LOW:HIGH, such as 1000:30000") from None
+
+    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
+        tokens: list[int] = rng.integers(self.low, self.high, count).tolist()
+        return tokens
+
+
+@dataclass(frozen=True)
+class Hits:
+    """Prompt tokens by where their KV was found: counters, or the difference of two readings.
+
+    pool: with vLLM's tiering, its second tier, from which it read `tier_read_bytes`. other: found
+    outside of the GPU, where the server does not report the place.
+    """
+
+    prompt: int = 0
+    gpu: int = 0
+    cpu: int = 0
+    pool: int = 0
+    other: int = 0
+    tier_read_bytes: int = 0
+
+    @classmethod
+    def of(cls, found: Metrics) -> Self:
+        """Read from our own counters where they exist, else from vLLM's."""
+        name, sources = (_OURS, ("cpu", "pool")) if found.has(_OURS) else _THEIRS
+        cpu, pool = (int(found.value(name, source=source)) for source in sources)
+        external = int(found.value("vllm:external_prefix_cache_hits_total"))
+        return cls(
+            prompt=int(found.value("vllm:prompt_tokens_total")),
+            gpu=int(found.value("vllm:prefix_cache_hits_total")),
+            cpu=cpu,
+            pool=pool,
+            other=max(0, external - cpu - pool),
+            tier_read_bytes=int(found.value("vllm:kv_offload_tiering_read_bytes_total")),
+        )
+
+    def __sub__(self, before: Hits) -> Hits:
+        return Hits(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+
+    @property
+    def by_place(self) -> dict[str, int]:
+        """The fields that samples have."""
+        return {"gpu": self.gpu, "cpu": self.cpu, "pool": self.pool, "other": self.other}
+
+
 class Client:
-    """An asynchronous client of one server, made, used and closed inside one event loop."""
+    """An asynchronous client of one server, made, used and closed inside one event loop.
+
+    model: the name to ask for; empty: the first that the server lists.
+    """
 
     def __init__(
         self,
         url: str,
-        timeout_s: float = 300.0,
+        timeout_s: float = 600.0,
         model: str = MODEL_NAME,
         api_key: str | None = None,
     ) -> None:
@@ -124,6 +197,20 @@ class Client:
 
     async def close(self) -> None:
         await self._http.aclose()
+
+    async def model(self) -> str:
+        """The model's name; the server is asked for it once.
+
+        Raises:
+            BenchError: the server does not answer, or lists none.
+        """
+        if not self._model:
+            try:
+                response = (await self._http.get("/v1/models")).raise_for_status()
+                self._model = str(response.json()["data"][0]["id"])
+            except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
+                raise BenchError(f"{self._http.base_url}: no list of models: {error!r}") from None
+        return self._model
 
     async def complete(
         self,
@@ -150,6 +237,20 @@ class Client:
             raise ClientError(f"{len(answer.tokens)} of {max_tokens} tokens came")
         return answer
 
+    async def attempt(self, prompt: Sequence[int], max_tokens: int) -> Answer:
+        """As `complete`, without log-probabilities; a failure is in the answer, never raised."""
+        answer = Answer(sent=time.perf_counter())
+        try:
+            await self._stream(answer, prompt, max_tokens, {}, {})
+            if answer.tokens_out < max_tokens or not answer.times:
+                answer.failure = f"{answer.tokens_out} of {max_tokens} tokens came"
+        except ClientError as error:
+            answer.failure = str(error)[:_FAILURE_MAX]
+        except (httpx.HTTPError, ValueError) as error:
+            answer.failure = repr(error)[:_FAILURE_MAX]
+        answer.ended = time.perf_counter()
+        return answer
+
     async def _stream(
         self,
         answer: Answer,
@@ -164,7 +265,7 @@ class Client:
             ClientError: the server refused the request, or reports an error in the stream.
         """
         body = {
-            "model": self._model,
+            "model": await self.model(),
             "prompt": list(prompt),
             "max_tokens": max_tokens,
             "temperature": 0.0,
@@ -189,6 +290,14 @@ class Client:
         """Read `/metrics`."""
         return Metrics((await self._http.get("/metrics")).raise_for_status().text)
 
+    async def counted(self) -> Metrics:
+        """All that is counted, behind a short request; empty where there is no `/metrics`."""
+        await self.attempt(NUDGE, 1)
+        try:
+            return await self.metrics()
+        except httpx.HTTPError:
+            return Metrics("")
+
     async def settle(self) -> None:
         """Wait until no write is pending, as far as the server reports them.
 
@@ -197,12 +306,34 @@ class Client:
         """
         end_s = time.monotonic() + _SETTLE_S_MAX
         while time.monotonic() < end_s:
-            await self.complete(NUDGE, 1)
-            found = await self.metrics()
+            found = await self.counted()
             if not any(found.value(name) for name in _BUSY):
                 return
-            await asyncio.sleep(_SETTLE_PAUSE_S)
+            await asyncio.sleep(_PAUSE_S)
         raise ClientError(f"{self._http.base_url} still writes after {_SETTLE_S_MAX:.0f} s")
+
+    async def hits(self) -> Hits:
+        """Prompt tokens so far, by where their KV was found; zeros without `/metrics`."""
+        return Hits.of(await self.counted())
+
+    async def forget_gpu(self) -> bool:
+        """Empty the GPU's prefix cache and keep what is offloaded; False if the server cannot.
+
+        vLLM has the route where VLLM_SERVER_DEV_MODE=1 is set. It refuses while blocks are in
+        use; the client then asks again.
+
+        Raises:
+            BenchError: it refuses for a minute.
+        """
+        for _ in range(_FORGET_TRIES_MAX):
+            try:
+                response = (await self._http.post("/reset_prefix_cache")).raise_for_status()
+            except httpx.HTTPError:
+                return False
+            if not response.content or response.json().get("success", True):
+                return True
+            await asyncio.sleep(_PAUSE_S)
+        raise BenchError(f"{self._http.base_url} does not empty its prefix cache: blocks in use")
 
 
 def _take(answer: Answer, event: dict[str, Any], now: float) -> None:

@@ -35,9 +35,8 @@ from vllm_nvmeof_bench.demo.workload import Plan, offload_spec, run_crowd, serve
 from vllm_nvmeof_bench.home import home_in
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.results import BenchError, dump
-from vllm_nvmeof_bench.serve.client import Client, whole
 from vllm_nvmeof_bench.serve.fleet import serving
-from vllm_nvmeof_bench.servers.client import NUDGE, Answer
+from vllm_nvmeof_bench.servers.client import NUDGE, Answer, Client
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
 from vllm_nvmeof_bench.servers.server import BLOCK_TOKENS, OffloadSpec, ServerSpec, on_blocks
 from vllm_nvmeof_bench.settings import recorded
@@ -174,7 +173,7 @@ def _measure_resume(settings: Settings, home: Path, on_step: OnStep) -> Found:
             loaded = (await client.metrics()).value(name) - before.value(name)
             each = round(loaded / max(1, result.preemptions))
             preemptions[arm] += result.preemptions
-            for index, answer in enumerate(whole(result.answers)):
+            for index, answer in enumerate(result.answers):
                 agreement.add(f"{number} {index}", answer)
             found += _rows(result.resumes_s, each, "resume", "crowd", arm, None, number)
         return found
@@ -236,7 +235,7 @@ class _Circle:
         await self.ask(self._plan.count, min(_FIRST_TOKENS, self._plan.answer_tokens))
         await self.client.settle()
 
-    async def ask(self, count: int, tokens: int = 0) -> tuple[Sequence[Answer], int]:
+    async def ask(self, count: int, tokens: int = 0) -> tuple[list[Answer], int]:
         """The answers to the next prompts, and how many tokens were loaded per prompt.
 
         tokens: of each answer; 0: as many as the plan has.
@@ -249,7 +248,7 @@ class _Circle:
                 return await self.client.complete(prompt, tokens or self._plan.answer_tokens)
 
         before = await self.client.hits()
-        answers = whole(await asyncio.gather(*(send(prompt) for _, prompt in chosen)))
+        answers = await asyncio.gather(*(send(prompt) for _, prompt in chosen))
         hits = await self.client.hits() - before
         for (index, _), answer in zip(chosen, answers, strict=True):
             self._agreement.add(str(index), answer)

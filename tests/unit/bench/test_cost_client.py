@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from vllm_nvmeof_bench.cost.measure import ask as ask_at_once
 from vllm_nvmeof_bench.results import BenchError
-from vllm_nvmeof_bench.serve.client import Client
+from vllm_nvmeof_bench.servers.client import Client
 
 TOKEN = '{"id":"x","choices":[{"index":0,"text":"a"}]}'
 USAGE = '{"id":"x","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}'

@@ -74,7 +74,7 @@ class MadeUpServer:
         self._hangs_from = hangs_from
         self._fails = fails
 
-    async def complete(self, prompt: list[int], answer_tokens: int) -> Answer:
+    async def attempt(self, prompt: list[int], answer_tokens: int) -> Answer:
         number = len(self.asked)
         self.asked.append(len(prompt))
         self.at_once += 1

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from vllm_nvmeof_bench.home import drop_logs
 from vllm_nvmeof_bench.results import BenchError, dump, load
 from vllm_nvmeof_bench.serve import report
-from vllm_nvmeof_bench.serve.client import Tokens
 from vllm_nvmeof_bench.serve.fleet import Fleet, merged
 from vllm_nvmeof_bench.serve.measure import HitSettings, TtftSettings, TurnSettings, prompts_of
 from vllm_nvmeof_bench.serve.report import TtftSample, TurnSample
+from vllm_nvmeof_bench.servers.client import Tokens
 
 from tests.unit.bench.made_up_server import MadeUpServer
 from vllm_nvmeof_offload.cli import app

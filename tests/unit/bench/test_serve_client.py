@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.arms import ARMS, Sizes, arms_of, offload_of, server_spec
-from vllm_nvmeof_bench.serve.client import Client, Hits, Tokens
-from vllm_nvmeof_bench.servers.client import Metrics
+from vllm_nvmeof_bench.servers.client import Client, Hits, Metrics, Tokens
 
 from tests.unit.bench.made_up_server import MadeUpServer
 from vllm_nvmeof_offload.config import parse_config
@@ -24,7 +23,7 @@ LONG = list(range(100, 200))
 
 def on(server: MadeUpServer, work: Callable[[Client], Coroutine[Any, Any, Any]]) -> Any:
     async def both() -> Any:
-        client = Client(server.url)
+        client = Client(server.url, model="")
         try:
             return await work(client)
         finally:
@@ -35,7 +34,7 @@ def on(server: MadeUpServer, work: Callable[[Client], Coroutine[Any, Any, Any]])
 
 def test_a_stream_is_timed_and_counted() -> None:
     with MadeUpServer() as server:
-        reply = on(server, lambda client: client.complete([1, 2, 3], 2))
+        reply = on(server, lambda client: client.attempt([1, 2, 3], 2))
     assert reply.failure is None
     assert 0 < reply.ttft_s <= reply.end_s
     assert (reply.tokens_in, reply.tokens_out) == (3, 2)
@@ -44,7 +43,7 @@ def test_a_stream_is_timed_and_counted() -> None:
 
 def test_a_refused_request_is_a_failure_with_its_reason() -> None:
     with MadeUpServer(fails=3) as server:
-        reply = on(server, lambda client: client.complete([1, 2, 3], 2))
+        reply = on(server, lambda client: client.attempt([1, 2, 3], 2))
     assert reply.failure == "HTTP 503: overloaded"
     assert reply.times == []
     assert reply.tokens_out == 0
@@ -57,7 +56,7 @@ def test_a_server_that_is_gone_is_a_failure_too() -> None:
     async def gone() -> Any:
         client = Client(url, model="made-up")
         try:
-            return await client.complete([1], 1)
+            return await client.attempt([1], 1)
         finally:
             await client.close()
 
@@ -70,7 +69,7 @@ def test_hits_are_told_by_where_they_came_from() -> None:
         for reset in (False, False, True):
             if reset:
                 assert await client.forget_gpu()
-            await client.complete(LONG, 1)
+            await client.attempt(LONG, 1)
             found.append(await client.hits())
         return found
 
