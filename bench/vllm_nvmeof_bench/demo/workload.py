@@ -96,7 +96,6 @@ class Turn:
 
     @property
     def found_tokens(self) -> int:
-        """Tokens of the prompt that were found in any cache."""
         return self.gpu_hit_tokens + self.external_hit_tokens
 
     @property
@@ -115,7 +114,6 @@ class Turn:
         return "cpu_tier" if self.cpu_tokens > self.pool_tokens else "pool"
 
     def facts(self) -> dict[str, object]:
-        """Return the turn's part of the demo's file."""
         return {
             "conversation": self.conversation,
             "turn": self.number,

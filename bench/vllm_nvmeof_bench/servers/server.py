@@ -74,7 +74,7 @@ STREAM_SLOTS = 16
 
 
 def on_blocks(tokens: int) -> int:
-    """Return the tokens of the whole blocks that hold `tokens`."""
+    """The tokens of the whole blocks that hold `tokens`."""
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
@@ -112,7 +112,6 @@ class OffloadSpec:
     transfer: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(self) -> list[str]:
-        """Return the command line's part."""
         size, config = [], dict(self.transfer)
         if self.size_gib is not None:
             size = ["--kv-offloading-backend", "nvmeof", "--kv-offloading-size", str(self.size_gib)]
@@ -166,7 +165,6 @@ class ServerSpec:
         return (self.gpu_blocks - 1) * self.block_size
 
     def command(self, port: int) -> list[str]:
-        """Return the command line of the server on `port`."""
         fixed: dict[str, object] = {
             "--host": "127.0.0.1",
             "--port": port,
@@ -192,7 +190,6 @@ class ServerSpec:
         ]
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of the server's process."""
         return engine_environment(self.cores_reserved) | dict(self.env)
 
 
@@ -267,7 +264,6 @@ class Server:
         self._reap(0.0)
 
     def log(self) -> str:
-        """Return everything the server has printed."""
         return self.log_path.read_text(errors="replace")
 
     def __enter__(self) -> Self:
@@ -291,7 +287,6 @@ class Server:
         self._reserved.close()
 
     def _stage(self) -> str:
-        """Return the stage of the start, in a few words."""
         text = self.log()
         stages = (
             ("init engine", "warm"),

@@ -9,6 +9,7 @@ its tail, as vLLM frees blocks. Sizes are shares of the trace's working set.
 
 from __future__ import annotations
 
+import itertools
 import platform
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
@@ -135,15 +136,10 @@ class World:
         """One request from its look-up to its end. A chunk's number stands for all tokens up to
         the chunk's end; all chunks are whole."""
         core = self._core
-        in_gpu = 0
-        while in_gpu < len(prompt) and prompt[in_gpu] in self._gpu:
-            in_gpu += 1
-        keys = [_key(number) for number in prompt]
-        found: list[bytes] = []
-        for key in keys[in_gpu:]:
-            if core.lookup(key) is None:
-                break
-            found.append(key)
+        in_gpu = sum(1 for _ in itertools.takewhile(self._gpu.__contains__, prompt))
+        keys = list(map(_key, prompt))
+        there = itertools.takewhile(lambda key: core.lookup(key) is not None, keys[in_gpu:])
+        found = list(there)
         self.counts["gpu"] += in_gpu
         self.counts["miss"] += len(prompt) - in_gpu - len(found)
         if found:
