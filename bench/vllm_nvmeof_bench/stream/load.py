@@ -373,10 +373,6 @@ class Rig:
         )
 
 
-def load_steps(settings: Settings) -> int:
-    return settings.rounds * len(settings.cases) * len(ARMS["load"])
-
-
 def measure_load(
     settings: Settings, home: Path, on_step: Callable[[str], None]
 ) -> tuple[list[Sample], dict[str, Any]]:

@@ -40,8 +40,8 @@ from vllm_nvmeof_bench.servers.client import NUDGE, Answer, Client
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
 from vllm_nvmeof_bench.servers.server import BLOCK_TOKENS, OffloadSpec, ServerSpec, on_blocks
 from vllm_nvmeof_bench.settings import recorded
-from vllm_nvmeof_bench.stream.load import MB, Settings, load_steps, measure_load
-from vllm_nvmeof_bench.stream.report import Sample, throttle_name
+from vllm_nvmeof_bench.stream.load import MB, Settings, measure_load
+from vllm_nvmeof_bench.stream.report import ARMS, Sample, throttle_name
 from vllm_nvmeof_bench.throttle import Throttle
 from vllm_nvmeof_offload.units import KIB, MIB
 
@@ -106,17 +106,6 @@ class ReturnPlan:
             cores_reserved=0,
             offload=offload,
         )
-
-    def facts(self, throttle: str, agreement: Agreement) -> dict[str, Any]:
-        return {
-            "throttle": throttle,
-            "prompts": self.count,
-            "prompt_tokens": self.prompt_tokens,
-            "answer_tokens": self.answer_tokens,
-            "tier_prompts": self.tier_prompts,
-            "kv_bytes_per_token": SHAPE.kv_bytes_per_token,
-            "answers": agreement.facts(),
-        }
 
 
 @dataclass
@@ -231,10 +220,6 @@ class _Circle:
         self._agreement = agreement
         self._prompts = itertools.cycle(enumerate(plan.prompts(seed)))
 
-    async def store_all(self) -> None:
-        await self.ask(self._plan.count, min(_FIRST_TOKENS, self._plan.answer_tokens))
-        await self.client.settle()
-
     async def ask(self, count: int, tokens: int = 0) -> tuple[list[Answer], int]:
         """The answers to the next prompts, and how many tokens were loaded per prompt.
 
@@ -273,7 +258,8 @@ def _measure_returns(
         }
         for arm, circle in circles.items():
             on_step(f"{plan.part} · computing everything once, {arm}")
-            fleet.run(circle.store_all())
+            fleet.run(circle.ask(plan.count, min(_FIRST_TOKENS, plan.answer_tokens)))
+            fleet.run(circle.client.settle())
             if circle.offloads:
                 throttle.add_group(fleet.servers[arm].pid)
         for number in range(settings.server_rounds):
@@ -286,7 +272,15 @@ def _measure_returns(
                     name = throttle_name(rate)
                     on_step(f"{plan.part} · round {number + 1} · {name} · {arm}")
                     samples += fleet.run(batch(circles[arm], number, rate))
-    return samples, plan.facts(throttle.kind, agreement)
+    return samples, {
+        "throttle": throttle.kind,
+        "prompts": plan.count,
+        "prompt_tokens": plan.prompt_tokens,
+        "answer_tokens": plan.answer_tokens,
+        "tier_prompts": plan.tier_prompts,
+        "kv_bytes_per_token": SHAPE.kv_bytes_per_token,
+        "answers": agreement.facts(),
+    }
 
 
 def _measure_prefetch(settings: Settings, home: Path, on_step: OnStep) -> Found:
@@ -328,20 +322,24 @@ def _measure_admission(settings: Settings, home: Path, on_step: OnStep) -> Found
 
 # -- the run ------------------------------------------------------------------------------
 
-_PARTS: dict[str, tuple[Callable[[Settings, Path, OnStep], Found], Callable[[Settings], int]]] = {
-    "load": (measure_load, load_steps),
-    "resume": (_measure_resume, lambda one: one.server_rounds * len(_RESUME_ARMS)),
-    "prefetch": (_measure_prefetch, lambda one: one.server_rounds * len(PREFETCH.arms)),
-    "admission": (
-        _measure_admission,
-        lambda one: one.server_rounds * (1 + 2 * len(one.admission_mb_per_s)),
-    ),
+_PARTS = {
+    "load": measure_load,
+    "resume": _measure_resume,
+    "prefetch": _measure_prefetch,
+    "admission": _measure_admission,
 }
 
 
 def steps(settings: Settings) -> int:
     """The number of measurements."""
-    return sum(_PARTS[part][1](settings) for part in settings.parts)
+    rounds = settings.server_rounds
+    counts = {
+        "load": settings.rounds * len(settings.cases) * len(ARMS["load"]),
+        "resume": rounds * len(_RESUME_ARMS),
+        "prefetch": rounds * len(PREFETCH.arms),
+        "admission": rounds * (1 + 2 * len(settings.admission_mb_per_s)),
+    }
+    return sum(counts[part] for part in settings.parts)
 
 
 def run(
@@ -368,7 +366,7 @@ def run(
             done += what.count(" · ") >= _MEASUREMENT_PARTS
 
         for part in settings.parts:
-            found, facts = _PARTS[part][0](settings, home, on_step)
+            found, facts = _PARTS[part](settings, home, on_step)
             samples += found
             conditions["parts"][part] = facts
             conditions["load_average_at_end"] = load_average()
