@@ -20,7 +20,7 @@ from tests.upstream.trees import Release, release
 ROOT = Path(__file__).resolve().parents[2]
 OTHER = "0.33.0"
 #: Our own tests in which vLLM is imported: flags and refusals, manager's face.
-OUR_TESTS = ("test_plugin.py", "test_refusals.py", "manager/test_face.py")
+OUR_TESTS = ("test_plugin.py", "test_refusals.py", "manager/test_vllm_manager.py")
 LOADED = "vllm:nvmeof_loaded_tokens_total"
 
 

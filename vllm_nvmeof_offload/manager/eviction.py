@@ -165,7 +165,7 @@ class Recency:
     Only the CPU tier counts returns: the pool keeps what the CPU tier gave up for them, so that the
     tiers hold more different chunks. A pool at most twice as large as the CPU tier may evict the
     middle of a prefix that the CPU tier still has, and keep the unreachable end: some chunks in a
-    thousand (test_recency.py).
+    thousand (test_eviction_order.py).
     """
 
     def __init__(self, slots: int, credit_share: float = 0.0) -> None:

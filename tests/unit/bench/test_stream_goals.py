@@ -13,7 +13,7 @@ from vllm_nvmeof_bench.stream.report import (
     round_ratios,
 )
 
-from tests.unit.bench.tier_made_up import CONDITIONS, everything, load, times
+from tests.unit.bench.stream_made_up import CONDITIONS, everything, load, times
 
 
 def row(rows: list[Goal], start: str) -> Goal:

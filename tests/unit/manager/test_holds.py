@@ -23,7 +23,7 @@ from .test_reload import not_in_gpu
 SHARES = {"reload_cache_share": 0.5, "prefetch_cache_share": 0.5}
 
 
-class ShelfBench(Bench):
+class HoldsBench(Bench):
     """A bench with requests that wait."""
 
     def __init__(self, cache: int = 8, pool: int = 32, **config: object) -> None:
@@ -109,7 +109,7 @@ class ShelfBench(Bench):
 
 
 def test_what_a_victim_had_cached_is_not_evicted_till_it_runs() -> None:
-    bench = ShelfBench()
+    bench = HoldsBench()
     bench.in_both_tiers(0, 1, 2, 3)
     bench.preempted("a", 0, 1, 2, 3)
     assert bench.fetches() == []
@@ -125,7 +125,7 @@ def test_what_a_victim_had_cached_is_not_evicted_till_it_runs() -> None:
 
 
 def test_an_eighth_of_the_slots_stays_evictable_whatever_is_held() -> None:
-    bench = ShelfBench(cache=16, reload_cache_share=1.0)
+    bench = HoldsBench(cache=16, reload_cache_share=1.0)
     bench.in_both_tiers(*range(16))
     bench.preempted("a", *range(16))
     bench.fetches()
@@ -135,7 +135,7 @@ def test_an_eighth_of_the_slots_stays_evictable_whatever_is_held() -> None:
 
 
 def test_a_fetch_that_is_loaded_was_used() -> None:
-    bench = ShelfBench()
+    bench = HoldsBench()
     bench.in_the_pool(0, 1)
     bench.preempted("a", 0, 1)
     first, second = bench.fetches()
@@ -153,7 +153,7 @@ def test_a_fetch_that_is_loaded_was_used() -> None:
 
 
 def test_a_fetch_for_the_queue_is_not_urgent_and_wasted_if_nobody_loads_it() -> None:
-    bench = ShelfBench()
+    bench = HoldsBench()
     bench.in_the_pool(0)
     bench.queued("a", 0)
     (fetch,) = bench.fetches()
@@ -167,7 +167,7 @@ def test_a_fetch_for_the_queue_is_not_urgent_and_wasted_if_nobody_loads_it() -> 
 
 
 def test_a_fetch_that_failed_is_counted_once_and_its_key_misses() -> None:
-    bench = ShelfBench()
+    bench = HoldsBench()
     bench.in_the_pool(0, 1)
     bench.preempted("a", 0, 1)
     first, second = bench.fetches()
@@ -181,7 +181,7 @@ def test_a_fetch_that_failed_is_counted_once_and_its_key_misses() -> None:
 
 
 def test_a_held_chunk_whose_load_fails_misses_and_is_held_no_more() -> None:
-    bench = ShelfBench()
+    bench = HoldsBench()
     bench.in_both_tiers(0, 1)
     bench.preempted("a", 0, 1)
     bench.fetches()
@@ -196,7 +196,7 @@ def test_a_held_chunk_whose_load_fails_misses_and_is_held_no_more() -> None:
 
 
 def test_reset_while_chunks_are_held_being_fetched_and_to_be_fetched() -> None:
-    bench = ShelfBench()
+    bench = HoldsBench()
     bench.in_the_pool(0, 1)
     bench.in_both_tiers(2)
     bench.preempted("a", 0)
@@ -225,7 +225,7 @@ def test_reset_while_chunks_are_held_being_fetched_and_to_be_fetched() -> None:
 
 
 def test_what_is_not_written_yet_stays_unwritten_while_it_is_held() -> None:
-    bench = ShelfBench(write_policy=WritePolicy.ON_EVICTION, clean_share=0.5)
+    bench = HoldsBench(write_policy=WritePolicy.ON_EVICTION, clean_share=0.5)
     bench.store(0, 1)
     bench.preempted("a", 0, 1)
     bench.fetches()
@@ -237,7 +237,7 @@ def test_what_is_not_written_yet_stays_unwritten_while_it_is_held() -> None:
 
 
 def test_a_chunk_that_was_landing_is_held_no_more_when_its_load_is_cut_off() -> None:
-    bench = ShelfBench()
+    bench = HoldsBench()
     bench.in_the_pool(0)
     loads = bench.load([0], ok=False)
     bench.preempted("b", 0)
@@ -250,7 +250,7 @@ def test_a_chunk_that_was_landing_is_held_no_more_when_its_load_is_cut_off() -> 
 
 
 def test_a_probe_is_read_and_let_go_and_teaches_admission() -> None:
-    bench = ShelfBench()
+    bench = HoldsBench()
     bench.in_the_pool(0)
     bench.core.reload.probe(keys_of(0))
     (fetch,) = bench.fetches()
@@ -262,7 +262,7 @@ def test_a_probe_is_read_and_let_go_and_teaches_admission() -> None:
 
 
 def test_deadline_of_a_fetch_frees_its_slot_at_its_release() -> None:
-    bench = ShelfBench(cache=4)
+    bench = HoldsBench(cache=4)
     bench.in_the_pool(0)
     bench.preempted("a", 0)
     (fetch,) = bench.fetches()

@@ -14,7 +14,7 @@ from vllm_nvmeof_bench.stream.load import Settings
 from vllm_nvmeof_bench.stream.report import Sample
 
 from tests.unit.bench import printing
-from tests.unit.bench.tier_made_up import CONDITIONS, everything, times
+from tests.unit.bench.stream_made_up import CONDITIONS, everything, times
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.units import MIB
 

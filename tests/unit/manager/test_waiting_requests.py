@@ -14,7 +14,7 @@ from vllm_nvmeof_offload.manager.requests import Attempt, Queue, WaitingRequests
 from vllm_nvmeof_offload.protocol import CancelCommand, FetchCommand, RateReport
 
 from .bench import keys_of
-from .test_shelf import ShelfBench
+from .test_holds import HoldsBench
 
 #: Tokens in a chunk.
 T = 10
@@ -24,7 +24,7 @@ class Lobby:
     """Requests by name; `run` says one step to the real `WaitingRequests`."""
 
     def __init__(self, cache: int = 8, by_priority: bool = False, **config: object) -> None:
-        self.bench = ShelfBench(cache, tokens_per_chunk=T, **config)  # type: ignore[arg-type]
+        self.bench = HoldsBench(cache, tokens_per_chunk=T, **config)  # type: ignore[arg-type]
         self.core = self.bench.core
         self.keys: dict[str, list[bytes]] = {}
         self.in_gpu: set[tuple[str, int]] = set()

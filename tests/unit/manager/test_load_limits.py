@@ -19,7 +19,7 @@ from vllm_nvmeof_offload.manager.core import Source
 from vllm_nvmeof_offload.protocol import CancelCommand, OpReport
 
 from .bench import Bench, keys_of
-from .test_shelf import ShelfBench
+from .test_holds import HoldsBench
 
 #: By how much of the distance a sample moves the overhead.
 SHARE = 0.5
@@ -29,7 +29,7 @@ class Watch:
     """A core with loads that have limits, and a model that computes prompts."""
 
     def __init__(self, chunks: int = 4) -> None:
-        self.bench = ShelfBench()
+        self.bench = HoldsBench()
         self.core = self.bench.core
         self.bench.in_the_pool(*range(chunks))
         self.core.take_commands()
@@ -80,7 +80,7 @@ def test_a_load_that_is_over_is_not_overdue() -> None:
 
 
 def test_a_load_that_takes_longer_than_its_limit_is_cut_off_and_teaches() -> None:
-    bench = ShelfBench()
+    bench = HoldsBench()
     core = bench.core
     core.admission.prefill_rate = 100.0
     bench.in_the_pool(0, 1)
@@ -101,7 +101,7 @@ def test_a_load_that_takes_longer_than_its_limit_is_cut_off_and_teaches() -> Non
 
 
 def test_what_is_to_be_read_is_counted_in_bytes_by_lane() -> None:
-    bench = ShelfBench(targets=2, tokens_per_chunk=10)
+    bench = HoldsBench(targets=2, tokens_per_chunk=10)
     bench.in_the_pool(0, 1, 2)
     slot_bytes = bench.core.capacity.slot_bytes
     lanes = [sum(bench.slots(n)[1] % 2 == lane for n in (0, 1)) for lane in (0, 1)]  # type: ignore[operator]
@@ -122,7 +122,7 @@ def test_the_time_in_which_others_were_computed_is_not_held_against_a_load(
 ) -> None:
     """Neither a load's time nor a probe's."""
     for probe in (False, True):
-        bench = ShelfBench()
+        bench = HoldsBench()
         core, bench.prompts_s = bench.core, 100.0
         core.admission.read_rates = [1e15]
         bench.in_the_pool(0)
@@ -174,7 +174,7 @@ def test_a_cache_slot_that_is_not_what_it_should_be_dooms_its_chunk() -> None:
     ],
 )
 def test_what_a_failed_load_teaches(outcome: Outcome, seconds: float, overhead_s: float) -> None:
-    bench = ShelfBench()
+    bench = HoldsBench()
     bench.core.admission.read_rates = [1e15]
     bench.in_the_pool(0)
     command = bench.core.prepare_load(keys_of(0), 10.0)
@@ -183,7 +183,7 @@ def test_what_a_failed_load_teaches(outcome: Outcome, seconds: float, overhead_s
 
 
 def test_a_probe_that_met_its_deadline_teaches_that_the_pool_is_slow() -> None:
-    bench = ShelfBench()
+    bench = HoldsBench()
     bench.core.admission.read_rates = [1e15]
     bench.in_the_pool(0)
     bench.core.reload.probe(keys_of(0))
@@ -194,7 +194,7 @@ def test_a_probe_that_met_its_deadline_teaches_that_the_pool_is_slow() -> None:
 
 def test_a_probe_is_not_charged_with_those_that_were_read_before_it() -> None:
     """Three read one after the other: the last one takes three times as long as the first."""
-    bench = ShelfBench()
+    bench = HoldsBench()
     bench.in_the_pool(0, 1, 2, 3)
     bench.core.reload.probe(keys_of(0, 1, 2))
     fetches = bench.fetches()

@@ -8,11 +8,11 @@ from vllm_nvmeof_offload.manager.core import Source
 from vllm_nvmeof_offload.protocol import CancelCommand, FetchCommand
 
 from .bench import keys_of
-from .test_shelf import ShelfBench
+from .test_holds import HoldsBench
 
 
 def test_a_fetch_nobody_sent_is_withdrawn() -> None:
-    bench = ShelfBench()
+    bench = HoldsBench()
     bench.in_the_pool(0)
     free = bench.core.gauges()["cache_slots_used"]
     bench.queued("a", 0)
@@ -29,7 +29,7 @@ def test_a_fetch_nobody_sent_is_withdrawn() -> None:
 
 
 def test_a_cancelled_fetch_is_in_the_pool_at_once_and_its_slot_comes_back_at_release() -> None:
-    bench = ShelfBench(cache=4, reload_cache_share=0.25)
+    bench = HoldsBench(cache=4, reload_cache_share=0.25)
     bench.in_the_pool(0)
     bench.preempted("a", 0)
     (fetch,) = bench.fetches()
@@ -56,7 +56,7 @@ def test_a_cancelled_fetch_is_in_the_pool_at_once_and_its_slot_comes_back_at_rel
 
 
 def test_a_fetch_that_a_load_waits_for_is_not_cancelled() -> None:
-    bench = ShelfBench()
+    bench = HoldsBench()
     bench.in_the_pool(0)
     bench.preempted("a", 0)
     (fetch,) = bench.fetches()
@@ -71,7 +71,7 @@ def test_a_fetch_that_a_load_waits_for_is_not_cancelled() -> None:
 
 
 def test_a_fetch_of_one_that_another_request_loads_is_not_cancelled() -> None:
-    bench = ShelfBench()
+    bench = HoldsBench()
     bench.in_the_pool(0, 1)
     bench.queued("waits", 0, 1)
     first, second = bench.fetches()
@@ -85,7 +85,7 @@ def test_a_fetch_of_one_that_another_request_loads_is_not_cancelled() -> None:
 
 
 def test_a_chunk_fetched_anew_after_a_cancellation_does_not_hear_of_the_first_read() -> None:
-    bench = ShelfBench()
+    bench = HoldsBench()
     bench.in_the_pool(0)
     bench.preempted("a", 0)
     (first,) = bench.fetches()
@@ -107,7 +107,7 @@ def test_a_chunk_fetched_anew_after_a_cancellation_does_not_hear_of_the_first_re
 
 
 def test_a_read_that_was_cancelled_and_failed_dooms_the_chunk() -> None:
-    bench = ShelfBench()
+    bench = HoldsBench()
     bench.in_the_pool(0)
     bench.preempted("a", 0)
     (first,) = bench.fetches()

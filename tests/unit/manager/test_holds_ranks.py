@@ -20,11 +20,11 @@ from vllm_nvmeof_offload.protocol import (
 )
 
 from .bench import keys_of
-from .test_shelf import ShelfBench
+from .test_holds import HoldsBench
 
 
 def test_one_rank_has_read_it_and_the_other_stopped() -> None:
-    bench = ShelfBench(ranks=2)
+    bench = HoldsBench(ranks=2)
     bench.in_the_pool(0)
     bench.preempted("a", 0)
     (fetch,) = bench.fetches()
@@ -39,7 +39,7 @@ def test_one_rank_has_read_it_and_the_other_stopped() -> None:
 
 
 def test_the_slot_of_a_cancelled_fetch_waits_for_the_last_rank() -> None:
-    bench = ShelfBench(ranks=2)
+    bench = HoldsBench(ranks=2)
     bench.in_the_pool(0)
     bench.preempted("a", 0)
     (fetch,) = bench.fetches()
@@ -54,7 +54,7 @@ def test_the_slot_of_a_cancelled_fetch_waits_for_the_last_rank() -> None:
 
 
 def test_one_rank_fails_what_another_was_stopped_from_reading() -> None:
-    bench = ShelfBench(ranks=2)
+    bench = HoldsBench(ranks=2)
     bench.in_the_pool(0)
     bench.preempted("a", 0)
     (fetch,) = bench.fetches()
@@ -67,7 +67,7 @@ def test_one_rank_fails_what_another_was_stopped_from_reading() -> None:
 
 
 def test_one_ranks_failure_ends_a_fetch_before_the_other_has_reported() -> None:
-    bench = ShelfBench(ranks=2)
+    bench = HoldsBench(ranks=2)
     bench.in_the_pool(0)
     bench.preempted("a", 0)
     (fetch,) = bench.fetches()
@@ -85,7 +85,7 @@ def test_one_ranks_failure_ends_a_fetch_before_the_other_has_reported() -> None:
 
 
 def test_a_fetch_is_there_when_every_rank_says_so() -> None:
-    bench = ShelfBench(ranks=2)
+    bench = HoldsBench(ranks=2)
     bench.in_the_pool(0)
     bench.preempted("a", 0)
     (fetch,) = bench.fetches()
@@ -101,7 +101,7 @@ class Storm:
     """Random requests on a small core of two ranks that report in any order."""
 
     def __init__(self) -> None:
-        self.bench = ShelfBench(cache=8, pool=12, ranks=2)
+        self.bench = HoldsBench(cache=8, pool=12, ranks=2)
         self.core = self.bench.core
         self.owed: list[tuple[int, int, str, int]] = []  # (op, rank, kind, chunks)
         self.late: list[int] = []

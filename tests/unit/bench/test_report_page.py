@@ -17,7 +17,7 @@ from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.serve.report import HitSample, TtftSample
 from vllm_nvmeof_bench.tables import Column, Table, markdown
 
-from tests.unit.bench import made_up, made_up_costs, test_latency, tier_made_up
+from tests.unit.bench import made_up, made_up_costs, stream_made_up, test_latency
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.units import KIB, MIB
 
@@ -29,7 +29,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """MADE-UP results of every kind that is here, and files that are not results."""
     directory = tmp_path_factory.mktemp("results")
     dump(directory / "a.json", "pool", made_up.everything((64 * KIB, 2 * MIB)), MACHINE)
-    dump(directory / "b.json", "tier", tier_made_up.everything(), tier_made_up.CONDITIONS)
+    dump(directory / "b.json", "tier", stream_made_up.everything(), stream_made_up.CONDITIONS)
     dump(directory / "c.json", "cost", made_up_costs.everything(), MACHINE)
     dump(directory / "d.json", "latency", test_latency.everything(), {})
     copies = [
@@ -109,7 +109,7 @@ def test_our_keys_are_keys_of_what_is_published() -> None:
     """A key that nobody published would be dropped without a word."""
     for name, samples in (
         ("pool", made_up.everything((2 * MIB,))),
-        ("stream", tier_made_up.everything()),
+        ("stream", stream_made_up.everything()),
         ("cost", made_up_costs.everything()),
         ("latency", [
             latency.Sample("a", "fio", "read", 4 * KIB, 1, 1, 0, 9, 2.0, 1.0, 3.0, 4.0, 0.1)
