@@ -40,7 +40,7 @@ def outcomes(rig: Rig, numbers: range) -> list[object]:
     return [c.outcome for c in rig.run(*(rig.read(n, 10 + n, name(n)) for n in numbers))]
 
 
-def test_read_eio_strikes_as_often_as_told(rig: Rig) -> None:
+def test_read_eio_strikes_as_often_as_its_knob_says(rig: Rig) -> None:
     plan_of(rig).set(read_eio=2)
     assert outcomes(rig, range(4)) == [EIO, EIO, OK, OK]
     assert plan_of(rig).fired == {"read_eio": 2}
@@ -96,7 +96,7 @@ def test_a_hang_ends_when_its_knob_is_cleared(rig: Rig, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["read", "write"])
-def test_what_hangs_while_its_target_is_exchanged_does_not_touch_the_new_files(
+def test_a_hung_write_does_not_touch_the_files_that_replaced_its_target(
     rig: Rig, tmp_path: Path, what: str
 ) -> None:
     """It was submitted to the old ones: those stay open for it, and no others do."""
@@ -141,7 +141,7 @@ def test_negative_control_a_swapped_slot_passes_as_ok(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("knob", sorted(KNOBS))
-def test_every_knob_fires_and_lets_go(rig: Rig, knob: str) -> None:
+def test_every_knob_fires_and_can_be_cleared(rig: Rig, knob: str) -> None:
     plan_of(rig).set(**{knob: 5})
     rig.fill(10, name(2, 2))
     ops = [rig.read(0, 11, name(0)), rig.read(1, 12, name(1)), rig.write(2, 10, name(2, 2))]
@@ -204,13 +204,13 @@ def test_a_bad_knob_is_refused_by_name(knobs: dict[str, object]) -> None:
     ],
     ids=["list", "number", "null", "no seed", "endless seed", "endless count", "deep"],
 )
-def test_a_control_file_that_makes_no_sense_changes_nothing(tmp_path: Path, content: str) -> None:
+def test_an_invalid_control_file_changes_nothing(tmp_path: Path, content: str) -> None:
     control = tmp_path / "faults"
     control.write_text(content)
     plan = FaultPlan({"read_eio": True}, control_path=control)
     assert plan.strikes("read_eio")
 
 
-def test_a_control_file_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
+def test_an_unreadable_control_file_changes_nothing(tmp_path: Path) -> None:
     plan = FaultPlan({"read_eio": True}, control_path=tmp_path)
     assert plan.is_set("read_eio")

@@ -29,7 +29,7 @@ from .rig import STAGING_SLOTS, Rig, content, name
 MakeRig = Callable[..., Rig]
 
 
-def test_what_was_written_is_read_back_into_another_place(make_rig: MakeRig) -> None:
+def test_a_written_payload_is_read_back_into_another_slot(make_rig: MakeRig) -> None:
     rig = make_rig(targets=2)
     for number in range(8):
         rig.store(number, name(number), staging_slot=number)
@@ -56,7 +56,7 @@ def test_a_slot_that_was_never_written_proves_nothing(make_rig: MakeRig) -> None
 
 
 @pytest.mark.parametrize("at", [0, 20, 4095, HEADER_BYTES, HEADER_BYTES + 23_999])
-def test_a_damaged_byte_is_seen(make_rig: MakeRig, at: int) -> None:
+def test_a_damaged_byte_is_detected(make_rig: MakeRig, at: int) -> None:
     rig = make_rig()
     rig.store(3, name(1))
     with (rig.pool.directories[0] / "slab").open("r+b") as slab:
@@ -89,7 +89,7 @@ def test_a_completed_write_is_adopted_by_the_next_process(make_rig: MakeRig) -> 
     assert adopted.keys == tuple(name(number).key for number in range(5))
 
 
-def test_fileno_is_readable_exactly_when_there_is_news(make_rig: MakeRig) -> None:
+def test_fileno_is_readable_exactly_when_a_completion_waits(make_rig: MakeRig) -> None:
     rig = make_rig()
     assert select.select([rig.engine.fileno()], [], [], 0)[0] == []
     rig.submit(rig.read(0, 0, name(1)))
@@ -112,7 +112,7 @@ def test_busy_accepts_the_first_ones(make_rig: MakeRig) -> None:
     assert {c.token for c in found} == {op.token for op in (*running, *queued[:4])}
 
 
-def test_cancel_ends_what_has_not_started(make_rig: MakeRig) -> None:
+def test_cancel_ends_operations_that_have_not_started(make_rig: MakeRig) -> None:
     rig = make_rig(threads=2)
     rig.store(0, name(1))
     rig.store(1, name(2))
@@ -229,7 +229,7 @@ def test_demand_reads_start_before_prefetches(make_rig: MakeRig) -> None:
     assert set(rig.gate.started[2:9]) <= set(range(20, 28))
 
 
-def test_close_does_not_wait_for_what_hangs(make_rig: MakeRig) -> None:
+def test_close_does_not_wait_for_hung_operations(make_rig: MakeRig) -> None:
     rig = make_rig(threads=2)
     rig.gate.shut([0])
     running, queued = rig.read(0, 0, name(1)), rig.read(1, 1, name(2))
@@ -244,7 +244,7 @@ def test_close_does_not_wait_for_what_hangs(make_rig: MakeRig) -> None:
     assert running.token in {c.token for c in rig.engine.poll()}
 
 
-def test_every_operation_of_a_random_mix_completes_once_and_right(make_rig: MakeRig) -> None:
+def test_every_operation_of_a_random_mix_completes_once_and_correctly(make_rig: MakeRig) -> None:
     rig = make_rig(targets=2, threads=4)
     dice = random.Random(20261121)
     stored: dict[int, SlotIdentity] = {}
@@ -272,7 +272,7 @@ def test_every_operation_of_a_random_mix_completes_once_and_right(make_rig: Make
     assert rig.engine.poll() == []
 
 
-def test_a_completion_says_when_the_engine_had_it(make_rig: MakeRig) -> None:
+def test_a_completion_carries_the_time_at_which_the_engine_had_it(make_rig: MakeRig) -> None:
     """Not when the caller asked: a model that keeps its thread busy must not look like a disk."""
     rig = make_rig()
     before_s = time.monotonic()

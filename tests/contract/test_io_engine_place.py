@@ -44,7 +44,7 @@ def put_whole_slot(pool: Pool, pool_slot: int, data: bytes) -> None:
         ("server", {}, SLOT),
     ],
 )
-def test_what_belongs_in_another_place_is_stale(
+def test_a_slot_that_belongs_in_another_place_is_stale(
     make_rig: MakeRig, where: str, options: dict[str, int] | None, pool_slot: int
 ) -> None:
     rig = make_rig(targets=2)

@@ -64,7 +64,7 @@ def test_new_operations_go_to_new_files_and_none_is_torn(make_rig: MakeRig, tmp_
     assert sorted([holds(old, name(3)), holds(new, name(3))]) == [(False, False), (True, True)]
 
 
-def test_without_files_a_target_fails_at_once_and_its_descriptors_are_let_go(
+def test_without_files_a_target_fails_at_once_and_its_descriptors_are_closed(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
     rig = make_rig(targets=2)
@@ -81,7 +81,7 @@ def test_without_files_a_target_fails_at_once_and_its_descriptors_are_let_go(
     assert rig.payload(2) == content(name(1))
 
 
-def test_what_is_queued_keeps_the_files_of_its_submission_over_two_exchanges(
+def test_a_queued_operation_keeps_the_files_of_its_submission_over_two_exchanges(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
     """They stay open until it is released; those of later attachments may be closed before."""

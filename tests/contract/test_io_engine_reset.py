@@ -16,7 +16,7 @@ from .rig import Rig, content, name
 MakeRig = Callable[..., Rig]
 
 
-def test_a_reset_voids_what_was_submitted_before_it_and_no_more(make_rig: MakeRig) -> None:
+def test_a_reset_voids_only_the_writes_submitted_before_it(make_rig: MakeRig) -> None:
     rig = make_rig(threads=4)
     rig.store(0, name(1))
     rig.gate.shut([1])
@@ -30,7 +30,7 @@ def test_a_reset_voids_what_was_submitted_before_it_and_no_more(make_rig: MakeRi
     assert rig.reopen().adopt().keys == (name(4).key,)
 
 
-def test_what_follows_a_reset_that_says_so_is_not_adopted(make_rig: MakeRig) -> None:
+def test_writes_after_a_not_adoptable_reset_are_not_adopted(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.store(0, name(1))
     assert [c.outcome for c in rig.run(rig.op(OpKind.RESET, adoptable=False))] == [OK]
@@ -41,7 +41,7 @@ def test_what_follows_a_reset_that_says_so_is_not_adopted(make_rig: MakeRig) -> 
     assert rig.reopen().adopt().keys == ()
 
 
-def test_two_resets_and_writes_between(make_rig: MakeRig) -> None:
+def test_writes_between_two_resets_are_voided(make_rig: MakeRig) -> None:
     rig = make_rig(threads=4)
     ops = []
     for number in range(6):
@@ -51,7 +51,7 @@ def test_two_resets_and_writes_between(make_rig: MakeRig) -> None:
     assert rig.reopen().adopt().keys == (name(20).key,)
 
 
-def test_a_write_that_hangs_holds_up_neither_a_reset_nor_what_follows(make_rig: MakeRig) -> None:
+def test_a_hung_write_delays_neither_a_reset_nor_the_writes_after_it(make_rig: MakeRig) -> None:
     rig = make_rig(threads=4, targets=2)
     rig.store(0, name(1))
     rig.store(1, name(2))

@@ -14,7 +14,7 @@ from .rig import Rig, name
 MakeRig = Callable[..., Rig]
 
 
-def test_an_operation_has_its_own_deadline_and_not_that_of_its_tokens_last_one(
+def test_an_operation_does_not_inherit_the_deadline_of_its_tokens_previous_use(
     make_rig: MakeRig,
 ) -> None:
     rig = make_rig()
