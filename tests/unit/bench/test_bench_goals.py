@@ -20,7 +20,7 @@ def row(rows: list[Goal], start: str) -> Goal:
     return found
 
 
-def test_all_targets_are_there_and_reached_by_samples_that_reach_them() -> None:
+def test_every_goal_is_listed_and_reached_by_good_samples() -> None:
     rows = goals(everything(BLOCKS), GOOD)
     assert len(rows) == 14
     assert all(one.reached is True for one in rows), missed(rows)
@@ -51,21 +51,21 @@ def test_medians_decide_not_single_rounds() -> None:
 
 
 @pytest.mark.parametrize("arm", ["fio", "ring", "ours_threads", "ours"])
-def test_without_a_rival_the_best_of_them_is_not_known(arm: str) -> None:
+def test_without_a_rival_the_best_rival_is_unknown(arm: str) -> None:
     samples = [one for one in everything(BLOCKS) if one.arm != arm]
     found = row(goals(samples, {}), "batch write ≥ 512 KiB / best")
     assert found.measured is None
     assert found.reached is None
 
 
-def test_what_was_not_measured_is_neither_reached_nor_missed() -> None:
+def test_an_unmeasured_goal_is_neither_reached_nor_missed() -> None:
     rows = goals([], {})
     assert len(rows) == 14
     assert all(one.reached is None and one.n == 0 for one in rows)
     assert missed(rows) == []
 
 
-def test_upper_bounds_and_the_manager() -> None:
+def test_the_manager_is_judged_by_upper_bounds() -> None:
     samples = without(everything(BLOCKS), "ours", "read_beside_writes", 2 * MIB)
     samples += rounds("ours", "read_beside_writes", 2 * MIB, [1.0] * 3, None, 30_000.0)
     rows = goals(samples, {"manager": {**GOOD_MANAGER, "lookup_us": 1.5}})

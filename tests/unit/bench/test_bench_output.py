@@ -82,7 +82,7 @@ def test_errors_are_one_plain_line(tmp_path: Path) -> None:
         assert needed in result.stderr
 
 
-def test_without_the_benchmarks_one_line_says_what_to_do() -> None:
+def test_without_the_benchmarks_one_line_names_the_remedy() -> None:
     program = (
         "import sys; sys.modules['vllm_nvmeof_bench'] = None; "
         "from vllm_nvmeof_offload.cli import app; app()"

@@ -16,7 +16,7 @@ from tests.unit.bench.made_up import rounds
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
 
 
-def test_percentiles_are_values_that_were_seen() -> None:
+def test_percentiles_are_measured_values() -> None:
     values = [float(number) for number in range(100, 0, -1)]
     assert percentile(values, 0.5) == 50.0
     assert percentile(values, 0.99) == 99.0
@@ -70,7 +70,7 @@ def test_settings_refuse_what_cannot_be_measured() -> None:
         Settings(bytes_per_round=4 * MIB)
 
 
-def test_who_measures_what() -> None:
+def test_each_arm_measures_its_cases() -> None:
     settings = Settings()
     assert settings.kinds("fio", 2 * MIB) == ("batch_write", "batch_read", "mixed")
     assert "beside" in settings.kinds("ours", 2 * MIB)
@@ -85,7 +85,7 @@ def test_the_default_run_stays_within_five_gib() -> None:
     assert Settings().disk_bytes_max < 5 * GIB
 
 
-def test_fio_s_json_becomes_figures() -> None:
+def test_fios_json_becomes_figures() -> None:
     report = {
         "jobs": [
             {

@@ -63,7 +63,7 @@ def test_every_available_arm_has_a_sample_of_each_of_its_cases(found: dict[str, 
         assert row["cpu_s_per_gib"] is None or row["cpu_s_per_gib"] >= 0
 
 
-def test_an_arm_that_cannot_run_says_why(found: dict[str, Any]) -> None:
+def test_an_arm_that_cannot_run_names_the_reason(found: dict[str, Any]) -> None:
     for arm in found["conditions"]["arms"].values():
         assert arm["available"] or arm["reason"]
 
@@ -107,7 +107,7 @@ def test_an_interrupted_run_deletes_what_it_wrote(tmp_path: Path) -> None:
     assert not (tmp_path / "out.json").exists()
 
 
-def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path) -> None:
+def test_too_little_space_is_reported_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="give another --dir"):
         run(Settings(directory=tmp_path, arms=("ours_threads",), bytes_per_round=1 << 60))
     assert list(tmp_path.iterdir()) == []

@@ -43,7 +43,7 @@ def printed(samples: list[Sample]) -> str:
     return out.getvalue()
 
 
-def test_all_targets_are_reached_by_what_was_made_up_for_it() -> None:
+def test_every_goal_is_reached_by_samples_made_up_for_it() -> None:
     found = goals(everything(), CONDITIONS)
     assert len(found) == 6
     assert [row.name for row in found if row.reached is not True] == []
@@ -65,7 +65,7 @@ def test_all_targets_are_reached_by_what_was_made_up_for_it() -> None:
         ("host time to submit 1000 blocks", 2.0, {"case": "submit", "direction": "load"}),
     ],
 )  # fmt: skip
-def test_one_bad_size_or_direction_misses_a_target(
+def test_one_bad_size_or_direction_misses_a_goal(
     target: str, share: float, wanted: dict[str, object]
 ) -> None:
     samples = slower(everything(), share, **wanted)
@@ -76,21 +76,21 @@ def test_one_bad_size_or_direction_misses_a_target(
     assert row in missed(goals(samples, CONDITIONS))
 
 
-def test_auto_may_stay_with_dma_where_the_kernel_is_not_clearly_faster() -> None:
+def test_auto_may_choose_dma_where_the_kernel_is_not_clearly_faster() -> None:
     target = "auto / the better of DMA and kernel ÷ 1.5"
     small = {"case": "few", "arm": "kernel", "direction": "load"}
     assert rows(slower(everything(), 1.4, **small))[target].reached is True
     assert rows(slower(everything(), 2.0, **small))[target].measured == pytest.approx(0.75)
 
 
-def test_targets_are_ratios_of_medians() -> None:
+def test_goals_are_ratios_of_medians() -> None:
     found = rows(everything())
     both = found["both directions at once / one direction, 2 MiB"]
     assert both.measured == pytest.approx(85.0 / 50.0)
     assert found["auto / vLLM's own code, 16 to 64 KiB"].measured == pytest.approx(0.98 / 0.7)
 
 
-def test_without_vllms_arm_its_target_is_neither_reached_nor_missed() -> None:
+def test_without_vllms_arm_its_goal_is_neither_reached_nor_missed() -> None:
     samples = [one for one in everything() if one.arm != "vllm"]
     assert rows(samples)["auto / vLLM's own code, 16 to 64 KiB"].reached is None
     assert all(row.reached is None for row in goals([], CONDITIONS))
@@ -122,7 +122,7 @@ def test_every_case_has_its_table() -> None:
         assert needed in text, needed
 
 
-def test_what_was_not_measured_is_a_dash() -> None:
+def test_an_unmeasured_case_is_a_dash() -> None:
     only = [
         s
         for s in everything()
@@ -133,7 +133,7 @@ def test_what_was_not_measured_is_a_dash() -> None:
     assert "Few small" not in text
 
 
-def test_a_file_comes_back_and_others_are_refused(tmp_path: Path) -> None:
+def test_a_file_reads_back_and_other_files_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "copy.json"
     dump(file, "copy", everything(), CONDITIONS)
     samples, conditions = load(file, "copy", Sample)
@@ -146,7 +146,7 @@ def test_a_file_comes_back_and_others_are_refused(tmp_path: Path) -> None:
             load(file, "copy", Sample)
 
 
-def test_the_picture_is_drawn_of_whatever_there_is(tmp_path: Path) -> None:
+def test_the_picture_is_drawn_from_incomplete_samples_too(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for number, samples in enumerate((everything(), everything()[:3])):
         benchmark("copy").draw(tmp_path / f"{number}.png", samples, CONDITIONS)
@@ -166,7 +166,7 @@ def test_the_report_judges_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not NO_GPU, reason="there is a GPU here")
-def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
+def test_without_a_gpu_the_error_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "copy.json"
     done = CliRunner().invoke(app, ["bench", "copy", "--json", str(file), "--dir", str(tmp_path)])
     assert done.exit_code == 1

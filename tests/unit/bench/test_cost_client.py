@@ -46,7 +46,7 @@ def ask(
     return asyncio.run(both()), asked
 
 
-def test_tokens_are_timed_and_the_count_is_no_token() -> None:
+def test_tokens_are_timed_and_the_usage_event_is_no_token() -> None:
     (ttft_s, seconds), asked = ask([TOKEN, TOKEN, USAGE, "[DONE]"], prompts=3)
     assert asked == 3
     assert 0 < ttft_s <= seconds
@@ -62,14 +62,12 @@ def test_tokens_are_timed_and_the_count_is_no_token() -> None:
         (["overloaded"], "503 Service Unavailable", "HTTP 503: data: overloaded"),
     ],
 )
-def test_an_answer_that_is_not_whole_is_an_error(
-    events: Sequence[str], status: str, needed: str
-) -> None:
+def test_an_incomplete_answer_is_an_error(events: Sequence[str], status: str, needed: str) -> None:
     with pytest.raises(BenchError, match=needed):
         ask(events, status)
 
 
-def test_a_server_that_is_gone_is_an_error() -> None:
+def test_a_stopped_server_is_an_error() -> None:
     async def gone() -> None:
         server = await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]

@@ -62,12 +62,12 @@ class Machine:
 
 
 @pytest.mark.parametrize(("busy_s", "waited_s"), [(0.0, 0.0), (0.3, 0.5), (2.0, 2.0)])
-def test_quiet_is_when_cpu_time_stands_still(busy_s: float, waited_s: float) -> None:
+def test_a_server_is_quiet_when_its_cpu_time_stops_growing(busy_s: float, waited_s: float) -> None:
     machine = Machine(busy_s)
     assert wait_until_quiet(machine.cpu_s, machine.now, machine.sleep) == waited_s
 
 
-def test_a_server_that_never_gets_quiet_is_an_error() -> None:
+def test_a_server_that_never_becomes_quiet_is_an_error() -> None:
     machine = Machine(1e9)
     with pytest.raises(BenchError, match="still uses 100% of a core"):
         wait_until_quiet(machine.cpu_s, machine.now, machine.sleep)

@@ -27,7 +27,7 @@ def printed(samples: list) -> str:  # type: ignore[type-arg]
     return out.getvalue()
 
 
-def test_tables_show_medians_ratios_and_what_is_not_known() -> None:
+def test_tables_show_medians_ratios_and_unknown_values() -> None:
     text = printed(everything())
     assert "Medians of 8 rounds" in text
     assert "1.010  1.010 to 1.010" in text
@@ -38,7 +38,7 @@ def test_tables_show_medians_ratios_and_what_is_not_known() -> None:
     assert "not measured" in text
 
 
-def test_without_samples_every_target_is_not_measured() -> None:
+def test_without_samples_every_goal_is_unmeasured() -> None:
     assert printed([]).count("not measured") == 5  # idle servers were
 
 
@@ -74,13 +74,13 @@ def test_errors_are_one_plain_line(tmp_path: Path) -> None:
         assert len(result.stderr.splitlines()) == 1
 
 
-def test_too_little_space_is_said_before_a_server_starts(tmp_path: Path) -> None:
+def test_too_little_space_is_reported_before_a_server_starts(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="give another --dir"):
         measure(Settings(directory=tmp_path / "disk", pool_bytes=1 << 60), tmp_path / "cost.json")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_arms_differ_in_what_their_names_say_alone(tmp_path: Path) -> None:
+def test_the_arms_differ_only_as_their_names_state(tmp_path: Path) -> None:
     settings = Settings(arms=ARMS)
     specs = {arm: server_spec(arm, settings, tmp_path / "model", tmp_path) for arm in ARMS}
     commands = {arm: spec.command(1) for arm, spec in specs.items()}

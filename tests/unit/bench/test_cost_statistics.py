@@ -30,7 +30,7 @@ def row(rows: list[Goal], start: str) -> Goal:
     return found
 
 
-def test_noise_that_hits_both_of_a_pair_cancels() -> None:
+def test_noise_that_hits_both_runs_of_a_pair_cancels() -> None:
     noise = [1.0, 7.0, 0.3, 2.0, 5.0, 11.0]
     found = ratios([1.05 * value for value in noise], noise)
     assert found.middle == pytest.approx(1.05)
@@ -39,7 +39,7 @@ def test_noise_that_hits_both_of_a_pair_cancels() -> None:
     assert not found.contains(1.0)
 
 
-def test_the_interval_is_the_bootstrap_s_of_the_median_and_always_the_same() -> None:
+def test_the_interval_is_a_reproducible_bootstrap_of_the_median() -> None:
     values = [0.90, 0.95, 0.99, 1.00, 1.01, 1.02, 1.03, 1.10, 1.20]
     found = ratios(values, [1.0] * 9)
     assert found.middle == pytest.approx(1.01)
@@ -50,7 +50,7 @@ def test_the_interval_is_the_bootstrap_s_of_the_median_and_always_the_same() -> 
     assert found.contains(1.0)
 
 
-def test_the_interval_of_the_median_covers_it_about_as_often_as_it_says() -> None:
+def test_the_interval_covers_the_median_as_often_as_stated() -> None:
     import numpy as np
 
     dice = np.random.default_rng(1)
@@ -103,7 +103,7 @@ def test_within_two_per_cent_or_inside_the_noise(
     assert within(ratio, more_is_worse) is fine
 
 
-def test_targets_are_reached_by_samples_that_reach_them() -> None:
+def test_goals_are_reached_by_good_samples() -> None:
     rows = goals(everything(), CONDITIONS)
     assert len(rows) == 6
     assert all(one.reached is True for one in rows), missed(rows)
@@ -116,7 +116,7 @@ def test_a_cost_that_the_noise_does_not_explain_is_missed() -> None:
     assert [one.name.split()[0] for one in missed(rows)] == ["TTFT,", "throughput,"]
 
 
-def test_a_cost_that_only_the_noise_excuses_is_said_so() -> None:
+def test_a_cost_within_the_noise_is_reported_as_such() -> None:
     seconds = (0.5, 2.0, 1.05, 3.0, 0.7, 1.5, 1.1, 0.9)
     samples = rounds("none", "single")
     samples += [sample("ours", "single", i, noise) for i, noise in enumerate(seconds)]
@@ -139,7 +139,7 @@ def test_an_unfair_run_is_missed() -> None:
     assert row(rows, "cores").reached is False
 
 
-def test_what_was_not_measured_is_neither_reached_nor_missed() -> None:
+def test_an_unmeasured_goal_is_neither_reached_nor_missed() -> None:
     rows = goals([], {})
     assert len(rows) == 6
     assert all(one.reached is None for one in rows)
@@ -147,7 +147,7 @@ def test_what_was_not_measured_is_neither_reached_nor_missed() -> None:
     assert [one.reached for one in unknown] == [True, True, None, None, True, True]
 
 
-def test_our_scheduler_s_share_is_of_all_rounds_together() -> None:
+def test_the_schedulers_share_is_computed_over_all_rounds() -> None:
     samples = [
         sample("ours", "batch", 0, 1.0, scheduler_s=0.1, step_s=1.0),
         sample("ours", "batch", 1, 1.0, scheduler_s=0.1, step_s=3.0),
@@ -167,7 +167,7 @@ def test_figures_are_per_step_and_per_1000_tokens() -> None:
     assert one.stored_bytes_per_1k_tokens == 60 * MIB
 
 
-def test_sentences_say_what_decode_chunks_cost_and_what_bounds_it() -> None:
+def test_sentences_state_the_cost_of_decode_chunks_and_its_bound() -> None:
     text = "\n".join(sentences(everything(ours=1.10)))
     assert "+20.0 MiB copied per 1,000 tokens" in text
     assert "+21.0 MiB written per 1,000 tokens" in text
@@ -179,14 +179,14 @@ def test_sentences_say_what_decode_chunks_cost_and_what_bounds_it() -> None:
     assert "CPU tier alone" not in text
 
 
-def test_sentences_split_copying_from_writing_where_that_arm_ran() -> None:
+def test_sentences_separate_copying_from_writing_if_that_arm_ran() -> None:
     samples = everything() + rounds("ours_cpu_only", "batch", 1.0, written_bytes=0)
     text = "\n".join(sentences(samples))
     assert "Storing into the CPU tier alone (ours_cpu_only against none, batch)" in text
     assert "Writing it to the pool besides (ours against ours_cpu_only, batch)" in text
 
 
-def test_sentences_admit_what_is_not_known() -> None:
+def test_sentences_name_unknown_figures() -> None:
     assert "is not known: the server does not count it" in "\n".join(
         sentences(everything(known=False))
     )
@@ -218,7 +218,7 @@ def test_another_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
         load(path, "cost", Sample)
 
 
-def test_settings_refuse_what_cannot_be_compared() -> None:
+def test_settings_refuse_incomparable_runs() -> None:
     with pytest.raises(BenchError, match="no arm 'tier'"):
         Settings(arms=("none", "tier"))
     for arms in (("ours",), ("none",), ()):

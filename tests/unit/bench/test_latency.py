@@ -43,7 +43,7 @@ class Clocked(Mover):
         return [self._queue.popleft()[0]]
 
 
-def test_the_loop_keeps_the_depth_and_counts_what_was_handed_over_after_the_ramp() -> None:
+def test_the_loop_keeps_the_depth_and_counts_jobs_submitted_after_the_ramp() -> None:
     mover = Clocked()
     order = Order("read", depth=3, ramp_s=8 / 64, run_s=16 / 64)
     answer = drive(mover, 8, order, random.Random(1), lambda: mover.now_s, lambda: 5 * mover.now_s)
@@ -69,7 +69,7 @@ def places_of(targets: Sequence[str], throttle: int) -> tuple[Place, Place]:
     return Settings(target=tuple(targets), throttle=throttle).places
 
 
-def test_targets_are_two_and_a_stand_in_is_named_so(tmp_path: Path) -> None:
+def test_two_targets_are_listed_and_a_stand_in_is_marked(tmp_path: Path) -> None:
     one, two = places_of([f"disk={tmp_path}"], 0)
     assert (one.name, one.mb_per_s) == ("disk", None)
     assert STAND_IN in two.name
@@ -105,7 +105,7 @@ def side(target: str, arm: str) -> dict[str, object]:
     return {"target": target, "arm": arm}
 
 
-def test_what_is_added_is_of_medians_and_of_the_first() -> None:
+def test_added_latency_is_computed_from_medians_and_the_first_arm() -> None:
     samples = everything()
     point = Point("read", 4 * KIB, 1, 4)
     assert point in points_of(samples)

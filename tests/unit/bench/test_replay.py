@@ -102,7 +102,7 @@ def played(folder: Path, server: MadeUpServer, pace: Pace, duration_s: float = 6
     return replay
 
 
-def test_every_request_is_asked_and_sub_agents_run_side_by_side(tmp_path: Path) -> None:
+def test_every_request_is_sent_and_sub_agents_run_in_parallel(tmp_path: Path) -> None:
     server = MadeUpServer()
     replay = played(tmp_path, server, Pace(users=1, time_scale=0.0))
     assert sorted(server.asked) == sorted([138, 138, 138, 202, 266, 202, 330])
@@ -111,20 +111,20 @@ def test_every_request_is_asked_and_sub_agents_run_side_by_side(tmp_path: Path) 
     assert len(replay.asked) == 4 + 3 + 5
 
 
-def test_no_more_users_than_sessions_and_no_more_than_asked_for(tmp_path: Path) -> None:
+def test_users_are_bounded_by_sessions_and_by_the_setting(tmp_path: Path) -> None:
     server = MadeUpServer(hangs_from=0)
     replay = played(tmp_path, server, Pace(users=9, ramp_s=0.0, time_scale=0.0), 0.2)
     assert len(server.asked) == 2
     assert [one.ended for one in replay.samples] == ["cut", "cut"]
 
 
-def test_what_fails_is_counted_and_the_session_goes_on(tmp_path: Path) -> None:
+def test_a_failed_request_is_counted_and_the_session_continues(tmp_path: Path) -> None:
     replay = played(tmp_path, MadeUpServer(fails=0), Pace(users=1, time_scale=0.0))
     found = summary_of(replay.samples, "one")
     assert (found["completed"], found["failed"], found["cut"]) == (6, 1, 0)
 
 
-def test_what_arrives_by_the_clock_is_asked_without_users(tmp_path: Path) -> None:
+def test_requests_with_arrival_times_are_sent_without_users(tmp_path: Path) -> None:
     trace = read_trace(mooncake(tmp_path / "t.jsonl"))
     server = MadeUpServer()
     replay = Replay("one", server, trace, Pace(users=1, time_scale=0.0), Vocabulary())
@@ -172,7 +172,7 @@ def made_up() -> tuple[list[Sample], dict[str, object]]:
     return [*rows("none", 4.0), cut, *rows("pool", 1.0), failed, silent], conditions
 
 
-def test_tables_say_what_each_arm_got_done(tmp_path: Path) -> None:
+def test_tables_show_the_work_of_each_arm(tmp_path: Path) -> None:
     samples, conditions = made_up()
     text = printing.printed("replay", samples, conditions)
     for needed in (
@@ -191,7 +191,7 @@ def test_tables_say_what_each_arm_got_done(tmp_path: Path) -> None:
     assert summary_of(samples, "silent") == {}
 
 
-def test_ours_stands_beside_the_study_where_all_its_arms_ran() -> None:
+def test_our_figures_are_shown_beside_the_study_if_all_its_arms_ran() -> None:
     samples = [*rows("none", 4.0), *rows("cpu", 2.0), *rows("pool", 1.0)]
     ours = published(samples)
     assert ours["TTFT average"] == "4.20 s / 2.10 s / 1.05 s"

@@ -76,7 +76,7 @@ def test_every_file_is_a_section_with_its_tables(text: str) -> None:
     assert "[/]" not in text, "a terminal's markup is not a page's"
 
 
-def test_pictures_lie_beside_the_page_and_one_that_fails_is_said(tmp_path: Path) -> None:
+def test_pictures_are_saved_beside_the_page_and_a_failed_one_is_reported(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     conditions = {"gpu": {"name": "made-up GPU"}}
     copies = [gpu.Sample("transfer", "dma", "load", size * MIB, 1, 0, 3.0) for size in (1, 2)]
@@ -89,13 +89,13 @@ def test_pictures_lie_beside_the_page_and_one_that_fails_is_said(tmp_path: Path)
     assert "No picture: there is nothing to draw: the file has no samples." in page.text
 
 
-def test_published_figures_stand_beside_ours_by_their_keys(text: str) -> None:
+def test_published_figures_are_shown_beside_ours_by_key(text: str) -> None:
     assert "| reads of 2 MiB, vLLM's fs tier / fio | 3.2 of 6.9 GB/s (46 %) | 22% |" in text
     assert "| both directions at once, blocks of 2 MB, DMA | 83.4 GB/s | 80.5 GB/s |" in text
     assert "| one read in flight, attached directly | under 10 µs on that drive | – |" in text
 
 
-def test_what_is_not_a_result_costs_one_line_each(results: Path, text: str) -> None:
+def test_each_file_that_is_no_result_costs_one_line(results: Path, text: str) -> None:
     lines = text.split("## Files that are not in this page")[1].strip().splitlines()
     assert [line.split("`")[1] for line in lines] == [
         "broken.json", "lacking.json", "list.json", "nobody.json", "strange.json", "words.json"
@@ -105,7 +105,7 @@ def test_what_is_not_a_result_costs_one_line_each(results: Path, text: str) -> N
     assert str(results) not in text
 
 
-def test_our_keys_are_keys_of_what_is_published() -> None:
+def test_our_keys_are_keys_of_published_figures() -> None:
     """A key that nobody published would be dropped without a word."""
     for name, samples in (
         ("pool", made_up.everything((2 * MIB,))),
@@ -140,7 +140,7 @@ def test_every_published_row_has_a_text_for_each_column() -> None:
         assert all(len(row) == 1 + len(one.columns) for row in one.rows)
 
 
-def test_a_kind_that_is_not_installed_is_said(
+def test_a_kind_that_is_not_installed_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(PACKAGES, "later", "later")
@@ -155,7 +155,7 @@ def test_every_benchmark_has_a_section() -> None:
     assert set(KINDS) == set(PACKAGES)
 
 
-def test_what_is_printed_becomes_markdown() -> None:
+def test_printed_tables_become_markdown() -> None:
     columns = (Column("case", lambda row: row[0]), Column("size", lambda row: row[1]))
     rows = [("one", "[green]1|2[/]"), ("one", "3")]
     table = Table("T", columns, rows, grouped=True, caption="c")

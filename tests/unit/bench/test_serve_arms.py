@@ -21,7 +21,7 @@ def on(monkeypatch: pytest.MonkeyPatch, *, cpu: bool) -> Sizes:
     return TtftSettings(lengths=(1000,), server_args="--a 'b c'").sizes()
 
 
-def test_how_a_gpu_copies_can_be_said_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_copy_backend_can_be_set_for_our_arm(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = on(monkeypatch, cpu=False)
     plain, kernel = arms_of(["full", "full:kernel"], ())
     assert kernel.name == "full:kernel"
@@ -32,7 +32,7 @@ def test_how_a_gpu_copies_can_be_said_of_ours(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("name", ["full:gds", "full:", "peer:dma", "none:dma"])
-def test_others_have_no_such_choice(name: str) -> None:
+def test_other_arms_have_no_copy_backend(name: str) -> None:
     with pytest.raises(BenchError, match="may be followed by :dma or :kernel"):
         arms_of([name], ())
 
@@ -51,12 +51,12 @@ def test_on_a_gpu_servers_get_the_given_arguments(
     assert sizes.chunk_bytes == BLOCK_TOKENS * sizes.shape.kv_bytes_per_token // 2
 
 
-def test_arguments_that_cannot_be_read_are_named() -> None:
+def test_invalid_arguments_are_named() -> None:
     with pytest.raises(BenchError, match=r"^--server-args \"--a 'b\": No closing quotation$"):
         TtftSettings(server_args="--a 'b").sizes()
 
 
-def test_on_the_cpu_s_engine_the_model_is_small(
+def test_on_the_cpu_engine_the_model_is_small(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     large = on(monkeypatch, cpu=False).shape.parameters

@@ -54,7 +54,7 @@ def test_ttft_from_beginning_to_end(tmp_path: Path) -> None:
     assert content["conditions"]["models"] == {"a": "made-up", "b": "made-up"}
 
 
-def test_the_users_files_beside_the_logs_stay(tmp_path: Path) -> None:
+def test_files_of_the_user_beside_the_logs_stay(tmp_path: Path) -> None:
     theirs = tmp_path / "out" / "ttft-logs" / "notes.txt"
     theirs.parent.mkdir(parents=True)
     theirs.write_text("mine")
@@ -114,7 +114,7 @@ def test_parts_run_on_servers_that_are_large_enough_for_all(tmp_path: Path) -> N
     assert all_of_it.gpu_tokens >= all_of_it.request_tokens_max == 4100
 
 
-def test_what_was_measured_before_a_run_was_cut_off_is_kept(
+def test_samples_measured_before_an_interruption_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = Fleet.run
@@ -138,7 +138,7 @@ def test_what_was_measured_before_a_run_was_cut_off_is_kept(
     assert "this run was cut off" in shown.output
 
 
-def test_a_batch_has_the_hits_that_its_rate_says() -> None:
+def test_a_batch_has_the_hits_of_its_rate() -> None:
     settings, tokens = HitSettings(count=8, prompt_tokens=5), Tokens()
     all_of_it = dict(prompts_of(settings, tokens, 100, 0))
     half, other = (prompts_of(settings, tokens, 50, number) for number in (0, 1))
@@ -181,7 +181,7 @@ def test_ratios_of_ttft_are_of_the_same_prompt() -> None:
     assert report.rivals({"pool", "peer", "full"}) == [("pool", "peer")]
 
 
-def test_files_come_back_as_they_were_and_are_told_apart(tmp_path: Path) -> None:
+def test_files_read_back_unchanged_and_their_kinds_are_distinguished(tmp_path: Path) -> None:
     path = tmp_path / "turns.json"
     dump(path, "turns", [TURN], {"seed": 1})
     assert load(path, "turns", TurnSample) == ([TURN], {"seed": 1})

@@ -49,7 +49,7 @@ def test_a_refused_request_is_a_failure_with_its_reason() -> None:
     assert reply.tokens_out == 0
 
 
-def test_a_server_that_is_gone_is_a_failure_too() -> None:
+def test_a_stopped_server_is_a_failure_too() -> None:
     with MadeUpServer() as server:
         url = server.url
 
@@ -63,7 +63,7 @@ def test_a_server_that_is_gone_is_a_failure_too() -> None:
     assert "ConnectError" in str(asyncio.run(gone()).failure)
 
 
-def test_hits_are_told_by_where_they_came_from() -> None:
+def test_hits_are_counted_by_source() -> None:
     async def work(client: Client) -> list[Hits]:
         found = [await client.hits()]
         for reset in (False, False, True):
@@ -81,7 +81,7 @@ def test_hits_are_told_by_where_they_came_from() -> None:
     assert after - again == Hits(prompt=103, cpu=100)
 
 
-def test_our_own_counters_come_before_vllms() -> None:
+def test_our_counters_take_precedence_over_vllms() -> None:
     text = (
         "vllm:external_prefix_cache_hits_total 100\n"
         'vllm:nvmeof_loaded_tokens_total{source="cpu"} 30\n'
@@ -116,13 +116,13 @@ def test_arms_by_name_and_by_url() -> None:
         ([], ["localhost:8000"], "NAME=http://HOST:PORT"),
     ],
 )
-def test_arms_that_cannot_be_are_refused(names: list[str], urls: list[str], needed: str) -> None:
+def test_invalid_arms_are_refused(names: list[str], urls: list[str], needed: str) -> None:
     with pytest.raises(BenchError, match=needed):
         arms_of(names, urls)
 
 
 @pytest.mark.parametrize("text", ["", "5", "9:3", "-1:100", "a:b"])
-def test_token_ids_that_cannot_be_are_refused(text: str) -> None:
+def test_invalid_token_ids_are_refused(text: str) -> None:
     with pytest.raises(BenchError, match="token ids"):
         Tokens.parse(text)
 
@@ -138,7 +138,7 @@ def test_the_peer_gets_what_its_counterpart_gets(ours: str, theirs: str, tmp_pat
     assert settings.offload_prompt_only is rival.extra["offload_prompt_only"] is False
 
 
-def test_arms_differ_from_a_plain_server_in_offloading_alone(tmp_path: Path) -> None:
+def test_arms_differ_from_a_plain_server_only_in_offloading(tmp_path: Path) -> None:
     commands = {
         name: server_spec(arm, SIZES, tmp_path, tmp_path).command(1) for name, arm in ARMS.items()
     }

@@ -14,7 +14,7 @@ from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 BLOCKS, PAGE, PER_CHUNK, CHUNKS = 12, 4096, 2, 5
 
 
-def test_what_is_stored_comes_back_into_other_blocks() -> None:
+def test_stored_bytes_are_loaded_into_other_blocks() -> None:
     base = pytest.importorskip("vllm.v1.kv_offload.base")
     peer = pytest.importorskip("vllm_nvmeof_bench.serve.peer")
     cache = np.random.default_rng(3).integers(0, 255, (2, BLOCKS, PAGE), np.uint8)

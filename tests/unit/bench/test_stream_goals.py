@@ -21,7 +21,7 @@ def row(rows: list[Goal], start: str) -> Goal:
     return found
 
 
-def test_all_targets_are_there_and_reached_by_samples_that_reach_them() -> None:
+def test_every_goal_is_listed_and_reached_by_good_samples() -> None:
     rows = goals(everything(), CONDITIONS)
     assert len(rows) == 6
     assert all(one.reached is True for one in rows), rows
@@ -55,7 +55,7 @@ def test_the_worst_size_decides_and_is_named() -> None:
     assert found.reached is False
 
 
-def test_copies_as_slow_as_the_target_have_a_row_of_their_own() -> None:
+def test_copies_as_slow_as_the_disk_have_a_separate_row() -> None:
     samples = [*load(2, [2.0] * 3), *load(2, [3.0] * 3, "paced")]
     rows = goals(samples, {"settings": {"parts": ["load"]}})
     assert [one.reached for one in rows] == [True, False]
@@ -80,21 +80,21 @@ def test_admission_is_measured_against_the_better_of_both(
     assert better in ratio.where
 
 
-def test_one_side_of_the_crossover_does_not_answer_for_the_other() -> None:
+def test_each_side_of_the_crossover_is_judged_by_itself() -> None:
     samples = [one for one in everything() if (one.arm, one.at) != ("auto", 10)]
     found = row(goals(samples, {}), "admission")
     assert found.measured is None
     assert found.reached is None
 
 
-def test_parts_that_were_not_asked_for_have_no_rows() -> None:
+def test_unrequested_parts_have_no_rows() -> None:
     rows = goals([], {"settings": {"parts": ["resume"]}})
     assert [(one.name, one.reached) for one in rows] == [
         ("resume after preemption / recomputed", None)
     ]
 
 
-def test_a_different_answer_misses_a_target() -> None:
+def test_a_different_answer_misses_a_goal() -> None:
     part = {"answers": {"compared": 10, "different": 1}}
     found = row(goals([], {"parts": {"resume": part, "prefetch": part}}), "answers")
     assert (found.measured, found.n, found.reached) == (2, 20, False)

@@ -31,15 +31,15 @@ TINY = Settings(
 
 
 @pytest.mark.parametrize("engine", ["auto", "threads"])
-def test_every_arm_moves_real_bytes_once_a_round_and_leaves_nothing(
+def test_every_arm_moves_real_bytes_once_per_round_and_leaves_nothing(
     tmp_path: Path, engine: str
 ) -> None:
     settings = replace(TINY, io_engine=engine, directory=tmp_path / "disk")
-    told: list[tuple[int, int, str]] = []
+    reported: list[tuple[int, int, str]] = []
     parts = []
     samples, conditions = run(
         settings,
-        lambda *progress: told.append(progress),
+        lambda *progress: reported.append(progress),
         lambda found, _: parts.append(len(found)),
     )
     measured = [(one.round, one.at, one.arm) for one in samples]
@@ -48,13 +48,13 @@ def test_every_arm_moves_real_bytes_once_a_round_and_leaves_nothing(
     assert len(measured) == len(expected) == steps(settings) == parts[-1]
     assert all(one.seconds > 0 and one.cpu_s is not None for one in samples)
     assert {one.payload_bytes for one in samples} == {MIB // 2, 4 * MIB}
-    assert told[-1] == (steps(settings), steps(settings), "done")
+    assert reported[-1] == (steps(settings), steps(settings), "done")
     assert conditions["parts"]["load"]["throttle"] == "none"
     assert '"/' not in json.dumps(conditions), "no absolute path"
     assert list(tmp_path.iterdir()) == [], "the run cleans up"
 
 
-def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path) -> None:
+def test_too_little_space_is_reported_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="give another --dir"):
         run(replace(TINY, tier_bytes=1 << 60, directory=tmp_path))
     assert list(tmp_path.iterdir()) == []

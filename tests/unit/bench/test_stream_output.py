@@ -41,7 +41,7 @@ def test_every_part_has_its_table() -> None:
         assert needed in text, needed
 
 
-def test_what_was_not_measured_is_a_dash() -> None:
+def test_an_unmeasured_case_is_a_dash() -> None:
     samples = times("resume", "crowd", "reload", [[0.1]])
     text = printed(samples)
     assert "–" in text

@@ -49,7 +49,7 @@ def test_prompts_are_the_same_for_a_seed_and_differ_from_each_other() -> None:
     ("plan", "arm"),
     [(PLAN, "always"), (replace(PLAN, answer_tokens=64), "auto"), (PREFETCH, "off")],
 )
-def test_a_server_is_told_keys_that_exist_and_sizes_that_fit(
+def test_a_server_gets_valid_keys_and_sizes_that_fit(
     tmp_path: Path, plan: ReturnPlan, arm: str
 ) -> None:
     spec = plan.server(tmp_path / "models", tmp_path, arm)

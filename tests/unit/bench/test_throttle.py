@@ -53,7 +53,7 @@ def number_of(path: Path) -> str:
     return f"{os.major(device)}:{os.minor(device)}"
 
 
-def test_a_disk_is_itself(machine: Machine, tmp_path: Path) -> None:
+def test_a_whole_disk_is_its_own_disk(machine: Machine, tmp_path: Path) -> None:
     machine.file(f"sys/dev/block/{number_of(tmp_path)}/dev", number_of(tmp_path))
     assert device_of(tmp_path, machine.root) == number_of(tmp_path)
 
@@ -67,7 +67,9 @@ def test_limits_of_a_partition_are_its_disk_s(machine: Machine, tmp_path: Path) 
     assert device_of(tmp_path, machine.root) == "259:0"
 
 
-def test_what_no_disk_holds_is_refused_with_the_remedy(machine: Machine, tmp_path: Path) -> None:
+def test_a_directory_on_no_disk_is_refused_with_the_remedy(
+    machine: Machine, tmp_path: Path
+) -> None:
     with pytest.raises(ThrottleError, match="give a directory on a disk"):
         device_of(tmp_path, machine.root)
 
@@ -112,7 +114,9 @@ def test_v2_without_io_below_the_top_enables_it_there(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("mountinfo", ["", V2])
-def test_without_such_a_controller_the_remedy_is_said(machine: Machine, mountinfo: str) -> None:
+def test_without_an_io_controller_the_error_names_the_remedy(
+    machine: Machine, mountinfo: str
+) -> None:
     machine.groups(mountinfo, "0::/\n", "")
     with pytest.raises(ThrottleError, match="cgroup v2's io controller"):
         find_hierarchy(machine.root)
@@ -133,7 +137,7 @@ def test_v2_limits_are_one_line_of_io_max(machine: Machine, tmp_path: Path) -> N
     assert list((machine.root / "sys/fs/cgroup").glob("vllm-nvmeof-*")) == []
 
 
-def test_where_it_is_not_permitted_the_remedy_is_said(machine: Machine, tmp_path: Path) -> None:
+def test_without_permission_the_error_names_the_remedy(machine: Machine, tmp_path: Path) -> None:
     machine.groups(V1, "7:blkio:/\n", "blkio")
     machine.file(f"sys/dev/block/{number_of(tmp_path)}/dev", number_of(tmp_path))
     throttle = Throttle(tmp_path, root=machine.root)
@@ -154,7 +158,7 @@ def direct_read_s(path: Path, count: int) -> float:
         os.close(fd)
 
 
-def test_the_real_kernel_throttles_us_and_lets_go(tmp_path: Path) -> None:
+def test_the_real_kernel_throttles_and_releases_us(tmp_path: Path) -> None:
     path = tmp_path / "data"
     with path.open("wb") as file:
         file.write(os.urandom(16 * MIB))

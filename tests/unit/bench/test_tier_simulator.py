@@ -32,7 +32,7 @@ def hit_rates(slots: int, asks: list[Ask]) -> dict[str, float]:
     return {name: hits_of(name, slots, asks) / asked for name in ORDERS}
 
 
-def test_chunks_are_whole_and_answers_fill_chunks_of_their_own(tmp_path: Path) -> None:
+def test_chunks_are_whole_and_answers_fill_separate_chunks(tmp_path: Path) -> None:
     trace = read_trace(mooncake(tmp_path / "trace.jsonl"))
     asks = asks_of(trace, Pace(), 1)
     assert [ask.prompt for ask in asks] == [(0,), (0, 1), (0,)]  # 1000 tokens: one whole block
@@ -41,7 +41,7 @@ def test_chunks_are_whole_and_answers_fill_chunks_of_their_own(tmp_path: Path) -
     assert [ask.prompt for ask in asks_of(trace, Pace(), 2)] == [(), (1,), ()]
 
 
-def test_what_the_gpu_loses_is_found_in_the_cpu_tier_and_then_in_the_pool() -> None:
+def test_chunks_evicted_by_the_gpu_are_found_in_the_cpu_tier_and_then_in_the_pool() -> None:
     world = World(Shape(gpu=2, cache=4, pool=8))
     world.serve([1, 2], [])
     world.serve([1, 2], [])
@@ -64,7 +64,7 @@ def test_a_threshold_and_writing_on_eviction_write_less(threshold: int, stored: 
     assert world.counts["written"] == 0
 
 
-def test_orders_of_eviction_where_the_answer_is_plain() -> None:
+def test_eviction_orders_on_hand_made_traces() -> None:
     circle = prompts(*([[n] for n in (1, 2, 3)] * 20))
     found = hit_rates(2, circle)
     assert found["lru"] == 0.0  # each is lost just before its turn
@@ -72,7 +72,7 @@ def test_orders_of_eviction_where_the_answer_is_plain() -> None:
     assert all(rate <= found["best"] + 1e-9 for rate in found.values())
 
 
-def test_a_scan_passes_s3_fifo_and_credited_lru_by() -> None:
+def test_a_scan_does_not_empty_s3_fifo_and_credited_lru() -> None:
     hot = [[1, 2], [3, 4]]
     scan = [[100 + n, 200 + n] for n in range(6)]
     asks = prompts(*(hot * 3 + scan) * 5)
@@ -81,7 +81,7 @@ def test_a_scan_passes_s3_fifo_and_credited_lru_by() -> None:
     assert found["lru"] < found["s3_fifo"] <= found["best"]
 
 
-def test_a_request_never_makes_room_with_its_own_beginning() -> None:
+def test_a_request_never_evicts_its_own_prefix() -> None:
     long = prompts([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6])
     assert hit_rates(4, long) == dict.fromkeys(ORDERS, pytest.approx(4 / 12))
 
@@ -95,7 +95,7 @@ def test_the_default_policy_is_the_product_s() -> None:
     )
 
 
-def test_a_policy_of_one_s_own_stands_beside_ours(
+def test_a_users_policy_is_simulated_beside_ours(
     traces: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="no_such_module cannot be imported"):
@@ -128,10 +128,10 @@ def test_a_run_covers_every_sweep_and_prints_it(traces: Path) -> None:
     pace = Pace(users=3)
     sizes = {"cpu": 0.5, "pools": (0.0, 1.5), "cpus": (0.5,), "alone": (1.5,)}
     settings = Settings(pace, 64, **sizes, trace=traces)
-    said: list[str] = []
-    samples, conditions = run(settings, lambda done, total, what: said.append(what))
+    reported: list[str] = []
+    samples, conditions = run(settings, lambda done, total, what: reported.append(what))
     assert {one.sweep for one in samples} == {"pool", "cpu", "writes", "alone"}
-    assert len(said) == len(samples) + 2
+    assert len(reported) == len(samples) + 2
     big = [one for one in samples if one.sweep == "pool" and one.pool_tokens]
     assert all(one.hit == pytest.approx(conditions["reusable"]) for one in big)
     assert all(

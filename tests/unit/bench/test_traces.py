@@ -17,7 +17,7 @@ from tests.unit.bench.trace_files import agentic, entry, mooncake, session_file
 _REAL = "VLLM_NVMEOF_TRACES"
 
 
-def test_a_folder_of_sessions(tmp_path: Path) -> None:
+def test_a_folder_of_sessions_is_read(tmp_path: Path) -> None:
     trace = read_trace(agentic(tmp_path / "traces"))
     assert trace.block_tokens == 64
     assert [one.name for one in trace.sessions] == ["trace_1", "trace_2"]
@@ -34,7 +34,7 @@ def test_a_folder_of_sessions(tmp_path: Path) -> None:
     assert trace.unique_tokens() == 64 * (4 + 3 + 5)
 
 
-def test_lines_of_mooncake(tmp_path: Path) -> None:
+def test_mooncake_lines_are_read(tmp_path: Path) -> None:
     trace = read_trace(mooncake(tmp_path / "trace.jsonl"))
     assert trace.block_tokens == 512
     assert [one.start_s for one in trace.sessions] == [0.0, 1.5, 3.0]
@@ -71,7 +71,7 @@ def test_a_bad_file_is_named_with_its_place(
     assert len(str(found.value).splitlines()) == 1
 
 
-def test_missing_and_mixed_files(tmp_path: Path) -> None:
+def test_missing_and_mixed_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="no such file or folder"):
         read_trace(tmp_path / "none")
     with pytest.raises(BenchError, match=r"no \*\.json files"):
@@ -118,13 +118,13 @@ def test_users_come_think_and_wait_for_their_sub_agents(tmp_path: Path) -> None:
     assert {at_s for at_s, _ in together} >= {0.0, 1.0}
 
 
-def test_what_arrives_by_the_clock_waits_for_nobody(tmp_path: Path) -> None:
+def test_requests_with_arrival_times_do_not_wait_for_answers(tmp_path: Path) -> None:
     trace = read_trace(mooncake(tmp_path / "trace.jsonl"))
     pace = Pace(users=1, time_scale=2.0)
     assert [at_s for at_s, _ in virtual(trace, pace)] == [0.0, 3.0, 6.0]
 
 
-def test_the_seed_decides_the_order_alone(tmp_path: Path) -> None:
+def test_the_seed_decides_only_the_order(tmp_path: Path) -> None:
     for number in range(8):
         session_file(tmp_path, f"s{number}", [entry(0, [number + 1])])
     trace = read_trace(tmp_path)
@@ -138,7 +138,7 @@ def test_the_seed_decides_the_order_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(_REAL not in os.environ, reason=f"{_REAL} names no folder or file of traces")
-def test_the_real_files_are_read_whole() -> None:
+def test_the_real_files_are_read_completely() -> None:
     trace = read_trace(Path(os.environ[_REAL]))
     requests = list(trace.requests())
     assert requests and trace.unique_tokens() > 0
