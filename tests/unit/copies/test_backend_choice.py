@@ -73,7 +73,7 @@ def test_the_nearest_cell_decides(
     assert Selector(_cells()).choose(direction, _pieces(count, size)) is expected
 
 
-def test_what_was_not_measured_goes_as_fewer_of_its_size() -> None:
+def test_an_unmeasured_count_uses_the_cell_of_fewer_fragments() -> None:
     """128 KiB × 1024 is more than a calibration may take; so is much, where time ran out."""
     large = 128 * KIB
     cells = [
@@ -88,13 +88,13 @@ def test_what_was_not_measured_goes_as_fewer_of_its_size() -> None:
     assert selector.choose(Direction.LOAD, _pieces(1000, 64 * KIB)) is Backend.DMA, "another size"
 
 
-def test_what_is_not_aligned_goes_by_dma() -> None:
+def test_unaligned_pieces_use_dma() -> None:
     selector = Selector(_cells())
     assert selector.choose(Direction.LOAD, _pieces(64, 4 * KIB, start=8)) is Backend.DMA
     assert selector.choose(Direction.LOAD, _pieces(64, 4 * KIB - 4)) is Backend.DMA
 
 
-def test_without_a_table_everything_goes_by_dma() -> None:
+def test_without_a_table_every_piece_uses_dma() -> None:
     assert Selector().choose(Direction.LOAD, _pieces(64, 4 * KIB)) is Backend.DMA
 
 
@@ -114,7 +114,9 @@ def _cell(dma_us: float, kernel_us: float, **rest: float) -> Cell:
         (_cell(10.0, 10.0, overlap_us=10.0), Backend.DMA),
     ],
 )
-def test_what_is_not_clearly_faster_does_not_replace_dma(cell: Cell, expected: Backend) -> None:
+def test_a_backend_that_is_not_clearly_faster_does_not_replace_dma(
+    cell: Cell, expected: Backend
+) -> None:
     assert best_of(cell) is expected
     store = replace(cell, direction=Direction.STORE)
     for one in (cell, store):
@@ -135,7 +137,7 @@ def test_the_hint_is_only_for_pieces_of_128_kib_and_less() -> None:
     assert selector.choose(Direction.LOAD, _pieces(16, 256 * KIB)) is Backend.DMA
 
 
-def test_a_table_comes_back_from_its_file() -> None:
+def test_a_table_reads_back_from_its_file() -> None:
     cells = _cells()
     assert parse_cells(dump_cells(cells), 64 * MIB) == cells
     assert parse_cells(dump_cells(cells[:-1]), 4 * MIB) == cells[:-1], "enough for so many bytes"
@@ -166,7 +168,7 @@ def _calibrate(cuda: FakeCuda, budget_s: float) -> list[Cell]:
         assert not cuda.allocated and list(cuda.streams) == [0], "something was left"
 
 
-def test_calibration_measures_what_fits_and_leaves_nothing() -> None:
+def test_calibration_measures_sizes_that_fit_and_leaves_nothing() -> None:
     cuda = FakeCuda()
     cells = _calibrate(cuda, budget_s=1e9)
     fits = [(f, c) for f in FRAGMENT_BYTES for c in COUNTS if f * c <= 4 * MIB]
@@ -199,7 +201,7 @@ def test_calibration_without_gpu_memory_leaves_nothing() -> None:
         _calibrate(cuda, budget_s=1.0)
 
 
-def test_merging_what_is_next_to_each_other_keeps_every_byte() -> None:
+def test_merging_adjacent_pieces_keeps_every_byte() -> None:
     pieces = _pieces(4, 64)
     pieces[1, :2] = pieces[0, :2] + np.uint64(64)
     merged = coalesce(pieces, np.array([], np.uint64))
@@ -209,13 +211,13 @@ def test_merging_what_is_next_to_each_other_keeps_every_byte() -> None:
 
 @pytest.mark.parametrize("name", ["fragment_bytes", "count", "dma_us", "kernel_us", "spread"])
 @pytest.mark.parametrize("value", [None, "1", [], True, -1, float("nan"), float("inf")])
-def test_a_kept_table_with_what_is_no_measurement_is_none(name: str, value: object) -> None:
+def test_a_kept_table_with_an_invalid_measurement_is_refused(name: str, value: object) -> None:
     rows = json.loads(dump_cells(_cells()))["cells"]
     rows[0][name] = value
     with pytest.raises(ValueError, match=r"not a table of cells|cells missing"):
         parse_cells(json.dumps({"cells": rows}).encode(), 64 * MIB)
 
 
-def test_a_kept_table_that_is_nested_without_end_is_none() -> None:
+def test_a_kept_table_of_endless_nesting_is_refused() -> None:
     with pytest.raises(ValueError, match="not a table of cells"):
         parse_cells(b"[" * 100_000, 64 * MIB)

@@ -79,7 +79,7 @@ def test_a_table_that_was_cut_short_is_used_and_not_kept(
     assert "doctor --calibrate" in caplog.text
 
 
-def test_a_table_of_less_memory_does_not_serve_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_for_less_memory_does_not_serve_more(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = _Measured(monkeypatch)
     few, many = _ask(SIZE), _ask(64 * MIB)
     assert measured.times == 2 and len(few) < len(many)
@@ -102,7 +102,7 @@ def lock(tmp_path: Path) -> Iterator[Path]:
     os.close(handle)
 
 
-def test_nobody_measures_beside_another_process(
+def test_a_process_does_not_measure_beside_another(
     lock: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     measured = _Measured(monkeypatch)
@@ -112,7 +112,7 @@ def test_nobody_measures_beside_another_process(
         calibrate_again(FakeCuda(), lock_wait_s=0.0)
 
 
-def test_whoever_waited_takes_what_the_other_one_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_waited_uses_the_table_of_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks on one GPU start together: one measures, and the other one waits for it."""
     inside, go_on = threading.Event(), threading.Event()
     measured = _Measured(monkeypatch)
@@ -136,7 +136,7 @@ def test_whoever_waited_takes_what_the_other_one_kept(monkeypatch: pytest.Monkey
     assert found == [mine] and measured.times == 1
 
 
-def test_a_lock_that_cannot_be_had_keeps_nobody(
+def test_an_unavailable_lock_blocks_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "vllm-nvmeof-calibration.lock").symlink_to(tmp_path / "elsewhere")
@@ -145,7 +145,7 @@ def test_a_lock_that_cannot_be_had_keeps_nobody(
     assert not (tmp_path / "elsewhere").exists(), "somebody's link was followed"
 
 
-def test_calibrating_again_replaces_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recalibration_replaces_the_kept_table(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = _Measured(monkeypatch)
     first = _ask()
     cuda = FakeCuda()
@@ -156,7 +156,7 @@ def test_calibrating_again_replaces_what_is_kept(monkeypatch: pytest.MonkeyPatch
     assert _ask() == again and measured.times == 2
 
 
-def test_calibrating_again_must_come_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_recalibration_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     _Measured(monkeypatch, count=5)
     cuda = FakeCuda()
     with pytest.raises(EngineError, match="did not end in time; nothing was kept"):

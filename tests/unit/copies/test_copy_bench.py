@@ -85,7 +85,7 @@ def test_every_case_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
     assert "/" not in json.dumps(about).replace("GT/s", ""), "a path"
 
 
-def test_only_the_parts_that_were_asked_for(tmp_path: Path) -> None:
+def test_only_requested_parts_are_measured(tmp_path: Path) -> None:
     world = World(FakeCuda(), 1, SETTINGS.bytes_max)
     only = Settings(rounds=1, parts=("submit",), gib=4 / 1024, blocks=8, submit_size=4 * KIB)
     assert {(one.case, one.arm, one.direction) for one in Bench(world, only).copies()} == {
@@ -185,7 +185,7 @@ def test_a_calibration_that_fails_leaves_out_the_kernel() -> None:
     world.close()
 
 
-def test_where_no_arm_works_there_is_an_error() -> None:
+def test_without_a_working_arm_the_benchmark_fails() -> None:
     cuda = FakeCuda()
     world = World(cuda, 1, SETTINGS.bytes_max)
     cuda.fail = {"launch": cuda.calls["launch"], "copy_batch": cuda.calls["copy_batch"]}
@@ -193,7 +193,7 @@ def test_where_no_arm_works_there_is_an_error() -> None:
         Bench(world, SETTINGS).copies()
 
 
-def test_a_mistake_of_ours_is_no_failed_arm() -> None:
+def test_an_error_of_our_code_is_no_failed_arm() -> None:
     world = World(FakeCuda(), 1, SETTINGS.bytes_max)
 
     def wrong(*_: object) -> None:
@@ -264,7 +264,7 @@ CRC_SETTINGS = replace(
 )
 
 
-def test_crcs_are_measured_alone_and_beside_compute(working: FakeCuda) -> None:
+def test_crcs_are_measured_without_and_beside_compute(working: FakeCuda) -> None:
     world = World(working, 1, SETTINGS.bytes_max)
     kernel = working.load_kernel(b"", KERNEL_NAME)
     samples = Bench(world, CRC_SETTINGS, _Compute()).crc(kernel)

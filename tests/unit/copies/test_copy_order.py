@@ -133,11 +133,11 @@ class _FencesPassAtOnce(FakeCuda):
         return found
 
 
-def test_the_stub_shows_a_fence_that_nobody_waits_for() -> None:
+def test_the_stub_detects_a_fence_without_a_wait() -> None:
     assert _is_seen(_FencesPassAtOnce)
 
 
-def test_the_stub_shows_a_copy_that_is_not_made() -> None:
+def test_the_stub_detects_a_missing_copy() -> None:
     assert _is_seen(ignore=("copy_batch",))
 
 
@@ -154,16 +154,16 @@ def _is_seen_at_the_end(ignore: tuple[str, ...] = ()) -> bool:
     return False
 
 
-def test_the_stub_shows_a_store_that_may_be_read_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stub_detects_a_store_that_may_be_read_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dma, "ORDER_STREAM", ORDER_ANY)
     assert _is_seen_at_the_end()
 
 
-def test_the_stub_shows_an_end_that_waits_for_no_fence() -> None:
+def test_the_stub_detects_a_close_that_waits_for_no_fence() -> None:
     assert _is_seen_at_the_end(ignore=("wait_event",))
 
 
-def test_the_stub_is_quiet_about_the_end_itself() -> None:
+def test_the_stub_accepts_the_real_close() -> None:
     assert not _is_seen_at_the_end()
 
 
@@ -182,11 +182,11 @@ class _RecordsFirst(FakeCuda):
             self.streams[late[0]].append(late[1])
 
 
-def test_the_stub_shows_a_ticket_that_ends_before_its_copy() -> None:
+def test_the_stub_detects_a_ticket_that_ends_before_its_copy() -> None:
     assert _is_seen(_RecordsFirst)
 
 
-def test_the_stub_is_quiet_about_the_engine_itself() -> None:
+def test_the_stub_accepts_the_real_engine() -> None:
     assert not _is_seen()
 
 

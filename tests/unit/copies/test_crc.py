@@ -84,7 +84,7 @@ def _crcs(
 
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
-def test_it_is_the_crc_of_the_library(on_cpu: ctypes.CDLL, fast: bool, sizes: list[int]) -> None:
+def test_the_crc_is_that_of_the_library(on_cpu: ctypes.CDLL, fast: bool, sizes: list[int]) -> None:
     chunk = Chunk(sizes, seed=len(sizes))
     assert _crcs(on_cpu, [chunk], fast) == [chunk.crc]
 
@@ -96,7 +96,7 @@ def test_it_is_the_crc_of_the_library(on_cpu: ctypes.CDLL, fast: bool, sizes: li
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_pieces_in_any_grid(
+def test_any_pieces_in_any_grid_have_the_right_crcs(
     on_cpu: ctypes.CDLL, stripes: list[list[int]], grid: tuple[int, int], skew: int, seed: int
 ) -> None:
     chunks = [
@@ -106,7 +106,7 @@ def test_any_pieces_in_any_grid(
     assert _crcs(on_cpu, chunks, grid=grid) == [chunk.crc for chunk in chunks]
 
 
-def test_one_changed_bit_is_seen(on_cpu: ctypes.CDLL) -> None:
+def test_one_changed_bit_is_detected(on_cpu: ctypes.CDLL) -> None:
     chunk = Chunk([72 * KIB] * 2)
     before = chunk.crc
     for piece, at in ((0, 0), (1, 72 * KIB - 1), (0, 64 * KIB), (1, 12_345)):
@@ -127,7 +127,7 @@ def test_a_piece_that_is_not_aligned_is_refused() -> None:
         cut_chunks([np.array([(0x1008, 512)], np.uint64)])
 
 
-def test_the_host_s_half_over_the_stub() -> None:
+def test_the_host_side_launches_crcs_over_the_stub() -> None:
     """Launches of 8 MiB at most, each with its own rows and words; the stub has the library's."""
     cuda = FakeCuda()
     chunks = [Chunk([2 * MIB], seed) for seed in range(5)] + [Chunk([72 * KIB] * 5, 9)]
@@ -146,7 +146,7 @@ def test_the_source_is_the_one_in_the_repository() -> None:
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_it_compiles_to_machine_code_without_spills(arch: str) -> None:
+def test_the_source_compiles_to_machine_code_without_spills(arch: str) -> None:
     log = io.StringIO()
     code = compile_kernels(arch, CRC_BLOCKS, log)
     assert code.startswith(b"\x7fELF") and b"crc_blocks_reference" in code

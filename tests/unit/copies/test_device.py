@@ -25,7 +25,7 @@ from vllm_nvmeof_offload.units import MIB, PAGE_BYTES
 NO_GPU = not Path("/dev/nvidiactl").exists()
 
 
-def test_the_cpu_has_the_engine_of_the_host() -> None:
+def test_the_cpu_uses_the_host_engine() -> None:
     staging = Staging(PAGE_BYTES, 3, 1)
     starts = np.array([], np.uint64)
     engine, fallbacks = open_device("cpu").copy_engine("auto", staging.map, starts, lambda: None)
@@ -39,7 +39,7 @@ def test_another_kind_of_device_is_refused_by_name() -> None:
         open_device("xpu:0")
 
 
-def test_a_gpu_of_amd_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_amd_gpu_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = SimpleNamespace(version=SimpleNamespace(hip="6.4"))
     monkeypatch.setitem(sys.modules, "torch", torch)
     with pytest.raises(EngineError, match="AMD"):
@@ -56,7 +56,7 @@ def test_a_gpu_without_cuda_python_is_refused_with_the_remedy(
 
 
 @pytest.mark.skipif(not NO_GPU, reason="there is a GPU here")
-def test_no_driver_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cuda.bindings.driver")
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=SimpleNamespace(hip=None)))
     with pytest.raises(EngineError, match="driver") as error:

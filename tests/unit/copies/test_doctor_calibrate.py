@@ -46,7 +46,7 @@ def test_doctor_calibrates_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_doctor_says_why_a_gpu_was_not_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_why_a_gpu_was_not_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
     def cut_short(cuda: Cuda) -> list[Cell]:
         raise EngineError("nothing was kept")
 
@@ -62,7 +62,7 @@ def test_doctor_says_why_a_gpu_was_not_calibrated(monkeypatch: pytest.MonkeyPatc
     assert broken.severity is Severity.WARNING and "OUT_OF_MEMORY" in broken.evidence
 
 
-def test_doctor_without_a_gpu_says_so_once() -> None:
+def test_doctor_reports_a_missing_gpu_once() -> None:
     def open_gpu(number: int) -> Cuda:
         raise EngineError("no NVIDIA driver here")
 

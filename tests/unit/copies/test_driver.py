@@ -51,7 +51,7 @@ def _run(stub: Path, **environment: str) -> None:
 
 
 @needs_bindings
-def test_cuda_python_is_called_as_it_wants_to_be(stub: Path) -> None:
+def test_cuda_python_accepts_our_calls(stub: Path) -> None:
     _run(stub)
 
 
@@ -61,7 +61,7 @@ def test_a_driver_without_the_batch_call_copies_one_by_one(stub: Path) -> None:
 
 
 @needs_bindings
-def test_the_attributes_of_a_copy_lie_where_the_driver_looks() -> None:
+def test_copy_attributes_are_where_the_driver_reads_them() -> None:
     api = importlib.import_module("cuda.bindings.driver")
     theirs = api.CUmemcpyAttributes()
     order = api.CUmemcpySrcAccessOrder
@@ -74,7 +74,9 @@ def test_the_attributes_of_a_copy_lie_where_the_driver_looks() -> None:
     assert ctypes.string_at(theirs.getPtr(), size) == bytes(ours)
 
 
-def test_without_cuda_python_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cuda_python_the_error_names_the_missing_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     with pytest.raises(EngineError, match="cuda-python"):
         driver.Cuda(0)

@@ -62,7 +62,7 @@ def test_the_directions_do_not_wait_for_each_other() -> None:
 
 
 @pytest.mark.parametrize("backend", list(Backend))
-def test_no_call_waits_but_close(backend: Backend) -> None:
+def test_only_close_waits(backend: Backend) -> None:
     rig = Rig(FakeCuda(), 2, backend)
     for _ in range(3):
         rig.store([0, 1], [0])
@@ -121,7 +121,7 @@ def test_two_tensors_side_by_side_are_not_one_descriptor() -> None:
     rig.engine.close()
 
 
-def test_many_pieces_go_in_calls_of_at_most_4096() -> None:
+def test_many_pieces_are_submitted_in_calls_of_at_most_4096() -> None:
     rig = Rig(FakeCuda(), 1)
     rig.cuda.regions = None
     cache, staging = np.arange(20_000, dtype=np.uint16), np.zeros(20_000, np.uint16)
@@ -202,7 +202,7 @@ def test_a_ticket_that_failed_half_way_ends_after_its_other_half() -> None:
     rig.engine.close()
 
 
-def test_close_waits_for_what_is_under_way_and_frees_everything() -> None:
+def test_close_waits_for_work_in_flight_and_frees_everything() -> None:
     rig = Rig(FakeCuda(), 2, Backend.KERNEL)
     rig.cache[:] = rig.fresh(rig.cache.shape)
     rig.store([0, 1], [0])
@@ -211,7 +211,7 @@ def test_close_waits_for_what_is_under_way_and_frees_everything() -> None:
     assert rig.pins.closed and not rig.cuda.allocated and not rig.cuda.events
 
 
-class _LateBell(FakeCuda):
+class _LateWaiters(FakeCuda):
     """Threads that wait for an event look at it only when the gate is open."""
 
     def __init__(self) -> None:
@@ -223,10 +223,10 @@ class _LateBell(FakeCuda):
         super().synchronize_event(event)
 
 
-def test_an_event_is_not_recorded_again_while_the_bell_needs_it() -> None:
-    rung = threading.Semaphore(0)
-    cuda = _LateBell()
-    rig = Rig(cuda, 1, on_done=rung.release)
+def test_an_event_is_not_recorded_again_while_a_waiter_thread_needs_it() -> None:
+    signals = threading.Semaphore(0)
+    cuda = _LateWaiters()
+    rig = Rig(cuda, 1, on_done=signals.release)
     fence = rig.engine.record_fence()
     pieces = rig.pieces([0, 1], [0])
 
@@ -240,22 +240,22 @@ def test_an_event_is_not_recorded_again_while_the_bell_needs_it() -> None:
     assert cuda.calls["create_event"] == made + 3
     cuda.gate.set()
     for _ in range(3):
-        assert rung.acquire(timeout=120)
+        assert signals.acquire(timeout=120)
     run(3)
     assert cuda.calls["create_event"] == made + 3
     rig.engine.close()
 
 
-def test_the_bell_rings_for_every_ticket_from_threads_of_its_own() -> None:
-    rung = threading.Semaphore(0)
-    rig = Rig(FakeCuda(), 1, on_done=rung.release)
+def test_waiter_threads_signal_every_ticket() -> None:
+    signals = threading.Semaphore(0)
+    rig = Rig(FakeCuda(), 1, on_done=signals.release)
     me = threading.get_ident()
     for _ in range(20):
         store, load = rig.store([0, 1], [0]), rig.load([2, 3], [5])
         seen: set[int] = set()
         while seen != {store, load}:
             rig.cuda.drain()
-            assert rung.acquire(timeout=120)
+            assert signals.acquire(timeout=120)
             seen |= {ticket for ticket, _ in rig.engine.poll()}
     assert me not in rig.cuda.callers["synchronize_event"]
     rig.engine.close()

@@ -87,7 +87,7 @@ def test_the_engine_has_two_streams_however_many_fences_are_open() -> None:
     rig.engine.close()
 
 
-def test_what_waits_for_its_memory_holds_up_nobody_else() -> None:
+def test_a_ticket_that_waits_for_its_memory_delays_no_other() -> None:
     rig = Rig(FakeCuda(), 1)
     fence = rig.passed_fence()
     rig.pins.state = Readiness.WAITING
@@ -102,7 +102,7 @@ def test_what_waits_for_its_memory_holds_up_nobody_else() -> None:
 
 
 @directions
-def test_a_ticket_of_nothing_ends_behind_all_before_it_of_its_direction(
+def test_an_empty_ticket_ends_after_all_earlier_ones_of_its_direction(
     direction: Direction,
 ) -> None:
     """Also behind one whose fence is younger than its own: that is what it is for."""
@@ -119,7 +119,7 @@ def test_a_ticket_of_nothing_ends_behind_all_before_it_of_its_direction(
 
 
 @pytest.mark.parametrize("backend", list(Backend))
-def test_what_a_late_fence_lets_through_has_the_right_bytes(backend: Backend) -> None:
+def test_copies_behind_a_late_fence_have_the_right_bytes(backend: Backend) -> None:
     """A store of what the forward pass writes, given when an older store is still to come."""
     rig = Rig(FakeCuda(), 2, backend)
     before, after = rig.fresh(rig.cache.shape), rig.fresh(rig.cache.shape)
@@ -136,31 +136,31 @@ def test_what_a_late_fence_lets_through_has_the_right_bytes(backend: Backend) ->
     rig.engine.close()
 
 
-def test_the_bell_rings_for_an_older_fence_while_it_waits_for_a_younger_one() -> None:
+def test_an_older_fence_is_signalled_while_a_younger_one_is_awaited() -> None:
     """Nobody polls unasked: the older one's ticket came when the bell had the younger."""
-    rung = threading.Semaphore(0)
-    rig = Rig(FakeCuda(), 1, on_done=rung.release)
+    signals = threading.Semaphore(0)
+    rig = Rig(FakeCuda(), 1, on_done=signals.release)
     old, young = _fences(rig, 2)
     younger = _submit(rig, Direction.LOAD, 0, young)
     older = _submit(rig, Direction.LOAD, 1, old)
     _pass_one(rig)
-    assert rung.acquire(timeout=20), "nobody says that the older fence has passed"
+    assert signals.acquire(timeout=20), "nobody says that the older fence has passed"
     assert _run_copies(rig) == {older}
     _pass_one(rig)
     done: set[int] = set()
     while not done:
-        assert rung.acquire(timeout=20), "nobody says that the younger fence has passed"
+        assert signals.acquire(timeout=20), "nobody says that the younger fence has passed"
         done = _run_copies(rig)
     assert done == {younger}
     rig.engine.close()
 
 
-def test_a_fence_that_nobody_can_ask_about_fails_its_tickets_and_rings() -> None:
-    rung = threading.Semaphore(0)
-    rig = Rig(FakeCuda(), 1, on_done=rung.release)
+def test_a_fence_whose_query_fails_fails_its_tickets_and_signals() -> None:
+    signals = threading.Semaphore(0)
+    rig = Rig(FakeCuda(), 1, on_done=signals.release)
     rig.cuda.fail["event_is_done"] = rig.cuda.calls["event_is_done"]
     ticket = _submit(rig, Direction.LOAD, 0, rig.engine.record_fence())
-    assert rung.acquire(timeout=20)
+    assert signals.acquire(timeout=20)
     assert [(number, outcome.ok) for number, outcome in rig.engine.poll()] == [(ticket, False)]
     rig.cuda.drain()
     rig.engine.close()

@@ -54,7 +54,7 @@ def _everything(pins: StagingPinning) -> Readiness:
     return pins.readiness(np.array([BASE + n * PAGE_BYTES for n in range(SLOTS)], np.uint64))
 
 
-def test_memory_is_registered_meanwhile() -> None:
+def test_memory_is_registered_during_a_capture() -> None:
     cuda = FakeCuda()
     pins = _pins(cuda)
     cuda.capturing = True
@@ -64,7 +64,7 @@ def test_memory_is_registered_meanwhile() -> None:
     assert _everything(pins) is Readiness.READY
 
 
-def test_where_a_driver_refuses_it_is_done_after_the_capture(
+def test_memory_refused_during_a_capture_is_registered_after_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(pinning, "_CAPTURE_S", 0.001)
@@ -81,7 +81,7 @@ def test_where_a_driver_refuses_it_is_done_after_the_capture(
     assert not caplog.records
 
 
-def test_a_refusal_that_does_not_end_does_not_keep_the_server_from_ending() -> None:
+def test_a_lasting_refusal_does_not_prevent_shutdown() -> None:
     cuda = FakeCuda(ignore=UNDECLARED)
     pins = _pins(cuda)
     cuda.capturing = True
@@ -91,11 +91,11 @@ def test_a_refusal_that_does_not_end_does_not_keep_the_server_from_ending() -> N
 
 
 @pytest.mark.parametrize(("ignored", "spoils"), [((), False), (UNDECLARED, True)])
-def test_copies_start_and_end_meanwhile(ignored: tuple[str, ...], spoils: bool) -> None:
+def test_copies_start_and_end_during_a_capture(ignored: tuple[str, ...], spoils: bool) -> None:
     """On the pipeline's thread, which polls, and the bells', which wait."""
     cuda = FakeCuda(ignore=ignored)
-    rung = threading.Semaphore(0)
-    rig = Rig(cuda, 2, on_done=rung.release)
+    signals = threading.Semaphore(0)
+    rig = Rig(cuda, 2, on_done=signals.release)
     fence = rig.engine.record_fence()
     ended: list[bool] = []
 
@@ -103,7 +103,7 @@ def test_copies_start_and_end_meanwhile(ignored: tuple[str, ...], spoils: bool) 
         ticket = rig.engine.submit(Direction.STORE, rig.pieces([0, 1], [0]), fence)
         while not ended:
             cuda.drain()
-            assert rung.acquire(timeout=120)
+            assert signals.acquire(timeout=120)
             ended.extend(outcome.ok for done, outcome in rig.engine.poll() if done == ticket)
 
     cuda.capturing = True

@@ -26,7 +26,7 @@ EDGES = [1, 16, PART_BYTES_MAX - 1, PART_BYTES_MAX, PART_BYTES_MAX + 1, 3 * PART
 
 @given(sizes=st.lists(st.sampled_from(EDGES) | st.integers(1, MIB), max_size=30))
 @settings(max_examples=100, deadline=None)
-def test_parts_are_their_pieces_again(sizes: list[int]) -> None:
+def test_the_parts_of_a_piece_add_up_to_it(sizes: list[int]) -> None:
     pieces = np.array(
         [(at << 40, at << 50, size) for at, size in enumerate(sizes, 1)], np.uint64
     ).reshape(-1, 3)
@@ -81,7 +81,7 @@ def test_a_launch_has_at_most_eight_mib_and_few_blocks() -> None:
     assert max(cuda.grids) == BLOCKS_MAX <= 8
 
 
-def test_many_small_pieces_take_several_tables_and_one_long_one_only_what_it_needs() -> None:
+def test_many_small_pieces_use_several_tables_and_a_long_one_only_its_share() -> None:
     assert [len(sizes) for sizes in _copy([16] * 10_000).launched] == [4096, 4096, 1808]
     one_table = DESCRIPTORS_MAX * PART_BYTES_MAX
     assert len(_copy([one_table // 8] * 8, tables=1).launched) == one_table // LAUNCH_BYTES_MAX
@@ -99,6 +99,6 @@ def test_without_enough_tables_nothing_is_done() -> None:
     kernel.close()
 
 
-def test_few_parts_take_few_blocks() -> None:
+def test_few_parts_use_few_thread_blocks() -> None:
     assert _copy([KIB]).grids == [1]
     assert _copy([KIB] * 17).grids == [2]

@@ -45,7 +45,7 @@ def _addresses(*slots: int) -> np.ndarray:
     return np.array([BASE + slot * SLOT + PAGE_BYTES for slot in slots], np.uint64)
 
 
-def test_slots_are_ready_as_their_piece_is() -> None:
+def test_slots_are_ready_when_their_piece_is_registered() -> None:
     cuda, changed = _SlowCuda(), threading.Semaphore(0)
     # Two slots and a half a piece: a piece is two slots.
     pins = StagingPinning(cuda, StagingMap(BASE, SLOT, 6, 1), changed.release, 5 * SLOT // 2)
@@ -66,7 +66,9 @@ def test_slots_are_ready_as_their_piece_is() -> None:
     assert not cuda.registered
 
 
-def test_memory_that_cannot_be_registered_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_cannot_be_registered_fails_only_its_slots(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     cuda, changed = FakeCuda(), threading.Semaphore(0)
     cuda.fail["register"] = 2
     pins = StagingPinning(cuda, StagingMap(BASE, SLOT, 3, 0), changed.release, SLOT)
@@ -87,7 +89,7 @@ def test_a_machine_that_cannot_register_at_all_refuses_to_start() -> None:
         StagingPinning(cuda, StagingMap(BASE, SLOT, 3, 0), lambda: None)
 
 
-def test_closing_half_way_leaves_nothing_registered() -> None:
+def test_closing_during_registration_leaves_nothing_registered() -> None:
     cuda, changed = _SlowCuda(), threading.Semaphore(0)
     pins = StagingPinning(cuda, StagingMap(BASE, SLOT, 9, 0), changed.release, SLOT)
     pins.start()
@@ -98,13 +100,13 @@ def test_closing_half_way_leaves_nothing_registered() -> None:
     assert not closer.is_alive() and not cuda.registered
 
 
-def test_populate_brings_every_page_in_and_says_how_far_it_is() -> None:
+def test_populate_touches_every_page_and_reports_progress() -> None:
     size = 3 * MIB
     memory = mmap.mmap(-1, size)
     view = np.frombuffer(memory, np.uint8)
-    told: list[tuple[int, int]] = []
-    populate(view.ctypes.data, size, lambda *at: told.append(at))
-    assert told[-1] == (size, size)
+    reported: list[tuple[int, int]] = []
+    populate(view.ctypes.data, size, lambda *at: reported.append(at))
+    assert reported[-1] == (size, size)
     vector = (ctypes.c_ubyte * (size // mmap.PAGESIZE))()
     libc = ctypes.CDLL(None)
     assert libc.mincore(ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(size), vector) == 0
@@ -113,7 +115,7 @@ def test_populate_brings_every_page_in_and_says_how_far_it_is() -> None:
     memory.close()
 
 
-def test_a_node_that_is_not_known_or_not_there_is_no_preference() -> None:
+def test_an_unknown_or_missing_node_is_no_preference() -> None:
     memory = mmap.mmap(-1, MIB)
     view = np.frombuffer(memory, np.uint8)
     assert not prefer_node(view.ctypes.data, MIB, None)
@@ -153,9 +155,7 @@ def _store(cuda: FakeCuda, engine: CudaCopyEngine, memory: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize(("backend", "launches"), [("dma", 0), ("dma_overlap", 0), ("kernel", 1)])
-def test_a_backend_that_is_asked_for_is_used(
-    backend: str, launches: int, memory: np.ndarray
-) -> None:
+def test_a_configured_backend_is_used(backend: str, launches: int, memory: np.ndarray) -> None:
     cuda = FakeCuda()
     engine, _ = _engine(cuda, backend, memory)
     _store(cuda, engine, memory)
@@ -182,7 +182,7 @@ def test_auto_measures_once_and_remembers(
     assert measured[0] > 0 and measured[1] == 0
 
 
-def test_auto_says_what_it_lacks_and_kernel_refuses(
+def test_auto_logs_a_missing_requirement_and_kernel_refuses(
     memory: np.ndarray, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(arch: str, directory: Path) -> bytes:

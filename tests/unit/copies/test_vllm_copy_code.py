@@ -71,7 +71,7 @@ class Theirs:
 
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("size", [4 * KIB, 20, 64 * KIB])
-def test_bytes_go_the_right_way_by_the_function_that_vllm_takes(
+def test_bytes_are_copied_in_the_right_direction_by_vllms_function(
     direction: Direction, size: int
 ) -> None:
     current: list[object] = [None]
@@ -108,7 +108,7 @@ def _arguments(module: str, function: str) -> list[str]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="no vLLM here")
-def test_the_installed_vllm_takes_these_arguments() -> None:
+def test_the_installed_vllm_accepts_these_arguments() -> None:
     batch = _arguments("_custom_ops", "swap_blocks_batch")
     assert batch[3:] == ["is_src_access_order_any"] and batch[0].startswith("src")
     small = _arguments("v1.kv_offload.cpu.swap_blocks_triton", "swap_blocks_batch")
