@@ -77,7 +77,7 @@ def test_a_link_is_followed_once_it_is_safe(tree: Tree, tmp_path: Path) -> None:
     assert {one.subject for one in found.findings} == {str(tmp_path / "link/pool")}
 
 
-def test_a_figure_is_set_beside_what_the_links_allow(
+def test_a_measured_rate_is_compared_with_the_rate_of_the_links(
     tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local_nvme(tree)

@@ -88,7 +88,7 @@ def test_the_link_of_an_idle_gpu_may_sleep(tree: Tree, monkeypatch: pytest.Monke
     assert link.severity is Severity.WARNING and "16 GT/s x8" in link.evidence
 
 
-def test_a_whole_link_is_well(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_link_is_ok(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = read(tree, monkeypatch, nvmlDeviceGetCurrPcieLinkGeneration=5)
     assert judge_gpus(machine(gpu))[0].severity is Severity.OK
 
@@ -100,7 +100,7 @@ def test_a_gpu_of_another_node_is_a_warning(tree: Tree, monkeypatch: pytest.Monk
     assert "--cpunodebind=1" in node.remedy
 
 
-def test_what_a_gpu_does_not_tell_is_not_judged(
+def test_values_that_a_gpu_does_not_report_are_not_judged(
     tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent = dict.fromkeys(
@@ -111,14 +111,14 @@ def test_what_a_gpu_does_not_tell_is_not_judged(
     assert [one.check for one in judge_gpus(machine(gpu))] == ["gpu_node"]
 
 
-def test_start_up_warns_of_its_own_gpu_alone(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_up_warns_only_about_its_own_gpu(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     here = machine(read(tree, monkeypatch), own=0)
     monkeypatch.setattr(judge_gpu, "read_machine", lambda: here)
     assert [line.split(":")[0] for line in gpu_warnings(UUID)] == ["GPU 0", "GPU 0"]
     assert gpu_warnings("f" * 32) == ()
 
 
-def test_nvidias_module_has_all_that_is_asked() -> None:
+def test_nvidias_module_has_every_function_that_is_called() -> None:
     nvml = pytest.importorskip("pynvml")
     for name in (*ANSWERS, "nvmlInit", "nvmlShutdown", "nvmlDeviceGetCount", "NVMLError"):
         assert callable(getattr(nvml, name)), name

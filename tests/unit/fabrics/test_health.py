@@ -41,7 +41,7 @@ class Bench:
         return self.health.verdict
 
 
-def test_suspect_until_the_kernel_has_returned_everything() -> None:
+def test_a_target_is_suspect_until_the_kernel_has_returned_everything() -> None:
     bench = Bench()
     attachments = [bench.health.began() for _ in range(3)]
     for attachment in attachments[:2]:
@@ -57,7 +57,7 @@ def test_suspect_until_the_kernel_has_returned_everything() -> None:
 
 
 @pytest.mark.parametrize("number", [0, errno.ENODEV, errno.ENXIO, errno.ESHUTDOWN, errno.ENOLINK])
-def test_a_few_failures_of_the_target_in_a_row_and_it_is_gone(number: int) -> None:
+def test_a_few_failures_in_a_row_make_a_target_gone(number: int) -> None:
     bench = Bench()
     for _ in range(FAILURES_MAX - 1):
         assert bench.end(io_error(number)) is Verdict.OK
@@ -65,7 +65,7 @@ def test_a_few_failures_of_the_target_in_a_row_and_it_is_gone(number: int) -> No
     assert str(io_error(number)) in bench.health.reason
 
 
-def test_eio_on_one_slot_is_that_slots_own_on_many_the_targets() -> None:
+def test_eio_on_one_slot_blames_the_slot_and_on_many_the_target() -> None:
     bench = Bench()
     for _ in range(5 * FAILED_SLOTS_MAX):
         assert bench.end(EIO, slot=7) is Verdict.OK
@@ -75,7 +75,7 @@ def test_eio_on_one_slot_is_that_slots_own_on_many_the_targets() -> None:
 
 
 @pytest.mark.parametrize("answer", [OK, CHECKSUM_MISMATCH])
-def test_a_success_begins_the_count_anew_for_its_direction(answer: Outcome) -> None:
+def test_a_success_restarts_the_count_of_its_direction(answer: Outcome) -> None:
     bench = Bench()
     for slot in range(10):
         assert bench.end(ENODEV, slot) is Verdict.OK
@@ -96,14 +96,14 @@ def test_no_answer_is_neither_success_nor_failure(outcome: Outcome) -> None:
     assert bench.end(ENODEV) is Verdict.GONE
 
 
-def test_errors_that_are_a_slots_own_count_for_nothing() -> None:
+def test_errors_of_a_single_slot_do_not_count_against_the_target() -> None:
     bench = Bench()
     for slot in range(50):
         for number in (errno.ENOSPC, errno.ENODATA, errno.EILSEQ):
             assert bench.end(io_error(number), slot) is Verdict.OK
 
 
-def test_gone_is_for_good_until_it_is_attached() -> None:
+def test_a_gone_target_stays_gone_until_it_is_attached() -> None:
     bench = Bench()
     old = bench.health.began()
     bench.health.late(old)
@@ -124,7 +124,7 @@ def test_gone_is_for_good_until_it_is_attached() -> None:
     assert bench.verdict is Verdict.OK
 
 
-def test_where_nobody_attaches_again_failures_do_not_make_it_gone() -> None:
+def test_without_reattachment_failures_do_not_make_a_target_gone() -> None:
     bench = Bench(can_return=False)
     for slot in range(50):
         assert bench.end(ENODEV, slot) is Verdict.OK
@@ -143,7 +143,7 @@ def test_where_nobody_attaches_again_failures_do_not_make_it_gone() -> None:
         (PathStates(device=False), Verdict.GONE),
     ],
 )
-def test_what_sysfs_shows(paths: PathStates, verdict: Verdict) -> None:
+def test_sysfs_states_give_verdicts(paths: PathStates, verdict: Verdict) -> None:
     bench = Bench()
     bench.health.watched(paths)
     assert bench.verdict is verdict
@@ -151,7 +151,7 @@ def test_what_sysfs_shows(paths: PathStates, verdict: Verdict) -> None:
     assert bench.verdict is (Verdict.GONE if verdict is Verdict.GONE else Verdict.OK)
 
 
-def test_what_was_seen_of_an_older_attachment_counts_for_nothing() -> None:
+def test_results_of_an_older_attachment_do_not_count() -> None:
     bench = Bench()
     bench.health.lost("the test says so")
     bench.health.attached()

@@ -28,7 +28,7 @@ def judged(tree: Tree) -> dict[str, Finding]:
     return {one.check: one for one in judge_paths(tree.discover())}
 
 
-def test_a_good_fabric_has_only_what_cannot_be_seen(tree: Tree) -> None:
+def test_a_good_fabric_has_only_ok_findings(tree: Tree) -> None:
     for controller in two_paths(tree, iopolicy="round-robin"):
         (controller / "fast_io_fail_tmo").write_text("5\n")
     found = judged(tree)
@@ -41,7 +41,7 @@ def test_a_good_fabric_has_only_what_cannot_be_seen(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize("file_system", ["ext4", "tmpfs"])
-def test_not_on_nvmeof_is_fine_and_said(tree: Tree, file_system: str) -> None:
+def test_a_target_not_on_nvmeof_is_ok_and_reported(tree: Tree, file_system: str) -> None:
     number = "8:0" if file_system == "ext4" else "0:9"
     tree.disk("sda", "8:0")
     tree.mount("/mnt/kv", number, file_system=file_system)
@@ -51,7 +51,7 @@ def test_not_on_nvmeof_is_fine_and_said(tree: Tree, file_system: str) -> None:
     assert f"not on NVMe over Fabrics: {file_system}" in found["fabric"].evidence
 
 
-def test_local_nvme_is_said_too_and_asked_for_no_paths(tree: Tree) -> None:
+def test_local_nvme_is_reported_and_needs_no_paths(tree: Tree) -> None:
     local_nvme(tree)
     found = judged(tree)
     assert list(found) == ["fabric", "controllers"]
@@ -104,7 +104,7 @@ def test_iopolicy(
 
 
 @pytest.mark.parametrize(
-    ("ana", "severity", "said"),
+    ("ana", "severity", "evidence"),
     [
         (("optimized", "optimized"), OK, "nvme0c1n1 optimized"),
         (("optimized", "inaccessible"), WARNING, "nvme0c1n1 inaccessible"),
@@ -113,11 +113,13 @@ def test_iopolicy(
         ((None, None), OK, "unknown"),
     ],
 )
-def test_ana(tree: Tree, ana: tuple[str | None, str | None], severity: Severity, said: str) -> None:
+def test_ana(
+    tree: Tree, ana: tuple[str | None, str | None], severity: Severity, evidence: str
+) -> None:
     two_paths(tree, ana=ana)
     found = judged(tree)["ana"]
     assert found.severity is severity
-    assert said in found.evidence
+    assert evidence in found.evidence
 
 
 @pytest.mark.parametrize(
@@ -138,14 +140,14 @@ def test_controllers(tree: Tree, states: tuple[str, str], severity: Severity) ->
 
 
 @pytest.mark.parametrize(
-    ("loss", "said"),
+    ("loss", "evidence"),
     [("600", "ctrl_loss_tmo, 600 s"), ("off", "for ever"), ("", "unknown")],
 )
-def test_fast_io_fail_is_off(tree: Tree, loss: str, said: str) -> None:
+def test_fast_io_fail_is_off(tree: Tree, loss: str, evidence: str) -> None:
     one_path(tree, ctrl_loss_tmo=loss)
     found = judged(tree)["fast_io_fail_tmo"]
     assert found.severity is WARNING
-    assert said in found.evidence
+    assert evidence in found.evidence
     assert "echo 5 | tee /sys/class/nvme/nvme0/fast_io_fail_tmo" in found.remedy
     assert "--fast_io_fail_tmo=5 --ctrl-loss-tmo=600" in found.remedy
 
@@ -159,7 +161,7 @@ def test_tls_and_authentication(tree: Tree, key: str, severity: Severity) -> Non
         assert (option in found[check].remedy) == (severity is WARNING)
 
 
-def test_security_is_not_asked_of_rdma(tree: Tree) -> None:
+def test_rdma_is_not_judged_on_security(tree: Tree) -> None:
     one_path(tree, transport="rdma", tls_key="", dhchap_secret="none")
     assert not {"tls", "authentication"} & set(judged(tree))
 
@@ -233,7 +235,7 @@ def test_numa(
     assert bool(found.remedy) == bool(remedy)
 
 
-def test_one_node_or_none_known_is_no_matter(tree: Tree) -> None:
+def test_one_node_or_no_known_node_is_no_finding(tree: Tree) -> None:
     local_nvme(tree, numa_node="-1")
     assert judge_numa(tree.discover(), {}, MACHINE) == []
     one = replace(MACHINE, nodes={0: frozenset({0})})
@@ -241,7 +243,7 @@ def test_one_node_or_none_known_is_no_matter(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "targets", "severity", "said"),
+    ("kernel", "targets", "severity", "evidence"),
     [
         ((6, 12), 4, OK, ""),
         ((6, 8), 1, OK, ""),
@@ -251,10 +253,12 @@ def test_one_node_or_none_known_is_no_matter(tree: Tree) -> None:
         ((0, 0), 1, OK, "unknown"),
     ],
 )
-def test_the_kernel(kernel: tuple[int, int], targets: int, severity: Severity, said: str) -> None:
+def test_the_kernel(
+    kernel: tuple[int, int], targets: int, severity: Severity, evidence: str
+) -> None:
     found = judge_kernel(replace(MACHINE, kernel=kernel), targets)
     assert found.severity is severity
-    assert said in found.evidence
+    assert evidence in found.evidence
     assert ("or later" in found.remedy) == (severity is WARNING)
 
 

@@ -48,7 +48,7 @@ def test_the_interface_of_a_path(tree: Tree, address: str, expected: str | None)
     assert names(tree).get("nvme0") == expected
 
 
-def test_two_interfaces_on_one_subnet_are_not_guessed_from(tree: Tree) -> None:
+def test_two_interfaces_on_one_subnet_give_no_guess(tree: Tree) -> None:
     two_nics(tree)
     tree.route("eth1", "0000000A")
     one_path(tree, address="traddr=10.0.0.2,host_traddr=10.0.0.1")
@@ -89,7 +89,7 @@ def test_a_bond_has_the_cards_below_it_and_a_virtual_interface_no_speed(tree: Tr
 
 
 @pytest.mark.skipif(sys.byteorder != "little", reason="the routes made up here are little-endian")
-def test_links_add_up_once_each(tree: Tree) -> None:
+def test_each_link_counts_once(tree: Tree) -> None:
     two_nics(tree)
     first, _ = two_paths(tree)
     fabric = tree.discover()
@@ -107,7 +107,7 @@ def test_a_local_drives_link(tree: Tree) -> None:
     assert link_bytes_per_s(fabric, {}) == pytest.approx(16e9 * 4 / 8 * 128 / 130)
 
 
-def test_without_any_link_nothing_is_allowed_or_forbidden(tree: Tree) -> None:
+def test_without_any_link_no_rate_is_known(tree: Tree) -> None:
     tree.disk("sda", "8:0")
     tree.mount("/mnt/kv", "8:0")
     assert link_bytes_per_s(tree.discover(), {}) is None

@@ -46,7 +46,7 @@ def line_of(mount: Mount, optional: list[str]) -> str:
 
 
 @given(st.lists(st.tuples(mounts(), st.lists(tags, max_size=3)), max_size=4))
-def test_what_the_kernel_writes_is_read_back(made: list[tuple[Mount, list[str]]]) -> None:
+def test_the_kernels_escapes_are_decoded(made: list[tuple[Mount, list[str]]]) -> None:
     text = "".join(line_of(mount, optional) + "\n" for mount, optional in made)
     assert parse_mountinfo(text) == [mount for mount, _ in made]
 
@@ -62,7 +62,7 @@ def test_a_look_up_in_any_table_ends(table: list[Mount], path: str) -> None:
     assert mount_of("/" + path, table) in [*table, None]
 
 
-def test_bytes_that_are_no_text_are_read(tmp_path: Path) -> None:
+def test_bytes_that_are_not_text_are_read(tmp_path: Path) -> None:
     (tmp_path / "mountinfo").write_bytes(b"1 1 8:1 / /\xff\\040x rw - xfs /dev/sda rw\n")
     (mount,) = read_mounts(str(tmp_path / "mountinfo"))
     assert mount.point == "/\udcff x"
@@ -98,6 +98,6 @@ def test_a_path_is_on_the_mount_that_the_kernel_would_find(path: str, mount_id: 
     assert found.mount_id == mount_id
 
 
-def test_no_root_no_answer() -> None:
+def test_without_a_root_mount_a_look_up_finds_nothing() -> None:
     assert mount_of("/x", []) is None
     assert mount_of("/x", parse_mountinfo(TABLE.splitlines()[2])) is None

@@ -41,11 +41,11 @@ def at_once(call: Callable[[], None]) -> None:
     call()
 
 
-def test_a_prober_is_out_of_reach_of_ctrl_c(tmp_path: Path) -> None:
+def test_ctrl_c_does_not_reach_a_prober(tmp_path: Path) -> None:
     """The console's SIGINT to the server's process group gives no traceback of a prober."""
-    told = tmp_path / "session"
-    command = [sys.executable, "-c", PROBER, str(told)]
+    session_file = tmp_path / "session"
+    command = [sys.executable, "-c", PROBER, str(session_file)]
     watcher = TargetWatcher(Away(), [str(tmp_path)], at_once, command=command)
-    wait_until("a prober", told.exists)
+    wait_until("a prober", session_file.exists)
     watcher.stop()
-    assert int(told.read_text()) != os.getsid(0)
+    assert int(session_file.read_text()) != os.getsid(0)

@@ -15,7 +15,7 @@ def _watch(tree: Tree) -> TargetPaths:
     return TargetPaths("/mnt/kv", str(tree.sysfs), str(tree.mountinfo))
 
 
-def test_states_are_read_anew_each_time(tree: Tree) -> None:
+def test_states_are_read_again_each_time(tree: Tree) -> None:
     first, second = two_paths(tree)
     watch = _watch(tree)
     assert watch.states() == PathStates(known=2, carrying=2, best=2)
@@ -27,7 +27,7 @@ def test_states_are_read_anew_each_time(tree: Tree) -> None:
     assert watch.states() == PathStates(known=2, carrying=0, best=0)
 
 
-def test_a_device_that_disappears(tree: Tree) -> None:
+def test_a_device_that_disappears_is_gone(tree: Tree) -> None:
     two_paths(tree)
     watch = _watch(tree)
     assert watch.states().device
@@ -35,7 +35,7 @@ def test_a_device_that_disappears(tree: Tree) -> None:
     assert not watch.states().device
 
 
-def test_another_mount_counts_from_renew_on(tree: Tree) -> None:
+def test_another_mount_counts_after_renew(tree: Tree) -> None:
     first, _ = two_paths(tree)
     watch = _watch(tree)
     watch.states()
@@ -47,7 +47,7 @@ def test_another_mount_counts_from_renew_on(tree: Tree) -> None:
     assert watch.states() == PathStates(attachment=1)
 
 
-def test_a_target_on_nothing_that_can_be_watched(tree: Tree) -> None:
+def test_a_target_without_sysfs_has_no_path_states(tree: Tree) -> None:
     shutil.rmtree(tree.sysfs)
     assert _watch(tree).states() == PathStates()
 

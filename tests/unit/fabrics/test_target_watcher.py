@@ -40,7 +40,7 @@ class _Away(Attachments):
         raise AssertionError("there was nothing to attach")
 
 
-def said_of(answer: str, directory: Path, caplog: pytest.LogCaptureFixture) -> str:
+def log_of(answer: str, directory: Path, caplog: pytest.LogCaptureFixture) -> str:
     """What a server logs of a prober that gives this answer; its thread must live on."""
     with caplog.at_level(logging.WARNING, LOGGER_NAME):
         watcher = TargetWatcher(
@@ -56,13 +56,13 @@ def said_of(answer: str, directory: Path, caplog: pytest.LogCaptureFixture) -> s
     return caplog.messages[0]
 
 
-def test_a_server_with_many_descriptors_looks_for_its_targets(
+def test_a_server_with_many_descriptors_finds_its_targets(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     answer = ProbeAnswer("no pool is there").encode().decode()
     with numbers_from(1024):
-        said = said_of(answer, tmp_path, caplog)
-    assert said == f"target {tmp_path} is not back: no pool is there"
+        logged = log_of(answer, tmp_path, caplog)
+    assert logged == f"target {tmp_path} is not back: no pool is there"
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_server_with_many_descriptors_looks_for_its_targets(
     ],
     ids=["text", "deep", "list", "garbled", "later version", "no number", "no reason"],
 )
-def test_an_answer_that_makes_no_sense_is_a_failure(
+def test_an_invalid_answer_is_a_failure(
     answer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert "another version of this package" in said_of(answer, tmp_path, caplog)
+    assert "another version of this package" in log_of(answer, tmp_path, caplog)
