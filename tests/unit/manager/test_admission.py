@@ -17,7 +17,7 @@ TOKENS_PER_CHUNK = 100
 PROBES = 4
 
 
-class Clerk:
+class AdmissionRig:
     """An admission; a chunk is 1 MB and 100 tokens.
 
     mb_per_s: by lane. At 1000 tokens/s a chunk takes 0.1 s to compute: as reading at 10 MB/s.
@@ -76,262 +76,264 @@ class Clerk:
 
 @pytest.mark.parametrize(("tokens_per_s", "mb_per_s"), [(0.0, 1e-9), (1000.0, 0.0), (0.0, 0.0)])
 def test_with_a_rate_unknown_everything_is_loaded(tokens_per_s: float, mb_per_s: float) -> None:
-    clerk = Clerk(tokens_per_s, [mb_per_s])
-    assert clerk.loads(8)
-    assert clerk.admission.reading
+    rig = AdmissionRig(tokens_per_s, [mb_per_s])
+    assert rig.loads(8)
+    assert rig.admission.reading
 
 
 def test_without_a_prefill_rate_nothing_is_cut_off() -> None:
-    assert Clerk(0.0).decide(8) == Decision(load=True)
+    assert AdmissionRig(0.0).decide(8) == Decision(load=True)
 
 
 def test_a_fast_pool_is_read_and_a_slow_one_is_not() -> None:
-    assert Clerk(mb_per_s=[100.0]).loads(8)
-    assert not Clerk(mb_per_s=[1.0]).loads(8)
+    assert AdmissionRig(mb_per_s=[100.0]).loads(8)
+    assert not AdmissionRig(mb_per_s=[1.0]).loads(8)
 
 
 def test_the_estimate_is_the_overhead_and_the_bytes_of_the_busiest_lane() -> None:
-    clerk = Clerk(mb_per_s=[100.0, 20.0])
-    assert clerk.decide(8, 0).reading_s == pytest.approx(0.08)
-    assert clerk.decide(8, 4).reading_s == pytest.approx(0.2)
-    assert clerk.decide(8, 4, queued=[0, 8]).reading_s == pytest.approx(0.6)
-    assert clerk.decide(8, 0, queued=[0, 8]).reading_s == pytest.approx(0.08)
-    clerk.took(0.14, [4, 0])
-    assert clerk.decide(8, 0).reading_s == pytest.approx(clerk.admission.overhead_s + 0.08)
+    rig = AdmissionRig(mb_per_s=[100.0, 20.0])
+    assert rig.decide(8, 0).reading_s == pytest.approx(0.08)
+    assert rig.decide(8, 4).reading_s == pytest.approx(0.2)
+    assert rig.decide(8, 4, queued=[0, 8]).reading_s == pytest.approx(0.6)
+    assert rig.decide(8, 0, queued=[0, 8]).reading_s == pytest.approx(0.08)
+    rig.took(0.14, [4, 0])
+    assert rig.decide(8, 0).reading_s == pytest.approx(rig.admission.overhead_s + 0.08)
 
 
-def test_what_the_cpu_tier_has_says_nothing_about_the_pool() -> None:
-    clerk = Clerk(mb_per_s=[1.0])
-    clerk.loads(8)
-    assert not clerk.admission.reading
-    assert clerk.decide(0) == Decision(load=True)
-    assert not clerk.admission.reading
+def test_loads_from_the_cpu_tier_do_not_count_for_the_pools_speed() -> None:
+    rig = AdmissionRig(mb_per_s=[1.0])
+    rig.loads(8)
+    assert not rig.admission.reading
+    assert rig.decide(0) == Decision(load=True)
+    assert not rig.admission.reading
 
 
-def test_the_pool_is_given_up_when_slower_and_taken_up_when_clearly_faster() -> None:
-    clerk = Clerk(mb_per_s=[10.1])  # 0.99 of computing
-    assert clerk.loads(8)
-    clerk.rates(9.9)
-    assert not clerk.loads(8)
-    clerk.rates(12.4)  # 0.81: faster, but not by enough
-    assert not clerk.loads(8)
-    clerk.rates(12.6)  # 0.79
-    assert clerk.loads(8)
-    clerk.rates(10.1)
-    assert clerk.loads(8)
+def test_the_pool_is_avoided_when_slower_and_used_again_when_clearly_faster() -> None:
+    rig = AdmissionRig(mb_per_s=[10.1])  # 0.99 of computing
+    assert rig.loads(8)
+    rig.rates(9.9)
+    assert not rig.loads(8)
+    rig.rates(12.4)  # 0.81: faster, but not by enough
+    assert not rig.loads(8)
+    rig.rates(12.6)  # 0.79
+    assert rig.loads(8)
+    rig.rates(10.1)
+    assert rig.loads(8)
 
 
 def test_the_slowest_target_decides() -> None:
-    assert not Clerk(mb_per_s=[1000.0, 1.0]).loads(4, 4)
-    assert Clerk(mb_per_s=[1000.0, 1.0]).loads(8, 0), "it has none of them"
-    assert Clerk(mb_per_s=[1000.0, 0.0]).loads(4, 4), "its rate is unknown"
+    assert not AdmissionRig(mb_per_s=[1000.0, 1.0]).loads(4, 4)
+    assert AdmissionRig(mb_per_s=[1000.0, 1.0]).loads(8, 0), "it has none of them"
+    assert AdmissionRig(mb_per_s=[1000.0, 0.0]).loads(4, 4), "its rate is unknown"
     # Targets read side by side: 4 chunks at 7 MB/s take as long as 8 at 14.
-    assert Clerk(mb_per_s=[7.0, 7.0]).loads(4, 4)
-    assert not Clerk(mb_per_s=[7.0, 7.0]).loads(8, 0)
+    assert AdmissionRig(mb_per_s=[7.0, 7.0]).loads(4, 4)
+    assert not AdmissionRig(mb_per_s=[7.0, 7.0]).loads(8, 0)
 
 
-def test_what_other_loads_have_yet_to_read_counts_where_it_stands_in_the_way() -> None:
-    clerk = Clerk(mb_per_s=[100.0, 100.0])
-    assert clerk.loads(8, 0, queued=[50, 0])
-    assert not clerk.loads(8, 0, queued=[100, 0])
-    assert Clerk(mb_per_s=[100.0, 100.0]).loads(8, 0, queued=[0, 1000])
+def test_reads_queued_by_other_loads_count_only_on_the_same_lane() -> None:
+    rig = AdmissionRig(mb_per_s=[100.0, 100.0])
+    assert rig.loads(8, 0, queued=[50, 0])
+    assert not rig.loads(8, 0, queued=[100, 0])
+    assert AdmissionRig(mb_per_s=[100.0, 100.0]).loads(8, 0, queued=[0, 1000])
 
 
-def test_automatic_off_loads_whatever_is_found() -> None:
-    clerk = Clerk(mb_per_s=[0.001], admission=False)
-    assert not clerk.admission.automatic
-    assert clerk.decide(8) == Decision(load=True)
+def test_automatic_off_loads_every_hit() -> None:
+    rig = AdmissionRig(mb_per_s=[0.001], admission=False)
+    assert not rig.admission.automatic
+    assert rig.decide(8) == Decision(load=True)
 
 
-def test_pinned_rates_go_before_learned_ones() -> None:
-    clerk = Clerk(1000.0, [1000.0], read_bytes_per_s=1e6)
-    assert clerk.admission.bytes_per_s == 1e6
-    assert not clerk.loads(8)
-    clerk = Clerk(1e9, [10.0], prefill_tokens_per_s=100.0)
-    assert clerk.admission.tokens_per_s == 100.0
-    assert clerk.loads(8)
-    clerk = Clerk(0.0, [0.0], prefill_tokens_per_s=1000.0, read_bytes_per_s=1e6)
-    assert not clerk.loads(8), "both pinned: nothing need be learned"
+def test_pinned_rates_take_precedence_over_learned_ones() -> None:
+    rig = AdmissionRig(1000.0, [1000.0], read_bytes_per_s=1e6)
+    assert rig.admission.bytes_per_s == 1e6
+    assert not rig.loads(8)
+    rig = AdmissionRig(1e9, [10.0], prefill_tokens_per_s=100.0)
+    assert rig.admission.tokens_per_s == 100.0
+    assert rig.loads(8)
+    rig = AdmissionRig(0.0, [0.0], prefill_tokens_per_s=1000.0, read_bytes_per_s=1e6)
+    assert not rig.loads(8), "both pinned: nothing need be learned"
 
 
 def test_a_pinned_read_rate_is_that_of_all_targets_together() -> None:
-    clerk = Clerk(mb_per_s=[0.0, 0.0], read_bytes_per_s=20e6)
-    assert clerk.loads(8, 8)
-    assert not clerk.loads(8, 8, queued=[0, 40])
+    rig = AdmissionRig(mb_per_s=[0.0, 0.0], read_bytes_per_s=20e6)
+    assert rig.loads(8, 8)
+    assert not rig.loads(8, 8, queued=[0, 40])
 
 
-def test_beside_a_pinned_read_rate_the_overhead_is_learned() -> None:
-    clerk = Clerk(mb_per_s=[0.0], read_bytes_per_s=100e6)
+def test_with_a_pinned_read_rate_the_overhead_is_still_learned() -> None:
+    rig = AdmissionRig(mb_per_s=[0.0], read_bytes_per_s=100e6)
     for _ in range(20):
-        clerk.took(0.58, [8])
-    assert clerk.admission.overhead_s == pytest.approx(0.5)
+        rig.took(0.58, [8])
+    assert rig.admission.overhead_s == pytest.approx(0.5)
 
 
-def test_learned_rates_are_told_all_targets_together() -> None:
-    clerk = Clerk(1000.0, [3.0, 4.0])
-    assert (clerk.admission.tokens_per_s, clerk.admission.bytes_per_s) == (1000.0, 7e6)
+def test_learned_rates_are_reported_for_all_targets_together() -> None:
+    rig = AdmissionRig(1000.0, [3.0, 4.0])
+    assert (rig.admission.tokens_per_s, rig.admission.bytes_per_s) == (1000.0, 7e6)
 
 
-def test_what_a_load_takes_beyond_its_bytes_is_learned() -> None:
-    clerk = Clerk(mb_per_s=[100.0])
-    clerk.took(0.58, [8])  # 0.08 s of bytes
-    assert clerk.admission.overhead_s == pytest.approx(0.25)
-    clerk.took(0.3, [8], [12])  # 0.2 s of bytes, with those before it
-    assert clerk.admission.overhead_s == pytest.approx(0.25 + 0.5 * (0.1 - 0.25))
-    clerk.took(0.0, [8])  # less than its rate allows: no negative overhead
-    assert clerk.admission.overhead_s == pytest.approx(0.175 - 0.5 * 0.175)
+def test_the_time_of_a_load_beyond_its_bytes_is_learned() -> None:
+    rig = AdmissionRig(mb_per_s=[100.0])
+    rig.took(0.58, [8])  # 0.08 s of bytes
+    assert rig.admission.overhead_s == pytest.approx(0.25)
+    rig.took(0.3, [8], [12])  # 0.2 s of bytes, with those before it
+    assert rig.admission.overhead_s == pytest.approx(0.25 + 0.5 * (0.1 - 0.25))
+    rig.took(0.0, [8])  # less than its rate allows: no negative overhead
+    assert rig.admission.overhead_s == pytest.approx(0.175 - 0.5 * 0.175)
     for _ in range(20):
-        clerk.took(0.58, [8])
-    assert clerk.admission.overhead_s == pytest.approx(0.5)
+        rig.took(0.58, [8])
+    assert rig.admission.overhead_s == pytest.approx(0.5)
 
 
 def test_a_load_that_was_cut_off_teaches_that_the_pool_is_slow() -> None:
     """However fast its rate is said to be: of 8 chunks 1 came in 1.6 s."""
-    clerk = Clerk(mb_per_s=[1000.0])
-    assert clerk.loads(8)
-    clerk.took(0.01, [8])
-    clerk.took(1.6, [1], missed=True)
-    assert clerk.admission.overhead_s == pytest.approx(1.6, abs=0.002), "believed at once"
-    assert not clerk.loads(8)
-    assert clerk.loads(30), "an overhead weighs less in a long load"
+    rig = AdmissionRig(mb_per_s=[1000.0])
+    assert rig.loads(8)
+    rig.took(0.01, [8])
+    rig.took(1.6, [1], missed=True)
+    assert rig.admission.overhead_s == pytest.approx(1.6, abs=0.002), "believed at once"
+    assert not rig.loads(8)
+    assert rig.loads(30), "an overhead weighs less in a long load"
 
 
-def test_probes_that_come_whole_say_more_than_what_was_cut_off() -> None:
+def test_completed_probes_outweigh_loads_that_were_cut_off() -> None:
     """One declined request brings as many as it takes."""
-    clerk = Clerk(mb_per_s=[1000.0])
-    clerk.took(1.6, [1], missed=True)
-    assert not clerk.loads(8)
-    assert 1 <= clerk.probes_until(8) <= PROBES
-    assert clerk.admission.overhead_s < 0.8
+    rig = AdmissionRig(mb_per_s=[1000.0])
+    rig.took(1.6, [1], missed=True)
+    assert not rig.loads(8)
+    assert 1 <= rig.probes_until(8) <= PROBES
+    assert rig.admission.overhead_s < 0.8
 
 
-def test_a_load_that_came_whole_but_late_is_believed_too() -> None:
+def test_a_complete_but_late_load_counts_too() -> None:
     """Probes of a target that is fast only for a moment look like a fast target."""
-    clerk = Clerk(mb_per_s=[1000.0])
-    clerk.took(0.75, [8])  # computing takes 0.8 s
-    assert clerk.loads(8)
+    rig = AdmissionRig(mb_per_s=[1000.0])
+    rig.took(0.75, [8])  # computing takes 0.8 s
+    assert rig.loads(8)
     needed = []
     for _ in range(3):
-        clerk.took(1.5, [8])
-        assert not clerk.loads(8)
-        needed.append(clerk.probes_until(8))
+        rig.took(1.5, [8])
+        assert not rig.loads(8)
+        needed.append(rig.probes_until(8))
     assert needed[0] <= PROBES
     assert needed[0] < needed[1] < needed[2]
 
 
-def test_what_a_load_waited_for_others_is_not_held_against_it() -> None:
-    clerk = Clerk(mb_per_s=[11.0])
-    clerk.took(2.5, [8], [20])
-    assert clerk.loads(8)
+def test_time_waiting_for_other_loads_does_not_count_against_a_load() -> None:
+    rig = AdmissionRig(mb_per_s=[11.0])
+    rig.took(2.5, [8], [20])
+    assert rig.loads(8)
 
 
-def test_a_load_that_came_faster_than_its_rate_does_not_disappoint() -> None:
+def test_a_load_faster_than_its_rate_does_not_disappoint() -> None:
     """The rate may have fallen since the load was decided on."""
-    clerk = Clerk(mb_per_s=[100.0])
-    assert clerk.loads(8)
-    clerk.rates(1.0)
-    clerk.took(0.1, [8])
-    assert clerk.admission.reading
+    rig = AdmissionRig(mb_per_s=[100.0])
+    assert rig.loads(8)
+    rig.rates(1.0)
+    rig.took(0.1, [8])
+    assert rig.admission.reading
 
 
-def test_a_pool_that_hangs_again_and_again_is_believed_less_and_less() -> None:
-    clerk = Clerk(mb_per_s=[1000.0])
+def test_a_pool_that_hangs_repeatedly_needs_more_and_more_probes() -> None:
+    rig = AdmissionRig(mb_per_s=[1000.0])
     needed = []
     for _ in range(11):
-        assert clerk.loads(8)
-        clerk.took(1.6, [0], missed=True)
-        needed.append(clerk.probes_until(8))
+        assert rig.loads(8)
+        rig.took(1.6, [0], missed=True)
+        needed.append(rig.probes_until(8))
     assert needed[0] <= PROBES, "the first time the next request will do"
     assert all(1.5 * few < more < 3 * few for few, more in pairwise(needed[:8]))
     assert 256 < needed[-1] == needed[-2] <= 512, "and never more than that"
     for _ in range(9):  # loads that go well
-        clerk.took(0.028, [8])
-    clerk.took(1.6, [0], missed=True)
-    assert not clerk.loads(8)
-    assert clerk.probes_until(8) <= PROBES
+        rig.took(0.028, [8])
+    rig.took(1.6, [0], missed=True)
+    assert not rig.loads(8)
+    assert rig.probes_until(8) <= PROBES
 
 
-def test_one_that_was_cut_off_earlier_than_another_does_not_make_the_pool_look_faster() -> None:
-    clerk = Clerk(mb_per_s=[1000.0])
-    clerk.took(1.6, [1], missed=True)
-    clerk.took(0.3, [1], missed=True)
-    assert clerk.admission.overhead_s == pytest.approx(1.6, abs=0.002)
+def test_an_earlier_cutoff_does_not_make_the_pool_look_faster() -> None:
+    rig = AdmissionRig(mb_per_s=[1000.0])
+    rig.took(1.6, [1], missed=True)
+    rig.took(0.3, [1], missed=True)
+    assert rig.admission.overhead_s == pytest.approx(1.6, abs=0.002)
 
 
-def test_what_was_cut_off_before_any_rate_was_known_counts_in_full() -> None:
-    clerk = Clerk(mb_per_s=[0.0])
-    clerk.took(1.6, [1], missed=True)
-    assert not clerk.loads(8)
+def test_a_load_cut_off_before_any_rate_was_known_counts_in_full() -> None:
+    rig = AdmissionRig(mb_per_s=[0.0])
+    rig.took(1.6, [1], missed=True)
+    assert not rig.loads(8)
 
 
-def test_an_overhead_does_not_pay_for_few_chunks() -> None:
-    clerk = Clerk(mb_per_s=[1000.0])
+def test_a_high_overhead_makes_short_loads_not_worth_it() -> None:
+    rig = AdmissionRig(mb_per_s=[1000.0])
     for _ in range(9):
-        clerk.took(0.5, [8])
-    assert not clerk.loads(2)
-    assert clerk.loads(8)
+        rig.took(0.5, [8])
+    assert not rig.loads(2)
+    assert rig.loads(8)
 
 
-def test_while_it_disappoints_it_stays_given_up_and_fast_probes_bring_it_back() -> None:
+def test_a_disappointing_pool_stays_avoided_until_probes_are_fast() -> None:
     """A wrong estimate cannot keep the pool switched off: what is declined is probed."""
-    clerk = Clerk(mb_per_s=[1000.0])
+    rig = AdmissionRig(mb_per_s=[1000.0])
     for _ in range(20):
-        clerk.took(2.0, [1], probe=True)
-        assert not clerk.loads(8)
-    assert clerk.probes_until(8) <= PROBES
+        rig.took(2.0, [1], probe=True)
+        assert not rig.loads(8)
+    assert rig.probes_until(8) <= PROBES
 
 
 def test_a_load_from_before_the_rate_was_known_teaches_no_overhead() -> None:
-    clerk = Clerk(mb_per_s=[0.0])
-    clerk.took(1.0, [100])
-    clerk.rates(100.0)
-    assert clerk.admission.overhead_s == 0.0
-    assert clerk.loads(8)
+    rig = AdmissionRig(mb_per_s=[0.0])
+    rig.took(1.0, [100])
+    rig.rates(100.0)
+    assert rig.admission.overhead_s == 0.0
+    assert rig.loads(8)
 
 
-def test_a_load_is_cut_off_at_twice_what_computing_takes_and_not_before_a_quarter_second() -> None:
-    clerk = Clerk(mb_per_s=[100.0])
-    assert clerk.decide(8).limit_s == pytest.approx(1.6)
-    assert clerk.decide(1).limit_s == 0.25
-    clerk.rates(0.1)
-    assert clerk.decide(8).limit_s is None, "nothing of the pool is loaded"
+def test_a_load_is_cut_off_at_twice_the_compute_time_but_not_before_250_ms() -> None:
+    rig = AdmissionRig(mb_per_s=[100.0])
+    assert rig.decide(8).limit_s == pytest.approx(1.6)
+    assert rig.decide(1).limit_s == 0.25
+    rig.rates(0.1)
+    assert rig.decide(8).limit_s is None, "nothing of the pool is loaded"
 
 
 def test_slow_steps_without_prompts_give_a_load_more_time() -> None:
     """A load begins when the step that brings it ends, and the next one's output reports it."""
-    clerk = Clerk(mb_per_s=[100.0])
-    clerk.admission.step_s = 0.3
-    assert clerk.decide(1).limit_s == pytest.approx(0.8)
+    rig = AdmissionRig(mb_per_s=[100.0])
+    rig.admission.step_s = 0.3
+    assert rig.decide(1).limit_s == pytest.approx(0.8)
 
 
-def test_loads_that_were_decided_on_together_are_one_bad_experience() -> None:
+def test_loads_decided_on_together_count_as_one_bad_load() -> None:
     needed = []
     for loads in (1, 4):  # at once, each 0.8 s to compute
-        clerk = Clerk(mb_per_s=[100.0])
+        rig = AdmissionRig(mb_per_s=[100.0])
         for _ in range(2):
-            assert clerk.loads(8)
+            assert rig.loads(8)
             for _ in range(loads):
-                clerk.took(1.05, [8])
-            assert not clerk.loads(8)
-            needed.append(clerk.probes_until(8))
+                rig.took(1.05, [8])
+            assert not rig.loads(8)
+            needed.append(rig.probes_until(8))
     assert needed[:2] == needed[2:]
     assert needed[0] < needed[1], "the second time takes more"
 
 
 def test_a_probe_that_fails_makes_the_pool_look_slow_again() -> None:
-    clerk = Clerk(mb_per_s=[100.0])
-    clerk.took(1.05, [8])
-    clerk.probed(0.01)
-    clerk.took(5.0, [0], missed=True, probe=True)
-    clerk.probed(0.01)
-    assert not clerk.loads(8)
-    assert clerk.admission.reading is False
-    assert clerk.probes_until(8) > 1
+    rig = AdmissionRig(mb_per_s=[100.0])
+    rig.took(1.05, [8])
+    rig.probed(0.01)
+    rig.took(5.0, [0], missed=True, probe=True)
+    rig.probed(0.01)
+    assert not rig.loads(8)
+    assert rig.admission.reading is False
+    assert rig.probes_until(8) > 1
 
 
 @pytest.mark.parametrize(("seconds", "reading"), [(0.14, True), (0.16, False)])
-def test_a_small_load_that_lost_little_does_not_disappoint(seconds: float, reading: bool) -> None:
+def test_a_small_load_that_lost_little_time_does_not_disappoint(
+    seconds: float, reading: bool
+) -> None:
     """A chunk is computed in 0.1 s; 0.05 s is what nobody regrets."""
-    clerk = Clerk(mb_per_s=[100.0])
-    clerk.took(seconds, [1])
-    assert clerk.admission.reading is reading
+    rig = AdmissionRig(mb_per_s=[100.0])
+    rig.took(seconds, [1])
+    assert rig.admission.reading is reading

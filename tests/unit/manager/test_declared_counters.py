@@ -33,7 +33,7 @@ def counts() -> Iterator[tuple[str, list[ast.expr]]]:
                 yield f"{path.name}:{node.lineno}", parts
 
 
-def test_every_count_is_of_a_declared_counter_with_its_labels() -> None:
+def test_every_counted_name_is_declared_with_its_labels() -> None:
     for where, (name, *values) in counts():
         assert isinstance(name, ast.Constant) and name.value in COUNTERS, where
         labels = COUNTERS[name.value].labels
@@ -58,7 +58,7 @@ def test_an_undeclared_series_is_not_exported() -> None:
             exported(series)
 
 
-def test_the_series_that_are_exported_as_0_at_first() -> None:
+def test_series_are_exported_as_0_at_first() -> None:
     zeros = first_counts(3)
     assert zeros["preemptions"] == zeros["evictions", "cpu"] == 0
     written = [series for series in zeros if series[0] == "target_written_bytes"]

@@ -35,7 +35,7 @@ def test_nothing_is_written_while_there_is_room() -> None:
     assert not bench.core.has_pending_work(), "what waits does not keep the engine stepping"
 
 
-def test_the_coldest_are_written_ahead_of_need_and_then_go_without_a_loss() -> None:
+def test_the_coldest_are_written_ahead_of_need_and_then_evicted_without_a_loss() -> None:
     bench = demoting(cache=8)
     for number in range(1, 8):
         bench.store(number)
@@ -51,7 +51,7 @@ def test_the_coldest_are_written_ahead_of_need_and_then_go_without_a_loss() -> N
     assert bench.core.counters["refused_writes"] == 0
 
 
-def test_what_is_used_is_not_written() -> None:
+def test_chunks_in_use_are_not_written() -> None:
     bench = demoting(cache=8)
     for number in range(1, 7):
         bench.store(number)
@@ -66,7 +66,7 @@ def test_writes_ahead_of_need_are_bounded() -> None:
     assert len(bench.writes()) == 1
 
 
-def test_what_must_go_before_its_write_could_begin_is_counted() -> None:
+def test_chunks_evicted_before_their_write_began_are_counted() -> None:
     bench = demoting(cache=4)
     bench.core.report([VerdictReport(0, 0, "suspect")])
     bench.store(1, 2, 3, 4)
@@ -77,7 +77,7 @@ def test_what_must_go_before_its_write_could_begin_is_counted() -> None:
     assert written(bench) == [2]
 
 
-def test_each_clean_chunk_that_goes_before_a_colder_one_makes_that_one_s_turn() -> None:
+def test_evicting_a_clean_chunk_before_a_colder_one_starts_the_colder_ones_write() -> None:
     bench = demoting(cache=4, land_cache_share=1.0)
     for number in (1, 2, 3, 4):
         bench.store(number)
@@ -117,7 +117,7 @@ def test_a_failed_demotion_is_not_tried_again() -> None:
     assert bench.hits([1]) == []
 
 
-def test_a_reset_forgets_what_waits() -> None:
+def test_a_reset_forgets_waiting_demotions() -> None:
     bench = demoting(cache=4)
     bench.store(1, 2)
     bench.core.reset()

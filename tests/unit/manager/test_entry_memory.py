@@ -103,7 +103,7 @@ def test_stored_entries_are_light_while_they_come_and_go(growth: list[int]) -> N
     _assert_light(growth, STORED)
 
 
-def test_what_rests_is_what_it_was() -> None:
+def test_an_entry_keeps_its_place_and_generation_through_state_changes() -> None:
     """An entry's place and generation, through every change of state."""
     agreement = agree([hello(0, 2, 4, ())])
     core = ManagerCore(CoreConfig(land_cache_share=1.0), agreement, first_generation=100)

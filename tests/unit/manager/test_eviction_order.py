@@ -26,7 +26,7 @@ _CALLS = st.lists(
 @pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
 @settings(deadline=None, max_examples=60)
 @given(calls=_CALLS)
-def test_each_return_is_worth_a_share_of_the_tier(
+def test_each_reuse_is_worth_a_share_of_the_tier(
     share: float, calls: list[tuple[str, int, int]]
 ) -> None:
     recency = Recency(4, share)
@@ -47,7 +47,7 @@ def test_each_return_is_worth_a_share_of_the_tier(
         assert fresh or recency.used[slot] > before, "policies rely on it"
 
 
-def test_a_chunk_takes_its_returns_along_to_the_other_tier() -> None:
+def test_a_chunk_keeps_its_count_of_reuses_in_the_other_tier() -> None:
     small, large = Recency(4, 1.0), Recency(40, 1.0)
     for now in (10, 20, 30):
         small.use(1, now, ended=True)
@@ -78,7 +78,7 @@ def serve(bench: Bench, numbers: Sequence[int]) -> int:
 
 
 @pytest.mark.parametrize(("share", "found"), [(0.0, 0), (2.0, 4)])
-def test_what_came_back_outlives_what_came_once(share: float, found: int) -> None:
+def test_reused_chunks_outlive_chunks_used_once(share: float, found: int) -> None:
     bench = Bench(cache=8, pool=0, credit_share=share)
     for _ in range(2):
         serve(bench, [1, 2, 3, 4])
@@ -87,7 +87,7 @@ def test_what_came_back_outlives_what_came_once(share: float, found: int) -> Non
     assert serve(bench, [1, 2, 3, 4]) == found
 
 
-def test_what_came_back_goes_once_nobody_comes_any_more() -> None:
+def test_reused_chunks_are_evicted_once_requests_stop_using_them() -> None:
     bench = Bench(cache=8, pool=16, credit_share=2.0)
     for _ in range(9):
         serve(bench, [1, 2, 3, 4])
@@ -111,7 +111,7 @@ def test_a_conversation_is_kept_from_its_beginning(
 
 @pytest.mark.parametrize("pool", [10, 15, 20])
 @pytest.mark.parametrize("cache", [7, 10, 14, 20])
-def test_between_two_tiers_hardly_a_chunk_is_stranded(cache: int, pool: int) -> None:
+def test_few_chunks_are_stranded_between_two_tiers(cache: int, pool: int) -> None:
     """The pool may give up what the CPU tier still has, and keep what continues it.
 
     Not if it is more than twice as large as the CPU tier; else at most 1 % of what is there, of
@@ -141,7 +141,7 @@ def _stranded(bench: Bench, asks: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return there, stranded
 
 
-def test_a_reset_forgets_who_came_back() -> None:
+def test_a_reset_forgets_reuses() -> None:
     bench = Bench(cache=4, pool=0, credit_share=2.0)
     for _ in range(3):
         serve(bench, [1, 2])

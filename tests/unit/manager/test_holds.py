@@ -108,7 +108,7 @@ class HoldsBench(Bench):
         assert sum(self.ended().values()) == self.begun()
 
 
-def test_what_a_victim_had_cached_is_not_evicted_till_it_runs() -> None:
+def test_cached_chunks_of_a_victim_are_not_evicted_until_it_runs() -> None:
     bench = HoldsBench()
     bench.in_both_tiers(0, 1, 2, 3)
     bench.preempted("a", 0, 1, 2, 3)
@@ -124,7 +124,7 @@ def test_what_a_victim_had_cached_is_not_evicted_till_it_runs() -> None:
     assert bench.begun() == 0, "holding is no prefetch"
 
 
-def test_an_eighth_of_the_slots_stays_evictable_whatever_is_held() -> None:
+def test_an_eighth_of_the_slots_stays_evictable() -> None:
     bench = HoldsBench(cache=16, reload_cache_share=1.0)
     bench.in_both_tiers(*range(16))
     bench.preempted("a", *range(16))
@@ -134,7 +134,7 @@ def test_an_eighth_of_the_slots_stays_evictable_whatever_is_held() -> None:
     bench.core.reload.left("a")
 
 
-def test_a_fetch_that_is_loaded_was_used() -> None:
+def test_a_loaded_fetch_counts_as_used() -> None:
     bench = HoldsBench()
     bench.in_the_pool(0, 1)
     bench.preempted("a", 0, 1)
@@ -152,7 +152,7 @@ def test_a_fetch_that_is_loaded_was_used() -> None:
     bench.check_idle()
 
 
-def test_a_fetch_for_the_queue_is_not_urgent_and_wasted_if_nobody_loads_it() -> None:
+def test_a_fetch_for_the_queue_is_not_urgent_and_wasted_if_not_loaded() -> None:
     bench = HoldsBench()
     bench.in_the_pool(0)
     bench.queued("a", 0)
@@ -180,7 +180,7 @@ def test_a_fetch_that_failed_is_counted_once_and_its_key_misses() -> None:
     bench.check_idle()
 
 
-def test_a_held_chunk_whose_load_fails_misses_and_is_held_no_more() -> None:
+def test_a_held_chunk_whose_load_fails_misses_and_is_released() -> None:
     bench = HoldsBench()
     bench.in_both_tiers(0, 1)
     bench.preempted("a", 0, 1)
@@ -224,7 +224,7 @@ def test_reset_while_chunks_are_held_being_fetched_and_to_be_fetched() -> None:
     bench.check_idle()
 
 
-def test_what_is_not_written_yet_stays_unwritten_while_it_is_held() -> None:
+def test_an_unwritten_chunk_stays_unwritten_while_it_is_held() -> None:
     bench = HoldsBench(write_policy=WritePolicy.ON_EVICTION, clean_share=0.5)
     bench.store(0, 1)
     bench.preempted("a", 0, 1)
@@ -236,7 +236,7 @@ def test_what_is_not_written_yet_stays_unwritten_while_it_is_held() -> None:
     assert bench.core.gauges()["held_cache_slots", "reload"] == 0
 
 
-def test_a_chunk_that_was_landing_is_held_no_more_when_its_load_is_cut_off() -> None:
+def test_a_landing_chunk_is_released_when_its_load_is_cut_off() -> None:
     bench = HoldsBench()
     bench.in_the_pool(0)
     loads = bench.load([0], ok=False)
@@ -249,7 +249,7 @@ def test_a_chunk_that_was_landing_is_held_no_more_when_its_load_is_cut_off() -> 
     assert len(bench.fetches()) == 1
 
 
-def test_a_probe_is_read_and_let_go_and_teaches_admission() -> None:
+def test_a_probe_is_read_and_released_and_teaches_admission() -> None:
     bench = HoldsBench()
     bench.in_the_pool(0)
     bench.core.reload.probe(keys_of(0))

@@ -11,7 +11,7 @@ from .bench import keys_of
 from .test_holds import HoldsBench
 
 
-def test_a_fetch_nobody_sent_is_withdrawn() -> None:
+def test_an_unsent_fetch_is_withdrawn() -> None:
     bench = HoldsBench()
     bench.in_the_pool(0)
     free = bench.core.gauges()["cache_slots_used"]
@@ -28,7 +28,7 @@ def test_a_fetch_nobody_sent_is_withdrawn() -> None:
     assert bench.source(0) is Source.CPU
 
 
-def test_a_cancelled_fetch_is_in_the_pool_at_once_and_its_slot_comes_back_at_release() -> None:
+def test_a_cancelled_fetch_is_in_the_pool_at_once_and_frees_its_slot_at_release() -> None:
     bench = HoldsBench(cache=4, reload_cache_share=0.25)
     bench.in_the_pool(0)
     bench.preempted("a", 0)
@@ -70,7 +70,7 @@ def test_a_fetch_that_a_load_waits_for_is_not_cancelled() -> None:
     bench.check_idle()
 
 
-def test_a_fetch_of_one_that_another_request_loads_is_not_cancelled() -> None:
+def test_a_fetch_that_another_request_loads_is_not_cancelled() -> None:
     bench = HoldsBench()
     bench.in_the_pool(0, 1)
     bench.queued("waits", 0, 1)
@@ -84,7 +84,7 @@ def test_a_fetch_of_one_that_another_request_loads_is_not_cancelled() -> None:
     bench.check_idle()
 
 
-def test_a_chunk_fetched_anew_after_a_cancellation_does_not_hear_of_the_first_read() -> None:
+def test_a_second_fetch_ignores_the_reports_of_a_cancelled_first_one() -> None:
     bench = HoldsBench()
     bench.in_the_pool(0)
     bench.preempted("a", 0)

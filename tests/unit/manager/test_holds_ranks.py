@@ -23,7 +23,7 @@ from .bench import keys_of
 from .test_holds import HoldsBench
 
 
-def test_one_rank_has_read_it_and_the_other_stopped() -> None:
+def test_one_rank_read_the_chunk_and_the_other_stopped() -> None:
     bench = HoldsBench(ranks=2)
     bench.in_the_pool(0)
     bench.preempted("a", 0)
@@ -53,7 +53,7 @@ def test_the_slot_of_a_cancelled_fetch_waits_for_the_last_rank() -> None:
     bench.check_idle()
 
 
-def test_one_rank_fails_what_another_was_stopped_from_reading() -> None:
+def test_one_rank_fails_a_fetch_that_another_cancelled() -> None:
     bench = HoldsBench(ranks=2)
     bench.in_the_pool(0)
     bench.preempted("a", 0)
@@ -84,7 +84,7 @@ def test_one_ranks_failure_ends_a_fetch_before_the_other_has_reported() -> None:
     bench.check_idle()
 
 
-def test_a_fetch_is_there_when_every_rank_says_so() -> None:
+def test_a_fetch_ends_when_every_rank_has_reported_it() -> None:
     bench = HoldsBench(ranks=2)
     bench.in_the_pool(0)
     bench.preempted("a", 0)
@@ -187,7 +187,7 @@ actions = st.lists(
 
 @settings(max_examples=200)
 @given(actions)
-def test_whatever_happens_nothing_is_held_or_owed_when_all_have_left(
+def test_nothing_is_held_or_pending_when_all_requests_have_left(
     todo: list[tuple[str, int, int]],
 ) -> None:
     storm = Storm()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every way into a tier and out of it, told in order; the simulator replays them at random."""
+"""Every way into a tier and out of it, logged in order; the simulator replays them at random."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU, POOL = Source.CPU, Source.POOL
 CAME, LEFT = False, True
 
 
-def told(core: ManagerCore) -> list[tuple[Source, bool, list[bytes]]]:
+def logged(core: ManagerCore) -> list[tuple[Source, bool, list[bytes]]]:
     """Everything since the last call."""
     assert core.kv_events is not None
     changes = core.kv_events.take()
@@ -23,46 +23,46 @@ def told(core: ManagerCore) -> list[tuple[Source, bool, list[bytes]]]:
     return [(change.tier, change.removed, change.keys) for change in changes]
 
 
-def test_a_store_is_told_when_it_is_copied_and_a_write_when_it_is_written() -> None:
+def test_a_store_is_logged_when_copied_and_a_write_when_written() -> None:
     bench = Bench(ranks=2, kv_events=True)
     plan = bench.core.prepare_store(keys_of(1, 2))
-    assert told(bench.core) == [], "under way"
+    assert logged(bench.core) == [], "under way"
     assert plan.command is not None
     bench.done(plan.command.op)
-    assert told(bench.core) == [(CPU, CAME, keys_of(1, 2))]
+    assert logged(bench.core) == [(CPU, CAME, keys_of(1, 2))]
     bench.write_all()
-    assert told(bench.core) == [(POOL, CAME, keys_of(1, 2))]
+    assert logged(bench.core) == [(POOL, CAME, keys_of(1, 2))]
 
 
 def test_an_eviction_takes_a_chunk_from_one_tier() -> None:
     bench = Bench(cache=1, pool=8, kv_events=True)
     bench.store(1)
     bench.write_all()
-    told(bench.core)
+    logged(bench.core)
     bench.store(2)
-    assert told(bench.core) == [(CPU, LEFT, keys_of(1)), (CPU, CAME, keys_of(2))]
+    assert logged(bench.core) == [(CPU, LEFT, keys_of(1)), (CPU, CAME, keys_of(2))]
     assert bench.hits([1]) == [1], "it is in the pool still"
 
 
-def test_what_fails_leaves_every_tier() -> None:
+def test_a_failed_chunk_leaves_every_tier() -> None:
     bench = Bench(kv_events=True)
     bench.store(1)
     bench.write_all()
-    told(bench.core)
+    logged(bench.core)
     load = bench.core.prepare_load(keys_of(1))
     bench.done(load.op, (0, CHECKSUM_MISMATCH))
-    assert told(bench.core) == [(CPU, LEFT, keys_of(1)), (POOL, LEFT, keys_of(1))]
+    assert logged(bench.core) == [(CPU, LEFT, keys_of(1)), (POOL, LEFT, keys_of(1))]
 
 
-def test_adoption_is_told_and_a_reset_takes_everything() -> None:
+def test_adoption_is_logged_and_a_reset_removes_everything() -> None:
     agreement = agree([hello(0, 2, 8, [(3, 7, b"a"), (5, 8, b"b")])])
     core = ManagerCore(CoreConfig(kv_events=True), agreement)
-    assert told(core) == [(POOL, CAME, [b"a", b"b"])]
+    assert logged(core) == [(POOL, CAME, [b"a", b"b"])]
     core.reset()
-    assert told(core) == [(POOL, LEFT, [b"a", b"b"])]
+    assert logged(core) == [(POOL, LEFT, [b"a", b"b"])]
 
 
-def test_a_large_adoption_is_told_in_parts_and_not_at_all_after_a_reset() -> None:
+def test_a_large_adoption_is_logged_in_parts_and_dropped_by_a_reset() -> None:
     log = KvEventLog()
     log.add(POOL, [b"%d" % n for n in range(100_000)], removed=False)
     parts = [len(change.keys) for change in log.take()]
@@ -73,5 +73,5 @@ def test_a_large_adoption_is_told_in_parts_and_not_at_all_after_a_reset() -> Non
     assert not log
 
 
-def test_nothing_is_kept_where_nobody_asks() -> None:
+def test_no_events_are_kept_without_a_subscriber() -> None:
     assert Bench().core.kv_events is None

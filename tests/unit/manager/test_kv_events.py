@@ -21,7 +21,7 @@ from .bench import hello
 CHUNKS = 10_000
 
 
-def test_a_router_hears_of_what_was_adopted_and_of_a_reset() -> None:
+def test_a_router_receives_adopted_chunks_and_a_reset() -> None:
     """In parts, step by step; and the engine goes on stepping until all of it is told."""
     keys = [make_offload_key(b"%032d" % number, 0) for number in range(CHUNKS)]
     manager = NVMeoFOffloadingManager(CoreConfig(tokens_per_chunk=16, kv_events=True))
@@ -31,7 +31,7 @@ def test_a_router_hears_of_what_was_adopted_and_of_a_reset() -> None:
         config = {key: value for key, value in router.config.items() if "endpoint" in key}
         publisher = ZmqEventPublisher(data_parallel_rank=0, **config)
 
-        def step_until_told() -> int:
+        def step_until_published() -> int:
             """As vLLM's scheduler; returns after how many steps there is nothing left."""
             steps = 0
             while manager.has_events:
@@ -41,10 +41,10 @@ def test_a_router_hears_of_what_was_adopted_and_of_a_reset() -> None:
                 steps += 1
             return steps
 
-        assert step_until_told() > 1, "not all in one step"
+        assert step_until_published() > 1, "not all in one step"
         wait_until("a router that agrees", lambda: router.counts() == (0, CHUNKS, CHUNKS))
         manager.reset_cache()
-        step_until_told()
+        step_until_published()
         wait_until("a router that agrees", lambda: router.counts() == (0, 0, 0))
         publisher.shutdown()
     assert router.removed["STORAGE"] == CHUNKS

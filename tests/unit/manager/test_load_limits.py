@@ -72,7 +72,7 @@ def test_a_load_without_a_limit_is_never_cut_off() -> None:
     assert watch.cut(1e6) == []
 
 
-def test_a_load_that_is_over_is_not_overdue() -> None:
+def test_a_finished_load_is_not_overdue() -> None:
     watch = Watch()
     op = watch.load(0, 1.0)
     watch.bench.done(op)
@@ -100,7 +100,7 @@ def test_a_load_that_takes_longer_than_its_limit_is_cut_off_and_teaches() -> Non
     assert core.lookup(b"0") is Source.POOL
 
 
-def test_what_is_to_be_read_is_counted_in_bytes_by_lane() -> None:
+def test_queued_reads_are_counted_in_bytes_per_lane() -> None:
     bench = HoldsBench(targets=2, tokens_per_chunk=10)
     bench.in_the_pool(0, 1, 2)
     slot_bytes = bench.core.capacity.slot_bytes
@@ -117,7 +117,7 @@ def test_what_is_to_be_read_is_counted_in_bytes_by_lane() -> None:
 
 
 @pytest.mark.parametrize(("computed_s", "sample_s"), [(0.0, 0.6), (0.25, 0.35), (9.0, 0.0)])
-def test_the_time_in_which_others_were_computed_is_not_held_against_a_load(
+def test_prefill_time_of_other_requests_does_not_count_against_a_load(
     computed_s: float, sample_s: float
 ) -> None:
     """Neither a load's time nor a probe's."""
@@ -138,7 +138,7 @@ def test_the_time_in_which_others_were_computed_is_not_held_against_a_load(
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_cutting_a_load_does_not_doom_what_another_waits_for(first: int) -> None:
+def test_cutting_off_a_load_does_not_doom_a_chunk_that_another_load_waits_for(first: int) -> None:
     """In whichever order the two reports come: the pool's copy was read by neither."""
     bench = Bench(cache=8, pool=16, land_cache_share=1.0)
     bench.store(1, 2, 3)
@@ -156,7 +156,7 @@ def test_cutting_a_load_does_not_doom_what_another_waits_for(first: int) -> None
     assert bench.core.gauges()["cache_slots_in_use"] == 0
 
 
-def test_a_cache_slot_that_is_not_what_it_should_be_dooms_its_chunk() -> None:
+def test_a_cache_slot_with_the_wrong_content_dooms_its_chunk() -> None:
     bench = Bench(cache=4, pool=4)
     bench.store(1)
     bench.write_all()
@@ -173,7 +173,9 @@ def test_a_cache_slot_that_is_not_what_it_should_be_dooms_its_chunk() -> None:
         (CHECKSUM_MISMATCH, 0.7, SHARE * 0.7),  # it was read to its end
     ],
 )
-def test_what_a_failed_load_teaches(outcome: Outcome, seconds: float, overhead_s: float) -> None:
+def test_a_failed_load_changes_the_overhead_by_its_outcome(
+    outcome: Outcome, seconds: float, overhead_s: float
+) -> None:
     bench = HoldsBench()
     bench.core.admission.read_rates = [1e15]
     bench.in_the_pool(0)
@@ -192,7 +194,7 @@ def test_a_probe_that_met_its_deadline_teaches_that_the_pool_is_slow() -> None:
     assert bench.core.gauges()["load_overhead_seconds"] == pytest.approx(5.0)
 
 
-def test_a_probe_is_not_charged_with_those_that_were_read_before_it() -> None:
+def test_a_probe_does_not_pay_for_probes_read_before_it() -> None:
     """Three read one after the other: the last one takes three times as long as the first."""
     bench = HoldsBench()
     bench.in_the_pool(0, 1, 2, 3)

@@ -48,7 +48,7 @@ def test_the_head_of_a_prefix_outlives_its_tail() -> None:
     assert bench.hits(range(1, 8)) == [1, 5, 6, 7]
 
 
-def test_writing_a_prefix_does_not_turn_its_order_round() -> None:
+def test_writing_a_prefix_does_not_reverse_its_eviction_order() -> None:
     bench = Bench(cache=4, pool=4)
     bench.store(1, 2, 3, 4)
     bench.write_all()
@@ -80,7 +80,7 @@ def test_pinned_entries_stay() -> None:
     assert bench.core.prepare_store(keys_of(4)).evicted == tuple(keys_of(1))
 
 
-def test_a_key_evicted_between_stores_is_still_told() -> None:
+def test_a_key_evicted_between_stores_is_still_reported() -> None:
     bench = Bench(cache=2, pool=8, land_cache_share=1.0)
     bench.store(1, 2)
     bench.write_all()

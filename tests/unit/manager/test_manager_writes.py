@@ -25,7 +25,7 @@ from vllm_nvmeof_offload.targets.health import Verdict
 from .bench import Bench, hello, keys_of
 
 
-def test_a_write_counts_when_every_rank_says_so() -> None:
+def test_a_write_counts_when_every_rank_has_reported_it() -> None:
     bench = Bench(cache=1, ranks=2)
     bench.store(1)
     (write,) = bench.writes()
@@ -158,7 +158,7 @@ def test_a_reset_forgets_the_failures_of_slots() -> None:
     assert bench.core.gauges()["pool_slots"] == 1
 
 
-def test_a_degraded_target_is_usable_and_is_told() -> None:
+def test_a_degraded_target_is_usable_and_is_reported() -> None:
     bench = Bench(cache=1, ranks=2)
     bench.store(1)
     bench.write_all()
@@ -167,9 +167,9 @@ def test_a_degraded_target_is_usable_and_is_told() -> None:
     assert bench.core.lookup(b"1") is Source.POOL
     assert bench.core.targets.worst_verdicts() == [1]
     assert bench.core.counters["verdict_changes"] == 0
-    told = bench.core.activity()
+    before = bench.core.activity()
     bench.core.report([VerdictReport(1, 0, "gone")])
-    assert bench.core.activity() != told
+    assert bench.core.activity() != before
     assert bench.core.targets.worst_verdicts() == [3]
     assert bench.core.lookup(b"1") is None
     bench.core.report([VerdictReport(1, 0, "ok"), VerdictReport(0, 0, "suspect")])
@@ -210,7 +210,7 @@ def test_reset_voids_everything_and_reuses_slots_after_release() -> None:
 
 
 @pytest.mark.parametrize("never_change", [True, False])
-def test_what_follows_a_reset_is_adoptable_only_if_the_operator_says_so(never_change) -> None:  # type: ignore[no-untyped-def]
+def test_chunks_after_a_reset_are_adoptable_only_if_the_operator_allows_it(never_change) -> None:  # type: ignore[no-untyped-def]
     bench = Bench(weights_never_change=never_change)
     bench.core.reset()
     (command,) = bench.core.take_commands()
@@ -218,7 +218,7 @@ def test_what_follows_a_reset_is_adoptable_only_if_the_operator_says_so(never_ch
     assert command.adoptable is never_change
 
 
-def test_pending_work_is_owed_reports_within_their_deadline() -> None:
+def test_work_is_pending_until_its_reports_or_their_deadline() -> None:
     bench = Bench(report_deadline_s=60.0)
     assert not bench.core.has_pending_work()
     bench.store(1)
@@ -233,7 +233,7 @@ def test_pending_work_is_owed_reports_within_their_deadline() -> None:
     assert not bench.core.has_pending_work(), "a release is not waited for"
 
 
-def test_adoption_is_what_every_rank_holds() -> None:
+def test_only_chunks_that_every_rank_holds_are_adopted() -> None:
     agreement = agree(
         [
             hello(0, 4, 8, [(0, 7, b"a"), (1, 7, b"b"), (2, 7, b"c"), (6, 7, b"out")]),
@@ -280,7 +280,7 @@ def test_a_policy_is_never_made_without_slots(pool: int, made: int) -> None:
     assert len(core.take_commands()) == 1 + min(pool, 2), "the reset, and the writes"
 
 
-def test_the_core_is_pure() -> None:
+def test_the_core_imports_no_torch_no_vllm_and_does_no_io() -> None:
     """Rule 11: no torch, no vLLM, no files."""
     code = (
         "import sys, vllm_nvmeof_offload.manager.core\n"
@@ -290,7 +290,7 @@ def test_the_core_is_pure() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_after_new_weights_nothing_is_adoptable_whatever_the_operator_says() -> None:
+def test_after_new_weights_nothing_is_adoptable_whatever_the_configuration() -> None:
     bench = Bench(weights_never_change=True)
     bench.core.weights_changed = True
     bench.core.reset()
@@ -300,7 +300,7 @@ def test_after_new_weights_nothing_is_adoptable_whatever_the_operator_says() -> 
     assert [command.adoptable for command in resets] == [False, False]
 
 
-def test_weights_that_come_in_many_pieces_reset_once_a_step() -> None:
+def test_weights_that_arrive_in_many_pieces_reset_once_per_step() -> None:
     bench = Bench(weights_never_change=True)
     bench.store(1)
     bench.core.reset()

@@ -31,9 +31,9 @@ def hellos(ranks: int = 1, **changes: object) -> list[RankHello]:
 
 
 def collector(bench: Bench, **changes: object) -> MetricsCollector:
-    said = hellos(bench.ranks, **changes)
-    config = {"prompts_only": "no", **config_labels(said, CoreConfig())}
-    return MetricsCollector(bench.core, Suspension(), said, config)
+    ranks_hellos = hellos(bench.ranks, **changes)
+    config = {"prompts_only": "no", **config_labels(ranks_hellos, CoreConfig())}
+    return MetricsCollector(bench.core, Suspension(), ranks_hellos, config)
 
 
 def names(values: dict[Series, float]) -> set[str]:
@@ -55,7 +55,7 @@ def test_the_first_time_every_series_is_exported() -> None:
     assert gauges["capacity_tokens", "pool"] == 8 * TOKENS
 
 
-def test_afterwards_only_what_changes() -> None:
+def test_afterwards_only_changed_series_are_exported() -> None:
     bench = Bench(targets=2)
     metrics = collector(bench)
     metrics.take_increases(), metrics.take_gauges()
@@ -96,7 +96,7 @@ def test_every_failure_was_exported_as_0_before() -> None:
     assert metrics.take_increases().keys() <= first.keys()
 
 
-def test_levels_and_rates_of_all_ranks_are_exported() -> None:
+def test_queue_lengths_and_rates_of_all_ranks_are_exported() -> None:
     bench = Bench(ranks=2, targets=2)
     metrics = collector(bench)
     bench.core.report([LevelReport(0, 1, read_waiting=2), LevelReport(1, 3, writes_in_flight=1)])
@@ -119,11 +119,15 @@ def test_fallbacks_are_exported_by_part() -> None:
 # -- the start line -----------------------------------------------------------------------
 
 
-def test_the_start_line_names_what_an_operator_asks_for() -> None:
+def test_the_start_line_names_sizes_engines_and_fallbacks() -> None:
     bench = Bench(ranks=2, targets=2, tokens_per_chunk=TOKENS)
-    said = hellos(2, volatile=("hashes are seeded",), fallbacks=("io_uring→threads: EPERM",))
-    said[1] = replace(said[1], io_engine="threads", volatile=("hashes are seeded", "files moved"))
-    line = start_line(said, bench.core)
+    ranks_hellos = hellos(
+        2, volatile=("hashes are seeded",), fallbacks=("io_uring→threads: EPERM",)
+    )
+    ranks_hellos[1] = replace(
+        ranks_hellos[1], io_engine="threads", volatile=("hashes are seeded", "files moved")
+    )
+    line = start_line(ranks_hellos, bench.core)
     assert "\n" not in line
     for part in (
         "CPU tier of 64 tokens (4 cache slots of 8.0 KiB) and 3 stream slots",
@@ -161,7 +165,7 @@ def fail(bench: Bench, number: int, outcome: object) -> None:
     bench.done(load.op, (0, outcome))  # type: ignore[arg-type]
 
 
-def test_a_failure_is_said_at_once_and_then_once_a_minute(
+def test_a_failure_is_logged_at_once_and_then_once_per_minute(
     caplog: pytest.LogCaptureFixture, logger: None
 ) -> None:
     bench = Bench(pool=0)

@@ -34,7 +34,7 @@ def test_a_step_lasts_from_its_scheduling_to_its_output() -> None:
     assert engine.figures() == (2, 0.6, 102)
 
 
-def test_scheduled_ahead_it_lasts_from_the_end_of_the_one_before() -> None:
+def test_a_step_scheduled_ahead_lasts_from_the_end_of_the_previous_one() -> None:
     engine = Engine()
     engine.scheduled(0.0, 100)
     engine.scheduled(0.1, 120)
@@ -72,7 +72,7 @@ def test_empty_steps_do_not_count_and_take_no_time_from_others() -> None:
         ((), False),
     ],
 )
-def test_steps_that_mostly_compute_prompts_tell_the_prefill_rate(
+def test_steps_that_mostly_compute_prompts_give_the_prefill_rate(
     tokens: tuple[int, ...], counts: bool
 ) -> None:
     engine = Engine()
@@ -114,7 +114,7 @@ def test_the_small_steps_of_a_server_that_loads_do_not_make_computing_look_slow(
     assert engine.meter.prefill_rate == pytest.approx((0.8 * 2000 + 1900) / (0.8 * 2.1 + 4.2))
 
 
-def test_the_time_in_which_prompts_are_computed() -> None:
+def test_prefill_time_is_counted() -> None:
     engine = Engine()
     assert engine.meter.prompts_s() == 0.0
     engine.scheduled(1.0, 100)
@@ -136,7 +136,7 @@ def test_the_time_in_which_prompts_are_computed() -> None:
     assert engine.meter.prompts_s() == pytest.approx(2.97)
 
 
-def test_the_longest_of_the_last_steps_beside_its_prompts() -> None:
+def test_the_longest_recent_step_is_counted_without_its_prompts() -> None:
     engine = Engine()
     engine.scheduled(0.0, 1, 1)
     engine.ended(0.3)
@@ -148,7 +148,7 @@ def test_the_longest_of_the_last_steps_beside_its_prompts() -> None:
     assert engine.meter.decode_s == pytest.approx(0.64 * 0.3), "prompts do not count"
 
 
-def test_counting_anew_keeps_what_was_learned() -> None:
+def test_restarting_the_count_keeps_the_learned_rate() -> None:
     engine = Engine()
     engine.scheduled(0.0, 500)
     engine.ended(1.0)
@@ -160,7 +160,7 @@ def test_counting_anew_keeps_what_was_learned() -> None:
     assert engine.figures() == (1, 1.0, 500)
 
 
-def test_outputs_without_steps_and_steps_without_outputs() -> None:
+def test_unmatched_outputs_and_steps_are_ignored() -> None:
     engine = Engine()
     engine.ended(1.0)
     for step in range(100):
@@ -170,7 +170,7 @@ def test_outputs_without_steps_and_steps_without_outputs() -> None:
     assert engine.meter.steps == 8, "those that an engine may be ahead"
 
 
-def test_a_step_that_took_no_time_says_nothing_of_the_rate() -> None:
+def test_a_step_of_zero_time_does_not_change_the_rate() -> None:
     engine = Engine()
     engine.scheduled(0.0, 500)
     engine.ended(0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ReloadScheduler's commands, by recorded sequences of events, on a shelf that only notes."""
+"""The ReloadScheduler's commands, by recorded sequences of events, on a holds that only notes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .bench import keys_of
 CPU, POOL = Source.CPU, Source.POOL
 
 
-class FakeShelf:
+class FakeHolds:
     """Notes what it is told; a fetch is under way until the test says that it has ended."""
 
     def __init__(self) -> None:
@@ -92,17 +92,17 @@ def not_in_gpu(_chunk: int) -> bool:
     return False
 
 
-class Desk:
-    """A scheduler over a fake shelf, with a clock; budgets in cache slots."""
+class ReloadRig:
+    """A scheduler over a fake holds, with a clock; budgets in cache slots."""
 
     def __init__(self, reload: int = 16, queue: int = 16, slot_bytes: int = 1 << 20) -> None:
         self.now_s = 0.0
-        self.shelf = FakeShelf()
+        self.holds = FakeHolds()
         config = CoreConfig(reload_cache_share=reload / 1024, prefetch_cache_share=queue / 1024)
         self.scheduler = ReloadScheduler(
             config,
             Capacity(1024, 0, 1, slot_bytes),
-            self.shelf,  # type: ignore[arg-type]
+            self.holds,  # type: ignore[arg-type]
             lambda: self.now_s,
         )
 
@@ -116,152 +116,152 @@ class Desk:
 
     def turn(self) -> list[str]:
         self.scheduler.turn()
-        return self.shelf.did()
+        return self.holds.did()
 
     def left(self, *names: str) -> list[str]:
         for name in names:
             self.scheduler.left(name)
-        return self.shelf.did()
+        return self.holds.did()
 
 
 def test_a_victims_cached_chunks_are_held_and_the_others_fetched_in_prefix_order() -> None:
-    desk = Desk()
-    desk.shelf.put(CPU, [0, 1])
-    desk.shelf.put(POOL, [2, 3])
-    desk.preempted("a", range(4))
-    assert desk.turn() == ["hold 0", "hold 1", "fetch 2", "fetch 3"]
-    assert desk.turn() == [], "done once"
-    desk.shelf.ended(2)
-    assert desk.left("a") == ["drop 0", "drop 1", "drop 2", "cancel 3"]
-    assert (len(desk.scheduler), desk.left("a")) == (0, [])
+    rig = ReloadRig()
+    rig.holds.put(CPU, [0, 1])
+    rig.holds.put(POOL, [2, 3])
+    rig.preempted("a", range(4))
+    assert rig.turn() == ["hold 0", "hold 1", "fetch 2", "fetch 3"]
+    assert rig.turn() == [], "done once"
+    rig.holds.ended(2)
+    assert rig.left("a") == ["drop 0", "drop 1", "drop 2", "cancel 3"]
+    assert (len(rig.scheduler), rig.left("a")) == (0, [])
 
 
-def test_what_follows_a_missing_chunk_is_of_no_use() -> None:
-    desk = Desk()
-    desk.shelf.put(POOL, [0, 2, 3])
-    desk.preempted("a", range(4))
-    assert desk.turn() == ["fetch 0"]
+def test_chunks_after_a_missing_one_are_not_fetched() -> None:
+    rig = ReloadRig()
+    rig.holds.put(POOL, [0, 2, 3])
+    rig.preempted("a", range(4))
+    assert rig.turn() == ["fetch 0"]
 
 
-def test_chunks_in_gpu_memory_are_passed_over_but_held_if_the_cpu_tier_has_them() -> None:
-    desk = Desk()
-    desk.shelf.put(CPU, [0])
-    desk.shelf.put(POOL, [1, 2])
-    desk.preempted("a", range(3), lambda chunk: chunk < 2)
-    assert desk.turn() == ["hold 0", "fetch 2"]
+def test_chunks_in_gpu_memory_are_not_fetched_but_held_if_the_cpu_tier_has_them() -> None:
+    rig = ReloadRig()
+    rig.holds.put(CPU, [0])
+    rig.holds.put(POOL, [1, 2])
+    rig.preempted("a", range(3), lambda chunk: chunk < 2)
+    assert rig.turn() == ["hold 0", "fetch 2"]
 
 
-def test_a_new_request_is_fetched_for_and_what_is_cached_is_not_held_for_it() -> None:
-    desk = Desk()
-    desk.shelf.put(CPU, [0])
-    desk.shelf.put(POOL, [1])
-    desk.queued("a", range(2))
-    assert desk.turn() == ["fetch 1"]
-    assert desk.left("a") == ["cancel 1"]
+def test_chunks_of_a_new_request_are_fetched_and_its_cached_ones_are_not_held() -> None:
+    rig = ReloadRig()
+    rig.holds.put(CPU, [0])
+    rig.holds.put(POOL, [1])
+    rig.queued("a", range(2))
+    assert rig.turn() == ["fetch 1"]
+    assert rig.left("a") == ["cancel 1"]
 
 
-def test_many_preempted_at_once_the_shortest_remaining_goes_first_and_the_queue_last() -> None:
-    desk = Desk(reload=6)
-    desk.shelf.put(POOL, range(100))
-    desk.queued("new", [50, 51])
-    desk.preempted("long", range(10, 14))
-    desk.preempted("short", [20])
-    desk.preempted("middle", [30, 31])
-    assert desk.turn() == [
+def test_of_many_preempted_the_shortest_remaining_is_first_and_the_queue_last() -> None:
+    rig = ReloadRig(reload=6)
+    rig.holds.put(POOL, range(100))
+    rig.queued("new", [50, 51])
+    rig.preempted("long", range(10, 14))
+    rig.preempted("short", [20])
+    rig.preempted("middle", [30, 31])
+    assert rig.turn() == [
         *("fetch 20", "fetch 30", "fetch 31", "fetch 10", "fetch 11", "fetch 12"),
         *("fetch 50", "fetch 51"),
     ]
 
 
-def test_what_remains_counts_and_not_how_long_a_request_is() -> None:
-    desk = Desk(reload=6)
-    desk.shelf.put(POOL, range(100))
-    desk.preempted("a", range(8))
-    assert len(desk.turn()) == 6  # 2 remain
-    desk.preempted("b", [20, 21, 22])
-    desk.scheduler.follow("c", keys_of(30), not_in_gpu)
-    assert desk.turn() == [], "the budget is spent"
-    assert desk.left("a") == [f"cancel {n}" for n in range(6)]
-    assert desk.turn() == ["fetch 30", "fetch 20", "fetch 21", "fetch 22"]
+def test_remaining_chunks_decide_the_order_and_not_a_requests_length() -> None:
+    rig = ReloadRig(reload=6)
+    rig.holds.put(POOL, range(100))
+    rig.preempted("a", range(8))
+    assert len(rig.turn()) == 6  # 2 remain
+    rig.preempted("b", [20, 21, 22])
+    rig.scheduler.follow("c", keys_of(30), not_in_gpu)
+    assert rig.turn() == [], "the budget is spent"
+    assert rig.left("a") == [f"cancel {n}" for n in range(6)]
+    assert rig.turn() == ["fetch 30", "fetch 20", "fetch 21", "fetch 22"]
 
 
-def test_the_queue_is_served_in_its_order_and_equals_as_they_came() -> None:
-    desk = Desk(queue=3)
-    desk.shelf.put(POOL, range(100))
-    desk.queued("low", [10, 11], (1, 0.0))
-    desk.queued("high", [20, 21], (0, 5.0))
-    desk.queued("too", [30], (0, 5.0))
-    assert desk.turn() == ["fetch 20", "fetch 21", "fetch 30"]
-    assert desk.left("too", "high") == ["cancel 30", "cancel 20", "cancel 21"]
-    desk.queued("first", [40], (-1, 9.0))
-    assert desk.turn() == ["fetch 40", "fetch 10", "fetch 11"]
+def test_the_queue_is_served_in_its_order_and_ties_by_arrival() -> None:
+    rig = ReloadRig(queue=3)
+    rig.holds.put(POOL, range(100))
+    rig.queued("low", [10, 11], (1, 0.0))
+    rig.queued("high", [20, 21], (0, 5.0))
+    rig.queued("too", [30], (0, 5.0))
+    assert rig.turn() == ["fetch 20", "fetch 21", "fetch 30"]
+    assert rig.left("too", "high") == ["cancel 30", "cancel 20", "cancel 21"]
+    rig.queued("first", [40], (-1, 9.0))
+    assert rig.turn() == ["fetch 40", "fetch 10", "fetch 11"]
 
 
-def test_one_that_left_while_it_stood_in_line_is_passed_over() -> None:
-    desk = Desk(queue=1)
-    desk.shelf.put(POOL, range(10))
+def test_a_request_that_left_the_line_is_skipped() -> None:
+    rig = ReloadRig(queue=1)
+    rig.holds.put(POOL, range(10))
     for name, number in (("a", 0), ("b", 1), ("c", 2)):
-        desk.queued(name, [number])
-    assert desk.turn() == ["fetch 0"]
-    assert desk.left("b", "a") == ["cancel 0"]
-    assert desk.turn() == ["fetch 2"]
+        rig.queued(name, [number])
+    assert rig.turn() == ["fetch 0"]
+    assert rig.left("b", "a") == ["cancel 0"]
+    assert rig.turn() == ["fetch 2"]
 
 
-def test_two_that_want_one_prefix_share_it_till_the_last_has_left() -> None:
-    desk = Desk(reload=3, queue=3)
-    desk.shelf.put(POOL, range(10))
-    desk.preempted("a", [0, 1, 2])
-    desk.queued("b", [0, 1, 5])
-    assert desk.turn() == ["fetch 0", "fetch 1", "fetch 2", "fetch 5"]
-    assert desk.shelf.counts[Reason.QUEUE] == 1, "shared chunks are on the victim's account"
-    assert desk.left("a") == ["cancel 2"]
-    desk.shelf.ended(0)
-    assert desk.left("b") == ["drop 0", "cancel 1", "cancel 5"]
-    assert set(desk.shelf.counts.values()) == {0}
+def test_two_requests_share_a_prefix_until_the_last_has_left() -> None:
+    rig = ReloadRig(reload=3, queue=3)
+    rig.holds.put(POOL, range(10))
+    rig.preempted("a", [0, 1, 2])
+    rig.queued("b", [0, 1, 5])
+    assert rig.turn() == ["fetch 0", "fetch 1", "fetch 2", "fetch 5"]
+    assert rig.holds.counts[Reason.QUEUE] == 1, "shared chunks are on the victim's account"
+    assert rig.left("a") == ["cancel 2"]
+    rig.holds.ended(0)
+    assert rig.left("b") == ["drop 0", "cancel 1", "cancel 5"]
+    assert set(rig.holds.counts.values()) == {0}
 
 
-def test_preempted_during_its_load_it_starts_over() -> None:
-    desk = Desk()
-    desk.shelf.put(POOL, range(3))
-    desk.preempted("a", range(3))
-    assert len(desk.turn()) == 3
-    desk.shelf.ended(0, 1)
-    assert desk.left("a") == ["drop 0", "drop 1", "cancel 2"]  # its load was planned
-    desk.preempted("a", range(3))
-    assert desk.turn() == ["hold 0", "hold 1", "fetch 2"]
-    assert len(desk.scheduler) == 1
+def test_a_request_preempted_during_its_load_starts_over() -> None:
+    rig = ReloadRig()
+    rig.holds.put(POOL, range(3))
+    rig.preempted("a", range(3))
+    assert len(rig.turn()) == 3
+    rig.holds.ended(0, 1)
+    assert rig.left("a") == ["drop 0", "drop 1", "cancel 2"]  # its load was planned
+    rig.preempted("a", range(3))
+    assert rig.turn() == ["hold 0", "hold 1", "fetch 2"]
+    assert len(rig.scheduler) == 1
 
 
-def test_preempted_again_before_it_ran_it_wants_what_it_has_now() -> None:
-    desk = Desk()
-    desk.shelf.put(POOL, range(6))
-    desk.preempted("a", range(2))
-    assert desk.turn() == ["fetch 0", "fetch 1"]
-    desk.shelf.ended(0, 1)
-    desk.preempted("a", range(3))
-    assert desk.shelf.did() == ["drop 0", "drop 1"]
-    assert desk.turn() == ["hold 0", "hold 1", "fetch 2"]
-    assert len(desk.left("a")) == 3
+def test_a_request_preempted_again_before_it_ran_wants_its_current_chunks() -> None:
+    rig = ReloadRig()
+    rig.holds.put(POOL, range(6))
+    rig.preempted("a", range(2))
+    assert rig.turn() == ["fetch 0", "fetch 1"]
+    rig.holds.ended(0, 1)
+    rig.preempted("a", range(3))
+    assert rig.holds.did() == ["drop 0", "drop 1"]
+    assert rig.turn() == ["hold 0", "hold 1", "fetch 2"]
+    assert len(rig.left("a")) == 3
 
 
 def test_a_queued_request_that_ran_and_was_preempted_is_one_request() -> None:
-    desk = Desk()
-    desk.shelf.put(POOL, range(3))
-    desk.queued("a", range(2))
-    desk.preempted("a", range(3))  # before any turn
-    assert desk.turn() == ["fetch 0", "fetch 1", "fetch 2"]
-    assert desk.shelf.counts[Reason.QUEUE] == 0
+    rig = ReloadRig()
+    rig.holds.put(POOL, range(3))
+    rig.queued("a", range(2))
+    rig.preempted("a", range(3))  # before any turn
+    assert rig.turn() == ["fetch 0", "fetch 1", "fetch 2"]
+    assert rig.holds.counts[Reason.QUEUE] == 0
 
 
 def test_aborts_before_and_between_turns_leave_nothing() -> None:
-    desk = Desk(reload=2)
-    desk.shelf.put(POOL, range(9))
-    desk.preempted("a", range(3))
-    assert desk.left("a") == []
-    desk.preempted("b", range(3, 6))
-    assert desk.turn() == ["fetch 3", "fetch 4"]
-    desk.preempted("c", range(6, 9))
-    assert desk.left("c") == []
-    assert desk.left("b") == ["cancel 3", "cancel 4"]
-    assert desk.turn() == []
-    assert (desk.shelf.held, desk.shelf.fetching, len(desk.scheduler)) == ({}, 0, 0)
+    rig = ReloadRig(reload=2)
+    rig.holds.put(POOL, range(9))
+    rig.preempted("a", range(3))
+    assert rig.left("a") == []
+    rig.preempted("b", range(3, 6))
+    assert rig.turn() == ["fetch 3", "fetch 4"]
+    rig.preempted("c", range(6, 9))
+    assert rig.left("c") == []
+    assert rig.left("b") == ["cancel 3", "cancel 4"]
+    assert rig.turn() == []
+    assert (rig.holds.held, rig.holds.fetching, len(rig.scheduler)) == ({}, 0, 0)

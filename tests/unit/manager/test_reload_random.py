@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from vllm_nvmeof_offload.manager.hold_and_prefetch import Reason
 
 from .bench import keys_of
-from .test_reload import CPU, POOL, Desk
+from .test_reload import CPU, POOL, ReloadRig
 
 _NAMES = [f"r{number}" for number in range(6)]
 _FETCHES_MAX = 4
@@ -36,16 +36,16 @@ class ReloadMachine(RuleBasedStateMachine):
     )
     def begin(self, reload: int, queue: int, where: dict[int, object]) -> None:
         self.limits = {Reason.RELOAD: reload, Reason.QUEUE: queue, Reason.PROBE: 4}
-        self.desk = Desk(reload, queue, slot_bytes=64 << 20)
-        self.shelf = self.desk.shelf
+        self.rig = ReloadRig(reload, queue, slot_bytes=64 << 20)
+        self.holds = self.rig.holds
         for number, source in where.items():
-            self.shelf.put(source, [number])  # type: ignore[arg-type]
+            self.holds.put(source, [number])  # type: ignore[arg-type]
         self.keys: dict[str, set[bytes]] = {}  # of those followed, as far as this test knows
         self.in_gpu: set[int] = set()
         self.begun = self.ended = 0
 
     def count(self) -> None:
-        for line in self.shelf.did():
+        for line in self.holds.did():
             self.begun += line.startswith("fetch")
             self.ended += line.startswith("cancel")
 
@@ -53,7 +53,7 @@ class ReloadMachine(RuleBasedStateMachine):
     def queued(self, name: str, numbers: tuple[int, ...], order: tuple[int, int]) -> None:
         self.left(name)  # vLLM never adds a request that it has
         in_gpu = self.in_gpu
-        self.desk.scheduler.follow(
+        self.rig.scheduler.follow(
             name, keys_of(*numbers), lambda chunk: numbers[chunk] in in_gpu, order
         )
         self.keys[name] = set(keys_of(*numbers))
@@ -61,19 +61,19 @@ class ReloadMachine(RuleBasedStateMachine):
     @rule(name=names, numbers=chunks)
     def preempted(self, name: str, numbers: tuple[int, ...]) -> None:
         in_gpu = self.in_gpu
-        self.desk.preempted(name, numbers, lambda chunk: numbers[chunk] in in_gpu)
+        self.rig.preempted(name, numbers, lambda chunk: numbers[chunk] in in_gpu)
         self.keys[name] = set(keys_of(*numbers))
         self.count()
 
     @rule(name=names)
     def left(self, name: str) -> None:
-        self.desk.scheduler.left(name)
+        self.rig.scheduler.left(name)
         self.keys.pop(name, None)
         self.count()
 
     @rule(name=names, local=st.integers(0, 7))
     def looked_up(self, name: str, local: int) -> None:
-        self.desk.scheduler.looked_up(name, local)
+        self.rig.scheduler.looked_up(name, local)
 
     @rule(numbers=st.sets(st.integers(0, 29)))
     def gpu_memory_changed(self, numbers: set[int]) -> None:
@@ -82,71 +82,71 @@ class ReloadMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.1, 3.0, 6.0]), room=st.sampled_from([0, 2, 99]))
     def turn(self, seconds: float, room: int) -> None:
-        self.desk.now_s += seconds
-        self.shelf.room = max(room, len(self.shelf.held))
-        self.desk.scheduler.turn()
+        self.rig.now_s += seconds
+        self.holds.room = max(room, len(self.holds.held))
+        self.rig.scheduler.turn()
         self.count()
 
     @rule(numbers=chunks)
     def probe(self, numbers: tuple[int, ...]) -> None:
-        self.desk.scheduler.probe(keys_of(*numbers))
+        self.rig.scheduler.probe(keys_of(*numbers))
         self.count()
 
-    @precondition(lambda self: self.shelf.under_way)
+    @precondition(lambda self: self.holds.under_way)
     @rule(data=st.data(), ok=st.booleans())
     def fetch_ended(self, data: st.DataObject, ok: bool) -> None:
-        key = data.draw(st.sampled_from(sorted(self.shelf.under_way)))
+        key = data.draw(st.sampled_from(sorted(self.holds.under_way)))
         if ok:
-            self.shelf.ended(int(key))
+            self.holds.ended(int(key))
         else:
-            self.shelf.lose(key)
-            self.shelf.put(None, [int(key)])
+            self.holds.lose(key)
+            self.holds.put(None, [int(key)])
         self.ended += 1
 
     @rule(number=st.integers(0, 29), source=sources)
     def moved(self, number: int, source: object) -> None:
         key = b"%d" % number
-        if key in self.shelf.under_way or (key in self.shelf.held and source is POOL):
+        if key in self.holds.under_way or (key in self.holds.held and source is POOL):
             return  # what is held is not evicted
-        if source is None and key in self.shelf.held:
-            self.shelf.lose(key)  # doomed
-        self.shelf.put(source, [number])  # type: ignore[arg-type]
+        if source is None and key in self.holds.held:
+            self.holds.lose(key)  # doomed
+        self.holds.put(source, [number])  # type: ignore[arg-type]
 
     @rule()
     def reset(self) -> None:
-        self.ended += len(self.shelf.under_way)
-        for key in list(self.shelf.held):
-            self.shelf.lose(key)
-        self.shelf.where.clear()
-        self.desk.scheduler.reset()
+        self.ended += len(self.holds.under_way)
+        for key in list(self.holds.held):
+            self.holds.lose(key)
+        self.holds.where.clear()
+        self.rig.scheduler.reset()
         self.keys.clear()
 
     @invariant()
     def budgets_are_kept(self) -> None:
         for reason, limit in self.limits.items():
-            assert 0 <= self.shelf.counts[reason] <= limit
-        assert len(self.shelf.under_way) == self.shelf.fetching <= _FETCHES_MAX + 4
-        assert self.begun - self.ended == self.shelf.fetching
+            assert 0 <= self.holds.counts[reason] <= limit
+        assert len(self.holds.under_way) == self.holds.fetching <= _FETCHES_MAX + 4
+        assert self.begun - self.ended == self.holds.fetching
 
     @invariant()
     def what_is_held_somebody_wants(self) -> None:
-        for key, reason in self.shelf.held.items():
+        for key, reason in self.holds.held.items():
             wanted = any(key in keys for keys in self.keys.values())
             assert wanted or reason is Reason.PROBE, key
 
     def teardown(self) -> None:
-        if not hasattr(self, "desk"):
+        if not hasattr(self, "rig"):
             return
         for name in _NAMES:
             self.left(name)
-        for key in sorted(self.shelf.under_way):  # probes are nobody's
-            self.shelf.ended(int(key))
+        for key in sorted(self.holds.under_way):  # probes are nobody's
+            self.holds.ended(int(key))
             self.ended += 1
-        assert (self.shelf.held, len(self.desk.scheduler)) == ({}, 0)
+        assert (self.holds.held, len(self.rig.scheduler)) == ({}, 0)
         assert self.begun == self.ended
-        looks = self.shelf.looks
-        assert self.desk.turn() == []
-        assert self.shelf.looks == looks, "nobody stands in line any more"
+        looks = self.holds.looks
+        assert self.rig.turn() == []
+        assert self.holds.looks == looks, "nobody stands in line any more"
 
 
 TestReloadMachine = ReloadMachine.TestCase

@@ -8,7 +8,7 @@ from vllm_nvmeof_offload.manager.store_threshold import StoreThreshold
 from .bench import Bench, keys_of
 
 
-def test_a_chunk_is_stored_on_its_nth_sighting() -> None:
+def test_a_chunk_is_stored_when_seen_the_nth_time() -> None:
     bench = Bench(cache=8, store_threshold=3)
     for _ in range(2):
         plan = bench.core.prepare_store(keys_of(1, 2))
@@ -19,20 +19,20 @@ def test_a_chunk_is_stored_on_its_nth_sighting() -> None:
 
 
 def test_a_threshold_of_one_stores_at_once_and_keeps_no_table() -> None:
-    sightings = StoreThreshold(1, 8)
-    sightings.see(keys_of(1, 2))
-    assert sightings.reached(b"7")
-    assert len(sightings) == 0
+    threshold = StoreThreshold(1, 8)
+    threshold.see(keys_of(1, 2))
+    assert threshold.reached(b"7")
+    assert len(threshold) == 0
     assert Bench(store_threshold=1).core.prepare_store(keys_of(1)).stored == (b"1",)
 
 
-def test_a_key_twice_in_one_request_is_one_sighting() -> None:
+def test_a_key_twice_in_one_request_counts_once() -> None:
     bench = Bench(store_threshold=2)
     assert bench.core.prepare_store(keys_of(1, 1)).stored == ()
     assert bench.core.prepare_store(keys_of(1, 1)).stored == (b"1",)
 
 
-def test_what_was_seen_often_enough_comes_back_at_once_after_a_reset() -> None:
+def test_keys_seen_often_enough_are_stored_at_once_after_a_reset() -> None:
     bench = Bench(store_threshold=2)
     bench.core.prepare_store(keys_of(1))
     bench.store(1)
@@ -40,15 +40,15 @@ def test_what_was_seen_often_enough_comes_back_at_once_after_a_reset() -> None:
     bench.store(1)
 
 
-def test_the_table_is_bounded_and_keeps_what_was_seen_last() -> None:
-    sightings = StoreThreshold(2, 100)
+def test_the_table_is_bounded_and_keeps_the_last_seen_keys() -> None:
+    threshold = StoreThreshold(2, 100)
     for number in range(20_000):
-        sightings.see(keys_of(number, -1))
-        assert len(sightings) < 100 + 1024
-    assert sightings.reached(b"-1")
-    sightings.see(keys_of(19_999, 3))
-    assert sightings.reached(b"19999")
-    assert not sightings.reached(b"3"), "forgotten in between"
+        threshold.see(keys_of(number, -1))
+        assert len(threshold) < 100 + 1024
+    assert threshold.reached(b"-1")
+    threshold.see(keys_of(19_999, 3))
+    assert threshold.reached(b"19999")
+    assert not threshold.reached(b"3"), "forgotten in between"
     long = keys_of(*range(50_000, 55_000))
-    sightings.see(long)
-    assert len(sightings) == 100
+    threshold.see(long)
+    assert len(threshold) == 100

@@ -90,7 +90,7 @@ def test_a_free_slot_goes_before_an_eviction_unless_its_queue_is_much_longer() -
     assert bench.core.counters["evictions", "pool"] == 1
 
 
-def test_a_target_that_was_suspect_does_not_catch_up() -> None:
+def test_a_target_that_was_suspect_gets_no_extra_writes() -> None:
     bench = bench_of(2, GB, GB)
     bench.core.report([VerdictReport(0, 1, "suspect")])
     assert serve(bench, 50, [1.0, 1.0], 1) == {0: 50}

@@ -90,7 +90,7 @@ def test_a_chunk_below_the_threshold_is_counted() -> None:
     assert figures(manager)["below_threshold_chunks", ()] == 2
 
 
-def test_of_requests_computed_with_earlier_weights_nothing_is_stored() -> None:
+def test_requests_computed_with_earlier_weights_are_not_stored() -> None:
     manager = Face().manager
     old, new = ReqContext("old"), ReqContext("new")
     assert manager.weights_may_have_changed(known=True)
@@ -105,13 +105,15 @@ def test_of_requests_computed_with_earlier_weights_nothing_is_stored() -> None:
 
 
 @pytest.mark.parametrize("never_change", [False, True])
-def test_what_may_change_weights_voids_unless_the_operator_rules_it_out(never_change: bool) -> None:
+def test_a_call_that_may_change_weights_resets_unless_the_operator_rules_it_out(
+    never_change: bool,
+) -> None:
     manager = Face(weights_never_change=never_change).manager
     assert manager.weights_may_have_changed(known=False) is not never_change
     assert manager.weights_may_have_changed(known=True)
 
 
-def test_before_the_handshake_there_is_nothing_to_do_and_nothing_to_export() -> None:
+def test_before_the_handshake_the_manager_does_and_exports_nothing() -> None:
     """Every call that vLLM can make without a request; those with one are mistakes."""
     manager = NVMeoFOffloadingManager(CoreConfig())
     context = ReqContext("request")
@@ -141,7 +143,7 @@ def test_before_the_handshake_there_is_nothing_to_do_and_nothing_to_export() -> 
 
 
 @pytest.mark.parametrize("new_weights", [False, True])
-def test_a_reset_before_the_handshake_voids_what_the_pool_has(new_weights: bool) -> None:
+def test_a_reset_before_the_handshake_voids_adopted_chunks(new_weights: bool) -> None:
     """Adopted chunks are from before it."""
     manager = NVMeoFOffloadingManager(CoreConfig(weights_never_change=True))
     if new_weights:

@@ -81,7 +81,7 @@ class Lobby:
         return [int(c.identity.key) for c in commands if isinstance(c, FetchCommand)]
 
 
-def test_a_new_requests_chunks_are_fetched_but_for_that_of_its_last_token() -> None:
+def test_chunks_of_a_new_request_are_fetched_except_that_of_its_last_token() -> None:
     lobby = Lobby()
     lobby.bench.in_the_pool(0, 1, 2)
     lobby.add("a", 0, 1, 2, num_tokens=30)  # its last token is computed in any case
@@ -90,7 +90,7 @@ def test_a_new_requests_chunks_are_fetched_but_for_that_of_its_last_token() -> N
     assert sum(isinstance(c, CancelCommand) for c in lobby.core.take_commands()) == 2
 
 
-def test_without_leave_to_prefetch_and_without_keys_nothing_is_fetched() -> None:
+def test_nothing_is_fetched_without_prefetch_or_without_keys() -> None:
     lobby = Lobby()
     lobby.bench.in_the_pool(0)
     lobby.add("a", 0, prefetch=False)
@@ -120,7 +120,7 @@ def test_a_hit_on_a_pool_whose_speed_is_unknown_is_loaded() -> None:
     assert lobby.waiting.allocated("a") is None, "once"
 
 
-def test_a_hit_on_a_fast_pool_has_a_limit_till_it_is_allocated() -> None:
+def test_a_hit_on_a_fast_pool_has_a_limit_until_it_is_allocated() -> None:
     lobby = Lobby()
     lobby.core.admission.prefill_rate = 10.0
     lobby.bench.in_the_pool(0, 1)
@@ -147,7 +147,7 @@ def test_a_slow_pool_is_declined_and_a_few_chunks_are_read_in_the_background() -
     assert lobby.fetched() == [], "one probe at a time"
 
 
-def test_leading_cached_chunks_are_loaded_from_the_middle_of_a_chunk_too() -> None:
+def test_a_load_of_leading_cached_chunks_can_begin_inside_a_chunk() -> None:
     lobby = Lobby()
     lobby.bench.in_the_pool(2, 3)
     lobby.bench.in_both_tiers(0, 1)
@@ -182,7 +182,7 @@ def test_a_probe_does_not_evict_what_the_attempt_is_about_to_load() -> None:
     lobby.core.prepare_load(keys_of(0, 1), attempt.limit_s)
 
 
-def test_what_was_decided_on_a_hit_is_void_when_the_hit_is_gone() -> None:
+def test_a_decision_on_a_hit_is_void_when_the_hit_is_gone() -> None:
     lobby = Lobby()
     lobby.bench.in_the_pool(0)
     lobby.add("a", 0, prefetch=False)
@@ -191,7 +191,7 @@ def test_what_was_decided_on_a_hit_is_void_when_the_hit_is_gone() -> None:
     assert lobby.waiting.allocated("a") is None
 
 
-def test_a_victim_is_reloaded_and_let_go_when_its_load_is_planned() -> None:
+def test_a_victim_is_reloaded_and_released_when_its_load_is_planned() -> None:
     lobby = Lobby()
     lobby.bench.in_the_pool(0, 1, 2)
     lobby.add("a", 0, 1, 2, prefetch=False)
@@ -217,7 +217,7 @@ def test_a_victims_chunks_in_gpu_memory_are_not_fetched() -> None:
     assert lobby.fetched() == [1]
 
 
-def test_requests_that_end_leave_nothing_wherever_they_stood() -> None:
+def test_ended_requests_leave_nothing_behind() -> None:
     lobby = Lobby()
     lobby.bench.in_the_pool(0, 1)
     for name in ("waits", "decided", "victim", "both"):
@@ -234,7 +234,7 @@ def test_requests_that_end_leave_nothing_wherever_they_stood() -> None:
     assert lobby.core.gauges()["requests_waiting"] == 0
 
 
-def test_one_preempted_between_two_steps_and_resumed_in_the_next_does_not_wait() -> None:
+def test_a_request_preempted_and_resumed_within_a_step_does_not_wait() -> None:
     lobby = Lobby()
     lobby.bench.in_both_tiers(0, 1)
     lobby.add("a", 0, 1, prefetch=False)
@@ -253,7 +253,7 @@ def test_a_victim_whose_keys_are_gone_is_not_followed() -> None:
     assert lobby.core.gauges()["requests_waiting"] == 0
 
 
-def test_a_change_of_mind_is_logged_at_most_once_a_minute(
+def test_a_changed_decision_is_logged_at_most_once_per_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     lobby = Lobby()
