@@ -32,7 +32,7 @@ def test_jobs_take_turns_and_each_keeps_its_order() -> None:
     assert not queue
 
 
-def test_a_place_given_back_goes_to_who_holds_fewest() -> None:
+def test_a_released_place_goes_to_the_job_with_the_fewest() -> None:
     queue = _queue(a=4)
     taken = [queue.take() for _ in range(3)]
     queue.push(("b", 0))
@@ -50,7 +50,7 @@ def test_a_retry_goes_first() -> None:
     assert [queue.take(), queue.take()] == [("a", 0), ("b", 0)]
 
 
-def test_what_was_taken_out_is_gone_and_places_remain() -> None:
+def test_a_removed_task_is_gone_and_places_remain() -> None:
     queue = _queue(a=3, b=1)
     assert queue.take() == ("a", 0)
     assert queue.remove(("a", 1))
@@ -63,7 +63,7 @@ def test_what_was_taken_out_is_gone_and_places_remain() -> None:
     assert queue.take() == ("b", 4), "job a still holds a place"
 
 
-def test_long_use_does_not_wear_the_order_out() -> None:
+def test_the_order_holds_after_long_use() -> None:
     """Many places given and given back between few jobs: still the fewest, then the oldest."""
     rng = random.Random(7)
     queue = _queue()
@@ -101,7 +101,7 @@ class Counted:
         return self is other
 
 
-def test_a_job_of_many_tasks_costs_no_more_by_task() -> None:
+def test_a_job_of_many_tasks_costs_no_more_per_task() -> None:
     """Looks at a task, for each task: waiting, a place and back, or a cancel, in any order."""
     costs = []
     for size in (500, 5000):

@@ -73,7 +73,7 @@ def test_a_target_at_its_bound_does_not_stop_the_others() -> None:
     assert sorted(writes) == [0, 1]
 
 
-def test_a_full_engine_is_offered_every_target_in_its_turn() -> None:
+def test_a_full_engine_is_offered_every_target_in_turn() -> None:
     bench = Bench(stream_slots=20, target_count=2)
     bench.io.busy = True
     bench.stream(1, range(0, 20, 2))
@@ -86,7 +86,7 @@ def test_a_full_engine_is_offered_every_target_in_its_turn() -> None:
     assert firsts == {0, 1}
 
 
-def test_a_full_engine_is_asked_once_a_turn_for_each_kind() -> None:
+def test_a_full_engine_is_asked_once_per_turn_for_each_kind() -> None:
     bench = Bench(stream_slots=2, target_count=2)
     bench.stored(1, slot=0, number=7)
     bench.io.busy = True
@@ -106,7 +106,7 @@ def test_a_retry_goes_before_the_rest_of_its_load() -> None:
     assert _started(bench) == [3, 3]
 
 
-def test_a_fetch_that_a_load_waits_for_goes_with_the_loads() -> None:
+def test_a_fetch_that_a_load_waits_for_gets_the_priority_of_loads() -> None:
     bench = Bench(reads_in_flight_max=2)
     for n in range(3):
         bench.fetch(1 + n, number=n, pool=n, cache=n)
@@ -137,7 +137,7 @@ def test_a_fetch_that_waits_for_its_slot_is_promoted_there() -> None:
     assert [op.urgency for op in bench.io.started] == [Urgency.DEMAND]
 
 
-def test_a_fetch_with_the_engine_stays_and_its_retry_is_promoted() -> None:
+def test_a_submitted_fetch_stays_and_its_retry_is_promoted() -> None:
     bench = Bench(reads_in_flight_max=2)
     for n in range(2):
         bench.fetch(1 + n, number=n, pool=n, cache=n)
@@ -155,7 +155,7 @@ def test_a_fetch_with_the_engine_stays_and_its_retry_is_promoted() -> None:
     assert bench.pipeline.idle()
 
 
-def test_promoted_fetches_go_on_the_share_of_their_load() -> None:
+def test_promoted_fetches_count_toward_the_share_of_their_load() -> None:
     bench = Bench(stream_slots=8, cache_slots=40, reads_in_flight_max=2)
     for n in range(40):
         bench.fetch(100 + n, number=n, pool=n, cache=n)

@@ -63,7 +63,7 @@ def test_loads_do_not_wait_for_stream_slots_that_the_kernel_holds() -> None:
     assert len(bench.io.ops) == 1, "the slot is back in use"
 
 
-def test_a_suspect_target_fails_fast_and_the_other_goes_on() -> None:
+def test_a_suspect_target_fails_fast_and_the_other_target_continues() -> None:
     bench = Bench(stream_slots=4, target_count=2)
     bench.load(1, 7, cache=None, pool=0)
     bench.io_done(DEADLINE, released=False)
@@ -73,7 +73,7 @@ def test_a_suspect_target_fails_fast_and_the_other_goes_on() -> None:
     assert [op.pool_slot for op in bench.io.started] == [0, 1]
 
 
-def test_behind_a_full_engine_nothing_waits_for_ever() -> None:
+def test_no_task_waits_forever_for_a_full_engine() -> None:
     bench = Bench(stream_slots=4)
     bench.stored(1, slot=0, number=7)
     bench.io.busy = True
@@ -130,7 +130,7 @@ def _reset_beside_writes() -> Bench:
     return bench
 
 
-def test_a_reset_comes_after_the_writes_before_it_and_before_those_after_it() -> None:
+def test_a_reset_follows_earlier_writes_and_precedes_later_ones() -> None:
     bench = _reset_beside_writes()
     assert bench.reports() == [OpReport(4, ((0, CANCELLED),))]
     assert [op.kind for op in bench.io.started] == [OpKind.WRITE]

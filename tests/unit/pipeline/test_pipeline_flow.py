@@ -36,7 +36,7 @@ def test_a_store_is_done_when_copied_and_not_before() -> None:
     assert bench.pipeline.idle()
 
 
-def test_a_report_says_how_long_it_took() -> None:
+def test_a_report_carries_the_time_it_took() -> None:
     bench = Bench()
     bench.store(1, slot=2, number=7)
     bench.now_s += 0.25
@@ -47,7 +47,7 @@ def test_a_report_says_how_long_it_took() -> None:
     assert report.seconds == pytest.approx(0.25)
 
 
-def test_a_fetch_ends_when_its_read_did_not_when_it_was_heard_of() -> None:
+def test_a_fetch_ends_when_its_read_ended_and_not_when_it_was_polled() -> None:
     bench = Bench()
     bench.fetch(1, 7, pool=0, cache=0)
     bench.pipeline.step()
@@ -68,7 +68,7 @@ def test_a_load_of_a_slot_that_is_being_stored_waits_for_the_copy() -> None:
     assert bench.copy.submitted[1][1] is Direction.LOAD
 
 
-def test_a_failed_store_makes_its_load_stale() -> None:
+def test_a_load_of_a_failed_store_is_stale() -> None:
     bench = Bench()
     bench.store(1, slot=0, number=7)
     bench.load(2, 7, cache=0, pool=None)
@@ -95,7 +95,7 @@ def test_a_slot_that_holds_another_chunk_is_stale_and_untouched(kind: str) -> No
 
 
 @pytest.mark.parametrize("outcome", [CHECKSUM_MISMATCH, STALE, io_error(errno.EINVAL)])
-def test_what_was_not_read_well_is_not_copied(outcome: Outcome) -> None:
+def test_a_failed_read_is_not_copied(outcome: Outcome) -> None:
     bench = Bench()
     bench.load(1, 7, cache=None, pool=3)
     bench.io_done(outcome)

@@ -36,7 +36,7 @@ def test_a_failed_read_moves_no_bytes() -> None:
     assert bench.pipeline.counters["transfer_bytes", "load", "pool"] == 0
 
 
-def test_levels_ride_along_and_end_at_nothing() -> None:
+def test_queue_lengths_come_with_other_reports_and_end_at_zero() -> None:
     bench = Bench(stream_slots=2, reads_in_flight_max=1)
     bench.stream(1, range(4))
     bench.pipeline.step()

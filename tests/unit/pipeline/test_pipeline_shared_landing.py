@@ -41,7 +41,7 @@ def test_cutting_one_load_leaves_the_other_its_read(queued: bool) -> None:
 
 
 @pytest.mark.parametrize("outcome", [CHECKSUM_MISMATCH, DEADLINE])
-def test_a_read_that_goes_on_and_fails_keeps_nobody_waiting(outcome: Outcome) -> None:
+def test_a_continued_read_that_fails_ends_the_loads_that_wait(outcome: Outcome) -> None:
     bench = _shared(queued=False)
     bench.io_done(outcome, released=outcome != DEADLINE)
     assert bench.finished() == [(2, ((0, STALE),))]

@@ -51,7 +51,7 @@ def test_idle_time_does_not_count() -> None:
     assert bench.rates() == [(0, 1000, 0)]
 
 
-def test_operations_at_the_same_time_share_it() -> None:
+def test_concurrent_operations_share_busy_time() -> None:
     bench = Meter()
     for _ in range(4):
         bench.meter.began(0, is_write=True)
@@ -61,7 +61,7 @@ def test_operations_at_the_same_time_share_it() -> None:
     assert bench.rates() == [(0, 200, 0)]
 
 
-def test_directions_and_targets_are_apart() -> None:
+def test_directions_and_targets_are_metered_separately() -> None:
     bench = Meter(targets=2)
     bench.write(1.0, 100, target=1)
     bench.meter.began(1, is_write=False)
@@ -70,7 +70,7 @@ def test_directions_and_targets_are_apart() -> None:
     assert bench.rates() == [(1, 100, 300)]
 
 
-def test_told_at_most_four_times_a_second_and_only_if_changed() -> None:
+def test_a_rate_is_reported_at_most_four_times_per_second_and_only_if_changed() -> None:
     bench = Meter()
     bench.write(0.2, 200)
     assert bench.rates() == []
@@ -95,7 +95,7 @@ def test_a_target_that_stalls_gets_slower() -> None:
     assert [rate for _, rate, _ in rates] == [500, 250, 125]
 
 
-def test_too_few_in_too_short_a_time_are_no_measurement() -> None:
+def test_too_few_operations_in_too_short_a_time_are_no_measurement() -> None:
     bench = Meter()
     for _ in range(3):
         bench.write(0.01, 1000)
@@ -106,7 +106,7 @@ def test_too_few_in_too_short_a_time_are_no_measurement() -> None:
     assert bench.rates() == [(0, 100_000, 0)], "four are"
 
 
-def test_what_is_under_way_when_a_period_ends_is_not_taken_for_standing_still() -> None:
+def test_operations_in_flight_at_the_end_of_a_period_do_not_count_as_a_stall() -> None:
     """A target that answers what it was asked together: most of it late in the second period."""
     bench = _known(1000)
     began = [bench.meter.began(0, is_write=False) for _ in range(4)]
@@ -121,7 +121,7 @@ def test_what_is_under_way_when_a_period_ends_is_not_taken_for_standing_still() 
     assert rate is None or rate == pytest.approx(1000, rel=0.1)
 
 
-def test_nothing_ended_for_less_than_a_second_is_no_measurement() -> None:
+def test_less_than_a_second_without_a_completion_is_no_measurement() -> None:
     bench = _known(1000)
     bench.meter.began(0, is_write=False)
     bench.now_s += 0.9
@@ -159,7 +159,7 @@ def test_few_reads_make_a_target_look_faster_than_it_was() -> None:
     assert bench.read_rate() == 2000
 
 
-def test_few_reads_tell_a_rate_while_none_is_known() -> None:
+def test_few_reads_give_a_rate_while_none_is_known() -> None:
     bench = Meter()
     bench.read(1.0, 100, at_once=1)
     assert bench.read_rate() == 100
@@ -167,16 +167,16 @@ def test_few_reads_tell_a_rate_while_none_is_known() -> None:
     assert bench.read_rate() == 550, "and a saturated target corrects it"
 
 
-def test_a_target_that_has_become_slow_is_seen_by_single_reads() -> None:
+def test_single_reads_detect_a_target_that_became_slow() -> None:
     bench = _known(100_000)
     rates = []
     for _ in range(8):
         bench.now_s += 60.0
         bench.read(1.0, 2000, at_once=1)  # fifty times slower
         rates.append(bench.read_rate())
-    told = [rate for rate in rates if rate is not None]
-    assert told == sorted(told, reverse=True)
-    assert 2000 <= told[-1] < 4 * 2000 * 1.1, "as fast as one in four may make it look"
+    known = [rate for rate in rates if rate is not None]
+    assert known == sorted(known, reverse=True)
+    assert 2000 <= known[-1] < 4 * 2000 * 1.1, "as fast as one in four may make it look"
 
 
 def test_failed_reads_cost_their_time() -> None:
@@ -185,7 +185,7 @@ def test_failed_reads_cost_their_time() -> None:
     assert bench.read_rate() == 500
 
 
-def test_what_is_in_flight_is_weighed_by_time() -> None:
+def test_operations_in_flight_are_averaged_over_time() -> None:
     """Four reads for a tenth of the busy time, then one: hardly more than one."""
     bench = _known(1000)
     bench.read(0.5, 100, at_once=4)
@@ -198,11 +198,13 @@ def test_what_is_in_flight_is_weighed_by_time() -> None:
     ("in_flight_max", "slot_bytes", "operations"),
     [(64, 2 * MIB, 4), (64, 32 * MIB, 2), (128, 64 * 1024, 128), (3, 64 * 1024, 3), (1, MIB, 1)],
 )
-def test_what_saturates_a_target(in_flight_max: int, slot_bytes: int, operations: int) -> None:
+def test_the_saturation_depth_of_a_target(
+    in_flight_max: int, slot_bytes: int, operations: int
+) -> None:
     assert saturating(in_flight_max, slot_bytes) == operations
 
 
-def test_time_until_this_thread_hears_of_an_end_does_not_count() -> None:
+def test_time_until_a_completion_is_polled_does_not_count() -> None:
     bench = Meter()
     for _ in range(4):
         bench.meter.began(0, is_write=False)

@@ -81,7 +81,7 @@ def test_a_small_load_does_not_wait_for_a_large_one(landing: bool) -> None:
 
 
 @given(st.lists(st.integers(1, 12), min_size=2, max_size=6), st.integers(1, 5), st.data())
-def test_nobody_waits_while_another_holds_more(sizes, slots, data) -> None:  # type: ignore[no-untyped-def]
+def test_no_job_waits_while_another_holds_more(sizes, slots, data) -> None:  # type: ignore[no-untyped-def]
     """Any loads, ends in any order: a stream slot goes to who holds the fewest."""
     bench = Bench(stream_slots=slots)
     held = dict.fromkeys(range(len(sizes)), 0)
@@ -114,7 +114,7 @@ def test_nobody_waits_while_another_holds_more(sizes, slots, data) -> None:  # t
     assert bench.pipeline.idle()
 
 
-def test_a_hung_target_holds_its_share_and_the_other_goes_on() -> None:
+def test_a_hung_target_holds_its_share_and_the_other_target_continues() -> None:
     bench = Bench(stream_slots=8, target_count=2)
     bench.stream(1, range(0, 100, 2))  # target 0, which does not answer
     bench.stream(2, range(1, 101, 2))
@@ -140,7 +140,7 @@ def test_a_hung_target_holds_its_share_and_the_other_goes_on() -> None:
     assert bench.pipeline.idle()
 
 
-def test_fewer_stream_slots_than_targets() -> None:
+def test_all_targets_are_served_with_fewer_stream_slots_than_targets() -> None:
     """Each target in its turn; if the kernel has them all, nobody waits."""
     bench = Bench(stream_slots=1, target_count=3)
     for target in range(3):
@@ -159,7 +159,7 @@ def test_fewer_stream_slots_than_targets() -> None:
     assert [failures for _, failures in bench.finished()] == [((0, DEADLINE),)] * 2
 
 
-def test_behind_a_full_engine_a_large_load_fails_as_a_whole() -> None:
+def test_a_large_load_fails_as_a_whole_when_the_engine_is_full() -> None:
     bench = Bench(stream_slots=2)
     bench.io.busy = True
     bench.stream(1, range(100))
@@ -200,7 +200,7 @@ def test_cancelling_a_huge_load_that_waits_is_linear() -> None:
     assert bench.pipeline.idle()
 
 
-def test_few_stream_slots_are_enough_to_tell_that_a_target_became_slow() -> None:
+def test_few_stream_slots_suffice_to_detect_that_a_target_became_slow() -> None:
     """More than they hold is never read at a time: it is all that the target is asked for."""
     bench = Bench(stream_slots=2)
     rates = []
