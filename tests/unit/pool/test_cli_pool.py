@@ -44,7 +44,7 @@ def refused(*words: object, code: int = 1, **options: Any) -> str:
     return message
 
 
-def test_ls_shows_one_row_a_pool(tmp_path: Path) -> None:
+def test_ls_shows_one_row_per_pool(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     write_pool(a, b)
     Pool.open(make_spec(a, keyspace=Keyspace.of({"model": "[red]other[/]"}))).close()
@@ -130,7 +130,7 @@ def test_inspect_takes_a_keyspace_its_start_or_a_directory(tmp_path: Path) -> No
         ("/", "is not the directory of a keyspace, engine or rank"),
     ],
 )
-def test_what_names_no_pool_is_refused(tmp_path: Path, which: str, message: str) -> None:
+def test_a_name_of_no_pool_is_refused(tmp_path: Path, which: str, message: str) -> None:
     write_pool(tmp_path)
     for command in (["inspect"], ["rm", "--yes"]):
         assert message in refused(*command, which, "--target", tmp_path)
@@ -148,7 +148,7 @@ def test_one_slot_of_several_pools_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_fsck_and_scrub_speak_and_exit_by_the_worst_finding(tmp_path: Path) -> None:
+def test_fsck_and_scrub_report_and_exit_by_the_worst_finding(tmp_path: Path) -> None:
     (directory,) = write_pool(tmp_path)
     assert "whole, 6 entries checked" in run("fsck", "--target", tmp_path).stdout
     assert "MiB/s" in run("scrub", "--target", tmp_path).stdout
@@ -173,7 +173,7 @@ def test_fsck_and_scrub_speak_and_exit_by_the_worst_finding(tmp_path: Path) -> N
     assert "by hand" in shown
 
 
-def test_a_live_server_is_named_and_left_alone(tmp_path: Path) -> None:
+def test_a_live_server_is_named_and_its_pool_not_touched(tmp_path: Path) -> None:
     (directory,) = write_pool(tmp_path)
     with server(tmp_path) as child:
         before = snapshot(tmp_path)
@@ -206,7 +206,7 @@ def test_a_live_server_on_another_host_counts(
     run("rm", "--yes", directory)
 
 
-def test_rm_asks_and_takes_no_for_an_answer(tmp_path: Path) -> None:
+def test_rm_asks_and_stops_on_no(tmp_path: Path) -> None:
     write_pool(tmp_path)
     for answer in ("n\n", ""):
         result = run("rm", KEYSPACE.digest, "--target", tmp_path, code=1, input=answer)
@@ -232,7 +232,7 @@ def test_rm_takes_all_targets_ranks_and_engines_of_one_keyspace_only(tmp_path: P
     assert list(places[1].iterdir()) == []
 
 
-def test_rm_deletes_only_what_is_ours(tmp_path: Path) -> None:
+def test_rm_deletes_only_our_files(tmp_path: Path) -> None:
     (directory,) = write_pool(tmp_path)
     victim = tmp_path / "victim"
     victim.write_text("precious")
@@ -244,7 +244,7 @@ def test_rm_deletes_only_what_is_ours(tmp_path: Path) -> None:
     assert victim.read_text() == "precious"
 
 
-def test_rm_refuses_what_no_superblock_vouches_for(tmp_path: Path) -> None:
+def test_rm_refuses_a_directory_without_a_valid_superblock(tmp_path: Path) -> None:
     (directory,) = write_pool(tmp_path)
     (directory / "superblock").write_bytes(b"something else")
     before = snapshot(tmp_path)
@@ -252,14 +252,14 @@ def test_rm_refuses_what_no_superblock_vouches_for(tmp_path: Path) -> None:
     assert snapshot(tmp_path) == before
 
 
-def test_prefill_speaks(tmp_path: Path) -> None:
+def test_prefill_reports_filled_slots(tmp_path: Path) -> None:
     (directory,) = write_pool(tmp_path)
     (row,) = run_json("prefill", directory)["prefilled"]
     assert (row["directory"], row["slots"]) == (str(directory), 16)
     assert "filled 0 of 16 slots" in run("prefill", "--target", tmp_path).stdout
 
 
-def test_nobody_holds_what_one_refusal_let_go(tmp_path: Path) -> None:
+def test_a_refused_claim_releases_every_directory(tmp_path: Path) -> None:
     """All or none: a refusal at the second directory gives the first one back."""
     first, second = write_pool(tmp_path / "a")[0], write_pool(tmp_path / "b")[0]
     with hold([second]):

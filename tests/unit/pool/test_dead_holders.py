@@ -84,13 +84,13 @@ def test_a_dead_holder_is_taken_over_after_one_wait_for_all_its_directories(
         assert lock is not None
         lock.release()
     assert SILENCE_S <= elsewhere.now_s < 2 * HEARTBEAT_PERIOD_S
-    said = {record.getMessage() for record in log.records}
-    assert len(said) == 1, said
-    assert "pid 4711 on host elsewhere" in said.pop()
+    warnings = {record.getMessage() for record in log.records}
+    assert len(warnings) == 1, warnings
+    assert "pid 4711 on host elsewhere" in warnings.pop()
 
 
 @pytest.mark.parametrize("heartbeat_age_s", [3, -3600])
-def test_nobody_waits_where_the_heartbeat_is_new(tmp_path: Path, heartbeat_age_s: float) -> None:
+def test_a_start_does_not_wait_for_a_new_heartbeat(tmp_path: Path, heartbeat_age_s: float) -> None:
     elsewhere = Elsewhere([tmp_path / "lock"], heartbeat_age_s, lives=True)
     with pytest.raises(PoolLockedError, match="elsewhere"):
         elsewhere.claim(tmp_path / "lock")
@@ -108,7 +108,7 @@ def test_a_holder_on_this_host_is_not_waited_for(tmp_path: Path) -> None:
     assert elsewhere.now_s == 0
 
 
-def test_without_anybody_who_watches_an_old_heartbeat_is_not_taken_over(tmp_path: Path) -> None:
+def test_an_old_heartbeat_that_was_not_watched_is_not_taken_over(tmp_path: Path) -> None:
     Elsewhere([tmp_path / "lock"], 31, lives=False)
     with pytest.raises(PoolLockedError, match="elsewhere"):
         DirectoryLock.claim(tmp_path / "lock")

@@ -91,7 +91,7 @@ def test_the_pool_of_a_server_that_is_ending_is_waited_for(tmp_path: Path, other
     pool.close()
 
 
-def test_it_is_not_waited_for_for_ever(
+def test_the_wait_for_an_ending_server_is_bounded(
     tmp_path: Path,
     other: Other,
     caplog: pytest.LogCaptureFixture,
@@ -103,8 +103,8 @@ def test_it_is_not_waited_for_for_ever(
         pool = Pool.open(make_spec(tmp_path, engine="b"))
     assert pool.engine_index == 1
     pool.close()
-    told = [r for r in caplog.messages if "was killed and has not ended yet; waiting" in r]
-    assert len(told) == 1
+    waits = [r for r in caplog.messages if "was killed and has not ended yet; waiting" in r]
+    assert len(waits) == 1
 
 
 def test_a_server_that_lives_is_not_waited_for(
@@ -129,7 +129,9 @@ def test_a_server_that_lives_is_not_waited_for(
     ],
     ids=["lives", "killed", "killed as a whole", "asked to end", "no first thread", "unknown"],
 )
-def test_what_the_kernel_says_of_a_process(tmp_path: Path, status: str, expected: bool) -> None:
+def test_the_kernels_state_of_a_process_is_read(
+    tmp_path: Path, status: str, expected: bool
+) -> None:
     (tmp_path / "4711").mkdir()
     (tmp_path / "4711" / "status").write_text(status)
     assert ownership.is_ending(4711, tmp_path) is expected

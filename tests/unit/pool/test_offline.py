@@ -33,7 +33,7 @@ def without(*slots: int) -> dict[int, object]:
 
 
 @pytest.mark.parametrize("targets", [1, 2, 3])
-def test_a_whole_pool_is_whole_and_nothing_of_it_changes(tmp_path: Path, targets: int) -> None:
+def test_an_intact_pool_has_no_findings_and_does_not_change(tmp_path: Path, targets: int) -> None:
     places = [tmp_path / f"t{i}" for i in range(targets)]
     write_pool(*places)
     before = snapshot(tmp_path)
@@ -139,7 +139,7 @@ def test_a_lost_or_short_slab_costs_the_entries_beyond_its_end(tmp_path: Path) -
     assert adopted(tmp_path / "t") == {}
 
 
-def test_what_a_reset_has_voided_is_neither_checked_nor_brought_back(tmp_path: Path) -> None:
+def test_entries_voided_by_a_reset_are_neither_checked_nor_restored(tmp_path: Path) -> None:
     places = [tmp_path / "t0", tmp_path / "t1"]
     directories = write_pool(*places)
     found = read_superblock(directories[0])
@@ -157,7 +157,7 @@ def test_what_a_reset_has_voided_is_neither_checked_nor_brought_back(tmp_path: P
 
 
 @pytest.mark.parametrize("targets", [1, 2])
-def test_scrub_reads_every_payload_and_drops_only_what_is_damaged(
+def test_scrub_reads_every_payload_and_drops_only_damaged_ones(
     tmp_path: Path, targets: int
 ) -> None:
     places = [tmp_path / f"t{i}" for i in range(targets)]
@@ -206,7 +206,7 @@ def test_a_slot_is_shown_with_entry_header_and_payload(tmp_path: Path) -> None:
         inspect_slot(parts[:1], 7)
 
 
-def test_prefill_writes_where_nothing_was_written_and_nowhere_else(tmp_path: Path) -> None:
+def test_prefill_writes_only_where_nothing_was_written(tmp_path: Path) -> None:
     (directory,) = write_pool(tmp_path / "t", pool_bytes=64 * (SLOT_BYTES + ENTRY))
     before = snapshot(tmp_path)
     with (directory / "slab").open("rb") as slab:
@@ -241,7 +241,7 @@ def test_the_kind_of_target_that_cannot_be_used_is_refused_by_name(tmp_path: Pat
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can repair another user's pool")
-def test_what_root_repairs_still_belongs_to_the_server(tmp_path: Path) -> None:
+def test_files_repaired_by_root_still_belong_to_the_server(tmp_path: Path) -> None:
     (directory,) = write_pool(tmp_path / "t")
     os.chown(directory, 65534, 65534)
     (directory / "table").unlink()
@@ -251,7 +251,7 @@ def test_what_root_repairs_still_belongs_to_the_server(tmp_path: Path) -> None:
         assert (directory / file).stat().st_uid == 65534
 
 
-def test_a_name_that_no_server_gives_is_no_rank_directory(tmp_path: Path) -> None:
+def test_an_unknown_name_is_no_rank_directory(tmp_path: Path) -> None:
     """A copy beside the pool would otherwise be taken for the pool itself, twice."""
     for name in ("engine-0/rank-0", "engine-00/rank-0", "engine-0/rank-00", "engine-\u0663/rank-1"):
         (tmp_path / ("0" * 32) / name).mkdir(parents=True)

@@ -47,7 +47,7 @@ def test_beside_a_live_server_everything_is_read_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize("check", [fsck, scrub])
 @pytest.mark.parametrize("torn", [flip_header, flip_payload])
 @pytest.mark.parametrize("ends", ["the write ends", "another key's entry comes", "never"])
-def test_only_what_stays_damaged_beside_a_server_is_damage(
+def test_only_lasting_damage_beside_a_server_is_reported(
     tmp_path: Path, check: Callable[..., object], torn: Callable[[Path, int], None], ends: str
 ) -> None:
     """A slot that is being written looks torn, until its write and its entry are there."""
@@ -73,7 +73,7 @@ def test_only_what_stays_damaged_beside_a_server_is_damage(
     assert exit_code(reports) == (4 if seen and ends == "never" else 0)  # type: ignore[arg-type]
 
 
-def test_removal_itself_refuses_what_is_not_ours_and_then_deletes_nothing(tmp_path: Path) -> None:
+def test_removal_refuses_foreign_files_and_then_deletes_nothing(tmp_path: Path) -> None:
     write_pool(tmp_path / "a")
     (foreign,) = write_pool(tmp_path / "b")
     (foreign / "superblock").write_bytes(b"something else")

@@ -111,7 +111,7 @@ def test_many_ranks_claim_at_the_same_moment(tmp_path: Path, ranks: list[Rank]) 
     assert sorted(found[0:3]) == [0, 1, 2]
 
 
-def test_a_killed_engine_is_taken_over_whole(tmp_path: Path, ranks: list[Rank]) -> None:
+def test_all_ranks_of_a_killed_engine_are_taken_over(tmp_path: Path, ranks: list[Rank]) -> None:
     ranks += [Rank(tmp_path, rank=r, engine=e) for e in "ab" for r in (0, 1)]
     ready(ranks)
     assert [rank.open() for rank in ranks] == [0, 0, 1, 1]
@@ -128,7 +128,7 @@ def test_a_killed_engine_is_taken_over_whole(tmp_path: Path, ranks: list[Rank]) 
         pool.close()
 
 
-def test_a_rank_finds_its_siblings_behind_directories_that_have_become_free(
+def test_a_rank_finds_its_siblings_despite_directories_that_became_free(
     tmp_path: Path,
 ) -> None:
     first = Pool.open(make_spec(tmp_path, engine="a"))
@@ -140,7 +140,7 @@ def test_a_rank_finds_its_siblings_behind_directories_that_have_become_free(
     second.close()
 
 
-def test_targets_are_claimed_together_in_whatever_order(tmp_path: Path) -> None:
+def test_targets_are_claimed_together_in_any_order(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     first = Pool.open(make_spec(one, engine="a"))
     both = Pool.open(make_spec(two, one, engine="b", rank=1))
@@ -192,7 +192,7 @@ def test_a_claim_that_never_ends_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         Pool.open(make_spec(tmp_path))
 
 
-def test_what_other_servers_hold_while_they_live_is_not_ours_to_share(
+def test_space_held_by_live_servers_is_not_shared(
     tmp_path: Path, ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of what is free is a default for each of several servers, not for the last one."""
@@ -213,7 +213,7 @@ def test_what_other_servers_hold_while_they_live_is_not_ours_to_share(
     assert ownership.bytes_of_others([tmp_path], "a") == 0
 
 
-def test_removal_takes_the_owners_name_along(tmp_path: Path) -> None:
+def test_removal_deletes_the_owners_record(tmp_path: Path) -> None:
     Pool.open(make_spec(tmp_path, engine="a")).close()
     (space,) = (path for path in tmp_path.iterdir() if path.is_dir())
     assert ownership.read_owner(space / "engine-0") == "a"
@@ -222,7 +222,7 @@ def test_removal_takes_the_owners_name_along(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_on_a_target_that_are_not_of_a_pool_are_neither_counted_nor_looked_at(
+def test_foreign_files_on_a_target_are_neither_counted_nor_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their bytes would be given away twice: they are not free, and the pool cannot use them."""

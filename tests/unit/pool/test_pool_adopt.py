@@ -37,7 +37,7 @@ def test_a_new_pool_is_empty_and_has_the_geometry_asked_for(open_pool: OpenPool)
 
 
 @pytest.mark.parametrize("targets", [1, 2, 3])
-def test_what_was_stored_is_adopted_after_close(open_pool: OpenPool, targets: int) -> None:
+def test_stored_entries_are_adopted_after_close(open_pool: OpenPool, targets: int) -> None:
     stored = fill(open_pool(targets))
     assert entries(open_pool(targets)) == stored
     assert entries(open_pool(targets)) == stored
@@ -51,7 +51,7 @@ def test_adoption_can_be_refused_and_then_nothing_old_comes_back(open_pool: Open
     assert entries(open_pool()) == {5: name(99)}
 
 
-def test_not_adoptable_is_not_adopted(open_pool: OpenPool) -> None:
+def test_entries_marked_not_adoptable_are_not_adopted(open_pool: OpenPool) -> None:
     pool = open_pool(adoptable=False)
     fill(pool)
     assert pool.stamp.adoptable is False
@@ -95,7 +95,7 @@ def test_a_reset_that_reached_one_target_only_voids_all(open_pool: OpenPool) -> 
     assert entries(pool) == {}
 
 
-def test_a_reset_that_cannot_be_written_says_so_and_marks_what_follows(
+def test_a_reset_that_cannot_be_written_fails_and_advances_the_epoch(
     open_pool: OpenPool,
 ) -> None:
     pool = open_pool()
@@ -108,7 +108,7 @@ def test_a_reset_that_cannot_be_written_says_so_and_marks_what_follows(
     blocker.rmdir()
 
 
-def test_of_a_key_that_is_there_twice_the_lower_slot_is_kept(open_pool: OpenPool) -> None:
+def test_a_key_in_two_slots_keeps_the_lower_slot(open_pool: OpenPool) -> None:
     pool = open_pool(2)
     put(pool, 9, name(1, 5))
     put(pool, 4, name(1, 6))
@@ -153,7 +153,7 @@ def test_damaged_table_entries_are_recovered_from_their_headers(open_pool: OpenP
     assert entries(open_pool()) == stored
 
 
-def test_a_table_that_lies_is_found_out_by_the_headers(open_pool: OpenPool) -> None:
+def test_a_wrong_table_is_corrected_by_the_headers(open_pool: OpenPool) -> None:
     pool = open_pool()
     put(pool, 3, name(3))
     fd, offset = pool.table_fd(3)
@@ -164,7 +164,7 @@ def test_a_table_that_lies_is_found_out_by_the_headers(open_pool: OpenPool) -> N
 
 
 @pytest.mark.parametrize("slots", [4, 8, 40])
-def test_a_pool_of_another_size_keeps_what_fits(open_pool: OpenPool, slots: int) -> None:
+def test_a_pool_of_another_size_keeps_entries_that_fit(open_pool: OpenPool, slots: int) -> None:
     stored = fill(open_pool())
     pool = open_pool(slots=slots)
     assert pool.slots == slots
@@ -223,7 +223,7 @@ def test_a_target_of_another_pool_starts_empty(open_pool: OpenPool, tmp_path: Pa
     assert entries(open_pool(2)) == kept
 
 
-def test_another_keyspace_lives_beside(open_pool: OpenPool) -> None:
+def test_another_keyspace_is_stored_beside(open_pool: OpenPool) -> None:
     stored = fill(open_pool())
     assert entries(open_pool(keyspace=Keyspace.of({"model": "other"}))) == {}
     assert entries(open_pool()) == stored

@@ -101,7 +101,7 @@ def test_a_full_target_shrinks_the_pool(small_disk: Path, caplog: pytest.LogCapt
     pool.close()
 
 
-def test_a_disk_that_others_filled_since_costs_no_slot(small_disk: Path) -> None:
+def test_a_disk_filled_by_others_later_costs_no_slot(small_disk: Path) -> None:
     pool = Pool.open(make_spec(small_disk, slots=500))
     slots = pool.slots
     pool.close()
@@ -137,7 +137,7 @@ class Refusing:
         raise OSError(self._error, os.strerror(self._error))
 
 
-def test_without_o_direct_auto_falls_back_and_says_so(
+def test_without_o_direct_auto_falls_back_and_logs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(slab, "probe_o_direct", Refusing(errno.EINVAL))
@@ -150,7 +150,7 @@ def test_without_o_direct_auto_falls_back_and_says_so(
     pool.close()
 
 
-def test_the_probe_is_real(tmp_path: Path) -> None:
+def test_the_o_direct_probe_asks_the_file_system(tmp_path: Path) -> None:
     try:
         fd = os.open(tmp_path / "x", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
     except OSError as error:

@@ -89,7 +89,7 @@ def test_the_slab_of_another_rank_is_not_adopted_from(tmp_path: Path) -> None:
     pool.close()
 
 
-def test_a_table_that_names_another_key_is_told_from_another_place(open_pool: OpenPool) -> None:
+def test_a_wrong_key_in_a_table_is_distinguished_from_a_wrong_place(open_pool: OpenPool) -> None:
     pool = open_pool()
     put(pool, 3, name(3))
     fd, offset = pool.table_fd(3)
