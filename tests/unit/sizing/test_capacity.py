@@ -35,7 +35,7 @@ def test_gpu_memory_by_hand() -> None:
     assert room.sessions == 2 * 13
 
 
-def test_weights_that_do_not_fit_are_said_and_leave_no_room() -> None:
+def test_weights_that_do_not_fit_are_reported_and_leave_no_room() -> None:
     report = build(preset("DeepSeek-V3"), Deployment())
     assert any("weights do not fit" in note for note in report.notes)
     (sessions,) = (f for f in report.figures if f.name == "sessions in GPU memory")
@@ -120,7 +120,7 @@ MORE = {"context_tokens": 1 << 12, "concurrency": 7, "drives": 3, "ttft_seconds"
 
 
 @given(st.sampled_from(preset_names()), deployments, st.sampled_from(sorted(MORE)))
-def test_more_of_one_thing_never_helps_or_hurts_against_its_sense(
+def test_every_figure_is_monotone_in_its_inputs(
     name: str, given_: dict[str, Any], changed: str
 ) -> None:
     given_["gpus"] = given_["tensor_parallel"]
@@ -148,7 +148,7 @@ def test_more_of_one_thing_never_helps_or_hurts_against_its_sense(
 
 
 @given(st.sampled_from(preset_names()), st.integers(16, 1 << 18), st.sampled_from([1, 2, 8]))
-def test_slots_hold_what_is_stored_and_waste_little(name: str, tokens: int, tp: int) -> None:
+def test_slots_hold_their_chunks_and_waste_little(name: str, tokens: int, tp: int) -> None:
     deployment = Deployment(tensor_parallel=tp)
     sizes = KvSizes(preset(name), deployment)
     for slot in sizes.session_slots(tokens):

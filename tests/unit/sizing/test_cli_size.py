@@ -83,7 +83,7 @@ def test_layers_of_every_kind_are_shown() -> None:
     assert "the last 128 tokens" in shown
 
 
-def test_copies_are_pointed_out() -> None:
+def test_kv_copies_on_several_ranks_are_reported() -> None:
     report = size_json("--preset", "DeepSeek-V3", "--tp", "8")
     assert any(note.startswith("8 copies") for note in report.notes)
 
@@ -131,13 +131,13 @@ def test_a_value_that_cannot_be_used_is_one_plain_line(options: list[str], messa
         ("2xPCIe5x16", 2, 32e9 * 16 / 8 * 128 / 130),
     ],
 )
-def test_links(text: str, count: int, each: float) -> None:
+def test_links_are_parsed(text: str, count: int, each: float) -> None:
     link = parse_link(text)
     assert (link.count, link.bytes_per_s) == (count, pytest.approx(each))
     assert link.total_bytes_per_s == pytest.approx(count * each)
 
 
-def test_rates_durations_and_tokens() -> None:
+def test_rates_durations_and_tokens_are_parsed() -> None:
     assert parse_rate("900MiB/s") == 900 << 20
     assert parse_duration("1.5 s") == 1.5
     assert parse_duration("500ms") == 0.5

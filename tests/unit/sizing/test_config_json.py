@@ -45,7 +45,7 @@ def kinds(**more: Any) -> dict[str, int]:
         ({"multi_query_group_num": 2}, 2, 64),
     ],
 )
-def test_heads(more: dict[str, Any], kv_heads: int, width: int) -> None:
+def test_head_counts_are_read(more: dict[str, Any], kv_heads: int, width: int) -> None:
     (group,) = parse_model({**PLAIN, **more}, "a model").groups
     assert (group.kv_heads, group.key_width, group.value_width) == (kv_heads, width, width)
 
@@ -85,11 +85,11 @@ def test_heads(more: dict[str, Any], kv_heads: int, width: int) -> None:
         ),
     ],
 )
-def test_kinds_of_layers(more: dict[str, Any], expected: dict[str, int]) -> None:
+def test_kinds_of_layers_are_read(more: dict[str, Any], expected: dict[str, int]) -> None:
     assert kinds(**more) == expected
 
 
-def test_an_indexer_has_a_byte_an_element_and_a_scale() -> None:
+def test_an_indexer_has_a_byte_per_element_and_a_scale() -> None:
     more = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
     groups = parse_model({**PLAIN, **more}, "a model").groups
     indexer = next(g for g in groups if g.kind is LayerKind.INDEXER)
@@ -147,7 +147,9 @@ def test_nested_and_directory_and_index(tmp_path: Path) -> None:
         ({"is_encoder_decoder": True}, "only decoders are sized"),
     ],
 )
-def test_what_cannot_be_sized_is_named(more: dict[str, Any], message: str) -> None:
+def test_a_model_that_cannot_be_sized_is_refused_by_name(
+    more: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_model({**PLAIN, **more}, "a model")
     assert message in str(refused.value)
@@ -157,7 +159,7 @@ def test_what_cannot_be_sized_is_named(more: dict[str, Any], message: str) -> No
     ("text", "message"),
     [(None, "cannot be read (No such file"), ("{", "is not JSON"), ("[1]", "is not an object")],
 )
-def test_unreadable_files(tmp_path: Path, text: str | None, message: str) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path, text: str | None, message: str) -> None:
     file = tmp_path / "config.json"
     if text is not None:
         file.write_text(text)

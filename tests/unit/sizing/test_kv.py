@@ -53,7 +53,7 @@ def test_a_latent_is_whole_on_every_rank() -> None:
     assert sizes.loaded_bytes(16 << 10) >= 8 * (16 << 10) * 70_272
 
 
-def test_fp8_halves_it() -> None:
+def test_fp8_halves_the_bytes() -> None:
     for name in ("Qwen3-8B", "DeepSeek-V3"):
         model = preset(name)
         half, whole = (

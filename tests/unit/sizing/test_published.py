@@ -47,7 +47,7 @@ def test_the_table_of_block_sizes_follows_to_the_digit(row: dict[str, Any]) -> N
     assert (ours == (row["old"], row["new"])) == (row["model"] not in AT_ODDS), ours
 
 
-def test_what_the_two_rows_at_odds_are() -> None:
+def test_the_two_inconsistent_rows_are_explained() -> None:
     rows = {row["model"]: row for row in PUBLISHED["block_sizes"]}
     assert len(rows) == 15
     llama, qwen = rows["meta-llama/Llama-3.1-70B-Instruct"], rows["Qwen/Qwen3-8B"]
