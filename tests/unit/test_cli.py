@@ -35,7 +35,7 @@ def test_config_lists_every_key_for_people_and_for_programs() -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_config_check_takes_the_whole_json_or_our_part_of_it(tmp_path: Path, whole: bool) -> None:
+def test_config_check_accepts_the_whole_json_or_our_part_of_it(tmp_path: Path, whole: bool) -> None:
     extra = {"targets": str(tmp_path / "pool"), "pool_bytes": "1GiB", "staging_bytes": "1GiB"}
     value = {"kv_connector": "X", "kv_connector_extra_config": extra} if whole else extra
     file = tmp_path / "config.json"

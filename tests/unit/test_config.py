@@ -190,7 +190,7 @@ def test_a_size_in_bytes_is_taken_as_it_is(count: int) -> None:
 
 
 @given(st.one_of(st.text(), st.floats(), st.integers(), st.none(), st.lists(st.integers())))
-def test_any_size_is_either_a_valid_config_or_a_config_error(value: Any) -> None:
+def test_any_size_gives_a_valid_config_or_a_config_error(value: Any) -> None:
     try:
         config = parse({"staging_bytes": value})
     except ConfigError as refusal:

@@ -96,16 +96,16 @@ def test_a_good_run_passes(tmp_path: Path) -> None:
         ({"crowd": CrowdResult([answer([1, 9, 3])], 2, [0.2])}, "token 2 of 3 differs"),
     ],
 )
-def test_each_failure_is_seen(changes: dict[str, object], expected: str) -> None:
+def test_each_failure_is_detected(changes: dict[str, object], expected: str) -> None:
     assert any(expected in line for line in report(**changes).failures())
 
 
-def test_cold_without_offloading_counts_when_it_is_quicker() -> None:
+def test_the_faster_cold_run_is_the_baseline_of_speedups() -> None:
     slowed = [turn("a", 1, 9.0), turn("a", 2, 0.5, cpu=90), turn("a", 3, 1.0, pool=90)]
     assert report(turns=slowed).speedups()["cpu_tier"] == pytest.approx(8.0)
 
 
-def test_compare_sees_tokens_lengths_and_log_probabilities() -> None:
+def test_compare_checks_tokens_lengths_and_log_probabilities() -> None:
     right = answer([1, 2, 3, 4])
     assert compare({"x": right}, {"x": right}).identical
     assert not compare({"x": right}, {"x": answer([1, 2, 9, 4])}).identical
@@ -117,7 +117,7 @@ def test_compare_sees_tokens_lengths_and_log_probabilities() -> None:
     assert not result.identical
 
 
-def test_a_loop_is_seen() -> None:
+def test_a_loop_is_detected() -> None:
     assert distinct_ratio([1, 2, 3, 4, 5, 6]) == 1.0
     assert distinct_ratio([1, 2] * 50) < 0.05
     looped = {"x": answer([1, 2] * 50)}
@@ -147,13 +147,13 @@ def test_a_burst_is_no_preemption() -> None:
     assert resume_times_s([first, second]) == []
 
 
-def test_an_end_that_came_with_the_next_token_is_left_out() -> None:
+def test_an_end_in_the_same_event_as_the_next_token_is_left_out() -> None:
     steady = Answer(0.0, times=[i * 0.1 for i in range(31)])
     stopped = Answer(0.0, times=[0.1, 0.2, 3.001, 3.5])
     assert resume_times_s([steady, stopped]) == []
 
 
-def test_a_turn_is_named_by_where_its_prompt_was() -> None:
+def test_a_turn_is_named_by_the_tier_that_held_its_prompt() -> None:
     assert turn("a", 1, 1.0).case == "cold"
     assert turn("a", 1, 1.0, gpu=60, cpu=40).case == "gpu"
     assert turn("a", 1, 1.0, cpu=40, pool=30).case == "cpu_tier"
@@ -217,7 +217,7 @@ def test_the_model_is_the_same_every_time(tmp_path: Path) -> None:
     assert weights < (one / "model.safetensors").stat().st_size < weights + 8192
 
 
-def test_who_makes_the_same_model_at_once_makes_one(
+def test_concurrent_builds_of_the_same_model_make_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = make_model(tmp_path / "a", TINY)

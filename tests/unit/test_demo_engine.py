@@ -32,14 +32,14 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
 @pytest.mark.parametrize(
     ("version", "is_cpu"), [("0.32.0+cpu", True), ("0.33.0", False), (None, False)]
 )
-def test_the_version_tells(
+def test_the_version_names_the_engine(
     monkeypatch: pytest.MonkeyPatch, version: str | None, is_cpu: bool
 ) -> None:
     installed(monkeypatch, version)
     assert engine.has_cpu_engine() is is_cpu
 
 
-def test_a_build_for_gpus_is_not_told_to_be_one_for_cpus(
+def test_a_build_for_gpus_gets_no_cpu_settings(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")  # as the Makefile says it to everything

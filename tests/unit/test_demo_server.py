@@ -68,7 +68,7 @@ def child_of(server: Server) -> int:
     return int(server.log().split("child", 1)[1].split()[0])
 
 
-def test_it_answers_and_all_its_processes_end(tmp_path: Path) -> None:
+def test_a_server_answers_and_all_its_processes_end(tmp_path: Path) -> None:
     stages: list[str] = []
     with Server(FakeSpec(tmp_path, 64, 8), tmp_path / "log") as server:
         server.wait_ready(30, progress=lambda _, stage: stages.append(stage))
@@ -92,7 +92,7 @@ def test_kill_ends_all_its_processes_and_a_new_one_starts(tmp_path: Path) -> Non
         again.kill()
 
 
-def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
+def test_a_server_that_ends_reports_the_reason(tmp_path: Path) -> None:
     spec = FakeSpec(tmp_path, 64, 8, script=_BROKEN)
     with (
         Server(spec, tmp_path / "log") as server,
@@ -102,16 +102,16 @@ def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
 
 
 _TRACEBACKS = """
-for who, said in (("Worker", "PoolError: no space"), ("EngineCore", "RuntimeError: see above")):
+for name, error in (("Worker", "PoolError: no space"), ("EngineCore", "RuntimeError: see above")):
     for _ in range(2):
-        print(f"({who} pid=7) ERROR 11-22 11:12:44 [core.py:1] Traceback (most recent call last):")
-        print(f"({who} pid=7) ERROR 11-22 11:12:44 [core.py:1] vllm_nvmeof_offload.{said}")
+        print(f"({name} pid=7) ERROR 11-22 11:12:44 [core.py:1] Traceback (most recent call last):")
+        print(f"({name} pid=7) ERROR 11-22 11:12:44 [core.py:1] vllm_nvmeof_offload.{error}")
 print("at the end\\n" * 40)
 raise SystemExit(1)
 """
 
 
-def test_the_errors_of_all_its_processes_are_named_first(tmp_path: Path) -> None:
+def test_the_errors_of_all_processes_are_named_first(tmp_path: Path) -> None:
     spec = FakeSpec(tmp_path, 64, 8, script=_TRACEBACKS)
     with Server(spec, tmp_path / "log") as server, pytest.raises(ServerError) as failed:
         server.wait_ready(30)
@@ -123,7 +123,7 @@ def test_the_errors_of_all_its_processes_are_named_first(tmp_path: Path) -> None
     ]
 
 
-def test_nobody_else_is_given_a_reserved_port() -> None:
+def test_a_reserved_port_is_given_out_once() -> None:
     reserved = ReservedPort()
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", reserved.number))
@@ -134,7 +134,7 @@ def test_nobody_else_is_given_a_reserved_port() -> None:
         other.bind(("127.0.0.1", reserved.number))
 
 
-def test_a_process_whose_first_thread_alone_has_ended_is_alive() -> None:
+def test_a_process_of_which_only_the_first_thread_has_ended_is_alive() -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "tests.unit.first_thread"],
         cwd=Path(__file__).parents[2],

@@ -66,7 +66,7 @@ def _digest(config: Any, **geometry: Any) -> str:
     return describe(config, "0.32.0").keyspace(pages=[4096], **geometry).digest
 
 
-def test_the_same_weights_named_otherwise_are_the_same_model(
+def test_the_same_weights_under_another_name_are_the_same_model(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(model.parent)
@@ -105,7 +105,7 @@ def _set(path: str, value: Any) -> Callable[[Any], None]:
         ),
     ],
 )
-def test_what_changes_the_kv_changes_the_keyspace(
+def test_a_setting_that_changes_the_kv_changes_the_keyspace(
     model: Path, change: Callable[[Any], None]
 ) -> None:
     before, after = _config(str(model)), _config(str(model))
@@ -144,7 +144,7 @@ def test_served_length_counts_only_where_rope_follows_it(model: Path) -> None:
         (_set("model_config.model_weights", "s3://bucket/name"), "remote place"),
     ],
 )
-def test_what_cannot_be_told_apart_is_not_adopted(
+def test_indistinguishable_deployments_adopt_nothing(
     model: Path, change: Callable[[Any], None], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
@@ -167,7 +167,7 @@ def test_multimodal_items_without_content_hashes(model: Path) -> None:
     assert "multimodal" in " ".join(describe(config, "0.32.0").volatile)
 
 
-def test_when_a_process_began() -> None:
+def test_the_start_time_of_a_process() -> None:
     code = (
         "from vllm_nvmeof_offload.vllm_adapter.deployment import process_began_s as p; print(p())"
     )

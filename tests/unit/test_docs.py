@@ -47,7 +47,7 @@ def commands() -> set[str]:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(path: Path) -> None:
+def test_links_resolve(path: Path) -> None:
     text = path.read_text()
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if "://" in target:

@@ -28,7 +28,7 @@ def findings(*words: object, code: int) -> dict[str, dict[str, str]]:
     return {finding["check"]: finding for finding in shown["findings"]}
 
 
-def test_a_healthy_machine_is_said_to_be_one(tmp_path: Path) -> None:
+def test_a_healthy_machine_is_reported_as_healthy(tmp_path: Path) -> None:
     found = findings("--target", tmp_path / "pool", "--staging", "1MiB", code=0)
     assert {check: one["severity"] for check, one in found.items()} == {
         "native_core": "ok",
@@ -63,7 +63,7 @@ def test_json_has_the_findings_and_the_tree(tmp_path: Path) -> None:
     assert target["measured"] is None
 
 
-def test_it_measures_and_leaves_nothing(tmp_path: Path) -> None:
+def test_doctor_measures_and_leaves_nothing(tmp_path: Path) -> None:
     result = run("--target", tmp_path, "--json", "--measure", code=0)
     measured = json.loads(result.stdout)["targets"][0]["measured"]
     assert measured["write_bytes_per_s"] > 1 << 20
@@ -75,9 +75,7 @@ def test_it_measures_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_measured_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_measurement_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # More than any disk has.
     monkeypatch.setattr(measure, "SLOTS", 1 << 40)
     result = run("--target", tmp_path, "--json", "--measure", code=2)
@@ -124,7 +122,7 @@ def test_small_pages_are_a_warning(tmp_path: Path, text: str | None, severity: S
     assert ("echo madvise" in found.remedy) == (severity is Severity.WARNING)
 
 
-def test_a_size_that_is_none_is_refused() -> None:
+def test_an_invalid_size_is_refused() -> None:
     assert "--staging: 'lots' is not a size" in run("--staging", "lots", code=2).stderr
 
 

@@ -61,7 +61,7 @@ def test_a_killed_parent_takes_its_engine_with_it(
             never.wait(0.02)
 
 
-def test_a_process_of_the_users_own_is_left_alone(tmp_path: Path) -> None:
+def test_a_process_of_the_user_is_not_touched(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(_PARENT)
     command = [sys.executable, str(script), "fork", "plain", "Process-1"]

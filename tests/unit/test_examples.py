@@ -31,15 +31,15 @@ def run(*command: object) -> str:
 
 
 def test_the_round_trip(tmp_path: Path) -> None:
-    said = run(sys.executable, EXAMPLES / "01_roundtrip.py", tmp_path / "pool")
-    assert "16 chunks adopted" in said
-    assert "every byte is right" in said
-    assert "CHECKSUM_MISMATCH" in said
+    output = run(sys.executable, EXAMPLES / "01_roundtrip.py", tmp_path / "pool")
+    assert "16 chunks adopted" in output
+    assert "every byte is right" in output
+    assert "CHECKSUM_MISMATCH" in output
 
 
-def test_the_custom_policy_plays_its_day() -> None:
-    said = run(sys.executable, EXAMPLES / "04_custom_policy.py")
-    assert re.search(r"^SecondChance +\d+ of 20000 chunks came back", said, re.MULTILINE)
+def test_the_custom_policy_runs_its_example() -> None:
+    output = run(sys.executable, EXAMPLES / "04_custom_policy.py")
+    assert re.search(r"^SecondChance +\d+ of 20000 chunks came back", output, re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
@@ -50,14 +50,14 @@ def test_shell_scripts_parse_stop_at_errors_and_explain_themselves(path: Path) -
     assert re.search(r"^set -[a-z]*e", text, re.MULTILINE)
 
 
-def test_serving_without_targets_says_what_is_missing() -> None:
+def test_serving_without_targets_names_the_missing_setting() -> None:
     script = EXAMPLES / "02_serve.sh"
-    for arguments, says in (((), "usage: "), (("model",), "name the directories")):
+    for arguments, message in (((), "usage: "), (("model",), "name the directories")):
         done = subprocess.run(
             ["bash", script, *arguments], capture_output=True, text=True, env={"PATH": "/bin"}
         )
         assert done.returncode == 1
-        assert says in done.stderr
+        assert message in done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_the_manifests_configuration_is_the_products(
     assert config.io_engine == "uring"
 
 
-def test_the_manifest_is_what_its_readme_says(
+def test_the_manifest_matches_its_readme(
     manifest: tuple[dict[str, Any], dict[str, Any]],
 ) -> None:
     _, pod = manifest
@@ -128,7 +128,7 @@ def test_the_seccomp_profile_allows_three_calls_more_and_no_other(tmp_path: Path
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
 @pytest.mark.parametrize("path", UNITS, ids=lambda p: p.name)
-def test_systemd_takes_the_units(path: Path, tmp_path: Path) -> None:
+def test_systemd_accepts_the_units(path: Path, tmp_path: Path) -> None:
     for unit in UNITS:
         shutil.copy(unit, tmp_path / unit.name.replace("@.", "@kv0."))
     name = path.name.replace("@.", "@kv0.")

@@ -102,7 +102,7 @@ def test_blocks_are_cut_at_chunk_boundaries() -> None:
     order=st.permutations(range(BLOCKS)),
     count=st.integers(1, BLOCKS),
 )
-def test_many_chunks_at_once_are_as_one_after_the_other(
+def test_many_chunks_in_one_call_equal_single_calls(
     layers: int, blocks_per_chunk: int, skip: int, order: list[int], count: int
 ) -> None:
     skip %= blocks_per_chunk

@@ -49,7 +49,7 @@ def plan(place: Path) -> object:
     return bundle.Plan(place / "ours-cp312-cp312-manylinux_2_34_x86_64.whl", "sm_90", "3.12", place)
 
 
-def test_of_vllm_s_wheel_only_what_is_needed_is_unpacked(made_up: Path, tmp_path: Path) -> None:
+def test_only_the_needed_files_of_vllms_wheel_are_unpacked(made_up: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     assert bundle.unpack_slim(made_up, site, "sm_90") == 5 * len(HEAVY) + 64
     found = {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()}
@@ -66,13 +66,13 @@ def test_one_archive_has_packages_and_project_and_is_read_by_python_alone(
         (site / "ours" / "__pycache__" / "left.pyc").touch()
 
     out = tmp_path / "out"
-    told: list[str] = []
+    lines: list[str] = []
     wanted = plan(out)
-    size = bundle.build(wanted, lambda: made_up, install, told.append)
+    size = bundle.build(wanted, lambda: made_up, install, lines.append)
     print(f"the project and a made-up vLLM: {size / bundle.MIB:.2f} MiB")
     assert [path.name for path in out.iterdir()] == ["gpu-bundle.tar.xz"]
     assert size < 2 * bundle.MIB, "the project's part of 60 MiB"
-    assert told[-1].endswith(f"gpu-bundle.tar.xz, {size / bundle.MIB:.1f} MiB")
+    assert lines[-1].endswith(f"gpu-bundle.tar.xz, {size / bundle.MIB:.1f} MiB")
     with tarfile.open(out / "gpu-bundle.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     there = tmp_path / "gpu-bundle"
@@ -89,7 +89,7 @@ def test_one_archive_has_packages_and_project_and_is_read_by_python_alone(
         assert done.stderr.endswith("here to run: smoke (at most 110 s)\n")
 
 
-def test_an_archive_that_no_machine_takes_at_once_is_an_error(
+def test_an_archive_too_large_for_one_transfer_is_an_error(
     made_up: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bundle, "MIB_MAX", 0)

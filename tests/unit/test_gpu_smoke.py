@@ -36,14 +36,14 @@ def working() -> Iterator[FakeCuda]:
     thread.join()
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+def printed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
 def test_copies_of_every_arm_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     cuda, smoke = FakeCuda(), gpu_smoke.Smoke()
     gpu_smoke.say_world(smoke, cuda, 1, 2 * MIB, (4 * KIB,))
-    lines = said(capsys)
+    lines = printed(capsys)
     assert not smoke.failed and not cuda.registered and not cuda.allocated
     assert lines[0]["gpu"] == "stub" and lines[1]["seconds"].keys() >= {"populate", "register"}
     rates = {line["arm"]: line["gb_per_s"] for line in lines[2:]}
@@ -57,7 +57,7 @@ def test_an_arm_that_fails_is_named_and_the_others_are_measured(
 ) -> None:
     cuda, smoke = FakeCuda(ignore=("copy_batch",)), gpu_smoke.Smoke()
     gpu_smoke.say_world(smoke, cuda, 1, 2 * MIB, (4 * KIB,))
-    lines = said(capsys)
+    lines = printed(capsys)
     assert smoke.failed
     failed = {line["step"]: line["failed"] for line in lines if "failed" in line}
     wrong = "ArithmeticError: the bytes that came back are others"
@@ -77,6 +77,6 @@ def test_the_wait_behind_another_fence_is_measured(
 
     gpu_smoke.say_fence(gpu_smoke.Smoke(), working, lambda: MODEL_STREAM, compute)
     timer.join()
-    (line,) = said(capsys)
+    (line,) = printed(capsys)
     assert 0 < line["load_behind_a_pending_fence_ms"] < 1e3 * gpu_smoke.FENCE_S_MAX
     assert not working.registered and not working.allocated and not working.events

@@ -41,7 +41,7 @@ def play(place: Path, program: str, limit_s: float = 60) -> dict[str, object]:
     return ended
 
 
-def test_a_stage_s_output_is_kept_and_packed(tmp_path: Path) -> None:
+def test_the_output_of_a_stage_is_kept_and_packed(tmp_path: Path) -> None:
     program = "print('one'); import sys; print('two', file=sys.stderr); sys.exit(3)"
     ended = play(tmp_path, program)
     assert (ended["code"], ended["timed_out"], ended["tail"]) == (3, False, "one\ntwo\n")
@@ -52,7 +52,7 @@ def test_a_stage_s_output_is_kept_and_packed(tmp_path: Path) -> None:
     assert not (tmp_path / "all.tgz.part").exists()
 
 
-def test_at_its_limit_a_stage_may_write_what_it_has_found(tmp_path: Path) -> None:
+def test_at_its_limit_a_stage_can_write_its_results(tmp_path: Path) -> None:
     program = """
 import sys, time
 try:
@@ -132,7 +132,7 @@ def test_a_stage_that_fails_does_not_stop_the_next_ones(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "gpu.log").read_text() == "not so\nfine\n"
 
 
-def test_when_it_is_told_to_end_it_packs_what_there_is(tmp_path: Path) -> None:
+def test_a_run_that_is_terminated_packs_its_results(tmp_path: Path) -> None:
     command = [sys.executable, "-u", "-c", RUN, str(tmp_path), "long"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
         live = tmp_path / "out" / "gpu.log"
@@ -167,13 +167,13 @@ def test_without_a_gpu_one_line_says_what_would_run() -> None:
 
 
 @pytest.mark.parametrize("word", ["smok", "smoke:600", "smoke:0", "smoke:x"])
-def test_stages_and_limits_that_cannot_be_are_refused(word: str) -> None:
+def test_invalid_stages_and_limits_are_refused(word: str) -> None:
     done = run(word)
     assert done.returncode == 1
     assert "the stages are" in done.stderr or "a limit is 1 to 560 seconds" in done.stderr
 
 
-def test_every_stage_ends_within_a_command_and_names_what_is_there() -> None:
+def test_every_stage_fits_in_one_command_and_names_existing_files() -> None:
     for name, stage in gpu.STAGES.items():
         assert 0 < stage.limit_s <= gpu.LIMIT_S_MAX < 600
         for word in stage.command(name):

@@ -59,7 +59,7 @@ def test_bytes_in_flight_are_capped() -> None:
     assert bench.start() == writes[:3]
 
 
-def test_beside_reads_one_write_runs() -> None:
+def test_one_write_runs_while_reads_run() -> None:
     bench = Bench()
     reads = [bench.add(READ) for _ in range(2)]
     writes = [bench.add(WRITE) for _ in range(3)]

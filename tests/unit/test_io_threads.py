@@ -43,7 +43,7 @@ class _Unhurried:
             time.sleep(0.01)
 
 
-def test_lost_threads_that_return_at_once_leave_enough(
+def test_lost_threads_that_return_together_leave_enough_threads(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk that stalled: twelve threads too many, and each of them sees that."""

@@ -47,20 +47,20 @@ def test_a_version_is_known_by_its_first_two_numbers(
         ("0.34.0", "vLLM 0.34.0 is not known to this vllm-nvmeof-offload; use vLLM 0.32 or 0.33"),
     ],
 )
-def test_where_the_plugin_cannot_work_one_line_says_which_vllm_would_do(
+def test_an_unsupported_vllm_gets_one_line_that_names_supported_versions(
     monkeypatch: pytest.MonkeyPatch, version: str, line: str
 ) -> None:
     def fail() -> None:
         raise IntegrationError("no hook")
 
-    said: list[str] = []
+    warnings: list[str] = []
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
     monkeypatch.setattr(plugin, "_register", fail)
     monkeypatch.setattr(plugin, "_warned", False)
-    monkeypatch.setattr(plugin.logger, "warning", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(plugin.logger, "warning", lambda text, *args: warnings.append(text % args))
     plugin.register()
     plugin.register()
-    (only,) = said
+    (only,) = warnings
     assert only.startswith(f"nvmeof backend not available: {line}")
     assert "(no hook)" in only and "\n" not in only
 

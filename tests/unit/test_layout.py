@@ -71,12 +71,12 @@ def test_a_sealed_slot_proves_itself(
 @example(PLACE, PLACE._replace(rank=4))
 @example(PLACE, PLACE._replace(pool_slot=78))
 @example(PLACE, PLACE._replace(pool_uuid=bytes(16)))
-def test_only_the_right_place_is_ok(one: SlotPlace, other: SlotPlace) -> None:
+def test_only_the_place_of_a_slot_is_ok(one: SlotPlace, other: SlotPlace) -> None:
     slot = memoryview(sealed(IDENTITY, b"payload", place=one))
     assert verify(slot, IDENTITY, 7, other) == (OK if one == other else STALE)
 
 
-def test_the_place_lies_where_the_format_says() -> None:
+def test_the_place_is_at_the_offset_of_the_format() -> None:
     slot = sealed(IDENTITY, b"payload")
     assert slot[82:128] == bytes(46)
     assert slot[128:150] == bytes(range(16)) + (77).to_bytes(4, "little") + b"\3\0"
@@ -92,7 +92,7 @@ def test_only_the_right_identity_and_length_are_ok(
     assert verify(slot, other, other_length, PLACE) == (OK if same else STALE)
 
 
-def test_every_single_bit_flip_is_seen() -> None:
+def test_every_single_bit_flip_is_detected() -> None:
     payload = random.Random(1).randbytes(5000)
     slot = sealed(IDENTITY, payload)
     view = memoryview(slot)
@@ -156,7 +156,7 @@ def test_a_table_entry_is_read_back(pool_slot: int, identity: SlotIdentity, stam
     assert decode_one(raw, pool_slot ^ 1) is None
 
 
-def test_every_bit_flip_of_a_table_entry_is_seen() -> None:
+def test_every_bit_flip_of_a_table_entry_is_detected() -> None:
     raw = bytearray(encode_entry(77, IDENTITY, Stamp(3, True)))
     for at in range(ENTRY_BYTES):
         for bit in range(8):

@@ -16,7 +16,7 @@ _RANK = st.tuples(st.booleans(), st.lists(st.tuples(st.integers(0, 2), _OUTCOMES
 
 
 @given(st.lists(_RANK, min_size=1, max_size=4), st.randoms(use_true_random=False))
-def test_decided_and_released_by_the_last_rank(ranks, random) -> None:  # type: ignore[no-untyped-def]
+def test_the_last_rank_decides_and_releases(ranks, random) -> None:  # type: ignore[no-untyped-def]
     ledger = Ledger(len(ranks), lambda: 0.0)
     op = ledger.open(OpKind.LOAD)
     queues = [

@@ -117,7 +117,7 @@ def test_all_suites_that_pass_make_it_pass(make: Make) -> None:
     assert output.splitlines()[-1] == "test suites passed: fast, alone, fabric, e2e"
 
 
-def test_the_fast_tests_go_on_to_those_that_run_alone(make: Make) -> None:
+def test_the_fast_tests_are_followed_by_those_that_run_alone(make: Make) -> None:
     (make.here / "fast.fails").touch()
     status, output = make.run("test-fast")
     assert status != 0
@@ -126,7 +126,7 @@ def test_the_fast_tests_go_on_to_those_that_run_alone(make: Make) -> None:
 
 
 @pytest.mark.parametrize("suite", ["fabric", "e2e"])
-def test_one_suite_by_itself_is_only_that_and_fails_with_it(make: Make, suite: str) -> None:
+def test_one_suite_can_run_by_itself(make: Make, suite: str) -> None:
     (make.here / f"{suite}.fails").touch()
     assert make.run(f"test-{suite}")[0] != 0
     assert make.started() == [suite]

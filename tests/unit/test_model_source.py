@@ -52,7 +52,7 @@ def _loaded(model: Path, load_format: str, extra: Mapping[str, Any] = {}) -> Any
 
 
 @pytest.mark.parametrize("load_format", ["auto", "safetensors", "sharded_state", "runai_streamer"])
-def test_weights_that_are_the_models_files_are_known(model: Path, load_format: str) -> None:
+def test_weights_from_the_models_files_are_known(model: Path, load_format: str) -> None:
     assert _volatile(_loaded(model, load_format)) == ""
 
 
@@ -84,7 +84,7 @@ def test_two_places_of_weights_are_two_keyspaces(model: Path) -> None:
     assert _digest(turned[0]) == _digest(turned[1])
 
 
-def test_a_plugins_loader_in_the_place_of_vllms(model: Path) -> None:
+def test_a_plugins_loader_that_replaces_vllms_is_not_trusted(model: Path) -> None:
     config = _config(str(model))
     assert "not vLLM's own" in _volatile(config, foreign_formats={"auto", "mine"})
     assert _volatile(config, foreign_formats={"mine"}) == ""
@@ -113,7 +113,7 @@ def test_a_hub_model_is_the_commit_of_its_weights() -> None:
 
 
 @pytest.mark.parametrize("revision", [None, "main", "v1.0", ONE[:12]])
-def test_a_revision_that_may_move_is_not_adopted(revision: str | None) -> None:
+def test_a_revision_that_can_move_is_not_adopted(revision: str | None) -> None:
     config = _config("org/weights", commit="of-the-configuration")
     config.model_config.hf_config_path = "org/config"
     config.model_config.revision = revision

@@ -77,7 +77,7 @@ class Bench:
         self.kv.admitted(request, self.gpu.get_blocks(name), 0)
 
 
-def test_requests_with_blocks_are_old_and_what_is_cached_is_forgotten() -> None:
+def test_requests_with_blocks_are_old_and_cached_blocks_are_forgotten() -> None:
     bench = Bench()
     bench.gpu.give("runs", 1, 2)
     bench.gpu.all[9].block_hash = "of one that has ended"
@@ -95,7 +95,7 @@ def test_without_running_requests_nothing_is_suspended() -> None:
     assert bench.gpu.resets == 1
 
 
-def test_what_is_admitted_afterwards_is_stored_while_an_old_one_runs() -> None:
+def test_requests_admitted_later_are_stored_while_an_old_one_runs() -> None:
     bench = Bench()
     bench.gpu.give("runs", 1, 2)
     bench.changed("runs", "new")
@@ -107,7 +107,7 @@ def test_what_is_admitted_afterwards_is_stored_while_an_old_one_runs() -> None:
     assert bench.gpu.cached() == {3, 4, 5}
 
 
-def test_what_an_old_request_adds_to_the_prefix_cache_is_forgotten() -> None:
+def test_blocks_that_an_old_request_adds_to_the_prefix_cache_are_forgotten() -> None:
     bench = Bench()
     bench.gpu.give("runs", 1)
     bench.gpu.give("runs", 2, cached=False)
@@ -121,7 +121,7 @@ def test_what_an_old_request_adds_to_the_prefix_cache_is_forgotten() -> None:
     assert bench.gpu.cached() == set()
 
 
-def test_a_request_that_finds_an_old_ones_block_in_the_same_step_is_old() -> None:
+def test_a_request_that_finds_a_block_of_an_old_one_in_the_same_step_is_old() -> None:
     bench = Bench()
     bench.gpu.give("runs", 1)
     bench.changed("runs")
@@ -134,7 +134,7 @@ def test_a_request_that_finds_an_old_ones_block_in_the_same_step_is_old() -> Non
     assert bench.gpu.cached() == {5}
 
 
-def test_a_preempted_old_request_that_begins_anew_is_not_old() -> None:
+def test_a_preempted_old_request_that_starts_over_is_not_old() -> None:
     bench = Bench()
     bench.gpu.give("runs", 1, 2)
     bench.changed("runs")
@@ -150,7 +150,7 @@ def test_a_preempted_old_request_that_begins_anew_is_not_old() -> None:
     assert bench.stored_again == ["runs"]
 
 
-def test_an_admission_that_did_not_come_is_none() -> None:
+def test_an_announced_admission_that_did_not_happen_is_ignored() -> None:
     bench = Bench()
     bench.gpu.give("runs", 1)
     bench.changed("runs")
@@ -162,7 +162,7 @@ def test_an_admission_that_did_not_come_is_none() -> None:
     assert bench.old.requests == {"runs"}
 
 
-def test_kv_that_another_connector_brings_is_old() -> None:
+def test_kv_loaded_by_another_connector_is_old() -> None:
     bench = Bench()
     bench.gpu.give("runs", 1)
     bench.changed("runs")

@@ -46,7 +46,7 @@ def test_shapes_that_are_not_served_are_refused_by_name(what: str) -> None:
         refuse_parallel(config(**{option: 2}).parallel_config)
 
 
-def test_the_number_of_replicas_is_noted_where_vllm_knows_it() -> None:
+def test_the_number_of_replicas_is_taken_from_vllm_where_it_knows_it() -> None:
     extra: dict[str, Any] = {}
     note_replicas(config(), extra)
     assert extra == {}

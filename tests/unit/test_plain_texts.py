@@ -74,7 +74,7 @@ def test_a_help_line_is_complete(where: str, text: str) -> None:
     assert not problem(text, 1), f"{where}: {text}"
 
 
-def test_the_lint_finds_what_it_forbids() -> None:
+def test_the_lint_finds_forbidden_texts() -> None:
     for text in (
         "",
         "What these steps took.",

@@ -36,16 +36,16 @@ def without(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
 
 
-def test_the_cpu_needs_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_needs_no_gpu_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "cuda")
     assert refused("cpu", "kernel") == ""
 
 
 @pytest.mark.parametrize("kind", ["rocm", "xpu", "tpu"])
-def test_platforms_without_a_copy_engine(kind: str) -> None:
-    said = refused(kind)
-    assert said.startswith("--kv-offloading-backend='nvmeof': ")
-    assert f"'{kind}'" in said and "NVIDIA GPUs" in said
+def test_platforms_without_a_copy_engine_are_refused(kind: str) -> None:
+    error = refused(kind)
+    assert error.startswith("--kv-offloading-backend='nvmeof': ")
+    assert f"'{kind}'" in error and "NVIDIA GPUs" in error
 
 
 def test_a_gpu_is_served_with_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +59,8 @@ def test_a_gpu_without_them_is_refused_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     without(monkeypatch, missing)
-    said = refused("cuda")
-    assert "cuda-bindings" in said and "pip install 'vllm-nvmeof-offload[cuda]'" in said
+    error = refused("cuda")
+    assert "cuda-bindings" in error and "pip install 'vllm-nvmeof-offload[cuda]'" in error
 
 
 def test_only_the_kernel_needs_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ def test_nvmeof_is_a_choice_beside_vllms_own(probed: dict[str, Any]) -> None:
     assert {"native", "lmcache", "nvmeof"} <= set(probed["choices"])
 
 
-def test_it_is_cheap_where_it_is_not_used(probed: dict[str, Any]) -> None:
+def test_an_unused_plugin_costs_little(probed: dict[str, Any]) -> None:
     # The factory alone would take a second; our configuration and connector are not needed yet.
     added = probed["modules_added"]
     assert all(name.split(".")[0] == "vllm_nvmeof_offload" for name in added), added
@@ -88,7 +88,7 @@ def test_the_flag_brings_connector_size_and_policy(probed: dict[str, Any], case:
     assert "cpu_bytes_to_use" not in found["kv_connector_extra_config"]
 
 
-def test_without_a_size_it_takes_the_default_and_says_so(probed: dict[str, Any]) -> None:
+def test_without_a_size_the_default_is_used_and_logged(probed: dict[str, Any]) -> None:
     found = probed["flag_no_size"]
     assert found["kv_connector"] == CONNECTOR
     assert found["kv_connector_extra_config"]["staging_bytes"] > 0
@@ -160,7 +160,7 @@ def test_vllms_default_policy_is_pickled_as_a_plain_string(probed: dict[str, Any
         ("bad_target", ["targets='/proc/x'", "cannot be written", "pool_bytes=0"]),
     ],
 )
-def test_what_cannot_work_is_refused_before_the_model_loads(
+def test_unsupported_settings_are_refused_before_the_model_loads(
     probed: dict[str, Any], case: str, parts: list[str]
 ) -> None:
     error = probed[case]["error"]
@@ -169,7 +169,7 @@ def test_what_cannot_work_is_refused_before_the_model_loads(
         assert part in error
 
 
-def test_as_one_of_several_it_is_completed_like_alone(probed: dict[str, Any]) -> None:
+def test_as_one_of_several_connectors_it_is_completed_the_same_way(probed: dict[str, Any]) -> None:
     for case, others in (("combined", 1), ("combined_size", 0)):
         found = probed[case]
         assert found["kv_connector"] == "MultiConnector", case
@@ -187,7 +187,7 @@ def test_as_one_of_several_it_is_completed_like_alone(probed: dict[str, Any]) ->
     assert "Unsupported connector type: NoSuchConnector" in unknown, "vLLM's own words"
 
 
-def test_other_backends_are_as_without_the_plugin(probed: dict[str, Any]) -> None:
+def test_other_backends_work_as_without_the_plugin(probed: dict[str, Any]) -> None:
     assert probed["none"] == {"log": []}
     assert probed["native_no_size"] == {"log": []}
     assert probed["lmcache"] == {"log": []}
@@ -228,7 +228,7 @@ def test_an_unexpected_vllm_gets_one_line_and_the_json_form_still_works(
         ("attribute_gone", "(OffloadingConnectorWorker.worker is gone)"),
     ],
 )
-def test_an_unknown_vllm_is_refused_in_one_line_and_only_where_we_are_asked_for(
+def test_an_unknown_vllm_is_refused_in_one_line_only_if_our_backend_is_selected(
     probed: dict[str, Any], change: str, reason: str
 ) -> None:
     done = probed["forks"][change]

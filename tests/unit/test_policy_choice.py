@@ -59,7 +59,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
-def test_ours_and_a_users_own_are_taken() -> None:
+def test_our_policies_and_a_users_own_are_accepted() -> None:
     assert choose_policy("lru") is LruPolicy
     made = choose_policy("policies_of_a_user:Good")(range(4))
     made.admit(2)
@@ -77,7 +77,7 @@ def test_every_policy_passes_the_trial(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("no-such", 'no such policy; give .*"lru" or "module:Class"'),
         ("policies_of_a_user:", "no such policy"),
@@ -94,7 +94,7 @@ def test_every_policy_passes_the_trial(name: str) -> None:
         ("policies_of_a_user:Raising", "it raises KeyError"),
     ],
 )
-def test_what_is_no_policy_is_refused_by_name(name: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says) as caught:
+def test_an_invalid_policy_is_refused_by_name(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         choose_policy(name)
     assert str(caught.value).startswith(f"eviction_policy='{name}': ")

@@ -72,7 +72,7 @@ def beating_for(pid: int) -> list[int]:
     return found
 
 
-def test_one_that_is_killed_has_a_successor(lock: DirectoryLock) -> None:
+def test_a_killed_renewer_has_a_successor(lock: DirectoryLock) -> None:
     beating = Heartbeat(lambda: [lock], period_s=0.05)
     wait_until(
         "a heartbeat",
@@ -86,9 +86,11 @@ def test_one_that_is_killed_has_a_successor(lock: DirectoryLock) -> None:
     beating.stop()
 
 
-def test_so_has_one_in_a_server_with_many_descriptors(lock: DirectoryLock) -> None:
+def test_a_killed_renewer_has_a_successor_in_a_server_with_many_descriptors(
+    lock: DirectoryLock,
+) -> None:
     with numbers_from(1024):
-        test_one_that_is_killed_has_a_successor(lock)
+        test_a_killed_renewer_has_a_successor(lock)
     wait_until("a heartbeat", lambda: beating_for(os.getpid()) == [])
 
 
@@ -109,7 +111,7 @@ sys.stdin.read()
 """
 
 
-def test_it_is_nobodys_child_and_ends_with_its_server(tmp_path: Path) -> None:
+def test_the_renewer_is_not_a_child_of_the_server_and_ends_with_it(tmp_path: Path) -> None:
     """vLLM kills all descendants of an engine, and hangs if one has gone before its turn."""
     server = subprocess.Popen(
         [sys.executable, "-c", SERVER, str(tmp_path / "lock")],
@@ -126,7 +128,7 @@ def test_it_is_nobodys_child_and_ends_with_its_server(tmp_path: Path) -> None:
     wait_until("a heartbeat", lambda: beating_for(server.pid) == [])
 
 
-def test_another_file_at_the_path_is_not_written(lock: DirectoryLock, tmp_path: Path) -> None:
+def test_a_replaced_file_at_the_path_is_not_written(lock: DirectoryLock, tmp_path: Path) -> None:
     """Another file system may be mounted there, with an owner of its own."""
     lock.path.rename(tmp_path / "ours")
     lock.path.write_bytes(b"theirs")
@@ -135,7 +137,7 @@ def test_another_file_at_the_path_is_not_written(lock: DirectoryLock, tmp_path: 
     assert lock.path.read_bytes() == b"theirs"
 
 
-def test_a_file_that_hangs_holds_up_no_other_and_no_server(
+def test_a_hung_file_delays_no_other_file_and_no_server(
     lock: DirectoryLock, tmp_path: Path
 ) -> None:
     # Opening a FIFO for writing waits for a reader, as a path that is lost makes it wait.
@@ -165,7 +167,7 @@ DRAINING = (
 )
 
 
-def test_ctrl_c_does_not_end_it_before_its_server(tmp_path: Path) -> None:
+def test_ctrl_c_does_not_end_the_renewer_before_its_server(tmp_path: Path) -> None:
     """The console sends SIGINT to all of a server's process group; the server drains first."""
     path = tmp_path / "lock"
     server = subprocess.Popen(
@@ -187,7 +189,7 @@ def test_ctrl_c_does_not_end_it_before_its_server(tmp_path: Path) -> None:
     wait_until("its end", lambda: beating_for(server.pid) == [])
 
 
-def test_a_stop_waits_for_no_child_that_cannot_start(
+def test_a_stop_does_not_wait_for_a_child_that_cannot_start(
     lock: DirectoryLock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python on a mount that hangs: the server ends without it."""

@@ -79,7 +79,7 @@ def test_an_index_that_is_held_is_refused_by_name(
         Pool.open(make_spec(tmp_path, engine_index=0))
 
 
-def test_sigkill_leaves_a_lock_that_is_taken_over_at_once(
+def test_a_lock_left_by_sigkill_is_taken_over_at_once(
     tmp_path: Path, other_process: subprocess.Popen[str]
 ) -> None:
     other_process.send_signal(signal.SIGKILL)
@@ -174,7 +174,7 @@ def test_a_failed_open_leaves_no_lock(tmp_path: Path) -> None:
     Pool.open(make_spec(tmp_path, engine_index=0)).close()
 
 
-def test_a_target_that_does_not_answer_is_left_without_an_alarm(
+def test_closing_on_a_target_that_does_not_answer_logs_no_alarm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At the end of a server whose target is lost: nothing that an operator must do."""

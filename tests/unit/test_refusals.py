@@ -48,7 +48,7 @@ def parallel(**sizes):
     names = ("pipeline", "decode_context", "prefill_context", "data")
     return Object(world_size=1, **{f"{n}_parallel_size": sizes.get(n, 1) for n in names})
 
-def said(call, *args):
+def refusal_of(call, *args):
     try:
         call(*args)
     except ConfigError as error:
@@ -63,12 +63,12 @@ def refused(*specs, mla=False, caching=True, **sizes):
         cache_config=Object(enable_prefix_caching=caching),
     )
     groups = [Object(kv_cache_spec=spec, layer_names=["a", "b"]) for spec in specs]
-    return said(refuse_unsupported, config, Object(kv_cache_groups=groups))
+    return refusal_of(refuse_unsupported, config, Object(kv_cache_groups=groups))
 
 def prechecked(**sizes):
     model = Object(model="org/name", is_moe=True)
     config = Object(model_config=model, cache_config=None, parallel_config=parallel(**sizes))
-    return said(precheck, config, {}, "staging_bytes")
+    return refusal_of(precheck, config, {}, "staging_bytes")
 
 print("RESULT " + json.dumps({
     "full": refused(full),
@@ -94,7 +94,7 @@ print("RESULT " + json.dumps({
 """
 
 
-def test_what_is_not_supported_is_refused_by_name() -> None:
+def test_unsupported_features_are_refused_by_name() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _CHILD],
         env={**os.environ, "VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR"},
@@ -105,9 +105,9 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [s for s in done.stdout.splitlines() if s.startswith("RESULT ")]
-    said = json.loads(line.removeprefix("RESULT "))
+    refusals = json.loads(line.removeprefix("RESULT "))
     for case in ("full", "full without caching", "several widths", "mla"):
-        assert said.pop(case) == "", case
+        assert refusals.pop(case) == "", case
     keep_all, without = "--disable-hybrid-kv-cache-manager", "serve this model without offloading"
     wanted = {
         "window": ["org/name", "(2 x SlidingWindowSpec)", "--disable-sliding-window", "128 tok"],
@@ -126,6 +126,6 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
         "pipeline, before the model loads": ["pipeline_parallel_size=2", "supports 1"],
         "replicas with experts": ["data_parallel_size=2", "experts", "independent servers"],
     }
-    assert said.keys() == wanted.keys()
+    assert refusals.keys() == wanted.keys()
     for case, words in wanted.items():
-        assert all(word in said[case] for word in words), (case, said[case])
+        assert all(word in refusals[case] for word in words), (case, refusals[case])

@@ -55,7 +55,7 @@ def test_a_release_is_fetched_once_and_again_when_it_is_damaged(
     assert asked == ["1.2.3", "1.2.3"]
 
 
-def test_what_the_index_did_not_promise_is_thrown_away(place: Path, on_index: Path) -> None:
+def test_a_file_with_another_hash_than_the_indexs_is_deleted(place: Path, on_index: Path) -> None:
     with pytest.raises(ReleaseDamagedError, match=r"has SHA-256 .*, the index says 00"):
         fetch("1.2.3", lambda version: (on_index.as_uri(), "00"))
     assert {path.name for path in place.iterdir()} == {"lock"}

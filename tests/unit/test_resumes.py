@@ -75,7 +75,7 @@ def test_a_first_admission_is_no_resume() -> None:
     assert not counter.resumed("a")
 
 
-def test_preempted_twice_before_it_ran_again() -> None:
+def test_two_preemptions_before_a_run_count_once() -> None:
     counter = Resumes()
     counter.step(_step(new={"a": (0, 40)}))
     counter.step(_step(preempted=("a",)))
@@ -101,7 +101,7 @@ def test_chunk_tokens_are_those_of_full_chunks_outside_gpu_memory() -> None:
     assert counter.gets(reloaded=32, recomputed=36, chunk_tokens=64, chunk_tokens_lost=32)
 
 
-def test_everything_computed_but_the_last_unfinished_chunk_is_no_loss() -> None:
+def test_an_unfinished_last_chunk_is_no_loss() -> None:
     counter = Resumes(tokens_per_chunk=16)
     counter.step(_step(new={"a": (0, 60)}))
     counter.step(_step(cached={"a": (60, 1)}))
@@ -110,7 +110,7 @@ def test_everything_computed_but_the_last_unfinished_chunk_is_no_loss() -> None:
     assert counter.gets(48, 13, 48, 0)
 
 
-def test_more_found_than_was_computed_is_no_negative_loss() -> None:
+def test_finding_more_than_was_computed_is_no_negative_loss() -> None:
     """Another request had the same prefix, and more of it."""
     counter = Resumes(tokens_per_chunk=16)
     counter.step(_step(new={"a": (0, 20)}))
@@ -119,7 +119,7 @@ def test_more_found_than_was_computed_is_no_negative_loss() -> None:
     assert counter.gets(32, 0, 0, 0)
 
 
-def test_what_a_victim_had_computed_is_known_while_it_waits_alone() -> None:
+def test_computed_tokens_of_a_victim_are_known_only_while_it_waits() -> None:
     counter = Resumes()
     counter.step(_step(new={"a": (0, 40), "b": (16, 8)}))
     assert (counter.computed("a"), counter.computed("unknown")) == (0, 0)
@@ -131,7 +131,7 @@ def test_what_a_victim_had_computed_is_known_while_it_waits_alone() -> None:
     assert (counter.computed("a"), counter.computed("b")) == (0, 0)
 
 
-def test_a_victim_preempted_during_its_load_still_had_what_it_had() -> None:
+def test_a_victim_preempted_during_its_load_keeps_its_computed_tokens() -> None:
     counter = Resumes()
     counter.step(_step(new={"a": (0, 40)}))
     counter.step(_step(preempted=("a",)))
@@ -141,7 +141,7 @@ def test_a_victim_preempted_during_its_load_still_had_what_it_had() -> None:
     assert counter.computed("a") == 40
 
 
-def test_preempted_between_two_steps_and_run_again_in_the_next() -> None:
+def test_a_request_preempted_between_two_steps_is_resumed_in_the_next() -> None:
     """`reset_prefix_cache`: the next step names the request as preempted and schedules it."""
     counter = Resumes()
     counter.step(_step(new={"a": (0, 40)}))
@@ -174,7 +174,7 @@ def test_accepted_drafts_were_computed(accepted: int) -> None:
     assert counter.computed("a") == 29 + accepted
 
 
-def test_tokens_of_a_step_that_ends_after_the_preemption_count() -> None:
+def test_tokens_of_a_step_that_ends_after_the_preemption_are_counted() -> None:
     """Asynchronous scheduling: the step's answer comes when the next step is scheduled."""
     tokens = 29
     counter = Resumes(tokens=lambda: tokens)

@@ -140,7 +140,7 @@ def test_chunks_come_back_from_every_tier_and_after_a_restart(tmp_path: Path) ->
             assert (layer[elsewhere] == expected).all()
 
 
-def test_a_reset_voids_everything_on_disk_too(tmp_path: Path) -> None:
+def test_a_reset_also_voids_everything_on_disk(tmp_path: Path) -> None:
     keys = [b"key-%04d" % i for i in range(8)]
     blocks = np.arange(8 * PER_CHUNK, dtype=np.int32)
     with rank_on(tmp_path) as rank:
@@ -157,7 +157,7 @@ def test_a_reset_voids_everything_on_disk_too(tmp_path: Path) -> None:
         assert [rank.manager.lookup(key) for key in keys] == [None] * 8
 
 
-def test_a_damaged_slot_fails_that_chunk_alone(tmp_path: Path) -> None:
+def test_a_damaged_slot_fails_only_its_chunk(tmp_path: Path) -> None:
     keys = [b"key-%04d" % i for i in range(30)]
     blocks = np.arange(30 * PER_CHUNK, dtype=np.int32)
     with rank_on(tmp_path) as rank:

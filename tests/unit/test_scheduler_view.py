@@ -60,7 +60,7 @@ def test_the_rest_of_a_chunk_that_was_computed_is_offered() -> None:
     assert _rest(num_tokens=40, local=16, computed=39, hit=False) == 0
 
 
-def test_nothing_is_offered_behind_whole_chunks_and_of_what_was_not_computed() -> None:
+def test_no_rest_is_offered_after_whole_chunks_or_beyond_computed_tokens() -> None:
     assert _rest(num_tokens=80, local=32, computed=79) == 0
     assert _rest(num_tokens=80, local=48, computed=63) == 0
 
@@ -71,7 +71,7 @@ def test_a_count_beyond_the_requests_tokens_is_not_trusted() -> None:
     assert _rest(num_tokens=31, local=16, computed=1000) == 0
 
 
-def test_a_chunk_is_cached_if_its_last_block_is() -> None:
+def test_a_chunk_is_cached_if_its_last_block_is_cached() -> None:
     """A chunk that was known earlier may have lost its tokens since: it is not in GPU memory."""
     request = SimpleNamespace(request_id="a", num_tokens=64, block_hashes=[b"0", b"1", b"2", b"3"])
     is_cached = _view(request, cached=(b"0", b"3")).queue(by_priority=False).is_cached

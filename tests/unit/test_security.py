@@ -71,11 +71,11 @@ def test_nothing_read_from_disk_is_executed_or_unpickled() -> None:
         "def f(text):\n    return eval(text)",
     ],
 )
-def test_the_check_sees_what_it_looks_for(source: str) -> None:
+def test_the_check_finds_each_forbidden_call(source: str) -> None:
     assert unsafe_in(source)
 
 
-def test_names_on_disk_say_nothing_of_a_prompt(tmp_path: Path) -> None:
+def test_names_on_disk_reveal_nothing_of_a_prompt(tmp_path: Path) -> None:
     pool = Pool.open(make_spec(tmp_path / "target", engine="some-engine"))
     fill(pool)
     pool.close()
@@ -86,7 +86,7 @@ def test_names_on_disk_say_nothing_of_a_prompt(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 @pytest.mark.parametrize("name", ["keyspace", "engine-0", "rank-0", "slab", "table"])
-def test_what_belongs_to_another_user_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_files_of_another_user_are_refused_by_name(tmp_path: Path, name: str) -> None:
     spec = make_spec(tmp_path / "target")
     pool = Pool.open(spec)
     directory = pool.directories[0]
@@ -132,7 +132,7 @@ def test_faults_are_refused_without_the_second_switch(by_json: bool, switch: str
     assert parse_config(extra, {**env, ALLOW_FAULTS: "1"}).fault_injection == "/faults.json"
 
 
-def test_the_second_switch_is_of_the_environment_and_injects_nothing_by_itself() -> None:
+def test_the_second_switch_is_an_environment_variable_and_injects_nothing_by_itself() -> None:
     assert parse_config({}, {ALLOW_FAULTS: "1"}).fault_injection is None
     for key in ("allow_fault_injection", ALLOW_FAULTS):
         with pytest.raises(ConfigError, match="unknown key"):
@@ -143,7 +143,7 @@ def test_the_second_switch_is_of_the_environment_and_injects_nothing_by_itself()
     ("mode", "exposed"),
     [(0o700, False), (0o755, False), (0o777, True), (0o770, True), (0o702, True), (0o1777, False)],
 )
-def test_a_target_that_others_can_write_is_found(tmp_path: Path, mode: int, exposed: bool) -> None:
+def test_a_target_writable_by_others_is_reported(tmp_path: Path, mode: int, exposed: bool) -> None:
     tmp_path.chmod(mode)
     problem, remedy = judge_access(str(tmp_path))
     assert bool(problem) == exposed
@@ -156,7 +156,7 @@ def test_a_target_that_others_can_write_is_found(tmp_path: Path, mode: int, expo
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="giving a directory to another user needs root")
 @pytest.mark.parametrize("mode", [0o700, 0o1777])
-def test_a_target_of_another_user_is_found(tmp_path: Path, mode: int) -> None:
+def test_a_target_of_another_user_is_reported(tmp_path: Path, mode: int) -> None:
     target = tmp_path / "theirs"
     target.mkdir()
     target.chmod(mode)
@@ -184,7 +184,7 @@ supported.precheck(config, json.loads(sys.argv[1]), "staging_bytes")
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
-def test_a_start_warns_once_of_each_exposed_target_and_of_faults(tmp_path: Path) -> None:
+def test_a_start_warns_once_about_each_exposed_target_and_about_faults(tmp_path: Path) -> None:
     private, shared = tmp_path / "private", tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
@@ -198,8 +198,8 @@ def test_a_start_warns_once_of_each_exposed_target_and_of_faults(tmp_path: Path)
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    said = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
-    (warning,) = [line for line in said if "nvmeof: target " in line]
+    logged = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
+    (warning,) = [line for line in logged if "nvmeof: target " in line]
     assert f"target {shared} can be written by other users (mode 0777" in warning
     assert "chmod 0700" in warning
-    assert sum("FAULT INJECTION is on" in line for line in said) == 1
+    assert sum("FAULT INJECTION is on" in line for line in logged) == 1

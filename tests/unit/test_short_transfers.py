@@ -53,7 +53,7 @@ def read(pool: Pool) -> Outcome:
 
 
 @pytest.mark.parametrize("name", ["preadv", "pwritev"])
-def test_short_transfers_go_on_at_a_page_boundary(
+def test_short_transfers_continue_at_a_page_boundary(
     pool: Pool, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     dice = random.Random(7)

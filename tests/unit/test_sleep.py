@@ -75,7 +75,7 @@ def rank() -> Iterator[_Rank]:
     one.rig.close()
 
 
-def test_sleep_comes_after_the_copies_that_are_under_way(rank: _Rank) -> None:
+def test_sleep_waits_for_copies_in_flight(rank: _Rank) -> None:
     content = np.random.default_rng(1).integers(1, 256, rank.rig.cache.read().size, np.uint8)
     rank.rig.cache.write(content)
     rank.store(1)
@@ -91,7 +91,7 @@ def test_sleep_comes_after_the_copies_that_are_under_way(rank: _Rank) -> None:
     assert rank.finished()
 
 
-def test_nothing_is_copied_until_it_wakes(rank: _Rank) -> None:
+def test_nothing_is_copied_until_wake_up(rank: _Rank) -> None:
     rank.worker.sleep()
     rank.store(1)
     assert not rank.finished()
@@ -102,7 +102,7 @@ def test_nothing_is_copied_until_it_wakes(rank: _Rank) -> None:
     assert rank.cuda.calls["copy_batch"] == 1
 
 
-def test_the_connector_submits_first_what_was_put_off() -> None:
+def test_the_connector_submits_postponed_jobs_first() -> None:
     did: list[str] = []
 
     class Connector(NVMeoFOffloadingConnector):

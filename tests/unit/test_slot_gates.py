@@ -41,7 +41,7 @@ def test_a_failed_fill_leaves_nothing_to_read() -> None:
     assert gates.idle()
 
 
-def test_readers_of_a_hung_fill_learn_it_at_once_and_the_next_fill_waits() -> None:
+def test_readers_of_a_hung_fill_fail_at_once_and_the_next_fill_waits() -> None:
     gates: SlotGates[str] = SlotGates()
     gates.ask(0, "fill", A, fill=True)
     gates.ask(0, "read", A, fill=False)
@@ -54,7 +54,7 @@ def test_readers_of_a_hung_fill_learn_it_at_once_and_the_next_fill_waits() -> No
     assert _names(gates.ask(0, "read", A, fill=False)) == [("read", True)]
 
 
-def test_a_withdrawn_task_gives_way() -> None:
+def test_a_withdrawn_task_does_not_block_the_next() -> None:
     gates: SlotGates[str] = SlotGates()
     gates.ask(0, "fill", A, fill=True)
     gates.ask(0, "other fill", B, fill=True)
@@ -64,7 +64,7 @@ def test_a_withdrawn_task_gives_way() -> None:
     assert _names(gates.filled(0, ok=True)) == [("read", False)]
 
 
-def test_who_fills_a_slot_before_the_next_to_ask() -> None:
+def test_a_slot_names_its_waiting_fills_in_order() -> None:
     gates: SlotGates[str] = SlotGates()
     assert gates.fillers(0) == ()
     gates.ask(0, "fill", A, fill=True)
@@ -80,7 +80,7 @@ def test_who_fills_a_slot_before_the_next_to_ask() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from([A, B])), max_size=12), st.data())
-def test_the_order_given_is_the_order_granted(asks, data) -> None:  # type: ignore[no-untyped-def]
+def test_slots_are_granted_in_the_order_of_requests(asks, data) -> None:  # type: ignore[no-untyped-def]
     """Any interleaving of asks and ends: order kept, fills alone, reads exactly of their pair."""
     gates: SlotGates[int] = SlotGates()
     granted: list[int] = []

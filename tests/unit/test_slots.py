@@ -91,7 +91,7 @@ SlotMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40
 TestSlotMachine = SlotMachine.TestCase
 
 
-def test_a_lane_gives_its_own_slots() -> None:
+def test_a_lane_allocates_only_its_slots() -> None:
     pool = SlotPool(8, lanes=3)
     assert [pool.take(2) for _ in range(3)] == [2, 5, None]
     assert [pool.take(0) for _ in range(4)] == [0, 3, 6, None]

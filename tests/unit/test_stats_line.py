@@ -11,7 +11,7 @@ from vllm_nvmeof_offload.connector import OffloadingStats
 from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES
 
 
-def test_the_line_has_what_happened() -> None:
+def test_the_line_shows_only_nonzero_counters() -> None:
     stats = OffloadingStats()
     stats.increase_counter(COUNTERS["lookups"].name, 3, ("cpu",))
     stats.increase_counter(COUNTERS["lookups"].name, 0, ("miss",))

@@ -294,7 +294,7 @@ def test_files_and_lines_only_become_fewer(folder: Path, files_max: int, lines_m
     assert lines.total() >= lines_max * (1 - SLACK), "lower the maximum of lines"
 
 
-def test_the_rules_see_what_they_forbid(tmp_path: Path) -> None:
+def test_the_rules_detect_what_they_forbid(tmp_path: Path) -> None:
     probe = tmp_path / "probe.py"
     probe.write_text("def f():\n    import torch\n    from vllm.config import VllmConfig\n")
     assert {"torch", "vllm.config"} <= imports_of(probe)
@@ -308,7 +308,7 @@ def test_the_rules_see_what_they_forbid(tmp_path: Path) -> None:
     assert longest_native_function(text) == (5, "int f(int b)")
 
 
-def test_no_package_of_tests_has_a_name_that_others_have() -> None:
+def test_no_package_of_tests_shares_a_name_with_another() -> None:
     """pytest imports them by their own name: one called `copy` would shadow Python's."""
     names = [place.parent.name for place in (ROOT / "tests").rglob("__init__.py")]
     assert set(names).isdisjoint(sys.stdlib_module_names)

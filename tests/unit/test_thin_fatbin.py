@@ -42,7 +42,7 @@ def test_ptx_stays_where_there_is_no_machine_code() -> None:
 
 
 @pytest.mark.parametrize("version", [2, 1])
-def test_bytes_that_only_begin_like_one_stay(version: int) -> None:
+def test_bytes_that_only_begin_like_a_fat_binary_stay(version: int) -> None:
     """Another version; and a size that ends behind the library."""
     library = bytearray(b"x" + struct.pack("<IHHQ", 0xBA55ED50, version, 16, 10_000) + b"data")
     before = bytes(library)
@@ -50,7 +50,7 @@ def test_bytes_that_only_begin_like_one_stay(version: int) -> None:
     assert library == before
 
 
-def test_entries_of_another_form_are_an_error() -> None:
+def test_entries_of_an_unknown_form_are_an_error() -> None:
     library = bytearray(fat_binary((CODE, 80, b"a" * 8), (CODE, 90, b"b" * 8)))
     library[16 + 4] = 8  # the bytes of the first entry's header
     with pytest.raises(ValueError, match="the fat binary at byte 0 has an entry of another form"):

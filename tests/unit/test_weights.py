@@ -24,7 +24,7 @@ def make_model(path: Path, big: bool = False) -> Path:
     return path
 
 
-def test_weights_are_told_apart_by_content(tmp_path: Path) -> None:
+def test_weights_are_distinguished_by_content(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     digest = weights_digest(model)
     (model / "README.md").write_text("other words")
@@ -38,7 +38,7 @@ def test_weights_are_told_apart_by_content(tmp_path: Path) -> None:
     assert weights_digest(model) != digest
 
 
-def test_what_vllm_reads_besides_the_shards_counts(tmp_path: Path) -> None:
+def test_other_files_that_vllm_reads_count(tmp_path: Path) -> None:
     """The index says which shards are loaded; some models keep an encoder one level down."""
     model = make_model(tmp_path / "model")
     digests = {weights_digest(model)}
@@ -74,7 +74,7 @@ def test_large_files_are_sampled_at_both_ends_and_between(tmp_path: Path) -> Non
     assert weights_digest(model) == digest
 
 
-def test_a_terabyte_of_weights_takes_no_time(tmp_path: Path) -> None:
+def test_a_terabyte_of_weights_is_digested_quickly(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     with (model / "model-00002.safetensors").open("wb") as file:
         file.truncate(1 << 40)  # sparse: reading all of it would take minutes
@@ -188,7 +188,7 @@ def _entry(*offsets: Any) -> dict[str, Any]:
     ],
     ids=repr,
 )
-def test_a_header_that_is_none_leaves_the_samples(tmp_path: Path, header: bytes) -> None:
+def test_an_invalid_header_leaves_the_samples(tmp_path: Path, header: bytes) -> None:
     shard = tmp_path / "model.safetensors"
     lengths = (len(header), len(header) + 1, 0, 1 << 40, (1 << 64) - 1)
     for length in lengths:
@@ -201,7 +201,7 @@ def test_a_header_that_is_none_leaves_the_samples(tmp_path: Path, header: bytes)
         weights_digest(tmp_path)
 
 
-def test_tensors_that_overlap_make_nothing_be_read_twice(tmp_path: Path) -> None:
+def test_overlapping_tensors_are_not_read_twice(tmp_path: Path) -> None:
     """Ten thousand names for the same 64 KiB would be 640 MB."""
     shard = tmp_path / "model.safetensors"
     text = json.dumps({str(n): _entry(0, SMALL_BYTES) for n in range(10_000)}).encode()
@@ -209,7 +209,7 @@ def test_tensors_that_overlap_make_nothing_be_read_twice(tmp_path: Path) -> None
     assert bytes_read(tmp_path) < 4 << 20
 
 
-def test_what_is_read_of_a_large_shard_is_bounded(tmp_path: Path) -> None:
+def test_the_bytes_read_of_a_large_shard_are_bounded(tmp_path: Path) -> None:
     """Five gigabytes (sparse): header, scales and samples are some MB."""
     sizes = {}
     for expert in range(300):

@@ -93,7 +93,7 @@ def _rank(config: Any, stamps: dict[str, str]) -> Deployment:
 
 
 @pytest.mark.parametrize("deploy", DEPLOYMENTS)
-def test_what_was_stamped_and_replaced_is_not_trusted(
+def test_files_replaced_after_their_stamp_are_not_trusted(
     model: Path, deploy: Callable[[Path], None]
 ) -> None:
     config = _config(str(model))
@@ -106,7 +106,7 @@ def test_what_was_stamped_and_replaced_is_not_trusted(
         assert _rank(config, _noted(config)).replaced() == ()
 
 
-def test_the_keyspace_of_replaced_weights_is_that_of_a_server_of_the_new_ones(
+def test_replaced_weights_have_the_keyspace_of_a_server_of_the_new_ones(
     model: Path,
 ) -> None:
     """Which is why nothing may be adopted: it would hold what the old weights computed."""
@@ -179,7 +179,7 @@ def _began_now(tmp_path: Path) -> float:
 
 
 @pytest.mark.parametrize("deploy", DEPLOYMENTS[:2] + DEPLOYMENTS[3:6])
-def test_what_was_not_stamped_and_is_newer_is_not_trusted(
+def test_unstamped_newer_files_are_not_trusted(
     model: Path, tmp_path: Path, deploy: Callable[[Path], None]
 ) -> None:
     config = _config(str(model))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every call of vLLM's engine that can change weights is told to our connector, no other one."""
+"""Only calls of vLLM's engine that can change weights are reported to our connector."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from vllm_nvmeof_offload.vllm_adapter.weights import Adapters
 
 
 class Connector:
-    """Ours, as far as it is told."""
+    """Ours, as far as it is reported."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, bool]] = []
+        self.reported: list[tuple[str, bool]] = []
 
     def weights_may_have_changed(self, call: str, *, known: bool) -> None:
-        self.told.append((call, known))
+        self.reported.append((call, known))
 
 
 def engine(connector: Any, loads: Callable[[], object] = bool) -> Any:
@@ -45,25 +45,25 @@ def engine(connector: Any, loads: Callable[[], object] = bool) -> Any:
             pass
 
     lifecycle.install(EngineCore)
-    lifecycle.install(EngineCore)  # wrapped once, so told once
+    lifecycle.install(EngineCore)  # wrapped once, so reported once
     return EngineCore()
 
 
 @pytest.mark.parametrize("method", sorted(lifecycle.KNOWN_TO_CHANGE))
-def test_what_changes_weights_is_told_as_known(method: str) -> None:
+def test_calls_that_change_weights_are_reported_as_known(method: str) -> None:
     connector = Connector()
     assert engine(connector).collective_rpc(method, 2.0, ("x",)) == [method, 2.0, ("x",)]
-    assert connector.told == [(method, True)]
+    assert connector.reported == [(method, True)]
 
 
 @pytest.mark.parametrize("method", sorted(lifecycle.HARMLESS))
-def test_what_changes_none_is_not_told(method: str) -> None:
+def test_calls_that_change_no_weights_are_not_reported(method: str) -> None:
     connector = Connector()
     assert engine(connector).collective_rpc(method) == [method, None, ()]
-    assert connector.told == []
+    assert connector.reported == []
 
 
-def test_a_call_of_the_users_own_may_change_them() -> None:
+def test_a_users_own_call_may_change_weights() -> None:
     def reload_weights(worker: Any) -> None:  # a function that is named like a method
         pytest.fail("the engine of this test calls nothing")
 
@@ -71,14 +71,14 @@ def test_a_call_of_the_users_own_may_change_them() -> None:
     core = engine(connector)
     core.collective_rpc("apply_model")
     core.collective_rpc(reload_weights)
-    assert connector.told == [("apply_model", False), ("reload_weights", False)]
+    assert connector.reported == [("apply_model", False), ("reload_weights", False)]
 
 
-def test_a_call_that_fails_is_told_as_well() -> None:
+def test_a_failed_call_is_reported_too() -> None:
     connector = Connector()
     with pytest.raises(RuntimeError, match="half way"):
         engine(connector).collective_rpc("update_weights", args=("fail",))
-    assert connector.told == [("update_weights", True)]
+    assert connector.reported == [("update_weights", True)]
 
 
 def make_adapter(directory: Path, weights: bytes) -> Path:
@@ -99,16 +99,16 @@ def lora(number: int, path: Path, *, name: str = "tuned", load_inplace: bool = F
     )
 
 
-def test_an_adapter_in_the_place_of_another_is_told(adapter: Path) -> None:
+def test_an_adapter_that_replaces_another_is_reported(adapter: Path) -> None:
     connector = Connector()
     core = engine(connector)
     core.add_lora(lora(1, adapter))
-    assert connector.told == []
+    assert connector.reported == []
     core.add_lora(lora(1, adapter, load_inplace=True))
-    assert connector.told == [("add_lora with load_inplace", True)]
+    assert connector.reported == [("add_lora with load_inplace", True)]
 
 
-def test_an_adapter_that_comes_again_with_other_files_is_told(adapter: Path) -> None:
+def test_an_adapter_loaded_again_with_other_files_is_reported(adapter: Path) -> None:
     """Unloaded, overwritten and loaded again: another number, and the same block hashes."""
     connector = Connector()
     core = engine(connector)
@@ -116,29 +116,29 @@ def test_an_adapter_that_comes_again_with_other_files_is_told(adapter: Path) -> 
         core.add_lora(lora(number, adapter))
         core.collective_rpc("remove_lora", args=(number,))
     core.add_lora(lora(3, adapter, name="another"))
-    assert connector.told == []
+    assert connector.reported == []
     (adapter / "adapter_model.safetensors").write_bytes(b"new")
     core.add_lora(lora(4, adapter))
-    assert connector.told == [("add_lora with other files than before", True)]
+    assert connector.reported == [("add_lora with other files than before", True)]
     core.add_lora(lora(5, adapter))
-    assert len(connector.told) == 1
+    assert len(connector.reported) == 1
 
 
-def test_an_adapter_that_only_requests_name_is_told(adapter: Path) -> None:
+def test_an_adapter_that_only_requests_name_is_reported(adapter: Path) -> None:
     """Offline nobody calls `add_lora`: the workers load what a request names."""
     connector = Connector()
     core = engine(connector)
     for number in (1, 1, 2):
         core.add_request(SimpleNamespace(lora_request=lora(number, adapter)), 7)
     core.add_request(SimpleNamespace(lora_request=None))
-    assert connector.told == []
+    assert connector.reported == []
     adapter.rename(adapter.with_name("old"))
     make_adapter(adapter, b"new")
     core.add_request(SimpleNamespace(lora_request=lora(2, adapter)))
-    assert connector.told == [], "the workers have that one already"
+    assert connector.reported == [], "the workers have that one already"
     core.add_request(SimpleNamespace(lora_request=lora(3, adapter)))
-    told = ("a request for an adapter with other files than before", True)
-    assert connector.told == [told]
+    reported = ("a request for an adapter with other files than before", True)
+    assert connector.reported == [reported]
 
 
 def test_files_that_change_while_they_are_read_are_not_known(adapter: Path) -> None:
@@ -146,42 +146,42 @@ def test_files_that_change_while_they_are_read_are_not_known(adapter: Path) -> N
     core = engine(connector, loads=lambda: make_adapter(adapter, b"meanwhile"))
     core.add_lora(lora(1, adapter))
     core.add_lora(lora(2, adapter))
-    assert connector.told == [("add_lora with other files than before", True)]
+    assert connector.reported == [("add_lora with other files than before", True)]
 
 
 def test_an_adapter_of_a_hub_may_have_moved() -> None:
     connector = Connector()
     core = engine(connector)
     core.add_lora(lora(1, Path("org/adapter")))
-    assert connector.told == []
+    assert connector.reported == []
     core.add_lora(lora(2, Path("org/adapter")))
-    assert connector.told == [("add_lora with other files than before", True)]
+    assert connector.reported == [("add_lora with other files than before", True)]
 
 
 def test_adapters_that_were_forgotten_count_as_new() -> None:
     adapters = Adapters(adapters_max=2)
-    told = [adapters.note(lora(n, Path(f"/{n}")), "same") for n in (1, 2, 1, 3, 1, 3)]
-    assert told == [False, False, False, True, False, False]
+    changed = [adapters.note(lora(n, Path(f"/{n}")), "same") for n in (1, 2, 1, 3, 1, 3)]
+    assert changed == [False, False, False, True, False, False]
 
 
 def test_our_connector_is_found_among_several() -> None:
     connector = Connector()
     core = engine(SimpleNamespace(sub_connectors=[SimpleNamespace(), connector]))
     core.collective_rpc("reload_weights")
-    assert connector.told == [("reload_weights", True)]
+    assert connector.reported == [("reload_weights", True)]
 
 
 @pytest.mark.parametrize("connector", [None, SimpleNamespace()])
-def test_other_engines_are_left_alone(connector: Any) -> None:
+def test_other_engines_are_not_wrapped(connector: Any) -> None:
     assert engine(connector).collective_rpc("reload_weights") == ["reload_weights", None, ()]
 
 
-def test_an_engine_before_its_scheduler_is_made() -> None:
+def test_an_engine_without_a_scheduler_yet_is_accepted() -> None:
     core = engine(None)
     del core.scheduler
     assert core.collective_rpc("load_model") == ["load_model", None, ()]
 
 
-def test_an_engine_that_is_not_as_expected_is_refused() -> None:
+def test_an_unexpected_engine_is_refused() -> None:
     with pytest.raises(IntegrationError, match="EngineCore has no collective_rpc"):
         lifecycle.install(type("EngineCore", (), {}))
