@@ -15,7 +15,7 @@ from .rig import ENGINES, Rig
 
 @pytest.fixture(params=sorted(ENGINES))
 def make_rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Rig]]:
-    """Make a rig of each kind of engine; everything is closed, and closes, at the end."""
+    """Make a rig of each kind of engine; close everything, and check that it closes, at the end."""
     rigs: list[Rig] = []
 
     def make(**options: object) -> Rig:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool, staging memory and an engine of each kind, for the contract tests.
+"""A pool, staging memory and an engine of each kind for the contract tests.
 
 To add an engine: one more entry in `ENGINES`.
 """
@@ -37,7 +37,7 @@ WAIT_S = 120.0
 
 
 class GatedPool:
-    """A pool whose I/O threads stop, before they touch the slab, at slots that are shut.
+    """A pool whose I/O threads stop at shut slots, before they touch the slab.
 
     `started`: the pool slots in the order in which operations started.
     """
@@ -75,7 +75,7 @@ class GatedPool:
 
 
 class NativeGate:
-    """The same, for the native core, whose threads run no Python."""
+    """The same for the native core, whose threads run no Python."""
 
     def __init__(self, engine: UringIoEngine, gate: StartGate) -> None:
         self._kick = engine.kick
@@ -186,7 +186,7 @@ class Rig:
         return found
 
     def run(self, *ops: IoOp) -> list[Completion]:
-        """Submit and wait for as many completions; return them in the order of `ops`."""
+        """Submit, wait for as many completions and return them in the order of `ops`."""
         self.submit(*ops)
         found = self.wait(lambda completions: len(completions) >= len(ops))
         by_token = {completion.token: completion for completion in found}

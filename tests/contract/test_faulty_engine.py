@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each fault knob fires, and does what it says."""
+"""Each fault knob fires and has its documented effect."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_hang_ends_when_its_knob_is_cleared(rig: Rig, what: str) -> None:
 def test_a_hung_write_does_not_touch_the_files_that_replaced_its_target(
     rig: Rig, tmp_path: Path, what: str
 ) -> None:
-    """It was submitted to the old ones: those stay open for it, and no others do."""
+    """The write was submitted to the old files: only those stay open for it."""
     rig.fill(10, name(9))
     plan_of(rig).set(**{f"hang_{what}s": True})
     op = rig.read(0, 11, name(0)) if what == "read" else rig.write(9, 10, name(9))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of `io.base.IoEngine`, on every engine there is."""
+"""The contract of `io.base.IoEngine`, checked on every engine."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_hanging_operations_do_not_stop_others(make_rig: MakeRig) -> None:
     late = {c.token for c in found if not c.released}
     held = {op.token for op in hung if op.pool_slot in rig.gate.started}
     assert 2 <= len(held) < len(hung)
-    sealing = late - held  # a write that was just being sealed: it comes back by itself
+    sealing = late - held  # a write that was being sealed completes by itself
     assert held <= late
     assert {c.token for c in rig.wait(lambda f: len(f) == len(sealing))} == sealing
     assert [c.outcome for c in rig.run(rig.read(40, 10, name(9)))] == [OK]
@@ -273,7 +273,7 @@ def test_every_operation_of_a_random_mix_completes_once_and_correctly(make_rig: 
 
 
 def test_a_completion_carries_the_time_at_which_the_engine_had_it(make_rig: MakeRig) -> None:
-    """Not when the caller asked: a model that keeps its thread busy must not look like a disk."""
+    """Time in the caller's thread does not count: a busy model must not look like a slow disk."""
     rig = make_rig()
     before_s = time.monotonic()
     assert rig.engine.submit([rig.write(1, 0, name(1))]) == 1

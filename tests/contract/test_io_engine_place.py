@@ -18,7 +18,7 @@ from .rig import Rig, content, name
 
 MakeRig = Callable[..., Rig]
 IDENTITY = name(7, 3)
-#: The slot that is read; with two targets it lies on the first one.
+#: The slot that is read; with two targets it is on the first one.
 SLOT = 2
 
 

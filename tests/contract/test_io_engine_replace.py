@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of `replace_target`: what is submitted from then on goes to the new files."""
+"""The contract of `replace_target`: later operations go to the new files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def exchange(rig: Rig, target: int, slab: Slab | None) -> Callable[[], None]:
 
 
 def copy_of(rig: Rig, target: int, path: Path) -> Slab:
-    """The target's files as they are now, in another place."""
+    """Copy the target's current files to another directory."""
     path.mkdir()
     for file in ("slab", "table"):
         (path / file).write_bytes((rig.pool.directories[target] / file).read_bytes())
@@ -84,7 +84,9 @@ def test_without_files_a_target_fails_at_once_and_its_descriptors_are_closed(
 def test_a_queued_operation_keeps_the_files_of_its_submission_over_two_exchanges(
     make_rig: MakeRig, tmp_path: Path
 ) -> None:
-    """They stay open until it is released; those of later attachments may be closed before."""
+    """Its files stay open until it is released; files of later attachments may be closed
+    earlier.
+    """
     rig = make_rig(targets=1, threads=2)
     first = rig.pool.directories[0]
     second, third = copy_of(rig, 0, tmp_path / "second"), copy_of(rig, 0, tmp_path / "third")
@@ -102,7 +104,7 @@ def test_a_queued_operation_keeps_the_files_of_its_submission_over_two_exchanges
         rig.gate.open_all()
         done = rig.wait(lambda found: len(found) == 2)
         sizes = [os.path.getsize(path) for path in strangers]
-    assert sizes == [0] * len(sizes), "a file of somebody else was written"
+    assert sizes == [0] * len(sizes), "a foreign file was written"
     assert [completion.outcome for completion in done] == [OK, OK]
     close_first()
     for identity in (name(1), name(2)):

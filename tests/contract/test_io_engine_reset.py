@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of RESET: it voids what was submitted before it, and no more."""
+"""The contract of RESET: it voids only writes that were submitted before it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_hung_write_delays_neither_a_reset_nor_the_writes_after_it(make_rig: M
     assert rig.wait(bool) == [Completion(hung.token, None)]
     pool = rig.reopen()
     assert pool.adopt().keys == (name(4).key,)
-    # Its header came to the disk with the epoch of before: void where the table is lost, too.
+    # Its header has the earlier epoch, so the slot is void even if the table is lost.
     pool.close()
     for directory in pool.directories:
         (directory / "table").write_bytes(b"")

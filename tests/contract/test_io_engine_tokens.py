@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of tokens: a caller may use one again as soon as its operation is released."""
+"""The contract of tokens: a caller may reuse a token as soon as its operation is released."""
 
 from __future__ import annotations
 
