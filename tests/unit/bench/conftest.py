@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In a checkout the benchmarks lie in `bench/`, which need not be on the path."""
+"""Put the benchmarks of a checkout, in `bench/`, on the import path."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MADE-UP samples of `bench copy` for tests of arithmetic and form. Nobody measured them."""
+"""MADE-UP samples of `bench copy` for tests of arithmetic and form. None was measured."""
 
 from __future__ import annotations
 

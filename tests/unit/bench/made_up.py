@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MADE-UP samples for tests of arithmetic and form. Nobody measured these numbers."""
+"""MADE-UP samples for tests of arithmetic and form. None was measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rounds(
     cpu_s_per_gib: float | None = 0.1,
     p99_us: float | None = None,
 ) -> list[Sample]:
-    """One made-up sample a round."""
+    """One made-up sample per round."""
     return [
         Sample(arm, case, block_bytes, number, value, cpu_s_per_gib, None, p99_us)
         for number, value in enumerate(mib_per_s)

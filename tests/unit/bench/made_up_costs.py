@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MADE-UP samples of `bench cost` for tests of arithmetic and form. Nobody measured these."""
+"""MADE-UP samples of `bench cost` for tests of arithmetic and form. None was measured."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sample(arm: str, case: str, number: int, seconds: float, **given: object) ->
 
 
 def rounds(arm: str, case: str, factor: float = 1.0, **given: object) -> list[Sample]:
-    """A sample a round, `factor` times as slow as without offloading in the same round."""
+    """One sample per round, `factor` times as slow as without offloading in the same round."""
     return [sample(arm, case, i, factor * noise, **given) for i, noise in enumerate(NOISE)]
 
 

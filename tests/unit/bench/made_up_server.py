@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A MADE-UP server of the OpenAI API on the loopback address: it computes nothing.
 
-It remembers prompts by their first tokens, as a prefix cache of two levels would: what was asked
-since its last reset is found in "GPU memory", what was asked before in the "CPU tier". Its
-answers depend on the prompt alone.
+It remembers prompts by their first tokens, as a prefix cache of two levels would: prompts since its
+last reset are found in "GPU memory", earlier ones in the "CPU tier". Its answers depend only on the
+prompt.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real run of tiny sizes, in a process of its own (it imports vLLM). Prints JSON.
+"""A real run of tiny sizes, in a separate process because it imports vLLM. Prints JSON.
 
 Usage: smoke_probe.py DIRECTORY
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MADE-UP samples of `bench stream` for tests of arithmetic and form. Nobody measured them."""
+"""MADE-UP samples of `bench stream` for tests of arithmetic and form. None was measured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONDITIONS = {
 def times(
     part: str, case: str, arm: str, values: Sequence[Sequence[float]], at: float | None = None
 ) -> list[Sample]:
-    """`values`: one sequence of seconds a round."""
+    """`values`: one sequence of seconds per round."""
     return [
         Sample(part, case, arm, at, number, index, seconds, 1 << 30, 0.2, 100)
         for number, row in enumerate(values)

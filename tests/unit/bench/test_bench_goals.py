@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The targets' arithmetic, on made-up samples."""
+"""The goals' arithmetic, on made-up samples."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def rows(samples: list[Sample]) -> dict[str, Goal]:
 
 
 def slower(samples: list[Sample], share: float, **wanted: object) -> list[Sample]:
-    """Those with these fields at `share` of their value."""
+    """Scale the samples with these fields to `share` of their value."""
     return [
         replace(one, value=one.value * share)
         if all(getattr(one, name) == value for name, value in wanted.items())

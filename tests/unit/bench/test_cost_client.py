@@ -18,7 +18,7 @@ USAGE = '{"id":"x","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2
 def ask(
     events: Sequence[str], status: str = "200 OK", prompts: int = 1
 ) -> tuple[tuple[float, float], int]:
-    """Ask a server that answers everything with `events`; also how many requests it got."""
+    """Ask a server that answers every request with `events`; also return its number of requests."""
     asked = 0
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

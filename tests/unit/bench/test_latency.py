@@ -22,7 +22,7 @@ from vllm_nvmeof_offload.units import KIB
 
 
 class Clocked(Mover):
-    """A mover whose jobs take 1/64 s each, one after the other, on a clock of its own."""
+    """A mover whose jobs take 1/64 s each, one after the other, on a fake clock."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -59,7 +59,7 @@ def test_a_target_slower_than_the_run_counts_nothing_and_ends() -> None:
     mover = Clocked()
     order = Order("read", depth=2, ramp_s=0.0, run_s=1 / 128)
     answer = drive(mover, 8, order, random.Random(1), lambda: mover.now_s, lambda: 0.0)
-    assert len(answer.latencies_us) == 2, "what was handed over in time is awaited and counted"
+    assert len(answer.latencies_us) == 2, "jobs submitted in time are awaited and counted"
     order = Order("read", depth=2, ramp_s=1 / 256, run_s=1 / 256)
     answer = drive(mover, 8, order, random.Random(1), lambda: mover.now_s, lambda: 0.0)
     assert answer.latencies_us == []
@@ -84,7 +84,7 @@ def test_two_targets_are_listed_and_a_stand_in_is_marked(tmp_path: Path) -> None
 
 
 def made_up(target: str, arm: str, mean_us: Sequence[float]) -> list[Sample]:
-    """MADE-UP samples, one a round, at two sizes. Nobody measured these numbers."""
+    """MADE-UP samples, one per round, at two sizes. None was measured."""
     return [
         Sample(target, arm, "read", size, 1, 4, number, 1000, value, value / 2, 9 * value, 5.0, 0.2)
         for size in (4 * KIB, 512 * KIB)

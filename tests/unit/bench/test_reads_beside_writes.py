@@ -42,7 +42,7 @@ class SlowToWrite(Mover):
 
 
 def test_reads_that_end_before_any_write_does_leave_no_empty_sample() -> None:
-    """The timed part goes on to the first write: a rate of nothing is none."""
+    """The timed part goes on to the first write: zero reads give no rate."""
     settings = Settings(
         blocks=(64 * KIB,),
         bytes_per_round=2 * MIB,

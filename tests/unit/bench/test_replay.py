@@ -66,7 +66,7 @@ def test_the_seed_changes_the_text_and_a_part_of_a_block_is_its_beginning() -> N
 
 
 class MadeUpServer:
-    """Answers at once, or never; notes who was asked at the same time."""
+    """Answers at once, or never; records which requests were open at the same time."""
 
     def __init__(self, hangs_from: int = 1 << 30, fails: int = -1) -> None:
         self.asked: list[int] = []

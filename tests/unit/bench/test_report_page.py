@@ -106,7 +106,7 @@ def test_each_file_that_is_no_result_costs_one_line(results: Path, text: str) ->
 
 
 def test_our_keys_are_keys_of_published_figures() -> None:
-    """A key that nobody published would be dropped without a word."""
+    """A key without a published figure would be dropped silently."""
     for name, samples in (
         ("pool", made_up.everything((2 * MIB,))),
         ("stream", stream_made_up.everything()),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which servers a benchmark starts, on a CPU engine and on a GPU."""
+"""The servers that a benchmark starts, on a CPU engine and on a GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client of whole servers and what it reads of `/metrics`; arms by name and by URL."""
+"""The client of whole servers and its reading of `/metrics`; arms by name and by URL."""
 
 from __future__ import annotations
 

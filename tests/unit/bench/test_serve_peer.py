@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker that the benchmarks lend to vLLM's tiering: bytes go where they belong."""
+"""The worker that the benchmarks give to vLLM's tiering copies bytes to the right blocks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `bench stream` asks its servers for, and how it compares their answers; no server runs."""
+"""The requests of `bench stream` and the comparison of answers; no server runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which disk, which control group: on a made-up machine; and that the real one throttles."""
+"""The disk and the control group of a made-up machine; and the real kernel throttles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 class Machine:
-    """A root directory with the files that are looked at."""
+    """A root directory with the files that the code reads."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tier simulator, on tiny made-up traces; and that its manager is the product's."""
+"""The tier simulator, on tiny made-up traces; its manager is the product's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of public traces: what they take out of a file, and what they say of a bad one."""
+"""Readers of public traces: the sessions they read, and the errors for a bad file."""
 
 from __future__ import annotations
 

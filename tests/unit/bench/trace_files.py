@@ -9,7 +9,7 @@ from typing import Any
 
 
 def entry(t: float, ids: list[int], out: int = 5, **more: Any) -> dict[str, Any]:
-    """A request of kv-cache-tester's, 10 tokens longer than its whole blocks of 64."""
+    """A request in kv-cache-tester's format, 10 tokens longer than its whole blocks of 64."""
     common = {"t": t, "type": "s", "model": "m", "in": 64 * len(ids) + 10, "out": out}
     return {**common, "hash_ids": ids, "input_types": ["text"], "stop": "", **more}
 
