@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What waits on the streams of `FakeCuda`."""
+"""Operations that wait on the streams of `FakeCuda`."""
 
 from __future__ import annotations
 

@@ -140,9 +140,9 @@ def others_run_meanwhile(cuda: Cuda) -> None:
 
 
 def host_time(cuda: Cuda, backend: Backend, count: int = 1000, rounds: int = 2000) -> float:
-    """Median µs of one submit of `count` pieces: our part, and the stub's few ns a piece.
+    """Median µs of one submit of `count` pieces: our part, and the stub's few ns per piece.
 
-    Without a bell: the stub's copies end at once, and its thread would wake in the middle.
+    No waiter thread runs: the stub's copies end at once, and the thread would wake in between.
     """
     memory = np.zeros(4 * count * 64, np.uint8)
     copy = engine(cuda, memory, backend, on_done=None)
@@ -182,7 +182,7 @@ def main() -> None:
         round_trip(cuda, Backend.KERNEL)
         assert (last.launches, last.count) == (2, 100)
         assert (last.block, last.grid) == (512, 7)
-        # This thread, once; and of each engine three bells and what registers its memory.
+        # This thread once, and three waiter threads and the registering thread of each engine.
         assert last.relaxed == 1 + 3 * 4
         errors(cuda)
         others_run_meanwhile(cuda)

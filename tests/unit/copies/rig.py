@@ -36,7 +36,7 @@ class Pins:
 class Rig:
     """`layers` tensors of BLOCKS blocks; staging slots of two blocks behind a gap each.
 
-    The tensors lie one right behind the other, so that the last block of one is followed by
+    The tensors are adjacent in memory, so that the last block of one is followed by
     the first of the next, although they are two allocations.
     """
 
@@ -83,11 +83,11 @@ class Rig:
         return np.random.default_rng(next(self._values)).integers(1, 256, shape, np.uint8)
 
     def in_slot_order(self, blocks: list[int], content: np.ndarray) -> np.ndarray:
-        """What the slots hold of uint8[layers, BLOCKS, PAGE_BYTES]."""
+        """The contents of the slots as uint8[layers, BLOCKS, PAGE_BYTES]."""
         return content[:, blocks].transpose(1, 0, 2).reshape(len(blocks) // 2, -1)
 
     def finish(self) -> list[tuple[int, bool]]:
-        """Run everything; what `poll` says meanwhile, which also starts what has waited."""
+        """Run everything; return the results of `poll`, which also starts waiting work."""
         done: list[tuple[int, bool]] = []
         while True:
             self.cuda.drain()
@@ -104,7 +104,7 @@ class Rig:
         return self.engine.submit(Direction.LOAD, self.pieces(blocks, slots), fence)
 
     def passed_fence(self) -> object:
-        """A fence behind which the model has nothing left to do."""
+        """A fence after which the model has no work left."""
         fence = self.engine.record_fence()
         self.cuda.drain(MODEL_STREAM)
         return fence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backend a transfer gets, and how the table for it is measured: over the stub."""
+"""The choice of a transfer's backend, and the measured table behind it, over the stub."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_nearest_cell_decides(
 
 
 def test_an_unmeasured_count_uses_the_cell_of_fewer_fragments() -> None:
-    """128 KiB × 1024 is more than a calibration may take; so is much, where time ran out."""
+    """128 KiB × 1024 exceeds a calibration's memory; other cells are missing if time ran out."""
     large = 128 * KIB
     cells = [
         Cell(Direction.LOAD, large, 16, dma_us=10.0, kernel_us=20.0),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tables of measurements are kept, and that one process at a time measures: on the stub."""
+"""Kept tables of measurements, measured by one process at a time, over the stub."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Measured:
-    """Stands in for `calibrate`: every cell is there, or only so many."""
+    """A replacement of `calibrate` that returns every cell, or only so many."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int | None = None) -> None:
         self.times = 0
@@ -83,7 +83,7 @@ def test_a_table_for_less_memory_does_not_serve_more(monkeypatch: pytest.MonkeyP
     measured = _Measured(monkeypatch)
     few, many = _ask(SIZE), _ask(64 * MIB)
     assert measured.times == 2 and len(few) < len(many)
-    assert _ask(SIZE) == many, "what covers more serves less"
+    assert _ask(SIZE) == many, "a table for more memory serves less memory"
     assert _ask(256 * MIB) == many and measured.times == 2
 
 
@@ -94,7 +94,7 @@ def test_too_little_memory_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def lock(tmp_path: Path) -> Iterator[Path]:
-    """Held by another open file, as by another process."""
+    """Hold the lock through another open file, as another process would."""
     path = tmp_path / "vllm-nvmeof-calibration.lock"
     handle = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
     fcntl.flock(handle, fcntl.LOCK_EX)
@@ -142,7 +142,7 @@ def test_an_unavailable_lock_blocks_no_process(
     (tmp_path / "vllm-nvmeof-calibration.lock").symlink_to(tmp_path / "elsewhere")
     measured = _Measured(monkeypatch)
     assert _ask() and measured.times == 1
-    assert not (tmp_path / "elsewhere").exists(), "somebody's link was followed"
+    assert not (tmp_path / "elsewhere").exists(), "a foreign link was followed"
 
 
 def test_a_recalibration_replaces_the_kept_table(monkeypatch: pytest.MonkeyPatch) -> None:

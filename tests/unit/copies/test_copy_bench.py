@@ -52,7 +52,7 @@ SETTINGS = Settings(
 
 @pytest.fixture
 def working() -> Iterator[FakeCuda]:
-    """A stub that works unasked, as a GPU does."""
+    """A stub that runs by itself, as a GPU does."""
     cuda, stopping = FakeCuda(), threading.Event()
 
     def work() -> None:
@@ -121,7 +121,7 @@ def vm_flags(address: int) -> set[str]:
 
 
 class Failing:
-    """An arm of others that works so many times."""
+    """An arm of other software that works so many times."""
 
     def __init__(self, cuda: FakeCuda, times: int) -> None:
         self._copy = DmaCopier(cuda).copy
@@ -216,7 +216,7 @@ def test_a_loop_beside_an_arm_that_fails_gives_no_figure(working: FakeCuda) -> N
 
 
 class _Compute:
-    """As much of torch as a loop of compute needs."""
+    """The part of torch that a compute loop needs."""
 
     bfloat16 = None
 

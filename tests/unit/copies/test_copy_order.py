@@ -117,7 +117,7 @@ def _is_seen(make: type[FakeCuda] | None = None, ignore: tuple[str, ...] = ()) -
 
 
 class _FencesPassAtOnce(FakeCuda):
-    """As if nobody asked whether a fence has passed."""
+    """A mutant that never queries whether a fence has passed."""
 
     def event_is_done(self, event: int) -> bool:
         return event in self.of_the_model or super().event_is_done(event)
@@ -142,7 +142,7 @@ def test_the_stub_detects_a_missing_copy() -> None:
 
 
 def _is_seen_at_the_end(ignore: tuple[str, ...] = ()) -> bool:
-    """The same of a store that the engine still holds for its fence when it is closed."""
+    """The same for a store that still waits for its fence when the engine is closed."""
     for seed in range(20):
         rig = Rig(FakeCuda(seed, ignore=ignore), 2)
         fresh = rig.fresh(rig.cache.shape)
@@ -168,7 +168,7 @@ def test_the_stub_accepts_the_real_close() -> None:
 
 
 class _RecordsFirst(FakeCuda):
-    """As if the event of a ticket were recorded before its copy."""
+    """A mutant that records the event of a ticket before its copy."""
 
     def copy_batch(self, *arguments: object, **named: object) -> None:
         _tables, _count, stream, *_rest = arguments

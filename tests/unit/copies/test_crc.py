@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CRC-32C by the GPU's source: run on the CPU, beside the library that the pool uses."""
+"""CRC-32C by the GPU's source, run on the CPU and compared with the pool's library."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHAPES = ([2 * MIB], [64 * KIB] * 8, [72 * KIB] * 5, [512], [512 * 7, 512 * 129,
 
 
 class Chunk:
-    """Pieces in memory of their own, each at a multiple of 16."""
+    """Pieces in separate memory, each at a multiple of 16."""
 
     def __init__(self, sizes: list[int], seed: int = 0, skew: int = 0) -> None:
         rng = np.random.default_rng(seed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device gets which copy engine, and what is said where none can be had."""
+"""The copy engine of each device, and the error if there is none."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def test_staging_is_on_the_node_of_the_gpu_before_its_first_page(
     staging = Staging(PAGE_BYTES, 3, 1, numa_node=KvDevice(cuda).numa_node)
     assert asked == [("node", 1), ("pages", 4 * PAGE_BYTES)] and staging.on_node
     staging.close()
-    assert KvDevice(FakeCuda()).numa_node is None, "a machine that says -1 does not say"
+    assert KvDevice(FakeCuda()).numa_node is None, "-1 means that the node is unknown"
 
 
 def test_copies_of_a_gpu_run_between_its_tensors_and_staging(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the worker puts them together, over the stub."""
+    """Build the engine as the worker does, over the stub."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cache = np.random.default_rng(0).integers(0, 256, (2, 64, 256), np.uint8)
     tensors = [CacheTensor(t.ctypes.data, 256, 256, 64) for t in cache]
@@ -101,7 +101,7 @@ def test_copies_of_a_gpu_run_between_its_tensors_and_staging(
     cuda = FakeCuda()
     engine, _ = KvDevice(cuda).copy_engine("dma", staging.map, geometry.starts, lambda: None)
     assert KvDevice(cuda).engine_name("dma") == "dma on stub"
-    # The last block of one tensor lies right before the first of the next: never one piece.
+    # The last block of one tensor is adjacent to the first of the next: never one piece.
     pieces = geometry.pieces(np.array([63, 0], np.int32), 0)
     pieces[:, 1] += np.uint64(staging.map.cache_address(0))
     fence = engine.record_fence()

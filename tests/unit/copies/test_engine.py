@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the CUDA engine calls, on which thread, and how long it keeps things: over the stub."""
+"""The calls of the CUDA engine, their threads and the lifetime of its objects, over the stub."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_ticket_is_a_copy_and_a_recording_behind_its_fence() -> None:
 
 
 def _work_of_ours(rig: Rig) -> Iterator[Work]:
-    """What the streams of the engine have to do."""
+    """The pending work of the engine's streams."""
     for stream, queue in rig.cuda.streams.items():
         if stream != MODEL_STREAM:
             yield from queue

@@ -24,7 +24,7 @@ def _submit(rig: Rig, direction: Direction, chunk: int, fence: object) -> int:
 
 
 def _fences(rig: Rig, count: int) -> list[object]:
-    """Each behind a forward pass of its own, which runs when the test lets it."""
+    """Tickets that each follow a separate forward pass, which runs when the test releases it."""
     found = []
     for _ in range(count):
         rig.cuda.on_model(lambda: None)
@@ -38,7 +38,7 @@ def _pass_one(rig: Rig) -> None:
 
 
 def _run_copies(rig: Rig) -> set[int]:
-    """Everything but the model goes on until nothing moves: what has ended."""
+    """Run everything except the model until nothing moves; return the ended tickets."""
     done: set[int] = set()
     while True:
         found = {ticket for ticket, outcome in rig.engine.poll() if outcome.ok}
@@ -105,7 +105,7 @@ def test_a_ticket_that_waits_for_its_memory_delays_no_other() -> None:
 def test_an_empty_ticket_ends_after_all_earlier_ones_of_its_direction(
     direction: Direction,
 ) -> None:
-    """Also behind one whose fence is younger than its own: that is what it is for."""
+    """This includes tickets with a younger fence: callers rely on it to wait for all of them."""
     rig = Rig(FakeCuda(), 1)
     old, young = _fences(rig, 2)
     _pass_one(rig)
@@ -120,7 +120,7 @@ def test_an_empty_ticket_ends_after_all_earlier_ones_of_its_direction(
 
 @pytest.mark.parametrize("backend", list(Backend))
 def test_copies_behind_a_late_fence_have_the_right_bytes(backend: Backend) -> None:
-    """A store of what the forward pass writes, given when an older store is still to come."""
+    """A store of blocks that the forward pass writes, submitted while an older store is pending."""
     rig = Rig(FakeCuda(), 2, backend)
     before, after = rig.fresh(rig.cache.shape), rig.fresh(rig.cache.shape)
     rig.cache[:] = before
@@ -137,19 +137,19 @@ def test_copies_behind_a_late_fence_have_the_right_bytes(backend: Backend) -> No
 
 
 def test_an_older_fence_is_signalled_while_a_younger_one_is_awaited() -> None:
-    """Nobody polls unasked: the older one's ticket came when the bell had the younger."""
+    """No poll runs in between: the older ticket ended while the waiter thread had the younger."""
     signals = threading.Semaphore(0)
     rig = Rig(FakeCuda(), 1, on_done=signals.release)
     old, young = _fences(rig, 2)
     younger = _submit(rig, Direction.LOAD, 0, young)
     older = _submit(rig, Direction.LOAD, 1, old)
     _pass_one(rig)
-    assert signals.acquire(timeout=20), "nobody says that the older fence has passed"
+    assert signals.acquire(timeout=20), "no signal for the older fence"
     assert _run_copies(rig) == {older}
     _pass_one(rig)
     done: set[int] = set()
     while not done:
-        assert signals.acquire(timeout=20), "nobody says that the younger fence has passed"
+        assert signals.acquire(timeout=20), "no signal for the younger fence"
         done = _run_copies(rig)
     assert done == {younger}
     rig.engine.close()

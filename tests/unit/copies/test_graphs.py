@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""While vLLM captures a CUDA graph our threads work on, and do not spoil it: over the stub."""
+"""Our threads keep working during vLLM's CUDA graph capture and do not spoil it, over the stub."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import PAGE_BYTES
 
 BASE, SLOTS = 1 << 30, 6
-#: The negative control: nobody declares what a thread is for.
+#: The negative control: no thread declares itself.
 UNDECLARED = ("enter_own_thread",)
 
 
 class _Refusing(FakeCuda):
-    """Says when it has refused to register memory."""
+    """Signals when it has refused to register memory."""
 
     def __init__(self, ignore: tuple[str, ...]) -> None:
         super().__init__(ignore=ignore)
@@ -92,7 +92,7 @@ def test_a_lasting_refusal_does_not_prevent_shutdown() -> None:
 
 @pytest.mark.parametrize(("ignored", "spoils"), [((), False), (UNDECLARED, True)])
 def test_copies_start_and_end_during_a_capture(ignored: tuple[str, ...], spoils: bool) -> None:
-    """On the pipeline's thread, which polls, and the bells', which wait."""
+    """This covers the pipeline's thread, which polls, and the waiter threads."""
     cuda = FakeCuda(ignore=ignored)
     signals = threading.Semaphore(0)
     rig = Rig(cuda, 2, on_done=signals.release)
@@ -115,7 +115,7 @@ def test_copies_start_and_end_during_a_capture(ignored: tuple[str, ...], spoils:
 
 
 def test_the_model_s_thread_declares_nothing() -> None:
-    """What it does while it captures is its own business."""
+    """The model's thread may do anything while it captures."""
     cuda = FakeCuda()
     rig = Rig(cuda, 1)
     rig.engine.record_fence()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the copy kernel is given: pieces cut into short parts, parts put into short launches."""
+"""The copy kernel's input: pieces cut into short parts, parts grouped into short launches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_parts_of_a_piece_add_up_to_it(sizes: list[int]) -> None:
 
 
 class _Grids(FakeCuda):
-    """Remembers how many thread blocks each launch had."""
+    """Records the number of thread blocks of each launch."""
 
     def __init__(self) -> None:
         super().__init__()

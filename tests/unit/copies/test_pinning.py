@@ -30,7 +30,7 @@ BASE = 1 << 30
 
 
 class _SlowCuda(FakeCuda):
-    """Registers one piece a permit."""
+    """Registers one piece per permit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def _addresses(*slots: int) -> np.ndarray:
 
 def test_slots_are_ready_when_their_piece_is_registered() -> None:
     cuda, changed = _SlowCuda(), threading.Semaphore(0)
-    # Two slots and a half a piece: a piece is two slots.
+    # Two and a half slots per piece: a piece is two slots.
     pins = StagingPinning(cuda, StagingMap(BASE, SLOT, 6, 1), changed.release, 5 * SLOT // 2)
     assert pins.first == (BASE, 2 * SLOT)
     assert pins.readiness(_addresses(0, 1)) is Readiness.READY

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the benchmark calls vLLM's copy code: the right way round, and as its source has it.
+"""The benchmark calls vLLM's copy code in the right direction and with its real signature.
 
 torch and vLLM's functions are stand-ins here, which move bytes by the addresses that they get.
 """
@@ -29,7 +29,7 @@ STREAM = 77
 
 
 class _Tensor(np.ndarray):
-    """As much of a CPU tensor as is used."""
+    """The used part of a CPU tensor."""
 
     def numel(self) -> int:
         return self.size
@@ -39,7 +39,7 @@ class _Tensor(np.ndarray):
 
 
 class Theirs:
-    """One of vLLM's two functions; `calls` says how it was called. current: torch's stream."""
+    """One of vLLM's two functions; `calls` records its calls. current: torch's stream."""
 
     THRESHOLD_BYTES = 28 * KIB
 
@@ -97,7 +97,7 @@ def test_bytes_are_copied_in_the_right_direction_by_vllms_function(
 
 
 def _arguments(module: str, function: str) -> list[str]:
-    """Of a function of the installed vLLM, without importing it."""
+    """The parameters of a function of the installed vLLM, without importing it."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.submodule_search_locations
     path = Path(spec.submodule_search_locations[0], *module.split(".")).with_suffix(".py")
