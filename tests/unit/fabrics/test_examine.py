@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of an examination, and the tree that a person reads."""
+"""The order of an examination, and its tree for people."""
 
 from __future__ import annotations
 

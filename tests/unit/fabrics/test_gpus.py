@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUs by NVML: what is read of a made-up driver, and what is made of it."""
+"""GPUs by NVML: values read from a made-up driver, and the findings from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_nvmeof_offload.fabric.machine import Gpu, Machine, gpu_warnings, judge
 from vllm_nvmeof_offload.fabric.topology import PcieLink
 
 UUID = "0123456789abcdef0123456789abcdef"
-#: All that is asked of NVML, and what a made-up driver answers.
+#: Every call to NVML, and the answers of a made-up driver.
 ANSWERS = {
     "nvmlDeviceGetPerformanceState": 0,
     "nvmlDeviceGetCurrPcieLinkGeneration": 4,
@@ -81,7 +81,7 @@ def test_a_slower_link_is_a_warning(tree: Tree, monkeypatch: pytest.MonkeyPatch)
 def test_the_link_of_an_idle_gpu_may_sleep(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = read(tree, monkeypatch, nvmlDeviceGetPerformanceState=8)
     assert judge_gpus(machine(gpu))[0].severity is Severity.OK
-    # It never sleeps by giving lanes up.
+    # An idle link never reduces its number of lanes.
     changed = {"nvmlDeviceGetPerformanceState": 8, "nvmlDeviceGetCurrPcieLinkWidth": 8}
     gpu = read(tree, monkeypatch, **changed)
     (link, _) = judge_gpus(machine(gpu))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts: what makes a target suspect or gone, and what ends that."""
+"""Verdicts: the causes that make a target suspect or gone, and that end this."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_gone_target_stays_gone_until_it_is_attached() -> None:
     assert (bench.verdict, bench.health.reason) == (Verdict.GONE, "the test says so")
     bench.health.attached()
     assert bench.verdict is Verdict.OK
-    # What the old attachment still does is history, but its files are in use.
+    # Results of the old attachment do not count, but its files are in use.
     assert bench.health.busy(old)
     for slot in range(20):
         bench.health.ended(old, ENODEV, slot, is_write=False)

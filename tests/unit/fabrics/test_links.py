@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which interface carries a path, what it allows, and where its card and the GPUs are."""
+"""The interface of a path, its rate, and the NUMA nodes of its card and of the GPUs."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ tags = st.text("abcdefghij:0123456789_", min_size=1, max_size=8)
 
 
 def escape(text: str) -> str:
-    """As the kernel does."""
+    """Escape as the kernel does."""
     return "".join(f"\\{ord(one):03o}" if one in ESCAPED else one for one in text)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a target that is away is looked for."""
+"""The search for a lost target."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ os.rename(sys.argv[1] + ".part", sys.argv[1])
 
 
 class Away(Attachments):
-    """One target that is searched for."""
+    """The search for one target."""
 
     def __init__(self) -> None:
-        """It has no pool."""
+        """The target has no pool."""
 
     def update(self, states: Sequence[PathStates]) -> list[ProbeRequest | None]:
         return [ProbeRequest("", "", False, os.getpid(), None)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is watched of a target: the file system that the server has open, and no other."""
+"""The watched part of a target: only the file system that the server has open."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_target_without_sysfs_has_no_path_states(tree: Tree) -> None:
 
 
 def test_a_controller_that_is_removed_is_still_missed(tree: Tree) -> None:
-    """After ctrl_loss_tmo the kernel takes it away, and what is left is one path of two."""
+    """After ctrl_loss_tmo the kernel removes the controller, and one path of two remains."""
     first, _ = two_paths(tree)
     watch = _watch(tree)
     watch.states()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that searches for lost targets outlives every answer of a prober."""
+"""The thread that searches for lost targets survives every answer of a prober."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Away(Attachments):
 
 
 def log_of(answer: str, directory: Path, caplog: pytest.LogCaptureFixture) -> str:
-    """What a server logs of a prober that gives this answer; its thread must live on."""
+    """Return the server's log line for this answer of a prober; its thread must survive."""
     with caplog.at_level(logging.WARNING, LOGGER_NAME):
         watcher = TargetWatcher(
             _Away(directory),

@@ -11,7 +11,7 @@ from vllm_nvmeof_offload.fabric.topology import TargetFabric, discover
 NQN = "nqn.2026-01.test:pool"
 UUID = "11111111-2222-3333-4444-555555555555"
 ROUTES = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
-#: What a connected nvme-tcp controller shows on Linux 6.1 with default timeouts.
+#: The sysfs files of a connected nvme-tcp controller on Linux 6.1 with default timeouts.
 TCP = {
     "transport": "tcp",
     "state": "live",
@@ -172,7 +172,7 @@ def one_path(tree: Tree, **attributes: str) -> Path:
 
 
 def without_multipath(tree: Tree) -> Path:
-    """A kernel whose nvme_core.multipath is N: nvme0n1 lies below its controller."""
+    """A kernel whose nvme_core.multipath is N: nvme0n1 is below its controller."""
     controller = tree.controller("nvme0")
     tree.subsystem([controller])
     tree.namespace(controller, "nvme0n1", "259:1")
