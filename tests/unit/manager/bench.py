@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A manager core with a clock, and ranks that say what the test wants."""
+"""A manager core with a clock, and ranks whose reports the test decides."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def hello(rank: int, cache: int, pool: int, entries: Entries, **changes: object)
 
 
 class Bench:
-    """A core with a clock, and ranks that say what the test wants."""
+    """A core with a clock, and ranks whose reports the test decides."""
 
     def __init__(
         self, cache: int = 4, pool: int = 8, ranks: int = 1, targets: int = 1, **config: object
     ) -> None:
         self.now_s = 0.0
         self.ranks = ranks
-        #: How long the model has computed prompts.
+        #: Seconds in which the model has computed prompts.
         self.prompts_s = 0.0
         agreement = agree([hello(r, cache, pool, (), target_count=targets) for r in range(ranks)])
         assert agreement.notes == ()
@@ -65,7 +65,7 @@ class Bench:
         self.core.report([OpReport(op, failures)] * self.ranks)
 
     def store(self, *numbers: int) -> None:
-        """Store and report copied."""
+        """Store chunks and report them as copied."""
         plan = self.core.prepare_store(keys_of(*numbers))
         assert plan.command is not None
         self.done(plan.command.op)

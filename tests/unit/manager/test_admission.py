@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission: load or compute again, from rates and what loads took."""
+"""Admission: load or recompute, decided from rates and the time of earlier loads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_nvmeof_offload.manager.load_or_recompute import Admission, Decision
 
 SLOT_BYTES = 1_000_000
 TOKENS_PER_CHUNK = 100
-#: What one declined request brings.
+#: Probes that one declined request brings.
 PROBES = 4
 
 
@@ -36,7 +36,7 @@ class AdmissionRig:
         self.admission.read_rates = [rate * 1e6 for rate in mb_per_s]
 
     def decide(self, *read: int, queued: Sequence[int] | None = None) -> Decision:
-        """Of that many chunks to be read, by lane, behind those of others."""
+        """The cost of reading so many chunks per lane, behind those of other loads."""
         queued_bytes = [count * SLOT_BYTES for count in queued or [0] * len(read)]
         tokens = sum(read) * TOKENS_PER_CHUNK
         return self.admission.decide([count * SLOT_BYTES for count in read], queued_bytes, tokens)
@@ -52,7 +52,7 @@ class AdmissionRig:
         missed: bool = False,
         probe: bool = False,
     ) -> None:
-        """A load, or a probe, of so many chunks by lane ended."""
+        """End a load or a probe of so many chunks per lane."""
         self.admission.took(
             seconds,
             [count * SLOT_BYTES for count in read],
@@ -62,11 +62,11 @@ class AdmissionRig:
         )
 
     def probed(self, seconds: float) -> None:
-        """A probe of one chunk."""
+        """End a probe of one chunk."""
         self.took(seconds, [1], probe=True)
 
     def probes_until(self, *read: int) -> int:
-        """How many fast probes it takes until these chunks are loaded again."""
+        """Count the fast probes until these chunks are loaded again."""
         count = 0
         while not self.loads(*read):
             self.probed(0.021)
@@ -186,7 +186,7 @@ def test_the_time_of_a_load_beyond_its_bytes_is_learned() -> None:
 
 
 def test_a_load_that_was_cut_off_teaches_that_the_pool_is_slow() -> None:
-    """However fast its rate is said to be: of 8 chunks 1 came in 1.6 s."""
+    """A high reported rate does not help: only 1 of 8 chunks came in 1.6 s."""
     rig = AdmissionRig(mb_per_s=[1000.0])
     assert rig.loads(8)
     rig.took(0.01, [8])
@@ -197,7 +197,7 @@ def test_a_load_that_was_cut_off_teaches_that_the_pool_is_slow() -> None:
 
 
 def test_completed_probes_outweigh_loads_that_were_cut_off() -> None:
-    """One declined request brings as many as it takes."""
+    """One declined request brings enough probes."""
     rig = AdmissionRig(mb_per_s=[1000.0])
     rig.took(1.6, [1], missed=True)
     assert not rig.loads(8)
@@ -206,7 +206,7 @@ def test_completed_probes_outweigh_loads_that_were_cut_off() -> None:
 
 
 def test_a_complete_but_late_load_counts_too() -> None:
-    """Probes of a target that is fast only for a moment look like a fast target."""
+    """A target that is fast only for a moment looks fast to probes."""
     rig = AdmissionRig(mb_per_s=[1000.0])
     rig.took(0.75, [8])  # computing takes 0.8 s
     assert rig.loads(8)
@@ -273,7 +273,7 @@ def test_a_high_overhead_makes_short_loads_not_worth_it() -> None:
 
 
 def test_a_disappointing_pool_stays_avoided_until_probes_are_fast() -> None:
-    """A wrong estimate cannot keep the pool switched off: what is declined is probed."""
+    """A wrong estimate cannot keep the pool switched off: declined loads are probed."""
     rig = AdmissionRig(mb_per_s=[1000.0])
     for _ in range(20):
         rig.took(2.0, [1], probe=True)
@@ -333,7 +333,7 @@ def test_a_probe_that_fails_makes_the_pool_look_slow_again() -> None:
 def test_a_small_load_that_lost_little_time_does_not_disappoint(
     seconds: float, reading: bool
 ) -> None:
-    """A chunk is computed in 0.1 s; 0.05 s is what nobody regrets."""
+    """A chunk is computed in 0.1 s; a loss of up to 0.05 s does not count."""
     rig = AdmissionRig(mb_per_s=[100.0])
     rig.took(seconds, [1])
     assert rig.admission.reading is reading

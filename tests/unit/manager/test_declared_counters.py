@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every count in the source is of a declared counter, and every declared counter is counted."""
+"""Every counter that the source counts is declared, and every declared counter is counted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGE = Path(vllm_nvmeof_offload.__file__).parent
 
 
 def counts() -> Iterator[tuple[str, list[ast.expr]]]:
-    """Where it is, name first, then the labels: of every `counters[…] += …` in the product."""
+    """The place, name and labels of every `counters[…] += …` in the product."""
     for path in PACKAGE.rglob("*.py"):
         tree = ast.parse(path.read_text())
         tuples = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`write_policy`: on eviction the coldest is written ahead of need; off writes nothing."""
+"""`write_policy`: "on eviction" writes the coldest chunks ahead of need; "off" writes nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def demoting(cache: int = 8, pool: int = 32, **config: object) -> Bench:
 
 
 def written(bench: Bench) -> list[int]:
-    """Obey all writes; the chunks that were written, in their order."""
+    """Complete all writes; return the written chunks in their order."""
     numbers = []
     while commands := bench.writes():
         for command in commands:
@@ -32,7 +32,7 @@ def test_nothing_is_written_while_there_is_room() -> None:
     bench.store(1, 2, 3, 4, 5, 6)
     assert bench.writes() == []
     assert bench.core.gauges()["write_backlog"] == 6
-    assert not bench.core.has_pending_work(), "what waits does not keep the engine stepping"
+    assert not bench.core.has_pending_work(), "a waiting demotion does not keep the engine stepping"
 
 
 def test_the_coldest_are_written_ahead_of_need_and_then_evicted_without_a_loss() -> None:
@@ -87,7 +87,7 @@ def test_evicting_a_clean_chunk_before_a_colder_one_starts_the_colder_ones_write
     bench.done(bench.core.prepare_load(keys_of(1)).op)  # 2 goes, 1 lands: clean, and hot
     before = bench.core.lookup(b"3")
     assert before is Source.CPU
-    bench.store(6)  # 1 goes again, although 3 is colder
+    bench.store(6)  # 1 is evicted again, although 3 is colder
     assert bench.core.lookup(b"1") is Source.POOL
     assert written(bench)[:2] == [3, 4]
 
@@ -112,7 +112,7 @@ def test_a_failed_demotion_is_not_tried_again() -> None:
     (write,) = bench.writes()
     bench.done(write.op, (0, io_error(errno.EIO)))
     assert bench.core.lookup(b"1") is Source.CPU
-    assert bench.writes() == [], "its slot can be had: there is nothing to gain"
+    assert bench.writes() == [], "its slot can be reused, so a retry gains nothing"
     bench.store(5)
     assert bench.hits([1]) == []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many entries: what each costs in memory, and in objects that the garbage collector walks.
+"""Many entries: bytes per entry, and objects per entry that the garbage collector walks.
 
 Less than a million, which scales: nothing here is timed (that is `bench`'s part).
 """
@@ -25,13 +25,13 @@ CACHE_SLOTS = 512
 BATCH = 256
 KEY_BYTES = 36  # vLLM's
 BYTES_PER_ENTRY_MAX = 320  # 240 here; the bound for a million is 400
-#: Of a core without entries, and a few per chunk that something works on just now.
+#: Objects of a core without entries, and a few per chunk in progress.
 TRACKED_OBJECTS_MAX = 2_000
 
 
 @pytest.fixture
 def growth() -> Iterator[list[int]]:
-    """What the test has added when it calls `_measure`: bytes, objects the collector tracks."""
+    """Bytes and collected objects that the test has added when it calls `_measure`."""
     gc.collect()
     before = [0, len(gc.get_objects())]
     tracemalloc.start()
@@ -49,7 +49,7 @@ def _keys(first: int, count: int = BATCH) -> list[bytes]:
 
 
 def _store(core: ManagerCore, keys: list[bytes]) -> None:
-    """Store, report copied, write, report written."""
+    """Store chunks, report them copied, write them, report them written."""
     plan = core.prepare_store(keys)
     assert plan.command is not None
     ranks = core.config.world_size
@@ -83,12 +83,12 @@ def test_adopted_entries_are_light(growth: list[int]) -> None:
     _assert_light(growth, ADOPTED)
     assert core.gauges()["entries"] == ADOPTED
     assert core.lookup(_keys(ADOPTED - 1, 1)[0]) is Source.POOL
-    _store(core, _keys(ADOPTED))  # over a full pool: the oldest go
+    _store(core, _keys(ADOPTED))  # the pool is full: the oldest are evicted
     assert core.gauges()["entries"] == ADOPTED
     assert [core.lookup(key) for key in _keys(0)] == [None] * BATCH
     core.reset()
     assert core.gauges()["entries"] == 0
-    assert _measure(growth)[0] / ADOPTED < 100, "what is kept is by slot"
+    assert _measure(growth)[0] / ADOPTED < 100, "memory is kept per slot"
 
 
 def test_stored_entries_are_light_while_they_come_and_go(growth: list[int]) -> None:
@@ -104,13 +104,13 @@ def test_stored_entries_are_light_while_they_come_and_go(growth: list[int]) -> N
 
 
 def test_an_entry_keeps_its_place_and_generation_through_state_changes() -> None:
-    """An entry's place and generation, through every change of state."""
+    """Place and generation stay through every change of state."""
     agreement = agree([hello(0, 2, 4, ())])
     core = ManagerCore(CoreConfig(land_cache_share=1.0), agreement, first_generation=100)
     _store(core, [b"a", b"b"])
     before = {e.identity: (e.cache_slot, e.pool_slot) for e in core.entries()}
     assert {identity.generation for identity in before} == {101, 102}
-    _store(core, [b"c", b"d"])  # a and b are in the pool alone now
+    _store(core, [b"c", b"d"])  # a and b are only in the pool now
     pooled = {e.identity: e.pool_slot for e in core.entries() if e.identity in before}
     assert pooled == {identity: slots[1] for identity, slots in before.items()}
     load = core.prepare_load([b"a"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What counts as used last, and which chunks are therefore kept."""
+"""The order of eviction: when a chunk counts as used, and which chunks are kept."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ def test_reused_chunks_are_evicted_once_requests_stop_using_them() -> None:
 def test_a_conversation_is_kept_from_its_beginning(
     asks: list[tuple[int, int]], cache: int, pool: int
 ) -> None:
-    """In a tier: no chunk without the one before it, for nothing could ever find it."""
+    """Within a tier no chunk stays without its predecessor, because no look-up could find it."""
     assert _stranded(Bench(cache=cache, pool=pool, credit_share=2.0), asks)[1] == 0
 
 
 @pytest.mark.parametrize("pool", [10, 15, 20])
 @pytest.mark.parametrize("cache", [7, 10, 14, 20])
 def test_few_chunks_are_stranded_between_two_tiers(cache: int, pool: int) -> None:
-    """The pool may give up what the CPU tier still has, and keep what continues it.
+    """The pool may evict chunks that the CPU tier still has, and keep their continuations.
 
     Not if it is more than twice as large as the CPU tier; else at most 1 % of what is there, of
     which 0.54 % was seen. Writing such chunks again when they are used did not make it less.
@@ -127,8 +127,9 @@ def test_few_chunks_are_stranded_between_two_tiers(cache: int, pool: int) -> Non
 
 
 def _stranded(bench: Bench, asks: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Chunks there after each of `asks` (who, by how much longer), and those without the one
-    before them."""
+    """Count the chunks present after each of `asks` (conversation, growth), and those without
+    their predecessor.
+    """
     there = stranded = 0
     longest = [0] * 4
     for user, more in asks:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holding and fetching in the real core: what evicts, how a fetch ends, what is counted."""
+"""Holding and fetching in the real core: eviction, the end of a fetch, the counters."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class HoldsBench(Bench):
         self.write_all()
 
     def in_the_pool(self, *numbers: int) -> None:
-        """In the pool alone; the cache is full of clean chunks from 100 on."""
+        """Put chunks only into the pool; the cache is full of clean chunks from 100 on."""
         self.in_both_tiers(*numbers)
         self.fill()
         assert {self.core.lookup(key) for key in keys_of(*numbers)} == {Source.POOL}
 
     def fill(self) -> None:
-        """Store as much as fits beside what is held, and write it."""
+        """Store and write as many chunks as fit beside the held ones."""
         new = range(100 + self.core.counters["stored_chunks"], 200)[
             : self.core.capacity.cache_slots
         ]
@@ -53,7 +53,7 @@ class HoldsBench(Bench):
         self.core.reload.follow(name, keys_of(*numbers), not_in_gpu, ())
 
     def fetches(self) -> list[FetchCommand]:
-        """Those of one step."""
+        """The fetches of one step."""
         self.core.turn()
         commands = self.core.take_commands()
         fetches = [command for command in commands if isinstance(command, FetchCommand)]
@@ -89,11 +89,11 @@ class HoldsBench(Bench):
         return command.op
 
     def late(self, op: int, outcome: Outcome) -> None:
-        """It has failed, and the kernel still has its buffer."""
+        """Fail the fetch while the kernel still has its buffer."""
         self.core.report([OpReport(op, ((0, outcome),), released=False)] * self.ranks)
 
     def check_idle(self) -> None:
-        """Nothing is held, used or under way."""
+        """Check that nothing is held, used or in flight."""
         gauges = self.core.gauges()
         for name in (
             "ops",
@@ -173,7 +173,7 @@ def test_a_fetch_that_failed_is_counted_once_and_its_key_misses() -> None:
     first, second = bench.fetches()
     bench.done(first.op, (0, io_error(errno.EIO)))
     assert (bench.source(0), bench.held()) == (None, [1])
-    bench.done(second.op, (0, CANCELLED))  # a worker's own doing
+    bench.done(second.op, (0, CANCELLED))  # decided by the worker
     assert (bench.source(1), bench.held()) == (Source.POOL, [])
     bench.core.reload.left("a")
     assert bench.ended() == {"failed": 2}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fetches that nobody wants any more, in the real core."""
+"""Fetches that no request wants any more, in the real core."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_cancelled_fetch_is_in_the_pool_at_once_and_frees_its_slot_at_release(
     assert stored is not None
     assert fetch.cache_slot not in [c.cache_slot for c in stored.chunks]
     bench.done(command.op)
-    bench.done(fetch.op)  # it was too late to stop it
+    bench.done(fetch.op)  # the read had already ended
     assert bench.slots(0) == (chunk.cache_slot, fetch.pool_slot), "its end changed nothing"
     again = bench.core.prepare_store(keys_of(304)).command
     assert again is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fetches and their cancellation on two ranks, and whatever happens in whatever order."""
+"""Fetches and their cancellation on two ranks, by cases and by random sequences."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Storm:
             while self.owed:
                 op = self.owed.pop()[0]
                 self.core.report([OpReport(op)])
-        # Releases come after all outcomes: the ledger sees to nothing else here.
+        # Releases come after all outcomes: the ledger checks only this here.
         while self.late:
             self.core.report([ReleaseReport(self.late.pop())])
         self.step()

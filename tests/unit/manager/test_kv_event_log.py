@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every way into a tier and out of it, logged in order; the simulator replays them at random."""
+"""Every arrival in a tier and every departure is logged in order; tests/sim checks random ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CAME, LEFT = False, True
 
 
 def logged(core: ManagerCore) -> list[tuple[Source, bool, list[bytes]]]:
-    """Everything since the last call."""
+    """Every event since the last call."""
     assert core.kv_events is not None
     changes = core.kv_events.take()
     assert not core.kv_events

@@ -22,7 +22,7 @@ CHUNKS = 10_000
 
 
 def test_a_router_receives_adopted_chunks_and_a_reset() -> None:
-    """In parts, step by step; and the engine goes on stepping until all of it is told."""
+    """Events are published in parts, and the engine keeps stepping until all of them are."""
     keys = [make_offload_key(b"%032d" % number, 0) for number in range(CHUNKS)]
     manager = NVMeoFOffloadingManager(CoreConfig(tokens_per_chunk=16, kv_events=True))
     manager.attach([hello(0, 4, CHUNKS, [(i, i + 1, key) for i, key in enumerate(keys)])])
@@ -32,7 +32,7 @@ def test_a_router_receives_adopted_chunks_and_a_reset() -> None:
         publisher = ZmqEventPublisher(data_parallel_rank=0, **config)
 
         def step_until_published() -> int:
-            """As vLLM's scheduler; returns after how many steps there is nothing left."""
+            """Step as vLLM's scheduler does; return the steps until no event is left."""
             steps = 0
             while manager.has_events:
                 assert manager.has_pending_work()

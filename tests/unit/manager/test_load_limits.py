@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a load is overdue, and what its time teaches."""
+"""When a load is overdue, and how its time changes the estimates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_nvmeof_offload.protocol import CancelCommand, OpReport
 from .bench import Bench, keys_of
 from .test_holds import HoldsBench
 
-#: By how much of the distance a sample moves the overhead.
+#: Share of the distance by which a sample moves the overhead.
 SHARE = 0.5
 
 
@@ -46,7 +46,7 @@ class Watch:
 
 
 def test_the_time_in_which_prompts_are_computed_does_not_count() -> None:
-    """That of the step that brings the load, above all: until then nothing is read."""
+    """This includes the step that brings the load: nothing is read before it ends."""
     watch = Watch()
     op = watch.load(0, 1.0)
     assert watch.cut(50.0, prompts_s=50.0) == []
@@ -120,7 +120,7 @@ def test_queued_reads_are_counted_in_bytes_per_lane() -> None:
 def test_prefill_time_of_other_requests_does_not_count_against_a_load(
     computed_s: float, sample_s: float
 ) -> None:
-    """Neither a load's time nor a probe's."""
+    """Prefill time counts neither in a load's time nor in a probe's."""
     for probe in (False, True):
         bench = HoldsBench()
         core, bench.prompts_s = bench.core, 100.0
@@ -139,7 +139,7 @@ def test_prefill_time_of_other_requests_does_not_count_against_a_load(
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_cutting_off_a_load_does_not_doom_a_chunk_that_another_load_waits_for(first: int) -> None:
-    """In whichever order the two reports come: the pool's copy was read by neither."""
+    """The order of the two reports does not matter: neither load read the pool's copy."""
     bench = Bench(cache=8, pool=16, land_cache_share=1.0)
     bench.store(1, 2, 3)
     bench.write_all()
@@ -167,7 +167,7 @@ def test_a_cache_slot_with_the_wrong_content_dooms_its_chunk() -> None:
 @pytest.mark.parametrize(
     ("outcome", "seconds", "overhead_s"),
     [
-        (io_error(errno.EIO), 0.7, 0.0),  # at once or not: it says nothing of reading
+        (io_error(errno.EIO), 0.7, 0.0),  # at once or not, it is no measurement of reading
         (CANCELLED, 0.7, 0.0),  # by a reset, not by its limit
         (DEADLINE, 5.0, 5.0),
         (CHECKSUM_MISMATCH, 0.7, SHARE * 0.7),  # it was read to its end
@@ -195,7 +195,7 @@ def test_a_probe_that_met_its_deadline_teaches_that_the_pool_is_slow() -> None:
 
 
 def test_a_probe_does_not_pay_for_probes_read_before_it() -> None:
-    """Three read one after the other: the last one takes three times as long as the first."""
+    """Three probes are read in turn: the last takes three times as long as the first."""
     bench = HoldsBench()
     bench.in_the_pool(0, 1, 2, 3)
     bench.core.reload.probe(keys_of(0, 1, 2))

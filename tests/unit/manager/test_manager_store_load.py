@@ -25,7 +25,7 @@ def test_prepare_store_gives_the_subset_that_fits_in_order() -> None:
     full = bench.core.prepare_store(keys_of(6))
     assert (full.command, full.stored, full.refused) == (None, (), 1)
     again = bench.core.prepare_store(keys_of(1, 2))
-    assert (again.command, again.refused) == (None, 0), "what is there is neither new nor refused"
+    assert (again.command, again.refused) == (None, 0), "a present chunk is neither new nor refused"
 
 
 def test_a_store_in_flight_is_a_hit_and_its_failure_a_miss() -> None:
@@ -87,7 +87,7 @@ def test_a_key_evicted_between_stores_is_still_reported() -> None:
     bench.store(3, 4)  # 1 and 2 are only in the pool now
     for command in bench.writes():
         bench.done(command.op, (0, DEADLINE))
-    bench.core.prepare_load(keys_of(1))  # lands, and evicts what is nowhere else
+    bench.core.prepare_load(keys_of(1))  # lands, and evicts chunks that are in no other tier
     evicted = set(keys_of(3, 4)) - {k for k in keys_of(3, 4) if bench.core.lookup(k)}
     assert len(evicted) == 1
     assert evicted <= set(bench.core.prepare_store(keys_of(9)).evicted)

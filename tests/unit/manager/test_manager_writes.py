@@ -227,7 +227,7 @@ def test_work_is_pending_until_its_reports_or_their_deadline() -> None:
     bench.now_s = 59.0
     assert bench.core.has_pending_work()
     bench.now_s = 60.5
-    assert not bench.core.has_pending_work(), "overdue: nobody steps for it any more"
+    assert not bench.core.has_pending_work(), "overdue: the engine does not step for it any more"
     bench.core.report([OpReport(write.op, ((0, DEADLINE),), released=False)])
     bench.now_s = 1.0
     assert not bench.core.has_pending_work(), "a release is not waited for"
@@ -262,7 +262,7 @@ def test_a_key_on_two_slots_is_adopted_once_and_ranks_of_other_pools_adopt_nothi
 
 @pytest.mark.parametrize(("pool", "made"), [(0, 1), (1, 2), (8, 4)])
 def test_a_policy_is_never_made_without_slots(pool: int, made: int) -> None:
-    """Also where there is no pool, or a target has no slot; and again after a reset."""
+    """This holds without a pool, on a target without slots, and after a reset."""
     sizes: list[int] = []
 
     def make(used: Sequence[int]) -> LruPolicy:

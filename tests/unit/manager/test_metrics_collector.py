@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every declared series is exported, counters from their zero, gauges when they change."""
+"""Every declared series is exported: counters from 0 on, gauges when they change."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_the_start_line_names_sizes_engines_and_fallbacks() -> None:
         "NOTHING IS ADOPTED: hashes are seeded; files moved",
     ):
         assert part in line
-    assert line.count("FALLBACK") == 1, "once, not once a rank"
+    assert line.count("FALLBACK") == 1, "once, not once per rank"
     assert "no pool" in start_line(hellos(), Bench(pool=0).core)
 
 
@@ -150,7 +150,7 @@ def test_the_start_line_names_sizes_engines_and_fallbacks() -> None:
 
 @pytest.fixture
 def logger(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """`caplog` hears us even where vLLM's logger, above ours, tells nobody."""
+    """`caplog` gets our records even if vLLM's logger, the parent of ours, does not propagate."""
     ours = logging.getLogger(LOGGER_NAME)
     propagates, ours.propagate = ours.propagate, False
     ours.addHandler(caplog.handler)

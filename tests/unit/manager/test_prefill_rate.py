@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long steps take and how fast prompts are computed, with an engine that schedules ahead."""
+"""The time of steps and the rate of prefill, with an engine that schedules ahead."""
 
 from __future__ import annotations
 
@@ -101,7 +101,9 @@ def test_old_samples_fade() -> None:
 
 
 def test_the_small_steps_of_a_server_that_loads_do_not_make_computing_look_slow() -> None:
-    """0.1 s each and 1 ms a token: what is left of a prompt takes more than it would beside it."""
+    """A step takes 0.1 s plus 1 ms per token, so the rest of a prompt by itself takes longer
+    per token.
+    """
     engine = Engine()
     engine.scheduled(0.0, 2000)
     engine.ended(2.1)
@@ -125,7 +127,7 @@ def test_prefill_time_is_counted() -> None:
     assert engine.meter.prompts_s() == 1.0, "nothing runs"
     engine.scheduled(9.0, 1, 1, 1)
     engine.ended(10.0)
-    assert engine.meter.prompts_s() == 1.0, "decodes alone"
+    assert engine.meter.prompts_s() == 1.0, "only decodes"
     engine.scheduled(10.0, 97, 1, 1, 1)
     engine.scheduled(10.5, 50)
     engine.ended(11.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ReloadScheduler's commands, by recorded sequences of events, on a holds that only notes."""
+"""The ReloadScheduler's commands for recorded events, over fake holds that log each call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU, POOL = Source.CPU, Source.POOL
 
 
 class FakeHolds:
-    """Notes what it is told; a fetch is under way until the test says that it has ended."""
+    """Holds that log each call; a fetch is in flight until the test ends it."""
 
     def __init__(self) -> None:
         self.fetching = 0
@@ -34,7 +34,7 @@ class FakeHolds:
                 self.where[key] = source
 
     def did(self) -> list[str]:
-        """What it was told since the last call."""
+        """Calls since the last call of `did`."""
         log, self._log = self._log, []
         return log
 
@@ -65,7 +65,7 @@ class FakeHolds:
         self.lose(key)
 
     def ended(self, *numbers: int) -> None:
-        """These fetches have brought their chunks."""
+        """End these fetches with their chunks in the cache."""
         for key in keys_of(*numbers):
             self.under_way.remove(key)
             self.fetching -= 1
@@ -73,7 +73,7 @@ class FakeHolds:
                 self.lose(key)
 
     def lose(self, key: bytes) -> None:
-        """It is held no more."""
+        """Stop holding the chunk."""
         self.counts[self.held.pop(key)] -= 1
         if key in self.under_way:
             self.under_way.remove(key)
@@ -93,7 +93,7 @@ def not_in_gpu(_chunk: int) -> bool:
 
 
 class ReloadRig:
-    """A scheduler over a fake holds, with a clock; budgets in cache slots."""
+    """A scheduler over fake holds, with a clock; budgets in cache slots."""
 
     def __init__(self, reload: int = 16, queue: int = 16, slot_bytes: int = 1 << 20) -> None:
         self.now_s = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from .test_reload import CPU, POOL, ReloadRig
 
-#: What the scheduler promises: chunks looked at in one turn, seconds till nobody overtakes.
+#: The scheduler's bounds: looks per turn, and seconds until no request overtakes another.
 LOOKS_MAX = 256
 PATIENCE_S = 5.0
 MIB = 1 << 20
@@ -64,7 +64,7 @@ def test_victims_past_their_patience_are_served_in_order_of_preemption() -> None
     rig.now_s = 7.0
     rig.preempted("third", [])
     assert rig.turn() == ["fetch 10", "fetch 11"]
-    assert len(rig.scheduler) == 2, "who has no full chunk is not followed"
+    assert len(rig.scheduler) == 2, "a request without a full chunk is not followed"
 
 
 def test_a_budget_smaller_than_a_request_is_spent_on_its_head() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever happens in whatever order, the ReloadScheduler keeps its books."""
+"""Random sequences of events leave the ReloadScheduler's accounts consistent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ sources = st.sampled_from([CPU, POOL, None])
 
 
 class ReloadMachine(RuleBasedStateMachine):
-    """Every fetch is counted from its beginning to its one end."""
+    """Every fetch is counted from its start to its single end."""
 
     @initialize(
         reload=st.sampled_from([0, 1, 3, 9]),
@@ -40,7 +40,8 @@ class ReloadMachine(RuleBasedStateMachine):
         self.holds = self.rig.holds
         for number, source in where.items():
             self.holds.put(source, [number])  # type: ignore[arg-type]
-        self.keys: dict[str, set[bytes]] = {}  # of those followed, as far as this test knows
+        # requests that are followed, by this test's own account
+        self.keys: dict[str, set[bytes]] = {}
         self.in_gpu: set[int] = set()
         self.begun = self.ended = 0
 
@@ -139,14 +140,14 @@ class ReloadMachine(RuleBasedStateMachine):
             return
         for name in _NAMES:
             self.left(name)
-        for key in sorted(self.holds.under_way):  # probes are nobody's
+        for key in sorted(self.holds.under_way):  # probes belong to no request
             self.holds.ended(int(key))
             self.ended += 1
         assert (self.holds.held, len(self.rig.scheduler)) == ({}, 0)
         assert self.begun == self.ended
         looks = self.holds.looks
         assert self.rig.turn() == []
-        assert self.holds.looks == looks, "nobody stands in line any more"
+        assert self.holds.looks == looks, "no request is in line any more"
 
 
 TestReloadMachine = ReloadMachine.TestCase

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ReloadScheduler beside others: GPU memory that changes, probes, resets, fetch limits."""
+"""The ReloadScheduler with changing GPU memory, probes, resets and other requests."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_reset_forgets_all_requests_and_later_victims_are_followed() -> None:
     rig.queued("b", [2])
     rig.turn()
     for key in list(rig.holds.held):
-        rig.holds.lose(key)  # the real one lets go of all that it holds
+        rig.holds.lose(key)  # the real one releases everything that it holds
     rig.scheduler.reset()
     rig.holds.put(None, range(4))
     assert (len(rig.scheduler), rig.turn(), rig.left("a", "b")) == (0, [], [])
@@ -97,7 +97,7 @@ def test_reset_between_two_turns_empties_the_line() -> None:
     assert rig.turn() == ["fetch 0"]
     rig.holds.lose(b"0")
     rig.scheduler.reset()
-    rig.queued("b", [2])  # the same name, anew
+    rig.queued("b", [2])  # the same name again
     assert rig.turn() == ["fetch 2"]
     rig.scheduler.looked_up("a", 0)
     assert rig.turn() == []
@@ -143,7 +143,7 @@ def test_a_chunk_that_failed_for_one_request_is_held_again_for_another() -> None
     rig.preempted("a", [0])
     assert rig.turn() == ["fetch 0"]
     rig.holds.lose(b"0")
-    rig.holds.put(CPU, [0])  # stored again by somebody else
+    rig.holds.put(CPU, [0])  # stored again by another request
     rig.preempted("b", [0])
     assert rig.turn() == ["hold 0"]
     assert rig.left("a") == []

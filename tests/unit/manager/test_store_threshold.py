@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`store_threshold`: a chunk is offloaded on its n-th sighting."""
+"""`store_threshold`: a chunk is offloaded when it is seen for the n-th time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is logged of a suspension: its beginning, once a minute that it lasts, its end."""
+"""The log lines of a suspension: its start, one per minute while it lasts, its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_nvmeof_offload.manager.requests import Suspension
 
 
 class LogRig:
-    """A suspension, its clock, and what it has logged."""
+    """A suspension, its clock and its log lines."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO, LOGGER_NAME)

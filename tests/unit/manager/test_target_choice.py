@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which target takes the next write: the shortest queue in time, in shares by rate."""
+"""The target of the next write: the one with the shortest expected wait, so shares follow rates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def bench_of(targets: int, *rates: float, pool: int = 400, cache: int = 64) -> B
 
 
 def serve(bench: Bench, count: int, service: list[float], at_once: int) -> Counter[int]:
-    """Two targets that write one chunk after the other, each in its time; where they went."""
+    """Write chunks to two targets, each at its rate; return the target of each chunk."""
     shares: Counter[int] = Counter()
     queues: list[deque[int]] = [deque() for _ in service]
     free_s = [0.0 for _ in service]

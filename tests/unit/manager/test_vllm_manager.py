@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's face of the manager: look-ups are counted by source, every figure is declared."""
+"""The manager that vLLM calls: look-ups are counted by source, every metric is declared."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 
 
 def figures(manager: NVMeoFOffloadingManager) -> dict[tuple[str, tuple[str, ...]], float]:
-    """What `get_stats` counts, by our name and label values."""
+    """The counts of `get_stats`, by our name and label values."""
     counted: dict[tuple[str, tuple[str, ...]], float] = {}
 
     class Stats:
@@ -45,7 +45,7 @@ def figures(manager: NVMeoFOffloadingManager) -> dict[tuple[str, tuple[str, ...]
 
 
 class Face:
-    """The adapter over a bench's core: it makes the core, and the bench drives it."""
+    """The adapter over a bench's core: the adapter makes the core, and the bench drives it."""
 
     def __init__(self, cache: int = 4, **config: object) -> None:
         self.bench = Bench()
@@ -114,7 +114,7 @@ def test_a_call_that_may_change_weights_resets_unless_the_operator_rules_it_out(
 
 
 def test_before_the_handshake_the_manager_does_and_exports_nothing() -> None:
-    """Every call that vLLM can make without a request; those with one are mistakes."""
+    """Every call that vLLM can make without a request; calls with one are errors."""
     manager = NVMeoFOffloadingManager(CoreConfig())
     context = ReqContext("request")
     assert manager.on_new_request(context) == RequestOffloadingContext()
@@ -144,7 +144,7 @@ def test_before_the_handshake_the_manager_does_and_exports_nothing() -> None:
 
 @pytest.mark.parametrize("new_weights", [False, True])
 def test_a_reset_before_the_handshake_voids_adopted_chunks(new_weights: bool) -> None:
-    """Adopted chunks are from before it."""
+    """Adopted chunks were stored before the reset."""
     manager = NVMeoFOffloadingManager(CoreConfig(weights_never_change=True))
     if new_weights:
         assert manager.weights_may_have_changed(known=True)

@@ -21,7 +21,7 @@ T = 10
 
 
 class Lobby:
-    """Requests by name; `run` says one step to the real `WaitingRequests`."""
+    """Requests by name; `run` passes one step to the real `WaitingRequests`."""
 
     def __init__(self, cache: int = 8, by_priority: bool = False, **config: object) -> None:
         self.bench = HoldsBench(cache, tokens_per_chunk=T, **config)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ class Lobby:
         )
 
     def fetched(self) -> list[int]:
-        """Which chunks this step's commands fetch."""
+        """The chunks that this step's commands fetch."""
         self.core.turn()
         commands = self.core.take_commands()
         return [int(c.identity.key) for c in commands if isinstance(c, FetchCommand)]
@@ -139,7 +139,7 @@ def test_a_slow_pool_is_declined_and_a_few_chunks_are_read_in_the_background() -
     lobby.add("a", *range(6), prefetch=False)
     attempt = lobby.waiting.decide("a", 0, 60)
     assert (attempt.tokens, attempt.declined, attempt.decision) == (0, 60, "recompute")
-    assert lobby.fetched() == [], "what was found is not pinned yet"
+    assert lobby.fetched() == [], "the found chunks are not pinned yet"
     lobby.run()
     assert lobby.fetched() == [0, 1, 2, 3]
     lobby.waiting.decide("a", 0, 60)
@@ -230,7 +230,7 @@ def test_ended_requests_leave_nothing_behind() -> None:
     assert lobby.core.gauges()["requests_waiting"] == 0
     assert (lobby.bench.held(), lobby.waiting.allocated("decided")) == ([], None)
     assert lobby.waiting.limit_s("decided") is None
-    lobby.run(preempted=("victim",))  # too late: it is not known any more
+    lobby.run(preempted=("victim",))  # too late: the request is not known any more
     assert lobby.core.gauges()["requests_waiting"] == 0
 
 
@@ -269,7 +269,7 @@ def test_a_changed_decision_is_logged_at_most_once_per_minute(
 
     lobby.slow()
     lobby.core.admission.took(1.0, [0], [0], tokens=None)
-    assert decide(0.0, 0.0) == 0, "it loads: so it said at the start"
+    assert decide(0.0, 0.0) == 0, "it loads, as the decision at the start was"
     assert decide(1.0, 1e9) == 1
     assert "computed again" in caplog.records[-1].getMessage()
     assert decide(2.0, 1e-6) == 1, "too soon"
