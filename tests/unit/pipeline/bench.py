@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline over engines that do exactly what the test says, and nothing by themselves.
+"""A pipeline over engines that act only when the test makes them.
 
 Orders and faults at random are the simulator's (tests/sim); these are the named cases.
 """
@@ -115,7 +115,7 @@ class FakeIo:
 class Bench:
     def __init__(self, stream_slots: int = 1, cache_slots: int = 4, **config: float) -> None:
         self.now_s = 0.0
-        #: They ride along with the other reports.
+        #: Queue lengths are sent along with the other reports.
         self.levels: list[LevelReport] = []
         self.copy, self.io = FakeCopy(), FakeIo()
         self.pipeline = TransferPipeline(
@@ -156,7 +156,9 @@ class Bench:
         self.pipeline.command(FetchCommand(op, identity(number), pool, cache, urgency))
 
     def turn(self, targets: Sequence[int] = (0,), target_count: int = 1) -> bool:
-        """The oldest operation on each of these targets ends, and all copies; False: none did."""
+        """End the oldest operation on each of these targets, and all copies; False if none
+        ended.
+        """
         oldest = {op.pool_slot % target_count: op.token for op in reversed(self.io.ops.values())}
         tokens = [oldest[target] for target in targets if target in oldest]
         for token in tokens:

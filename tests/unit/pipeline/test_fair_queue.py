@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs share places: whoever holds the fewest goes first, then whoever has waited longest."""
+"""Jobs share places: the job that holds the fewest goes first, then the one that waited longest."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_job_of_many_tasks_costs_no_more_per_task() -> None:
 
 
 class SharedByJobs(RuleBasedStateMachine):
-    """Against the definition itself: any order of waiting, places, retries and cancels."""
+    """Compare with the plain definition, for any order of waits, places, retries and cancels."""
 
     @initialize()
     def start(self) -> None:

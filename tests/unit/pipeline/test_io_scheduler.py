@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes to the engine next: classes, bounds of each target, fetches that a load waits for."""
+"""The order of operations to the engine: classes, bounds per target, fetches that a load awaits."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_cancelled_fetch_leaves_nothing_and_its_load_finds_nothing() -> None:
         released = where != "engine"
         assert OpReport(3, ((0, CANCELLED),), released) in bench.reports(), where
         if where == "engine":
-            bench.io_done(io_error(errno.EIO))  # retryable, but nobody wants it
+            bench.io_done(io_error(errno.EIO))  # retryable, but no load wants it
             assert bench.reports() == [ReleaseReport(3)]
         while bench.turn():
             pass

@@ -100,7 +100,7 @@ def test_cancel_keeps_a_buffer_that_the_engine_has() -> None:
     bench.load(3, 9, cache=None, pool=5)
     assert len(bench.io.ops) == 1, "the stream slot is still the kernel's"
     bench.io_done(OK)
-    assert not bench.copy.submitted, "what was cancelled is thrown away"
+    assert not bench.copy.submitted, "cancelled reads are thrown away"
     assert [op.pool_slot for op in bench.io.ops.values()] == [5]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes, time and queue lengths as the pipeline tells them."""
+"""Bytes, time and queue lengths as the pipeline reports them."""
 
 from __future__ import annotations
 

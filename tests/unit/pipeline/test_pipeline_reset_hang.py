@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reset beside a write that hangs: the other targets neither wait nor fail."""
+"""A reset while a write hangs: the other targets neither wait nor fail."""
 
 from __future__ import annotations
 

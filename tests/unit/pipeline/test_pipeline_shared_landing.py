@@ -30,7 +30,7 @@ def test_cutting_one_load_leaves_the_other_its_read(queued: bool) -> None:
     assert bench.io.cancelled == []
     assert [op.identity for op in bench.io.started] == [identity(7)]
     bench.io_done()
-    assert list(bench.copy.open) == [0], "copied for the second one alone"
+    assert list(bench.copy.open) == [0], "copied only for the second load"
     bench.copy.finish(0)
     bench.pipeline.step()
     assert bench.finished() == [(2, ())]

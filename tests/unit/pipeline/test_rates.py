@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A target's rate is bytes over busy time, told when it has changed, four times a second at most.
+"""A target's rate is bytes over busy time, reported on change, at most four times per second.
 
-How much was in flight says how far that can be trusted.
+The depth in flight decides how far that rate can be trusted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Meter:
                 self.meter.ended(0, size, began_s, self.now_s, is_write=False)
 
     def read_rate(self) -> float | None:
-        """What is told now, if anything."""
+        """The rate that is reported now, or None."""
         reports = self.meter.take()
         return reports[-1].read_bytes_per_s if reports else None
 
@@ -107,7 +107,7 @@ def test_too_few_operations_in_too_short_a_time_are_no_measurement() -> None:
 
 
 def test_operations_in_flight_at_the_end_of_a_period_do_not_count_as_a_stall() -> None:
-    """A target that answers what it was asked together: most of it late in the second period."""
+    """A target that completes most of its concurrent reads late in the second period."""
     bench = _known(1000)
     began = [bench.meter.began(0, is_write=False) for _ in range(4)]
     bench.now_s += 1.0
@@ -176,7 +176,7 @@ def test_single_reads_detect_a_target_that_became_slow() -> None:
         rates.append(bench.read_rate())
     known = [rate for rate in rates if rate is not None]
     assert known == sorted(known, reverse=True)
-    assert 2000 <= known[-1] < 4 * 2000 * 1.1, "as fast as one in four may make it look"
+    assert 2000 <= known[-1] < 4 * 2000 * 1.1, "at most as fast as one read in four allows"
 
 
 def test_failed_reads_cost_their_time() -> None:
@@ -214,4 +214,4 @@ def test_time_until_a_completion_is_polled_does_not_count() -> None:
     assert bench.read_rate() == pytest.approx(800)
     bench.read(0.5, 100, at_once=4)
     bench.now_s += 1.0
-    assert bench.read_rate() is None, "the same again; and what was counted stays counted"
+    assert bench.read_rate() is None, "the same again; counted bytes stay counted"

@@ -82,7 +82,7 @@ def test_a_small_load_does_not_wait_for_a_large_one(landing: bool) -> None:
 
 @given(st.lists(st.integers(1, 12), min_size=2, max_size=6), st.integers(1, 5), st.data())
 def test_no_job_waits_while_another_holds_more(sizes, slots, data) -> None:  # type: ignore[no-untyped-def]
-    """Any loads, ends in any order: a stream slot goes to who holds the fewest."""
+    """Any loads, ends in any order: a stream slot goes to the job that holds the fewest."""
     bench = Bench(stream_slots=slots)
     held = dict.fromkeys(range(len(sizes)), 0)
     left = dict(enumerate(sizes))
@@ -127,7 +127,7 @@ def test_a_hung_target_holds_its_share_and_the_other_target_continues() -> None:
         bench.io.complete(token, DEADLINE, released=False)
     bench.pipeline.step()
     ((op, failures),) = bench.finished()
-    assert (op, len(failures)) == (1, 50), "nobody waits for what may never come back"
+    assert (op, len(failures)) == (1, 50), "no task waits for a slot that may never return"
     bench.stream(3, [0])
     bench.stream(4, [1])
     bench.pipeline.step()
@@ -141,7 +141,7 @@ def test_a_hung_target_holds_its_share_and_the_other_target_continues() -> None:
 
 
 def test_all_targets_are_served_with_fewer_stream_slots_than_targets() -> None:
-    """Each target in its turn; if the kernel has them all, nobody waits."""
+    """Each target gets its turn; if the kernel holds all slots, no task waits."""
     bench = Bench(stream_slots=1, target_count=3)
     for target in range(3):
         bench.stream(target, [target, target + 3])
@@ -172,7 +172,7 @@ def test_a_large_load_fails_as_a_whole_when_the_engine_is_full() -> None:
 
 
 def test_cancelling_a_huge_load_that_waits_is_linear() -> None:
-    """Tasks are told apart no more than a few times each, wherever they wait."""
+    """Each task is compared only a few times, wherever it waits."""
     size, comparisons = 2000, 0
 
     def compare(self: Task, other: object) -> bool:
@@ -201,7 +201,7 @@ def test_cancelling_a_huge_load_that_waits_is_linear() -> None:
 
 
 def test_few_stream_slots_suffice_to_detect_that_a_target_became_slow() -> None:
-    """More than they hold is never read at a time: it is all that the target is asked for."""
+    """The target never has more reads than the slots hold."""
     bench = Bench(stream_slots=2)
     rates = []
     for op, read_s in ((1, 1.0), (2, 4.0)):
