@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small pool, and what a test stores in it."""
+"""A small pool, and the chunks that a test stores in it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def get(pool: Pool, pool_slot: int, identity: SlotIdentity) -> bytes | None:
 
 
 def entries(pool: Pool) -> dict[int, SlotIdentity]:
-    """What the pool adopts; every entry's content is checked on the way."""
+    """Return the entries that the pool adopts, after checking each one's content."""
     adopted = pool.adopt()
     found = {
         slot: SlotIdentity(key, generation)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools written by the threads engine and closed, for the tests of what works offline."""
+"""Pools written by the threads engine and closed, for the tests of offline commands."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def snapshot(root: Path) -> dict[str, bytes]:
 
 
 def adopted(*targets: Path) -> dict[int, SlotIdentity]:
-    """What the next start adopts."""
+    """The entries that the next start adopts."""
     pool = Pool.open(replace(make_spec(*targets), keyspace=KEYSPACE))
     try:
         entries = pool.adopt()

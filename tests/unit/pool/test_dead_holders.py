@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a holder on another host is dead does not depend on that host's clock."""
+"""The check for a dead holder on another host does not depend on that host's clock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from .kit import make_spec
 
 
 class Elsewhere:
-    """Another host, and the time that passes while we wait. A live one beats meanwhile."""
+    """Another host, and the time that passes while we wait. A live host renews its heartbeat
+    meanwhile.
+    """
 
     def __init__(self, paths: list[Path], behind_s: float, *, lives: bool) -> None:
         self.now_s = 0.0
@@ -117,7 +119,7 @@ def test_an_old_heartbeat_that_was_not_watched_is_not_taken_over(tmp_path: Path)
 def test_a_beat_is_seen_through_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another host's write reaches the device; this kernel goes on showing what it has read."""
+    """Another host's write reaches the device, while this kernel still shows its cached page."""
     path = tmp_path / "lock"
     elsewhere = Elsewhere([path], 31, lives=False)
     real = os.posix_fadvise
@@ -147,7 +149,7 @@ def test_a_pool_of_a_host_whose_clock_is_behind_is_not_opened(
 
     def watch(self: Silence, paths: Iterable[Path]) -> None:
         real(self, paths)
-        if next(looks, None) == 1:  # a beat between the second look and the claim
+        if next(looks, None) == 1:  # a heartbeat between the second look and the claim
             elsewhere.beat()
 
     monkeypatch.setattr(Silence, "watch", watch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that starts while the one before it, killed, still has its locks."""
+"""A server that starts while its killed predecessor still holds its locks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def other(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Other]:
 
 
 class _Ender(logging.Handler):
-    """Lets the other server end once ours says that it waits."""
+    """Ends the other server once ours logs that it waits."""
 
     def __init__(self, other: Other) -> None:
         super().__init__()

@@ -51,7 +51,7 @@ def test_fsck_finds_each_kind_of_damage_once_and_repairs_it(tmp_path: Path) -> N
     (directory,) = write_pool(tmp_path / "t")
     table = directory / "table"
     flip(table, 1 * ENTRY + 9)  # recoverable: the header is intact
-    flip(table, 5 * ENTRY + 9)  # never written, and zero no more
+    flip(table, 5 * ENTRY + 9)  # never written, and not zero any more
     flip_header(directory, 2)
     flip(table, 12 * ENTRY + 20)
     slab = (directory / "slab").read_bytes()
@@ -164,7 +164,7 @@ def test_scrub_reads_every_payload_and_drops_only_damaged_ones(
     directories = write_pool(*places)
     for slot in (3, 12):
         flip_payload(directories[slot % targets], slot // targets)
-    assert exit_code(fsck(find(places))) == 0, "headers alone cannot tell"
+    assert exit_code(fsck(find(places))) == 0, "headers by themselves cannot show it"
     progress: list[tuple[int, int]] = []
     reports = scrub(find(places), on_progress=lambda _, done, total: progress.append((done, total)))
     slots = {finding["slot"] for report in reports for finding in report.findings}
@@ -213,7 +213,7 @@ def test_prefill_writes_only_where_nothing_was_written(tmp_path: Path) -> None:
         # What was just read is in the page cache, and counts as data as long as it is.
         os.posix_fadvise(slab.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if os.lseek(slab.fileno(), 0, os.SEEK_HOLE) == 64 * SLOT_BYTES:
-            pytest.skip("this file system does not tell holes from data")
+            pytest.skip("this file system does not distinguish holes from data")
     progress: list[tuple[int, int]] = []
     (filled,) = prefill(
         find([tmp_path / "t"]), on_progress=lambda _, done, total: progress.append((done, total))

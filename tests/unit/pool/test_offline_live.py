@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What works offline, beside a server that does not know of it; and removal's own checks."""
+"""Offline commands while a server runs that does not know of them; and the checks of removal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_beside_a_live_server_everything_is_read_only(tmp_path: Path) -> None:
         assert [part.lock.kind for part in survey(find(places))] == ["live", "live"]
         assert summaries(survey(find(places)))[0]["lock"]["holder"]["pid"] == child.pid
         assert snapshot(tmp_path) == before
-    # Killed, not stopped: its name is still there, and does not hinder anyone.
+    # Killed, not stopped: its name is still there, and blocks no other server.
     assert [part.lock.kind for part in survey(find(places))] == ["stale", "stale"]
     assert exit_code(scrub(find(places), repair=True)) == 1
     assert [part.lock.kind for part in survey(find(places))] == ["none", "none"]

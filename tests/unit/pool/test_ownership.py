@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several servers and their ranks on one target, each rank in a process of its own."""
+"""Several servers and their ranks on one target, each rank in a separate process."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_all_ranks_of_a_killed_engine_are_taken_over(tmp_path: Path, ranks: list
     ready(ranks)
     assert [rank.open() for rank in ranks] == [0, 0, 1, 1]
     ranks[0].kill()
-    # One of its ranks lives yet: an engine of that rank and a new one would not fit.
+    # One of its ranks is still alive: an engine of that rank and a new one would not fit.
     other = Pool.open(make_spec(tmp_path, engine="c"))
     assert other.engine_index == 2
     other.close()

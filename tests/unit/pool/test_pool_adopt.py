@@ -134,7 +134,7 @@ def test_a_lost_or_short_table_is_rebuilt_from_headers(
     assert entries(pool) == stored
     assert progress
     assert progress[-1][0] == progress[-1][1] > 0
-    # It was written back: the next start need not look at headers again.
+    # The table was written back: the next start does not read headers again.
     progress.clear()
     pool = open_pool(targets, on_progress=lambda done, total: progress.append((done, total)))
     assert entries(pool) == stored
@@ -170,7 +170,7 @@ def test_a_pool_of_another_size_keeps_entries_that_fit(open_pool: OpenPool, slot
     assert pool.slots == slots
     fitting = {slot: identity for slot, identity in stored.items() if slot < slots}
     assert entries(pool) == fitting
-    # What was cut off does not come back when the pool grows again.
+    # Entries that were cut off do not return when the pool grows again.
     assert entries(open_pool(slots=64)) == fitting
 
 

@@ -19,7 +19,7 @@ from .kit import OpenPool, entries, fill, name, put
 
 
 class Hang:
-    """Superblocks' writes wait here, on every target whose directory lies below `where`."""
+    """Makes superblock writes wait on every target whose directory is below `where`."""
 
     def __init__(self) -> None:
         self.where: set[str] = set()
@@ -87,7 +87,7 @@ def test_an_older_superblock_never_follows_a_newer_one(open_pool: OpenPool, hang
     assert hang.entered == 1, "one thread for the target that hangs, whatever is asked of it"
     hang.end()
     wait_until("the superblock that hung", lambda: pool.reset_is_durable)
-    assert hang.entered == 2, "the newest one alone follows"
+    assert hang.entered == 2, "only the newest one follows"
     assert epochs(pool) == [pool.stamp.epoch] * 2
 
 
@@ -98,7 +98,7 @@ def test_where_every_target_hangs_the_reset_waits_for_one(open_pool: OpenPool, h
     reset.start()
     wait_until("both writes", lambda: hang.entered == 2)
     reset.join(0.2)
-    assert reset.is_alive(), "nothing on disk says so yet"
+    assert reset.is_alive(), "the superblock is not on disk yet"
     hang.end()
     reset.join()
     wait_until("the other one", lambda: pool.reset_is_durable)
@@ -123,7 +123,7 @@ def test_a_target_that_fails_beside_one_that_hangs_fails_the_reset(
 def test_a_closed_pool_stays_locked_while_a_superblock_hangs(
     open_pool: OpenPool, hang: Hang, tmp_path: Path
 ) -> None:
-    """Another owner's superblock must not be replaced by what comes late."""
+    """A late write must not replace another owner's superblock."""
     pool = open_pool(2, engine_index=0)
     hang.where = {"t0"}
     pool.reset(adoptable=True)

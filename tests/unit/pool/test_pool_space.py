@@ -128,7 +128,7 @@ def test_no_space_for_one_slot_is_refused_by_name(small_disk: Path) -> None:
 
 
 class Refusing:
-    """Stands for a file system without O_DIRECT, in the one call that meets it."""
+    """Replaces the one call that opens with O_DIRECT by that of a file system without it."""
 
     def __init__(self, error: int) -> None:
         self._error = error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots that lie where they do not belong: found offline, and never adopted."""
+"""Misplaced slots are found offline and never adopted."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_wrong_key_in_a_table_is_distinguished_from_a_wrong_place(open_pool: O
 
 
 def test_a_whole_target_that_was_copied_or_moved_is_served(tmp_path: Path) -> None:
-    """Superblock, table and slab go together, so the place is theirs wherever they lie."""
+    """Superblock, table and slab go together, so a moved target keeps its places."""
     places = [tmp_path / "a", tmp_path / "b"]
     write_pool(*places)
     copies = [tmp_path / "copy-a", tmp_path / "copy-b"]
@@ -128,7 +128,7 @@ def test_a_pool_of_a_release_that_named_no_places_is_whole_offline(
     pool = Pool.open(make_spec(tmp_path))
     assert pool.directories[0].parents[1].name != before.digest
     pool.close()
-    # Without its facts nothing tells it from a pool whose slots were misdirected.
+    # Without its facts it looks like a pool whose slots were misdirected.
     (tmp_path / before.digest / "keyspace.json").unlink()
     reports = [one for one in fsck(find([tmp_path])) if one.checked]
     assert [report.counts for report in reports] == [{ELSEWHERE: len(STORED)}]
