@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fits where and what loads in time: by hand, and as properties."""
+"""Capacity of each tier and the time of a reload: computed by hand, and as properties."""
 
 from __future__ import annotations
 

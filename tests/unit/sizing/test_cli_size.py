@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-nvmeof size`: tables, JSON, errors; and what people write for links and rates."""
+"""`vllm-nvmeof size`: tables, JSON, errors; and the spellings of links and rates."""
 
 from __future__ import annotations
 

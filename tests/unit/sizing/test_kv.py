@@ -24,7 +24,7 @@ def shape(*groups: LayerGroup) -> ModelShape:
 
 
 def test_grouped_queries_by_hand() -> None:
-    """Llama 3.1 70B: 80 layers × 8 heads × (128 + 128) × 2 bytes = 320 KiB a token."""
+    """Llama 3.1 70B: 80 layers × 8 heads × (128 + 128) × 2 bytes = 320 KiB per token."""
     sizes = KvSizes(preset("Llama-3.1-70B-Instruct"), Deployment(tensor_parallel=4))
     assert sizes.token_bytes() == 320 * KIB
     assert sizes.rank_token_bytes() == 80 * KIB
@@ -38,7 +38,7 @@ def test_grouped_queries_by_hand() -> None:
 
 
 def test_more_ranks_than_heads_hold_copies() -> None:
-    """Qwen2.5 1.5B has 2 KV heads: on 8 ranks each is there 4 times."""
+    """Qwen2.5 1.5B has 2 KV heads: on 8 ranks each is stored 4 times."""
     sizes = KvSizes(preset("Qwen2.5-1.5B-Instruct"), Deployment(tensor_parallel=8))
     assert sizes.token_bytes() == 28 * 2 * 256 * 2
     assert sizes.rank_token_bytes() == 28 * 1 * 256 * 2
@@ -46,7 +46,7 @@ def test_more_ranks_than_heads_hold_copies() -> None:
 
 
 def test_a_latent_is_whole_on_every_rank() -> None:
-    """DeepSeek-V3: 61 layers × (512 + 64) × 2 bytes = 70,272 bytes a token, on each rank."""
+    """DeepSeek-V3: 61 layers × (512 + 64) × 2 bytes = 70,272 bytes per token on each rank."""
     sizes = KvSizes(preset("DeepSeek-V3"), Deployment(tensor_parallel=8))
     assert sizes.token_bytes() == sizes.rank_token_bytes() == 70_272
     assert sizes.copies() == 8

@@ -16,7 +16,7 @@ from vllm_nvmeof_offload.commands.size.model import preset, preset_names
 from vllm_nvmeof_offload.commands.size.report import DATA24, DATA24_DRIVES
 
 PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
-#: What the table prints does not follow from what it states about these two.
+#: The printed sizes of these two models do not follow from the table's own inputs.
 AT_ODDS = {
     # 32 KB and 5 MB on one GPU: the row is that of tensor_parallel_size=4, left unsaid.
     "meta-llama/Llama-3.1-70B-Instruct",
