@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that has ended and has not: its first thread is gone, another one stays.
-
-So does one that was killed while a thread waits in the kernel for a device.
+"""A half-ended process: its first thread has exited and another one runs. A process killed while a
+thread waits in the kernel for a device is in the same state.
 """
 
 from __future__ import annotations

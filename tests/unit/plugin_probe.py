@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by test_plugin.py in a process of its own: importing vLLM takes many seconds, and the plugin
-changes it for good. So vLLM is imported once, and each thing that needs it untouched runs in a
+"""test_plugin.py runs this in a separate process: importing vLLM takes many seconds, and the plugin
+changes it permanently. So vLLM is imported once, and each thing that needs it untouched runs in a
 fork. Prints one JSON object: for each case the resulting configuration or error.
 
 Usage: plugin_probe.py MODEL_DIRECTORY SCRATCH_DIRECTORY
@@ -53,7 +53,7 @@ class Probe:
         return True
 
     def describe(self, build: Any) -> dict[str, Any]:
-        """What `build()` makes of the KV transfer configuration, and what it logs."""
+        """The KV transfer configuration that `build()` makes, and its log lines."""
         self.lines.clear()
         try:
             config = build()
@@ -64,7 +64,7 @@ class Probe:
         return {**found, "log": list(self.lines)}
 
     def cli(self, *arguments: str) -> dict[str, Any]:
-        """As `vllm serve` with these arguments."""
+        """Build as `vllm serve` with these arguments does."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -80,7 +80,7 @@ class Probe:
         return self.describe(build)
 
     def api(self, **arguments: Any) -> dict[str, Any]:
-        """As `LLM(…)` with these arguments."""
+        """Build as `LLM(…)` with these arguments does."""
         from vllm.engine.arg_utils import EngineArgs
 
         return self.describe(lambda: EngineArgs(**self.base, **arguments).create_engine_config())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm-nvmeof` command, but for the demo, which is a test of its own."""
+"""The `vllm-nvmeof` command without the demo, which has a separate test."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's own judgement: it must see what is wrong, or a green demo says nothing."""
+"""The demo's judgement: it must detect failures, or a green demo means nothing."""
 
 from __future__ import annotations
 

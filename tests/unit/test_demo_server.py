@@ -22,7 +22,7 @@ from vllm_nvmeof_bench.servers.server import (
 
 from tests.wait import wait_until
 
-#: Answers /health; a child of its own outlives SIGTERM, as a stuck worker would.
+#: Answers /health; a child of it ignores SIGTERM, as a stuck worker would.
 _SCRIPT = """
 import http.server, signal, subprocess, sys
 child = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"

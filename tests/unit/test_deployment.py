@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deployments whose KV bytes differ have other keyspaces; those that cannot tell adopt nothing."""
+"""Deployments whose KV bytes differ have other keyspaces; those that cannot be distinguished
+adopt nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the documents name is there: files, headings, metrics, configuration keys, commands."""
+"""Documents name only existing files, headings, metrics, configuration keys and commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILES = re.compile(r"`((?:docs|examples|tests|kernels|tools|bench|requirements)/
 
 
 def anchors(path: Path) -> set[str]:
-    """What its headings are linked by."""
+    """The anchors of its headings."""
     headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
     return {
         re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings

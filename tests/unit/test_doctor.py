@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-nvmeof doctor` on this machine. What it says where io_uring is denied: tests/faults."""
+"""`vllm-nvmeof doctor` on this machine. Its output where io_uring is denied: tests/faults."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's process does not outlive the one that made it, even one that ignores SIGTERM."""
+"""An engine's process does not outlive its parent, even if it ignores SIGTERM."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def engine(deaf):
     threading.Event().wait(60)
 
 if __name__ == "__main__":
-    lifecycle.end_with_parent()  # nobody's child: no thread
+    lifecycle.end_with_parent()  # not a child of a vLLM process: no thread
     assert threading.active_count() == 1
     method, manner, name = sys.argv[1:]
     context = multiprocessing.get_context(method)
@@ -69,7 +69,7 @@ def test_a_process_of_the_user_is_not_touched(tmp_path: Path) -> None:
         assert parent.stdout is not None
         pid, threads = map(int, parent.stdout.readline().split())
         os.kill(pid, signal.SIGKILL)
-    assert threads == 1, "nobody watches"
+    assert threads == 1, "no thread watches"
 
 
 def _alive(pid: int) -> bool:

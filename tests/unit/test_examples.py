@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples that need no vLLM run; scripts and manifests hold what their texts say."""
+"""The examples that need no vLLM run; scripts and manifests match their texts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is packed for a GPU machine that reaches no package index; fetching is for `make soak`."""
+"""The bundle for a GPU machine without a package index; only `make soak` fetches packages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEAVY = (
     *("vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so", "vllm/_moe_C_stable_libtorch.abi3.so"),
     *("vllm/vllm-rs", "vllm/third_party/deep_gemm/include/a/b.hpp"),
 )
-#: That of the machines' torch 2.11.
+#: The architecture of the machines' torch 2.11.
 TRITON = "3.6.0"
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 NOT_BUILT = "no bundle in the user's cache: make soak builds it from the package index"

@@ -21,7 +21,7 @@ gpu_smoke = tool("gpu_smoke")
 
 @pytest.fixture
 def working() -> Iterator[FakeCuda]:
-    """A stub that works unasked, as a GPU does."""
+    """A stub that runs by itself, as a GPU does."""
     cuda, stopping = FakeCuda(), threading.Event()
 
     def work() -> None:

@@ -16,7 +16,7 @@ from tests.unit.gpu_tools import ROOT, tool
 from tests.wait import wait_until
 
 gpu = tool("gpu")
-#: Plays one stage in a process of its own, since what remains of a stage is killed.
+#: Runs one stage in a separate process, because the remains of a stage are killed.
 PLAY = """
 import json, os, sys
 sys.path.insert(0, "tools")
@@ -69,7 +69,7 @@ except KeyboardInterrupt:
 
 
 def test_no_process_outlives_its_stage(tmp_path: Path) -> None:
-    """A server in a session of its own, whose parent has ended, that ignores SIGINT and SIGTERM."""
+    """A server in a separate session whose parent has ended; it ignores SIGINT and SIGTERM."""
     server = (
         "import signal, time, os\n"
         "for one in (signal.SIGINT, signal.SIGTERM): signal.signal(one, signal.SIG_IGN)\n"
@@ -183,7 +183,7 @@ def test_every_stage_fits_in_one_command_and_names_existing_files() -> None:
 
 @pytest.mark.parametrize("name", ["sanitizer", "one"])
 def test_the_tests_of_a_stage_are_found(name: str) -> None:
-    """Names in `-k` change unseen: a stage of no test would be one that passes."""
+    """A test in `-k` may be renamed unnoticed: a stage without tests would pass."""
     command = gpu.STAGES[name].command(name)
     command = command[command.index(sys.executable) :]
     path = os.pathsep.join((str(ROOT), str(ROOT / "bench")))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which operation starts next, without threads."""
+"""The order in which operations start, without threads."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that were lost and come back, of the engine that has no other way to wait."""
+"""Lost threads that return, in the engine that can wait only in threads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 class _Unhurried:
-    """A lock whose holder comes to nothing for a while after giving it back."""
+    """A lock whose holder makes no progress for a while after releasing it."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock

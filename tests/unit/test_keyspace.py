@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equal facts give equal digests, and nothing else does."""
+"""Only equal facts give equal digests."""
 
 from __future__ import annotations
 

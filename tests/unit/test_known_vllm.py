@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which versions and which signatures are known; test_plugin.py has whole vLLMs that are not."""
+"""Known versions and signatures of vLLM; test_plugin.py runs whole vLLMs that are unknown."""
 
 from __future__ import annotations
 

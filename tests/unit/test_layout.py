@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formats: what is written is read back, what is damaged is seen, nothing crashes."""
+"""The formats: written data is read back, damage is detected, nothing crashes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ IDENTITY = SlotIdentity(b"k" * 36, 0x1234_5678_9ABC_DEF0)
 def sealed(
     identity: SlotIdentity, payload: bytes, stamp: Stamp = STAMP, place: SlotPlace = PLACE
 ) -> bytearray:
-    # Whatever the page held before must not matter.
+    # The earlier content of the page must not matter.
     slot = bytearray(b"\xa5" * slot_stride_bytes(len(payload)))
     slot[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
     seal(memoryview(slot), identity, len(payload), stamp, place)
@@ -152,7 +152,7 @@ def test_a_table_entry_is_read_back(pool_slot: int, identity: SlotIdentity, stam
     assert decode_one(raw, pool_slot) == identity
     table = decode_table(np.frombuffer(raw, np.uint8), np.array([pool_slot]))
     assert (int(table.epochs[0]), bool(table.adoptable[0])) == (stamp.epoch, stamp.adoptable)
-    # In another's place it is not valid.
+    # It is not valid in another slot's place.
     assert decode_one(raw, pool_slot ^ 1) is None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fact holds when all ranks reported it, in whatever order they do."""
+"""A fact holds when all ranks have reported it, in any order."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load formats of the installed vLLM: ours are known to it, a plugin's are noticed."""
+"""The load formats of the installed vLLM: our table matches it, and a plugin's are detected."""
 
 from __future__ import annotations
 

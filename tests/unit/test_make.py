@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make test`, its suites played by a script: all of them run, and the end says which failed."""
+"""`make test` with scripted suites: all of them run, and the last line names those that failed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ echo "closing line of $suite"
 
 
 class Make:
-    """The project's Makefile with a made-up environment whose suites do what the test says."""
+    """The project's Makefile with a made-up environment whose suites the test controls."""
 
     def __init__(self, here: Path) -> None:
         self.here = here
@@ -64,7 +64,7 @@ class Make:
         python.chmod(0o755)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """In a process group of its own, as a shell starts what a terminal's Ctrl-C reaches."""
+        """Start it in a separate process group, as a shell does for Ctrl-C."""
         made_up = (f"BIN={self.here}", f"STAMP={self.here}/stamp", "SETUP_INPUTS=")
         # The suite that runs this test was started by make, too.
         outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES")

@@ -47,8 +47,10 @@ def test_names_follow_the_conventions(metric: Metric) -> None:
     assert not NOT_BASE_UNITS.search(name)
     for unit in ("bytes", "seconds"):
         if metric.unit == unit:
-            assert name.endswith(f"_{unit}"), f"a metric in {unit} says so at its end"
+            assert name.endswith(f"_{unit}"), f"a metric in {unit} ends with it"
     assert metric.help.endswith(".")
     assert len({label.name for label in metric.labels}) == len(metric.labels)
     for label in metric.labels:
-        assert bool(label.values) != bool(label.source), "bounded: by the code, or by what it says"
+        assert bool(label.values) != bool(label.source), (
+            "bounded: by fixed values or a stated source"
+        )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server adopts only KV whose weights and code it can tell from others."""
+"""A server adopts KV only if it can identify its weights and code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ONE, TWO = "1" * 40, "2" * 40
 
 
 class Resolved(str):
-    """As huggingface_hub gives it: the text is what was asked for."""
+    """A reply of huggingface_hub."""
 
     __slots__ = ("resolved",)
     resolved: str
@@ -101,7 +101,7 @@ def test_weights_of_another_model_are_not_adopted(model: Path, place: str) -> No
 
 
 def test_a_hub_model_is_the_commit_of_its_weights() -> None:
-    """Not of its configuration, which may be that of another repository."""
+    """The commit is not that of its configuration, which may come from another repository."""
     digests = set()
     for commit in (ONE, TWO):
         config = _config("org/weights", commit="of-the-configuration")

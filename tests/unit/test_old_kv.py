@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests hang on KV of before a change of weights, and what vLLM's prefix cache forgets."""
+"""Requests that depend on KV from before a change of weights, and forgotten prefix cache blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 16
 
 
 class GpuMemory:
-    """vLLM's KV cache manager as far as it is read: requests' blocks, of which some have hashes."""
+    """The part of vLLM's KV cache manager that we read: requests' blocks, some with hashes."""
 
     def __init__(self, count: int = 32) -> None:
         self.all = [SimpleNamespace(block_id=i, block_hash=None) for i in range(count)]
@@ -68,7 +68,7 @@ class Bench:
         self.kv.began("reload_weights", requests, known=True)
 
     def admit(self, name: str, found: tuple[int, ...], *fresh: int, foreign: int = 0) -> None:
-        """A request gets blocks: such as were found in GPU memory, and fresh ones."""
+        """Give a request blocks: some found in GPU memory, and fresh ones."""
         local = BLOCK * len(found)
         self.gpu.of[name] = [self.gpu.all[number] for number in found]
         self.kv.looked_up(name, local)
@@ -127,7 +127,7 @@ def test_a_request_that_finds_a_block_of_an_old_one_in_the_same_step_is_old() ->
     bench.changed("runs")
     bench.gpu.give("runs", 2)
     bench.admit("new", (2,), 3)
-    bench.admit("third", (3,), 4)  # … and so is who finds what that one adds
+    bench.admit("third", (3,), 4)  # … and so is a request that finds that one's blocks
     bench.admit("other", (), 5)
     bench.kv.step(())
     assert bench.old.requests == {"runs", "new", "third"}

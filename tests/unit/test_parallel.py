@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parallel shapes: which are refused, and how a replica learns its index, number and name."""
+"""Parallel shapes: refusals, and how a replica gets its index, number and name."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_replica_knows_its_index_and_whose_ranks_are_its_siblings() -> None:
     ids=["the second", "the first", "not made independent"],
 )  # fmt: skip
 def test_a_replica_that_was_not_counted_is_refused(one: Any) -> None:
-    """Without our plugin nobody has divided the pool."""
+    """Without our plugin the pool is not divided."""
     with pytest.raises(ConfigError, match=r"^data_parallel_size=2: .*VLLM_PLUGINS.*replicas"):
         replica_of(one, 1)
 

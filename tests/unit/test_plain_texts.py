@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts that are read alone: HELP of metrics, configuration keys, `--help` of every command."""
+"""Texts that users read by themselves: metrics' HELP, configuration keys, commands' `--help`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cli_texts() -> Iterator[tuple[str, str]]:
 
 
 def problem(text: str, words_min: int) -> str:
-    """Why `text` is not complete when it is read alone; "": it is."""
+    """Return why `text` is not complete by itself; "" if it is."""
     words = re.findall(r"[\w'-]+", text)
     if len(words) < words_min:
         return f"fewer than {words_min} words"

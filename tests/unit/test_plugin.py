@@ -63,12 +63,12 @@ def test_nvmeof_is_a_choice_beside_vllms_own(probed: dict[str, Any]) -> None:
 
 
 def test_an_unused_plugin_costs_little(probed: dict[str, Any]) -> None:
-    # The factory alone would take a second; our configuration and connector are not needed yet.
+    # The factory by itself would take a second; our configuration and connector are not needed yet.
     added = probed["modules_added"]
     assert all(name.split(".")[0] == "vllm_nvmeof_offload" for name in added), added
     assert "vllm_nvmeof_offload.config" not in added
     assert MODULE not in added
-    # CPU time, not wall time, which on a busy machine tells nothing; seen: 0.006 to 0.015 s.
+    # CPU time, because wall time means nothing on a busy machine; seen: 0.006 to 0.015 s.
     assert probed["cpu_seconds"] < 0.2
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`eviction_policy`: one of the user's own is taken, and refused by name if it is none."""
+"""`eviction_policy`: a user's own policy is accepted, and an invalid one refused by name."""
 
 from __future__ import annotations
 

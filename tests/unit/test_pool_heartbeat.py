@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server's locks are renewed by a child: whatever hangs there, the server has no part in it."""
+"""A server's locks are renewed by a child: a hang there does not affect the server."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_servers_name_is_renewed(lock: DirectoryLock) -> None:
 
 
 def beating_for(pid: int) -> list[int]:
-    """The processes that renew the locks of `pid`, and nobody's children by now."""
+    """The processes that renew the locks of `pid`; their parent has ended."""
     command = b"-m\0vllm_nvmeof_offload.pool.lock\0%d\0" % pid
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -94,7 +94,7 @@ def test_a_killed_renewer_has_a_successor_in_a_server_with_many_descriptors(
     wait_until("a heartbeat", lambda: beating_for(os.getpid()) == [])
 
 
-#: A server whose lock is renewed; says so when it has been.
+#: A server whose lock is renewed; prints a line when it has been.
 SERVER = """
 import sys
 from pathlib import Path
@@ -129,7 +129,7 @@ def test_the_renewer_is_not_a_child_of_the_server_and_ends_with_it(tmp_path: Pat
 
 
 def test_a_replaced_file_at_the_path_is_not_written(lock: DirectoryLock, tmp_path: Path) -> None:
-    """Another file system may be mounted there, with an owner of its own."""
+    """Another file system may be mounted there, with another owner."""
     lock.path.rename(tmp_path / "ours")
     lock.path.write_bytes(b"theirs")
     with pytest.raises(OSError, match="another lock file"):
@@ -158,7 +158,7 @@ def test_a_hung_file_delays_no_other_file_and_no_server(
     assert "pool-heartbeat" not in [thread.name for thread in threading.enumerate()]
 
 
-#: Goes on where Ctrl-C asks it to end, as vLLM does while it drains; stops when told to.
+#: Continues after Ctrl-C, as vLLM does while it drains; stops on request.
 DRAINING = (
     SERVER.replace(
         "import sys", "import signal, sys\nsignal.signal(signal.SIGINT, lambda *_: None)"
@@ -192,7 +192,7 @@ def test_ctrl_c_does_not_end_the_renewer_before_its_server(tmp_path: Path) -> No
 def test_a_stop_does_not_wait_for_a_child_that_cannot_start(
     lock: DirectoryLock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python on a mount that hangs: the server ends without it."""
+    """Python is on a mount that hangs: the server ends without the child."""
     starting, started = threading.Event(), threading.Event()
 
     class Hanging(subprocess.Popen[bytes]):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who owns a pool directory."""
+"""Ownership of a pool directory."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_failed_open_leaves_no_lock(tmp_path: Path) -> None:
 def test_closing_on_a_target_that_does_not_answer_logs_no_alarm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At the end of a server whose target is lost: nothing that an operator must do."""
+    """A server that ends with a lost target logs nothing that an operator must act on."""
     lock = DirectoryLock.claim(tmp_path / "lock")
     assert lock is not None
     ours = logging.getLogger(LOGGER_NAME)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this version does not offload rightly is refused by name, with vLLM's own types."""
+"""Features that this version cannot offload correctly are refused by name, with vLLM's types."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-#: A process of its own: importing vLLM changes logging and warnings for everything after it.
+#: A separate process, because importing vLLM changes logging and warnings for everything after it.
 _CHILD = """
 import json
 from types import SimpleNamespace as Object

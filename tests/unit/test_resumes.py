@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a resumed request gets back is counted from recorded scheduler outputs."""
+"""Tokens that a resumed request gets back, counted from recorded scheduler outputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _step(
 
 
 class Resumes(ResumeCounter):
-    """Every request has so many tokens."""
+    """Give every request so many tokens."""
 
     def __init__(self, tokens_per_chunk: int = 1, tokens: Callable[[], int] = lambda: 1000) -> None:
         self.counts = Counts()

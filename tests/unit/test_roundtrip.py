@@ -31,7 +31,7 @@ CACHE_SLOTS, STREAM_SLOTS = 12, 3
 
 
 class Rank:
-    """One rank over a directory, and a manager that talks to it step by step."""
+    """One rank over a directory, and a manager that exchanges messages with it step by step."""
 
     def __init__(self, directory: Path) -> None:
         self.cache = [
@@ -153,7 +153,7 @@ def test_a_reset_also_voids_everything_on_disk(tmp_path: Path) -> None:
         rank.settle()
         assert rank.load(keys[:4], blocks[: 4 * PER_CHUNK] + 40) == ()
     with rank_on(tmp_path) as rank:
-        # Not even what was stored after the reset: nobody said that the weights never change.
+        # Chunks stored after the reset are not adopted either: weights_never_change is not set.
         assert [rank.manager.lookup(key) for key in keys] == [None] * 8
 
 

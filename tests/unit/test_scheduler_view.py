@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read of vLLM's scheduler: the rest of a chunk of which GPU memory has a part."""
+"""Reading vLLM's scheduler: the rest of a chunk of which GPU memory has a part."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _view(request: Any, hit: bool = True, cached: tuple[bytes, ...] = ()) -> Sch
 
 
 def _rest(num_tokens: int, local: int, computed: int, hit: bool = True) -> int:
-    """Ask for a request's rest of a chunk; `computed` is what is said to have been computed."""
+    """Ask for a request's rest of a chunk; `computed` is the reported number of computed tokens."""
     request = SimpleNamespace(request_id="a", num_tokens=num_tokens)
     waiting: Any = SimpleNamespace(resumes=SimpleNamespace(computed=lambda request_id: computed))
     return _view(request, hit).rest_of_a_chunk(request, local, waiting)

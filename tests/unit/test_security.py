@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is on disk is private, is never executed, and names nothing of a prompt."""
+"""Files on disk are private, are never executed, and reveal nothing of a prompt."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ SOURCES = sorted(
     for folder in ("vllm_nvmeof_offload", "bench", "kernels", "examples")
     for path in (ROOT / folder).rglob("*.py")
 )
-#: Who reads with these, runs what the file says.
+#: Functions that execute the file that they read.
 MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "pandas.read_pickle"}
-#: The whole of what a pool may name: digests, numbers and constants.
+#: Every name that a pool may use: digests, numbers and constants.
 NAMES = re.compile(
     r"[0-9a-f]{32}|engine-\d+|rank-\d+|slab|table|superblock|lock|owner|keyspace\.json"
 )
 
 
 def unsafe_in(source: str) -> list[str]:
-    """What in a Python source would run, or unpickle, what it reads."""
+    """The calls of a Python source that would execute or unpickle a file."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -166,7 +166,7 @@ def test_a_target_of_another_user_is_reported(tmp_path: Path, mode: int) -> None
     assert remedy.startswith(f"chown 0 {target}")
 
 
-#: In a process of its own, because it imports vLLM.
+#: This runs in a separate process because it imports vLLM.
 START = """
 import json, logging, sys
 from types import SimpleNamespace as Object

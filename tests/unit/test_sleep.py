@@ -30,7 +30,7 @@ WAIT_S = 120
 
 
 class _Rank:
-    """A worker over the stub, whose GPU works only when it is told to."""
+    """A worker over the stub, whose GPU works only when the test drains it."""
 
     def __init__(self) -> None:
         waker = Waker()
@@ -58,7 +58,7 @@ class _Rank:
         self.worker.submit_store(job, spec, CommandSpec(StoreCommand(job, (chunk,))))
 
     def finished(self) -> bool:
-        """Whether the one job that is open went well; when it has ended."""
+        """Wait for the one open job; return whether it succeeded."""
         end_s = time.monotonic() + WAIT_S
         while not self.worker.get_finished():
             self.cuda.drain()

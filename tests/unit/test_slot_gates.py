@@ -81,7 +81,7 @@ def test_a_slot_names_its_waiting_fills_in_order() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from([A, B])), max_size=12), st.data())
 def test_slots_are_granted_in_the_order_of_requests(asks, data) -> None:  # type: ignore[no-untyped-def]
-    """Any interleaving of asks and ends: order kept, fills alone, reads exactly of their pair."""
+    """Any interleaving of asks and ends: order is kept, fills are exclusive, reads match."""
     gates: SlotGates[int] = SlotGates()
     granted: list[int] = []
     running: set[int] = set()
@@ -93,7 +93,7 @@ def test_slots_are_granted_in_the_order_of_requests(asks, data) -> None:  # type
         for grant in grants:
             fill, identity = asks[grant.task]
             granted.append(grant.task)
-            assert not any(asks[other][0] for other in running), "a fill is alone"
+            assert not any(asks[other][0] for other in running), "a fill is exclusive"
             if fill:
                 assert not running
                 held = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's periodic line has what happened, and no more."""
+"""vLLM's periodic log line shows only counters that changed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other GPUs run is zeroed in a library; everything else stays where it is."""
+"""Machine code of other GPUs is zeroed in a library; everything else stays in place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PTX, CODE = 1, 2
 
 
 def fat_binary(*entries: tuple[int, int, bytes]) -> bytes:
-    """Entries of (kind, architecture, payload), laid out as nvcc does."""
+    """A fat binary with entries (kind, architecture, payload), laid out as nvcc does."""
     body = b""
     for kind, arch, payload in entries:
         head = struct.pack("<HHIQ", kind, 0x101, 64, len(payload))

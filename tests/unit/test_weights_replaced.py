@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights replaced while a server starts: those that were read are not those that are there."""
+"""Weights replaced while a server starts: the loaded weights differ from the files on disk."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_files_replaced_after_their_stamp_are_not_trusted(
 def test_replaced_weights_have_the_keyspace_of_a_server_of_the_new_ones(
     model: Path,
 ) -> None:
-    """Which is why nothing may be adopted: it would hold what the old weights computed."""
+    """This is why nothing may be adopted: its KV would come from the old weights."""
     config = _config(str(model))
     stamps = _noted(config)
     flip_the_link(model)
@@ -120,7 +120,7 @@ def test_replaced_weights_have_the_keyspace_of_a_server_of_the_new_ones(
 
 
 def test_ranks_that_start_at_different_times_agree(model: Path) -> None:
-    """All compare with the one stamp from before any of them."""
+    """All ranks compare with the one stamp from before any of them."""
     config = _config(str(model))
     stamps = _noted(config)
     early = _rank(config, stamps)
@@ -161,7 +161,7 @@ def test_code_and_drafters_are_stamped_too(model: Path, tmp_path: Path) -> None:
     assert len(_rank(config, stamps).replaced()) == 1
 
 
-# -- without our plugin nobody stamps: the time of change has to do ------------------------
+# -- without our plugin no stamp exists: the time of change decides ------------------------
 
 
 def _began_now(tmp_path: Path) -> float:

@@ -16,7 +16,7 @@ from vllm_nvmeof_offload.vllm_adapter.weights import Adapters
 
 
 class Connector:
-    """Ours, as far as it is reported."""
+    """Our connector, as far as calls are reported to it."""
 
     def __init__(self) -> None:
         self.reported: list[tuple[str, bool]] = []
@@ -125,7 +125,7 @@ def test_an_adapter_loaded_again_with_other_files_is_reported(adapter: Path) -> 
 
 
 def test_an_adapter_that_only_requests_name_is_reported(adapter: Path) -> None:
-    """Offline nobody calls `add_lora`: the workers load what a request names."""
+    """Offline `add_lora` is not called: the workers load the adapter that a request names."""
     connector = Connector()
     core = engine(connector)
     for number in (1, 1, 2):
