@@ -19,7 +19,7 @@ from vllm_nvmeof_offload.pool.pool import Pool
 
 from .kit import make_spec
 
-#: Its first thread ends once it has been told to; another one stays, as one does that waits in
+#: Its first thread ends on request; another one stays, as one does that waits in
 #: the kernel for a device, and with it the locks.
 CHILD = """
 import sys, pathlib
