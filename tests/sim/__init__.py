@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol's simulator: real manager core, real pipelines, everything else simulated."""
+"""The protocol's simulator runs the real manager core and pipelines; the rest is simulated."""

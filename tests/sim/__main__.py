@@ -18,11 +18,13 @@ from .world import play
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("--seed", type=int, help="replay this one seed")
-    parser.add_argument("--profile", choices=sorted(set(PROFILES)), help="default: by the seed")
     parser.add_argument(
-        "--ranks", type=int, help="default: by the seed, or each eighth seed with 1 to 8"
+        "--profile", choices=sorted(set(PROFILES)), help="default: the seed chooses"
     )
-    parser.add_argument("--policy", default=CREDITED, help="as eviction_policy is configured")
+    parser.add_argument(
+        "--ranks", type=int, help="default: the seed chooses; every eighth seed has 1 to 8"
+    )
+    parser.add_argument("--policy", default=CREDITED, help="a value of eviction_policy")
     parser.add_argument("--first", type=int, help="soak: the first seed (default: random)")
     parser.add_argument("--count", type=int, default=10**9, help="soak: how many seeds")
     parser.add_argument("--seconds", type=float, default=60.0, help="soak: how long")

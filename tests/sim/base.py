@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every part of the simulator shares: violation, clock, trace, knobs drawn from a seed."""
+"""Base of the simulator: violation, clock, trace and the knobs that are drawn from a seed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROFILES = ("plain", "plain", "calm", "hangs", "restarts", "pool", "stuck", "dem
 
 
 class Violation(AssertionError):  # noqa: N818 - the protocol's word
-    """A rule of PROTOCOL.md was broken. `rule` is its number, or a word for what has none."""
+    """A rule of PROTOCOL.md was broken. `rule` is its number, or a word if it has no number."""
 
     def __init__(self, rule: str, text: str) -> None:
         super().__init__(f"rule {rule}: {text}")
@@ -38,7 +38,7 @@ class Clock:
 
 
 class Trace:
-    """The last events, printed when a rule breaks. Formatting happens only then."""
+    """The last events. They are formatted and printed only when a rule breaks."""
 
     def __init__(self, clock: Clock, length: int = 60) -> None:
         self._clock = clock
@@ -53,7 +53,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Knobs:
-    """One simulated deployment and its weather. Probabilities are per operation or per tick."""
+    """One simulated deployment and its faults. Probabilities are per operation or per tick."""
 
     profile: str
     ranks: int
@@ -64,7 +64,7 @@ class Knobs:
     stream_slots: int
     pool_slots: int
     targets: int
-    lag: int  # engine steps between a step and the use of its output
+    lag: int  # engine steps between a step and the use of the step's output
     defer_shared_loads: bool
     weights_never_change: bool
     land_share: float
@@ -79,11 +79,11 @@ class Knobs:
     read_fails: float
     write_fails: float
     read_corrupts: float
-    write_lies: float  # lost, torn, misdirected or flipped, and reported OK
+    write_lies: float  # share of writes lost, torn, misdirected or flipped but reported OK
     hangs: float
     never: float  # share of hangs that are never released
-    hanging_target: int | None  # None: any
-    full_slot: float  # share of pool slots that give ENOSPC
+    hanging_target: int | None  # None: any target may hang
+    full_slot: float  # share of pool slots whose writes fail with ENOSPC
     busy: float
     abort: float
     reset: float
@@ -92,11 +92,11 @@ class Knobs:
     write_policy: str = "through"
     by_priority: bool = False  # vLLM's scheduling policy
     admission: bool = False
-    prefill_rate: float = 0.0  # tokens per second, as admission has learned it
+    prefill_rate: float = 0.0  # tokens per second that admission has measured
     reload_share: float = 0.25
     prefetch_share: float = 0.25
     loses: float = 0.0  # share of crashes after which one rank has lost some of its pool
-    drafts: int = 0  # tokens that a step drafts at most for each request that generates
+    drafts: int = 0  # most tokens that a step drafts per request that generates
     slow_target: int = -1  # a target that takes four times as long; -1: none
     read_deadline_s: float = 0.3
     write_deadline_s: float = 2.0
@@ -112,7 +112,7 @@ class Knobs:
 
     @staticmethod
     def draw(rng: random.Random, profile: str | None = None) -> Knobs:
-        """Small tiers, so that everything is contended; every kind of weather, none as well."""
+        """Draw small tiers, so that every slot is contended, and any mix of faults or none."""
         profile = profile or rng.choice(PROFILES)
         blocks_per_chunk = rng.choice((1, 2, 2, 3))
         faulty = profile != "calm"
@@ -159,7 +159,7 @@ class Knobs:
 
 
 def _waiting(rng: random.Random) -> dict[str, Any]:
-    """What is done for requests that wait."""
+    """Draw the knobs of holds and prefetches for waiting requests."""
     return {
         "by_priority": rng.random() < 0.3,
         "admission": rng.random() < 0.5,
@@ -170,7 +170,7 @@ def _waiting(rng: random.Random) -> dict[str, Any]:
 
 
 def _focus(profile: str, rng: random.Random) -> dict[str, Any]:
-    """What a profile is about, made frequent."""
+    """Make the events that a profile tests frequent."""
     if profile in ("plain", "calm", "demotion"):
         return _policies(profile, rng)
     if profile == "hangs":
@@ -194,7 +194,7 @@ def _focus(profile: str, rng: random.Random) -> dict[str, Any]:
         }
     if profile == "flushes":
         return _flushes(rng)
-    if profile == "stuck":  # one target never answers, the others do
+    if profile == "stuck":  # one target never completes an operation; the others do
         return {
             "hangs": rng.uniform(0.2, 0.9),
             "never": 1.0,
@@ -239,7 +239,7 @@ def _focus(profile: str, rng: random.Random) -> dict[str, Any]:
 
 
 def _flushes(rng: random.Random) -> dict[str, Any]:
-    """By name alone: vLLM waits for loads that hang longer than it may wait."""
+    """Chosen by name only: vLLM waits for loads that hang for longer than the wait's bound."""
     return {
         **_focus("hangs", rng),
         "reset": rng.uniform(0.01, 0.05),
@@ -250,7 +250,7 @@ def _flushes(rng: random.Random) -> dict[str, Any]:
 
 
 def _crowded(rng: random.Random) -> dict[str, Any]:
-    """Many requests for few GPU blocks, and a pool that holds what the CPU tier cannot."""
+    """Many requests for few GPU blocks, and a pool larger than the CPU tier."""
     return {
         "gpu_blocks": rng.randint(12, 18),
         "cache_slots": rng.randint(8, 20),
@@ -275,7 +275,7 @@ def _crowded(rng: random.Random) -> dict[str, Any]:
 
 
 def _policies(profile: str, rng: random.Random) -> dict[str, Any]:
-    """The operator's choices; elsewhere they would only make rare what a profile is about."""
+    """Draw the operator's choices. In other profiles they would make the tested events rare."""
     if profile != "demotion":
         return {
             "store_threshold": rng.choice((1, 1, 2, 3)),

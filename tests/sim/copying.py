@@ -42,7 +42,7 @@ class SimCopy:
         self._slot_bytes = HEADER_BYTES + knobs.blocks_per_chunk * BLOCK_BYTES
         self._tickets: list[_Ticket] = []
         self._next = 1
-        self.stream_end_s = 0.0  # the model's stream has work until then
+        self.stream_end_s = 0.0  # the model's stream is busy until this time
 
     def record_fence(self) -> object:
         return self.stream_end_s
@@ -80,14 +80,14 @@ class SimCopy:
         return [(t.number, t.outcome) for t in seen]
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: the simulated engine has nothing to free."""
 
     @property
     def in_flight(self) -> int:
         return len(self._tickets)
 
     def advance(self) -> None:
-        """Execute what is due by now."""
+        """Execute the tickets that are due."""
         for ticket in self._tickets:
             if not ticket.executed and ticket.done_s <= self._clock():
                 ticket.executed = True

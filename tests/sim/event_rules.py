@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router that applies what it is told of has exactly the index: every tier, every key."""
+"""A router that applies every event has exactly the index's keys in each tier."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from vllm_nvmeof_offload.manager.index import State
 
 from .base import Violation
 
-#: Written here once more: what a router may rely on, state by state.
+#: The tiers that a router may rely on in each state; an independent copy of the product's table.
 _STAGED = {State.CACHED, State.WRITING, State.BOTH}
 _PERSISTED = {State.BOTH, State.POOLED, State.FETCHING}
 
 
 class EventRules:
-    """One process's router, which begins with nothing."""
+    """One process's router, which starts empty."""
 
     def __init__(self, core: ManagerCore) -> None:
         self._core = core
         self._has: dict[Source, set[bytes]] = {tier: set() for tier in Source}
 
     def check(self) -> None:
-        """After every event; takes the changes as vLLM's scheduler does after every step."""
+        """Check after every event; takes the changes as vLLM's scheduler does after every step."""
         log = self._core.kv_events
         assert log is not None
         while log:
             for change in log.take():
                 has = self._has[change.tier]
                 for key in change.keys:
-                    # A reset may tell of leaving what it did not tell of coming.
+                    # A reset may report the removal of a key whose arrival was not reported.
                     if not change.removed and key in has:
-                        raise Violation("events", f"{key!r} came to {change.tier} twice")
+                        raise Violation("events", f"{key!r} stored in {change.tier} twice")
                     (has.discard if change.removed else has.add)(key)
         for tier, states in ((Source.CPU, _STAGED), (Source.POOL, _PERSISTED)):
             held = {e.identity.key for e in self._core.entries() if e.state in states}
             if held != self._has[tier]:
-                raise Violation("events", f"{tier}: {held ^ self._has[tier]} told wrongly")
+                raise Violation("events", f"{tier}: {held ^ self._has[tier]} reported wrongly")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's memory: GPU blocks and pinned slots hold tags, and every access is watched.
+"""One rank's memory: GPU blocks and pinned slots hold tags, and every access is checked.
 
-A tag names exactly what was computed: (weights epoch, hash of the token prefix up to there).
-An engine that may touch a cell holds a watch on it from `submit` until its completion was
-polled; whoever else touches the cell meanwhile breaks a rule.
+A tag names exactly what was computed: (weights epoch, hash of the token prefix that ends there).
+An engine that may access a cell holds a watch on it from `submit` until the completion was
+polled; any other access to the cell during that time breaks a rule.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RULE = {"gpu": "4", "slot": "1", "head": "1"}
 
 
 class Watches:
-    """Who reads and who writes which cell just now."""
+    """The current readers and writers of each cell."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -48,7 +48,7 @@ class Watches:
             del self._writers[cell]
 
     def check(self, cell: Cell, who: object, *, writing: bool) -> None:
-        """`who` is about to touch `cell`, now or until further notice."""
+        """Check that `who` may access `cell`."""
         other = self._writers.get(cell)
         if other is None and writing and self._readers.get(cell):
             other = "a reader"
@@ -59,17 +59,17 @@ class Watches:
             )
 
     def busy(self, cell: Cell, *, writing: bool = False) -> bool:
-        """Does anybody use the cell; with `writing`, write it?"""
+        """Whether the cell is in use; with `writing`, whether it is being written."""
         return cell in self._writers or (not writing and cell in self._readers)
 
 
 class Memory:
-    """Tags by place. Slots are cache slots first, stream slots behind them, as in staging."""
+    """Tags per cell. Cache slots come first and stream slots after them, as in staging."""
 
     def __init__(self, rank: int, gpu_blocks: int, slots: int, blocks_per_chunk: int) -> None:
         self.watches = Watches(rank)
         self.gpu: list[Tag | None] = [None] * gpu_blocks
         self.slots: list[list[Tag | None]] = [[None] * blocks_per_chunk for _ in range(slots)]
-        #: Rule 3: when the model's stream has written, or last reads, each block.
+        #: Rule 3: the time when the model's stream has written, or last reads, each block.
         self.written_at_s = [0.0] * gpu_blocks
         self.read_until_s = [0.0] * gpu_blocks

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rule broken once on purpose. A mutant that survives means that the simulator is blind."""
+"""Mutants: each breaks one rule on purpose. A mutant that survives shows a blind simulator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Patch = tuple[Any, str, Any]
 #: Name → the patches that break the rule.
 MUTANTS: dict[str, Callable[[], list[Patch]]] = {}
 
-#: Name → the weather in which the rule matters often.
+#: Name → the profile under which the rule matters often.
 PROFILE = {
     "gates_accept_stale": "hangs",
     "wait_for_a_load_does_not_cancel": "flushes",
@@ -23,25 +23,25 @@ PROFILE = {
     "release_report_is_lost": "hangs",
     "pending_work_never_ends": "hangs",
     "suspect_target_fails_the_reset": "hangs",
-    "stale_at_a_gate_dooms_a_good_place": "hangs",
+    "stale_at_a_gate_dooms_a_good_copy": "hangs",
     "a_reset_waits_for_a_late_write": "stuck",
     "hung_fill_blocks_its_readers": "stuck",
     "hung_stream_slots_block_loads": "hangs",
     "hung_share_of_a_target_blocks_its_loads": "hangs",
     "promoted_fetch_never_runs": "waiting",
     "reset_forgets_the_writes_of_other_targets": "pool",
-    "stream_slots_are_not_given_back": "pool",
-    "full_engine_blocks_for_ever": "stuck",
-    "deadlines_are_not_given": "stuck",
+    "stream_slots_are_not_released": "pool",
+    "full_engine_blocks_forever": "stuck",
+    "ops_have_no_deadline": "stuck",
     "failed_reset_is_ignored": "restarts",
     "demotion_never_begins": "demotion",
     "demotion_begins_at_once": "demotion",
-    "unwritten_goes_before_clean": "demotion",
-    "landing_drops_the_unwritten": "demotion",
-    "held_is_not_pinned": "waiting",
+    "unwritten_is_evicted_before_clean": "demotion",
+    "read_evicts_the_unwritten": "demotion",
+    "held_chunk_is_not_pinned": "waiting",
     "holds_outlive_their_requests": "waiting",
     "reset_keeps_the_holds": "waiting",
-    "doomed_stays_held": "waiting",
+    "doomed_chunk_stays_held": "waiting",
     "budgets_are_ignored": "waiting",
     "cancelled_fetch_still_counts_for_its_entry": "waiting",
     "cancelled_fetch_frees_its_slot_at_once": "waiting",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants of what routers are told."""
+"""Mutants of the events that routers receive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .mutants import Patch, mutant
 
 
 @mutant
-def failures_are_not_told() -> list[Patch]:
+def failures_are_not_reported() -> list[Patch]:
     real = KvEventLog.moved
 
     def moved(self: Any, key: bytes, before: State | None, after: State | None) -> None:
@@ -24,7 +24,7 @@ def failures_are_not_told() -> list[Patch]:
 
 
 @mutant
-def reset_is_not_told() -> list[Patch]:
+def reset_is_not_reported() -> list[Patch]:
     return [(KvEventLog, "all_leave", lambda self, index: None)]
 
 
@@ -41,7 +41,7 @@ def reset_forgets_the_pools_copies() -> list[Patch]:
 
 
 @mutant
-def a_fetch_is_told_at_its_beginning() -> list[Patch]:
+def fetch_is_reported_at_its_start() -> list[Patch]:
     real = KvEventLog.moved
 
     def moved(self: Any, key: bytes, before: State | None, after: State | None) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants of the operator's policies: sightings, demotion, no writes at all."""
+"""Mutants of the operator's policies: store threshold, demotion, no writes at all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def store_threshold_is_ignored() -> list[Patch]:
 
 
 @mutant
-def sightings_are_not_counted() -> list[Patch]:
+def lookups_are_not_counted() -> list[Patch]:
     return [(StoreThreshold, "see", lambda self, keys: None)]
 
 
@@ -42,7 +42,7 @@ def demotion_begins_at_once() -> list[Patch]:
 
 
 @mutant
-def unwritten_goes_before_clean() -> list[Patch]:
+def unwritten_is_evicted_before_clean() -> list[Patch]:
     real = Tiers.take_cache_slot
 
     def take(self: Any, *, spare_unwritten: bool = False) -> int | None:
@@ -58,7 +58,7 @@ def unwritten_goes_before_clean() -> list[Patch]:
 
 
 @mutant
-def landing_drops_the_unwritten() -> list[Patch]:
+def read_evicts_the_unwritten() -> list[Patch]:
     real = Tiers.take_cache_slot
 
     def take(self: Any, *, spare_unwritten: bool = False) -> int | None:

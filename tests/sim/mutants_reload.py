@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants of what is done for requests that wait: holds, fetches, their cancellation, budgets,
-and of what is known of those that were preempted."""
+"""Mutants of the reload of waiting requests: holds, fetches, cancellation, budgets, and the count
+of tokens that a preempted request had computed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .mutants import Patch, mutant
 
 
 @mutant
-def held_is_not_pinned() -> list[Patch]:
+def held_chunk_is_not_pinned() -> list[Patch]:
     real_keep, real_release = Holds._keep, Holds._release
 
     def keep(self: Any, held: Any) -> None:
@@ -41,7 +41,7 @@ def reset_keeps_the_holds() -> list[Patch]:
 
 
 @mutant
-def doomed_stays_held() -> list[Patch]:
+def doomed_chunk_stays_held() -> list[Patch]:
     return [(Holds, "gone", lambda self, entry: None)]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants of streaming: what waits for stream slots and for a target's places."""
+"""Mutants of streaming: transfers that wait for a stream slot or for room in a target's queue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .mutants import Patch, mutant
 
 
 @mutant
-def stream_slots_are_not_given_back() -> list[Patch]:
+def stream_slots_are_not_released() -> list[Patch]:
     def give_back(self: Any, task: Task) -> None:
         task.stream_slot = None
 
@@ -48,7 +48,7 @@ def reset_forgets_the_writes_of_other_targets() -> list[Patch]:
 
 
 @mutant
-def places_at_a_target_are_not_given_back() -> list[Patch]:
+def room_at_a_target_is_not_released() -> list[Patch]:
     stalled = lambda self, now_s, patience_s, *, is_write: []  # noqa: E731
     return [
         (FairQueue, "give_back", lambda self, task: None),

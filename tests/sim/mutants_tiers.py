@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants of rules 7 to 9: eviction, release, doom, the subset that fits."""
+"""Mutants of rules 7 to 9: eviction, release, doomed entries, the subset that fits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .rank import Output, SimRank
 
 
 @mutant
-def pinned_is_evicted() -> list[Patch]:
+def pinned_slot_is_evicted() -> list[Patch]:
     return [(SlotPool, "in_use", lambda self, slot: False)]
 
 
@@ -83,7 +83,7 @@ def failed_key_is_not_dropped() -> list[Patch]:
 
 
 @mutant
-def stale_at_a_gate_dooms_a_good_place() -> list[Patch]:
+def stale_at_a_gate_dooms_a_good_copy() -> list[Patch]:
     return [(core, "_READ_FIRST", frozenset())]
 
 
@@ -103,7 +103,7 @@ def doom_ignores_the_generation() -> list[Patch]:
 
 
 @mutant
-def failed_blocks_come_a_step_late() -> list[Patch]:
+def failed_blocks_are_reported_a_step_late() -> list[Patch]:
     real = SimRank._output
 
     def output(self: Any) -> Output:
@@ -116,7 +116,7 @@ def failed_blocks_come_a_step_late() -> list[Patch]:
 
 
 @mutant
-def failed_blocks_of_rank_0_only() -> list[Patch]:
+def only_rank_0_reports_failed_blocks() -> list[Patch]:
     real = SimRank._output
 
     def output(self: Any) -> Output:

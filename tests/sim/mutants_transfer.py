@@ -65,7 +65,7 @@ def failed_copy_counts_as_copied() -> list[Patch]:
 
 
 @mutant
-def storing_is_a_miss() -> list[Patch]:
+def store_in_flight_is_a_miss() -> list[Patch]:
     real = Tiers.lookup
 
     def lookup(self: Any, key: bytes) -> Any:
@@ -96,7 +96,7 @@ def loads_ignore_the_fence() -> list[Patch]:
 
 
 @mutant
-def finished_while_dma_runs() -> list[Patch]:
+def job_finishes_while_dma_runs() -> list[Patch]:
     real = TransferPipeline._submit_copies
 
     def submit(self: Any) -> None:
@@ -112,7 +112,7 @@ def finished_while_dma_runs() -> list[Patch]:
 
 
 @mutant
-def wait_returns_before_copied() -> list[Patch]:
+def wait_returns_before_the_copy() -> list[Patch]:
     return [(SimRank, "wait", lambda self, ops: None)]
 
 
@@ -138,7 +138,7 @@ def write_begins_with_the_store() -> list[Patch]:
 
 
 @mutant
-def table_before_data() -> list[Patch]:
+def table_is_written_before_data() -> list[Patch]:
     real = SimIo.submit
 
     def submit(self: Any, ops: Any) -> int:

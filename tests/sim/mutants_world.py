@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants of reports, resets, and of what may not wait for ever."""
+"""Mutants of reports, resets and the bounds on waits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def new_weights_are_adopted() -> list[Patch]:
 
 
 @mutant
-def one_rank_speaks_for_all_at_a_start() -> list[Patch]:
+def start_believes_rank_0_for_all_ranks() -> list[Patch]:
     real = world.agree
     return [(world, "agree", lambda hellos: real([hellos[0]] * len(hellos)))]
 
@@ -101,7 +101,7 @@ def suspect_target_fails_the_reset() -> list[Patch]:
     return [(IoScheduler, "_offer_reset", offer_reset)]
 
 
-# -- nothing waits for ever ---------------------------------------------------------------
+# -- every wait is bounded ----------------------------------------------------------------
 
 
 @mutant
@@ -115,12 +115,12 @@ def hung_stream_slots_block_loads() -> list[Patch]:
 
 
 @mutant
-def full_engine_blocks_for_ever() -> list[Patch]:
+def full_engine_blocks_forever() -> list[Patch]:
     return [(IoScheduler, "_fail_stalled", lambda self, is_write, patience_s: None)]
 
 
 @mutant
-def deadlines_are_not_given() -> list[Patch]:
+def ops_have_no_deadline() -> list[Patch]:
     real = SimIo.submit
 
     def submit(self: Any, ops: Any) -> int:

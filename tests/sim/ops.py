@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations under way as whoever stands between manager and ranks sees them."""
+"""Operations under way, as seen between the manager and the ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_nvmeof_offload.protocol import SlotIdentity
 
 @dataclass
 class SentOp:
-    """An op as the outside sees it: what it names, and how many ranks have spoken."""
+    """An op seen from outside: the chunks it names and how many ranks have reported."""
 
     kind: str
     issued_s: float
@@ -23,10 +23,10 @@ class SentOp:
     failures: dict[int, Outcome] = field(default_factory=dict)
 
     def blames(self, index: int, outcome: Outcome, in_pool: set[int]) -> bool:
-        """Does a rank's failure say that the chunk is bad, so that it may go?
+        """Whether a rank's failure proves that the chunk is bad, so that it may be removed.
 
-        in_pool: generations that were in the pool alone, or being read from there. An op that
-        did not read the pool has proved nothing about those.
+        in_pool: generations that were only in the pool, or being read from it. An op that did
+        not read the pool has proved nothing about those generations.
         """
         if self.kind == "store":
             return True

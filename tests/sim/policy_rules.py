@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operator's policies promise: what is stored, and when it is written to the pool."""
+"""The operator's policies: which chunks are stored, and when they are written to the pool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .base import Knobs, Violation
 
 
 class PolicyRules:
-    """Beside `Rules`, for one process's life."""
+    """The policies' rules for one process's life; `Rules` checks the protocol's."""
 
     def __init__(self, core: ManagerCore, knobs: Knobs) -> None:
         self._core = core
@@ -22,33 +22,33 @@ class PolicyRules:
         self._sightings: Counter[bytes] = Counter()
         self._dropped = 0
         self._clean_min = max(1, int(core.config.clean_share * knobs.cache_slots))
-        self._roomy = True  # so far, nothing was ever short of cache slots
+        self._roomy = True  # no request for a cache slot has failed so far
         self._demotes = knobs.write_policy == "on_eviction"
 
     def see(self, keys: Iterable[bytes]) -> None:
-        """These keys are about to be asked to be stored."""
+        """Check before the core is asked to store these keys."""
         self._sightings.update(set(keys))
 
     def due(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Those that were seen often enough."""
+        """The keys that were looked up often enough."""
         return [key for key in keys if self._sightings[key] >= self._knobs.store_threshold]
 
     def planned(self, used_cache: Iterable[int], *, load: bool) -> None:
-        """After a store or a load was planned, which may have evicted."""
+        """Check after a store or a load was planned: the plan may have evicted entries."""
         dropped = self._core.counters["refused_writes"] - self._dropped
         self._dropped += dropped
         if not dropped or not self._demotes:
             return
         if load:
-            raise Violation("demotion", "a load dropped what was never written, to land there")
+            raise Violation("demotion", "a load evicted a chunk that was never written")
         used, held = set(used_cache), set(self._core.held())
         for entry in self._core.entries():
             free = entry.cache_slot not in used and entry.identity.key not in held
             if entry.state is State.BOTH and free:
-                raise Violation("demotion", f"what was never written went before {entry}")
+                raise Violation("demotion", f"an unwritten chunk was evicted before {entry}")
 
     def refused(self, used_cache: Iterable[int]) -> None:
-        """A store was refused for want of cache slots: rule 9."""
+        """Check rule 9 after a store was refused because no cache slot could be had."""
         gauges = self._core.gauges()
         used, held = set(used_cache), set(self._core.held())
         if gauges["cache_slots_used"] < gauges["cache_slots"]:
@@ -56,7 +56,7 @@ class PolicyRules:
         for entry in self._core.entries():
             free = entry.cache_slot not in used and entry.identity.key not in held
             if entry.state in (State.CACHED, State.BOTH) and free:
-                raise Violation("9", f"refused a store, and {entry} could go")
+                raise Violation("9", f"refused a store although {entry} could be evicted")
 
     def commanded(self, commands: Iterable[Command]) -> None:
         self._note_room()
@@ -64,7 +64,7 @@ class PolicyRules:
         if writes and self._knobs.write_policy == "off":
             raise Violation("off", f"{writes[0]}")
         if writes and self._demotes and self._roomy:
-            raise Violation("demotion", f"{writes[0]}, and the CPU tier has room")
+            raise Violation("demotion", f"{writes[0]} although the CPU tier has room")
 
     def check(self) -> None:
         self._dropped = self._core.counters["refused_writes"]
@@ -76,7 +76,7 @@ class PolicyRules:
                 raise Violation("budget", f"{reason}: {held} slots held")
         for key in self._core.held():
             if self._core.lookup(key) is not Source.CPU:
-                raise Violation("held", f"{key.hex()} is held, and not in the CPU tier")
+                raise Violation("held", f"{key.hex()} is held but not in the CPU tier")
 
     def _note_room(self) -> None:
         gauges = self._core.gauges()
@@ -84,7 +84,7 @@ class PolicyRules:
         self._roomy &= free >= self._clean_min
 
     def idle(self) -> None:
-        """Nothing is under way: everything is written that was to be by now."""
+        """Check with nothing under way: every chunk that was due is written."""
         gauges = self._core.gauges()
         self._check_prefetches()
         if not gauges["pool_slots"] or gauges["suspect_targets"] or not gauges["write_backlog"]:
@@ -93,10 +93,10 @@ class PolicyRules:
             raise Violation("leak", f"not written at the end: {gauges}")
         short = self._clean_min - gauges["cache_slots"] + gauges["write_backlog"]
         if short > 0:
-            raise Violation("demotion", f"{short} demotions are due and not begun: {gauges}")
+            raise Violation("demotion", f"{short} demotions are due but not started: {gauges}")
 
     def _check_prefetches(self) -> None:
-        """Every prefetch was used, cancelled, or is counted as failed or wasted."""
+        """Check that every prefetch was used, cancelled, or counted as failed or wasted."""
         begun, ended = Counter[str](), Counter[str]()
         for series, count in self._core.counters.items():
             if series[0] == "prefetches":
@@ -104,4 +104,4 @@ class PolicyRules:
             elif series[0] == "prefetches_ended":
                 ended[series[1]] += int(count)
         if begun.total() != ended.total():
-            raise Violation("prefetch", f"begun {dict(begun)}, ended {dict(ended)}")
+            raise Violation("prefetch", f"started {dict(begun)}, ended {dict(ended)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's half of the simulated scheduler that looks after waiting requests."""
+"""The connector's half of the simulated scheduler: the reload of waiting requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .requests import BlockPool, Request
 
 
 class _Face:
-    """A request as vLLM shows it: it has more tokens each time one looks."""
+    """A request as vLLM exposes it: the token count is read live and grows."""
 
     def __init__(self, request: Request) -> None:
         self.request_id = str(request)
@@ -28,7 +28,7 @@ class _Face:
 
 
 class SimQueue:
-    """The real `WaitingRequests`, told of each step in the shape of vLLM's `SchedulerOutput`."""
+    """The real `WaitingRequests`, which receives each step as vLLM's `SchedulerOutput`."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class SimQueue:
         self._blocks = blocks
         self._requests: dict[str, Request] = {}
         self._seen: set[str] = set()  # scheduled before
-        self._had: dict[Request, int] = {}  # preempted: the most it had computed
-        self._drafted: set[str] = set()  # … by the last step, with drafts
+        self._had: dict[Request, int] = {}  # preempted request → the most tokens it had computed
+        self._drafted: set[str] = set()  # requests that the last step scheduled with drafts
         queue = Queue(self._keys_of, self._is_cached, knobs.chunk_tokens, knobs.by_priority)
         self.waiting = WaitingRequests(core, queue, clock)
         core.admission.prefill_rate = knobs.prefill_rate
@@ -54,14 +54,14 @@ class SimQueue:
         self.waiting.added(_Face(request))
 
     def decide(self, request: Request, local: int, found: int) -> int:
-        """Tokens to load of those found."""
+        """The number of tokens to load of those that were found."""
         return self.waiting.decide(str(request), local, found).tokens
 
     def limit_s(self, request: Request) -> float | None:
         return self.waiting.limit_s(str(request))
 
     def allocated(self, request: Request) -> bool:
-        """The request got its blocks; returns whether it was preempted before."""
+        """The request got its blocks; return whether it was preempted before."""
         resumed = self.waiting.resumes.resumed(str(request))
         self.waiting.allocated(str(request))
         if resumed:
@@ -95,7 +95,7 @@ class SimQueue:
         )
         for request in preempted:
             self._had[request] = max(request.had, self._had.get(request, 0))
-        elsewhere = {*(r for r, _ in scheduled), *ended}  # run again, or over
+        elsewhere = {*(r for r, _ in scheduled), *ended}  # scheduled again, or finished
         self._check_counts([r for r in preempted if r not in elsewhere])
         self._drafted = {name for name, tokens in drafts.items() if tokens}
         for request in ended:
@@ -103,7 +103,7 @@ class SimQueue:
             self._had.pop(request, None)
 
     def _check_counts(self, preempted: Sequence[Request]) -> None:
-        """A preempted request is known to have had what it had: no draft that was rejected."""
+        """Check that the tokens a preempted request had computed count no rejected draft."""
         for request in preempted:
             computed = self.waiting.resumes.computed(str(request))
             self._counts["preempted_with_drafts"] += str(request) in self._drafted

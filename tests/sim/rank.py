@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One simulated rank: the real pipeline under an adapter that behaves like vLLM's worker side."""
+"""One simulated rank: the real pipeline below an adapter that behaves like vLLM's worker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .store import RankStore
 
 @dataclass(frozen=True)
 class TransferJob:
-    """A vLLM job. blocks: of each chunk; `first`: where in its chunk the first block lies."""
+    """A vLLM job. blocks: per chunk; `first`: index of the first block within its chunk."""
 
     request: int
     command: StoreCommand | LoadCommand
@@ -44,7 +44,7 @@ class TransferJob:
 
 @dataclass(frozen=True)
 class Work:
-    """One request's part of a forward pass: tokens computed before → after."""
+    """One request's part of a forward pass: tokens computed before and after it."""
 
     blocks: tuple[int, ...]
     hashes: tuple[int, ...]
@@ -76,7 +76,7 @@ class Output:
 
 
 class SimRank:
-    """Engines, memory, pipeline, and what the vLLM adapters do around them."""
+    """Engines, memory and pipeline, with the calls that the vLLM adapters make."""
 
     wait_max_s = 0.6
 
@@ -175,7 +175,7 @@ class SimRank:
         if metadata.flush:
             self.wait(metadata.flush)
         for command in metadata.commands:
-            self._hand_over(lambda c=command: self._obey(c))
+            self._hand_over(lambda c=command: self._apply(c))
         self._maybe_pump()
         self._forward(metadata)
         self._maybe_pump()
@@ -186,7 +186,7 @@ class SimRank:
         self._maybe_pump()
         return self._output()
 
-    def _obey(self, command: Command) -> None:
+    def _apply(self, command: Command) -> None:
         if isinstance(command, WriteCommand):
             self._writes.add(command.identity.generation)
         elif isinstance(command, ResetCommand):
@@ -195,7 +195,8 @@ class SimRank:
         self.pipeline.command(command)
 
     def wait(self, ops: set[int]) -> None:
-        """As vLLM's worker: stores until copied; loads are cancelled, then until no DMA."""
+        """Wait as vLLM's worker does: for stores until they are copied; loads are cancelled and
+        waited for until no DMA runs."""
         for op in ops & self._loads.keys():
             self._hand_over(lambda o=op: self.pipeline.cancel(o))
         limit_s = self._clock() + self.wait_max_s
@@ -208,7 +209,7 @@ class SimRank:
         self._check_waited(ops)
 
     def _check_waited(self, ops: set[int]) -> None:
-        """Rule 4: no DMA works on these jobs any more."""
+        """Rule 4: no DMA of these jobs is running."""
         watches = self.memory.watches
         for op in ops:
             if op in self._loads:
@@ -260,18 +261,18 @@ class SimRank:
     # -- the model --------------------------------------------------------------------
 
     def _forward(self, metadata: Metadata) -> None:
-        """Attend to what is there, exactly checked, and write the new tokens' KV."""
+        """Check the KV of every token attended to, and write the KV of the new tokens."""
         if not metadata.work:
             return
         now = self._clock()
         copy, memory = self.copy, self.memory
         ahead_s = copy.stream_end_s - now - 2 * self._knobs.compute_s
-        if ahead_s > 0:  # the host waits for the step before the last
+        if ahead_s > 0:  # the host waits for the last step but one
             self._clock.advance(ahead_s)
         begin_s = max(now, copy.stream_end_s)
         copy.stream_end_s = begin_s + self._knobs.compute_s * self._rng.uniform(0.2, 1.5)
         size = self._knobs.block_tokens
-        for work in metadata.work:  # one after the other: a later one may share a block
+        for work in metadata.work:  # in order, because a later one may share a block
             self._attend(work, metadata)
             for index in range(work.before // size, -(-work.after // size)):
                 block = work.blocks[index]

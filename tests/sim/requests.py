@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests, conversations and vLLM's GPU block pool with its prefix cache, as far as we need."""
+"""Requests, conversations and the parts of vLLM's GPU block pool that the simulator needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MASK = (1 << 64) - 1
 
 
 def extend(prefix: int, token: int) -> int:
-    """Hash of a token prefix, one token longer."""
+    """The hash of a token prefix extended by one token."""
     value = (prefix * 0x9E3779B97F4A7C15 + token + 1) & _MASK
     return value ^ (value >> 29)
 
@@ -50,14 +50,14 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     stored_chunks: int = 0
     jobs: set[int] = field(default_factory=set)
-    loaded: bool = False  # its load was reported finished by every rank
-    failed: bool = False  # … and some blocks are missing
+    loaded: bool = False  # every rank reported the load as finished
+    failed: bool = False  # the load finished, but some blocks are missing
     aborted: bool = False
-    zombie: bool = False  # aborted during its load, which is not over yet
+    zombie: bool = False  # aborted during a load that has not finished
     signaled: bool = False
     load_attempts: int = 0
-    had: int = 0  # tokens computed when it was last preempted
-    priority: int = 0  # lower goes first, where the policy says so
+    had: int = 0  # tokens that were computed at the last preemption
+    priority: int = 0  # the lowest number runs first under the policy `priority`
 
     def __post_init__(self) -> None:
         self.hashes = prefix_hashes(self.tokens)
@@ -77,9 +77,9 @@ class Request:
         return left + (min(knobs.drafts, room) if left == 1 else 0)
 
     def verify(self, count: int) -> int:
-        """Compute so many tokens; returns how many are computed then, without rejected drafts."""
+        """Compute the tokens; return the new count of computed tokens without rejected drafts."""
         after = self.computed + count
-        while len(self.tokens) < after and self.hashes[-1] % 3:  # this draft is what it samples
+        while len(self.tokens) < after and self.hashes[-1] % 3:  # the model samples this draft
             self.sample()
         return min(after, len(self.tokens))
 
@@ -88,23 +88,23 @@ class Request:
         self.status = Status.WAITING
 
     def key(self, chunk: int, knobs: Knobs) -> bytes:
-        """Offload key: like vLLM's, it names the tokens and not the weights."""
+        """The offload key. Like vLLM's, it names the tokens and not the weights."""
         return self.hashes[(chunk + 1) * knobs.chunk_tokens - 1].to_bytes(8, "big")
 
     def load_failed(self, block: int, knobs: Knobs) -> None:
-        """What comes from this block on has to be computed."""
+        """The tokens from this block on must be computed."""
         self.failed = True
         self.computed = block * knobs.block_tokens
 
 
 def store_again(requests: Iterable[Request], knobs: Knobs) -> None:
-    """Our connector's part when a load has failed, whoever's: see its `store_again`."""
+    """The connector's part after any request's load has failed: see its `store_again`."""
     for request in requests:
         request.stored_chunks = min(request.stored_chunks, request.computed // knobs.chunk_tokens)
 
 
 def take_victim(running: list[Request], *, by_priority: bool) -> Request:
-    """Whom vLLM preempts; taken out of `running`."""
+    """Take the request that vLLM preempts out of `running`."""
     if not by_priority:
         return running.pop()
     victim = max(running, key=lambda r: (r.priority, r.born_s))
@@ -112,8 +112,8 @@ def take_victim(running: list[Request], *, by_priority: bool) -> Request:
     return victim
 
 
-def who_lets_go(waiting: list[Request], keeper: Request) -> Request | None:
-    """Nothing runs and several waiting requests hold blocks: the one that gives them up."""
+def request_to_free(waiting: list[Request], keeper: Request) -> Request | None:
+    """The waiting request that must free its blocks when nothing runs and several hold some."""
     for other in reversed(waiting):
         if other is not keeper and other.status is Status.WAITING and other.blocks:
             return other
@@ -121,7 +121,7 @@ def who_lets_go(waiting: list[Request], keeper: Request) -> Request | None:
 
 
 class Clients:
-    """Whoever talks to the server; remembers conversations over its restarts."""
+    """The server's clients; they remember conversations across restarts of the server."""
 
     def __init__(self, knobs: Knobs, rng: random.Random) -> None:
         self._knobs = knobs
@@ -155,7 +155,7 @@ class Clients:
 
 
 class BlockPool:
-    """Blocks 1 … n; a free block keeps its content and its hash until it is allocated."""
+    """Blocks 1 to n. A free block keeps its content and its hash until it is allocated."""
 
     def __init__(self, count: int) -> None:
         self.count = count

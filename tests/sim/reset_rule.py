@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reset that a rank was told of is offered to its engine in time, whatever hangs there."""
+"""A rank offers a reset to its engine in time, even while other operations hang."""
 
 from __future__ import annotations
 
 from .base import Clock, Violation
 
-#: Beyond the writes' deadline: at a turn of the pipeline's thread after it, none is waited for.
+#: Added to the writes' deadline. A turn of the pipeline's thread after it waits for no write.
 _SLACK_S = 0.5
 
 
 class ResetRule:
-    """One rank's resets that its engine was not given yet."""
+    """One rank's resets that were not offered to the engine yet."""
 
     def __init__(self, clock: Clock, write_deadline_s: float) -> None:
         self._clock = clock
@@ -19,21 +19,23 @@ class ResetRule:
         self._since_s = 0.0
 
     def asked(self) -> None:
-        """The pipeline is told to reset."""
+        """The pipeline received a reset."""
         if not self._owed:
             self._since_s = self._clock()
         self._owed += 1
 
     def offered(self, *, accepted: bool) -> None:
-        """The engine is offered a reset; a failed one is offered once more."""
+        """The engine was offered a reset; a failed reset is offered again."""
         self._owed = max(0, self._owed - accepted)
         self._since_s = self._clock()
 
     def check(self, *, resetting: bool) -> None:
-        """After the pipeline has moved. resetting: a reset is with the engine, others wait."""
+        """Check after a turn of the pipeline. resetting: the engine has a reset, others wait."""
         now_s = self._clock()
         if resetting:
             self._since_s = now_s
         elif self._owed and now_s - self._since_s > self._limit_s:
             waited_s = now_s - self._since_s
-            raise Violation("reset", f"not begun after {waited_s:.1f} s: it waits for what hangs")
+            raise Violation(
+                "reset", f"not started after {waited_s:.1f} s: hung operations block it"
+            )

@@ -32,13 +32,13 @@ _HAS_POOL = {State.WRITING, State.BOTH, State.POOLED, State.FETCHING}
 _STAGED = {State.CACHED, State.WRITING, State.BOTH}
 _READ_FIRST = {State.POOLED, State.FETCHING}
 _READS = ("load", "fetch")
-#: STALE: it waited for a read that was cut off; the entry may be whole in the pool, or be gone.
+#: STALE: the op waited for a read that was cut off; the entry may be whole in the pool, or gone.
 _SPARES = (None, CANCELLED, STALE)
 _PERSISTED = {State.BOTH, State.POOLED, State.FETCHING}
 
 
 class Rules:
-    """Stands between scheduler and core: passes calls on and checks them."""
+    """Passes the scheduler's calls to the core and checks them."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class Rules:
         self._clock = clock
         self._expected = expected
         self._copied: set[int] = set()  # stores that every rank reported OK
-        self._failing: set[int] = set()  # a rank reported a failure: may go
-        self._failed: set[int] = set()  # every rank has reported: must be gone
-        self._void: set[int] = set()  # from before a reset
-        self._in_pool: set[int] = set()  # no cache slot held them before these reports
-        self._waiting_since_s: float | None = None  # the oldest command not sent yet
+        self._failing: set[int] = set()  # a rank reported a failure: may be removed
+        self._failed: set[int] = set()  # every rank has reported: must be removed
+        self._void: set[int] = set()  # generations from before a reset
+        self._in_pool: set[int] = set()  # in no cache slot before these reports
+        self._waiting_since_s: float | None = None  # issue time of the oldest command not sent yet
 
     # -- calls ------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ class Rules:
         op = self._sent("load", command.op)
         op.identities = tuple(chunk.identity for chunk in command.chunks)
         if [i.key for i in op.identities] != list(keys):
-            raise Violation("8", "a load names other keys than it was asked for")
+            raise Violation("8", "a load names other keys than were requested")
         for chunk in command.chunks:
             if chunk.identity.generation in self._failed | self._void:
                 raise Violation("8", f"a load of {chunk.identity}, which failed or was voided")
@@ -124,7 +124,7 @@ class Rules:
             if fetch:
                 self._fresh(command.cache_slot, command.identity)
             elif command.identity.generation not in self._copied:
-                raise Violation("5", f"{command}: its store is not seen complete")
+                raise Violation("5", f"{command}: no report has completed its store")
             for other in self.ops.values():
                 if other.pool.get(command.pool_slot, command.identity) != command.identity:
                     raise Violation("7", f"{command}: pool slot still used by {other}")
@@ -144,7 +144,7 @@ class Rules:
         for generation in before.keys() - after - self._failing:
             entry, state = before[generation]
             if state is not State.POOLED:
-                raise Violation("8", f"{entry} ({state.value}) was removed, and did not fail")
+                raise Violation("8", f"{entry} ({state.value}) was removed but did not fail")
 
     def reset(self) -> None:
         self._void.update(self._expected)
@@ -153,7 +153,7 @@ class Rules:
     # -- after every event ------------------------------------------------------------
 
     def check(self) -> None:
-        """After an event that the manager saw."""
+        """Check after an event that reached the manager."""
         gauges = self._core.gauges()
         caches: set[int] = set()
         pools: set[int] = set()
@@ -171,7 +171,7 @@ class Rules:
                 seen.add(slot)
                 for other in users.get((tier, slot), ()):
                     if other.generation != entry.identity.generation:
-                        raise Violation("7", f"{tier} slot {slot}: {entry}, and still {other}")
+                        raise Violation("7", f"{tier} slot {slot}: {entry} and still {other}")
         for tier, seen in (("cache", caches), ("pool", pools)):
             taken, orphaned = gauges[f"{tier}_slots_used"], gauges[f"{tier}_slots_orphaned"]
             if taken != len(seen) + orphaned:
@@ -185,7 +185,7 @@ class Rules:
         self.check_memory()
 
     def check_memory(self) -> None:
-        """After any event: what the index says lies where it says, on every rank."""
+        """Check after any event that every rank's memory and pool hold what the index records."""
         expected = self._expected
         for entry in self._core.entries():
             state, generation = entry.state, entry.identity.generation
@@ -193,7 +193,7 @@ class Rules:
                 for rank in self.ranks:
                     payload = rank.memory.slots[entry.cache_slot]  # type: ignore[index]
                     if payload != expected[generation]:
-                        raise Violation("1", f"rank {rank.rank}: {entry} lies over {payload}")
+                        raise Violation("1", f"rank {rank.rank}: {entry} is over {payload}")
             if state in _PERSISTED:
                 for rank in self.ranks:
                     if rank.io.committed.get(entry.pool_slot) != generation:  # type: ignore[arg-type]
@@ -202,7 +202,7 @@ class Rules:
     def _check_entry(self, entry: Entry) -> None:
         generation, state = entry.identity.generation, entry.state
         if generation in self._failed or generation in self._void or state is State.DOOMED:
-            raise Violation("8", f"{entry} failed or was voided, and is still there")
+            raise Violation("8", f"{entry} failed or was voided but is still in the index")
         if (entry.cache_slot is not None) != (state in _HAS_CACHE) or (
             entry.pool_slot is not None
         ) != (state in _HAS_POOL):
@@ -211,20 +211,20 @@ class Rules:
             raise Violation("2", f"{entry} is not a hit")
 
     def adopted(self) -> None:
-        """After a start: whatever was adopted was computed with the weights as loaded."""
+        """Check after a start: every adopted entry was computed with the loaded weights."""
         for entry in self._core.entries():
             if any(epoch for epoch, _ in self._expected[entry.identity.generation]):
                 raise Violation("reset", f"adopted {entry} of other weights")
 
     def quiet(self) -> None:
-        """The engine has stopped stepping: nothing that will come may be owed (report)."""
+        """Check when the engine stops stepping: no op still owes a report that will come."""
         for number, op in self.ops.items():
             young = self._clock() - op.issued_s < self._knobs.report_deadline_s
             if op.outcomes < self._knobs.ranks and young:
-                raise Violation("report", f"nobody steps, and op {number} is owed: {op}")
+                raise Violation("report", f"stepping stopped while op {number} is owed: {op}")
 
     def idle(self) -> None:
-        """Everything is over and everything was released: nothing may be left."""
+        """Check after every op has ended and released its buffers: nothing may be left."""
         gauges = self._core.gauges()
         names = ("ops", "cache_slots_orphaned", "pool_slots_orphaned", "writes_pending")
         names += (
@@ -267,7 +267,7 @@ class Rules:
         return {slot for kind, slot in self._users() if kind == tier}
 
     def _fresh(self, slot: int, identity: SlotIdentity) -> None:
-        """Rule 7: a slot is given out anew only when no rank works on it any more."""
+        """Rule 7: a slot is given out again only when no rank works on it."""
         for op in self.ops.values():
             if op.cache.get(slot, identity) != identity:
                 raise Violation("7", f"cache slot {slot} for {identity}, still used by {op}")
@@ -286,7 +286,7 @@ class Rules:
                     self._failing.add(op.identities[index].generation)
             if op.outcomes == self._knobs.ranks:
                 self._decided(op)
-                # A buffer that is still with a kernel belongs to a chunk that failed.
+                # A buffer that a kernel still holds belongs to a chunk that failed.
                 held = {one for i, one in enumerate(op.identities) if i in op.failures}
                 op.cache = {slot: one for slot, one in op.cache.items() if one in held}
                 op.pool = {slot: one for slot, one in op.pool.items() if one in held}

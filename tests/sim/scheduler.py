@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A simulated vLLM scheduler with the offloading connector's scheduler side around our core.
 
-What matters of vLLM 0.32/0.33 is here: prefix cache and eviction, chunked prefill, preemption
+It models these parts of vLLM 0.32/0.33: prefix cache and eviction, chunked prefill, preemption
 with flush, loads for requests with nothing computed, stores built in the step that computes
 them, fences of freed blocks, aborts during a load, recovery from failed blocks, resets.
 """
@@ -17,14 +17,14 @@ from .base import Clock, Knobs, Trace, Violation
 from .memory import Tag
 from .queue import SimQueue
 from .rank import Metadata, Output, TransferJob, Work
-from .requests import BlockPool, Request, Status, store_again, take_victim, who_lets_go
+from .requests import BlockPool, Request, Status, request_to_free, store_again, take_victim
 from .rules import Rules
 
 LOAD_ATTEMPTS_MAX, BUDGET_TOKENS = 20, 24
 
 
 class SimScheduler:
-    """One EngineCore's scheduler. `expected` is filled with what each generation stands for."""
+    """One EngineCore's scheduler. It fills `expected` with the right payload per generation."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class SimScheduler:
         if request.status is Status.LOADING and not request.loaded:
             request.status = Status.DONE
             self.counts["aborted_loads"] += 1
-            request.zombie = True  # its blocks are freed when every rank has finished
+            request.zombie = True  # freed when every rank has finished the load
             self._ended.append(request)
             self.done.append(request)
         else:
@@ -112,7 +112,7 @@ class SimScheduler:
         self._loading_keys.clear()
 
     def busy(self) -> bool:
-        """Does vLLM's engine step?"""
+        """Whether vLLM's engine would step."""
         live = self.waiting or self.running or self._ended or self._flush
         return bool(live or self._jobs) or self.core.has_pending_work()
 
@@ -173,7 +173,7 @@ class SimScheduler:
         return budget
 
     def _schedule_waiting(self, scheduled: list[tuple[Request, int]], budget: int) -> None:
-        # Those that hold blocks come first, or nobody could get any.
+        # Requests that hold blocks come first; otherwise no request could get any.
         for request in sorted(self.waiting, key=lambda r: (not r.blocks, r.priority)):
             if request.status is Status.LOADING:
                 if not request.loaded:
@@ -182,7 +182,7 @@ class SimScheduler:
             held = bool(request.blocks)
             if not request.computed:
                 if request.jobs:
-                    continue  # vLLM: its earlier transfers are still under way
+                    continue  # as vLLM: the request's earlier transfers are under way
                 started = self._match(request)
                 if started is None:
                     break
@@ -191,7 +191,7 @@ class SimScheduler:
             count = min(len(request.tokens) - request.computed, budget)
             room = count > 0 and self._grow(request, request.computed + count)
             while count > 0 and held and not room and not self.running:
-                other = who_lets_go(self.waiting, request)
+                other = request_to_free(self.waiting, request)
                 if other is None:
                     break
                 self._drop(other)
@@ -207,7 +207,7 @@ class SimScheduler:
             budget -= count
 
     def _match(self, request: Request) -> bool | None:
-        """Local and external prefix of a request with nothing computed. None: no room."""
+        """Match the local and external prefix of a request with nothing computed. None: no room."""
         knobs = self._knobs
         size = knobs.block_tokens
         local: list[int] = []
@@ -319,7 +319,7 @@ class SimScheduler:
             self._fence(request, op, blocks)
 
     def _store_rest(self, metadata: Metadata, request: Request) -> None:
-        """A finished request's last chunks; its blocks are free already, and fenced."""
+        """Store a finished request's last chunks; its blocks are already free, but fenced."""
         request.signaled = True
         if request.zombie:
             return
@@ -393,7 +393,7 @@ class SimScheduler:
     # -- outputs ----------------------------------------------------------------------
 
     def update(self, outputs: Sequence[Output]) -> None:
-        """`update_from_output`: failed blocks first, then our reports, then finished jobs."""
+        """As `update_from_output`: failed blocks first, then our reports, then finished jobs."""
         invalid: set[int] = set().union(*(o.invalid_blocks for o in outputs))
         if invalid:
             self._invalidate(invalid)

@@ -42,17 +42,17 @@ class _Flight:
     table_done: bool = False
     outcome: Outcome = OK
     late: bool = False
-    unwanted: bool = False  # cancelled: whatever it reads is thrown away
+    unwanted: bool = False  # cancelled: the bytes it reads are discarded
     resets_asked: int = 0
-    epoch: int = 0  # the store's, when it was submitted
-    behind: dict[int, float] = field(default_factory=dict)  # a reset's: targets that hang, until
+    epoch: int = 0  # the store's epoch at submission
+    behind: dict[int, float] = field(default_factory=dict)  # of a reset: target → hangs until
 
     def __str__(self) -> str:
         return f"{self.op.kind.value} of pool slot {self.op.pool_slot} (io {self.op.token})"
 
 
 class SimIo:
-    """IoEngine over `RankStore` and `Memory`. `expected`: generation → what it stands for."""
+    """IoEngine over `RankStore` and `Memory`. `expected`: generation → the right payload."""
 
     name = "simulated"
 
@@ -66,7 +66,7 @@ class SimIo:
         expected: dict[int, list[Tag]],
     ) -> None:
         self.store = store
-        #: Pool slot → the generation whose write this process, or adoption, has proved.
+        #: Pool slot → the generation that this process has written or adopted.
         self.committed: dict[int, int] = {}
         self._memory = memory
         self._knobs = knobs
@@ -78,13 +78,13 @@ class SimIo:
         self._cancelled: list[_Flight] = []
         self._resets_asked = 0
         self._reset_rule = ResetRule(clock, knobs.write_deadline_s)
-        #: Superblocks whose writes hang: (when they are written, target, what).
+        #: Superblocks whose writes hang: (time of the write, target, superblock).
         self._late_superblocks: list[tuple[float, int, Superblock]] = []
-        self._void = False  # a reset was asked for and has not succeeded
-        #: Identities of writes that were given before a reset: they may not start after it.
+        self._void = False  # a reset was requested and has not succeeded
+        #: Identities of writes submitted before a reset: they may not start after it.
         self.overtaken: set[int] = set()
         self.counts: Counter[str] = Counter()
-        self.calm = False  # no new faults: the simulation comes to its end
+        self.calm = False  # no new faults: the simulation is ending
 
     # -- IoEngine ---------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class SimIo:
 
     @property
     def stuck(self) -> int:
-        """Operations that are never released."""
+        """The operations that are never released."""
         return sum(math.isinf(f.done_s) for f in self._flights.values())
 
     def advance(self) -> None:
@@ -171,18 +171,18 @@ class SimIo:
                 self._enter(flight)
 
     def reset_asked(self) -> None:
-        """The rank was told to reset: no write may start before that has succeeded."""
+        """The rank received a reset: no write may start before the reset has succeeded."""
         self._resets_asked += 1
         self._void = True
         self._reset_rule.asked()
 
     def check(self) -> None:
-        """After a turn of the pipeline's thread."""
+        """Check after a turn of the pipeline's thread."""
         resetting = any(f.op.kind is OpKind.RESET for f in self._flights.values())
         self._reset_rule.check(resetting=resetting)
 
     def crash(self, *, power_cut: bool) -> None:
-        """The process is gone; what had started may or may not have got further."""
+        """The process is gone; operations that had started may or may not have progressed."""
         self.advance()
         for flight in self._flights.values():
             if flight.op.kind is OpKind.WRITE and self._rng.random() < 0.5:
@@ -247,14 +247,14 @@ class SimIo:
             flight.fault = rng.choice(("lost", "torn", "misdirected", "flip"))
 
     def _hang(self, flight: _Flight, target: int) -> float | None:
-        """When an operation on this target ends, if it hangs."""
+        """The time when an operation on this target ends if it hangs; None: it does not hang."""
         rng, knobs = self._rng, self._knobs
         if knobs.hanging_target not in (None, target) or rng.random() >= knobs.hangs:
             return None
         return math.inf if rng.random() < knobs.never else flight.start_s + rng.uniform(0.1, 8.0)
 
     def _hang_superblocks(self, flight: _Flight) -> None:
-        """A reset goes on without the targets that hang; where all do, it waits for one."""
+        """A reset continues without the targets that hang; if all hang, it waits for one."""
         ends = {target: self._hang(flight, target) for target in range(self._knobs.targets)}
         flight.behind = {target: end_s for target, end_s in ends.items() if end_s is not None}
         if len(flight.behind) == self._knobs.targets:
@@ -262,26 +262,26 @@ class SimIo:
             del flight.behind[target]
 
     def _check_write(self, flight: _Flight) -> None:
-        """Rule 1 and 5: a write signs the bytes that are there under the identity it names."""
+        """Rules 1 and 5: a write signs the staged bytes with the identity it names."""
         identity = flight.op.identity
         assert identity is not None
         payload = self._memory.slots[flight.slot]
         if payload != self._expected[identity.generation]:
-            raise Violation("1", f"{flight} signs {payload}, not what {identity} stands for")
+            raise Violation("1", f"{flight} signs {payload}, not the payload of {identity}")
         if identity.generation in self.overtaken:
-            raise Violation("reset", f"{flight} was given before a reset, and starts after it")
+            raise Violation("reset", f"{flight} was submitted before a reset but starts after it")
         if self._void:
             raise Violation("reset", f"{flight} after a reset that has not succeeded")
         for other in self._flights.values():
             same = other is not flight and other.op.pool_slot == flight.op.pool_slot
-            # A read that nobody wants any more may meet anything; its buffer is still its own.
+            # A cancelled read may meet any bytes; it still owns its buffer.
             idle_read = other.op.is_read and (other.late or other.unwanted)
             if same and other.op.kind is not OpKind.RESET and not idle_read:
                 raise Violation("7", f"{flight} while {other} is under way")
 
     def _check_reset(self, flight: _Flight) -> None:
         if any(f.op.kind is OpKind.WRITE and not f.late for f in self._flights.values()):
-            raise Violation("reset", "a reset overtakes a write that was given before it")
+            raise Violation("reset", "a reset overtakes a write that was submitted before it")
         flight.resets_asked = self._resets_asked
 
     def _write(self, flight: _Flight) -> None:
@@ -324,7 +324,7 @@ class SimIo:
             raise Violation("6", f"{flight} accepted {record} as {op.identity}")
 
     def verify(self, record: Record | None, identity: SlotIdentity) -> Outcome:
-        """What the engine's contract demands; mutants break it."""
+        """The check that the engine's contract demands; mutants break it."""
         if record is None or not record.intact:
             return CHECKSUM_MISMATCH
         return OK if record.identity == identity else STALE

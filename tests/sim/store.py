@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's simulated pool: what is on its targets. It survives crashes."""
+"""One rank's simulated pool: the durable content of its targets. It survives crashes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .memory import Tag
 
 @dataclass(frozen=True)
 class Record:
-    """A pool slot's bytes. `intact`: header and payload prove themselves."""
+    """A pool slot's bytes. `intact`: the CRCs of header and payload match."""
 
     identity: SlotIdentity
     payload: tuple[Tag | None, ...]
@@ -25,21 +25,21 @@ class Record:
 
 @dataclass(frozen=True)
 class Superblock:
-    """One target's: entries of another epoch than the highest one are void."""
+    """One target's superblock. Entries of any epoch but the highest are void."""
 
     epoch: int = 1
     adoptable: bool = True
 
 
 class RankStore:
-    """Slots, table and the superblock of each target."""
+    """Slots, table and one superblock per target."""
 
     def __init__(self, targets: int) -> None:
         self.data: dict[int, Record] = {}
-        #: Pool slot → what its entry names, and the epoch in which its write was submitted.
+        #: Pool slot → the entry's identity and the epoch in which the write was submitted.
         self.table: dict[int, tuple[SlotIdentity, int]] = {}
         self.superblocks = [Superblock()] * targets
-        #: What a write that is submitted now is marked with.
+        #: The epoch of writes that are submitted now.
         self.epoch = 1
         self._undo: list[Callable[[], None]] = []
 
@@ -52,12 +52,12 @@ class RankStore:
         self.table[slot] = identity, epoch
 
     def put_superblock(self, target: int, superblock: Superblock) -> None:
-        """It is durable at once; an older one never replaces a newer one."""
+        """Make the superblock durable at once; an older one never replaces a newer one."""
         if superblock.epoch > self.superblocks[target].epoch:
             self.superblocks[target] = superblock
 
     def reset(self, *, adoptable: bool, targets: Sequence[int]) -> Superblock:
-        """Durable on `targets` before it is reported; the others get what is returned later."""
+        """Make the reset durable on `targets`; return the superblock for the others, later."""
         self.epoch += 1
         superblock = Superblock(self.epoch, adoptable)
         for target in targets:
@@ -65,14 +65,14 @@ class RankStore:
         return superblock
 
     def power_cut(self, rng: random.Random) -> None:
-        """Any of the last writes may be lost, in any combination."""
+        """Lose any combination of the last writes."""
         for undo in reversed(self._undo):
             if rng.random() < 0.4:
                 undo()
         self._undo.clear()
 
     def lose(self, what: str, rng: random.Random) -> None:
-        """Damage that this rank alone has: its superblocks, some entries, or the slab's end."""
+        """Damage only this rank: lose its superblocks, some entries, or the slab's end."""
         self._undo.clear()
         if what == "superblock":
             self.data.clear()
@@ -87,7 +87,7 @@ class RankStore:
                 del self.data[slot]
 
     def adopt(self) -> AdoptedEntries:
-        """What the table says at a start."""
+        """The entries that a start reads from the table."""
         self.epoch = max(superblock.epoch for superblock in self.superblocks)
         if not all(superblock.adoptable for superblock in self.superblocks):
             self.epoch += 1

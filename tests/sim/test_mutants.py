@@ -25,12 +25,12 @@ assert (
     and mutants_transfer
     and mutants_tiers
     and mutants_world
-)  # imported to register theirs
+)  # importing a module registers its mutants
 
 SEEDS_MAX = 500
 
-#: Where to begin: a seed that is known to catch the mutant keeps the test short. When the
-#: simulator changes, the search simply goes on from there, and round.
+#: Name → the first seed to try. A seed that is known to catch the mutant keeps the test short.
+#: After a change to the simulator the search continues from this seed and wraps around.
 FIRST: dict[str, int] = {
     "doom_ignores_the_generation": 71,
     "failed_copy_counts_as_copied": 14,
@@ -49,7 +49,7 @@ FIRST: dict[str, int] = {
 
 
 @pytest.mark.parametrize("name", sorted(MUTANTS))
-def test_broken_rule_is_caught(name: str) -> None:
+def test_a_broken_rule_is_caught(name: str) -> None:
     profile = PROFILE.get(name)
     for offset in range(SEEDS_MAX):
         seed = (FIRST.get(name, 0) + offset) % SEEDS_MAX
@@ -61,4 +61,4 @@ def test_broken_rule_is_caught(name: str) -> None:
             break
     else:
         pytest.fail(f"{name} survived {SEEDS_MAX} seeds: the simulator is too weak")
-    play(seed, profile)  # and it is the broken rule that this seed has caught
+    play(seed, profile)  # the same seed passes unbroken: the seed caught the broken rule

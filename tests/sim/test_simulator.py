@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator over many seeds. A failing seed prints itself, its last events and its replay.
+"""The simulator over many seeds. A failing run prints the seed, the last events and the replay.
 
 `NVMEOF_SIM_SEEDS=5000` plays that many seeds from a random first one (`make soak`).
 """
@@ -24,7 +24,7 @@ _SEEDS = _SOAK or 240
 _SEEDS_OF_RANKS = 6
 _FIRST = int(os.environ.get("NVMEOF_SIM_FIRST", secrets.randbits(40) if _SOAK else 0))
 
-#: Counts over all batches: what the weather must have brought, or it proves nothing.
+#: Counts over all batches. Every kind of event must have happened, or the batches prove nothing.
 _seen: Counter[str] = Counter()
 
 
@@ -38,15 +38,15 @@ def test_no_rule_breaks(batch: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
-def test_no_rule_breaks_with_as_many_ranks(ranks: int) -> None:
-    """They adopt different sets: one of them has lost entries, its slab's end, or everything."""
+def test_no_rule_breaks_with_several_ranks(ranks: int) -> None:
+    """The ranks adopt different sets: one of them lost entries, its slab's end, or everything."""
     first = _FIRST + 100 * ranks
     print(f"seeds {first} … {first + _SEEDS_OF_RANKS - 1}, {ranks} ranks")
     for seed in range(first, first + _SEEDS_OF_RANKS):
         _seen.update(play(seed, "restarts", ranks))
 
 
-def test_no_rule_breaks_where_vllm_waits_for_loads_that_hang() -> None:
+def test_no_rule_breaks_when_vllm_waits_for_loads_that_hang() -> None:
     for seed in range(_FIRST, _FIRST + 30):
         _seen.update(play(seed, "flushes"))
 
@@ -54,7 +54,7 @@ def test_no_rule_breaks_where_vllm_waits_for_loads_that_hang() -> None:
 @pytest.mark.parametrize(
     "policy", [*sorted(POLICIES.keys() - {CREDITED}), "04_custom_policy:SecondChance"]
 )
-def test_no_rule_breaks_whichever_policy_evicts(
+def test_no_rule_breaks_with_each_eviction_policy(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
@@ -107,8 +107,8 @@ def test_no_rule_breaks_whichever_policy_evicts(
         "written_chunks",
     ],
 )
-def test_the_weather_was_there(what: str) -> None:
-    """Every kind of event and every fault knob fired (needs the seeds above)."""
+def test_every_kind_of_event_happened(what: str) -> None:
+    """Every kind of event and every fault knob fired in the seeds of the tests above."""
     if not _seen:
         pytest.skip("the seeds did not run")
     assert _seen[what] > 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One simulated life: servers that start, work, crash and start again over the same pool."""
+"""One simulated world: servers start, work, crash and start again on the same pool."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REQUEST_S_MAX = 300.0
 
 
 class World:
-    """`run` plays the seed to its end or raises `Violation`."""
+    """Plays one seed: `run` reaches the end or raises `Violation`."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class World:
         self.trace = Trace(self.clock)
         self.clients = Clients(self.knobs, self.rng)
         self.counts: Counter[str] = Counter()
-        #: What each generation stands for, over all processes' lives.
+        #: Generation → the right payload, over all processes' lives.
         self.expected: dict[int, list[Tag]] = {}
         self._stores = [RankStore(self.knobs.targets) for _ in range(self.knobs.ranks)]
         self._boots = 0
@@ -179,21 +179,21 @@ class World:
 
     def _check_age(self, request: Request) -> None:
         if self.clock() - request.born_s > REQUEST_S_MAX:
-            raise Violation("end", f"{request} does not end: {request.status}")
+            raise Violation("end", f"{request} does not finish: {request.status}")
 
     def _meanwhile(self) -> None:
-        """Another rank goes on while one waits."""
+        """Let another rank continue while one waits."""
         self.rng.choice(self.ranks).pump()
 
     # -- the end ----------------------------------------------------------------------
 
     def _end(self) -> None:
-        """No new requests, no new faults: everything ends, and nothing is left."""
+        """Stop new requests and faults; check that everything ends and nothing is left."""
         for rank in self.ranks:
             rank.io.calm = True
         self._settle()
         self.rules.quiet()
-        self.clock.advance(10.0)  # what hangs and is ever released is released now
+        self.clock.advance(10.0)  # a hang that is ever released ends now
         for _ in range(4):
             for rank in self.ranks:
                 rank.pump()
@@ -210,7 +210,7 @@ class World:
         limit_s = self.clock() + REQUEST_S_MAX
         while self.scheduler.busy() or self._outputs_matter():
             if self.clock() > limit_s:
-                raise Violation("end", f"the engine steps for ever: {self.core.gauges()}")
+                raise Violation("end", f"the engine never stops stepping: {self.core.gauges()}")
             self._step(force=True)
             for rank in self.ranks:
                 rank.pump()
@@ -235,10 +235,10 @@ class World:
 def play(
     seed: int, profile: str | None = None, ranks: int | None = None, policy: str = CREDITED
 ) -> Counter[str]:
-    """Run one seed. A violation, or any broken assertion, says how to replay it.
+    """Run one seed. The message of a violation or a failed assertion gives the replay command.
 
-    ranks: as many, of which one loses some of its pool at most crashes; None: by the seed.
-    policy: as `eviction_policy` is configured.
+    ranks: their number; one rank loses part of its pool at most crashes. None: the seed chooses.
+    policy: a value of `eviction_policy`.
     """
     world: World | None = None
     try:
