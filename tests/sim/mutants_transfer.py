@@ -3,23 +3,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
 
 from vllm_nvmeof_offload.errors import OK, Outcome
-from vllm_nvmeof_offload.manager import core, start
-from vllm_nvmeof_offload.manager.index import State
+from vllm_nvmeof_offload.manager import core
+from vllm_nvmeof_offload.manager.handshake import Agreement
+from vllm_nvmeof_offload.manager.index import Event, State
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op
 from vllm_nvmeof_offload.manager.tiers import Tiers
 from vllm_nvmeof_offload.manager.writes import WriteBehind
-from vllm_nvmeof_offload.protocol import AdoptedEntries, OpReport
+from vllm_nvmeof_offload.protocol import AdoptedEntries, OpReport, RankHello
 from vllm_nvmeof_offload.worker.io_scheduler import IoEvent
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.slots import Grant, SlotGates
 from vllm_nvmeof_offload.worker.tasks import Step
 
+from . import world
 from .mutants import Patch, mutant
 from .rank import SimRank
 from .storage import SimIo
@@ -131,7 +135,9 @@ def write_begins_with_the_store() -> list[Patch]:
     def prepare_store(self: Any, keys: Any) -> Any:
         plan = real(self, keys)
         for key in plan.stored:
-            self._stored(self._tiers.index.find(key), None)
+            entry = self._tiers.index.find(key)
+            if self._tiers.on(entry, Event.COPIED) is State.CACHED:
+                self._writes.want(entry)
         return plan
 
     return [(core.ManagerCore, "prepare_store", prepare_store)]
@@ -172,17 +178,21 @@ def first_rank_decides() -> list[Patch]:
 
 @mutant
 def adoption_is_the_union() -> list[Patch]:
+    real = world.agree
+
     def union(one: AdoptedEntries, other: AdoptedEntries) -> AdoptedEntries:
         more = [i for i, slot in enumerate(other.pool_slots) if slot not in one.pool_slots]
-        return start._in_order(
-            AdoptedEntries(
-                np.concatenate([one.pool_slots, other.pool_slots[more]]),
-                np.concatenate([one.generations, other.generations[more]]),
-                one.keys + tuple(other.keys[i] for i in more),
-            )
+        return AdoptedEntries(
+            np.concatenate([one.pool_slots, other.pool_slots[more]]),
+            np.concatenate([one.generations, other.generations[more]]),
+            one.keys + tuple(other.keys[i] for i in more),
         )
 
-    return [(start, "_in_both", union)]
+    def agree(hellos: Sequence[RankHello]) -> Agreement:
+        adopted = reduce(union, (hello.adopted for hello in hellos))
+        return real([replace(hello, adopted=adopted) for hello in hellos])
+
+    return [(world, "agree", agree)]
 
 
 # -- rule 6: nothing wrong is accepted ----------------------------------------------------
