@@ -24,20 +24,20 @@ _MS_REC_PRIVATE = 0x4000 | 1 << 18
 
 @pytest.fixture(scope="session")
 def own_mount_table() -> None:
-    """Of a process that has others beside it: whose mounts would make our targets look up."""
+    """Give this process its own mount table: other processes' mounts would wake our watchers."""
     if "PYTEST_XDIST_WORKER" not in os.environ or os.geteuid():
         return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS) or libc.mount(b"none", b"/", None, _MS_REC_PRIVATE, None):
         error = ctypes.get_errno()
-        if error == errno.EPERM:  # root in a container, which may not mount either
-            pytest.skip("a mount table of its own is not permitted here")
+        if error == errno.EPERM:  # root in a container that may not mount file systems either
+            pytest.skip("a private mount table is not permitted here")
         raise OSError(error, os.strerror(error), "unshare(CLONE_NEWNS)")
 
 
 @pytest.fixture(params=list(ENGINES))
 def engine_name(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The name of each engine that can run here."""
+    """The name of each engine that can run on this machine."""
     name = str(request.param)
     if name.startswith("uring"):
         pytest.importorskip("vllm_nvmeof_offload.io.uring", exc_type=ImportError)

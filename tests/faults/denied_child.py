@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that may not do everything: `python -m tests.faults.denied_child JSON`.
+"""A process without some of its rights: `python -m tests.faults.denied_child JSON`.
 
-Opens a pool, gives up what it was told to, chooses an engine, stores and loads, and prints as
-JSON what ran, what it said, and whether the bytes were right.
+Opens a pool, gives up the rights that JSON names, chooses an engine, stores and loads, and prints
+as JSON the engine that ran, its log, and whether the bytes were right.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger(LOGGER_NAME).addHandler(handler)
-    content(name(0))  # numpy loads more at its first use, which nobody may not
+    content(name(0))  # numpy loads modules at its first use, which user `nobody` may not read
     targets = [Path(job["target"]) / str(number) for number in range(job.get("targets", 1))]
     pool = Pool.open(make_spec(*targets, slots=9, payload_bytes=job["payload_bytes"]))
     lines.clear()

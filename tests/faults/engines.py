@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every I/O engine, by name, for the tests of this directory. To add one: one more entry."""
+"""Every I/O engine, by name, for the tests of this directory. A new engine is one more entry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _threads(pool: Pool, memory: memoryview, base_address: int, **options: objec
 
 def _uring(registered: bool, limits: IoLimits) -> Factory:
     def make(pool: Pool, memory: memoryview, base_address: int, **options: object) -> IoEngine:
-        # Late: the module is not there before the native part is built.
+        # Imported late: the module does not exist before the native part is built.
         module = importlib.import_module("vllm_nvmeof_offload.io.uring")
         engine: IoEngine = module.UringIoEngine(
             pool, memory, base_address, limits, registered=registered, **options
@@ -34,6 +34,6 @@ def _uring(registered: bool, limits: IoLimits) -> Factory:
 ENGINES: dict[str, Factory] = {
     "threads": _threads,
     "uring": _uring(True, IoLimits()),
-    # A slot of these tests in several pieces.
+    # Small, so that a slot of these tests is moved in several pieces.
     "uring-unregistered": _uring(False, IoLimits(split_bytes=16 * KIB)),
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mounts `fuse_server` for a test, tells it what to do wrong, and always takes it down."""
+"""Mounts `fuse_server` for a test, sends it the faults to inject, and always unmounts it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class FaultyMount:
     """A mounted passthrough file system at `place` over `backing`."""
 
     def __init__(self, path: Path, *options: str, backing: Path | None = None) -> None:
-        """Mount, or skip the test with the reason why that is impossible here."""
+        """Mount, or skip the test with the reason why mounting is impossible here."""
         if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-            pytest.skip("/dev/fuse is not there, or not ours")
+            pytest.skip("/dev/fuse does not exist or may not be opened")
         if os.geteuid() != 0:
             pytest.skip("mounting a FUSE file system without fusermount needs root")
         self.place = path / "faulty"
@@ -35,7 +35,7 @@ class FaultyMount:
         self.mount()
 
     def mount(self) -> None:
-        """Mount, once more after `unmount`, or over what is there; the rules begin anew."""
+        """Mount: the first time, again after `unmount`, or over a mount. No rule is set then."""
         command = [sys.executable, "-m", "tests.faults.fuse_server"]
         self._server = subprocess.Popen(
             [*command, str(self.backing), str(self.place), *self._options],
@@ -50,12 +50,12 @@ class FaultyMount:
             pytest.skip(f"mounting is not permitted here: {answer['error']}")
 
     def mount_over(self) -> None:
-        """Mount a second one of the same files over the first, whatever hangs there."""
+        """Mount the same files again over the first mount, even while operations hang there."""
         self._beneath.append(self._server)
         self.mount()
 
     def kill_beneath(self) -> None:
-        """What hangs in mounts below others comes to its end."""
+        """End the operations that hang in mounts below others."""
         for server in self._beneath:
             server.kill()
             server.communicate()
@@ -66,50 +66,50 @@ class FaultyMount:
         assert isinstance(answer, dict)
         return answer
 
-    def _tell(self, command: dict[str, Any]) -> dict[str, Any]:
+    def _send(self, command: dict[str, Any]) -> dict[str, Any]:
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(command) + "\n")
         self._server.stdin.flush()
         return self._answer()
 
     def rules(self, *rules: dict[str, Any]) -> None:
-        """Replace all rules; what hangs by the old ones is let go."""
+        """Replace all rules; requests that hang because of the old ones continue."""
         if self._server.returncode is not None:
             return
-        self._tell({"rules": [{"name": "it", "path": "slab", **rule} for rule in rules]})
+        self._send({"rules": [{"name": "it", "path": "slab", **rule} for rule in rules]})
 
     def fired(self, rule: str = "it") -> int:
-        count = self._tell({})["fired"].get(rule, 0)
+        count = self._send({})["fired"].get(rule, 0)
         assert isinstance(count, int)
         return count
 
     def lengths(self, rule: str = "it") -> list[int]:
-        """Of the requests that the rule struck, in bytes."""
-        return list(self._tell({})["lengths"].get(rule, []))
+        """The lengths of the requests that the rule struck, in bytes."""
+        return list(self._send({})["lengths"].get(rule, []))
 
     def wait_hanging(self, count: int) -> None:
         end_s = time.monotonic() + WAIT_S
-        while self._tell({})["hanging"] < count:
+        while self._send({})["hanging"] < count:
             assert time.monotonic() < end_s, f"fewer than {count} requests hang"
 
     def wait_fired(self, *rules: str) -> None:
         end_s = time.monotonic() + WAIT_S
         while not all(self.fired(rule) for rule in rules):
-            assert time.monotonic() < end_s, f"{rules} have not struck"
+            assert time.monotonic() < end_s, f"rules that have not struck: {rules}"
 
     def kill(self) -> None:
-        """The device is gone: every request fails, those that hang too."""
+        """Remove the device: every request fails, also those that hang."""
         self._server.kill()
         self._server.wait()
 
     def unmount(self, *options: str) -> None:
-        """As an operator does it, after `kill`; fails if a process keeps a file open there."""
+        """Unmount as an operator does, after `kill`; fails if a process keeps a file open."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         self._server.stdin.close()
         self._server.stdout.close()
         end_s = time.monotonic() + WAIT_S
-        while True:  # what looks at the path makes it busy for an instant
+        while True:  # a process that looks at the path makes it busy for an instant
             command = ["umount", *options, str(self.place)]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode == 0:
@@ -117,7 +117,7 @@ class FaultyMount:
             assert time.monotonic() < end_s, done.stderr
 
     def close(self) -> None:
-        """Unmount. The server's end aborts the connection, whatever still hangs in it."""
+        """Unmount. The server's end aborts the connection and all requests that hang in it."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         self.kill()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `fuse_server` does wrong, and which file is which of its nodes."""
+"""The faults that `fuse_server` injects, and the files of its nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = 1
 
 
 class Faults:
-    """The rules, their counts, and what hangs."""
+    """The rules, their counts, and the requests that hang."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -34,7 +34,7 @@ class Faults:
         """Apply the first rule that matches; return how many bytes may be moved.
 
         Raises:
-            OSError: the rule says so.
+            OSError: the error that the rule names.
         """
         with self._changed:
             rule = self._take(op, path, length)
@@ -92,7 +92,7 @@ class Nodes:
             return self._numbers[path]
 
     def forget(self, path: str) -> None:
-        """What is made there next is another file."""
+        """Forget the path: the next file that is created there is another node."""
         with self._lock:
             self._numbers.pop(path, None)
 

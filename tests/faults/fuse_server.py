@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A passthrough file system with faults: `python -m tests.faults.fuse_server BACKING PLACE [sync]`.
 
-Speaks the kernel's FUSE protocol itself, so that tests need neither a compiler nor libfuse.
-Every file is opened with FOPEN_DIRECT_IO: requests come with the length that the caller
-issued (up to 1 MiB), and nothing is answered from the page cache. Many threads serve, so that
-a request that hangs hangs nobody else.
+The server implements the kernel's FUSE protocol itself, so that tests need neither a compiler nor
+libfuse. Every file is opened with FOPEN_DIRECT_IO: requests arrive with the length that the caller
+issued (up to 1 MiB), and none is answered from the page cache. Many threads serve, so that a
+request that hangs does not block the others.
 
 Commands are JSON lines on stdin, each answered by a JSON line on stdout:
 
-* `{"rules": [rule, …]}` replaces all rules and lets go what hangs by the old ones. A rule:
+* `{"rules": [rule, …]}` replaces all rules; requests that hang by the old ones continue. A rule:
   `name`, `op` ("read", "write", "fsync", "fallocate", "open", "create"), `path` (the file's
   name), `do` ("errno", "hang", "delay", "short"), `value` (errno, seconds, or bytes to move),
-  `skip` (let so many pass first), `count` (strike so often; -1: always).
+  `skip` (requests to let pass first), `count` (requests to strike; -1: all).
 * `{}` changes nothing. The answer: `fired` (rule name → how often), `hanging`, `lengths` (rule
-  name → lengths of the requests that it struck).
+  name → lengths of the requests that the rule struck).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _INIT_OUT = struct.Struct("<IIIIHHIIHHI7I")
 _STATFS_OUT = struct.Struct("<5Q4I6I")
 #: ASYNC_READ, ATOMIC_O_TRUNC, BIG_WRITES, PARALLEL_DIROPS, MAX_PAGES.
 _FLAGS = 1 | 1 << 3 | 1 << 5 | 1 << 18 | 1 << 22
-#: With it the kernel makes EIO of a short asynchronous write (`fuse_get_res_by_io`). Without it
-#: io_uring goes on by itself after a short transfer of an O_DIRECT file, at the place where that
-#: began (FUSE does not move `ki_pos`): Linux 6.18.
+#: With it the kernel turns a short asynchronous write into EIO (`fuse_get_res_by_io`). Without it
+#: io_uring continues by itself after a short transfer of an O_DIRECT file, at the offset where the
+#: transfer began (FUSE does not move `ki_pos`): Linux 6.18.
 _ASYNC_DIO = 1 << 15
 #: DIRECT_IO and PARALLEL_DIRECT_WRITES: one write that hangs does not lock out the others.
 _FOPEN = 1 | 1 << 6
@@ -55,7 +55,7 @@ _NOT_OURS = os.O_DIRECT | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
 class Server:
-    """Answers the kernel. One method an operation; an `OSError` is the answer's error."""
+    """Answers the kernel. One method per operation; an `OSError` becomes the answer's error."""
 
     def __init__(self, device: int, backing: str, faults: Faults, async_dio: bool) -> None:
         self._device = device
@@ -110,7 +110,7 @@ class Server:
             try:
                 os.write(self._device, head + answer)
             except OSError as error:
-                if error.errno != errno.ENOENT:  # the caller is gone
+                if error.errno != errno.ENOENT:  # ENOENT: the caller is gone
                     return
 
     def init(self, node: int, body: bytes) -> bytes:

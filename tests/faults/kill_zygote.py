@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lives that end by SIGKILL: `python -m tests.faults.kill_zygote`, a job a JSON line on stdin.
+"""Lives that end by SIGKILL: `python -m tests.faults.kill_zygote`, one JSON job per line of stdin.
 
-Everything is imported once, and each job is a fork of that, so that a life costs milliseconds.
-No engine exists in the zygote: threads and rings do not survive a fork. A life opens the pool,
-adopts, reads everything it adopted, and then writes, overwrites, reads and resets until it is
-killed. It says what it is about to do and what was acknowledged, one line each, before anything
-else happens; the last line of a life, `dead STATUS`, is the zygote's.
+The zygote imports everything once and forks for each job, so that a life costs milliseconds. No
+engine exists in the zygote, because threads and rings do not survive a fork. A life opens the
+pool, adopts, reads every adopted slot, and then writes, overwrites, reads and resets until it is
+killed. It prints a line before each action and a line after each acknowledgement, before anything
+else happens. The zygote prints the last line of a life, `dead STATUS`.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ RESET_SHARE = 0.01
 
 
 def key(pool_slot: int, generation: int) -> bytes:
-    """Every write is of a key of its own: nothing may come back in another's place."""
+    """Each write has a unique key, so that no chunk may be returned in another's place."""
     return f"{pool_slot}:{generation}".encode()
 
 
 def say(*words: object) -> None:
-    """One line, in one system call: all of it survives the kill, or nothing."""
+    """Print one line with one system call, so that the kill loses all of the line or nothing."""
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
 def acknowledge_early(pool: Pool, slot: memoryview, files: SlotFiles, *more: Any) -> Outcome:
-    """A control's engine: one of four slots is never written, and yet acknowledged."""
+    """The negative control's write: one of four slots is acknowledged but never written."""
     return OK if files.pool_slot % 4 == 0 else write_slot(pool, slot, files, *more)
 
 
 class Life:
-    """From the opening of the pool to the kill."""
+    """One process's life from the opening of the pool to the kill."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self._dice = random.Random(job["seed"])
@@ -60,7 +60,7 @@ class Life:
         say("open", self._pool.engine_index)
         self._bench = Bench(job["engine"], self._pool, PLACES)
         self._stored: dict[int, SlotIdentity] = {}
-        #: token → (place, pool slot, identity, is it a read)
+        #: token → (staging slot, pool slot, identity, whether it is a read)
         self._busy: dict[int, tuple[int, int, SlotIdentity, bool]] = {}
 
     def adopt(self) -> None:

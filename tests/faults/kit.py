@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool, staging memory and one engine over it; the only right content of every identity.
+"""A pool, staging memory and one engine over it; the one right content of every identity.
 
 Used inside pytest and inside the child processes that tests stop, kill and deprive.
 """
@@ -24,11 +24,11 @@ from vllm_nvmeof_offload.units import HEADER_BYTES
 from .engines import ENGINES
 
 WAIT_S = 120.0
-PAYLOAD_BYTES = 61_000  # not a multiple of 4 KiB: the padding is exercised
+PAYLOAD_BYTES = 61_000  # not a multiple of 4 KiB, to exercise the padding
 
 
 def make_spec(*targets: Path, slots: int = 16, **changes: object) -> PoolSpec:
-    """slots: on each target."""
+    """slots: per target."""
     spec = PoolSpec(
         targets=targets,
         pool_bytes=1,
@@ -77,12 +77,12 @@ class Bench:
         return IoOp(self.tokens, kind, urgency, pool_slot, address, identity, **more)  # type: ignore[arg-type]
 
     def write(self, pool_slot: int, place: int, identity: SlotIdentity, **more: object) -> IoOp:
-        """A write of the identity's right content, which is put into the staging slot."""
+        """A write of the identity's right content, which this call puts into the staging slot."""
         self.payload(place)[:] = content(identity, self.pool.payload_bytes)
         return self._op(OpKind.WRITE, Urgency.WRITE, pool_slot, place, identity, **more)
 
     def read(self, pool_slot: int, place: int, identity: SlotIdentity, **more: object) -> IoOp:
-        """A read into a staging slot that is zeroed first."""
+        """A read into a staging slot, which this call zeroes first."""
         start = place * self.pool.slot_bytes
         self.view[start : start + self.pool.slot_bytes] = bytes(self.pool.slot_bytes)
         return self._op(OpKind.FETCH, Urgency.DEMAND, pool_slot, place, identity, **more)
@@ -104,39 +104,39 @@ class Bench:
     def wait(
         self, done: Callable[[list[Completion]], bool], wait_s: float = WAIT_S
     ) -> list[Completion]:
-        """Poll, woken by `fileno`, until `done` of all completions since the last call."""
+        """Poll, woken by `fileno`, until `done` accepts all completions since the last call."""
         found: list[Completion] = []
         end_s = time.monotonic() + wait_s
         while not done(found):
             left_s = end_s - time.monotonic()
-            assert left_s > 0, f"nothing more came in {wait_s:g} s; so far {found}"
+            assert left_s > 0, f"no further completion in {wait_s:g} s; so far {found}"
             select.select([self.engine.fileno()], [], [], left_s)
             found.extend(self.engine.poll())
         return found
 
     def run(self, *ops: IoOp, wait_s: float = WAIT_S) -> list[Completion]:
-        """Submit and wait for as many completions; return them in the order of `ops`."""
+        """Submit and wait for one completion per op; return them in the order of `ops`."""
         self.submit(*ops)
         found = self.wait(lambda completions: len(completions) >= len(ops), wait_s)
         by_token = {completion.token: completion for completion in found}
         return [by_token[op.token] for op in ops]
 
     def store(self, identities: Iterable[tuple[int, SlotIdentity]]) -> None:
-        """Write one after the other; all must succeed."""
+        """Write the chunks one after the other; all must succeed."""
         for pool_slot, identity in identities:
             (completion,) = self.run(self.write(pool_slot, 0, identity))
             assert completion.outcome is not None
             assert completion.outcome.ok, completion
 
     def close(self, timeout_s: float = WAIT_S) -> bool:
-        """Engine, then pool, as the worker does it."""
+        """Close the engine and then the pool, as the worker does."""
         closed = self.engine.close(timeout_s)
         self.pool.close(abandon=not closed)
         return closed
 
 
 def adopted(pool: Pool) -> dict[int, SlotIdentity]:
-    """What the pool adopts."""
+    """The entries that the pool adopts."""
     found = pool.adopt()
     return {
         slot: SlotIdentity(key, generation)

@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-#: A mutation: (place, what to do) pairs, applied one after the other.
+#: Mutations, applied one after the other: (operation, offset, bytes).
 flips = st.tuples(st.just("xor"), st.integers(0, 1 << 16), st.binary(min_size=1, max_size=8))
 overwrites = st.tuples(st.just("put"), st.integers(0, 1 << 16), st.binary(min_size=1, max_size=80))
 cuts = st.tuples(st.just("cut"), st.integers(0, 1 << 16), st.just(b""))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that is stopped and goes on: `python -m tests.faults.stop_child JSON`.
+"""A process that is stopped and continued: `python -m tests.faults.stop_child JSON`.
 
-Keeps operations with deadlines in flight until its stdin ends. Checks that each gives one
-outcome and one release, that OK means the right bytes, and that a buffer is not used again
-before its release; then that everything works, and prints its counts.
+Keeps operations with deadlines in flight until its stdin ends. Checks that each operation gives
+one outcome and one release, that OK means the right bytes, and that a buffer is not reused before
+its release; then checks that every operation works, and prints the counts.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ SLOTS = 16
 
 
 class Traffic:
-    """Random reads and writes; what became of each."""
+    """Random reads and writes and their outcomes."""
 
     def __init__(self, bench: Bench, seed: int, deadline_s: float) -> None:
         self._bench = bench
         self._dice = random.Random(seed)
         self._deadline_s = deadline_s
         self._generation = 1
-        #: pool slot → its only right identity; None where a write has missed its deadline.
+        #: pool slot → the one right identity; None after a write that missed its deadline.
         self.stored: dict[int, SlotIdentity | None] = {n: name(n) for n in range(SLOTS)}
-        #: pool slot → what was written last, or was to be.
+        #: pool slot → the identity of the last write that was submitted.
         self._tried = {n: name(n) for n in range(SLOTS)}
-        #: token → (place, pool slot, identity, is it a write)
+        #: token → (staging slot, pool slot, identity, whether it is a write)
         self._busy: dict[int, tuple[int, int, SlotIdentity, bool]] = {}
         self._late: set[int] = set()
         self.counts: Counter[str] = Counter()
 
     def start(self) -> None:
-        """Fill every free place with an operation."""
+        """Start an operation in every free staging slot."""
         places = {place for place, *_ in self._busy.values()}
         for place in set(range(PLACES)) - places:
             taken = {pool_slot for _, pool_slot, *_ in self._busy.values()}
@@ -89,7 +89,7 @@ class Traffic:
                 self._late.add(token)
 
     def end(self) -> None:
-        """Everything comes back, and everything works."""
+        """Wait until every operation is released, and check that new ones work."""
         while self._busy:
             self.reap(self._bench.wait(bool))
         for pool_slot, identity in self.stored.items():
@@ -109,14 +109,14 @@ def main() -> None:
     bench.store((slot, name(slot)) for slot in range(SLOTS))
     traffic = Traffic(bench, job["seed"], job["deadline_s"])
     print("ready", flush=True)
-    said = 0
+    reported = 0
     while sys.stdin not in select.select([sys.stdin], [], [], 0)[0]:
         traffic.start()
         traffic.reap(bench.wait(bool))
-        # Of what has succeeded: on a disk that is slow itself most of it misses its deadline.
-        if traffic.counts[str(OK)] >= said + 8:
-            said = traffic.counts[str(OK)]
-            print(said, flush=True)
+        # Count only successes: on a slow disk most operations miss their deadlines.
+        if traffic.counts[str(OK)] >= reported + 8:
+            reported = traffic.counts[str(OK)]
+            print(reported, flush=True)
     traffic.end()
     assert bench.close()
     print(json.dumps(traffic.counts))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's half without vLLM over a real pool: engine, pipeline, its thread, the watcher."""
+"""The worker's half over a real pool, without vLLM: engine, pipeline, its thread, the watcher."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ DEADLINE_S = 0.4
 
 
 class Survivor:
-    """One rank. `read` and `write` move a chunk between its pool slot and a cache slot."""
+    """One rank. `read` and `write` move a chunk between a pool slot and a cache slot."""
 
     def __init__(self, engine: str, pool: Pool, slots: int, **watcher: object) -> None:
-        """slots: so many of the pool's slots are given `name(slot)` first."""
+        """slots: how many of the pool's slots are written with `name(slot)` first."""
         self.pool = pool
         self.bench = Bench(engine, pool, CACHE_SLOTS)
         self.bench.store((slot, name(slot)) for slot in range(slots))
@@ -77,7 +77,7 @@ class Survivor:
         return command.op  # type: ignore[union-attr]
 
     def start_read(self, pool_slot: int, identity: SlotIdentity) -> tuple[int, int]:
-        """Returns op and place."""
+        """Start a read; return its op and its cache slot."""
         place = next(self._place)
         self.bench.payload(place)[:] = bytes(self.pool.payload_bytes)
         return self.obey(FetchCommand(next(self._ops), identity, pool_slot, place)), place
@@ -88,14 +88,14 @@ class Survivor:
         return report.failures[0][1] if report.failures else OK
 
     def read(self, pool_slot: int, identity: SlotIdentity) -> Outcome:
-        """A read that says OK has the right bytes."""
+        """Read a chunk and check that OK means the right bytes."""
         op, place = self.start_read(pool_slot, identity)
         outcome = self.outcome(op)
         assert not outcome.ok or self.bench.right(place, identity)
         return outcome
 
     def write(self, source: int, target: int, identity: SlotIdentity) -> Outcome:
-        """Bring a chunk up from pool slot `source` and write it to pool slot `target`."""
+        """Read a chunk from pool slot `source` and write it to pool slot `target`."""
         op, place = self.start_read(source, identity)
         assert self.outcome(op).ok
         number = next(self._ops)
@@ -112,14 +112,14 @@ class Survivor:
                 if wanted(report):
                     self.reports.remove(report)
                     return report
-            assert time.monotonic() < end_s, f"it was not reported; {self.reports}"
+            assert time.monotonic() < end_s, f"the op was not reported; {self.reports}"
             time.sleep(0.002)
 
     def wait_released(self, op: int) -> None:
         self.wait(lambda r: isinstance(r, ReleaseReport) and r.op == op)
 
     def wait_verdict(self, target: int, verdict: Verdict) -> None:
-        """Until the manager would hear of it."""
+        """Wait until the verdict would be reported to the manager."""
         self.wait(
             lambda r: (
                 isinstance(r, VerdictReport)
@@ -147,7 +147,7 @@ def mount_id_of(place: Path) -> int:
 
 
 def open_files_on(mount: int) -> list[str]:
-    """Of this process, by /proc alone: no look at a file that might hang."""
+    """This process's open files, from /proc only: a look at a file might hang."""
     found = []
     for entry in Path("/proc/self/fdinfo").iterdir():
         try:
@@ -162,10 +162,10 @@ def open_files_on(mount: int) -> list[str]:
 
 
 def probers() -> list[int]:
-    """Living children of this process that look at a target."""
+    """The living child processes that probe a target."""
     children: list[str] = []
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process has just ended
             children += (task / "children").read_text().split()
     found = []
     for pid in children:
@@ -185,5 +185,5 @@ def own_threads() -> list[str]:
 
 
 def closing() -> bool:
-    """Are files of a target that was replaced being closed?"""
+    """Whether files of a replaced target are being closed."""
     return "nvmeof-close" in [thread.name for thread in threading.enumerate()]

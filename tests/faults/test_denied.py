@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the kernel refuses io_uring, or the memory for it: slower, said once, and right."""
+"""If the kernel refuses io_uring or its memory, the fallback is logged once and is correct."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ pytest.importorskip("vllm_nvmeof_offload.io.choose", exc_type=ImportError)
 from vllm_nvmeof_offload import native
 
 ROOT = Path(__file__).parents[2]
-#: Eight staging slots of it are more than any limit below.
+#: Eight staging slots of this size exceed every limit below.
 PAYLOAD_BYTES = 4 * MIB
 
 
 def io_uring_errno() -> int:
-    """What io_uring_setup says here to arguments that cannot be right: EFAULT if it is there."""
+    """The errno of io_uring_setup for invalid arguments: EFAULT if the call is available."""
     libc = ctypes.CDLL(None, use_errno=True)
     return ctypes.get_errno() if libc.syscall(425, 1, None) < 0 else 0
 
@@ -47,8 +47,8 @@ def run_child(target: Path, **job: object) -> dict[str, Any]:
 
 
 @needs_io_uring
-def test_where_nothing_is_denied_nothing_falls_back(tmp_path: Path) -> None:
-    """The control: what the others see comes from the denial."""
+def test_nothing_falls_back_if_nothing_is_denied(tmp_path: Path) -> None:
+    """Control: the effects in the other tests come from the denial."""
     report = run_child(tmp_path)
     assert report["ok"]
     assert "io_uring (registered" in report["name"]
@@ -66,7 +66,9 @@ def test_where_nothing_is_denied_nothing_falls_back(tmp_path: Path) -> None:
         (["enter"], errno.EPERM),
     ],
 )
-def test_without_io_uring_threads_run(tmp_path: Path, denied: list[str], number: int) -> None:
+def test_the_threads_engine_runs_without_io_uring(
+    tmp_path: Path, denied: list[str], number: int
+) -> None:
     report = run_child(tmp_path, deny=denied, errno=number)
     assert report["ok"]
     assert report["name"].startswith("threads")
@@ -74,7 +76,7 @@ def test_without_io_uring_threads_run(tmp_path: Path, denied: list[str], number:
     assert line.startswith("io_uring→threads")
     assert errno.errorcode[number] in line
     assert "io_uring_" in line
-    assert [said for said in report["log"] if "io_uring" in said] == report["log"]
+    assert [line for line in report["log"] if "io_uring" in line] == report["log"]
     assert len(report["log"]) == 1
     assert line in report["log"][0]
 
@@ -106,13 +108,13 @@ def test_a_memlock_limit_below_staging_leaves_it_unregistered(
 
 
 @needs_io_uring
-def test_uring_that_was_asked_for_by_name_is_an_error_where_it_is_denied(tmp_path: Path) -> None:
+def test_uring_requested_by_name_is_an_error_if_it_is_denied(tmp_path: Path) -> None:
     report = run_child(tmp_path, wanted="uring", deny=["setup"], errno=errno.EPERM)
     assert "EPERM" in report["error"]
     assert "io_uring" in report["error"]
 
 
-def test_threads_that_were_asked_for_by_name_run_without_a_word(tmp_path: Path) -> None:
+def test_threads_requested_by_name_run_without_a_warning(tmp_path: Path) -> None:
     report = run_child(
         tmp_path, wanted="threads", deny=["setup", "enter", "register"], errno=errno.EPERM
     )
@@ -125,11 +127,11 @@ def test_threads_that_were_asked_for_by_name_run_without_a_word(tmp_path: Path) 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 @pytest.mark.skipif(
     tuple(map(int, os.uname().release.split(".")[:2])) < (6, 12),
-    reason="before Linux 6.12 rings cannot share registered memory",
+    reason="rings cannot share registered memory before Linux 6.12",
 )
 def test_the_rings_of_several_targets_share_one_registration(tmp_path: Path) -> None:
     staging_bytes = 8 * (512 * KIB + 4 * KIB)
-    limit = staging_bytes * 3 // 2  # enough for one, not for three
+    limit = staging_bytes * 3 // 2  # enough for one registration, not for three
     report = run_child(tmp_path, targets=3, payload_bytes=512 * KIB, memlock_bytes=limit)
     assert report["ok"]
     assert report["fallbacks"] == []

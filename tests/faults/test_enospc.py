@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""File systems that are really full: small ones of each kind that may be mounted here."""
+"""Full file systems: a small real one of each kind that may be mounted here."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_full_target_shrinks_the_pool_and_every_slot_can_be_written(
     assert DISK_BYTES // 2 < slots * pool.slot_bytes < DISK_BYTES
     bench = Bench(engine_name, pool)
     bench.store((slot, name(slot)) for slot in range(slots))
-    assert bench.run(bench.reset())[0].outcome == OK  # there is room for superblocks even now
+    assert bench.run(bench.reset())[0].outcome == OK  # a full disk has room for superblocks
     bench.store((slot, name(slot, 2)) for slot in range(slots))
     assert bench.close()
     pool = Pool.open(spec)
@@ -64,19 +64,19 @@ def test_a_full_target_shrinks_the_pool_and_every_slot_can_be_written(
 
 
 def make_sparse(fd: int, size: int) -> None:
-    """What `slab.reserve` does where the file system has no fallocate."""
+    """The effect of `slab.reserve` on a file system without fallocate."""
     if os.fstat(fd).st_size < size:
         os.ftruncate(fd, size)
 
 
-def test_a_sparse_slab_that_finds_no_space_fails_the_write_alone(
+def test_a_sparse_slab_that_finds_no_space_fails_only_the_write(
     engine_name: str, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slab, "reserve", make_sparse)
     spec = make_spec(small_disk / "t", slots=WANTED)
     pool = Pool.open(spec)
-    assert pool.slots == WANTED, "the lack of space is not known yet"
-    # The table is short, and a disk that fills up later does not take its place.
+    assert pool.slots == WANTED, "the lack of space is discovered later"
+    # The table is short, and it keeps its space when the disk fills up later.
     bench = Bench(engine_name, pool)
     written, refused = {}, []
     for slot in range(WANTED):
@@ -92,7 +92,7 @@ def test_a_sparse_slab_that_finds_no_space_fails_the_write_alone(
             break
     assert len(refused) == 5
     assert len(written) > 50
-    # The others go on: read, and written over.
+    # The other slots are still read and overwritten.
     for slot in list(written)[:3]:
         assert bench.run(bench.read(slot, 1, name(slot)))[0].outcome == OK
         assert bench.right(1, name(slot))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each row of `errors.ERRORS` that storage can give, as every engine sees it."""
+"""Each row of `errors.ERRORS` that storage can return, as every engine reports it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from vllm_nvmeof_offload.pool.pool import Pool
 from .fuse_mount import FaultyMount
 from .kit import Bench, make_spec, name
 
-#: errno → retryable, scope. As the kernel judges (`blk_path_error`): what the device itself has
-#: refused is not tried again.
+#: errno → retryable, scope. As in the kernel (`blk_path_error`), an operation that the device
+#: itself refused is not retried.
 ROWS = {
     errno.EIO: (True, Scope.SLOT),
     errno.ENODATA: (False, Scope.SLOT),
@@ -44,11 +44,12 @@ def bench(engine_name: str, faulty_mount: FaultyMount) -> Iterator[Bench]:
     assert bench.close()
 
 
-def test_errnos_arrive_with_their_meaning(bench: Bench, faulty_mount: FaultyMount) -> None:
+def test_errnos_are_reported_with_their_meaning(bench: Bench, faulty_mount: FaultyMount) -> None:
     rows = dict(ROWS)
     if bench.is_uring:
-        # Linux 6.18 tries such an operation for ever on a file that can be polled, as FUSE's can
-        # and no block device's or disk file system's (io_read, io_wq_submit_work).
+        # Linux 6.18 retries such an operation forever on a file that can be polled. FUSE's files
+        # can be polled; those of block devices and disk file systems cannot (io_read,
+        # io_wq_submit_work).
         del rows[errno.EOPNOTSUPP]
     for number, row in rows.items():
         for what in ("read", "write"):
@@ -61,10 +62,10 @@ def test_errnos_arrive_with_their_meaning(bench: Bench, faulty_mount: FaultyMoun
             assert number in ERRORS
 
 
-def test_a_read_of_no_bytes_has_no_errno_and_is_the_targets(
+def test_a_read_of_no_bytes_has_no_errno_and_the_targets_scope(
     engine_name: str, tmp_path: Path
 ) -> None:
-    """As of a namespace that is disabled under an open file: `pread` gives 0, for ever."""
+    """As on a namespace that is disabled under an open file: `pread` returns 0 forever."""
     bench = Bench(engine_name, Pool.open(make_spec(tmp_path, slots=2)))
     bench.store([(1, name(1))])
     os.truncate(bench.pool.directories[0] / "slab", 0)
@@ -77,6 +78,6 @@ def test_a_read_of_no_bytes_has_no_errno_and_is_the_targets(
     assert bench.close()
 
 
-def test_what_is_not_in_the_table_is_one_slots_and_final() -> None:
+def test_an_errno_outside_the_table_has_the_slots_scope_and_is_final() -> None:
     outcome = io_error(errno.ELOOP)
     assert (outcome.retryable, outcome.scope) == (False, Scope.SLOT)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each engine over a real file system with real faults: `fuse_server`.
 
-Pool slots of even number lie on the faulty target, the others on a healthy one beside it.
+Pool slots with even numbers are on the faulty target, the others on a second, healthy target.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def bench(
 
 
 def reopened(bench: Bench) -> Pool:
-    """The pool as the next process finds it."""
+    """Open the pool as the next process would."""
     assert bench.close()
     spec = make_spec(
         *(directory.parents[2] for directory in bench.pool.directories), slots=8, o_direct="off"
@@ -56,7 +56,7 @@ def reopened(bench: Bench) -> Pool:
     return bench.pool
 
 
-def test_without_faults_everything_passes_through(bench: Bench, faulty_mount: FaultyMount) -> None:
+def test_every_operation_succeeds_without_faults(bench: Bench, faulty_mount: FaultyMount) -> None:
     faulty_mount.rules(
         {"op": "read", "do": "delay", "value": 0.0}, {"op": "write", "do": "delay", "value": 0.0}
     )
@@ -77,7 +77,7 @@ def test_a_read_that_fails_is_an_io_error(bench: Bench, faulty_mount: FaultyMoun
         assert [completion.outcome for completion in bench.run(*ops)] == [EIO, OK]
         assert bench.right(1, name(slot + 1))
         assert faulty_mount.fired() == number + 1
-    # It was the device's mood, not the bytes: the same slots serve again.
+    # The device failed, not the bytes: the same slots serve again.
     for slot in (0, 2):
         assert bench.run(bench.read(slot, 1, name(slot)))[0].outcome == OK
         assert bench.right(1, name(slot))
@@ -105,16 +105,16 @@ def test_a_hang_gives_the_deadline_now_and_the_buffer_later(
     deadline_s = time.monotonic() + 0.15
     late = [bench.read(0, 0, name(0), deadline_s=deadline_s)]
     late.append(bench.write(8, 1, name(8), deadline_s=deadline_s))
-    late.append(bench.write(6, 4, name(6, 2), deadline_s=deadline_s))  # over another one
+    late.append(bench.write(6, 4, name(6, 2), deadline_s=deadline_s))  # overwrites another chunk
     bench.submit(*late)
     faulty_mount.wait_fired("reads", "writes")
     found = bench.wait(lambda completions: len(completions) == 3)
     assert time.monotonic() >= deadline_s
     assert {(c.token, c.outcome) for c in found} == {(op.token, DEADLINE) for op in late}
-    # The third may have waited for the second: then nothing of it has begun.
+    # The third write may have waited for the second; then no part of it has started.
     held = {c.token for c in found if not c.released}
     assert {op.token for op in late[:2]} <= held
-    # The other target goes on, in both directions, and more than once.
+    # The other target continues, in both directions, and more than once.
     for slot in HEALTHY[:4]:
         ops = [bench.read(slot, 2, name(slot)), bench.write(slot + 8, 3, name(slot + 8))]
         assert [c.outcome for c in bench.run(*ops)] == [OK, OK]
@@ -129,7 +129,7 @@ def test_a_hang_gives_the_deadline_now_and_the_buffer_later(
     (completion,) = bench.run(bench.read(6, 5, name(6)))
     assert completion.outcome in (OK, STALE, CHECKSUM_MISMATCH)
     assert completion.outcome != OK or bench.right(5, name(6))
-    # Nobody waited for the late writes any more: they must not come back as entries.
+    # The late writes had missed their deadlines: they must not be adopted as entries.
     kept = {slot: name(slot) for slot in (*range(8), *(slot + 8 for slot in HEALTHY[:4]))}
     assert adopted(reopened(bench)) == kept
 
@@ -171,7 +171,9 @@ def test_close_does_not_wait_for_a_hang(bench: Bench, faulty_mount: FaultyMount)
     assert tokens.count(op.token) <= 1
 
 
-def test_a_delay_within_the_deadline_is_no_fault(bench: Bench, faulty_mount: FaultyMount) -> None:
+def test_a_delay_within_the_deadline_is_not_a_fault(
+    bench: Bench, faulty_mount: FaultyMount
+) -> None:
     faulty_mount.rules(
         {"name": "reads", "op": "read", "do": "delay", "value": 0.08},
         {"name": "writes", "op": "write", "do": "delay", "value": 0.08},
@@ -190,7 +192,7 @@ def test_a_delay_within_the_deadline_is_no_fault(bench: Bench, faulty_mount: Fau
 SHORT = [HEADER_BYTES, 8192, 20_000, PAYLOAD_BYTES + HEADER_BYTES]
 
 
-def test_a_short_read_is_finished(bench: Bench, faulty_mount: FaultyMount) -> None:
+def test_a_short_read_is_completed(bench: Bench, faulty_mount: FaultyMount) -> None:
     for number, value in enumerate(SHORT):
         slot = FAULTY[number]
         faulty_mount.rules({"op": "read", "do": "short", "value": value, "count": 1})
@@ -199,8 +201,8 @@ def test_a_short_read_is_finished(bench: Bench, faulty_mount: FaultyMount) -> No
         assert faulty_mount.fired() == number + 1
 
 
-def test_a_short_write_is_finished_or_fails(bench: Bench, faulty_mount: FaultyMount) -> None:
-    """FUSE makes EIO of a short asynchronous write before io_uring sees it."""
+def test_a_short_write_is_completed_or_fails(bench: Bench, faulty_mount: FaultyMount) -> None:
+    """FUSE turns a short asynchronous write into EIO before io_uring sees it."""
     kept = {slot: name(slot) for slot in range(8)}
     for number, value in enumerate(SHORT):
         slot = 8 + FAULTY[number]
@@ -217,7 +219,9 @@ def test_a_short_write_is_finished_or_fails(bench: Bench, faulty_mount: FaultyMo
         assert read_slot(pool, memory, SlotFiles.of(pool, slot), identity) == OK
 
 
-def test_a_short_write_that_the_kernel_shows_is_finished(engine_name: str, tmp_path: Path) -> None:
+def test_a_short_write_that_the_kernel_reports_is_completed(
+    engine_name: str, tmp_path: Path
+) -> None:
     faulty_mount = FaultyMount(tmp_path, "sync")
     try:
         bench = Bench(engine_name, Pool.open(make_spec(faulty_mount.place / "t", o_direct="off")))
@@ -233,7 +237,7 @@ def test_a_short_write_that_the_kernel_shows_is_finished(engine_name: str, tmp_p
 
 
 @pytest.mark.parametrize("what", ["read", "write"])
-def test_a_transfer_without_progress_is_an_error_and_no_endless_loop(
+def test_a_transfer_without_progress_is_an_error_not_an_endless_loop(
     bench: Bench, faulty_mount: FaultyMount, what: str
 ) -> None:
     faulty_mount.rules({"op": what, "do": "short", "value": 0})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opening and adopting a pool on a file system that fails: refused by name, and nothing lost."""
+"""A pool on a failing file system is refused with the cause, and no chunk is lost."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def found(spec: PoolSpec) -> object:
         ("read", "superblock"),
     ],
 )
-def test_a_start_that_fails_is_refused_by_name_and_loses_nothing(
+def test_a_start_that_fails_names_the_cause_and_loses_nothing(
     spec: PoolSpec, faulty_mount: FaultyMount, op: str, path: str
 ) -> None:
     faulty_mount.rules({"op": op, "path": path, "do": "errno", "value": errno.EIO, "count": 1})
@@ -94,7 +94,7 @@ def test_a_table_that_is_read_in_pieces_is_read_whole(
     assert faulty_mount.fired() > 1
 
 
-def test_headers_that_cannot_be_read_lose_their_slots_alone(
+def test_headers_that_cannot_be_read_lose_only_their_slots(
     spec: PoolSpec, faulty_mount: FaultyMount
 ) -> None:
     (table,) = faulty_mount.backing.glob("t/*/engine-0/rank-0/table")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reset while one of two targets hangs: durable on the other, which goes on being written.
+"""A reset while one of two targets hangs is durable on the other, which stays writable.
 
-Pool slots of even number lie on the target that hangs, the others on a healthy one beside it.
+Pool slots with even numbers are on the target that hangs, the others on a healthy one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def epoch_of(directory: Path) -> int:
     return found.epoch
 
 
-def test_a_write_that_hangs(survivor: Survivor, faulty_mount: FaultyMount) -> None:
+def test_a_reset_during_a_write_that_hangs(survivor: Survivor, faulty_mount: FaultyMount) -> None:
     faulty_mount.rules(DATA)
     assert survivor.write(1, 2, name(1)) == DEADLINE
     assert survivor.reset() == OK
@@ -56,14 +56,14 @@ def test_a_write_that_hangs(survivor: Survivor, faulty_mount: FaultyMount) -> No
 
 
 @pytest.mark.parametrize("rules", [[SUPERBLOCK], [SUPERBLOCK, DATA]], ids=["alone", "and data"])
-def test_a_superblock_that_hangs(
+def test_a_reset_whose_superblock_hangs(
     survivor: Survivor, faulty_mount: FaultyMount, rules: list[dict[str, str]]
 ) -> None:
     old = survivor.pool.stamp.epoch
     faulty_mount.rules(*rules)
     if DATA in rules:
         assert survivor.write(1, 2, name(1)) == DEADLINE
-    for number in (1, 2):  # the second one finds the first one hanging
+    for number in (1, 2):  # the second reset finds the first one hanging
         assert survivor.reset() == OK
         assert not survivor.pool.reset_is_durable
         assert survivor.write(1, 3, name(1)) == OK
@@ -75,7 +75,7 @@ def test_a_superblock_that_hangs(
 
 
 def check_what_is_left(survivor: Survivor, faulty_mount: FaultyMount) -> None:
-    """What hangs comes to its end: then nothing of before the reset is adoptable anywhere."""
+    """End the hang: then no chunk from before the reset is adoptable on any target."""
     pool = survivor.pool
     faulty_mount.rules()
     wait_until("the superblock of the target that hung", lambda: pool.reset_is_durable)

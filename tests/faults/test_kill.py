@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGKILL of a real process, hundreds of times: what was acknowledged is there, and right.
+"""SIGKILL of a real process, hundreds of times: acknowledged chunks are found with right bytes.
 
-The page cache survives the kill, so nothing that was acknowledged and not written over since
-may be missing; whatever is found must be right. Replay the choices with VLLM_NVMEOF_SEED; the
-moment of the kill within a choice is the scheduler's.
+The page cache survives the kill, so no chunk that was acknowledged and not overwritten since may
+be missing, and every chunk that is found must be right. Replay the choices with VLLM_NVMEOF_SEED;
+the kernel's scheduler decides the moment of the kill within a choice.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ class Zygote:
         self._rest = b""
 
     def live(self, job: dict[str, object], lines_max: int, seconds_max: float) -> list[list[str]]:
-        """Run a life and kill it after so many lines or seconds; return all that it said."""
+        """Run a life and kill it after so many lines or seconds; return all its lines."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job).encode() + b"\n")
         self._process.stdin.flush()
         pid = int(self._line(LINE_S)[1])
         end_s = time.monotonic() + seconds_max
-        said: list[list[str]] = []
-        while len(said) < lines_max and (left_s := end_s - time.monotonic()) > 0:
+        lines: list[list[str]] = []
+        while len(lines) < lines_max and (left_s := end_s - time.monotonic()) > 0:
             if line := self._line(left_s):
-                said.append(line)
+                lines.append(line)
                 if line[0] == "dead":
                     break
         else:
             os.kill(pid, signal.SIGKILL)
-        while not said or said[-1][0] != "dead":
-            said.append(self._line(LINE_S))
-            assert said[-1], "the zygote is silent"
-        return said
+        while not lines or lines[-1][0] != "dead":
+            lines.append(self._line(LINE_S))
+            assert lines[-1], "the zygote prints nothing"
+        return lines
 
     def _line(self, seconds: float) -> list[str]:
-        """The next line's words; none if there is none in time."""
+        """The next line's words; empty if no line is printed in time."""
         assert self._process.stdout is not None
         end_s = time.monotonic() + seconds
         while b"\n" not in self._rest:
@@ -96,17 +96,17 @@ class Slot:
 
 @dataclass
 class Ledger:
-    """What the lives have said; checks what the next one finds."""
+    """The lines that the lives printed; checks the chunks that the next life finds."""
 
     slots: dict[int, Slot] = field(default_factory=lambda: {n: Slot() for n in range(8 * TARGETS)})
     generation: int = 0
     adoptable: bool = True
     counts: Counter[str] = field(default_factory=Counter)
 
-    def live(self, said: list[list[str]]) -> None:
+    def live(self, lines: list[list[str]]) -> None:
         found: set[int] = set()
         self.adoptable = True
-        for what, *words in said:
+        for what, *words in lines:
             self.counts[what] += 1
             if what == "open":
                 assert words == ["0"], "a dead owner's directory is taken over at once"
@@ -164,7 +164,7 @@ def zygote() -> Iterator[Zygote]:
 
 
 def play(zygote: Zygote, engine: str, path: Path, rounds: int, **more: object) -> Ledger:
-    """So many lives over one pool; the ledger checks each."""
+    """Play this many lives over one pool; the ledger checks each."""
     print(f"VLLM_NVMEOF_SEED={SEED}")
     dice = random.Random(f"{SEED} {engine}")
     ledger = Ledger()
@@ -172,13 +172,13 @@ def play(zygote: Zygote, engine: str, path: Path, rounds: int, **more: object) -
     for _ in range(rounds):
         job = {
             "seed": dice.getrandbits(32),
-            "generation": ledger.generation + 1000,  # beyond what nobody heard of
+            "generation": ledger.generation + 1000,  # above writes whose lines were never printed
             "engine": engine,
             "targets": targets,
             "payload_bytes": PAYLOAD_BYTES,
             **more,
         }
-        # Some of them early: while the pool is opened, adopted and read.
+        # Some kills come early: while the pool is opened, adopted and read.
         early = dice.random() < 0.3
         lines = dice.randrange(1, 20) if early else dice.randrange(20, 150)
         ledger.live(zygote.live(job, lines, dice.uniform(0, 0.06) if early else 0.5))
@@ -188,7 +188,7 @@ def play(zygote: Zygote, engine: str, path: Path, rounds: int, **more: object) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_what_was_acknowledged_survives_sigkill(
+def test_acknowledged_chunks_survive_sigkill(
     zygote: Zygote, engine_name: str, tmp_path: Path
 ) -> None:
     ledger = play(zygote, engine_name, tmp_path, ROUNDS)
@@ -197,14 +197,14 @@ def test_what_was_acknowledged_survives_sigkill(
     assert ledger.counts["reset"] > 0
 
 
-def test_an_engine_that_acknowledges_early_is_found_out(zygote: Zygote, tmp_path: Path) -> None:
-    """The control of the whole: a life reads back what it wrote, or the next one misses it."""
+def test_an_engine_that_acknowledges_early_is_detected(zygote: Zygote, tmp_path: Path) -> None:
+    """Control: a life fails to read back its write, or the next life misses the chunk."""
     with pytest.raises(AssertionError, match=r"is lost|came back|Completion|wrong bytes"):
         play(zygote, "threads", tmp_path, 20, sabotage=True)
 
 
 def test_the_ledger_sees_a_lost_and_a_wrong_chunk() -> None:
-    """Its own control."""
+    """Control of the ledger itself."""
     end = ["dead", str(int(signal.SIGKILL))]
     first = [["begin", "3", "1"], ["done", "3", "1"], end]
     for second in ([["adopted"]], [["found", "3", "2", "ok"]], [["found", "3", "1", "stale"]]):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random and mutated bytes for everything that reads the disk.
+"""Random and mutated bytes for every parser of on-disk data.
 
-Two kinds of mutants: plain ones, which a CRC must catch, and ones whose CRC was made right
-again, as if a broken writer had signed them, which the fields' own rules must catch. Nothing
-may raise what it does not document.
+There are two kinds of mutants: the CRC must catch plain ones; the rules of the fields must catch
+those whose CRC was recomputed, as if a broken writer had signed them. No parser may raise an
+undocumented exception.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .mutations import changes, edits, mutated, of_file, same_directory
 PAYLOAD = bytes(range(256)) * 20
 ONE, OTHER = SlotIdentity(b"one" * 12, 7), SlotIdentity(b"other" * 7, 8)
 PLACE = SlotPlace(bytes(range(16)), 5, 6)
-#: Of a header: what is between them, and beyond, are zeros and the CRC.
+#: The fields of a header; the bytes between and after them are zeros and the CRC.
 FIELDS = [*range(82), *range(128, 150)]
 BLOCK = Superblock(bytes(range(16)), "0f" * 16, 8192, 4096, 9, 1, 2, 3, 4, 5, True)
 
@@ -54,16 +54,16 @@ def sealed(identity: SlotIdentity = ONE) -> bytes:
 
 
 def signed(page: bytes) -> bytes:
-    """A 4 KiB page with its last four bytes made the CRC of the others."""
+    """The 4 KiB page with its last four bytes replaced by the CRC of the others."""
     return page[: HEADER_BYTES - 4] + struct.pack("<I", crc32c(page[: HEADER_BYTES - 4]))
 
 
 SEALED = sealed()
-MATTERS = HEADER_BYTES + len(PAYLOAD)  # what follows is padding
+MATTERS = HEADER_BYTES + len(PAYLOAD)  # padding follows
 
 
 @given(changes)
-def test_a_mutated_slot_is_never_ok(mutations: list[tuple[str, int, bytes]]) -> None:
+def test_a_mutated_slot_is_never_accepted(mutations: list[tuple[str, int, bytes]]) -> None:
     slot = mutated(SEALED, mutations)
     outcome = verify(memoryview(slot), ONE, len(PAYLOAD), PLACE)
     if slot[:MATTERS] == SEALED[:MATTERS]:
@@ -83,7 +83,7 @@ def test_a_mutated_slot_is_never_ok(mutations: list[tuple[str, int, bytes]]) -> 
 @example([("put", 128, b"x")])  # uuid of the pool
 @example([("put", 144, b"x")])  # pool slot
 @example([("put", 148, b"x")])  # rank
-def test_a_signed_header_of_nonsense_is_refused_or_stale(
+def test_a_signed_invalid_header_is_refused_or_stale(
     mutations: list[tuple[str, int, bytes]],
 ) -> None:
     page = signed(mutated(SEALED[:HEADER_BYTES], mutations))
@@ -93,7 +93,7 @@ def test_a_signed_header_of_nonsense_is_refused_or_stale(
     if header is None:
         assert outcome == CHECKSUM_MISMATCH
         return
-    # What is accepted as a header encodes to the same fields again.
+    # An accepted header encodes to the same fields again.
     assert 0 < len(header.identity.key) <= KEY_BYTES_MAX
     again = bytearray(SEALED)
     seal(memoryview(again), header.identity, len(PAYLOAD), header.stamp, header.place)
@@ -108,13 +108,13 @@ def test_a_signed_header_of_nonsense_is_refused_or_stale(
 
 @given(st.binary(max_size=3 * HEADER_BYTES), st.integers(0, 3 * HEADER_BYTES))
 @example(b"", 0)
-@example(SEALED[:HEADER_BYTES], len(PAYLOAD))  # an intact header and nothing behind it
+@example(SEALED[:HEADER_BYTES], len(PAYLOAD))  # an intact header without a payload
 def test_random_bytes_never_verify(data: bytes, payload_bytes: int) -> None:
     assert verify(memoryview(data), ONE, payload_bytes, PLACE) in (CHECKSUM_MISMATCH, STALE)
 
 
-def test_a_header_in_anothers_slot_is_stale_for_the_other() -> None:
-    """A misdirected write: a whole slot, or its header page alone."""
+def test_a_header_in_another_slot_is_stale() -> None:
+    """A misdirected write: a whole slot, or only its header page."""
     other = sealed(OTHER)
     assert verify(memoryview(other), ONE, len(PAYLOAD), PLACE) == STALE
     assert verify(memoryview(other), OTHER, len(PAYLOAD), PLACE) == OK
@@ -140,7 +140,7 @@ def decode(raw: bytes) -> object:
 
 
 @given(changes)
-def test_a_mutated_entry_is_not_valid_and_hurts_no_other(
+def test_a_mutated_entry_is_invalid_and_the_others_stay_valid(
     mutations: list[tuple[str, int, bytes]],
 ) -> None:
     raw = mutated(TABLE, mutations)
@@ -153,7 +153,7 @@ def test_a_mutated_entry_is_not_valid_and_hurts_no_other(
 
 
 @given(st.permutations(range(8)))
-def test_an_entry_in_anothers_place_is_damaged(order: list[int]) -> None:
+def test_an_entry_in_another_position_is_damaged(order: list[int]) -> None:
     table = decode(table_of(*order))
     stayed = [slot == index for index, slot in enumerate(order)]
     assert table.valid.tolist() == stayed  # type: ignore[attr-defined]
@@ -165,11 +165,11 @@ def test_an_entry_in_anothers_place_is_damaged(order: list[int]) -> None:
 @example(1, 0, bytes(46))
 @example(1, 47, bytes(46))
 @example(2, 36, ONE.key.ljust(46, b"\0"))
-def test_a_signed_entry_of_nonsense_is_damaged(flags: int, length: int, key: bytes) -> None:
+def test_a_signed_invalid_entry_is_damaged(flags: int, length: int, key: bytes) -> None:
     body = struct.pack("<IQBB46s", 3, 7, flags, length, key)
     raw = struct.pack("<I", crc32c(struct.pack("<I", 0) + body)) + body
     table = decode(raw)
-    # An entry is a hint: what follows its key is not looked at.
+    # An entry is a hint: the bytes after its key are ignored.
     sound = flags <= 1 and 0 < length <= KEY_BYTES_MAX
     assert (table.valid[0], table.damaged[0]) == (sound, not sound)  # type: ignore[attr-defined]
 
@@ -190,7 +190,7 @@ def test_a_mutated_superblock_is_refused(mutations: list[tuple[str, int, bytes]]
 @given(edits)
 @example([("put", 8, b"\2")])  # version
 @example([("put", 28, b"\xff")])  # keyspace
-def test_a_signed_superblock_of_nonsense_is_refused_or_says_what_it_is(
+def test_a_signed_invalid_superblock_is_refused_or_read_as_written(
     mutations: list[tuple[str, int, bytes]],
 ) -> None:
     page = signed(mutated(BLOCK.encode(), mutations))
@@ -206,7 +206,7 @@ def test_a_signed_superblock_of_nonsense_is_refused_or_says_what_it_is(
 @same_directory
 @given(st.one_of(st.binary(max_size=5000), changes.map(lambda m: mutated(BLOCK.encode(), m))))
 @example(BLOCK.encode() + b"x")
-def test_a_file_that_is_no_superblock_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_a_file_that_is_not_a_superblock_is_refused(tmp_path: Path, data: bytes) -> None:
     of_file(tmp_path / "superblock", data)
     assert is_superblock(tmp_path / "superblock") == data.startswith(b"vNVMeSB\0")
     if data == BLOCK.encode():
@@ -216,8 +216,8 @@ def test_a_file_that_is_no_superblock_is_refused(tmp_path: Path, data: bytes) ->
             read_superblock(tmp_path)
 
 
-def test_the_mutations_mutate() -> None:
-    """The tests' own control: each kind changes what it should."""
+def test_every_mutation_changes_the_bytes() -> None:
+    """Control of these tests: each kind of mutation changes the bytes it should."""
     assert mutated(b"abc", [("xor", 1, b"\1")]) == b"acc"
     assert mutated(b"abc", [("put", 4, b"xyz")]) == b"axy"
     assert mutated(b"abc", [("cut", 1, b"")]) == b"a"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random and mutated bytes in the JSON files beside a pool: the lock and the keyspace's facts."""
+"""Random and mutated bytes in a pool's JSON files: the lock and the keyspace's facts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def any_bytes(valid: bytes) -> st.SearchStrategy[bytes]:
 @example(json.dumps({**HOLDER, "pid": float("inf")}).encode())
 @example(b'{"host": 0, "pid": 1e999, "boot_id": 0, "heartbeat": 0}')
 @example(DEEP)
-def test_a_lock_file_of_any_bytes_names_somebody_or_nobody(tmp_path: Path, data: bytes) -> None:
+def test_a_lock_file_of_any_bytes_names_an_owner_or_none(tmp_path: Path, data: bytes) -> None:
     holder = read_holder(of_file(tmp_path / "lock", data))
     assert holder is None or isinstance(holder, Holder)
 
@@ -53,7 +53,7 @@ def test_a_lock_file_is_read_back(tmp_path: Path, padding: bytes) -> None:
 
 
 FACTS = json.loads(Keyspace.of({"model": "m", "layers": [1, 2], "dtype": "bf16"}).canonical)
-#: As a release left them whose slots did not name their place.
+#: The facts that an earlier release wrote, whose slots did not name their place.
 OLD_FACTS: dict[str, object] = {"model": "m", "layers": [1, 2]}
 
 

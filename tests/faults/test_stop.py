@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGSTOP for longer than every deadline, then SIGCONT: nothing wrong, nothing twice."""
+"""After a SIGSTOP longer than every deadline and a SIGCONT, no outcome is wrong or repeated."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ StartChild = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start_child() -> Iterator[StartChild]:
-    """Start the child of `stop_child` and wait until it works."""
+    """Start the child of `stop_child` and wait until its operations run."""
     children: list[subprocess.Popen[str]] = []
 
     def start(engine: str, *targets: Path) -> subprocess.Popen[str]:
@@ -62,23 +62,23 @@ def start_child() -> Iterator[StartChild]:
 
 
 def hear(child: subprocess.Popen[str]) -> None:
-    """Wait until it says something: it is at work."""
+    """Wait until the child prints a line, which shows that it is working."""
     assert child.stdout is not None
     if not select.select([child.stdout], [], [], WAIT_S)[0]:
-        child.send_signal(signal.SIGABRT)  # with its stacks
-        raise AssertionError(f"the child is silent\n{child.communicate()[1]}")
+        child.send_signal(signal.SIGABRT)  # makes it print its stacks
+        raise AssertionError(f"the child prints nothing\n{child.communicate()[1]}")
     line = child.stdout.readline()
     assert line, child.communicate()[1]
 
 
 def stop(child: subprocess.Popen[str]) -> None:
-    """Stop it, and wait until all of its threads have stopped."""
+    """Stop the child, and wait until all of its threads have stopped."""
     child.send_signal(signal.SIGSTOP)
     os.waitpid(child.pid, os.WUNTRACED)
 
 
 def end(child: subprocess.Popen[str]) -> dict[str, int]:
-    """Let it come to its end; return its counts."""
+    """Let the child finish; return its counts."""
     out, err = child.communicate("\n", timeout=WAIT_S)
     assert child.returncode == 0, err
     counts = json.loads(out.splitlines()[-1])
@@ -87,7 +87,7 @@ def end(child: subprocess.Popen[str]) -> dict[str, int]:
 
 
 def keep_stopped(seconds: float) -> None:
-    """The passing of time is what is tested here."""
+    """Sleep: the test is about the passing of time."""
     time.sleep(seconds)
 
 
@@ -106,7 +106,7 @@ def test_operations_in_flight_survive_a_stop(
     assert counts["ok"] > 50
 
 
-def test_a_slow_target_and_a_stop_miss_deadlines_and_no_more(
+def test_a_slow_target_and_a_stop_only_miss_deadlines(
     engine_name: str, start_child: StartChild, tmp_path: Path, faulty_mount: FaultyMount
 ) -> None:
     """The kernel answers while the process is stopped, before or after the deadline."""
@@ -117,7 +117,7 @@ def test_a_slow_target_and_a_stop_miss_deadlines_and_no_more(
         {"name": "entries", "op": "write", "path": "table", "do": "delay", "value": 0.15},
     )
     for number in range(10 * STOPS):
-        # By chance no read may have come to the slow target yet.
+        # By chance, no read may have been sent to the slow target yet.
         if number >= STOPS and faulty_mount.fired("reads") and faulty_mount.fired("writes"):
             break
         hear(child)
@@ -133,7 +133,7 @@ def test_a_slow_target_and_a_stop_miss_deadlines_and_no_more(
 
 
 def test_a_stopped_owner_keeps_its_directory(start_child: StartChild, tmp_path: Path) -> None:
-    """Its heartbeat grows old, and yet it lives: on one kernel the flock alone decides."""
+    """The heartbeat grows old while the owner lives: on one kernel only the flock decides."""
     child = start_child("threads", tmp_path)
     spec = make_spec(tmp_path, engine_index=0)
     (lock,) = tmp_path.glob("*/engine-0/rank-0/lock")
@@ -141,18 +141,18 @@ def test_a_stopped_owner_keeps_its_directory(start_child: StartChild, tmp_path: 
     holder = read_holder(lock)
     assert holder is not None
     assert holder.pid == child.pid
-    # As it looks after a long stop.
+    # The heartbeat after a long stop.
     record = json.loads(lock.read_bytes().rstrip(b"\0 \n"))
     record["heartbeat"] -= 100 * HEARTBEAT_STALE_S
     lock.write_bytes(json.dumps(record).encode().ljust(512))
     with pytest.raises(PoolLockedError, match=f"pid {child.pid} "):
         Pool.open(spec)
-    # Who does not ask for this one gets the next.
+    # A start that does not request this directory gets the next one.
     other = Pool.open(make_spec(tmp_path))
     assert other.engine_index == 1
     other.close()
     child.send_signal(signal.SIGCONT)
-    for _ in range(4):  # what was in flight may have missed its deadline; what follows has not
+    for _ in range(4):  # earlier operations may have missed their deadlines; new ones do not
         hear(child)
     assert end(child)["ok"] > 0
     pool = Pool.open(spec)

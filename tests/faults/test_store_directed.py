@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences that the simulation meets rarely, or that once were wrong, each told step by step."""
+"""Sequences that the simulation rarely reaches, or that once failed, written step by step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def put(pool: Pool, slot: int, identity: SlotIdentity) -> None:
 
 
 def start(spec: PoolSpec, use: Callable[[Pool], None]) -> dict[int, SlotIdentity]:
-    """One life: adopt, use, and be gone. Returns what was adopted."""
+    """One life: adopt, use, and end without closing. Returns the adopted entries."""
     pool = Pool.open(spec)
     try:
         found = adopted(pool)
@@ -49,17 +49,17 @@ def rest(pool: Pool) -> None:
     """Use nothing."""
 
 
-def test_what_followed_a_failed_reset_does_not_outlive_the_next_one(
+def test_writes_after_a_failed_reset_do_not_outlive_the_next_one(
     disk: Disk, spec: PoolSpec
 ) -> None:
     def fail_to_reset_and_go_on(pool: Pool) -> None:
         disk.fail, disk.fail_count = ("superblock", errno.EIO), 1
         with pytest.raises(OSError, match="Input/output error"):
             pool.reset(adoptable=True)
-        put(pool, 0, name(0))  # in the epoch of which the disk knows nothing
+        put(pool, 0, name(0))  # in an epoch that is not on the disk
 
     def reset(pool: Pool) -> None:
-        pool.reset(adoptable=True)  # its epoch has the same number
+        pool.reset(adoptable=True)  # this reset's epoch has the same number
         put(pool, 1, name(1))
 
     start(spec, fail_to_reset_and_go_on)
@@ -67,8 +67,8 @@ def test_what_followed_a_failed_reset_does_not_outlive_the_next_one(
     assert start(spec, rest) == {1: name(1)}
 
 
-def test_a_start_makes_durable_the_superblock_that_it_keeps(disk: Disk, spec: PoolSpec) -> None:
-    """A process was killed between the rename and the directory's fsync of a reset."""
+def test_a_start_makes_the_superblock_it_keeps_durable(disk: Disk, spec: PoolSpec) -> None:
+    """A process was killed during a reset, between the rename and the fsync of the directory."""
 
     def be_killed_in_a_reset(pool: Pool) -> None:
         put(pool, 0, name(0))
@@ -88,8 +88,8 @@ def test_a_start_makes_durable_the_superblock_that_it_keeps(disk: Disk, spec: Po
     assert start(spec, rest) == {1: name(1)}
 
 
-def test_a_superblock_that_stays_is_not_written_again(disk: Disk, spec: PoolSpec) -> None:
-    """There may be no room for a second one."""
+def test_an_unchanged_superblock_is_not_written_again(disk: Disk, spec: PoolSpec) -> None:
+    """The disk may have no room for a second superblock."""
     start(spec, lambda pool: put(pool, 0, name(0)))
     disk.fail, disk.fail_count = ("superblock", errno.ENOSPC), 1000
     assert start(spec, rest) == {0: name(0)}

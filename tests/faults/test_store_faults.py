@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store under crashes and damage, from printed seeds, and what the simulation must see.
+"""The store under crashes and damage, from printed seeds, and controls of the simulation.
 
-`python -m tests.faults.store --seed N` replays one; `tests.faults.store.world` says what it
+`python -m tests.faults.store --seed N` replays a seed; `tests.faults.store.world` lists the
 checks.
 """
 
@@ -66,7 +66,7 @@ def test_a_seed_repeats() -> None:
 def verify_without(
     *, crc: bool = True, key: bool = True, generation: bool = True, place: tuple[str, ...] = ()
 ) -> object:
-    """`layout.verify` with one of its checks left out; place: the fields not compared."""
+    """`layout.verify` without one of its checks. place: the fields that are not compared."""
 
     def verify(
         slot: memoryview, identity: SlotIdentity, payload_bytes: int, at: SlotPlace
@@ -110,7 +110,7 @@ DECODE = recovery.decode_table
 
 
 def keep_the_files(slab: Slab) -> None:
-    """A wipe that forgets superblocks alone."""
+    """A wipe that removes only superblocks."""
     for name in ("superblock", "superblock.new"):
         (slab.directory / name).unlink(missing_ok=True)
 
@@ -136,7 +136,7 @@ def play_many(lies: bool = False) -> None:
         play_in_memory(seed, lies)
 
 
-#: What is broken: where, what, and by what.
+#: Broken rule → (module or class, attribute, replacement).
 BROKEN: dict[str, tuple[object, str, object]] = {
     "payload CRC not checked": (threads, "verify", verify_without(crc=False)),
     "generation not compared": (threads, "verify", verify_without(generation=False)),
@@ -178,14 +178,14 @@ BROKEN: dict[str, tuple[object, str, object]] = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_the_simulation_sees_what_is_broken(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own controls."""
+def test_the_simulation_detects_a_broken_rule(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Controls of the simulation itself."""
     monkeypatch.setattr(*BROKEN[what])
     with pytest.raises(AssertionError, match="replay"):
         play_many()
 
 
-def test_the_simulation_sees_a_disk_that_lies_about_fsync() -> None:
-    """What the store relies on: where fsync does nothing, a reset can be taken back."""
+def test_the_simulation_detects_a_disk_that_ignores_fsync() -> None:
+    """The store relies on fsync: without it a crash can undo a reset."""
     with pytest.raises(AssertionError, match="replay"):
         play_many(lies=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A target goes away and comes back, on a real file system (FUSE): served again, no restart.
+"""A target that is lost and returns, on a real file system (FUSE), is served without a restart.
 
-Pool slots of even number lie on the faulty target, the others on a healthy one beside it.
+Pool slots with even numbers are on the faulty target, the others on a second, healthy target.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FAULTY, HEALTHY = range(0, SLOTS, 2), range(1, SLOTS, 2)
 
 @pytest.fixture
 def tmp_path(tmp_path: Path) -> Iterator[Path]:
-    """In memory: deadlines here are shorter than a shared disk stalls by itself."""
+    """A directory in memory: a shared disk can stall for longer than these deadlines."""
     (place := tmp_path / "memory").mkdir()
     with tmpfs(place, 256 * MIB) as directory:
         yield directory
@@ -52,7 +52,7 @@ def survivor(engine_name: str, faulty_mount: FaultyMount, tmp_path: Path) -> Ite
 
 
 def lose(survivor: Survivor) -> list[Outcome]:
-    """Read until the target is gone."""
+    """Read until the target has the verdict gone."""
     outcomes = []
     for slot in FAULTY:
         outcomes.append(survivor.read(slot, name(slot)))
@@ -62,17 +62,17 @@ def lose(survivor: Survivor) -> list[Outcome]:
     return outcomes
 
 
-def test_gone_and_back(survivor: Survivor, faulty_mount: FaultyMount) -> None:
+def test_a_target_that_is_gone_and_returns(survivor: Survivor, faulty_mount: FaultyMount) -> None:
     mount = mount_id_of(faulty_mount.place)
     assert open_files_on(mount)
     faulty_mount.kill()
     outcomes = lose(survivor)
     assert all(not outcome.ok for outcome in outcomes)
     assert len(outcomes) <= FAILED_SLOTS_MAX
-    # From now on nothing is tried there; the healthy one serves.
+    # From now on nothing is sent to the gone target; the healthy one serves.
     assert survivor.read(2, name(2)) == DEADLINE
     assert survivor.read(1, name(1)) == OK
-    # Its files are closed: the dead mount is still there, and can be unmounted as it is.
+    # The target's files are closed, so that the dead mount can be unmounted.
     survivor.wait_until(lambda: not open_files_on(mount))
     faulty_mount.unmount()
     faulty_mount.mount()
@@ -87,7 +87,7 @@ def test_a_device_that_fails_for_a_while(survivor: Survivor, faulty_mount: Fault
     faulty_mount.rules({"op": "read", "do": "errno", "value": errno.EIO})
     outcomes = lose(survivor)
     assert outcomes == [io_error(errno.EIO)] * (FAILED_SLOTS_MAX - 1) + [DEADLINE]
-    # Nothing but probers tries it, and each of them once.
+    # Only probers access it, and each of them once.
     struck = faulty_mount.fired()
     assert survivor.read(FAULTY[-1], name(FAULTY[-1])) == DEADLINE
     survivor.wait_until(lambda: faulty_mount.fired() >= struck + 2)
@@ -97,14 +97,14 @@ def test_a_device_that_fails_for_a_while(survivor: Survivor, faulty_mount: Fault
     assert all(survivor.read(slot, name(slot)) == OK for slot in FAULTY)
 
 
-def test_a_target_that_names_itself_gone_is_believed_sooner(
+def test_an_errno_that_means_gone_gives_the_verdict_earlier(
     survivor: Survivor, faulty_mount: FaultyMount
 ) -> None:
     faulty_mount.rules({"op": "read", "do": "errno", "value": errno.ENODEV})
     assert lose(survivor) == [io_error(errno.ENODEV)] * FAILURES_MAX
 
 
-def test_writes_that_fail_alone_lose_the_target(
+def test_writes_that_fail_while_reads_succeed_lose_the_target(
     survivor: Survivor, faulty_mount: FaultyMount
 ) -> None:
     faulty_mount.rules({"op": "write", "do": "errno", "value": errno.EROFS})
@@ -117,7 +117,7 @@ def test_writes_that_fail_alone_lose_the_target(
 
 
 def test_a_mount_over_one_that_hangs(survivor: Survivor, faulty_mount: FaultyMount) -> None:
-    """What hangs may hang for ever: its buffer stays with the kernel, and all else goes on."""
+    """An operation may hang forever: the kernel keeps its buffer, and all others continue."""
     faulty_mount.rules({"op": "read", "do": "hang"})
     op, _ = survivor.start_read(0, name(0))
     assert survivor.outcome(op) == DEADLINE
@@ -134,14 +134,14 @@ def test_a_mount_over_one_that_hangs(survivor: Survivor, faulty_mount: FaultyMou
     assert survivor.read(0, name(0)) == OK
 
 
-def test_the_dead_mount_beneath_is_no_return(
+def test_the_dead_mount_below_is_not_a_return(
     survivor: Survivor, faulty_mount: FaultyMount, caplog: pytest.LogCaptureFixture
 ) -> None:
     faulty_mount.kill()
     lose(survivor)
     survivor.wait_until(lambda: "is not back" in caplog.text)
     faulty_mount.unmount()
-    # An empty directory is left at the path.
+    # Only an empty directory remains at the path.
     survivor.wait_until(lambda: "No such file" in caplog.text or "no pool" in caplog.text)
     assert list(faulty_mount.place.iterdir()) == []
     assert survivor.health[0].verdict is Verdict.GONE
@@ -149,13 +149,13 @@ def test_the_dead_mount_beneath_is_no_return(
     survivor.wait_verdict(0, Verdict.OK)
 
 
-def test_a_prober_that_hangs_is_left_behind(
+def test_a_prober_that_hangs_is_abandoned(
     survivor: Survivor,
     faulty_mount: FaultyMount,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(reattach, "_ANSWER_S_MAX", 2.0)  # enough to start Python meanwhile
+    monkeypatch.setattr(reattach, "_ANSWER_S_MAX", 2.0)  # enough to start Python
     monkeypatch.setattr(reattach, "_LOOK_S", 0.02)
     looks = 0
     states = TargetPaths.states
@@ -196,7 +196,7 @@ def test_a_server_of_another_owner_is_not_joined(
     assert survivor.health[0].verdict is Verdict.GONE
 
 
-def test_a_reset_that_it_missed(survivor: Survivor, faulty_mount: FaultyMount) -> None:
+def test_a_reset_that_the_lost_target_missed(survivor: Survivor, faulty_mount: FaultyMount) -> None:
     faulty_mount.kill()
     lose(survivor)
     survivor.wait_until(lambda: survivor.pool.device(0) is None)
@@ -210,10 +210,10 @@ def test_a_reset_that_it_missed(survivor: Survivor, faulty_mount: FaultyMount) -
     assert found.epoch == epoch
 
 
-def test_a_reset_while_every_target_is_away_is_made_good(
+def test_a_reset_while_every_target_is_gone_is_made_durable_later(
     engine_name: str, faulty_mount: FaultyMount
 ) -> None:
-    """Until it is durable nothing is written that a later start could take for something else."""
+    """Until the reset is durable nothing is written that a later start could adopt."""
     spec = make_spec(faulty_mount.place / "t", slots=8)
     survivor = Survivor(engine_name, Pool.open(spec), 8)
     faulty_mount.rules({"op": "read", "do": "errno", "value": errno.ENODEV})
@@ -235,8 +235,8 @@ def test_a_reset_while_every_target_is_away_is_made_good(
 
 
 @pytest.mark.slow
-def test_twenty_times(survivor: Survivor, faulty_mount: FaultyMount) -> None:
-    """Neither threads nor descriptors grow."""
+def test_twenty_losses_and_returns(survivor: Survivor, faulty_mount: FaultyMount) -> None:
+    """The numbers of threads and of descriptors do not grow."""
     sizes = []
     for _ in range(20):
         faulty_mount.kill()
@@ -249,6 +249,6 @@ def test_twenty_times(survivor: Survivor, faulty_mount: FaultyMount) -> None:
         survivor.wait_until(lambda: not probers() and not closing())
         sizes.append((len(own_threads()), len(os.listdir("/proc/self/fd"))))
     for what in (0, 1):
-        # A thread that happens to be at work at one of these moments is not growth.
+        # A thread that happens to be working at one of these moments is not growth.
         first, last = ([size[what] for size in part] for part in (sizes[:5], sizes[-5:]))
         assert min(last) <= max(first), sizes

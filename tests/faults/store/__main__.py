@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.faults.store --seed N` replays; `--seconds S` soaks from a random seed."""
+"""`python -m tests.faults.store --seed N` replays a seed; `--seconds S` plays random seeds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a crash leaves of writes that were not durable, and what rots at rest."""
+"""Damage of a crash to writes that were not durable, and damage to files at rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Superblock
 
 from .disk import Data, Disk, Event, Name
 
-#: How likely each fate of an unsynced write is, by the kind of crash.
+#: Kind of crash → the probability of each fate of an unsynced write.
 KINDS: dict[str, dict[str, float]] = {
     "page cache": {"kept": 1.0},
     "nothing": {"lost": 1.0},
@@ -27,7 +27,7 @@ KINDS: dict[str, dict[str, float]] = {
 
 @dataclass
 class Damage:
-    """Chooses by `dice`, and counts what it did."""
+    """Damage chosen by `dice`, and counted."""
 
     disk: Disk
     dice: random.Random
@@ -36,14 +36,14 @@ class Damage:
     counts: Counter[str] = field(default_factory=Counter)
 
     def survive(self, journal: list[Event]) -> None:
-        """Play again a part of the journal: `Disk.crash`'s argument."""
+        """Replay part of the journal; an argument of `Disk.crash`."""
         kind = self.dice.choice(list(KINDS))
         self.counts[f"crash: {kind}"] += 1
         fates = KINDS[kind]
         if not fates:
             journal = journal[: self.dice.randrange(len(journal) + 1)]
             fates = {"kept": 1.0}
-        # File systems keep the order of names and of sizes, not that of bytes.
+        # File systems keep the order of names and of sizes, but not the order of bytes.
         ordered = [event for event in journal if not isinstance(event, Data)]
         cut = len(ordered) if "lost" not in fates else self.dice.randrange(len(ordered) + 1)
         if kind == "nothing":
@@ -63,7 +63,7 @@ class Damage:
         event.redo()
 
     def _lost(self, event: Data) -> None:
-        """The bytes before it stay."""
+        """The write is lost: the earlier bytes stay."""
 
     def _torn(self, event: Data) -> None:
         unit = self.dice.choice([512, 4096])
@@ -77,13 +77,14 @@ class Damage:
         event.put(self._flip(event.new))
 
     def _misdirected(self, event: Data) -> None:
-        """It landed in another's place: of the same file, or of another target, rank or server."""
+        """The write lands elsewhere: in the same file, or that of another target or pool."""
         places = self.directories
         if event.file.name == "superblock" and event.file.directory not in places:
             return
         if event.file.name == "superblock":
-            # A superblock is all its file: at home it would be an older one that speaks again,
-            # for a reset that failed leaves its write in the journal.
+            # A superblock is its whole file. Written to its own file, it would be an older
+            # superblock that takes effect again, because a failed reset leaves its write in the
+            # journal.
             places = tuple(one for one in places if one != event.file.directory)
         if not places:
             return
@@ -96,7 +97,7 @@ class Damage:
         count = max(file.size() // stride, 1) if stride else 1
         at = self.dice.randrange(count) * stride
         if directory != event.file.directory and event.offset < file.size():
-            at = self.dice.choice([at, event.offset])  # one file was taken for the other
+            at = self.dice.choice([at, event.offset])  # the storage took one file for the other
         event.put(event.new, file, at)
 
     def _flip(self, data: bytes) -> bytes:
@@ -107,7 +108,7 @@ class Damage:
     # ---- at rest --------------------------------------------------------------------------
 
     def rot(self) -> None:
-        """Nothing, most often; else a few of the faults below."""
+        """Damage nothing, most often; otherwise inject a few of the faults below."""
         if self.dice.random() < 0.6:
             return
         faults: list[Callable[[Path], None]] = [self._rot_slab] * 3 + [self._rot_table] * 3
@@ -133,7 +134,7 @@ class Damage:
             self._edit(path, self.dice.randrange(path.stat().st_size), self._flip)
 
     def _rot_superblock(self, directory: Path) -> None:
-        """Not where it alone says that there was a reset: then an older one would speak."""
+        """Damage a superblock, unless it is the only record of a reset: an older one would win."""
         pages = [self.superblock(one) for one in self.directories]
         if None not in pages and len({page.epoch for page in pages if page}) == 1:
             self._edit(directory / "superblock", self.dice.randrange(4096), self._flip)
@@ -159,7 +160,7 @@ class Damage:
 
     @staticmethod
     def superblock(directory: Path) -> Superblock | None:
-        """The intact superblock there, by the sight of the test alone."""
+        """The intact superblock in the file, as parsed by the test itself."""
         try:
             return Superblock.decode((directory / "superblock").read_bytes())
         except Exception:  # noqa: BLE001 - missing, damaged, foreign: all the same here

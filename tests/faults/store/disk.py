@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real small files under a journal: what a crash may do to them is chosen afterwards.
+"""Real small files under a journal: the damage of a crash is chosen after the crash.
 
 While a `Disk` is active, every change that the package makes to slabs, tables and superblocks
-below its root goes through to the files and into a journal, until something makes it durable:
-fsync of the file for its bytes and size, fsync of the directory for its names. `crash` takes
-back the whole journal and plays again what survives.
+below its root is made in the files and recorded in a journal until it is durable: fsync of the
+file makes its bytes and size durable, fsync of the directory its names. `crash` undoes the whole
+journal and replays the changes that survive.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _WATCHED = frozenset({"slab", "table", "superblock", "superblock.new"})
 
 
 class Crash(BaseException):
-    """The machine stops here. No `except` of the package's may see it as its own."""
+    """The machine stops here. No `except` clause of the package may catch it."""
 
 
 @dataclass(eq=False)
 class File:
-    """One inode. fd: ours; it stays usable whatever happens to the name."""
+    """One inode. fd: the test's descriptor, usable even after a rename or an unlink."""
 
     fd: int
     name: str
@@ -40,7 +40,7 @@ class File:
 
 @dataclass(eq=False)
 class Data:
-    """`new` replaced `old` at `offset`; the file was `size` long before that."""
+    """`new` replaced `old` at `offset`; the file had `size` bytes before."""
 
     file: File
     offset: int
@@ -115,7 +115,7 @@ _REAL: dict[str, Callable[..., int]] = {name: getattr(os, name) for name in _PAT
 class Disk:
     """The journal of all watched files below `root`.
 
-    crash_after: changes that still succeed; then `Crash`. fail: (file name or "sync", errno)
+    crash_after: changes that succeed before `Crash`. fail: (file name or "sync", errno)
     makes the next `fail_count` changes of such a file, or fsyncs, fail.
     lies: fsync makes nothing durable (a negative control).
     """
@@ -148,7 +148,7 @@ class Disk:
                 os.close(file.fd)
 
     def crash(self, survive: Callable[[list[Event]], None]) -> None:
-        """Take back what is not durable; `survive` plays again what it likes of it."""
+        """Undo every change that is not durable; `survive` replays the ones it chooses."""
         self.dead, self.crash_after, self.fail = False, None, None
         journal, self.journal = self.journal, []
         for event in reversed(journal):
@@ -156,11 +156,11 @@ class Disk:
         survive(journal)
 
     def sync(self) -> None:
-        """Everything becomes durable."""
+        """Make every change durable."""
         self.journal.clear()
 
     def file(self, path: Path) -> File:
-        """The file that has this name now."""
+        """The file that currently has this name."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             file = self._file(fd)
@@ -180,10 +180,10 @@ class Disk:
         return self._files[number]
 
     def _change(self, name: str) -> bool:
-        """Before each change: False if the machine has stopped.
+        """Call before each change. False: the machine has stopped.
 
         Raises:
-            Crash, OSError: it stops now; it fails, as was asked for.
+            Crash: the machine stops now. OSError: the change fails, as `fail` demands.
         """
         if self.dead:
             return False
@@ -198,7 +198,7 @@ class Disk:
         return True
 
     def _data(self, fd: int, data: bytes, offset: int) -> int | None:
-        """None: not a file of ours."""
+        """Journal a write. None: the file is not watched."""
         file = self._file(fd)
         if file is None:
             return None
@@ -217,7 +217,7 @@ class Disk:
         return _REAL["pwritev"](fd, buffers, offset) if done is None else done
 
     def _write(self, fd: int, data: bytes) -> int:
-        # Ours are written once, from their start.
+        # Watched files are written once, from their start.
         done = self._data(fd, bytes(data), 0)
         return _REAL["write"](fd, data) if done is None else done
 
@@ -257,7 +257,7 @@ class Disk:
             _REAL["rename"](old, new)
 
     def _unlink(self, path: Path, **more: object) -> None:
-        # The temporary file's end is nobody's loss.
+        # Losing the temporary file does no harm.
         if Path(path).name not in _WATCHED - {"superblock.new"} or not os.path.lexists(path):
             _REAL["unlink"](path, **more)
         elif self._change("superblock"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plays seeds in memory where there is some: a seed makes hundreds of small files' worth of I/O."""
+"""Plays seeds, in memory if possible, because a seed does the I/O of hundreds of small files."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def play_in_memory(seed: int, lies: bool = False) -> Counter[str]:
     """Play one seed.
 
     Raises:
-        AssertionError: a rule was broken; the message says how to replay.
+        AssertionError: a rule was broken; the message has the replay command.
     """
-    # The package warns of every damage, which is what it meets here all the time.
+    # The package warns about every damage, and these tests damage files all the time.
     logger = logging.getLogger(LOGGER_NAME)
     level = logger.level
     logger.setLevel(logging.CRITICAL)

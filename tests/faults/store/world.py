@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One seed: a store is filled, read, evicted, reset, crashed and opened again, for some lives.
+"""One seed: a store is filled, read, evicted, reset, crashed and reopened, for several lives.
 
-The real pool over real small files. The model remembers for each pool slot the bytes that the
-last acknowledged write put there, and for each generation when it was written. It checks
+The real pool runs over real small files. The model records for each pool slot the bytes of the
+last acknowledged write, and for each generation when it was written. It checks
 
-* never wrong: whatever a load serves is the one right content of the identity it asked for;
-* never revived: nothing is adopted that was written before an acknowledged reset, or that was
-  marked not adoptable, or that nobody ever wrote there;
-* never lost: what was acknowledged, and whose bytes the crash left whole, is found and served.
+* never wrong: every load serves the one right content of the requested identity, or a miss;
+* never revived: no chunk is adopted that was written before an acknowledged reset, that was
+  marked not adoptable, or that was never written to that slot;
+* never lost: an acknowledged chunk whose bytes the crash left whole is found and served.
 
-What storage misdirects between slots, targets, ranks and servers must not be served either:
-beside the pool there are neighbours (`written`).
+Chunks that storage misdirects between slots, targets, ranks and servers must not be served
+either, so the pool has neighbours (`written`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vllm_nvmeof_offload.units import HEADER_BYTES
 
 from .damage import Damage
 from .disk import Crash, Disk
-from .written import PAYLOAD_BYTES, SLOTS, Neighbours, Written, content, proves_itself, store
+from .written import PAYLOAD_BYTES, SLOTS, Neighbours, Written, content, is_intact, store
 
 KEYS = 20
 LIVES = 8
@@ -51,16 +51,16 @@ class World:
             o_direct="off",
         )
         self.generation = 0
-        #: generation → (resets that were acknowledged before it, may it be adopted)
+        #: generation → (resets acknowledged before it, whether it may be adopted)
         self.born: dict[int, tuple[int, bool]] = {}
         self.resets = 0
-        #: What must be found, unless a crash damages it.
+        #: The chunks that must be found unless a crash damages them.
         self.written: dict[int, Written] = {}
-        #: What a manager would look up.
+        #: The identities that a manager would look up.
         self.known: dict[int, SlotIdentity] = {}
-        #: Every identity that a slot had: what must never be served under it again by mistake.
+        #: All earlier identities of a slot, which must never be served with wrong bytes.
         self.past: dict[int, list[SlotIdentity]] = {slot: [] for slot in range(SLOTS)}
-        #: A reset has failed: it is not said what the next start finds, until it has found it.
+        #: A reset has failed: the entries that the next start finds are undefined until then.
         self.unclear = False
         self.pool: Pool | None = None
         self.neighbours: Neighbours | None = None
@@ -101,7 +101,7 @@ class World:
         self.unclear = False
 
     def _must(self, slots: int) -> dict[int, Written]:
-        """What is whole on the disk now, of what was acknowledged."""
+        """The acknowledged chunks that are whole on the disk now."""
         blocks = [Damage.superblock(directory) for directory in self._directories()]
         intact = [block for block in blocks if block is not None]
         if len({block.uuid for block in intact}) != 1 or self.unclear:
@@ -114,7 +114,7 @@ class World:
             block = blocks[target]
             if block is None or block.target_index != target or number >= slots:
                 continue
-            # Another epoch on one target alone voids everything: a start that did not finish.
+            # Another epoch on only one target voids everything: a start did not finish.
             voided = any(block.epoch != written.epoch for block in intact)
             if not voided and index < block.slots and self._is_whole(number, written):
                 kept[number] = written
@@ -130,11 +130,11 @@ class World:
         table = self.disk.file(directory / "table").fd
         entry = os.pread(table, ENTRY_BYTES, index * ENTRY_BYTES)
         if len(entry) < ENTRY_BYTES:
-            return True  # the table is cut short before it: the header speaks
+            return True  # the table ends before this entry: the header decides
         if entry == written.entry:
             return True
-        # A damaged entry is looked up in the header; an old or an empty one speaks for itself.
-        return any(entry) and not proves_itself(entry, number)
+        # For a damaged entry the header decides; an old or an empty entry is believed.
+        return any(entry) and not is_intact(entry, number)
 
     def _check_adopted(self, must: dict[int, Written]) -> None:
         assert self.pool is not None
@@ -151,19 +151,19 @@ class World:
         for slot, identity in found.items():
             resets, adoptable = self.born.get(identity.generation, (-1, False))
             assert resets == self.resets, f"slot {slot}: adopted from before a reset: {identity}"
-            assert adoptable, f"slot {slot}: adopted, and marked not adoptable: {identity}"
+            assert adoptable, f"slot {slot}: adopted although not adoptable: {identity}"
             assert identity in self.past[slot], f"slot {slot}: adopted from elsewhere: {identity}"
             if self.load(slot, identity):
                 self.known[slot] = identity
         for slot, written in must.items():
             assert self.load(slot, written.identity), f"slot {slot} is lost: {written.identity}"
-            # A twin at a lower slot may stand for it.
+            # A twin at a lower slot may be adopted instead.
             assert places.get(written.identity.key, SLOTS) <= slot, f"slot {slot} is not adopted"
             self.counts["found again"] += 1
         self.written = {slot: one for slot, one in must.items() if slot in self.known}
 
     def _end(self) -> None:
-        """Clean, or a kill that the page cache survives, or a crash; then what rots."""
+        """End cleanly, by a kill that the page cache survives, or by a crash; then damage files."""
         self._close()
         killed = self.disk.dead and self.dice.random() < 0.4
         if not killed and (self.disk.dead or self.dice.random() < 0.7):
@@ -199,7 +199,7 @@ class World:
         self.dice.choices(list(steps), list(steps.values()))[0]()
 
     def _store(self) -> None:
-        """Into a free slot, or an evicted one: its number is another key's from now on."""
+        """Store into a free slot or an evicted one, whose number then belongs to the new key."""
         assert self.pool is not None
         slot = self.dice.randrange(self.pool.slots)
         self.generation += 1
@@ -226,7 +226,7 @@ class World:
             assert self.load(slot, self.known[slot]), f"slot {slot} was lost while running"
 
     def _load_past(self) -> None:
-        """As a stale index would."""
+        """Load an earlier identity of a slot, as a stale index would."""
         assert self.pool is not None
         slot = self.dice.randrange(self.pool.slots)
         if self.past[slot]:
@@ -234,7 +234,7 @@ class World:
             self.load(slot, identity)
 
     def _load_elsewhere(self) -> None:
-        """A misdirected read: of another slot or target, or of another rank's or server's file."""
+        """A misdirected read: from another slot or target, or another rank's or server's file."""
         assert self.pool is not None
         if self.known:
             slot = self.dice.choice(sorted(self.known))
@@ -245,7 +245,7 @@ class World:
             self.counts["misdirected read"] += 1
 
     def load(self, slot: int, identity: SlotIdentity, place: tuple[int, int] | None = None) -> bool:
-        """True if it was served, and then it was right. place: where the storage reads."""
+        """True if the chunk was served, with the right bytes. place: where the storage reads."""
         assert self.pool is not None
         memory = bytearray(self.pool.slot_bytes)
         files = threads.SlotFiles.of(self.pool, slot)
@@ -260,7 +260,7 @@ class World:
         return True
 
     def _sync(self) -> None:
-        """The page cache reaches the disk at some moment, whoever asks for it."""
+        """Flush the page cache to the disk, as the kernel does at any moment."""
         self.disk.sync()
 
     def _fail_a_write(self) -> None:
@@ -287,7 +287,7 @@ class World:
         self.counts["reset"] += 1
 
     def _fail_a_reset(self) -> None:
-        """On one target, or on all of them: nothing on disk tells of it then."""
+        """Fail a reset on one target, or on all of them: the disk has no record of it then."""
         self.disk.fail = (self.dice.choice(["superblock", "sync"]), errno.EIO)
         self.disk.fail_count = self.dice.choice([1, 2])
         self._reset(fails=True)

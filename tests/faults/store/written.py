@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written into slots, by the pool under test and by its neighbours.
+"""The chunks written into slots by the pool under test and by its neighbours.
 
 The neighbours are another rank and another server. They write the same identities into the same
-slots of pools of their own, as ranks do, with other bytes.
+slots of separate pools, as ranks do, with other bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SLOTS = 16  # over all targets
 
 @dataclass(frozen=True)
 class Written:
-    """An acknowledged write: what must be on the disk for it to be found again."""
+    """An acknowledged write: the bytes that must be on the disk for the chunk to be found."""
 
     identity: SlotIdentity
     epoch: int
@@ -33,7 +33,7 @@ class Written:
 
 
 class Neighbours:
-    """Open pools on the same targets; from one start to the end of a seed."""
+    """Open pools on the same targets, from the first start to the end of a seed."""
 
     def __init__(self, spec: PoolSpec) -> None:
         spec = replace(spec, pool_bytes=SLOTS * (spec.slot_bytes + ENTRY_BYTES))
@@ -41,7 +41,7 @@ class Neighbours:
         self.pools.append(Pool.open(replace(spec, rank=0, engine_index=1)))
 
     def store(self, slot: int, identity: SlotIdentity, stamp: Stamp) -> None:
-        """Sealed with the epoch of the pool under test: an epoch tells nobody apart."""
+        """Seal with the epoch of the pool under test, so that no epoch distinguishes the pools."""
         for number, pool in enumerate(self.pools, 1):
             store(pool, slot, identity, stamp, neighbour=number)
 
@@ -53,7 +53,7 @@ class Neighbours:
 def store(
     pool: Pool, slot: int, identity: SlotIdentity, stamp: Stamp, neighbour: int = 0
 ) -> bytes | None:
-    """Write the content of `identity`; return header page and payload, None if it failed."""
+    """Write the content of `identity`; return header page and payload, None if that failed."""
     memory = bytearray(pool.slot_bytes)
     memory[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = content(identity, neighbour)
     files = threads.SlotFiles.of(pool, slot)
@@ -63,12 +63,12 @@ def store(
 
 
 def content(identity: SlotIdentity, neighbour: int = 0) -> bytes:
-    """The one right payload of an identity in the pool under test (0), or in a neighbour's."""
+    """The one right payload of an identity in the pool under test (0) or in a neighbour's."""
     dice = random.Random(repr((identity.key, identity.generation, neighbour)))
     return dice.randbytes(PAYLOAD_BYTES)
 
 
-def proves_itself(entry: bytes, pool_slot: int) -> bool:
-    """Is the table entry intact, and of this slot?"""
+def is_intact(entry: bytes, pool_slot: int) -> bool:
+    """Whether the table entry is intact and belongs to this slot."""
     table = decode_table(np.frombuffer(entry, np.uint8), np.array([pool_slot]))
     return bool(table.valid[0])
