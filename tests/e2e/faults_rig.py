@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small model, small tiers and many prompts: every request returns through pool and faults."""
+"""A small model, small tiers and many prompts: returning requests load from a faulty pool."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SHAPE = ModelShape(layers=4, hidden=256, intermediate=512, heads=4, kv_heads=1)
 BLOCK_TOKENS, BLOCKS_PER_CHUNK = 32, 2
 CHUNK_TOKENS = BLOCK_TOKENS * BLOCKS_PER_CHUNK
 SLOT_BYTES = slot_stride_bytes(SHAPE.kv_bytes_per_token * CHUNK_TOKENS)
-#: Not a multiple of a block: the last one is never whole. 15 whole chunks.
+#: Not a multiple of a block: the last chunk is never whole. 15 whole chunks.
 PROMPT_TOKENS, ANSWER_TOKENS = 1003, 12
 PROMPTS = 12
 STAGING_SLOTS = 40  # less than three prompts
 POOL_SLOTS = 512
 LOGPROB_TOLERANCE = 1e-3
-#: Of `spec`, where deadlines are to be missed: yet longer than a shared disk stalls by itself.
+#: Deadlines of `spec` for tests that miss them: longer than a shared disk stalls by itself.
 SHORT_DEADLINES = {"read_deadline_ms": 4000, "write_deadline_ms": 8000}
 _REFUSED = ("vllm:nvmeof_refused_stores_total", "vllm:nvmeof_refused_writes_total")
 _ROUNDS_MAX = 8
@@ -44,7 +44,7 @@ _FORKING = Path(__file__).with_name("forking_vllm.py")
 
 @dataclass(frozen=True)
 class Reference:
-    """Prompts, and what a server without offloading answers."""
+    """Prompts, and the answers of a server without offloading."""
 
     prompts: list[list[int]]
     answers: list[Answer]
@@ -68,7 +68,7 @@ def spec(target: Path | None = None, **extra: object) -> ServerSpec:
             "targets": [str(target)],
             "pool_bytes": POOL_SLOTS * SLOT_BYTES,
             "blocks_per_chunk": BLOCKS_PER_CHUNK,
-            # A disk that is shared stalls for seconds, and here nothing may fail by itself.
+            # A shared disk stalls for seconds, and no operation may fail because of that.
             "read_deadline_ms": 20_000,
             "write_deadline_ms": 20_000,
         }
@@ -86,7 +86,7 @@ def spec(target: Path | None = None, **extra: object) -> ServerSpec:
 
 
 def without_plugin(server_spec: ServerSpec) -> ServerSpec:
-    """The same server told by JSON with module paths alone, our plugin not allowed to load."""
+    """The same server configured only by JSON with module paths; our plugin may not load."""
     offload = server_spec.offload
     assert offload is not None and offload.size_gib is not None
     extra = {
@@ -128,9 +128,9 @@ def llm_options(server_spec: ServerSpec) -> dict[str, Any]:
 
 
 def start(server_spec: ServerSpec, name: str, *, anew: bool = False) -> Server:
-    """Ready to answer. Its processes are forked, unless `server_spec` names a program.
+    """Start a server and wait until it is ready. It is forked unless `server_spec` names a program.
 
-    anew: its first one is not, so that it shares nothing with the servers before it.
+    anew: the first process is not forked, so that it shares nothing with earlier servers.
     """
     log = BUILD / "logs" / f"{name}.log"
     if can_be_forked(server_spec) and not anew:
@@ -142,7 +142,7 @@ def start(server_spec: ServerSpec, name: str, *, anew: bool = False) -> Server:
 
 @functools.cache
 def reference() -> Reference:
-    """Ask a server without offloading, once a session."""
+    """The answers of a server without offloading, which is asked once per session."""
     asked = prompts()
     with start(spec(), "faults-reference") as server:
         answers = ask(server, asked)
@@ -153,7 +153,7 @@ def reference() -> Reference:
 def ask(
     server: Server, asked: Sequence[Sequence[int]], tokens: int = ANSWER_TOKENS
 ) -> list[Answer]:
-    """Ask one after the other."""
+    """Ask the prompts one after the other."""
 
     async def run() -> list[Answer]:
         async with Client(server.url) as client:
@@ -180,7 +180,7 @@ def metrics(server: Server) -> Metrics:
     return asyncio.run(run())
 
 
-#: `/metrics` of one server in this session, for who looks at the texts.
+#: `/metrics` of one server in this session, for the tests that check the texts.
 scrapes: list[str] = []
 
 
@@ -189,20 +189,20 @@ def keep_scrape(server: Server) -> None:
 
 
 def grown(server: Server, before: Metrics, name: str, **labels: str) -> float:
-    """How much a counter has grown since `before`."""
+    """The growth of a counter since `before`."""
     return metrics(server).value(name, **labels) - before.value(name, **labels)
 
 
 def has_figures(now: Metrics) -> bool:
-    """The engine's figures appear with its first step."""
+    """Whether the engine exports figures, which it does from its first step on."""
     return now.value("vllm:nvmeof_cache_slots") > 0
 
 
 def wait_for(server: Server, what: str, condition: Callable[[Metrics], bool]) -> Metrics:
     """Poll `/metrics` until `condition` holds, at most 120 s.
 
-    Reports travel with the engine's steps, and an idle engine takes none: a tiny request each
-    time, too short for a chunk, makes it step.
+    Reports are sent with the engine's steps, and an idle engine does not step. Each poll therefore
+    sends a tiny request, too short for a chunk.
     """
     deadline = time.monotonic() + 120
     while True:
@@ -211,7 +211,7 @@ def wait_for(server: Server, what: str, condition: Callable[[Metrics], bool]) ->
         now = metrics(server)
         if condition(now):
             return now
-        assert time.monotonic() < deadline, f"{what} did not come; {server.log_path}"
+        assert time.monotonic() < deadline, f"no {what} in 120 s; {server.log_path}"
 
 
 def store_all(
@@ -221,7 +221,7 @@ def store_all(
 ) -> None:
     """Ask until every chunk is stored and written.
 
-    A round may not do: while a shared disk stalls, others' chunks find no room.
+    One round may not be enough: while a shared disk stalls, other chunks find no room.
     """
     for _ in range(_ROUNDS_MAX):
         before = metrics(server)
@@ -233,7 +233,7 @@ def store_all(
 
 
 def forget_gpu(server: Server) -> None:
-    """Drop the GPU's prefix cache alone, so that whatever is found again comes from us."""
+    """Drop only the GPU's prefix cache, so that every later hit comes from the offload tiers."""
     _reset(server, {})
 
 
@@ -243,7 +243,7 @@ def forget_all(server: Server) -> None:
 
 
 def _reset(server: Server, params: dict[str, str]) -> None:
-    # vLLM refuses while blocks are held, which they are until the last store was copied.
+    # vLLM refuses while blocks are held, and stores hold blocks until the last one was copied.
     for _ in range(200):
         url = f"{server.url}/reset_prefix_cache"
         response = httpx.post(url, params=params, trust_env=False)
@@ -279,7 +279,7 @@ class Faults:
 
 
 def damage_slab(target: Path) -> int:
-    """Flip one payload byte of every slot that was written; returns how many."""
+    """Flip one payload byte of every slot that was written; return the number of slots."""
     (slab,) = target.rglob("slab")
     damaged = 0
     with slab.open("r+b", buffering=0) as file:

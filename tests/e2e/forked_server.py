@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A `vllm serve` that is forked from a process which has imported vLLM (`server_zygote.py`).
 
-It is a process of its own in a session of its own, with a log, as every `Server` is. Its hashes
-of strings are seeded as those of all servers of its zygote: a restart that is to see others
-starts its servers anew.
+It is a separate process in a separate session, with a log, as every `Server` is. All servers of
+one zygote share the seed of string hashes; a test of a restart with another seed starts its
+servers without the zygote.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 
 _ROOT = Path(__file__).resolve().parents[2]
 _START_S = 120.0
-#: vLLM makes several processes of its API server, and their metrics' library must be told
-#: before it is imported.
+#: vLLM may start several API server processes; their metrics library reads this variable when it
+#: is imported.
 _MANY_SERVERS = frozenset({"--api-server-count", "--data-parallel-size"})
 
 
 def can_be_forked(spec: ServerSpec) -> bool:
-    """CUDA does not live on in a child."""
+    """Whether a server can be forked. It cannot with CUDA, which does not survive a fork."""
     others_vllm = "PYTHONPATH" in spec.env or not has_cpu_engine()
     return not (spec.program or others_vllm or _MANY_SERVERS.intersection(spec.extra_args))
 
 
 class ForkedServer(Server):
-    """See the module's docstring. One that does not start leaves its zygote as it was."""
+    """A server forked from a zygote. A server that fails to start leaves the zygote unchanged."""
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        told = self.spec.environment().items()
-        # pytest names the test that runs now.
-        zygote = _zygote(frozenset(item for item in told if not item[0].startswith("PYTEST_")))
+        variables = self.spec.environment().items()
+        # pytest writes the current test's name into this variable.
+        zygote = _zygote(frozenset(item for item in variables if not item[0].startswith("PYTEST_")))
         arguments = replace(self.spec, program=("vllm",)).command(self.port)[1:]
-        self.log_path.write_bytes(b"")  # it is looked at before the server has opened it
+        self.log_path.write_bytes(b"")  # the log is read before the server has opened it
         return zygote.fork(arguments, self.log_path.resolve())  # type: ignore[return-value]
 
 
 class _Forked:
-    """What `Server` uses of `subprocess.Popen`, of a process whose parent is the zygote."""
+    """The part of `subprocess.Popen` that `Server` uses, for a child of the zygote."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -102,14 +102,14 @@ class _Zygote:
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if not line.startswith("{"):  # vLLM's own, while it is imported
+            if not line.startswith("{"):  # printed by vLLM while it is imported
                 continue
-            told: dict[str, Any] = json.loads(line)
-            if "started" in told:
-                forked = self._forked[told["started"]] = _Forked(told["started"])
+            event: dict[str, Any] = json.loads(line)
+            if "started" in event:
+                forked = self._forked[event["started"]] = _Forked(event["started"])
                 self._started.put(forked)
             else:
-                self._forked.pop(told["ended"]).end(told["status"])
+                self._forked.pop(event["ended"]).end(event["status"])
         self._started.put(None)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm`, whose engine and workers are forked, as vLLM does it for a GPU by default.
+"""`vllm` with forked engines and workers, which is vLLM's default for a GPU.
 
-On the CPU it starts them anew, and each of the two imports vLLM again: 12 s of one core, twice
-a server. `make demo`, the examples and the tests of the wheel start vLLM as it is.
+On the CPU vLLM spawns engine and worker, and each of them imports vLLM again: 12 s of one core,
+twice per server. `make demo`, the examples and the tests of the wheel start vLLM unchanged.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def _forked() -> BaseContext:
 
 
 def fork_engines() -> None:
-    """Call it before anything of vLLM has taken the function that it replaces.
+    """Replace vLLM's choice of a start method; call this before another module imports it.
 
-    Safe beside the CPU's math threads: there are none, OMP_NUM_THREADS is 1 in all these tests.
+    Forking is safe because there are no math threads: OMP_NUM_THREADS is 1 in all these tests.
     """
     system_utils.get_mp_context = _forked
-    # Engine and worker wait for each other by asking again and again, until nothing has come for
-    # a second. Of two servers on two cores that is half of what the other one could compute.
+    # Engine and worker wait for each other by busy polling until no message has come for a second.
+    # With two servers on two cores, polling takes half of the other server's computing time.
     shm_broadcast.sched_yield = functools.partial(time.sleep, _PAUSE_S)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model whose weights can be exchanged, what it must answer, and a server's processes."""
+"""A model whose weights can be replaced, its expected answers, and a server's processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_nvmeof_bench.servers.server import MODEL_NAME, Server, ServerSpec
 from tests.e2e import faults_rig as rig
 from tests.wait import wait_until
 
-#: Half of the rig's: more than GPU memory and CPU tier hold together is not needed here.
+#: Half of the rig's pool: enough to exceed GPU memory and CPU tier together.
 PROMPTS = 6
 NEW_SHAPE = replace(rig.SHAPE, seed=77)
 PENDING = "vllm:nvmeof_writes_pending"
@@ -30,7 +30,7 @@ _WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True)
 class Weights:
-    """Two sets of weights of one shape, and a model's directory that has either."""
+    """Two sets of weights of one shape, and a model directory that has one of them."""
 
     directory: Path
     old: Path
@@ -38,24 +38,24 @@ class Weights:
 
     @classmethod
     def make(cls, directory: Path) -> Weights:
-        """A model with the old ones."""
+        """Make a model directory with the old weights."""
         old = make_model(rig.BUILD / "models", rig.SHAPE)
         shutil.copytree(old, directory)
         return cls(directory, old, make_model(rig.BUILD / "models", NEW_SHAPE))
 
     def put(self, model: Path) -> None:
-        """Put the weights of `model` in their place, as one who publishes them does."""
+        """Replace the weights by those of `model`, in the way new weights are published."""
         fresh = self.directory / "fresh"
         shutil.copy(model / _WEIGHTS, fresh)
         fresh.rename(self.directory / _WEIGHTS)
-        # When a process began is known in ticks: one that begins in this tick would hold them
-        # for weights that were changed while it started.
+        # The start time of a process is known in ticks: a process that starts in this tick would
+        # treat these weights as changed during its start.
         time.sleep(2 / os.sysconf("SC_CLK_TCK"))
 
 
 @dataclass(frozen=True)
 class Scene:
-    """The directory with model and pool, and what each set of weights answers."""
+    """The directory with model and pool, and the answers of each set of weights."""
 
     pool: Path
     weights: Weights
@@ -75,7 +75,7 @@ def asked() -> list[list[int]]:
 
 
 def expected_of(model: Path, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """`count` greedy tokens of each, as the model's own code computes them without vLLM."""
+    """`count` greedy tokens per prompt, computed by the model's own code without vLLM."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -99,12 +99,12 @@ def tokens_of(server: Server, prompts: Sequence[Sequence[int]]) -> list[list[int
 
 
 def spec(pool: Path, model: Path, **extra: object) -> ServerSpec:
-    """A server with this pool and model, whose weights are served from either tier."""
+    """A server with this pool and model; KV of its weights is in both tiers."""
     return replace(rig.spec(pool, admission="always", **extra), model=model)
 
 
 def post(server: Server, path: str, **params: Any) -> httpx.Response:
-    """Call one of vLLM's own administrative endpoints; it must work."""
+    """Call one of vLLM's administrative endpoints, which must succeed."""
     response = httpx.post(f"{server.url}{path}", params=params, timeout=60, trust_env=False)
     assert response.status_code == httpx.codes.OK, (path, params, response.text)
     return response
@@ -130,7 +130,7 @@ def group(leader: int) -> dict[int, str]:
 
 
 def with_priorities(server: Server, prompts: list[list[int]]) -> list[list[int]]:
-    """Ask all at once, the last one first."""
+    """Ask all prompts at once; the last one has the highest priority."""
 
     async def run() -> list[list[int]]:
         async with httpx.AsyncClient(trust_env=False, timeout=120) as http:
@@ -164,7 +164,7 @@ def wait_for_requests(server: Server) -> None:
 def while_loads_run(
     server: Server, scene: Scene, act: Callable[[], None]
 ) -> list[Answer | BaseException]:
-    """Requests whose chunks come slowly from the pool, and `act` while they come."""
+    """Ask for chunks that are read slowly from the pool, and call `act` during the reads."""
     prompts = scene.prompts[::2]
     assert tokens_of(server, prompts) == scene.old[::2]
     rig.wait_for(server, "the last write", lambda m: m.value(PENDING) == 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LLM(kv_offloading_backend="nvmeof")` in a process of its own; prints what it saw as JSON."""
+"""`LLM(kv_offloading_backend="nvmeof")` in a separate process; prints its results as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main(target: str) -> None:
     asked = rig.prompts()
 
     def ask() -> list[list[int]]:
-        # One at a time: together they would share the GPU cache's few blocks.
+        # One prompt at a time: together they would compete for the GPU cache's few blocks.
         outputs = [
             llm.generate({"prompt_token_ids": p}, sampling, use_tqdm=False)[0] for p in asked
         ]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One `LLM` after the other in one process, as in a notebook; prints what it saw as JSON.
+"""One `LLM` after the other in one process, as in a notebook; prints its results as JSON.
 
-The first one's worker is killed, the second one is closed with writes in flight. The others' run in
-this process: the third one's schedules asynchronously, which vLLM switches off on a CPU, and the
-fourth has another connector beside ours. Each is closed twice.
+The worker of the first `LLM` is killed; the second is closed with writes in flight. The engines of
+the others run in this process: the third schedules asynchronously, which vLLM disables on a CPU,
+and the fourth combines another connector with ours. Each `LLM` is closed twice.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ def _llm(pool: Path, model: str, faults: str, *, combined: bool) -> Any:
         transfer["kv_connector_extra_config"] = {"connectors": connectors}
     llm = LLM(**{**rig.llm_options(spec), "model": model, "kv_transfer_config": transfer})
     assert spec.block_size == rig.BLOCK_TOKENS
-    _generate(llm, [5, 6, 7], 1)  # figures come with the first step
+    _generate(llm, [5, 6, 7], 1)  # the engine exports figures from its first step on
     return llm
 
 
 class _Nothing:
-    """Stands for a CUDA stream or event: on a CPU all is done when the call returns."""
+    """Replaces a CUDA stream or event: on a CPU all work is done when a call returns."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
     def record(self, *_: object) -> None: ...
@@ -91,7 +91,7 @@ class _Nothing:
 
 @contextmanager
 def _asynchronous_scheduling() -> Iterator[None]:
-    """Engines that are made meanwhile schedule a step before the one before it has ended."""
+    """Engines made within this context schedule a step before the previous step has ended."""
     import torch
     from vllm.platforms.cpu import CpuPlatform
 
@@ -101,7 +101,7 @@ def _asynchronous_scheduling() -> Iterator[None]:
         stock.__get__(None, cls)(vllm_config)
         vllm_config.scheduler_config.async_scheduling = True
 
-    for name in ("Stream", "Event"):  # for good: the engine uses them as long as it lives
+    for name in ("Stream", "Event"):  # permanently: the engine uses them during its whole life
         setattr(torch.cuda, name, _Nothing)
     torch.cuda.current_stream = lambda *_: _Nothing()
     torch.cuda.stream = lambda *_: nullcontext()
@@ -131,7 +131,7 @@ def _value(llm: Any, name: str, **labels: str) -> float:
 
 
 def _with_writes_in_flight(llm: Any, faults: Any) -> float:
-    """Have writes that take longer than anybody waits; how many there are."""
+    """Start writes that outlast every wait; return the number of pending writes."""
     from tests.e2e import faults_rig as rig
     from tests.e2e import life_rig as life
 
@@ -142,7 +142,7 @@ def _with_writes_in_flight(llm: Any, faults: Any) -> float:
 
 
 def _beside(llm: Any) -> list[dict[str, Any]]:
-    """What comes back from the other connector alone, and then again from ours."""
+    """Load from only the other connector, and then from ours."""
     found = []
     for with_connector in (True, False):
         assert llm.reset_prefix_cache(reset_connector=with_connector)
@@ -156,13 +156,13 @@ def _beside(llm: Any) -> list[dict[str, Any]]:
 
 
 def _died(llm: Any) -> str:
-    """The name of what the next request meets, once nothing of the engine is left."""
+    """The name of the exception that the next request raises after the engine's processes ended."""
     from tests.e2e import life_rig as life
     from tests.wait import wait_until
 
     def gone() -> bool:
         titles = life.group(os.getpgrp()).values()
-        # vLLM itself waits for ever for a request that was sent before it knows.
+        # vLLM waits forever for a request that was sent before it detects the death.
         known = llm.llm_engine.engine_core.resources.engine_dead
         return bool(known) and not any("VLLM::" in title for title in titles)
 

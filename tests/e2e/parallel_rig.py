@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model whose KV cache two ranks share out between them, and servers of it."""
+"""A model whose KV cache is split over two ranks, and servers of that model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.e2e.plain_answers import plain_answers
 from vllm_nvmeof_offload.units import GIB
 
 RANKS = 2
-#: Two KV heads: each rank holds another one, so that the ranks' bytes cannot stand in for each
-#: other's. A rank's slot is as large as the one-headed model's.
+#: Two KV heads: each rank holds a different one, so that one rank's bytes cannot replace the
+#: other's. A rank's slot is as large as that of the one-headed model.
 SHAPE = replace(rig.SHAPE, kv_heads=2)
 PROMPTS, ANSWER_TOKENS = 4, 8
-#: For two of the prompts.
+#: Room for two of the prompts.
 GPU_BLOCKS = 69
 HITS = "vllm:external_prefix_cache_hits_total"
 LOADED = "vllm:nvmeof_loaded_tokens_total"
@@ -31,7 +31,7 @@ FAILED = "vllm:nvmeof_failed_chunks_total"
 
 @functools.cache
 def reference() -> rig.Reference:
-    """Prompts, and what the model answers without vLLM and without us."""
+    """Prompts, and the answers of the model without vLLM and without this package."""
     asked = rig.prompts(seed=23, count=PROMPTS)
     model = make_model(rig.BUILD / "models", SHAPE)
     answers = plain_answers(model, asked, ANSWER_TOKENS)
@@ -40,7 +40,7 @@ def reference() -> rig.Reference:
 
 
 def spec(target: Path, option: str, **extra: object) -> ServerSpec:
-    """A server with two ranks or replicas; `option` says which. Each has the usual slots."""
+    """A server with two ranks or replicas, by `option`. Each has the usual number of slots."""
     pool_bytes = RANKS * rig.POOL_SLOTS * (rig.SLOT_BYTES + 64)
     base = rig.spec(target, pool_bytes=pool_bytes, admission="always", **extra)
     assert base.offload is not None
@@ -51,7 +51,7 @@ def spec(target: Path, option: str, **extra: object) -> ServerSpec:
         gpu_blocks=GPU_BLOCKS,
         offload=replace(base.offload, size_gib=size_gib),
         extra_args=(option, str(RANKS)),
-        # Bound to cores, two ranks would need four: one for each, one left free for each.
+        # Bound to cores, two ranks would need four cores: vLLM leaves one free per rank.
         env={**base.env, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
     )
 
@@ -63,7 +63,7 @@ def ask(
     cache_salt: str | None = None,
     replica: int | None = None,
 ) -> list[Answer]:
-    """Ask one after the other, for one tenant, one replica, or anyone."""
+    """Ask the prompts one after the other, optionally for one tenant or one replica."""
 
     async def run() -> list[Answer]:
         async with Client(server.url) as client:
@@ -76,5 +76,5 @@ def ask(
 
 
 def whole(prompt: Sequence[int]) -> int:
-    """Tokens of a prompt that lie in whole chunks."""
+    """The number of a prompt's tokens that are in whole chunks."""
     return len(prompt) // rig.CHUNK_TOKENS * rig.CHUNK_TOKENS

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model answers without vLLM: its plain PyTorch implementation, in a child process.
+"""A model's answers without vLLM, from its plain PyTorch implementation in a child process.
 
-As a program: the model's directory as argument, a JSON list of prompts (token ids) and the
-number of tokens to generate on stdin; the answers on the last line.
+As a program it takes the model's directory as argument and reads from stdin a JSON list of prompts
+(token ids) and the number of tokens to generate; it prints the answers on the last line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real Prometheus, from Debian's package, that scrapes what servers have exported.
+"""A real Prometheus, from Debian's package, that scrapes the metrics that servers have exported.
 
-Nothing is installed: the package is unpacked into the user's cache, once a machine.
+Nothing is installed: the package is unpacked into the user's cache, once per machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _READY_S = 60.0
 
 
 def tool(name: str) -> Path:
-    """`prometheus` or `promtool`: the system's own, or Debian's.
+    """The path of `prometheus` or `promtool`, from the system or from Debian's package.
 
     Raises:
         RigUnavailableError: with the reason and the remedy.
@@ -43,7 +43,9 @@ def tool(name: str) -> Path:
         found = place / "root" / "usr" / "bin" / name
         if not found.exists():
             if shutil.which("apt-get") is None:
-                raise RigUnavailableError("no apt-get here to get Prometheus with: install it")
+                raise RigUnavailableError(
+                    "there is no apt-get here to download Prometheus: install it"
+                )
             archives = place / "apt" / "archives"
             run_tool(["apt-get", *apt_in(place), "-qq", "download", "prometheus"], archives)
             (archive,) = archives.glob("prometheus_*.deb")
@@ -53,7 +55,7 @@ def tool(name: str) -> Path:
 
 
 class Exporter:
-    """Serves saved `/metrics` texts, one a scrape in their order, the last one for ever."""
+    """Serves saved `/metrics` texts, one per scrape in order; the last one is repeated."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = list(texts)
@@ -150,7 +152,7 @@ class Prometheus:
         return [rule for group in groups for rule in group["rules"]]
 
     def wait_for(self, expression: str) -> list[dict[str, Any]]:
-        """Until the query returns something."""
+        """Wait until the query returns a series."""
         deadline, never = time.monotonic() + _READY_S, threading.Event()
         while time.monotonic() < deadline:
             assert self._process.poll() is None, self._log.read_text()

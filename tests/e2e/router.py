@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router's half of vLLM's KV events: it listens, and knows which chunk is in which tier.
+"""A router that receives vLLM's KV events and tracks which chunks are in which tier.
 
-It misses nothing: what was published before it was heard, or was lost, it asks for again.
+It misses no event: it requests a replay of events that were published before it connected or lost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Router:
         self._live = context.socket(zmq.SUB)
         self._live.setsockopt(zmq.SUBSCRIBE, b"")
         port = self._live.bind_to_random_port("tcp://127.0.0.1")
-        # The server binds it only after half a minute.
+        # The server binds the replay port only after half a minute.
         self._reserved = ReservedPort()
         replay = f"tcp://127.0.0.1:{self._reserved.number}"
         self._replay = context.socket(zmq.DEALER)
@@ -41,12 +41,12 @@ class Router:
             "replay_endpoint": replay,
         }
         self.arguments = ("--kv-events-config", json.dumps(self.config))
-        #: By medium: the hashes that are there, and how many have left.
+        #: Medium → the hashes stored there; medium → the number of removed hashes.
         self.has: dict[str, set[bytes]] = {CPU: set(), STORAGE: set()}
         self.removed: Counter[str] = Counter()
         self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
-        self._next = 0  # the number of the batch that comes next
-        self._asked = False  # for what was missed; the answer is not complete
+        self._next = 0  # the number of the next batch
+        self._asked = False  # a replay was requested and is not complete
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -67,7 +67,7 @@ class Router:
         self._reserved.close()
 
     def counts(self) -> tuple[int, int, int]:
-        """Chunks in pinned memory, in the pool, and in either."""
+        """The numbers of chunks in pinned memory, in the pool, and in either."""
         cpu, storage = set(self.has[CPU]), set(self.has[STORAGE])
         return len(cpu), len(storage), len(cpu | storage)
 
@@ -80,15 +80,15 @@ class Router:
             if not ready:
                 self._ask()
             for socket in ready:
-                self._heard(*socket.recv_multipart()[-2:], again=socket is self._replay)
+                self._received(*socket.recv_multipart()[-2:], again=socket is self._replay)
 
     def _ask(self) -> None:
-        """For everything from the next batch on."""
+        """Request a replay from the next batch on."""
         if not self._asked:
             self._asked = True
             self._replay.send_multipart((b"", self._next.to_bytes(8, "big")))
 
-    def _heard(self, number: bytes, payload: bytes, *, again: bool) -> None:
+    def _received(self, number: bytes, payload: bytes, *, again: bool) -> None:
         if again and not payload:  # the end of an answer
             self._asked = False
             return

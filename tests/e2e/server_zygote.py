@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts servers, each a process of its own that is forked from one that has imported vLLM.
+"""Starts servers. Each is a separate process, forked from one that has imported vLLM.
 
-Importing vLLM takes 12 s of one core, and the engine of a tiny model starts in three. What a
-server reads from its environment it has from this process: it is started with that of all its
-servers (`forked_server.py`).
+Importing vLLM takes 12 s of one core; the engine of a tiny model starts in 3 s. All servers have
+the environment of this process (`forked_server.py`).
 
-Reads one server a line (JSON: its arguments, its log) from standard input. Writes one line for
-each that was started (its process id) and for each that has ended (process id, exit status).
+Reads one server per line (JSON: arguments, log) from standard input. Writes one line per server
+that was started (process id) and one per server that has ended (process id, exit status).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tests.e2e.shapes.zygote import IMPORTED_ONCE
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.05
-#: What the API server imports beside what every engine does.
+#: Modules that the API server imports in addition to those of every engine.
 _IMPORTED_ONCE = (
     "vllm.entrypoints.cli.main",
     "vllm.entrypoints.cli.serve",
@@ -49,10 +48,10 @@ def main() -> None:
 
 
 def _serve_forks() -> list[str] | None:
-    """None at the end of the input; in each forked process its arguments."""
+    """Fork a process per line of input. Returns the arguments in each fork, None at the end."""
     pending = b""
     while True:
-        _tell_who_has_ended()
+        _report_ended()
         if not select.select([0], [], [], _LOOK_S)[0]:
             continue
         read = os.read(0, 1 << 16)
@@ -69,7 +68,7 @@ def _serve_forks() -> list[str] | None:
             print(json.dumps({"started": pid}), flush=True)
 
 
-def _tell_who_has_ended() -> None:
+def _report_ended() -> None:
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load or compute on a disk that is throttled, or hangs: the sooner one, on both sides.
+"""Load or compute, with a disk that is throttled or hangs: the faster choice is made.
 
-What is asserted are decisions and tokens, against the rates that the server says it goes by; how
-long things take is `vllm-nvmeof bench stream`'s business.
+The tests assert decisions and tokens against the rates that the server exports; `vllm-nvmeof bench
+stream` measures durations.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from vllm_nvmeof_bench.servers.server import OffloadSpec, Server, ServerSpec
 from tests.e2e import faults_rig as rig
 from vllm_nvmeof_offload.units import GIB, slot_stride_bytes
 
-if importlib.util.find_spec("vllm_nvmeof_bench") is None:  # an editable install's finder has it
+if (
+    importlib.util.find_spec("vllm_nvmeof_bench") is None
+):  # an editable install's finder provides it
     sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from vllm_nvmeof_bench.throttle import Throttle, ThrottleError
 
-#: Much KV for little computing, so that the crossover lies at tens of MB/s.
+#: Much KV for little computing, so that the crossover is at tens of MB/s.
 SHAPE = ModelShape(layers=6, hidden=512, intermediate=1024, heads=4, kv_heads=4)
 BLOCK_TOKENS, CHUNK_TOKENS, PROMPT_TOKENS, ANSWER_TOKENS = 32, 64, 707, 4
 PROMPTS = 6
 SLOT_BYTES = slot_stride_bytes(SHAPE.kv_bytes_per_token * CHUNK_TOKENS)
-#: Returns after which a new rate must have been learned. Each read halves the distance, and what a
-#: throttle lets through at once goes at the disk's speed: from there to 10 MB/s are six.
+#: Returns after which a new rate must have been learned. Each read halves the error, and a throttle
+#: passes its first bytes at the disk's speed: from that speed to 10 MB/s takes six reads.
 LESSONS = 7
-#: Within this factor of the crossover either choice is right: hysteresis, and a noisy machine.
+#: Within this factor of the crossover either choice is right, because of hysteresis and noise.
 CLOSE = 2.0
-#: What the server decides by; printed where a test fails.
+#: The metrics that the server decides by; printed if a test fails.
 GOES_BY = (
     "prefill_tokens_per_second",
     "pool_read_bytes_per_second",
@@ -50,7 +52,7 @@ def _spec(directory: Path) -> ServerSpec:
         "pool_bytes": 256 * SLOT_BYTES,
         "blocks_per_chunk": CHUNK_TOKENS // BLOCK_TOKENS,
         "stream_slots": 4,
-        # Slow is what this is about. A target that misses a deadline is not looked up at all.
+        # Long deadlines: the disk is slow, and a target that misses one is not looked up.
         "read_deadline_ms": 60_000,
         "fault_injection": str(directory / "faults.json"),
     }
@@ -76,7 +78,7 @@ def _all_written(now: Metrics) -> bool:
 
 
 class Returns:
-    """Prompts that come back one after the other, each when GPU and CPU tier have lost it."""
+    """Prompts that return one after the other, each after GPU and CPU tier have evicted it."""
 
     def __init__(
         self, server: Server, prompts: list[list[int]], throttle: Throttle, faults: rig.Faults
@@ -87,12 +89,12 @@ class Returns:
         self._prompts = prompts
         self._cold: list[Answer] = []
         self._next = 0
-        for prompt in prompts:  # one at a time: a slow disk would have stores refused
+        for prompt in prompts:  # one at a time, because a slow disk would have stores refused
             self._cold += rig.ask(server, [prompt], ANSWER_TOKENS)
             rig.wait_for(server, "writes", _all_written)
 
     def next(self) -> str:
-        """The next one returns: what was decided. Its tokens must be the same."""
+        """Let the next prompt return; return the decision. Its tokens must be the same."""
         before = rig.metrics(self.server)
         index = self._next % len(self._prompts)
         self._next += 1
@@ -110,18 +112,18 @@ class Returns:
         }
         goes_by = {name: round(after.value(f"vllm:nvmeof_{name}"), 3) for name in GOES_BY}
         print(f"{answers[0].ttft_s:.3f} s", made, goes_by)
-        # One for one attempt; where nothing of a load came before it was cut off, vLLM asks anew.
+        # One per attempt. If a load was cut off before any of it arrived, vLLM asks again.
         assert 1 <= sum(made.values()) <= 1 + faults["loads_cut_total"], f"{made}, {faults}"
         return next(decision for decision, count in made.items() if count)
 
     def compute_over_load(self, bytes_per_s: float) -> float:
-        """How many times sooner loading is at that rate, by the server's own prefill rate."""
+        """The ratio of computing time to loading time at a rate, by the server's prefill rate."""
         tokens_per_s = rig.metrics(self.server).value("vllm:nvmeof_prefill_tokens_per_second")
         chunks = PROMPT_TOKENS // CHUNK_TOKENS
         return chunks * CHUNK_TOKENS / tokens_per_s / (chunks * SLOT_BYTES / bytes_per_s)
 
     def learn(self, bytes_per_s: int | None) -> list[str]:
-        """Throttle; what was decided after the lessons."""
+        """Throttle the disk; return the decisions after the server has learned the rate."""
         self.throttle.limit(read_bytes_per_s=bytes_per_s)
         decisions = [self.next() for _ in range(LESSONS + 3)]
         print(bytes_per_s, decisions)
@@ -142,12 +144,12 @@ def returns(
             yield Returns(server, prompts, throttle, faults)
             assert server.running
     except ThrottleError as error:
-        pytest.skip(f"no throttled disk here: {error}")
+        pytest.skip(f"no disk can be throttled here: {error}")
 
 
 @pytest.mark.parametrize("megabytes_per_s", [200, 10, 50, None])
-def test_the_sooner_one_is_chosen(returns: Returns, megabytes_per_s: int | None) -> None:
-    """In this order: what was learned at one speed must be unlearned at the next."""
+def test_the_faster_choice_is_made(returns: Returns, megabytes_per_s: int | None) -> None:
+    """Run in this order: each speed must replace the rate that was learned at the previous one."""
     rate = megabytes_per_s * 1_000_000 if megabytes_per_s else None
     decisions = returns.learn(rate)
     advantage = returns.compute_over_load(rate or 1_000_000_000)
@@ -158,7 +160,7 @@ def test_the_sooner_one_is_chosen(returns: Returns, megabytes_per_s: int | None)
 
 
 def test_a_pool_that_hangs_costs_one_load_and_is_used_again(returns: Returns) -> None:
-    """No deadline has passed yet: the limit of the load, twice its computing time, cuts it off."""
+    """Before any deadline passes, the load's limit of twice its computing time cuts it off."""
     returns.throttle.limit(read_bytes_per_s=None)
     before = rig.metrics(returns.server)
     returns.faults.set(hang_reads=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`examples/03_offline_llm.py` as a user runs it. `test_wheel.py` starts `02_serve.sh`."""
+"""Runs `examples/03_offline_llm.py` as a user would. `test_wheel.py` starts `02_serve.sh`."""
 
 from __future__ import annotations
 

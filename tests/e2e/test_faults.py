@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One real server, one fault after the other: the same tokens, up, and the counters tell."""
+"""One real server and one fault after the other: it stays up, with the same tokens and counts."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def faults(directory: Path) -> rig.Faults:
 
 @pytest.fixture(scope="module")
 def server(directory: Path, faults: rig.Faults, reference: rig.Reference) -> Iterator[Server]:
-    # Whatever a fault has taught, the pool is read: that is what is tested.
-    told = {"fault_injection": str(faults.path), "admission": "always", **rig.SHORT_DEADLINES}
-    spec = rig.spec(directory / "pool", **told)
+    # admission=always: the pool is read even after a fault, because the tests are about reads.
+    options = {"fault_injection": str(faults.path), "admission": "always", **rig.SHORT_DEADLINES}
+    spec = rig.spec(directory / "pool", **options)
     with rig.start(spec, "faults") as server:
         rig.keep_scrape(server)
         yield server
@@ -49,7 +49,7 @@ def server(directory: Path, faults: rig.Faults, reference: rig.Reference) -> Ite
 
 @pytest.fixture(autouse=True)
 def _clean(server: Server, faults: rig.Faults, reference: rig.Reference) -> Iterator[None]:
-    """Before each test: no fault, every chunk stored and written."""
+    """Before each test remove all faults and store and write every chunk."""
     faults.set()
     rig.wait_for(server, "a usable target", lambda m: m.value(SUSPECT) == 0)
     rig.store_all(server, reference)
@@ -58,7 +58,7 @@ def _clean(server: Server, faults: rig.Faults, reference: rig.Reference) -> Iter
 
 
 def _whole(reference: rig.Reference) -> int:
-    """Tokens in the whole chunks of all prompts."""
+    """The number of tokens in the whole chunks of all prompts."""
     return sum(len(p) // rig.CHUNK_TOKENS * rig.CHUNK_TOKENS for p in reference.prompts)
 
 
@@ -71,11 +71,11 @@ def test_returning_prompts_come_from_the_pool(server: Server, reference: rig.Ref
 
 
 def test_read_errors(server: Server, faults: rig.Faults, reference: rig.Reference) -> None:
-    """One in five, and one in five of their second tries.
+    """One in five reads fails, and so does one in five of their retries.
 
-    More would make the target gone: errors come at once and bytes when the disk has them, so
-    that on a slow one eight slots in a row have failed before any read has ended. The slowness
-    is made here, that it be seen each time.
+    A higher rate would give the verdict gone: errors return at once and bytes only when the disk
+    has read them, so that on a slow disk eight slots in a row fail before any read has ended. The
+    test slows reads down, so that this happens in every run.
     """
     before = rig.metrics(server)
     faults.set(read_eio=0.2, seed=3, read_delay_ms=300)
@@ -83,7 +83,7 @@ def test_read_errors(server: Server, faults: rig.Faults, reference: rig.Referenc
     assert faults.fired("read_eio") > 0
     assert rig.metrics(server).value(SUSPECT) == 0
     assert rig.grown(server, before, FAILED, outcome="io_error") > 0
-    assert rig.grown(server, before, HITS) > 0, "what did not fail is still loaded"
+    assert rig.grown(server, before, HITS) > 0, "chunks that did not fail are still loaded"
 
 
 def test_write_errors(server: Server, faults: rig.Faults, reference: rig.Reference) -> None:
@@ -105,7 +105,7 @@ def test_a_full_device(server: Server, faults: rig.Faults, reference: rig.Refere
         server, "20 refused writes", lambda m: m.value("vllm:nvmeof_retired_pool_slots_total") >= 20
     )
     assert now.value("vllm:nvmeof_pool_slots") <= slots - 20, (
-        "the capacity shrinks to what is there"
+        "the capacity shrinks to the space that exists"
     )
     assert rig.same(rig.ask(server, reference.prompts), reference.answers)
 
@@ -115,12 +115,12 @@ def test_bytes_flipped_on_disk(server: Server, directory: Path, reference: rig.R
     assert rig.damage_slab(directory / "pool") > 100
     assert rig.same(rig.ask(server, reference.prompts), reference.answers)
     assert rig.grown(server, before, FAILED, outcome="checksum_mismatch") > 0
-    # The CPU tier still had the last ones.
+    # The CPU tier still had the last chunks.
     some = rig.Reference(reference.prompts[:6], reference.answers[:6])
     before = rig.metrics(server)
     assert rig.same(rig.ask(server, some.prompts), some.answers)
     assert rig.grown(server, before, FAILED) == 0
-    assert rig.grown(server, before, HITS) > 0.7 * _whole(some), "computed once, and stored"
+    assert rig.grown(server, before, HITS) > 0.7 * _whole(some), "recomputed once and stored"
 
 
 def test_reads_that_hang(server: Server, faults: rig.Faults, reference: rig.Reference) -> None:
@@ -183,13 +183,14 @@ def test_reset_with_the_connector(server: Server, reference: rig.Reference) -> N
     rig.forget_all(server)
     assert rig.metrics(server).value("vllm:nvmeof_entries") >= 0
     before = rig.metrics(server)
-    # The first of each pair that shares its first half: nothing may hit now.
+    # The first prompt of each pair that shares its first half: none may hit now.
     assert rig.same(rig.ask(server, reference.prompts[::2]), reference.answers[::2])
     assert rig.grown(server, before, HITS) == 0
 
 
 def test_reset_while_requests_run(server: Server, reference: rig.Reference) -> None:
-    """vLLM preempts what runs, and the next step finds it with us (it once stopped the engine)."""
+    """vLLM preempts the running requests, and the next step looks their chunks up (this once
+    stopped the engine)."""
     before = rig.metrics(server)
 
     def preempted(now: Metrics) -> bool:
@@ -201,7 +202,7 @@ def test_reset_while_requests_run(server: Server, reference: rig.Reference) -> N
             asked = [client.complete(p, 150) for p in reference.prompts[:3]]
             answers = asyncio.gather(*asked)
             resets = 0
-            # On a slow machine all may still wait for their loads when the first ones come.
+            # On a slow machine all may still wait for their loads when the first answers arrive.
             while resets < 3 or not (answers.done() or preempted(await client.metrics())):
                 await asyncio.wait([answers], timeout=0.5)
                 url = f"{server.url}/reset_prefix_cache"
@@ -213,14 +214,14 @@ def test_reset_while_requests_run(server: Server, reference: rig.Reference) -> N
     answers = asyncio.run(run())
     for answer, expected in zip(answers, reference.answers, strict=False):
         assert answer.tokens[: rig.ANSWER_TOKENS] == expected.tokens
-    assert preempted(rig.metrics(server)), "nothing was running"
+    assert preempted(rig.metrics(server)), "no request was running"
 
 
 @pytest.mark.parametrize("knob", ["flip_with_valid_crc", "swap_slots"])
 def test_negative_control(
     server: Server, faults: rig.Faults, reference: rig.Reference, knob: str
 ) -> None:
-    """Wrong KV that proves itself must be seen by the comparison, or it compares nothing."""
+    """Wrong KV with a valid CRC must be detected by the comparison, or the comparison is void."""
     faults.set(**{knob: True})
     answers = rig.ask(server, reference.prompts)
     faults.set()

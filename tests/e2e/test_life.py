@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to servers and engines: kills, pauses, sleep, resets, new weights, and the end.
+"""Events in a server's life: kills, pauses, sleep, resets, new weights, and the end.
 
-One pool passes through all of it, from test to test: a server, and a process that makes one `LLM`
-after the other. After each step the tokens are those that the model's own code computes.
+All tests use one pool in turn: a server, and a process that makes one `LLM` after the other. After
+each step the tokens are those that the model's own code computes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_two_api_servers_priorities_and_chunked_prefill(server: Server, scene: l
     assert life.with_priorities(server, scene.prompts) == scene.old
     for source in ("cpu", "pool"):
         assert rig.grown(server, before, LOADED, source=source) > 0, source
-    for _ in range(40):  # each over a connection of its own
+    for _ in range(40):  # each over a separate connection
         rig.ask(server, [[5, 6, 7]], 1)
     received = [line for line in server.log().splitlines() if "Received request" in line]
     for number in (0, 1):
@@ -76,7 +76,7 @@ def test_two_api_servers_priorities_and_chunked_prefill(server: Server, scene: l
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_a_pause_while_loads_run(server: Server, scene: life.Scene, mode: str) -> None:
     def pause() -> None:
-        # vLLM itself cannot clear caches and keep requests that wait for a load.
+        # vLLM cannot clear caches and keep requests that wait for a load.
         life.post(server, "/pause", mode=mode, clear_cache=mode != "keep")
         assert httpx.get(f"{server.url}/is_paused", trust_env=False).json()["is_paused"]
         life.post(server, "/resume")
@@ -89,7 +89,7 @@ def test_a_pause_while_loads_run(server: Server, scene: life.Scene, mode: str) -
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_while_loads_run(server: Server, scene: life.Scene, level: int) -> None:
-    """On a CPU vLLM keeps weights and KV cache when it sleeps; we are told the same."""
+    """On a CPU vLLM keeps weights and KV cache in sleep; the connector is notified as on a GPU."""
 
     def sleep() -> None:
         life.post(server, "/sleep", level=level)
@@ -115,16 +115,16 @@ def test_resets_while_loads_and_stores_run(server: Server, scene: life.Scene) ->
     assert life.returning(server, scene.prompts) == scene.old
 
 
-def test_new_weights_in_a_server_that_nobody_resets(server: Server, scene: life.Scene) -> None:
+def test_new_weights_in_a_server_without_a_reset(server: Server, scene: life.Scene) -> None:
     before = rig.metrics(server)
     assert life.returning(server, scene.prompts) == scene.old
-    assert rig.grown(server, before, HITS) > 0, "there is KV of the old weights to be taken"
+    assert rig.grown(server, before, HITS) > 0, "the old weights' KV can be loaded"
     scene.weights.put(scene.weights.new)
     life.call_workers(server, "reload_weights")
     before = rig.metrics(server)
     assert life.tokens_of(server, scene.prompts) == scene.new
     assert rig.grown(server, before, HITS) == 0
-    # The last one asked is in the CPU tier; in their old order all push each other out of it.
+    # The last prompt asked is in the CPU tier; in the old order the prompts evict each other.
     assert life.returning(server, scene.prompts[-1:]) == scene.new[-1:]
     assert life.returning(server, scene.prompts) == scene.new
     for source in ("cpu", "pool"):
@@ -132,7 +132,7 @@ def test_new_weights_in_a_server_that_nobody_resets(server: Server, scene: life.
 
 
 def test_new_weights_while_requests_run(server: Server, scene: life.Scene) -> None:
-    """Those requests go on with KV of both; nobody else may get any of it."""
+    """These requests continue with KV of both weights; no other request may load any of it."""
 
     async def run() -> None:
         async with Client(server.url) as client:
@@ -141,7 +141,7 @@ def test_new_weights_while_requests_run(server: Server, scene: life.Scene) -> No
             await asyncio.to_thread(life.wait_for_requests, server)
             scene.weights.put(scene.weights.old)
             await asyncio.to_thread(life.call_workers, server, "reload_weights")
-            assert not answers.done(), "they ended before the weights came"
+            assert not answers.done(), "the requests ended before the weights changed"
             await answers
 
     rig.forget_gpu(server)
@@ -149,7 +149,7 @@ def test_new_weights_while_requests_run(server: Server, scene: life.Scene) -> No
     before = rig.metrics(server)
     assert life.tokens_of(server, scene.prompts) == scene.old
     assert life.returning(server, scene.prompts) == scene.old
-    assert rig.grown(server, before, HITS) > 0, "stored again once nothing old was left"
+    assert rig.grown(server, before, HITS) > 0, "KV is stored again after the old requests ended"
 
 
 def test_new_weights_during_sleep(server: Server, scene: life.Scene) -> None:
@@ -166,7 +166,7 @@ def test_new_weights_during_sleep(server: Server, scene: life.Scene) -> None:
 
 
 def test_an_engine_ends_when_its_server_is_killed(server: Server, scene: life.Scene) -> None:
-    """What vLLM itself would leave: two API servers without an engine, which hold nothing."""
+    """vLLM itself would leave two API servers without an engine, which hold no resource."""
     rig.wait_for(server, "the last write", lambda m: m.value(life.PENDING) == 0)
     os.kill(server.pid, signal.SIGKILL)
 
@@ -181,8 +181,8 @@ def test_an_engine_ends_when_its_server_is_killed(server: Server, scene: life.Sc
 def test_one_llm_after_the_other_on_the_old_weights(scene: life.Scene) -> None:
     """The pool holds KV of new weights that its keyspace does not name: nothing is adopted.
 
-    Then an engine's worker is killed; the next one goes on with what it wrote, and is closed with
-    writes in flight; a third schedules asynchronously; a fourth has another connector beside ours.
+    Then an engine's worker is killed; the next engine adopts its chunks and is closed with
+    writes in flight; a third schedules asynchronously; a fourth has another connector too.
     """
     scene.weights.put(scene.weights.old)
     places = [str(scene.pool), str(scene.weights.directory)]
@@ -209,12 +209,14 @@ def test_one_llm_after_the_other_on_the_old_weights(scene: life.Scene) -> None:
     assert killed["died"] == "EngineDeadError"
     assert after["pending"] > 0 and after["closing_s"] < 15, "closed with writes in flight"
     for run in (after, inside, combined):
-        assert run["adopted"] > 0, "each took over the place of the one before"
+        assert run["adopted"] > 0, "each took over the directory of the previous one"
     assert after["from_pool"] > 0 and inside["from_pool"] > 0 and combined["from_pool"] > 0
     assert inside["batches"] == 2, "steps are scheduled ahead"
     other, ours = combined["beside"]
     assert other["tokens"] == ours["tokens"] == scene.old
-    assert other["hits"] > 0 and other["ours"] == 0, "after a reset the other one had it"
+    assert other["hits"] > 0 and other["ours"] == 0, (
+        "after a reset only the other connector has hits"
+    )
     assert ours["hits"] > 0 and ours["ours"] > 0, (
-        "what the other one had brought was stored by ours"
+        "our connector stored the chunks that the other one had loaded"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend as an argument of `LLM`, in a program instead of a server."""
+"""The backend as an argument of `LLM`, in a program without a server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.e2e import faults_rig as rig
 
 
-@pytest.mark.soak  # in short by `test_examples.py`
+@pytest.mark.soak  # `test_examples.py` is a short version
 def test_llm_takes_the_backend_as_an_argument(tmp_path: Path) -> None:
     reference = rig.reference()
     done = subprocess.run(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a real server exports, a real Prometheus, and the rules and dashboard in `examples/`.
+"""A real server's metrics, a real Prometheus, and the rules and dashboard in `examples/`.
 
-The texts come from the server of `test_faults`, before its faults and after them; alone this
-module starts one for a moment.
+The texts come from the server of `test_faults`, before its faults and after them. If this module
+runs without `test_faults`, it starts a server for a moment.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def prometheus(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def exported(text: str) -> set[str]:
-    """Our metrics, as the text's own TYPE lines name them."""
+    """The names of this package's metrics in the text's TYPE lines."""
     return set(re.findall(rf"^# TYPE ({PREFIX}\w+) (?:counter|gauge)$", text, re.MULTILINE))
 
 
@@ -72,7 +72,7 @@ def test_a_server_exports_every_declared_metric_and_no_other(texts: list[str]) -
         )
 
 
-def test_promtool_finds_no_fault_but_vllms_colon(texts: list[str]) -> None:
+def test_promtool_finds_only_the_colon_in_vllms_names(texts: list[str]) -> None:
     try:
         promtool = tool("promtool")
     except RigUnavailableError as error:
@@ -85,8 +85,8 @@ def test_promtool_finds_no_fault_but_vllms_colon(texts: list[str]) -> None:
         text=True,
         check=False,
     )
-    complaints = (done.stdout + done.stderr).splitlines()
-    assert [one for one in complaints if "should not contain ':'" not in one] == []
+    findings = (done.stdout + done.stderr).splitlines()
+    assert [one for one in findings if "should not contain ':'" not in one] == []
 
 
 @pytest.mark.parametrize(("title", "query"), QUERIES)
@@ -108,7 +108,7 @@ def test_each_alert_runs_on_what_a_server_exports(prometheus: Prometheus) -> Non
             assert prometheus.query(name), f"{rule['name']}: the server exports no {name}"
 
 
-def test_alerts_fire_on_what_is_wrong_and_not_on_what_is_well() -> None:
+def test_alerts_fire_on_a_fault_and_not_on_a_healthy_server() -> None:
     try:
         promtool = tool("promtool")
     except RigUnavailableError as error:
@@ -118,8 +118,8 @@ def test_alerts_fire_on_what_is_wrong_and_not_on_what_is_well() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     tested = (EXAMPLES / "rules_test.yml").read_text()
     for name in alerts():
-        assert f"alertname: {name}, exp_alerts: []" in tested, "when all is well"
-        assert f"""alertname="{name}",alertstate="firing""" in tested, "when it is not"
+        assert f"alertname: {name}, exp_alerts: []" in tested, "on a healthy server"
+        assert f"""alertname="{name}",alertstate="firing""" in tested, "on a fault"
 
 
 def alerts() -> list[str]:

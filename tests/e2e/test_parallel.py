@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tensor-parallel ranks, end to end: hits, faults on one of them, tenants, and a restart
-for which one rank has lost its table and headers, and the other the end of its slab.
+"""Two tensor-parallel ranks, end to end: hits, faults on one rank, tenants, and a restart after
+one rank has lost its table and headers, and the other the end of its slab.
 
 The tests run in this order, on one server and then on its successor.
 """
@@ -24,14 +24,14 @@ from vllm_nvmeof_offload.pool.recovery import read_table
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
 SUSPECT = "vllm:nvmeof_suspect_targets"
-#: Of the slots in use: how much of rank 0's slab is cut off at the end; and from which place on
-#: each how-manieth of rank 1's headers is lost. The tenants' chunks come before.
+#: Shares of the slots in use: how much is cut off the end of rank 0's slab, and where the loss of
+#: every LOST_EACH-th header of rank 1 begins. The tenants' chunks come before that.
 CUT_SHARE, LOST_FROM_SHARE, LOST_EACH = 0.15, 0.6, 4
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the servers keep their pool, and how they are started."""
+    """The directory of the servers' pool, and the options of the servers."""
 
     directory: Path
     faults: rig.Faults
@@ -44,7 +44,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Damage:
-    """used: slots that both ranks could adopt. lost: of them, those that rank 1 has no more."""
+    """used: slots that both ranks could adopt. lost: those of them that rank 1 has lost."""
 
     used: int
     cut: int
@@ -52,7 +52,7 @@ class Damage:
 
 
 def damage(place: Place) -> Damage:
-    """Cut rank 0's slab; delete rank 1's table, and some headers with it."""
+    """Cut rank 0's slab; delete rank 1's table and some of its headers."""
     used = _used(place.rank(0))
     assert used == _used(place.rank(1))
     first_cut = int(len(used) * (1 - CUT_SHARE))
@@ -90,7 +90,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 def _impatient(spec: ServerSpec) -> ServerSpec:
-    """With a read deadline that a read which hangs is to miss."""
+    """The spec with a read deadline that a hanging read misses."""
     assert spec.offload is not None
     extra = {**spec.offload.extra, "read_deadline_ms": rig.SHORT_DEADLINES["read_deadline_ms"]}
     return replace(spec, offload=replace(spec.offload, extra=extra))
@@ -109,7 +109,7 @@ def server(place: Place, reference: rig.Reference) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def damaged(server: Server, place: Place, reference: rig.Reference) -> Damage:
-    """All is in the pool, the server ends, its files are damaged."""
+    """Write every chunk to the pool, end the server, and damage its files."""
     _all_in_the_pool(server, reference)
     server.stop()
     return damage(place)
@@ -152,9 +152,9 @@ def test_a_fault_on_one_rank_only(
     place.faults.set()
     struck = [place.faults.fired(knob, r) - fired[r] for r in (0, 1)]
     assert struck[rank] > 0
-    assert struck[1 - rank] == 0, "the other rank has read all it was asked for"
+    assert struck[1 - rank] == 0, "the other rank has completed all of its reads"
     assert rig.grown(server, before, FAILED) > 0
-    assert rig.grown(server, before, HITS) > 0, "what did not fail is still loaded"
+    assert rig.grown(server, before, HITS) > 0, "chunks that did not fail are still loaded"
     rig.wait_for(server, "a usable target", lambda m: m.value(SUSPECT) == 0)
 
 
@@ -163,7 +163,7 @@ def test_writes_that_fail_on_one_rank_only(
 ) -> None:
     rig.forget_all(server)
     before = rig.metrics(server)
-    # Errors come at once and successes when the disk has written: eight would make the target gone.
+    # Errors return at once, successes after the disk's write: eight errors would mean gone.
     place.faults.set(rank=0, write_eio=5)
     _all_in_the_pool(server, reference)
     place.faults.set()
@@ -172,10 +172,10 @@ def test_writes_that_fail_on_one_rank_only(
     assert rig.grown(server, before, LOADED, source="pool") > 0
 
 
-def test_wrong_bytes_on_one_rank_are_seen_by_the_comparison(
+def test_the_comparison_detects_wrong_bytes_on_one_rank(
     server: Server, place: Place, reference: rig.Reference
 ) -> None:
-    """Negative control: else the tests above compare nothing of that rank."""
+    """Negative control: the tests above do compare the bytes of that rank."""
     for rank in (0, 1):
         _all_in_the_pool(server, reference)
         fired = place.faults.fired("swap_slots", rank)
@@ -188,7 +188,7 @@ def test_wrong_bytes_on_one_rank_are_seen_by_the_comparison(
 
 
 def exchange_slabs(place: Place) -> None:
-    """As a script that moves slabs does it, or storage that takes one file for another."""
+    """Exchange the slabs, as a script that moves files or faulty storage could."""
     slabs = [place.rank(rank) / "slab" for rank in (0, 1)]
     for slab, other in zip(slabs, [slab.read_bytes() for slab in reversed(slabs)], strict=True):
         with slab.open("r+b") as file:
@@ -199,7 +199,7 @@ def exchange_slabs(place: Place) -> None:
 def test_slabs_that_are_exchanged_between_the_ranks_serve_nothing(
     server: Server, place: Place, reference: rig.Reference
 ) -> None:
-    """Key, generation and slot are the same on both ranks; the bytes are not."""
+    """Key, generation and slot are equal on both ranks, but the bytes differ."""
     _all_in_the_pool(server, reference)
     exchange_slabs(place)
     before = rig.metrics(server)
@@ -209,7 +209,7 @@ def test_slabs_that_are_exchanged_between_the_ranks_serve_nothing(
 
 
 def test_tenants_find_nothing_of_each_other(server: Server, reference: rig.Reference) -> None:
-    """Two salts, and none, with the same prompt: in the CPU tier and in the pool."""
+    """One prompt with two salts and without one, in the CPU tier and in the pool."""
     prompt, answer = reference.prompts[:1], reference.answers[:1]
 
     def hits(salt: str | None, source: str = "") -> float:
@@ -225,7 +225,7 @@ def test_tenants_find_nothing_of_each_other(server: Server, reference: rig.Refer
     rig.forget_all(server)
     assert hits(None) == 0
     assert hits(None, "cpu") == whole
-    assert hits("one") == 0, "what lies there without a salt is not theirs"
+    assert hits("one") == 0, "chunks without a salt are not shared with tenants"
     assert hits("one", "cpu") == whole
     assert hits("two") == 0
     _all_in_the_pool(server, rig.Reference(reference.prompts[1:], reference.answers[1:]))
@@ -234,7 +234,7 @@ def test_tenants_find_nothing_of_each_other(server: Server, reference: rig.Refer
     assert hits(None, "pool") == whole
 
 
-def test_a_start_adopts_what_all_ranks_still_have(successor: Server, damaged: Damage) -> None:
+def test_a_start_adopts_the_chunks_that_all_ranks_have(successor: Server, damaged: Damage) -> None:
     assert min(damaged.cut, damaged.lost) > 3
     now = rig.wait_for(successor, "figures", rig.has_figures)
     assert now.value("vllm:nvmeof_entries") == damaged.used - damaged.lost
@@ -255,20 +255,20 @@ def test_tenants_find_nothing_of_each_other_after_a_restart(
         assert rig.grown(successor, before, HITS) == loaded
 
 
-def test_what_one_rank_has_lost_is_computed_again(
+def test_chunks_that_one_rank_has_lost_are_recomputed(
     successor: Server, damaged: Damage, reference: rig.Reference
 ) -> None:
     before = rig.metrics(successor)
-    # Whose chunks were written last: rank 0's part of them is cut off, and rank 1's is whole.
+    # The prompts written last: rank 0's part of their chunks is cut off, rank 1's part is whole.
     answers = par.ask(successor, reference.prompts[:1], cache_salt="three")
     assert rig.same(answers, reference.answers[:1])
     assert 0 < rig.grown(successor, before, FAILED) <= damaged.cut
-    # Whose headers rank 1 has lost in part: nobody looks for the rest of those any more.
+    # Prompts whose headers rank 1 has partly lost: the rest of their chunks is not looked up.
     assert rig.same(par.ask(successor, reference.prompts), reference.answers)
     found = rig.grown(successor, before, LOADED, source="pool")
     assert 0 < found <= (damaged.used - damaged.lost) * rig.CHUNK_TOKENS
-    # A request stores nothing of what it has asked us for, even if it was computed in the end:
-    # the next one does.
+    # A request does not store chunks that it tried to load, even if they were recomputed; the next
+    # request stores them.
     for found in (None, par.whole(reference.prompts[0])):
         rig.forget_gpu(successor)
         before = rig.metrics(successor)

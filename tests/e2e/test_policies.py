@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written when: on the second sighting, on eviction, and with the threads engine."""
+"""Store on the second lookup and write on eviction, with the threads engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.e2e import faults_rig as rig
 
 
-def test_chunks_are_stored_when_seen_again_and_written_when_room_is_needed(tmp_path: Path) -> None:
+def test_chunks_are_stored_on_the_second_lookup_and_written_on_eviction(tmp_path: Path) -> None:
     reference = rig.reference()
     spec = rig.spec(
         tmp_path / "pool", store_threshold=2, write_policy="on_eviction", io_engine="threads"
@@ -31,7 +31,7 @@ def test_chunks_are_stored_when_seen_again_and_written_when_room_is_needed(tmp_p
         )
         stored = now.value("vllm:nvmeof_stored_chunks_total")
         written = now.value("vllm:nvmeof_written_chunks_total")
-        assert written < stored, "what stays in the CPU tier is not written"
+        assert written < stored, "chunks that stay in the CPU tier are not written"
         assert now.value("vllm:nvmeof_target_written_bytes_total", target="0") > 0
         assert rig.same(rig.ask(server, reference.prompts), reference.answers)
         assert rig.grown(server, now, "vllm:nvmeof_loaded_tokens_total", source="pool") > 0

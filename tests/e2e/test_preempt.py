@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A crowd that preempts all the time: the same tokens, and what was computed is loaded again."""
+"""Many requests that are preempted often: the same tokens, and computed chunks are reloaded."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.small_disk import tmpfs
 from vllm_nvmeof_offload.units import GIB
 
 COUNT, PROMPT_TOKENS, ANSWER_TOKENS = 12, 75, 190
-#: Room for four of the requests at their end; a third of all chunks fits into the CPU tier.
+#: Room for four complete requests; a third of all chunks fits into the CPU tier.
 GPU_BLOCKS, MODEL_LEN = 37, 512
 STAGING_SLOTS = 24
-#: How often the crowd may come until it was preempted so often.
+#: Rounds in which enough preemptions must have happened.
 ROUNDS_MAX, PREEMPTIONS_MIN = 4, 20
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Answers by round, and the figures before and after."""
+    """Answers per round, and the metrics before and after."""
 
     expected: list[list[Answer]]
     got: list[list[Answer]]
@@ -42,7 +42,7 @@ class Outcome:
 
 
 def _crowd(number: int) -> list[list[int]]:
-    """Other prompts each time: nothing of a round before is found."""
+    """Different prompts per round, so that no round finds chunks of an earlier one."""
     rng = np.random.default_rng([7, number])
     return [random_tokens(rng, PROMPT_TOKENS + 3 * i, rig.SHAPE) for i in range(COUNT)]
 
@@ -65,13 +65,13 @@ def _rounds(spec: ServerSpec, name: str) -> tuple[list[list[Answer]], Metrics, M
             if rig.grown(server, before, "vllm:num_preemptions_total") >= PREEMPTIONS_MIN:
                 break
         assert server.running
-        rig.ask(server, [[3, 4, 5]], 1)  # figures travel with steps
+        rig.ask(server, [[3, 4, 5]], 1)  # metrics are sent with steps
         return answers, before, rig.metrics(server)
 
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[Answer]]:
-    """What a server without offloading answers that never has to preempt."""
+    """The answers of a server without offloading that never has to preempt."""
     roomy = replace(_spec(None), gpu_blocks=COUNT * 10)
     with rig.start(roomy, "preempt-reference") as server:
         answers = [rig.ask_at_once(server, _crowd(n), ANSWER_TOKENS) for n in range(ROUNDS_MAX)]
@@ -87,8 +87,8 @@ def outcome(
 ) -> Outcome:
     place = tmp_path_factory.mktemp("preempt")
     with ExitStack() as mounts:
-        # The CPU tier holds a third of all chunks: what a stalling disk does not take in is lost.
-        with suppress(pytest.skip.Exception):  # where mounting is not permitted, on that disk
+        # The CPU tier holds a third of all chunks: chunks that a stalling disk refuses are lost.
+        with suppress(pytest.skip.Exception):  # if mounting is not permitted, use that disk
             mounts.enter_context(tmpfs(place, 1 * GIB))
         spec = _spec(place / "pool", "--scheduling-policy", request.param)
         got, before, after = _rounds(spec, f"preempt-{request.param}")
@@ -105,8 +105,8 @@ def test_tokens_are_the_same(outcome: Outcome) -> None:
         assert rig.same(got, expected)
 
 
-def test_hardly_anything_is_computed_twice(outcome: Outcome) -> None:
-    """Of what was computed, in full chunks, and not in GPU memory any more."""
+def test_few_tokens_are_computed_twice(outcome: Outcome) -> None:
+    """Among the computed tokens in full chunks that were no longer in GPU memory."""
     gone = outcome.ours("resumed_chunk_tokens")
     assert gone > 1000
     refused = {name: outcome.ours(name) for name in ("refused_stores", "refused_writes")}
@@ -114,15 +114,15 @@ def test_hardly_anything_is_computed_twice(outcome: Outcome) -> None:
     assert outcome.ours("failed_chunks") == 0
 
 
-def test_vllm_s_own_figures_agree(outcome: Outcome) -> None:
-    """Tokens that its steps computed, less those that had to be: what was computed twice."""
+def test_vllms_own_metrics_agree(outcome: Outcome) -> None:
+    """Tokens that vLLM's steps computed, less the necessary ones, were computed twice."""
     needed = 0
     for number, answers in enumerate(outcome.got):
         for prompt, answer in zip(_crowd(number), answers, strict=True):
-            needed += len(prompt) + len(answer.tokens) - 1  # the last one is not fed back
+            needed += len(prompt) + len(answer.tokens) - 1  # the last token is not fed back
     twice = outcome.ours("step_tokens") - needed
     counted = outcome.ours("recomputed_tokens")
-    # vLLM computes a resumed request's last token again even if all its KV is there, and the
+    # vLLM computes a resumed request's last token again even if all its KV is loaded, and the
     # steps that it had scheduled ahead for a victim are not all computed.
     resumes = outcome.grown("vllm:num_preemptions_total")
     assert abs(twice - counted) <= 4 * resumes + 2

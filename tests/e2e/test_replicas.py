@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two data-parallel replicas behind one API server: a directory each, and no mixing."""
+"""Two data-parallel replicas behind one API server: separate directories, and no mixing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def server(spec: ServerSpec, reference: rig.Reference) -> Iterator[Server]:
 
 
 def settle(server: Server) -> None:
-    """Each replica takes steps until what it has written is reported."""
+    """Make each replica step until all its writes are reported."""
 
     def idle(now: Metrics) -> bool:
         for replica in (0, 1):
@@ -77,7 +77,7 @@ def test_each_has_a_directory_and_half_of_the_pool(
     assert all(f"replica {r}: CPU tier of " in log for r in (0, 1))
 
 
-def test_each_finds_its_own_chunks_alone(server: Server, reference: rig.Reference) -> None:
+def test_each_finds_only_its_own_chunks(server: Server, reference: rig.Reference) -> None:
     rig.forget_all(server)
     for source in ("", "cpu", "pool"):
         for replica in (0, 1):
@@ -87,7 +87,7 @@ def test_each_finds_its_own_chunks_alone(server: Server, reference: rig.Referenc
             found = rig.grown(server, before, HITS, engine=str(replica))
             loaded = rig.grown(server, before, LOADED, source=source, engine=str(replica))
             wanted = par.whole(reference.prompts[0]) if source else 0
-            assert found == wanted, "nothing at first, though the other has it"
+            assert found == wanted, "no hit at first, although the other replica has the chunks"
             assert not source or loaded == wanted
         if source == "cpu":
             for replica in (0, 1):
@@ -102,7 +102,7 @@ def test_each_finds_its_own_chunks_alone(server: Server, reference: rig.Referenc
 def test_after_sigkill_each_finds_its_directory_again(
     server: Server, spec: ServerSpec, reference: rig.Reference
 ) -> None:
-    for replica in (0, 1):  # `make soak` runs this one without those before it
+    for replica in (0, 1):  # `make soak` runs this test without the tests before it
         par.ask(server, reference.prompts, replica=replica)
     settle(server)
     server.kill()
@@ -155,7 +155,7 @@ def test_two_servers_that_start_at_once_on_one_target(
         for server in (one.wait_ready(), two.wait_ready()):
             before = rig.metrics(server)
             assert rig.same(par.ask(server, reference.prompts[:1]), reference.answers[:1])
-            assert rig.grown(server, before, HITS) == 0, "nothing of the other server's"
+            assert rig.grown(server, before, HITS) == 0, "no chunk of the other server"
             rig.forget_gpu(server)
             assert rig.same(par.ask(server, reference.prompts[:1]), reference.answers[:1])
             assert rig.grown(server, before, HITS) == par.whole(reference.prompts[0])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two targets, one of them full; SIGKILL in the middle of writes, and the start after it.
+"""Two targets, one of them full; SIGKILL during writes, and the start after the kill.
 
-A router listens to both servers, and knows at any time what they have.
+A router receives the KV events of both servers and always agrees with their tiers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.e2e import life_rig
 from tests.e2e.router import CPU, STORAGE, Router
 from tests.small_disk import tmpfs
 
-SLOTS = 35  # on each of two targets, of which a prompt needs 15: the pool evicts as well
+SLOTS = 35  # on each of two targets; a prompt needs 15, so the pool evicts as well
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +29,14 @@ def reference() -> rig.Reference:
 
 @pytest.fixture(scope="module")
 def small_file_system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A real file system that is full once the pool has been made."""
+    """A real file system that is full after the pool was created."""
     size_bytes = SLOTS * rig.SLOT_BYTES + 256 * 1024
     with tmpfs(tmp_path_factory.mktemp("full"), size_bytes) as directory:
         yield directory
 
 
 def router_agrees(server: Server, router: Router) -> None:
-    """What was told by KV events is what the server has, tier by tier."""
+    """Wait until the KV events match the server's chunks in each tier."""
 
     def agrees(now: Metrics) -> bool:
         in_cpu, in_pool, in_either = router.counts()
@@ -51,26 +51,26 @@ def router_agrees(server: Server, router: Router) -> None:
 
 @dataclass(frozen=True)
 class Lives:
-    """Two servers over one pool, and who listens to each."""
+    """Two servers over one pool, and a router per server."""
 
     spec: ServerSpec
     faults: rig.Faults
 
     def first(self, reference: rig.Reference) -> float:
-        """Fills both tiers beyond what they hold, and dies while it writes. Its pool slots."""
+        """The first server overfills both tiers and is killed during writes; returns pool slots."""
         with Router() as router:
             spec = replace(self.spec, extra_args=router.arguments)
             with rig.start(spec, "restart-before") as server:
                 now = rig.metrics(server)
                 slots = now.value("vllm:nvmeof_pool_slots")
-                assert 0 < slots < rig.POOL_SLOTS, "capacity is what is there; told at once"
+                assert 0 < slots < rig.POOL_SLOTS, "capacity shrinks at once"
                 assert "no space for" in server.log()
                 assert rig.same(rig.ask(server, reference.prompts), reference.answers)
                 now = rig.wait_for(server, "evictions", _has_evicted)
                 assert now.value("vllm:nvmeof_written_chunks_total") > 0
                 router_agrees(server, router)
                 assert router.removed[CPU] and router.removed[STORAGE]
-                # Longer than it takes until the next look, however slow the machine is.
+                # Longer than the time until the next poll, even on a slow machine.
                 self.faults.set(write_delay_ms=10_000)
                 rig.ask(server, reference.prompts[:2])
                 rig.wait_for(
@@ -81,14 +81,14 @@ class Lives:
         return slots
 
     def second(self, reference: rig.Reference, slots: float) -> None:
-        """Finds what the first left, told of us in another way."""
+        """The second server finds the first one's chunks, with the backend configured otherwise."""
         with Router() as router:
             spec = replace(rig.without_plugin(self.spec), extra_args=router.arguments)
             with rig.start(spec, "restart-after", anew=True) as server:
                 adopted = rig.metrics(server).value("vllm:nvmeof_entries")
                 assert 0 < adopted <= slots
                 router_agrees(server, router)
-                assert len(router.has[STORAGE]) == adopted, "what was adopted is told"
+                assert len(router.has[STORAGE]) == adopted, "adopted chunks are reported"
                 before = rig.metrics(server)
                 last = reference.prompts[-1:]
                 assert rig.same(rig.ask(server, last), reference.answers[-1:])

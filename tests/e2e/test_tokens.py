@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations and a preempted crowd: the tokens of a server without offloading, and hits.
+"""Conversations and many preempted requests: hits, and the tokens of a server without offloading.
 
-The offloading server is told in vLLM's stock spelling, which the plugin upgrades; the other
+The offloading server is configured in vLLM's stock spelling, which the plugin upgrades; the other
 modules use the flag. Prompts end inside a chunk, and chunks hold several blocks.
 """
 
@@ -40,8 +40,8 @@ PLAN = Plan(
     cpu_tier_conversations=2.4,
     crowd=CrowdPlan(seed=5, count=6, prompt_tokens=200, answer_tokens=80, answer_step=8),
 )
-#: Whom vLLM preempts hangs on the moment; a lone victim may find all it had in GPU memory still,
-#: and then there was nothing to reload.
+#: Which request vLLM preempts depends on timing; a single victim may still find all its blocks in
+#: GPU memory, and then there is nothing to reload.
 _ATTEMPTS_MAX = 3
 CHUNK_TOKENS = 2 * BLOCK_TOKENS
 CHUNK_BYTES = CHUNK_TOKENS * rig.SHAPE.kv_bytes_per_token
@@ -49,7 +49,7 @@ CHUNK_BYTES = CHUNK_TOKENS * rig.SHAPE.kv_bytes_per_token
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the server without offloading and the one with it did, and the latter's counters."""
+    """The results of a server without offloading and one with it, and the latter's counters."""
 
     expected: Session
     got: Session
@@ -66,7 +66,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     with rig.start(plain, "tokens-plain") as server:
         expected = asyncio.run(Runs(PLAN, rig.SHAPE).baseline(server))
     for _ in range(_ATTEMPTS_MAX):
-        runs = Runs(PLAN, rig.SHAPE)  # conversations grow: each attempt begins its own
+        runs = Runs(PLAN, rig.SHAPE)  # conversations grow, so each attempt starts new ones
         offload = _stock_spelling(tmp_path_factory.mktemp("tokens"))
         with rig.start(replace(plain, offload=offload), "tokens-offloading") as server:
             got = asyncio.run(runs.offloaded(server))
@@ -94,7 +94,7 @@ def _compared(outcome: Outcome) -> Comparison:
 
 
 def test_the_comparison_means_something(outcome: Outcome) -> None:
-    """Greedy output varies, and no choice is so close that rounding could turn it."""
+    """Greedy output varies, and no choice is so close that rounding could change it."""
     seen = _compared(outcome)
     assert seen.distinct_ratio_min > 0.8
     assert seen.gap_min > LOGPROB_TOLERANCE / 2, "choose another seed"
@@ -115,15 +115,15 @@ def test_first_turns_are_cold_and_all_others_return(outcome: Outcome) -> None:
 
 
 def test_returns_find_every_whole_chunk(outcome: Outcome) -> None:
-    """All that was said before is stored, answers included, up to the last whole chunk."""
+    """All earlier turns are stored, answers included, up to the last whole chunk."""
     for turn in outcome.turns("cpu_tier") + outcome.turns("pool"):
-        # What the GPU cache still has may end inside a chunk, which is then loaded whole.
+        # A GPU cache hit may end inside a chunk, which is then loaded whole.
         loaded = turn.cpu_tokens + turn.pool_tokens
         assert 0 <= loaded - turn.external_hit_tokens < CHUNK_TOKENS
-        # The last generated token was never fed back: it has no KV.
-        said = turn.prompt_tokens - PLAN.question_tokens - 1
+        # The last generated token was never fed back, so it has no KV.
+        earlier = turn.prompt_tokens - PLAN.question_tokens - 1
         found = turn.gpu_hit_tokens + turn.external_hit_tokens
-        assert found >= said // CHUNK_TOKENS * CHUNK_TOKENS
+        assert found >= earlier // CHUNK_TOKENS * CHUNK_TOKENS
 
 
 def test_preempted_requests_are_reloaded(outcome: Outcome) -> None:
@@ -131,7 +131,7 @@ def test_preempted_requests_are_reloaded(outcome: Outcome) -> None:
     assert outcome.got.reloaded_tokens > 0
 
 
-def test_the_counters_tell_what_happened(outcome: Outcome) -> None:
+def test_the_counters_match_the_answers(outcome: Outcome) -> None:
     metrics = outcome.metrics
     assert metrics.value("vllm:nvmeof_failed_chunks_total") == 0
     assert metrics.value("vllm:nvmeof_written_bytes_total") > 4 * PLAN.prompt_tokens * (

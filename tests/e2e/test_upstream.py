@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's released tests of its offloading connector pass with ours in its place."""
+"""vLLM's released tests of its offloading connector pass with our connector."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.upstream.trees import release
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
 
-#: Release → tests that pass. No test is left out: none of them cannot hold for us.
+#: Release → tests that pass. No test is left out.
 RELEASES = {"0.32.0": 563, "0.33.0": 653}
-#: vLLM skips these two anywhere without a GPU: they have no attention backend to be run with.
+#: vLLM skips these two on any machine without a GPU, which has no attention backend for them.
 NEED_A_GPU = {"test_register_kv_caches", "test_register_kv_caches_uniform_type"}
-#: What their rig calls of ours. It ends requests of several KV cache groups, and fails no load.
+#: Our methods that vLLM's rig calls. The rig ends requests of several groups, and fails no load.
 EXERCISED = {
     "__init__": 200,
     "on_new_request": 100,
@@ -37,7 +37,7 @@ def test_vllms_own_tests_pass_with_our_connector(version: str, tmp_path: Path) -
     try:
         tree = release(version)
     except ReleaseUnavailableError as error:
-        pytest.skip(f"vLLM {version}'s own tests are not here: {error}")
+        pytest.skip(f"vLLM {version}'s own tests cannot be had: {error}")
     outcome = suite.run(tree, tmp_path)
     assert not outcome.failed, outcome.output
     assert len(outcome.passed) == RELEASES[version], outcome.output

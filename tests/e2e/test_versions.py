@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another release of vLLM than the installed one, whole: its Python, the compiled files here."""
+"""Another release of vLLM: its Python code with the installed release's compiled files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.upstream.trees import Release, release
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHER = "0.33.0"
-#: Our own tests in which vLLM is imported: flags and refusals, manager's face.
+#: Our tests that import vLLM: flags, refusals and the manager's interface.
 OUR_TESTS = ("test_plugin.py", "test_refusals.py", "manager/test_vllm_manager.py")
 LOADED = "vllm:nvmeof_loaded_tokens_total"
 
@@ -28,14 +28,14 @@ def other() -> Release:
     try:
         return release(OTHER)
     except ReleaseUnavailableError as error:
-        pytest.skip(f"vLLM {OTHER} is not here: {error}")
+        pytest.skip(f"vLLM {OTHER} cannot be had: {error}")
 
 
 def test_the_other_release_gives_the_same_tokens_from_every_tier_and_after_a_restart(
     tmp_path: Path,
 ) -> None:
-    """An engine in a program's own process, then `vllm serve` on what it left in the pool."""
-    # What the installed release answers without offloading.
+    """Run an engine within a program's process, then `vllm serve` on the pool that it left."""
+    # The answers of the installed release without offloading.
     expected = [answer.tokens for answer in rig.reference().answers]
     seen = _engine(tmp_path / "pool")
     assert seen["version"] == OTHER
@@ -74,7 +74,7 @@ def _engine(pool: Path) -> dict[str, Any]:
 
 
 @pytest.mark.soak
-def test_our_tests_of_what_meets_vllm_pass_on_the_other_release() -> None:
+def test_our_tests_that_import_vllm_pass_on_the_other_release() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q"] + [f"tests/unit/{name}" for name in OUR_TESTS],
         cwd=ROOT,

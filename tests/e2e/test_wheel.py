@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel: what is in it, what it can do alone, and a server that knows nothing but it."""
+"""The wheel: its content, its use without vLLM, and a server installed only from it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.units import GIB
 
 PROMPTS = 5  # the CPU tier holds less than three
-#: The example's policy, which leaves a line for every victim.
+#: The example's policy, which writes a line per victim.
 POLICY = """
 import importlib, os
 SecondChance = importlib.import_module("04_custom_policy").SecondChance
 
-class Told(SecondChance):
+class Logged(SecondChance):
     def victim(self):
         slot = super().victim()
-        with open(os.environ["TOLD_POLICY"], "a") as file:
+        with open(os.environ["VICTIMS_FILE"], "a") as file:
             file.write(f"{slot}\\n")
         return slot
 """
-ALONE = """
+WITHOUT_VLLM = """
 import json
 from vllm_nvmeof_offload import native
 from vllm_nvmeof_offload.copy.driver import kernel_source
@@ -50,7 +50,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     return wheel_rig.install(wheel, scratch / "environment")
 
 
-def test_the_wheel_has_everything_and_runs_alone(installed: Environment) -> None:
+def test_the_wheel_is_complete_and_runs_without_vllm(installed: Environment) -> None:
     name = installed.wheel.name
     assert name.startswith(f"vllm_nvmeof_offload-{__version__}-cp3")
     assert "-manylinux_2_" in name
@@ -62,12 +62,12 @@ def test_the_wheel_has_everything_and_runs_alone(installed: Environment) -> None
     } <= {*inside}
     assert any(file.startswith("vllm_nvmeof_offload.libs/libisal") for file in inside)
     notices = {Path(file).stem for file in inside if re.search(r"/native/notices/.", file)}
-    if Path("/etc/debian_version").exists():  # elsewhere distributions keep them in other places
+    if Path("/etc/debian_version").exists():  # other distributions keep them in other directories
         assert notices == {"gcc", "libisal", "liburing", "nanobind"}
     assert not [file for file in inside if file.endswith((".cpp", ".h")) or "tests/" in file]
 
     assert f"{__version__} (vllm not installed)" in installed.run("vllm-nvmeof", "version")
-    why_not, kernel, *places = json.loads(installed.run("python", "-c", ALONE))
+    why_not, kernel, *places = json.loads(installed.run("python", "-c", WITHOUT_VLLM))
     assert not why_not
     assert kernel > 1000
     assert all(Path(place).is_relative_to(installed.prefix) for place in places)
@@ -84,7 +84,7 @@ def test_the_wheel_has_everything_and_runs_alone(installed: Environment) -> None
 
 @dataclass(frozen=True)
 class ByExample(ServerSpec):
-    """`examples/02_serve.sh`, with what the environment has installed."""
+    """A server started by `examples/02_serve.sh` in the wheel's environment."""
 
     def command(self, port: int) -> list[str]:
         script = str(ROOT / "examples" / "02_serve.sh")
@@ -101,15 +101,15 @@ def test_a_server_from_the_wheel_by_the_examples_script_and_policy(
 ) -> None:
     wheel_rig.link_vllm(installed)
     shutil.copy(ROOT / "examples" / "04_custom_policy.py", tmp_path)
-    (tmp_path / "told_policy.py").write_text(POLICY)
-    told, plain = tmp_path / "victims", rig.spec()
+    (tmp_path / "logged_policy.py").write_text(POLICY)
+    victims, plain = tmp_path / "victims", rig.spec()
     env = installed.variables(
         TARGETS=str(tmp_path / "pool"),
         STAGING_GIB=f"{rig.STAGING_SLOTS * rig.SLOT_BYTES / GIB:.6f}",
         POOL_BYTES=str(rig.POOL_SLOTS * rig.SLOT_BYTES),
         VLLM_NVMEOF_CHUNK_BYTES_MIN=str(rig.SHAPE.kv_bytes_per_token * rig.CHUNK_TOKENS),
-        VLLM_NVMEOF_EVICTION_POLICY="told_policy:Told",
-        TOLD_POLICY=str(told),
+        VLLM_NVMEOF_EVICTION_POLICY="logged_policy:Logged",
+        VICTIMS_FILE=str(victims),
         PYTHONPATH=str(tmp_path),
         VLLM_CPU_NUM_OF_RESERVED_CPU="1",
     )
@@ -122,7 +122,7 @@ def test_a_server_from_the_wheel_by_the_examples_script_and_policy(
         now = rig.metrics(server)
         assert now.value("vllm:nvmeof_loaded_tokens_total", source="pool") > 0
         assert now.value("vllm:nvmeof_fallbacks") == 0
-    assert told.read_text().split(), "the user's policy chose no victim"
+    assert victims.read_text().split(), "the user's policy chose no victim"
 
 
 @pytest.mark.soak

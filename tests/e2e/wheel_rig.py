@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A wheel of this tree, and an environment in which it is all that is ours.
+"""A wheel of this tree, and an environment that has this package only from the wheel.
 
-The wheel's own dependencies are installed from the index, at the versions of the lock. vLLM, torch
-and what they need, 3 GB, are links to this checkout's environment: linked one by one, so that
-nothing of this checkout (which that environment has in place) can be seen through them.
+The wheel's dependencies are installed from the index, at the versions of the lock. vLLM, torch and
+their dependencies, 3 GB, are links to this checkout's environment. They are linked one by one, so
+that this checkout (installed in place there) cannot be imported through them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UV = Path(sys.executable).with_name("uv")
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment; `wheel` is what it was made from."""
+    """A virtual environment made from `wheel`."""
 
     prefix: Path
     wheel: Path
@@ -36,7 +36,7 @@ class Environment:
         return self.prefix / "lib" / version / "site-packages"
 
     def run(self, *command: object, timeout_s: float = 60, **env: str) -> str:
-        """Run a program of this environment, which must succeed; return what it printed."""
+        """Run a program of this environment, which must succeed; return its output."""
         words = [str(word) for word in command]
         done = subprocess.run(
             [str(self.prefix / "bin" / words[0]), *words[1:]],
@@ -50,7 +50,7 @@ class Environment:
         return done.stdout
 
     def variables(self, **more: str) -> dict[str, str]:
-        """As if it were activated; nothing leads back to the checkout."""
+        """The variables of the activated environment; none leads back to the checkout."""
         env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VLLM_NVMEOF"))}
         env["PATH"] = f"{self.prefix / 'bin'}:{os.environ['PATH']}"
         return {**env, "VIRTUAL_ENV": str(self.prefix), "PYTHONNOUSERSITE": "1", **more}
@@ -76,13 +76,13 @@ def install(wheel: Path, prefix: Path) -> Environment:
 
 
 def link_vllm(environment: Environment) -> None:
-    """Put links to this checkout's vLLM, and to all it needs, into the environment."""
+    """Link this checkout's vLLM and all its dependencies into the environment."""
     here = Path(sysconfig.get_path("purelib"))
     for path in here.iterdir():
         place = environment.site_packages / path.name
         if "vllm_nvmeof" not in path.name and not place.exists():
             place.symlink_to(path)
-    # Not linked: its first line names the checkout's interpreter.
+    # Written, not linked: the script's first line names the checkout's interpreter.
     command = environment.prefix / "bin" / "vllm"
     command.write_text(
         f"#!{environment.python}\nfrom vllm.entrypoints.cli.main import main\n"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random models of many shapes, and adapters, from the classes of `transformers`.
 
-Weights are drawn as `demo/model.py` draws them: peaked attention, so that the answer hangs on
-the whole context and a wrong KV byte shows.
+Weights are drawn as in `demo/model.py`: attention is peaked, so that the answer depends on the
+whole context and a wrong KV byte changes it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from tests.e2e import faults_rig as rig
 
 MODELS = rig.BUILD / "models"
 SHAPE = ModelShape(layers=2, hidden=128, intermediate=256, heads=4, kv_heads=1)
-#: Answers repeat themselves: what a drafter that copies from the context needs.
+#: A model whose answers repeat, for a drafter that copies from the context.
 LOOPING = ModelShape(
     layers=2, hidden=128, intermediate=256, heads=4, kv_heads=1, query_gain=1.0, embed_std=1.0
 )
-#: Of `SHAPE`, with other weights.
+#: `SHAPE` with other weights.
 OTHER = replace(SHAPE, seed=SHAPE.seed + 2)
-#: What `demo/model.py` makes by itself.
+#: Kind → shape of the models that `demo/model.py` makes.
 _PLAIN = {"llama": SHAPE, "other": OTHER, "looping": LOOPING}
-#: The Gemma-like model's local layers see this many tokens back.
+#: Window of the Gemma-like model's local layers.
 WINDOW_TOKENS = 64
 IMAGE_TOKEN = SHAPE.vocab
 _SIZES: dict[str, Any] = {
@@ -60,14 +60,14 @@ def gemma() -> Any:
 
 
 def mistral() -> Any:
-    """A sliding window in every layer: one group, and nothing whole in it."""
+    """A sliding window in every layer: one group without full attention."""
     from transformers import MistralConfig
 
     return MistralConfig(**_SIZES, num_key_value_heads=1, head_dim=32, sliding_window=512)
 
 
 def deepseek() -> Any:
-    """Multi-head latent attention, of the one size that vLLM's CPU kernel knows."""
+    """Multi-head latent attention of the one size that vLLM's CPU kernel supports."""
     from transformers import DeepseekV2Config
 
     return DeepseekV2Config(
@@ -104,7 +104,7 @@ def jamba() -> Any:
 
 
 def mamba() -> Any:
-    """State-space layers and nothing else: no KV at all."""
+    """Only state-space layers, so no KV at all."""
     from transformers import MambaConfig
 
     return MambaConfig(
@@ -113,7 +113,7 @@ def mamba() -> Any:
 
 
 def llava() -> Any:
-    """Images of 16 tokens before a Llama."""
+    """A Llama with a vision tower; an image takes 16 tokens."""
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
     vision = CLIPVisionConfig(
@@ -134,7 +134,7 @@ def llava() -> Any:
 
 
 def make(kind: str) -> Path:
-    """Make the model unless it is there already; return its directory.
+    """Make the model unless it exists; return its directory.
 
     kind: the name of a function above, or of `_PLAIN`.
     """
@@ -178,7 +178,7 @@ def _draw(name: str, weights: Any, *, tied: bool) -> None:
     if name.endswith(("q_norm.weight", "k_norm.weight")):
         weights.fill_(0.5)
     elif tied and name == "model.norm.weight":
-        # The small embeddings of a tied model give small logits: the last norm makes up for it.
+        # The small embeddings of a tied model give small logits; the last norm scales them up.
         weights.fill_(15.0)
     if weights.ndim != 2:
         return
@@ -194,7 +194,7 @@ def _draw(name: str, weights: Any, *, tied: bool) -> None:
 
 
 def _name_as_vllm_does(file: Path) -> None:
-    """vLLM knows the vision tower's weights by the names of published checkpoints."""
+    """Rename the vision tower's weights as in published checkpoints, which vLLM expects."""
     from safetensors.torch import load_file, save_file
 
     weights = {

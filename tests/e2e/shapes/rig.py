@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of engine runs, and the process that plays them (`zygote.py`)."""
+"""Plans of engine runs, and the process that executes them (`zygote.py`)."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _INDIFFERENT = {
 }
 STAGING_BYTES, POOL_BYTES = 32 * MIB, 32 * MIB
 only_cpu_engine = pytest.mark.skipif(
-    not has_cpu_engine(), reason="of vLLM's CPU engine; this vLLM is a build for GPUs"
+    not has_cpu_engine(), reason="needs vLLM's CPU engine; this vLLM is a build for GPUs"
 )
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt of token ids. image: a seed. lora: name, number and path of an adapter."""
+    """A prompt of token ids. image: its seed. lora: name, number and path of an adapter."""
 
     prompt: list[int]
     tokens: int = 6
@@ -49,7 +49,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """One engine: how it is built, where it offloads to (None: it does not), what it is asked.
+    """One engine: its arguments, its pool's directory (None: no offloading), and its requests.
 
     Before each round the GPU's prefix cache is emptied. model: a kind that `models.py` makes.
     """
@@ -60,28 +60,28 @@ class Plan:
     target: Path | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
-    #: How long it may take on a busy machine.
+    #: Time limit on a busy machine.
     run_s_max: float = RUN_S_MAX
-    #: All requests of a round together, not one after the other.
+    #: Ask all requests of a round at once, not one after the other.
     at_once: bool = False
-    #: Run what is refused, to see what it would give.
+    #: Run a refused model, to see its answers.
     lift_mla: bool = False
-    #: After the first round: the model whose weights are put into this one, by vLLM's API.
+    #: After the first round: load the weights of this model by vLLM's API.
     reload: str = ""
-    #: After the first round: the adapter whose files are put in the place of another's.
+    #: After the first round: replace one adapter's files by those of another.
     adapter_swap: tuple[str, str] | None = None
-    #: Nobody tells the connector of new weights.
+    #: Do not notify the connector of new weights.
     unwatched: bool = False
-    #: The weights change while the first round's request runs (`steady.py`).
+    #: Change the weights while the first round's request runs (`steady.py`).
     steady: bool = False
-    #: Store nonetheless what earlier weights have computed.
+    #: Store KV that earlier weights have computed.
     unsuspended: bool = False
     #: See `stand_ins.py`.
     packed: bool = False
     stub_gpu: bool = False
 
     def plain(self) -> Plan:
-        """The same without offloading and without any cache."""
+        """The same plan without offloading and without any cache."""
         options = {k: v for k, v in self.options.items() if k not in _INDIFFERENT}
         options["enable_prefix_caching"] = False
         without = replace(self, target=None, extra={}, options=options, env={})
@@ -125,8 +125,8 @@ class Answer:
 class Outcome:
     """One engine's life.
 
-    counters: by round, how much each has grown. error: the exception that `LLM(...)` raised, or
-    empty. log: all that the process printed.
+    counters: per round, the growth of each counter. error: the exception that `LLM(...)` raised,
+    or empty. log: the process's output.
     """
 
     answers: list[list[Answer]]
@@ -135,12 +135,12 @@ class Outcome:
     log: str
 
     def grown(self, turn: int, name: str) -> float:
-        """How much a counter has grown in a round (0 is the first)."""
+        """The growth of a counter in a round (0 is the first)."""
         return self.counters[turn].get(name, 0)
 
 
 def play_back(zygote: Zygote, plan: Plan, name: str) -> tuple[Outcome, Outcome]:
-    """Ask what `plan` asks (one round) without offloading, twice with it, and after a restart.
+    """Ask the one round of `plan` without offloading, twice with it, and after a restart.
 
     Every answer must be the same. Returns the two lives of the engine that offloads.
     """
@@ -157,13 +157,13 @@ def play_back(zygote: Zygote, plan: Plan, name: str) -> tuple[Outcome, Outcome]:
 
 
 def prompts(seed: int, *lengths: int) -> list[list[int]]:
-    """Random prompts that share nothing."""
+    """Random prompts without common prefixes."""
     rng = np.random.default_rng(seed)
     return [[int(t) for t in rng.integers(2, SHAPE.vocab, n)] for n in lengths]
 
 
 def same(answers: Sequence[Answer], reference: Sequence[Answer]) -> bool:
-    """The same tokens, log-probabilities within the tolerance."""
+    """Whether tokens are equal and log-probabilities agree within the tolerance."""
     return all(
         a.tokens == b.tokens and np.allclose(a.logprobs, b.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
         for a, b in zip(answers, reference, strict=True)
@@ -180,7 +180,7 @@ class Zygote:
             **faults_rig.spec().environment(),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "INFO",
-            # Threads that wait for one another spin, and the models are too small to share.
+            # Threads that wait for one another spin, and these models gain nothing from threads.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
         }
@@ -213,7 +213,7 @@ class Zygote:
         return Path(seen["model"])
 
     def run(self, plan: Plan, name: str) -> Outcome:
-        """Play `plan` in a fresh process; its output is in `build/logs/shapes-NAME.log`."""
+        """Run `plan` in a fresh process; its output goes to `build/logs/shapes-NAME.log`."""
         text, seen = self._play(plan, name)
         return Outcome(
             [[Answer(**a) for a in answers] for answers in seen.get("answers", [])],
@@ -251,7 +251,7 @@ class Zygote:
         return text, json.loads(result.read_text())
 
     def reference(self, plan: Plan, name: str) -> list[Answer]:
-        """What is answered to `plan`'s one round without offloading; asked once for equal plans."""
+        """The answers to the one round of `plan` without offloading, cached for equal plans."""
         plain = plan.plain()
         known = repr(plain)
         if known not in self._references:
@@ -264,7 +264,7 @@ class Zygote:
         return self._references[known]
 
     def _answer(self, timeout_s: float) -> str:
-        """The next line; a process that says nothing for so long is killed."""
+        """The next line. A process that prints nothing for `timeout_s` is killed."""
         assert self._process.stdout is not None
         guard = threading.Timer(timeout_s, os.killpg, (self._process.pid, 9))
         guard.start()

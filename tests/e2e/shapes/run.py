@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine's life: start, rounds of requests, what they gave and what was counted."""
+"""One engine's life: start, rounds of requests, their answers and the counters."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.e2e.shapes.models import make
 from tests.e2e.shapes.steady import SteadyEngine
 
 _SETTLE_S = 120.0
-#: Log-probabilities of the token and of the runner-up.
+#: Number of log-probabilities: the token's and the runner-up's.
 _RANKS = 2
 
 
 def play(plan: dict[str, Any]) -> dict[str, Any]:
-    """Start an engine as `plan` says and ask it; `Plan` has the fields.
+    """Start the engine of `plan` and ask its requests; `Plan` describes the fields.
 
     Returns `answers` and `counters` of each round, or `error` (the exception's text).
     """
@@ -50,7 +50,7 @@ def play(plan: dict[str, Any]) -> dict[str, Any]:
     for number, asked in enumerate(plan["rounds"]):
         if number == 1:
             _change_weights(llm, plan)
-        # What comes back comes from us: GPU memory forgets.
+        # Drop GPU memory's prefix cache, so that every hit comes from the offload tiers.
         assert llm.reset_prefix_cache()
         before = _counters(llm)
         answers.append(_ask(llm, asked) if plan["at_once"] else [_ask(llm, [r])[0] for r in asked])
@@ -61,7 +61,7 @@ def play(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def _change_weights(llm: Any, plan: dict[str, Any]) -> None:
-    """Between the first round and the second, as the plan asks: the model's, or an adapter's."""
+    """Replace the model's or an adapter's weights between the first two rounds, by the plan."""
     if plan["reload"]:
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(make(plan["reload"]))})
     if plan["adapter_swap"]:
@@ -70,7 +70,7 @@ def _change_weights(llm: Any, plan: dict[str, Any]) -> None:
 
 
 def _with_models(arguments: dict[str, Any]) -> dict[str, Any]:
-    """`LLM`'s arguments with models' directories in the place of their kinds."""
+    """`LLM`'s arguments with each model's kind replaced by its directory."""
     made = {**arguments, "model": str(make(arguments["model"]))}
     drafter = made.get("speculative_config")
     if drafter and "model" in drafter:
@@ -79,9 +79,9 @@ def _with_models(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _play_steadily(llm: Any, plan: dict[str, Any]) -> dict[str, Any]:
-    """The weights change while the first round's request runs; the second round is asked beside
-    it, the third when it has ended and GPU memory has forgotten all. `counters` has for the first
-    round how things stand while all run."""
+    """Change the weights while the first round's request runs. The second round is asked during
+    that request, the third after its end and after a reset of GPU memory's prefix cache. The first
+    round's `counters` are those during the second round."""
     (long,), during, afterwards = plan["rounds"]
     engine = SteadyEngine(llm, long)
     engine.reload(plan["reload"])
@@ -121,7 +121,7 @@ def _watch_nothing() -> None:
 
 
 def _ask(llm: Any, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ask all of it at once."""
+    """Ask all requests at once."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -161,7 +161,7 @@ def _image(seed: int) -> Any:
 
 
 def _counters(llm: Any) -> dict[str, float]:
-    """Counters and gauges by name and, where there is one, source or tier."""
+    """Counters and gauges by name and, if present, by source or tier."""
     found: dict[str, float] = {}
     for metric in llm.get_metrics():
         if not hasattr(metric, "value"):
@@ -174,9 +174,9 @@ def _counters(llm: Any) -> dict[str, float]:
 
 
 def _settle(llm: Any, voided_max: int = 0) -> None:
-    """Step until every write has been reported, at most 120 s: reports travel on steps.
+    """Step until every write has been reported, at most 120 s: reports are sent with steps.
 
-    voided_max: chunks that new weights may have made void before they were written.
+    voided_max: chunks that new weights may have voided before they were written.
     """
     deadline = time.monotonic() + _SETTLE_S
     tiny = {"prompt": [5, 6, 7], "tokens": 1, "image": None, "lora": None}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in for parts of a GPU in an engine's process on a machine without one."""
+"""Stand-ins for parts of a GPU in an engine's process on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 def ask_as_on_a_gpu() -> None:
-    """The connector asks for its layout as on a GPU, and the CPU's attention takes it.
+    """Make the connector request its layout as on a GPU, and the CPU's attention accept it.
 
-    vLLM's CPU kernels go by strides, so that they serve the packed layout too, in which all
-    layers of a block are contiguous; the CPU backend only does not offer it.
+    vLLM's CPU kernels use strides, so they also support the packed layout, in which all layers of
+    a block are contiguous; the CPU backend only does not list that layout.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -30,9 +30,9 @@ def ask_as_on_a_gpu() -> None:
 
 
 def copy_by_stub() -> None:
-    """The worker is built as on a GPU, over a STUB of CUDA whose copies run late and reordered.
+    """Build the worker as on a GPU, over a STUB of CUDA whose copies run late and reordered.
 
-    It proves how the parts are put together, and nothing about a GPU.
+    The stub tests how the parts are assembled, and proves nothing about a GPU.
     """
     from tests.unit.copies.fake_cuda import MODEL_STREAM, FakeCuda
     from vllm_nvmeof_offload.copy import choose
@@ -48,7 +48,7 @@ def copy_by_stub() -> None:
 
 
 def _go_on(cuda: Any) -> None:
-    """What a GPU does unasked."""
+    """Advance the stub, as a GPU advances by itself."""
     while True:
         if not cuda.step():
             threading.Event().wait(0.0005)

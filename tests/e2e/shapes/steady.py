@@ -8,12 +8,12 @@ from typing import Any
 
 from tests.e2e.shapes.models import make
 
-#: Steps of the long request before the weights change: two chunks of answers, and some.
+#: Steps of the long request before the weights change: more than two chunks of answers.
 _STEPS_BEFORE = 150
 
 
 class SteadyEngine:
-    """`LLM`'s engine, stepped by hand: a long request runs beside what is asked."""
+    """`LLM`'s engine, stepped by hand: a long request runs during all other requests."""
 
     def __init__(self, llm: Any, long: dict[str, Any]) -> None:
         self._llm = llm
@@ -21,13 +21,13 @@ class SteadyEngine:
         self._answers: dict[str, list[int]] = {}
         self._numbers = self._names()
         self._long = self._add(long)
-        #: What the long request has stored before the weights change, in chunks of 64 tokens.
+        #: Chunks of 64 tokens that the long request has stored before the weights change.
         self.chunks_before_max = (len(long["prompt"]) + _STEPS_BEFORE) // 64
         for _ in range(_STEPS_BEFORE):
             self._step()
 
     def reload(self, kind: str) -> None:
-        """Put the weights of another model into this one, by vLLM's API."""
+        """Load the weights of another model into this one by vLLM's API."""
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(make(kind))})
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:

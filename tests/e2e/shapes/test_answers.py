@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models and options that work: the same tokens from both tiers and after a restart.
+"""Supported models and options: the same tokens from both tiers and after a restart.
 
-Each test has another block size, hash algorithm or kind of layer, to keep engine starts few.
+Each test combines another block size, hash algorithm or kind of layer, to limit engine starts.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ TWO_IMAGES = [Request([*_TEXT[:70], IMAGE_TOKEN, *_TEXT[70:]], image=seed) for s
 
 
 def whole_chunks(asked: list[Request], chunk_tokens: int) -> int:
-    """Tokens of the prompts' whole chunks: all that can come back of them."""
+    """Tokens in the prompts' whole chunks: the most that can be loaded."""
     return sum(len(request.prompt) // chunk_tokens * chunk_tokens for request in asked)
 
 
-def all_came_back(lives: tuple[Outcome, Outcome], expected_tokens: int) -> None:
+def check_all_loaded(lives: tuple[Outcome, Outcome], expected_tokens: int) -> None:
     first, second = lives
     assert first.grown(0, CPU) == first.grown(0, POOL) == 0
     assert first.grown(1, CPU) == expected_tokens
@@ -35,17 +35,17 @@ def all_came_back(lives: tuple[Outcome, Outcome], expected_tokens: int) -> None:
 
 
 def test_prefix_caching_off(zygote: Zygote, tmp_path: Path) -> None:
-    """Blocks are hashed for the connector's sake; the GPU finds nothing, we find all."""
+    """vLLM hashes blocks for the connector: the GPU has no hit, the connector finds all chunks."""
     plan = Plan("llama", [ASKED], {"enable_prefix_caching": False}, tmp_path)
     lives = play_back(zygote, plan, "no-prefix-caching")
-    all_came_back(lives, whole_chunks(ASKED, 64))
+    check_all_loaded(lives, whole_chunks(ASKED, 64))
     assert lives[0].grown(1, "prefix_cache_hits") == 0
 
 
 def test_adapters_do_not_share(zygote: Zygote, tmp_path: Path) -> None:
-    """One prompt under no adapter and under two; blocks of 64 tokens.
+    """One prompt without an adapter and with two; blocks of 64 tokens.
 
-    What an adapter's name and path stand for may have changed after a restart: not adopted.
+    An adapter's name and path may refer to other files after a restart: nothing is adopted.
     """
     prompt = ASKED[0].prompt
     adapters = [str(make_adapter(tmp_path / name, seed)) for seed, name in enumerate("ab")]
@@ -56,7 +56,7 @@ def test_adapters_do_not_share(zygote: Zygote, tmp_path: Path) -> None:
     first, second = play_back(zygote, plan, "adapters")
     answers = first.answers[0]
     assert not any(same([a], [b]) for a, b in zip(answers, answers[1:] + answers[:1], strict=True))
-    # The first of them would have served the others.
+    # Otherwise the first request's KV would have served the others.
     assert first.grown(0, CPU) == 0
     assert first.grown(1, CPU) == whole_chunks(asked, 128)
     assert second.grown(0, POOL) == 0
@@ -78,7 +78,7 @@ def test_drafts_that_are_rejected_are_not_stored(zygote: Zygote, tmp_path: Path)
     assert same(stored.answers[0], reference)
     drafted = stored.grown(0, "spec_decode_num_draft_tokens")
     assert 0 < stored.grown(0, "spec_decode_num_accepted_tokens") < drafted
-    # Ask on where the answers ended: they are in the chunks that come back.
+    # Continue the prompts with the answers, which are in the chunks that are loaded.
     more = [
         Request(request.prompt + answer.tokens + [7, 8, 9])
         for request, answer in zip(asked, reference, strict=True)
@@ -94,59 +94,59 @@ def test_drafts_that_are_rejected_are_not_stored(zygote: Zygote, tmp_path: Path)
     assert loaded.grown(1, CPU) + loaded.grown(1, POOL) == expected
 
 
-def test_images_are_told_apart(zygote: Zygote, tmp_path: Path) -> None:
-    """The same tokens around two images: the chunk before the image is shared, no other."""
+def test_different_images_share_no_chunk(zygote: Zygote, tmp_path: Path) -> None:
+    """The same tokens around two images: only the chunk before the image is shared."""
     plan = Plan("llava", [TWO_IMAGES], target=tmp_path)
     first, second = play_back(zygote, plan, "images")
     assert not same(first.answers[0][:1], first.answers[0][1:])
-    # 216 tokens with the image: three chunks, of which the first is in GPU memory by then.
+    # 216 tokens with the image: three chunks, of which the first is already in GPU memory.
     assert first.grown(0, CPU) == 0
     assert first.grown(1, CPU) == second.grown(0, POOL) == 5 * 64
 
 
 def test_images_without_a_hash(zygote: Zygote, tmp_path: Path) -> None:
-    """With both of vLLM's caches off images have numbers: what is behind one is not found."""
+    """With both of vLLM's caches off images are only numbered: chunks after one are not found."""
     options = {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}
     first, second = play_back(
         zygote, Plan("llava", [TWO_IMAGES], options, tmp_path), "image-numbers"
     )
-    assert first.grown(1, CPU) == 2 * 64  # of both prompts the chunk before the image
+    assert first.grown(1, CPU) == 2 * 64  # only the chunk before the image, of both prompts
     assert first.grown(1, POOL) == second.grown(0, POOL) == 0
     assert "NOTHING IS ADOPTED: multimodal items have no content hash" in second.log
 
 
 def test_local_layers_that_keep_all_tokens(zygote: Zygote, tmp_path: Path) -> None:
-    """The remedy that the refusal of a Gemma-like model names."""
+    """The remedy in the refusal of a Gemma-like model works."""
     options = {"disable_hybrid_kv_cache_manager": True}
     lives = play_back(zygote, Plan("gemma", [ASKED], options, tmp_path), "gemma")
-    all_came_back(lives, whole_chunks(ASKED, 64))
+    check_all_loaded(lives, whole_chunks(ASKED, 64))
 
 
 @pytest.mark.soak
 def test_a_window_turned_off(zygote: Zygote, tmp_path: Path) -> None:
-    """The remedy that the refusal of a model of windows alone names."""
+    """The remedy in the refusal of a model with only sliding windows works."""
     options = {"disable_sliding_window": True, "max_model_len": 512}
     lives = play_back(zygote, Plan("mistral", [ASKED], options, tmp_path), "mistral")
-    all_came_back(lives, whole_chunks(ASKED, 64))
+    check_all_loaded(lives, whole_chunks(ASKED, 64))
 
 
 def test_fp8_cache(zygote: Zygote, tmp_path: Path) -> None:
-    """Where vLLM's CPU engine can have it: it needs AVX-512, and says so itself."""
+    """vLLM's CPU engine supports FP8 only with AVX-512; its error names that."""
     options = {"kv_cache_dtype": "fp8", "block_size": 64}
     plan = Plan("llama", [ASKED], options, tmp_path, {"blocks_per_chunk": 1})
     error = zygote.run(replace(plan, rounds=[]), "fp8-probe").error
     if error:
         assert "FP8 KV cache on CPU requires x86 with AVX-512" in error
         return
-    all_came_back(play_back(zygote, plan, "fp8"), whole_chunks(ASKED, 64))
+    check_all_loaded(play_back(zygote, plan, "fp8"), whole_chunks(ASKED, 64))
 
 
 @pytest.mark.soak
 def test_a_drafting_model(zygote: Zygote, tmp_path: Path) -> None:
-    """The drafter's layers lie in the same chunks; whatever it drafts, the answer is the same."""
+    """The drafter's layers are in the same chunks; the answer does not depend on its drafts."""
     asked = [Request(request.prompt, tokens=40) for request in ASKED]
     drafter = {"method": "draft_model", "model": "llama", "num_speculative_tokens": 2}
     plan = Plan("looping", [asked], {"speculative_config": drafter}, tmp_path)
     lives = play_back(zygote, plan, "drafter")
     assert lives[0].grown(0, "spec_decode_num_draft_tokens") > 0
-    all_came_back(lives, whole_chunks(asked, 64))
+    check_all_loaded(lives, whole_chunks(asked, 64))

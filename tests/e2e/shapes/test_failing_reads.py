@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads that fail under whatever engine this vLLM has; `test_faults.py` asks a server at length."""
+"""Reads that fail in this vLLM's engine, CPU or GPU; `test_faults.py` tests a server at length."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.e2e.shapes.test_answers import ASKED, POOL, whole_chunks
 
 
 def test_reads_that_fail(zygote: Zygote, tmp_path: Path) -> None:
-    """After a restart all is in the pool. Both reads of the first prompt fail, and one of their
-    second tries: what does not come back is computed, and what follows comes back.
+    """After a restart every chunk is in the pool. Both reads of the first prompt fail, and one of
+    their retries: missing chunks are computed, and later chunks are loaded.
     """
     plan = Plan("llama", [ASKED], target=tmp_path / "pool")
     reference = zygote.reference(plan, "failing")
@@ -24,6 +24,6 @@ def test_reads_that_fail(zygote: Zygote, tmp_path: Path) -> None:
     failed = zygote.run(replace(plan, extra=told), "failing")
     assert same(failed.answers[0], reference)
     assert failed.grown(0, "nvmeof_failed_chunks") > 0
-    assert failed.grown(0, POOL) == whole_chunks(ASKED, 64), "all of it was asked for"
+    assert failed.grown(0, POOL) == whole_chunks(ASKED, 64), "all chunks were requested"
     assert 0 < failed.grown(0, "nvmeof_failed_load_tokens") < whole_chunks(ASKED, 64)
-    assert failed.grown(0, "nvmeof_stored_chunks") > 0, "what was computed in its place"
+    assert failed.grown(0, "nvmeof_stored_chunks") > 0, "the recomputed chunks were stored"

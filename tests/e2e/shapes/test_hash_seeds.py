@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block hashes seeded at random: the pool is not adopted, and the start line says why."""
+"""With random seeds of block hashes the pool is not adopted; the start line names the cause."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from tests.e2e.shapes.rig import Plan, Request, Zygote, play_back, prompts, same
 CPU, POOL = "nvmeof_loaded_tokens:cpu", "nvmeof_loaded_tokens:pool"
 ASKED = [Request(prompt) for prompt in prompts(3, 150, 200)]
 WHOLE_TOKENS = 128 + 192
-SAID = "NOTHING IS ADOPTED: xxhash block hashes are seeded at random unless PYTHONHASHSEED is set"
+NOT_ADOPTED = (
+    "NOTHING IS ADOPTED: xxhash block hashes are seeded at random unless PYTHONHASHSEED is set"
+)
 
 
 def test_a_random_seed_is_not_adopted_and_a_given_one_is(zygote: Zygote, tmp_path: Path) -> None:
     plan = Plan("llama", [ASKED], {"prefix_caching_hash_algo": "xxhash"}, tmp_path)
     first, second = play_back(zygote, plan, "random-seed")
-    assert first.grown(1, CPU) == WHOLE_TOKENS, "within one process it works"
+    assert first.grown(1, CPU) == WHOLE_TOKENS, "chunks are found within one process"
     for outcome in (first, second):
-        assert SAID in outcome.log
+        assert NOT_ADOPTED in outcome.log
     assert second.grown(0, CPU) == second.grown(0, POOL) == 0
 
     seeded = replace(plan, env={"PYTHONHASHSEED": "7"})

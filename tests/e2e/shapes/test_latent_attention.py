@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-head latent attention (a DeepSeek-like model), in blocks of 16 tokens.
 
-vLLM's CPU kernels for it come in two kinds. With AMX it works like any other model. Without,
-vLLM computes what it calls a prefill without looking at the KV before it: tokens would be wrong,
-silently, with any connector. That is refused; with the refusal lifted, the last two tests show
-that it is needed, and that the bytes which come back are right all the same.
+vLLM has two kinds of CPU kernels for this attention. With AMX such a model works like any other.
+Without AMX vLLM computes a prefill without reading the KV before it: tokens would be silently
+wrong with any connector. The connector refuses that; with the refusal lifted, the last two tests
+show that the refusal is needed, and that the loaded bytes are right.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def test_it_is_refused_without_amx(zygote: Zygote, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not HAS_AMX, reason="this processor has no AMX")
 def test_it_is_right_with_amx(zygote: Zygote, tmp_path: Path) -> None:
-    """Its kernels take bfloat16 and blocks of 32 tokens only, and a prompt's rest rounds otherwise
-    than the whole prompt: what is loaded must give what KV still in GPU memory gives."""
+    """The AMX kernels take only bfloat16 and blocks of 32 tokens, and they round the rest of a
+    prompt otherwise than the whole prompt. Loaded KV must give the answers of KV in GPU memory."""
     options = {"dtype": "bfloat16", "block_size": 32, "num_gpu_blocks_override": 60}
     plan = Plan("deepseek", [ASKED], options, tmp_path, {"blocks_per_chunk": 1})
     reference = zygote.reference(plan, "mla-amx")
@@ -55,7 +55,7 @@ def test_it_is_right_with_amx(zygote: Zygote, tmp_path: Path) -> None:
 
 
 def test_the_refusal_is_needed(zygote: Zygote, tmp_path: Path) -> None:
-    """With the refusal lifted loaded KV is not looked at: when this fails, vLLM has learnt it."""
+    """With the refusal lifted vLLM ignores loaded KV. If this test fails, vLLM no longer does."""
     options = {**OPTIONS, "attention_backend": "CPU_MLA"}
     plan = Plan("deepseek", [ASKED], options, tmp_path, lift_mla=True)
     reference = zygote.reference(plan, "mla")
@@ -63,11 +63,11 @@ def test_the_refusal_is_needed(zygote: Zygote, tmp_path: Path) -> None:
     cold, loaded = lifted.answers
     assert same(cold, reference)
     assert lifted.grown(1, CPU) == 4 * CHUNK_TOKENS
-    assert not same(loaded, reference), "the refusal can go"
+    assert not same(loaded, reference), "the refusal can be removed"
 
 
 def test_the_bytes_are_right(zygote: Zygote, tmp_path: Path) -> None:
-    """One token alone is no prefill: its KV is looked at, and the answer goes on as it did.
+    """A single new token is not a prefill: vLLM reads its loaded KV, and the answer is the same.
 
     The reference had the same KV by computing it: the prompt's whole chunks, then a token that
     it chose itself.

@@ -1,29 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout that the connector asks for on a GPU: all layers of a block contiguous."""
+"""The layout that the connector requests on a GPU: all layers of a block are contiguous."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from tests.e2e.shapes.rig import Plan, Zygote, only_cpu_engine, play_back
-from tests.e2e.shapes.test_answers import ASKED, all_came_back, whole_chunks
+from tests.e2e.shapes.test_answers import ASKED, check_all_loaded, whole_chunks
 
 pytestmark = only_cpu_engine  # on a GPU: test_on_gpu.py
 PACKED = "Using BLHNC KV cache layout"
 
 
-def test_packed_blocks_come_back(zygote: Zygote, tmp_path: Path) -> None:
-    """By the CPU's copies; the answers are those of an engine with a tensor a layer."""
+def test_packed_blocks_are_loaded(zygote: Zygote, tmp_path: Path) -> None:
+    """With the CPU's copies; the answers equal those of an engine with one tensor per layer."""
     plan = Plan("llama", [ASKED], {"enable_prefix_caching": False}, tmp_path, packed=True)
     lives = play_back(zygote, plan, "packed")
-    all_came_back(lives, whole_chunks(ASKED, 64))
+    check_all_loaded(lives, whole_chunks(ASKED, 64))
     for life in lives:
         assert PACKED in life.log
         assert "copies by host memcpy" in life.log
 
 
 def test_the_engine_of_a_gpu_serves_over_a_stub(zygote: Zygote, tmp_path: Path) -> None:
-    """Worker, registration, fences, tickets and bells as on a GPU; only CUDA is the stub."""
+    """Worker, registration, fences, tickets and wake-ups are as on a GPU; only CUDA is a stub."""
     plan = Plan(
         "llama",
         [ASKED],
@@ -35,11 +35,11 @@ def test_the_engine_of_a_gpu_serves_over_a_stub(zygote: Zygote, tmp_path: Path) 
         stub_gpu=True,
     )
     lives = play_back(zygote, plan, "stub-gpu")
-    all_came_back(lives, whole_chunks(ASKED, 64))
+    check_all_loaded(lives, whole_chunks(ASKED, 64))
     for life in lives:
         assert PACKED in life.log
         assert "copies by auto on stub" in life.log
         assert "a STUB stands in for the GPU" in life.log
-    # vLLM's own metrics know how much was moved, and the same came back.
+    # vLLM's own metrics count the moved bytes; stored and loaded bytes are equal.
     stored = lives[0].grown(0, "kv_offload_store_bytes")
     assert stored == lives[0].grown(1, "kv_offload_load_bytes") > 0

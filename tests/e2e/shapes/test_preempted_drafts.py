@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A crowd that drafts and preempts: the same answers, and no step counts rejected drafts."""
+"""Many requests draft and are preempted: the same answers, and rejected drafts are not counted."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.e2e.shapes.rig import Plan, Request, Zygote, prompts
 COUNT, ANSWER_TOKENS = 80, 220
 GPU_BLOCKS, BLOCKS_PER_REQUEST_MAX = 60, 16
 PREEMPTIONS_MIN = 30
-#: Half a minute on an idle machine.
+#: The test takes half a minute on an idle machine.
 RUN_S_MAX = 600.0
-#: Many tokens in each step, of which most are rejected.
+#: Many drafted tokens per step, of which most are rejected.
 DRAFTS = {
     "method": "ngram",
     "num_speculative_tokens": 12,
@@ -23,7 +23,7 @@ DRAFTS = {
 
 
 def test_preempted_requests_with_drafts_answer_the_same(zygote: Zygote, tmp_path: Path) -> None:
-    """Chunks of two blocks: half of one may be in GPU memory when its request is resumed."""
+    """Chunks have two blocks: half a chunk may be in GPU memory when its request is resumed."""
     lengths = [40 + 37 * i % 200 for i in range(COUNT)]
     asked = [Request(prompt, tokens=ANSWER_TOKENS) for prompt in prompts(5, *lengths)]
     room = {"max_num_seqs": COUNT, "num_gpu_blocks_override": COUNT * BLOCKS_PER_REQUEST_MAX}

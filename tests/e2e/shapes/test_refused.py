@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose KV is not one group of full attention: refused before anything is served."""
+"""Models whose KV is not one group of full attention are refused before the server is ready."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_refused_by_llm(
 
 
 def test_refused_by_vllm_serve(zygote: Zygote, tmp_path: Path) -> None:
-    """A server of a Gemma-like model ends, and says in one line what it is and what to do."""
+    """A server of a Gemma-like model exits, and one line names the cause and the remedy."""
     name = "refused-gemma"
     model = zygote.model("gemma")
     spec = replace(faults_rig.spec(tmp_path), model=model, gpu_blocks=400)
     with pytest.raises(ServerError, match="ended with"):
         faults_rig.start(spec, name)
     lines = (faults_rig.BUILD / "logs" / f"{name}.log").read_text().splitlines()
-    (said,) = [line for line in lines if "cannot serve:" in line]
-    assert f"model='{model}'" in said
-    assert "4 KV cache groups (1 x FullAttentionSpec, 3 x SlidingWindowSpec)" in said
-    assert "add --disable-hybrid-kv-cache-manager" in said
+    (lines,) = [line for line in lines if "cannot serve:" in line]
+    assert f"model='{model}'" in lines
+    assert "4 KV cache groups (1 x FullAttentionSpec, 3 x SlidingWindowSpec)" in lines
+    assert "add --disable-hybrid-kv-cache-manager" in lines

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New weights by vLLM's API, and what the watch on them is for."""
+"""New weights by vLLM's API: the watch on weights prevents the use of old KV."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.e2e.shapes.test_answers import ASKED, CPU, POOL, whole_chunks
 
 
 def test_kv_of_old_weights_is_not_used(zygote: Zygote, tmp_path: Path) -> None:
-    """With its negative control: where nobody watches it is used, and the comparison sees it."""
+    """Negative control: without the watch old KV is used, and the comparison detects it."""
     new = zygote.reference(Plan("other", [ASKED]), "other")
     plan = Plan("llama", [ASKED, ASKED], target=tmp_path / "watched", reload="other")
     watched = zygote.run(plan, "reloaded")
@@ -28,7 +28,7 @@ def test_kv_of_old_weights_is_not_used(zygote: Zygote, tmp_path: Path) -> None:
 
 
 def test_kv_of_an_adapters_old_files_is_not_used(zygote: Zygote, tmp_path: Path) -> None:
-    """Overwritten on disk and loaded again under its name and path; with the same control."""
+    """The adapter is overwritten on disk and reloaded under its name; with the same control."""
     new_files = make_adapter(tmp_path / "new", 2)
     options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "block_size": 64}
 
@@ -55,9 +55,9 @@ def test_kv_of_an_adapters_old_files_is_not_used(zygote: Zygote, tmp_path: Path)
 
 
 def test_a_server_that_is_never_idle_stores_again(zygote: Zygote, tmp_path: Path) -> None:
-    """While a request of before runs on, others are stored, and of that one nothing is served."""
+    """While an old request runs, new ones are stored, and KV of the old one is not served."""
     long = Request(prompts(9, 150)[0], tokens=400)
-    again = Request([*long.prompt, 7, 8, 9])  # both of the long prompt's chunks come before it
+    again = Request([*long.prompt, 7, 8, 9])  # begins with both of the long prompt's chunks
     afterwards = [*ASKED, again]
     new = zygote.reference(Plan("other", [afterwards]), "other-steady")
     plan = Plan(

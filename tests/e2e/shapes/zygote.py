@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs engines, each in a process of its own that is forked from one that has imported vLLM.
+"""Runs engines. Each has a separate process, forked from one that has imported vLLM.
 
-Importing vLLM takes longer than starting an engine for a tiny model: it is done once, and
-every run is still a fresh process, so that a second run on one pool is a restart. Where vLLM's
-engine is one for GPUs nothing is forked: CUDA does not live on in a child.
+Importing vLLM takes longer than starting an engine for a tiny model, so it is done once. Every run
+is still a fresh process, so that a second run on one pool is a restart. With vLLM's GPU engine
+nothing is forked, because CUDA does not survive a fork.
 
-Reads one plan a line (JSON) from standard input, and writes one line when its process ended.
-With a plan's file as its argument it is the engine of that plan.
+Reads one plan per line (JSON) from standard input, and writes one line when its process ended.
+With a plan's file as its argument, it runs the engine of that plan.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 
 _PR_SET_PDEATHSIG = 1
-#: What every engine imports.
+#: Modules that every engine imports.
 IMPORTED_ONCE = (
     "vllm",
     "vllm.entrypoints.llm",
@@ -86,7 +86,7 @@ def _die_with_the_parent() -> None:
 
 
 def _stand_in_for_xxhash() -> None:
-    """vLLM takes the package where it is; another hash of 16 bytes serves a test as well."""
+    """Provide another hash of 16 bytes if xxhash is missing, which is enough for a test."""
     try:
         import xxhash  # noqa: F401
     except ImportError:
