@@ -19,7 +19,7 @@ _FORK = multiprocessing.get_context("fork")
 
 
 class LoadProcess:
-    """The child under test, and what it has told."""
+    """The child under test, and the messages that it has sent."""
 
     def __init__(self, spec: LoadSpec) -> None:
         self.spec = spec
@@ -34,7 +34,7 @@ class LoadProcess:
         far.close()
 
     def drain(self, wait_s: float) -> list[tuple[Any, ...]]:
-        """Everything it says within `wait_s` seconds; what is no operation is returned."""
+        """Receive messages for `wait_s` seconds; return those that are not about operations."""
         news: list[tuple[Any, ...]] = []
         end_s = time.monotonic() + wait_s
         with suppress(EOFError, ConnectionResetError):
@@ -58,12 +58,12 @@ class LoadProcess:
         return news
 
     def stop(self) -> None:
-        """Ask it to end; the stage waits for its last words."""
+        """Ask the child to end; the stage waits for its last message."""
         with suppress(BrokenPipeError):
             self._pipe.send("stop")
 
     def kill(self) -> float:
-        """SIGKILL; seconds until it was reaped."""
+        """Send SIGKILL; return the seconds until the child was reaped."""
         began_s = time.monotonic()
         assert self.process.pid is not None
         with suppress(ProcessLookupError):
@@ -73,7 +73,7 @@ class LoadProcess:
         return time.monotonic() - began_s
 
     def thread_states(self) -> dict[str, str]:
-        """name → letter, as in /proc: S sleeps and can be killed, D cannot."""
+        """Thread name → state letter of /proc: S sleeps and can be killed, D cannot."""
         found = {}
         for place in Path(f"/proc/{self.process.pid}/task").iterdir():
             name, _, rest = (place / "stat").read_text().partition("(")[2].rpartition(")")
@@ -81,5 +81,5 @@ class LoadProcess:
         return found
 
     def between(self, since_s: float, until_s: float = float("inf")) -> list[OpEnd]:
-        """Operations that began in this time and have ended."""
+        """The operations that began in this interval and have ended."""
         return [op for op in self.ops if since_s <= op.began_s < until_s]

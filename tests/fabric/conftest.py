@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Boots the guests once a session, plays every scenario in them, and writes the report."""
+"""Boots the guests once per session, plays every scenario in them, and writes the report."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .scenarios import BOOTS
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build"
 REPORT = BUILD / "fabric-report.md"
-#: A boot that hangs is stopped after so long; it takes 200 s on two idle cores, and 600 s was too
-#: short beside two other runs of all tests.
+#: Time limit of a boot. A boot takes 200 s on two idle cores, and more than 600 s during two other
+#: runs of all tests.
 BOOT_S_MAX = 1800.0
-#: Set where a skip would hide that nothing was tested.
+#: Set this variable if a skip would hide that no scenario was tested.
 REQUIRED = "VLLM_NVMEOF_FABRIC_REQUIRED"
 
 Results = dict[str, dict[str, Any]]
@@ -32,7 +32,7 @@ Results = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def guest() -> Guest:
-    """A guest that is ready to boot; skips with the reason and the remedy where there is none."""
+    """A guest that is ready to boot; skips with the reason and the remedy if there is none."""
     try:
         return Guest.prepare()
     except RigUnavailableError as error:
@@ -43,14 +43,14 @@ def guest() -> Guest:
 
 @pytest.fixture(scope="session")
 def played(guest: Guest, request: pytest.FixtureRequest) -> Results:
-    """What came of every scenario that a selected test asks for, by NAME:ENGINE."""
+    """The result of every scenario that a selected test needs, by NAME:ENGINE."""
     wanted = {
         item.callspec.params["scenario"]
         for item in request.session.items
         if "scenario" in getattr(getattr(item, "callspec", None), "params", {})
     }
     results: Results = {}
-    # Daemons: whoever interrupts the tests does not wait for guests, which die with us.
+    # Daemons: an interrupt does not wait for the guests, which die with this process.
     threads = [
         threading.Thread(
             target=lambda number, boot: results.update(play(guest, boot, number)),
@@ -71,7 +71,7 @@ def played(guest: Guest, request: pytest.FixtureRequest) -> Results:
 
 
 def play(guest: Guest, scenarios: list[str], number: int) -> Results:
-    """Play scenarios in one boot under virtual time; those that it does not reach have failed."""
+    """Play scenarios in one boot under virtual time; scenarios it does not reach have failed."""
     job = BUILD / "fabric" / f"boot-{number}"
     python = shlex.quote(sys.executable)
     names = shlex.join(scenarios)
@@ -81,7 +81,7 @@ def play(guest: Guest, scenarios: list[str], number: int) -> Results:
     )
     result = job / "result.json"
     result.unlink(missing_ok=True)
-    failure = "the guest did not come so far"
+    failure = "the guest did not reach this scenario"
     try:
         guest.run(job, script, BOOT_S_MAX, virtual=True)
     except GuestFailedError as error:

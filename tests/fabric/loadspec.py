@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a load is told to do, and what it tells of each operation."""
+"""The parameters of a load, and its report on each operation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """What to run. interval_s: between operations; deadlines as in `SchedulerConfig`, seconds."""
+    """A load. interval_s: between operations; deadlines as in `SchedulerConfig`, in seconds."""
 
     targets: tuple[Path, ...]
     engine: str = "uring"
@@ -17,7 +17,7 @@ class LoadSpec:
     slots: int = 48  # over all targets
     read_deadline_s: float = 2.0
     write_deadline_s: float = 3.0
-    #: False: only writes, as fast as the bounds allow, placed by the manager's rule.
+    #: False: only writes, as fast as the bounds allow, on targets chosen by the manager's rule.
     loads: bool = True
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real NVMe/TCP fabric within the guest's one kernel, and the knobs that break it.
 
-The target (nvmet-tcp) listens in a network namespace of its own; two veth pairs are the two
-paths to it. Its namespaces lie on device-mapper devices over RAM disks, so that a test can
+The target (nvmet-tcp) listens in a separate network namespace; two veth pairs are the two
+paths to it. Its namespaces are on device-mapper devices over RAM disks, so that a test can
 hang or slow the medium. The initiator is the kernel's nvme-tcp with native multipath.
 """
 
@@ -39,7 +39,7 @@ _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Options of a connection, by the kernel's names, in seconds; None: the kernel's default."""
+    """Options of a connection, with the kernel's names, in seconds; None: the kernel's default."""
 
     ctrl_loss_tmo: int | None = 60
     fast_io_fail_tmo: int | None = None
@@ -48,12 +48,12 @@ class Timeouts:
 
 
 def run(*command: str) -> str:
-    """Run a program of the guest; its output.
+    """Run a program of the guest; return its output.
 
-    Without a limit: the guest's clock may jump by hours while a file is read from a busy outer
-    machine, which stops a boot that hangs.
+    There is no time limit: the guest's clock may jump by hours while a file is read from a busy
+    outer machine. The outer machine stops a boot that hangs.
     """
-    # No udev in the guest: device mapper is to make its own nodes. C: no files of a locale.
+    # The guest has no udev, so device mapper makes its own nodes. LC_ALL=C needs no locale files.
     environment = {**os.environ, "DM_DISABLE_UDEV": "1", "LC_ALL": "C"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert not done.returncode, f"{' '.join(command)}: {done.stderr or done.stdout}"
@@ -61,13 +61,13 @@ def run(*command: str) -> str:
 
 
 def take_into_memory(*programs: str) -> None:
-    """Have the guest's layer in memory hold these programs and their libraries.
+    """Copy these programs and their libraries into the guest's layer in memory.
 
-    To read one from the outer machine takes guest time, the more the busier that machine is: in
-    the middle of a scenario its timeouts would pass.
+    Reading a program from the outer machine takes guest time, more on a busy machine: during a
+    scenario its timeouts would pass.
     """
     places = [found for program in programs if (found := shutil.which(program))]
-    assert len(places) == len(programs), f"not all are here: {programs}"
+    assert len(places) == len(programs), f"some are missing: {programs}"
     libraries = re.findall(r"(/\S+) \(0x", run("ldd", *places))
     for place in {os.path.realpath(each) for each in (*places, *libraries, "/etc/ld.so.cache")}:
         os.utime(place)  # any change makes overlayfs copy the whole file up
@@ -77,7 +77,7 @@ class Fabric:
     """Target and initiator. Namespace n is the disk `disk<n>` over /dev/ram<n - 1>."""
 
     def __init__(self) -> None:
-        """Set up links, disks, subsystem, namespaces 1 and 2, and a port a path."""
+        """Set up links, disks, subsystem, namespaces 1 and 2, and one port per path."""
         take_into_memory(*PROGRAMS)
         run("ip", "netns", "add", "target")
         for path in PATHS:
@@ -115,7 +115,7 @@ class Fabric:
         _put(SUBSYSTEM / "namespaces" / str(number) / "enable", str(int(on)))
 
     def add_port(self, path: int) -> None:
-        """Offer the subsystem at this path; the link is made in the target's network."""
+        """Offer the subsystem on this path; the symlink is made in the target's network."""
         place = NVMET / "ports" / str(path) / "subsystems" / NQN
         run("nsenter", "--net=/run/netns/target", "ln", "-s", str(SUBSYSTEM), str(place))
 
@@ -127,7 +127,7 @@ class Fabric:
         _put(NVMET / "ports" / str(path) / "ana_groups" / "1" / "ana_state", state)
 
     def slow_disk(self, number: int, delay_ms: int, *, create: bool = False) -> None:
-        """Let every operation on a disk take at least so long."""
+        """Make every operation on a disk take at least `delay_ms`."""
         below = f"/dev/ram{number - 1}"
         sectors = int((Path("/sys/block") / f"ram{number - 1}" / "size").read_text())
         table = f"0 {sectors} delay {below} 0 {delay_ms}"
@@ -141,7 +141,7 @@ class Fabric:
         run("dmsetup", "resume", name)
 
     def hang_disk(self, number: int, *, on: bool = True) -> None:
-        """Let a disk answer nothing until it is let go."""
+        """Make all operations on a disk hang until it is resumed."""
         disk = f"disk{number}"
         if on:
             run("dmsetup", "suspend", disk, "--noflush", "--nolockfs")
@@ -151,7 +151,7 @@ class Fabric:
     # -- the links --------------------------------------------------------------------
 
     def cut(self, *paths: int) -> None:
-        """Take links down: what is sent on them is lost, and nobody is told."""
+        """Take links down: packets on them are lost without an error."""
         for path in paths:
             _set_link(f"near{path}", up=False)
 
@@ -190,7 +190,7 @@ class Fabric:
         _put(CLASS / controller / "reset_controller", "1")
 
     def controllers(self) -> dict[str, str]:
-        """name → state, in the order of their paths."""
+        """Controller name → state, in the order of the paths."""
         found = {}
         for place in CLASS.glob("nvme*"):
             with suppress(OSError):
@@ -198,7 +198,7 @@ class Fabric:
         return {name: state for name, (_, state) in sorted(found.items(), key=lambda i: i[1][0])}
 
     def states(self) -> dict[str, str]:
-        """Everything that changes: controllers, ANA, which namespaces there are."""
+        """The states that change: controllers, ANA, and the existing namespaces."""
         found = {f"controller {name}": state for name, state in self.controllers().items()}
         for place in CLASS.glob("nvme*/nvme*c*n*/ana_state"):
             with suppress(OSError):
@@ -209,10 +209,10 @@ class Fabric:
         return found
 
     def device(self, number: int) -> Path | None:
-        """The multipath device of a namespace, whose name may be another one each time."""
+        """The multipath device of a namespace; its name may change with each connection."""
         for place in Path("/sys/block").glob("nvme*n*"):
             if "c" in place.name.removeprefix("nvme"):
-                continue  # one path, which nobody can open
+                continue  # the hidden device of one path, which cannot be opened
             with suppress(OSError):
                 if _get(place / "wwid") == f"uuid.{UUIDS[number]}":
                     return Path("/dev") / place.name
@@ -226,12 +226,12 @@ class Fabric:
 
 
 def address(path: int) -> str:
-    """Where the target listens on a path."""
+    """The address at which the target listens on a path."""
     return f"10.99.{path}.2"
 
 
 def _put(place: Path, value: str) -> None:
-    """Write an attribute with one call, as sysfs and configfs want it."""
+    """Write an attribute with one call, which sysfs and configfs require."""
     fd = os.open(place, os.O_WRONLY)
     try:
         os.write(fd, value.encode())
@@ -244,7 +244,7 @@ def _get(place: Path) -> str:
 
 
 def _set_link(name: str, *, up: bool) -> None:
-    """Like `ip link set`, without a program to be loaded in the middle of a measurement."""
+    """Like `ip link set`, without loading a program during a measurement."""
     request = struct.Struct("16sH22x")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         answer = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request.pack(name.encode(), 0))

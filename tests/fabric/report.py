@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`build/fabric-report.md`: the time line of every scenario that was played."""
+"""Writes `build/fabric-report.md`: the time line of every scenario that was played."""
 
 from __future__ import annotations
 
 from typing import Any
 
-HEAD = """# What the pool does when its fabric fails
+HEAD = """# The pool's behaviour when its fabric fails
 
 Played by the real pool, engine and pipeline against the kernel's NVMe/TCP target and initiator
 (two paths, native multipath, ANA, xfs), in an emulated guest, by `pytest tests/fabric`. Times
 are the guest's, in seconds; *miss* means that a request recomputes a chunk. Read deadline 2 s,
-write deadline 3 s. It never served wrong bytes in any line that says *passed*.
+write deadline 3 s. The pool served no wrong bytes in any scenario marked *passed*.
 """
 
 
 def render(results: dict[str, dict[str, Any]], kernel: str) -> str:
-    """Markdown. results: by NAME:ENGINE, as `run.play` returns them."""
+    """The report as Markdown. results: by NAME:ENGINE, as `run.play` returns them."""
     passed = sum(one["ok"] for one in results.values())
     rows = [
         HEAD,
         f"Kernel of the guest: {kernel}. Played: {len(results)} scenarios, passed: {passed}.",
         "",
-        "| scenario | | guest s | worst load s | worst write s | what it is |",
+        "| scenario | | guest s | worst load s | worst write s | about |",
         "|---|---|---|---|---|---|",
     ]
     for name, one in results.items():
@@ -44,7 +44,7 @@ def _section(name: str, one: dict[str, Any]) -> list[str]:
         )
         rows += [
             f"Outcomes: {counts}.",
-            f"Verdicts: {verdicts or 'none given: ok all the time'}.",
+            f"Verdicts: {verdicts or 'none reported: ok all the time'}.",
             "",
         ]
     rows += ["| t | event |", "|---|---|"]

@@ -17,7 +17,7 @@ from tests.fabric.stage import Stage
 
 
 def main() -> None:
-    """Play one after the other; the result is written anew after each."""
+    """Play the scenarios in order; the result file is rewritten after each."""
     result, *wanted = sys.argv[1:]
     found: dict[str, Any] = {}
     fabric = Fabric()
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def play(fabric: Fabric, each: str) -> dict[str, Any]:
-    """Play NAME:ENGINE; what there is to report of it."""
+    """Play NAME:ENGINE; return its entry of the report."""
     name, _, engine = each.partition(":")
     stage = Stage(fabric, engine or "uring")
     failure = ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scenario is played on: the fabric, a mounted target or two, a load, and a time line."""
+"""A scenario's stage: the fabric, one or two mounted targets, a load, and a time line."""
 
 from __future__ import annotations
 
@@ -17,53 +17,53 @@ from .loadspec import LoadSpec
 from .nvmet import Fabric, Timeouts, run
 
 LOOK_S = 0.1
-#: Of the guest's clock, which jumps while files are read from a busy outer machine.
+#: Seconds of the guest's clock, which jumps while files are read from a busy outer machine.
 READY_S_MAX = 600.0
 UNMOUNT_S_MAX = 60.0
-#: On a processor that is emulated, how much later than its deadline an outcome may be seen.
+#: How long after its deadline an outcome may be seen on an emulated processor.
 LATE_S_MAX = 1.0
-#: Verdicts are logged once a second; one that has lasted so long must be in the log.
+#: Verdicts are logged once per second; a verdict that lasted this long must be in the log.
 LOGGED_S_MIN = 3.0
 
 
 @dataclass
 class Stage:
-    """Time lines are in seconds since the scenario's begin, on the guest's clock."""
+    """One scenario's stage. Its time line is in seconds since the start, on the guest's clock."""
 
     fabric: Fabric
     engine: str
     began_s: float = field(default_factory=time.monotonic)
     timeline: list[tuple[float, str]] = field(default_factory=list)
     child: LoadProcess | None = None
-    #: How often sysfs is looked at.
+    #: Seconds between two looks at sysfs.
     look_s: float = LOOK_S
     mounted: list[Path] = field(default_factory=list)
     _seen: dict[str, str] = field(default_factory=dict)
 
-    # -- telling ----------------------------------------------------------------------
+    # -- recording --------------------------------------------------------------------
 
     @property
     def now_s(self) -> float:
         return time.monotonic() - self.began_s
 
-    def say(self, text: str, at_s: float | None = None) -> None:
-        """at_s: on the clock that all processes share; None: now."""
+    def record(self, text: str, at_s: float | None = None) -> None:
+        """Add a line to the time line. at_s: on the clock of all processes; None: now."""
         stamp = self.now_s if at_s is None else at_s - self.began_s
         self.timeline.append((round(stamp, 2), text))
         print(f"[{stamp:8.2f}] {text}", flush=True)
 
     def check(self, ok: bool, claim: str) -> None:
-        """A claim that must hold; it is in the time line either way."""
-        self.say(f"{'holds' if ok else 'DOES NOT HOLD'}: {claim}")
+        """Check a claim and add the result to the time line."""
+        self.record(f"{'holds' if ok else 'DOES NOT HOLD'}: {claim}")
         assert ok, claim
 
     def equal(self, what: str, found: object, wanted: object) -> None:
-        """A claim that two things are the same."""
+        """Check that two values are equal."""
         self.check(found == wanted, f"{what}: {found}" + (f", not {wanted}" * (found != wanted)))
 
     @property
     def pace_s(self) -> float:
-        """Between two operations of the load, seconds."""
+        """Seconds between two operations of the load."""
         assert self.child is not None
         return self.child.spec.interval_s
 
@@ -82,7 +82,7 @@ class Stage:
         return tuple(places)
 
     def mount(self, number: int) -> Path:
-        """Mount a namespace, whatever its name is now."""
+        """Mount a namespace under its current device name."""
         device, place = self.fabric.device(number), Path(f"/mnt/target{number}")
         assert device is not None
         place.mkdir(parents=True, exist_ok=True)
@@ -106,39 +106,41 @@ class Stage:
             READY_S_MAX,
             "stores, writes and loads succeed",
         )
-        self.say(f"load runs: engine {child.engine}")
+        self.record(f"load runs: engine {child.engine}")
         return child
 
     # -- time passes ------------------------------------------------------------------
 
     def pass_time(self, seconds: float) -> None:
-        """Let the load run; note what changes in the fabric and what it says."""
+        """Let the load run; record its messages and changes of the fabric."""
         end_s = time.monotonic() + seconds
         while (left_s := end_s - time.monotonic()) > 0:
-            self._listen(min(left_s, self.look_s))
+            self._receive(min(left_s, self.look_s))
 
     def until(self, done: Callable[[], bool], within_s: float, what: str) -> float:
-        """Let time pass until `done`; the seconds that it took."""
+        """Let time pass until `done`; return the seconds."""
         began_s = time.monotonic()
         while not done():
             passed_s = time.monotonic() - began_s
             if passed_s > within_s:
                 self.check(False, f"within {within_s:g} s: {what}")
-            self._listen(self.look_s)
+            self._receive(self.look_s)
         return time.monotonic() - began_s
 
-    def _listen(self, seconds: float) -> None:
+    def _receive(self, seconds: float) -> None:
         self._look()
         if self.child is None:
             time.sleep(seconds)
             return
         for what, at_s, *rest in self.child.drain(seconds):
             if what == "verdict":
-                self.say(f"verdict on target {rest[0]}: {': '.join(filter(None, rest[1:]))}", at_s)
+                self.record(
+                    f"verdict on target {rest[0]}: {': '.join(filter(None, rest[1:]))}", at_s
+                )
             elif what == "lost":
                 self.check(False, "the process under test lives")
             elif what == "log":
-                self.say(f"log: {rest[0]}", at_s)
+                self.record(f"log: {rest[0]}", at_s)
         self.check_bytes()
 
     def _look(self) -> None:
@@ -146,7 +148,7 @@ class Stage:
         for name in self._seen.keys() | states.keys():
             before, now = self._seen.get(name, "not there"), states.get(name, "not there")
             if before != now and self._seen:
-                self.say(f"{name}: {before} → {now}")
+                self.record(f"{name}: {before} → {now}")
         self._seen = states
 
     # -- judging ----------------------------------------------------------------------
@@ -158,36 +160,36 @@ class Stage:
             self.check(False, f"right bytes or a miss, never wrong bytes ({wrong[:3]})")
 
     def only_ok(self, since_s: float, claim: str) -> None:
-        """Nothing that has begun since then failed."""
+        """Check that no operation that began since then failed."""
         assert self.child is not None
         failed = {op.outcome for op in self.child.between(since_s)} - {"ok"}
         self.check(not failed, f"{claim}{f' ({failed})' if failed else ''}")
 
     def only_late(self, since_s: float) -> None:
-        """What has begun since then and failed met its deadline, or found the slot unwritten."""
+        """Check that operations since then failed only by deadline or on an unwritten slot."""
         assert self.child is not None
         late = {"ok", "miss: deadline", "miss: stale", "miss: checksum_mismatch"}
         other = {op.outcome for op in self.child.between(since_s)} - late
         self.check(not other, f"no I/O error, only deadlines{f' ({other})' if other else ''}")
 
     def worst_s(self, kind: str) -> float:
-        """The longest that an operation of this kind has taken to its outcome, seconds."""
+        """The longest time of an operation of this kind until its outcome, in seconds."""
         assert self.child is not None
         return max((op.seconds for op in self.child.ops if op.kind == kind), default=0.0)
 
     def counts(self, since_s: float = 0.0) -> dict[str, int]:
-        """Outcomes by kind, since a moment."""
+        """The number of outcomes by kind since a time."""
         assert self.child is not None
         found = Counter(f"{op.kind} {op.outcome}" for op in self.child.between(since_s))
         return dict(sorted(found.items()))
 
     def verdict(self, target: int = 0) -> str:
-        """The last one that the process gave."""
+        """The last verdict that the process reported."""
         assert self.child is not None
         return next((v for _, t, v in reversed(self.child.verdicts) if t == target), "ok")
 
     def until_verdict(self, *wanted: str, within_s: float, target: int = 0) -> float:
-        """Wait for one of these verdicts; seconds that it took."""
+        """Wait for one of these verdicts; return the seconds."""
         return self.until(
             lambda: self.verdict(target) in wanted,
             within_s,
@@ -202,14 +204,14 @@ class Stage:
         )
 
     def remount(self, number: int = 1) -> None:
-        """Unmount what is dead, and mount the namespace anew, by its identity."""
+        """Unmount the dead file system, and mount the namespace again by its identity."""
         self.until(self._unmounted, 10, "the dead file system can be unmounted")
-        self.say("the dead file system is unmounted; mounting the namespace again")
+        self.record("the dead file system is unmounted; mounting the namespace again")
         self.mounted.remove(Path(f"/mnt/target{number}"))
         self.mount(number)
 
     def recovers(self, within_s: float, targets: int = 1) -> None:
-        """Stores, writes and loads on each target succeed that began after now."""
+        """Wait until stores, writes and loads that begin from now on succeed on each target."""
         child, now_s = self.child, time.monotonic()
         assert child is not None
         wanted = {(kind, target) for kind in ("write", "load") for target in range(targets)}
@@ -219,10 +221,10 @@ class Stage:
             return wanted <= {(op.kind, op.target) for op in fine}
 
         took_s = self.until(works, within_s, "writes and loads succeed again")
-        self.say(f"writes and loads succeed again {took_s:.1f} s after that")
+        self.record(f"writes and loads succeed again {took_s:.1f} s after that")
 
     def finish_load(self) -> None:
-        """End the load, and check what holds in every scenario."""
+        """End the load, and check the claims that hold in every scenario."""
         child = self.child
         assert child is not None
         child.stop()
@@ -231,7 +233,7 @@ class Stage:
             ("load", child.spec.read_deadline_s),
             ("write", child.spec.write_deadline_s),
         ):
-            # Its time runs from the hand-over, before which it may wait once as long.
+            # A deadline starts at the hand-over, before which an op may wait for the same time.
             bound_s = 2 * deadline_s + LATE_S_MAX
             worst_s = self.worst_s(kind)
             self.check(
@@ -243,7 +245,7 @@ class Stage:
         self._check_log(child)
 
     def _check_log(self, child: LoadProcess) -> None:
-        """The log names every verdict worse than degraded that has lasted."""
+        """Check that the log names every verdict worse than degraded that lasted."""
         lasting, since = set(), dict[int, tuple[float, str]]()
         for at_s, target, verdict in [
             *child.verdicts,
@@ -253,20 +255,20 @@ class Stage:
             if at_s - before_s >= LOGGED_S_MIN:
                 lasting.add(before)
             since[target] = at_s, verdict
-        said = [text for _, text in self.timeline if text.startswith("log: ")]
+        logged = [text for _, text in self.timeline if text.startswith("log: ")]
         for verdict in sorted(lasting & {"suspect", "gone"}):
-            self.check(any(f" is {verdict}: " in line for line in said), f"the log says {verdict}")
+            self.check(any(f" is {verdict}: " in line for line in logged), f"the log has {verdict}")
 
     # -- tidying up -------------------------------------------------------------------
 
     def strike(self) -> None:
-        """Bring everything back to nothing connected, whatever has happened."""
+        """Disconnect and unmount everything, in whatever state the scenario left it."""
         self.fabric.mend(1, 2)
         for number in (1, 2):
             with suppress(AssertionError, OSError):
                 self.fabric.hang_disk(number, on=False)
         if self.child is not None and self.child.process.is_alive():
-            self.child.kill()  # only now: a thread that waits for a hung disk does not die
+            self.child.kill()  # only now: a thread that waits for a hung disk cannot be killed
         for place in self.mounted:
             subprocess.run(["umount", "-l", str(place)], capture_output=True, timeout=UNMOUNT_S_MAX)
         self.fabric.disconnect()

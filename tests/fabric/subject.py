@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process under test: the real pool, engine, pipeline and runner under a steady load.
 
-A manager in miniature gives commands: it stores chunks into cache slots, has them written to
-pool slots, and loads them from there into other memory. It keeps the protocol's rules on who
-may reuse what, knows the one right content of every chunk, and tells its parent what became
-of each operation.
+A minimal manager sends commands: it stores chunks into cache slots, has them written to pool
+slots, and loads them from the pool slots into other memory. It follows the protocol's rules on
+the reuse of slots, has the one right content of every chunk, and sends its parent the outcome of
+each operation.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _MIX = 0x9E3779B97F4A7C15
 
 
 class _Parent(logging.Handler):
-    """Who is told everything, log lines too, from any thread."""
+    """The parent process, which receives all messages and log lines from any thread."""
 
     def __init__(self, pipe: Connection) -> None:
         super().__init__()
@@ -67,9 +67,9 @@ class _Parent(logging.Handler):
         self._turn = threading.Lock()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.tell("log", record.getMessage())
+        self.send("log", record.getMessage())
 
-    def tell(self, what: str, *rest: Any) -> None:
+    def send(self, what: str, *rest: Any) -> None:
         with self._turn:
             self.pipe.send((what, time.monotonic(), *rest))
 
@@ -87,11 +87,11 @@ class _Op:
 
 @dataclass
 class _Load:
-    """The manager in miniature; all of it on the child's main thread."""
+    """The minimal manager; it runs only on the child's main thread."""
 
     spec: LoadSpec
     parent: _Parent
-    #: pool slot → what it holds, or may hold after a write that failed: any other is wrong.
+    #: pool slot → the contents it may have, also after a failed write. Any other is wrong.
     stored: dict[int, SlotIdentity] = field(default_factory=dict)
     ops: dict[int, _Op] = field(default_factory=dict)
     busy_slots: set[int] = field(default_factory=set)
@@ -130,7 +130,7 @@ class _Load:
             [os.path.realpath(directory) for directory in self.pool.directories],
             lambda call: self.runner.hand_over(lambda _: call()),
         )
-        # What vLLM's KV cache is: a page for each chunk that is stored, and for each load.
+        # In place of vLLM's KV cache: one page per chunk that is stored and one per load.
         self.pages = np.zeros((CACHE_SLOTS + LOADS_MAX, PAYLOAD_BYTES // 8), np.uint64)
         self.free_cache = list(range(CACHE_SLOTS))
         self.free_pages = list(range(CACHE_SLOTS, CACHE_SLOTS + LOADS_MAX))
@@ -145,7 +145,7 @@ class _Load:
         return self.next_op
 
     def store(self) -> None:
-        """KV memory → cache slot; its write follows when it is done."""
+        """Store KV memory to a cache slot; its write starts when the store is done."""
         free = [p for p in range(self.pool.slots) if p not in self.busy_slots]
         if not self.free_cache or not free:
             return
@@ -164,7 +164,7 @@ class _Load:
         self.runner.hand_over(lambda pipeline: pipeline.store(command, [pieces], None), op)
 
     def place(self, free: list[int]) -> int | None:
-        """A pool slot: anywhere, or where the manager's rule says."""
+        """Choose a pool slot: at random, or by the manager's rule."""
         if self.spec.loads:
             return self.dice.choice(free)
         target = self.placement.choose()
@@ -182,7 +182,7 @@ class _Load:
         self.runner.hand_over(lambda pipeline: pipeline.command(command))
 
     def load(self) -> None:
-        """Pool slot → other KV memory, which is wiped first."""
+        """Load a pool slot into other KV memory, which is wiped first."""
         ready = [p for p in self.stored if p not in self.busy_slots]
         if not ready or not self.free_pages:
             return
@@ -200,7 +200,7 @@ class _Load:
 
     # -- reports ----------------------------------------------------------------------
 
-    def hear(self) -> None:
+    def take_reports(self) -> None:
         _, reports, counters = self.runner.take()
         self.counters.add(counters)
         for report in reports:
@@ -212,7 +212,7 @@ class _Load:
                 case VerdictReport():
                     self.placement.verdict(report)
                     reason = self.health[report.target].reason
-                    self.parent.tell("verdict", report.target, report.verdict, reason)
+                    self.parent.send("verdict", report.target, report.verdict, reason)
                 case RateReport():
                     self.placement.rate(report)
 
@@ -229,10 +229,10 @@ class _Load:
             self.free_pages.append(op.page)
             self.busy_slots.discard(op.pool_slot)
         elif op.kind == "write":
-            # One that failed may have reached the disk all the same: right bytes, or a miss.
+            # A failed write may still have reached the disk: right bytes and a miss are allowed.
             self.stored[op.pool_slot] = op.identity
             self.placement.pending[target] -= 1
-        self.parent.tell("op", OpEnd(op.kind, target, op.began_s, time.monotonic(), outcome))
+        self.parent.send("op", OpEnd(op.kind, target, op.began_s, time.monotonic(), outcome))
         if op.kind == "store" and failure is None:
             self.write(op)
             del self.ops[report.op]
@@ -240,7 +240,7 @@ class _Load:
             self.released(self.ops.pop(report.op))
 
     def released(self, op: _Op) -> None:
-        """Nobody touches its buffers any more."""
+        """The op's buffers are free: no engine uses them."""
         if op.cache_slot is not None:
             self.free_cache.append(op.cache_slot)
             self.busy_slots.discard(op.pool_slot)
@@ -251,9 +251,9 @@ class _Load:
         due_s, turn = time.monotonic(), 0
         tick_s = max(TICK_S, self.spec.interval_s / 4)
         while not self.parent.pipe.poll(tick_s):
-            self.hear()
+            self.take_reports()
             now_s = time.monotonic()
-            due_s = max(due_s, now_s - tick_s)  # what was missed is not made up for
+            due_s = max(due_s, now_s - tick_s)  # missed operations are not caught up
             while due_s <= now_s:
                 due_s, turn = due_s + self.spec.interval_s, turn + 1
                 if self.spec.loads and turn % 2:
@@ -264,17 +264,17 @@ class _Load:
         self.end()
 
     def end(self) -> None:
-        """Let what is under way end, then close as the worker does."""
+        """Wait until all operations have ended, then close as the worker does."""
         end_s = time.monotonic() + self.spec.write_deadline_s + self.spec.read_deadline_s
         while self.ops and time.monotonic() < end_s:
-            self.hear()
+            self.take_reports()
             time.sleep(TICK_S)
         self.watcher.stop()
         self.runner.stop()
         closed = self.io.close(1.0)
         self.pool.close(abandon=not closed)
         counted = {str(series): amount for series, amount in self.counters.items()}
-        self.parent.tell("end", counted, len(self.ops))
+        self.parent.send("end", counted, len(self.ops))
 
 
 KEYSPACE = Keyspace.of({"tests": "fabric"})
@@ -286,11 +286,11 @@ def content(identity: SlotIdentity) -> np.ndarray[Any, np.dtype[np.uint64]]:
 
 
 def run_load(spec: LoadSpec, pipe: Connection) -> None:
-    """The child process: runs until it is told to end."""
+    """The child process; runs until the parent requests the end."""
     parent = _Parent(pipe)
     logger = logging.getLogger(LOGGER_NAME)
     logger.setLevel(logging.INFO)
     logger.addHandler(parent)
     load = _Load(spec, parent)
-    parent.tell("ready", load.io.name)
+    parent.send("ready", load.io.name)
     load.run()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pool and the pipeline on a real NVMe/TCP fabric whose paths, ports and media fail.
 
-Each case is a function of `scenarios/`, played in the guest; what it checks is there, and its
+Each case is a function of `scenarios/`, played in the guest. The function makes the checks; its
 time line is in build/fabric-report.md.
 """
 
@@ -37,13 +37,13 @@ def test_every_scenario_is_played() -> None:
     assert {each.split(":")[0] for each in ALL} == set(SCENARIOS)
 
 
-def test_a_guest_that_does_not_end_is_stopped_and_said(guest: Guest, tmp_path: Path) -> None:
+def test_a_guest_that_does_not_end_is_stopped_with_an_error(guest: Guest, tmp_path: Path) -> None:
     with pytest.raises(GuestFailedError, match="did not end within 20 s") as caught:
         guest.run(tmp_path, "echo so far; sleep 1000", 20)
     assert "so far" in str(caught.value)
 
 
-def test_a_guest_brings_back_status_and_files(guest: Guest, tmp_path: Path) -> None:
+def test_a_guest_returns_status_and_files(guest: Guest, tmp_path: Path) -> None:
     result = guest.run(tmp_path, "uname -r >kernel; exit 7", 60)
     assert result.status == 7
     assert (tmp_path / "kernel").read_text().strip() in guest.kernel.parent.joinpath(

@@ -18,7 +18,7 @@ DEFAULT_S = 300.0
 
 
 def main() -> int:
-    """The script's exit status; 99 where the guest cannot be had or did not end."""
+    """The script's exit status; 99 if the guest cannot be had or did not end."""
     path = Path(sys.argv[1]).resolve(strict=True)
     seconds = float(sys.argv[2]) if len(sys.argv) > 2 else DEFAULT_S
     command = f"cd {shlex.quote(str(Path.cwd()))} && exec bash {shlex.quote(str(path))}\n"

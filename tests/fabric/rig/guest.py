@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Boots the guest, runs one script in it as root, and brings back what it wrote.
+"""Boots the guest, runs one script in it as root, and returns the files that it wrote.
 
 The guest sees this machine's `/` read-only at the same paths: the checkout and its virtual
-environment run inside as they are. What it writes is gone with it, but for the job directory.
+environment run inside unchanged. Only files that the guest writes to the job directory remain.
 
 Under virtual time the guest's clock jumps over every wait: minutes of timeouts take seconds. It
-has one processor then, and a wait for the outer machine, such as for a file, costs guest time.
+then has one processor, and a wait for the outer machine, such as for a file, costs guest time.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ CONSOLE_TAIL_LINES = 40
 
 
 class GuestFailedError(Exception):
-    """The guest did not boot, or did not end by itself; the message has its console's end."""
+    """The guest did not boot or did not end by itself; the message has the end of its console."""
 
 
 @dataclass(frozen=True)
 class GuestResult:
-    """status: the script's. console: all that the guest printed."""
+    """status: the script's exit status. console: the guest's whole output."""
 
     status: int
     console: str
@@ -35,7 +35,7 @@ class GuestResult:
 
 @dataclass(frozen=True)
 class Guest:
-    """A guest that can be booted any number of times. It is emulated, and so needs no KVM."""
+    """A guest that can be booted any number of times. It is emulated, so it needs no KVM."""
 
     tools: Path
     kernel: Path
@@ -46,10 +46,10 @@ class Guest:
 
     @classmethod
     def prepare(cls, **options: object) -> Guest:
-        """Download and build what is missing (a minute, once).
+        """Download and build the missing parts (a minute, once).
 
         Raises:
-            RigUnavailableError: it cannot be had here.
+            RigUnavailableError: the guest cannot be had on this machine.
         """
         place = cache_place()
         try:
@@ -58,24 +58,24 @@ class Guest:
                 image = build_image(place, tools)
         except OSError as error:
             raise RigUnavailableError(
-                f"the guest cannot be made in {place}: {error}; XDG_CACHE_HOME says where else"
+                f"the guest cannot be made in {place}: {error}; set XDG_CACHE_HOME to another place"
             ) from error
         return cls(tools, image.kernel, image.initramfs, **options)  # type: ignore[arg-type]
 
     def run(
         self, job: Path, script: str, timeout_s: float, *, virtual: bool = False
     ) -> GuestResult:
-        """Run `script` (bash) in the guest, in the directory /run/job, which is `job` here.
+        """Run `script` (bash) in the guest's directory /run/job, which is `job` on this machine.
 
         Raises:
-            GuestFailedError: it did not end within `timeout_s`, or did not come so far.
+            GuestFailedError: the script did not end within `timeout_s`, or did not start.
         """
         job.mkdir(parents=True, exist_ok=True)
         (job / "status").unlink(missing_ok=True)
         (job / "job.sh").write_text(script)
         console = job / "console.log"
         with console.open("wb") as output:
-            # Killed with us, whatever ends us.
+            # The kernel kills the emulator when this process ends for any reason.
             command = ["setpriv", "--pdeathsig", "KILL", *self._command(job, virtual)]
             emulator = subprocess.Popen(
                 command,

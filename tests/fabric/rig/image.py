@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guest's kernel and initramfs, made from the unpacked packages.
+"""Makes the guest's kernel and initramfs from the unpacked packages.
 
-The kernel is taken out of its compressed image: unpacking it is the slowest part of an emulated
-boot. The initramfs holds busybox, `init.sh` and the modules that `MODULES` names.
+The kernel is extracted from its compressed image, because unpacking it is the slowest part of an
+emulated boot. The initramfs holds busybox, `init.sh` and the modules that `MODULES` names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from .packages import RigUnavailableError
 
-#: Loaded at boot in this order, with what they depend on.
+#: Modules loaded at boot in this order, with their dependencies.
 MODULES = (
     *("virtio_pci", "virtio_rng", "9pnet_virtio", "9p", "overlay"),
     *("crc32c_generic", "crc32c_intel", "xfs", "brd", "loop", "dm_mod", "dm_delay"),
@@ -36,7 +36,7 @@ class Image:
 
 
 def build_image(place: Path, root: Path) -> Image:
-    """Make the two files in `place`, if what they are made of has changed.
+    """Make the two files in `place` if their sources have changed.
 
     root: the unpacked packages (`packages.tools_root`).
     """
@@ -63,8 +63,8 @@ def build_image(place: Path, root: Path) -> Image:
 
 
 def _uncompressed(image: bytes) -> bytes:
-    """The ELF file within a bzImage, if it is packed with xz; else the image itself, which boots
-    as well, only more slowly."""
+    """The ELF file within a bzImage that is packed with xz; otherwise the image itself, which also
+    boots, but more slowly."""
     setup_sectors = image[0x1F1]
     offset, length = struct.unpack_from("<II", image, 0x248)
     start = (setup_sectors + 1) * 512 + offset
@@ -100,7 +100,7 @@ def _fill(staging: Path, modules: Path, root: Path) -> None:
 
 
 def _with_dependencies(source: Path) -> list[str]:
-    """Files of `MODULES` and of all that they depend on, relative to `source`."""
+    """The files of `MODULES` and their dependencies, relative to `source`."""
     needs: dict[str, list[str]] = {}
     paths: dict[str, str] = {}
     for line in (source / "modules.dep").read_text().splitlines():
@@ -118,7 +118,7 @@ def _with_dependencies(source: Path) -> list[str]:
 
 
 def _depmod(root: Path, base: Path, version: str) -> None:
-    # By the name that it is called by: the link of that name leads out of `root`.
+    # depmod runs by this name: the link of that name leads out of `root`.
     subprocess.run(
         ["depmod", "-b", str(base), version],
         executable=program(root, "kmod"),
@@ -129,7 +129,7 @@ def _depmod(root: Path, base: Path, version: str) -> None:
 
 
 def program(root: Path, name: str) -> str:
-    """A program of the unpacked packages, else the system's."""
+    """The path of a program in the unpacked packages, or on the system."""
     places = [str(root / "usr" / folder) for folder in ("bin", "sbin")]
     found = shutil.which(name, path=os.pathsep.join([*places, "/usr/bin", "/usr/sbin", "/bin"]))
     if found is None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the guest is made of: Debian packages, downloaded and unpacked beside the system.
+"""The guest's Debian packages, downloaded and unpacked outside the system.
 
-apt works on lists and a cache of its own, so that nothing is installed, no root is needed, and
-the system's own state stays as it is. What the system has already is not downloaded.
+apt uses separate lists and a separate cache, so that nothing is installed, no root is needed, and
+the system's state stays unchanged. Packages that the system has are not downloaded.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-#: Beside the kernel: the emulator; what makes the initramfs; what the scenarios call.
+#: Packages besides the kernel: the emulator, tools for the initramfs, programs of the scenarios.
 TOOLS = ("qemu-system-x86", "busybox-static", "kmod", "xfsprogs", "iproute2", "dmsetup")
 KERNEL = "linux-image-amd64"
 APT_TIMEOUT_S = 600
-#: Changes with the set of packages or how they are unpacked: the cache is then filled anew.
+#: Change it with the set of packages or their unpacking: the cache is then filled again.
 EDITION = "1"
 
 
 class RigUnavailableError(Exception):
-    """The guest cannot be had here; the message has the reason and the remedy."""
+    """The guest cannot be had on this machine; the message has the reason and the remedy."""
 
 
 def cache_place() -> Path:
-    """Where the packages are kept; filled once per machine (about 500 MB)."""
+    """The directory that keeps the packages (about 500 MB), filled once per machine."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "vllm-nvmeof" / "fabric-rig"
 
 
 @contextmanager
 def locked(place: Path) -> Iterator[None]:
-    """One process at a time fills `place`."""
+    """Hold the lock of `place`: one process at a time fills it."""
     place.mkdir(parents=True, exist_ok=True)
     with (place / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -73,7 +73,7 @@ def tools_root(place: Path) -> Path:
 
 
 def apt_in(place: Path) -> list[str]:
-    """apt's options for lists and a cache of its own in `place`, which are made and filled.
+    """apt's options for separate lists and a cache in `place`, which this call makes and fills.
 
     Raises:
         RigUnavailableError: with the reason and the remedy.
@@ -93,7 +93,7 @@ def apt_in(place: Path) -> list[str]:
 
 
 def _download(place: Path) -> list[Path]:
-    """Every package that is needed and not installed, and the kernel."""
+    """Download the kernel and every needed package that is not installed; return the archives."""
     apt, archives = apt_in(place), place / "apt" / "archives"
     depends = run_tool(["apt-cache", *apt, "depends", KERNEL], place)
     found = re.search(r"Depends: (linux-image-[0-9]\S*)", depends)
@@ -108,7 +108,7 @@ def _download(place: Path) -> list[Path]:
 
 
 def run_tool(command: list[str], place: Path) -> str:
-    """What `command` says; RigUnavailableError if it does not work."""
+    """The output of `command`; RigUnavailableError if it fails."""
     try:
         done = subprocess.run(
             command, cwd=place, capture_output=True, text=True, timeout=APT_TIMEOUT_S
@@ -125,7 +125,7 @@ def run_tool(command: list[str], place: Path) -> str:
 
 
 def unpack(archive: Path, into: Path) -> None:
-    """Like dpkg-deb -x, but what a package has in /lib goes to usr/lib, where /lib leads."""
+    """Like dpkg-deb -x, but a package's /lib is unpacked to usr/lib, to which /lib is a link."""
     into.mkdir(exist_ok=True)
     dpkg = subprocess.Popen(["dpkg-deb", "--fsys-tarfile", archive], stdout=subprocess.PIPE)
     tar = ["tar", "-x", "--keep-directory-symlink", "--no-same-owner", "-C", str(into)]

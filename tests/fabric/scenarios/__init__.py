@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every scenario, by name, and what is played in which boot of the guest."""
+"""Every scenario by name, and the scenarios of each boot of the guest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "disconnected-while-mounted": devices.disconnected_while_mounted,
 }
 
-#: Two guests at a time, of one processor each and about as long; every entry is NAME:ENGINE.
+#: Two guests run at a time, with one processor each and similar duration. Entries: NAME:ENGINE.
 BOOTS: tuple[tuple[str, ...], ...] = (
     (
         "fabric-discovered:none",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens behind the paths: a namespace goes, its medium hangs, an operator disconnects."""
+"""Faults behind the paths: a namespace is removed, a medium hangs, an operator disconnects."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def namespace_disabled(stage: Stage) -> None:
     stage.load(target)
     stage.pass_time(1)
     before = stage.fabric.device(1)
-    stage.say("the namespace is disabled")
+    stage.record("the namespace is disabled")
     stage.fabric.enable_namespace(1, on=False)
     stage.until_verdict("gone", within_s=10)
     stage.pass_time(3)
-    stage.say("the namespace is enabled")
+    stage.record("the namespace is enabled")
     stage.fabric.enable_namespace(1)
-    stage.until(lambda: stage.fabric.device(1) is not None, 10, "the namespace is there")
-    stage.say(f"its device was {before}, and is {stage.fabric.device(1)}")
+    stage.until(lambda: stage.fabric.device(1) is not None, 10, "the namespace exists")
+    stage.record(f"its device was {before} and is {stage.fabric.device(1)}")
     stage.remount()
     stage.until_verdict("ok", within_s=30)
     stage.recovers(within_s=3)
@@ -30,12 +30,12 @@ def namespace_disabled(stage: Stage) -> None:
 
 
 def medium_hangs(stage: Stage) -> None:
-    """The target's own device hangs for a while: nothing moves, no path is lost."""
+    """The target's device hangs for a while: no operation ends, and no path is lost."""
     _hang(stage, 10)
 
 
 def medium_hangs_past_io_timeout(stage: Stage) -> None:
-    """It hangs for longer than the initiator's I/O timeout of 30 s."""
+    """The target's device hangs for longer than the initiator's I/O timeout of 30 s."""
     _hang(stage, 40)
 
 
@@ -43,15 +43,15 @@ def _hang(stage: Stage, seconds: float) -> None:
     (target,) = stage.connect(Timeouts())
     stage.load(target)
     stage.pass_time(1)
-    stage.say("the target's device hangs")
+    stage.record("the target's device hangs")
     hung_s = time.monotonic()
     stage.fabric.hang_disk(1)
     stage.until_verdict("suspect", within_s=5)
     stage.pass_time(seconds - 5)
     stage.only_late(hung_s)
-    stage.say("the target's device answers again")
+    stage.record("the target's device answers again")
     stage.fabric.hang_disk(1, on=False)
-    # A controller that was reset meanwhile may need a minute more; the other one carries on.
+    # A controller that was reset meanwhile may need a minute more; the other one still works.
     stage.until_verdict("ok", "degraded", within_s=10)
     stage.recovers(within_s=3)
     stage.finish_load()
@@ -62,11 +62,11 @@ def disconnected_while_mounted(stage: Stage) -> None:
     (target,) = stage.connect(Timeouts())
     stage.load(target)
     stage.pass_time(1)
-    stage.say("all controllers are deleted")
+    stage.record("all controllers are deleted")
     stage.fabric.disconnect()
     stage.until_verdict("gone", within_s=10)
     stage.pass_time(2)
-    stage.say("connecting anew")
+    stage.record("connecting anew")
     stage.fabric.connect(Timeouts())
     stage.remount()
     stage.until_verdict("ok", within_s=30)

@@ -29,7 +29,7 @@ def all_lost_briefly(stage: Stage) -> None:
 
 
 def all_lost_past_fast_io_fail(stage: Stage) -> None:
-    """Past fast_io_fail_tmo what hangs ends with an error; the controllers come back."""
+    """Past fast_io_fail_tmo hanging I/O ends with an error; the controllers reconnect."""
     (target,) = stage.connect(Timeouts(ctrl_loss_tmo=120, fast_io_fail_tmo=5))
     stage.load(target)
     stage.pass_time(1)
@@ -47,21 +47,21 @@ def all_lost_past_fast_io_fail(stage: Stage) -> None:
 
 
 def all_lost_past_ctrl_loss(stage: Stage) -> None:
-    """Past ctrl_loss_tmo the devices vanish; reconnected and mounted again, it serves again."""
+    """Past ctrl_loss_tmo the devices vanish; after reconnect and mount the target serves again."""
     (target,) = stage.connect(Timeouts(ctrl_loss_tmo=15))
     stage.load(target)
     stage.pass_time(1)
     _cut_both(stage)
     stage.until_verdict("suspect", within_s=5)
     took_s = stage.until(lambda: stage.fabric.device(1) is None, 40, "the device vanishes")
-    stage.say(f"the device has vanished {took_s:.1f} s after the target was found suspect")
+    stage.record(f"the device has vanished {took_s:.1f} s after the target was found suspect")
     stage.until_verdict("gone", within_s=10)
     _mend_both(stage)
     _reconnect(stage, Timeouts(ctrl_loss_tmo=15))
 
 
 def default_timeouts(stage: Stage) -> None:
-    """With the kernel's defaults: two minutes without a path pass; past 600 s devices vanish."""
+    """With the kernel's defaults I/O survives two minutes without a path; devices vanish at 600 s."""
     (target,) = stage.connect(Timeouts(None, None, None, None))
     stage.look_s = 1.0
     stage.load(target, interval_s=1.0)
@@ -76,7 +76,7 @@ def default_timeouts(stage: Stage) -> None:
     stage.recovers(within_s=10)
     _cut_both(stage)
     took_s = stage.until(lambda: stage.fabric.device(1) is None, 700, "the device vanishes")
-    stage.say(f"the device has vanished {took_s:.1f} s after the links were cut")
+    stage.record(f"the device has vanished {took_s:.1f} s after the links were cut")
     stage.check(took_s > 600, "the kernel waits for 600 s")
     stage.until_verdict("gone", within_s=10)
     _mend_both(stage)
@@ -84,39 +84,39 @@ def default_timeouts(stage: Stage) -> None:
 
 
 def killed_while_lost(stage: Stage) -> None:
-    """With I/O that hangs for good, SIGKILL ends the process at once."""
+    """SIGKILL ends the process at once, even with I/O that never returns."""
     (target,) = stage.connect(Timeouts(ctrl_loss_tmo=600))
     child = stage.load(target)
     stage.pass_time(1)
     _cut_both(stage)
     stage.until_verdict("suspect", within_s=5)
     stage.pass_time(8)
-    stage.say(f"threads by state: {child.thread_states()}")
+    stage.record(f"threads by state: {child.thread_states()}")
     took_s, stage.child = child.kill(), None
     stage.check(took_s <= KILL_S_MAX, f"reaped {took_s:.2f} s after SIGKILL")
     _mend_both(stage)
     stage.until_states("live", "live", within_s=20)
-    stage.say("a new process adopts the pool")
+    stage.record("a new process adopts the pool")
     stage.load(target)
     stage.recovers(within_s=3)
     stage.finish_load()
 
 
 def _cut_both(stage: Stage) -> None:
-    stage.say("both links are cut")
+    stage.record("both links are cut")
     stage.fabric.cut(1, 2)
 
 
 def _mend_both(stage: Stage) -> None:
-    stage.say("both links are back")
+    stage.record("both links are back")
     stage.fabric.mend(1, 2)
 
 
 def _reconnect(stage: Stage, timeouts: Timeouts) -> None:
-    stage.say("connecting anew")
+    stage.record("connecting anew")
     stage.fabric.connect(timeouts)
     stage.remount()
     stage.until_verdict("ok", within_s=30)
-    # At the pace of the load: some of what it asks for was never written.
+    # At the load's rate, because some of the requested slots were never written.
     stage.recovers(within_s=5 + 20 * stage.pace_s)
     stage.finish_load()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is seen of a fabric, and several namespaces as one pool."""
+"""Discovery of the fabric, and several namespaces as one pool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_nvmeof_offload.fabric.topology import discover
 
 
 def fabric_discovered(stage: Stage) -> None:
-    """What `discover` shows is what was configured here."""
+    """`discover` reports the fabric as the scenario configured it."""
     timeouts = Timeouts(ctrl_loss_tmo=90, fast_io_fail_tmo=7, keep_alive_tmo=3, reconnect_delay=2)
     (target,) = stage.connect(timeouts)
     stage.fabric.set_ana(2, "non-optimized")
@@ -44,7 +44,7 @@ def fabric_discovered(stage: Stage) -> None:
 
 
 def work_follows_speed(stage: Stage) -> None:
-    """Of two namespaces one is twice as fast: it gets about twice the writes."""
+    """One of two namespaces is twice as fast and gets about twice the writes."""
     targets = stage.connect(Timeouts(), (1, 2))
     stage.fabric.slow_disk(1, 200)
     stage.fabric.slow_disk(2, 400)
@@ -62,23 +62,23 @@ def work_follows_speed(stage: Stage) -> None:
 
 
 def one_of_two_hangs(stage: Stage) -> None:
-    """One namespace of two hangs: the other one serves on as if nothing was."""
+    """One of two namespaces hangs: the other one serves as before."""
     targets = stage.connect(Timeouts(), (1, 2))
     child = stage.load(*targets, interval_s=0.05)
     stage.pass_time(1)
-    stage.say("the device of namespace 2 hangs")
+    stage.record("the device of namespace 2 hangs")
     stage.fabric.hang_disk(2)
     stage.until_verdict("suspect", within_s=5, target=1)
     since_s = time.monotonic()
     stage.pass_time(6)
     others = [op for op in child.between(since_s) if op.target == 0]
     worst_s = max(op.seconds for op in others)
-    stage.check(  # waiting for what hangs would last until a deadline; a busy host is slow too
+    stage.check(  # a wait for the hung one would last until a deadline; a busy host is slow too
         all(op.outcome == "ok" for op in others) and worst_s < child.spec.read_deadline_s,
         f"all {len(others)} operations on target 0 succeed (worst {worst_s:.2f} s)",
     )
     stage.check(stage.verdict(0) in ("ok", "degraded"), "target 0 stays usable")
-    stage.say("the device answers again")
+    stage.record("the device answers again")
     stage.fabric.hang_disk(2, on=False)
     stage.until_verdict("ok", "degraded", within_s=20, target=1)
     stage.recovers(within_s=5, targets=2)
