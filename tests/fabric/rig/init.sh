@@ -36,7 +36,7 @@ for place in proc sys dev; do
     mkdir -p /newroot/$place
     mount --move /$place /newroot/$place
 done
-for place in run dev/shm; do # not /tmp: the checkout may lie there
+for place in run dev/shm; do # not /tmp: the checkout may be there
     mkdir -p /newroot/$place
     mount -t tmpfs tmpfs /newroot/$place
 done

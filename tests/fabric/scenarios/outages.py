@@ -61,7 +61,7 @@ def all_lost_past_ctrl_loss(stage: Stage) -> None:
 
 
 def default_timeouts(stage: Stage) -> None:
-    """With the kernel's defaults I/O survives two minutes without a path; devices vanish at 600 s."""
+    """The kernel's defaults: I/O survives two minutes without a path; devices vanish at 600 s."""
     (target,) = stage.connect(Timeouts(None, None, None, None))
     stage.look_s = 1.0
     stage.load(target, interval_s=1.0)
