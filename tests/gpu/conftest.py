@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every test of this folder runs over the host's engine, the stub, and a GPU where there is one."""
+"""Every test of this folder runs over the host's engine, the stub, and a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def device(request: pytest.FixtureRequest) -> Device:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The host copies in one way only: with another backend it would be the same test again."""
-    items[:] = [item for item in items if not _is_same_again(item)]
+    """Skip other backends on the host, which copies in only one way: the test would be the same."""
+    items[:] = [item for item in items if not _is_repetition(item)]
 
 
-def _is_same_again(item: pytest.Item) -> bool:
+def _is_repetition(item: pytest.Item) -> bool:
     params = getattr(getattr(item, "callspec", None), "params", {})
     return params.get("device") is HostDevice and params.get("backend") is Backend.KERNEL

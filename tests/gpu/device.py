@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of this folder run on: a real GPU through torch, or the stub of its driver.
+"""The devices of these tests: a real GPU through torch, the stub of its driver, or the host.
 
-With the stub every test runs on any machine, so that on a GPU only the GPU is new. It proves
+With the stub every test runs on any machine, so that on a GPU only the GPU is new. The stub proves
 nothing about a GPU. The host's engine, which serves vLLM's CPU engine, passes the same suite.
 """
 
@@ -22,7 +22,7 @@ _SLOW_CYCLES = 400_000_000
 
 
 def has_gpu() -> bool:
-    """Cheap: this is asked wherever tests are collected."""
+    """Whether there is a GPU. The check is cheap, because every collection of tests makes it."""
     return Path("/dev/nvidiactl").exists()
 
 
@@ -32,14 +32,14 @@ class Memory(Protocol):
     address: int
 
     def write(self, content: np.ndarray) -> None:
-        """Now, and seen by everything that is submitted later."""
+        """Write now; everything that is submitted later sees the bytes."""
 
     def read(self) -> np.ndarray:
-        """Now, after everything that the model's stream has to do."""
+        """Read now, after all work of the model's stream."""
 
 
 class Device(Protocol):
-    """One GPU, or what stands in for it. cuda: None: the KV cache is in CPU memory."""
+    """One GPU or its stand-in. cuda: None if the KV cache is in CPU memory."""
 
     cuda: Cuda | None
 
@@ -51,13 +51,13 @@ class Device(Protocol):
     def model_stream(self) -> int: ...
 
     def later(self, memory: Memory, content: np.ndarray) -> None:
-        """On the model's stream: compute for a while, then write `content`."""
+        """Compute for a while on the model's stream, then write `content`."""
 
     def go_on(self) -> None:
-        """Let the device work; a GPU does that unasked."""
+        """Advance the device; a GPU advances by itself."""
 
     def capture(self, meanwhile: Callable[[], None]) -> None:
-        """Capture a graph as vLLM does, while `meanwhile` runs; and see that it is whole."""
+        """Capture a graph as vLLM does while `meanwhile` runs; check that the graph is whole."""
 
 
 class _TorchMemory:
@@ -159,7 +159,7 @@ class StubDevice:
 
 
 class HostDevice:
-    """CPU memory, and the host's copies. The forward pass has run when vLLM asks for one."""
+    """CPU memory and the host's copies. The forward pass has run when vLLM asks for a copy."""
 
     cuda = None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A KV cache of a layout on a device, staging, and the copy engine between them."""
+"""A KV cache with a given layout on a device, staging, and the copy engine between them."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Layout:
 def _layout(name: str, layers: int, page: int, blocks: int) -> Layout:
     block = layers * page
     match name:
-        case "contiguous":  # BLHNC: all layers of a block side by side
+        case "contiguous":  # BLHNC: all layers of a block are contiguous
             return Layout(name, ((0, block, block),), blocks * block)
-        case "packed":  # the same memory, seen as a tensor a layer
+        case "packed":  # the same memory as one tensor per layer
             tensors = tuple((at * page, block, page) for at in range(layers))
             return Layout(name, tensors, blocks * block)
         case "per_layer":
@@ -96,7 +96,7 @@ class Rig:
         chunks: list[tuple[list[int], int]],
         fence: object | None = None,
     ) -> int:
-        """Each chunk: its blocks, and its slot. fence: one that was recorded before."""
+        """Store chunks of (blocks, slot). fence: a fence that was recorded earlier."""
         parts = []
         for blocks, slot in chunks:
             pieces = self.geometry.pieces(np.array(blocks, np.int32), 0)
@@ -115,7 +115,7 @@ class Rig:
         assert all(self._done[ticket] for ticket in tickets)
 
     def content_of(self, cache: np.ndarray, blocks: list[int]) -> np.ndarray:
-        """What a slot holds of these blocks: a block after the other, a tensor after the other."""
+        """A slot's bytes for these blocks: block by block, and per block tensor by tensor."""
         pages = [
             cache[at + block * stride :][:size]
             for block in blocks
@@ -124,7 +124,7 @@ class Rig:
         return np.concatenate(pages)
 
     def place(self, cache: np.ndarray, blocks: list[int], content: np.ndarray) -> None:
-        """The way back, into a copy of the cache."""
+        """Put a slot's bytes back into a copy of the cache."""
         at = 0
         for block in blocks:
             for offset, stride, size in self._shape.tensors:
@@ -147,7 +147,7 @@ def _engine(
     starts: np.ndarray,
     on_done: Callable[[], None],
 ) -> CopyEngine:
-    """Over a GPU: registrations of five slots, and one backend for everything."""
+    """An engine over a GPU with registrations of five slots and one backend for all copies."""
     cuda = device.cuda
     if cuda is None:
         return HostCopyEngine(on_done)

@@ -30,7 +30,7 @@ def _chunks(rig: Rig, rng: np.random.Generator) -> list[tuple[list[int], int]]:
 @backends
 @layouts
 @pytest.mark.parametrize("page", PAGES)
-def test_chunks_come_back_into_other_blocks(
+def test_chunks_are_loaded_into_other_blocks(
     device: Device, layout: str, backend: Backend, page: int
 ) -> None:
     rng = np.random.default_rng(page)
@@ -80,7 +80,7 @@ def test_overlapping_jobs_in_both_directions_at_once(device: Device, backend: Ba
 
 
 @backends
-def test_what_a_slow_kernel_writes_is_stored(device: Device, backend: Backend) -> None:
+def test_the_bytes_of_a_slow_kernel_are_stored(device: Device, backend: Backend) -> None:
     rng = np.random.default_rng(3)
     rig = Rig(device, "contiguous", backend, 4096)
     fresh = rng.integers(1, 256, rig.cache.read().size, np.uint8)
@@ -96,7 +96,7 @@ def test_what_a_slow_kernel_writes_is_stored(device: Device, backend: Backend) -
 
 
 @backends
-def test_what_a_slow_kernel_zeroes_before_a_load_stays_loaded(
+def test_a_load_after_a_slow_kernel_zeroes_blocks_keeps_its_bytes(
     device: Device, backend: Backend
 ) -> None:
     rng = np.random.default_rng(4)
@@ -114,9 +114,7 @@ def test_what_a_slow_kernel_zeroes_before_a_load_stays_loaded(
 
 
 @backends
-def test_a_transfer_of_nothing_ends_behind_those_before_it(
-    device: Device, backend: Backend
-) -> None:
+def test_an_empty_transfer_ends_after_earlier_ones(device: Device, backend: Backend) -> None:
     rig = Rig(device, "contiguous", backend, 4096)
     content = np.random.default_rng(9).integers(0, 256, rig.cache.read().size, np.uint8)
     rig.cache.write(content)

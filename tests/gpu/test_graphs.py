@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""While a CUDA graph is captured, memory is registered and copies run: nothing spoils the other."""
+"""Registration of memory and copies do not disturb the capture of a CUDA graph, nor it them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SLOTS, SLOT_BYTES = 32, 4 * MIB
 
 
 @pytest.mark.parametrize("backend", list(Backend))
-def test_copies_go_on_while_a_graph_is_captured(device: Device, backend: Backend) -> None:
+def test_copies_run_while_a_graph_is_captured(device: Device, backend: Backend) -> None:
     rng = np.random.default_rng(13)
     rig = Rig(device, "per_layer", backend, 4096)
     original = rng.integers(0, 256, rig.cache.read().size, np.uint8)
     rig.cache.write(original)
     chunk = ([0, 1, 2], 0)
-    fences = [rig.engine.record_fence() for _ in range(2 * ROUNDS)]  # the model's thread does it
+    fences = [rig.engine.record_fence() for _ in range(2 * ROUNDS)]  # on the model's thread
     failed: list[BaseException] = []
 
     def copies() -> None:

@@ -72,7 +72,7 @@ class _Pipeline:
         return self._ops
 
     def run(self) -> None:
-        """Until nothing is under way; every job went well."""
+        """Step until no job is under way; check that every job succeeded."""
         end_s = time.monotonic() + WAIT_S
         while True:
             self.device.go_on()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine under the pipeline's own thread, which sleeps until a bell of the engine wakes it."""
+"""The engine below the pipeline's thread, which sleeps until the engine's wake-up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferPipeline
 
 ROUNDS = 40
-#: The runner looks unasked once a second: a lost bell costs a second a copy.
+#: The runner polls by itself once per second: a lost wake-up costs a second per copy.
 LONGEST_S = ROUNDS / 2
 
 
@@ -60,7 +60,7 @@ def test_the_thread_is_woken_by_every_copy(device: Device, backend: Backend) -> 
         for part in np.split(chunks, count):
             rig.place(expected, part.tolist(), rig.content_of(original, part.tolist()))
         assert (rig.cache.read() == expected).all(), f"round {number}"
-        assert time.monotonic() - started_s < LONGEST_S, "copies ended without a bell"
+        assert time.monotonic() - started_s < LONGEST_S, "copies ended without a wake-up"
     runner.stop()
     rig.close()
 
