@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Exercises the native core without Python, for the sanitizers: real rings on real files, with
-// a random mix of everything that the engine offers, from a seed. Exits with 1 on a failure.
+// a random mix of all operations of the engine, from a seed. Exits with 1 on a failure.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
@@ -47,7 +47,7 @@ Identity identity(uint64_t number, uint64_t generation) {
   return made;
 }
 
-// Slabs, tables and staging of one engine. Buffered where the file system has no O_DIRECT.
+// Slabs, tables and staging of one engine. Buffered if the file system has no O_DIRECT.
 struct Place {
   std::vector<Target> targets;
   std::byte* memory;
@@ -67,7 +67,7 @@ struct Place {
     CHECK(mapped != MAP_FAILED);
     memory = static_cast<std::byte*>(mapped);
   }
-  // The same files again, under descriptors of their own, which stay open to the end.
+  // Reopens the same files; the new descriptors stay open to the end.
   Target reopened(size_t index) {
     targets.push_back({dup(targets[index].slab_fd), dup(targets[index].table_fd)});
     CHECK(targets.back().slab_fd >= 0 && targets.back().table_fd >= 0);
@@ -146,7 +146,7 @@ void test_format() {
   CHECK(entry_crc(entry.data(), 6) != crc);
 }
 
-// Submits at random and keeps the books: one outcome and one release for every operation.
+// Submits at random and counts: every operation has one outcome and one release.
 struct Mixer {
   struct Under {
     Request request;
@@ -226,7 +226,7 @@ struct Mixer {
       engine.kick();
       if (dice() % 8 == 0) engine.cancel(token - dice() % 4);
       if (dice() % 4 == 0) engine.lift(barrier, {3, true});
-      if (dice() % 64 == 0) {  // while operations are under way in the old ones
+      if (dice() % 64 == 0) {  // while operations run on the old descriptors
         const size_t index = dice() % kTargets;
         engine.replace_target(index, place.reopened(index));
       }
@@ -245,7 +245,7 @@ void test_mix(const std::string& directory, bool registered, uint64_t seed, unsi
   Engine engine(place.setup(registered));
   Mixer mixer(place, engine, seed);
   mixer.run(rounds);
-  // Rounds do not wait: while a shared disk stalls for seconds, nearly all may pass by.
+  // Rounds do not wait: while a shared disk stalls for seconds, nearly all rounds may pass.
   for (int again = 0; again < 20 && mixer.ok <= rounds / 4; ++again) mixer.run(rounds);
   CHECK(mixer.ok > rounds / 4);
   CHECK(engine.close(std::chrono::seconds(20)));

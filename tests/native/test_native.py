@@ -17,12 +17,12 @@ SEEDS = int(os.environ.get("NATIVE_TEST_SEEDS", "4"))
 
 
 def build(sanitize: str) -> Path:
-    """Configure and compile under build/, where a second run finds it up to date."""
+    """Configure and compile under build/, so that a second run finds the program up to date."""
     place = ROOT / "build" / "native-tests" / (sanitize.replace(",", "-") or "plain")
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert cmake is not None, "cmake is one of the development dependencies"
     options = ["-DNVMEOF_NATIVE_TESTS=ON", f"-DSANITIZE={sanitize}", "-DCMAKE_BUILD_TYPE=None"]
-    flags = "-DCMAKE_CXX_FLAGS=-O1"  # assertions stay on
+    flags = "-DCMAKE_CXX_FLAGS=-O1"  # keeps assertions enabled
     for command in (
         [cmake, "-S", str(ROOT), "-B", str(place), *options, flags],
         [cmake, "--build", str(place), "--parallel", "2"],
@@ -38,7 +38,7 @@ def test_core(sanitize: str, tmp_path: Path) -> None:
     program = build(sanitize)
     command = [str(program), str(tmp_path), str(SEED), str(SEEDS)]
     if sanitize == "thread":
-        # Its shadow memory does not fit with the kernel's full address randomisation.
+        # ThreadSanitizer's shadow memory conflicts with full randomisation of addresses.
         command = ["setarch", "--addr-no-randomize", *command]
     environment = {
         **os.environ,
