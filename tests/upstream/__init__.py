@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own released tests with our connector in the stock one's place, and other versions of it.
+"""vLLM's released tests run with our connector, and other releases of vLLM.
 
-`releases` fetches a release's source distribution, `trees` unpacks what is needed of it, `suite`
-runs vLLM's tests of its offloading connector. Nothing of it enters the repository.
+`releases` fetches a release's source distribution, `trees` unpacks the parts that are needed, and
+`suite` runs vLLM's tests of its offloading connector. No part of a release enters the repository.
 """

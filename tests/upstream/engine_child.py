@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine of whichever vLLM is imported; prints what it answered and what was found where, as
-JSON."""
+"""An engine of the imported vLLM; prints its answers and the loaded tokens per tier as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ def build(target: str) -> Any:
 
 
 def ask(llm: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """One at a time: together they would share the GPU cache's few blocks."""
+    """Ask one prompt at a time: together they would compete for the GPU cache's few blocks."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=rig.ANSWER_TOKENS, ignore_eos=True)
@@ -30,7 +29,7 @@ def ask(llm: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def loaded(llm: Any) -> dict[str, float]:
-    """Tokens that were loaded, by where they came from."""
+    """The number of loaded tokens by source."""
     found = [m for m in llm.get_metrics() if m.name == "vllm:nvmeof_loaded_tokens"]
     return {m.labels["source"]: m.value for m in found}
 
@@ -42,9 +41,9 @@ def main(target: str) -> None:
     prompts = rig.prompts()
     llm = build(target)
     result = {"version": vllm.__version__, "cold": ask(llm, prompts), "back": ask(llm, prompts)}
-    assert llm.reset_prefix_cache()  # the GPU's alone: the latest prompt is in the CPU tier
+    assert llm.reset_prefix_cache()  # only the GPU's: the latest prompt is in the CPU tier
     result |= {"again": ask(llm, prompts[-1:]), "loaded": loaded(llm)}
-    # Not the engine's own end of life alone: a program goes on.
+    # Close the engine explicitly, as in a program that continues.
     llm.llm_engine.engine_core.shutdown()
     print("RESULT " + json.dumps(result))
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Source distributions of vLLM, from the package index that this environment uses.
 
-uv says where the index keeps the file, and its SHA-256; it reads the same settings and
-variables as for any installation. What was fetched stays in the user's cache directory.
+uv reports the file's URL in the index and its SHA-256; it reads the same settings and variables as
+for any installation. Fetched files stay in the user's cache directory.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _READ_TIMEOUT_S = 60
 
 
 class ReleaseUnavailableError(Exception):
-    """A release cannot be had here; the message has the reason."""
+    """A release cannot be had on this machine; the message has the reason."""
 
 
 class ReleaseDamagedError(Exception):
-    """What came is not what the index promised: no reason to leave a test out."""
+    """A fetched file has another hash than the index states: the test fails and is not skipped."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Sdist:
 
 
 def cache_place() -> Path:
-    """Where releases are kept, packed and unpacked (about 150 MB each)."""
+    """The directory that keeps releases, packed and unpacked (about 150 MB each)."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "vllm-nvmeof" / "releases"
 
 
 def ask_index(version: str) -> tuple[str, str]:
-    """URL and SHA-256 of the file, by resolving this one requirement and nothing else."""
+    """URL and SHA-256 of the file, from resolving only this requirement."""
     uv = Path(sys.executable).with_name("uv")
     options = ["--no-deps", "--no-binary", "vllm", "--format", "pylock.toml", "--quiet"]
     with tempfile.TemporaryDirectory() as scratch:
@@ -75,8 +75,8 @@ def fetch(version: str, ask: Callable[[str], tuple[str, str]] = ask_index) -> Sd
     """The source distribution of vLLM `version`; the caller holds the lock of `cache_place()`.
 
     Raises:
-        ReleaseUnavailableError: there is no index here, or it does not have this version.
-        ReleaseDamagedError: what came has another hash than the index says.
+        ReleaseUnavailableError: there is no index, or it does not have this version.
+        ReleaseDamagedError: the file has another hash than the index states.
     """
     name = f"vllm-{version}.tar.gz"
     packed = cache_place() / name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a release's tests of its offloading connector, with ours in the stock one's place."""
+"""Runs a release's tests of its offloading connector with our connector."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.upstream.trees import Release
 
 _SUITE = "tests/v1/kv_connector/unit/offloading_connector"
 _PLUGIN = Path(__file__).parent / "plugin"
-#: They guard against a hang only: a busy machine is several times slower.
+#: Limits against a hang only: a busy machine is several times slower.
 _TEST_TIMEOUT_S = 300
 _SUITE_TIMEOUT_S = 1800
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """passed, failed, skipped: names of tests. calls: how often each of our methods ran."""
+    """passed, failed, skipped: names of tests. calls: our method → number of its calls."""
 
     passed: list[str]
     failed: list[str]
@@ -32,7 +32,7 @@ class Outcome:
 
 
 def environment(release: Release, *first: Path) -> dict[str, str]:
-    """Variables under which Python imports this release of vLLM, on the CPU, asking no hub."""
+    """Variables for Python to import this release of vLLM, on the CPU, without a model hub."""
     places = [*first, *([release.python] if release.python else [])]
     if os.environ.get("PYTHONPATH"):
         places.append(Path(os.environ["PYTHONPATH"]))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is taken out of a release: its tests of the offloading connector, and its Python package.
+"""Unpacks a release's tests of the offloading connector, and its Python package.
 
-The Python package runs over the compiled files of the CPU build that is installed here: the
-release has none for CPUs on package indexes, and the operators that tiny models need are the same.
+The Python package runs over the compiled files of the installed CPU build, because package indexes
+have no CPU build of the release, and the operators that tiny models need are the same.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tests.fabric.rig.packages import locked
 from tests.upstream.releases import Sdist, cache_place, fetch
 
 _SUITE = "tests/v1/kv_connector/unit/"
-#: Changes with what is unpacked, or how: the trees are then made anew.
+#: Change it with the set of unpacked files or their form: the trees are then made again.
 _EDITION = "1"
-#: vLLM's tests name a model of a hub for its shape alone; as a relative path it is this one.
+#: vLLM's tests name a model of a hub only for its shape; as a relative path it is this one.
 _MODEL = "facebook/opt-125m"
 _MODEL_SHAPE = {
     "architectures": ["OPTForCausalLM"],
@@ -40,8 +40,8 @@ _MODEL_SHAPE = {
 
 @dataclass(frozen=True)
 class Release:
-    """suite: working directory of vLLM's tests. python: what goes first on PYTHONPATH to run
-    this version; None where it is the one that is installed."""
+    """suite: working directory of vLLM's tests. python: the first entry of PYTHONPATH to run this
+    version; None for the installed version."""
 
     version: str
     suite: Path
@@ -49,12 +49,12 @@ class Release:
 
 
 def installed_version() -> str:
-    """Version of the vLLM that is installed here, without the name of its build."""
+    """The version of the installed vLLM, without the name of its build."""
     return importlib.metadata.version("vllm").partition("+")[0]
 
 
 def release(version: str) -> Release:
-    """Fetch and unpack a release, unless that was done before.
+    """Fetch and unpack a release unless that was done earlier.
 
     Raises:
         ReleaseUnavailableError: with the reason.
@@ -104,7 +104,7 @@ def _unpack(sdist: Sdist, tree: Path) -> None:
 
 
 def _link_compiled(package: Path) -> None:
-    """Link the installed build's compiled files into `package`, anew: it may have moved."""
+    """Link the installed build's compiled files into `package` again: the build may have moved."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
     for compiled in Path(spec.origin).parent.glob("*.so"):

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pytest plugin: our connector takes the stock one's place in vLLM's own tests.
+"""A pytest plugin that replaces the stock connector by ours in vLLM's own tests.
 
 Loaded with `-p nvmeof_swap` before any of vLLM's test modules, so that what they build as
-`OffloadingConnector`, and what vLLM's factory builds for them, is ours. Their rig has a spec of
-its own, whose manager and worker are mocks that the tests script and question. So our connector's
-own manager and worker stand beside them: the manager is the real one, over a core that holds
-nothing; the worker has nothing to report. Models that we refuse come in too: what is tested here
-is that all we put around vLLM's connector leaves its behaviour as it was.
+`OffloadingConnector`, and what vLLM's factory builds for them, is ours. Their rig has its own spec,
+whose manager and worker are mocks that the tests script and inspect. Our connector's manager and
+worker run in addition to the mocks: the manager is the real one, over an empty core; the worker
+has nothing to report. Models that we refuse are accepted here, because these tests check that the
+code around vLLM's connector leaves the behaviour of that connector unchanged.
 
-`NVMEOF_SWAP_REPORT` names a file that gets, as JSON, how often which of our methods ran.
+`NVMEOF_SWAP_REPORT` names a file for the number of calls of each of our methods, as JSON.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _calls: Counter[str] = Counter()
 
 
 class QuietWorker:
-    """Stands for a worker in which nothing fails and nothing is done beside vLLM's jobs."""
+    """A worker without failures and without jobs besides vLLM's."""
 
     has_reports = False
 
     def apply(self, commands: Any) -> None:
-        assert not commands, "a core that holds nothing has commanded something"
+        assert not commands, "an empty core sent a command"
 
     def take_reports(self) -> tuple[list[Any], Counter[str]]:
         return [], Counter()
@@ -50,14 +50,14 @@ class QuietWorker:
 
 
 class SwappedConnector(ours.NVMeoFOffloadingConnector):
-    """Ours, with the real manager and a quiet worker beside the mocks of vLLM's tests."""
+    """Our connector, with the real manager and a quiet worker besides the mocks of vLLM's tests."""
 
     @functools.cached_property
     def _manager(self) -> NVMeoFOffloadingManager:  # type: ignore[override]
         tokens = self.scheduler.config.kv_group_configs[0].tokens_per_chunk
         config = CoreConfig(world_size=1, tokens_per_chunk=tokens, admission=False)
         manager = NVMeoFOffloadingManager(config)
-        # At once, because no worker of ours sends a handshake.
+        # Attach at once, because no worker of ours sends a handshake.
         hello = RankHello(0, 0, "", 1, 0, target_count=1, slot_bytes=8)
         manager.attach([hello], self._view.queue(by_priority=False))
         return manager
@@ -77,11 +77,11 @@ def _counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _swap() -> None:
-    known_vllm.require()  # of what is really ours; the answer is kept
+    known_vllm.require()  # checks the real classes; the result is cached
     for name in ("refuse_unsupported", "choose_blocks_per_chunk", "deployed", "replica_of"):
         assert callable(getattr(ours, name))
         setattr(ours, name, lambda *_args, **_kwargs: None)
-    # Their configuration names a spec of theirs, which ours refuses.
+    # vLLM's tests configure their own spec, which our connector refuses.
     assert callable(ours.parse_config)
     ours.parse_config = lambda _extra: SimpleNamespace(replicas=1, weights_seen={})
     ours.NVMeoFOffloadingSpec = OffloadingSpec  # type: ignore[misc]
