@@ -24,9 +24,9 @@ CHUNKS, PAYLOAD_BYTES = 16, 2 * MIB
 
 
 def open_pool(target: Path) -> Pool:
-    """Who opens it again with the same keyspace finds what is there."""
+    """Open a pool. A later open with the same keyspace finds its chunks."""
     keyspace = Keyspace.of({"model": "example", "dtype": "float16"})
-    # Buffered: O_DIRECT wants page-aligned memory, which a server's staging is.
+    # Buffered, because O_DIRECT needs page-aligned memory, as a server's staging is.
     return Pool.open(PoolSpec((target,), 64 * MIB, PAYLOAD_BYTES, keyspace, o_direct="off"))
 
 

@@ -12,7 +12,7 @@ model=${1:?usage: TARGETS=/mnt/nvme0 examples/02_serve.sh MODEL [options of vllm
 shift
 : "${TARGETS:?name the directories of the pool, such as TARGETS=/mnt/nvme0:/mnt/nvme1}"
 
-# 0: well; 1: slower, or sooner lost, than need be: read what it says; 2: would not run.
+# Exit code 0: healthy; 1: works, but slower or less resilient than possible; 2: cannot run.
 IFS=: read -ra targets <<<"$TARGETS"
 status=0
 vllm-nvmeof doctor "${targets[@]/#/--target=}" --staging "${STAGING_GIB:=30}GiB" || status=$?

@@ -22,7 +22,7 @@ QUESTIONS = ("Who jumps?", "Who is lazy?", "What colour is the fox?")
 def main(model: str, target: str) -> None:
     llm = LLM(
         model=model,
-        dtype="float32",  # so that an answer is the same however its prompt was batched
+        dtype="float32",  # so that an answer does not depend on how its prompt was batched
         enforce_eager=True,
         disable_log_stats=False,  # for the counters below
         kv_offloading_backend="nvmeof",
@@ -36,7 +36,7 @@ def main(model: str, target: str) -> None:
 
     answers = []
     for what in ("cold", "back"):
-        # GPU memory forgets, as it does when others needed the room; the tiers do not.
+        # Empty the GPU's cache, as if other requests had evicted it; the tiers keep their chunks.
         llm.reset_prefix_cache()
         began = time.perf_counter()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# What README shows, in the emulated guest of the tests, where it can harm nothing:
+# The steps of README.md in the emulated guest of the tests, where they can do no harm:
 #   .venv/bin/python -m tests.fabric.rig examples/nvme-tcp-loopback/in-guest.sh
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")
 nvmeof=.venv/bin/vllm-nvmeof
-export PLACE=/run/loopback SIZE=384M BUFFERED=1 # /run lies in memory
+export PLACE=/run/loopback SIZE=384M BUFFERED=1 # /run is in memory
 
 say() { printf '\n=== %s\n' "$*"; }
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# A real NVMe/TCP target on this machine, for trying things out: the kernel's target over a file,
-# two paths to it through the loopback addresses, xfs on it. Touches nothing that it did not make.
+# A real NVMe/TCP target on this machine for experiments: the kernel's target over a file, two paths
+# through the loopback addresses, and xfs. Changes nothing that it did not make.
 #
 #   sudo ./loopback.sh up        make and mount it; prints where
-#   sudo ./loopback.sh cut       take path 1 away (the target removes the port)
-#   sudo ./loopback.sh mend      give it back
+#   sudo ./loopback.sh cut       remove path 1 (the target removes the port)
+#   sudo ./loopback.sh mend      restore path 1
 #   sudo ./loopback.sh status    controllers, their states, the mount
-#   sudo ./loopback.sh down      take everything down again
+#   sudo ./loopback.sh down      remove everything
 #
 # Environment, all optional: PLACE (the file's directory, made and removed), SIZE (of the file),
 # BUFFERED=1 where PLACE is on a file system without O_DIRECT, such as tmpfs.
@@ -76,7 +76,7 @@ up() {
     command -v mkfs.xfs >/dev/null || fail "mkfs.xfs is missing: install xfsprogs"
     mountpoint -q /sys/kernel/config || mount -t configfs configfs /sys/kernel/config
     [ ! -e "$subsystem" ] || fail "$subsystem is there already; run '${0##*/} down'"
-    trap 'down >/dev/null 2>&1' EXIT # what has failed half-way leaves nothing
+    trap 'down >/dev/null 2>&1' EXIT # a partial failure leaves nothing behind
 
     mkdir -p "$mount_point"
     truncate -s "$size" "$place/disk"
@@ -96,7 +96,7 @@ up() {
         echo "127.0.0.$path" >"$there/addr_traddr"
         echo "$port" >"$there/addr_trsvcid"
         offer "$path"
-        # As `nvme connect` does. fast_io_fail_tmo: what hangs ends soon; by default nothing does.
+        # As `nvme connect`. fast_io_fail_tmo: hanging I/O ends soon; by default it never ends.
         echo "transport=tcp,traddr=127.0.0.$path,trsvcid=$port,nqn=$nqn,\
 ctrl_loss_tmo=600,fast_io_fail_tmo=10,keep_alive_tmo=5,reconnect_delay=2" >/dev/nvme-fabrics
     done
@@ -108,7 +108,7 @@ ctrl_loss_tmo=600,fast_io_fail_tmo=10,keep_alive_tmo=5,reconnect_delay=2" >/dev/
 }
 
 down() {
-    # What is in use stays, and so does everything below it.
+    # A part in use stays, and so does everything below it.
     if mountpoint -q "$mount_point"; then
         umount "$mount_point" || fail "$mount_point is in use: stop what uses it"
     fi
