@@ -164,7 +164,7 @@ def build(
     plan: Plan,
     vllm: Callable[[], Path] = vllm_wheel,
     install: Callable[[Plan, Path], None] = install,
-    tell: Callable[[str], None] = lambda text: print(f"gpu_bundle: {text}", flush=True),
+    log: Callable[[str], None] = lambda text: print(f"gpu_bundle: {text}", flush=True),
 ) -> int:
     """Make the archive; return its bytes.
 
@@ -175,14 +175,14 @@ def build(
         tree = Path(scratch) / NAME
         site = tree / "site"
         site.mkdir(parents=True)
-        tell(f"vLLM {VLLM}")
+        log(f"vLLM {VLLM}")
         left_out = unpack_slim(vllm(), site, plan.arch)
-        tell(f"left out {left_out / MIB:.0f} MiB of it; what it imports, and {plan.wheel.name}")
+        log(f"left out {left_out / MIB:.0f} MiB of it; what it imports, and {plan.wheel.name}")
         install(plan, site)
         copy_project(tree / "project")
-        tell("packing, one or two minutes")
+        log("packing, one or two minutes")
         size = pack(tree, plan.archive)
-    tell(f"{plan.archive}, {size / MIB:.1f} MiB")
+    log(f"{plan.archive}, {size / MIB:.1f} MiB")
     if size > MIB_MAX * MIB:
         raise SystemExit(f"gpu_bundle: {size / MIB:.1f} MiB is more than {MIB_MAX} MiB")
     return size

@@ -44,7 +44,7 @@ def activate_triton() -> None:
     from vllm.triton_utils import HAS_TRITON
 
     if not HAS_TRITON:
-        raise SystemExit("gpu_rehearsal: vLLM does not take Triton for active")
+        raise SystemExit("gpu_rehearsal: vLLM does not treat Triton as active")
 
 
 def modules() -> list[str]:

