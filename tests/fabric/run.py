@@ -36,7 +36,7 @@ def play(fabric: Fabric, each: str) -> dict[str, Any]:
         SCENARIOS[name](stage)
     except Exception:  # noqa: BLE001 - whatever it was, the next scenario shall be played
         failure = traceback.format_exc()
-        stage.say(f"FAILED: {failure.splitlines()[-1]}")
+        stage.record(f"FAILED: {failure.splitlines()[-1]}")
         print(failure, flush=True)
     seconds = stage.now_s
     began_s = time.monotonic()
