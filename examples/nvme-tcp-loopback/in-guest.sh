@@ -7,22 +7,22 @@ here=$(dirname "${BASH_SOURCE[0]}")
 nvmeof=.venv/bin/vllm-nvmeof
 export PLACE=/run/loopback SIZE=384M BUFFERED=1 # /run is in memory
 
-say() { printf '\n=== %s\n' "$*"; }
+step() { printf '\n=== %s\n' "$*"; }
 
-say "a target with two paths, mounted"
+step "a target with two paths, mounted"
 target=$("$here/loopback.sh" up)
 "$here/loopback.sh" status
-say "what the doctor says of it"
-"$nvmeof" doctor --target "$target" || echo "(exit code $?: there is something to say)"
-say "one path is taken away"
+step "the report of the doctor"
+"$nvmeof" doctor --target "$target" || echo "(exit code $?: the doctor has findings)"
+step "one path is removed"
 "$here/loopback.sh" cut
 sleep 1
 "$here/loopback.sh" status
-"$nvmeof" doctor --target "$target" || echo "(exit code $?: there is something to say)"
-say "and given back"
+"$nvmeof" doctor --target "$target" || echo "(exit code $?: the doctor has findings)"
+step "the path is restored"
 "$here/loopback.sh" mend
 sleep 3
 "$here/loopback.sh" status
-say "everything is taken down"
+step "everything is removed"
 "$here/loopback.sh" down
 [ ! -e "$PLACE" ] && [ -z "$(ls /sys/kernel/config/nvmet/subsystems)" ] && echo "nothing is left"

@@ -127,13 +127,13 @@ def llm_options(server_spec: ServerSpec) -> dict[str, Any]:
     }
 
 
-def start(server_spec: ServerSpec, name: str, *, anew: bool = False) -> Server:
+def start(server_spec: ServerSpec, name: str, *, unforked: bool = False) -> Server:
     """Start a server and wait until it is ready. It is forked unless `server_spec` names a program.
 
-    anew: the first process is not forked, so that it shares nothing with earlier servers.
+    unforked: the first process is not forked, so that it shares nothing with earlier servers.
     """
     log = BUILD / "logs" / f"{name}.log"
-    if can_be_forked(server_spec) and not anew:
+    if can_be_forked(server_spec) and not unforked:
         return ForkedServer(server_spec, log).wait_ready()
     forking = (sys.executable, "-P", str(_FORKING)) if has_cpu_engine() else ()
     program = server_spec.program or forking

@@ -84,7 +84,7 @@ class Lives:
         """The second server finds the first one's chunks, with the backend configured otherwise."""
         with Router() as router:
             spec = replace(rig.without_plugin(self.spec), extra_args=router.arguments)
-            with rig.start(spec, "restart-after", anew=True) as server:
+            with rig.start(spec, "restart-after", unforked=True) as server:
                 adopted = rig.metrics(server).value("vllm:nvmeof_entries")
                 assert 0 < adopted <= slots
                 router_agrees(server, router)

@@ -45,7 +45,7 @@ def test_the_other_release_gives_the_same_tokens_from_every_tier_and_after_a_res
     assert seen["loaded"]["pool"] > 0
     base = rig.spec(tmp_path / "pool")
     spec = replace(base, env={**base.env, **suite.environment(other())})
-    with rig.start(spec, "other-release", anew=True) as server:
+    with rig.start(spec, "other-release", unforked=True) as server:
         assert f"version {OTHER}" in server.log()
         before = rig.metrics(server)
         assert rig.same(rig.ask(server, rig.reference().prompts), rig.reference().answers)

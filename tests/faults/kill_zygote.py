@@ -37,7 +37,7 @@ def key(pool_slot: int, generation: int) -> bytes:
     return f"{pool_slot}:{generation}".encode()
 
 
-def say(*words: object) -> None:
+def emit(*words: object) -> None:
     """Print one line with one system call, so that the kill loses all of the line or nothing."""
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
@@ -57,7 +57,7 @@ class Life:
         if job.get("sabotage"):
             threads.write_slot = acknowledge_early  # type: ignore[assignment]
         self._pool = Pool.open(spec)
-        say("open", self._pool.engine_index)
+        emit("open", self._pool.engine_index)
         self._bench = Bench(job["engine"], self._pool, PLACES)
         self._stored: dict[int, SlotIdentity] = {}
         #: token → (staging slot, pool slot, identity, whether it is a read)
@@ -70,10 +70,10 @@ class Life:
             assert completion.outcome is not None
             ok = completion.outcome.ok
             assert not ok or self._bench.right(0, identity), f"wrong bytes in slot {pool_slot}"
-            say("found", pool_slot, identity.generation, completion.outcome.kind.value)
+            emit("found", pool_slot, identity.generation, completion.outcome.kind.value)
             if ok:
                 self._stored[pool_slot] = identity
-        say("adopted")
+        emit("adopted")
 
     def go_on(self) -> None:
         """Never returns."""
@@ -95,7 +95,7 @@ class Life:
             self._generation += 1
             identity = SlotIdentity(key(pool_slot, self._generation), self._generation)
             self._stored.pop(pool_slot, None)
-            say("begin", pool_slot, self._generation)
+            emit("begin", pool_slot, self._generation)
             op = self._bench.write(pool_slot, place, identity)
         self._busy[op.token] = (place, pool_slot, identity, pool_slot in self._stored)
         self._bench.submit(op)
@@ -109,18 +109,18 @@ class Life:
                 assert self._bench.right(place, identity), f"wrong bytes in slot {pool_slot}"
             else:
                 self._stored[pool_slot] = identity
-                say("done", pool_slot, identity.generation)
+                emit("done", pool_slot, identity.generation)
 
     def _reset(self) -> None:
         if self._busy:
             count = len(self._busy)
             self._reap(self._bench.wait(lambda found: len(found) == count))
         adoptable = self._dice.random() < 0.8
-        say("resetting", int(adoptable), 0)
+        emit("resetting", int(adoptable), 0)
         (completion,) = self._bench.run(self._bench.reset(adoptable))
         assert completion.outcome is not None
         assert completion.outcome.ok, completion
-        say("reset", int(adoptable), 0)
+        emit("reset", int(adoptable), 0)
         self._stored.clear()
 
 
@@ -130,15 +130,15 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             try:
-                say("pid", os.getpid())
+                emit("pid", os.getpid())
                 life = Life(json.loads(line))
                 life.adopt()
                 life.go_on()
-            except BaseException:  # noqa: BLE001 - the parent is told, whatever it was
-                say("error", json.dumps(traceback.format_exc()))
+            except BaseException:  # noqa: BLE001 - the parent receives every error
+                emit("error", json.dumps(traceback.format_exc()))
             os._exit(1)
         _, status = os.waitpid(pid, 0)
-        say("dead", status)
+        emit("dead", status)
 
 
 if __name__ == "__main__":

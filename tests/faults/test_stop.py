@@ -52,7 +52,7 @@ def start_child() -> Iterator[StartChild]:
             text=True,
         )
         children.append(child)
-        hear(child)
+        wait_line(child)
         return child
 
     yield start
@@ -61,7 +61,7 @@ def start_child() -> Iterator[StartChild]:
         child.communicate()
 
 
-def hear(child: subprocess.Popen[str]) -> None:
+def wait_line(child: subprocess.Popen[str]) -> None:
     """Wait until the child prints a line, which shows that it is working."""
     assert child.stdout is not None
     if not select.select([child.stdout], [], [], WAIT_S)[0]:
@@ -99,8 +99,8 @@ def test_operations_in_flight_survive_a_stop(
         stop(child)
         keep_stopped(2 * DEADLINE_S)
         child.send_signal(signal.SIGCONT)
-        hear(child)
-        hear(child)
+        wait_line(child)
+        wait_line(child)
     counts = end(child)
     print(engine_name, counts)
     assert counts["ok"] > 50
@@ -120,7 +120,7 @@ def test_a_slow_target_and_a_stop_only_miss_deadlines(
         # By chance, no read may have been sent to the slow target yet.
         if number >= STOPS and faulty_mount.fired("reads") and faulty_mount.fired("writes"):
             break
-        hear(child)
+        wait_line(child)
         stop(child)
         keep_stopped(2 * DEADLINE_S)
         child.send_signal(signal.SIGCONT)
@@ -153,7 +153,7 @@ def test_a_stopped_owner_keeps_its_directory(start_child: StartChild, tmp_path: 
     other.close()
     child.send_signal(signal.SIGCONT)
     for _ in range(4):  # earlier operations may have missed their deadlines; new ones do not
-        hear(child)
+        wait_line(child)
     assert end(child)["ok"] > 0
     pool = Pool.open(spec)
     assert pool.engine_index == 0

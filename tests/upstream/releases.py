@@ -96,7 +96,7 @@ def fetch(version: str, ask: Callable[[str], tuple[str, str]] = ask_index) -> Sd
     found = _digest(fresh)
     if found != sha256:
         fresh.unlink()
-        raise ReleaseDamagedError(f"{name} has SHA-256 {found}, the index says {sha256}")
+        raise ReleaseDamagedError(f"{name} has SHA-256 {found}, the index states {sha256}")
     record.write_text(sha256 + "\n")
     os.replace(fresh, packed)
     return Sdist(version, packed, sha256)

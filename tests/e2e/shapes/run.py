@@ -41,7 +41,7 @@ def play(plan: dict[str, Any]) -> dict[str, Any]:
         return {"model": arguments["model"]}
     try:
         llm = LLM(**arguments)
-    except Exception as error:  # noqa: BLE001 - whatever it says is the result
+    except Exception as error:  # noqa: BLE001 - any message is the result
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"}
     if plan["steady"]:

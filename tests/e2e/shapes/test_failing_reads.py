@@ -20,8 +20,8 @@ def test_reads_that_fail(zygote: Zygote, tmp_path: Path) -> None:
     assert same(stored.answers[0], reference)
     faults = tmp_path / "faults.json"
     faults.write_text('{"read_eio": 3, "seed": 1}')
-    told = {"fault_injection": str(faults), "admission": "always"}
-    failed = zygote.run(replace(plan, extra=told), "failing")
+    options = {"fault_injection": str(faults), "admission": "always"}
+    failed = zygote.run(replace(plan, extra=options), "failing")
     assert same(failed.answers[0], reference)
     assert failed.grown(0, "nvmeof_failed_chunks") > 0
     assert failed.grown(0, POOL) == whole_chunks(ASKED, 64), "all chunks were requested"

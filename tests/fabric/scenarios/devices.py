@@ -66,7 +66,7 @@ def disconnected_while_mounted(stage: Stage) -> None:
     stage.fabric.disconnect()
     stage.until_verdict("gone", within_s=10)
     stage.pass_time(2)
-    stage.record("connecting anew")
+    stage.record("connecting again")
     stage.fabric.connect(Timeouts())
     stage.remount()
     stage.until_verdict("ok", within_s=30)

@@ -113,7 +113,7 @@ def _mend_both(stage: Stage) -> None:
 
 
 def _reconnect(stage: Stage, timeouts: Timeouts) -> None:
-    stage.record("connecting anew")
+    stage.record("connecting again")
     stage.fabric.connect(timeouts)
     stage.remount()
     stage.until_verdict("ok", within_s=30)
