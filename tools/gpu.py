@@ -221,16 +221,16 @@ def run(stages: list[tuple[str, int]], env: dict[str, str]) -> list[str]:
         log, live = LOGS / f"gpu-{name}.log", out / "gpu.log" if out else None
         try:
             ended = run_stage(STAGES[name].command(name), limit_s, env, log, live, ROOT)
-        finally:  # also if this process is told to end
+        finally:  # also if this process gets a signal
             if out:
                 pack([RESULTS, LOGS], out / "gpu.tgz")
-        print(f"{ended.tail}gpu: {name}: {said(ended)}, {ended.seconds:.0f} s", flush=True)
+        print(f"{ended.tail}gpu: {name}: {describe(ended)}, {ended.seconds:.0f} s", flush=True)
         if ended.code != 0 or ended.timed_out:
             failed.append(name)
     return failed
 
 
-def said(ended: Ended) -> str:
+def describe(ended: Ended) -> str:
     if ended.timed_out:
         return "ENDED AT ITS LIMIT"
     return "ok" if ended.code == 0 else f"FAILED (exit {ended.code})"

@@ -42,7 +42,7 @@ class Smoke:
     def __init__(self) -> None:
         self.failed = False
 
-    def say(self, **figures: object) -> None:
+    def report(self, **figures: object) -> None:
         print(json.dumps(figures), flush=True)
 
     @contextlib.contextmanager
@@ -52,7 +52,7 @@ class Smoke:
             yield
         except Exception as error:  # noqa: BLE001 - first contact: any part may be missing
             self.failed = True
-            self.say(step=step, failed=f"{type(error).__name__}: {error}".splitlines()[0])
+            self.report(step=step, failed=f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def report_versions(smoke: Smoke) -> None:
@@ -60,7 +60,7 @@ def report_versions(smoke: Smoke) -> None:
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-    smoke.say(versions=found)
+    smoke.report(versions=found)
 
 
 def report_ceilings(smoke: Smoke, torch: Any) -> None:
@@ -74,7 +74,7 @@ def report_ceilings(smoke: Smoke, torch: Any) -> None:
             target.copy_(source, non_blocking=True)
             end.record()
             end.synchronize()
-        smoke.say(ceiling=name, gb_per_s=round(GIB / begin.elapsed_time(end) / 1e6, 1))
+        smoke.report(ceiling=name, gb_per_s=round(GIB / begin.elapsed_time(end) / 1e6, 1))
 
 
 def report_vllm_kernels(smoke: Smoke, torch: Any) -> None:
@@ -87,7 +87,7 @@ def report_vllm_kernels(smoke: Smoke, torch: Any) -> None:
     error = float((out.float() - exact).abs().max())
     if not error < 0.05:
         raise ArithmeticError(f"rms_norm is off by {error}")
-    smoke.say(vllm_kernel="rms_norm", error=round(error, 4))
+    smoke.report(vllm_kernel="rms_norm", error=round(error, 4))
 
 
 def report_copies(smoke: Smoke, world: World, sizes: tuple[int, ...], size_max: int) -> None:
@@ -108,7 +108,7 @@ def report_copies(smoke: Smoke, world: World, sizes: tuple[int, ...], size_max: 
                     },
                 }
                 rates = {name: rate(world, arm, work) for name, work in works.items()}
-                smoke.say(arm=arm, bytes=size, count=count, gb_per_s=rates)
+                smoke.report(arm=arm, bytes=size, count=count, gb_per_s=rates)
 
 
 def rate(world: World, arm: str, work: dict[Direction, Any]) -> float:
@@ -141,7 +141,7 @@ def report_fence(
     while ticket not in dict(engine.poll()) and time.perf_counter() - begin_s < FENCE_S_MAX:
         time.sleep(0.0001)
     waited_ms = round(1e3 * (time.perf_counter() - begin_s), 2)
-    smoke.say(load_behind_a_pending_fence_ms=waited_ms)
+    smoke.report(load_behind_a_pending_fence_ms=waited_ms)
     cuda.synchronize_stream(stream())
     del old, young
     engine.close()
@@ -152,7 +152,7 @@ def report_fence(
 def report_world(smoke: Smoke, cuda: Cuda, kernel: int, size: int, sizes: tuple[int, ...]) -> None:
     """Registration and copies, in staging of `size` bytes."""
     facts = cuda.facts
-    smoke.say(
+    smoke.report(
         gpu=facts.name,
         arch=facts.arch,
         driver=facts.driver_version,
@@ -164,7 +164,7 @@ def report_world(smoke: Smoke, cuda: Cuda, kernel: int, size: int, sizes: tuple[
     with contextlib.closing(
         World(cuda, kernel, size, {"vllm": theirs.copy} if theirs else {})
     ) as world:
-        smoke.say(vllm_arm=about, bytes=size, seconds=world.seconds, on_node=world.numa_bound)
+        smoke.report(vllm_arm=about, bytes=size, seconds=world.seconds, on_node=world.numa_bound)
         report_copies(smoke, world, sizes, size // 2)
 
 
@@ -189,7 +189,7 @@ def main() -> int:
     kernel = cuda.load_kernel(compile_kernels(cuda.facts.arch), "copy_blocks")
     with smoke.guarded("copies"):
         report_world(smoke, cuda, kernel, 2 * GIB, SIZES)
-    smoke.say(done=True)
+    smoke.report(done=True)
     return 1 if smoke.failed else 0
 
 
