@@ -35,10 +35,10 @@ FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one says why.
-PRODUCT_FILES_MAX = 122
-PRODUCT_LINES_MAX = 23_740
-BENCH_FILES_MAX = 62
-BENCH_LINES_MAX = 14_040
+PRODUCT_FILES_MAX = 104
+PRODUCT_LINES_MAX = 22_120
+BENCH_FILES_MAX = 58
+BENCH_LINES_MAX = 12_330
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
 SLACK = 0.02
 
