@@ -19,15 +19,16 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from vllm_nvmeof_bench.demo.workload import Session
 from vllm_nvmeof_bench.servers.client import Answer
 from vllm_nvmeof_bench.servers.model import distinct_ratio
-from vllm_nvmeof_bench.tables import Column, Table
 
 #: The largest difference of a token's log-probability between two servers that still counts
 #: as the same. Float32 sums in another order (other batches, other chunks of a prompt) were
@@ -188,20 +189,18 @@ class Report:
 
     def table(self) -> Table:
         """Return the table that ends the demo."""
+        table = Table(title="Time to first token (preempted: from room to next token)")
+        table.add_column("case", no_wrap=True)
+        for heading in ("samples", "median", "least", "most", "speed-up"):
+            table.add_column(heading, justify="right", no_wrap=True)
         speedups, samples = self.speedups(), {"": self.baseline_cold(), **self.samples()}
-
-        def time(of: Callable[[list[float]], float]) -> Callable[[str], str]:
-            return lambda name: f"{of(samples[name]):.3f} s" if samples[name] else "-"
-
-        columns = (
-            Column("case", lambda name: _TITLES.get(name, "cold, no offloading")),
-            Column("samples", lambda name: len(samples[name])),
-            Column("median", time(statistics.median)),
-            Column("least", time(min)),
-            Column("most", time(max)),
-            Column("speed-up", lambda name: f"{speedups[name]:.1f}×" if name in speedups else ""),
-        )
-        return Table("Time to first token (preempted: from room to next token)", columns, samples)
+        for name, values in samples.items():
+            times = (statistics.median(values), min(values), max(values)) if values else ()
+            cells = [f"{t:.3f} s" for t in times] or ["-"] * 3
+            ratio = f"{speedups[name]:.1f}×" if name in speedups else ""
+            title = _TITLES.get(name, "cold, no offloading")
+            table.add_row(title, str(len(values)), *cells, ratio)
+        return table
 
 
 def _rounded(values: Iterable[float]) -> list[float]:
