@@ -353,7 +353,7 @@ def run(
         BenchError: no fio, no io_uring, too little space, or an arm failed.
         ThrottleError: a throttle is wanted and cannot be had.
     """
-    fio, places = Fio(), settings.places
+    places, fio = settings.places, Fio()  # what is wrong with the settings comes first
     with contextlib.ExitStack() as stack:
         homes = {
             place.name: stack.enter_context(
