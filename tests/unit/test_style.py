@@ -34,7 +34,7 @@ DOCUMENTS = sorted(
 FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
-#: raises one says why.
+#: raises one gives the reason.
 PRODUCT_FILES_MAX = 104
 PRODUCT_LINES_MAX = 22_120
 BENCH_FILES_MAX = 58
