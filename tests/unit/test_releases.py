@@ -56,7 +56,7 @@ def test_a_release_is_fetched_once_and_again_when_it_is_damaged(
 
 
 def test_a_file_with_another_hash_than_the_indexs_is_deleted(place: Path, on_index: Path) -> None:
-    with pytest.raises(ReleaseDamagedError, match=r"has SHA-256 .*, the index says 00"):
+    with pytest.raises(ReleaseDamagedError, match=r"has SHA-256 .*, the index states 00"):
         fetch("1.2.3", lambda version: (on_index.as_uri(), "00"))
     assert {path.name for path in place.iterdir()} == {"lock"}
 
