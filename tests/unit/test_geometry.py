@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
+from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.io.base import Waker
 
 BLOCKS = 12
@@ -121,3 +122,17 @@ def test_a_block_outside_the_cache_is_refused() -> None:
     _, tensors = _tensors(2, 16, 0)
     with pytest.raises(AssertionError):
         ChunkGeometry(tensors, 4).pieces(np.array([BLOCKS], np.int32), 0)
+
+
+def test_a_copy_that_raises_stops_the_engine_instead_of_hanging() -> None:
+    waker = Waker()
+    engine = HostCopyEngine(on_done=waker.wake)
+    try:
+        engine.submit(Direction.STORE, np.zeros((1, 2), np.uint64), None)  # a piece without a size
+        poller = select.poll()
+        poller.register(waker.fd, select.POLLIN)
+        assert poller.poll(10_000), "the copy engine did not wake us"
+        with pytest.raises(EngineError, match="a copy in host memory stopped"):
+            engine.poll()
+    finally:
+        engine.close()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction, sides
-from vllm_nvmeof_offload.errors import OK, Outcome
+from vllm_nvmeof_offload.errors import OK, EngineError, Outcome
 
 _memmove_address = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value
 assert _memmove_address is not None
@@ -35,6 +35,7 @@ class HostCopyEngine:
         self.asleep = False
         self._on_done = on_done
         self._done: deque[int] = deque()
+        self._failure: Exception | None = None
         self._next = 1
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nvmeof-copy")
 
@@ -48,14 +49,20 @@ class HostCopyEngine:
         return ticket
 
     def poll(self) -> list[tuple[int, Outcome]]:
+        if self._failure is not None:
+            raise EngineError("a copy in host memory stopped; see the cause") from self._failure
         return [(self._done.popleft(), OK) for _ in range(len(self._done))]
 
     def close(self) -> None:
         self._thread.shutdown()
 
     def _run(self, ticket: int, direction: Direction, pieces: Descriptors) -> None:
-        _copy(direction, pieces)
-        self._done.append(ticket)
+        try:
+            _copy(direction, pieces)
+        except Exception as error:  # noqa: BLE001 - a broken invariant, which `poll` raises
+            self._failure = error
+        else:
+            self._done.append(ticket)
         self._on_done()
 
 
