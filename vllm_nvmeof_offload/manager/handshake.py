@@ -31,7 +31,7 @@ class CoreConfig:
     """world_size: ranks that report. Shares are fractions of the cache slots.
 
     store_threshold: a chunk is stored on its n-th sighting (`StoreThreshold`).
-    eviction_policy: its configured name, for the log; the core is given the policy itself.
+    eviction_policy: its configured name, which the start line shows; the core gets the policy too.
     credit_share: how much longer a chunk that came back is kept (`Recency`); 0: plain LRU.
     clean_share: on-eviction writing keeps at least this share free, or evictable without a loss.
     kv_events: record changes in `ManagerCore.kv_events`; the caller takes them after each step.
