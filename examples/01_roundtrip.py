@@ -31,7 +31,7 @@ def open_pool(target: Path) -> Pool:
 
 
 def main(target: Path) -> None:
-    names = [SlotIdentity(b"chunk %d" % i, generation=100 + i) for i in range(CHUNKS)]
+    names = [SlotIdentity(b"chunk %02d" % i, generation=100 + i) for i in range(CHUNKS)]
     contents = [os.urandom(PAYLOAD_BYTES) for _ in names]
 
     pool = open_pool(target)

@@ -30,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.manager.requests import WaitingRequests
@@ -42,7 +43,11 @@ from vllm_nvmeof_offload.vllm_adapter.deployment import deployed
 from vllm_nvmeof_offload.vllm_adapter.lifecycle import logged_in_one_line
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.vllm_adapter.old_kv import OldKV
-from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView, timed
+from vllm_nvmeof_offload.vllm_adapter.scheduler_view import (
+    SchedulerView,
+    key_bytes_of,
+    timed,
+)
 from vllm_nvmeof_offload.vllm_adapter.supported import refuse_unsupported, replica_of
 from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 
@@ -231,7 +236,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             assert isinstance(handshake, NVMeoFHandshake)
             hellos.append(handshake.hello)
         by_priority = self._vllm_config.scheduler_config.policy == "priority"
-        self._manager.attach(hellos, self._view.queue(by_priority=by_priority))
+        key_bytes = key_bytes_of(self._vllm_config.cache_config.prefix_caching_hash_algo)
+        self._manager.attach(hellos, key_bytes, self._view.queue(by_priority=by_priority))
 
     @timed
     def on_new_request(self, request: Any) -> None:
@@ -258,6 +264,14 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         self._old_kv.admitted(request, blocks, num_external_tokens)
         self._waiting.allocated(request.request_id)
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        # vLLM's own asks the manager key by key and sorts the answers.
+        state = self.scheduler._req_status[request.request_id]
+        first = state.num_locally_computed_tokens
+        return self._manager.load_sources(state.req_context, first, num_external_tokens)
 
     @timed
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:

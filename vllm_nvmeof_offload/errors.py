@@ -101,6 +101,21 @@ DEADLINE = Outcome(OutcomeKind.DEADLINE, scope=Scope.TARGET)
 CANCELLED = Outcome(OutcomeKind.CANCELLED)
 
 
+#: The kinds in the order that columns and the native core number them.
+_KINDS = tuple(OutcomeKind)
+_PLAIN = (OK, None, CHECKSUM_MISMATCH, STALE, DEADLINE, CANCELLED)
+
+
+def code_of(kind: OutcomeKind) -> int:
+    """The number of a kind in a column of outcomes."""
+    return _KINDS.index(kind)
+
+
+def outcome_of(code: int, number: int) -> Outcome:
+    """The outcome that a row of columns stands for. number: the errno of an I/O error."""
+    return _PLAIN[code] or io_error(number)
+
+
 #: errno of a slab's read or write → retryable, scope. 0: no bytes were moved, and no errno given.
 #: Retryable: the same operation may succeed a moment later, as the kernel's block layer judges: an
 #: operation that the device itself refused stays refused.

@@ -21,10 +21,17 @@ import numpy as np
 
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.handshake import agree
-from vllm_nvmeof_offload.protocol import AdoptedEntries, OpReport, RankHello
+from vllm_nvmeof_offload.protocol import (
+    AdoptedEntries,
+    OpReport,
+    RankHello,
+    place_of,
+    slots_by_target,
+)
 
 KEY_BYTES = 36  # vLLM's: a SHA-256 and a group number
 CACHE_SLOTS = 4096
+_TARGETS = 2
 BATCH = 64  # chunks of one store
 SWEEPS = 7
 
@@ -77,7 +84,7 @@ class _Rank:
             keyspace="benchmark",
             cache_slots=CACHE_SLOTS,
             pool_slots=pool_slots,
-            target_count=2,
+            target_count=_TARGETS,
             slot_bytes=1 << 20,
             adopted=adopted or AdoptedEntries(),
         )
@@ -115,11 +122,12 @@ class _Rank:
 
 def _adopted(entries: int) -> AdoptedEntries:
     rng = np.random.default_rng(2)
-    keys = rng.integers(0, 256, (entries, KEY_BYTES), np.uint8).view(f"V{KEY_BYTES}")
+    slots = slots_by_target(entries, _TARGETS)
+    places = [place_of(target, 0) | np.arange(count) for target, count in enumerate(slots)]
     return AdoptedEntries(
-        np.arange(entries, dtype=np.int64),
+        np.concatenate(places),
         np.arange(entries, dtype=np.uint64) + np.uint64(1 << 50),
-        tuple(keys.ravel().tolist()),
+        rng.bytes(entries * KEY_BYTES),
     )
 
 
@@ -128,7 +136,7 @@ def _lookups(
 ) -> tuple[float, float]:
     """(µs per hit, µs per miss)."""
     rng = random.Random(3)
-    known = [entry.identity.key for entry in core.entries()]
+    known = [entry.key for entry in core.entries()]
     count = min(len(known), 100_000)
 
     def sweep_us(keys: list[bytes]) -> float:
@@ -153,7 +161,7 @@ def _face_lookups(hello: RankHello) -> float | None:
     except ImportError:
         return None
     manager = NVMeoFOffloadingManager(CoreConfig(tokens_per_chunk=256))
-    manager.attach([hello])
+    manager.attach([hello], KEY_BYTES)
     return max(_lookups(manager.lookup, manager.core, ReqContext("request")))
 
 

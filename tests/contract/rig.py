@@ -139,6 +139,8 @@ class Rig:
         urgency: Urgency | None = None,
         deadline_s: float | None = None,
         adoptable: bool = True,
+        payload_bytes: int = PAYLOAD_BYTES,
+        payload_crc: int | None = None,
     ) -> IoOp:
         self.tokens += 1
         default = Urgency.WRITE if kind is OpKind.WRITE else Urgency.DEMAND
@@ -150,8 +152,10 @@ class Rig:
             pool_slot=pool_slot,
             address=0 if kind is OpKind.RESET else address,
             identity=identity,
+            payload_bytes=0 if kind is OpKind.RESET else payload_bytes,
             deadline_s=deadline_s,
             adoptable=adoptable,
+            payload_crc=payload_crc,
         )
 
     def write(self, pool_slot: int, staging_slot: int, name: SlotIdentity, **kw: object) -> IoOp:

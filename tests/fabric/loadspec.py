@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """A load. interval_s: between operations; deadlines as in `SchedulerConfig`, in seconds."""
+    """A load. interval_s: between operations; deadlines as in `TransferLimits`, in seconds."""
 
     targets: tuple[Path, ...]
     engine: str = "uring"
@@ -23,7 +23,10 @@ class LoadSpec:
 
 @dataclass(frozen=True)
 class OpEnd:
-    """kind: store, write or load. outcome: "ok", "miss" with its reason, or "WRONG BYTES"."""
+    """kind: store, write or load. outcome: "ok", "miss" with its reason, or "WRONG BYTES".
+
+    target: -1 where a store's chunk has no place in the pool yet.
+    """
 
     kind: str
     target: int

@@ -14,45 +14,50 @@ import os
 import random
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
+from tests.chunks import Reported, batch_of, place_in, rows_of
 from tests.fabric.loadspec import LoadSpec, OpEnd
 from vllm_nvmeof_offload import LOGGER_NAME
-from vllm_nvmeof_offload.copy.base import Descriptors
+from vllm_nvmeof_offload.copy.base import Pieces
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.io.base import IoLimits, Waker
 from vllm_nvmeof_offload.io.choose import choose_io_engine
-from vllm_nvmeof_offload.manager.eviction import LruPolicy
+from vllm_nvmeof_offload.manager.ledger import columns_of
 from vllm_nvmeof_offload.manager.target_choice import Targets
 from vllm_nvmeof_offload.metrics import Counts
+from vllm_nvmeof_offload.native import Batch, Tiers
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import (
-    LoadChunk,
+    ChunkBatch,
     LoadCommand,
+    OpKind,
     OpReport,
     RateReport,
-    ReleaseReport,
     SlotIdentity,
-    StoreChunk,
     StoreCommand,
     VerdictReport,
     WriteCommand,
+    slot_of,
+    slots_by_target,
+    target_of,
 )
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.targets.health import TargetHealth
 from vllm_nvmeof_offload.targets.reattach import Attachments, TargetWatcher
 from vllm_nvmeof_offload.units import KIB, MIB
-from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
-from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferPipeline
+from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 
 PAYLOAD_BYTES = 124 * KIB
 CACHE_SLOTS = 24
 LOADS_MAX = 8
+WRITES_MAX = 8  # of one target
+KEY_BYTES = 16
 TICK_S = 0.02
 _BASE = np.random.default_rng(7).integers(0, 1 << 63, PAYLOAD_BYTES // 8, np.uint64)
 _MIX = 0x9E3779B97F4A7C15
@@ -76,13 +81,14 @@ class _Parent(logging.Handler):
 
 @dataclass
 class _Op:
-    kind: str
+    """One row of a command. pool_slot None: a store's, whose write has no place yet."""
+
+    kind: OpKind
     began_s: float
     identity: SlotIdentity
-    pool_slot: int
+    pool_slot: int | None
     cache_slot: int | None = None
     page: int | None = None
-    decided: bool = False
 
 
 @dataclass
@@ -93,7 +99,9 @@ class _Load:
     parent: _Parent
     #: pool slot → the contents it may have, also after a failed write. Any other is wrong.
     stored: dict[int, SlotIdentity] = field(default_factory=dict)
-    ops: dict[int, _Op] = field(default_factory=dict)
+    ops: dict[tuple[int, int], _Op] = field(default_factory=dict)  # by op and row
+    #: What the manager's tiers know of an op, if they choose the targets.
+    batches: dict[int, Batch] = field(default_factory=dict)
     busy_slots: set[int] = field(default_factory=set)
     counters: Counts = field(default_factory=Counts)
     next_op: int = 0
@@ -115,11 +123,12 @@ class _Load:
         )
         assert not fallbacks, fallbacks
         self.health = tuple(TargetHealth() for _ in range(count))
-        config = SchedulerConfig(
+        config = TransferLimits(
+            payload_bytes=PAYLOAD_BYTES,
             target_count=count,
             health=self.health,
             reads_in_flight_max=LOADS_MAX * count,
-            writes_in_flight_max=8 * count,
+            writes_in_flight_max=WRITES_MAX * count,
             read_deadline_s=spec.read_deadline_s,
             write_deadline_s=spec.write_deadline_s,
         )
@@ -134,51 +143,80 @@ class _Load:
         self.pages = np.zeros((CACHE_SLOTS + LOADS_MAX, PAYLOAD_BYTES // 8), np.uint64)
         self.free_cache = list(range(CACHE_SLOTS))
         self.free_pages = list(range(CACHE_SLOTS, CACHE_SLOTS + LOADS_MAX))
-        self.placement = Targets(self.pool.slots, count, LruPolicy)
+        # The manager's tiers choose the targets if the load only writes.
+        by_target = slots_by_target(self.pool.slots, count)
+        writes_max = WRITES_MAX * count
+        self.tiers = Tiers(CACHE_SLOTS, by_target, key_bytes=KEY_BYTES, writes_max=writes_max)
+        self.placement = Targets(self.tiers, count)
         self.dice = random.Random(11)
 
     # -- commands ---------------------------------------------------------------------
 
-    def open(self, op: _Op) -> int:
+    def open(self, *rows: _Op) -> int:
         self.next_op += 1
-        self.ops[self.next_op] = op
+        self.ops |= {(self.next_op, row): op for row, op in enumerate(rows)}
         return self.next_op
 
     def store(self) -> None:
         """Store KV memory to a cache slot; its write starts when the store is done."""
+        if not self.spec.loads:
+            self.store_by_the_rule()
+            return
         free = [p for p in range(self.pool.slots) if p not in self.busy_slots]
         if not self.free_cache or not free:
             return
-        pool_slot = self.place(free)
-        if pool_slot is None:
-            return
-        cache_slot = self.free_cache.pop(0)
+        pool_slot, cache_slot = self.dice.choice(free), self.free_cache.pop(0)
         self.generation += 1
-        identity = SlotIdentity(b"chunk %d" % pool_slot, self.generation)
+        identity = SlotIdentity(b"chunk %010d" % pool_slot, self.generation)
         self.stored.pop(pool_slot, None)
         self.busy_slots.add(pool_slot)
-        self.pages[cache_slot] = content(identity)
-        op = self.open(_Op("store", time.monotonic(), identity, pool_slot, cache_slot))
-        command = StoreCommand(op, (StoreChunk(identity, cache_slot),))
-        pieces = self.pieces(cache_slot)
-        self.runner.hand_over(lambda pipeline: pipeline.store(command, [pieces], None), op)
+        op = self.open(_Op(OpKind.STORE, time.monotonic(), identity, pool_slot, cache_slot))
+        self.copy_in(op, identity, cache_slot)
 
-    def place(self, free: list[int]) -> int | None:
-        """Choose a pool slot: at random, or by the manager's rule."""
-        if self.spec.loads:
-            return self.dice.choice(free)
-        target = self.placement.choose()
-        on_it = [p for p in free if p % self.placement.count == target]
-        return self.dice.choice(on_it) if on_it else None
+    def store_by_the_rule(self) -> None:
+        """Store a chunk that the manager's tiers have a cache slot for."""
+        key = b"%016d" % self.generation
+        batch, *_, self.generation = self.tiers.plan_store([key], None, self.generation)
+        self.tiers.take_evicted()
+        if not len(batch):
+            return
+        identity, cache_slot = SlotIdentity(key, batch.generation(0)), int(batch.cache[0])
+        op = self.open(_Op(OpKind.STORE, time.monotonic(), identity, None, cache_slot))
+        self.batches[op] = batch
+        self.copy_in(op, identity, cache_slot)
+
+    def copy_in(self, op: int, identity: SlotIdentity, cache_slot: int) -> None:
+        self.pages[cache_slot] = content(identity)
+        command = StoreCommand(op, batch_of((identity, cache_slot, None)))
+        pieces = self.pieces(cache_slot)
+        self.runner.hand_over(lambda pipeline: pipeline.store(command, pieces, None), op)
 
     def write(self, stored: _Op) -> None:
-        assert stored.cache_slot is not None
-        now_s, target = time.monotonic(), stored.pool_slot % self.placement.count
-        write = _Op("write", now_s, stored.identity, stored.pool_slot, stored.cache_slot)
-        command = WriteCommand(
-            self.open(write), stored.identity, stored.cache_slot, stored.pool_slot
-        )
-        self.placement.pending[target] += 1
+        """Write a chunk that was stored to the pool slot that it was stored for."""
+        assert stored.pool_slot is not None
+        place = place_in(stored.pool_slot, self.pool.target_count)
+        write = replace(stored, kind=OpKind.WRITE, began_s=time.monotonic())
+        row = stored.identity, stored.cache_slot, place
+        self.send_writes(self.open(write), batch_of(row))
+
+    def write_by_the_rule(self) -> None:
+        """Write what the manager's tiers want to be written now, where they want it."""
+        self.tiers.drain()
+        batch = self.tiers.take_writes()
+        if not len(batch):
+            return
+        columns, now_s, targets = columns_of(batch), time.monotonic(), self.pool.target_count
+        places = [slot_of(at) * targets + target_of(at) for at in columns.places.tolist()]
+        rows = [
+            _Op(OpKind.WRITE, now_s, columns.identity(row), pool_slot, int(columns.cache[row]))
+            for row, pool_slot in enumerate(places)
+        ]
+        op = self.open(*rows)
+        self.batches[op] = batch
+        self.send_writes(op, columns)
+
+    def send_writes(self, op: int, batch: ChunkBatch) -> None:
+        command = WriteCommand(op, batch)
         self.runner.hand_over(lambda pipeline: pipeline.command(command))
 
     def load(self) -> None:
@@ -190,13 +228,15 @@ class _Load:
         self.busy_slots.add(pool_slot)
         self.pages[page] = 0
         identity = self.stored[pool_slot]
-        op = self.open(_Op("load", time.monotonic(), identity, pool_slot, page=page))
-        command = LoadCommand(op, (LoadChunk(identity, None, pool_slot),))
+        op = self.open(_Op(OpKind.LOAD, time.monotonic(), identity, pool_slot, page=page))
+        place = place_in(pool_slot, self.pool.target_count)
+        command = LoadCommand(op, batch_of((identity, None, place)))
         pieces = self.pieces(page)
-        self.runner.hand_over(lambda pipeline: pipeline.load(command, [pieces], None), op)
+        self.runner.hand_over(lambda pipeline: pipeline.load(command, pieces, None), op)
 
-    def pieces(self, page: int) -> Descriptors:
-        return np.array([[self.pages[page].ctypes.data, 0, PAYLOAD_BYTES]], np.uint64)
+    def pieces(self, page: int) -> Pieces:
+        row = [self.pages[page].ctypes.data, 0, PAYLOAD_BYTES]
+        return Pieces.of([np.array([row], np.uint64)])
 
     # -- reports ----------------------------------------------------------------------
 
@@ -206,9 +246,7 @@ class _Load:
         for report in reports:
             match report:
                 case OpReport():
-                    self.ended(report)
-                case ReleaseReport():
-                    self.released(self.ops.pop(report.op))
+                    self.reported(report)
                 case VerdictReport():
                     self.placement.verdict(report)
                     reason = self.health[report.target].reason
@@ -216,34 +254,51 @@ class _Load:
                 case RateReport():
                     self.placement.rate(report)
 
-    def ended(self, report: OpReport) -> None:
-        op = self.ops[report.op]
-        failure = report.failures[0][1] if report.failures else None
-        outcome = f"miss: {failure}" if failure else "ok"
-        target = op.pool_slot % self.placement.count
-        if op.kind == "load":
+    def reported(self, report: OpReport) -> None:
+        batch = self.batches.get(report.op)
+        for row in rows_of(report, 1 if batch is None else len(batch)):
+            op = self.ops[row.op, row.row]
+            if row.outcome is not None:
+                self.ended(op, row)
+            if row.released:
+                del self.ops[row.op, row.row]
+                self.released(op, row)
+        if batch is None:
+            return
+        kind = list(OpKind).index(OpKind.WRITE if batch.places[0] >= 0 else OpKind.STORE)
+        self.tiers.report(kind, batch, report.indexes, report.codes, report.errnos, report.released)
+        if not batch.undecided and not batch.unreleased:
+            del self.batches[report.op]
+        self.write_by_the_rule()
+
+    def ended(self, op: _Op, report: Reported) -> None:
+        assert report.outcome is not None
+        outcome = "ok" if report.outcome.ok else f"miss: {report.outcome}"
+        if op.kind is OpKind.LOAD:
             assert op.page is not None
+            assert op.pool_slot is not None
             right = np.array_equal(self.pages[op.page], content(op.identity))
-            if failure is None and not right:
+            if report.outcome.ok and not right:
                 outcome = "WRONG BYTES"
             self.free_pages.append(op.page)
             self.busy_slots.discard(op.pool_slot)
-        elif op.kind == "write":
+        elif op.kind is OpKind.WRITE and op.pool_slot is not None:
             # A failed write may still have reached the disk: right bytes and a miss are allowed.
             self.stored[op.pool_slot] = op.identity
-            self.placement.pending[target] -= 1
-        self.parent.send("op", OpEnd(op.kind, target, op.began_s, time.monotonic(), outcome))
-        if op.kind == "store" and failure is None:
-            self.write(op)
-            del self.ops[report.op]
-        elif report.released:
-            self.released(self.ops.pop(report.op))
+        target = -1 if op.pool_slot is None else op.pool_slot % self.pool.target_count
+        now_s = time.monotonic()
+        self.parent.send("op", OpEnd(op.kind.value, target, op.began_s, now_s, outcome))
 
-    def released(self, op: _Op) -> None:
+    def released(self, op: _Op, report: Reported) -> None:
         """The op's buffers are free: no engine uses them."""
-        if op.cache_slot is not None:
-            self.free_cache.append(op.cache_slot)
-            self.busy_slots.discard(op.pool_slot)
+        if op.cache_slot is None or not self.spec.loads:
+            return
+        assert op.pool_slot is not None
+        if op.kind is OpKind.STORE and report.outcome is not None and report.outcome.ok:
+            self.write(op)
+            return
+        self.free_cache.append(op.cache_slot)
+        self.busy_slots.discard(op.pool_slot)
 
     # -- the loop ---------------------------------------------------------------------
 

@@ -33,8 +33,10 @@ RESET_SHARE = 0.01
 
 
 def key(pool_slot: int, generation: int) -> bytes:
-    """Each write has a unique key, so that no chunk may be returned in another's place."""
-    return f"{pool_slot}:{generation}".encode()
+    """Each write has a unique key, so that no chunk may be returned in another's place. All keys
+    of a pool are of one length.
+    """
+    return f"{pool_slot:04}:{generation:08}".encode()
 
 
 def emit(*words: object) -> None:

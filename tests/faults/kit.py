@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.chunks import entries_of
 from vllm_nvmeof_offload.io.base import Completion, IoOp
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
@@ -74,7 +75,8 @@ class Bench:
     ) -> IoOp:
         self.tokens += 1
         address = self.base_address + place * self.pool.slot_bytes
-        return IoOp(self.tokens, kind, urgency, pool_slot, address, identity, **more)  # type: ignore[arg-type]
+        length = self.pool.payload_bytes
+        return IoOp(self.tokens, kind, urgency, pool_slot, address, identity, length, **more)  # type: ignore[arg-type]
 
     def write(self, pool_slot: int, place: int, identity: SlotIdentity, **more: object) -> IoOp:
         """A write of the identity's right content, which this call puts into the staging slot."""
@@ -89,7 +91,7 @@ class Bench:
 
     def reset(self, adoptable: bool = True) -> IoOp:
         self.tokens += 1
-        return IoOp(self.tokens, OpKind.RESET, Urgency.DEMAND, 0, 0, None, adoptable=adoptable)
+        return IoOp(self.tokens, OpKind.RESET, Urgency.DEMAND, 0, 0, None, 0, adoptable=adoptable)
 
     def payload(self, place: int) -> memoryview:
         start = place * self.pool.slot_bytes + HEADER_BYTES
@@ -136,11 +138,5 @@ class Bench:
 
 
 def adopted(pool: Pool) -> dict[int, SlotIdentity]:
-    """The entries that the pool adopts."""
-    found = pool.adopt()
-    return {
-        slot: SlotIdentity(key, generation)
-        for slot, generation, key in zip(
-            found.pool_slots.tolist(), found.generations.tolist(), found.keys, strict=True
-        )
-    }
+    """The entries that the pool adopts, by pool slot."""
+    return entries_of(pool.adopt(), pool.target_count)

@@ -10,16 +10,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.chunks import Reported, batch_of, place_in, rows_of
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
-from vllm_nvmeof_offload.errors import OK, Outcome
+from vllm_nvmeof_offload.errors import Outcome
 from vllm_nvmeof_offload.fabric.topology import mount_of, read_mounts
 from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import (
+    ChunkBatch,
     Command,
     FetchCommand,
     OpReport,
-    ReleaseReport,
     Report,
     ResetCommand,
     SlotIdentity,
@@ -29,8 +30,7 @@ from vllm_nvmeof_offload.protocol import (
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.targets.health import TargetHealth, Verdict
 from vllm_nvmeof_offload.targets.reattach import Attachments, TargetWatcher
-from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
-from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferPipeline
+from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 
 from .kit import WAIT_S, Bench, name
 
@@ -47,11 +47,12 @@ class Survivor:
         self.bench = Bench(engine, pool, CACHE_SLOTS)
         self.bench.store((slot, name(slot)) for slot in range(slots))
         self.health = tuple(TargetHealth() for _ in range(pool.target_count))
-        self.reports: list[Report] = []
+        self.reports: list[Reported | Report] = []
         self._ops = itertools.count(1)
         self._place = itertools.cycle(range(CACHE_SLOTS))
         waker = Waker()
-        config = SchedulerConfig(
+        config = TransferLimits(
+            payload_bytes=pool.payload_bytes,
             target_count=pool.target_count,
             read_deadline_s=DEADLINE_S,
             write_deadline_s=DEADLINE_S,
@@ -80,12 +81,17 @@ class Survivor:
         """Start a read; return its op and its cache slot."""
         place = next(self._place)
         self.bench.payload(place)[:] = bytes(self.pool.payload_bytes)
-        return self.obey(FetchCommand(next(self._ops), identity, pool_slot, place)), place
+        batch = self._row(identity, place, pool_slot)
+        return self.obey(FetchCommand(next(self._ops), batch)), place
+
+    def _row(self, identity: SlotIdentity, cache_slot: int, pool_slot: int) -> ChunkBatch:
+        return batch_of((identity, cache_slot, place_in(pool_slot, self.pool.target_count)))
 
     def outcome(self, op: int) -> Outcome:
-        report = self.wait(lambda r: isinstance(r, OpReport) and r.op == op)
-        assert isinstance(report, OpReport)
-        return report.failures[0][1] if report.failures else OK
+        report = self.wait(lambda r: isinstance(r, Reported) and r.op == op and bool(r.outcome))
+        assert isinstance(report, Reported)
+        assert report.outcome is not None
+        return report.outcome
 
     def read(self, pool_slot: int, identity: SlotIdentity) -> Outcome:
         """Read a chunk and check that OK means the right bytes."""
@@ -99,15 +105,17 @@ class Survivor:
         op, place = self.start_read(source, identity)
         assert self.outcome(op).ok
         number = next(self._ops)
-        return self.outcome(self.obey(WriteCommand(number, identity, place, target)))
+        return self.outcome(self.obey(WriteCommand(number, self._row(identity, place, target))))
 
     def reset(self) -> Outcome:
         return self.outcome(self.obey(ResetCommand(next(self._ops), adoptable=True)))
 
-    def wait(self, wanted: Callable[[Report], bool]) -> Report:
+    def wait(self, wanted: Callable[[Reported | Report], bool]) -> Reported | Report:
+        """Return the first such report. Ops have one row."""
         end_s = time.monotonic() + WAIT_S
         while True:
-            self.reports += self.runner.take()[1]
+            for report in self.runner.take()[1]:
+                self.reports += rows_of(report) if isinstance(report, OpReport) else [report]
             for report in self.reports:
                 if wanted(report):
                     self.reports.remove(report)
@@ -116,7 +124,7 @@ class Survivor:
             time.sleep(0.002)
 
     def wait_released(self, op: int) -> None:
-        self.wait(lambda r: isinstance(r, ReleaseReport) and r.op == op)
+        self.wait(lambda r: r == Reported(op, 0, None))
 
     def wait_verdict(self, target: int, verdict: Verdict) -> None:
         """Wait until the verdict would be reported to the manager."""

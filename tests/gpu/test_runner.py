@@ -11,19 +11,13 @@ import pytest
 
 pytest.importorskip("crc32c", reason="the pipeline's modules need it")
 
+from tests.chunks import batch_of
 from tests.gpu.device import Device
 from tests.gpu.rig import Rig
-from vllm_nvmeof_offload.copy.base import Backend, Descriptors
+from vllm_nvmeof_offload.copy.base import Backend, Descriptors, Pieces
 from vllm_nvmeof_offload.io.base import NoIoEngine, Waker
-from vllm_nvmeof_offload.protocol import (
-    LoadChunk,
-    LoadCommand,
-    SlotIdentity,
-    StoreChunk,
-    StoreCommand,
-)
-from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
-from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferPipeline
+from vllm_nvmeof_offload.protocol import LoadCommand, SlotIdentity, StoreCommand
+from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 
 ROUNDS = 40
 #: The runner polls by itself once per second: a lost wake-up costs a second per copy.
@@ -36,7 +30,8 @@ def test_the_thread_is_woken_by_every_copy(device: Device, backend: Backend) -> 
     waker = Waker()
     rig = Rig(device, "per_layer", backend, 4096, on_done=waker.wake)
     io = NoIoEngine()
-    pipeline = TransferPipeline(rig.map, rig.engine, io, SchedulerConfig())
+    config = TransferLimits(payload_bytes=rig.geometry.payload_bytes)
+    pipeline = TransferPipeline(rig.map, rig.engine, io, config)
     runner = PipelineRunner(pipeline, waker, io.fileno())
     started_s, op = time.monotonic(), 0
     count = rig.slots // 2
@@ -46,10 +41,9 @@ def test_the_thread_is_woken_by_every_copy(device: Device, backend: Backend) -> 
         chunks = rng.permutation(rig.blocks)[: count * rig.per_chunk].astype(np.int32)
         pieces = [rig.geometry.pieces(part, 0) for part in np.split(chunks, count)]
         names = [SlotIdentity(bytes([i]) * 36, number + 1) for i in range(count)]
-        stored = tuple(StoreChunk(name, slot) for slot, name in enumerate(names))
-        loaded = tuple(LoadChunk(name, slot, None) for slot, name in enumerate(names))
+        batch = batch_of(*((name, slot, None) for slot, name in enumerate(names)))
         expected = original.copy()
-        for command in (StoreCommand(op + 1, stored), LoadCommand(op + 2, loaded)):
+        for command in (StoreCommand(op + 1, batch), LoadCommand(op + 2, batch)):
             op = command.op
             runner.hand_over(_start(command, pieces, rig.engine.record_fence()), op)
             _finish(device, runner, op)
@@ -70,9 +64,9 @@ def _start(
 ) -> Callable[[TransferPipeline], None]:
     def call(pipeline: TransferPipeline) -> None:
         if isinstance(command, StoreCommand):
-            pipeline.store(command, pieces, fence)
+            pipeline.store(command, Pieces.of(pieces), fence)
         else:
-            pipeline.load(command, pieces, fence)
+            pipeline.load(command, Pieces.of(pieces), fence)
 
     return call
 

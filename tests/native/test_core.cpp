@@ -6,10 +6,12 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <numeric>
 #include <random>
 #include <set>
 #include <string>
@@ -86,7 +88,6 @@ struct Place {
     made.targets = {targets.begin(), targets.begin() + kTargets};
     made.pool = kPool;
     made.limits.slot_bytes = kSlot;
-    made.limits.payload_bytes = kPayload;
     made.limits.split_bytes = 16 << 10;
     made.limits.depth = 8;
     made.limits.read_bytes_in_flight_max = 64 << 20;
@@ -101,18 +102,28 @@ struct Place {
   std::byte* slot(unsigned number) const { return memory + number * kSlot; }
 };
 
-void fill(std::byte* slot, uint64_t number, uint64_t generation) {
-  std::mt19937_64 bytes(number * 1'000'003 + generation);
-  for (size_t at = kHeaderBytes; at < kHeaderBytes + kPayload; at += sizeof(uint64_t)) {
-    const uint64_t word = bytes();
-    std::memcpy(slot + at, &word, sizeof word);
+// What a slot holds: 0 to kPayload bytes that follow from the two numbers.
+struct Content {
+  uint64_t number = 0, generation = 0;
+  size_t bytes = kPayload;
+};
+
+void fill(std::byte* slot, const Content& content) {
+  std::mt19937_64 dice(content.number * 1'000'003 + content.generation);
+  for (size_t at = 0; at < content.bytes; at += sizeof(uint64_t)) {
+    const uint64_t word = dice();
+    std::memcpy(slot + kHeaderBytes + at, &word, std::min(sizeof word, content.bytes - at));
   }
 }
 
-bool holds(const std::byte* slot, uint64_t number, uint64_t generation) {
+bool holds(const std::byte* slot, const Content& content) {
   std::vector<std::byte> wanted(kSlot);
-  fill(wanted.data(), number, generation);
-  return std::memcmp(slot + kHeaderBytes, wanted.data() + kHeaderBytes, kPayload) == 0;
+  fill(wanted.data(), content);
+  return std::memcmp(slot + kHeaderBytes, wanted.data() + kHeaderBytes, content.bytes) == 0;
+}
+
+uint32_t payload_crc(const std::byte* slot, size_t bytes) {
+  return crc32c(slot + kHeaderBytes, bytes);
 }
 
 std::vector<Completion> wait(Engine& engine) {
@@ -121,11 +132,43 @@ std::vector<Completion> wait(Engine& engine) {
   return engine.poll(now_ns());
 }
 
+// The CRC of any cuts of a message, joined in any order, and of a copy, is that of the message.
+void test_crc_of_parts(uint64_t seed) {
+  std::mt19937_64 dice(seed);
+  for (int round = 0; round < 300; ++round) {
+    const size_t bytes = dice() % (round % 10 == 0 ? 3'000'000 : 5'000);
+    std::vector<std::byte> message(bytes);
+    for (std::byte& byte : message) byte = static_cast<std::byte>(dice());
+    const uint32_t whole = crc32c(message.data(), bytes);
+    std::vector<size_t> cuts{0, bytes};
+    for (uint64_t more = dice() % 20; more > 0; --more) cuts.push_back(dice() % (bytes + 1));
+    std::sort(cuts.begin(), cuts.end());
+    std::vector<size_t> order(cuts.size() - 1);
+    std::iota(order.begin(), order.end(), size_t{0});
+    std::shuffle(order.begin(), order.end(), dice);
+    uint32_t joined = 0;
+    for (const size_t part : order) {
+      const uint32_t crc = crc32c(message.data() + cuts[part], cuts[part + 1] - cuts[part]);
+      joined ^= crc_share(crc, bytes - cuts[part + 1]);
+    }
+    CHECK(joined == whole);
+    const size_t apart = dice() % 100;  // neither side is aligned
+    std::vector<std::byte> copied(bytes + apart + 1, std::byte{0x5A});
+    uint32_t crc = 0;
+    for (size_t i = 0; i + 1 < cuts.size(); ++i)
+      crc = copy_crc32c(copied.data() + apart + cuts[i], message.data() + cuts[i],
+                        cuts[i + 1] - cuts[i], crc);
+    CHECK(crc == whole);
+    CHECK(std::equal(message.begin(), message.end(), copied.data() + apart));
+    CHECK(copied.back() == std::byte{0x5A});
+  }
+}
+
 void test_format() {
   std::vector<std::byte> slot(kSlot);
-  fill(slot.data(), 1, 2);
+  fill(slot.data(), {1, 2});
   const SlotPlace place{kPool, 5};
-  seal(slot.data(), identity(1, 2), kPayload, {7, true}, place);
+  seal(slot.data(), identity(1, 2), kPayload, payload_crc(slot.data(), kPayload), {7, true}, place);
   CHECK(verify(slot.data(), identity(1, 2), kPayload, place) == Code::kOk);
   CHECK(verify(slot.data(), identity(1, 3), kPayload, place) == Code::kStale);
   CHECK(verify(slot.data(), identity(2, 2), kPayload, place) == Code::kStale);
@@ -151,7 +194,8 @@ struct Mixer {
   struct Under {
     Request request;
     unsigned staging;
-    uint64_t number, generation;
+    Content content;
+    bool foreign = false;  // a read that asks for another length than was written
     bool decided = false;
   };
   Place& place;
@@ -160,8 +204,8 @@ struct Mixer {
   std::map<uint64_t, Under> under;
   std::set<unsigned> free_staging;
   std::set<uint64_t> busy_slots;
-  std::map<uint64_t, std::pair<uint64_t, uint64_t>> stored;  // pool slot → (number, generation)
-  uint64_t token = 0, ok = 0, late = 0, cancelled = 0;
+  std::map<uint64_t, Content> stored;  // by pool slot
+  uint64_t token = 0, ok = 0, late = 0, cancelled = 0, stale = 0;
   uint64_t barrier = 0;
 
   Mixer(Place& at, Engine& driven, uint64_t seed) : place(at), engine(driven), dice(seed) {
@@ -175,16 +219,21 @@ struct Mixer {
     one.staging = *free_staging.begin();
     const auto found = stored.find(pool_slot);
     const bool read = found != stored.end() && dice() % 2 == 0;
-    one.number = read ? found->second.first : dice();
-    one.generation = read ? found->second.second : dice();
+    one.content = read ? found->second : Content{dice(), dice(), dice() % (kPayload + 1)};
+    one.foreign = read && dice() % 8 == 0;
+    if (one.foreign) one.content.bytes = (one.content.bytes + 1 + dice() % kPayload) % kPayload;
+    one.foreign = one.foreign && one.content.bytes != found->second.bytes;
     std::byte* slot = place.slot(one.staging);
     if (read) std::memset(slot, 0, kSlot);
-    else fill(slot, one.number, one.generation);
+    else fill(slot, one.content);
     one.request.token = ++token;
-    one.request.urgency = read ? static_cast<Urgency>(dice() % 3) : Urgency::kWrite;
+    one.request.urgency = read ? static_cast<Urgency>(dice() % 3) : Urgency::WRITE;
     one.request.pool_slot = pool_slot;
     one.request.address = slot;
-    one.request.identity = identity(one.number, one.generation);
+    one.request.payload_bytes = one.content.bytes;
+    one.request.identity = identity(one.content.number, one.content.generation);
+    if (!read && dice() % 2 == 0)
+      one.request.payload_crc = payload_crc(slot, one.content.bytes);
     one.request.stamp = {3, true};
     if (dice() % 4 == 0) {
       one.request.deadline_ns = now_ns() + static_cast<int64_t>(dice() % 300'000);
@@ -206,8 +255,12 @@ struct Mixer {
       const bool read = one.request.is_read();
       if (completion.code == Code::kOk) {
         ++ok;
-        if (read) CHECK(holds(place.slot(one.staging), one.number, one.generation));
-        else stored[one.request.pool_slot] = {one.number, one.generation};
+        CHECK(!one.foreign);
+        if (read) CHECK(holds(place.slot(one.staging), one.content));
+        else stored[one.request.pool_slot] = one.content;
+      } else if (completion.code == Code::kStale) {
+        CHECK(one.foreign);
+        ++stale;
       } else {
         CHECK(completion.code == Code::kDeadline || completion.code == Code::kCancelled);
         ++(completion.code == Code::kDeadline ? late : cancelled);
@@ -248,9 +301,10 @@ void test_mix(const std::string& directory, bool registered, uint64_t seed, unsi
   // Rounds do not wait: while a shared disk stalls for seconds, nearly all rounds may pass.
   for (int again = 0; again < 20 && mixer.ok <= rounds / 4; ++again) mixer.run(rounds);
   CHECK(mixer.ok > rounds / 4);
+  CHECK(mixer.stale > 0);
   CHECK(engine.close(std::chrono::seconds(20)));
-  std::printf("seed %lu: %lu ok, %lu past a deadline, %lu cancelled\n", seed, mixer.ok, mixer.late,
-              mixer.cancelled);
+  std::printf("seed %lu: %lu ok, %lu past a deadline, %lu cancelled, %lu of another length\n",
+              seed, mixer.ok, mixer.late, mixer.cancelled, mixer.stale);
 }
 
 void test_close_under_load(const std::string& directory, uint64_t seed) {
@@ -269,6 +323,48 @@ void test_close_under_load(const std::string& directory, uint64_t seed) {
   CHECK(mixer.under.empty());
 }
 
+Code run_one(Engine& engine, Request request) {
+  CHECK(engine.submit(request));
+  engine.kick();
+  const auto found = wait(engine);
+  CHECK(found.size() == 1 && found[0].token == request.token && found[0].released);
+  return found[0].code;
+}
+
+// A CRC of other bytes is found when the slot is read, in whichever piece they differ.
+void test_wrong_crc(const std::string& directory) {
+  Place place(directory);
+  Engine engine(place.setup(true));
+  Request request;
+  request.address = place.slot(0);
+  request.payload_bytes = kPayload;
+  request.identity = identity(1, 1);
+  fill(place.slot(0), {1, 1});
+  const uint32_t right = payload_crc(place.slot(0), kPayload);
+  for (const bool intact : {true, false}) {
+    request.urgency = Urgency::WRITE;
+    request.payload_crc = intact ? right : right ^ 1;
+    ++request.token;
+    CHECK(run_one(engine, request) == Code::kOk);
+    request.urgency = Urgency::DEMAND;
+    ++request.token;
+    CHECK(run_one(engine, request) == (intact ? Code::kOk : Code::kChecksumMismatch));
+  }
+  for (size_t at = kHeaderBytes; at < kHeaderBytes + kPayload; at += 9'999) {
+    request.urgency = Urgency::WRITE;
+    request.payload_crc = right;
+    place.slot(0)[at] ^= std::byte{1};
+    ++request.token;
+    CHECK(run_one(engine, request) == Code::kOk);
+    place.slot(0)[at] ^= std::byte{1};
+    request.urgency = Urgency::DEMAND;
+    ++request.token;
+    CHECK(run_one(engine, request) == Code::kChecksumMismatch);
+    fill(place.slot(0), {1, 1});
+  }
+  CHECK(engine.close(std::chrono::seconds(20)));
+}
+
 void test_errors(const std::string& directory) {
   Place place(directory);
   Engine engine(place.setup(true));
@@ -277,6 +373,7 @@ void test_errors(const std::string& directory) {
   request.token = 1;
   request.pool_slot = 4;  // the third of target 0, now cut off
   request.address = place.slot(0);
+  request.payload_bytes = kPayload;
   request.identity = identity(1, 1);
   CHECK(engine.submit(request));
   engine.kick();
@@ -302,7 +399,9 @@ int main(int count, char** words) {
   const uint64_t first = std::strtoull(words[2], nullptr, 10);
   const uint64_t seeds = std::strtoull(words[3], nullptr, 10);
   test_format();
+  test_crc_of_parts(first);
   test_errors(directory);
+  test_wrong_crc(directory);
   for (uint64_t seed = first; seed < first + seeds; ++seed) {
     test_mix(directory, seed % 2 == 0, seed, 2'000);
     test_close_under_load(directory, seed);

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native core's own test program, plain and under each sanitizer."""
+"""The native code's own test programs: the core under each sanitizer, the rest under two."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEEDS = int(os.environ.get("NATIVE_TEST_SEEDS", "4"))
 
 
 def build(sanitize: str) -> Path:
-    """Configure and compile under build/, so that a second run finds the program up to date."""
+    """Configure and compile under build/, so that a second run finds the programs up to date."""
     place = ROOT / "build" / "native-tests" / (sanitize.replace(",", "-") or "plain")
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert cmake is not None, "cmake is one of the development dependencies"
@@ -29,17 +29,27 @@ def build(sanitize: str) -> Path:
     ):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-    return place / "test_core"
+    return place
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitize", ["", "address,undefined", "thread"])
 def test_core(sanitize: str, tmp_path: Path) -> None:
-    program = build(sanitize)
-    command = [str(program), str(tmp_path), str(SEED), str(SEEDS)]
+    command = [str(build(sanitize) / "test_core"), str(tmp_path), str(SEED), str(SEEDS)]
     if sanitize == "thread":
         # ThreadSanitizer's shadow memory conflicts with full randomisation of addresses.
         command = ["setarch", "--addr-no-randomize", *command]
+    run(command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["test_machine", "test_tiers"])
+def test_one_thread(program: str) -> None:
+    """What runs on one thread at a time needs no thread sanitizer."""
+    run([str(build("address,undefined") / program), str(SEED), str(SEEDS)])
+
+
+def run(command: list[str]) -> None:
     environment = {
         **os.environ,
         "ASAN_OPTIONS": "detect_leaks=1",

@@ -47,7 +47,9 @@ class SimCopy:
     def record_fence(self) -> object:
         return self.stream_end_s
 
-    def submit(self, direction: Direction, pieces: Descriptors, fence: object) -> int:
+    def submit(
+        self, direction: Direction, pieces: Descriptors, fence: object, payloads: object = None
+    ) -> int:
         assert isinstance(fence, float), "a job without a fence"
         start_s = max(self._clock(), fence)
         done_s = start_s + self._knobs.copy_s * self._rng.uniform(0.1, 2.0)

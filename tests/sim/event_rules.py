@@ -33,6 +33,6 @@ class EventRules:
                         raise Violation("events", f"{key!r} stored in {change.tier} twice")
                     (has.discard if change.removed else has.add)(key)
         for tier, states in ((Source.CPU, _STAGED), (Source.POOL, _PERSISTED)):
-            held = {e.identity.key for e in self._core.entries() if e.state in states}
+            held = {e.key for e in self._core.entries() if e.state in states}
             if held != self._has[tier]:
                 raise Violation("events", f"{tier}: {held ^ self._has[tier]} reported wrongly")

@@ -8,12 +8,19 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+from vllm_nvmeof_offload.manager import core
+from vllm_nvmeof_offload.native import _tiers_mutants as tests_build  # type: ignore[attr-defined]
+from vllm_nvmeof_offload.worker import pipeline
+
 Patch = tuple[Any, str, Any]
 
 #: Name → the patches that break the rule.
 MUTANTS: dict[str, Callable[[], list[Patch]]] = {}
 
-#: Name → the profile under which the rule matters often.
+#: The names of those that are switches of the native module.
+NATIVE: set[str] = set()
+
+#: Name → the weather in which the rule matters often.
 PROFILE = {
     "gates_accept_stale": "hangs",
     "wait_for_a_load_does_not_cancel": "flushes",
@@ -47,7 +54,20 @@ PROFILE = {
     "cancelled_fetch_frees_its_slot_at_once": "waiting",
     "cancelled_prefetches_are_not_counted": "waiting",
     "rejected_drafts_count_as_computed": "waiting",
+    "a_dropped_intent_leaves": "waiting",
+    "fetch_that_a_load_waits_for_is_cancelled": "waiting",
+    "release_of_one_rank_frees_a_row": "hangs",
 }
+
+
+def native(*names: str) -> None:
+    """Mutants of the native core: switches that only the tests' build of the module has."""
+    for name in names:
+        MUTANTS[name] = lambda: [
+            (core, "Tiers", tests_build.Tiers),
+            (pipeline, "Machine", tests_build.Machine),
+        ]
+        NATIVE.add(name)
 
 
 def mutant(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
@@ -59,6 +79,9 @@ def mutant(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
 def broken(name: str) -> Iterator[None]:
     """Run the block with this rule broken."""
     with ExitStack() as stack:
+        if name in NATIVE:
+            tests_build.set_mutant(name)
+            stack.callback(tests_build.set_mutant, "")
         for target, attribute, replacement in MUTANTS[name]():
             stack.enter_context(mock.patch.object(target, attribute, replacement))
         yield

@@ -8,31 +8,35 @@ from typing import Any
 
 from vllm_nvmeof_offload.manager.hold_and_prefetch import Holds, ReloadScheduler
 from vllm_nvmeof_offload.manager.requests import ResumeCounter
-from vllm_nvmeof_offload.manager.slots import SlotPool
 
-from .mutants import Patch, mutant
+from .mutants import Patch, mutant, native
 
-
-@mutant
-def held_chunk_is_not_pinned() -> list[Patch]:
-    real_keep, real_release = Holds._keep, Holds._release
-
-    def keep(self: Any, held: Any) -> None:
-        real_keep(self, held)
-        self._tiers.cache.release(held.slot)
-        self._tiers.settle(held.entry)
-
-    def release(self: Any, held: Any, how: str) -> None:
-        if self._tiers.cache.in_use(held.slot) or held.entry.cache_slot == held.slot:
-            self._tiers.cache.use(held.slot)
-            real_release(self, held, how)
-
-    return [(Holds, "_keep", keep), (Holds, "_release", release)]
+native(
+    "held_chunk_is_not_pinned",
+    "cancelled_fetch_still_counts_for_its_entry",
+    "cancelled_fetch_frees_its_slot_at_once",
+    "a_dropped_intent_leaves",
+)
 
 
 @mutant
 def holds_outlive_their_requests() -> list[Patch]:
     return [(Holds, "drop", lambda self, key: None)]
+
+
+@mutant
+def fetch_that_a_load_waits_for_is_cancelled() -> list[Patch]:
+    real = Holds.drop
+
+    def drop(self: Any, key: bytes) -> None:
+        held = self.held.get(key)
+        if held is not None and held.fetching and held.op is not None:
+            self._cancel(held)
+            self._release(key, held, "cancelled")
+        else:
+            real(self, key)
+
+    return [(Holds, "drop", drop)]
 
 
 @mutant
@@ -42,7 +46,7 @@ def reset_keeps_the_holds() -> list[Patch]:
 
 @mutant
 def doomed_chunk_stays_held() -> list[Patch]:
-    return [(Holds, "gone", lambda self, entry: None)]
+    return [(Holds, "lost", lambda self, op, rows: None)]
 
 
 @mutant
@@ -57,44 +61,12 @@ def budgets_are_ignored() -> list[Patch]:
 
 
 @mutant
-def cancelled_fetch_still_counts_for_its_entry() -> list[Patch]:
-    real = Holds._cancel
-
-    def cancel(self: Any, held: Any, op: Any) -> None:
-        real(self, held, op)
-        held.op.detached = False
-
-    return [(Holds, "_cancel", cancel)]
-
-
-@mutant
-def cancelled_fetch_frees_its_slot_at_once() -> list[Patch]:
-    real = Holds._release
-
-    def release(self: Any, held: Any, how: str) -> None:
-        real(self, held, how)
-        if how == "cancelled" and self._tiers.cache.in_use(held.slot):
-            self._tiers.cache.users.pop(held.slot)
-            self._tiers.cache.orphans -= 1
-            self._tiers.cache._free_again(held.slot)
-            held.op = None
-
-    real_release_slot = SlotPool.release
-
-    def release_slot(self: Any, slot: int) -> None:
-        if self.in_use(slot):
-            real_release_slot(self, slot)
-
-    return [(Holds, "_release", release), (SlotPool, "release", release_slot)]
-
-
-@mutant
 def cancelled_prefetches_are_not_counted() -> list[Patch]:
     real = Holds._release
 
-    def release(self: Any, held: Any, how: str) -> None:
+    def release(self: Any, key: bytes, held: Any, how: str) -> None:
         held.fetched = held.fetched and how != "cancelled"
-        real(self, held, how)
+        real(self, key, held, how)
 
     return [(Holds, "_release", release)]
 

@@ -11,20 +11,13 @@ from typing import Any
 import numpy as np
 
 from vllm_nvmeof_offload.errors import OK, Outcome
-from vllm_nvmeof_offload.manager import core
+from vllm_nvmeof_offload.manager import handshake
 from vllm_nvmeof_offload.manager.handshake import Agreement
-from vllm_nvmeof_offload.manager.index import Event, State
-from vllm_nvmeof_offload.manager.ledger import Ledger, Op
-from vllm_nvmeof_offload.manager.tiers import Tiers
-from vllm_nvmeof_offload.manager.writes import WriteBehind
-from vllm_nvmeof_offload.protocol import AdoptedEntries, OpReport, RankHello
-from vllm_nvmeof_offload.worker.io_scheduler import IoEvent
+from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
-from vllm_nvmeof_offload.worker.slots import Grant, SlotGates
-from vllm_nvmeof_offload.worker.tasks import Step
 
 from . import world
-from .mutants import Patch, mutant
+from .mutants import Patch, mutant, native
 from .rank import SimRank
 from .storage import SimIo
 from .store import Record
@@ -32,51 +25,13 @@ from .store import Record
 # -- rule 1: per-slot order and identity --------------------------------------------------
 
 
-@mutant
-def gates_ignore_order() -> list[Patch]:
-    def turn(self: Any, gate: Any) -> list[Grant]:
-        grants = []
-        while gate.queue:
-            task, identity, fill = gate.queue.popleft()
-            if fill:
-                gate.filling = identity
-            gate.readers += not fill
-            grants.append(Grant(task, stale=False))
-        return grants
-
-    return [(SlotGates, "_grant", turn)]
-
-
-@mutant
-def gates_accept_stale() -> list[Patch]:
-    real = SlotGates._grant
-
-    def turn(self: Any, gate: Any) -> list[Grant]:
-        grants = real(self, gate)
-        gate.readers += sum(grant.stale for grant in grants)
-        return [Grant(grant.task, stale=False) for grant in grants]
-
-    return [(SlotGates, "_grant", turn)]
-
-
-@mutant
-def failed_copy_counts_as_copied() -> list[Patch]:
-    real = TransferPipeline._copied
-    return [(TransferPipeline, "_copied", lambda self, task, outcome: real(self, task, OK))]
+native("gates_ignore_order", "gates_accept_stale", "failed_copy_counts_as_copied")
 
 
 # -- rule 2: a store in flight is a hit ---------------------------------------------------
 
 
-@mutant
-def store_in_flight_is_a_miss() -> list[Patch]:
-    real = Tiers.lookup
-
-    def lookup(self: Any, key: bytes) -> Any:
-        entry = self.index.awake.get(key)
-        return None if entry and entry.state is State.STORING else real(self, key)
-
-    return [(Tiers, "lookup", lookup)]
+native("store_in_flight_is_a_miss")
 
 
 # -- rule 3: GPU order --------------------------------------------------------------------
@@ -99,20 +54,7 @@ def loads_ignore_the_fence() -> list[Patch]:
 # -- rule 4: GPU blocks and waits ---------------------------------------------------------
 
 
-@mutant
-def job_finishes_while_dma_runs() -> list[Patch]:
-    real = TransferPipeline._submit_copies
-
-    def submit(self: Any) -> None:
-        before = set(self._tickets)
-        real(self)
-        for ticket in self._tickets.keys() - before:
-            batch = self._tickets[ticket]
-            self._tickets[ticket] = replace(batch, tasks=[])
-            for task in batch.tasks:
-                self._copied(task, OK)
-
-    return [(TransferPipeline, "_submit_copies", submit)]
+native("job_finishes_while_dma_runs")
 
 
 @mutant
@@ -122,25 +64,13 @@ def wait_returns_before_the_copy() -> list[Patch]:
 
 @mutant
 def wait_for_a_load_does_not_cancel() -> list[Patch]:
-    return [(TransferPipeline, "cancel", lambda self, op: None)]
+    return [(TransferPipeline, "cancel", lambda self, op, rows=None: None)]
 
 
 # -- rule 5: write after copy, table after write, every rank ------------------------------
 
 
-@mutant
-def write_begins_with_the_store() -> list[Patch]:
-    real = core.ManagerCore.prepare_store
-
-    def prepare_store(self: Any, keys: Any) -> Any:
-        plan = real(self, keys)
-        for key in plan.stored:
-            entry = self._tiers.index.find(key)
-            if self._tiers.on(entry, Event.COPIED) is State.CACHED:
-                self._writes.want(entry)
-        return plan
-
-    return [(core.ManagerCore, "prepare_store", prepare_store)]
+native("write_begins_with_the_store", "failed_write_counts_as_written", "first_rank_decides")
 
 
 @mutant
@@ -157,35 +87,17 @@ def table_is_written_before_data() -> list[Patch]:
 
 
 @mutant
-def failed_write_counts_as_written() -> list[Patch]:
-    real = WriteBehind.ended
-    return [
-        (WriteBehind, "ended", lambda self, entry, slot, failure: real(self, entry, slot, None))
-    ]
-
-
-@mutant
-def first_rank_decides() -> list[Patch]:
-    real = Ledger.apply
-
-    def apply(self: Any, report: Any) -> tuple[Op, bool, bool]:
-        first = isinstance(report, OpReport) and self._ops[report.op].outcomes_left
-        op, _, released = real(self, report)
-        return op, first == self._world_size, released
-
-    return [(Ledger, "apply", apply)]
-
-
-@mutant
 def adoption_is_the_union() -> list[Patch]:
     real = world.agree
 
     def union(one: AdoptedEntries, other: AdoptedEntries) -> AdoptedEntries:
-        more = [i for i, slot in enumerate(other.pool_slots) if slot not in one.pool_slots]
-        return AdoptedEntries(
-            np.concatenate([one.pool_slots, other.pool_slots[more]]),
-            np.concatenate([one.generations, other.generations[more]]),
-            one.keys + tuple(other.keys[i] for i in more),
+        more = np.flatnonzero(~np.isin(other.places, one.places))
+        return handshake._in_order(
+            AdoptedEntries(
+                np.concatenate([one.places, other.places[more]]),
+                np.concatenate([one.generations, other.generations[more]]),
+                one.keys + other.key_rows()[more].tobytes(),
+            )
         )
 
     def agree(hellos: Sequence[RankHello]) -> Agreement:
@@ -196,6 +108,9 @@ def adoption_is_the_union() -> list[Patch]:
 
 
 # -- rule 6: nothing wrong is accepted ----------------------------------------------------
+
+
+native("pipeline_ignores_failed_reads")
 
 
 @mutant
@@ -220,15 +135,3 @@ def reads_ignore_the_checksum() -> list[Patch]:
         return real(self, record, identity)
 
     return [(SimIo, "verify", verify)]
-
-
-@mutant
-def pipeline_ignores_failed_reads() -> list[Patch]:
-    real = TransferPipeline._io_event
-
-    def event(self: Any, event: IoEvent) -> None:
-        if event.outcome is not None and event.released and event.task.step is Step.IO:
-            event = IoEvent(event.task, OK, released=True)
-        real(self, event)
-
-    return [(TransferPipeline, "_io_event", event)]

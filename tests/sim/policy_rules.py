@@ -43,7 +43,7 @@ class PolicyRules:
             raise Violation("demotion", "a load evicted a chunk that was never written")
         used, held = set(used_cache), set(self._core.held())
         for entry in self._core.entries():
-            free = entry.cache_slot not in used and entry.identity.key not in held
+            free = entry.cache not in used and entry.key not in held
             if entry.state is State.BOTH and free:
                 raise Violation("demotion", f"an unwritten chunk was evicted before {entry}")
 
@@ -54,7 +54,7 @@ class PolicyRules:
         if gauges["cache_slots_used"] < gauges["cache_slots"]:
             raise Violation("9", "refused a store with a cache slot free")
         for entry in self._core.entries():
-            free = entry.cache_slot not in used and entry.identity.key not in held
+            free = entry.cache not in used and entry.key not in held
             if entry.state in (State.CACHED, State.BOTH) and free:
                 raise Violation("9", f"refused a store although {entry} could be evicted")
 

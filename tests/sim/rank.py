@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from vllm_nvmeof_offload.copy.base import Pieces
 from vllm_nvmeof_offload.protocol import (
     Command,
     LoadCommand,
@@ -18,12 +19,12 @@ from vllm_nvmeof_offload.protocol import (
     ResetCommand,
     StoreCommand,
     WriteCommand,
+    slot_of,
+    target_of,
 )
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import HEADER_BYTES
-from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
-from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
-from vllm_nvmeof_offload.worker.tasks import FinishedJob
+from vllm_nvmeof_offload.worker.pipeline import FinishedJob, TransferLimits, TransferPipeline
 
 from .base import BLOCK_BYTES, GPU_BASE, STAGING_BASE, Clock, Knobs, Trace, Violation
 from .copying import SimCopy
@@ -110,13 +111,14 @@ class SimRank:
             StagingMap(STAGING_BASE, slot_bytes, knobs.cache_slots, knobs.stream_slots),
             self.copy,
             self.io,
-            SchedulerConfig(
+            TransferLimits(
                 rank,
                 knobs.targets,
                 knobs.reads_max,
                 knobs.writes_max,
                 knobs.read_deadline_s,
                 knobs.write_deadline_s,
+                payload_bytes=slot_bytes - HEADER_BYTES,
             ),
             clock,
         )
@@ -131,9 +133,11 @@ class SimRank:
 
     def hello(self, engine_index: int = 0) -> RankHello:
         adopted = self.io.store.adopt()
-        slots, generations = adopted.pool_slots.tolist(), adopted.generations.tolist()
-        self.io.committed.update(zip(slots, generations, strict=True))
         knobs = self._knobs
+        for place, generation in zip(
+            adopted.places.tolist(), adopted.generations.tolist(), strict=True
+        ):
+            self.io.committed[slot_of(place) * knobs.targets + target_of(place)] = generation
         return RankHello(
             self.rank,
             engine_index,
@@ -188,7 +192,7 @@ class SimRank:
 
     def _apply(self, command: Command) -> None:
         if isinstance(command, WriteCommand):
-            self._writes.add(command.identity.generation)
+            self._writes.update(command.batch.generations.tolist())
         elif isinstance(command, ResetCommand):
             self.io.overtaken |= self._writes
             self.io.reset_asked()
@@ -216,8 +220,8 @@ class SimRank:
                 for block in (b for chunk in self._loads[op].blocks for b in chunk):
                     watches.check(("gpu", block), f"the model after wait({op})", writing=False)
             elif op in self._stores:
-                for chunk in self._stores[op].chunks:
-                    if watches.busy(("slot", chunk.cache_slot), writing=True):
+                for slot in self._stores[op].batch.cache.tolist():
+                    if watches.busy(("slot", slot), writing=True):
                         raise Violation("4", f"wait({op}) returned before the copy")
 
     def _submit(self, op: int, job: TransferJob) -> None:
@@ -230,13 +234,14 @@ class SimRank:
                 for i, block in enumerate(blocks)
             ]
             pieces.append(np.array(rows, np.uint64).reshape(-1, 3))
+        joined = Pieces.of(pieces)
         self._open.add(op)
         command = job.command
         if isinstance(command, StoreCommand):
             self._stores[op] = command
-            self._hand_over(lambda: self.pipeline.store(command, pieces, fence))
+            self._hand_over(lambda: self.pipeline.store(command, joined, fence))
         else:
-            self._hand_over(lambda: self.pipeline.load(command, pieces, fence))
+            self._hand_over(lambda: self.pipeline.load(command, joined, fence))
 
     def _hand_over(self, call: Callable[[], None]) -> None:
         self._inbox.append(call)

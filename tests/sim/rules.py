@@ -3,21 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from vllm_nvmeof_offload.errors import CANCELLED, STALE
+from vllm_nvmeof_offload.errors import CANCELLED, STALE, Outcome
 from vllm_nvmeof_offload.manager.core import ManagerCore, Source, StorePlan
 from vllm_nvmeof_offload.manager.index import Entry, State
 from vllm_nvmeof_offload.protocol import (
     CancelCommand,
+    ChunkBatch,
     Command,
     FetchCommand,
     LoadCommand,
     OpReport,
-    ReleaseReport,
     Report,
     ResetCommand,
     SlotIdentity,
+    slot_of,
+    slots_by_target,
+    target_of,
 )
 
 from .base import Clock, Knobs, Violation
@@ -60,6 +63,7 @@ class Rules:
         self._failed: set[int] = set()  # every rank has reported: must be removed
         self._void: set[int] = set()  # generations from before a reset
         self._in_pool: set[int] = set()  # in no cache slot before these reports
+        self._resets_sent = 0
         self._waiting_since_s: float | None = None  # issue time of the oldest command not sent yet
 
     # -- calls ------------------------------------------------------------------------
@@ -69,21 +73,17 @@ class Rules:
 
     def prepare_load(self, keys: Sequence[bytes], limit_s: float | None = None) -> LoadCommand:
         command = self._core.prepare_load(keys, limit_s)
-        op = self._sent("load", command.op)
-        op.identities = tuple(chunk.identity for chunk in command.chunks)
+        op = self._sent("load", command.op, command.batch)
         if [i.key for i in op.identities] != list(keys):
             raise Violation("8", "a load names other keys than were requested")
-        for chunk in command.chunks:
-            if chunk.identity.generation in self._failed | self._void:
-                raise Violation("8", f"a load of {chunk.identity}, which failed or was voided")
-            if chunk.cache_slot is not None:
-                if chunk.pool_slot is not None:
-                    self._fresh(chunk.cache_slot, chunk.identity)
-                op.cache[chunk.cache_slot] = chunk.identity
-            if chunk.pool_slot is not None:
-                op.pool[chunk.pool_slot] = chunk.identity
+        for row, identity in enumerate(op.identities):
+            if identity.generation in self._failed | self._void:
+                raise Violation("8", f"a load of {identity}, which failed or was voided")
+            cache, place = op.cache.get(row), op.places.get(row)
+            if cache is not None and place is not None:
+                self._fresh(cache, identity)
         self.ops[command.op] = op
-        self._policies.planned(self._used("cache"), load=True)
+        self._policies.planned(self._used(), load=True)
         return command
 
     def prepare_store(self, keys: Sequence[bytes]) -> StorePlan:
@@ -92,59 +92,68 @@ class Rules:
         plan = self._core.prepare_store(keys)
         if plan is None:
             raise Violation("9", "prepare_store returned None")
-        stored = list(plan.stored)
+        stored = [] if plan.command is None else list(plan.command.batch.key_list())
         if stored != new[: len(stored)] or plan.refused != len(new) - len(stored):
             raise Violation("9", f"stored {stored}, refused {plan.refused} of {new}")
         if plan.refused:
-            self._policies.refused(self._used("cache"))
+            self._policies.refused(self._used())
         if plan.command is not None:
-            op = self._sent("store", plan.command.op)
-            op.identities = tuple(chunk.identity for chunk in plan.command.chunks)
-            for chunk in plan.command.chunks:
-                self._fresh(chunk.cache_slot, chunk.identity)
-                op.cache[chunk.cache_slot] = chunk.identity
+            op = self._sent("store", plan.command.op, plan.command.batch)
+            for row, identity in enumerate(op.identities):
+                self._fresh(op.cache[row], identity)
             self.ops[plan.command.op] = op
-        self._policies.planned(self._used("cache"), load=False)
+        self._policies.planned(self._used(), load=False)
         return plan
 
     def commanded(self, commands: Sequence[Command]) -> None:
         issued_s, self._waiting_since_s = self._waiting_since_s, None
         self._policies.commanded(commands)
+        entries = {entry.generation: entry for entry in self._core.entries()}
         for command in commands:
             if isinstance(command, ResetCommand):
-                self.ops[command.op] = self._sent("reset", command.op, issued_s)
+                self.ops[command.op] = self._sent("reset", command.op, None, issued_s)
+                self._resets_sent += 1
                 continue
             if isinstance(command, CancelCommand):
-                if self.ops[command.target_op].kind not in ("load", "fetch"):
-                    raise Violation("state", f"{command} cancels {self.ops[command.target_op]}")
+                self._cancelled(command)
                 continue
             fetch = isinstance(command, FetchCommand)
-            op = self._sent("fetch" if fetch else "write", command.op, issued_s)
-            op.identities = (command.identity,)
-            if fetch:
-                self._fresh(command.cache_slot, command.identity)
-            elif command.identity.generation not in self._copied:
-                raise Violation("5", f"{command}: no report has completed its store")
-            for other in self.ops.values():
-                if other.pool.get(command.pool_slot, command.identity) != command.identity:
-                    raise Violation("7", f"{command}: pool slot still used by {other}")
-            op.cache[command.cache_slot] = command.identity
-            op.pool[command.pool_slot] = command.identity
+            op = self._sent("fetch" if fetch else "write", command.op, command.batch, issued_s)
+            for row, identity in enumerate(op.identities):
+                if fetch:
+                    self._fresh(op.cache[row], identity)
+                    entry = entries.get(identity.generation)
+                    if entry is None or entry.cache != op.cache[row]:
+                        raise Violation("intent", f"{command}: row {row} was dropped: {entry}")
+                elif identity.generation not in self._copied:
+                    raise Violation("5", f"{command}: no report has completed its store")
+                for other, place, _ in self._users("places"):
+                    if place == op.places[row] and other != identity:
+                        raise Violation("7", f"{command}: pool slot still used by {other}")
             self.ops[command.op] = op
 
+    def _cancelled(self, command: CancelCommand) -> None:
+        op = self.ops[command.target_op]
+        if op.kind not in ("load", "fetch"):
+            raise Violation("state", f"{command} cancels {op}")
+        for row in () if command.indexes is None else command.indexes.tolist():
+            for identity, slot, other in self._users("cache"):
+                if other is not op and (identity, slot) == (op.identities[row], op.cache.get(row)):
+                    raise Violation("state", f"{command}: {other} waits for row {row}")
+
     def report(self, reports: Sequence[Report]) -> None:
-        before = {e.identity.generation: (e, e.state) for e in self._core.entries()}
+        before = {e.generation: (e, e.state) for e in self._core.entries()}
         self._in_pool = {g for g, (_, state) in before.items() if state in _READ_FIRST}
         for report in reports:
-            if isinstance(report, OpReport | ReleaseReport):
+            if isinstance(report, OpReport):
                 self._apply(report)
         self._core.report(reports)
         self._commands_wait()
-        after = {e.identity.generation for e in self._core.entries()}
+        after = {e.generation for e in self._core.entries()}
         for generation in before.keys() - after - self._failing:
             entry, state = before[generation]
             if state is not State.POOLED:
-                raise Violation("8", f"{entry} ({state.value}) was removed but did not fail")
+                raise Violation("8", f"{entry} ({state.name}) was removed but did not fail")
 
     def reset(self) -> None:
         self._void.update(self._expected)
@@ -157,20 +166,22 @@ class Rules:
         gauges = self._core.gauges()
         caches: set[int] = set()
         pools: set[int] = set()
-        users = self._users()
+        users = {tier: self._by_slot(tier) for tier in ("cache", "places")}
+        slots = slots_by_target(self._knobs.pool_slots, self._knobs.targets)
         for entry in self._core.entries():
             self._check_entry(entry)
             for tier, slot, seen in (
-                ("cache", entry.cache_slot, caches),
-                ("pool", entry.pool_slot, pools),
+                ("cache", entry.cache, caches),
+                ("places", entry.place, pools),
             ):
-                if slot is None:
+                if slot < 0:
                     continue
-                if slot in seen or not 0 <= slot < getattr(self._knobs, f"{tier}_slots"):
+                limit = slots[target_of(slot)] if tier == "places" else self._knobs.cache_slots
+                if slot in seen or slot_of(slot) >= limit:
                     raise Violation("7", f"{tier} slot {slot} twice or out of range")
                 seen.add(slot)
-                for other in users.get((tier, slot), ()):
-                    if other.generation != entry.identity.generation:
+                for other in users[tier].get(slot, ()):
+                    if other.generation != entry.generation:
                         raise Violation("7", f"{tier} slot {slot}: {entry} and still {other}")
         for tier, seen in (("cache", caches), ("pool", pools)):
             taken, orphaned = gauges[f"{tier}_slots_used"], gauges[f"{tier}_slots_orphaned"]
@@ -178,7 +189,8 @@ class Rules:
                 raise Violation("leak", f"{tier}: {taken} taken, {len(seen)} + {orphaned} known")
             if taken > gauges[f"{tier}_slots"]:
                 raise Violation("leak", f"{tier}: {taken} slots taken of {gauges}")
-        if gauges["ops"] != len(self.ops) + gauges["commands_waiting"]:
+        unsent = self._core.counters["resets"] - self._resets_sent
+        if gauges["ops"] != len(self.ops) + unsent:
             raise Violation("leak", f"{gauges['ops']} ops, {len(self.ops)} known outside")
         self._policies.check()
         self._events.check()
@@ -188,39 +200,40 @@ class Rules:
         """Check after any event that every rank's memory and pool hold what the index records."""
         expected = self._expected
         for entry in self._core.entries():
-            state, generation = entry.state, entry.identity.generation
+            state, generation = entry.state, entry.generation
             if state in _STAGED:
                 for rank in self.ranks:
-                    payload = rank.memory.slots[entry.cache_slot]  # type: ignore[index]
+                    payload = rank.memory.slots[entry.cache]
                     if payload != expected[generation]:
                         raise Violation("1", f"rank {rank.rank}: {entry} is over {payload}")
             if state in _PERSISTED:
+                slot = slot_of(entry.place) * self._knobs.targets + target_of(entry.place)
                 for rank in self.ranks:
-                    if rank.io.committed.get(entry.pool_slot) != generation:  # type: ignore[arg-type]
+                    if rank.io.committed.get(slot) != generation:
                         raise Violation("5", f"rank {rank.rank} never wrote {entry}")
 
     def _check_entry(self, entry: Entry) -> None:
-        generation, state = entry.identity.generation, entry.state
-        if generation in self._failed or generation in self._void or state is State.DOOMED:
+        generation, state = entry.generation, entry.state
+        if generation in self._failed or generation in self._void:
             raise Violation("8", f"{entry} failed or was voided but is still in the index")
-        if (entry.cache_slot is not None) != (state in _HAS_CACHE) or (
-            entry.pool_slot is not None
-        ) != (state in _HAS_POOL):
+        if (entry.cache >= 0) != (state in _HAS_CACHE) or (entry.place >= 0) != (
+            state in _HAS_POOL
+        ):
             raise Violation("state", f"slots do not fit the state: {entry}")
-        if state is State.STORING and self._core.lookup(entry.identity.key) is not Source.CPU:
+        if state is State.STORING and self._core.lookup(entry.key) is not Source.CPU:
             raise Violation("2", f"{entry} is not a hit")
 
     def adopted(self) -> None:
         """Check after a start: every adopted entry was computed with the loaded weights."""
         for entry in self._core.entries():
-            if any(epoch for epoch, _ in self._expected[entry.identity.generation]):
+            if any(epoch for epoch, _ in self._expected[entry.generation]):
                 raise Violation("reset", f"adopted {entry} of other weights")
 
     def quiet(self) -> None:
         """Check when the engine stops stepping: no op still owes a report that will come."""
         for number, op in self.ops.items():
             young = self._clock() - op.issued_s < self._knobs.report_deadline_s
-            if op.outcomes < self._knobs.ranks and young:
+            if op.owes_outcomes and young:
                 raise Violation("report", f"stepping stopped while op {number} is owed: {op}")
 
     def idle(self) -> None:
@@ -242,64 +255,73 @@ class Rules:
 
     # -- helpers ----------------------------------------------------------------------
 
-    def _sent(self, kind: str, number: int, issued_s: float | None = None) -> SentOp:
+    def _sent(
+        self, kind: str, number: int, batch: ChunkBatch | None, issued_s: float | None = None
+    ) -> SentOp:
         if number in self.ops:
             raise Violation("state", f"op {number} used twice")
-        return SentOp(kind, self._clock() if issued_s is None else issued_s)
+        issued_s = self._clock() if issued_s is None else issued_s
+        return SentOp.of(kind, issued_s, batch, self._knobs.ranks)
 
     def _commands_wait(self) -> None:
         if self._waiting_since_s is None and self._core.gauges()["commands_waiting"]:
             self._waiting_since_s = self._clock()
 
     def _entries(self) -> dict[bytes, Entry]:
-        return {entry.identity.key: entry for entry in self._core.entries()}
+        return {entry.key: entry for entry in self._core.entries()}
 
-    def _users(self) -> dict[tuple[str, int], list[SlotIdentity]]:
-        users: dict[tuple[str, int], list[SlotIdentity]] = {}
+    def _users(self, tier: str) -> Iterator[tuple[SlotIdentity, int, SentOp]]:
         for op in self.ops.values():
-            for slot, identity in op.cache.items():
-                users.setdefault(("cache", slot), []).append(identity)
-            for slot, identity in op.pool.items():
-                users.setdefault(("pool", slot), []).append(identity)
+            for row, slot in getattr(op, tier).items():
+                yield op.identities[row], slot, op
+
+    def _by_slot(self, tier: str) -> dict[int, list[SlotIdentity]]:
+        users: dict[int, list[SlotIdentity]] = {}
+        for identity, slot, _ in self._users(tier):
+            users.setdefault(slot, []).append(identity)
         return users
 
-    def _used(self, tier: str) -> set[int]:
-        return {slot for kind, slot in self._users() if kind == tier}
+    def _used(self) -> set[int]:
+        return {slot for _, slot, _ in self._users("cache")}
 
     def _fresh(self, slot: int, identity: SlotIdentity) -> None:
         """Rule 7: a slot is given out again only when no rank works on it."""
-        for op in self.ops.values():
-            if op.cache.get(slot, identity) != identity:
+        for other, used, op in self._users("cache"):
+            if used == slot and other != identity:
                 raise Violation("7", f"cache slot {slot} for {identity}, still used by {op}")
         for rank in self.ranks:
             if rank.memory.watches.busy(("slot", slot)):
                 raise Violation("7", f"cache slot {slot} given out, busy on rank {rank.rank}")
 
-    def _apply(self, report: OpReport | ReleaseReport) -> None:
-        op = self.ops[report.op]
-        if isinstance(report, OpReport):
-            op.outcomes += 1
-            for index, outcome in report.failures:
-                if op.failures.get(index, CANCELLED) == CANCELLED:
-                    op.failures[index] = outcome
-                if op.blames(index, outcome, self._in_pool):
-                    self._failing.add(op.identities[index].generation)
-            if op.outcomes == self._knobs.ranks:
-                self._decided(op)
-                # A buffer that a kernel still holds belongs to a chunk that failed.
-                held = {one for i, one in enumerate(op.identities) if i in op.failures}
-                op.cache = {slot: one for slot, one in op.cache.items() if one in held}
-                op.pool = {slot: one for slot, one in op.pool.items() if one in held}
-            if not report.released:
-                return
-        op.releases += 1
-        if op.releases == self._knobs.ranks:
+    def _apply(self, report: OpReport) -> None:
+        op = self.ops.get(report.op)
+        if op is None:
+            raise Violation("13", f"{report}: every rank has reported all of this op already")
+        for row, outcome, released in op.rows_of(report):
+            if outcome is not None:
+                self._ended(op, row, outcome)
+            if released:
+                op.released(row)
+        if not any(op.outcomes) and not any(op.releases):
             del self.ops[report.op]
 
-    def _decided(self, op: SentOp) -> None:
-        for index, identity in enumerate(op.identities):
-            failure = op.failures.get(index)
-            if op.kind == "store" and failure is None:
-                self._copied.add(identity.generation)
-            elif op.kind == "store" or (op.kind in _READS and failure not in _SPARES):
-                self._failed.add(identity.generation)
+    def _ended(self, op: SentOp, row: int, outcome: Outcome) -> None:
+        if not op.outcomes[row]:
+            raise Violation("13", f"{op}: row {row} had its outcome on every rank")
+        op.outcomes[row] -= 1
+        if not outcome.ok:
+            if op.failures.get(row, CANCELLED) == CANCELLED:
+                op.failures[row] = outcome
+            if op.blames(row, outcome, self._in_pool):
+                self._failing.add(op.identities[row].generation)
+        if not op.outcomes[row]:
+            self._decided(op, row)
+
+    def _decided(self, op: SentOp, row: int) -> None:
+        if op.kind == "reset":
+            return
+        generation, failure = op.identities[row].generation, op.failures.get(row)
+        if op.kind == "store" and failure is None:
+            self._copied.add(generation)
+        elif op.kind == "store" or (op.kind in _READS and failure not in _SPARES):
+            self._failed.add(generation)

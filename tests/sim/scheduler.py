@@ -123,6 +123,11 @@ class SimScheduler:
         metadata = Metadata(self._step, self.epoch)
         preempted: list[Request] = []
         scheduled: list[tuple[Request, int]] = []
+        # The core's contract leaves open when in a step it is: requests may leave between it and
+        # `take_commands`, which drops fetches that were never sent.
+        turn_comes_first = self._step % 3 == 0
+        if turn_comes_first:
+            self.core.turn()
         budget = self._schedule_running(scheduled, preempted)
         if not preempted:
             self._schedule_waiting(scheduled, budget)
@@ -141,7 +146,8 @@ class SimScheduler:
         metadata.loads, self._loads = self._loads, {}
         metadata.flush, self._flush = self._flush, set()
         self._allocated = set()
-        self.core.turn()
+        if not turn_comes_first:
+            self.core.turn()
         metadata.commands = self.core.take_commands()
         self._rules.commanded(metadata.commands)
         for request, count in scheduled:
@@ -272,7 +278,7 @@ class SimScheduler:
         request.computed += external
         request.stored_chunks = first_chunk + len(keys)
         self._loading_keys.update(keys)
-        self._trace("load", request, "op", command.op, *command.chunks)
+        self._trace("load", request, "op", command.op, *keys)
 
     def _loaded(self, request: Request) -> None:
         """`_update_waiting_for_remote_kv`."""
@@ -302,11 +308,12 @@ class SimScheduler:
             return
         per_chunk = knobs.blocks_per_chunk
         blocks = []
-        for chunk in plan.command.chunks:
-            index = begin + keys.index(chunk.identity.key)
+        batch = plan.command.batch
+        for row, key in enumerate(batch.key_list()):
+            index = begin + keys.index(key)
             span = range(index * per_chunk, (index + 1) * per_chunk)
             blocks.append(tuple(request.blocks[i] for i in span))
-            self._expected[chunk.identity.generation] = [
+            self._expected[int(batch.generations[row])] = [
                 (self.epoch, request.hashes[(i + 1) * knobs.block_tokens - 1]) for i in span
             ]
         op = plan.command.op
@@ -314,7 +321,7 @@ class SimScheduler:
         self._jobs[op] = (request, True, Counter())
         self._store_blocks[op] = blocks
         request.jobs.add(op)
-        self._trace("store", request, "op", op, *plan.command.chunks)
+        self._trace("store", request, "op", op, *batch.generations.tolist())
         if request.status is Status.DONE:
             self._fence(request, op, blocks)
 

@@ -88,6 +88,9 @@ class SimIo:
 
     # -- IoEngine ---------------------------------------------------------------------
 
+    def attach(self) -> None:
+        return None
+
     def submit(self, ops: Sequence[IoOp]) -> int:
         accepted = 0
         for op in ops:

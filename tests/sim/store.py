@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_nvmeof_offload.protocol import AdoptedEntries, SlotIdentity
+from vllm_nvmeof_offload.protocol import AdoptedEntries, SlotIdentity, place_of
 
 from .memory import Tag
 
@@ -93,10 +93,11 @@ class RankStore:
             self.epoch += 1
         self.superblocks = [Superblock(self.epoch)] * len(self.superblocks)
         slots = [slot for slot, (_, epoch) in sorted(self.table.items()) if epoch == self.epoch]
+        targets = len(self.superblocks)
         return AdoptedEntries(
-            np.array(slots, np.int64),
+            np.array([place_of(s % targets, s // targets) for s in slots], np.int64),
             np.array([self.table[s][0].generation for s in slots], np.uint64),
-            tuple(self.table[s][0].key for s in slots),
+            b"".join(self.table[s][0].key for s in slots),
         )
 
     def _remember(self, where: dict, slot: int) -> None:  # type: ignore[type-arg]

@@ -57,6 +57,7 @@ class World:
         knobs = self.knobs
         config = CoreConfig(
             world_size=knobs.ranks,
+            key_bytes=8,
             weights_never_change=knobs.weights_never_change,
             land_cache_share=knobs.land_share,
             reload_cache_share=knobs.reload_share,

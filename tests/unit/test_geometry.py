@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.copy.base import Direction, Pieces
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import EngineError
@@ -113,7 +113,8 @@ def test_many_chunks_in_one_call_equal_single_calls(
     together = geometry.pieces_by_chunk(blocks, skip, chunks)
     parts = geometry.split(blocks, skip, chunks)
     alone = [geometry.pieces(part, 0 if i else skip) for i, part in enumerate(parts)]
-    assert [p.tolist() for p in together] == [p.tolist() for p in alone]
+    assert together.first.tolist() == Pieces.of(alone).first.tolist()
+    assert together.rows.tolist() == Pieces.of(alone).rows.tolist()
     with pytest.raises(AssertionError, match=f"{count} blocks over {chunks + 1} chunks"):
         geometry.pieces_by_chunk(blocks, skip, chunks + 1)
 

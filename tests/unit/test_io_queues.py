@@ -23,7 +23,7 @@ class Bench:
         token = len(self.states) + 1
         if kind is OpKind.WRITE:
             urgency = Urgency.WRITE
-        op = IoOp(token, kind, urgency, 0, 0, SlotIdentity(b"k", 1))
+        op = IoOp(token, kind, urgency, 0, 0, SlotIdentity(b"k", 1), SLOT)
         self.states[token] = OpState(op, token)
         self.queues.add(self.states[token])
         return token

@@ -67,7 +67,7 @@ def test_our_policies_and_a_users_own_are_accepted() -> None:
 
 
 def test_the_trial_gives_a_policy_slots_as_the_manager_does() -> None:
-    """It may count on having some, but not on `used` being an array: a target's is a view."""
+    """It may count on having some, but not on `used` being an array: it is a view."""
     assert choose_policy("policies_of_a_user:Dividing")(range(4)).share == 25  # type: ignore[attr-defined]
 
 

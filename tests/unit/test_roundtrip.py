@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from vllm_nvmeof_offload.copy.base import Pieces
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.io.base import IoLimits, Waker
@@ -19,15 +20,15 @@ from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.protocol import RankHello
+from vllm_nvmeof_offload.protocol import RankHello, slot_of
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import MIB, slot_stride_bytes
-from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
-from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferPipeline
+from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 
 PAGE = 3000  # bytes: slots are padded to 4 KiB
 LAYERS, BLOCKS, PER_CHUNK = 3, 400, 2
 CACHE_SLOTS, STREAM_SLOTS = 12, 3
+KEY_BYTES = len(b"key-0000")
 
 
 class Rank:
@@ -49,7 +50,8 @@ class Rank:
         self.io = ThreadsIoEngine(
             self.pool, self.staging.view, self.staging.map.base_address, IoLimits()
         )
-        pipeline = TransferPipeline(self.staging.map, self.copy, self.io, SchedulerConfig())
+        config = TransferLimits(payload_bytes=payload)
+        pipeline = TransferPipeline(self.staging.map, self.copy, self.io, config)
         self.runner = PipelineRunner(pipeline, waker, self.io.fileno())
         hello = RankHello(
             rank=0,
@@ -61,21 +63,21 @@ class Rank:
             slot_bytes=slot_stride_bytes(payload),
             adopted=self.pool.adopt(),
         )
-        self.manager = ManagerCore(CoreConfig(), agree([hello]))
+        self.manager = ManagerCore(CoreConfig(key_bytes=KEY_BYTES), agree([hello]))
 
     def store(self, keys: list[bytes], blocks: np.ndarray) -> None:
         plan = self.manager.prepare_store(keys)
-        assert plan.stored == tuple(keys)
         assert plan.command is not None
         command = plan.command
+        assert command.batch.key_list() == keys
         pieces = [self.geometry.pieces(b, 0) for b in blocks.reshape(-1, PER_CHUNK)]
-        self.runner.hand_over(lambda p: p.store(command, pieces, None), command.op)
+        self.runner.hand_over(lambda p: p.store(command, Pieces.of(pieces), None), command.op)
         self.runner.wait([command.op])
 
     def load(self, keys: list[bytes], blocks: np.ndarray) -> tuple[tuple[int, object], ...]:
         command = self.manager.prepare_load(keys)
         pieces = [self.geometry.pieces(b, 0) for b in blocks.reshape(-1, PER_CHUNK)]
-        self.runner.hand_over(lambda p: p.load(command, pieces, None), command.op)
+        self.runner.hand_over(lambda p: p.load(command, Pieces.of(pieces), None), command.op)
         self.runner.wait([command.op])
         finished = self.step()
         (job,) = [job for job in finished if job.op == command.op]
@@ -168,10 +170,10 @@ def test_a_damaged_slot_fails_only_its_chunk(tmp_path: Path) -> None:
         (slab,) = tmp_path.rglob("slab")
         victim = 5
         assert rank.manager.lookup(keys[victim]) is Source.POOL
-        (entry,) = [e for e in rank.manager.entries() if e.identity.key == keys[victim]]
-        assert entry.pool_slot is not None
+        (entry,) = [e for e in rank.manager.entries() if e.key == keys[victim]]
+        assert entry.place >= 0
         with slab.open("r+b") as file:
-            file.seek(entry.pool_slot * rank.pool.slot_bytes + 4096 + 100)
+            file.seek(slot_of(entry.place) * rank.pool.slot_bytes + 4096 + 100)
             byte = file.read(1)
             file.seek(-1, 1)
             file.write(bytes([byte[0] ^ 0x10]))

@@ -10,9 +10,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="the view reads vLLM's objects")
 
-from vllm.v1.kv_offload.base import LookupResult
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.kv_offload.base import LookupResult, make_offload_key
 
-from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView
+from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView, key_bytes_of
 
 BLOCK, BLOCKS_PER_CHUNK = 16, 2
 CHUNK = BLOCK * BLOCKS_PER_CHUNK
@@ -78,3 +79,11 @@ def test_a_chunk_is_cached_if_its_last_block_is_cached() -> None:
     assert [is_cached(request, chunk) for chunk in range(2)] == [False, True]
     del request.block_hashes[3:]
     assert not is_cached(request, 1)
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
+def test_the_length_of_keys_follows_from_the_hash_algorithm(algorithm: str) -> None:
+    if algorithm.startswith("xxhash"):
+        pytest.importorskip("xxhash", reason="vLLM hashes with it")
+    key = make_offload_key(get_hash_fn_by_name(algorithm)((b"parent", (1, 2, 3), None)), 7)
+    assert key_bytes_of(algorithm) == len(key) == (36 if algorithm.startswith("sha") else 20)

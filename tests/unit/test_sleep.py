@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
+from tests.chunks import batch_of
 from tests.gpu.device import StubDevice
 from tests.gpu.rig import Rig
 from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload.connector import NVMeoFOffloadingConnector
 from vllm_nvmeof_offload.copy.base import Backend
 from vllm_nvmeof_offload.io.base import NoIoEngine, Waker
-from vllm_nvmeof_offload.protocol import SlotIdentity, StoreChunk, StoreCommand
+from vllm_nvmeof_offload.protocol import OpReport, SlotIdentity, StoreCommand
 from vllm_nvmeof_offload.vllm_adapter.manager import CommandSpec
 from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 from vllm_nvmeof_offload.worker.build import RankWorker
-from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
-from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferPipeline
+from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 
 WAIT_S = 120
 
@@ -37,7 +37,8 @@ class _Rank:
         self.rig = Rig(StubDevice(), "contiguous", Backend.DMA, 4096, on_done=waker.wake)
         self.cuda = cast(FakeCuda, self.rig.device.cuda)
         io = NoIoEngine()
-        pipeline = TransferPipeline(self.rig.map, self.rig.engine, io, SchedulerConfig())
+        config = TransferLimits(payload_bytes=self.rig.geometry.payload_bytes)
+        pipeline = TransferPipeline(self.rig.map, self.rig.engine, io, config)
         self.runner = PipelineRunner(pipeline, waker, io.fileno())
         self.worker = NVMeoFOffloadingWorker(
             RankWorker(
@@ -53,9 +54,9 @@ class _Rank:
 
     def store(self, job: int) -> None:
         """Blocks 0 to 2 into slot 0."""
-        chunk = StoreChunk(SlotIdentity(bytes([job]) * 36, job), 0)
+        batch = batch_of((SlotIdentity(bytes([job]) * 36, job), 0, None))
         spec = GPULoadStoreSpec([0, 1, 2], group_sizes=(3,), block_indices=(0,))
-        self.worker.submit_store(job, spec, CommandSpec(StoreCommand(job, (chunk,))))
+        self.worker.submit_store(job, spec, CommandSpec(StoreCommand(job, batch)))
 
     def finished(self) -> bool:
         """Wait for the one open job; return whether it succeeded."""
@@ -64,7 +65,7 @@ class _Rank:
             self.cuda.drain()
             assert time.monotonic() < end_s
         reports, _ = self.worker.take_reports()
-        return not any(report.failures for report in reports)  # type: ignore[union-attr]
+        return all(one.codes is None for one in reports if isinstance(one, OpReport))
 
 
 @pytest.fixture

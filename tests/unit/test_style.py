@@ -35,10 +35,10 @@ FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
-PRODUCT_FILES_MAX = 104
-PRODUCT_LINES_MAX = 22_120
-BENCH_FILES_MAX = 58
-BENCH_LINES_MAX = 12_330
+PRODUCT_FILES_MAX = 125
+PRODUCT_LINES_MAX = 25_700
+BENCH_FILES_MAX = 66
+BENCH_LINES_MAX = 13_890
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
 SLACK = 0.02
 
@@ -46,8 +46,10 @@ SLACK = 0.02
 #: listed here with its reason.
 SMALL_FILE_LINES = 100
 SMALL_FILES: dict[str, str] = {
+    "vllm_nvmeof_offload/manager/kv_events.py": "a newcomer looks for it by this name",
     "vllm_nvmeof_offload/manager/prefill_rate.py": "a newcomer looks for it by this name",
     "vllm_nvmeof_offload/manager/store_threshold.py": "a newcomer looks for it by this name",
+    "vllm_nvmeof_offload/manager/target_choice.py": "a newcomer looks for it by this name",
 }
 
 #: Declarations that only tests use, or whose name something outside Python looks up.

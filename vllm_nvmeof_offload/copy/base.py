@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -15,6 +16,31 @@ from vllm_nvmeof_offload.errors import Outcome
 
 #: uint64[n, 3]: (KV cache address, staging address, bytes) of n pieces.
 Descriptors = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """The pieces of a batch of chunks.
+
+    rows: uint64[m, 3], (KV cache address, offset in the slot's payload, bytes). first: uint32[n+1]:
+    chunk i has the rows from `first[i]` to before `first[i + 1]`.
+    """
+
+    rows: Descriptors
+    first: npt.NDArray[np.uint32]
+
+    @staticmethod
+    def of(chunks: Sequence[Descriptors]) -> Pieces:
+        """Join the pieces of chunks."""
+        first = np.zeros(len(chunks) + 1, np.uint32)
+        np.cumsum([len(rows) for rows in chunks], out=first[1:])
+        return Pieces(np.concatenate(chunks), first)
+
+    def at(self, payloads: Sequence[int]) -> Descriptors:
+        """Return the rows with addresses in place of offsets. payloads: by chunk, in staging."""
+        rows = self.rows.copy()
+        rows[:, 1] += np.repeat(np.array(payloads, np.uint64), np.diff(self.first))
+        return rows
 
 
 class Direction(enum.Enum):
@@ -30,6 +56,28 @@ class Backend(enum.Enum):
     DMA = "dma"
     OVERLAP = "dma_overlap"  # DMA with the hint that it should overlap with compute
     KERNEL = "kernel"
+
+
+@dataclass(frozen=True, slots=True)
+class Payloads:
+    """The payloads in staging that a store fills, in the order of its pieces.
+
+    counts: uint32[n], pieces of each. addresses: uint64[n]. size_bytes: of each, if it is whole.
+    crcs: int64[n], written by an engine that makes checksums while it copies, before `poll` returns
+    the ticket: the CRC-32C of a payload that the pieces fill in order and without a gap, else -1.
+    """
+
+    counts: npt.NDArray[np.uint32]
+    addresses: npt.NDArray[np.uint64]
+    size_bytes: int
+    crcs: npt.NDArray[np.int64]
+
+    @staticmethod
+    def of(
+        counts: npt.NDArray[np.uint32], addresses: npt.NDArray[np.uint64], size_bytes: int
+    ) -> Payloads:
+        """Describe payloads whose checksums are not made yet."""
+        return Payloads(counts, addresses, size_bytes, np.full(len(counts), -1, np.int64))
 
 
 class CopyEngine(Protocol):
@@ -57,8 +105,14 @@ class CopyEngine(Protocol):
         the order of their recording. Host: any object; the forward pass has run.
         """
 
-    def submit(self, direction: Direction, pieces: Descriptors, fence: object) -> int:
-        """Start copying; return the ticket."""
+    def submit(
+        self,
+        direction: Direction,
+        pieces: Descriptors,
+        fence: object,
+        payloads: Payloads | None = None,
+    ) -> int:
+        """Start copying; return the ticket. payloads: those of a store's pieces."""
 
     def poll(self) -> list[tuple[int, Outcome]]:
         """Return the tickets that have finished since the last call, with their outcome."""
@@ -99,8 +153,12 @@ def coalesce(pieces: Descriptors, starts: _Words) -> Descriptors:
     return merged.T
 
 
-def sides(direction: Direction, pieces: Descriptors) -> tuple[_Words, _Words, _Words]:
-    """Return (destinations, sources, sizes), each uint64[n] and contiguous."""
+#: (destinations, sources, sizes), each uint64[n] and contiguous.
+Columns = tuple[_Words, _Words, _Words]
+
+
+def sides(direction: Direction, pieces: Descriptors) -> Columns:
+    """Return the columns of pieces that are copied in this direction."""
     columns = np.ascontiguousarray(pieces.T)
     if direction is Direction.STORE:
         return columns[1], columns[0], columns[2]
@@ -110,16 +168,6 @@ def sides(direction: Direction, pieces: Descriptors) -> tuple[_Words, _Words, _W
 def address_of(words: _Words) -> int:
     """Return a writable, contiguous array's address, four times as fast as `ndarray.ctypes`."""
     return ctypes.addressof(ctypes.c_char.from_buffer(cast(Any, words)))
-
-
-def gather(parts: Sequence[Descriptors], payloads: Sequence[int]) -> Descriptors:
-    """Put parts in one new array, with staging addresses instead of offsets in payloads.
-
-    payloads: the address in staging of each part's payload.
-    """
-    pieces = np.concatenate(parts)
-    pieces[:, 1] += np.repeat(np.array(payloads, np.uint64), [len(part) for part in parts])
-    return pieces
 
 
 def _among(addresses: _Words, starts: _Words) -> npt.NDArray[np.bool_]:

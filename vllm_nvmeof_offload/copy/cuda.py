@@ -33,6 +33,7 @@ from vllm_nvmeof_offload.copy.base import (
     Backend,
     Descriptors,
     Direction,
+    Payloads,
     address_of,
     coalesce,
     sides,
@@ -377,7 +378,13 @@ class CudaCopyEngine:
         """Call on the model's thread. Raises CudaError: then the model cannot go on either."""
         return self._fences.record()
 
-    def submit(self, direction: Direction, pieces: Descriptors, fence: object) -> int:
+    def submit(
+        self,
+        direction: Direction,
+        pieces: Descriptors,
+        fence: object,
+        payloads: Payloads | None = None,
+    ) -> int:
         assert isinstance(fence, Fence)
         self._cuda.enter_own_thread()
         ticket = _Ticket(self._next, direction, coalesce(pieces, self._starts), fence)

@@ -7,14 +7,13 @@ in order. If all layers of a block are contiguous there is one tensor, and a blo
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_nvmeof_offload.copy.base import Descriptors
+from vllm_nvmeof_offload.copy.base import Descriptors, Pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +50,15 @@ class ChunkGeometry:
         block_ids: int32[n], n ≤ blocks_per_chunk - first_position.
         Returns uint64[n × tensors, 3]: (KV cache address, offset in the payload, bytes).
         """
-        (pieces,) = self.pieces_by_chunk(block_ids, first_position, 1)
-        return pieces
+        return self.pieces_by_chunk(block_ids, first_position, 1).rows
 
     def pieces_by_chunk(
         self, block_ids: npt.NDArray[np.int32], first_position: int, chunk_count: int
-    ) -> list[Descriptors]:
-        """Return the pieces of the blocks of consecutive chunks, one array per chunk.
-
-        The same as `pieces` of each part of `split`, but made at once: a job has hundreds of
-        chunks, and the model's thread waits for this. The arrays are views of one.
-        """
-        chunks = self._chunks(len(block_ids), first_position, chunk_count)
-        pieces = self._pieces(block_ids, first_position)
-        return [pieces[chunk].reshape(-1, 3) for chunk in chunks]
+    ) -> Pieces:
+        """Return the pieces of the blocks of consecutive chunks: those of each part of `split`."""
+        bounds = self._bounds(len(block_ids), first_position, chunk_count)
+        first = bounds.astype(np.uint32) * np.uint32(len(self._page))
+        return Pieces(self._pieces(block_ids, first_position).reshape(-1, 3), first)
 
     def split(
         self, block_ids: npt.NDArray[np.int32], first_position: int, chunk_count: int
@@ -74,15 +68,17 @@ class ChunkGeometry:
         first_position: the first block's position in the first chunk. Returns one array per
         chunk; the first and the last may cover only a part of their chunk.
         """
-        chunks = self._chunks(len(block_ids), first_position, chunk_count)
-        return [block_ids[chunk] for chunk in chunks]
+        bounds = self._bounds(len(block_ids), first_position, chunk_count)
+        return np.split(block_ids, bounds[1:-1])
 
-    def _chunks(self, block_count: int, first_position: int, chunk_count: int) -> list[slice]:
-        """Return the parts of consecutive blocks that are in one chunk each."""
-        cuts = range(self.blocks_per_chunk - first_position, block_count, self.blocks_per_chunk)
-        chunks = [slice(*part) for part in itertools.pairwise((0, *cuts, block_count))]
-        assert len(chunks) == chunk_count, f"{block_count} blocks over {chunk_count} chunks"
-        return chunks
+    def _bounds(
+        self, block_count: int, first_position: int, chunk_count: int
+    ) -> npt.NDArray[np.int64]:
+        """Return int64[n+1]: chunk i has the blocks from `bounds[i]` to before `bounds[i + 1]`."""
+        cuts = np.arange(self.blocks_per_chunk - first_position, block_count, self.blocks_per_chunk)
+        bounds = np.concatenate([[0], cuts, [block_count]])
+        assert len(bounds) == chunk_count + 1, f"{block_count} blocks over {chunk_count} chunks"
+        return bounds
 
     def _pieces(self, block_ids: npt.NDArray[np.int32], first_position: int) -> Descriptors:
         """Return uint64[n, tensors, 3]; the blocks may continue into the next chunks."""

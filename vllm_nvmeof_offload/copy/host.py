@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between a KV cache in CPU memory and staging: one background thread, memmove.
+"""Copies between a KV cache in CPU memory and staging, on one background thread.
+
+With the native core a ticket is one call, and a store's copy makes the payloads' checksums while
+their bytes are in cache, so that sealing a slot need not read it from memory again.
 
 vLLM's CPU engine uses it, and tests without a GPU. The forward pass on a CPU has run when vLLM
 calls the worker, so no fence is needed.
@@ -12,8 +15,9 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from vllm_nvmeof_offload.copy.base import Descriptors, Direction, sides
+from vllm_nvmeof_offload.copy.base import Columns, Descriptors, Direction, Payloads, sides
 from vllm_nvmeof_offload.errors import OK, EngineError, Outcome
+from vllm_nvmeof_offload.native import core
 
 _memmove_address = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value
 assert _memmove_address is not None
@@ -42,10 +46,16 @@ class HostCopyEngine:
     def record_fence(self) -> object:
         return None
 
-    def submit(self, direction: Direction, pieces: Descriptors, fence: object) -> int:
+    def submit(
+        self,
+        direction: Direction,
+        pieces: Descriptors,
+        fence: object,
+        payloads: Payloads | None = None,
+    ) -> int:
         ticket = self._next
         self._next += 1
-        self._thread.submit(self._run, ticket, direction, pieces)
+        self._thread.submit(self._run, ticket, direction, pieces, payloads)
         return ticket
 
     def poll(self) -> list[tuple[int, Outcome]]:
@@ -56,9 +66,11 @@ class HostCopyEngine:
     def close(self) -> None:
         self._thread.shutdown()
 
-    def _run(self, ticket: int, direction: Direction, pieces: Descriptors) -> None:
+    def _run(
+        self, ticket: int, direction: Direction, pieces: Descriptors, payloads: Payloads | None
+    ) -> None:
         try:
-            _copy(direction, pieces)
+            _copy(sides(direction, pieces), payloads)
         except Exception as error:  # noqa: BLE001 - a broken invariant, which `poll` raises
             self._failure = error
         else:
@@ -66,8 +78,17 @@ class HostCopyEngine:
         self._on_done()
 
 
-def _copy(direction: Direction, pieces: Descriptors) -> None:
-    columns = (column.tolist() for column in sides(direction, pieces))
-    for destination, source, count in zip(*columns, strict=True):
+def _copy(columns: Columns, payloads: Payloads | None) -> None:
+    if core is None:
+        _copy_in_python(columns)
+    elif payloads is None:
+        core.copy(*columns)
+    else:
+        which = payloads.counts, payloads.addresses, payloads.size_bytes
+        core.copy_payloads(*columns, *which, payloads.crcs)
+
+
+def _copy_in_python(columns: Columns) -> None:
+    for destination, source, count in zip(*(one.tolist() for one in columns), strict=True):
         copy = _copy_unlocked if count >= _UNLOCK_BYTES else _copy_locked
         copy(destination, source, count)

@@ -9,10 +9,11 @@ one `Completion` that has both. Until its release an operation's buffer belongs 
 The engine requeues the rest of a short transfer; one that makes no progress is an IO_ERROR, with
 errno 0 if no byte was moved.
 
-* A slot write seals the slot (header and payload CRC-32C, `pool.format`), writes it whole,
-  and after that writes the slot's table entry, so that a table entry never precedes its data.
-* A slot read reads the slot whole and verifies it against `identity`: damaged bytes are
-  CHECKSUM_MISMATCH, and intact bytes of another identity are STALE.
+* A slot write seals the slot (header and payload CRC-32C, `pool.format`), writes header page and
+  payload, and after that the slot's table entry, so that a table entry never precedes its data.
+* A slot read reads as much and verifies it against `identity` and length: damaged bytes are
+  CHECKSUM_MISMATCH, and intact bytes of another identity or length are STALE.
+* Each operation has its own payload length. What the slot has behind it is not touched.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ import contextlib
 import errno
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.errors import OK, Outcome, io_error
+from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
 
@@ -38,7 +40,8 @@ class IoOp:
     token: the caller's number, unique among operations in flight.
     kind: WRITE; LOAD or FETCH, which read; or RESET, which voids everything on disk (`pool.reset`)
     and has `identity` None and `address` 0.
-    address: staging address of the slot (its header page); `slot_bytes` of it are transferred.
+    address: staging address of the slot (its header page); the payload follows it.
+    payload_bytes: at most what a slot holds; it is transferred in whole pages.
     deadline_s: on the engine's clock (`time.monotonic` unless injected); None: never.
     """
 
@@ -48,9 +51,13 @@ class IoOp:
     pool_slot: int
     address: int
     identity: SlotIdentity | None
+    payload_bytes: int
     deadline_s: float | None = None
     #: RESET only: may what is written from now on be adopted at a later start?
     adoptable: bool = True
+    #: WRITE only: the CRC-32C of the payload of `identity`, from the copy that put it into staging;
+    #: None: not known, so that the engine reads the payload for it.
+    payload_crc: int | None = None
 
     @property
     def is_read(self) -> bool:
@@ -103,11 +110,28 @@ class IoLimits:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """An engine's native lanes. address: of its `NativeLanes` (native/lanes.h).
+
+    stamp: returns the stamp of a write that is handed over now.
+    """
+
+    address: int
+    stamp: Callable[[], Stamp]
+
+
 class IoEngine(Protocol):
     """Submit/poll; only the pipeline's thread calls. BUSY is an answer: fewer accepted."""
 
     #: The engine and its mode, for humans and metrics: "threads", "uring (registered)", …
     name: str
+
+    def attach(self) -> Lanes | None:
+        """Let the native machine drive reads and writes; `submit` and `poll` are for resets then.
+
+        None: the engine has no native lanes, and everything goes through `submit` and `poll`.
+        """
 
     def submit(self, ops: Sequence[IoOp]) -> int:
         """Take operations in order; return how many were accepted. Never blocks."""
@@ -155,6 +179,9 @@ class NoIoEngine:
     def __init__(self) -> None:
         self._waker = Waker()
         self._done: list[Completion] = []
+
+    def attach(self) -> None:
+        return None
 
     def submit(self, ops: Sequence[IoOp]) -> int:
         for op in ops:

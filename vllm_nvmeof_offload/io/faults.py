@@ -219,6 +219,9 @@ class FaultyIoEngine:
         self._closed = threading.Event()
         threading.Thread(target=self._tick, name="io-faults", daemon=True).start()
 
+    def attach(self) -> None:
+        return None  # every operation comes through here
+
     def submit(self, ops: Sequence[IoOp]) -> int:
         self.plan.refresh()
         for accepted, op in enumerate(ops):
@@ -248,8 +251,8 @@ class FaultyIoEngine:
 
     def _forward(self, op: IoOp) -> bool:
         self._forwarded[op.token] = op
-        if op.is_read and self.plan.strikes("flip_byte_on_read"):
-            self._flip_on_disk(op.pool_slot)
+        if op.is_read and op.payload_bytes and self.plan.strikes("flip_byte_on_read"):
+            self._flip_on_disk(op)
         if self._inner.submit([op]) == 1:
             return True
         del self._forwarded[op.token]
@@ -274,7 +277,7 @@ class FaultyIoEngine:
             op = self._forwarded.get(completion.token)
             if completion.released:
                 self._forwarded.pop(completion.token, None)
-            if op is not None and op.is_read and completion.outcome == OK:
+            if op is not None and op.is_read and op.payload_bytes and completion.outcome == OK:
                 self._deceive(op)
             self._completions.append(completion)
         completions, self._completions = self._completions, []
@@ -325,7 +328,7 @@ class FaultyIoEngine:
     def _deceive(self, op: IoOp) -> None:
         """Apply the negative controls to a payload that was just found intact."""
         start = op.address - self._base_address + HEADER_BYTES
-        payload = self._memory[start : start + self._pool.payload_bytes]
+        payload = self._memory[start : start + op.payload_bytes]
         if self.plan.strikes("flip_with_valid_crc"):
             payload[self.plan.random.randrange(len(payload))] ^= 1 << self.plan.random.randrange(8)
         if self.plan.is_set("swap_slots"):
@@ -335,10 +338,10 @@ class FaultyIoEngine:
                 payload[:] = last
             self._last_payload = true_payload
 
-    def _flip_on_disk(self, pool_slot: int) -> None:
+    def _flip_on_disk(self, op: IoOp) -> None:
         """Flip one payload byte in the slab, through an aligned page (it may be O_DIRECT)."""
-        fd, offset = self._pool.slab_fd(pool_slot)
-        at = self.plan.random.randrange(self._pool.payload_bytes)
+        fd, offset = self._pool.slab_fd(op.pool_slot)
+        at = self.plan.random.randrange(op.payload_bytes)
         page_offset = offset + HEADER_BYTES + at // PAGE_BYTES * PAGE_BYTES
         with mmap.mmap(-1, PAGE_BYTES) as page, memoryview(page) as view:
             os.preadv(fd, [view], page_offset)

@@ -32,7 +32,7 @@ from vllm_nvmeof_offload.io.base import (
 from vllm_nvmeof_offload.pool.format import Stamp, check_key, encode_entry, seal, verify
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
-from vllm_nvmeof_offload.units import PAGE_BYTES
+from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES, slot_stride_bytes
 
 
 class SlotFiles(NamedTuple):
@@ -54,14 +54,31 @@ class SlotFiles(NamedTuple):
         return SlotFiles(pool_slot, *pool.slab_fd(pool_slot), *pool.table_fd(pool_slot))
 
 
-def read_slot(pool: Pool, slot: memoryview, files: SlotFiles, identity: SlotIdentity) -> Outcome:
-    """Read the pool slot into `slot` (uint8[slot_bytes]) and verify it."""
+class Payload(NamedTuple):
+    """What is written behind a header page. crc: as `IoOp.payload_crc`."""
+
+    size_bytes: int
+    crc: int | None = None
+
+
+def read_slot(
+    pool: Pool,
+    slot: memoryview,
+    files: SlotFiles,
+    identity: SlotIdentity,
+    payload_bytes: int | None = None,
+) -> Outcome:
+    """Read the pool slot into `slot` (uint8[slot_bytes]) and verify it.
+
+    payload_bytes: the length of this slot's payload; None: the pool's.
+    """
     place = pool.place(files.pool_slot)
+    size = pool.payload_bytes if payload_bytes is None else payload_bytes
     try:
-        _transfer(os.preadv, files.slab_fd, slot, files.slab_offset)
+        _transfer(os.preadv, files.slab_fd, slot[: slot_stride_bytes(size)], files.slab_offset)
     except OSError as error:
         return _failure(error)
-    return verify(slot, identity, pool.payload_bytes, place)
+    return verify(slot, identity, size, place)
 
 
 def write_slot(
@@ -71,16 +88,18 @@ def write_slot(
     identity: SlotIdentity,
     stamp: Stamp,
     wanted: Callable[[], bool],
+    payload: Payload | None = None,
 ) -> Outcome:
-    """Seal `slot` (uint8[slot_bytes]), write it whole, and then its table entry.
+    """Seal `slot` (uint8[slot_bytes]), write it, and then its table entry.
 
     wanted: asked between the two. A write that was given up meanwhile gets no table entry,
-    because its pool slot may soon hold another chunk.
+    because its pool slot may soon hold another chunk. payload: None: it has the pool's length.
     """
-    seal(slot, identity, pool.payload_bytes, stamp, pool.place(files.pool_slot))
+    size, crc = payload or Payload(pool.payload_bytes)
+    seal(slot, identity, size, stamp, pool.place(files.pool_slot), crc)
     entry = encode_entry(files.pool_slot, identity, stamp)
     try:
-        _transfer(os.pwritev, files.slab_fd, slot, files.slab_offset)
+        _transfer(os.pwritev, files.slab_fd, slot[: slot_stride_bytes(size)], files.slab_offset)
         if not wanted():
             return io_error(errno.ECANCELED)
         if os.pwrite(files.table_fd, entry, files.table_offset) != len(entry):
@@ -304,6 +323,9 @@ class ThreadsIoEngine:
 
     # ---- the caller's side ----------------------------------------------------------------
 
+    def attach(self) -> None:
+        return None
+
     def submit(self, ops: Sequence[IoOp]) -> int:
         with self._lock:
             assert not self._closed, "submit after close"
@@ -322,6 +344,7 @@ class ThreadsIoEngine:
             offset = op.address - self._base_address
             assert offset % PAGE_BYTES == 0
             assert 0 <= offset <= len(self._memory) - self._pool.slot_bytes
+            assert 0 <= op.payload_bytes <= self._pool.slot_bytes - HEADER_BYTES
             assert op.identity is not None
             check_key(op.identity.key)
             state.files = SlotFiles.of(self._pool, op.pool_slot)
@@ -462,10 +485,11 @@ class ThreadsIoEngine:
         offset = op.address - self._base_address
         slot = self._memory[offset : offset + self._pool.slot_bytes]
         if op.is_read:
-            return read_slot(self._pool, slot, state.files, op.identity)
+            return read_slot(self._pool, slot, state.files, op.identity, op.payload_bytes)
         assert state.stamp is not None
         wanted = lambda: state.phase is Phase.RUNNING  # noqa: E731
-        return write_slot(self._pool, slot, state.files, op.identity, state.stamp, wanted)
+        payload = Payload(op.payload_bytes, op.payload_crc)
+        return write_slot(self._pool, slot, state.files, op.identity, state.stamp, wanted, payload)
 
     def _run_timer(self) -> None:
         """Wake the caller at deadlines: it may be waiting on `fileno()`."""

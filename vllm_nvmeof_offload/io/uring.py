@@ -24,12 +24,12 @@ from vllm_nvmeof_offload.errors import (
     Outcome,
     io_error,
 )
-from vllm_nvmeof_offload.io.base import ALLOWED_CPUS, Completion, IoLimits, IoOp, reset_pool
+from vllm_nvmeof_offload.io.base import ALLOWED_CPUS, Completion, IoLimits, IoOp, Lanes, reset_pool
 from vllm_nvmeof_offload.native import WHY_NOT, core
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OpKind
-from vllm_nvmeof_offload.units import PAGE_BYTES
+from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.native._native import StartGate
@@ -105,6 +105,7 @@ class _Resets:
 
 
 _NEVER_NS = (1 << 63) - 1
+_NO_CRC = -1
 #: By the core's code: ok, io_error, checksum_mismatch, stale, deadline, cancelled, released.
 _IO_ERROR = 1
 _OUTCOMES = (OK, None, CHECKSUM_MISMATCH, STALE, DEADLINE, CANCELLED, None)
@@ -149,11 +150,12 @@ class UringIoEngine:
         self._memory = memory
         self._base_address = base_address
         self._offset_max = len(memory) - pool.slot_bytes
+        self._payload_bytes_max = pool.slot_bytes - HEADER_BYTES
         self._pool_slots = pool.slots
         self._clock = clock
         self._reset_completions: list[Completion] = []
         self._resets = _Resets(pool, self._reset_ended)
-        self._closed = False
+        self._closed = self._attached = False
         targets = range(pool.target_count)
         place = pool.place(0)
         try:
@@ -164,7 +166,6 @@ class UringIoEngine:
                 pool_uuid=place.pool_uuid,
                 rank=place.rank,
                 slot_bytes=pool.slot_bytes,
-                payload_bytes=pool.payload_bytes,
                 registered=registered,
                 limits=limits,
                 cpus=sorted(ALLOWED_CPUS),
@@ -172,6 +173,10 @@ class UringIoEngine:
             )
         except OSError as error:
             raise UringDeniedError(str(error.strerror), error.errno or 0) from error
+
+    def attach(self) -> Lanes:
+        self._attached = True
+        return Lanes(self._core.lanes(), lambda: self._pool.stamp)
 
     def submit(self, ops: Sequence[IoOp]) -> int:
         assert not self._closed, "submit after close"
@@ -199,17 +204,20 @@ class UringIoEngine:
         assert offset % PAGE_BYTES == 0
         assert 0 <= offset <= self._offset_max
         assert 0 <= op.pool_slot < self._pool_slots
+        assert 0 <= op.payload_bytes <= self._payload_bytes_max
         accepted: bool = self._core.submit(
             op.token,
             op.urgency,
             op.pool_slot,
             op.address,
+            op.payload_bytes,
             identity.key,
             identity.generation,
             _NEVER_NS if deadline_s is None else int(deadline_s * 1e9),
             stamp.epoch,
             stamp.adoptable,
             0 if op.is_read else barrier,
+            _NO_CRC if op.payload_crc is None else op.payload_crc,
         )
         return accepted
 
@@ -224,7 +232,7 @@ class UringIoEngine:
         self._core.replace_target(target, *fds)
 
     def poll(self) -> list[Completion]:
-        found = self._core.poll(int(self._clock() * 1e9))
+        found = [] if self._attached else self._core.poll(int(self._clock() * 1e9))
         ahead_s = self._clock() - time.monotonic()  # the core's clock is the latter
         completions = [
             Completion(

@@ -6,6 +6,9 @@ a command with an op number, which the ranks answer with reports (protocol). `pr
 `prepare_load` return commands that travel inside vLLM's own transfer jobs; writes, fetches,
 cancellations and resets are queued and taken with `take_commands`.
 
+Python runs once per batch here. What runs per chunk is in `native.Tiers`: the index, the slots of
+both tiers, eviction, and the states of entries.
+
 The caller reports waiting requests to `reload`, which acts once per step, in `turn`.
 """
 
@@ -16,59 +19,76 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from vllm_nvmeof_offload.errors import CANCELLED, STALE, Outcome
+import numpy as np
+import numpy.typing as npt
+
+from vllm_nvmeof_offload.errors import CANCELLED, ERRORS, Outcome, Scope, io_error, outcome_of
 from vllm_nvmeof_offload.manager.eviction import LruPolicy, MakePolicy
-from vllm_nvmeof_offload.manager.handshake import Agreement, CoreConfig
+from vllm_nvmeof_offload.manager.handshake import Agreement, CoreConfig, WritePolicy
 from vllm_nvmeof_offload.manager.hold_and_prefetch import Holds, Reason, ReloadScheduler
-from vllm_nvmeof_offload.manager.index import Entry, Event, Source, State
+from vllm_nvmeof_offload.manager.index import Entry, Source, State
 from vllm_nvmeof_offload.manager.kv_events import KvEventLog
-from vllm_nvmeof_offload.manager.ledger import Ledger, Op
+from vllm_nvmeof_offload.manager.ledger import Ledger, Op, columns_of
 from vllm_nvmeof_offload.manager.load_or_recompute import Admission, Find, LoadTimes
 from vllm_nvmeof_offload.manager.store_threshold import StoreThreshold
-from vllm_nvmeof_offload.manager.tiers import Tiers
-from vllm_nvmeof_offload.manager.writes import WriteBehind
+from vllm_nvmeof_offload.manager.target_choice import Targets
 from vllm_nvmeof_offload.metrics import Counts, Series
+from vllm_nvmeof_offload.native import Tiers
 from vllm_nvmeof_offload.protocol import (
     CancelCommand,
     Command,
+    FetchCommand,
     LevelReport,
-    LoadChunk,
     LoadCommand,
     OpKind,
     OpReport,
     RateReport,
     Report,
     ResetCommand,
-    SlotIdentity,
-    StoreChunk,
     StoreCommand,
+    Urgency,
     VerdictReport,
     WriteCommand,
+    targets_of,
 )
 
 __all__ = ["CoreConfig", "ManagerCore", "Source", "StorePlan"]
 #: The least number of keys whose sightings are counted; the default is the number of slots.
 _SIGHTINGS_MIN = 1 << 16
-_GENERATION_MASK = (1 << 64) - 1
-#: States in which the chunk is not in a cache slot yet, although its entry may name one.
-_READ_FIRST = frozenset({State.POOLED, State.FETCHING})
+#: By the number that the native look-up returns.
+_SOURCES = (None, Source.CPU, Source.POOL)
+#: The tiers that a look-up may hit, as bits.
+FROM_CPU, FROM_POOL = 1, 2
+_NATIVE_KIND = {OpKind.STORE: 0, OpKind.LOAD: 1, OpKind.WRITE: 2, OpKind.FETCH: 3}
+#: By errno: whether a failure with it speaks against the slot, not against its target.
+_SLOT_ERRNOS = [io_error(number).scope is Scope.SLOT for number in range(max(ERRORS) + 1)]
+#: The native core's counts, in their order.
+_NATIVE_COUNTS: tuple[Series, ...] = (
+    ("evictions", "cpu"),
+    ("evictions", "pool"),
+    "refused_writes",
+    "written_chunks",
+    "retired_pool_slots",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """command None: nothing to store. refused: new chunks that found no cache slot."""
+    """command None: nothing to store. evicted: joined keys that left both tiers.
+
+    refused: new chunks that found no cache slot.
+    """
 
     command: StoreCommand | None
-    stored: tuple[bytes, ...]
-    evicted: tuple[bytes, ...]
+    evicted: bytes
     refused: int
 
 
 class ManagerCore:
     """The state of every offloaded chunk, over both tiers; made from the ranks' handshake.
 
-    first_generation: for simulations; None: random. prompts_s: seconds that the model has computed
-    prompts since the start.
+    first_generation: for simulations; None: random.
+    prompts_s: seconds that the model has computed prompts since the start.
     """
 
     def __init__(
@@ -90,101 +110,91 @@ class ManagerCore:
         #: By series of `failed_chunks`: the last failure that it counted.
         self.last_failures: dict[Series, Outcome] = {}
         self.levels: dict[int, LevelReport] = {}  # by rank, as it last reported
-        #: Changes of the tiers' contents, if the configuration asks for them.
-        self.kv_events = KvEventLog() if config.kv_events else None
         self._clock = clock
-        self._ledger = ledger = Ledger(config.world_size, clock, prompts_s)
-        self._tiers = tiers = Tiers(agreement, policy, self.counters, config, self.kv_events)
-        #: Where a key can be loaded from now; None is a miss.
-        self.lookup = tiers.lookup
-        #: The targets, for their verdicts and rates.
-        self.targets = tiers.targets
-        self._writes = WriteBehind(config, tiers, ledger)
-        self._holds = Holds(tiers, ledger)
+        self._ledger = Ledger(config.world_size, clock, prompts_s)
+        self._tiers = tiers = self._make_tiers(policy)
+        #: Changes of the tiers' contents, if the configuration asks for them.
+        self.kv_events = KvEventLog(tiers, config.key_bytes) if config.kv_events else None
+        self._unsent: list[CancelCommand | ResetCommand] = []
+        self._holds = Holds(tiers, self._unsent, self.counters)
         #: The caller reports to it each request that begins to wait, and that waits no more.
         self.reload = ReloadScheduler(config, capacity, self._holds, clock)
-        self.admission = Admission(config, tiers.targets.read_rates)
-        sizes = capacity.slot_bytes, config.tokens_per_chunk
-        self._load_times = LoadTimes(tiers, ledger, self.admission, clock, *sizes)
-        slots = capacity.cache_slots + capacity.pool_slots
+        #: The targets, for their verdicts and rates.
+        self.targets = Targets(tiers, len(capacity.pool_slots))
+        self.admission = Admission(config, self.targets.read_rates)
+        self._load_times = LoadTimes(
+            self._ledger, self.admission, clock, capacity, config.tokens_per_chunk
+        )
+        slots = capacity.cache_slots + capacity.pool_slots_total
         self._threshold = StoreThreshold(config.store_threshold, max(_SIGHTINGS_MIN, slots))
         # Boot nonce and counter in one: compared only for equality.
-        self._generation = secrets.randbits(64) if first_generation is None else first_generation
-        self.counters["unadopted_chunks"] += agreement.unadopted
+        self._generation = secrets.randbits(63) if first_generation is None else first_generation
+        entries = agreement.entries
+        adopted = tiers.adopt(entries.places, entries.generations, entries.keys)
+        self.counters["adopted_chunks"] += adopted
+        self.counters["unadopted_chunks"] += agreement.unadopted + len(entries) - adopted
+
+    def _make_tiers(self, policy: MakePolicy) -> Tiers:
+        config, slots = self.config, self.capacity.cache_slots
+        return Tiers(
+            slots,
+            list(self.capacity.pool_slots),
+            key_bytes=config.key_bytes,
+            ranks=config.world_size,
+            credit=int(config.credit_share * slots),
+            writes=bool(self.capacity.pool_slots_total)
+            and config.write_policy is not WritePolicy.OFF,
+            demotes=config.write_policy is WritePolicy.ON_EVICTION,
+            logs_moves=config.kv_events,
+            writes_max=max(1, int(config.writes_pending_share * slots)),
+            clean_min=max(1, int(config.clean_share * slots)),
+            # The native core has this one too.
+            policy=None if policy is LruPolicy else policy,
+            slot_errnos=_SLOT_ERRNOS,
+        )
 
     # -- look-up ----------------------------------------------------------------------
 
+    def lookup(self, key: bytes, sources: int = FROM_CPU | FROM_POOL) -> Source | None:
+        """Where `key` can be loaded from now; None is a miss."""
+        return _SOURCES[self._tiers.lookup(key, sources)]
+
     def find(self, keys: Sequence[bytes]) -> Find:
         """Where `keys`, all of which `lookup` has just found, would be loaded from."""
-        index, lane = self._tiers.index, self._tiers.pool.lane
+        leading, chunks = self._tiers.weigh(keys)
         slot_bytes = self.capacity.slot_bytes
-        queued_bytes = [count * slot_bytes for count in self._load_times.reading]
-        read_bytes = [0] * len(queued_bytes)
-        leading, all_cpu = 0, True
-        for key in keys:
-            in_cache = key in index.cached
-            if not in_cache and key not in index.pooled:
-                entry = index.awake.get(key)
-                in_cache = entry is not None and entry.state not in _READ_FIRST
-            if in_cache:
-                leading += all_cpu
-            else:
-                all_cpu = False
-                pool_slot = index.slots(key)[1]
-                assert pool_slot is not None
-                read_bytes[lane(pool_slot)] += slot_bytes
         tokens = (len(keys) - leading) * self.config.tokens_per_chunk
-        return Find(leading, read_bytes, queued_bytes, tokens)
+        return Find(
+            leading,
+            [count * slot_bytes for count in chunks],
+            [count * slot_bytes for count in self._load_times.reading],
+            tokens,
+        )
 
     def ended(self, keys: Iterable[bytes]) -> None:
         """A request that used `keys`, in prefix order, has ended."""
-        self._tiers.touch(keys, ended=True)
+        self._tiers.touch(list(keys), ended=True)
 
     # -- store ------------------------------------------------------------------------
 
     def prepare_store(self, keys: Sequence[bytes]) -> StorePlan:
         """Plan the store of those `keys` that are new and reached the threshold: as many as fit,
         in their order."""
-        tiers = self._tiers
-        once = dict.fromkeys(keys)
-        self._threshold.see(once)
-        absent = [key for key in once if key not in tiers.index]
-        new = [key for key in absent if self._threshold.reached(key)]
-        self.counters["below_threshold_chunks"] += len(absent) - len(new)
-        held: list[int] = []
-        if len(new) > tiers.cache.free:
-            tiers.touch(keys)  # before evicting, so that chunks offered here are evicted last
-            # With on-eviction writing, chunks that the pool has too are evicted first, even those
-            # of this prefix.
-            held = [] if tiers.demotes else tiers.hold_back(once)
-        entries: list[Entry] = []
-        chunks: list[StoreChunk] = []
-        for key in new:
-            slot = tiers.take_cache_slot()
-            if slot is None and held:
-                tiers.put_back(held)
-                slot = tiers.take_cache_slot()
-            if slot is None:
-                break
-            self._generation = (self._generation + 1) & _GENERATION_MASK
-            entry = Entry(SlotIdentity(key, self._generation), State.STORING, cache_slot=slot)
-            tiers.cache.use(slot)  # by the op below; keeps the next victim from being this one
-            tiers.index.add(entry)
-            entries.append(entry)
-            chunks.append(StoreChunk(entry.identity, slot))
-        tiers.put_back(held)
-        tiers.touch(keys)
-        refused = len(new) - len(entries)
-        self.counters["stored_chunks"] += len(entries)
+        once = list(dict.fromkeys(keys))
+        wanted = self._threshold.see(once)
+        batch, absent, refused, self._generation = self._tiers.plan_store(
+            once, wanted, self._generation
+        )
+        self.counters["below_threshold_chunks"] += absent - len(batch) - refused
+        self.counters["stored_chunks"] += len(batch)
         self.counters["refused_stores"] += refused
         command = None
-        if entries:
-            slots = [chunk.cache_slot for chunk in chunks]
-            op = self._ledger.open(OpKind.STORE, tuple(entries), slots)
-            command = StoreCommand(op.number, tuple(chunks))
-        self._writes.drain()  # evictions here may have made demotions due
-        stored = tuple(entry.identity.key for entry in entries)
-        return StorePlan(command, stored, tiers.take_evicted(), refused)
+        if len(batch):
+            op = self._ledger.open(OpKind.STORE, batch)
+            command = StoreCommand(op.number, columns_of(batch))
+        self._tiers.drain()  # evictions here may have made demotions due
+        self._count()
+        return StorePlan(command, self._tiers.take_evicted(), refused)
 
     # -- load -------------------------------------------------------------------------
 
@@ -193,54 +203,18 @@ class ManagerCore:
 
         limit_s: time without prompts after which the load is cut off; None: never.
         """
-        tiers = self._tiers
-        entries: list[Entry] = []
-        tiers.touch(keys)
-        # Pin everything first: landing below evicts, and must not evict a chunk of this load.
-        for key in keys:
-            entry = tiers.index.find(key)
-            assert entry is not None, "prepare_load of a key that no tier has"
-            entries.append(entry)
-            if entry.in_cache:
-                assert entry.cache_slot is not None
-                tiers.cache.use(entry.cache_slot)
-                self._holds.used(key)
-            else:
-                assert entry.pool_slot is not None
-                tiers.pool.use(entry.pool_slot)
-            tiers.settle(entry)
-        chunks: list[LoadChunk] = []
-        landing: set[int] = set()
-        for index, entry in enumerate(entries):
-            pool_slot = None if entry.in_cache else entry.pool_slot
-            if pool_slot is not None and self._land(entry, len(landing)):
-                landing.add(index)
-            chunks.append(LoadChunk(entry.identity, entry.cache_slot, pool_slot))
-        op = self._ledger.open(
-            OpKind.LOAD,
-            tuple(entries),
-            [chunk.cache_slot for chunk in chunks],
-            [chunk.pool_slot for chunk in chunks],
-            frozenset(landing),
-        )
+        land_max = int(self.config.land_cache_share * self.capacity.cache_slots)
+        batch = self._tiers.plan_load(keys, land_max)
+        op = self._ledger.open(OpKind.LOAD, batch)
         self._load_times.planned(op, limit_s)
-        from_pool = sum(chunk.pool_slot is not None for chunk in chunks)
+        self._holds.used(keys)
+        from_pool = int(np.count_nonzero(batch.places >= 0))
         tokens = self.config.tokens_per_chunk
-        self.counters["loaded_tokens", "cpu"] += (len(chunks) - from_pool) * tokens
+        self.counters["loaded_tokens", "cpu"] += (len(batch) - from_pool) * tokens
         self.counters["loaded_tokens", "pool"] += from_pool * tokens
-        self._writes.drain()
-        return LoadCommand(op.number, tuple(chunks))
-
-    def _land(self, entry: Entry, landed: int) -> bool:
-        """Give a pool-only entry a cache slot to read its chunk into, within the load's share."""
-        if landed >= int(self.config.land_cache_share * self.capacity.cache_slots):
-            return False
-        slot = self._tiers.take_cache_slot(spare_unwritten=True)
-        if slot is None:
-            return False
-        self._tiers.begin_fetch(entry, slot)
-        self._tiers.settle(entry)
-        return True
+        self._tiers.drain()
+        self._count()
+        return LoadCommand(op.number, columns_of(batch))
 
     # -- commands and reports ---------------------------------------------------------
 
@@ -248,14 +222,27 @@ class ManagerCore:
         """Once per step, before its commands are taken: hold and fetch chunks for the requests that
         wait, and cut off overdue loads."""
         for op in self._load_times.take_overdue():
-            self._ledger.cancel(op)
+            self._unsent.append(CancelCommand(op))
             self.counters["loads_cut"] += 1
         self.reload.turn()
 
     def take_commands(self) -> list[Command]:
         """Everything to send to every rank with this step, in order."""
-        commands = list(self._ledger.unsent.values())
-        self._ledger.unsent.clear()
+        commands: list[Command] = list(self._unsent)
+        self._unsent.clear()
+        writes = self._tiers.take_writes()
+        if len(writes):
+            op = self._ledger.open(OpKind.WRITE, writes)
+            commands.append(WriteCommand(op.number, columns_of(writes)))
+        for reason in Reason:
+            fetches = self._tiers.take_fetches(reason.value)
+            if not len(fetches):
+                continue
+            op = self._ledger.open(OpKind.FETCH, fetches)
+            op.probe = reason is Reason.PROBE
+            self._holds.sent(op)
+            urgency = Urgency.URGENT if reason is Reason.RELOAD else Urgency.PREFETCH
+            commands.append(FetchCommand(op.number, columns_of(fetches), urgency))
         return commands
 
     def report(self, reports: Iterable[Report]) -> None:
@@ -263,94 +250,96 @@ class ManagerCore:
         for report in reports:
             if isinstance(report, VerdictReport):
                 self.counters["verdict_changes"] += self.targets.verdict(report)
-                continue
-            if isinstance(report, RateReport):
+            elif isinstance(report, RateReport):
                 self.targets.rate(report)
-                continue
-            if isinstance(report, LevelReport):
+            elif isinstance(report, LevelReport):
                 self.levels[report.rank] = report
-                continue
-            op, decided, released = self._ledger.apply(report)
-            if isinstance(report, OpReport):
-                self._doom_failed(op, report)
-            if decided:
-                self._decide(op)
-            if released:
-                self._tiers.release(op)
-            elif decided:
-                # Only chunks that failed can have buffers still in the kernel: one hung read must
-                # not pin the whole load.
-                self._tiers.release(op, spare=frozenset(op.failures))
-        self._writes.drain()
+            else:
+                self._reported(self._ledger[report.op], report)
+        self._tiers.drain()
+        self._count()
+
+    def _reported(self, op: Op, report: OpReport) -> None:
+        op.seconds = max(op.seconds, report.seconds)
+        was_owed = op.outcomes_owed
+        if op.batch is None:
+            self._reset_reported(op, report)
+        else:
+            lost, decided, failed = self._tiers.report(
+                _NATIVE_KIND[op.kind],
+                op.batch,
+                report.indexes,
+                report.codes,
+                report.errnos,
+                report.released,
+            )
+            self._holds.lost(op, lost)
+            if op.kind is OpKind.FETCH:
+                self._holds.ended(op, decided)
+            if failed:
+                batch = op.batch
+                self._count_failures(
+                    op, batch.codes[failed], batch.errors[failed], batch.places[failed]
+                )
+        if was_owed and not op.outcomes_owed:
+            if op.kind is OpKind.LOAD:
+                self._load_times.loaded(op)
+            elif op.probe:
+                self._load_times.learn(op, was_cut=False)
+        if op.over:
+            self._ledger.close(op)
+
+    def _reset_reported(self, op: Op, report: OpReport) -> None:
+        op.ranks_left -= 1
+        if report.codes is not None and report.codes[0] and op.failure in (None, CANCELLED):
+            errno = 0 if report.errnos is None else int(report.errnos[0])
+            op.failure = outcome_of(int(report.codes[0]), errno)
+        if op.failure is not None and not op.ranks_left:
+            series = "failed_chunks", op.kind.value, op.failure.kind.value, "none"
+            self.counters[series] += 1
+            self.last_failures[series] = op.failure
 
     def has_pending_work(self, *, count_writes: bool = True) -> bool:
         """Whether a command waits to be sent, or a report is owed and not overdue.
 
         count_writes: False leaves out write-behind, which can wait for the engine's next step.
         """
-        commands = self._ledger.unsent.values()
-        if any(count_writes or not isinstance(c, WriteCommand) for c in commands):
+        if self._unsent or self._tiers.fetches_intended:
+            return True
+        if count_writes and self._tiers.writes_intended:
             return True
         oldest_s = self._clock() - self.config.report_deadline_s
         return any(
-            op.outcomes_left
+            op.outcomes_owed
             and op.issued_s > oldest_s
             and (count_writes or op.kind is not OpKind.WRITE)
             for op in self._ledger
         )
 
-    def _doom_failed(self, op: Op, report: OpReport) -> None:
-        """One rank's failure decides: the key misses before the other ranks have reported."""
-        for index, outcome in report.failures:
-            stored = op.kind is OpKind.STORE
-            loaded = op.kind in (OpKind.LOAD, OpKind.FETCH) and outcome != CANCELLED
-            slot = op.pool_slots[index] if op.pool_slots else None
-            if outcome == STALE and slot is None and op.entries[index].state in _READ_FIRST:
-                continue  # it waited for another's read, which was cut off: the pool still has it
-            if stored or loaded:
-                worn = slot is not None and self._writes.read_failed(slot, outcome)
-                self._tiers.doom(op.entries[index], retire=worn)
-                self._holds.gone(op.entries[index])
-
-    def _decide(self, op: Op) -> None:
-        for index, outcome in op.failures.items():
-            slot = op.pool_slots[index] if op.pool_slots else None
-            target = "none" if slot is None else str(self._tiers.pool.lane(slot))
-            series = "failed_chunks", op.kind.value, outcome.kind.value, target
-            self.counters[series] += 1
+    def _count_failures(
+        self,
+        op: Op,
+        codes: npt.NDArray[np.uint8],
+        errnos: npt.NDArray[np.int16],
+        places: npt.NDArray[np.int64],
+    ) -> None:
+        """Rows of an op failed on some rank, and all ranks have reported on them."""
+        targets = np.where(places >= 0, targets_of(places), -1)
+        for code, target in set(zip(codes.tolist(), targets.tolist(), strict=True)):
+            same = np.flatnonzero((codes == code) & (targets == target))
+            outcome = outcome_of(code, int(errnos[same[-1]]))
+            name = "none" if target < 0 else str(target)
+            series = "failed_chunks", op.kind.value, outcome.kind.value, name
+            self.counters[series] += len(same)
             self.last_failures[series] = outcome
         if op.kind is OpKind.LOAD:
-            failed_tokens = len(op.failures) * self.config.tokens_per_chunk
-            self.counters["failed_load_tokens"] += failed_tokens
-        for index, entry in enumerate(op.entries):
-            failure = op.failures.get(index)
-            if op.kind is OpKind.STORE:
-                if failure is None and self._tiers.on(entry, Event.COPIED) is State.CACHED:
-                    self._writes.want(entry)
-            elif op.kind is OpKind.WRITE:
-                pool_slot = op.pool_slots[index]
-                assert pool_slot is not None
-                self._writes.ended(entry, pool_slot, failure)
-            elif (op.kind is OpKind.FETCH and not op.detached) or index in op.landing:
-                self._fetched(entry, failure)
-        if op.kind in (OpKind.LOAD, OpKind.FETCH):
-            self._writes.reads_ended(op)
-        if op.kind is OpKind.LOAD:
-            self._load_times.loaded(op)
-        elif op.kind is OpKind.FETCH:
-            self._holds.ended(op, op.failures.get(0))
-            if op.probe and not op.detached:
-                self._load_times.learn(op, was_cut=False)
+            self.counters["failed_load_tokens"] += len(codes) * self.config.tokens_per_chunk
 
-    def _fetched(self, entry: Entry, failure: Outcome | None) -> None:
-        if entry.state is State.DOOMED:
-            return
-        if failure is None:
-            self._tiers.on(entry, Event.FETCHED)
-        else:  # cancelled: any other failure has doomed the entry
-            self._tiers.on(entry, Event.FETCH_CANCELLED)
-            self._holds.gone(entry)  # a landing may be held
-            self._tiers.leave_cache(entry)
+    def _count(self) -> None:
+        """Take over what the tiers have counted."""
+        for series, amount in zip(_NATIVE_COUNTS, self._tiers.take_counts(), strict=True):
+            if amount:
+                self.counters[series] += amount
 
     # -- reset ------------------------------------------------------------------------
 
@@ -359,26 +348,18 @@ class ManagerCore:
 
         Returns False if nothing was left to drop and a reset is queued already.
         """
-        ledger, unsent = self._ledger, self._ledger.unsent
         adoptable = self.config.weights_never_change and not self.weights_changed
-        last = next(reversed(unsent.values()), None)
-        if isinstance(last, ResetCommand) and last.adoptable == adoptable and not self._tiers.index:
+        last = self._unsent[-1] if self._unsent else None
+        if isinstance(last, ResetCommand) and last.adoptable == adoptable and not self._tiers:
             return False  # weights come in many pieces
-        for number, command in list(unsent.items()):
-            if isinstance(command, CancelCommand):
-                del unsent[number]
-            elif not isinstance(command, ResetCommand):
-                # Never sent: no rank will report on it.
-                if isinstance(command, WriteCommand):
-                    self._writes.count(command.pool_slot, -1)
-                self._tiers.release(ledger.withdraw(number))
+        self._unsent[:] = [one for one in self._unsent if isinstance(one, ResetCommand)]
         self._tiers.reset()
-        self._writes.reset()
         self._holds.reset()
         self.reload.reset()
-        op = ledger.open(OpKind.RESET)
-        unsent[op.number] = ResetCommand(op.number, adoptable)
+        op = self._ledger.open(OpKind.RESET)
+        self._unsent.append(ResetCommand(op.number, adoptable))
         self.counters["resets"] += 1
+        self._count()
         return True
 
     # -- gauges -----------------------------------------------------------------------
@@ -387,21 +368,23 @@ class ManagerCore:
         """Gauges under the names of `metrics.GAUGES`; other names are for leak checks only."""
         tiers = self._tiers
         return {
-            "entries": len(tiers.index),
+            "entries": len(tiers),
             "cache_slots": self.capacity.cache_slots,
-            "cache_slots_used": tiers.cache.taken,
-            "cache_slots_orphaned": tiers.cache.orphans,
-            "pool_slots": self.capacity.pool_slots - tiers.pool.retired,
-            "pool_slots_used": tiers.pool.taken - tiers.pool.retired,
-            "pool_slots_orphaned": tiers.pool.orphans,
+            "cache_slots_used": tiers.cache_taken,
+            "cache_slots_orphaned": tiers.cache_orphans,
+            "pool_slots": self.capacity.pool_slots_total - tiers.pool_retired,
+            "pool_slots_used": tiers.pool_taken - tiers.pool_retired,
+            "pool_slots_orphaned": tiers.pool_orphans,
             "ops": len(self._ledger),
-            "writes_pending": self._writes.pending,
+            "writes_pending": tiers.writes_pending,
             "write_backlog": tiers.backlog,
-            "commands_waiting": sum(number > 0 for number in self._ledger.unsent),
+            "commands_waiting": (
+                len(self._unsent) + tiers.writes_intended + tiers.fetches_intended
+            ),
             ("held_cache_slots", "reload"): self._holds.counts[Reason.RELOAD],
             ("held_cache_slots", "queue"): self._holds.counts[Reason.QUEUE],
             "requests_waiting": len(self.reload),
-            "cache_slots_in_use": len(tiers.cache.users),
+            "cache_slots_in_use": tiers.cache_in_use,
             "suspect_targets": len(self.targets.suspects),
             "prefill_tokens_per_second": self.admission.tokens_per_s,
             "pool_read_bytes_per_second": self.admission.bytes_per_s,
@@ -422,6 +405,9 @@ class ManagerCore:
         """The keys whose cache slots are held for requests that wait."""
         return self._holds.held.keys()
 
-    def entries(self) -> Iterable[Entry]:
-        """All live entries, for inspection; copies of those that rest."""
-        return iter(self._tiers.index)
+    def entries(self) -> list[Entry]:
+        """All entries, for inspection."""
+        return [
+            Entry(State(state), generation, cache, place, key)
+            for state, generation, cache, place, key in self._tiers.entries()
+        ]

@@ -3,8 +3,11 @@
 
 A policy holds only *evictable* slots: the manager withdraws a slot while anything pins it and
 admits it again afterwards. Being pinned is not being used: the manager keeps in an array when
-each slot was last used (`Recency`), so that a write or its late release does not make a chunk
-look recent, and does not reverse the order of a prefix's chunks.
+each slot was last used (`Recency` in native/eviction.h), so that a write or its late release does
+not make a chunk look recent, and does not reverse the order of a prefix's chunks.
+
+`Lru` in native/eviction.h is what the manager uses. `LruPolicy` is the same order in Python, for
+users' classes, which the manager calls once per slot.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ __all__ = ["EvictionPolicy", "LruPolicy", "MakePolicy", "choose_policy", "try_po
 class EvictionPolicy(Protocol):
     """Order in which evictable slots are given up.
 
-    Made with `used`: by slot, when it was last used. The manager keeps it and a policy reads it.
+    Made with `used`: by slot, when it was last used. The manager keeps it and a policy reads it: a
+    view of integers that cannot be written.
     The time grows with every use of any slot; a withdrawn slot may come back with any value.
     One is made for the CPU tier and one for each target, which have at least one slot; after each
     reset they are made again. All slots are withdrawn at first.
@@ -149,55 +153,6 @@ class LruPolicy:
         self._opened = number
 
 
-#: Requests beyond the first that count.
-CREDITED_MAX = 3
-
-
-class Recency:
-    """When the chunk in each slot of one tier counts as last used; 9 bytes per slot.
-
-    Plain LRU loses each conversation just before its next turn where more of them are interleaved
-    than a tier holds. So each request beyond the first that used a chunk lets it count as used
-    later, by `credit_share` of the tier's slots, `CREDITED_MAX` times at most: a chunk that came
-    back is kept longer, and is still evicted once its conversation is over. A prefix's head is used
-    by every request that uses its tail, so the tail is evicted first. credit_share 0: plain LRU.
-
-    Only the CPU tier counts returns: the pool keeps what the CPU tier gave up for them, so that the
-    tiers hold more different chunks. A pool at most twice as large as the CPU tier may evict the
-    middle of a prefix that the CPU tier still has, and keep the unreachable end: some chunks in a
-    thousand (test_eviction_order.py).
-    """
-
-    def __init__(self, slots: int, credit_share: float = 0.0) -> None:
-        #: Read by policies. It only grows while the slot keeps its chunk.
-        self.used = array("Q", bytes(8 * slots))
-        self._requests = bytearray(slots)  # requests that used the chunk and have ended
-        self._credit = int(credit_share * slots)
-
-    def use(self, slot: int, now: int, *, ended: bool = False) -> None:
-        """The chunk in `slot` is used. ended: by a request that has ended, and counts."""
-        requests = self._requests[slot]
-        if ended and requests <= CREDITED_MAX:
-            requests += 1
-            self._requests[slot] = requests
-        self.used[slot] = now + self._credit * (requests - 1) if requests else now
-
-    def take_over(self, slot: int, other: Recency, other_slot: int) -> None:
-        """`slot` gets the chunk that is in `other_slot` of another tier."""
-        requests = other._requests[other_slot]
-        beyond = max(0, requests - 1)
-        self._requests[slot] = requests
-        last = other.used[other_slot] - other._credit * beyond
-        self.used[slot] = last + self._credit * beyond
-
-    def forget(self, slot: int) -> None:
-        """The chunk in `slot` is gone."""
-        self._requests[slot] = 0
-
-    def forget_all(self) -> None:
-        self._requests = bytearray(len(self._requests))
-
-
 _KEY = "eviction_policy"
 #: By their configured names; `credited_lru` differs in `Recency`, not in the policy.
 POLICIES: dict[str, MakePolicy] = {CREDITED: LruPolicy, "lru": LruPolicy}
@@ -262,15 +217,10 @@ def _imported(name: str) -> Callable[..., EvictionPolicy]:
 def try_policy(make: MakePolicy) -> str | None:
     """Play a fixed sequence of calls; return what is wrong with the answers, None if nothing is.
 
-    Any order of eviction is right. Played as the manager makes policies: over an array for the CPU
-    tier, and over a view of every n-th cell of an array for a target.
+    Any order of eviction is right. Played over a view of an array, as the manager makes policies.
     """
-    cells = array("Q", bytes(8 * 3 * _TRIAL_SLOTS))
-    return _try_over(make, cells[:_TRIAL_SLOTS]) or _try_over(make, memoryview(cells)[1::3])
-
-
-def _try_over(make: MakePolicy, used: array[int] | memoryview[int]) -> str | None:
-    policy, inside, state = make(used), set[int](), 1
+    used = array("Q", bytes(8 * _TRIAL_SLOTS))
+    policy, inside, state = make(memoryview(used).toreadonly()), set[int](), 1
     if policy.peek() is not None or policy.victim() is not None:
         return "it gives a slot where none is evictable"
     for now in range(1, _TRIAL_CALLS):

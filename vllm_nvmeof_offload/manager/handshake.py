@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello
+from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello, slots_by_target, targets_of
 
 #: Configured name of the eviction policy under which a chunk's returns count (`Recency`).
 CREDITED = "credited_lru"
@@ -30,6 +31,7 @@ class WritePolicy(enum.Enum):
 class CoreConfig:
     """world_size: ranks that report. Shares are fractions of the cache slots.
 
+    key_bytes: of every offload key: vLLM's block hash, and four bytes of the group's number.
     store_threshold: a chunk is stored on its n-th sighting (`StoreThreshold`).
     eviction_policy: its configured name, which the start line shows; the core gets the policy too.
     credit_share: how much longer a chunk that came back is kept (`Recency`); 0: plain LRU.
@@ -40,6 +42,7 @@ class CoreConfig:
     """
 
     world_size: int = 1
+    key_bytes: int = 36
     store_threshold: int = 1
     eviction_policy: str = CREDITED
     credit_share: float = CREDIT_SHARE
@@ -60,12 +63,15 @@ class CoreConfig:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Slots that every rank has, and the shape they share."""
+    """Slots that every rank has, and the shape they share. pool_slots: by target."""
 
     cache_slots: int
-    pool_slots: int
-    target_count: int
+    pool_slots: tuple[int, ...]
     slot_bytes: int
+
+    @property
+    def pool_slots_total(self) -> int:
+        return sum(self.pool_slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,7 @@ class Agreement:
     """The handshake's result. notes: lines for the log."""
 
     capacity: Capacity
-    #: Pool slots in range and ascending; slots and keys distinct.
+    #: Places in range and ascending. A key may be in several; the lowest one is adopted.
     entries: AdoptedEntries
     #: Entries of the rank that found most, less those that are adopted.
     unadopted: int
@@ -83,10 +89,10 @@ class Agreement:
 def agree(hellos: Sequence[RankHello]) -> Agreement:
     """Capacity is the minimum over the ranks, the index the intersection of their tables."""
     first = hellos[0]
+    pool_slots = min(h.pool_slots for h in hellos)
     capacity = Capacity(
         min(h.cache_slots for h in hellos),
-        min(h.pool_slots for h in hellos),
-        first.target_count,
+        slots_by_target(pool_slots, first.target_count),
         first.slot_bytes,
     )
     found = max(len(h.adopted) for h in hellos)
@@ -96,24 +102,37 @@ def agree(hellos: Sequence[RankHello]) -> Agreement:
         # chunks that are written from now on, and fatal for chunks that would be adopted.
         note = f"ranks opened different pools {sorted(shapes)}: nothing is adopted"
         return Agreement(capacity, AdoptedEntries(), found, (note,))
-    ours = first.adopted
-    keys = np.fromiter(ours.keys, object, len(ours))
-    _, rows = np.unique(ours.pool_slots, return_index=True)
+    entries = _in_order(first.adopted)
     for hello in hellos[1:]:
-        theirs = hello.adopted
-        _, mine, others = np.intersect1d(
-            ours.pool_slots[rows], theirs.pool_slots, return_indices=True
-        )
-        rows = rows[mine]
-        same = ours.generations[rows] == theirs.generations[others]
-        same &= keys[rows] == np.fromiter(theirs.keys, object, len(theirs))[others]
-        rows = rows[same]
-    lost = len(ours) - len(rows)
+        entries = _in_both(entries, _in_order(hello.adopted))
+    lost = len(first.adopted) - len(entries)
     note = f"{lost} pool entries of rank {first.rank} are not on every rank: dropped"
-    slots = ours.pool_slots[rows]
-    lowest: dict[bytes, int] = {}  # a key that is on several slots keeps the lowest
-    for row in rows[(slots >= 0) & (slots < capacity.pool_slots)].tolist():
-        lowest.setdefault(ours.keys[row], row)
-    rows = np.fromiter(lowest.values(), np.int64, len(lowest))
-    entries = AdoptedEntries(ours.pool_slots[rows], ours.generations[rows], tuple(lowest))
+    if len(entries):
+        slots_of = np.array(capacity.pool_slots, np.int64)[targets_of(entries.places)]
+        in_range = (entries.places & 0xFFFFFFFF) < slots_of
+        entries = entries if in_range.all() else _take(entries, np.flatnonzero(in_range))
     return Agreement(capacity, entries, found - len(entries), (note,) if lost else ())
+
+
+def _in_order(adopted: AdoptedEntries) -> AdoptedEntries:
+    """By place, each once."""
+    if bool((np.diff(adopted.places) > 0).all()):
+        return adopted  # as `Pool.adopt` gives them
+    return _take(adopted, np.unique(adopted.places, return_index=True)[1])
+
+
+def _in_both(one: AdoptedEntries, other: AdoptedEntries) -> AdoptedEntries:
+    """The entries whose place, generation and key are equal in both."""
+    _, ours, theirs = np.intersect1d(
+        one.places, other.places, assume_unique=True, return_indices=True
+    )
+    if one.key_bytes != other.key_bytes:
+        return _take(one, ours[:0])
+    same = one.generations[ours] == other.generations[theirs]
+    same &= one.key_rows()[ours] == other.key_rows()[theirs]
+    return one if same.all() and len(same) == len(one) else _take(one, ours[same])
+
+
+def _take(entries: AdoptedEntries, rows: npt.NDArray[np.int64]) -> AdoptedEntries:
+    keys = entries.key_rows()[rows].tobytes() if len(entries) else b""
+    return AdoptedEntries(entries.places[rows], entries.generations[rows], keys)

@@ -25,89 +25,99 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from vllm_nvmeof_offload.errors import Outcome
+import numpy as np
+
 from vllm_nvmeof_offload.manager.handshake import Capacity, CoreConfig
-from vllm_nvmeof_offload.manager.index import Entry, Event, Source
-from vllm_nvmeof_offload.manager.ledger import Ledger, Op
-from vllm_nvmeof_offload.manager.tiers import Tiers
-from vllm_nvmeof_offload.protocol import FetchCommand, OpKind, Urgency
+from vllm_nvmeof_offload.manager.ledger import Op
+from vllm_nvmeof_offload.metrics import Counts
+from vllm_nvmeof_offload.native import Tiers
+from vllm_nvmeof_offload.protocol import CancelCommand, ResetCommand
+
+#: What `Tiers.lookup` answers.
+_CPU, _POOL = 1, 2
 
 #: Share of the slots that always stays evictable: new chunks must find room.
 _ROOM_SHARE = 0.125
 
 
-class Reason(enum.Enum):
-    """Why a chunk is held or fetched."""
+class Reason(enum.IntEnum):
+    """Why a chunk is held or fetched; `Tiers` keeps the fetches that were not sent by it."""
 
-    RELOAD = "reload"  # for a preempted request
-    QUEUE = "queue"  # for a request that waits in vLLM's queue
-    PROBE = "probe"  # to measure the pool, where admission loads nothing from it
+    RELOAD = 0  # for a preempted request
+    QUEUE = 1  # for a request that waits in vLLM's queue
+    PROBE = 2  # to measure the pool, where admission loads nothing from it
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """One held chunk. op: the fetch that is filling its slot."""
+    """One held chunk. op: its fetch, from when that is sent until it has its outcome.
 
-    entry: Entry
+    fetching: it was fetched, and the fetch has no outcome. used: a load has taken the chunk.
+    """
+
+    row: int
+    generation: int
     slot: int
     reason: Reason
-    op: Op | None = None
     fetched: bool = False
+    fetching: bool = False
+    op: Op | None = None
+    index: int = 0  # of its row in `op`
     used: bool = False
 
 
 class Holds:
     """The held chunks."""
 
-    def __init__(self, tiers: Tiers, ledger: Ledger) -> None:
+    def __init__(
+        self, tiers: Tiers, unsent: list[CancelCommand | ResetCommand], counters: Counts
+    ) -> None:
         self.fetching = 0  # fetches under way that are still wanted
         self.counts = dict.fromkeys(Reason, 0)  # held, by reason
         self.held: dict[bytes, _Held] = {}  # by key
-        self.source = tiers.lookup
         self._tiers = tiers
-        self._ledger = ledger
-        self._probing: list[int] = []  # by target: probes begun since none was under way
-        self._room_min = max(1, int(_ROOM_SHARE * tiers.cache.capacity))
+        self._unsent = unsent
+        self._counters = counters
+        self._room_min = max(1, int(_ROOM_SHARE * tiers.cache_slots))
+
+    def source(self, key: bytes) -> int:
+        """Where `key` is: `CPU`, a cache slot; `POOL`, only there, on a usable target; 0."""
+        return self._tiers.lookup(key)
 
     def hold(self, key: bytes, reason: Reason) -> bool:
         """Keep a chunk, which has a cache slot, from eviction; False if there is no room to."""
         if not self._has_room():
             return False
-        entry = self._tiers.index.find(key)
-        assert entry is not None and entry.cache_slot is not None
-        self._keep(_Held(entry, entry.cache_slot, reason))
+        row = self._tiers.hold(key)
+        assert row is not None, "its look-up found it in a cache slot"
+        self._keep(key, _Held(*row, reason))
         return True
 
     def fetch(self, key: bytes, reason: Reason) -> bool:
         """Begin to read a chunk that is only in the pool into a cache slot, and hold it."""
-        tiers = self._tiers
-        slot = tiers.take_cache_slot(spare_unwritten=True) if self._has_room() else None
-        if slot is None:
+        fetch = self._tiers.begin_fetch(key, reason) if self._has_room() else None
+        if fetch is None:
             return False
-        entry = tiers.index.find(key)
-        assert entry is not None and entry.pool_slot is not None
-        pool_slot = entry.pool_slot
-        tiers.pool.use(pool_slot)
-        tiers.begin_fetch(entry, slot)
-        op = self._ledger.open(OpKind.FETCH, (entry,), (slot,), (pool_slot,))
-        urgency = Urgency.URGENT if reason is Reason.RELOAD else Urgency.PREFETCH
-        command = FetchCommand(op.number, entry.identity, pool_slot, slot, urgency)
-        self._ledger.unsent[op.number] = command
-        if reason is Reason.PROBE:  # it is timed, and reads behind the probes that began with it
-            if not self.counts[Reason.PROBE]:
-                self._probing = [0] * tiers.pool.lanes
-            op.probe, op.queued = True, tuple(self._probing)
-            self._probing[tiers.pool.lane(pool_slot)] += 1
+        self._tiers.hold(key)
         self.fetching += 1
-        tiers.counters["prefetches", reason.value] += 1
-        self._keep(_Held(entry, slot, reason, op, fetched=True))
+        self._counters["prefetches", reason.name.lower()] += 1
+        held = _Held(*fetch, reason)
+        held.fetched = held.fetching = True
+        self._keep(key, held)
         return True
 
-    def used(self, key: bytes) -> None:
-        """A load takes this chunk from its cache slot."""
-        held = self.held.get(key)
-        if held is not None:
-            held.used = True
+    def sent(self, op: Op) -> None:
+        """These fetches go to the ranks."""
+        assert op.batch is not None
+        for index in range(len(op.batch)):
+            held = self.held.get(op.batch.key(index))
+            if held is not None and held.fetching:  # otherwise only a load waits for it
+                held.op, held.index = op, index
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """A load takes these chunks, from their cache slots where they have one."""
+        for key in self.held.keys() & set(keys) if self.held else ():
+            self.held[key].used = True
 
     def drop(self, key: bytes) -> None:
         """No request wants `key` any more; a key that is not held is ignored."""
@@ -116,64 +126,65 @@ class Holds:
             return
         how = "used" if held.used else "wasted"
         # The slot's users are this hold, its fetch, and loads that wait for this very fetch.
-        if held.op and not held.used and self._tiers.cache.users[held.slot] == 2:
+        if held.fetching and not held.used and self._tiers.cache_users(held.slot) == 2:
             how = "cancelled"
-            self._cancel(held, held.op)
-        self._release(held, how)
+            self._cancel(held)
+        self._release(key, held, how)
 
-    def ended(self, op: Op, failure: Outcome | None) -> None:
-        """A fetch has its outcome on every rank."""
-        held = self.held.get(op.entries[0].identity.key)
-        if held is None or held.op is not op:
-            return
-        if failure is not None or op.probe:
-            self._release(held, "failed" if failure is not None else "probe")
-        else:
-            held.op = None
-            self.fetching -= 1
+    def ended(self, op: Op, rows: Sequence[int]) -> None:
+        """These rows of a fetch have their outcome on every rank."""
+        batch = op.batch
+        assert batch is not None
+        for index in rows:
+            key = batch.key(index)
+            held = self.held.get(key)
+            if held is None or held.op is not op:
+                continue
+            if op.probe:
+                self._release(key, held, "probe")
+            else:
+                held.op, held.fetching = None, False
+                self.fetching -= 1
 
-    def gone(self, entry: Entry) -> None:
-        """`entry` was doomed."""
-        held = self.held.get(entry.identity.key)
-        if held is not None and held.entry is entry:
-            self._release(held, "used" if held.used else "failed")
+    def lost(self, op: Op, rows: Sequence[int]) -> None:
+        """The chunks of these rows of an op are not in their cache slots any more."""
+        assert op.batch is not None
+        for index in rows if self.held else ():
+            key = op.batch.key(index)
+            held = self.held.get(key)
+            if held is not None and held.generation == op.batch.generation(index):
+                self._release(key, held, "used" if held.used and not held.fetching else "failed")
 
     def reset(self) -> None:
         """Every entry was doomed, and no fetch that was not sent will be."""
-        for held in list(self.held.values()):
-            self.gone(held.entry)
+        for key, held in list(self.held.items()):
+            self._release(key, held, "used" if held.used else "failed")
 
     def _has_room(self) -> bool:
         """Whether enough stays evictable with one more held."""
-        tiers = self._tiers
-        waiting = len(tiers.waiting) if tiers.demotes else 0
-        return tiers.cache.free + len(tiers.clean) + waiting > self._room_min
+        return self._tiers.evictable_cache_slots > self._room_min
 
-    def _keep(self, held: _Held) -> None:
-        self._tiers.cache.use(held.slot)
-        self.held[held.entry.identity.key] = held
+    def _keep(self, key: bytes, held: _Held) -> None:
+        self.held[key] = held
         self.counts[held.reason] += 1
-        self._tiers.settle(held.entry)
 
-    def _release(self, held: _Held, how: str) -> None:
+    def _release(self, key: bytes, held: _Held, how: str) -> None:
         """Hold this chunk no more. how: how its fetch ended, if it was fetched."""
-        del self.held[held.entry.identity.key]
-        self.fetching -= held.op is not None
+        del self.held[key]
+        self.fetching -= held.fetching
         self.counts[held.reason] -= 1
         if held.fetched:
-            self._tiers.counters["prefetches_ended", how] += 1
-        self._tiers.cache.release(held.slot)
-        self._tiers.settle(held.entry)
+            self._counters["prefetches_ended", how] += 1
+        self._tiers.release_hold(held.slot, held.row, held.generation)
 
-    def _cancel(self, held: _Held, op: Op) -> None:
+    def _cancel(self, held: _Held) -> None:
         """Take the entry off its fetch: every later look-up finds the entry in the pool."""
-        self._tiers.on(held.entry, Event.FETCH_CANCELLED)
-        self._tiers.leave_cache(held.entry)
-        op.detached = True
-        if op.number in self._ledger.unsent:
-            self._tiers.release(self._ledger.withdraw(op.number))
-        else:
-            self._ledger.cancel(op.number)
+        if held.op is None:
+            self._tiers.drop_fetch(held.reason, held.row)
+            return
+        assert held.op.batch is not None
+        self._tiers.detach(held.op.batch, held.index)
+        self._unsent.append(CancelCommand(held.op.number, np.array([held.index], np.uint32)))
 
 
 #: A preempted request that has waited this long is not overtaken by shorter ones any more.
@@ -301,7 +312,7 @@ class ReloadScheduler:
         if self._holds.counts[Reason.PROBE]:
             return
         for key in keys[:_PROBES_MAX]:
-            if key not in self._holds.held and self._holds.source(key) is Source.POOL:
+            if key not in self._holds.held and self._holds.source(key) == _POOL:
                 self._holds.fetch(key, Reason.PROBE)
 
     def turn(self) -> None:
@@ -344,12 +355,12 @@ class ReloadScheduler:
             looks -= 1
             key = want.keys[want.next]
             source = self._holds.source(key)
-            if source is not Source.CPU and want.is_local(want.next):
+            if source != _CPU and want.is_local(want.next):
                 if want.skipped is None:
                     want.skipped = want.next
                 want.skipped_last = want.next
                 passed_over += 1
-            elif source is None:
+            elif not source:
                 want.next = len(want.keys)  # a load ends here: later chunks are of no use
                 break
             elif not self._take(want, key, source, reason):
@@ -357,17 +368,17 @@ class ReloadScheduler:
             want.next += 1
         return looks, True
 
-    def _take(self, want: _Want, key: bytes, source: Source, reason: Reason) -> bool:
+    def _take(self, want: _Want, key: bytes, source: int, reason: Reason) -> bool:
         """Hold or fetch one chunk for `want`; False if there is no room now."""
         holds = self._holds
         if key in want.held:
             return True
         if key not in holds.held:
-            if source is Source.CPU and reason is Reason.QUEUE:
+            if source == _CPU and reason is Reason.QUEUE:
                 return True  # it is in the right tier, and was used just now
             if holds.counts[reason] >= self._limits[reason]:
                 return False
-            if source is Source.CPU:
+            if source == _CPU:
                 taken = holds.hold(key, reason)
             else:
                 # Reloads may have as many again: fetches for the queue must not delay them.

@@ -9,25 +9,16 @@ still be in the pool. A router that applies the changes in their order has exact
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from vllm_nvmeof_offload.manager.index import Index, Source, State
+from vllm_nvmeof_offload.manager.index import Source
+from vllm_nvmeof_offload.native import Tiers
+from vllm_nvmeof_offload.protocol import split_keys
 
 #: Keys per step, unless many more wait: after a start with a large pool, each step carries a part
 #: of them, so that no step carries millions.
 _TAKE_MAX = 4096
 _TAKE_SHARE = 8
-
-#: The tiers that hold a whole copy of an entry in this state; in any other state none does.
-_TIERS: dict[State | None, tuple[Source, ...]] = {
-    State.CACHED: (Source.CPU,),
-    State.WRITING: (Source.CPU,),
-    State.BOTH: (Source.CPU, Source.POOL),
-    State.POOLED: (Source.POOL,),
-    State.FETCHING: (Source.POOL,),
-}
 
 
 @dataclass(slots=True)
@@ -40,51 +31,27 @@ class Change:
 
 
 class KvEventLog:
-    """Changes that were not reported yet, oldest first. Its length is in keys."""
+    """Changes that were not reported yet, oldest first. Its length is in keys.
 
-    def __init__(self) -> None:
-        self._changes: deque[Change] = deque()
+    The tiers log what comes to each of them and leaves it; a reset drops arrivals that were not
+    reported, because its own removals cancel them.
+    """
+
+    def __init__(self, tiers: Tiers, key_bytes: int) -> None:
+        self._tiers = tiers
+        self._key_bytes = key_bytes
 
     def __len__(self) -> int:
-        return sum(len(change.keys) for change in self._changes)
-
-    def moved(self, key: bytes, before: State | None, after: State | None) -> None:
-        """An entry went from one state to another."""
-        had, has = _TIERS.get(before, ()), _TIERS.get(after, ())
-        if had != has:
-            for tier in Source:
-                if (tier in had) != (tier in has):
-                    self.add(tier, (key,), removed=tier in had)
-
-    def add(self, tier: Source, keys: Iterable[bytes], *, removed: bool) -> None:
-        """These keys left `tier` (removed), or came to it."""
-        new = list(keys)
-        if not new:
-            return
-        last = self._changes[-1] if self._changes else None
-        if last is None or last.tier is not tier or last.removed is not removed:
-            last = Change(tier, removed)
-            self._changes.append(last)
-        last.keys += new
-
-    def all_leave(self, index: Index) -> None:
-        """A reset is about to remove everything that rests in the index."""
-        # Drop unreported arrivals, which these removals would cancel.
-        self._changes = deque(change for change in self._changes if change.removed)
-        in_both = (key for key in index.cached if index.slots(key)[1] is not None)
-        self.add(Source.CPU, index.cached, removed=True)
-        self.add(Source.POOL, in_both, removed=True)
-        self.add(Source.POOL, index.pooled, removed=True)
+        return self._tiers.moved_bytes // self._key_bytes
 
     def take(self) -> list[Change]:
         """The oldest changes, as many as one step should carry."""
         left = max(_TAKE_MAX, len(self) // _TAKE_SHARE)
-        taken: list[Change] = []
-        while self._changes and left > 0:
-            change = self._changes[0]
-            taken.append(Change(change.tier, change.removed, change.keys[:left]))
-            del change.keys[:left]
-            if not change.keys:
-                self._changes.popleft()
-            left -= len(taken[-1].keys)
-        return taken
+        return [
+            Change(
+                Source.CPU if tier == 1 else Source.POOL,
+                removed,
+                split_keys(keys, self._key_bytes),
+            )
+            for tier, removed, keys in self._tiers.take_moves(left * self._key_bytes)
+        ]

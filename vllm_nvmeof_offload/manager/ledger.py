@@ -1,39 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger of operations: commands not sent yet, and the reports and releases still owed.
+"""The ledger of operations: what was sent to the ranks, and the reports that they still owe.
 
-A fact holds when all ranks reported it, and a failure on any rank is the fact's failure. An
-op's slots are released when all ranks have released them.
+An op gets its number when its command leaves. Until then a write or a fetch is an intent, which
+`Tiers` keeps and can drop. What is known of each row of an op is in its batch (native/tiers.h).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from vllm_nvmeof_offload.errors import CANCELLED, Outcome
-from vllm_nvmeof_offload.manager.index import Entry
-from vllm_nvmeof_offload.protocol import CancelCommand, Command, OpKind, OpReport, ReleaseReport
+import numpy as np
+import numpy.typing as npt
+
+from vllm_nvmeof_offload.errors import Outcome
+from vllm_nvmeof_offload.protocol import ChunkBatch, OpKind, targets_of
+
+if TYPE_CHECKING:
+    from vllm_nvmeof_offload.native import Batch
 
 
 @dataclass(slots=True, eq=False)
 class Op:
-    """One operation under way: a command, and all that is known of its execution."""
+    """One operation under way.
+
+    batch: its rows, as the manager knows them; None: a reset, which has one row.
+    """
 
     number: int
     kind: OpKind
     issued_s: float
-    outcomes_left: int
-    releases_left: int
-    entries: tuple[Entry, ...]  # by chunk, in the command's order
-    cache_slots: list[int | None]  # by chunk; None: none, or released already
-    pool_slots: list[int | None]  # likewise
-    landing: frozenset[int]  # chunks of a load that are read into the cache slot of their entry
-    failures: dict[int, Outcome] = field(default_factory=dict)  # by chunk
-    queued: tuple[int, ...] = ()  # by target: chunks to be read there before a load or probe
-    detached: bool = False  # a cancelled fetch: its end does not concern its entry any more
-    probe: bool = False  # a fetch that is there to be timed
-    seconds: float = 0.0  # on the slowest of the ranks that have reported
-    prompts_s: float = 0.0  # how long the model had computed prompts when a read was planned
+    batch: Batch | None
+    ranks_left: int  # of a reset: ranks that have not reported
+    failure: Outcome | None = None  # of a reset, on some rank
+    #: For a load: chunks by target that it reads, and that others had yet to read before it.
+    lanes: Sequence[int] = ()
+    queued: Sequence[int] = ()
+    #: A fetch that is there to be timed.
+    probe: bool = False
+    #: Its duration on the slowest of the ranks that have reported.
+    seconds: float = 0.0
+    #: For a load or fetch: how long the model had computed prompts when it was planned.
+    prompts_s: float = 0.0
+
+    @property
+    def outcomes_owed(self) -> bool:
+        return bool(self.batch.undecided) if self.batch is not None else self.ranks_left > 0
+
+    @property
+    def over(self) -> bool:
+        """Every rank has reported and released every row."""
+        return not self.outcomes_owed and (self.batch is None or not self.batch.unreleased)
+
+
+def columns_of(batch: Batch) -> ChunkBatch:
+    """The columns of a batch that go to the ranks. They are copies: the rows change later."""
+    groups = np.zeros(len(batch), np.uint8)
+    return ChunkBatch(
+        batch.keys, batch.generations.copy(), batch.cache.copy(), batch.places.copy(), groups
+    )
 
 
 class Ledger:
@@ -46,9 +72,6 @@ class Ledger:
         prompts_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.prompts_s = prompts_s
-        #: Commands to send with the next step, in order, by op number. A cancellation has its
-        #: target's number, negated: a cancelled op was sent, so its own command is not here.
-        self.unsent: dict[int, Command] = {}
         self._world_size = world_size
         self._clock = clock
         self._last = 0
@@ -60,49 +83,24 @@ class Ledger:
     def __iter__(self) -> Iterator[Op]:
         return iter(self._ops.values())
 
-    def open(
-        self,
-        kind: OpKind,
-        entries: tuple[Entry, ...] = (),
-        cache_slots: Sequence[int | None] = (),
-        pool_slots: Sequence[int | None] = (),
-        landing: frozenset[int] = frozenset(),
-    ) -> Op:
+    def __getitem__(self, number: int) -> Op:
+        assert number in self._ops, f"a report on op {number}, which is over"
+        return self._ops[number]
+
+    def open(self, kind: OpKind, batch: Batch | None = None) -> Op:
         self._last += 1
-        ranks, slots = self._world_size, (list(cache_slots), list(pool_slots))
-        op = Op(self._last, kind, self._clock(), ranks, ranks, entries, *slots, landing)
+        op = Op(self._last, kind, self._clock(), batch, self._world_size)
         if kind in (OpKind.LOAD, OpKind.FETCH):
             op.prompts_s = self.prompts_s()
         self._ops[op.number] = op
         return op
 
-    def cancel(self, number: int) -> None:
-        """Ask the ranks to stop the part of this op, which was sent, that has not started."""
-        self.unsent[-number] = CancelCommand(number)
-
-    def withdraw(self, number: int) -> Op:
-        """Take back an op whose command was not sent: no rank will report on it."""
-        self.unsent.pop(number, None)
-        return self._ops.pop(number)
-
-    def apply(self, report: OpReport | ReleaseReport) -> tuple[Op, bool, bool]:
-        """Count one rank's report: (op, its outcome is known now, it is released now)."""
-        op = self._ops[report.op]
-        decided = False
-        if isinstance(report, OpReport):
-            assert op.outcomes_left > 0, f"op {op.number} reported too often"
-            for index, outcome in report.failures:
-                # A real failure on any rank outweighs a cancellation on another.
-                if op.failures.get(index, CANCELLED) == CANCELLED:
-                    op.failures[index] = outcome
-            op.outcomes_left -= 1
-            op.seconds = max(op.seconds, report.seconds)
-            decided = op.outcomes_left == 0
-            if not report.released:
-                return op, decided, False
-        op.releases_left -= 1
-        assert op.releases_left >= op.outcomes_left, f"op {op.number} released before its outcome"
-        if op.releases_left:
-            return op, decided, False
+    def close(self, op: Op) -> None:
+        """Every rank has reported and released all of it."""
         del self._ops[op.number]
-        return op, decided, True
+
+
+def target_counts(places: npt.NDArray[np.int64], targets: int) -> list[int]:
+    """The number of places on each target; rows without a place do not count."""
+    counts: list[int] = np.bincount(targets_of(places[places >= 0]), minlength=targets).tolist()
+    return counts

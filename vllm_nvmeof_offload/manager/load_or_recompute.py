@@ -29,10 +29,20 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_nvmeof_offload.errors import OutcomeKind
-from vllm_nvmeof_offload.manager.handshake import CoreConfig
-from vllm_nvmeof_offload.manager.ledger import Ledger, Op
-from vllm_nvmeof_offload.manager.tiers import Tiers
+import numpy as np
+import numpy.typing as npt
+
+from vllm_nvmeof_offload.errors import OutcomeKind, code_of
+from vllm_nvmeof_offload.manager.handshake import Capacity, CoreConfig
+from vllm_nvmeof_offload.manager.ledger import Ledger, Op, target_counts
+
+
+def _codes_among(*kinds: OutcomeKind) -> npt.NDArray[np.bool_]:
+    """bool[256], by the code of an outcome: whether it is one of these."""
+    found = np.zeros(256, np.bool_)
+    found[[code_of(kind) for kind in kinds]] = True
+    return found
+
 
 #: Keeps noise from changing the decision with each request.
 _HYSTERESIS = 1.25
@@ -49,7 +59,10 @@ _TRUST_MIN = 1 / 512
 _LIMIT_FACTOR = 2.0
 _LIMIT_S_MIN = 0.25
 #: Outcomes of a chunk that was read to its end.
-_READ = frozenset({OutcomeKind.OK, OutcomeKind.CHECKSUM_MISMATCH, OutcomeKind.STALE})
+_READ = _codes_among(OutcomeKind.OK, OutcomeKind.CHECKSUM_MISMATCH, OutcomeKind.STALE)
+#: Outcomes of a chunk that had not come by then; of a load that was cut off, more are.
+_MISSED = _codes_among(OutcomeKind.DEADLINE)
+_MISSED_WHERE_CUT = _codes_among(OutcomeKind.DEADLINE, OutcomeKind.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,23 +184,23 @@ class LoadTimes:
 
     def __init__(
         self,
-        tiers: Tiers,
         ledger: Ledger,
         admission: Admission,
         clock: Callable[[], float],
-        slot_bytes: int,
+        capacity: Capacity,
         tokens_per_chunk: int,
     ) -> None:
         #: By lane: chunks that loads have yet to read there.
-        self.reading = [0] * tiers.pool.lanes
+        self.reading = [0] * len(capacity.pool_slots)
         self._limits_s: dict[Op, float] = {}  # of loads under way; infinite: it was cut off
-        self._tiers, self._ledger = tiers, ledger
-        self._admission, self._clock = admission, clock
-        self._slot_bytes, self._tokens_per_chunk = slot_bytes, tokens_per_chunk
+        self._ledger, self._admission, self._clock = ledger, admission, clock
+        self._slot_bytes, self._tokens_per_chunk = capacity.slot_bytes, tokens_per_chunk
 
     def planned(self, op: Op, limit_s: float | None) -> None:
         """The load goes to the workers. limit_s: when it is cut off; None: never."""
         op.queued = tuple(self.reading)
+        _, places = self._columns(op)
+        op.lanes = target_counts(places, len(self.reading))
         self._count(op, 1)
         if limit_s is not None:
             self._limits_s[op] = limit_s
@@ -205,26 +218,23 @@ class LoadTimes:
 
     def loaded(self, op: Op) -> None:
         """Take in a load whose outcome every rank has reported."""
-        self._count(op, -1)
-        self.learn(op, was_cut=self._limits_s.pop(op, 0.0) == math.inf)
+        was_cut = self._limits_s.pop(op, 0.0) == math.inf
+        if any(op.lanes):
+            self._count(op, -1)
+            self.learn(op, was_cut=was_cut)
 
     def learn(self, op: Op, was_cut: bool) -> None:
         """Let admission learn from a load or a probe that has its outcome."""
-        read, missed = [0] * len(self.reading), False
-        for index, slot in enumerate(op.pool_slots):
-            if slot is None:
-                continue
-            kind = op.failures[index].kind if index in op.failures else OutcomeKind.OK
-            if kind in _READ:
-                read[self._tiers.pool.lane(slot)] += 1
-            elif kind is OutcomeKind.DEADLINE or (was_cut and kind is OutcomeKind.CANCELLED):
-                missed = True
+        codes, places = self._columns(op)
+        read = target_counts(places[_READ[codes]], len(self.reading))
+        missing = _MISSED_WHERE_CUT if was_cut else _MISSED
+        missed = bool(missing[codes][places >= 0].any())
         if not missed and not any(read):
             return  # a load that failed at once has no meaningful time
         self._admission.took(
             self._waited_s(op, op.seconds),
             [count * self._slot_bytes for count in read],
-            [count * self._slot_bytes for count in op.queued],
+            [count * self._slot_bytes for count in op.queued or [0] * len(read)],
             tokens=None if op.probe else sum(read) * self._tokens_per_chunk,
             missed=missed,
         )
@@ -234,6 +244,10 @@ class LoadTimes:
         return max(0.0, seconds - (self._ledger.prompts_s() - op.prompts_s))
 
     def _count(self, op: Op, sign: int) -> None:
-        for slot in op.pool_slots:
-            if slot is not None:
-                self.reading[self._tiers.pool.lane(slot)] += sign
+        for lane, count in enumerate(op.lanes):
+            self.reading[lane] += sign * count
+
+    @staticmethod
+    def _columns(op: Op) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+        assert op.batch is not None
+        return op.batch.codes, op.batch.places

@@ -47,11 +47,12 @@ def start_line(hellos: Sequence[RankHello], core: ManagerCore) -> str:
 
 
 def _pool(first: RankHello, capacity: Capacity, tokens_per_chunk: int, ranks: int) -> str:
-    if not capacity.pool_slots:
+    slots = capacity.pool_slots_total
+    if not slots:
         return "no pool: what leaves the CPU tier is gone"
-    size = format_bytes(capacity.pool_slots * capacity.slot_bytes * ranks)
+    size = format_bytes(slots * capacity.slot_bytes * ranks)
     return (
-        f"pool of {capacity.pool_slots * tokens_per_chunk:,} tokens ({capacity.pool_slots} slots, "
+        f"pool of {slots * tokens_per_chunk:,} tokens ({slots} slots, "
         f"{size} over all ranks) in engine-{first.engine_index} on {', '.join(first.targets)}"
     )
 

@@ -34,7 +34,7 @@ class MetricsCollector:
     ) -> None:
         self._core = core
         self._suspension = suspension
-        self._zeros = first_counts(core.capacity.target_count)
+        self._zeros = first_counts(len(core.capacity.pool_slots))
         self._counted = Counts()  # as of the last `take_increases`
         self._shown: dict[Series, float] = {}  # as of the last `take_gauges`
         self._constant = gauges = Counts()

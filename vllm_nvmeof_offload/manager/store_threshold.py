@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
 
 #: Keys forgotten at a time, because finding the front of a dictionary is slow.
 _FORGET_BATCH = 1024
@@ -29,17 +32,15 @@ class StoreThreshold:
     def __len__(self) -> int:
         return len(self._counts)
 
-    def see(self, keys: Iterable[bytes]) -> None:
-        """Each of `keys` was offered for storage."""
+    def see(self, keys: Sequence[bytes]) -> npt.NDArray[np.uint8] | None:
+        """Each of `keys` was offered for storage; returns which are due. None: all of them."""
         if self._threshold == 1:
-            return
+            return None
         counts = self._counts
         for key in keys:
             counts[key] = min(counts.pop(key, 0) + 1, self._threshold)
+        due = np.fromiter((counts[key] >= self._threshold for key in keys), np.uint8, len(keys))
         if len(counts) >= self._keys_max + _FORGET_BATCH:
             for key in list(islice(counts, len(counts) - self._keys_max)):
                 del counts[key]
-
-    def reached(self, key: bytes) -> bool:
-        """Whether `key` has been seen often enough to be stored."""
-        return self._threshold == 1 or self._counts.get(key, 0) >= self._threshold
+        return due

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native I/O core, where it was built and loads; else why not.
+"""What runs per chunk, in C++.
 
-Without it everything works, but slower: `core` is then None, and `WHY_NOT` names the cause.
+`Tiers` and `Batch`, the manager's index and both tiers, need only a C++ compiler, and nothing works
+without them. `core`, the io_uring engine, also needs liburing and ISA-L; without it `core` is None
+and `WHY_NOT` names the cause, and the engine on threads takes over.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
 
-__all__ = ["WHY_NOT", "core"]
+from vllm_nvmeof_offload.native._tiers import Batch, InstantLanes, Machine, Tiers
+
+__all__ = ["WHY_NOT", "Batch", "InstantLanes", "Machine", "Tiers", "core"]
 
 core: ModuleType | None
 WHY_NOT: str

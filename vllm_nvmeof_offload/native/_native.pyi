@@ -21,7 +21,6 @@ class Engine:
         pool_uuid: bytes,
         rank: int,
         slot_bytes: int,
-        payload_bytes: int,
         registered: bool,
         limits: IoLimits,
         cpus: Sequence[int],
@@ -33,14 +32,17 @@ class Engine:
         urgency: int,
         pool_slot: int,
         address: int,
+        payload_bytes: int,
         key: bytes,
         generation: int,
         deadline_ns: int,
         epoch: int,
         adoptable: bool,
         barrier: int,
+        payload_crc: int,
         /,
     ) -> bool: ...
+    def lanes(self) -> int: ...
     def kick(self) -> None: ...
     def cancel(self, token: int) -> None: ...
     def replace_target(self, index: int, slab_fd: int, table_fd: int, /) -> None: ...
@@ -50,10 +52,25 @@ class Engine:
     def close(self, timeout_s: float) -> bool: ...
 
 def probe_ring(fd: int, address: int, bytes_: int, registered: bool, /) -> None: ...
+def copy(
+    to: npt.NDArray[np.uint64],
+    from_: npt.NDArray[np.uint64],
+    sizes: npt.NDArray[np.uint64],
+    /,
+) -> None: ...
+def copy_payloads(
+    to: npt.NDArray[np.uint64],
+    from_: npt.NDArray[np.uint64],
+    sizes: npt.NDArray[np.uint64],
+    counts: npt.NDArray[np.uint32],
+    payloads: npt.NDArray[np.uint64],
+    payload_bytes: int,
+    crcs: npt.NDArray[np.int64],
+    /,
+) -> None: ...
 def entry_crcs(
     entries: npt.NDArray[np.uint8], pool_slots: npt.NDArray[np.int64], crcs: npt.NDArray[np.uint32]
 ) -> None: ...
-def entry_keys(entries: npt.NDArray[np.uint8], rows: npt.NDArray[np.int64]) -> list[bytes]: ...
 def seal(
     slot: npt.NDArray[np.uint8],
     key: bytes,

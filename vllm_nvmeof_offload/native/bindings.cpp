@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "engine.h"
 
@@ -17,13 +18,7 @@ using namespace nvmeof;
 namespace {
 
 Identity identity_of(const nb::bytes& key, uint64_t generation) {
-  if (key.size() == 0 || key.size() > kKeyBytesMax)
-    throw nb::value_error("an offload key has 1 to 46 bytes");
-  Identity identity;
-  std::memcpy(identity.key.data(), key.c_str(), key.size());
-  identity.key_bytes = static_cast<uint8_t>(key.size());
-  identity.generation = generation;
-  return identity;
+  return nvmeof::identity_of({key.c_str(), key.size()}, generation);
 }
 
 PoolId pool_of(const nb::bytes& uuid, uint16_t rank) {
@@ -39,14 +34,13 @@ std::byte* pointer(uintptr_t address) { return reinterpret_cast<std::byte*>(addr
 // limits: an `io.base.IoLimits`.
 void make_engine(Engine* at, const std::vector<std::pair<int, int>>& targets, uintptr_t base,
                  size_t bytes, const nb::bytes& pool_uuid, uint16_t rank, size_t slot_bytes,
-                 size_t payload_bytes, bool registered, const nb::object& limits,
-                 const std::vector<int>& cpus, std::shared_ptr<StartGate> gate) {
+                 bool registered, const nb::object& limits, const std::vector<int>& cpus,
+                 std::shared_ptr<StartGate> gate) {
   const auto limit = [&limits](const char* name) { return nb::cast<size_t>(limits.attr(name)); };
   EngineSetup setup;
   for (const auto& [slab_fd, table_fd] : targets) setup.targets.push_back({slab_fd, table_fd});
   setup.pool = pool_of(pool_uuid, rank);
   setup.limits = {slot_bytes,
-                  payload_bytes,
                   limit("split_bytes"),
                   static_cast<unsigned>(limit("depth")),
                   limit("read_bytes_in_flight_max"),
@@ -62,17 +56,19 @@ void make_engine(Engine* at, const std::vector<std::pair<int, int>>& targets, ui
 }
 
 bool submit(Engine& engine, uint64_t token, unsigned urgency, uint64_t pool_slot, uintptr_t address,
-            const nb::bytes& key, uint64_t generation, int64_t deadline_ns,
-            uint32_t epoch, bool adoptable, uint64_t barrier) {
+            size_t payload_bytes, const nb::bytes& key, uint64_t generation, int64_t deadline_ns,
+            uint32_t epoch, bool adoptable, uint64_t barrier, int64_t payload_crc) {
   Request request;
   request.token = token;
   request.urgency = static_cast<Urgency>(urgency);
   request.pool_slot = pool_slot;
   request.address = pointer(address);
+  request.payload_bytes = payload_bytes;
   request.identity = identity_of(key, generation);
   request.deadline_ns = deadline_ns;
   request.stamp = {epoch, adoptable};
   request.barrier = barrier;
+  request.payload_crc = payload_crc;
   return engine.submit(request);
 }
 
@@ -99,19 +95,42 @@ void entry_crcs(ConstBytes entries, Slots pool_slots, Crcs crcs) {
     crcs.data()[i] = entry_crc(raw + i * kEntryBytes, static_cast<uint64_t>(pool_slots.data()[i]));
 }
 
-// Returns the offload keys of the entries `rows`, which must be intact.
-nb::list entry_keys(ConstBytes entries, Slots rows) {
-  constexpr size_t kLengthAt = 17, kKeyAt = 18;
-  nb::list keys;
-  const auto* raw = reinterpret_cast<const char*>(entries.data());
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const auto row = static_cast<size_t>(rows.data()[i]);
-    if ((row + 1) * kEntryBytes > entries.size()) throw nb::index_error("no such entry");
-    const char* entry = raw + row * kEntryBytes;
-    const auto length = std::min<size_t>(static_cast<uint8_t>(entry[kLengthAt]), kKeyBytesMax);
-    keys.append(nb::bytes(entry + kKeyAt, length));
+using Words = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Counts = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Signed = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// Copy pieces between addresses.
+void copy(Words to, Words from, Words sizes) {
+  if (to.size() != from.size() || to.size() != sizes.size())
+    throw nb::value_error("the columns do not have equal lengths");
+  nb::gil_scoped_release release;
+  for (size_t i = 0; i < sizes.size(); ++i)
+    std::memcpy(pointer(to.data()[i]), pointer(from.data()[i]), sizes.data()[i]);
+}
+
+// Copy pieces of payloads, and write each payload's CRC, or kNoCrc unless its pieces fill its
+// `payload_bytes` in order and without a gap. counts: pieces of each payload.
+void copy_payloads(Words to, Words from, Words sizes, Counts counts, Words payloads,
+                   size_t payload_bytes, Signed crcs) {
+  const size_t pieces = std::accumulate(counts.data(), counts.data() + counts.size(), size_t{0});
+  if (to.size() != pieces || from.size() != pieces || sizes.size() != pieces ||
+      payloads.size() != counts.size() || crcs.size() != counts.size())
+    throw nb::value_error("pieces and payloads do not fit together");
+  nb::gil_scoped_release release;
+  size_t at = 0;
+  for (size_t payload = 0; payload < counts.size(); ++payload) {
+    const uint64_t end = payloads.data()[payload] + payload_bytes;
+    uint64_t next = payloads.data()[payload];
+    uint32_t crc = 0;
+    bool gapless = true;
+    for (const size_t last = at + counts.data()[payload]; at < last; ++at) {
+      const size_t bytes = sizes.data()[at];
+      gapless = gapless && to.data()[at] == next;
+      crc = copy_crc32c(pointer(to.data()[at]), pointer(from.data()[at]), bytes, crc);
+      next += bytes;
+    }
+    crcs.data()[payload] = gapless && next == end ? static_cast<int64_t>(crc) : kNoCrc;
   }
-  return keys;
 }
 
 template <typename Array>
@@ -120,20 +139,22 @@ auto* whole_slot(const Array& slot, size_t payload_bytes) {
   return slot.data();
 }
 
+void as_os_error(const std::exception_ptr& caught, void*) {
+  try {
+    std::rethrow_exception(caught);
+  } catch (const RingError& error) {
+    nb::object args = nb::make_tuple(error.code().value(), error.step);
+    PyErr_SetObject(PyExc_OSError, args.ptr());
+  } catch (const std::system_error& error) {
+    nb::object args = nb::make_tuple(error.code().value(), error.what());
+    PyErr_SetObject(PyExc_OSError, args.ptr());
+  }
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
-  nb::register_exception_translator([](const std::exception_ptr& caught, void*) {
-    try {
-      std::rethrow_exception(caught);
-    } catch (const RingError& error) {
-      nb::object args = nb::make_tuple(error.code().value(), error.step);
-      PyErr_SetObject(PyExc_OSError, args.ptr());
-    } catch (const std::system_error& error) {
-      nb::object args = nb::make_tuple(error.code().value(), error.what());
-      PyErr_SetObject(PyExc_OSError, args.ptr());
-    }
-  });
+  nb::register_exception_translator(&as_os_error);
 
   nb::class_<StartGate>(m, "StartGate")
       .def(nb::init<>())
@@ -143,9 +164,12 @@ NB_MODULE(_native, m) {
   nb::class_<Engine>(m, "Engine")
       .def("__init__", &make_engine, nb::arg("targets"), nb::arg("base"), nb::arg("length"),
            nb::kw_only(), nb::arg("pool_uuid"), nb::arg("rank"), nb::arg("slot_bytes"),
-           nb::arg("payload_bytes"), nb::arg("registered"), nb::arg("limits"), nb::arg("cpus"),
-           nb::arg("gate").none())
+           nb::arg("registered"), nb::arg("limits"), nb::arg("cpus"), nb::arg("gate").none())
       .def("submit", &submit)
+      .def("lanes",
+           [](Engine& engine) {
+             return reinterpret_cast<uintptr_t>(static_cast<NativeLanes*>(&engine));
+           })
       .def("kick", &Engine::kick, nb::call_guard<nb::gil_scoped_release>())
       .def("cancel", &Engine::cancel, nb::arg("token"))
       .def("replace_target",
@@ -168,13 +192,15 @@ NB_MODULE(_native, m) {
   m.def("probe_ring", [](int fd, uintptr_t address, size_t bytes, bool registered) {
     Ring(32, {pointer(address), bytes}, fd, kPageBytes, registered).enable();
   });
+  m.def("copy", &copy);
+  m.def("copy_payloads", &copy_payloads);
   m.def("entry_crcs", &entry_crcs, nb::arg("entries"), nb::arg("pool_slots"), nb::arg("crcs"));
-  m.def("entry_keys", &entry_keys, nb::arg("entries"), nb::arg("rows"));
   m.def("seal", [](Bytes slot, const nb::bytes& key, uint64_t generation, size_t payload_bytes,
                    uint32_t epoch, bool adoptable, const nb::bytes& pool_uuid, uint16_t rank,
                    uint32_t pool_slot) {
     auto* data = reinterpret_cast<std::byte*>(whole_slot(slot, payload_bytes));
-    seal(data, identity_of(key, generation), payload_bytes, {epoch, adoptable},
+    seal(data, identity_of(key, generation), payload_bytes,
+         crc32c(data + kHeaderBytes, payload_bytes), {epoch, adoptable},
          {pool_of(pool_uuid, rank), pool_slot});
   });
   m.def("verify",

@@ -104,6 +104,26 @@ std::vector<Completion> Engine::poll(int64_t now_ns) {
   return completions_->take();
 }
 
+bool Engine::take(const LaneOp& op) {
+  Request request;
+  request.token = op.token;
+  request.urgency = op.urgency;
+  request.pool_slot = op.pool_slot;
+  request.address = reinterpret_cast<std::byte*>(op.address);
+  request.payload_bytes = op.payload_bytes;
+  request.payload_crc = op.payload_crc;
+  request.identity = identity_of(op.key, op.generation);
+  request.deadline_ns = op.deadline_ns;
+  request.stamp = {op.epoch, op.adoptable};
+  return submit(request);
+}
+
+void Engine::ended(int64_t now_ns, std::vector<LaneEnd>& ends) {
+  for (const Completion& one : poll(now_ns))
+    ends.push_back(
+        {one.token, static_cast<uint8_t>(one.code), one.error, one.released, one.ended_ns});
+}
+
 bool Engine::close(std::chrono::nanoseconds timeout) {
   for (const auto& target : targets_) target->close();
   const auto end = Clock::now() + timeout;

@@ -12,11 +12,11 @@
 namespace nvmeof {
 
 // One caller thread. Times are nanoseconds on CLOCK_MONOTONIC.
-class Engine {
+class Engine : public NativeLanes {
  public:
   // Throws RingError, or std::system_error if no eventfd can be created.
   explicit Engine(const EngineSetup& setup);
-  ~Engine();
+  ~Engine() override;
 
   // False: the queue is full. Nothing starts before `kick`.
   bool submit(const Request& request);
@@ -29,6 +29,11 @@ class Engine {
   // Completions since the last call, including what is past its deadline at `now_ns`.
   std::vector<Completion> poll(int64_t now_ns);
   int fd() const { return completions_->fd(); }
+  // As lanes of the worker's machine.
+  bool take(const LaneOp& op) override;
+  void start() override { kick(); }
+  void cancel_one(uint64_t token) override { cancel(token); }
+  void ended(int64_t now_ns, std::vector<LaneEnd>& ends) override;
   // Cancel what has not started and wait for the rest. False: the kernel still has some of it;
   // then threads, descriptors and memory must stay.
   bool close(std::chrono::nanoseconds timeout);

@@ -15,19 +15,13 @@ namespace {
 // A transfer that the kernel turns away this often in a row has failed.
 constexpr unsigned kRetriesMax = 64;
 
-// Pieces are equal and of about `split_bytes`: a remainder of one header page would cost as much
-// as a whole piece.
-size_t bytes_per_piece(const Limits& limits) {
-  const size_t payload = limits.slot_bytes - kHeaderBytes;
-  const size_t split = limits.split_bytes;
-  const size_t pieces = std::max<size_t>(1, (payload + split - 1) / split);
-  const size_t even = (limits.slot_bytes + pieces - 1) / pieces;
-  return (even + kPageBytes - 1) / kPageBytes * kPageBytes;
-}
+size_t whole_pages(size_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
 
-unsigned pieces_per_slot(const Limits& limits) {
-  const size_t piece = bytes_per_piece(limits);
-  return static_cast<unsigned>((limits.slot_bytes + piece - 1) / piece);
+// Pieces are equal and of about `split` bytes: a remainder of one header page would cost as much as
+// a whole piece.
+size_t bytes_per_piece(size_t bytes, size_t split) {
+  const size_t pieces = std::max<size_t>(1, (bytes - kHeaderBytes + split - 1) / split);
+  return whole_pages((bytes + pieces - 1) / pieces);
 }
 
 }  // namespace
@@ -44,8 +38,6 @@ TargetRing::TargetRing(const EngineSetup& setup, size_t index,
     : setup_(setup),
       completions_(std::move(completions)),
       limits_(setup.limits),
-      pieces_per_slot_(pieces_per_slot(setup.limits)),
-      piece_bytes_(bytes_per_piece(setup.limits)),
       wake_fd_(make_eventfd(0)),
       target_(setup.targets[index]) {}
 
@@ -71,6 +63,9 @@ void TargetRing::submit(const Request& request) {
   auto op = std::make_unique<Op>();
   op->request = request;
   op->offset = request.pool_slot / setup_.targets.size() * limits_.slot_bytes;
+  op->bytes = kHeaderBytes + whole_pages(request.payload_bytes);
+  op->piece_bytes = bytes_per_piece(op->bytes, limits_.split_bytes);
+  op->pieces = static_cast<unsigned>((op->bytes + op->piece_bytes - 1) / op->piece_bytes);
   std::lock_guard lock(mutex_);
   op->target = target_;
   if (request.deadline_ns != kNever) {
@@ -106,7 +101,7 @@ bool TargetRing::cancel(uint64_t token) {
 
 void TargetRing::lift(uint64_t barrier, Stamp stamp) {
   std::lock_guard lock(mutex_);
-  for (Op* op : queue_of(Urgency::kWrite)) {
+  for (Op* op : queue_of(Urgency::WRITE)) {
     if (op->request.barrier == 0 || op->request.barrier > barrier) continue;
     op->request.barrier = 0;
     op->request.stamp = stamp;
@@ -138,8 +133,8 @@ int64_t TargetRing::expire(int64_t now_ns) {
       load.bytes -= op.bytes_in_flight;
       op.phase = Phase::kOverdue;
       completions_->push({token, Code::kDeadline, 0, false});
-      // Between two pieces the kernel has none of it, and it gets no more.
-      if (op.in_queue && op.pieces_in_flight == 0)
+      // Between two pieces neither the kernel nor this ring works on it, and it gets no more.
+      if (op.in_queue && op.pieces_in_flight == 0 && op.unchecked == 0)
         finish(op, Code::kReleased);
       else
         leave_queue(op);
@@ -176,13 +171,9 @@ TargetRing::Load& TargetRing::load_of(const Op& op) {
   return op.request.is_read() ? reads_ : writes_;
 }
 
-size_t TargetRing::piece_bytes(unsigned piece) const {
-  return std::min(piece_bytes_, limits_.slot_bytes - piece * piece_bytes_);
-}
-
 bool TargetRing::reads_active() const {
-  return reads_.pieces > 0 || !queue_of(Urgency::kDemand).empty() ||
-         !queue_of(Urgency::kUrgent).empty() || !queue_of(Urgency::kPrefetch).empty();
+  return reads_.pieces > 0 || !queue_of(Urgency::DEMAND).empty() ||
+         !queue_of(Urgency::URGENT).empty() || !queue_of(Urgency::PREFETCH).empty();
 }
 
 bool TargetRing::may_issue(const Op& op, size_t bytes) const {
@@ -211,35 +202,36 @@ bool TargetRing::take_piece(Urgency urgency, std::vector<Piece*>& pieces) {
   auto& queue = queue_of(urgency);
   if (queue.empty()) return false;
   Op& op = *queue.front();  // nothing overtakes within an urgency
-  const size_t bytes = piece_bytes(op.next_piece);
+  const size_t begin = op.next_piece * op.piece_bytes;
+  const size_t bytes = std::min(op.piece_bytes, op.bytes - begin);
   if (!may_issue(op, bytes)) return false;
   if (op.phase == Phase::kQueued) {
     op.phase = Phase::kRunning;
     --queued_;
     if (setup_.gate) setup_.gate->started(op.request.pool_slot);
   }
-  pieces.push_back(new_piece(op, op.next_piece * piece_bytes_, bytes));
+  pieces.push_back(new_piece(op, begin, bytes));
   ++op.next_piece;
   ++op.pieces_in_flight;
   op.bytes_in_flight += bytes;
   load_of(op).pieces += 1;
   load_of(op).bytes += bytes;
-  if (op.next_piece == pieces_per_slot_) leave_queue(op);
+  if (op.next_piece == op.pieces) leave_queue(op);
   return true;
 }
 
 // Returns whether there is more to issue at once: only one write that could not be sealed ahead is
 // taken at a time, so that reads that come meanwhile do not wait for a row of checksums.
 bool TargetRing::take_pieces(std::vector<Piece*>& pieces) {
-  while (take_piece(Urgency::kDemand, pieces) || take_piece(Urgency::kUrgent, pieces) ||
-         take_piece(Urgency::kPrefetch, pieces)) {
+  while (take_piece(Urgency::DEMAND, pieces) || take_piece(Urgency::URGENT, pieces) ||
+         take_piece(Urgency::PREFETCH, pieces)) {
   }
-  const auto& writes = queue_of(Urgency::kWrite);
+  const auto& writes = queue_of(Urgency::WRITE);
   bool fresh = false;
   while (!writes.empty()) {
     const bool unsealed = !writes.front()->sealed && writes.front()->next_piece == 0;
     if (unsealed && fresh) return true;
-    if (!take_piece(Urgency::kWrite, pieces)) break;
+    if (!take_piece(Urgency::WRITE, pieces)) break;
     fresh = fresh || unsealed;
   }
   return false;
@@ -283,6 +275,7 @@ bool TargetRing::goes_on(Piece* piece, int result) {
     }
   }
   op.failed = true;
+  leave_queue(op);  // it gets no more pieces
   op.error = result > 0 ? EIO : -result;  // 0: the end of the file, or of the device
   return false;
 }
@@ -299,17 +292,28 @@ void TargetRing::land(Piece* piece, int result) {
   }
   op.pieces_in_flight -= 1;
   op.bytes_in_flight -= piece->bytes;
+  if (op.request.is_read() && !op.failed && op.phase == Phase::kRunning) {
+    ++op.unchecked;
+    to_check_.push_back(piece);
+  } else {
+    release(piece);
+  }
+}
+
+void TargetRing::release(Piece* piece) {
+  Op& op = *piece->op;
   free_pieces_.push_back(piece);
   settle(op);
 }
 
 void TargetRing::settle(Op& op) {
-  if (op.pieces_in_flight > 0) return;
+  if (op.pieces_in_flight > 0 || op.unchecked > 0) return;
   if (op.failed || op.phase == Phase::kOverdue) {
     finish(op, Code::kIoError, op.error);
-  } else if (op.next_piece == pieces_per_slot_) {
+  } else if (op.next_piece == op.pieces) {
     if (op.request.is_read()) {
-      to_verify_.push_back(&op);
+      const bool right = op.header.code != Code::kOk || op.crc == op.header.payload_crc;
+      finish(op, right ? op.header.code : Code::kChecksumMismatch);
     } else {
       to_enter_.push_back(&op);
       table_work_.notify_one();
@@ -392,7 +396,7 @@ void TargetRing::loop(Ring& ring) {
       continue;
     }
     deferred = false;
-    busy = verify_one() || seal_one();
+    busy = check_one() || seal_one();
   }
 }
 
@@ -414,19 +418,37 @@ void TargetRing::issue(Ring& ring, const std::vector<Piece*>& pieces) {
   }
 }
 
-bool TargetRing::verify_one() {
-  Op* op;
+// Check the piece that has waited longest. Returns whether there was one.
+bool TargetRing::check_one() {
+  Piece* piece;
+  bool wanted;
   {
     std::lock_guard lock(mutex_);
-    if (to_verify_.empty()) return false;
-    op = to_verify_.front();
-    to_verify_.pop_front();
+    if (to_check_.empty()) return false;
+    piece = to_check_.front();
+    to_check_.pop_front();
+    wanted = !piece->op->failed && piece->op->phase == Phase::kRunning;
   }
-  const Code code = verify(op->request.address, op->request.identity, limits_.payload_bytes,
-                           place_of(*op));
+  Op& op = *piece->op;
+  if (wanted) check(*piece);
   std::lock_guard lock(mutex_);
-  finish(*op, code);
+  --op.unchecked;
+  release(piece);
   return true;
+}
+
+// Nobody else touches the operation's header and CRC, and it stays while it has unchecked pieces.
+void TargetRing::check(const Piece& piece) {
+  Op& op = *piece.op;
+  const Request& request = op.request;
+  if (piece.begin == 0)
+    op.header = prove_header(request.address, request.identity, request.payload_bytes,
+                             place_of(op));
+  const size_t all = kHeaderBytes + request.payload_bytes;
+  const size_t begin = std::max(piece.begin, kHeaderBytes);
+  const size_t end = std::min(piece.begin + piece.bytes, all);
+  if (begin < end)
+    op.crc ^= crc_share(crc32c(request.address + begin, end - begin), all - end);
 }
 
 // Seal a waiting write, among those that could be in flight next.
@@ -435,9 +457,9 @@ bool TargetRing::seal_one() {
   {
     std::lock_guard lock(mutex_);
     size_t bytes = 0;
-    for (Op* op : queue_of(Urgency::kWrite)) {
+    for (Op* op : queue_of(Urgency::WRITE)) {
       if (op->request.barrier != 0 || bytes >= limits_.write_bytes_in_flight_max) break;
-      bytes += limits_.slot_bytes;
+      bytes += op->bytes;
       if (op->sealed) continue;
       next = op;
       next->sealing = true;
@@ -453,8 +475,11 @@ bool TargetRing::seal_one() {
 }
 
 void TargetRing::seal_op(Op& op) {
-  seal(op.request.address, op.request.identity, limits_.payload_bytes, op.request.stamp,
-       place_of(op));
+  const Request& request = op.request;
+  const uint32_t crc = request.payload_crc != kNoCrc
+                           ? static_cast<uint32_t>(request.payload_crc)
+                           : crc32c(request.address + kHeaderBytes, request.payload_bytes);
+  seal(request.address, request.identity, request.payload_bytes, crc, request.stamp, place_of(op));
   op.sealed = true;
 }
 

@@ -3,10 +3,10 @@
 //
 // An operation is cut into pieces. Operations start by urgency; within one, first come, first
 // served. While reads wait or run, few write bytes are in flight. The ring's thread seals writes
-// before their first piece and verifies reads after their last, while the kernel has enough to do:
-// devices complete in bursts, and after a burst nothing may delay their next pieces. A second
-// thread writes table entries, because a buffered `pwrite` may wait for a journal, and reads must
-// not wait with it.
+// before their first piece, and checks each piece of a read when it has arrived and may still be in
+// cache, while the kernel has enough to do: devices complete in bursts, and after a burst nothing
+// may delay their next pieces. A second thread writes table entries, because a buffered `pwrite`
+// may wait for a journal, and reads must not wait with it.
 #pragma once
 
 #include <sched.h>
@@ -72,8 +72,14 @@ class TargetRing {
     Target target;  // the files at the time of its submission
     Phase phase = Phase::kQueued;
     uint64_t offset = 0;
+    size_t bytes = 0;  // header page and payload, in whole pages
+    size_t piece_bytes = 0;
+    unsigned pieces = 0;
     unsigned next_piece = 0;  // the first that was not issued yet
     unsigned pieces_in_flight = 0;
+    unsigned unchecked = 0;  // pieces of a read that have arrived and are not in `crc` yet
+    uint32_t crc = 0;        // of the payload, but for the shares of pieces to come
+    HeaderProof header;      // once the first piece was checked
     size_t bytes_in_flight = 0;
     bool in_queue = true;
     bool sealing = false;  // the ring's thread works on its buffer: it cannot end now
@@ -107,10 +113,10 @@ class TargetRing {
   bool take_piece(Urgency urgency, std::vector<Piece*>& pieces);
   bool may_issue(const Op& op, size_t bytes) const;
   bool reads_active() const;
-  size_t piece_bytes(unsigned piece) const;
   Piece* new_piece(Op& op, size_t begin, size_t bytes);
   void leave_queue(Op& op);
   void land(Piece* piece, int result);
+  void release(Piece* piece);
   bool goes_on(Piece* piece, int result);
   void settle(Op& op);
   void finish(Op& op, Code code, int error = 0);
@@ -120,7 +126,8 @@ class TargetRing {
 
   // On the ring's thread.
   void issue(Ring& ring, const std::vector<Piece*>& pieces);
-  bool verify_one();
+  bool check_one();
+  void check(const Piece& piece);
   bool seal_one();
   void seal_op(Op& op);
   SlotPlace place_of(const Op& op) const;
@@ -128,8 +135,6 @@ class TargetRing {
   const EngineSetup setup_;
   const std::shared_ptr<CompletionQueue> completions_;
   const Limits limits_;
-  const unsigned pieces_per_slot_;
-  const size_t piece_bytes_;
   const int wake_fd_;
   std::atomic<bool> waking_{false};
   std::atomic<size_t> queued_{0};
@@ -143,7 +148,7 @@ class TargetRing {
                       std::greater<>>
       deadlines_;  // (deadline, token); tokens of finished operations are dropped at the top
   Load reads_, writes_;
-  std::deque<Op*> to_verify_;
+  std::deque<Piece*> to_check_;
   std::deque<Op*> to_enter_;  // writes whose table entry comes next
   std::vector<Piece*> again_;
   std::vector<std::unique_ptr<Piece>> pieces_;  // all that exist; they are reused

@@ -6,6 +6,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <chrono>
@@ -13,10 +14,14 @@
 #include <cstdint>
 #include <limits>
 #include <mutex>
+#include <stdexcept>
+#include <string_view>
 #include <system_error>
 #include <unordered_set>
 #include <utility>
 #include <vector>
+
+#include "lanes.h"
 
 namespace nvmeof {
 
@@ -25,6 +30,7 @@ inline constexpr size_t kHeaderBytes = kPageBytes;
 inline constexpr size_t kKeyBytesMax = 46;
 inline constexpr size_t kEntryBytes = 64;
 inline constexpr size_t kUuidBytes = 16;
+inline constexpr int64_t kNoCrc = -1;
 inline constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
 using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC
@@ -38,10 +44,6 @@ inline int make_eventfd(int flags) {
   if (fd < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
   return fd;
 }
-
-// `protocol.Urgency`: the most urgent first. All but kWrite are reads.
-enum class Urgency : uint8_t { kDemand, kUrgent, kPrefetch, kWrite };
-inline constexpr size_t kUrgencies = 4;
 
 enum class Code : uint8_t {
   kOk,
@@ -67,6 +69,16 @@ struct Identity {
   uint64_t generation = 0;
 };
 
+inline Identity identity_of(std::string_view key, uint64_t generation) {
+  if (key.empty() || key.size() > kKeyBytesMax)
+    throw std::invalid_argument("an offload key has 1 to 46 bytes");
+  Identity identity;
+  std::copy(key.begin(), key.end(), identity.key.begin());
+  identity.key_bytes = static_cast<uint8_t>(key.size());
+  identity.generation = generation;
+  return identity;
+}
+
 // One rank's pool over all its targets.
 struct PoolId {
   std::array<uint8_t, kUuidBytes> uuid{};
@@ -87,24 +99,26 @@ struct Stamp {
 
 struct Request {
   uint64_t token = 0;
-  Urgency urgency = Urgency::kDemand;
+  Urgency urgency = Urgency::DEMAND;
   uint64_t pool_slot = 0;
-  std::byte* address = nullptr;  // header page and payload, slot_bytes long
+  std::byte* address = nullptr;  // header page and payload
+  size_t payload_bytes = 0;      // at most what a slot holds; no more than this is transferred
   Identity identity;
   int64_t deadline_ns = kNever;
   Stamp stamp;
   // 0: may start. Otherwise the write waits until this barrier, a reset, is lifted.
   uint64_t barrier = 0;
+  // Write only: the payload's CRC if the copy into staging made it, else kNoCrc.
+  int64_t payload_crc = kNoCrc;
 
-  bool is_read() const { return urgency != Urgency::kWrite; }
+  bool is_read() const { return urgency != Urgency::WRITE; }
 };
 
 // Bounds of one target's ring; `io/base.py` has their defaults. `bytes_in_flight` counts what the
 // kernel works on and is not overdue: a path that hangs must not stop the others. One piece of
 // each kind may always run.
 struct Limits {
-  size_t slot_bytes = 0;
-  size_t payload_bytes = 0;
+  size_t slot_bytes = 0;  // the distance of slots, in staging and in a slab
   size_t split_bytes = 0;
   unsigned depth = 0;  // pieces in flight, reads and writes each
   size_t read_bytes_in_flight_max = 0;
@@ -129,11 +143,27 @@ struct Memory {
 
 uint32_t crc32c(const void* data, size_t bytes);
 
-// Fill the header page in front of a complete payload.
-void seal(std::byte* slot, const Identity& identity, size_t payload_bytes, Stamp stamp,
-          const SlotPlace& place);
+// The share that a part with this CRC has in the CRC of a message in which `bytes_after` follow it.
+// The message's CRC is the exclusive or of its parts' shares, in any order.
+uint32_t crc_share(uint32_t crc, size_t bytes_after);
 
-// kOk, kStale (an intact header of another identity, length or place) or kChecksumMismatch.
+// As `memcpy`; continues `crc`, that of what comes before, over the bytes while they are in cache.
+uint32_t copy_crc32c(void* to, const void* from, size_t bytes, uint32_t crc);
+
+// Fill the header page in front of a complete payload, which has this CRC.
+void seal(std::byte* slot, const Identity& identity, size_t payload_bytes, uint32_t payload_crc,
+          Stamp stamp, const SlotPlace& place);
+
+// `code`: kOk, kStale (an intact header of another identity, length or place) or kChecksumMismatch.
+// `payload_crc`: what the payload must have, where `code` is kOk.
+struct HeaderProof {
+  Code code = Code::kChecksumMismatch;
+  uint32_t payload_crc = 0;
+};
+HeaderProof prove_header(const std::byte* slot, const Identity& identity, size_t payload_bytes,
+                         const SlotPlace& place);
+
+// The code of a whole slot: that of its header, or kChecksumMismatch of its payload.
 Code verify(const std::byte* slot, const Identity& identity, size_t payload_bytes,
             const SlotPlace& place);
 

@@ -128,16 +128,25 @@ def check_key(key: bytes) -> None:
 
 
 def seal(
-    slot: memoryview, identity: SlotIdentity, payload_bytes: int, stamp: Stamp, place: SlotPlace
+    slot: memoryview,
+    identity: SlotIdentity,
+    payload_bytes: int,
+    stamp: Stamp,
+    place: SlotPlace,
+    payload_crc: int | None = None,
 ) -> None:
-    """Fill the header page of `slot` (uint8, header page + payload); ValueError: `check_key`."""
+    """Fill the header page of `slot` (uint8, header page + payload); ValueError: `check_key`.
+
+    payload_crc: the payload's CRC-32C if it is known; None: made here.
+    """
     key = identity.key
     check_key(key)
     assert 0 <= stamp.epoch <= EPOCH_MAX
     assert len(place.pool_uuid) == len(NOWHERE.pool_uuid)
     assert 0 <= identity.generation < 1 << 64
     assert len(slot) >= HEADER_BYTES + payload_bytes
-    payload_crc = crc32c(slot[HEADER_BYTES : HEADER_BYTES + payload_bytes])
+    if payload_crc is None:
+        payload_crc = crc32c(slot[HEADER_BYTES : HEADER_BYTES + payload_bytes])
     flags = FLAG_ADOPTABLE if stamp.adoptable else 0
     head = _SLOT_MAGIC, FORMAT_VERSION, flags, len(key), stamp.epoch, identity.generation
     content = payload_bytes, payload_crc, key
@@ -235,10 +244,9 @@ def decode_table(raw: npt.NDArray[np.uint8], pool_slots: npt.NDArray[np.int64]) 
     assert raw.size == count * ENTRY_BYTES
     entries = raw.view(_ENTRY)
     key_bytes = entries["key_bytes"]
-    written = raw.view(np.uint64).reshape(count, ENTRY_BYTES // 8).any(axis=1)
-    plausible = (key_bytes > 0) & (key_bytes <= KEY_BYTES_MAX)
-    plausible &= (entries["flags"] & ~np.uint8(FLAG_ADOPTABLE)) == 0
-    valid = written & plausible
+    flags = entries["flags"]
+    valid = (key_bytes > 0) & (key_bytes <= KEY_BYTES_MAX)
+    valid &= (flags & ~np.uint8(FLAG_ADOPTABLE)) == 0
     if core is None:
         rows = np.flatnonzero(valid)
         crcs = crcs_in_python(raw.reshape(count, ENTRY_BYTES)[rows], pool_slots[rows])
@@ -247,11 +255,14 @@ def decode_table(raw: npt.NDArray[np.uint8], pool_slots: npt.NDArray[np.int64]) 
         crcs = np.empty(count, np.uint32)
         core.entry_crcs(raw, np.ascontiguousarray(pool_slots), crcs)
         valid &= crcs == entries["crc"]
+    damaged = np.zeros(count, bool)
+    others = np.flatnonzero(~valid)
+    damaged[others] = raw.view(np.uint64).reshape(count, ENTRY_BYTES // 8)[others].any(axis=1)
     return DecodedTable(
         valid=valid,
-        damaged=written & ~valid,
+        damaged=damaged,
         epochs=entries["epoch"],
-        adoptable=(entries["flags"] & FLAG_ADOPTABLE) != 0,
+        adoptable=(flags & FLAG_ADOPTABLE) != 0,
         generations=entries["generation"],
         key_bytes=key_bytes,
         keys=entries["key"],

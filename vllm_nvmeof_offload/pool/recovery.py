@@ -16,17 +16,18 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import PoolError, PoolFormatError
-from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     EPOCH_MAX,
     KEY_BYTES_MAX,
+    DecodedTable,
     SlotHeader,
     Stamp,
     Superblock,
@@ -39,7 +40,7 @@ from vllm_nvmeof_offload.pool.format import (
 )
 from vllm_nvmeof_offload.pool.ownership import PoolSpec
 from vllm_nvmeof_offload.pool.slab import Slab
-from vllm_nvmeof_offload.protocol import AdoptedEntries, SlotIdentity
+from vllm_nvmeof_offload.protocol import AdoptedEntries, SlotIdentity, place_of
 from vllm_nvmeof_offload.units import HEADER_BYTES, format_bytes
 
 #: Called with (header pages read, header pages to read) while a table is rebuilt.
@@ -50,38 +51,40 @@ _SCAN_BATCH = 1024
 _READ_BYTES = 1 << 24
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Intact entries of one target, by rows. keys: of one length, each an opaque value."""
+
+    places: npt.NDArray[np.int64]
+    generations: npt.NDArray[np.uint64]
+    keys: npt.NDArray[np.void]
+
+
 def adopt_entries(
     slabs: Sequence[Slab],
     counts: Sequence[int],
     superblock: Superblock,
     on_progress: Progress | None = None,
 ) -> AdoptedEntries:
-    """Return the chunks that can be looked up again, in ascending order of pool slots.
+    """Return the chunks that can be looked up again, in ascending order of places.
 
     counts: by target, the slots that an earlier process can have written and that still exist.
     superblock: of any target; a slot whose header names another place is not adopted. Skipped:
-    entries of another epoch, not adoptable ones, and ones that cannot be recovered. The lower of
-    two pool slots with one key is kept: both are right (a key names its content), and the choice
-    is the same on every rank.
+    entries of another epoch, not adoptable ones, and ones that cannot be recovered. A key may be
+    in several places.
     """
-    parts: list[AdoptedEntries] = []
+    parts: list[_Found] = []
     for target, (slab, count) in enumerate(zip(slabs, counts, strict=True)):
         pool_slots = np.arange(count, dtype=np.int64) * len(slabs) + target
         raw = read_table(slab.table_fd, min(count, slab.table_slots_found))
         whole = raw.size // ENTRY_BYTES
         table = decode_table(raw, pool_slots[:whole])
+        parts.append(_intact(target, table, superblock.epoch))
         lost = np.concatenate([np.flatnonzero(table.damaged), np.arange(whole, count)])
         if lost.size:
             logger.warning("rebuilding %d of %d table entries from slots", lost.size, count)
-            parts.append(_recover(slab, lost, pool_slots, superblock, on_progress))
-        rows = np.flatnonzero(table.valid & table.adoptable & (table.epochs == superblock.epoch))
-        if core is not None:
-            keys: list[bytes] = core.entry_keys(raw, rows)
-        else:
-            padded = np.ascontiguousarray(table.keys[rows]).view(f"V{KEY_BYTES_MAX}").ravel()
-            lengths = table.key_bytes[rows].tolist()
-            keys = [key[:length] for key, length in zip(padded.tolist(), lengths, strict=True)]
-        parts.append(AdoptedEntries(pool_slots[rows], table.generations[rows], tuple(keys)))
+            found = _recover(slab, lost, pool_slots, superblock, on_progress)
+            parts.append(_recovered(target, found))
     return _merge(parts)
 
 
@@ -101,21 +104,43 @@ def read_table(fd: int, slots: int) -> npt.NDArray[np.uint8]:
     return raw[: done // ENTRY_BYTES * ENTRY_BYTES]
 
 
-def _merge(parts: list[AdoptedEntries]) -> AdoptedEntries:
-    pool_slots = np.concatenate([part.pool_slots for part in parts])
+def _intact(target: int, table: DecodedTable, epoch: int) -> _Found:
+    """The table's entries that are adopted."""
+    rows = np.flatnonzero(table.valid & table.adoptable & (table.epochs == epoch))
+    lengths = table.key_bytes[rows]
+    length = _common(lengths)
+    if (lengths != length).any():
+        rows = rows[lengths == length]
+    keys = table.keys[:, :length].view(f"V{length}")[:, 0]
+    return _Found(place_of(target, 0) | rows, table.generations[rows], keys[rows])
+
+
+def _recovered(target: int, found: Sequence[tuple[int, SlotIdentity]]) -> _Found:
+    """found: slots of this target, with what they hold."""
+    length = _common(np.array([len(identity.key) for _, identity in found], np.uint8))
+    same = [(slot, identity) for slot, identity in found if len(identity.key) == length]
+    return _Found(
+        np.array([place_of(target, slot) for slot, _ in same], np.int64),
+        np.array([identity.generation for _, identity in same], np.uint64),
+        np.array([identity.key for _, identity in same], f"V{length}"),
+    )
+
+
+def _common(lengths: npt.NDArray[np.uint8]) -> int:
+    """The length of keys that most have: a keyspace has only one."""
+    return int(np.bincount(lengths).argmax()) if len(lengths) else KEY_BYTES_MAX
+
+
+def _merge(parts: Sequence[_Found]) -> AdoptedEntries:
+    length = max(parts, key=lambda part: len(part.places)).keys.itemsize
+    parts = [part for part in parts if part.keys.itemsize == length]
+    places = np.concatenate([part.places for part in parts])
     generations = np.concatenate([part.generations for part in parts])
-    keys = [key for part in parts for key in part.keys]
-    order = np.argsort(pool_slots, kind="stable")
-    if len(order) and (np.diff(order) != 1).any():
-        keys = [keys[i] for i in order.tolist()]
-    if len(set(keys)) != len(keys):
-        # The last assignment wins, so go from the highest slot down to the lowest.
-        kept = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
-        rows = sorted(kept.values())
-        logger.info("pool holds %d keys twice; the lower slot is kept", len(keys) - len(rows))
-        order = order[np.asarray(rows, np.int64)]
-        keys = [keys[i] for i in rows]
-    return AdoptedEntries(pool_slots[order], generations[order], tuple(keys))
+    keys = np.concatenate([part.keys for part in parts])
+    if (np.diff(places) < 0).any():
+        order = np.argsort(places)
+        places, generations, keys = places[order], generations[order], keys[order]
+    return AdoptedEntries(places, generations, keys.tobytes())
 
 
 def _recover(
@@ -124,8 +149,11 @@ def _recover(
     pool_slots: npt.NDArray[np.int64],
     superblock: Superblock,
     on_progress: Progress | None,
-) -> AdoptedEntries:
-    """Read the header pages of the slots `indices`; repair the table as well."""
+) -> list[tuple[int, SlotIdentity]]:
+    """Read the header pages of the slots `indices`; repair the table as well.
+
+    Returns the slots whose chunks are adopted.
+    """
     found: list[tuple[int, SlotIdentity]] = []
     done = 0
     for batch, headers in scan_headers(slab.buffered_fd, indices, superblock.slot_bytes):
@@ -139,7 +167,7 @@ def _recover(
             ):
                 entry = encode_entry(pool_slot, header.identity, header.stamp)
                 if header.stamp.adoptable and header.stamp.epoch == superblock.epoch:
-                    found.append((pool_slot, header.identity))
+                    found.append((index, header.identity))
             if any(entry) or index < slab.table_slots_found:
                 try:
                     os.pwrite(slab.table_fd, entry, index * ENTRY_BYTES)
@@ -148,11 +176,7 @@ def _recover(
         done += len(batch)
         if on_progress is not None:
             on_progress(done, len(indices))
-    return AdoptedEntries(
-        np.array([slot for slot, _ in found], np.int64),
-        np.array([identity.generation for _, identity in found], np.uint64),
-        tuple(identity.key for _, identity in found),
-    )
+    return found
 
 
 def scan_headers(

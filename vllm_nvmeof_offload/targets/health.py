@@ -95,22 +95,20 @@ class TargetHealth:
         """Return whether an operation uses this attachment's descriptors."""
         return self._under_way[attachment] > 0
 
-    def began(self) -> int:
-        """Count an operation that goes to the engine; return the attachment it belongs to."""
-        self._under_way[self.attachment] += 1
-        return self.attachment
+    def began(self, attachment: int, count: int) -> None:
+        """Count operations that went to the engine, with the files of this attachment."""
+        self._under_way[attachment] += count
 
-    def late(self, attachment: int) -> None:
-        """Count an operation past its deadline whose buffer the kernel still has."""
-        self._late[attachment] += 1
+    def late(self, attachment: int, count: int) -> None:
+        """Count operations past their deadline whose buffers the kernel still has."""
+        self._late[attachment] += count
         self._judge()
 
-    def released(self, attachment: int, *, late: bool) -> None:
-        """The kernel has released an operation. late: it was counted as `late` before."""
-        self._under_way[attachment] -= 1
-        if late:
-            self._late[attachment] -= 1
-            self._judge()
+    def released(self, attachment: int, count: int, late: int) -> None:
+        """The kernel has released `count` operations in time, and `late` that were counted so."""
+        self._under_way[attachment] -= count + late
+        self._late[attachment] -= late
+        self._judge()
 
     def ended(self, attachment: int, outcome: Outcome, pool_slot: int, *, is_write: bool) -> None:
         """Take in an outcome. Deadlines and cancellations are not answers of the target."""

@@ -35,7 +35,7 @@ _READ = {
         "tokens_per_block tokens_per_chunk hashes_per_chunk"
     ),
     f"{_OFFLOADING}.scheduler:RequestOffloadState": (
-        "group_states req_context transfer_jobs update_offload_keys"
+        "group_states req_context transfer_jobs update_offload_keys num_locally_computed_tokens"
     ),
     f"{_OFFLOADING}.scheduler:RequestGroupState": "offload_keys",
     "vllm.v1.core.kv_cache_manager:KVCacheManager": (

@@ -7,11 +7,14 @@ in `EngineCore.__init__`. Only the handshake has the sizes, so the core is made 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
@@ -39,11 +42,17 @@ from vllm_nvmeof_offload.manager.metrics_collector import MetricsCollector, conf
 from vllm_nvmeof_offload.manager.prefill_rate import StepMeter
 from vllm_nvmeof_offload.manager.requests import Queue, Suspension, WaitingRequests
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, Counts, exported
-from vllm_nvmeof_offload.protocol import Command, LoadCommand, RankHello, Report, StoreCommand
+from vllm_nvmeof_offload.protocol import (
+    Command,
+    LoadCommand,
+    RankHello,
+    Report,
+    StoreCommand,
+    split_keys,
+)
 
 _MEDIUM = {Source.CPU: Medium.CPU, Source.POOL: Medium.STORAGE}
 _ALL_TIERS, _CPU, _HIT, _MISS = TierFilter.ALL, Source.CPU, LookupResult.HIT, LookupResult.MISS
-_HIT_SOURCE = {Source.CPU: CacheHitSource.HOST, Source.POOL: CacheHitSource.DISK}
 
 #: Longest time between two exports of all gauges, and of time counters while nothing happens.
 _EXPORT_PERIOD_S = 1.0
@@ -57,11 +66,11 @@ class CommandSpec(LoadStoreSpec):
 
 
 @dataclass
-class _RequestKeys:
-    """A request's chunks in prefix order, and the tier from which its last load takes each."""
+class _RequestState:
+    """used: a request's chunks in prefix order, by job. from_pool: bool[n], of its last load."""
 
-    keys: dict[bytes, None] = field(default_factory=dict)
-    sources: dict[bytes, Source] = field(default_factory=dict)
+    used: list[Collection[bytes]] = field(default_factory=list)
+    from_pool: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
 
 
 class NVMeoFOffloadingManager(OffloadingManager):
@@ -126,20 +135,27 @@ class NVMeoFOffloadingManager(OffloadingManager):
             self._found_pool += 1
         return _HIT
 
-    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        state = req_context.get_state(_RequestKeys)
-        source = state.sources.get(key) if state else None
-        return _HIT_SOURCE[source] if source else CacheHitSource.EXTERNAL_UNSPECIFIED
+    def load_sources(
+        self, req_context: ReqContext, first: int, tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """Tokens by tier of the request's last load, which brings `tokens` from token `first`."""
+        state = req_context.get_state(_RequestState)
+        if not tokens or state is None:
+            return {}
+        per_chunk, chunks = self.config.tokens_per_chunk, len(state.from_pool)
+        edges = (first // per_chunk + np.arange(chunks + 1)) * per_chunk
+        by_chunk = np.diff(edges.clip(first, first + tokens))
+        pool = int(by_chunk[state.from_pool].sum())
+        cpu = int(by_chunk.sum()) - pool
+        counts = {CacheHitSource.HOST: cpu, CacheHitSource.DISK: pool}
+        return {source: count for source, count in counts.items() if count}
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         limit_s = self.waiting.limit_s(req_context.req_id) if self.waiting else None
         command = self.core.prepare_load(list(keys), limit_s)
         state = self._state(req_context)
-        state.sources = {
-            chunk.identity.key: Source.CPU if chunk.pool_slot is None else Source.POOL
-            for chunk in command.chunks
-        }
-        state.keys.update(dict.fromkeys(keys))
+        state.from_pool = command.batch.places >= 0
+        state.used.append(keys)
         return CommandSpec(command)
 
     def prepare_store(
@@ -147,14 +163,15 @@ class NVMeoFOffloadingManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         if req_context.req_id in self.suspension.requests:
             return PrepareStoreOutput([], LoadStoreSpec(), [])
-        plan = self.core.prepare_store(list(keys))
-        self._state(req_context).keys.update(dict.fromkeys(keys))
-        spec = CommandSpec(plan.command) if plan.command else LoadStoreSpec()
-        return PrepareStoreOutput(
-            [OffloadKey(key) for key in plan.stored],
-            spec,
-            [OffloadKey(key) for key in plan.evicted],
-        )
+        wanted = list(keys)
+        plan = self.core.prepare_store(wanted)
+        self._state(req_context).used.append(wanted)
+        evicted = split_keys(plan.evicted, self.core.config.key_bytes)
+        if plan.command is None:
+            return PrepareStoreOutput([], LoadStoreSpec(), _offload_keys(evicted))
+        batch = plan.command.batch
+        stored = wanted if len(batch) == len(wanted) else _offload_keys(batch.key_list())
+        return PrepareStoreOutput(stored, CommandSpec(plan.command), _offload_keys(evicted))
 
     # `complete_store` and `complete_load` are vLLM's own no-ops: the core takes outcomes from the
     # workers' reports, which also come for jobs that vLLM forgot at a reset.
@@ -167,9 +184,9 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         # Comes when nothing more of the request will be stored.
         self.suspension.ended(req_context.req_id)
-        state = req_context.get_state(_RequestKeys)
+        state = req_context.get_state(_RequestState)
         if state is not None:
-            self.core.ended(state.keys)
+            self.core.ended(dict.fromkeys(itertools.chain.from_iterable(state.used)))
 
     def step_scheduled(self, scheduler_output: Any) -> None:
         """vLLM has scheduled a step; comes before its commands are taken."""
@@ -238,15 +255,21 @@ class NVMeoFOffloadingManager(OffloadingManager):
 
     # -- the connector's interface ----------------------------------------------------
 
-    def attach(self, hellos: Iterable[RankHello], queue: Queue | None = None) -> None:
-        """Make the core: the workers' handshake has come. queue: of the requests that wait."""
+    def attach(
+        self, hellos: Iterable[RankHello], key_bytes: int, queue: Queue | None = None
+    ) -> None:
+        """Make the core: the workers' handshake has come.
+
+        key_bytes: of every offload key. queue: of the requests that wait.
+        """
         assert self._core is None, "a second handshake"
         ordered = sorted(hellos, key=lambda hello: hello.rank)
         agreement = agree(ordered)
         for note in agreement.notes:
             logger.warning("%s", note)
+        config = replace(self.config, key_bytes=key_bytes)
         core = ManagerCore(
-            self.config, agreement, self._clock, self._policy, prompts_s=self._steps.prompts_s
+            config, agreement, self._clock, self._policy, prompts_s=self._steps.prompts_s
         )
         self._core = core
         logger.info("%s", start_line(ordered, core))
@@ -311,9 +334,13 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._scheduler_s = 0.0
         steps.clear()
 
-    def _state(self, req_context: ReqContext) -> _RequestKeys:
-        state: _RequestKeys | None = req_context.get_state(_RequestKeys)
+    def _state(self, req_context: ReqContext) -> _RequestState:
+        state: _RequestState | None = req_context.get_state(_RequestState)
         if state is None:
-            state = _RequestKeys()
+            state = _RequestState()
             req_context.set_state(state)
         return state
+
+
+def _offload_keys(keys: list[bytes]) -> list[OffloadKey]:
+    return cast(list[OffloadKey], keys)  # vLLM's name for bytes

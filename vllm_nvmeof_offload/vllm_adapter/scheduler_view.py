@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from vllm.v1.kv_offload.base import LookupResult, TierFilter
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.kv_offload.base import LookupResult, TierFilter, make_offload_key
 
 from vllm_nvmeof_offload.manager.requests import Queue, WaitingRequests
 
@@ -25,6 +26,11 @@ def timed(method: Callable[..., Any]) -> Callable[..., Any]:
             self._spent_s += time.perf_counter() - began_s
 
     return with_time
+
+
+def key_bytes_of(hash_algorithm: str) -> int:
+    """Bytes of every offload key: a digest of vLLM's block hash, and the group's number."""
+    return len(make_offload_key(get_hash_fn_by_name(hash_algorithm)(b""), 0))
 
 
 class SchedulerView:

@@ -20,12 +20,15 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from vllm_nvmeof_offload.copy.base import Descriptors
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import Command, LoadCommand, Report, StoreCommand
 from vllm_nvmeof_offload.vllm_adapter.manager import CommandSpec
 from vllm_nvmeof_offload.worker.build import RankWorker
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
+
+#: A job's GPU blocks as `ChunkGeometry` takes them: int32[n], the first one's position in the first
+#: chunk, and the number of chunks. Their pieces are made on the pipeline's thread.
+_Blocks = tuple[npt.NDArray[np.int32], int, int]
 
 
 class NVMeoFOffloadingWorker(OffloadingWorker):
@@ -37,8 +40,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._geometry = parts.geometry
         self._ops: dict[int, int] = {}  # vLLM's job → our op
         self._jobs: dict[int, int] = {}  # our op → vLLM's job
-        #: Load op → arguments of `ChunkGeometry.split`, in case a chunk fails.
-        self._load_blocks: dict[int, tuple[npt.NDArray[np.int32], int, int]] = {}
+        self._load_blocks: dict[int, _Blocks] = {}  # by op, in case a chunk fails
         self._invalid_blocks: set[int] = set()
         self._reports: list[Report] = []
         self._counters = Counts()
@@ -49,21 +51,23 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
         assert isinstance(dst_spec, CommandSpec) and isinstance(dst_spec.command, StoreCommand)
-        command = dst_spec.command
-        pieces, _ = self._pieces(src_spec, len(command.chunks))
+        command, blocks = dst_spec.command, self._blocks(src_spec, len(dst_spec.command.batch))
         fence = self._begin(job_id, command.op)
-        self._runner.hand_over(lambda p: p.store(command, pieces, fence), command.op)
+        self._runner.hand_over(
+            lambda p: p.store(command, self._geometry.pieces_by_chunk(*blocks), fence), command.op
+        )
         return True
 
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **_: Any
     ) -> bool:
         assert isinstance(src_spec, CommandSpec) and isinstance(src_spec.command, LoadCommand)
-        command = src_spec.command
-        pieces, first = self._pieces(dst_spec, len(command.chunks))
+        command, blocks = src_spec.command, self._blocks(dst_spec, len(src_spec.command.batch))
         fence = self._begin(job_id, command.op)
-        self._load_blocks[command.op] = dst_spec.block_ids, first, len(command.chunks)
-        self._runner.hand_over(lambda p: p.load(command, pieces, fence), command.op)
+        self._load_blocks[command.op] = blocks
+        self._runner.hand_over(
+            lambda p: p.load(command, self._geometry.pieces_by_chunk(*blocks), fence), command.op
+        )
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -145,7 +149,9 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._ops[job_id], self._jobs[op] = op, job_id
         return self._parts.copy.record_fence()
 
-    def _pieces(self, spec: GPULoadStoreSpec, chunk_count: int) -> tuple[list[Descriptors], int]:
-        """Pieces by chunk, and the first block's position in the first chunk."""
-        first = int(spec.block_indices[0]) % self._geometry.blocks_per_chunk
-        return self._geometry.pieces_by_chunk(spec.block_ids, first, chunk_count), first
+    def _blocks(self, spec: GPULoadStoreSpec, chunk_count: int) -> _Blocks:
+        return (
+            spec.block_ids,
+            int(spec.block_indices[0]) % self._geometry.blocks_per_chunk,
+            chunk_count,
+        )

@@ -32,8 +32,7 @@ from vllm_nvmeof_offload.staging import Staging, split_slots
 from vllm_nvmeof_offload.targets.health import TargetHealth
 from vllm_nvmeof_offload.targets.reattach import Attachments, TargetWatcher
 from vllm_nvmeof_offload.units import slot_stride_bytes
-from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
-from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferPipeline
+from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def build_worker(
         undo.pop_all()
     target_count = pool.target_count if pool else 1
     health = tuple(TargetHealth() for _ in range(target_count)) if pool else None
-    config = _scheduler_config(settings, identity.rank, pool, io, slot_bytes, health)
+    config = _scheduler_config(settings, identity.rank, pool, io, geometry.payload_bytes, health)
     pipeline = TransferPipeline(staging.map, copy, io, config)
     runner = PipelineRunner(pipeline, waker, io.fileno())
     watcher = _watcher(pool, io, health, runner) if pool and health else None
@@ -140,9 +139,9 @@ def _scheduler_config(
     rank: int,
     pool: Pool | None,
     io: IoEngine,
-    slot_bytes: int,
+    payload_bytes: int,
     health: tuple[TargetHealth, ...] | None,
-) -> SchedulerConfig:
+) -> TransferLimits:
     target_count = pool.target_count if pool else 1
 
     def handed_over_max(bytes_max: int) -> int:
@@ -150,10 +149,11 @@ def _scheduler_config(
         # hand-over, and time in the engine's queue must not look like a target that hangs.
         if "threads" in io.name:
             return 2 * settings.io_threads
-        at_work = min(settings.io_depth, max(1, bytes_max // slot_bytes))
+        at_work = min(settings.io_depth, max(1, bytes_max // slot_stride_bytes(payload_bytes)))
         return 2 * at_work * target_count
 
-    return SchedulerConfig(
+    return TransferLimits(
+        payload_bytes=payload_bytes,
         rank=rank,
         target_count=target_count,
         reads_in_flight_max=handed_over_max(settings.read_bytes_in_flight_max),

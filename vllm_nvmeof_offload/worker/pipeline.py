@@ -1,20 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transfer pipeline: one rank's state machine between KV cache, staging and pool.
+"""The transfer pipeline: one rank's transfers between KV cache, staging and pool.
 
-`TransferPipeline` has no thread, no vLLM and no torch, and its clock is injected; only its engines
-do I/O. Commands come in, `step` moves everything that can move, reports and finished jobs come out.
-All calls come from one thread: that of a `PipelineRunner`, or the simulator's.
-
-The steps of a chunk, by kind of job:
-
-    store   gate(fill) → copy → cache slot
-    load    gate(read) → copy                         from a cache slot
-            stream slot → read → copy                 from the pool
-            gate(fill) → read → copy                  from the pool, landing in a cache slot
-    write   gate(read) → write → table entry
-    fetch   gate(fill) → read
-
-Chunks do not wait for each other: while some of a job are read, others are copied.
+`TransferPipeline` drives the native machine (native/machine.h), which has the order, the bounds and
+the state of every chunk, and connects it with the engines: it makes one call per batch, and what
+runs per chunk runs in C++. It has no thread, no vLLM and no torch, and its clock is injected.
+Commands come in, `step` moves everything that can move, reports and finished jobs come out. All
+calls come from one thread: that of a `PipelineRunner`, or the simulator's.
 """
 
 from __future__ import annotations
@@ -23,389 +14,379 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
-from vllm_nvmeof_offload.copy.base import CopyEngine, Descriptors, Direction, gather
-from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, STALE, EngineError, Outcome
-from vllm_nvmeof_offload.io.base import IoEngine, Waker
+import numpy as np
+import numpy.typing as npt
+
+from vllm_nvmeof_offload.copy.base import CopyEngine, Direction, Payloads, Pieces
+from vllm_nvmeof_offload.errors import ERRORS, EngineError, Outcome, code_of, outcome_of
+from vllm_nvmeof_offload.io.base import IoEngine, IoOp, Lanes, Waker
 from vllm_nvmeof_offload.metrics import Counts
+from vllm_nvmeof_offload.native import Machine
+from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.protocol import (
+    RELEASED,
     CancelCommand,
+    ChunkBatch,
     Command,
     FetchCommand,
     LevelReport,
     LoadCommand,
     OpKind,
     OpReport,
-    ReleaseReport,
+    RateReport,
     Report,
     ResetCommand,
     SlotIdentity,
     StoreCommand,
     Urgency,
+    VerdictReport,
     WriteCommand,
 )
 from vllm_nvmeof_offload.staging import StagingMap
-from vllm_nvmeof_offload.units import HEADER_BYTES
-from vllm_nvmeof_offload.worker.io_scheduler import IoEvent, IoScheduler, SchedulerConfig
-from vllm_nvmeof_offload.worker.rates import count_transfer
-from vllm_nvmeof_offload.worker.slots import Grant, SlotGates, StreamSlots
-from vllm_nvmeof_offload.worker.tasks import FinishedJob, Job, Step, Task
+from vllm_nvmeof_offload.targets.health import TargetHealth
+from vllm_nvmeof_offload.units import HEADER_BYTES, MIB
 
-_NOTHING = SlotIdentity(b"", 0)
+#: This much in flight at a target saturates it: 100 Gb/s × 0.6 ms. One operation never does.
+_SATURATING_BYTES = 8 * MIB
+_SATURATING_OPS_MIN = 2
+#: As the native machine numbers them.
+_KINDS = tuple(OpKind)
+_NO_STAMP = Stamp(0, adoptable=False)  # the engine knows it
+_RETRYABLE = [ERRORS.get(number, (False,))[0] for number in range(max(ERRORS) + 1)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
-    """Copies that the copy engine has under one ticket."""
+class TransferLimits:
+    """Bounds of one rank. A deadline runs from the hand-over to the engine, in seconds.
 
-    tasks: list[Task]
+    The targets share what may be in flight evenly; each may have at least one.
+    """
+
+    #: Of every chunk.
+    payload_bytes: int = field(kw_only=True)
+    rank: int = 0
+    target_count: int = 1
+    reads_in_flight_max: int = 64
+    writes_in_flight_max: int = 32
+    read_deadline_s: float = 5.0
+    write_deadline_s: float = 30.0
+    #: One per target, shared with the code that attaches targets again; None: no target returns.
+    health: tuple[TargetHealth, ...] | None = None
+    #: Has a failed reset been made good because its targets came back?
+    reset_is_durable: Callable[[], bool] = lambda: False
+    pool_slots: int = 0  # of the rank; 0: not checked
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedJob:
+    """A store or load that no DMA works on any more. failures: chunk index → outcome."""
+
+    op: int
+    failures: tuple[tuple[int, Outcome], ...]
+    copied_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    """A batch of copies that the copy engine has."""
+
+    batch: int
     direction: Direction
     size_bytes: int
     began_s: float
+    payloads: Payloads | None
 
 
 class TransferPipeline:
-    """See the module's docstring. `pieces`: one array per chunk, as `Task.pieces`."""
+    """See the module's docstring."""
 
     def __init__(
         self,
         staging: StagingMap,
         copy: CopyEngine,
         io: IoEngine,
-        config: SchedulerConfig,
+        limits: TransferLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         #: What happened since it was cleared, under the names of `metrics.COUNTERS`.
         self.counters = Counts()
-        self._staging = staging
-        self._copy = copy
-        self._clock = clock
-        self._rank, self._target_count = config.rank, config.target_count
-        self._scheduler = IoScheduler(io, config, staging, clock, self.counters)
-        self._gates = SlotGates()
-        self._jobs: dict[int, Job] = {}
-        self._streams = StreamSlots(staging.stream_slots, config.target_count)
-        self._levels = LevelReport(config.rank)
-        self._to_copy: dict[int, list[Task]] = {}  # op → tasks ready to be copied
-        self._tickets: dict[int, _Batch] = {}
-        self._reports: list[Report] = []
-        self._finished: list[FinishedJob] = []
+        self._copy, self._io, self._clock = copy, io, clock
+        self._limits = limits
+        targets = limits.target_count
+        self._health = limits.health or tuple(
+            TargetHealth(can_return=False) for _ in range(targets)
+        )
+        self._verdicts = ["ok"] * targets
+        self._lanes = io.attach()
+        self._machine = _make_machine(staging, self._lanes, limits, clock())
+        self._fences: dict[int, object] = {}  # of stores and loads under way
+        self._tickets: dict[int, _Ticket] = {}
+        self._levels: tuple[int, ...] = (0,) * 7
 
     # -- commands ---------------------------------------------------------------------
 
-    def store(self, command: StoreCommand, pieces: Sequence[Descriptors], fence: object) -> None:
+    def store(self, command: StoreCommand, pieces: Pieces, fence: object) -> None:
         """Copy KV cache → cache slots, after `fence`."""
-        job = self._open(command.op, OpKind.STORE, fence)
-        for chunk, chunk_pieces in zip(command.chunks, pieces, strict=True):
-            task = self._task(job, chunk.identity, chunk.cache_slot, None, Urgency.DEMAND)
-            task.pieces, task.fills = chunk_pieces, True
-        self._start(job)
+        self._fences[command.op] = fence
+        self._begin(command.op, OpKind.STORE, Urgency.DEMAND, command.batch, pieces)
 
-    def load(self, command: LoadCommand, pieces: Sequence[Descriptors], fence: object) -> None:
-        """Copy cache slots or pool slots → KV cache, after `fence`."""
-        job = self._open(command.op, OpKind.LOAD, fence)
-        for chunk, chunk_pieces in zip(command.chunks, pieces, strict=True):
-            slots = chunk.cache_slot, chunk.pool_slot
-            task = self._task(job, chunk.identity, *slots, Urgency.DEMAND)
-            task.pieces, task.fills = chunk_pieces, None not in slots
-        self._start(job)
+    def load(self, command: LoadCommand, pieces: Pieces, fence: object) -> None:
+        """Copy cache slots or places → KV cache, after `fence`."""
+        self._fences[command.op] = fence
+        self._begin(command.op, OpKind.LOAD, Urgency.DEMAND, command.batch, pieces)
 
     def command(self, command: Command) -> None:
         """Execute a command that moves no GPU blocks."""
         match command:
-            case WriteCommand(op=op, identity=identity, cache_slot=cache, pool_slot=pool):
-                job = self._open(op, OpKind.WRITE)
-                self._task(job, identity, cache, pool, Urgency.WRITE)
-                self._start(job)
-            case FetchCommand(op=op, identity=identity, cache_slot=cache, pool_slot=pool):
-                job = self._open(op, OpKind.FETCH)
-                self._task(job, identity, cache, pool, command.urgency).fills = True
-                self._start(job)
+            case WriteCommand():
+                self._begin(command.op, OpKind.WRITE, Urgency.WRITE, command.batch)
+            case FetchCommand():
+                self._begin(command.op, OpKind.FETCH, command.urgency, command.batch)
             case ResetCommand():
-                self._reset(command)
+                self._machine.set_time(self._clock())
+                self._machine.reset(command.op, command.adoptable)
             case CancelCommand():
-                self.cancel(command.target_op)
+                self.cancel(command.target_op, command.indexes)
 
-    def cancel(self, op: int) -> None:
-        """Stop what has not started; what DMA works on goes on. The report still comes.
+    def cancel(self, op: int, rows: npt.NDArray[np.uint32] | None = None) -> None:
+        """Stop what has not started; what DMA works on goes on. The reports still come.
 
-        Stores and resets go on, because other ops depend on them.
+        rows: of the op; None: all. Stores and resets go on, because other ops depend on them.
         """
-        job = self._jobs.get(op)
-        if job is None or job.cancelled or job.kind in (OpKind.STORE, OpKind.RESET):
-            return
-        job.cancelled = True
-        for task in job.tasks:
-            if task.step in (Step.GATE, Step.STREAM, Step.IO):
-                self._cancel_task(task)
+        self._machine.set_time(self._clock())
+        self._machine.cancel(op, rows)
+        if tokens := self._machine.take_cancels():
+            self._io.cancel(tokens)
+
+    def _begin(
+        self,
+        op: int,
+        kind: OpKind,
+        urgency: Urgency,
+        batch: ChunkBatch,
+        pieces: Pieces | None = None,
+    ) -> None:
+        columns = batch.keys, batch.generations, batch.cache, batch.places
+        moved = (None, None) if pieces is None else (pieces.rows, pieces.first)
+        self._machine.set_time(self._clock())
+        self._machine.begin(op, _KINDS.index(kind), int(urgency), *columns, *moved)
 
     # -- progress ---------------------------------------------------------------------
 
     def step(self) -> None:
         """Move everything that can move now."""
+        machine = self._machine
+        machine.set_time(self._clock())
         for ticket, outcome in self._copy.poll():
-            batch = self._tickets.pop(ticket)
-            size, seconds = batch.size_bytes if outcome.ok else 0, self._clock() - batch.began_s
-            count_transfer(self.counters, batch.direction.value, "gpu", size, seconds)
-            for task in batch.tasks:
-                self._copied(task, outcome)
-        self._hand_out_stream_slots()
-        events = self._scheduler.step()
-        while events:  # what they made room for starts now: the next step may be far away
-            for event in events:
-                self._io_event(event)
-            self._hand_out_stream_slots()
-            events = self._scheduler.hand_over()
-        self._reports.extend(self._scheduler.take_verdicts())
+            self._copied(self._tickets.pop(ticket), outcome)
+        self._take_ends()
+        machine.run()
+        self._look_at_targets()
+        self._hand_over()
+        while machine.run():  # what it made room for starts now: the next step may be far away
+            self._look_at_targets()
+            self._hand_over()
         self._submit_copies()
+        self._count()
 
     def take_reports(self) -> list[Report]:
-        reports, self._reports = self._reports, []
+        machine = self._machine
+        reports: list[Report] = [OpReport(*columns) for columns in machine.take_reports()]
+        reports += self._take_verdicts()
         if reports:  # rates and levels ride along: they never make the engine step
-            reports += self._scheduler.rates.take()
-            levels = self._level_report()
+            rank = self._limits.rank
+            reports += [RateReport(rank, *rate) for rate in machine.take_rates()]
+            levels = machine.levels()
             if levels != self._levels:
-                reports.append(levels)
+                reports.append(LevelReport(rank, *levels))
                 self._levels = levels
         return reports
 
     def take_finished(self) -> list[FinishedJob]:
-        finished, self._finished = self._finished, []
+        finished = []
+        for op, failures, copied_bytes, seconds in self._machine.take_finished():
+            del self._fences[op]
+            failed = tuple((row, outcome_of(code, number)) for row, code, number in failures)
+            finished.append(FinishedJob(op, failed, copied_bytes, seconds))
         return finished
 
     def idle(self) -> bool:
         """Return whether there is no job, no gate held, and no buffer with an engine."""
-        engines_idle = not self._scheduler.busy and self._streams.idle()
-        return not self._jobs and self._gates.idle() and engines_idle
-
-    def _level_report(self) -> LevelReport:
-        waiting, (reads, writes) = self._scheduler.waiting, self._scheduler.in_flight
-        return LevelReport(
-            self._rank,
-            stream_slots_used=self._streams.used,
-            stream_slot_waiting=self._streams.waiting,
-            read_waiting=waiting(Urgency.DEMAND),
-            prefetch_waiting=waiting(Urgency.URGENT) + waiting(Urgency.PREFETCH),
-            write_waiting=waiting(Urgency.WRITE),
-            reads_in_flight=reads,
-            writes_in_flight=writes,
-        )
-
-    # -- jobs -------------------------------------------------------------------------
-
-    def _open(self, op: int, kind: OpKind, fence: object = None) -> Job:
-        assert op not in self._jobs, f"op {op} given twice"
-        job = self._jobs[op] = Job(op, kind, fence=fence, started_s=self._clock())
-        return job
-
-    def _task(
-        self,
-        job: Job,
-        identity: SlotIdentity,
-        cache_slot: int | None,
-        pool_slot: int | None,
-        urgency: Urgency,
-    ) -> Task:
-        target = (pool_slot or 0) % self._target_count
-        task = Task(job, len(job.tasks), identity, cache_slot, pool_slot, urgency, target)
-        job.tasks.append(task)
-        job.tasks_left += 1
-        return task
-
-    def _start(self, job: Job) -> None:
-        for task in job.tasks:
-            if task.cache_slot is None:
-                task.step = Step.STREAM
-                self._streams.wait(task)
-            else:
-                if job.kind is OpKind.LOAD:
-                    self._promote_fetches(task.cache_slot, job)
-                self._follow(self._gates.ask(task.cache_slot, task, task.identity, fill=task.fills))
-
-    def _promote_fetches(self, slot: int, load: Job) -> None:
-        """Promote the fetches that fill the slot: a load is about to wait for them."""
-        for filler in self._gates.fillers(slot):
-            if filler.urgency in (Urgency.URGENT, Urgency.PREFETCH):
-                self._scheduler.promote(filler, load)
-
-    def _reset(self, command: ResetCommand) -> None:
-        # No write from before may follow the reset, wherever it waits.
-        for waiting in [job for job in self._jobs.values() if job.kind is OpKind.WRITE]:
-            for task in waiting.tasks:
-                if task.step is Step.GATE:
-                    self._cancel_task(task)
-        for task in self._scheduler.take_queued_writes():
-            self._leave_slot(task)
-            self._decide(task, CANCELLED)
-        job = self._open(command.op, OpKind.RESET)
-        task = self._task(job, _NOTHING, None, None, Urgency.WRITE)
-        task.adoptable = command.adoptable
-        task.step = Step.IO
-        self._scheduler.enqueue(task)
-
-    def _decide(self, task: Task, outcome: Outcome, *, released: bool = True) -> None:
-        """Settle the chunk's outcome; `released`: no engine has its buffer."""
-        assert task.step not in (Step.ZOMBIE, Step.DONE)
-        job = task.job
-        task.step = Step.DONE if released else Step.ZOMBIE
-        if not released:
-            self._hold_buffer(task)
-        if not outcome.ok:
-            job.failures.append((task.index, outcome))
-        job.tasks_left -= 1
-        if job.tasks_left:
-            return
-        failures = tuple(sorted(job.failures, key=lambda f: f[0]))
-        seconds = (job.ended_s or self._clock()) - job.started_s
-        self._reports.append(OpReport(job.op, failures, not job.unreleased, seconds))
-        if job.kind in (OpKind.STORE, OpKind.LOAD):
-            self._finished.append(FinishedJob(job.op, failures, job.copied_bytes, seconds))
-        if not job.unreleased:
-            del self._jobs[job.op]
-
-    def _hold_buffer(self, task: Task) -> None:
-        """Count a decided task's buffer that the engine keeps, for an unknown time."""
-        if task.stream_slot is None and task.cache_slot is not None:
-            task.job.unreleased += 1
-            if task.fills and not self._read_for_others(task):
-                self._follow(self._gates.abandon(task.cache_slot))
-
-    def _read_for_others(self, task: Task) -> bool:
-        """Return whether a cancelled load's read goes on because others wait for it to land."""
-        job, slot = task.job, task.cache_slot
-        if job.kind is not OpKind.LOAD or not task.fills or slot is None:
-            return False
-        return job.cancelled and self._gates.awaited(slot)
-
-    def _mark_hung(self, task: Task) -> None:
-        """Note that a task is past its deadline and not released: its slot may never come back."""
-        if task.stream_slot is not None:
-            self._streams.mark_hung(task)
-        elif task.fills and task.cache_slot is not None:
-            self._follow(self._gates.abandon(task.cache_slot))
-
-    def _released_late(self, task: Task, *, filled: bool) -> None:
-        """Release the buffer of a task that was decided before."""
-        assert task.step is Step.ZOMBIE
-        task.step = Step.DONE
-        self._leave_slot(task, filled=filled)
-        if task.cache_slot is None:
-            return
-        (job := task.job).unreleased -= 1
-        if not job.tasks_left and not job.unreleased:
-            self._reports.append(ReleaseReport(job.op))
-            del self._jobs[job.op]
-
-    # -- slots ------------------------------------------------------------------------
-
-    def _follow(self, grants: list[Grant]) -> None:
-        """Let these tasks go on at their cache slots."""
-        for grant in grants:
-            task = grant.task
-            if grant.stale:
-                self._decide(task, STALE)
-                continue
-            task.reads = not task.fills
-            if task.pool_slot is not None:
-                task.step = Step.IO
-                self._scheduler.enqueue(task)
-            else:
-                self._ready_to_copy(task)
-
-    def _leave_slot(self, task: Task, *, filled: bool = False) -> None:
-        """Give back the slot that the task holds, if any."""
-        if task.stream_slot is not None:
-            self._streams.give_back(task)
-        elif task.cache_slot is not None and task.reads:
-            task.reads = False
-            self._follow(self._gates.read(task.cache_slot))
-        elif task.cache_slot is not None and task.fills:
-            task.fills = False
-            self._follow(self._gates.filled(task.cache_slot, ok=filled))
-
-    def _hand_out_stream_slots(self) -> None:
-        for task in self._streams.hand_out():
-            task.step = Step.IO
-            self._scheduler.enqueue(task)
-        for task in self._streams.take_unservable():
-            self._decide(task, DEADLINE)
+        return self._machine.idle
 
     # -- I/O --------------------------------------------------------------------------
 
-    def _io_event(self, event: IoEvent) -> None:
-        task, outcome = event.task, event.outcome
-        if task.step is Step.ZOMBIE:
-            # Cancelled or past its deadline: only the buffer matters any more.
-            if event.released:
-                self._released_late(task, filled=outcome is not None and outcome.ok)
-            else:
-                self._mark_hung(task)
-            return
-        assert outcome is not None
-        if not event.released:
-            self._decide(task, outcome, released=False)
-            self._mark_hung(task)
-            return
-        kind = task.job.kind
-        if outcome.ok and kind is not OpKind.RESET:
-            size = self._staging.slot_bytes
-            if kind is OpKind.WRITE:
-                self.counters["written_bytes"] += size
-                self.counters["target_written_bytes", str(task.target)] += size
-            else:
-                self.counters["read_bytes"] += size
-        if outcome.ok and kind is OpKind.LOAD:
-            if task.fills:  # landed: others may read the slot from now on
-                task.fills, task.reads = False, True
-                assert task.cache_slot is not None
-                self._follow(self._gates.filled_and_read(task.cache_slot))
-            self._ready_to_copy(task)
-            return
-        self._leave_slot(task, filled=outcome.ok)
-        if kind is OpKind.FETCH:
-            task.job.ended_s = event.ended_s
-        self._decide(task, outcome)
+    def _take_ends(self) -> None:
+        """Take in what the I/O engine has ended."""
+        completions = self._io.poll()
+        if self._lanes:  # these are resets; reads and writes never come to Python
+            now_s = time.monotonic()
+            self._machine.poll_native(now_s, self._clock() - now_s)
+        if completions:
+            self._machine.ended(
+                [
+                    (
+                        one.token,
+                        RELEASED if one.outcome is None else code_of(one.outcome.kind),
+                        0 if one.outcome is None else one.outcome.errno,
+                        one.released,
+                        one.ended_s or 0.0,
+                    )
+                    for one in completions
+                ]
+            )
 
-    def _cancel_task(self, task: Task) -> None:
-        if task.step is Step.GATE:
-            assert task.cache_slot is not None
-            waiting, grants = self._gates.withdraw(task.cache_slot, task)
-            assert waiting
-            self._decide(task, CANCELLED)
-            self._follow(grants)
-        elif task.step is Step.STREAM:
-            self._streams.withdraw(task)
-            self._decide(task, CANCELLED)
-        elif not self._read_for_others(task) and self._scheduler.cancel(task):
-            self._leave_slot(task)
-            self._decide(task, CANCELLED)
-        else:
-            # The engine has its buffer, and nothing will be copied from it for this job.
-            self._decide(task, CANCELLED, released=False)
+    def _look_at_targets(self) -> None:
+        """Let each target's health follow from what its operations did, and act on its verdict."""
+        counts, outcomes = self._machine.take_health()
+        for target, attachment, began, _, _, _ in counts:
+            self._health[target].began(attachment, began)
+        for target, attachment, _, late, _, _ in counts:
+            self._health[target].late(attachment, late)
+        for target, attachment, is_write, code, number, pool_slot in outcomes:
+            outcome = outcome_of(code, number)
+            self._health[target].ended(attachment, outcome, pool_slot, is_write=is_write)
+        for target, attachment, _, _, released, released_late in counts:
+            self._health[target].released(attachment, released, released_late)
+        for target, health in enumerate(self._health):
+            self._machine.set_target(target, health.verdict.usable, health.attachment)
+
+    def _hand_over(self) -> None:
+        """Hand over what fits."""
+        machine = self._machine
+        durable = machine.barred and self._limits.reset_is_durable()
+        stamp = self._lanes.stamp() if self._lanes else _NO_STAMP
+        machine.set_stamp(stamp.epoch, stamp.adoptable, durable)
+        machine.offer_reads()
+        self._submit_offered()
+        if reset := machine.reset_to_offer():
+            token, adoptable = reset
+            op = IoOp(token, OpKind.RESET, Urgency.WRITE, 0, 0, None, 0, adoptable=adoptable)
+            if self._io.submit([op]):
+                machine.reset_accepted(token)
+        machine.offer_writes()
+        self._submit_offered()
+        machine.fail_stalled()
+
+    def _submit_offered(self) -> None:
+        if self._lanes:
+            return
+        ops = [
+            IoOp(
+                token,
+                _KINDS[kind],
+                Urgency(urgency),
+                pool_slot,
+                address,
+                SlotIdentity(key, generation),
+                payload_bytes=self._limits.payload_bytes,
+                deadline_s=deadline_s,
+                payload_crc=payload_crc if payload_crc >= 0 else None,
+            )
+            for (
+                token,
+                kind,
+                urgency,
+                pool_slot,
+                address,
+                key,
+                generation,
+                payload_crc,
+                deadline_s,
+            ) in self._machine.offered()
+        ]
+        if ops:
+            self._machine.accepted(self._io.submit(ops))
+
+    def _take_verdicts(self) -> list[Report]:
+        """Return the verdicts that changed since the last call; every target begins as ok."""
+        reported, self._verdicts = self._verdicts, [one.verdict.value for one in self._health]
+        return [
+            VerdictReport(self._limits.rank, target, verdict)
+            for target, verdict in enumerate(self._verdicts)
+            if verdict != reported[target]
+        ]
 
     # -- copies -----------------------------------------------------------------------
 
-    def _ready_to_copy(self, task: Task) -> None:
-        task.step = Step.COPY
-        self._to_copy.setdefault(task.job.op, []).append(task)
-
     def _submit_copies(self) -> None:
-        to_copy, self._to_copy = self._to_copy, {}
-        for op, tasks in to_copy.items():
-            job = self._jobs[op]
-            payloads = [task.address(self._staging) + HEADER_BYTES for task in tasks]
-            pieces = gather([task.pieces for task in tasks], payloads)
-            size = int(pieces[:, 2].sum())
-            job.copied_bytes += size
-            direction = Direction.STORE if job.kind is OpKind.STORE else Direction.LOAD
-            ticket = self._copy.submit(direction, pieces, job.fence)
-            self._tickets[ticket] = _Batch(tasks, direction, size, self._clock())
+        copies = self._machine.take_copies()
+        for batch, op, is_store, size_bytes, pieces, counts, addresses in copies:
+            direction = Direction.STORE if is_store else Direction.LOAD
+            payloads = None
+            if is_store:
+                payloads = Payloads.of(counts, addresses, self._limits.payload_bytes)
+            ticket = self._copy.submit(direction, pieces, self._fences[op], payloads)
+            self._tickets[ticket] = _Ticket(batch, direction, size_bytes, self._clock(), payloads)
 
-    def _copied(self, task: Task, outcome: Outcome) -> None:
-        self._leave_slot(task, filled=outcome.ok)
-        self._decide(task, outcome)
+    def _copied(self, ticket: _Ticket, outcome: Outcome) -> None:
+        size, seconds = ticket.size_bytes if outcome.ok else 0, self._clock() - ticket.began_s
+        self._count_transfer(ticket.direction.value, "gpu", 1, size, seconds)
+        crcs = None if ticket.payloads is None else ticket.payloads.crcs
+        self._machine.copied(ticket.batch, code_of(outcome.kind), outcome.errno, crcs)
+
+    # -- counters ---------------------------------------------------------------------
+
+    def _count(self) -> None:
+        """Take over what the machine has counted."""
+        reads, writes, read_bytes, written = self._machine.take_counts()
+        for direction, (operations, size, seconds) in (("load", reads), ("store", writes)):
+            if operations:
+                self._count_transfer(direction, "pool", operations, size, seconds)
+        if read_bytes:
+            self.counters["read_bytes"] += read_bytes
+        for target, size in enumerate(written):
+            if size:
+                self.counters["written_bytes"] += size
+                self.counters["target_written_bytes", str(target)] += size
+
+    def _count_transfer(
+        self, direction: str, stage: str, operations: int, size_bytes: int, seconds: float
+    ) -> None:
+        """Count `transfer_operations`, `transfer_bytes` and `transfer_seconds`.
+
+        direction: store, from the GPU towards the pool, or load. stage: gpu (copies between KV
+        cache and staging) or pool (reads and writes of slots). The time of a copy begins when the
+        engine gets it, so it includes the wait for the job's fence; `TransferResult.seconds` begins
+        with the job and includes that wait and the reads from the pool as well.
+        """
+        self.counters["transfer_operations", direction, stage] += operations
+        self.counters["transfer_bytes", direction, stage] += size_bytes
+        self.counters["transfer_seconds", direction, stage] += max(0.0, seconds)
+
+
+def _make_machine(
+    staging: StagingMap, lanes: Lanes | None, limits: TransferLimits, now_s: float
+) -> Machine:
+    targets = limits.target_count
+    reads_max = max(1, limits.reads_in_flight_max // targets)
+    writes_max = max(1, limits.writes_in_flight_max // targets)
+    # Reads of loads that a target has at a time while all targets are busy.
+    streamed_max = max(1, min(reads_max, staging.stream_slots // targets))
+    enough = max(_SATURATING_OPS_MIN, -(-_SATURATING_BYTES // staging.slot_bytes))
+    return Machine(
+        cache_slots=staging.cache_slots,
+        stream_slots=staging.stream_slots,
+        pool_slots=limits.pool_slots,
+        base_address=staging.base_address,
+        slot_bytes=staging.slot_bytes,
+        header_bytes=HEADER_BYTES,
+        payload_bytes=limits.payload_bytes,
+        targets=targets,
+        reads_max=reads_max,
+        writes_max=writes_max,
+        read_deadline_s=limits.read_deadline_s,
+        write_deadline_s=limits.write_deadline_s,
+        saturating_reads=min(streamed_max, enough),
+        saturating_writes=min(writes_max, enough),
+        retryable=_RETRYABLE,
+        lanes=lanes.address if lanes else 0,
+        now_s=now_s,
+    )
 
 
 #: Deadlines wake the I/O engine's eventfd; this is only a backstop.

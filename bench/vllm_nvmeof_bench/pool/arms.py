@@ -322,6 +322,7 @@ class Ground:
             block,
             self.staging.map.base_address + block * self.slot_bytes,
             identity,
+            self.pool.payload_bytes,
         )
 
 

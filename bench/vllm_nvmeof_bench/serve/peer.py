@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from vllm_nvmeof_offload.copy.base import Descriptors, Direction, gather
+from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 
@@ -82,8 +82,8 @@ class HostCopyWorker(OffloadingWorker):
 
     def _pieces(self, gpu: GPULoadStoreSpec, chunks: Any) -> Descriptors:
         first = gpu.block_indices[0] % self._geometry.blocks_per_chunk
-        parts = self._geometry.pieces_by_chunk(gpu.block_ids, int(first), len(chunks))
-        return gather(parts, [self._base + chunk * self._stride for chunk in chunks.tolist()])
+        pieces = self._geometry.pieces_by_chunk(gpu.block_ids, int(first), len(chunks))
+        return pieces.at([self._base + chunk * self._stride for chunk in chunks.tolist()])
 
     def _collect(self) -> None:
         for ticket, _ in self._copy.poll():

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.results import BenchError, dump
@@ -114,6 +116,7 @@ class World:
         self._gpu: OrderedDict[int, None] = OrderedDict()
         self._gpu_chunks = shape.gpu
         config = CoreConfig(
+            key_bytes=len(_key(0)),
             write_policy=WritePolicy(shape.write_policy),
             store_threshold=shape.store_threshold,
             # The product counts no returns where chunks are written on eviction; here they count
@@ -144,18 +147,20 @@ class World:
         self.counts["miss"] += len(prompt) - in_gpu - len(found)
         if found:
             command = core.prepare_load(found)
-            for chunk in command.chunks:
-                self.counts["cpu" if chunk.pool_slot is None else "pool"] += 1
+            pool = int(np.count_nonzero(command.batch.places >= 0))
+            self.counts["pool"] += pool
+            self.counts["cpu"] += len(found) - pool
             core.report([OpReport(command.op)])
         keys += map(_key, answer)
         plan = core.prepare_store(keys)
-        self.counts["stored"] += len(plan.stored)
         if plan.command is not None:
+            self.counts["stored"] += len(plan.command.batch)
             core.report([OpReport(plan.command.op)])
         core.turn()
         while commands := core.take_commands():
             assert not any(isinstance(one, CancelCommand) for one in commands), "nothing is overdue"
-            self.counts["written"] += sum(isinstance(one, WriteCommand) for one in commands)
+            writes = (one for one in commands if isinstance(one, WriteCommand))
+            self.counts["written"] += sum(len(one.batch) for one in writes)
             core.report([OpReport(one.op) for one in commands])
         core.ended(keys)
         for number in reversed([*prompt, *answer]):
@@ -166,8 +171,8 @@ class World:
 
     def chunks(self) -> set[int]:
         """All chunks in the tiers now."""
-        keys = (entry.identity.key for entry in self._core.entries())
-        return {int.from_bytes(key, "little", signed=True) for key in keys}
+        entries = self._core.entries()
+        return {int.from_bytes(entry.key, "little", signed=True) for entry in entries}
 
 
 def _key(number: int) -> bytes:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_nvmeof_bench.home import quiet_interpreter, sync_file_system
 from vllm_nvmeof_bench.results import BenchError
@@ -35,24 +36,25 @@ from vllm_nvmeof_bench.stream.report import ARMS, PARTS, Sample
 from vllm_nvmeof_bench.throttle import Throttle
 from vllm_nvmeof_offload import protocol
 from vllm_nvmeof_offload.config import parse_config
-from vllm_nvmeof_offload.copy.base import Descriptors, Direction, gather
+from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Pieces
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
-from vllm_nvmeof_offload.errors import Outcome
+from vllm_nvmeof_offload.errors import Outcome, outcome_of
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, IoOp, Waker
 from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import (
-    LoadChunk,
+    NOWHERE,
+    ChunkBatch,
     OpKind,
     SlotIdentity,
     Urgency,
+    place_of,
 )
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import GIB, HEADER_BYTES, KIB, MIB, slot_stride_bytes
-from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
-from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferPipeline
+from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 
 #: Throttles are in MB/s, as block devices are described; sizes are in MiB.
 MB = 1_000_000
@@ -160,9 +162,11 @@ class PacedCopyEngine(HostCopyEngine):
         self._passed: deque[tuple[int, Outcome]] = deque()
         super().__init__(on_done=self._copied)
 
-    def submit(self, direction: Direction, pieces: Descriptors, fence: object) -> int:
+    def submit(
+        self, direction: Direction, pieces: Descriptors, fence: object, payloads: Any = None
+    ) -> int:
         self._under_way.append((int(pieces[:, 2].sum()), time.perf_counter()))
-        return super().submit(direction, pieces, fence)
+        return super().submit(direction, pieces, fence, payloads)
 
     def poll(self) -> list[tuple[int, Outcome]]:
         return [self._passed.popleft() for _ in range(len(self._passed))]
@@ -183,7 +187,8 @@ class Rig:
 
     def __init__(self, directory: Path, settings: Settings) -> None:
         self.settings = settings
-        self.op = itertools.count(1).__next__
+        self._op = itertools.count(1).__next__
+        self._rows_left: dict[int, int] = {}  # by op
         self._stack = contextlib.ExitStack()
         try:
             self._open(directory, settings)
@@ -226,8 +231,11 @@ class Rig:
         io, self._bare_io = (self._engine(pool, staging) for _ in range(2))
         self.engine = io.name
         self._reads_max = self._handed_over_max(io)
-        pump = SchedulerConfig(
-            reads_in_flight_max=self._reads_max, read_deadline_s=_STALL_S, write_deadline_s=_STALL_S
+        pump = TransferLimits(
+            payload_bytes=settings.chunk_bytes,
+            reads_in_flight_max=self._reads_max,
+            read_deadline_s=_STALL_S,
+            write_deadline_s=_STALL_S,
         )
         pipeline = TransferPipeline(staging.map, self.copy, io, pump)
         self.runner = PipelineRunner(pipeline, waker, io.fileno())
@@ -274,28 +282,54 @@ class Rig:
     def pieces(self, chunk: int) -> Descriptors:
         return self._geometry.pieces(self._ids[chunk], 0)
 
-    def start(self, chunks: Sequence[LoadChunk], pieces: Sequence[Descriptors]) -> int:
+    def batch(
+        self, numbers: range, cache: npt.NDArray[np.int32], *, in_pool: bool = True
+    ) -> ChunkBatch:
+        """These chunks as columns. cache: their cache slots, -1: none."""
+        count, first = len(numbers), place_of(0, numbers.start)
+        places = first + np.arange(count) if in_pool else np.full(count, NOWHERE)
+        keys = b"".join(self.identities[number].key for number in numbers)
+        generations = [self.identities[number].generation for number in numbers]
+        groups = np.zeros(count, np.uint8)
+        return ChunkBatch(keys, np.array(generations, np.uint64), cache, places, groups)
+
+    def start(self, batch: ChunkBatch, pieces: Sequence[Descriptors]) -> int:
         """Hand over one load; return its op."""
-        command = protocol.LoadCommand(self.op(), tuple(chunks))
+        command = protocol.LoadCommand(self._begin(batch), batch)
         fence = self.copy.record_fence()
-        self.runner.hand_over(lambda p: p.load(command, pieces, fence), command.op)
+        self.runner.hand_over(lambda p: p.load(command, Pieces.of(pieces), fence), command.op)
         return command.op
 
-    def apply(self, command: protocol.Command) -> None:
+    def fetch(self, batch: ChunkBatch) -> None:
+        self._apply(protocol.FetchCommand(self._begin(batch), batch, Urgency.DEMAND))
+
+    def _apply(self, command: protocol.Command) -> None:
         self.runner.hand_over(lambda p: p.command(command))
 
+    def _begin(self, batch: ChunkBatch) -> int:
+        op = self._op()
+        self._rows_left[op] = len(batch)
+        return op
+
     def check(self) -> int:
-        """Take finished transfers; return how many reports came.
+        """Take finished transfers; return how many have not finished.
 
         Raises:
             BenchError: a chunk failed.
         """
         finished, reports, _ = self.runner.take()
-        outcomes = [report for report in reports if isinstance(report, protocol.OpReport)]
-        for one in (*finished, *outcomes):
-            if one.failures:
-                raise BenchError(f"a transfer failed: {one.failures[0][1]}")
-        return len(outcomes)
+        for job in finished:
+            if job.failures:
+                raise BenchError(f"a transfer failed: {job.failures[0][1]}")
+        for report in (one for one in reports if isinstance(one, protocol.OpReport)):
+            if report.codes is not None and report.errnos is not None:
+                row = int(report.codes.argmax())
+                outcome = outcome_of(int(report.codes[row]), int(report.errnos[row]))
+                raise BenchError(f"a transfer failed: {outcome}")
+            left = self._rows_left.pop(report.op)
+            if report.indexes is not None and len(report.indexes) < left:
+                self._rows_left[report.op] = left - len(report.indexes)
+        return len(self._rows_left)
 
     def write_all(self) -> None:
         """Store every chunk and write it to its pool slot, one CPU tier after the other."""
@@ -303,19 +337,19 @@ class Rig:
         tier = self.settings.cache_slots
         for first in range(0, len(self.identities), tier):
             numbers = range(first, min(first + tier, len(self.identities)))
-            chunks = (protocol.StoreChunk(self.identities[one], one - first) for one in numbers)
-            store = protocol.StoreCommand(self.op(), tuple(chunks))
+            cache = np.arange(len(numbers), dtype=np.int32)
+            stored = self.batch(numbers, cache, in_pool=False)
+            store = protocol.StoreCommand(self._begin(stored), stored)
             pieces = [self.pieces(number) for number in numbers]
             fence = self.copy.record_fence()
             self.runner.hand_over(
-                lambda p, s=store, parts=pieces, f=fence: p.store(s, parts, f),  # type: ignore[misc]
+                lambda p, s=store, parts=pieces, f=fence: p.store(s, Pieces.of(parts), f),  # type: ignore[misc]
                 store.op,
             )
-            for one in numbers:
-                identity = self.identities[one]
-                self.apply(protocol.WriteCommand(self.op(), identity, one - first, one))
-            left, end_s = 1 + len(numbers), time.monotonic() + _STALL_S
-            while left := left - self.check():
+            written = self.batch(numbers, cache)
+            self._apply(protocol.WriteCommand(self._begin(written), written))
+            end_s = time.monotonic() + _STALL_S
+            while self.check():
                 if time.monotonic() > end_s:
                     raise BenchError("writing the pool takes too long")
                 time.sleep(_POLL_S)
@@ -332,7 +366,8 @@ class Rig:
                 slot = free.popleft()
                 address = self.staging.base_address + slot * self.staging.slot_bytes
                 identity, kind = self.identities[following], OpKind.FETCH
-                read = IoOp(following, kind, Urgency.DEMAND, following, address, identity)
+                size = self.settings.chunk_bytes
+                read = IoOp(following, kind, Urgency.DEMAND, following, address, identity, size)
                 if not self._bare_io.submit([read]):
                     free.appendleft(slot)
                     break
@@ -356,7 +391,7 @@ class Rig:
         """The pieces of the first chunks, each out of some cache slot."""
         slots = (number % self.staging.cache_slots for number in range(count))
         addresses = [self.staging.cache_address(slot) + HEADER_BYTES for slot in slots]
-        return gather(list(map(self.pieces, range(count))), addresses)
+        return Pieces.of([self.pieces(number) for number in range(count)]).at(addresses)
 
     # -- contents ---------------------------------------------------------------------
 
@@ -444,11 +479,9 @@ def _prepare(rig: Rig, arm: str, count: int) -> Callable[[], None]:
     if arm == "two_phase":
         return lambda: _two_phase(rig, count, pieces)
     landing = int(rig.settings.land_cache_share * rig.settings.cache_slots)
-    chunks = [
-        LoadChunk(identity, number if number < landing else None, number)
-        for number, identity in enumerate(rig.identities[:count])
-    ]
-    return lambda: rig.runner.wait([rig.start(chunks, pieces)])
+    slots = np.arange(count, dtype=np.int32)
+    batch = rig.batch(range(count), np.where(slots < landing, slots, -1).astype(np.int32))
+    return lambda: rig.runner.wait([rig.start(batch, pieces)])
 
 
 def _two_phase(rig: Rig, count: int, pieces: list[Descriptors]) -> None:
@@ -456,10 +489,9 @@ def _two_phase(rig: Rig, count: int, pieces: list[Descriptors]) -> None:
     tier = rig.settings.cache_slots
     for first in range(0, count, tier):
         numbers = range(first, min(first + tier, count))
-        chunks = [LoadChunk(rig.identities[i], i - first, None) for i in numbers]
-        for i, chunk in zip(numbers, chunks, strict=True):
-            slot = i - first
-            rig.apply(protocol.FetchCommand(rig.op(), chunk.identity, i, slot, Urgency.DEMAND))
+        slots = np.arange(len(numbers), dtype=np.int32)
+        rig.fetch(rig.batch(numbers, slots))
+        chunks = rig.batch(numbers, slots, in_pool=False)
         # A load that moves nothing waits behind the fetches: it ends when the last one has.
         rig.runner.wait([rig.start(chunks, [_NO_PIECES] * len(chunks))])
         rig.runner.wait([rig.start(chunks, [pieces[i] for i in numbers])])

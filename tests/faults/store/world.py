@@ -28,6 +28,7 @@ from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
+from ..kit import adopted
 from .damage import Damage
 from .disk import Crash, Disk
 from .written import PAYLOAD_BYTES, SLOTS, Neighbours, Written, content, is_intact, store
@@ -138,15 +139,7 @@ class World:
 
     def _check_adopted(self, must: dict[int, Written]) -> None:
         assert self.pool is not None
-        adopted = self.pool.adopt()
-        found = {
-            slot: SlotIdentity(key, generation)
-            for slot, generation, key in zip(
-                adopted.pool_slots.tolist(), adopted.generations.tolist(), adopted.keys, strict=True
-            )
-        }
-        places = {identity.key: slot for slot, identity in found.items()}
-        assert len(places) == len(found), "a key is adopted twice"
+        found = adopted(self.pool)
         self.known = {}
         for slot, identity in found.items():
             resets, adoptable = self.born.get(identity.generation, (-1, False))
@@ -157,8 +150,7 @@ class World:
                 self.known[slot] = identity
         for slot, written in must.items():
             assert self.load(slot, written.identity), f"slot {slot} is lost: {written.identity}"
-            # A twin at a lower slot may be adopted instead.
-            assert places.get(written.identity.key, SLOTS) <= slot, f"slot {slot} is not adopted"
+            assert found.get(slot) == written.identity, f"slot {slot} is not adopted"
             self.counts["found again"] += 1
         self.written = {slot: one for slot, one in must.items() if slot in self.known}
 
@@ -203,7 +195,7 @@ class World:
         assert self.pool is not None
         slot = self.dice.randrange(self.pool.slots)
         self.generation += 1
-        identity = SlotIdentity(f"key {self.dice.randrange(KEYS)}".encode(), self.generation)
+        identity = SlotIdentity(f"key {self.dice.randrange(KEYS):03}".encode(), self.generation)
         stamp = self.pool.stamp
         self.born[self.generation] = (self.resets, stamp.adoptable)
         self.known.pop(slot, None)

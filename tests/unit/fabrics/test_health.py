@@ -35,23 +35,24 @@ class Bench:
         return self.health.verdict
 
     def end(self, outcome: Outcome, slot: int = 0, *, is_write: bool = False) -> Verdict:
-        attachment = self.health.began()
+        attachment = self.health.attachment
+        self.health.began(attachment, 1)
         self.health.ended(attachment, outcome, slot, is_write=is_write)
-        self.health.released(attachment, late=False)
+        self.health.released(attachment, 1, late=0)
         return self.health.verdict
 
 
 def test_a_target_is_suspect_until_the_kernel_has_returned_everything() -> None:
     bench = Bench()
-    attachments = [bench.health.began() for _ in range(3)]
-    for attachment in attachments[:2]:
-        bench.health.late(attachment)
+    bench.health.began(0, 3)
+    for _ in range(2):
+        bench.health.late(0, 1)
         assert bench.verdict is Verdict.SUSPECT
-    bench.health.released(attachments[0], late=True)
-    bench.health.released(attachments[2], late=False)
+    bench.health.released(0, 0, late=1)
+    bench.health.released(0, 1, late=0)
     assert bench.verdict is Verdict.SUSPECT
     assert not bench.verdict.usable
-    bench.health.released(attachments[1], late=True)
+    bench.health.released(0, 0, late=1)
     assert bench.verdict is Verdict.OK
     assert not bench.health.busy(0)
 
@@ -105,8 +106,9 @@ def test_errors_of_a_single_slot_do_not_count_against_the_target() -> None:
 
 def test_a_gone_target_stays_gone_until_it_is_attached() -> None:
     bench = Bench()
-    old = bench.health.began()
-    bench.health.late(old)
+    old = bench.health.attachment
+    bench.health.began(old, 1)
+    bench.health.late(old, 1)
     bench.health.lost("the test says so")
     bench.health.watched(PathStates(2, 2, 2))
     bench.end(OK)
@@ -119,7 +121,7 @@ def test_a_gone_target_stays_gone_until_it_is_attached() -> None:
     for slot in range(20):
         bench.health.ended(old, ENODEV, slot, is_write=False)
     assert bench.verdict is Verdict.OK
-    bench.health.released(old, late=True)
+    bench.health.released(old, 0, late=1)
     assert not bench.health.busy(old)
     assert bench.verdict is Verdict.OK
 

@@ -4,31 +4,82 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
-from vllm_nvmeof_offload.errors import Outcome
-from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
+from vllm_nvmeof_offload.errors import Outcome, code_of
+from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source, StorePlan
 from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.protocol import (
+    RELEASED,
     AdoptedEntries,
+    ChunkBatch,
+    Command,
+    FetchCommand,
+    LoadCommand,
     OpReport,
     RankHello,
     WriteCommand,
+    place_of,
 )
 
-Entries = Sequence[tuple[int, int, bytes]]
+#: (pool slot of the only target, generation, number of the key).
+Entries = Sequence[tuple[int, int, int]]
+KEY_BYTES = 8
+
+
+def key(number: int) -> bytes:
+    return b"%08d" % number
 
 
 def keys_of(*numbers: int) -> list[bytes]:
-    return [b"%d" % number for number in numbers]
+    return [key(number) for number in numbers]
+
+
+def numbers_of(keys: bytes) -> list[int]:
+    """The numbers of joined keys."""
+    return [int(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+
+
+def report(
+    op: int,
+    *failures: tuple[int, Outcome],
+    rows: Sequence[int] = (),
+    released: bool = True,
+    seconds: float = 0.0,
+) -> OpReport:
+    """A report on these rows; none: on all that the op has, none of which failed.
+
+    released: whether the failed ones are.
+    """
+    if not rows:
+        assert not failures
+        return OpReport(op, seconds=seconds)
+    by_row = dict(failures)
+    codes = [code_of(by_row[row].kind) if row in by_row else 0 for row in rows]
+    errnos = [by_row[row].errno if row in by_row else 0 for row in rows]
+    free = None if released else np.array([row not in by_row for row in rows], np.uint8)
+    return OpReport(
+        op,
+        np.array(rows, np.uint32),
+        np.array(codes, np.uint8),
+        np.array(errnos, np.int16),
+        free,
+        seconds,
+    )
+
+
+def release(op: int, *rows: int) -> OpReport:
+    """The late release of these rows."""
+    return OpReport(op, np.array(rows, np.uint32), np.full(len(rows), RELEASED, np.uint8))
 
 
 def hello(rank: int, cache: int, pool: int, entries: Entries, **changes: object) -> RankHello:
     adopted = AdoptedEntries(
-        np.array([e[0] for e in entries], np.int64),
+        np.array([place_of(0, e[0]) for e in entries], np.int64),
         np.array([e[1] for e in entries], np.uint64),
-        tuple(e[2] for e in entries),
+        b"".join(key(e[2]) for e in entries),
     )
     shape = {"engine_index": 0, "keyspace": "k", "target_count": 1, **changes}
     return RankHello(
@@ -39,6 +90,33 @@ def hello(rank: int, cache: int, pool: int, entries: Entries, **changes: object)
         adopted=adopted,
         **shape,  # type: ignore[arg-type]
     )
+
+
+class Core(ManagerCore):
+    """A core that remembers what it has sent. batches: by op."""
+
+    batches: dict[int, ChunkBatch]
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.batches = {}
+
+    def prepare_store(self, keys: Sequence[bytes]) -> StorePlan:
+        plan = super().prepare_store(keys)
+        if plan.command is not None:
+            self.batches[plan.command.op] = plan.command.batch
+        return plan
+
+    def prepare_load(self, keys: Sequence[bytes], limit_s: float | None = None) -> LoadCommand:
+        command = super().prepare_load(keys, limit_s)
+        self.batches[command.op] = command.batch
+        return command
+
+    def take_commands(self) -> list[Command]:
+        commands = super().take_commands()
+        sent = (c for c in commands if isinstance(c, WriteCommand | FetchCommand))
+        self.batches.update({command.op: command.batch for command in sent})
+        return commands
 
 
 class Bench:
@@ -53,16 +131,37 @@ class Bench:
         self.prompts_s = 0.0
         agreement = agree([hello(r, cache, pool, (), target_count=targets) for r in range(ranks)])
         assert agreement.notes == ()
-        self.core = ManagerCore(
-            CoreConfig(world_size=ranks, **config),  # type: ignore[arg-type]
+        self.core = Core(
+            CoreConfig(world_size=ranks, key_bytes=KEY_BYTES, **config),  # type: ignore[arg-type]
             agreement,
             lambda: self.now_s,
             first_generation=100,
             prompts_s=lambda: self.prompts_s,
         )
 
+    def report(
+        self,
+        op: int,
+        *failures: tuple[int, Outcome],
+        rows: Sequence[int] = (),
+        released: bool = True,
+        seconds: float = 0.0,
+        rank_count: int = 1,
+    ) -> None:
+        """That many ranks report on `rows`; none: on all rows."""
+        known = self.core.batches.get(op, (0,))  # a reset has one row
+        rows = rows or range(len(known))
+        one = report(op, *failures, rows=rows, released=released, seconds=seconds)
+        self.core.report([one] * rank_count)
+
     def done(self, op: int, *failures: tuple[int, Outcome]) -> None:
-        self.core.report([OpReport(op, failures)] * self.ranks)
+        """Every rank reports on all rows, and releases them."""
+        self.report(op, *failures, rank_count=self.ranks)
+
+    def stored(self, *numbers: int) -> list[int]:
+        """Plan a store; return the chunks that it stores, which are not reported."""
+        command = self.core.prepare_store(keys_of(*numbers)).command
+        return [] if command is None else numbers_of(command.batch.keys)
 
     def store(self, *numbers: int) -> None:
         """Store chunks and report them as copied."""
@@ -70,14 +169,30 @@ class Bench:
         assert plan.command is not None
         self.done(plan.command.op)
 
+    def load(self, *numbers: int) -> LoadCommand:
+        """Plan a load, which is not reported."""
+        return self.core.prepare_load(keys_of(*numbers))
+
+    def write(self) -> WriteCommand:
+        """Send the writes that are due, of which there are some."""
+        (command,) = self.writes()
+        return command
+
     def writes(self) -> list[WriteCommand]:
         commands = self.core.take_commands()
         return [command for command in commands if isinstance(command, WriteCommand)]
 
-    def write_all(self) -> None:
+    def write_all(self) -> list[int]:
+        """Complete all writes; return the written chunks in their order."""
+        numbers = []
         while commands := self.writes():
             for command in commands:
+                numbers += numbers_of(command.batch.keys)
                 self.done(command.op)
+        return numbers
+
+    def source(self, number: int) -> Source | None:
+        return self.core.lookup(key(number))
 
     def hits(self, numbers: Iterable[int]) -> list[int]:
-        return [n for n in numbers if self.core.lookup(b"%d" % n) is not None]
+        return [n for n in numbers if self.source(n) is not None]

@@ -16,7 +16,8 @@ PACKAGE = Path(vllm_nvmeof_offload.__file__).parent
 
 
 def counts() -> Iterator[tuple[str, list[ast.expr]]]:
-    """The place, name and labels of every `counters[…] += …` in the product."""
+    """The place, name and labels of every `counters[…] += …` in the product, and of what the native
+    core counts."""
     for path in PACKAGE.rglob("*.py"):
         tree = ast.parse(path.read_text())
         tuples = {
@@ -25,6 +26,10 @@ def counts() -> Iterator[tuple[str, list[ast.expr]]]:
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
         }
         for node in ast.walk(tree):
+            if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_NATIVE_COUNTS":
+                assert isinstance(node.value, ast.Tuple)
+                for one in node.value.elts:
+                    yield path.name, one.elts if isinstance(one, ast.Tuple) else [one]
             if not isinstance(node, ast.AugAssign) or not isinstance(node.target, ast.Subscript):
                 continue
             if ast.unparse(node.target.value).endswith("counters"):

@@ -17,16 +17,6 @@ def demoting(cache: int = 8, pool: int = 32, **config: object) -> Bench:
     return Bench(cache, pool, write_policy=WritePolicy.ON_EVICTION, clean_share=0.25, **config)
 
 
-def written(bench: Bench) -> list[int]:
-    """Complete all writes; return the written chunks in their order."""
-    numbers = []
-    while commands := bench.writes():
-        for command in commands:
-            numbers.append(int(command.identity.key))
-            bench.done(command.op)
-    return numbers
-
-
 def test_nothing_is_written_while_there_is_room() -> None:
     bench = demoting(cache=8)
     bench.store(1, 2, 3, 4, 5, 6)
@@ -39,15 +29,11 @@ def test_the_coldest_are_written_ahead_of_need_and_then_evicted_without_a_loss()
     bench = demoting(cache=8)
     for number in range(1, 8):
         bench.store(number)
-    assert written(bench) == [1], "one slot of eight is free, and two shall be free or clean"
+    assert bench.write_all() == [1], "one slot of eight is free, and two shall be free or clean"
     bench.store(8)
-    assert written(bench) == [2]
+    assert bench.write_all() == [2]
     bench.store(9, 10)
-    assert [bench.core.lookup(key) for key in keys_of(1, 2, 3)] == [
-        Source.POOL,
-        Source.POOL,
-        Source.CPU,
-    ]
+    assert [bench.source(number) for number in (1, 2, 3)] == [Source.POOL, Source.POOL, Source.CPU]
     assert bench.core.counters["refused_writes"] == 0
 
 
@@ -57,13 +43,13 @@ def test_chunks_in_use_are_not_written() -> None:
         bench.store(number)
     bench.core.ended(keys_of(1, 2))
     bench.store(7, 8)
-    assert written(bench) == [3, 4]
+    assert bench.write_all() == [3, 4]
 
 
 def test_writes_ahead_of_need_are_bounded() -> None:
     bench = demoting(cache=8, writes_pending_share=0.125)
     bench.store(*range(8))
-    assert len(bench.writes()) == 1
+    assert len(bench.write().batch) == 1
 
 
 def test_chunks_evicted_before_their_write_began_are_counted() -> None:
@@ -74,33 +60,32 @@ def test_chunks_evicted_before_their_write_began_are_counted() -> None:
     assert bench.core.counters["refused_writes"] == 2
     assert bench.hits(range(1, 7)) == [1, 2, 5, 6]
     bench.core.report([VerdictReport(0, 0, "ok")])
-    assert written(bench) == [2]
+    assert bench.write_all() == [2]
 
 
 def test_evicting_a_clean_chunk_before_a_colder_one_starts_the_colder_ones_write() -> None:
     bench = demoting(cache=4, land_cache_share=1.0)
     for number in (1, 2, 3, 4):
         bench.store(number)
-    assert written(bench) == [1]
+    assert bench.write_all() == [1]
     bench.store(5)  # 1 goes
-    assert written(bench) == [2]
-    bench.done(bench.core.prepare_load(keys_of(1)).op)  # 2 goes, 1 lands: clean, and hot
-    before = bench.core.lookup(b"3")
-    assert before is Source.CPU
+    assert bench.write_all() == [2]
+    bench.done(bench.load(1).op)  # 2 goes, 1 lands: clean, and hot
+    assert bench.source(3) is Source.CPU
     bench.store(6)  # 1 is evicted again, although 3 is colder
-    assert bench.core.lookup(b"1") is Source.POOL
-    assert written(bench)[:2] == [3, 4]
+    assert bench.source(1) is Source.POOL
+    assert bench.write_all()[:2] == [3, 4]
 
 
 def test_a_load_lands_only_where_nothing_is_lost() -> None:
     bench = demoting(cache=4, land_cache_share=1.0, writes_pending_share=0.25)
     for number in (1, 2, 3, 4):
         bench.store(number)
-    written(bench)
+    bench.write_all()
     bench.store(5)  # 1 goes
-    (held,) = bench.writes()  # 2 is being written, which pins it
-    (chunk,) = bench.core.prepare_load(keys_of(1)).chunks
-    assert (chunk.cache_slot, chunk.pool_slot is None) == (None, False), "it streams"
+    held = bench.write()  # 2 is being written, which pins it
+    batch = bench.load(1).batch
+    assert (batch.cache[0], batch.places[0] >= 0) == (-1, True), "it streams"
     assert bench.hits([2, 3, 4, 5]) == [2, 3, 4, 5]
     bench.done(held.op)
 
@@ -109,9 +94,8 @@ def test_a_failed_demotion_is_not_tried_again() -> None:
     bench = demoting(cache=4)
     for number in (1, 2, 3, 4):
         bench.store(number)
-    (write,) = bench.writes()
-    bench.done(write.op, (0, io_error(errno.EIO)))
-    assert bench.core.lookup(b"1") is Source.CPU
+    bench.done(bench.write().op, (0, io_error(errno.EIO)))
+    assert bench.source(1) is Source.CPU
     assert bench.writes() == [], "its slot can be reused, so a retry gains nothing"
     bench.store(5)
     assert bench.hits([1]) == []

@@ -4,20 +4,17 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
 
 from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, DEADLINE, Outcome, io_error
 from vllm_nvmeof_offload.manager.core import Source
 from vllm_nvmeof_offload.manager.handshake import WritePolicy
 from vllm_nvmeof_offload.protocol import (
     FetchCommand,
-    OpReport,
-    ReleaseReport,
     ResetCommand,
     Urgency,
 )
 
-from .bench import Bench, keys_of
+from .bench import Bench, key, keys_of, numbers_of, release
 from .test_reload import not_in_gpu
 
 SHARES = {"reload_cache_share": 0.5, "prefetch_cache_share": 0.5}
@@ -37,7 +34,7 @@ class HoldsBench(Bench):
         """Put chunks only into the pool; the cache is full of clean chunks from 100 on."""
         self.in_both_tiers(*numbers)
         self.fill()
-        assert {self.core.lookup(key) for key in keys_of(*numbers)} == {Source.POOL}
+        assert {self.source(number) for number in numbers} == {Source.POOL}
 
     def fill(self) -> None:
         """Store and write as many chunks as fit beside the held ones."""
@@ -53,19 +50,22 @@ class HoldsBench(Bench):
         self.core.reload.follow(name, keys_of(*numbers), not_in_gpu, ())
 
     def fetches(self) -> list[FetchCommand]:
-        """The fetches of one step."""
+        """The fetches of one step, a command for each reason."""
         self.core.turn()
         commands = self.core.take_commands()
         fetches = [command for command in commands if isinstance(command, FetchCommand)]
         assert len(fetches) == len(commands)
         return fetches
 
-    def source(self, number: int) -> Source | None:
-        return self.core.lookup(b"%d" % number)
+    def fetch(self) -> FetchCommand:
+        """The only fetch command of one step."""
+        (command,) = self.fetches()
+        return command
 
-    def slots(self, number: int) -> tuple[int | None, int | None]:
-        (entry,) = (e for e in self.core.entries() if e.identity.key == b"%d" % number)
-        return entry.cache_slot, entry.pool_slot
+    def slots(self, number: int) -> tuple[int, int]:
+        """Cache slot and place; -1: none."""
+        (entry,) = (e for e in self.core.entries() if e.key == key(number))
+        return entry.cache, entry.place
 
     def held(self) -> list[int]:
         return sorted(map(int, self.core.held()))
@@ -82,15 +82,9 @@ class HoldsBench(Bench):
         counters = self.core.counters
         return sum(n for series, n in counters.items() if series[0] == "prefetches")
 
-    def load(self, numbers: Iterable[int], ok: bool = True) -> int:
-        command = self.core.prepare_load(keys_of(*numbers))
-        if ok:
-            self.done(command.op)
-        return command.op
-
     def late(self, op: int, outcome: Outcome) -> None:
-        """Fail the fetch while the kernel still has its buffer."""
-        self.core.report([OpReport(op, ((0, outcome),), released=False)] * self.ranks)
+        """Fail the fetch of one chunk while the kernel still has its buffer."""
+        self.report(op, (0, outcome), released=False, rank_count=self.ranks)
 
     def check_idle(self) -> None:
         """Check that nothing is held, used or in flight."""
@@ -138,13 +132,12 @@ def test_a_loaded_fetch_counts_as_used() -> None:
     bench = HoldsBench()
     bench.in_the_pool(0, 1)
     bench.preempted("a", 0, 1)
-    first, second = bench.fetches()
-    assert first.urgency is second.urgency is Urgency.URGENT
+    fetch = bench.fetch()
+    assert (fetch.urgency, numbers_of(fetch.batch.keys)) == (Urgency.URGENT, [0, 1])
     assert bench.fetches() == []
-    bench.done(first.op)
-    bench.done(second.op)
+    bench.done(fetch.op)
     assert (bench.source(0), bench.core.gauges()["held_cache_slots", "reload"]) == (Source.CPU, 2)
-    bench.load([0, 1])
+    bench.done(bench.load(0, 1).op)
     assert bench.ended() == {}
     bench.core.reload.left("a")
     assert bench.ended() == {"used": 2}
@@ -156,7 +149,7 @@ def test_a_fetch_for_the_queue_is_not_urgent_and_wasted_if_not_loaded() -> None:
     bench = HoldsBench()
     bench.in_the_pool(0)
     bench.queued("a", 0)
-    (fetch,) = bench.fetches()
+    fetch = bench.fetch()
     assert fetch.urgency is Urgency.PREFETCH
     bench.done(fetch.op)
     bench.core.reload.left("a")
@@ -170,10 +163,10 @@ def test_a_fetch_that_failed_is_counted_once_and_its_key_misses() -> None:
     bench = HoldsBench()
     bench.in_the_pool(0, 1)
     bench.preempted("a", 0, 1)
-    first, second = bench.fetches()
-    bench.done(first.op, (0, io_error(errno.EIO)))
+    fetch = bench.fetch()
+    bench.report(fetch.op, (0, io_error(errno.EIO)), rows=[0])
     assert (bench.source(0), bench.held()) == (None, [1])
-    bench.done(second.op, (0, CANCELLED))  # decided by the worker
+    bench.report(fetch.op, (1, CANCELLED), rows=[1])  # decided by the worker
     assert (bench.source(1), bench.held()) == (Source.POOL, [])
     bench.core.reload.left("a")
     assert bench.ended() == {"failed": 2}
@@ -185,8 +178,7 @@ def test_a_held_chunk_whose_load_fails_misses_and_is_released() -> None:
     bench.in_both_tiers(0, 1)
     bench.preempted("a", 0, 1)
     bench.fetches()
-    command = bench.core.prepare_load(keys_of(0, 1))
-    bench.done(command.op, (0, CHECKSUM_MISMATCH))
+    bench.done(bench.load(0, 1).op, (0, CHECKSUM_MISMATCH))
     assert (bench.source(0), bench.held()) == (None, [1])
     bench.store(0)  # computed again, under another generation
     bench.write_all()
@@ -202,7 +194,7 @@ def test_reset_while_chunks_are_held_being_fetched_and_to_be_fetched() -> None:
     bench.preempted("a", 0)
     bench.queued("b", 0)
     bench.preempted("c", 2)
-    (sent,) = bench.fetches()
+    sent = bench.fetch()
     assert bench.held() == [0, 2]
     bench.core.reload.probe(keys_of(1))
     bench.core.turn()  # its command is not sent yet
@@ -230,8 +222,8 @@ def test_an_unwritten_chunk_stays_unwritten_while_it_is_held() -> None:
     bench.preempted("a", 0, 1)
     bench.fetches()
     bench.store(2, 3, 4, 5, 6)
-    written = {write.identity.key for write in bench.writes()}
-    assert written and written.isdisjoint(keys_of(0, 1))
+    written = numbers_of(bench.write().batch.keys)
+    assert written and not {0, 1} & set(written)
     bench.core.reload.left("a")
     assert bench.core.gauges()["held_cache_slots", "reload"] == 0
 
@@ -239,7 +231,7 @@ def test_an_unwritten_chunk_stays_unwritten_while_it_is_held() -> None:
 def test_a_landing_chunk_is_released_when_its_load_is_cut_off() -> None:
     bench = HoldsBench()
     bench.in_the_pool(0)
-    loads = bench.load([0], ok=False)
+    loads = bench.load(0).op
     bench.preempted("b", 0)
     assert bench.fetches() == []  # it has a cache slot: held
     bench.done(loads, (0, CANCELLED))
@@ -253,7 +245,7 @@ def test_a_probe_is_read_and_released_and_teaches_admission() -> None:
     bench = HoldsBench()
     bench.in_the_pool(0)
     bench.core.reload.probe(keys_of(0))
-    (fetch,) = bench.fetches()
+    fetch = bench.fetch()
     assert fetch.urgency is Urgency.PREFETCH
     bench.done(fetch.op)
     assert bench.ended() == {"probe": 1}
@@ -265,9 +257,9 @@ def test_deadline_of_a_fetch_frees_its_slot_at_its_release() -> None:
     bench = HoldsBench(cache=4)
     bench.in_the_pool(0)
     bench.preempted("a", 0)
-    (fetch,) = bench.fetches()
+    fetch = bench.fetch()
     bench.late(fetch.op, DEADLINE)
     assert (bench.held(), bench.core.gauges()["cache_slots_orphaned"]) == ([], 1)
     bench.core.reload.left("a")
-    bench.core.report([ReleaseReport(fetch.op)])
+    bench.core.report([release(fetch.op, 0)])
     bench.check_idle()

@@ -8,31 +8,30 @@ import errno
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, DEADLINE, io_error
+from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, DEADLINE, Outcome, io_error
 from vllm_nvmeof_offload.manager.core import Source
 from vllm_nvmeof_offload.protocol import (
-    CancelCommand,
     FetchCommand,
     OpReport,
-    ReleaseReport,
     ResetCommand,
     WriteCommand,
 )
 
-from .bench import keys_of
+from .bench import keys_of, release
 from .test_holds import HoldsBench
+from .test_holds_cancel import cancels
 
 
 def test_one_rank_read_the_chunk_and_the_other_stopped() -> None:
     bench = HoldsBench(ranks=2)
     bench.in_the_pool(0)
     bench.preempted("a", 0)
-    (fetch,) = bench.fetches()
+    fetch = bench.fetch()
     bench.core.report([OpReport(fetch.op)])
     bench.core.reload.left("a")
-    assert bench.core.take_commands() == [CancelCommand(fetch.op)]
+    assert cancels(bench.core.take_commands()) == [(fetch.op, [0])]
     assert (bench.source(0), bench.core.gauges()["cache_slots_orphaned"]) == (Source.POOL, 1)
-    bench.core.report([OpReport(fetch.op, ((0, CANCELLED),))])
+    bench.report(fetch.op, (0, CANCELLED))
     assert bench.source(0) is Source.POOL
     assert bench.ended() == {"cancelled": 1}
     bench.check_idle()
@@ -42,13 +41,13 @@ def test_the_slot_of_a_cancelled_fetch_waits_for_the_last_rank() -> None:
     bench = HoldsBench(ranks=2)
     bench.in_the_pool(0)
     bench.preempted("a", 0)
-    (fetch,) = bench.fetches()
+    fetch = bench.fetch()
     bench.core.reload.left("a")
-    bench.core.report([OpReport(fetch.op, ((0, CANCELLED),))])
-    bench.core.report([OpReport(fetch.op, ((0, CANCELLED),), released=False)])
+    bench.report(fetch.op, (0, CANCELLED))
+    bench.report(fetch.op, (0, CANCELLED), released=False)
     # Its cache slot belongs to a chunk that failed: the kernel may still write into it.
     assert bench.core.gauges()["cache_slots_orphaned"] == 1
-    bench.core.report([ReleaseReport(fetch.op)])
+    bench.core.report([release(fetch.op, 0)])
     bench.core.take_commands()
     bench.check_idle()
 
@@ -57,10 +56,10 @@ def test_one_rank_fails_a_fetch_that_another_cancelled() -> None:
     bench = HoldsBench(ranks=2)
     bench.in_the_pool(0)
     bench.preempted("a", 0)
-    (fetch,) = bench.fetches()
+    fetch = bench.fetch()
     bench.core.reload.left("a")
-    bench.core.report([OpReport(fetch.op, ((0, CANCELLED),))])
-    bench.core.report([OpReport(fetch.op, ((0, io_error(errno.EIO)),))])
+    bench.report(fetch.op, (0, CANCELLED))
+    bench.report(fetch.op, (0, io_error(errno.EIO)))
     assert (bench.source(0), bench.ended()) == (None, {"cancelled": 1})
     bench.core.take_commands()
     bench.check_idle()
@@ -70,8 +69,8 @@ def test_one_ranks_failure_ends_a_fetch_before_the_other_has_reported() -> None:
     bench = HoldsBench(ranks=2)
     bench.in_the_pool(0)
     bench.preempted("a", 0)
-    (fetch,) = bench.fetches()
-    bench.core.report([OpReport(fetch.op, ((0, CHECKSUM_MISMATCH),))])
+    fetch = bench.fetch()
+    bench.report(fetch.op, (0, CHECKSUM_MISMATCH))
     assert (bench.source(0), bench.held(), bench.ended()) == (None, [], {"failed": 1})
     bench.store(0)
     bench.preempted("b", 0)
@@ -88,7 +87,7 @@ def test_a_fetch_ends_when_every_rank_has_reported_it() -> None:
     bench = HoldsBench(ranks=2)
     bench.in_the_pool(0)
     bench.preempted("a", 0)
-    (fetch,) = bench.fetches()
+    fetch = bench.fetch()
     bench.core.report([OpReport(fetch.op)])
     assert bench.core.find(keys_of(0)).leading_cpu == 0
     bench.core.report([OpReport(fetch.op)])
@@ -98,22 +97,22 @@ def test_a_fetch_ends_when_every_rank_has_reported_it() -> None:
 
 
 class Storm:
-    """Random requests on a small core of two ranks that report in any order."""
+    """Random requests on a small core of two ranks that report row by row, in any order."""
 
     def __init__(self) -> None:
         self.bench = HoldsBench(cache=8, pool=12, ranks=2)
         self.core = self.bench.core
-        self.owed: list[tuple[int, int, str, int]] = []  # (op, rank, kind, chunks)
-        self.late: list[int] = []
+        self.owed: list[tuple[int, int, str]] = []  # (op, row, kind), for each rank
+        self.late: list[tuple[int, int]] = []
         self.waiting: set[str] = set()
 
-    def owe(self, op: int, kind: str, chunks: int = 1) -> None:
-        self.owed += [(op, rank, kind, chunks) for rank in (0, 1)]
+    def owe(self, op: int, kind: str, rows: int = 1) -> None:
+        self.owed += [(op, row, kind) for row in range(rows) for _rank in (0, 1)]
 
     def store(self, first: int, count: int) -> None:
         plan = self.core.prepare_store(keys_of(*range(first, first + count)))
         if plan.command is not None:
-            self.owe(plan.command.op, "store", len(plan.command.chunks))
+            self.owe(plan.command.op, "store", len(plan.command.batch))
 
     def load(self, first: int, count: int) -> None:
         found: list[bytes] = []
@@ -123,34 +122,38 @@ class Storm:
             found.append(key)
         if found:
             command = self.core.prepare_load(found, limit_s=1.0)
-            self.owe(command.op, "load", len(command.chunks))
+            self.owe(command.op, "load", len(command.batch))
 
     def wait(self, name: str, first: int, count: int, victim: bool) -> None:
         self.core.reload.left(name)
         (self.bench.preempted if victim else self.bench.queued)(name, *range(first, first + count))
 
-    def step(self) -> None:
+    def turn(self) -> None:
         self.bench.now_s += 0.7
         self.core.turn()
+
+    def step(self) -> None:
+        self.turn()
         for command in self.core.take_commands():
-            if isinstance(command, WriteCommand | FetchCommand | ResetCommand):
-                self.owe(command.op, type(command).__name__)
+            if isinstance(command, WriteCommand | FetchCommand):
+                self.owe(command.op, type(command).__name__, len(command.batch))
+            elif isinstance(command, ResetCommand):
+                self.owe(command.op, "reset")
 
     def report(self, which: int, how: int) -> None:
         if not self.owed:
             return
-        op, _, kind, chunks = self.owed.pop(which % len(self.owed))
-        index = how % chunks
-        failures: tuple[tuple[int, object], ...] = ()
+        op, row, kind = self.owed.pop(which % len(self.owed))
+        failures: list[tuple[int, Outcome]] = []
         released = True
-        if kind != "ResetCommand" and how % 5 == 1:
-            failures = ((index, CHECKSUM_MISMATCH if how % 2 else io_error(errno.EIO)),)
+        if kind != "reset" and how % 5 == 1:
+            failures = [(row, CHECKSUM_MISMATCH if how % 2 else io_error(errno.EIO))]
         elif kind in ("load", "FetchCommand") and how % 5 == 2:
-            failures = ((index, CANCELLED),)
+            failures = [(row, CANCELLED)]
         elif kind in ("load", "FetchCommand", "WriteCommand") and how % 5 == 3:
-            failures, released = ((index, DEADLINE),), False
-            self.late.append(op)
-        self.core.report([OpReport(op, failures, released, 0.1)])  # type: ignore[arg-type]
+            failures, released = [(row, DEADLINE)], False
+            self.late.append((op, row))
+        self.bench.report(op, *failures, rows=[row], released=released, seconds=0.1)
 
     def check(self) -> None:
         gauges = self.core.gauges()
@@ -164,20 +167,21 @@ class Storm:
         for _ in range(200):
             self.step()
             while self.owed:
-                op = self.owed.pop()[0]
-                self.core.report([OpReport(op)])
-        # Releases come after all outcomes: the ledger checks only this here.
+                self.report(-1, 0)
         while self.late:
-            self.core.report([ReleaseReport(self.late.pop())])
+            op, row = self.late.pop()
+            self.core.report([release(op, row)])
         self.step()
         while self.owed:
-            self.core.report([OpReport(self.owed.pop()[0])])
+            self.report(-1, 0)
         self.bench.check_idle()
 
 
 actions = st.lists(
     st.tuples(
-        st.sampled_from(["store", "load", "wait", "leave", "step", "report", "probe", "reset"]),
+        st.sampled_from(
+            ["store", "load", "wait", "leave", "turn", "step", "report", "probe", "reset"]
+        ),
         st.integers(0, 29),
         st.integers(0, 5),
     ),
@@ -202,6 +206,8 @@ def test_nothing_is_held_or_pending_when_all_requests_have_left(
                 storm.wait(name, number % 14, 1 + count, victim=bool(count % 2))
             case "leave":
                 storm.core.reload.left(name)
+            case "turn":
+                storm.turn()
             case "step":
                 storm.step()
             case "report":

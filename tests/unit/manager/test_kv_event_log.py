@@ -6,10 +6,8 @@ from __future__ import annotations
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.manager.handshake import agree
-from vllm_nvmeof_offload.manager.index import Index
-from vllm_nvmeof_offload.manager.kv_events import KvEventLog
 
-from .bench import Bench, hello, keys_of
+from .bench import KEY_BYTES, Bench, hello, keys_of
 
 CPU, POOL = Source.CPU, Source.POOL
 CAME, LEFT = False, True
@@ -21,6 +19,12 @@ def logged(core: ManagerCore) -> list[tuple[Source, bool, list[bytes]]]:
     changes = core.kv_events.take()
     assert not core.kv_events
     return [(change.tier, change.removed, change.keys) for change in changes]
+
+
+def adopting(numbers: range) -> ManagerCore:
+    """A core that adopts these chunks."""
+    agreement = agree([hello(0, 2, len(numbers), [(n, n + 7, n) for n in numbers])])
+    return ManagerCore(CoreConfig(kv_events=True, key_bytes=KEY_BYTES), agreement)
 
 
 def test_a_store_is_logged_when_copied_and_a_write_when_written() -> None:
@@ -49,28 +53,43 @@ def test_a_failed_chunk_leaves_every_tier() -> None:
     bench.store(1)
     bench.write_all()
     logged(bench.core)
-    load = bench.core.prepare_load(keys_of(1))
-    bench.done(load.op, (0, CHECKSUM_MISMATCH))
+    bench.done(bench.load(1).op, (0, CHECKSUM_MISMATCH))
     assert logged(bench.core) == [(CPU, LEFT, keys_of(1)), (POOL, LEFT, keys_of(1))]
 
 
 def test_adoption_is_logged_and_a_reset_removes_everything() -> None:
-    agreement = agree([hello(0, 2, 8, [(3, 7, b"a"), (5, 8, b"b")])])
-    core = ManagerCore(CoreConfig(kv_events=True), agreement)
-    assert logged(core) == [(POOL, CAME, [b"a", b"b"])]
+    core = adopting(range(2))
+    assert logged(core) == [(POOL, CAME, keys_of(0, 1))]
     core.reset()
-    assert logged(core) == [(POOL, LEFT, [b"a", b"b"])]
+    assert logged(core) == [(POOL, LEFT, keys_of(0, 1))]
+
+
+def test_a_reset_reports_each_tier_at_once() -> None:
+    bench = Bench(cache=4, kv_events=True)
+    bench.store(1, 2)
+    bench.write_all()
+    bench.store(3)
+    logged(bench.core)
+    bench.core.prepare_store(keys_of(4))  # under way: it was never reported
+    bench.core.reset()
+    assert logged(bench.core) == [(CPU, LEFT, keys_of(1, 2, 3)), (POOL, LEFT, keys_of(1, 2))]
 
 
 def test_a_large_adoption_is_logged_in_parts_and_dropped_by_a_reset() -> None:
-    log = KvEventLog()
-    log.add(POOL, [b"%d" % n for n in range(100_000)], removed=False)
-    parts = [len(change.keys) for change in log.take()]
-    assert sum(parts) == 100_000 // 8, "not all in one step"
-    log.add(CPU, [b"gone"], removed=True)
-    log.all_leave(Index(1, 1))
-    assert [(c.tier, c.removed, c.keys) for c in log.take()] == [(CPU, LEFT, [b"gone"])]
-    assert not log
+    core = adopting(range(100_000))
+    log = core.kv_events
+    assert log is not None
+    (part,) = log.take()
+    assert part.keys == keys_of(*range(100_000 // 8)), "not all in one step"
+    assert len(log) == 100_000 // 8 * 7
+    core.reset()
+    assert len(log) == 100_000, "arrivals that no router knows of are dropped, departures are not"
+    left: list[bytes] = []
+    while log:
+        for change in log.take():
+            assert (change.tier, change.removed) == (POOL, LEFT)
+            left += change.keys
+    assert left == keys_of(*range(100_000))
 
 
 def test_no_events_are_kept_without_a_subscriber() -> None:

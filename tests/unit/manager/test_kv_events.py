@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="events are vLLM's")
@@ -14,6 +17,7 @@ from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, make_offload_key
 from tests.e2e.router import Router
 from tests.wait import wait_until
 from vllm_nvmeof_offload.manager.core import CoreConfig
+from vllm_nvmeof_offload.protocol import AdoptedEntries, place_of
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 
 from .bench import hello
@@ -25,11 +29,13 @@ def test_a_router_receives_adopted_chunks_and_a_reset() -> None:
     """Events are published in parts, and the engine keeps stepping until all of them are."""
     keys = [make_offload_key(b"%032d" % number, 0) for number in range(CHUNKS)]
     manager = NVMeoFOffloadingManager(CoreConfig(tokens_per_chunk=16, kv_events=True))
-    manager.attach([hello(0, 4, CHUNKS, [(i, i + 1, key) for i, key in enumerate(keys)])])
+    places = place_of(0, 0) + np.arange(CHUNKS)
+    entries = AdoptedEntries(places, np.ones(CHUNKS, np.uint64), b"".join(keys))
+    manager.attach([replace(hello(0, 4, CHUNKS, ()), adopted=entries)], len(keys[0]))
     tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, False))
     with Router() as router:
-        config = {key: value for key, value in router.config.items() if "endpoint" in key}
-        publisher = ZmqEventPublisher(data_parallel_rank=0, **config)
+        endpoints = {key: value for key, value in router.config.items() if "endpoint" in key}
+        publisher = ZmqEventPublisher(data_parallel_rank=0, **endpoints)
 
         def step_until_published() -> int:
             """Step as vLLM's scheduler does; return the steps until no event is left."""

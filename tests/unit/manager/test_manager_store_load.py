@@ -5,25 +5,24 @@ from __future__ import annotations
 
 import errno
 
+import numpy as np
+import pytest
+
 from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, DEADLINE, io_error
 from vllm_nvmeof_offload.manager.core import Source
-from vllm_nvmeof_offload.protocol import (
-    OpReport,
-    ReleaseReport,
-)
+from vllm_nvmeof_offload.protocol import OpReport
 
-from .bench import Bench, keys_of
+from .bench import Bench, keys_of, numbers_of, release, report
 
 
 def test_prepare_store_gives_the_subset_that_fits_in_order() -> None:
     bench = Bench(cache=3, pool=0)
     plan = bench.core.prepare_store(keys_of(1, 2, 2, 3, 4, 5))
-    assert plan.stored == tuple(keys_of(1, 2, 3))
     assert plan.refused == 2
     assert plan.command is not None
-    assert [chunk.identity.key for chunk in plan.command.chunks] == keys_of(1, 2, 3)
+    assert plan.command.batch.key_list() == keys_of(1, 2, 3)
     full = bench.core.prepare_store(keys_of(6))
-    assert (full.command, full.stored, full.refused) == (None, (), 1)
+    assert (full.command, full.refused) == (None, 1)
     again = bench.core.prepare_store(keys_of(1, 2))
     assert (again.command, again.refused) == (None, 0), "a present chunk is neither new nor refused"
 
@@ -31,7 +30,7 @@ def test_prepare_store_gives_the_subset_that_fits_in_order() -> None:
 def test_a_store_in_flight_is_a_hit_and_its_failure_a_miss() -> None:
     bench = Bench()
     plan = bench.core.prepare_store(keys_of(1, 2))
-    assert bench.core.lookup(b"1") is Source.CPU
+    assert bench.source(1) is Source.CPU
     assert plan.command is not None
     bench.done(plan.command.op, (1, io_error(errno.EFAULT)))
     assert bench.hits([1, 2]) == [1]
@@ -40,11 +39,10 @@ def test_a_store_in_flight_is_a_hit_and_its_failure_a_miss() -> None:
 def test_the_head_of_a_prefix_outlives_its_tail() -> None:
     bench = Bench(cache=4, pool=0)
     bench.store(1, 2, 3, 4)
-    evicted: list[bytes] = []
+    evicted: list[int] = []
     for number in (5, 6, 7):
-        plan = bench.core.prepare_store(keys_of(number))
-        evicted += plan.evicted
-    assert evicted == keys_of(4, 3, 2)
+        evicted += numbers_of(bench.core.prepare_store(keys_of(number)).evicted)
+    assert evicted == [4, 3, 2]
     assert bench.hits(range(1, 8)) == [1, 5, 6, 7]
 
 
@@ -66,18 +64,18 @@ def test_a_touched_prefix_outlives_an_older_one() -> None:
     bench.store(1, 2)
     bench.store(3, 4)
     bench.core.ended(keys_of(1, 2))
-    assert bench.core.prepare_store(keys_of(5, 6)).evicted == tuple(keys_of(4, 3))
+    assert numbers_of(bench.core.prepare_store(keys_of(5, 6)).evicted) == [4, 3]
 
 
 def test_pinned_entries_stay() -> None:
     bench = Bench(cache=2, pool=0)
     bench.store(1, 2)
-    load = bench.core.prepare_load(keys_of(1))
+    load = bench.load(1)
     plan = bench.core.prepare_store(keys_of(3, 4))
-    assert plan.evicted == tuple(keys_of(2))
-    assert (plan.stored, plan.refused) == (tuple(keys_of(3)), 1)
+    assert (numbers_of(plan.evicted), plan.refused) == ([2], 1)
+    assert bench.hits([1, 2, 3, 4]) == [1, 3]
     bench.done(load.op)
-    assert bench.core.prepare_store(keys_of(4)).evicted == tuple(keys_of(1))
+    assert numbers_of(bench.core.prepare_store(keys_of(4)).evicted) == [1]
 
 
 def test_a_key_evicted_between_stores_is_still_reported() -> None:
@@ -85,12 +83,13 @@ def test_a_key_evicted_between_stores_is_still_reported() -> None:
     bench.store(1, 2)
     bench.write_all()
     bench.store(3, 4)  # 1 and 2 are only in the pool now
-    for command in bench.writes():
-        bench.done(command.op, (0, DEADLINE))
-    bench.core.prepare_load(keys_of(1))  # lands, and evicts chunks that are in no other tier
-    evicted = set(keys_of(3, 4)) - {k for k in keys_of(3, 4) if bench.core.lookup(k)}
+    while writes := bench.writes():
+        for command in writes:
+            bench.done(command.op, *((row, DEADLINE) for row in range(len(command.batch))))
+    bench.load(1)  # lands, and evicts chunks that are in no other tier
+    evicted = {3, 4} - set(bench.hits([3, 4]))
     assert len(evicted) == 1
-    assert evicted <= set(bench.core.prepare_store(keys_of(9)).evicted)
+    assert evicted <= set(numbers_of(bench.core.prepare_store(keys_of(9)).evicted))
 
 
 def test_a_load_comes_from_the_cache_or_streams_or_lands() -> None:
@@ -98,16 +97,16 @@ def test_a_load_comes_from_the_cache_or_streams_or_lands() -> None:
     bench.store(1, 2, 3)
     bench.write_all()
     bench.store(4, 5, 6)
-    chunks = bench.core.prepare_load(keys_of(1, 2, 3)).chunks
-    places = [(c.cache_slot is not None, c.pool_slot is not None) for c in chunks]
-    assert places == [(True, False), (True, True), (False, True)]
+    batch = bench.load(1, 2, 3).batch
+    assert (batch.cache >= 0).tolist() == [True, True, False]
+    assert (batch.places >= 0).tolist() == [False, True, True]
 
 
 def test_a_failed_chunk_misses_at_the_first_ranks_report() -> None:
     bench = Bench(ranks=2, pool=0)
     bench.store(1, 2)
-    load = bench.core.prepare_load(keys_of(1, 2))
-    bench.core.report([OpReport(load.op, ((0, CHECKSUM_MISMATCH),))])
+    load = bench.load(1, 2)
+    bench.report(load.op, (0, CHECKSUM_MISMATCH))
     assert bench.hits([1, 2]) == [2]
     bench.core.report([OpReport(load.op)])
     assert bench.core.gauges()["cache_slots_used"] == 1
@@ -116,25 +115,69 @@ def test_a_failed_chunk_misses_at_the_first_ranks_report() -> None:
 def test_a_cancelled_load_dooms_nothing() -> None:
     bench = Bench(pool=0)
     bench.store(1)
-    bench.done(bench.core.prepare_load(keys_of(1)).op, (0, CANCELLED))
+    bench.done(bench.load(1).op, (0, CANCELLED))
     assert bench.hits([1]) == [1]
 
 
 def test_slots_come_back_at_the_last_ranks_release() -> None:
     bench = Bench(cache=1, pool=0, ranks=2)
     bench.store(1)
-    load = bench.core.prepare_load(keys_of(1))
-    bench.core.report([OpReport(load.op, ((0, DEADLINE),), released=False), OpReport(load.op)])
+    load = bench.load(1)
+    bench.report(load.op, (0, DEADLINE), released=False)
+    bench.core.report([OpReport(load.op)])
     assert bench.hits([1]) == []
     assert bench.core.prepare_store(keys_of(2)).refused == 1
-    bench.core.report([ReleaseReport(load.op)])
-    assert bench.core.prepare_store(keys_of(2)).stored == (b"2",)
+    bench.core.report([release(load.op, 0)])
+    assert bench.stored(2) == [2]
+
+
+def test_a_row_without_its_release_keeps_only_its_own_slot() -> None:
+    bench = Bench(cache=3, pool=0, ranks=2)
+    bench.store(1, 2, 3)
+    load = bench.load(1, 2, 3)
+    bench.report(load.op, (1, DEADLINE), released=False)
+    bench.core.report([OpReport(load.op)])
+    assert bench.core.gauges()["cache_slots_in_use"] == 1
+    assert bench.core.gauges()["ops"] == 1
+    assert bench.stored(4, 5, 6) == [4, 5]
+    bench.core.report([release(load.op, 1)])
+    assert bench.core.gauges()["ops"] == 1, "of the store"
+    assert bench.stored(6) == [6]
+
+
+def test_rows_are_decided_one_by_one() -> None:
+    bench = Bench(cache=4, pool=8, ranks=2, writes_pending_share=1.0)
+    command = bench.core.prepare_store(keys_of(1, 2, 3)).command
+    assert command is not None
+    first = report(command.op, rows=[0, 1])
+    bench.core.report([first, first])
+    assert numbers_of(bench.write().batch.keys) == [1, 2], "the third is being copied"
+    last = OpReport(command.op, np.array([2], np.uint32))
+    bench.core.report([last])
+    assert bench.writes() == [], "one rank has not copied it"
+    bench.core.report([last])
+    assert numbers_of(bench.write().batch.keys) == [3]
+
+
+def test_one_report_too_many_is_an_assertion() -> None:
+    bench = Bench(pool=0, ranks=2)
+    bench.store(1)
+    load = bench.load(1)
+    with pytest.raises(AssertionError, match="before its outcome"):
+        bench.core.report([release(load.op, 0)])
+    bench.core.report([OpReport(load.op), OpReport(load.op)])
+    with pytest.raises(AssertionError, match="which is over"):
+        bench.core.report([OpReport(load.op)])
+    load = bench.load(1)
+    bench.report(load.op, (0, DEADLINE), released=False, rank_count=2)
+    with pytest.raises(AssertionError, match="twice"):
+        bench.core.report([OpReport(load.op)])
 
 
 def test_a_late_failure_spares_the_keys_new_entry() -> None:
     bench = Bench(pool=0)
     bench.store(1)
-    load = bench.core.prepare_load(keys_of(1))
+    load = bench.load(1)
     bench.core.reset()
     bench.store(1)
     bench.done(load.op, (0, CHECKSUM_MISMATCH))

@@ -7,6 +7,7 @@ import errno
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -19,20 +20,24 @@ from vllm_nvmeof_offload.protocol import (
     OpReport,
     ResetCommand,
     VerdictReport,
+    WriteCommand,
+    place_of,
+    targets_of,
 )
 from vllm_nvmeof_offload.targets.health import Verdict
 
-from .bench import Bench, hello, keys_of
+from .bench import KEY_BYTES, Bench, hello, key, keys_of, release
 
 
 def test_a_write_counts_when_every_rank_has_reported_it() -> None:
     bench = Bench(cache=1, ranks=2)
     bench.store(1)
-    (write,) = bench.writes()
-    bench.core.report([OpReport(write.op), OpReport(write.op, ((0, io_error(errno.EIO)),))])
+    write = bench.write()
+    bench.core.report([OpReport(write.op)])
+    bench.report(write.op, (0, io_error(errno.EIO)))
     assert bench.core.counters["written_chunks"] == 0
     assert bench.core.gauges()["pool_slots_used"] == 0
-    assert bench.core.lookup(b"1") is Source.CPU
+    assert bench.source(1) is Source.CPU
     bench.store(2)
     assert bench.hits([1]) == [], "it was only in the CPU tier"
 
@@ -40,12 +45,11 @@ def test_a_write_counts_when_every_rank_has_reported_it() -> None:
 def test_writes_pin_no_more_than_their_share_and_the_rest_waits() -> None:
     bench = Bench(cache=4, pool=8, writes_pending_share=0.5)
     bench.store(1, 2, 3, 4)
-    first = bench.writes()
-    assert len(first) == 2
+    first = bench.write()
+    assert len(first.batch) == 2
     assert bench.core.gauges()["write_backlog"] == 2
-    for command in first:
-        bench.done(command.op)
-    assert len(bench.writes()) == 2
+    bench.done(first.op)
+    assert len(bench.write().batch) == 2
     assert bench.core.gauges()["write_backlog"] == 0
 
 
@@ -60,10 +64,10 @@ def test_with_one_target_suspect_the_others_take_the_writes() -> None:
     bench = Bench(cache=8, pool=6, targets=3, writes_pending_share=1.0)
     bench.core.report([VerdictReport(0, 1, "suspect")])
     bench.store(*range(6))
-    assert sorted(c.pool_slot % 3 for c in bench.writes()) == [0, 0, 2, 2]
+    assert sorted(targets_of(bench.write().batch.places)) == [0, 0, 2, 2]
     assert bench.core.gauges()["write_backlog"] == 2
     bench.core.report([VerdictReport(0, 1, "ok")])
-    assert [c.pool_slot % 3 for c in bench.writes()] == [1, 1]
+    assert targets_of(bench.write().batch.places).tolist() == [1, 1]
 
 
 def test_a_suspect_target_misses_until_every_rank_finds_it_usable() -> None:
@@ -71,12 +75,12 @@ def test_a_suspect_target_misses_until_every_rank_finds_it_usable() -> None:
     bench.store(1)
     bench.write_all()
     bench.store(2)
-    assert bench.core.lookup(b"1") is Source.POOL
+    assert bench.source(1) is Source.POOL
     bench.core.report([VerdictReport(0, 0, "suspect"), VerdictReport(1, 0, "suspect")])
     bench.core.report([VerdictReport(0, 0, "ok")])
-    assert bench.core.lookup(b"1") is None
+    assert bench.source(1) is None
     bench.core.report([VerdictReport(1, 0, "ok")])
-    assert bench.core.lookup(b"1") is Source.POOL
+    assert bench.source(1) is Source.POOL
 
 
 def test_a_full_file_system_shrinks_the_pool_slot_by_slot() -> None:
@@ -84,7 +88,8 @@ def test_a_full_file_system_shrinks_the_pool_slot_by_slot() -> None:
     bench.store(1, 2, 3)
     for _ in range(3):
         for command in bench.writes():
-            bench.done(command.op, (0, io_error(errno.ENOSPC)))
+            full = io_error(errno.ENOSPC)
+            bench.done(command.op, *((row, full) for row in range(len(command.batch))))
     gauges = bench.core.gauges()
     assert (gauges["pool_slots"], gauges["pool_slots_used"]) == (0, 0)
     assert bench.core.counters["retired_pool_slots"] == 2
@@ -96,8 +101,7 @@ def test_a_slot_is_retired_after_its_third_failed_write() -> None:
     for number in range(3):
         assert bench.core.gauges()["pool_slots"] == 1
         bench.store(number)
-        (write,) = bench.writes()
-        bench.done(write.op, (0, io_error(errno.EIO)))
+        bench.done(bench.write().op, (0, io_error(errno.EIO)))
     assert bench.core.gauges()["pool_slots"] == 0
 
 
@@ -113,7 +117,7 @@ def test_a_slot_whose_reads_fail_is_retired_unless_the_whole_target_fails(
         bench.store(number)
         bench.write_all()
         store = bench.core.prepare_store(keys_of(number + 1)).command  # takes the cache slot
-        load = bench.core.prepare_load(keys_of(number))
+        load = bench.load(number)
         bench.done(load.op, (0, io_error(number_of_error)))
         assert store is not None
         bench.done(store.op, (0, io_error(errno.EIO)))
@@ -138,8 +142,8 @@ def test_failed_reads_far_apart_do_not_retire_a_slot() -> None:
         store = bench.core.prepare_store(keys_of(200 + number)).command  # takes the cache slot
         assert store is not None
         for failures in ((), ((0, io_error(errno.EIO)),)):
-            load = bench.core.prepare_load(keys_of(100 + number))
-            assert load.chunks[0].pool_slot == 0
+            load = bench.load(100 + number)
+            assert load.batch.places.tolist() == [place_of(0, 0)]
             bench.done(load.op, *failures)
         bench.done(store.op, (0, io_error(errno.EIO)))
     assert bench.core.gauges()["pool_slots"] == 1
@@ -149,8 +153,7 @@ def test_a_reset_forgets_the_failures_of_slots() -> None:
     bench = Bench(cache=8, pool=1)
     for number in range(6):
         bench.store(number)
-        (write,) = bench.writes()
-        bench.done(write.op, (0, io_error(errno.EIO)))
+        bench.done(bench.write().op, (0, io_error(errno.EIO)))
         if number % 2:
             bench.core.reset()
             (reset,) = bench.core.take_commands()
@@ -164,14 +167,14 @@ def test_a_degraded_target_is_usable_and_is_reported() -> None:
     bench.write_all()
     bench.store(2)
     bench.core.report([VerdictReport(0, 0, "degraded")])
-    assert bench.core.lookup(b"1") is Source.POOL
+    assert bench.source(1) is Source.POOL
     assert bench.core.targets.worst_verdicts() == [1]
     assert bench.core.counters["verdict_changes"] == 0
     before = bench.core.activity()
     bench.core.report([VerdictReport(1, 0, "gone")])
     assert bench.core.activity() != before
     assert bench.core.targets.worst_verdicts() == [3]
-    assert bench.core.lookup(b"1") is None
+    assert bench.source(1) is None
     bench.core.report([VerdictReport(1, 0, "ok"), VerdictReport(0, 0, "suspect")])
     assert bench.core.targets.worst_verdicts() == [2]
     bench.core.report([VerdictReport(0, 0, "ok")])
@@ -189,24 +192,34 @@ def test_the_pool_evicts_what_was_used_least_recently() -> None:
     for number in (1, 2, 3):
         bench.store(number)
         bench.write_all()
-    bench.core.prepare_store(keys_of(4, 5, 6, 7, 8, 9, 10, 11))
+    assert bench.stored(*range(4, 12)) == [*range(4, 12)]
     assert bench.hits([1, 2, 3]) == [2, 3]
 
 
 def test_reset_voids_everything_and_reuses_slots_after_release() -> None:
     bench = Bench(cache=2, pool=4)
     bench.store(1)
-    (sent,) = bench.writes()
-    bench.store(2)
-    unsent = bench.core.gauges()["commands_waiting"]
+    sent = bench.write()
+    bench.done(bench.core.prepare_store(keys_of(2)).command.op)  # type: ignore[union-attr]
+    assert bench.core.gauges()["writes_pending"] == 1, "the bound of this small cache"
     bench.core.reset()
     commands = bench.core.take_commands()
-    assert [type(command) for command in commands] == [ResetCommand], f"{unsent} was withdrawn"
+    assert [type(command) for command in commands] == [ResetCommand]
     assert bench.hits([1, 2]) == []
-    plan = bench.core.prepare_store(keys_of(1, 2))
-    assert (plan.stored, plan.refused) == ((b"1",), 1), "one slot is still being written from"
+    assert bench.stored(1, 2) == [1], "one slot is still being written from"
     bench.done(sent.op)
-    assert bench.core.prepare_store(keys_of(2)).stored == (b"2",)
+    assert bench.stored(2) == [2]
+
+
+def test_a_reset_drops_writes_that_were_not_sent() -> None:
+    bench = Bench(cache=4, pool=4, writes_pending_share=1.0)
+    bench.store(1, 2)
+    assert bench.core.gauges()["commands_waiting"] == 2
+    bench.core.reset()
+    gauges = bench.core.gauges()
+    assert (gauges["writes_pending"], gauges["commands_waiting"]) == (0, 1), "the reset"
+    assert (gauges["cache_slots_used"], gauges["pool_slots_used"]) == (0, 0)
+    assert [type(command) for command in bench.core.take_commands()] == [ResetCommand]
 
 
 @pytest.mark.parametrize("never_change", [True, False])
@@ -223,40 +236,43 @@ def test_work_is_pending_until_its_reports_or_their_deadline() -> None:
     assert not bench.core.has_pending_work()
     bench.store(1)
     assert bench.core.has_pending_work(), "a write waits to be sent"
-    (write,) = bench.writes()
+    write = bench.write()
     bench.now_s = 59.0
     assert bench.core.has_pending_work()
     bench.now_s = 60.5
     assert not bench.core.has_pending_work(), "overdue: the engine does not step for it any more"
-    bench.core.report([OpReport(write.op, ((0, DEADLINE),), released=False)])
+    bench.report(write.op, (0, DEADLINE), released=False)
     bench.now_s = 1.0
     assert not bench.core.has_pending_work(), "a release is not waited for"
+    bench.core.report([release(write.op, 0)])
+    assert bench.core.gauges()["ops"] == 0
 
 
 def test_only_chunks_that_every_rank_holds_are_adopted() -> None:
     agreement = agree(
         [
-            hello(0, 4, 8, [(0, 7, b"a"), (1, 7, b"b"), (2, 7, b"c"), (6, 7, b"out")]),
-            hello(1, 3, 6, [(0, 7, b"a"), (1, 8, b"b"), (2, 7, b"c"), (6, 7, b"out")]),
-            hello(2, 5, 9, [(0, 7, b"a"), (1, 7, b"b"), (3, 7, b"c"), (6, 7, b"out")]),
+            hello(0, 4, 8, [(0, 7, 1), (1, 7, 2), (2, 7, 3), (6, 7, 4)]),
+            hello(1, 3, 6, [(0, 7, 1), (1, 8, 2), (2, 7, 3), (6, 7, 4)]),
+            hello(2, 5, 9, [(0, 7, 1), (1, 7, 2), (3, 7, 3), (6, 7, 4)]),
         ]
     )
-    core = ManagerCore(CoreConfig(world_size=3), agreement, first_generation=1)
-    assert [e.identity.key for e in core.entries()] == [b"a"]
-    assert core.lookup(b"a") is Source.POOL
-    assert (core.capacity.cache_slots, core.capacity.pool_slots) == (3, 6)
+    core = ManagerCore(CoreConfig(world_size=3, key_bytes=KEY_BYTES), agreement, first_generation=1)
+    assert [(e.key, e.generation, e.place) for e in core.entries()] == [(key(1), 7, place_of(0, 0))]
+    assert core.lookup(key(1)) is Source.POOL
+    assert (core.capacity.cache_slots, core.capacity.pool_slots) == (3, (6,))
     assert core.counters["unadopted_chunks"] == 3
     assert agreement.notes
 
 
 def test_a_key_on_two_slots_is_adopted_once_and_ranks_of_other_pools_adopt_nothing() -> None:
-    alone = agree([hello(0, 2, 4, [(1, 7, b"a"), (3, 8, b"a")])])
-    core = ManagerCore(CoreConfig(), alone, first_generation=1)
+    config = CoreConfig(key_bytes=KEY_BYTES)
+    alone = agree([hello(0, 2, 4, [(1, 7, 1), (3, 8, 1)])])
+    core = ManagerCore(config, alone, first_generation=1)
     assert core.gauges()["pool_slots_used"] == 1
-    entries = [(1, 7, b"a")]
+    entries = [(1, 7, 1)]
     agreement = agree([hello(0, 2, 4, entries), hello(1, 2, 4, entries, keyspace="x")])
-    other = ManagerCore(CoreConfig(world_size=2), agreement, first_generation=1)
-    assert other.lookup(b"a") is None
+    other = ManagerCore(replace(config, world_size=2), agreement, first_generation=1)
+    assert other.lookup(key(1)) is None
     assert agreement.notes
 
 
@@ -270,14 +286,18 @@ def test_a_policy_is_never_made_without_slots(pool: int, made: int) -> None:
         return LruPolicy(used)
 
     agreement = agree([hello(0, 4, pool, (), target_count=3)])
-    core = ManagerCore(CoreConfig(), agreement, policy=make)
+    config = CoreConfig(key_bytes=KEY_BYTES, writes_pending_share=0.5)
+    core = ManagerCore(config, agreement, policy=make)
     core.reset()
     assert len(sizes) == 2 * made
     assert min(sizes) >= 1
     stored = core.prepare_store(keys_of(1, 2)).command
     assert stored is not None
     core.report([OpReport(stored.op)])
-    assert len(core.take_commands()) == 1 + min(pool, 2), "the reset, and the writes"
+    commands = core.take_commands()
+    assert isinstance(commands[0], ResetCommand)
+    writes = [c.batch for c in commands if isinstance(c, WriteCommand)]
+    assert [len(batch) for batch in writes] == [min(pool, 2)] * bool(pool)
 
 
 def test_the_core_imports_no_torch_no_vllm_and_does_no_io() -> None:

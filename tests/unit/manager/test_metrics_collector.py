@@ -16,7 +16,7 @@ from vllm_nvmeof_offload.manager.log_lines import PERIOD_S, FailureLog, start_li
 from vllm_nvmeof_offload.manager.metrics_collector import MetricsCollector, config_labels
 from vllm_nvmeof_offload.manager.requests import Suspension
 from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES, METRICS, PREFIX, Series, exported
-from vllm_nvmeof_offload.protocol import LevelReport, RankHello, RateReport
+from vllm_nvmeof_offload.protocol import LevelReport, RankHello, RateReport, target_of
 
 from .bench import Bench, hello, keys_of
 
@@ -77,7 +77,7 @@ def test_failures_are_counted_by_operation_outcome_and_target() -> None:
     load = bench.core.prepare_load(keys_of(1))
     bench.done(load.op, (0, CHECKSUM_MISMATCH))
     increases = metrics.take_increases()
-    target = str(write.pool_slot % 2)
+    target = str(target_of(int(write.batch.places[0])))
     assert increases["failed_chunks", "write", "io_error", target] == 1
     assert increases["failed_chunks", "load", "checksum_mismatch", "none"] == 1
     assert increases["failed_load_tokens"] == TOKENS
@@ -194,5 +194,5 @@ def test_a_failed_write_names_its_target(caplog: pytest.LogCaptureFixture, logge
     bench.done(write.op, (0, io_error(5)))
     failure_log.log_new()
     (line,) = caplog.messages
-    assert TARGETS[write.pool_slot % 2] in line
+    assert TARGETS[target_of(int(write.batch.places[0]))] in line
     assert "EIO" in line

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 
 from vllm_nvmeof_offload.manager.handshake import Capacity, CoreConfig
 from vllm_nvmeof_offload.manager.hold_and_prefetch import Reason, ReloadScheduler
-from vllm_nvmeof_offload.manager.index import Source
 
 from .bench import keys_of
 
-CPU, POOL = Source.CPU, Source.POOL
+#: Where a chunk is, as `Holds.source` answers; 0: nowhere.
+CPU, POOL = 1, 2
 
 
 class FakeHolds:
@@ -20,17 +20,17 @@ class FakeHolds:
     def __init__(self) -> None:
         self.fetching = 0
         self.counts = dict.fromkeys(Reason, 0)
-        self.where: dict[bytes, Source] = {}
+        self.where: dict[bytes, int] = {}
         self.held: dict[bytes, Reason] = {}
         self.under_way: set[bytes] = set()
         self.room = 1 << 30
         self.looks = 0
         self._log: list[str] = []
 
-    def put(self, source: Source | None, numbers: Iterable[int]) -> None:
+    def put(self, source: int, numbers: Iterable[int]) -> None:
         for key in keys_of(*numbers):
             self.where.pop(key, None)
-            if source is not None:
+            if source:
                 self.where[key] = source
 
     def did(self) -> list[str]:
@@ -38,9 +38,9 @@ class FakeHolds:
         log, self._log = self._log, []
         return log
 
-    def source(self, key: bytes) -> Source | None:
+    def source(self, key: bytes) -> int:
         self.looks += 1
-        return self.where.get(key)
+        return self.where.get(key, 0)
 
     def hold(self, key: bytes, reason: Reason) -> bool:
         assert self.where[key] is CPU and key not in self.held
@@ -59,7 +59,7 @@ class FakeHolds:
         if key not in self.held:
             return
         verb = "cancel" if key in self.under_way else "drop"
-        self._log.append(f"{verb} {key.decode()}")
+        self._log.append(f"{verb} {int(key)}")
         if verb == "cancel":
             self.where[key] = POOL
         self.lose(key)
@@ -84,7 +84,7 @@ class FakeHolds:
             return False
         self.held[key] = reason
         self.counts[reason] += 1
-        self._log.append(f"{verb} {key.decode()}")
+        self._log.append(f"{verb} {int(key)}")
         return True
 
 
@@ -101,7 +101,7 @@ class ReloadRig:
         config = CoreConfig(reload_cache_share=reload / 1024, prefetch_cache_share=queue / 1024)
         self.scheduler = ReloadScheduler(
             config,
-            Capacity(1024, 0, 1, slot_bytes),
+            Capacity(1024, (0,), slot_bytes),
             self.holds,  # type: ignore[arg-type]
             lambda: self.now_s,
         )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from .bench import keys_of
 from .test_reload import CPU, POOL, ReloadRig
 
 #: The scheduler's bounds: looks per turn, and seconds until no request overtakes another.
@@ -52,7 +53,7 @@ def test_a_long_victim_gets_its_turn_during_a_stream_of_short_ones() -> None:
         if "fetch 0" in rig.turn():
             first_s = rig.now_s
     assert first_s == PATIENCE_S
-    assert {b"0", b"1", b"2", b"3"} <= set(rig.holds.held)
+    assert set(keys_of(0, 1, 2, 3)) <= set(rig.holds.held)
 
 
 def test_victims_past_their_patience_are_served_in_order_of_preemption() -> None:

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from vllm_nvmeof_offload.manager.hold_and_prefetch import Reason
 
+from .bench import key as bench_key
 from .bench import keys_of
 from .test_reload import CPU, POOL, ReloadRig
 
@@ -23,7 +24,7 @@ chunks = st.builds(
     st.integers(0, 7),
 )
 orders = st.tuples(st.integers(0, 1), st.integers(0, 2))
-sources = st.sampled_from([CPU, POOL, None])
+sources = st.sampled_from([CPU, POOL, 0])
 
 
 class ReloadMachine(RuleBasedStateMachine):
@@ -101,15 +102,15 @@ class ReloadMachine(RuleBasedStateMachine):
             self.holds.ended(int(key))
         else:
             self.holds.lose(key)
-            self.holds.put(None, [int(key)])
+            self.holds.put(0, [int(key)])
         self.ended += 1
 
     @rule(number=st.integers(0, 29), source=sources)
     def moved(self, number: int, source: object) -> None:
-        key = b"%d" % number
+        key = bench_key(number)
         if key in self.holds.under_way or (key in self.holds.held and source is POOL):
             return  # what is held is not evicted
-        if source is None and key in self.holds.held:
+        if not source and key in self.holds.held:
             self.holds.lose(key)  # doomed
         self.holds.put(source, [number])  # type: ignore[arg-type]
 

@@ -81,7 +81,7 @@ def test_reset_forgets_all_requests_and_later_victims_are_followed() -> None:
     for key in list(rig.holds.held):
         rig.holds.lose(key)  # the real one releases everything that it holds
     rig.scheduler.reset()
-    rig.holds.put(None, range(4))
+    rig.holds.put(0, range(4))
     assert (len(rig.scheduler), rig.turn(), rig.left("a", "b")) == (0, [], [])
     rig.holds.put(CPU, [0])
     rig.preempted("a", [0, 1])
@@ -95,7 +95,7 @@ def test_reset_between_two_turns_empties_the_line() -> None:
     rig.queued("a", [0])
     rig.queued("b", [1])
     assert rig.turn() == ["fetch 0"]
-    rig.holds.lose(b"0")
+    rig.holds.lose(*keys_of(0))
     rig.scheduler.reset()
     rig.queued("b", [2])  # the same name again
     assert rig.turn() == ["fetch 2"]
@@ -142,7 +142,7 @@ def test_a_chunk_that_failed_for_one_request_is_held_again_for_another() -> None
     rig.holds.put(POOL, [0])
     rig.preempted("a", [0])
     assert rig.turn() == ["fetch 0"]
-    rig.holds.lose(b"0")
+    rig.holds.lose(*keys_of(0))
     rig.holds.put(CPU, [0])  # stored again by another request
     rig.preempted("b", [0])
     assert rig.turn() == ["hold 0"]

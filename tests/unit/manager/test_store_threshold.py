@@ -12,24 +12,23 @@ def test_a_chunk_is_stored_when_seen_the_nth_time() -> None:
     bench = Bench(cache=8, store_threshold=3)
     for _ in range(2):
         plan = bench.core.prepare_store(keys_of(1, 2))
-        assert (plan.command, plan.stored, plan.refused) == (None, (), 0)
-    assert bench.core.prepare_store(keys_of(1, 2, 3)).stored == tuple(keys_of(1, 2))
+        assert (plan.command, plan.refused) == (None, 0)
+    assert bench.stored(1, 2, 3) == [1, 2]
     assert bench.core.counters["below_threshold_chunks"] == 5
     assert bench.hits([1, 2, 3]) == [1, 2]
 
 
 def test_a_threshold_of_one_stores_at_once_and_keeps_no_table() -> None:
     threshold = StoreThreshold(1, 8)
-    threshold.see(keys_of(1, 2))
-    assert threshold.reached(b"7")
+    assert threshold.see(keys_of(1, 2)) is None, "all are due"
     assert len(threshold) == 0
-    assert Bench(store_threshold=1).core.prepare_store(keys_of(1)).stored == (b"1",)
+    assert Bench(store_threshold=1).stored(1) == [1]
 
 
 def test_a_key_twice_in_one_request_counts_once() -> None:
     bench = Bench(store_threshold=2)
-    assert bench.core.prepare_store(keys_of(1, 1)).stored == ()
-    assert bench.core.prepare_store(keys_of(1, 1)).stored == (b"1",)
+    assert bench.stored(1, 1) == []
+    assert bench.stored(1, 1) == [1]
 
 
 def test_keys_seen_often_enough_are_stored_at_once_after_a_reset() -> None:
@@ -43,12 +42,14 @@ def test_keys_seen_often_enough_are_stored_at_once_after_a_reset() -> None:
 def test_the_table_is_bounded_and_keeps_the_last_seen_keys() -> None:
     threshold = StoreThreshold(2, 100)
     for number in range(20_000):
-        threshold.see(keys_of(number, -1))
+        assert due(threshold, number, -1) == [False, number > 0]
         assert len(threshold) < 100 + 1024
-    assert threshold.reached(b"-1")
-    threshold.see(keys_of(19_999, 3))
-    assert threshold.reached(b"19999")
-    assert not threshold.reached(b"3"), "forgotten in between"
-    long = keys_of(*range(50_000, 55_000))
-    threshold.see(long)
+    assert due(threshold, 19_999, 3) == [True, False], "forgotten in between"
+    due(threshold, *range(50_000, 55_000))
     assert len(threshold) == 100
+
+
+def due(threshold: StoreThreshold, *numbers: int) -> list[bool]:
+    found = threshold.see(keys_of(*numbers))
+    assert found is not None
+    return [bool(one) for one in found]

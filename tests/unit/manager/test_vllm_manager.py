@@ -10,7 +10,7 @@ from vllm_nvmeof_offload.manager.requests import Queue
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, COUNTERS, GAUGES, Counts
 from vllm_nvmeof_offload.protocol import ResetCommand
 
-from .bench import Bench, hello, keys_of
+from .bench import KEY_BYTES, Bench, Core, hello, key, keys_of
 
 pytest.importorskip("vllm", reason="the face needs vLLM's types")
 
@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_nvmeof_offload.vllm_adapter import manager as face
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
@@ -52,7 +53,10 @@ class Face:
         self.manager = NVMeoFOffloadingManager(
             CoreConfig(tokens_per_chunk=16, **config)  # type: ignore[arg-type]
         )
-        self.manager.attach([hello(0, cache, 8, (), target_count=2)])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(face, "ManagerCore", Core)
+            self.manager.attach([hello(0, cache, 8, (), target_count=2)], KEY_BYTES)
+        assert isinstance(self.manager.core, Core)
         self.bench.core = self.manager.core
 
 
@@ -69,6 +73,22 @@ def test_look_ups_are_counted_by_source() -> None:
     sources = {labels[0]: n for (name, labels), n in counted.items() if name == "lookups"}
     assert sources == {"pool": 1, "cpu": 2, "miss": 1}
     assert not any(name == "lookups" for name, _ in figures(manager)), "counted once"
+
+
+def test_the_tokens_of_a_load_are_counted_by_the_tier_that_they_come_from() -> None:
+    face = Face(cache=1)
+    bench, manager = face.bench, face.manager
+    bench.store(1)
+    bench.write_all()
+    bench.store(2)
+    context = ReqContext("request")
+    manager.prepare_load(keys_of(1, 2), context)
+    both = {CacheHitSource.DISK: 16, CacheHitSource.HOST: 16}
+    assert manager.load_sources(context, 48, 32) == both
+    within = manager.load_sources(context, 48 + 5, 32 - 5 - 3)
+    assert within == {CacheHitSource.DISK: 11, CacheHitSource.HOST: 13}
+    assert manager.load_sources(context, 48, 0) == {}
+    assert manager.load_sources(ReqContext("nothing was loaded"), 48, 32) == {}
 
 
 def test_bytes_written_are_counted_by_target() -> None:
@@ -135,11 +155,11 @@ def test_before_the_handshake_the_manager_does_and_exports_nothing() -> None:
     ):
         with pytest.raises(AssertionError):
             call()
-    manager.attach([hello(0, 4, 8, ())], Queue({}.get, lambda *_: False, 16))
+    manager.attach([hello(0, 4, 8, ())], KEY_BYTES, Queue({}.get, lambda *_: False, 16))
     assert manager.waiting is not None
     assert manager.has_pending_work(), "one step exports every series"
     with pytest.raises(AssertionError, match="second"):
-        manager.attach([hello(0, 4, 8, ())])
+        manager.attach([hello(0, 4, 8, ())], KEY_BYTES)
 
 
 @pytest.mark.parametrize("new_weights", [False, True])
@@ -149,8 +169,8 @@ def test_a_reset_before_the_handshake_voids_adopted_chunks(new_weights: bool) ->
     if new_weights:
         assert manager.weights_may_have_changed(known=True)
     manager.reset_cache()
-    manager.attach([hello(0, 4, 8, [(1, 7, b"a")])])
-    assert manager.core.lookup(b"a") is None
+    manager.attach([hello(0, 4, 8, [(1, 7, 1)])], KEY_BYTES)
+    assert manager.core.lookup(key(1)) is None
     (reset,) = manager.take_commands()
     assert isinstance(reset, ResetCommand)
     assert reset.adoptable is not new_weights

@@ -13,7 +13,7 @@ from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.manager.requests import Attempt, Queue, WaitingRequests
 from vllm_nvmeof_offload.protocol import CancelCommand, FetchCommand, RateReport
 
-from .bench import keys_of
+from .bench import keys_of, numbers_of
 from .test_holds import HoldsBench
 
 #: Tokens in a chunk.
@@ -77,8 +77,8 @@ class Lobby:
     def fetched(self) -> list[int]:
         """The chunks that this step's commands fetch."""
         self.core.turn()
-        commands = self.core.take_commands()
-        return [int(c.identity.key) for c in commands if isinstance(c, FetchCommand)]
+        fetches = [c for c in self.core.take_commands() if isinstance(c, FetchCommand)]
+        return [number for fetch in fetches for number in numbers_of(fetch.batch.keys)]
 
 
 def test_chunks_of_a_new_request_are_fetched_except_that_of_its_last_token() -> None:

@@ -10,35 +10,37 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_nvmeof_offload.copy.base import Descriptors, Direction
-from vllm_nvmeof_offload.errors import (
-    OK,
-    Outcome,
-)
+from tests.chunks import Reported, batch_of, place_in, rows_of
+from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads, Pieces
+from vllm_nvmeof_offload.errors import OK, Outcome
 from vllm_nvmeof_offload.io.base import Completion, IoOp
 from vllm_nvmeof_offload.protocol import (
+    CancelCommand,
+    ChunkBatch,
     FetchCommand,
     LevelReport,
-    LoadChunk,
     LoadCommand,
     OpReport,
+    Report,
     SlotIdentity,
-    StoreChunk,
     StoreCommand,
     Urgency,
+    WriteCommand,
 )
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import HEADER_BYTES
-from vllm_nvmeof_offload.worker.io_scheduler import SchedulerConfig
-from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
+from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
 
 STRIDE = HEADER_BYTES + 4096
 PIECES = [np.array([[1 << 30, 0, 4096]], np.uint64)]
 READ_S, WRITE_S = 5.0, 30.0
 
+#: Number of a chunk, cache slot, pool slot as format 1 numbers it; None: the row has none.
+Chunk = tuple[int, int | None, int | None]
+
 
 def identity(number: int) -> SlotIdentity:
-    return SlotIdentity(b"%d" % number, 1000 + number)
+    return SlotIdentity(b"%08d" % number, 1000 + number)
 
 
 class FakeCopy:
@@ -46,17 +48,30 @@ class FakeCopy:
         self.submitted: list[tuple[int, Direction, list[int], object]] = []
         self.open: set[int] = set()  # tickets that are not finished
         self._done: list[tuple[int, Outcome]] = []
+        self._payloads: dict[int, Payloads | None] = {}
 
     def record_fence(self) -> object:
         return "fence"
 
-    def submit(self, direction: Direction, pieces: Descriptors, fence: object) -> int:
+    def submit(
+        self,
+        direction: Direction,
+        pieces: Descriptors,
+        fence: object,
+        payloads: Payloads | None = None,
+    ) -> int:
         ticket = len(self.submitted)
         self.open.add(ticket)
+        self._payloads[ticket] = payloads
         self.submitted.append((ticket, direction, pieces[:, 1].tolist(), fence))
         return ticket
 
-    def finish(self, ticket: int, outcome: Outcome = OK) -> None:
+    def finish(self, ticket: int, outcome: Outcome = OK, crc: int | None = None) -> None:
+        """crc: of each payload that a store has copied; None: the copy made none."""
+        payloads = self._payloads.pop(ticket)
+        if crc is not None:
+            assert payloads is not None
+            payloads.crcs[:] = crc
         self.open.discard(ticket)
         self._done.append((ticket, outcome))
 
@@ -72,14 +87,17 @@ class FakeIo:
 
     def __init__(self) -> None:
         self.ops: dict[int, IoOp] = {}
-        self.offered: list[IoOp] = []
+        self.offered: list[list[IoOp]] = []
         self.started: list[IoOp] = []
         self.cancelled: list[int] = []
         self.busy = False
         self._completions: list[Completion] = []
 
+    def attach(self) -> None:
+        return None
+
     def submit(self, ops: Sequence[IoOp]) -> int:
-        self.offered += ops
+        self.offered.append(list(ops))
         if self.busy:
             return 0
         self.ops.update({op.token: op for op in ops})
@@ -113,47 +131,86 @@ class FakeIo:
 
 
 class Bench:
-    def __init__(self, stream_slots: int = 1, cache_slots: int = 4, **config: float) -> None:
+    """A pipeline with a clock. A command may have one chunk, or any number of `Chunk`s."""
+
+    def __init__(
+        self, stream_slots: int = 1, cache_slots: int = 4, target_count: int = 1, **config: float
+    ) -> None:
         self.now_s = 0.0
         #: Queue lengths are sent along with the other reports.
         self.levels: list[LevelReport] = []
         self.copy, self.io = FakeCopy(), FakeIo()
+        self._targets = target_count
+        self._sizes: dict[int, int] = {}  # op → its rows
         self.pipeline = TransferPipeline(
             StagingMap(0, STRIDE, cache_slots, stream_slots),
             self.copy,
             self.io,
-            SchedulerConfig(read_deadline_s=READ_S, write_deadline_s=WRITE_S, **config),  # type: ignore[arg-type]
+            TransferLimits(  # type: ignore[arg-type]
+                payload_bytes=STRIDE - HEADER_BYTES,
+                target_count=target_count,
+                read_deadline_s=READ_S,
+                write_deadline_s=WRITE_S,
+                **config,
+            ),
             lambda: self.now_s,
         )
 
+    def _batch(self, op: int, chunks: Sequence[Chunk]) -> ChunkBatch:
+        self._sizes[op] = len(chunks)
+        rows = [
+            (identity(number), cache, None if pool is None else place_in(pool, self._targets))
+            for number, cache, pool in chunks
+        ]
+        return batch_of(*rows)
+
+    def store_chunks(self, op: int, chunks: Sequence[tuple[int, int]]) -> None:
+        """Store chunks: (number, cache slot). Nothing moves yet."""
+        batch = self._batch(op, [(number, slot, None) for number, slot in chunks])
+        self.pipeline.store(StoreCommand(op, batch), Pieces.of(PIECES * len(batch)), "fence")
+
     def store(self, op: int, slot: int, number: int) -> None:
-        command = StoreCommand(op, (StoreChunk(identity(number), slot),))
-        self.pipeline.store(command, PIECES, "fence")
+        self.store_chunks(op, [(number, slot)])
         self.pipeline.step()
 
     def stored(self, op: int, slot: int, number: int) -> None:
         self.store(op, slot, number)
         self.copy.finish(self.copy.submitted[-1][0])
         self.pipeline.step()
-        assert self.reports() == [OpReport(op)]
+        assert self.reports() == [Reported(op)]
 
     def load(self, op: int, number: int, cache: int | None, pool: int | None) -> None:
-        command = LoadCommand(op, (LoadChunk(identity(number), cache, pool),))
-        self.pipeline.load(command, PIECES, "fence")
+        self.load_chunks(op, [(number, cache, pool)])
         self.pipeline.step()
 
-    def load_chunks(self, op: int, chunks: Sequence[tuple[int, int | None, int | None]]) -> None:
-        """Load chunks: (number, cache slot, pool slot). Nothing moves yet."""
-        named = tuple(LoadChunk(identity(n), cache, pool) for n, cache, pool in chunks)
-        self.pipeline.load(LoadCommand(op, named), PIECES * len(named), "fence")
+    def load_chunks(self, op: int, chunks: Sequence[Chunk]) -> None:
+        """Nothing moves yet."""
+        batch = self._batch(op, chunks)
+        self.pipeline.load(LoadCommand(op, batch), Pieces.of(PIECES * len(batch)), "fence")
 
     def stream(self, op: int, pool_slots: Sequence[int]) -> None:
         """Load chunks through stream slots. Nothing moves yet."""
         self.load_chunks(op, [(slot, None, slot) for slot in pool_slots])
 
     def fetch(self, op: int, number: int, pool: int, cache: int, *, urgent: bool = False) -> None:
+        self.fetch_chunks(op, [(number, cache, pool)], urgent=urgent)
+
+    def fetch_chunks(self, op: int, chunks: Sequence[Chunk], *, urgent: bool = False) -> None:
+        """Nothing moves yet."""
         urgency = Urgency.URGENT if urgent else Urgency.PREFETCH
-        self.pipeline.command(FetchCommand(op, identity(number), pool, cache, urgency))
+        self.pipeline.command(FetchCommand(op, self._batch(op, chunks), urgency))
+
+    def write(self, op: int, number: int, cache: int, pool: int) -> None:
+        self.write_chunks(op, [(number, cache, pool)])
+
+    def write_chunks(self, op: int, chunks: Sequence[Chunk]) -> None:
+        """Nothing moves yet."""
+        self.pipeline.command(WriteCommand(op, self._batch(op, chunks)))
+
+    def cancel(self, op: int, *rows: int) -> None:
+        """No rows: all of them."""
+        indexes = np.array(rows, np.uint32) if rows else None
+        self.pipeline.command(CancelCommand(op, indexes))
 
     def turn(self, targets: Sequence[int] = (0,), target_count: int = 1) -> bool:
         """End the oldest operation on each of these targets, and all copies; False if none
@@ -175,10 +232,31 @@ class Bench:
         self.io.complete(next(iter(self.io.ops)), outcome, released=released)
         self.pipeline.step()
 
-    def reports(self) -> list[object]:
+    def io_of(self, pool_slot: int) -> int:
+        """The token of the operation on a pool slot."""
+        (token,) = [op.token for op in self.io.ops.values() if op.pool_slot == pool_slot]
+        return token
+
+    def take(self) -> list[Report]:
+        """The reports as they are sent, except queue lengths."""
         taken = self.pipeline.take_reports()
         self.levels += [one for one in taken if isinstance(one, LevelReport)]
         return [one for one in taken if not isinstance(one, LevelReport)]
+
+    def reports(self) -> list[Reported | Report]:
+        """The reports, those on ops by row."""
+        found: list[Reported | Report] = []
+        for one in self.take():
+            if isinstance(one, OpReport):
+                found += rows_of(one, self._sizes.get(one.op, 1))
+            else:
+                found.append(one)
+        return found
+
+    def idle(self) -> bool:
+        """Return whether nothing is left when all reports are taken."""
+        self.take()
+        return self.pipeline.idle()
 
     def finished(self) -> list[tuple[int, tuple[tuple[int, Outcome], ...]]]:
         return [(job.op, job.failures) for job in self.pipeline.take_finished()]

@@ -5,24 +5,11 @@ from __future__ import annotations
 
 import errno
 
-from vllm_nvmeof_offload.errors import (
-    CANCELLED,
-    DEADLINE,
-    OK,
-    STALE,
-    io_error,
-)
-from vllm_nvmeof_offload.protocol import (
-    FetchCommand,
-    OpKind,
-    OpReport,
-    ReleaseReport,
-    ResetCommand,
-    VerdictReport,
-    WriteCommand,
-)
+from tests.chunks import Reported
+from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, STALE, io_error
+from vllm_nvmeof_offload.protocol import OpKind, ResetCommand, VerdictReport
 
-from .bench import READ_S, WRITE_S, Bench, identity
+from .bench import READ_S, WRITE_S, Bench
 
 
 def test_a_deadline_gives_the_outcome_at_once_and_the_slot_later() -> None:
@@ -30,24 +17,24 @@ def test_a_deadline_gives_the_outcome_at_once_and_the_slot_later() -> None:
     bench.load(1, 7, cache=0, pool=3)
     bench.io_done(DEADLINE, released=False)
     assert bench.reports() == [
-        OpReport(1, ((0, DEADLINE),), released=False),
+        Reported(1, 0, DEADLINE, released=False),
         VerdictReport(0, 0, "suspect"),
     ]
     assert bench.finished() == [(1, ((0, DEADLINE),))]
     assert not bench.pipeline.idle()
     bench.io_done(None)
-    assert bench.reports() == [ReleaseReport(1), VerdictReport(0, 0, "ok")]
-    assert bench.pipeline.idle()
+    assert bench.reports() == [Reported(1, 0, None), VerdictReport(0, 0, "ok")]
+    assert bench.idle()
 
 
 def test_readers_of_a_hung_fill_do_not_wait_for_the_kernel() -> None:
     bench = Bench()
-    bench.pipeline.command(FetchCommand(1, identity(7), 3, 0))
+    bench.fetch(1, 7, pool=3, cache=0)
     bench.load(2, 7, cache=0, pool=None)
     bench.io_done(DEADLINE, released=False)
-    assert OpReport(2, ((0, STALE),)) in bench.reports()
+    assert Reported(2, 0, STALE) in bench.reports()
     bench.load(3, 7, cache=0, pool=None)
-    assert bench.reports() == [OpReport(3, ((0, STALE),))]
+    assert bench.reports() == [Reported(3, 0, STALE)]
 
 
 def test_loads_do_not_wait_for_stream_slots_that_the_kernel_holds() -> None:
@@ -77,7 +64,7 @@ def test_no_task_waits_forever_for_a_full_engine() -> None:
     bench = Bench(stream_slots=4)
     bench.stored(1, slot=0, number=7)
     bench.io.busy = True
-    bench.pipeline.command(WriteCommand(2, identity(7), 0, 5))
+    bench.write(2, 7, cache=0, pool=5)
     bench.load(3, 8, cache=None, pool=4)
     bench.finished()
     bench.now_s = READ_S + 0.1
@@ -85,8 +72,8 @@ def test_no_task_waits_forever_for_a_full_engine() -> None:
     assert bench.finished() == [(3, ((0, DEADLINE),))]
     bench.now_s = WRITE_S + 0.1
     bench.pipeline.step()
-    assert bench.reports()[-1] == OpReport(2, ((0, DEADLINE),))
-    assert bench.pipeline.idle()
+    assert bench.reports()[-1] == Reported(2, 0, DEADLINE)
+    assert bench.idle()
 
 
 def test_cancel_keeps_a_buffer_that_the_engine_has() -> None:
@@ -121,18 +108,18 @@ def _reset_beside_writes() -> Bench:
     bench = Bench(writes_in_flight_max=1)
     for op, slot in ((1, 0), (3, 1), (5, 2)):
         bench.stored(op, slot, number=op)
-    bench.pipeline.command(WriteCommand(2, identity(1), 0, 0))
-    bench.pipeline.command(WriteCommand(4, identity(3), 1, 1))
+    bench.write(2, 1, cache=0, pool=0)
+    bench.write(4, 3, cache=1, pool=1)
     bench.pipeline.step()
     bench.pipeline.command(ResetCommand(9, adoptable=False))
-    bench.pipeline.command(WriteCommand(6, identity(5), 2, 2))
+    bench.write(6, 5, cache=2, pool=2)
     bench.pipeline.step()
     return bench
 
 
 def test_a_reset_follows_earlier_writes_and_precedes_later_ones() -> None:
     bench = _reset_beside_writes()
-    assert bench.reports() == [OpReport(4, ((0, CANCELLED),))]
+    assert bench.reports() == [Reported(4, 0, CANCELLED)]
     assert [op.kind for op in bench.io.started] == [OpKind.WRITE]
     bench.io_done()
     assert [op.kind for op in bench.io.ops.values()] == [OpKind.RESET]
@@ -149,13 +136,13 @@ def test_nothing_is_written_after_a_reset_that_failed_until_one_succeeds() -> No
     bench.reports()
     bench.io_done(io_error(errno.EIO))
     assert bench.reports() == [
-        OpReport(9, ((0, io_error(errno.EIO)),)),
-        OpReport(6, ((0, CANCELLED),)),
+        Reported(9, 0, io_error(errno.EIO)),
+        Reported(6, 0, CANCELLED),
     ]
     bench.pipeline.command(ResetCommand(10, adoptable=False))
     bench.pipeline.step()
     bench.io_done()
-    bench.pipeline.command(WriteCommand(11, identity(5), 2, 2))
+    bench.write(11, 5, cache=2, pool=2)
     bench.pipeline.step()
     assert [op.kind for op in bench.io.ops.values()] == [OpKind.WRITE]
 
@@ -172,11 +159,11 @@ def test_a_suspect_target_does_not_fail_a_reset() -> None:
 def test_a_write_that_waits_at_its_slot_does_not_follow_a_reset() -> None:
     bench = Bench()
     bench.store(1, slot=0, number=7)
-    bench.pipeline.command(WriteCommand(2, identity(7), 0, 5))
+    bench.write(2, 7, cache=0, pool=5)
     bench.pipeline.command(ResetCommand(3, adoptable=False))
     bench.copy.finish(0)
     bench.pipeline.step()
-    assert OpReport(2, ((0, CANCELLED),)) in bench.reports()
+    assert Reported(2, 0, CANCELLED) in bench.reports()
     assert [op.kind for op in bench.io.started] == [OpKind.RESET]
 
 
@@ -184,8 +171,8 @@ def test_demand_reads_go_first_and_writes_last() -> None:
     bench = Bench(stream_slots=2, reads_in_flight_max=1, writes_in_flight_max=1)
     bench.stored(1, slot=0, number=7)
     bench.io.busy = True
-    bench.pipeline.command(WriteCommand(2, identity(7), 0, 0))
-    bench.pipeline.command(FetchCommand(3, identity(8), 1, 1))
+    bench.write(2, 7, cache=0, pool=0)
+    bench.fetch(3, 8, pool=1, cache=1)
     bench.load(4, 9, cache=None, pool=2)
     bench.io.busy = False
     for _ in range(3):

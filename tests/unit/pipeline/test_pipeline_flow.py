@@ -5,19 +5,13 @@ from __future__ import annotations
 
 import errno
 
+import numpy as np
 import pytest
 
-from vllm_nvmeof_offload.copy.base import Direction
-from vllm_nvmeof_offload.errors import (
-    CHECKSUM_MISMATCH,
-    STALE,
-    Outcome,
-    io_error,
-)
-from vllm_nvmeof_offload.protocol import (
-    OpReport,
-    WriteCommand,
-)
+from tests.chunks import Reported, batch_of
+from vllm_nvmeof_offload.copy.base import Direction, Pieces
+from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, STALE, Outcome, io_error
+from vllm_nvmeof_offload.protocol import LoadCommand, OpReport, StoreCommand
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
 from .bench import STRIDE, Bench, identity
@@ -31,9 +25,9 @@ def test_a_store_is_done_when_copied_and_not_before() -> None:
     assert bench.finished() == []
     bench.copy.finish(0)
     bench.pipeline.step()
-    assert bench.reports() == [OpReport(1)]
+    assert bench.reports() == [Reported(1)]
     assert bench.finished() == [(1, ())]
-    assert bench.pipeline.idle()
+    assert bench.idle()
 
 
 def test_a_report_carries_the_time_it_took() -> None:
@@ -42,7 +36,7 @@ def test_a_report_carries_the_time_it_took() -> None:
     bench.now_s += 0.25
     bench.copy.finish(0)
     bench.pipeline.step()
-    (report,) = bench.reports()
+    (report,) = bench.take()
     assert isinstance(report, OpReport)
     assert report.seconds == pytest.approx(0.25)
 
@@ -54,7 +48,7 @@ def test_a_fetch_ends_when_its_read_ended_and_not_when_it_was_polled() -> None:
     bench.now_s += 0.75
     bench.io.complete(1, ended_s=0.25)
     bench.pipeline.step()
-    (report,) = [r for r in bench.reports() if isinstance(r, OpReport)]
+    (report,) = [r for r in bench.take() if isinstance(r, OpReport)]
     assert report.seconds == pytest.approx(0.25)
 
 
@@ -75,8 +69,8 @@ def test_a_load_of_a_failed_store_is_stale() -> None:
     bench.copy.finish(0, io_error(errno.EFAULT))
     bench.pipeline.step()
     assert bench.reports() == [
-        OpReport(2, ((0, STALE),)),
-        OpReport(1, ((0, io_error(errno.EFAULT)),)),
+        Reported(2, 0, STALE),
+        Reported(1, 0, io_error(errno.EFAULT)),
     ]
 
 
@@ -87,9 +81,9 @@ def test_a_slot_that_holds_another_chunk_is_stale_and_untouched(kind: str) -> No
     if kind == "load":
         bench.load(2, 8, cache=0, pool=None)
     else:
-        bench.pipeline.command(WriteCommand(2, identity(8), 0, 5))
+        bench.write(2, 8, cache=0, pool=5)
         bench.pipeline.step()
-    assert bench.reports() == [OpReport(2, ((0, STALE),))]
+    assert bench.reports() == [Reported(2, 0, STALE)]
     assert len(bench.copy.submitted) == 1
     assert not bench.io.started
 
@@ -100,9 +94,9 @@ def test_a_failed_read_is_not_copied(outcome: Outcome) -> None:
     bench.load(1, 7, cache=None, pool=3)
     bench.io_done(outcome)
     assert not bench.copy.submitted
-    assert bench.reports() == [OpReport(1, ((0, outcome),))]
+    assert bench.reports() == [Reported(1, 0, outcome)]
     assert bench.finished() == [(1, ((0, outcome),))]
-    assert bench.pipeline.idle()
+    assert bench.idle()
 
 
 def test_a_retryable_read_error_is_tried_once_more() -> None:
@@ -111,16 +105,16 @@ def test_a_retryable_read_error_is_tried_once_more() -> None:
     bench.io_done(io_error(errno.EIO))
     assert len(bench.io.started) == 2
     bench.io_done(io_error(errno.EIO))
-    assert bench.reports() == [OpReport(1, ((0, io_error(errno.EIO)),))]
+    assert bench.reports() == [Reported(1, 0, io_error(errno.EIO))]
 
 
 def test_a_write_is_not_retried() -> None:
     bench = Bench()
     bench.stored(1, slot=0, number=7)
-    bench.pipeline.command(WriteCommand(2, identity(7), 0, 5))
+    bench.write(2, 7, cache=0, pool=5)
     bench.pipeline.step()
     bench.io_done(io_error(errno.EIO))
-    assert bench.reports() == [OpReport(2, ((0, io_error(errno.EIO)),))]
+    assert bench.reports() == [Reported(2, 0, io_error(errno.EIO))]
     assert len(bench.io.started) == 1
 
 
@@ -134,5 +128,25 @@ def test_a_landed_chunk_can_be_read_by_others_while_it_is_copied() -> None:
     for ticket in (0, 1):
         bench.copy.finish(ticket)
     bench.pipeline.step()
-    assert set(bench.reports()) == {OpReport(1), OpReport(2)}
-    assert bench.pipeline.idle()
+    assert set(bench.reports()) == {Reported(1), Reported(2)}
+    assert bench.idle()
+
+
+@pytest.mark.parametrize("kind", ["store", "load"])
+def test_chunks_without_pieces_are_copied_too(kind: str) -> None:
+    """Their copy waits for the fence and for copies before it, as any other."""
+    bench = Bench()
+    if kind == "load":
+        bench.stored(1, slot=0, number=7)
+    nothing = Pieces.of([np.empty((0, 3), np.uint64)])
+    batch = batch_of((identity(7), 0, None))
+    if kind == "store":
+        bench.pipeline.store(StoreCommand(2, batch), nothing, "fence")
+    else:
+        bench.pipeline.load(LoadCommand(2, batch), nothing, "fence")
+    bench.pipeline.step()
+    ticket, _, pieces, _ = bench.copy.submitted[-1]
+    assert pieces == []
+    bench.copy.finish(ticket)
+    bench.pipeline.step()
+    assert (2, ()) in bench.finished()

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+from tests.chunks import Reported
 from vllm_nvmeof_offload.errors import DEADLINE
-from vllm_nvmeof_offload.protocol import OpKind, OpReport, ReleaseReport, ResetCommand, WriteCommand
+from vllm_nvmeof_offload.protocol import OpKind, ResetCommand
 
-from .bench import WRITE_S, Bench, identity
+from .bench import WRITE_S, Bench
 
 
 def _hung_write(target_count: int = 2) -> Bench:
@@ -14,10 +15,10 @@ def _hung_write(target_count: int = 2) -> Bench:
     bench = Bench(target_count=target_count)
     for op, slot in ((1, 0), (2, 1)):
         bench.stored(op, slot, number=op)
-    bench.pipeline.command(WriteCommand(10, identity(1), 0, 0))
+    bench.write(10, 1, cache=0, pool=0)
     bench.pipeline.step()
     bench.io_done(DEADLINE, released=False)
-    assert OpReport(10, ((0, DEADLINE),), released=False) in bench.reports()
+    assert Reported(10, 0, DEADLINE, released=False) in bench.reports()
     return bench
 
 
@@ -32,7 +33,7 @@ def test_writes_to_other_targets_follow_a_reset_while_one_hangs() -> None:
     bench = _hung_write()
     hung = next(iter(bench.io.ops))
     bench.pipeline.command(ResetCommand(11, adoptable=True))
-    bench.pipeline.command(WriteCommand(12, identity(2), 1, 1))
+    bench.write(12, 2, cache=1, pool=1)
     bench.pipeline.step()
     assert [op.pool_slot for op in bench.io.started if op.kind is OpKind.WRITE] == [0]
     for token in [token for token in bench.io.ops if token != hung]:
@@ -42,16 +43,16 @@ def test_writes_to_other_targets_follow_a_reset_while_one_hangs() -> None:
     bench.io.complete(next(token for token in bench.io.ops if token != hung))
     bench.now_s = 10 * WRITE_S
     bench.pipeline.step()
-    assert [r for r in bench.reports() if isinstance(r, OpReport)] == [OpReport(11), OpReport(12)]
+    assert [r for r in bench.reports() if isinstance(r, Reported)] == [Reported(11), Reported(12)]
     bench.io_done(None)
-    assert ReleaseReport(10) in bench.reports()
-    assert bench.pipeline.idle()
+    assert Reported(10, 0, None) in bench.reports()
+    assert bench.idle()
 
 
 def test_a_reset_waits_for_a_write_that_may_still_end_in_time() -> None:
     bench = Bench(target_count=2)
     bench.stored(1, 0, number=1)
-    bench.pipeline.command(WriteCommand(10, identity(1), 0, 0))
+    bench.write(10, 1, cache=0, pool=0)
     bench.pipeline.step()
     bench.pipeline.command(ResetCommand(11, adoptable=True))
     bench.pipeline.step()

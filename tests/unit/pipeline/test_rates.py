@@ -6,88 +6,161 @@ The depth in flight decides how far that rate can be trusted.
 
 from __future__ import annotations
 
+from unittest import mock
+
+import numpy as np
 import pytest
 
+from tests.chunks import place_in
+from vllm_nvmeof_offload.native import Machine
+from vllm_nvmeof_offload.protocol import NOWHERE, OpKind
+from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import MIB
-from vllm_nvmeof_offload.worker.rates import RateMeter, saturating
+from vllm_nvmeof_offload.worker import pipeline
+from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
+
+from .bench import FakeCopy, FakeIo
+
+_KINDS = list(OpKind)
+_OK, _IO_ERROR = 0, 1
+SLOTS = 64
 
 
 class Meter:
-    """A meter with a clock."""
+    """A machine with a clock, whose chunks have `size` bytes; four at once saturate a target."""
 
-    def __init__(self, targets: int = 1) -> None:
+    def __init__(self, targets: int = 1, size: int = 100) -> None:
         self.now_s = 0.0
-        self.meter = RateMeter(
-            3, targets, lambda: self.now_s, saturating_reads=4, saturating_writes=4
+        self._targets = targets
+        self._op = 0
+        self.machine = Machine(
+            cache_slots=1,
+            stream_slots=SLOTS,
+            base_address=0,
+            slot_bytes=size,
+            header_bytes=0,
+            payload_bytes=1,
+            targets=targets,
+            reads_max=SLOTS,
+            writes_max=SLOTS,
+            read_deadline_s=1e6,
+            write_deadline_s=1e6,
+            saturating_reads=4,
+            saturating_writes=4,
+            retryable=[False],
         )
+        self._begin(OpKind.STORE, cache=0, place=NOWHERE)
+        self._copied()
 
-    def write(self, seconds: float, size: int, target: int = 0) -> None:
-        began_s = self.meter.began(target, is_write=True)
-        self.now_s += seconds
-        self.meter.ended(target, size, began_s, self.now_s, is_write=True)
+    def began(self, target: int = 0, *, is_write: bool = False) -> int:
+        """The engine gets a read or write; its token."""
+        kind, cache = (OpKind.WRITE, 0) if is_write else (OpKind.LOAD, -1)
+        self._begin(kind, cache, place_in(target, self._targets))
+        self.machine.run()
+        self.machine.offer_reads()
+        self.machine.offer_writes()
+        ((token, *_),) = self.machine.offered()
+        self.machine.accepted(1)
+        return token
 
-    def read(self, seconds: float, size: int, *, at_once: int, count: int = 1) -> None:
-        """`count` times: so many reads together, each of so many bytes."""
+    def ended(self, *tokens: int, ok: bool = True, ended_s: float | None = None) -> None:
+        """The engine has ended these, now or earlier."""
+        code, ended_s = _OK if ok else _IO_ERROR, self.now_s if ended_s is None else ended_s
+        self.machine.set_time(self.now_s)
+        self.machine.ended([(token, code, 0, True, ended_s) for token in tokens])
+        self._copied()
+
+    def write(self, seconds: float, count: int = 1, target: int = 0) -> None:
+        """One after another, in so many seconds."""
         for _ in range(count):
-            began = [self.meter.began(0, is_write=False) for _ in range(at_once)]
-            self.now_s += seconds
-            for began_s in began:
-                self.meter.ended(0, size, began_s, self.now_s, is_write=False)
+            token = self.began(target, is_write=True)
+            self.now_s += seconds / count
+            self.ended(token)
+
+    def read(self, seconds: float, *, at_once: int, count: int = 1, ok: bool = True) -> None:
+        """`count` times, in so many seconds: so many reads together."""
+        for _ in range(count):
+            tokens = [self.began() for _ in range(at_once)]
+            self.now_s += seconds / count
+            self.ended(*tokens, ok=ok)
 
     def read_rate(self) -> float | None:
         """The rate that is reported now, or None."""
-        reports = self.meter.take()
-        return reports[-1].read_bytes_per_s if reports else None
+        self.machine.set_time(self.now_s)
+        rates = self.machine.take_rates()
+        return round(rates[-1][2], 3) if rates else None
 
     def rates(self) -> list[tuple[int, int, int]]:
-        reports = self.meter.take()
-        return [(r.target, round(r.write_bytes_per_s), round(r.read_bytes_per_s)) for r in reports]
+        """Target, write rate, read rate."""
+        self.machine.set_time(self.now_s)
+        return [(at, round(write), round(read)) for at, write, read in self.machine.take_rates()]
+
+    def _begin(self, kind: OpKind, cache: int, place: int) -> None:
+        """A job of one chunk, always the same one."""
+        self._op += 1
+        self.machine.set_time(self.now_s)
+        self.machine.begin(
+            self._op,
+            _KINDS.index(kind),
+            3 if kind is OpKind.WRITE else 0,
+            b"key",
+            np.array([1], np.uint64),
+            np.array([cache], np.int32),
+            np.array([place], np.int64),
+            np.array([[1, 0, 1]], np.uint64),
+            np.array([0, 1], np.uint32),
+        )
+
+    def _copied(self) -> None:
+        self.machine.run()
+        for number, *_ in self.machine.take_copies():
+            self.machine.copied(number, _OK, 0)
+        self.machine.take_reports()
+        self.machine.take_finished()
 
 
 def test_idle_time_does_not_count() -> None:
     bench = Meter()
-    bench.write(0.5, 500)
+    bench.write(0.1)
     bench.now_s += 100.0
     assert bench.rates() == [(0, 1000, 0)]
 
 
 def test_concurrent_operations_share_busy_time() -> None:
     bench = Meter()
-    for _ in range(4):
-        bench.meter.began(0, is_write=True)
+    tokens = [bench.began(is_write=True) for _ in range(4)]
     bench.now_s = 2.0
-    for _ in range(4):
-        bench.meter.ended(0, 100, 0.0, bench.now_s, is_write=True)
+    bench.ended(*tokens)
     assert bench.rates() == [(0, 200, 0)]
 
 
 def test_directions_and_targets_are_metered_separately() -> None:
     bench = Meter(targets=2)
-    bench.write(1.0, 100, target=1)
-    bench.meter.began(1, is_write=False)
-    bench.now_s += 1.0
-    bench.meter.ended(1, 300, 1.0, bench.now_s, is_write=False)
+    bench.write(1.0, target=1)
+    token = bench.began(1)
+    bench.now_s += 1 / 3
+    bench.ended(token)
     assert bench.rates() == [(1, 100, 300)]
 
 
 def test_a_rate_is_reported_at_most_four_times_per_second_and_only_if_changed() -> None:
     bench = Meter()
-    bench.write(0.2, 200)
+    bench.write(0.2, count=2)
     assert bench.rates() == []
-    bench.write(0.1, 100)
+    bench.write(0.1)
     assert bench.rates() == [(0, 1000, 0)]
-    bench.write(1.5, 1600)
+    bench.write(1.5, count=16)
     assert bench.rates() == [], "three per cent"
-    bench.write(1.5, 4500)
+    bench.write(1.5, count=45)
     ((_, rate, _),) = bench.rates()
     assert 1500 < rate < 3000, "half of the newest"
 
 
 def test_a_target_that_stalls_gets_slower() -> None:
     bench = Meter()
-    bench.write(1.0, 1000)
+    bench.write(1.0, count=10)
     assert bench.rates() == [(0, 1000, 0)]
-    bench.meter.began(0, is_write=True)
+    bench.began(is_write=True)
     rates = []
     for _ in range(3):
         bench.now_s += 2.0
@@ -97,25 +170,23 @@ def test_a_target_that_stalls_gets_slower() -> None:
 
 def test_too_few_operations_in_too_short_a_time_are_no_measurement() -> None:
     bench = Meter()
-    for _ in range(3):
-        bench.write(0.01, 1000)
+    bench.write(0.03, count=3)
     bench.now_s = 2.0
     assert bench.rates() == []
-    bench.write(0.01, 1000)
+    bench.write(0.01)
     bench.now_s += 1.0
-    assert bench.rates() == [(0, 100_000, 0)], "four are"
+    assert bench.rates() == [(0, 10_000, 0)], "four are"
 
 
 def test_operations_in_flight_at_the_end_of_a_period_do_not_count_as_a_stall() -> None:
     """A target that completes most of its concurrent reads late in the second period."""
     bench = _known(1000)
-    began = [bench.meter.began(0, is_write=False) for _ in range(4)]
+    first, *others = [bench.began() for _ in range(4)]
     bench.now_s += 1.0
-    bench.meter.ended(0, 250, began[0], bench.now_s, is_write=False)
+    bench.ended(first)
     assert bench.read_rate() is None, "4 × 250 bytes a second, as it was"
     bench.now_s += 0.1
-    for began_s in began[1:]:
-        bench.meter.ended(0, 250, began_s, bench.now_s, is_write=False)
+    bench.ended(*others)
     bench.now_s += 0.2
     rate = bench.read_rate()
     assert rate is None or rate == pytest.approx(1000, rel=0.1)
@@ -123,7 +194,7 @@ def test_operations_in_flight_at_the_end_of_a_period_do_not_count_as_a_stall() -
 
 def test_less_than_a_second_without_a_completion_is_no_measurement() -> None:
     bench = _known(1000)
-    bench.meter.began(0, is_write=False)
+    bench.began()
     bench.now_s += 0.9
     assert bench.read_rate() is None
     bench.now_s += 0.3
@@ -132,8 +203,8 @@ def test_less_than_a_second_without_a_completion_is_no_measurement() -> None:
 
 def _known(rate: int) -> Meter:
     """A meter that has seen this rate while the target was saturated by four reads."""
-    bench = Meter()
-    bench.read(1.0, rate // 4, at_once=4)
+    bench = Meter(size=rate // 4)
+    bench.read(1.0, at_once=4)
     assert bench.read_rate() == rate
     return bench
 
@@ -141,29 +212,29 @@ def _known(rate: int) -> Meter:
 def test_a_saturated_target_moves_both_ways() -> None:
     for newest in (500, 2000):
         bench = _known(1000)
-        bench.read(1.0, newest // 4, at_once=4)
+        bench.read(1000 / newest, at_once=4)
         assert bench.read_rate() == (1000 + newest) / 2
 
 
 def test_few_reads_do_not_make_a_target_look_slow() -> None:
     bench = _known(1000)
-    bench.read(1.0, 300, at_once=1)  # a quarter of what it can do is what one in four may do
+    bench.read(250 / 300, at_once=1)  # a quarter of what it can do is what one in four may do
     assert bench.read_rate() is None
-    bench.read(1.0, 300, at_once=2)
+    bench.read(250 / 300, at_once=2)
     assert bench.read_rate() is None
 
 
 def test_few_reads_make_a_target_look_faster_than_it_was() -> None:
     bench = _known(1000)
-    bench.read(1.0, 3000, at_once=1)
+    bench.read(1.0, at_once=1, count=12)
     assert bench.read_rate() == 2000
 
 
 def test_few_reads_give_a_rate_while_none_is_known() -> None:
     bench = Meter()
-    bench.read(1.0, 100, at_once=1)
+    bench.read(1.0, at_once=1)
     assert bench.read_rate() == 100
-    bench.read(1.0, 250, at_once=4)
+    bench.read(0.4, at_once=4)
     assert bench.read_rate() == 550, "and a saturated target corrects it"
 
 
@@ -172,7 +243,7 @@ def test_single_reads_detect_a_target_that_became_slow() -> None:
     rates = []
     for _ in range(8):
         bench.now_s += 60.0
-        bench.read(1.0, 2000, at_once=1)  # fifty times slower
+        bench.read(12.5, at_once=1)  # 2000 bytes a second: fifty times slower
         rates.append(bench.read_rate())
     known = [rate for rate in rates if rate is not None]
     assert known == sorted(known, reverse=True)
@@ -181,15 +252,15 @@ def test_single_reads_detect_a_target_that_became_slow() -> None:
 
 def test_failed_reads_cost_their_time() -> None:
     bench = _known(1000)
-    bench.read(1.0, 0, at_once=1)
+    bench.read(1.0, at_once=1, ok=False)
     assert bench.read_rate() == 500
 
 
 def test_operations_in_flight_are_averaged_over_time() -> None:
-    """Four reads for a tenth of the busy time, then one: hardly more than one."""
+    """Four reads for half of the busy time, then two that fail."""
     bench = _known(1000)
-    bench.read(0.5, 100, at_once=4)
-    bench.read(0.5, 0, at_once=2)
+    bench.read(1.25, at_once=4)
+    bench.read(1.25, at_once=2, ok=False)
     # 400 bytes in a second by three at a time: at most 400 × 4 / 3.
     assert bench.read_rate() == pytest.approx((1000 + 533.3) / 2, abs=0.1)
 
@@ -201,17 +272,22 @@ def test_operations_in_flight_are_averaged_over_time() -> None:
 def test_the_saturation_depth_of_a_target(
     in_flight_max: int, slot_bytes: int, operations: int
 ) -> None:
-    assert saturating(in_flight_max, slot_bytes) == operations
+    limits = TransferLimits(
+        payload_bytes=1, reads_in_flight_max=in_flight_max, writes_in_flight_max=in_flight_max
+    )
+    staging = StagingMap(0, slot_bytes, 1, SLOTS * 4)
+    with mock.patch.object(pipeline, "Machine") as made:
+        TransferPipeline(staging, FakeCopy(), FakeIo(), limits)
+    assert made.call_args.kwargs["saturating_reads"] == operations
+    assert made.call_args.kwargs["saturating_writes"] == operations
 
 
 def test_time_until_a_completion_is_polled_does_not_count() -> None:
     bench = Meter()
-    for _ in range(4):
-        bench.meter.began(0, is_write=False)
+    tokens = [bench.began() for _ in range(4)]
     bench.now_s = 5.0
-    for _ in range(4):
-        bench.meter.ended(0, 100, 0.0, 0.5, is_write=False)
+    bench.ended(*tokens, ended_s=0.5)
     assert bench.read_rate() == pytest.approx(800)
-    bench.read(0.5, 100, at_once=4)
+    bench.read(0.5, at_once=4)
     bench.now_s += 1.0
     assert bench.read_rate() is None, "the same again; counted bytes stay counted"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,13 @@ from vllm_nvmeof_offload.errors import OK
 from vllm_nvmeof_offload.io.threads import SlotFiles, read_slot, write_slot
 from vllm_nvmeof_offload.pool.format import Keyspace, Stamp
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.protocol import SlotIdentity
+from vllm_nvmeof_offload.protocol import (
+    AdoptedEntries,
+    SlotIdentity,
+    slot_of,
+    split_keys,
+    target_of,
+)
 from vllm_nvmeof_offload.units import HEADER_BYTES, slot_stride_bytes
 
 PAYLOAD_BYTES = 5000
@@ -54,15 +61,17 @@ def get(pool: Pool, pool_slot: int, identity: SlotIdentity) -> bytes | None:
     return bytes(slot[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES])
 
 
+def by_pool_slot(adopted: AdoptedEntries, targets: int) -> dict[int, SlotIdentity]:
+    """Adopted entries by the numbers that format 1 gives to the slots of all targets."""
+    keys = split_keys(adopted.keys, adopted.key_bytes or 1)
+    pairs = zip(keys, adopted.generations.tolist(), strict=True)
+    slots = [slot_of(place) * targets + target_of(place) for place in adopted.places.tolist()]
+    return dict(zip(slots, itertools.starmap(SlotIdentity, pairs), strict=True))
+
+
 def entries(pool: Pool) -> dict[int, SlotIdentity]:
     """Return the entries that the pool adopts, after checking each one's content."""
-    adopted = pool.adopt()
-    found = {
-        slot: SlotIdentity(key, generation)
-        for slot, generation, key in zip(
-            adopted.pool_slots.tolist(), adopted.generations.tolist(), adopted.keys, strict=True
-        )
-    }
+    found = by_pool_slot(pool.adopt(), pool.target_count)
     for slot, identity in found.items():
         assert get(pool, slot, identity) == payload(identity)
     return found

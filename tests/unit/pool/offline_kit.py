@@ -20,7 +20,7 @@ from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
-from .kit import PAYLOAD_BYTES, SLOT_BYTES, STORED, make_spec, payload
+from .kit import PAYLOAD_BYTES, SLOT_BYTES, STORED, by_pool_slot, make_spec, payload
 
 KEYSPACE = Keyspace.of({"model": "tiny-model", "dtype": "bfloat16"})
 WAIT_S = 120.0
@@ -51,7 +51,9 @@ def write_pool(
         start = number * SLOT_BYTES + HEADER_BYTES
         memory[start : start + PAYLOAD_BYTES] = payload(identity)
         address = base + number * SLOT_BYTES
-        ops.append(IoOp(number, OpKind.WRITE, Urgency.WRITE, slot, address, identity))
+        ops.append(
+            IoOp(number, OpKind.WRITE, Urgency.WRITE, slot, address, identity, PAYLOAD_BYTES)
+        )
     assert engine.submit(ops) == len(ops)
     done = 0
     while done < len(ops):
@@ -113,9 +115,6 @@ def adopted(*targets: Path) -> dict[int, SlotIdentity]:
     """The entries that the next start adopts."""
     pool = Pool.open(replace(make_spec(*targets), keyspace=KEYSPACE))
     try:
-        entries = pool.adopt()
-        pairs = zip(entries.keys, entries.generations.tolist(), strict=True)
-        identities = [SlotIdentity(key, generation) for key, generation in pairs]
-        return dict(zip(entries.pool_slots.tolist(), identities, strict=True))
+        return by_pool_slot(pool.adopt(), len(targets))
     finally:
         pool.close()

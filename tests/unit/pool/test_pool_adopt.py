@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
+from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.pool.format import Keyspace, Stamp, encode_entry
+from vllm_nvmeof_offload.protocol import RankHello, place_of
 
 from .kit import (
     PAYLOAD_BYTES,
     SLOT_BYTES,
     OpenPool,
+    by_pool_slot,
     entries,
     fill,
     get,
@@ -113,7 +118,16 @@ def test_a_key_in_two_slots_keeps_the_lower_slot(open_pool: OpenPool) -> None:
     put(pool, 9, name(1, 5))
     put(pool, 4, name(1, 6))
     put(pool, 5, name(2, 7))
-    assert entries(open_pool(2)) == {4: name(1, 6), 5: name(2, 7)}
+    adopted = open_pool(2).adopt()
+    assert by_pool_slot(adopted, 2) == {4: name(1, 6), 5: name(2, 7), 9: name(1, 5)}
+    hello = RankHello(
+        0, 0, "k", cache_slots=1, pool_slots=16, target_count=2, slot_bytes=SLOT_BYTES
+    )
+    agreement = agree([replace(hello, adopted=adopted)])
+    core = ManagerCore(CoreConfig(key_bytes=adopted.key_bytes), agreement)
+    kept = {(entry.key, entry.generation, entry.place) for entry in core.entries()}
+    assert kept == {(name(1).key, 6, place_of(0, 2)), (name(2).key, 7, place_of(1, 2))}
+    assert (core.counters["adopted_chunks"], core.counters["unadopted_chunks"]) == (2, 1)
 
 
 @pytest.mark.parametrize("targets", [1, 2])
@@ -159,7 +173,7 @@ def test_a_wrong_table_is_corrected_by_the_headers(open_pool: OpenPool) -> None:
     fd, offset = pool.table_fd(3)
     os.pwrite(fd, encode_entry(3, name(4), pool.stamp), offset)
     pool = open_pool()
-    assert pool.adopt().keys == (name(4).key,)
+    assert pool.adopt().keys == name(4).key
     assert get(pool, 3, name(4)) is None
 
 

@@ -59,7 +59,7 @@ class SwappedConnector(ours.NVMeoFOffloadingConnector):
         manager = NVMeoFOffloadingManager(config)
         # Attach at once, because no worker of ours sends a handshake.
         hello = RankHello(0, 0, "", 1, 0, target_count=1, slot_bytes=8)
-        manager.attach([hello], self._view.queue(by_priority=False))
+        manager.attach([hello], 36, self._view.queue(by_priority=False))
         return manager
 
     @functools.cached_property

@@ -189,7 +189,7 @@ class _Runner:
         urgency = Urgency.WRITE if kind is OpKind.WRITE else Urgency.DEMAND
         identity = SlotIdentity(slot.to_bytes(36, "little"), 1)
         address = self._address + buffer * self._slot_bytes
-        op = IoOp(self._token, kind, urgency, slot, address, identity)
+        op = IoOp(self._token, kind, urgency, slot, address, identity, PAYLOAD_BYTES)
         if self._engine.submit([op]) != 1:
             raise MeasureError(f"the queue of {self._engine.name} is full")
         return self._token

@@ -5,17 +5,11 @@ from __future__ import annotations
 
 import errno
 
+from tests.chunks import Reported
 from vllm_nvmeof_offload.errors import CANCELLED, OK, STALE, io_error
-from vllm_nvmeof_offload.protocol import (
-    CancelCommand,
-    OpKind,
-    OpReport,
-    ReleaseReport,
-    Urgency,
-    WriteCommand,
-)
+from vllm_nvmeof_offload.protocol import OpKind, Urgency
 
-from .bench import Bench, identity
+from .bench import READ_S, Bench
 
 
 def _started(bench: Bench) -> list[int]:
@@ -26,7 +20,7 @@ def test_demand_then_urgent_fetches_then_fetches_then_writes() -> None:
     bench = Bench(stream_slots=1, target_count=2)
     bench.stored(1, slot=0, number=7)
     bench.io.busy = True
-    bench.pipeline.command(WriteCommand(2, identity(7), 0, 10))
+    bench.write(2, 7, cache=0, pool=10)
     bench.fetch(3, number=8, pool=21, cache=1)
     bench.fetch(4, number=9, pool=30, cache=2, urgent=True)
     bench.stream(5, [41])
@@ -63,7 +57,7 @@ def test_a_target_at_its_bound_does_not_stop_the_others() -> None:
     for slot in range(4):
         bench.stored(1 + slot, slot=slot, number=slot)
     for slot in range(4):
-        bench.pipeline.command(WriteCommand(10 + slot, identity(slot), slot, (0, 2, 4, 1)[slot]))
+        bench.write(10 + slot, slot, cache=slot, pool=(0, 2, 4, 1)[slot])
     bench.stream(20, [100, 102, 104, 106])
     bench.stream(21, [101])
     bench.pipeline.step()
@@ -82,7 +76,7 @@ def test_a_full_engine_is_offered_every_target_in_turn() -> None:
     for _ in range(2):
         bench.io.offered.clear()
         bench.pipeline.step()
-        firsts.add(bench.io.offered[0].pool_slot % 2)
+        firsts.add(bench.io.offered[0][0].pool_slot % 2)
     assert firsts == {0, 1}
 
 
@@ -90,12 +84,12 @@ def test_a_full_engine_is_asked_once_per_turn_for_each_kind() -> None:
     bench = Bench(stream_slots=2, target_count=2)
     bench.stored(1, slot=0, number=7)
     bench.io.busy = True
-    bench.pipeline.command(WriteCommand(2, identity(7), 0, 10))
+    bench.write(2, 7, cache=0, pool=10)
     bench.fetch(3, number=8, pool=21, cache=1)
     bench.fetch(4, number=9, pool=30, cache=2, urgent=True)
     bench.stream(5, [40, 41])
     bench.pipeline.step()
-    assert [op.kind for op in bench.io.offered] == [OpKind.LOAD, OpKind.WRITE]
+    assert [ops[0].kind for ops in bench.io.offered] == [OpKind.LOAD, OpKind.WRITE]
 
 
 def test_a_retry_goes_before_the_rest_of_its_load() -> None:
@@ -104,6 +98,16 @@ def test_a_retry_goes_before_the_rest_of_its_load() -> None:
     bench.pipeline.step()
     bench.io_done(io_error(errno.EIO))
     assert _started(bench) == [3, 3]
+
+
+def test_a_retry_keeps_the_deadline() -> None:
+    bench = Bench()
+    bench.stream(1, [3])
+    bench.pipeline.step()
+    bench.now_s += 1.0
+    bench.io_done(io_error(errno.EIO))
+    first, second = bench.io.started
+    assert first.deadline_s == second.deadline_s == READ_S
 
 
 def test_a_fetch_that_a_load_waits_for_gets_the_priority_of_loads() -> None:
@@ -117,13 +121,13 @@ def test_a_fetch_that_a_load_waits_for_gets_the_priority_of_loads() -> None:
     assert bench.io.started[-1].urgency is Urgency.DEMAND
     bench.io.complete(bench.io.started[-1].token)
     bench.pipeline.step()
-    assert OpReport(3) in bench.reports()
+    assert Reported(3) in bench.reports()
     assert len(bench.copy.submitted) == 1
     bench.turn()
     assert bench.finished() == [(9, ())]
     while bench.turn():
         pass
-    assert bench.pipeline.idle()
+    assert bench.idle()
 
 
 def test_a_fetch_that_waits_for_its_slot_is_promoted_there() -> None:
@@ -152,7 +156,7 @@ def test_a_submitted_fetch_stays_and_its_retry_is_promoted() -> None:
     while bench.turn():
         pass
     assert bench.finished() == [(9, ())]
-    assert bench.pipeline.idle()
+    assert bench.idle()
 
 
 def test_promoted_fetches_count_toward_the_share_of_their_load() -> None:
@@ -179,19 +183,19 @@ def test_a_cancelled_fetch_leaves_nothing_and_its_load_finds_nothing() -> None:
         bench.fetch(3, number=8, pool=3, cache=0)
         bench.load(4, 8, cache=0, pool=None)
         bench.reports()
-        bench.pipeline.command(CancelCommand(3))
+        bench.cancel(3)
         bench.io.busy = False
         bench.pipeline.step()
         released = where != "engine"
-        assert OpReport(3, ((0, CANCELLED),), released) in bench.reports(), where
+        assert Reported(3, 0, CANCELLED, released) in bench.reports(), where
         if where == "engine":
             bench.io_done(io_error(errno.EIO))  # retryable, but no load wants it
-            assert bench.reports() == [ReleaseReport(3)]
+            assert bench.reports() == [Reported(3, 0, None)]
         while bench.turn():
             pass
         assert len(bench.io.started) == (where == "engine")
         assert (4, ((0, STALE),)) in bench.finished(), where
-        assert bench.pipeline.idle(), where
+        assert bench.idle(), where
 
 
 def test_a_cancelled_fetch_whose_retry_waits_leaves_nothing() -> None:
@@ -200,9 +204,9 @@ def test_a_cancelled_fetch_whose_retry_waits_leaves_nothing() -> None:
     bench.pipeline.step()
     bench.io.busy = True
     bench.io_done(io_error(errno.EIO))
-    bench.pipeline.command(CancelCommand(1))
-    assert bench.reports() == [OpReport(1, ((0, CANCELLED),))]
-    assert bench.pipeline.idle()
+    bench.cancel(1)
+    assert bench.reports() == [Reported(1, 0, CANCELLED)]
+    assert bench.idle()
     bench.io.busy = False
     bench.stream(2, [5])
     bench.pipeline.step()

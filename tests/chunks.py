@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks in columns, for tests: batches are built from rows, and reports are read by row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_nvmeof_offload.errors import OK, Outcome, outcome_of
+from vllm_nvmeof_offload.protocol import (
+    NOWHERE,
+    RELEASED,
+    AdoptedEntries,
+    ChunkBatch,
+    OpReport,
+    SlotIdentity,
+    place_of,
+    slot_of,
+    target_of,
+)
+
+#: Identity, cache slot, place; None: the row has none.
+Row = tuple[SlotIdentity, int | None, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A report on one row. outcome None: only the release that follows an earlier outcome."""
+
+    op: int
+    row: int = 0
+    outcome: Outcome | None = OK
+    released: bool = True
+
+
+def place_in(pool_slot: int, targets: int = 1) -> int:
+    """The place of a pool slot by its number in format 1, which counts over all targets."""
+    return place_of(pool_slot % targets, pool_slot // targets)
+
+
+def batch_of(*rows: Row) -> ChunkBatch:
+    """A batch of these rows. Their keys are of equal length."""
+    assert len({len(identity.key) for identity, _, _ in rows}) == 1
+    return ChunkBatch(
+        b"".join(identity.key for identity, _, _ in rows),
+        np.array([identity.generation for identity, _, _ in rows], np.uint64),
+        np.array([-1 if cache is None else cache for _, cache, _ in rows], np.int32),
+        np.array([NOWHERE if place is None else place for _, _, place in rows], np.int64),
+        np.zeros(len(rows), np.uint8),
+    )
+
+
+def rows_of(report: OpReport, size: int = 1) -> list[Reported]:
+    """The content of a report. size: how many rows its op has."""
+    indexes = list(range(size)) if report.indexes is None else report.indexes.tolist()
+    default = [0] * len(indexes)
+    codes = default if report.codes is None else report.codes.tolist()
+    errnos = default if report.errnos is None else report.errnos.tolist()
+    released = [1] * len(indexes) if report.released is None else report.released.tolist()
+    return [
+        Reported(report.op, row, None if code == RELEASED else outcome_of(code, number), bool(free))
+        for row, code, number, free in zip(indexes, codes, errnos, released, strict=True)
+    ]
+
+
+def entries_of(adopted: AdoptedEntries, targets: int = 1) -> dict[int, SlotIdentity]:
+    """Adopted entries by pool slot as `place_in` numbers them, in the order in which they came."""
+    keys = [row.tobytes() for row in adopted.key_rows()]
+    rows = zip(adopted.places.tolist(), adopted.generations.tolist(), keys, strict=True)
+    entries = {
+        slot_of(place) * targets + target_of(place): SlotIdentity(key, generation)
+        for place, generation, key in rows
+    }
+    assert len(entries) == len(adopted), "a place is adopted twice"
+    return entries

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machine over an engine's native lanes does what it does over `submit` and `poll`.
+
+A pipeline over the pool of each engine's rig gets the same commands. Either way the KV cache gets
+the same bytes, and reports and counters say the same.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import random
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.chunks import Reported, batch_of, place_in, rows_of
+from vllm_nvmeof_offload.copy.base import Pieces
+from vllm_nvmeof_offload.copy.host import HostCopyEngine
+from vllm_nvmeof_offload.errors import (
+    CANCELLED,
+    CHECKSUM_MISMATCH,
+    DEADLINE,
+    OK,
+    STALE,
+    Outcome,
+    io_error,
+)
+from vllm_nvmeof_offload.pool.format import read_superblock
+from vllm_nvmeof_offload.pool.slab import Slab
+from vllm_nvmeof_offload.protocol import (
+    Command,
+    FetchCommand,
+    LoadCommand,
+    OpReport,
+    ResetCommand,
+    SlotIdentity,
+    StoreCommand,
+    WriteCommand,
+)
+from vllm_nvmeof_offload.staging import StagingMap
+from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
+
+from .rig import ENGINES, PAYLOAD_BYTES, STAGING_SLOTS, WAIT_S, content, name
+from .test_io_engine_place import put_whole_slot, whole_slot
+
+NATIVE, PYTHON = "uring-buffered", "threads-buffered"
+TARGETS, POOL_SLOTS, CACHE_SLOTS = 2, 24, 20
+#: Identity, cache slot, pool slot; None: the row has none.
+Chunk = tuple[SlotIdentity, int | None, int | None]
+
+
+class Rank:
+    """One rank's pipeline over a real pool, stepped by the test. The KV cache is one page per
+    pool slot.
+    """
+
+    def __init__(self, engine: str, path: Path, **limits: float) -> None:
+        self.rig = ENGINES[engine](path, targets=TARGETS, slots=POOL_SLOTS, threads=4)
+        self.pages = np.zeros((POOL_SLOTS, PAYLOAD_BYTES), np.uint8)
+        self.copy = HostCopyEngine()
+        staging = StagingMap(
+            self.rig.base_address,
+            self.rig.pool.slot_bytes,
+            CACHE_SLOTS,
+            STAGING_SLOTS - CACHE_SLOTS,
+        )
+        self.pipeline = TransferPipeline(
+            staging,
+            self.copy,
+            self.rig.engine,
+            TransferLimits(
+                payload_bytes=self.rig.pool.payload_bytes,
+                target_count=TARGETS,
+                pool_slots=POOL_SLOTS,
+                **limits,  # type: ignore[arg-type]
+            ),
+        )
+        self.is_native = bool(self.pipeline._lanes)
+        self._ops = itertools.count(1)
+        self._sizes: dict[int, int] = {}
+        self.rows: list[Reported] = []
+
+    def _batch(self, op: int, chunks: Iterable[Chunk]):  # type: ignore[no-untyped-def]
+        rows = [
+            (identity, cache, None if pool is None else place_in(pool, TARGETS))
+            for identity, cache, pool in chunks
+        ]
+        self._sizes[op] = len(rows)
+        return batch_of(*rows)
+
+    def _pieces(self, pages: Iterable[int]) -> Pieces:
+        """Each page in two pieces."""
+        half = PAYLOAD_BYTES // 2
+        rows = [
+            np.array([[at, 0, half], [at + half, half, PAYLOAD_BYTES - half]], np.uint64)
+            for at in (self.pages[page].ctypes.data for page in pages)
+        ]
+        return Pieces.of(rows)
+
+    def store(self, *chunks: tuple[SlotIdentity, int]) -> int:
+        """Store chunks to cache slots, from the page of the same number."""
+        op = next(self._ops)
+        for identity, slot in chunks:
+            self.pages[slot] = np.frombuffer(content(identity), np.uint8)
+        batch = self._batch(op, [(identity, slot, None) for identity, slot in chunks])
+        self.pipeline.store(StoreCommand(op, batch), self._pieces(s for _, s in chunks), None)
+        return op
+
+    def load(self, *chunks: Chunk) -> int:
+        """Load chunks to the pages 0, 1, 2, …, which are wiped."""
+        op = next(self._ops)
+        self.pages[:] = 0
+        pieces = self._pieces(range(len(chunks)))
+        self.pipeline.load(LoadCommand(op, self._batch(op, chunks)), pieces, None)
+        return op
+
+    def write(self, *chunks: Chunk) -> int:
+        op = next(self._ops)
+        return self._command(op, WriteCommand(op, self._batch(op, chunks)))
+
+    def fetch(self, *chunks: Chunk) -> int:
+        op = next(self._ops)
+        return self._command(op, FetchCommand(op, self._batch(op, chunks)))
+
+    def reset(self) -> int:
+        op = next(self._ops)
+        self._sizes[op] = 1
+        return self._command(op, ResetCommand(op, adoptable=True))
+
+    def _command(self, op: int, command: Command) -> int:
+        self.pipeline.command(command)
+        return op
+
+    def run(self, until: int | None = None) -> list[Reported]:
+        """Step until nothing is under way, or until there are so many rows; return the rows, by
+        op.
+        """
+        end_s = time.monotonic() + WAIT_S
+        while not (self.pipeline.idle() if until is None else len(self.rows) >= until):
+            self.pipeline.step()
+            for report in self.pipeline.take_reports():
+                if isinstance(report, OpReport):
+                    self.rows += rows_of(report, self._sizes[report.op])
+            self.pipeline.take_finished()
+            assert time.monotonic() < end_s, f"the pipeline does not come to rest: {self.rows}"
+            time.sleep(0.0005)
+        rows, self.rows = self.rows, []
+        return sorted(rows, key=lambda row: (row.op, row.row))
+
+    def done(self) -> list[Outcome | None]:
+        return [row.outcome for row in self.run()]
+
+    def counts(self) -> dict[str, int]:
+        """The counters, without times and numbers of copies, which depend on when things end."""
+        counted = {str(series): amount for series, amount in self.pipeline.counters.items()}
+        return {
+            series: int(amount)
+            for series, amount in counted.items()
+            if "seconds" not in series and not ("operations" in series and "gpu" in series)
+        }
+
+    def close(self) -> None:
+        self.rig.gate.open_all()
+        assert self.rig.engine.close(WAIT_S)
+        self.copy.close()
+        self.rig.pool.close()
+
+
+@pytest.fixture(params=[NATIVE, PYTHON])
+def rank(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rank]:
+    one = Rank(request.param, tmp_path, read_deadline_s=WAIT_S, write_deadline_s=WAIT_S)
+    assert one.is_native is (request.param == NATIVE)
+    yield one
+    one.close()
+
+
+def _stored(rank: Rank, *pool_slots: int) -> None:
+    """Chunk n goes to cache slot n and pool slot n."""
+    rank.store(*((name(n), n) for n in pool_slots))
+    rank.write(*((name(n), n, n) for n in pool_slots))
+    assert set(rank.done()) == {OK}
+
+
+def test_bytes_go_to_the_pool_and_come_back(rank: Rank) -> None:
+    _stored(rank, *range(12))
+    chunks: list[Chunk] = [(name(n), None if n % 2 else n, n) for n in range(12)]
+    rank.load(*chunks)
+    assert rank.done() == [OK] * 12
+    for n in range(12):
+        assert rank.pages[n].tobytes() == content(name(n))
+    rank.fetch((name(5), 15, 5))
+    assert rank.done() == [OK]
+    rank.load((name(5), 15, None))
+    assert rank.done() == [OK]
+    assert rank.pages[0].tobytes() == content(name(5))
+
+
+def test_a_damaged_slot_and_one_of_another_chunk_fail_their_rows_only(rank: Rank) -> None:
+    _stored(rank, 0, 1, 2)
+    slot = bytearray(whole_slot(rank.rig.pool, 1))
+    slot[-PAYLOAD_BYTES // 2] ^= 1
+    put_whole_slot(rank.rig.pool, 1, bytes(slot))
+    rank.load((name(0), None, 0), (name(1), None, 1), (name(7), None, 2))
+    assert rank.done() == [OK, CHECKSUM_MISMATCH, STALE]
+    assert rank.pages[0].tobytes() == content(name(0))
+    assert not rank.pages[1:].any(), "nothing is copied"
+
+
+def test_a_target_without_files_fails_its_rows_only(rank: Rank) -> None:
+    _stored(rank, 0, 1)
+    path = rank.rig.pool.directories[0]
+    close = rank.rig.pool.exchange(0, None, None)
+    rank.rig.engine.replace_target(0)
+    rank.load((name(0), None, 0), (name(1), None, 1))
+    assert rank.done() == [io_error(errno.EBADF), OK]
+    close()
+    rank.rig.pool.exchange(0, Slab(path), None)
+    rank.rig.engine.replace_target(0)
+    rank.load((name(0), None, 0))
+    assert rank.done() == [OK]
+    assert rank.pages[0].tobytes() == content(name(0))
+
+
+@pytest.mark.parametrize("engine", [NATIVE, PYTHON])
+def test_a_read_past_its_deadline_is_released_later(engine: str, tmp_path: Path) -> None:
+    rank = Rank(engine, tmp_path, read_deadline_s=2.0, write_deadline_s=WAIT_S)
+    _stored(rank, 0, 1)
+    rank.rig.gate.shut([0])
+    fetch = rank.fetch((name(0), 10, 0))
+    assert rank.run(until=1) == [Reported(fetch, 0, DEADLINE, released=False)]
+    load = rank.load((name(0), 10, None))
+    assert rank.run(until=1) == [Reported(load, 0, STALE)]
+    rank.rig.gate.open_all()
+    assert rank.run(until=1) == [Reported(fetch, 0, None)]
+    rank.load((name(0), None, 0), (name(1), None, 1))
+    assert rank.done() == [OK, OK]
+    rank.close()
+
+
+def test_what_waits_in_the_engine_is_cancelled(rank: Rank) -> None:
+    _stored(rank, *range(12))
+    rank.rig.gate.shut(range(12))
+    op = rank.load(*((name(n), None, n) for n in range(12)))
+    rank.pipeline.step()
+    rank.pipeline.cancel(op)
+    rank.rig.gate.open_all()
+    assert rank.done() == [CANCELLED] * 12
+    assert not rank.pages.any(), "nothing is copied"
+
+
+def test_only_what_is_written_after_a_reset_is_adopted(rank: Rank) -> None:
+    """Writes from before, around and behind two resets; the last have the newest epoch."""
+    _stored(rank, 0, 1)
+    rank.store((name(2), 2), (name(3), 3), (name(4), 4))
+    rank.run()
+    before = rank.rig.pool.stamp.epoch
+    rank.rig.gate.shut([2])
+    started = len(rank.rig.gate.started)
+    rank.write((name(2), 2, 2))
+    rank.pipeline.step()
+    rank.rig.gate.wait_started(started + 1)
+    first = rank.reset()
+    rank.write((name(3), 3, 3))
+    second = rank.reset()
+    last = rank.write((name(4), 4, 4))
+    rank.pipeline.step()
+    rank.rig.gate.open_all()
+    outcomes = {row.op: row.outcome for row in rank.run()}
+    assert (outcomes[first], outcomes[second], outcomes[last]) == (OK, OK, OK)
+    assert outcomes[second - 1] == CANCELLED, "the second reset voids it where it waits"
+    assert rank.rig.pool.stamp.epoch > before
+    found = [read_superblock(directory) for directory in rank.rig.pool.directories]
+    assert {one.epoch for one in found if one} == {rank.rig.pool.stamp.epoch}
+    assert rank.rig.reopen().adopt().keys == name(4).key
+
+
+@pytest.mark.parametrize("key_bytes", [0, 47])
+def test_a_key_that_the_format_cannot_hold_is_refused(rank: Rank, key_bytes: int) -> None:
+    rank.fetch((SlotIdentity(bytes(key_bytes), 1), 0, 0))
+    with pytest.raises(ValueError, match="1 to 46"):
+        rank.pipeline.step()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_commands_end_alike(seed: int, tmp_path: Path) -> None:
+    """Rounds of commands in any order: the same outcomes, bytes and counters over both."""
+    ranks = [
+        Rank(engine, tmp_path / engine, read_deadline_s=WAIT_S, write_deadline_s=WAIT_S)
+        for engine in (NATIVE, PYTHON)
+    ]
+    dice = random.Random(seed)
+    for number in range(25):
+        steps = [dice.choice(("store", "write", "write", "load", "load", "fetch", "reset"))]
+        steps += dice.choices(("store", "write", "load", "fetch"), k=3)
+        state = dice.getstate()
+        found = []
+        for rank in ranks:
+            dice.setstate(state)
+            # No two of a round's commands use one slot: which goes first would be chance.
+            slots = dice.sample(range(CACHE_SLOTS), 4 * len(steps))
+            for at, step in enumerate(steps):
+                _random_command(rank, step, slots[4 * at :][:4], dice)
+            found.append((rank.run(), rank.pages.copy(), rank.counts()))
+        (rows, pages, counts), (rows_2, pages_2, counts_2) = found
+        assert rows == rows_2, f"round {number}: {steps}"
+        assert (pages == pages_2).all()
+        assert counts == counts_2
+    for rank in ranks:
+        rank.close()
+
+
+def _random_command(rank: Rank, step: str, slots: list[int], dice: random.Random) -> None:
+    """On some of these cache slots and the pool slots of the same numbers."""
+    some = slots[: dice.randint(1, 4)]
+    # Now and then another chunk than the one that is there.
+    names = {slot: name(slot, dice.choice((1, 1, 1, 2))) for slot in some}
+    match step:
+        case "store":
+            rank.store(*((names[slot], slot) for slot in some))
+        case "write":
+            rank.write(*((names[slot], slot, slot) for slot in some))
+        case "fetch":
+            rank.fetch(*((names[slot], slot, slot) for slot in some))
+        case "load":
+            how = [dice.choice(((True, False), (False, True), (True, True))) for _ in some]
+            rank.load(
+                *(
+                    (names[slot], slot if cache else None, slot if pool else None)
+                    for slot, (cache, pool) in zip(some, how, strict=True)
+                )
+            )
+        case "reset":
+            rank.reset()

@@ -1,0 +1,390 @@
+// SPDX-License-Identifier: Apache-2.0
+// Drives the worker's machine without Python, for the sanitizers: commands at random over lanes
+// that take, end, hang and release at random, from a seed. What a manager relies on is checked by
+// a plain model: each row has one outcome and one release, which comes when no lane has its cache
+// slot; a read is alone in its buffer; writes keep to their side of a reset; no slot leaks; loads
+// do not wait for slots that hang; everything ends. Exits with 1 on a failure.
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <optional>
+#include <random>
+#include <set>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "machine.h"
+
+using namespace nvmeof;
+
+namespace {
+
+uint64_t seed_now = 0;
+
+#define CHECK(condition)                                                                      \
+  do {                                                                                        \
+    if (!(condition)) {                                                                       \
+      std::fprintf(stderr, "seed %llu: %s:%d: %s\n", static_cast<unsigned long long>(seed_now), \
+                   __FILE__, __LINE__, #condition);                                           \
+      std::exit(1);                                                                           \
+    }                                                                                         \
+  } while (false)
+
+constexpr size_t kCacheSlots = 6, kStreamSlots = 3, kTargets = 2, kPoolSlots = 20;
+constexpr size_t kSlotBytes = 8192, kHeader = 4096, kKeyBytes = 12;
+constexpr size_t kReadsMax = 4, kWritesMax = 2;
+constexpr uint64_t kBase = 1 << 20;
+constexpr int64_t kReadNs = 5'000'000, kWriteNs = 30'000'000, kTickNs = 1'000'000;
+
+using Dice = std::mt19937_64;
+
+bool chance(Dice& dice, unsigned per_cent) { return dice() % 100 < per_cent; }
+
+template <typename Container>
+auto pick(Dice& dice, Container& all) {
+  auto at = all.begin();
+  std::advance(at, static_cast<long>(dice() % all.size()));
+  return at;
+}
+
+// Lanes that end what they have when the test makes them.
+class Lanes final : public NativeLanes {
+ public:
+  struct Op {
+    LaneOp op;
+    std::string key;
+    bool late = false;
+  };
+
+  bool take(const LaneOp& op) override {
+    if (full || ops.size() >= depth) return false;
+    CHECK(!ops.contains(op.token));
+    check(op);
+    ops[op.token] = {op, std::string(op.key)};
+    return true;
+  }
+  void start() override {}
+  void cancel_one(uint64_t token) override {
+    if (ops.contains(token)) cancelled.insert(token);
+  }
+  void ended(int64_t now_ns, std::vector<LaneEnd>& found) override {
+    for (auto& [token, one] : ops)
+      if (!one.late && one.op.deadline_ns <= now_ns) end_late(token, one);
+    found.insert(found.end(), ends_.begin(), ends_.end());
+    ends_.clear();
+  }
+
+  // End one operation; one past its deadline is released.
+  void end(Dice& dice, unsigned failing) {
+    if (ops.empty()) return;
+    const auto at = pick(dice, ops);
+    LaneEnd end{at->first, static_cast<uint8_t>(Outcome::OK)};
+    if (at->second.late) {
+      end.code = static_cast<uint8_t>(Outcome::RELEASED);
+    } else if (cancelled.contains(at->first)) {
+      end.code = static_cast<uint8_t>(Outcome::CANCELLED);
+    } else if (chance(dice, failing)) {
+      constexpr Outcome kFailures[] = {Outcome::IO_ERROR, Outcome::STALE,
+                                       Outcome::CHECKSUM_MISMATCH};
+      const Outcome failure = kFailures[dice() % 3];
+      end.code = static_cast<uint8_t>(failure);
+      if (failure == Outcome::IO_ERROR) end.error = dice() % 2 ? EIO : ENOSPC;
+    }
+    cancelled.erase(at->first);
+    ops.erase(at);
+    ends_.push_back(end);
+  }
+
+  std::map<uint64_t, Op> ops;
+  std::set<uint64_t> cancelled;
+  bool full = false;
+  size_t depth = 12;
+  uint32_t epoch = 0;       // of the writes that may come now
+  bool may_write = true;    // no reset is under way
+
+ private:
+  // The bounds of a target, its buffers for itself, and no write beside a reset.
+  void check(const LaneOp& op) const {
+    CHECK(op.pool_slot < kPoolSlots && (op.address - kBase) % kSlotBytes == 0);
+    CHECK(op.address >= kBase && op.address < kBase + (kCacheSlots + kStreamSlots) * kSlotBytes);
+    const bool is_write = op.urgency == Urgency::WRITE;
+    size_t same = 0;
+    for (const auto& [token, other] : ops) {
+      const bool other_writes = other.op.urgency == Urgency::WRITE;
+      // Writes from one slot may run side by side, also with an abandoned one.
+      if (!(is_write && other_writes)) CHECK(other.op.address != op.address);
+      const bool same_target = other.op.pool_slot % kTargets == op.pool_slot % kTargets;
+      same += same_target && !other.late && other_writes == is_write;
+    }
+    CHECK(same < (is_write ? kWritesMax : kReadsMax));
+    if (is_write) CHECK(may_write && op.epoch == epoch);
+  }
+  void end_late(uint64_t token, Op& one) {
+    one.late = true;
+    cancelled.erase(token);
+    ends_.push_back({token, static_cast<uint8_t>(Outcome::DEADLINE), 0, false, one.op.deadline_ns});
+  }
+
+  std::vector<LaneEnd> ends_;
+};
+
+// An operation between a cache slot and a place: is_write, cache slot, pool slot, generation.
+using Signature = std::tuple<bool, int32_t, int64_t, uint64_t>;
+
+// A command under way, and what of it was reported.
+struct Command {
+  OpKind kind;
+  std::vector<uint8_t> decided, released;  // by row
+  bool finished = false;
+  std::vector<Signature> rows = {};  // what a lane may get of each
+};
+
+class World {
+ public:
+  explicit World(uint64_t seed) : dice_(seed), machine_(options(), &lanes_, 0) {}
+
+  void run(size_t steps) {
+    for (size_t step = 0; step < steps; ++step) {
+      now_ns_ += static_cast<int64_t>(dice_() % 3) * kTickNs / 2;
+      if (chance(dice_, 40) && commands_.size() < 30) command();
+      if (chance(dice_, 10)) cancel();
+      if (chance(dice_, 5)) lanes_.full = !lanes_.full;
+      if (chance(dice_, 3)) usable_[dice_() % kTargets] ^= true;
+      // Sometimes nothing ends for longer than a deadline.
+      if (chance(dice_, 2)) hung_until_ns_ = now_ns_ + static_cast<int64_t>(dice_() % 60) * kTickNs;
+      this->step(15);
+    }
+    drain();
+  }
+
+ private:
+  static MachineOptions options() {
+    MachineOptions made;
+    made.cache_slots = kCacheSlots;
+    made.stream_slots = kStreamSlots;
+    made.pool_slots = kPoolSlots;
+    made.header_bytes = kHeader;
+    std::vector<bool> retryable(EIO + 1);
+    retryable[EIO] = true;
+    made.io = {kTargets,   kReadsMax, kWritesMax, kReadNs, kWriteNs, kSlotBytes,
+               kSlotBytes - kHeader, kBase,
+               kBase + kCacheSlots * kSlotBytes, 2, 2, retryable};
+    return made;
+  }
+
+  // Everything ends once the lanes answer again; loads through stream slots do not wait for that.
+  void drain() {
+    lanes_.full = false;
+    hung_until_ns_ = now_ns_ + 4 * kWriteNs;
+    usable_[0] = usable_[1] = true;
+    while (now_ns_ < hung_until_ns_ - kTickNs) {
+      now_ns_ += kTickNs;
+      this->step(0);
+    }
+    CHECK(machine_.streams_waiting() == 0);
+    hung_until_ns_ = 0;
+    for (size_t step = 0; step < 2000 && !(machine_.idle() && commands_.empty()); ++step) {
+      now_ns_ += kTickNs;
+      this->step(0);
+    }
+    CHECK(machine_.idle() && commands_.empty() && lanes_.ops.empty() && !reset_);
+    CHECK(machine_.streams_used() == 0 && machine_.streams_waiting() == 0);
+    CHECK(machine_.io.reads_in_flight() == 0 && machine_.io.writes_in_flight() == 0);
+  }
+
+  // ---- commands
+
+  // Up to four rows, each on a slot of its own.
+  void command() {
+    const uint64_t op = ++last_op_;
+    if (chance(dice_, 8)) {
+      if (std::any_of(commands_.begin(), commands_.end(),
+                      [](const auto& one) { return one.second.kind == OpKind::RESET; }))
+        return;
+      commands_[op] = {OpKind::RESET, {0}, {0}};
+      machine_.reset(op, chance(dice_, 50));
+      return;
+    }
+    const auto kind = static_cast<OpKind>(dice_() % 4);
+    std::string keys;
+    std::vector<uint64_t> generations, pieces;
+    std::vector<int32_t> cache;
+    std::vector<int64_t> places;
+    std::vector<uint32_t> first{0};
+    std::set<int32_t> taken;
+    const size_t rows = 1 + dice_() % 4;
+    while (generations.size() < rows) {
+      const auto slot = static_cast<int32_t>(dice_() % kCacheSlots);
+      if (!taken.insert(slot).second) continue;
+      // Few identities, so that slots often hold what is expected.
+      const auto number = static_cast<uint64_t>(slot) * 2 + dice_() % 2;
+      char key[kKeyBytes + 1];
+      std::snprintf(key, sizeof key, "%012llu", static_cast<unsigned long long>(number));
+      keys += key;
+      generations.push_back(number + 1);
+      const bool has_cache = kind != OpKind::LOAD || chance(dice_, 50);
+      const bool has_place = kind == OpKind::WRITE || kind == OpKind::FETCH ||
+                             (kind == OpKind::LOAD && chance(dice_, 70));
+      cache.push_back(has_cache ? slot : -1);
+      places.push_back(has_place ? place(dice_() % kPoolSlots) : -1);
+      for (size_t piece = dice_() % 3; piece > 0; --piece)
+        pieces.insert(pieces.end(), {1u << 30, piece * 64, 64});
+      first.push_back(static_cast<uint32_t>(pieces.size() / 3));
+    }
+    Command& command = commands_[op];
+    command = {kind, std::vector<uint8_t>(rows), std::vector<uint8_t>(rows)};
+    for (size_t row = 0; row < rows; ++row)
+      command.rows.emplace_back(kind == OpKind::WRITE, cache[row], pool_slot_of(places[row]),
+                                generations[row]);
+    auto urgency = kind == OpKind::WRITE ? Urgency::WRITE : Urgency::DEMAND;
+    if (kind == OpKind::FETCH) urgency = dice_() % 2 ? Urgency::URGENT : Urgency::PREFETCH;
+    const bool moves = kind == OpKind::STORE || kind == OpKind::LOAD;
+    machine_.begin(op, kind, urgency, {keys, generations, cache, places},
+                   moves ? Pieces{pieces, first} : Pieces{});
+  }
+
+  static int64_t place(uint64_t pool_slot) {
+    return 255LL << 40 | static_cast<int64_t>(pool_slot % kTargets) << 32 |
+           static_cast<int64_t>(pool_slot / kTargets);
+  }
+  static int64_t pool_slot_of(int64_t place) {
+    if (place < 0) return -1;
+    return (place & 0xFFFFFFFF) * static_cast<int64_t>(kTargets) + (place >> 32 & 0xFF);
+  }
+
+  void cancel() {
+    if (commands_.empty()) return;
+    const auto at = pick(dice_, commands_);
+    const std::vector<uint32_t> some{static_cast<uint32_t>(dice_() % at->second.decided.size())};
+    machine_.cancel(at->first, chance(dice_, 50) ? nullptr : &some);
+  }
+
+  // ---- progress, as worker/pipeline.py makes it
+
+  void step(unsigned failing) {
+    machine_.io.set_time(now_ns_);
+    while (!copies_.empty() && chance(dice_, failing ? 50 : 100)) {
+      const auto at = pick(dice_, copies_);
+      const uint64_t number = at->first;
+      copies_.erase(at);
+      const bool ok = !chance(dice_, failing);
+      machine_.copied(number, ok ? Outcome::OK : Outcome::IO_ERROR, ok ? 0 : EIO);
+    }
+    if (now_ns_ >= hung_until_ns_)
+      for (size_t left = dice_() % 4 + (failing ? 0 : 8); left > 0; --left)
+        lanes_.end(dice_, failing);
+    if (reset_ && chance(dice_, failing ? 20 : 100)) end_reset(failing);
+    machine_.io.poll_native(now_ns_, 0);
+    machine_.run();
+    hand_over();
+    while (machine_.run()) hand_over();
+    for (const CopyBatch& batch : machine_.take_copies()) {
+      CHECK(batch.pieces.size() % 3 == 0);
+      copies_[batch.number] = batch.op;
+    }
+    take_in();
+    check_buffers();
+  }
+
+  void end_reset(unsigned failing) {
+    const bool ok = !chance(dice_, failing * 3);
+    lanes_.epoch += ok;
+    const Outcome code = ok ? Outcome::OK : Outcome::IO_ERROR;
+    machine_.io.ended({*reset_, static_cast<uint8_t>(code), ok ? 0 : EIO});
+    lanes_.may_write = true;
+    reset_.reset();
+  }
+
+  void hand_over() {
+    for (const HealthCounts& one : std::exchange(machine_.io.health_counts, {}))
+      CHECK(one.target < kTargets);
+    machine_.io.health_outcomes.clear();
+    for (size_t target = 0; target < kTargets; ++target)
+      machine_.io.set_target(target, usable_[target], 0);
+    machine_.io.set_stamp(lanes_.epoch, true, false);
+    machine_.io.offer_reads();
+    const IoQueue::Offer offer = machine_.io.reset_to_offer();
+    if (offer.task && chance(dice_, 70)) {
+      CHECK(!reset_);
+      for (const auto& [token, one] : lanes_.ops)
+        CHECK(one.op.urgency != Urgency::WRITE || one.late);
+      machine_.io.reset_accepted(offer.token);
+      reset_ = offer.token;
+      lanes_.may_write = false;
+    }
+    machine_.io.offer_writes();
+    machine_.io.fail_stalled();
+  }
+
+  void take_in() {
+    for (const Finished& one : machine_.take_finished()) {
+      Command& command = commands_.at(one.op);
+      CHECK(!command.finished && one.failed.size() == one.codes.size());
+      command.finished = true;
+      for (const auto& [number, op] : copies_) CHECK(op != one.op);
+    }
+    for (const RowReport& report : machine_.take_reports()) take(report);
+    machine_.io.take_rates();
+  }
+
+  // Each operation with a lane that has a cache slot is one of a row that is not released.
+  void check_buffers() const {
+    std::multiset<Signature> rows;
+    for (const auto& [op, command] : commands_)
+      for (size_t row = 0; row < command.rows.size(); ++row)
+        if (!command.released[row]) rows.insert(command.rows[row]);
+    for (const auto& [token, one] : lanes_.ops) {
+      const auto slot = static_cast<int32_t>((one.op.address - kBase) / kSlotBytes);
+      if (slot >= static_cast<int32_t>(kCacheSlots)) continue;
+      const auto at = rows.find({one.op.urgency == Urgency::WRITE, slot,
+                                 static_cast<int64_t>(one.op.pool_slot), one.op.generation});
+      CHECK(at != rows.end());
+      rows.erase(at);
+    }
+  }
+
+  void take(const RowReport& report) {
+    Command& command = commands_.at(report.op);
+    const bool moves = command.kind == OpKind::STORE || command.kind == OpKind::LOAD;
+    CHECK(!moves || command.finished);
+    for (size_t at = 0; at < report.indexes.size(); ++at) {
+      const uint32_t row = report.indexes[at];
+      const auto code = static_cast<Outcome>(report.codes.empty() ? 0 : report.codes[at]);
+      const bool released = report.released.empty() || report.released[at];
+      CHECK(!command.released[row] && (code == Outcome::RELEASED) == (command.decided[row] != 0));
+      CHECK(code != Outcome::OK || released);
+      command.decided[row] = true;
+      command.released[row] = released;
+    }
+    for (const uint8_t released : command.released)
+      if (!released) return;
+    commands_.erase(report.op);
+  }
+
+  Dice dice_;
+  Lanes lanes_;
+  Machine machine_;
+  int64_t now_ns_ = 0, hung_until_ns_ = 0;
+  uint64_t last_op_ = 0;
+  std::map<uint64_t, Command> commands_;
+  std::map<uint64_t, uint64_t> copies_;  // number → op
+  std::optional<uint64_t> reset_;  // the token of the one under way
+  bool usable_[kTargets] = {true, true};
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 3) return 2;
+  const uint64_t seed = std::strtoull(argv[1], nullptr, 10);
+  const int seeds = std::atoi(argv[2]);
+  for (int number = 0; number < seeds; ++number) {
+    seed_now = seed + static_cast<uint64_t>(number);
+    for (uint64_t world = 0; world < 100; ++world) World(seed_now * 1000 + world).run(2000);
+    std::printf("seed %llu: ok\n", static_cast<unsigned long long>(seed_now));
+  }
+  return 0;
+}

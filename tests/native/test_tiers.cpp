@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0
+// Drives the manager's tiers without Python, for the sanitizers: plans, holds, resets and the
+// reports of two ranks at random, from a seed. At rest nothing is in use any more, no slot is an
+// orphan, and every entry is found under its key. Exits with 1 on a failure.
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <list>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tiers.h"
+
+using namespace nvmeof;
+
+namespace {
+
+uint64_t seed_now = 0;
+
+#define CHECK(condition)                                                                      \
+  do {                                                                                        \
+    if (!(condition)) {                                                                       \
+      std::fprintf(stderr, "seed %llu: %s:%d: %s\n", static_cast<unsigned long long>(seed_now), \
+                   __FILE__, __LINE__, #condition);                                           \
+      std::exit(1);                                                                           \
+    }                                                                                         \
+  } while (false)
+
+constexpr size_t kKeys = 60, kKeyBytes = 12;
+constexpr uint16_t kRanks = 2;
+
+struct Op {
+  OpKind kind;
+  Batch batch;
+  // By rank and row: owes its outcome, owes its release.
+  std::vector<uint8_t> outcome[kRanks], release[kRanks];
+};
+
+struct Hold {
+  Slot slot;
+  Row row;
+  uint64_t generation;
+};
+
+class World {
+ public:
+  explicit World(uint64_t seed) : dice_(seed), tiers_(options(dice_)) {
+    for (size_t number = 0; number < kKeys; ++number) {
+      char key[kKeyBytes + 1];
+      std::snprintf(key, sizeof key, "%012zu", number);
+      keys_.emplace_back(key);
+    }
+  }
+
+  void run(size_t steps) {
+    for (size_t step = 0; step < steps; ++step) {
+      if (chance(60)) command();
+      if (chance(70)) report();
+      tiers_.drain();
+      send();
+    }
+    rest();
+  }
+
+ private:
+  bool chance(unsigned per_cent) { return dice_() % 100 < per_cent; }
+
+  static Options options(std::mt19937_64& dice) {
+    Options made;
+    made.cache_slots = 12;
+    made.pool_slots = {10, 9};
+    made.key_bytes = kKeyBytes;
+    made.ranks = kRanks;
+    made.credit = dice() % 8;
+    made.demotes = dice() % 2;
+    made.logs_moves = dice() % 2;
+    made.writes_max = 4;
+    made.clean_min = 2;
+    made.slot_errnos.resize(EIO + 1);
+    made.slot_errnos[EIO] = true;
+    return made;
+  }
+
+  // Up to six neighbouring keys.
+  std::vector<const char*> some() {
+    std::vector<const char*> found;
+    const size_t first = dice_() % kKeys, count = 1 + dice_() % 6;
+    for (size_t at = first; at < std::min(kKeys, first + count); ++at)
+      found.push_back(keys_[at].data());
+    return found;
+  }
+
+  // ---- commands
+
+  std::vector<const char*> hits(const std::vector<const char*>& keys) const {
+    std::vector<const char*> found;
+    for (const char* key : keys)
+      if (tiers_.lookup(key, kFromCpu | kFromPool) != Source::NONE) found.push_back(key);
+    return found;
+  }
+
+  void command() {
+    const std::vector<const char*> keys = some();
+    const size_t what = dice_() % 20;
+    if (what < 7) {
+      begin(OpKind::STORE, tiers_.plan_store(keys, {}, generation_).batch);
+      tiers_.evicted.clear();
+    } else if (what < 13) {
+      begin(OpKind::LOAD, tiers_.plan_load(hits(keys), dice_() % 3));
+    } else if (what < 16) {
+      tiers_.touch(keys, chance(50));
+      std::vector<uint64_t> by_target(2);
+      tiers_.weigh(hits(keys), by_target);
+    } else if (what < 18) {
+      hold(keys.front());
+    } else if (what == 18 && !holds_.empty()) {
+      release(dice_() % holds_.size());
+    } else if (what == 19) {
+      rare();
+    }
+  }
+
+  void rare() {
+    if (chance(30)) {
+      tiers_.reset();
+      while (!holds_.empty()) release(0);
+    } else if (chance(50)) {
+      tiers_.targets[dice_() % 2].usable = chance(70);
+    } else {
+      tiers_.targets[dice_() % 2].speed = static_cast<double>(dice_() % 4) / 4;
+    }
+    tiers_.moves.clear();
+    tiers_.moved_bytes = 0;
+  }
+
+  // Keep a chunk, or bring it up first.
+  void hold(const char* key) {
+    const Source source = tiers_.lookup(key, kFromCpu | kFromPool);
+    if (source == Source::NONE || tiers_.evictable() <= 2) return;
+    const bool fetches = source == Source::POOL;
+    if (fetches && tiers_.begin_fetch(key, dice_() % kFetchReasons) == kNoRow) return;
+    const Row row = tiers_.hold(key);
+    CHECK(row != kNoRow);
+    const Index& index = tiers_.index;
+    holds_.push_back({static_cast<Slot>(index.cache[row]), row, index.generations[row]});
+  }
+
+  void release(size_t at) {
+    const Hold one = holds_[at];
+    holds_.erase(holds_.begin() + static_cast<long>(at));
+    tiers_.release_hold(one.slot, one.row, one.generation);
+  }
+
+  void send() {
+    begin(OpKind::WRITE, tiers_.take_writes());
+    for (size_t reason = 0; reason < kFetchReasons; ++reason)
+      begin(OpKind::FETCH, tiers_.take_fetches(reason));
+  }
+
+  void begin(OpKind kind, Batch batch) {
+    if (batch.size() == 0) return;
+    Op& op = ops_.emplace_back(Op{kind, std::move(batch), {}, {}});
+    for (size_t rank = 0; rank < kRanks; ++rank) {
+      op.outcome[rank].assign(op.batch.size(), 1);
+      op.release[rank].assign(op.batch.size(), 1);
+    }
+  }
+
+  // ---- reports
+
+  // One rank's on some rows of one op.
+  void report() {
+    if (ops_.empty()) return;
+    auto at = ops_.begin();
+    std::advance(at, static_cast<long>(dice_() % ops_.size()));
+    report(at, dice_() % kRanks, 60, 15);
+  }
+
+  void report(std::list<Op>::iterator at, size_t rank, unsigned rows, unsigned failing) {
+    Op& op = *at;
+    std::vector<uint32_t> indexes;
+    std::vector<uint8_t> codes, released;
+    std::vector<int16_t> errors;
+    for (uint32_t row = 0; row < op.batch.size(); ++row) {
+      if (!op.release[rank][row] || !chance(rows)) continue;
+      auto code = op.outcome[rank][row] ? Outcome::OK : Outcome::RELEASED;
+      if (code == Outcome::OK && chance(failing)) code = static_cast<Outcome>(1 + dice_() % 5);
+      const bool fails = code != Outcome::OK && code != Outcome::RELEASED;
+      const bool frees = !fails || chance(failing ? 50 : 100);
+      indexes.push_back(row);
+      codes.push_back(static_cast<uint8_t>(code));
+      errors.push_back(code == Outcome::IO_ERROR ? EIO : 0);
+      released.push_back(frees);
+      op.outcome[rank][row] = 0;
+      op.release[rank][row] = !frees;
+    }
+    if (indexes.empty()) return;
+    Effect effect;
+    tiers_.report(op.kind, op.batch, {indexes, codes, errors, released}, effect);
+    for (const uint32_t row : effect.decided) CHECK(row < op.batch.size());
+    if (!op.batch.undecided && !op.batch.unreleased) ops_.erase(at);
+  }
+
+  // All reports come, and what follows from them ends.
+  void rest() {
+    tiers_.targets[0].usable = tiers_.targets[1].usable = true;
+    while (!holds_.empty()) release(0);
+    for (size_t round = 0; round < 1000; ++round) {
+      tiers_.drain();
+      send();
+      if (ops_.empty()) break;
+      const auto first = ops_.begin();
+      const size_t before = ops_.size();
+      for (size_t rank = 0; rank < kRanks && ops_.size() == before; ++rank)
+        report(first, rank, 100, 0);
+    }
+    CHECK(ops_.empty() && tiers_.pending == 0 && tiers_.writes_intended() == 0);
+    CHECK(tiers_.cache.count_in_use() == 0 && tiers_.cache.orphans == 0);
+    for (const Target& target : tiers_.targets) CHECK(target.slots.orphans == 0);
+    const Index& index = tiers_.index;
+    size_t found = 0;
+    for (const std::string& key : keys_) found += tiers_.lookup(key.data(), 3) != Source::NONE;
+    CHECK(found == index.size());
+  }
+
+  std::mt19937_64 dice_;
+  Tiers tiers_;
+  std::vector<std::string> keys_;
+  std::list<Op> ops_;
+  std::vector<Hold> holds_;
+  uint64_t generation_ = 1;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 3) return 2;
+  const uint64_t seed = std::strtoull(argv[1], nullptr, 10);
+  const int seeds = std::atoi(argv[2]);
+  for (int number = 0; number < seeds; ++number) {
+    seed_now = seed + static_cast<uint64_t>(number);
+    for (uint64_t world = 0; world < 30; ++world) World(seed_now * 1000 + world).run(2000);
+    std::printf("seed %llu: ok\n", static_cast<unsigned long long>(seed_now));
+  }
+  return 0;
+}

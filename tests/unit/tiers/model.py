@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of `native.Tiers` in plain Python: slow, and as simple as its rules allow.
+
+It reads the same transition table, keeps every entry as an object, and finds victims by looking at
+all slots. `Model` has the part of the interface that the property test plays.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import vllm_nvmeof_offload.native as native
+from vllm_nvmeof_offload.protocol import place_of, slot_of, target_of
+
+TABLE = {
+    (state, event): after
+    for state, event, after in re.findall(
+        r"^STEP\((\w+), (\w+), (\w+)\)$",
+        (Path(native.__file__).parent / "transitions.def").read_text(),
+        re.MULTILINE,
+    )
+}
+STATES = ("ABSENT", "STORING", "CACHED", "WRITING", "BOTH", "POOLED", "FETCHING", "DOOMED")
+OK, STALE, CANCELLED, RELEASED = 0, 3, 5, 6
+FAILURES_MAX = 3
+EIO, ENOSPC = 5, 28
+
+
+@dataclass(eq=False)
+class Chunk:
+    key: bytes
+    generation: int
+    state: str = "ABSENT"
+    cache: int | None = None
+    place: int | None = None
+
+    def on(self, event: str) -> str:
+        self.state = TABLE[self.state, event]
+        return self.state
+
+    @property
+    def in_cache(self) -> bool:
+        return self.state in ("STORING", "CACHED", "WRITING", "BOTH", "FETCHING")
+
+
+@dataclass
+class Slot:
+    """users: operations on it. chunk: whose entry names it; None with users: it is an orphan."""
+
+    number: int
+    chunk: Chunk | None = None
+    users: int = 0
+    retired: bool = False
+    used: int = 0
+    wanted: int = 0  # when its chunk began to wait for its write; 0: it does not
+
+    @property
+    def free(self) -> bool:
+        return self.chunk is None and not self.users and not self.retired
+
+
+@dataclass(eq=False)
+class Row:
+    chunk: Chunk
+    cache: int | None
+    place: int | None
+    filling: bool
+    code: int = OK
+    error: int = 0
+    outcomes: int = 1
+    releases: int = 1
+
+
+@dataclass
+class Model:
+    """One rank, plain LRU, write-through, one target."""
+
+    cache_slots: int
+    pool_slots: int
+    writes_max: int
+    chunks: dict[bytes, Chunk] = field(default_factory=dict)
+    uses: int = 0
+    arrivals: int = 0
+    pending: int = 0
+    writes: list[Row] = field(default_factory=list)
+    failed_reads: dict[int, int] = field(default_factory=dict)
+    failed_writes: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.cache = [Slot(number) for number in range(self.cache_slots)]
+        self.pool = [Slot(place_of(0, number)) for number in range(self.pool_slots)]
+
+    # -- look-ups ---------------------------------------------------------------------
+
+    def lookup(self, key: bytes) -> int:
+        chunk = self.chunks.get(key)
+        return 0 if chunk is None else 1 if chunk.in_cache else 2
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):
+            self.uses += 1
+            chunk = self.chunks.get(key)
+            if chunk is not None:
+                for slot in self._slots(chunk):
+                    slot.used = self.uses
+
+    # -- plans ------------------------------------------------------------------------
+
+    def plan_store(self, keys: Sequence[bytes], generation: int) -> tuple[list[Row], int]:
+        """(rows, how many were refused)."""
+        new = [key for key in keys if key not in self.chunks]
+        spared: set[bytes] = set()
+        if len(new) > sum(slot.free for slot in self.cache):
+            self.touch(keys)
+            spared = set(keys)
+        rows: list[Row] = []
+        for key in new:
+            slot = self._take_cache(spared)
+            if slot is None and spared:
+                spared = set()
+                slot = self._take_cache(spared)
+            if slot is None:
+                break
+            generation += 1
+            chunk = self.chunks[key] = Chunk(key, generation)
+            chunk.on("STORE_BEGIN")
+            self._give(chunk, slot, None)
+            rows.append(self._row(chunk, chunk.cache, None, True))
+        self.touch(keys)
+        return rows, len(new) - len(rows)
+
+    def plan_load(self, keys: Sequence[bytes], land_max: int) -> list[Row]:
+        self.touch(keys)
+        rows = []
+        for key in keys:
+            chunk = self.chunks[key]
+            where = (chunk.cache, None) if chunk.in_cache else (None, chunk.place)
+            rows.append(self._row(chunk, *where, False))
+        for row in rows:
+            if row.place is None or not land_max:
+                continue
+            slot = self._take_cache(set())
+            if slot is None:
+                break
+            land_max -= 1
+            self._fill(row.chunk, slot)
+            row.cache, row.filling = slot.number, True
+            slot.users += 1
+        return rows
+
+    def fetch(self, key: bytes) -> Row | None:
+        chunk = self.chunks[key]
+        pool_slot = self._pool_slot(chunk)
+        pool_slot.users += 1
+        slot = self._take_cache(set())
+        if slot is None:
+            pool_slot.users -= 1
+            return None
+        self._fill(chunk, slot)
+        slot.users += 1
+        return Row(chunk, slot.number, chunk.place, True)
+
+    def detach(self, row: Row) -> None:
+        row.chunk.on("FETCH_CANCELLED")
+        self._leave_cache(row.chunk)
+        row.filling = False
+
+    def holds(self, row: Row) -> bool:
+        return self._live(row.chunk)
+
+    def drain(self) -> None:
+        while self.pending < self.writes_max:
+            waiting = [slot for slot in self.cache if slot.wanted]
+            ready = [slot for slot in waiting if self._evictable(slot) or self._waits(slot)]
+            if not ready:
+                return
+            slot = min(ready, key=lambda one: one.wanted)
+            pool_slot = self._take_pool()
+            if pool_slot is None:
+                return
+            chunk = slot.chunk
+            assert chunk is not None
+            slot.wanted = 0
+            pool_slot.used = slot.used
+            self._give(chunk, None, pool_slot)
+            chunk.on("WRITE_BEGIN")
+            self.writes.append(self._row(chunk, chunk.cache, chunk.place, False))
+            self.pending += 1
+
+    # -- facts ------------------------------------------------------------------------
+
+    def report(self, kind: str, row: Row, code: int, error: int, *, released: bool) -> None:
+        if code != RELEASED:
+            row.outcomes -= 1
+            row.code, row.error = code, error
+            if code:
+                self._fails(kind, row)
+            self._decide(kind, row)
+        if released or code == RELEASED:
+            row.releases -= 1
+            if row.cache is not None:
+                self.cache[row.cache].users -= 1
+            if row.place is not None:
+                self.pool[slot_of(row.place)].users -= 1
+
+    def reset(self) -> None:
+        for row in self.writes:
+            self.cache[row.cache or 0].users -= 1
+            self.pool[slot_of(row.place or 0)].users -= 1
+            self.pending -= 1
+        self.writes.clear()
+        for chunk in list(self.chunks.values()):
+            self._forget(chunk)
+        self.failed_reads.clear()
+        self.failed_writes.clear()
+
+    # -- helpers ----------------------------------------------------------------------
+
+    def _fails(self, kind: str, row: Row) -> None:
+        chunk, live = row.chunk, self._live(row.chunk)
+        if kind == "write" or (row.code == CANCELLED and kind != "store"):
+            return
+        retire = row.place is not None and self._worn(self.failed_reads, row)
+        if not live:
+            return
+        if row.code == STALE and row.place is None and kind == "load":
+            if chunk.state in ("POOLED", "FETCHING", "STORING"):
+                return
+            if chunk.state == "BOTH":
+                chunk.on("CACHE_LOST")
+                self._leave_cache(chunk)
+                return
+        chunk.on("DOOM")
+        self._forget(chunk, retire=retire)
+
+    def _decide(self, kind: str, row: Row) -> None:
+        chunk, ok = row.chunk, row.code == OK
+        if kind == "write":
+            self.pending -= 1
+            if not self._live(chunk):
+                return
+            if ok:
+                self.failed_writes.pop(row.place or 0, None)
+                chunk.on("WRITTEN")
+            else:
+                chunk.on("WRITE_FAILED")
+                worn = self._worn(self.failed_writes, row) or row.error == ENOSPC
+                self._leave_pool(chunk, retire=worn)
+            return
+        if ok and row.place is not None:
+            self.failed_reads.pop(row.place, None)
+        if not self._live(chunk) or not row.filling:
+            return
+        if kind == "store":
+            chunk.on("COPIED")
+            self.arrivals += 1
+            assert chunk.cache is not None
+            if self.pool_slots:
+                self.cache[chunk.cache].wanted = self.arrivals
+            return
+        chunk.on("FETCHED" if ok else "FETCH_CANCELLED")
+        if not ok:
+            self._leave_cache(chunk)
+
+    def _worn(self, failures: dict[int, int], row: Row) -> bool:
+        assert row.place is not None
+        if row.code == 1 and row.error == EIO:
+            failures[row.place] = failures.get(row.place, 0) + 1
+        return failures.get(row.place, 0) >= FAILURES_MAX
+
+    def _live(self, chunk: Chunk) -> bool:
+        return self.chunks.get(chunk.key) is chunk
+
+    def _row(self, chunk: Chunk, cache: int | None, place: int | None, filling: bool) -> Row:
+        if cache is not None:
+            self.cache[cache].users += 1
+        if place is not None:
+            assert target_of(place) == 0
+            self.pool[slot_of(place)].users += 1
+        return Row(chunk, cache, place, filling)
+
+    def _slots(self, chunk: Chunk) -> list[Slot]:
+        found = [] if chunk.cache is None else [self.cache[chunk.cache]]
+        return found + ([] if chunk.place is None else [self._pool_slot(chunk)])
+
+    def _pool_slot(self, chunk: Chunk) -> Slot:
+        assert chunk.place is not None
+        return self.pool[slot_of(chunk.place)]
+
+    def _give(self, chunk: Chunk, cache: Slot | None, pool: Slot | None) -> None:
+        if cache is not None:
+            chunk.cache, cache.chunk = cache.number, chunk
+        if pool is not None:
+            chunk.place, pool.chunk = pool.number, chunk
+
+    def _fill(self, chunk: Chunk, slot: Slot) -> None:
+        slot.used = self._pool_slot(chunk).used
+        self._give(chunk, slot, None)
+        chunk.on("FETCH_BEGIN")
+
+    def _waits(self, slot: Slot) -> bool:
+        """Written through, a chunk waits for its write whether or not it is evictable."""
+        return bool(slot.wanted) and slot.chunk is not None and slot.chunk.state == "CACHED"
+
+    def _evictable(self, slot: Slot) -> bool:
+        chunk = slot.chunk
+        if chunk is None or slot.users:
+            return False
+        states = ("CACHED", "BOTH") if slot in self.cache else ("POOLED", "BOTH")
+        return chunk.state in states
+
+    def _take_cache(self, spared: set[bytes]) -> Slot | None:
+        return self._take(self.cache, "EVICT_CACHE", spared)
+
+    def _take_pool(self) -> Slot | None:
+        return self._take(self.pool, "EVICT_POOL", set())
+
+    def _take(self, slots: list[Slot], event: str, spared: set[bytes]) -> Slot | None:
+        """Any free slot, or the one whose chunk was used longest ago."""
+        if free := [slot for slot in slots if slot.free]:
+            return free[0]
+        able = [s for s in slots if self._evictable(s) and s.chunk and s.chunk.key not in spared]
+        if not able:
+            return None
+        slot = min(able, key=lambda one: (one.used, one.number))
+        chunk = slot.chunk
+        assert chunk is not None
+        if event == "EVICT_CACHE":
+            self._leave_cache(chunk)
+        else:
+            self._leave_pool(chunk)
+        if chunk.on(event) == "ABSENT":
+            del self.chunks[chunk.key]
+        return slot
+
+    def _leave_cache(self, chunk: Chunk) -> None:
+        assert chunk.cache is not None
+        slot = self.cache[chunk.cache]
+        slot.chunk, slot.wanted, chunk.cache = None, 0, None
+
+    def _leave_pool(self, chunk: Chunk, *, retire: bool = False) -> None:
+        slot = self._pool_slot(chunk)
+        slot.chunk, slot.retired, chunk.place = None, slot.retired or retire, None
+
+    def _forget(self, chunk: Chunk, *, retire: bool = False) -> None:
+        if chunk.cache is not None:
+            self._leave_cache(chunk)
+        if chunk.place is not None:
+            self._leave_pool(chunk, retire=retire)
+        del self.chunks[chunk.key]

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native tiers and the model, given the same calls, hold the same chunks in the same slots."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_nvmeof_offload.native import Batch, Tiers
+
+from .model import CANCELLED, EIO, ENOSPC, OK, RELEASED, STALE, STATES, Model, Row
+
+KINDS = ("store", "load", "write", "fetch")
+KEYS = [bytes([number]) * 8 for number in range(24)]
+CODES = (OK, OK, OK, OK, 1, STALE, CANCELLED)
+SLOT_ERRNOS = [number in (EIO, ENOSPC) for number in range(134)]
+
+
+class Pair:
+    """Both, and the ops under way: (kind, native batch, the model's rows, rows that are done)."""
+
+    def __init__(self, cache_slots: int, pool_slots: int) -> None:
+        self.native = Tiers(
+            cache_slots,
+            [pool_slots],
+            key_bytes=8,
+            writes=pool_slots > 0,
+            writes_max=3,
+            slot_errnos=SLOT_ERRNOS,
+        )
+        self.model = Model(cache_slots, pool_slots, 3)
+        self.ops: list[tuple[str, Batch, list[Row]]] = []
+        self.generation = 100
+
+    def play(self, name: str, seed: int) -> None:
+        rng = random.Random(seed)
+        getattr(self, name)(rng)
+        self.native.drain()
+        self.model.drain()
+        self.compare()
+
+    # -- calls ------------------------------------------------------------------------
+
+    def store(self, rng: random.Random) -> None:
+        keys = self._run(rng)
+        batch, _, refused, after = self.native.plan_store(keys, None, self.generation)
+        rows, also_refused = self.model.plan_store(keys, self.generation)
+        self.generation = after
+        assert refused == also_refused
+        self._begin("store", batch, rows)
+
+    def load(self, rng: random.Random) -> None:
+        keys = [key for key in self._run(rng) if self.model.lookup(key)]
+        if keys:
+            land_max = rng.randrange(4)
+            batch = self.native.plan_load(keys, land_max)
+            self._begin("load", batch, self.model.plan_load(keys, land_max))
+
+    def fetch(self, rng: random.Random) -> None:
+        pooled = [key for key in KEYS if self.model.lookup(key) == 2]
+        if not pooled:
+            return
+        key = rng.choice(pooled)
+        found, row = self.native.begin_fetch(key, 0), self.model.fetch(key)
+        assert (found is None) == (row is None)
+        if row is not None:
+            self._begin("fetch", self.native.take_fetches(0), [row])
+
+    def cancel(self, rng: random.Random) -> None:
+        """Take a fetch off its entry; its report still comes."""
+        fetches = [
+            (batch, rows[0])
+            for kind, batch, rows in self.ops
+            if kind == "fetch" and rows[0].outcomes and rows[0].filling
+        ]
+        live = [(batch, row) for batch, row in fetches if self.model.holds(row)]
+        if live:
+            batch, row = rng.choice(live)
+            self.native.detach(batch, 0)
+            self.model.detach(row)
+
+    def write(self, rng: random.Random) -> None:
+        batch, rows = self.native.take_writes(), self.model.writes
+        self.model.writes = []
+        self._begin("write", batch, rows)
+
+    def report(self, rng: random.Random) -> None:
+        """Some rows of an op have their outcome, their release, or both."""
+        if not self.ops:
+            return
+        kind, batch, rows = rng.choice(self.ops)
+        indexes, codes, errors, released = [], [], [], []
+        for index, row in enumerate(rows):
+            if not row.releases or rng.random() < 0.4:
+                continue
+            code = rng.choice(CODES) if row.outcomes else RELEASED
+            error = rng.choice((EIO, ENOSPC)) if code == 1 else 0
+            free = code in (OK, RELEASED) or rng.random() < 0.7
+            self.model.report(kind, row, code, error, released=free)
+            indexes.append(index)
+            codes.append(code)
+            errors.append(error)
+            released.append(free)
+        if indexes:
+            self.native.report(
+                KINDS.index(kind),
+                batch,
+                np.array(indexes, np.uint32),
+                np.array(codes, np.uint8),
+                np.array(errors, np.int16),
+                np.array(released, np.uint8),
+            )
+        self.ops = [op for op in self.ops if any(row.releases for row in op[2])]
+
+    def reset(self, rng: random.Random) -> None:
+        if rng.random() < 0.2:
+            self.native.reset()
+            self.model.reset()
+
+    # -- helpers ----------------------------------------------------------------------
+
+    def _run(self, rng: random.Random) -> list[bytes]:
+        first = rng.randrange(len(KEYS))
+        return KEYS[first : first + rng.randint(1, 6)]
+
+    def _begin(self, kind: str, batch: Batch, rows: list[Row]) -> None:
+        chunks = [row.chunk for row in rows]
+        assert batch.keys == b"".join(chunk.key for chunk in chunks)
+        assert batch.generations.tolist() == [chunk.generation for chunk in chunks]
+        assert [slot >= 0 for slot in batch.cache] == [row.cache is not None for row in rows]
+        # Which free slot is taken is not a rule.
+        assert [place >= 0 for place in batch.places] == [row.place is not None for row in rows]
+        if rows:
+            self.ops.append((kind, batch, rows))
+
+    def compare(self) -> None:
+        ours = {
+            key: (STATES[state], generation, cache >= 0, place >= 0)
+            for state, generation, cache, place, key in self.native.entries()
+        }
+        theirs = {
+            chunk.key: (
+                chunk.state,
+                chunk.generation,
+                chunk.cache is not None,
+                chunk.place is not None,
+            )
+            for chunk in self.model.chunks.values()
+        }
+        assert ours == theirs
+        assert self.native.writes_pending == self.model.pending
+        assert self.native.cache_taken == sum(not slot.free for slot in self.model.cache)
+        assert self.native.pool_taken == sum(not slot.free for slot in self.model.pool)
+        assert [self.native.lookup(key) for key in KEYS] == [self.model.lookup(k) for k in KEYS]
+
+
+CALLS = st.tuples(
+    st.sampled_from(
+        ("store", "load", "fetch", "cancel", "write", "report", "report", "report", "reset")
+    ),
+    st.integers(0, 1 << 32),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 12), st.integers(0, 10), st.lists(CALLS, max_size=80))
+def test_native_tiers_do_what_the_model_does(
+    cache_slots: int, pool_slots: int, calls: list[tuple[str, int]]
+) -> None:
+    pair = Pair(cache_slots, pool_slots)
+    for name, seed in calls:
+        pair.play(name, seed)
+
+
+NAMES = (
+    *("store", "store", "load", "load", "fetch", "fetch", "cancel"),
+    *("write", "report", "report", "report", "reset"),
+)
+
+
+def test_long_lives_end_alike() -> None:
+    """Longer than hypothesis draws lists, so that both tiers are full most of the time."""
+    for seed in range(100):
+        rng = random.Random(seed)
+        pair = Pair(rng.randint(2, 8), rng.randint(1, 10))
+        for _ in range(200):
+            pair.play(rng.choice(NAMES), rng.randrange(1 << 32))

@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: Apache-2.0
+// The worker's machine for Python: columns come and leave as numpy arrays. What runs per chunk runs
+// without the interpreter lock.
+#include "bindings_machine.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <memory>
+#include <optional>
+
+#include "instant_lanes.h"
+#include "machine.h"
+
+using namespace nb::literals;
+using namespace nvmeof;
+
+namespace {
+
+template <typename T>
+using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using PieceRows = nb::ndarray<const uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
+
+int64_t nanoseconds(double seconds) { return std::llround(seconds * 1e9); }
+
+template <typename T>
+std::span<const T> span_of(const Column<T>& column) {
+  return {column.data(), column.size()};
+}
+
+// An array that owns what was in the vector; `columns` 0: with one dimension.
+template <typename T>
+nb::object array(std::vector<T>&& items, size_t columns = 0) {
+  auto* const kept = new std::vector<T>(std::move(items));
+  const nb::capsule owner(kept, [](void* data) noexcept {
+    delete static_cast<std::vector<T>*>(data);
+  });
+  if (!columns) return nb::cast(nb::ndarray<nb::numpy, T>(kept->data(), {kept->size()}, owner));
+  return nb::cast(
+      nb::ndarray<nb::numpy, T>(kept->data(), {kept->size() / columns, columns}, owner));
+}
+
+// A column of a report; None for an empty one.
+template <typename T>
+nb::object column(std::vector<T>&& items) {
+  return items.empty() ? nb::none() : array(std::move(items));
+}
+
+void make(Machine* self, size_t cache_slots, size_t stream_slots, uint64_t pool_slots,
+          uint64_t base_address, size_t slot_bytes, size_t header_bytes, size_t payload_bytes,
+          size_t targets, size_t reads_max, size_t writes_max, double read_deadline_s,
+          double write_deadline_s, size_t saturating_reads, size_t saturating_writes,
+          std::vector<bool> retryable, uintptr_t lanes, double now_s) {
+  MachineOptions options;
+  options.cache_slots = cache_slots;
+  options.stream_slots = stream_slots;
+  options.pool_slots = pool_slots;
+  options.header_bytes = header_bytes;
+  options.io = {targets,
+                reads_max,
+                writes_max,
+                nanoseconds(read_deadline_s),
+                nanoseconds(write_deadline_s),
+                slot_bytes,
+                payload_bytes,
+                base_address,
+                base_address + cache_slots * slot_bytes,
+                saturating_reads,
+                saturating_writes,
+                std::move(retryable)};
+  new (self) Machine(options, reinterpret_cast<NativeLanes*>(lanes), nanoseconds(now_s));
+}
+
+void begin(Machine& machine, uint64_t op, uint8_t kind, uint8_t urgency, const nb::bytes& keys,
+           const Column<uint64_t>& generations, const Column<int32_t>& cache,
+           const Column<int64_t>& places, const std::optional<PieceRows>& rows,
+           const std::optional<Column<uint32_t>>& first) {
+  const size_t count = generations.size();
+  if (cache.size() != count || places.size() != count)
+    throw nb::value_error("the columns differ in length");
+  const Columns columns{{keys.c_str(), keys.size()},
+                        span_of(generations), span_of(cache), span_of(places)};
+  Pieces pieces;
+  if (rows && first) pieces = {{rows->data(), rows->size()}, span_of(*first)};
+  const nb::gil_scoped_release unlocked;
+  machine.begin(op, static_cast<OpKind>(kind), static_cast<Urgency>(urgency), columns, pieces);
+}
+
+void cancel(Machine& machine, uint64_t op, const std::optional<Column<uint32_t>>& rows) {
+  if (!rows) {
+    machine.cancel(op, nullptr);
+    return;
+  }
+  const std::vector<uint32_t> some(rows->data(), rows->data() + rows->size());
+  machine.cancel(op, &some);
+}
+
+using End = std::tuple<uint64_t, uint8_t, int, bool, double>;  // a `LaneEnd`
+
+void ended(Machine& machine, const std::vector<End>& ends) {
+  for (const auto& [token, code, error, released, ended_s] : ends)
+    machine.io.ended({token, code, error, released, nanoseconds(ended_s)});
+}
+
+// (token, kind, urgency, pool slot, address, key, generation, CRC, deadline in seconds) of each.
+nb::list offered(Machine& machine) {
+  nb::list all;
+  for (const IoQueue::Offer& offer : machine.io.offered) {
+    const Task& task = *offer.task;
+    const std::string_view key = task.key();
+    all.append(nb::make_tuple(offer.token, static_cast<uint8_t>(task.job->kind),
+                              static_cast<uint8_t>(task.urgency), task.pool_slot,
+                              machine.io.address(task), nb::bytes(key.data(), key.size()),
+                              task.content.generation, task.payload_crc,
+                              static_cast<double>(offer.deadline_ns) / 1e9));
+  }
+  return all;
+}
+
+nb::object reset_to_offer(Machine& machine) {
+  const IoQueue::Offer offer = machine.io.reset_to_offer();
+  if (offer.task == nullptr) return nb::none();
+  return nb::make_tuple(offer.token, offer.task->job->adoptable);
+}
+
+nb::list take_copies(Machine& machine) {
+  std::vector<CopyBatch> batches;
+  {
+    const nb::gil_scoped_release unlocked;
+    batches = machine.take_copies();
+  }
+  nb::list all;
+  for (CopyBatch& batch : batches)
+    all.append(nb::make_tuple(batch.number, batch.op, batch.is_store, batch.bytes,
+                              array(std::move(batch.pieces), 3), array(std::move(batch.counts)),
+                              array(std::move(batch.payloads))));
+  return all;
+}
+
+nb::list take_reports(Machine& machine) {
+  std::vector<RowReport> reports;
+  {
+    const nb::gil_scoped_release unlocked;
+    reports = machine.take_reports();
+  }
+  nb::list all;
+  for (RowReport& report : reports)
+    all.append(nb::make_tuple(
+        report.op, report.all_rows ? nb::none() : column(std::move(report.indexes)),
+        column(std::move(report.codes)), column(std::move(report.errors)),
+        column(std::move(report.released)), report.seconds));
+  return all;
+}
+
+nb::list take_finished(Machine& machine) {
+  nb::list all;
+  for (const Finished& finished : machine.take_finished()) {
+    nb::list failures;
+    for (size_t at = 0; at < finished.failed.size(); ++at)
+      failures.append(nb::make_tuple(finished.failed[at], finished.codes[at], finished.errors[at]));
+    all.append(nb::make_tuple(finished.op, failures, finished.copied_bytes, finished.seconds));
+  }
+  return all;
+}
+
+nb::tuple take_health(Machine& machine) {
+  nb::list counts, outcomes;
+  for (const HealthCounts& one : std::exchange(machine.io.health_counts, {}))
+    counts.append(nb::make_tuple(one.target, one.attachment, one.began, one.late, one.released,
+                                 one.released_late));
+  for (const HealthOutcome& one : std::exchange(machine.io.health_outcomes, {}))
+    outcomes.append(nb::make_tuple(one.target, one.attachment, one.is_write,
+                                   static_cast<uint8_t>(one.code), one.error, one.pool_slot));
+  return nb::make_tuple(counts, outcomes);
+}
+
+nb::tuple take_counts(Machine& machine) {
+  const TransferCounts reads = std::exchange(machine.io.reads, {});
+  const TransferCounts writes = std::exchange(machine.io.writes, {});
+  nb::list written;
+  for (uint64_t& bytes : machine.written_bytes) written.append(std::exchange(bytes, 0));
+  return nb::make_tuple(nb::make_tuple(reads.operations, reads.bytes, reads.seconds),
+                        nb::make_tuple(writes.operations, writes.bytes, writes.seconds),
+                        std::exchange(machine.read_bytes, 0), written);
+}
+
+nb::list take_rates(Machine& machine) {
+  nb::list all;
+  for (const auto& rate : machine.io.take_rates())
+    all.append(nb::make_tuple(rate.target, rate.write, rate.read));
+  return all;
+}
+
+nb::tuple levels(Machine& machine) {
+  IoQueue& io = machine.io;
+  return nb::make_tuple(machine.streams_used(), machine.streams_waiting(),
+                        io.waiting(Urgency::DEMAND),
+                        io.waiting(Urgency::URGENT) + io.waiting(Urgency::PREFETCH),
+                        io.waiting(Urgency::WRITE), io.reads_in_flight(), io.writes_in_flight());
+}
+
+}  // namespace
+
+void bind_machine(nb::module_& m) {
+  nb::class_<InstantLanes>(m, "InstantLanes")
+      .def(nb::init<int>(), "wake_fd"_a)
+      .def_prop_ro("address", [](InstantLanes& lanes) {
+        return reinterpret_cast<uintptr_t>(static_cast<NativeLanes*>(&lanes));
+      });
+  const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+  nb::class_<Machine>(m, "Machine")
+      .def("__init__", &make, nb::kw_only(), "cache_slots"_a, "stream_slots"_a, "pool_slots"_a = 0,
+           "base_address"_a, "slot_bytes"_a, "header_bytes"_a, "payload_bytes"_a,
+           "targets"_a, "reads_max"_a,
+           "writes_max"_a, "read_deadline_s"_a, "write_deadline_s"_a, "saturating_reads"_a,
+           "saturating_writes"_a, "retryable"_a, "lanes"_a = 0, "now_s"_a = 0.0)
+      .def("begin", &begin, "op"_a, "kind"_a, "urgency"_a, "keys"_a, "generations"_a, "cache"_a,
+           "places"_a, "rows"_a = nb::none(), "first"_a = nb::none())
+      .def("reset", &Machine::reset, "op"_a, "adoptable"_a)
+      .def("cancel", &cancel, "op"_a, "rows"_a = nb::none())
+      .def("set_time",
+           [](Machine& machine, double now_s) { machine.io.set_time(nanoseconds(now_s)); })
+      .def("set_target",
+           [](Machine& machine, size_t target, bool usable, uint32_t attachment) {
+             machine.io.set_target(target, usable, attachment);
+           })
+      .def("set_stamp",
+           [](Machine& machine, uint32_t epoch, bool adoptable, bool reset_is_durable) {
+             machine.io.set_stamp(epoch, adoptable, reset_is_durable);
+           })
+      .def("ended", &ended)
+      .def("poll_native",
+           [](Machine& machine, double engine_now_s, double ahead_s) {
+             machine.io.poll_native(nanoseconds(engine_now_s), nanoseconds(ahead_s));
+           },
+           unlocked)
+      .def("offer_reads", [](Machine& machine) { machine.io.offer_reads(); }, unlocked)
+      .def("offer_writes", [](Machine& machine) { machine.io.offer_writes(); }, unlocked)
+      .def("fail_stalled", [](Machine& machine) { machine.io.fail_stalled(); }, unlocked)
+      .def("run", &Machine::run, unlocked)
+      .def("offered", &offered)
+      .def("accepted", [](Machine& machine, size_t count) { machine.io.accepted(count); })
+      .def("reset_to_offer", &reset_to_offer)
+      .def("reset_accepted",
+           [](Machine& machine, uint64_t token) { machine.io.reset_accepted(token); })
+      .def("take_cancels", [](Machine& machine) { return std::exchange(machine.io.cancels, {}); })
+      .def("take_copies", &take_copies)
+      .def("copied",
+           [](Machine& machine, uint64_t number, uint8_t code, int error,
+              const std::optional<Column<int64_t>>& crcs) {
+             const auto known = crcs ? span_of(*crcs) : std::span<const int64_t>();
+             const nb::gil_scoped_release unlocked;
+             machine.copied(number, static_cast<Outcome>(code), error, known);
+           },
+           "number"_a, "code"_a, "error"_a, "crcs"_a = nb::none())
+      .def("take_reports", &take_reports)
+      .def("take_finished", &take_finished)
+      .def("take_health", &take_health)
+      .def("take_counts", &take_counts)
+      .def("take_rates", &take_rates)
+      .def("levels", &levels)
+      .def_prop_ro("idle", &Machine::idle)
+      .def_prop_ro("barred", [](const Machine& machine) { return machine.io.barred(); });
+}

@@ -1,0 +1,337 @@
+// SPDX-License-Identifier: Apache-2.0
+// The manager's tiers for Python: keys come as sequences of bytes, columns leave as numpy arrays.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <functional>
+#include <optional>
+
+#include "bindings_machine.h"
+#include "tiers.h"
+
+using namespace nb::literals;
+using namespace nvmeof;
+
+namespace {
+
+template <typename T>
+using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+template <typename T>
+std::span<const T> span_of(const std::optional<Column<T>>& column) {
+  return column ? std::span<const T>(column->data(), column->size()) : std::span<const T>();
+}
+
+// A read-only view of a batch's column; the batch lives as long as the view.
+template <typename T>
+nb::object view(nb::handle owner, const std::vector<T>& column) {
+  const size_t shape[1] = {column.size()};
+  return nb::cast(nb::ndarray<nb::numpy, const T>(column.data(), 1, shape, owner));
+}
+
+// The keys of a Python sequence, for as long as the sequence lives.
+class KeyList {
+ public:
+  KeyList(nb::handle keys, size_t key_bytes)
+      : sequence_(nb::steal(PySequence_Fast(keys.ptr(), "keys are a sequence"))) {
+    if (!sequence_.is_valid()) throw nb::python_error();
+    const auto count = static_cast<size_t>(PySequence_Fast_GET_SIZE(sequence_.ptr()));
+    PyObject** const items = PySequence_Fast_ITEMS(sequence_.ptr());
+    keys_.reserve(count);
+    for (size_t at = 0; at < count; ++at) keys_.push_back(check(items[at], key_bytes));
+  }
+
+  static const char* check(PyObject* key, size_t key_bytes) {
+    if (!PyBytes_Check(key) || static_cast<size_t>(PyBytes_GET_SIZE(key)) != key_bytes)
+      throw nb::value_error("every offload key has the same number of bytes");
+    return PyBytes_AS_STRING(key);
+  }
+
+  operator Keys() const { return keys_; }
+
+ private:
+  nb::object sequence_;
+  std::vector<const char*> keys_;
+};
+
+// A user's own `EvictionPolicy`.
+class PythonOrder final : public Order {
+ public:
+  explicit PythonOrder(nb::object policy) : policy_(std::move(policy)) {}
+  void admit(Slot slot) override { policy_.attr("admit")(slot); }
+  void withdraw(Slot slot) override { policy_.attr("withdraw")(slot); }
+  void touch(Slot slot) override { policy_.attr("touch")(slot); }
+  Slot peek() override {
+    const nb::object slot = policy_.attr("peek")();
+    return slot.is_none() ? kNone : nb::cast<Slot>(slot);
+  }
+  Slot victim() override {
+    const nb::object slot = policy_.attr("victim")();
+    return slot.is_none() ? kNone : nb::cast<Slot>(slot);
+  }
+  bool contains(Slot slot) const override {
+    return nb::cast<bool>(policy_.attr("__contains__")(slot));
+  }
+  size_t size() const override { return nb::len(policy_); }
+
+ private:
+  nb::object policy_;
+};
+
+MakeOrder order_maker(nb::object make) {
+  if (make.is_none()) return {};
+  return [make](const HugeVector<uint64_t>& used) -> std::unique_ptr<Order> {
+    // Its items are Python's own integers; a numpy array's are slow, and overflow.
+    char* const bytes = const_cast<char*>(reinterpret_cast<const char*>(used.data()));
+    const auto size = static_cast<Py_ssize_t>(used.size() * sizeof(uint64_t));
+    const nb::object view = nb::steal(PyMemoryView_FromMemory(bytes, size, PyBUF_READ));
+    return std::make_unique<PythonOrder>(make(view.attr("cast")("Q")));
+  };
+}
+
+void make_tiers(Tiers* at, Slot cache_slots, const std::vector<Slot>& pool_slots, size_t key_bytes,
+                uint16_t ranks, uint64_t credit, bool writes, bool demotes, bool logs_moves,
+                size_t writes_max, size_t clean_min, const std::vector<bool>& slot_errnos,
+                nb::object policy) {
+  Options options;
+  options.cache_slots = cache_slots;
+  options.pool_slots = pool_slots;
+  options.key_bytes = key_bytes;
+  options.ranks = ranks;
+  options.credit = credit;
+  options.writes = writes;
+  options.demotes = demotes;
+  options.logs_moves = logs_moves;
+  options.writes_max = writes_max;
+  options.clean_min = clean_min;
+  options.slot_errnos = slot_errnos;
+  options.make_order = order_maker(std::move(policy));
+  new (at) Tiers(std::move(options));
+}
+
+int lookup(const Tiers& tiers, nb::handle key, uint8_t sources) {
+  return static_cast<int>(
+      tiers.lookup(KeyList::check(key.ptr(), tiers.index.key_bytes()), sources));
+}
+
+std::tuple<size_t, std::vector<uint64_t>> weigh(const Tiers& tiers, nb::handle keys) {
+  std::vector<uint64_t> by_target(tiers.targets.size());
+  const size_t leading = tiers.weigh(KeyList(keys, tiers.index.key_bytes()), by_target);
+  return {leading, by_target};
+}
+
+using Stored = std::tuple<Batch, size_t, size_t, uint64_t>;
+
+Stored plan_store(Tiers& tiers, nb::handle keys, std::optional<Column<uint8_t>> wanted,
+                  uint64_t generation) {
+  StorePlan plan =
+      tiers.plan_store(KeyList(keys, tiers.index.key_bytes()), span_of(wanted), generation);
+  return {std::move(plan.batch), plan.absent, plan.refused, generation};
+}
+
+using Indexes = std::vector<uint32_t>;
+
+std::tuple<Indexes, Indexes, Indexes> report(Tiers& tiers, int kind, Batch& batch,
+                                             std::optional<Column<uint32_t>> indexes,
+                                             std::optional<Column<uint8_t>> codes,
+                                             std::optional<Column<int16_t>> errors,
+                                             std::optional<Column<uint8_t>> released) {
+  Effect effect;
+  const Report parts{span_of(indexes), span_of(codes), span_of(errors), span_of(released)};
+  tiers.report(static_cast<OpKind>(kind), batch, parts, effect);
+  return {std::move(effect.lost), std::move(effect.decided), std::move(effect.failed)};
+}
+
+using Held = std::tuple<Row, uint64_t, int32_t>;  // row, generation, cache slot
+
+std::optional<Held> held(const Tiers& tiers, Row row) {
+  if (row == kNoRow) return std::nullopt;
+  return Held{row, tiers.index.generations[row], tiers.index.cache[row]};
+}
+
+nb::bytes bytes_of(const std::string& text) { return nb::bytes(text.data(), text.size()); }
+
+// (state, generation, cache slot, place, key) of every entry, for inspection.
+nb::list entries(const Tiers& tiers) {
+  nb::list found;
+  const Index& index = tiers.index;
+  for (Row row = 0; row < index.capacity(); ++row)
+    if (index.state[row] != State::ABSENT)
+      found.append(nb::make_tuple(static_cast<int>(index.state[row]), index.generations[row],
+                                  index.cache[row], index.places[row],
+                                  nb::bytes(index.key(row), index.key_bytes())));
+  return found;
+}
+
+template <typename Count>
+size_t sum(const Tiers& tiers, Count count) {
+  size_t total = 0;
+  for (const Target& one : tiers.targets) total += std::invoke(count, one.slots);
+  return total;
+}
+
+// (tier, whether they left it, joined keys) of the oldest moves, as many as `limit` bytes of keys.
+nb::list take_moves(Tiers& tiers, size_t limit) {
+  nb::list taken;
+  while (limit > 0 && !tiers.moves.empty()) {
+    Move& oldest = tiers.moves.front();
+    const size_t bytes = std::min(limit, oldest.keys.size());
+    taken.append(nb::make_tuple(static_cast<int>(oldest.tier), oldest.removed,
+                                nb::bytes(oldest.keys.data(), bytes)));
+    limit -= bytes;
+    tiers.moved_bytes -= bytes;
+    if (bytes == oldest.keys.size())
+      tiers.moves.pop_front();
+    else
+      oldest.keys.erase(0, bytes);
+  }
+  return taken;
+}
+
+void bind_batch(nb::module_& m) {
+  const auto column = []<typename T>(std::vector<T> Batch::* member) {
+    return [member](nb::handle self) { return view(self, nb::cast<Batch&>(self).*member); };
+  };
+  nb::class_<Batch>(m, "Batch")
+      .def("__len__", &Batch::size)
+      .def_prop_ro("keys", [](const Batch& batch) { return bytes_of(batch.keys); })
+      .def_prop_ro("rows", column(&Batch::rows))
+      .def_prop_ro("generations", column(&Batch::generations))
+      .def_prop_ro("cache", column(&Batch::cache))
+      .def_prop_ro("places", column(&Batch::places))
+      .def_prop_ro("filling", column(&Batch::filling))
+      .def_prop_ro("errors", column(&Batch::error))
+      .def_prop_ro("codes",
+                   [](nb::handle self) {
+                     const Batch& batch = nb::cast<Batch&>(self);
+                     const size_t shape[1] = {batch.size()};
+                     const auto* data = reinterpret_cast<const uint8_t*>(batch.code.data());
+                     return nb::cast(nb::ndarray<nb::numpy, const uint8_t>(data, 1, shape, self));
+                   })
+      .def("key",
+           [](const Batch& batch, size_t at) {
+             const size_t bytes = batch.keys.size() / batch.size();
+             return nb::bytes(batch.keys.data() + at * bytes, bytes);
+           })
+      .def("generation", [](const Batch& batch, size_t at) { return batch.generations.at(at); })
+      .def_ro("undecided", &Batch::undecided)
+      .def_ro("unreleased", &Batch::unreleased);
+}
+
+void bind_calls(nb::class_<Tiers>& type) {
+  type
+      .def("__init__", &make_tiers, "cache_slots"_a, "pool_slots"_a, nb::kw_only(), "key_bytes"_a,
+           "ranks"_a = 1, "credit"_a = 0, "writes"_a = true, "demotes"_a = false,
+           "logs_moves"_a = false, "writes_max"_a = 1, "clean_min"_a = 1,
+           "slot_errnos"_a = std::vector<bool>(), "policy"_a = nb::none())
+      .def("__len__", [](const Tiers& tiers) { return tiers.index.size(); })
+      .def("lookup", &lookup, "key"_a, "sources"_a = kFromCpu | kFromPool)
+      .def("weigh", &weigh)
+      .def("touch",
+           [](Tiers& tiers, nb::handle keys, bool ended) {
+             tiers.touch(KeyList(keys, tiers.index.key_bytes()), ended);
+           },
+           "keys"_a, "ended"_a = false)
+      .def("adopt",
+           [](Tiers& tiers, Column<int64_t> places, Column<uint64_t> generations,
+              const nb::bytes& keys) {
+             if (generations.size() != places.size() ||
+                 keys.size() != places.size() * tiers.index.key_bytes())
+               throw nb::value_error("the columns differ in length");
+             return tiers.adopt({places.data(), places.size()},
+                                {generations.data(), generations.size()}, keys.c_str());
+           })
+      .def("plan_store", &plan_store, "keys"_a, "wanted"_a, "generation"_a)
+      .def("plan_load",
+           [](Tiers& tiers, nb::handle keys, size_t land_max) {
+             return tiers.plan_load(KeyList(keys, tiers.index.key_bytes()), land_max);
+           })
+      .def("begin_fetch",
+           [](Tiers& tiers, nb::handle key, size_t reason) {
+             const char* const bytes = KeyList::check(key.ptr(), tiers.index.key_bytes());
+             return held(tiers, tiers.begin_fetch(bytes, reason));
+           })
+      .def("take_fetches", &Tiers::take_fetches)
+      .def("drop_fetch", &Tiers::drop_fetch)
+      .def("detach", &Tiers::detach)
+      .def("hold",
+           [](Tiers& tiers, nb::handle key) {
+             return held(tiers, tiers.hold(KeyList::check(key.ptr(), tiers.index.key_bytes())));
+           })
+      .def("release_hold", &Tiers::release_hold)
+      .def("drain", &Tiers::drain)
+      .def("take_writes", &Tiers::take_writes)
+      .def("report", &report, "kind"_a, "batch"_a, "indexes"_a = nb::none(),
+           "codes"_a = nb::none(), "errors"_a = nb::none(), "released"_a = nb::none())
+      .def("reset", &Tiers::reset)
+      .def("entries", &entries);
+}
+
+void bind_state(nb::class_<Tiers>& type) {
+  type
+      .def("set_usable",
+           [](Tiers& self, size_t target, bool usable) { self.targets.at(target).usable = usable; })
+      .def("set_speed",
+           [](Tiers& self, size_t target, double speed) { self.targets.at(target).speed = speed; })
+      .def("take_evicted",
+           [](Tiers& tiers) { return bytes_of(std::exchange(tiers.evicted, {})); })
+      .def("take_moves", &take_moves)
+      .def("take_counts",
+           [](Tiers& tiers) {
+             return std::vector<uint64_t>{
+                 std::exchange(tiers.cache_evictions, 0), std::exchange(tiers.pool_evictions, 0),
+                 std::exchange(tiers.refused_writes, 0), std::exchange(tiers.written, 0),
+                 std::exchange(tiers.retired, 0)};
+           })
+      .def("cache_users",
+           [](const Tiers& tiers, Slot slot) { return tiers.cache.users.at(slot); })
+      .def_prop_ro("moved_bytes", [](const Tiers& tiers) { return tiers.moved_bytes; })
+      .def_prop_ro("writes_intended", &Tiers::writes_intended)
+      .def_prop_ro("fetches_intended", &Tiers::fetches_intended)
+      .def_prop_ro("evictable_cache_slots", &Tiers::evictable)
+      .def_prop_ro("cache_slots", [](const Tiers& tiers) { return tiers.cache.capacity(); })
+      .def_prop_ro("cache_taken", [](const Tiers& tiers) { return tiers.cache.taken(); })
+      .def_prop_ro("cache_orphans", [](const Tiers& tiers) { return tiers.cache.orphans; })
+      .def_prop_ro("cache_in_use", [](const Tiers& tiers) { return tiers.cache.count_in_use(); })
+      .def_prop_ro("pool_taken", [](const Tiers& tiers) { return sum(tiers, &Slots::taken); })
+      .def_prop_ro("pool_orphans",
+                   [](const Tiers& tiers) {
+                     return sum(tiers, [](const Slots& slots) { return slots.orphans; });
+                   })
+      .def_prop_ro("pool_retired",
+                   [](const Tiers& tiers) {
+                     return sum(tiers, [](const Slots& slots) { return slots.retired; });
+                   })
+      .def_ro("writes_pending", &Tiers::pending)
+      .def_ro("backlog", &Tiers::backlog);
+}
+
+}  // namespace
+
+#ifndef NVMEOF_TIERS_MODULE
+#define NVMEOF_TIERS_MODULE _tiers
+#endif
+
+NB_MODULE(NVMEOF_TIERS_MODULE, m) {
+  nb::register_exception_translator([](const std::exception_ptr& error, void*) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const BrokenRule& broken) {
+      PyErr_SetString(PyExc_AssertionError, broken.what());
+    }
+  });
+  bind_batch(m);
+  bind_machine(m);
+#ifdef NVMEOF_MUTANTS
+  m.def("set_mutant", [](const char* name) { active_mutant = name; });
+  m.def("after", [](int state, int event) {
+    return static_cast<int>(after(static_cast<State>(state), static_cast<Event>(event)));
+  });
+#endif
+  nb::class_<Tiers> tiers(m, "Tiers");
+  bind_calls(tiers);
+  bind_state(tiers);
+}

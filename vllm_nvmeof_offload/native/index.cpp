@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "index.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+
+namespace nvmeof {
+
+namespace {
+
+constexpr State kBroken{0xff};
+using Table = std::array<std::array<State, kEvents>, kStates>;
+
+constexpr Table make_table() {
+  Table table{};
+  for (auto& row : table) row.fill(kBroken);
+#define STEP(state, event, next) \
+  table[static_cast<size_t>(State::state)][static_cast<size_t>(Event::event)] = State::next;
+#include "transitions.def"
+#undef STEP
+  return table;
+}
+
+constexpr Table kTable = make_table();
+
+constexpr const char* kStateNames[] = {"ABSENT", "STORING", "CACHED",   "WRITING",
+                                       "BOTH",   "POOLED",  "FETCHING", "DOOMED"};
+constexpr const char* kEventNames[] = {
+    "STORE_BEGIN", "ADOPT",       "COPIED",     "COPY_FAILED", "WRITE_BEGIN",
+    "WRITTEN",     "WRITE_FAILED", "EVICT_CACHE", "EVICT_POOL",  "CACHE_LOST",
+    "FETCH_BEGIN", "FETCHED",     "FETCH_CANCELLED", "DOOM"};
+
+// How many keys are looked up side by side: as many as a core has loads under way.
+constexpr size_t kBlock = 16;
+
+uint32_t hash_of(uint64_t bucket) { return static_cast<uint32_t>(bucket >> 32); }
+Row row_of(uint64_t bucket) { return static_cast<Row>(bucket) - 1; }
+
+uint64_t word_at(const char* bytes) {
+  uint64_t word;
+  std::memcpy(&word, bytes, sizeof word);
+  return word;
+}
+
+void prefetch(const void* address) { __builtin_prefetch(address); }
+
+}  // namespace
+
+State after(State state, Event event) {
+  const State next = kTable[static_cast<size_t>(state)][static_cast<size_t>(event)];
+  if (next == kBroken)
+    throw BrokenRule(std::string(kEventNames[static_cast<size_t>(event)]) + " on " +
+                     kStateNames[static_cast<size_t>(state)]);
+  return next;
+}
+
+Index::Index(Row rows, size_t key_bytes)
+    : state(rows, State::ABSENT),
+      group(rows),
+      generations(rows),
+      cache(rows, kNoSlot),
+      places(rows, kNoPlace),
+      key_bytes_(key_bytes),
+      keys_(size_t{rows} * key_bytes),
+      // At most two thirds full, and never larger: it does not grow while requests wait for it.
+      buckets_(std::bit_ceil(size_t{rows} * 3 / 2 + 1)),
+      mask_(buckets_.size() - 1) {}
+
+// A key ends in a digest's bytes or in a counter: all of it is mixed, eight bytes at a time. The
+// last eight may overlap those before them.
+uint32_t Index::hash(const char* key) const {
+  uint64_t mixed = key_bytes_;
+  const auto mix = [&mixed](uint64_t word) {
+    mixed = (mixed ^ word) * 0x9e3779b97f4a7c15;
+    mixed ^= mixed >> 32;
+  };
+  if (key_bytes_ < sizeof(uint64_t)) {
+    uint64_t word = 0;
+    std::memcpy(&word, key, key_bytes_);
+    mix(word);
+    return static_cast<uint32_t>(mixed);
+  }
+  for (size_t at = 0; at + sizeof(uint64_t) <= key_bytes_; at += sizeof(uint64_t))
+    mix(word_at(key + at));
+  if (key_bytes_ % sizeof(uint64_t) != 0) mix(word_at(key + key_bytes_ - sizeof(uint64_t)));
+  return static_cast<uint32_t>(mixed);
+}
+
+Row Index::find(const char* key, uint32_t hash) const {
+  for (size_t at = hash & mask_; buckets_[at] != 0; at = (at + 1) & mask_)
+    if (const Row row = row_of(buckets_[at]); hash_of(buckets_[at]) == hash) {
+      prefetch(&state[row]);  // while the key is compared: who finds an entry asks for these
+      prefetch(&places[row]);
+      if (std::memcmp(this->key(row), key, key_bytes_) == 0) return row;
+    }
+  return kNoRow;
+}
+
+void Index::find(std::span<const char* const> keys, std::vector<Row>& rows) const {
+  rows.resize(keys.size());
+  std::array<uint32_t, kBlock> hashes;
+  for (size_t first = 0; first < keys.size(); first += kBlock) {
+    const size_t count = std::min(kBlock, keys.size() - first);
+    for (size_t k = 0; k < count; ++k) {
+      hashes[k] = hash(keys[first + k]);
+      prefetch(&buckets_[hashes[k] & mask_]);
+    }
+    for (size_t k = 0; k < count; ++k) {
+      const uint64_t bucket = buckets_[hashes[k] & mask_];
+      if (bucket == 0) continue;
+      const Row row = row_of(bucket);  // nearly always the right one
+      prefetch(key(row));
+      prefetch(key(row) + key_bytes_ - 1);
+      prefetch(&state[row]);
+      prefetch(&cache[row]);
+      prefetch(&places[row]);
+      prefetch(&generations[row]);
+    }
+    for (size_t k = 0; k < count; ++k) rows[first + k] = find(keys[first + k], hashes[k]);
+  }
+}
+
+Row Index::add(const char* key, uint64_t generation) {
+  require(!free_.empty() || next_ < capacity(), "more entries than slots");
+  const uint32_t hash = this->hash(key);
+  require(find(key, hash) == kNoRow, "a key that has an entry already");
+  Row row = next_;
+  if (free_.empty()) {
+    ++next_;
+  } else {
+    row = free_.back();
+    free_.pop_back();
+  }
+  std::memcpy(keys_.data() + row * key_bytes_, key, key_bytes_);
+  generations[row] = generation;
+  size_t at = hash & mask_;
+  while (buckets_[at] != 0) at = (at + 1) & mask_;
+  buckets_[at] = uint64_t{hash} << 32 | (row + 1);
+  ++size_;
+  return row;
+}
+
+size_t Index::bucket_of(Row row) const {
+  size_t at = hash(key(row)) & mask_;
+  while (buckets_[at] != 0 && row_of(buckets_[at]) != row) at = (at + 1) & mask_;
+  require(buckets_[at] != 0, "a row without an entry");
+  return at;
+}
+
+void Index::remove(Row row) {
+  size_t hole = bucket_of(row);
+  // Move up what would not be found behind a hole.
+  for (size_t at = (hole + 1) & mask_; buckets_[at] != 0; at = (at + 1) & mask_) {
+    const size_t home = hash_of(buckets_[at]) & mask_;
+    if (((at - home) & mask_) >= ((at - hole) & mask_)) {
+      buckets_[hole] = buckets_[at];
+      hole = at;
+    }
+  }
+  buckets_[hole] = 0;
+  --size_;
+  state[row] = State::ABSENT;
+  cache[row] = kNoSlot;
+  places[row] = kNoPlace;
+  free_.push_back(row);
+}
+
+void Index::clear() {
+  std::fill(buckets_.begin(), buckets_.end(), uint64_t{0});
+  size_ = 0;
+  std::fill(state.begin(), state.end(), State::ABSENT);
+  std::fill(cache.begin(), cache.end(), kNoSlot);
+  std::fill(places.begin(), places.end(), kNoPlace);
+  free_.clear();
+  next_ = 0;
+}
+
+}  // namespace nvmeof

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+// The index: one row per chunk, in columns, and the table from a key to its row. It knows nothing
+// of slots that are free, of eviction, or of operations; `tiers.h` does.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "huge_pages.h"
+#include "mutants.h"
+#include "rules.h"
+
+namespace nvmeof {
+
+enum class State : uint8_t { ABSENT, STORING, CACHED, WRITING, BOTH, POOLED, FETCHING, DOOMED };
+
+enum class Event : uint8_t {
+  STORE_BEGIN,
+  ADOPT,
+  COPIED,
+  COPY_FAILED,
+  WRITE_BEGIN,
+  WRITTEN,
+  WRITE_FAILED,
+  EVICT_CACHE,
+  EVICT_POOL,
+  CACHE_LOST,
+  FETCH_BEGIN,
+  FETCHED,
+  FETCH_CANCELLED,
+  DOOM,
+};
+inline constexpr size_t kStates = 8, kEvents = 14;
+
+// The state after `event`; throws BrokenRule where the table has none.
+State after(State state, Event event);
+
+// Whether a load may name the cache slot of an entry in this state, if only to wait for its fill.
+inline bool in_cache(State state) {
+  return state != State::POOLED && state != State::ABSENT && state != State::DOOMED;
+}
+
+using Row = uint32_t;
+inline constexpr Row kNoRow = UINT32_MAX;
+
+// Where a chunk is in the pool: owner 15 bits, member 8, target 8, slot 32; -1: nowhere. Owner 0 is
+// this engine, and member 255 every rank.
+using Place = int64_t;
+inline constexpr Place kNoPlace = -1;
+inline constexpr int32_t kNoSlot = -1;
+inline constexpr uint32_t kEveryMember = 255;
+
+inline Place place_of(uint32_t target, uint32_t slot) {
+  return int64_t{kEveryMember} << 40 | int64_t{target} << 32 | slot;
+}
+inline uint32_t target_of(Place place) { return static_cast<uint32_t>(place >> 32) & 0xff; }
+inline uint32_t slot_of(Place place) { return static_cast<uint32_t>(place); }
+
+class Index {
+ public:
+  // Every key has `key_bytes`; at most `rows` entries at a time.
+  Index(Row rows, size_t key_bytes);
+  Index(const Index&) = delete;
+  Index& operator=(const Index&) = delete;
+
+  size_t size() const { return size_; }
+  size_t key_bytes() const { return key_bytes_; }
+  Row capacity() const { return static_cast<Row>(state.size()); }
+  const char* key(Row row) const { return keys_.data() + row * key_bytes_; }
+  // kNoRow: the key has no entry.
+  Row find(const char* key) const { return find(key, hash(key)); }
+  // Fetch the memory that `find` and `add` of this key will read first.
+  void warm(const char* key) const { __builtin_prefetch(&buckets_[hash(key) & mask_]); }
+  // The rows of many keys, at little more than one key's latency for each block of them.
+  void find(std::span<const char* const> keys, std::vector<Row>& rows) const;
+  // A new row for a key that has none, without slots, ABSENT.
+  Row add(const char* key, uint64_t generation);
+  // The row's key misses from now on, and the row may be given to another key.
+  void remove(Row row);
+  // Whether the row still is the entry of this generation.
+  bool holds(Row row, uint64_t generation) const {
+    const bool same = generations[row] == generation || mutant("doom_ignores_the_generation");
+    return state[row] != State::ABSENT && same;
+  }
+  State on(Row row, Event event) { return state[row] = after(state[row], event); }
+  void clear();
+
+  // Columns by row.
+  HugeVector<State> state;
+  HugeVector<uint8_t> group;
+  HugeVector<uint64_t> generations;
+  HugeVector<int32_t> cache;
+  HugeVector<Place> places;
+
+ private:
+  uint32_t hash(const char* key) const;
+  Row find(const char* key, uint32_t hash) const;
+  size_t bucket_of(Row row) const;  // where the table has it
+
+  size_t key_bytes_;
+  HugeVector<char> keys_;
+  std::vector<Row> free_;  // rows that were used before
+  Row next_ = 0;           // rows from here on were never used
+  // Open addressing with linear probing: a key's hash above its row + 1; 0: empty. The standard
+  // library's map, and tsl::robin_map, give no way to fetch the memory of many keys at once, and
+  // memory's latency is most of a look-up among millions.
+  HugeVector<uint64_t> buckets_;
+  size_t mask_;
+  size_t size_ = 0;
+};
+
+}  // namespace nvmeof

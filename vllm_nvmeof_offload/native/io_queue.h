@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+// Queues in front of the I/O engine: order, bounds, one retry, and what each target's health is
+// judged by.
+//
+// Reads go before writes; among reads those that a load waits for go first, then urgent fetches,
+// then other fetches. Each target has bounds of its own, so that a slow one cannot take what the
+// others need. Operations for a target that is not usable fail at once with DEADLINE. So do those
+// that wait for a target of which the engine has taken nothing of their kind for the time of a
+// deadline.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <deque>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "lanes.h"
+#include "meters.h"
+#include "op.h"
+#include "task.h"
+
+namespace nvmeof {
+
+struct IoOptions {
+  size_t targets = 1;
+  size_t reads_max = 1;   // of one target with the engine
+  size_t writes_max = 1;  // likewise
+  int64_t read_deadline_ns = 0;
+  int64_t write_deadline_ns = 0;
+  size_t slot_bytes = 0;
+  size_t payload_bytes = 0;
+  uint64_t cache_address = 0;   // of cache slot 0
+  uint64_t stream_address = 0;  // of stream slot 0
+  size_t saturating_reads = 1;
+  size_t saturating_writes = 1;
+  std::vector<bool> retryable;  // by errno
+};
+
+// An event of a task. code RELEASED: the late release of one whose outcome came before.
+struct IoEvent {
+  Task* task;
+  Outcome code;
+  int error = 0;
+  bool released = true;
+  int64_t ended_ns = 0;  // 0: not known
+};
+
+// What the health of a target follows from: counts since the last look, and outcomes in their
+// order, without successes behind a success of the same direction.
+struct HealthCounts {
+  uint32_t target, attachment;
+  size_t began = 0, late = 0, released = 0, released_late = 0;
+};
+struct HealthOutcome {
+  uint32_t target, attachment;
+  bool is_write;
+  Outcome code;
+  int error;
+  uint64_t pool_slot;
+};
+
+// Operations, bytes and seconds of one direction, since the last look.
+struct TransferCounts {
+  uint64_t operations = 0, bytes = 0;
+  double seconds = 0;
+};
+
+// Tasks for one target. A task holds a place from the hand-over to its outcome.
+class TargetQueue {
+ public:
+  TargetQueue(size_t reads_max, size_t writes_max)
+      : reads_max_(reads_max),
+        writes_max_(writes_max),
+        fetches_max_(std::max<size_t>(1, reads_max / 2)) {}
+
+  FairQueue& queue(Urgency urgency) { return queues_[static_cast<size_t>(urgency)]; }
+  // Whether one more of this urgency may be with the engine. Fetches hold at most half of the
+  // places of reads, so that a load always finds some.
+  bool has_room(Urgency urgency) const;
+  bool waiting() const;
+  // The engine has taken something of this kind.
+  void progressed(bool is_write) { stalled_since_ns_[is_write].reset(); }
+  // Take out what waits if the engine has taken nothing of this kind for `patience_ns`. While the
+  // engine accepts nothing, new tasks are offered once and then fail too; otherwise a load larger
+  // than what may wait here at a time would fail one batch at a time.
+  std::vector<Task*> take_stalled(int64_t now_ns, int64_t patience_ns, bool is_write);
+
+ private:
+  size_t held(Urgency urgency) const { return queues_[static_cast<size_t>(urgency)].held(); }
+
+  size_t reads_max_, writes_max_, fetches_max_;
+  std::array<FairQueue, kUrgencies> queues_{
+      FairQueue(FairQueue::Share::CHARGED), FairQueue(FairQueue::Share::NONE),
+      FairQueue(FairQueue::Share::NONE), FairQueue(FairQueue::Share::NONE)};
+  // Since when the engine has taken nothing of this kind while something waited here.
+  std::array<std::optional<int64_t>, 2> stalled_since_ns_;
+};
+
+class IoQueue {
+ public:
+  // What is with a lane that Python drives; `task` null: nothing.
+  struct Offer {
+    Task* task = nullptr;
+    uint64_t token = 0;
+    int64_t deadline_ns = kNoDeadline;
+  };
+
+  // native: its lanes take reads and writes at once; null: Python hands over what is offered.
+  IoQueue(const IoOptions& options, NativeLanes* native, int64_t now_ns);
+
+  void enqueue(Task& task);
+  // A load waits for this fetch, which therefore goes with the load's reads, on their share. One
+  // that the engine has stays as it is there; its retry, if any, is promoted.
+  void promote(Task& task, uint64_t load);
+  // True: it was still queued and is gone. Otherwise its completion will come.
+  bool cancel(Task& task);
+  // Every queued write, for a reset that voids them.
+  std::vector<Task*> take_queued_writes();
+
+  void set_target(size_t target, bool usable, uint32_t attachment);
+  void set_stamp(uint32_t epoch, bool adoptable, bool reset_is_durable);
+
+  // A lane has ended something.
+  void ended(const LaneEnd& end);
+  void poll_native(int64_t engine_now_ns, int64_t ahead_ns);
+
+  // One round of the hand-over, in this order. What Python must hand over is in `offered`, and it
+  // calls `accepted` with how many of these its engine has taken.
+  void set_time(int64_t now_ns) { now_ns_ = now_ns; }
+  int64_t now_ns() const { return now_ns_; }
+  void offer_reads();
+  Offer reset_to_offer();
+  void reset_accepted(uint64_t token);
+  void offer_writes();
+  void accepted(size_t count);
+  void fail_stalled();
+
+  std::vector<Offer> offered;
+  std::vector<IoEvent> events;
+  std::vector<uint64_t> cancels;  // tokens that Python's engine must cancel
+  std::vector<HealthCounts> health_counts;
+  std::vector<HealthOutcome> health_outcomes;
+  TransferCounts reads, writes;
+
+  // The rates that changed by more than a tenth: (target, write, read), in bytes per second. At
+  // most once per period.
+  struct Rate {
+    size_t target;
+    double write, read;
+  };
+  std::vector<Rate> take_rates();
+
+  bool busy() const;
+  bool barred() const { return barred_; }
+  size_t waiting(Urgency urgency);
+  size_t reads_in_flight() const { return in_flight_.size() - writes_in_flight_; }
+  size_t writes_in_flight() const { return writes_in_flight_; }
+  uint64_t address(const Task& task) const;
+  size_t slot_bytes() const { return options_.slot_bytes; }
+
+ private:
+  // A task that the engine has, or whose buffer the kernel still has.
+  struct InFlight {
+    Task* task;
+    Urgency urgency;  // of the queue in which it holds a place until its outcome
+    bool is_reset;
+    bool late;  // past its deadline, not released
+    uint32_t attachment;
+    int64_t began_ns;
+    bool is_write() const { return is_reset || urgency == Urgency::WRITE; }
+  };
+  struct Target {
+    bool usable = true;
+    uint32_t attachment = 0;
+    bool succeeded[2] = {false, false};  // by is_write: the last outcome that was noted
+  };
+
+  TargetQueue& queue_of(const Task& task) { return queues_[task.target]; }
+  void offer(Urgency urgency);
+  bool offer_one(size_t target, Urgency urgency);
+  bool hand_over(Task& task, Urgency urgency);
+  void took(Task& task, Urgency urgency, uint64_t token, int64_t deadline_ns);
+  std::optional<Outcome> refusal(const Task& task) const;
+  bool reset_may_start() const;
+  bool write_may_start() const;
+  void count_outcome(InFlight& one, const LaneEnd& end);
+  void note_outcome(const InFlight& one, const LaneEnd& end);
+  bool retries(const InFlight& one, const LaneEnd& end);
+  HealthCounts& health_of(size_t target, uint32_t attachment);
+  void fail_stalled(bool is_write, int64_t patience_ns);
+
+  const IoOptions options_;
+  NativeLanes* const native_;
+  int64_t now_ns_;
+  std::vector<TargetQueue> queues_;
+  std::vector<Target> targets_;
+  std::vector<Meter> write_meters_, read_meters_;
+  std::vector<std::pair<double, double>> reported_;
+  int64_t rates_taken_ns_;
+  size_t first_ = 0;  // the target that is asked first: each in its turn
+  bool full_ = false;
+  std::deque<Task*> resets_;
+  std::unordered_map<uint64_t, InFlight> in_flight_;
+  size_t writes_in_flight_ = 0, writes_running_ = 0;  // running: not past their deadline
+  uint64_t next_token_ = 1;
+  bool resetting_ = false;
+  bool barred_ = false;  // a reset has failed: nothing may be written that a start could adopt
+  bool reset_is_durable_ = false;
+  uint32_t epoch_ = 0;
+  bool adoptable_ = true;
+  std::vector<LaneEnd> ends_;
+};
+
+}  // namespace nvmeof

@@ -1,0 +1,449 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "machine.h"
+
+#include <algorithm>
+#include <functional>
+
+namespace nvmeof {
+
+Machine::Machine(const MachineOptions& options, NativeLanes* native, int64_t now_ns)
+    : written_bytes(options.io.targets),
+      io(options.io, native, now_ns),
+      options_(options),
+      gates_(options.cache_slots),
+      streams_(options.stream_slots, options.io.targets) {}
+
+// ---- commands ---------------------------------------------------------------------------
+
+Job& Machine::open(uint64_t op, OpKind kind) {
+  auto& job = jobs_[op];
+  require(job == nullptr, "an op is given twice");
+  job = std::make_unique<Job>();
+  job->op = op;
+  job->kind = kind;
+  job->started_ns = io.now_ns();
+  return *job;
+}
+
+void Machine::begin(uint64_t op, OpKind kind, Urgency urgency, const Columns& columns,
+                    const Pieces& pieces) {
+  Job& job = open(op, kind);
+  require(!job.moves_blocks() || pieces.first.size() == columns.generations.size() + 1,
+          "the pieces are not those of the rows");
+  job.pieces.assign(pieces.rows.begin(), pieces.rows.end());
+  job.first_piece.assign(pieces.first.begin(), pieces.first.end());
+  add_tasks(job, urgency, columns);
+  for (Task& task : job.tasks) start(task);
+}
+
+void Machine::add_tasks(Job& job, Urgency urgency, const Columns& columns) {
+  const size_t count = columns.generations.size();
+  job.keys = columns.keys;
+  job.key_bytes = count ? columns.keys.size() / count : 0;
+  job.tasks.resize(count);
+  job.code.resize(count);
+  job.error.resize(count);
+  job.undecided = job.unreported = job.alive = count;
+  const std::hash<std::string_view> hash;
+  for (size_t row = 0; row < count; ++row) {
+    Task& task = job.tasks[row];
+    task.job = &job;
+    task.index = static_cast<uint32_t>(row);
+    task.content = {hash(task.key()), columns.generations[row]};
+    task.urgency = urgency;
+    task.charged_to = job.op;
+    task.cache = columns.cache[row];
+    const int64_t place = columns.places[row];
+    if (place >= 0) {
+      task.target = static_cast<uint8_t>(place >> 32 & 0xFF);
+      require(task.target < options_.io.targets, "a place names an unknown target");
+      // Format 1 numbers the slots of a rank over all its targets.
+      const auto targets = static_cast<int64_t>(options_.io.targets);
+      task.pool_slot = (place & 0xFFFFFFFF) * targets + task.target;
+      require(!options_.pool_slots || static_cast<uint64_t>(task.pool_slot) < options_.pool_slots,
+              "a place is outside of the pool");
+    }
+    const bool is_load = job.kind == OpKind::LOAD, is_store = job.kind == OpKind::STORE;
+    require(is_load || (task.cache >= 0 && is_store == (place < 0)),
+            "a row lacks a slot or a place");
+    const bool lands = task.cache >= 0 && place >= 0 && job.kind != OpKind::WRITE;
+    task.fills = is_store || lands;
+  }
+}
+
+void Machine::start(Task& task) {
+  if (task.cache < 0 && task.pool_slot < 0) {
+    decide(task, Outcome::STALE);  // the chunk went while the load was planned
+  } else if (task.cache < 0) {
+    task.step = Step::STREAM;
+    streams_.wait(task);
+  } else {
+    if (task.job->kind == OpKind::LOAD) promote_fetches(task);
+    Grants grants;
+    gates_.ask(task, grants);
+    follow(grants);
+  }
+}
+
+// A load is about to wait for the fetches that fill its slot.
+void Machine::promote_fetches(const Task& load) {
+  for (Task* filler : gates_.fillers(load.cache))
+    if (filler->urgency == Urgency::URGENT || filler->urgency == Urgency::PREFETCH)
+      io.promote(*filler, load.job->op);
+}
+
+void Machine::reset(uint64_t op, bool adoptable) {
+  // No write from before may follow the reset, wherever it waits.
+  for (auto& [number, job] : jobs_) {
+    if (job->kind != OpKind::WRITE) continue;
+    for (Task& task : job->tasks)
+      if (task.step == Step::GATE) cancel_task(task);
+  }
+  for (Task* task : io.take_queued_writes()) {
+    leave_slot(*task);
+    decide(*task, Outcome::CANCELLED);
+  }
+  Job& job = open(op, OpKind::RESET);
+  job.adoptable = adoptable;
+  job.tasks.resize(1);
+  job.code.resize(1);
+  job.error.resize(1);
+  job.undecided = job.unreported = job.alive = 1;
+  Task& task = job.tasks[0];
+  task.job = &job;
+  task.urgency = Urgency::WRITE;
+  task.step = Step::IO;
+  io.enqueue(task);
+}
+
+void Machine::cancel(uint64_t op, const std::vector<uint32_t>* rows) {
+  const auto found = jobs_.find(op);
+  if (found == jobs_.end()) return;
+  Job& job = *found->second;
+  if (job.kind == OpKind::STORE || job.kind == OpKind::RESET) return;
+  const auto cancel_one = [this](Task& task) {
+    if (task.step != Step::GATE && task.step != Step::STREAM && task.step != Step::IO) return;
+    task.cancelled = true;
+    cancel_task(task);
+  };
+  if (rows == nullptr) {
+    for (Task& task : job.tasks) cancel_one(task);
+  } else {
+    for (const uint32_t row : *rows) cancel_one(job.tasks.at(row));
+  }
+}
+
+void Machine::cancel_task(Task& task) {
+  if (task.step == Step::GATE) {
+    Grants grants;
+    require(gates_.withdraw(task, grants), "a task waits at no gate");
+    decide(task, Outcome::CANCELLED);
+    follow(grants);
+  } else if (task.step == Step::STREAM) {
+    streams_.withdraw(task);
+    decide(task, Outcome::CANCELLED);
+  } else if (!read_for_others(task) && io.cancel(task)) {
+    leave_slot(task);
+    decide(task, Outcome::CANCELLED);
+  } else {
+    // The engine has its buffer, and nothing will be copied from it for this job.
+    decide(task, Outcome::CANCELLED, 0, false);
+  }
+}
+
+// ---- progress ---------------------------------------------------------------------------
+
+bool Machine::run() {
+  hand_out_stream_slots();
+  const auto events = std::exchange(io.events, {});
+  for (const IoEvent& event : events) io_event(event);
+  hand_out_stream_slots();
+  return !events.empty();
+}
+
+void Machine::hand_out_stream_slots() {
+  std::vector<Task*> served;
+  streams_.hand_out(served);
+  for (Task* task : served) {
+    task->step = Step::IO;
+    io.enqueue(*task);
+  }
+  for (Task* task : streams_.take_unservable()) decide(*task, Outcome::DEADLINE);
+}
+
+void Machine::io_event(const IoEvent& event) {
+  Task& task = *event.task;
+  if (task.step == Step::ZOMBIE) {
+    // Cancelled or past its deadline: only the buffer matters any more.
+    if (event.released)
+      released_late(task, event.code == Outcome::OK);
+    else
+      mark_hung(task);
+    return;
+  }
+  require(event.code != Outcome::RELEASED, "a release comes before its outcome");
+  if (!event.released) {
+    decide(task, event.code, event.error, false);
+    mark_hung(task);
+    return;
+  }
+  const OpKind kind = task.job->kind;
+  const bool ok = event.code == Outcome::OK ||
+                  (mutant("pipeline_ignores_failed_reads") && kind != OpKind::RESET);
+  if (ok && kind == OpKind::WRITE)
+    written_bytes[task.target] += io.slot_bytes();
+  else if (ok && kind != OpKind::RESET)
+    read_bytes += io.slot_bytes();
+  if (ok && kind == OpKind::LOAD) {
+    read_ended(task);
+    return;
+  }
+  leave_slot(task, ok);
+  decide(task, ok ? Outcome::OK : event.code, event.error, true, event.ended_ns);
+}
+
+// A load's read was good.
+void Machine::read_ended(Task& task) {
+  if (task.fills) {  // landed: others may read the slot from now on
+    task.fills = false;
+    task.reads = true;
+    Grants grants;
+    gates_.filled_and_read(task.cache, grants);
+    follow(grants);
+  }
+  ready_to_copy(task);
+}
+
+// ---- jobs -------------------------------------------------------------------------------
+
+// Settle the chunk's outcome; `released`: no engine has its buffer. ended_ns 0: now.
+void Machine::decide(Task& task, Outcome code, int error, bool released, int64_t ended_ns) {
+  require(task.step != Step::ZOMBIE && task.step != Step::DONE, "a chunk is decided twice");
+  Job& job = *task.job;
+  task.step = released ? Step::DONE : Step::ZOMBIE;
+  if (released)
+    --job.alive;
+  else
+    hold_buffer(task);
+  if (task.holds_buffer && mutant("outcome_counts_as_release")) {
+    task.holds_buffer = false;
+    --job.unreleased;
+  }
+  job.code[task.index] = static_cast<uint8_t>(code);
+  job.error[task.index] = static_cast<int16_t>(error);
+  job.ended_ns = std::max(job.ended_ns, ended_ns ? ended_ns : io.now_ns());
+  job.decided.push_back(task.index);
+  if (code != Outcome::OK) job.failed.push_back(task.index);
+  --job.undecided;
+  // vLLM must learn of a failure in the very step in which the job is finished.
+  if (job.moves_blocks() && job.undecided) return;
+  list(job);
+  if (job.moves_blocks()) finish(job);
+}
+
+void Machine::finish(Job& job) {
+  Finished& finished = finished_.emplace_back();
+  finished.op = job.op;
+  std::sort(job.failed.begin(), job.failed.end());
+  finished.failed = job.failed;
+  for (const uint32_t row : job.failed) {
+    finished.codes.push_back(job.code[row]);
+    finished.errors.push_back(job.error[row]);
+  }
+  finished.copied_bytes = job.copied_bytes;
+  finished.seconds = job.seconds();
+}
+
+void Machine::list(Job& job) {
+  if (job.listed) return;
+  job.listed = true;
+  news_.push_back(job.op);
+}
+
+// Count a decided task's buffer that the engine keeps, for an unknown time.
+void Machine::hold_buffer(Task& task) {
+  if (task.stream >= 0 && mutant("stream_slot_is_free_at_the_outcome")) streams_.give_back(task);
+  if (task.stream >= 0 || task.cache < 0) return;
+  task.holds_buffer = true;
+  ++task.job->unreleased;
+  if (!task.fills || read_for_others(task)) return;
+  Grants grants;
+  gates_.abandon(task.cache, grants);
+  follow(grants);
+}
+
+// Whether a cancelled load's read goes on because others wait for it to land.
+bool Machine::read_for_others(const Task& task) const {
+  if (task.job->kind != OpKind::LOAD || !task.fills || task.cache < 0) return false;
+  return task.cancelled && gates_.awaited(task.cache);
+}
+
+// A task is past its deadline and not released: its slot may never come back.
+void Machine::mark_hung(Task& task) {
+  if (task.stream >= 0) {
+    streams_.mark_hung(task);
+  } else if (task.fills && task.cache >= 0) {
+    Grants grants;
+    gates_.abandon(task.cache, grants);
+    follow(grants);
+  }
+}
+
+// Release the buffer of a task that was decided before.
+void Machine::released_late(Task& task, bool filled) {
+  task.step = Step::DONE;
+  leave_slot(task, filled);
+  Job& job = *task.job;
+  --job.alive;
+  if (task.holds_buffer) {
+    task.holds_buffer = false;
+    --job.unreleased;
+    if (task.reported) {  // otherwise its outcome's report says that it is released
+      job.late.push_back(task.index);
+      list(job);
+    }
+  }
+  forget_if_over(job.op);
+}
+
+std::vector<RowReport> Machine::take_reports() {
+  std::vector<RowReport> reports;
+  for (const uint64_t op : std::exchange(news_, {})) {
+    Job& job = *jobs_.at(op);
+    job.listed = false;
+    if (job.moves_blocks() && job.undecided) continue;  // a late release before the job's end
+    report_rows(job, reports);
+    forget_if_over(op);
+  }
+  return reports;
+}
+
+void Machine::report_rows(Job& job, std::vector<RowReport>& reports) {
+  if (!job.decided.empty()) {
+    RowReport& report = reports.emplace_back();
+    report.op = job.op;
+    report.seconds = job.seconds();
+    job.ended_ns = 0;
+    report.indexes = std::exchange(job.decided, {});
+    std::sort(report.indexes.begin(), report.indexes.end());
+    job.unreported -= report.indexes.size();
+    bool failed = false, held = false;
+    for (const uint32_t row : report.indexes) {
+      failed = failed || job.code[row];
+      held = held || job.tasks[row].holds_buffer;
+      job.tasks[row].reported = true;
+    }
+    for (const uint32_t row : report.indexes) {
+      if (failed) {
+        report.codes.push_back(job.code[row]);
+        report.errors.push_back(job.error[row]);
+      }
+      if (held) report.released.push_back(!job.tasks[row].holds_buffer);
+    }
+    if (mutant("row_is_released_with_its_batch")) report.released.clear();
+    report.all_rows = report.indexes.size() == job.tasks.size();
+  }
+  if (!job.late.empty()) {
+    RowReport& report = reports.emplace_back();
+    report.op = job.op;
+    report.indexes = std::exchange(job.late, {});
+    report.codes.assign(report.indexes.size(), static_cast<uint8_t>(Outcome::RELEASED));
+  }
+}
+
+void Machine::forget_if_over(uint64_t op) {
+  const auto found = jobs_.find(op);
+  const Job& job = *found->second;
+  if (!job.unreported && !job.unreleased && !job.alive && job.late.empty() && !job.listed)
+    jobs_.erase(found);
+}
+
+// ---- slots ------------------------------------------------------------------------------
+
+void Machine::follow(Grants& grants) {
+  for (const Grant& grant : grants) follow_one(grant);
+}
+
+// Let this task go on at its cache slot.
+void Machine::follow_one(const Grant& grant) {
+  Task& task = *grant.task;
+  if (grant.stale) {
+    decide(task, Outcome::STALE);
+    return;
+  }
+  task.reads = !task.fills;
+  if (task.pool_slot >= 0) {
+    task.step = Step::IO;
+    io.enqueue(task);
+  } else {
+    ready_to_copy(task);
+  }
+}
+
+// Give back the slot that the task holds, if any.
+void Machine::leave_slot(Task& task, bool filled, int64_t crc) {
+  Grants grants;
+  if (task.stream >= 0) {
+    streams_.give_back(task);
+  } else if (task.cache >= 0 && task.reads) {
+    task.reads = false;
+    gates_.read(task.cache, grants);
+  } else if (task.cache >= 0 && task.fills) {
+    task.fills = false;
+    gates_.filled(task.cache, filled, grants, crc);
+  }
+  follow(grants);
+}
+
+// ---- copies -----------------------------------------------------------------------------
+
+void Machine::ready_to_copy(Task& task) {
+  task.step = Step::COPY;
+  to_copy_[task.job->op].push_back(&task);
+}
+
+std::vector<CopyBatch> Machine::take_copies() {
+  std::vector<CopyBatch> batches;
+  for (auto& [op, tasks] : std::exchange(to_copy_, {})) {
+    CopyBatch& batch = batches.emplace_back();
+    Job& job = *tasks.front()->job;
+    batch.number = next_batch_++;
+    batch.op = op;
+    batch.is_store = job.kind == OpKind::STORE;
+    for (const Task* task : tasks) {
+      const uint64_t payload = io.address(*task) + options_.header_bytes;
+      const uint32_t count = job.first_piece.at(task->index + 1) - job.first_piece[task->index];
+      if (batch.is_store) {
+        batch.counts.push_back(count);
+        batch.payloads.push_back(payload);
+      }
+      for (size_t at = job.first_piece[task->index]; at < job.first_piece[task->index + 1]; ++at) {
+        const uint64_t* piece = &job.pieces.at(3 * at);
+        batch.pieces.insert(batch.pieces.end(), {piece[0], payload + piece[1], piece[2]});
+        batch.bytes += piece[2];
+      }
+    }
+    job.copied_bytes += batch.bytes;
+    copying_[batch.number] = std::move(tasks);
+    if (mutant("job_finishes_while_dma_runs")) {
+      copied(batch.number, Outcome::OK, 0);
+      copying_[batch.number] = {};
+    }
+  }
+  return batches;
+}
+
+void Machine::copied(uint64_t number, Outcome code, int error, std::span<const int64_t> crcs) {
+  const auto found = copying_.find(number);
+  require(found != copying_.end(), "a batch of copies ends twice");
+  const std::vector<Task*> tasks = std::move(found->second);
+  copying_.erase(found);
+  if (mutant("failed_copy_counts_as_copied")) code = Outcome::OK;
+  require(crcs.empty() || crcs.size() == tasks.size(), "checksums of other chunks");
+  for (size_t at = 0; at < tasks.size(); ++at) {
+    leave_slot(*tasks[at], code == Outcome::OK, crcs.empty() ? -1 : crcs[at]);
+    decide(*tasks[at], code, error);
+  }
+}
+
+}  // namespace nvmeof

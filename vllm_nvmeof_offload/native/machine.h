@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+// The worker's state machine: one rank's transfers between KV cache, staging and pool. It has no
+// thread and no clock of its own, and it calls no Python. Commands come in, `run` moves everything
+// that can move, and copies to make, operations to hand over, reports and finished jobs come out.
+//
+// The steps of a chunk, by kind of job:
+//
+//     store   gate(fill) → copy → cache slot
+//     load    gate(read) → copy                         from a cache slot
+//             stream slot → read → copy                 from the pool
+//             gate(fill) → read → copy                  from the pool, landing in a cache slot
+//     write   gate(read) → write → table entry
+//     fetch   gate(fill) → read
+//
+// A row of a load that names neither slot nor place is STALE: its chunk went after the look-up.
+// Chunks do not wait for each other: while some of a job are read, others are copied.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gates.h"
+#include "io_queue.h"
+#include "stream_slots.h"
+#include "task.h"
+
+namespace nvmeof {
+
+struct MachineOptions {
+  IoOptions io;
+  size_t cache_slots = 0;
+  size_t stream_slots = 1;
+  uint64_t pool_slots = 0;    // 0: not checked
+  size_t header_bytes = 0;    // of a slot, in front of its payload
+};
+
+// The columns of a command; `protocol.ChunkBatch`.
+struct Columns {
+  std::string_view keys;
+  std::span<const uint64_t> generations;
+  std::span<const int32_t> cache;
+  std::span<const int64_t> places;
+};
+
+// Pieces of a store or load: `rows` has three numbers per piece, (KV cache address, offset in the
+// payload, bytes); by row of the batch, `first` has the first of its pieces, and their end.
+struct Pieces {
+  std::span<const uint64_t> rows;
+  std::span<const uint32_t> first;
+};
+
+// Chunks that are ready to be copied for one op; `pieces` has staging addresses for offsets.
+struct CopyBatch {
+  uint64_t number = 0;
+  uint64_t op = 0;
+  bool is_store = false;
+  uint64_t bytes = 0;
+  std::vector<uint64_t> pieces;
+  // Of a store, by chunk: how many of the pieces are its own, and the address of its payload.
+  std::vector<uint32_t> counts;
+  std::vector<uint64_t> payloads;
+};
+
+// Some rows of one op, as `protocol.OpReport`; an empty column is an absent one.
+struct RowReport {
+  uint64_t op = 0;
+  bool all_rows = false;  // `indexes` is absent
+  std::vector<uint32_t> indexes;
+  std::vector<uint8_t> codes;
+  std::vector<int16_t> errors;
+  std::vector<uint8_t> released;
+  double seconds = 0;
+};
+
+// A store or load that no DMA works on any more.
+struct Finished {
+  uint64_t op = 0;
+  std::vector<uint32_t> failed;  // rows
+  std::vector<uint8_t> codes;    // of these rows
+  std::vector<int16_t> errors;
+  uint64_t copied_bytes = 0;
+  double seconds = 0;
+};
+
+class Machine {
+ public:
+  Machine(const MachineOptions& options, NativeLanes* native, int64_t now_ns);
+  Machine(const Machine&) = delete;
+  Machine& operator=(const Machine&) = delete;
+
+  // -- commands. A broken rule throws.
+  void begin(uint64_t op, OpKind kind, Urgency urgency, const Columns& columns,
+             const Pieces& pieces);
+  void reset(uint64_t op, bool adoptable);
+  // Stop what has not started; what DMA works on goes on. The reports still come. rows: of the op;
+  // null: all. Stores and resets go on, because other ops depend on them.
+  void cancel(uint64_t op, const std::vector<uint32_t>* rows);
+
+  // -- progress. `copied` ends a batch of `take_copies`; `run` takes in what the lanes have ended.
+  // crcs: by chunk of a store, the CRC of the payload, -1: not known; empty: none is.
+  void copied(uint64_t number, Outcome code, int error, std::span<const int64_t> crcs = {});
+  bool run();  // false: nothing more can move now
+  std::vector<CopyBatch> take_copies();
+  std::vector<RowReport> take_reports();
+  std::vector<Finished> take_finished() { return std::exchange(finished_, {}); }
+
+  bool idle() const { return jobs_.empty() && gates_.idle() && !io.busy() && streams_.idle(); }
+  size_t streams_used() const { return streams_.used(); }
+  size_t streams_waiting() const { return streams_.waiting(); }
+  uint64_t read_bytes = 0;
+  std::vector<uint64_t> written_bytes;  // by target
+
+  IoQueue io;
+
+ private:
+  Job& open(uint64_t op, OpKind kind);
+  void add_tasks(Job& job, Urgency urgency, const Columns& columns);
+  void start(Task& task);
+  void promote_fetches(const Task& load);
+  void follow(Grants& grants);
+  void follow_one(const Grant& grant);
+  void decide(Task& task, Outcome code, int error = 0, bool released = true, int64_t ended_ns = 0);
+  void finish(Job& job);
+  void hold_buffer(Task& task);
+  bool read_for_others(const Task& task) const;
+  void mark_hung(Task& task);
+  void released_late(Task& task, bool filled);
+  void leave_slot(Task& task, bool filled = false, int64_t crc = -1);
+  void hand_out_stream_slots();
+  void io_event(const IoEvent& event);
+  void read_ended(Task& task);
+  void cancel_task(Task& task);
+  void ready_to_copy(Task& task);
+  void list(Job& job);
+  void report_rows(Job& job, std::vector<RowReport>& reports);
+  void forget_if_over(uint64_t op);
+
+  const MachineOptions options_;
+  SlotGates gates_;
+  StreamSlots streams_;
+  std::map<uint64_t, std::unique_ptr<Job>> jobs_;
+  std::map<uint64_t, std::vector<Task*>> to_copy_;  // by op
+  std::unordered_map<uint64_t, std::vector<Task*>> copying_;
+  uint64_t next_batch_ = 1;
+  std::vector<uint64_t> news_;  // ops with rows to report
+  std::vector<Finished> finished_;
+};
+
+}  // namespace nvmeof

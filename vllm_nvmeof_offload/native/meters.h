@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+// Measures the rate of each target while operations are with the engine: bytes per second are the
+// operations in flight, times the bytes of each, over the time that each took (Little's law). So
+// operations still under way when a period ends are not counted as idle time, and an idle hour does
+// not count. One operation at a time measures latency, not bandwidth. An unsaturated period
+// therefore gives two bounds: the target can do what it did, and, if `n` operations were in flight
+// where `s` saturate it, at most about `s / n` times as much. The rate moves towards the nearer of
+// these two bounds, and not at all between them; in a saturated period they are one. So few reads
+// do not make a target look slow, and a target that has become slow is noticed even if it is hardly
+// used any more.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+namespace nvmeof {
+
+// One target in one direction. Times in seconds, of one clock that does not go back.
+class Meter {
+ public:
+  // saturating: so many operations in flight saturate the target.
+  explicit Meter(size_t saturating, double now_s = 0)
+      : saturating_(static_cast<double>(saturating)), counted_until_s_(now_s) {}
+
+  // The engine has taken an operation.
+  void began(double now_s) {
+    count(now_s);
+    ++in_flight_;
+  }
+
+  // An operation has its outcome; done_bytes: 0 if it failed.
+  void ended(double done_bytes, double began_s, double ended_s) {
+    count(ended_s);
+    --in_flight_;
+    ++ended_;
+    ended_s_ += std::max(0.0, ended_s - began_s);
+    done_bytes_ += done_bytes;
+  }
+
+  // Close a period if it is a measurement; return the rate, in bytes per second. 0: not known.
+  double fold(double now_s) {
+    count(now_s);
+    if (!is_measurement()) return rate_;
+    const double mean = operation_s_ / busy_s_;
+    const double seen = ended_s_ > 0 ? mean * done_bytes_ / ended_s_ : 0.0;
+    if (rate_ == 0) rate_ = seen;
+    const double most = seen * std::max(1.0, saturating_ / mean);
+    rate_ += kNewest * (std::min(std::max(rate_, seen), most) - rate_);
+    busy_s_ = operation_s_ = ended_s_ = done_bytes_ = 0;
+    ended_ = 0;
+    return rate_;
+  }
+
+ private:
+  // Less than both of these is no measurement: it goes on into the next period.
+  static constexpr double kBusySMin = 0.05;
+  static constexpr size_t kEndedMin = 4;
+  // After this much time in which nothing ended, the rate that was measured is that nothing came.
+  static constexpr double kStallS = 1.0;
+  static constexpr double kNewest = 0.5;  // weight of the newest period
+
+  // Count the time since the last call, before anything changes.
+  void count(double now_s) {
+    const double passed_s = std::max(0.0, now_s - counted_until_s_);
+    if (in_flight_ > 0) {
+      busy_s_ += passed_s;
+      operation_s_ += passed_s * static_cast<double>(in_flight_);
+    }
+    counted_until_s_ += passed_s;
+  }
+
+  bool is_measurement() const {
+    if (ended_ == 0) return rate_ > 0 && busy_s_ >= kStallS;
+    const bool enough = busy_s_ >= kBusySMin || ended_ >= kEndedMin;
+    return enough && busy_s_ > 0 && (done_bytes_ > 0 || rate_ > 0);
+  }
+
+  double saturating_;
+  double counted_until_s_;
+  int64_t in_flight_ = 0;
+  double busy_s_ = 0;
+  double operation_s_ = 0;  // operations in flight × seconds
+  size_t ended_ = 0;
+  double ended_s_ = 0;  // the sum of their times
+  double done_bytes_ = 0;
+  double rate_ = 0;
+};
+
+}  // namespace nvmeof

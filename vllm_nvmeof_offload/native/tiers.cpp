@@ -1,0 +1,721 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tiers.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <limits>
+#include <utility>
+
+namespace nvmeof {
+
+namespace {
+
+// A pool slot is retired after this many reads, or writes, in a row have failed.
+constexpr int kFailuresMax = 3;
+// A queue may be this many times as long as the shortest one, in time, and still be added to.
+constexpr double kPatience = 2.0;
+// Adoption fetches the memory of the key that is this many entries ahead.
+constexpr size_t kAhead = 16;
+
+std::unique_ptr<Order> make(const MakeOrder& make_order, const HugeVector<uint64_t>& used) {
+  if (make_order && !used.empty()) return make_order(used);  // never without slots
+  return std::make_unique<Lru>(used);
+}
+
+// Whether the CPU tier, or the pool, holds a whole copy of an entry in this state.
+bool copied(State state, Source tier) {
+  if (state == State::FETCHING && mutant("fetch_is_reported_at_its_start")) return true;
+  if (tier == Source::CPU)
+    return state == State::CACHED || state == State::WRITING || state == State::BOTH;
+  return state == State::BOTH || state == State::POOLED || state == State::FETCHING;
+}
+
+}  // namespace
+
+Target::Target(Slot count) : slots(count), recency(count, 0), rows(count, kNoRow) {}
+
+Tiers::Tiers(Options options)
+    : index(
+          [&options] {
+            Row rows = options.cache_slots;
+            for (const Slot slots : options.pool_slots) rows += slots;
+            return rows;
+          }(),
+          options.key_bytes),
+      cache(options.cache_slots),
+      options_(std::move(options)),
+      recency_(options_.cache_slots, options_.credit),
+      cache_rows_(options_.cache_slots, kNoRow),
+      wanted_(options_.cache_slots),
+      arrived_(options_.cache_slots) {
+  targets.reserve(options_.pool_slots.size());  // each one's order refers to its recency
+  for (const Slot slots : options_.pool_slots) targets.emplace_back(slots);
+  make_orders();
+}
+
+// Nothing is evictable, and nothing waits to be written.
+void Tiers::make_orders() {
+  backlog = passed_over_ = 0;
+  recency_.forget_all();
+  std::fill(wanted_.begin(), wanted_.end(), uint8_t{0});
+  clean = make(options_.make_order, recency_.used);
+  // Written through, chunks are written in the order in which they came, under any policy.
+  waiting = options_.demotes ? make(options_.make_order, recency_.used)
+                             : std::make_unique<Lru>(arrived_);
+  for (Target& one : targets) {
+    one.recency.forget_all();
+    one.order = make(options_.make_order, one.recency.used);
+  }
+}
+
+// -- look-ups -------------------------------------------------------------------------
+
+Source Tiers::lookup(const char* key, uint8_t sources) const {
+  const Row row = index.find(key);
+  if (row == kNoRow) return Source::NONE;
+  const State state = index.state[row];
+  if (state == State::STORING && mutant("store_in_flight_is_a_miss")) return Source::NONE;
+  if (in_cache(state)) {
+    // A fetch counts as the CPU tier, unless only what is there already is asked for.
+    const bool allowed = sources & kFromCpu && (state != State::FETCHING || sources & kFromPool);
+    return allowed ? Source::CPU : Source::NONE;
+  }
+  return sources & kFromPool && target(index.places[row]).usable ? Source::POOL : Source::NONE;
+}
+
+size_t Tiers::weigh(Keys keys, std::vector<uint64_t>& by_target) const {
+  size_t leading = 0;
+  bool all_cached = true;
+  for (const Row row : rows_of(keys)) {
+    require(row != kNoRow, "weighing a key that no tier has");
+    if (in_cache(index.state[row]) && index.state[row] != State::FETCHING) {
+      leading += all_cached;
+    } else {
+      all_cached = false;
+      ++by_target[target_of(index.places[row])];
+    }
+  }
+  return leading;
+}
+
+void Tiers::touch(const std::vector<Row>& rows, bool ended) {
+  for (const Row row : rows) {  // fetch the memory of all of them before the first is needed
+    if (row == kNoRow) continue;
+    if (const int32_t slot = index.cache[row]; slot != kNoSlot) {
+      __builtin_prefetch(&recency_.used[static_cast<Slot>(slot)], 1);
+      __builtin_prefetch(&cache.users[static_cast<Slot>(slot)], 1);
+    }
+    if (const Place place = index.places[row]; place != kNoPlace) {
+      const Target& one = target(place);
+      __builtin_prefetch(&one.recency.used[slot_of(place)], 1);
+      __builtin_prefetch(&one.slots.users[slot_of(place)], 1);
+    }
+  }
+  for (size_t at = rows.size(); at-- > 0;) {
+    ++uses_;
+    const Row row = rows[at];
+    if (row == kNoRow) continue;
+    if (const int32_t slot = index.cache[row]; slot != kNoSlot) {
+      const auto number = static_cast<Slot>(slot);
+      recency_.use(number, uses_, ended);
+      home(number).touch(number);
+    }
+    if (const Place place = index.places[row]; place != kNoPlace) {
+      target(place).recency.use(slot_of(place), uses_, ended);
+      target(place).order->touch(slot_of(place));
+    }
+  }
+}
+
+// -- plans ----------------------------------------------------------------------------
+
+size_t Tiers::adopt(std::span<const Place> places, std::span<const uint64_t> generations,
+                    const char* keys) {
+  const size_t before = index.size();
+  for (size_t at = 0; at < places.size(); ++at) {
+    const char* const key = keys + at * index.key_bytes();
+    if (at + kAhead < places.size()) index.warm(key + kAhead * index.key_bytes());
+    if (index.find(key) != kNoRow) continue;
+    const Place place = places[at];
+    Target& one = target(place);
+    require(one.slots.take_numbered(slot_of(place)), "a slot is adopted twice, or out of range");
+    const Row row = index.add(key, generations[at]);
+    index.places[row] = place;
+    one.rows[slot_of(place)] = row;
+    one.recency.used[slot_of(place)] = ++uses_;
+    on(row, Event::ADOPT);
+    one.order->admit(slot_of(place));
+  }
+  return index.size() - before;
+}
+
+void Tiers::add(Batch& batch, Row row, int32_t slot, Place place, bool filling) const {
+  batch.rows.push_back(row);
+  batch.keys.append(index.key(row), index.key_bytes());
+  batch.generations.push_back(index.generations[row]);
+  batch.cache.push_back(slot);
+  batch.places.push_back(place);
+  batch.filling.push_back(filling);
+  batch.code.push_back(Outcome::OK);
+  batch.error.push_back(0);
+  batch.outcomes.push_back(options_.ranks);
+  batch.releases.push_back(options_.ranks);
+  ++batch.undecided;
+  ++batch.unreleased;
+}
+
+StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t& generation) {
+  StorePlan plan;
+  std::vector<const char*> fresh;
+  const std::vector<Row> before = rows_of(keys);
+  for (size_t at = 0; at < keys.size(); ++at) {
+    if (before[at] != kNoRow) continue;
+    ++plan.absent;
+    if (wanted.empty() || wanted[at]) fresh.push_back(keys[at]);
+  }
+  std::vector<Slot> held;
+  if (fresh.size() > cache.free()) {
+    touch(before, false);  // before evicting, so that chunks offered here are evicted last
+    // Evicting a prefix to store its continuation would make the continuation unreachable. Written
+    // on eviction, chunks that the pool has too are evicted first, even those of this prefix.
+    for (size_t at = 0; at < (options_.demotes ? 0 : keys.size()); ++at) {
+      const Row row = before[at];
+      if (row == kNoRow || index.cache[row] == kNoSlot) continue;
+      const auto slot = static_cast<Slot>(index.cache[row]);
+      if (!clean->contains(slot)) continue;
+      clean->withdraw(slot);
+      held.push_back(slot);
+    }
+  }
+  const auto put_back = [&] {
+    for (const Slot slot : held) clean->admit(slot);
+    held.clear();
+  };
+  plan.batch.reserve(fresh.size(), index.key_bytes());
+  for (const char* key : fresh) {
+    if (index.find(key) != kNoRow) continue;  // named twice
+    Slot slot = take_cache_slot(false);
+    if (slot == kNone && !held.empty()) {
+      put_back();
+      slot = take_cache_slot(false);
+    }
+    if (slot == kNone) break;
+    const Row row = index.add(key, ++generation);
+    index.cache[row] = static_cast<int32_t>(slot);
+    cache_rows_[slot] = row;
+    on(row, Event::STORE_BEGIN);
+    cache.use(slot);
+    add(plan.batch, row, index.cache[row], kNoPlace, !mutant("write_begins_with_the_store"));
+    if (mutant("write_begins_with_the_store")) {
+      on(row, Event::COPIED);
+      if (options_.writes) want(slot);
+    }
+  }
+  put_back();
+  touch(keys, false);
+  plan.refused = fresh.size() - plan.batch.size();
+  return plan;
+}
+
+Batch Tiers::plan_load(Keys keys, size_t land_max) {
+  Batch batch;
+  const std::vector<Row> rows = rows_of(keys);
+  touch(rows, false);
+  batch.reserve(rows.size(), index.key_bytes());
+  // Pin everything first: landing below evicts, and must not evict a chunk of this load.
+  for (const Row row : rows) {
+    require(row != kNoRow, "a load of a key that no tier has");
+    const bool cached = in_cache(index.state[row]);
+    if (cached)
+      cache.use(static_cast<Slot>(index.cache[row]));
+    else
+      target(index.places[row]).slots.use(slot_of(index.places[row]));
+    add(batch, row, cached ? index.cache[row] : kNoSlot, cached ? kNoPlace : index.places[row],
+        false);
+    settle(row);
+  }
+  for (size_t at = 0; at < batch.size() && land_max > 0; ++at) {
+    if (batch.places[at] == kNoPlace) continue;
+    const Slot slot = take_cache_slot(true);
+    if (slot == kNone) break;
+    fill_from_pool(batch.rows[at], slot);
+    settle(batch.rows[at]);
+    batch.cache[at] = static_cast<int32_t>(slot);
+    batch.filling[at] = true;
+    --land_max;
+  }
+  return batch;
+}
+
+Row Tiers::begin_fetch(const char* key, size_t reason) {
+  const Row row = index.find(key);
+  require(row != kNoRow && index.state[row] == State::POOLED, "a fetch of what is not pooled");
+  Slots& slots = target(index.places[row]).slots;
+  const Slot pool_slot = slot_of(index.places[row]);
+  slots.use(pool_slot);
+  const Slot slot = take_cache_slot(true);
+  if (slot == kNone) {
+    slots.release(pool_slot);
+    return kNoRow;
+  }
+  fill_from_pool(row, slot);
+  add(fetches_[reason], row, index.cache[row], index.places[row], true);
+  settle(row);
+  return row;
+}
+
+// This pooled entry's chunk is to be read into a cache slot that was just taken.
+void Tiers::fill_from_pool(Row row, Slot slot) {
+  const Place place = index.places[row];
+  index.cache[row] = static_cast<int32_t>(slot);
+  cache_rows_[slot] = row;
+  recency_.take_over(slot, target(place).recency, slot_of(place));
+  cache.use(slot);
+  on(row, Event::FETCH_BEGIN);
+}
+
+void Tiers::detach(Batch& fetch, size_t at) {
+  const Row row = fetch.rows[at];
+  require(fetch.filling[at] && index.holds(row, fetch.generations[at]), "detaching no fetch");
+  on(row, Event::FETCH_CANCELLED);
+  leave_cache(row);
+  settle(row);
+  fetch.filling[at] = mutant("cancelled_fetch_still_counts_for_its_entry");
+  if (mutant("cancelled_fetch_frees_its_slot_at_once"))
+    cache.free_at_once(static_cast<Slot>(fetch.cache[at]));
+}
+
+void Tiers::drop_fetch(size_t reason, Row row) {
+  Batch& intended = fetches_[reason];
+  const auto found = std::ranges::find(intended.rows, row);
+  require(found != intended.rows.end(), "dropping no fetch");
+  const auto at = static_cast<size_t>(found - intended.rows.begin());
+  detach(intended, at);
+  release(intended, at);
+  if (!mutant("a_dropped_intent_leaves")) intended.remove(at, index.key_bytes());
+}
+
+Row Tiers::hold(const char* key) {
+  const Row row = index.find(key);
+  if (row == kNoRow || index.cache[row] == kNoSlot) return kNoRow;
+  if (!mutant("held_chunk_is_not_pinned")) cache.use(static_cast<Slot>(index.cache[row]));
+  settle(row);
+  return row;
+}
+
+void Tiers::release_hold(Slot slot, Row row, uint64_t generation) {
+  if (!mutant("held_chunk_is_not_pinned")) require(cache.release(slot), "a hold is released twice");
+  if (index.holds(row, generation)) settle(row);
+}
+
+// -- writes ---------------------------------------------------------------------------
+
+bool Tiers::write_due() const {
+  if (mutant("demotion_begins_at_once")) return true;
+  if (mutant("demotion_never_begins")) return !options_.demotes;
+  if (!options_.demotes || passed_over_) return true;
+  return cache.free() + clean->size() + pending < options_.clean_min;
+}
+
+void Tiers::drain() {
+  while (pending < options_.writes_max && write_due()) {
+    const Slot slot = waiting->peek();
+    if (slot == kNone) {
+      passed_over_ = 0;
+      return;
+    }
+    const Place place = take_place();
+    if (place == kNoPlace) return;  // until a slot is released, or a target answers again
+    const Row row = cache_rows_[slot];
+    unwant(slot);
+    passed_over_ -= passed_over_ > 0;
+    Target& one = target(place);
+    index.places[row] = place;
+    one.rows[slot_of(place)] = row;
+    one.recency.take_over(slot_of(place), recency_, slot);
+    cache.use(slot);
+    one.slots.use(slot_of(place));
+    on(row, Event::WRITE_BEGIN);
+    add(writes_, row, index.cache[row], place, false);
+    ++pending;
+    ++one.pending;
+    settle(row);
+  }
+}
+
+Batch Tiers::take_writes() { return std::exchange(writes_, {}); }
+
+void Tiers::want(Slot slot) {
+  wanted_[slot] = 1;
+  ++backlog;
+  if (options_.demotes) return;  // `settle` admits it
+  arrived_[slot] = ++arrivals_;
+  waiting->admit(slot);
+}
+
+void Tiers::unwant(Slot slot) {
+  wanted_[slot] = 0;
+  --backlog;
+  waiting->withdraw(slot);
+}
+
+// The target of the next write: see manager/target_choice.py.
+Target* Tiers::choose() {
+  std::vector<size_t> ready;
+  for (size_t number = 0; number < targets.size(); ++number)
+    if (targets[number].usable && (targets[number].slots.free() || targets[number].order->size()))
+      ready.push_back(number);
+  if (ready.empty()) return nullptr;
+  if (ready.size() == 1) return &targets[ready[0]];
+  const bool known = std::ranges::all_of(ready, [&](size_t t) { return targets[t].speed > 0; });
+  const auto speed = [&](size_t number) { return known ? targets[number].speed : 1.0; };
+  double least = std::numeric_limits<double>::max(), shortest = least;
+  for (const size_t number : ready) {
+    least = std::min(least, targets[number].pass);
+    shortest = std::min(shortest, static_cast<double>(targets[number].pending) / speed(number));
+  }
+  // A target that was away does not catch up: it begins where the others are.
+  pass_ = std::max(pass_, least);
+  const auto rank = [&](size_t number) {
+    return std::tuple(targets[number].slots.free() == 0, std::max(targets[number].pass, pass_),
+                      (number + targets.size() - turn_) % targets.size());
+  };
+  size_t chosen = targets.size();
+  for (const size_t number : ready) {
+    if (static_cast<double>(targets[number].pending) / speed(number) > kPatience * shortest)
+      continue;
+    if (chosen == targets.size() || rank(number) < rank(chosen)) chosen = number;
+  }
+  targets[chosen].pass = std::max(targets[chosen].pass, pass_) + 1 / speed(chosen);
+  turn_ = (chosen + 1) % targets.size();
+  return &targets[chosen];
+}
+
+// -- slots ----------------------------------------------------------------------------
+
+// A free cache slot, evicting if need be; kNone: everything is pinned.
+Slot Tiers::take_cache_slot(bool spare_unwritten) {
+  Slot slot = cache.take();
+  if (slot != kNone) return slot;
+  if (mutant("read_evicts_the_unwritten")) spare_unwritten = false;
+  const bool unwritten_first =
+      options_.demotes && waiting->size() && mutant("unwritten_is_evicted_before_clean");
+  Slot victim = unwritten_first ? waiting->victim() : clean->victim();
+  if (victim != kNone && options_.demotes) {
+    const Slot coldest = waiting->peek();
+    passed_over_ += coldest != kNone && recency_.used[coldest] < recency_.used[victim];
+  } else if (victim == kNone && options_.demotes && !spare_unwritten) {
+    victim = waiting->victim();
+  }
+  if (victim == kNone) return kNone;
+  const Row row = cache_rows_[victim];
+  ++cache_evictions;
+  leave_cache(row);
+  evict(row, Event::EVICT_CACHE);
+  return cache.take();
+}
+
+// A slot on a usable target, evicting if need be; kNoPlace: all there are pinned.
+Place Tiers::take_place() {
+  Target* const one = choose();
+  if (!one) return kNoPlace;
+  const auto number = static_cast<uint32_t>(one - targets.data());
+  Slot slot = one->slots.take();
+  if (slot == kNone) {
+    const Slot victim = one->order->victim();
+    require(victim != kNone, "a target without a slot was chosen");
+    const Row row = one->rows[victim];
+    ++pool_evictions;
+    leave_pool(row, false);
+    evict(row, Event::EVICT_POOL);
+    slot = one->slots.take();
+  }
+  return place_of(number, slot);
+}
+
+void Tiers::leave_cache(Row row) {
+  const auto slot = static_cast<Slot>(index.cache[row]);
+  if (wanted_[slot]) {
+    unwant(slot);
+    ++refused_writes;
+  }
+  clean->withdraw(slot);
+  recency_.forget(slot);
+  cache.orphan(slot, false);
+  cache_rows_[slot] = kNoRow;
+  index.cache[row] = kNoSlot;
+}
+
+void Tiers::leave_pool(Row row, bool retire) {
+  const Place place = index.places[row];
+  Target& one = target(place);
+  const Slot slot = slot_of(place);
+  one.order->withdraw(slot);
+  one.recency.forget(slot);
+  one.slots.orphan(slot, retire);
+  one.rows[slot] = kNoRow;
+  index.places[row] = kNoPlace;
+  retired += retire;
+}
+
+// -- entries --------------------------------------------------------------------------
+
+State Tiers::on(Row row, Event event) {
+  const State before = index.state[row], next = index.on(row, event);
+  if (options_.logs_moves && !(next == State::DOOMED && mutant("failures_are_not_reported")))
+    for (const Source tier : {Source::CPU, Source::POOL})
+      if (const bool had = copied(before, tier); had != copied(next, tier))
+        log(tier, had, index.key(row));
+  return next;
+}
+
+void Tiers::log(Source tier, bool removed, const char* key) {
+  if (moves.empty() || moves.back().tier != tier || moves.back().removed != removed)
+    moves.push_back({tier, removed, {}});
+  moves.back().keys.append(key, index.key_bytes());
+  moved_bytes += index.key_bytes();
+}
+
+// Admit the entry to the orders in which it is evictable, withdraw it elsewhere.
+void Tiers::settle(Row row) {
+  const State state = index.state[row];
+  if (state == State::BOTH && mutant("settled_entries_are_not_admitted")) return;
+  if (const int32_t at = index.cache[row]; at != kNoSlot) {
+    const auto slot = static_cast<Slot>(at);
+    if (!cache.in_use(slot) && (state == State::CACHED || state == State::BOTH))
+      home(slot).admit(slot);
+    else
+      home(slot).withdraw(slot);
+  }
+  if (const Place place = index.places[row]; place != kNoPlace) {
+    Target& one = target(place);
+    if (!one.slots.in_use(slot_of(place)) && (state == State::POOLED || state == State::BOTH))
+      one.order->admit(slot_of(place));
+    else
+      one.order->withdraw(slot_of(place));
+  }
+}
+
+void Tiers::evict(Row row, Event event) {
+  if (on(row, event) == State::ABSENT) {
+    evicted.append(index.key(row), index.key_bytes());
+    forget(row, false);
+  } else {
+    settle(row);
+  }
+}
+
+// The key misses at once; its slots are freed at their last release.
+void Tiers::doom(Row row, bool retire) {
+  if (mutant("doomed_entry_still_hits")) return;
+  on(row, Event::DOOM);
+  forget(row, retire);
+}
+
+void Tiers::forget(Row row, bool retire) {
+  if (index.cache[row] != kNoSlot) leave_cache(row);
+  if (index.places[row] != kNoPlace) leave_pool(row, retire);
+  index.remove(row);
+}
+
+// -- facts ----------------------------------------------------------------------------
+
+void Tiers::report(OpKind kind, Batch& batch, const Report& report, Effect& effect) {
+  const size_t count = report.indexes.empty() ? batch.size() : report.indexes.size();
+  for (size_t k = 0; k < count; ++k) {
+    const size_t at = report.indexes.empty() ? k : report.indexes[k];
+    const Outcome code = report.codes.empty() ? Outcome::OK : static_cast<Outcome>(report.codes[k]);
+    const int16_t error = report.errors.empty() ? int16_t{0} : report.errors[k];
+    const bool released =
+        code == Outcome::RELEASED || report.released.empty() || report.released[k];
+    if (code != Outcome::RELEASED) {
+      require(batch.outcomes[at] > 0, "a rank has reported a row twice");
+      --batch.outcomes[at];
+      // A real failure on any rank outweighs a cancellation on another.
+      if (code != Outcome::OK &&
+          (batch.code[at] == Outcome::OK || batch.code[at] == Outcome::CANCELLED)) {
+        batch.code[at] = code;
+        batch.error[at] = error;
+      }
+      bool lost = code != Outcome::OK && fails(kind, batch, at, code, error);
+      const bool first_decides = mutant("first_rank_decides") && options_.ranks > 1;
+      if (first_decides ? batch.outcomes[at] + 1 == options_.ranks : batch.outcomes[at] == 0) {
+        --batch.undecided;
+        lost |= decide(kind, batch, at);
+        effect.decided.push_back(static_cast<uint32_t>(at));
+        if (batch.code[at] != Outcome::OK) effect.failed.push_back(static_cast<uint32_t>(at));
+      }
+      if (lost) effect.lost.push_back(static_cast<uint32_t>(at));
+    }
+    if (!released) continue;
+    require(batch.releases[at] > batch.outcomes[at], "a row is released before its outcome");
+    const bool one_frees = mutant("release_of_one_rank_frees_a_row") && options_.ranks > 1;
+    --batch.releases[at];
+    if (one_frees ? batch.releases[at] + 1 == options_.ranks : batch.releases[at] == 0) {
+      --batch.unreleased;
+      release(batch, at);
+    }
+  }
+}
+
+// One rank's failure dooms what the row names, before the others have reported. Returns whether the
+// chunk has lost its cache slot by it.
+bool Tiers::fails(OpKind kind, const Batch& batch, size_t at, Outcome code, int error) {
+  if (mutant("failed_key_is_not_dropped")) return false;
+  const Row row = batch.rows[at];
+  const Place place = batch.places[at];
+  if (kind == OpKind::WRITE || (code == Outcome::CANCELLED && kind != OpKind::STORE)) return false;
+  const bool retire = place != kNoPlace && worn(failed_reads_, place, code, error);
+  if (!index.holds(row, batch.generations[at])) return false;
+  const State state = index.state[row];
+  const bool at_gate = code == Outcome::STALE && place == kNoPlace && kind == OpKind::LOAD;
+  if (at_gate && !mutant("stale_at_a_gate_dooms_a_good_copy")) {
+    // It says nothing of the chunk's place in the pool: at most its cache slot is lost.
+    if (state == State::POOLED || state == State::FETCHING || state == State::STORING) return false;
+    if (state == State::BOTH) {
+      on(row, Event::CACHE_LOST);
+      leave_cache(row);
+      settle(row);
+      return true;
+    }
+  }
+  doom(row, retire);
+  return true;
+}
+
+// Every rank has reported on the row. Returns whether the chunk has lost its cache slot by it.
+bool Tiers::decide(OpKind kind, const Batch& batch, size_t at) {
+  const Row row = batch.rows[at];
+  const bool ok = batch.code[at] == Outcome::OK;
+  if (kind == OpKind::WRITE) {
+    ended_write(batch, at);
+    return false;
+  }
+  if (ok && batch.places[at] != kNoPlace && !failed_reads_.empty())
+    failed_reads_.erase(batch.places[at]);
+  if (!index.holds(row, batch.generations[at]) || !batch.filling[at]) return false;
+  if (kind == OpKind::STORE) {
+    on(row, Event::COPIED);  // a failure has doomed it
+    if (options_.writes || mutant("policy_off_is_ignored"))
+      want(static_cast<Slot>(index.cache[row]));
+    return false;
+  }
+  on(row, ok ? Event::FETCHED : Event::FETCH_CANCELLED);  // any other failure has doomed it
+  if (!ok) leave_cache(row);
+  return !ok;
+}
+
+void Tiers::ended_write(const Batch& batch, size_t at) {
+  const Row row = batch.rows[at];
+  const Place place = batch.places[at];
+  --pending;
+  --target(place).pending;
+  if (!index.holds(row, batch.generations[at])) return;  // its slots were orphaned
+  if (batch.code[at] == Outcome::OK || mutant("failed_write_counts_as_written")) {
+    if (!failed_writes_.empty()) failed_writes_.erase(place);
+    on(row, Event::WRITTEN);
+    ++written;
+    return;
+  }
+  on(row, Event::WRITE_FAILED);
+  const bool retire = worn(failed_writes_, place, batch.code[at], batch.error[at]);
+  leave_pool(row, retire || batch.error[at] == ENOSPC);
+}
+
+void Tiers::release(const Batch& batch, size_t at) {
+  if (batch.cache[at] != kNoSlot)
+    require(cache.release(static_cast<Slot>(batch.cache[at])), "a cache slot is released twice");
+  if (const Place place = batch.places[at]; place != kNoPlace)
+    require(target(place).slots.release(slot_of(place)), "a pool slot is released twice");
+  if (index.holds(batch.rows[at], batch.generations[at])) settle(batch.rows[at]);
+}
+
+// Count a slot's failure, unless the whole target has failed; returns whether to retire the slot.
+bool Tiers::worn(std::unordered_map<Place, int>& failures, Place place, Outcome code, int error) {
+  const auto number = static_cast<size_t>(error);
+  const bool slots_fault = code == Outcome::IO_ERROR && (number >= options_.slot_errnos.size() ||
+                                                         options_.slot_errnos[number]);
+  if (slots_fault) ++failures[place];
+  const auto found = failures.find(place);
+  return found != failures.end() && found->second >= kFailuresMax;
+}
+
+size_t Tiers::evictable() const {
+  return cache.free() + clean->size() + (options_.demotes ? waiting->size() : 0);
+}
+
+size_t Tiers::fetches_intended() const {
+  size_t count = 0;
+  for (const Batch& intended : fetches_) count += intended.size();
+  return count;
+}
+
+void Batch::reserve(size_t count, size_t key_bytes) {
+  const auto each = [count](auto&... columns) { (columns.reserve(count), ...); };
+  each(rows, generations, cache, places, filling, code, error, outcomes, releases);
+  keys.reserve(count * key_bytes);
+}
+
+void Batch::remove(size_t at, size_t key_bytes) {
+  const auto each = [at](auto&... columns) {
+    (columns.erase(columns.begin() + static_cast<std::ptrdiff_t>(at)), ...);
+  };
+  each(rows, generations, cache, places, filling, code, error, outcomes, releases);
+  keys.erase(at * key_bytes, key_bytes);
+  --undecided;
+  --unreleased;
+}
+
+// Everything leaves: tier by tier, so that these are few moves of many keys.
+void Tiers::log_reset() {
+  if (!options_.logs_moves || mutant("reset_is_not_reported")) return;
+  for (const Source tier : {Source::CPU, Source::POOL}) {
+    for (Row row = 0; row < index.capacity(); ++row) {
+      const State state = index.state[row];
+      const bool both = state == State::BOTH && tier == Source::POOL;
+      if (both && mutant("reset_forgets_the_pools_copies")) continue;
+      if (copied(state, tier)) log(tier, true, index.key(row));
+    }
+  }
+}
+
+void Tiers::reset() {
+  // What was only intended is dropped; no rank knows of it.
+  for (size_t at = 0; at < writes_.size(); ++at) {
+    --pending;
+    --target(writes_.places[at]).pending;
+    release(writes_, at);
+  }
+  writes_ = {};
+  for (Batch& intended : fetches_) {
+    for (size_t at = 0; at < intended.size(); ++at) release(intended, at);
+    intended = {};
+  }
+  // Arrivals that were not reported are cancelled by these removals.
+  std::erase_if(moves, [this](const Move& move) {
+    moved_bytes -= move.removed ? 0 : move.keys.size();
+    return !move.removed;
+  });
+  make_orders();
+  log_reset();
+  for (Row row = 0; row < index.capacity(); ++row) {
+    if (index.state[row] == State::ABSENT) continue;
+    index.on(row, Event::DOOM);
+    if (const int32_t slot = index.cache[row]; slot != kNoSlot)
+      if (cache.in_use(static_cast<Slot>(slot))) cache.orphan(static_cast<Slot>(slot), false);
+    if (const Place place = index.places[row]; place != kNoPlace)
+      if (Slots& slots = target(place).slots; slots.in_use(slot_of(place)))
+        slots.orphan(slot_of(place), false);
+  }
+  index.clear();
+  std::fill(cache_rows_.begin(), cache_rows_.end(), kNoRow);
+  cache.orphan_unused();
+  for (Target& one : targets) {
+    std::fill(one.rows.begin(), one.rows.end(), kNoRow);
+    one.slots.orphan_unused();
+  }
+  failed_reads_.clear();
+  failed_writes_.clear();
+}
+
+}  // namespace nvmeof

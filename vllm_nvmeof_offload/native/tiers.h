@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+// Both tiers of the manager: the index, the slots, eviction, and the loops over the rows of a
+// batch. Python decides once per batch what is to be stored, loaded, fetched and written; what
+// runs per chunk runs here. Only the scheduler's thread calls it, and it does no I/O.
+#pragma once
+
+#include <array>
+#include <deque>
+#include <memory>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "eviction.h"
+#include "index.h"
+#include "op.h"
+
+namespace nvmeof {
+
+using Keys = std::span<const char* const>;
+
+enum class Source : uint8_t { NONE, CPU, POOL };
+inline constexpr uint8_t kFromCpu = 1, kFromPool = 2;  // the tiers that a look-up may hit
+
+// Why a chunk is fetched: `Reason` in manager/hold_and_prefetch.py.
+inline constexpr size_t kFetchReasons = 3;
+
+// One op's rows as columns, and what the ranks have reported on each.
+struct Batch {
+  size_t size() const { return rows.size(); }
+  void reserve(size_t count, size_t key_bytes);
+  void remove(size_t at, size_t key_bytes);
+
+  std::vector<Row> rows;
+  std::string keys;
+  std::vector<uint64_t> generations;
+  std::vector<int32_t> cache;     // kNoSlot: none
+  std::vector<Place> places;      // kNoPlace: none, or it is not read
+  std::vector<uint8_t> filling;   // the row's own fill: a store, a fetch, a landing; else 0
+  std::vector<Outcome> code;      // the worst that a rank has reported
+  std::vector<int16_t> error;     // errno, where code is IO_ERROR
+  std::vector<uint16_t> outcomes;  // ranks whose outcome is owed
+  std::vector<uint16_t> releases;  // ranks whose release is owed
+  size_t undecided = 0, unreleased = 0;  // rows
+};
+
+// One rank's report on some rows of a batch. No indexes: on all of them. No codes: all are OK.
+struct Report {
+  std::span<const uint32_t> indexes;
+  std::span<const uint8_t> codes;
+  std::span<const int16_t> errors;
+  std::span<const uint8_t> released;  // none: every row's buffers are released
+};
+
+// What a report has brought about, as indexes of the batch's rows.
+struct Effect {
+  std::vector<uint32_t> lost;     // their chunks are not in the cache slot any more
+  std::vector<uint32_t> decided;  // all ranks have reported
+  std::vector<uint32_t> failed;   // of these: one of the ranks has reported a failure
+};
+
+struct StorePlan {
+  Batch batch;
+  size_t absent = 0;   // keys without an entry
+  size_t refused = 0;  // of them, those that were wanted and found no cache slot
+};
+
+// These keys, one after another, came to a tier or left it.
+struct Move {
+  Source tier;
+  bool removed;
+  std::string keys;
+};
+
+struct Options {
+  Slot cache_slots = 0;
+  std::vector<Slot> pool_slots;  // by target
+  size_t key_bytes = 0;
+  uint16_t ranks = 1;
+  uint64_t credit = 0;   // `Recency`'s of the CPU tier, in uses
+  bool writes = true;    // chunks are written to the pool
+  bool demotes = false;  // on eviction; else as soon as they are stored
+  bool logs_moves = false;
+  size_t writes_max = 1;  // writes intended and under way
+  size_t clean_min = 1;   // on eviction: slots to keep free, or evictable without a loss
+  std::vector<bool> slot_errnos;  // by errno: a failure with it speaks against the slot
+  MakeOrder make_order;           // none: Lru
+};
+
+// The pool's slots on one target, and the writes to it.
+struct Target {
+  explicit Target(Slot count);
+
+  Slots slots;
+  Recency recency;  // returns do not count here
+  std::unique_ptr<Order> order;
+  HugeVector<Row> rows;  // by slot
+  bool usable = true;
+  size_t pending = 0;  // writes intended and under way
+  double speed = 0;    // its write rate as a share of the fastest one's; 0: unknown
+  double pass = 0;     // writes that it was given, over its speed
+};
+
+class Tiers {
+ public:
+  explicit Tiers(Options options);
+
+  // -- look-ups ---------------------------------------------------------------------
+  Source lookup(const char* key, uint8_t sources) const;
+  // Of keys that were just found: how many lead in the CPU tier; adds the others by target.
+  size_t weigh(Keys keys, std::vector<uint64_t>& by_target) const;
+  // The keys, in prefix order, were used; ended: by an ended request. Heads outlive tails.
+  void touch(Keys keys, bool ended) { touch(rows_of(keys), ended); }
+
+  // -- plans ------------------------------------------------------------------------
+  // Of a key in several places the first one is adopted. Returns the number of adopted entries.
+  size_t adopt(std::span<const Place> places, std::span<const uint64_t> generations,
+               const char* keys);
+  // wanted: by key, or empty: all. Generations count up from `generation`.
+  StorePlan plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t& generation);
+  // Every key has an entry. land_max: reads that may stay.
+  Batch plan_load(Keys keys, size_t land_max);
+  // Intend to read a key that is only in the pool into a cache slot; kNoRow: there is no slot.
+  Row begin_fetch(const char* key, size_t reason);
+  // The intended fetches, in their order, which are sent now.
+  Batch take_fetches(size_t reason) { return std::exchange(fetches_[reason], {}); }
+  // Take a fetch off its entry: later look-ups find the entry in the pool only.
+  void detach(Batch& fetch, size_t at);
+  // The same for a fetch that is only intended.
+  void drop_fetch(size_t reason, Row row);
+  // Begin the writes that the policy wants and the bound allows; `take_writes` sends them.
+  void drain();
+  Batch take_writes();
+  // Keep a chunk in its cache slot, once more; kNoRow: it has none.
+  Row hold(const char* key);
+  void release_hold(Slot slot, Row row, uint64_t generation);
+
+  // -- facts ------------------------------------------------------------------------
+  void report(OpKind kind, Batch& batch, const Report& report, Effect& effect);
+  void reset();
+
+  // -- counts -----------------------------------------------------------------------
+  size_t evictable() const;  // cache slots, free ones included
+  size_t writes_intended() const { return writes_.size(); }
+  size_t fetches_intended() const;
+
+  Index index;
+  Slots cache;
+  std::unique_ptr<Order> clean;    // cache slots that are evictable without a loss
+  std::unique_ptr<Order> waiting;  // cache slots that wait to be written, first to last
+  std::vector<Target> targets;
+  std::string evicted;  // keys that left both tiers
+  std::deque<Move> moves;
+  size_t moved_bytes = 0;  // of keys in `moves`
+  size_t backlog = 0;  // chunks that wait to be written
+  size_t pending = 0;  // writes intended and under way
+  uint64_t cache_evictions = 0, pool_evictions = 0, refused_writes = 0, written = 0, retired = 0;
+
+ private:
+  Target& target(Place place) { return targets[target_of(place)]; }
+  const Target& target(Place place) const { return targets[target_of(place)]; }
+  Order& home(Slot slot) { return options_.demotes && wanted_[slot] ? *waiting : *clean; }
+
+  // Valid until the next call.
+  const std::vector<Row>& rows_of(Keys keys) const {
+    index.find(keys, found_);
+    return found_;
+  }
+  void touch(const std::vector<Row>& rows, bool ended);
+  void make_orders();
+  State on(Row row, Event event);
+  void log(Source tier, bool removed, const char* key);
+  void log_reset();
+  void settle(Row row);
+  void doom(Row row, bool retire);
+  void forget(Row row, bool retire);
+  void evict(Row row, Event event);
+  void leave_cache(Row row);
+  void leave_pool(Row row, bool retire);
+  Slot take_cache_slot(bool spare_unwritten);
+  Place take_place();
+  Target* choose();
+  bool write_due() const;
+  void want(Slot slot);
+  void unwant(Slot slot);
+  void fill_from_pool(Row row, Slot slot);
+  void add(Batch& batch, Row row, int32_t slot, Place place, bool filling) const;
+  bool fails(OpKind kind, const Batch& batch, size_t at, Outcome code, int error);
+  bool decide(OpKind kind, const Batch& batch, size_t at);
+  void ended_write(const Batch& batch, size_t at);
+  void release(const Batch& batch, size_t at);
+  bool worn(std::unordered_map<Place, int>& failures, Place place, Outcome code, int error);
+
+  Options options_;
+  mutable std::vector<Row> found_;
+  Recency recency_;                 // of the cache slots
+  HugeVector<Row> cache_rows_;     // by cache slot
+  HugeVector<uint8_t> wanted_;     // by cache slot: its chunk waits to be written
+  HugeVector<uint64_t> arrived_;   // by cache slot: when it began to wait
+  uint64_t uses_ = 0, arrivals_ = 0;
+  size_t passed_over_ = 0;  // evictions of clean slots while a colder one waited to be written
+  Batch writes_;            // intended
+  std::array<Batch, kFetchReasons> fetches_;  // intended, by reason
+  size_t turn_ = 0;         // the target that is chosen where nothing else decides
+  double pass_ = 0;         // the least pass of those that could be chosen
+  // By place, in a row. Counted apart: a device may take bytes and not return them.
+  std::unordered_map<Place, int> failed_reads_, failed_writes_;
+};
+
+}  // namespace nvmeof
