@@ -31,6 +31,8 @@ PACKAGES = {
     "replay": "replay",
     "stream": "stream",
     "simulate": "simulate",
+    "hotpath": "hotpath",
+    "stall": "stall",
 }
 
 #: Earlier names of commands, and of the benchmarks in their files → the present ones.

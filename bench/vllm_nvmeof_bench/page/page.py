@@ -35,6 +35,8 @@ KINDS: dict[str, tuple[str, Published | None]] = {
     "latency": ("Latency of two targets, and of our engine", published.LATENCY),
     "pool": ("The pool's I/O beside fio, a bare ring and vLLM's fs tier", published.POOL),
     "stream": ("Loads, resumes, prefetch, admission", published.TIER),
+    "stall": ("What a returning prompt of thousands of chunks costs those that decode", None),
+    "hotpath": ("The cost per chunk on every thread that a request waits for", None),
     "cost": ("What offloading costs where it cannot help", published.COST),
     "copy": ("Copies between a GPU and pinned memory", published.COPY),
 }

@@ -237,9 +237,14 @@ class Client:
             raise ClientError(f"{len(answer.tokens)} of {max_tokens} tokens came")
         return answer
 
-    async def attempt(self, prompt: Sequence[int], max_tokens: int) -> Answer:
-        """As `complete`, without log-probabilities; a failure is in the answer, never raised."""
-        answer = Answer(sent=time.perf_counter())
+    async def attempt(
+        self, prompt: Sequence[int], max_tokens: int, into: Answer | None = None
+    ) -> Answer:
+        """As `complete`, without log-probabilities; a failure is in the answer, never raised.
+
+        into: the answer to fill, for a caller that looks at it meanwhile, or cancels the request.
+        """
+        answer = Answer(sent=time.perf_counter()) if into is None else into
         try:
             await self._stream(answer, prompt, max_tokens, {}, {})
             if answer.tokens_out < max_tokens or not answer.times:

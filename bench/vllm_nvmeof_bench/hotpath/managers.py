@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's side: our manager and vLLM's own, driven through vLLM's interface.
+
+Both answer the same calls with the same keys. Their workers are made up: every op of ours succeeds
+at once. Keys are random bytes, and each load has new objects of them, as a new request has.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.kv_offload.base import LookupResult, OffloadingManager, OffloadKey, ReqContext
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+from vllm_nvmeof_bench.hotpath.report import CASES, Sample
+from vllm_nvmeof_offload.manager.core import CoreConfig
+from vllm_nvmeof_offload.metrics import Counts
+from vllm_nvmeof_offload.protocol import AdoptedEntries, CancelCommand, OpReport, RankHello
+from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
+
+KEY_BYTES = 36  # vLLM's: a SHA-256 and the number of a group
+TARGETS = 2
+_FILLED_AT_ONCE = 8192
+_TOKENS_PER_CHUNK = 16
+_Keys = list[OffloadKey]
+_Batches = Sequence[_Keys]  # one per op
+_Result = TypeVar("_Result")
+
+
+def random_keys(seed: Sequence[int], count: int) -> npt.NDArray[np.void]:
+    """Keys that differ from those of another seed."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (count, KEY_BYTES), np.uint8).view(f"V{KEY_BYTES}").ravel()
+
+
+def batches_of(keys: npt.NDArray[np.void], chunks: int) -> _Batches:
+    """New objects of the keys, `chunks` per op."""
+    return [keys[at : at + chunks].tolist() for at in range(0, len(keys), chunks)]
+
+
+@dataclass
+class Recorder:
+    """Samples of one side, size and round. Times are of the calling thread."""
+
+    side: str
+    chunks: int
+    round: int
+    samples: list[Sample] = field(default_factory=list)
+
+    def time(self, case: str, stage: str, count: int, call: Callable[[], _Result]) -> _Result:
+        """Call once; count: chunks of all ops together."""
+        began_s = time.thread_time()
+        result = call()
+        self.add(case, stage, time.thread_time() - began_s, count)
+        return result
+
+    def add(self, case: str, stage: str, seconds: float, count: int) -> None:
+        self._add(case, stage, 1e6 * seconds / count)
+
+    def pickle(self, case: str, count: int, commands: Sequence[Any]) -> None:
+        """To bytes and back, together: vLLM sends a step's jobs to the workers at once."""
+        began_s = time.thread_time()
+        dumped = pickle.dumps(commands, pickle.HIGHEST_PROTOCOL)
+        took_s = time.thread_time() - began_s
+        self._add(case, "pickle", 1e6 * took_s / count, len(dumped) / count)
+        self.time(case, "unpickle", count, lambda: pickle.loads(dumped))
+
+    def _add(self, case: str, stage: str, us: float, size: float | None = None) -> None:
+        thread = CASES[case][stage].thread
+        self.samples.append(
+            Sample(stage, case, self.side, thread, self.chunks, self.round, us, size)
+        )
+
+
+def _look_up(
+    manager: OffloadingManager, batches: _Batches, contexts: Sequence[ReqContext]
+) -> list[LookupResult]:
+    """As vLLM's scheduler asks for the chunks of waiting requests: key by key."""
+    lookup = manager.lookup
+    return [
+        lookup(key, context)
+        for batch, context in zip(batches, contexts, strict=True)
+        for key in batch
+    ]
+
+
+class _Manager:
+    """What both sides share: the calls that vLLM makes for requests that load and store."""
+
+    def __init__(self, manager: OffloadingManager) -> None:
+        self.manager = manager
+        self._requests = 0
+
+    def contexts(self, batches: _Batches) -> list[ReqContext]:
+        """A new request per op."""
+        made = [ReqContext(f"{self._requests + at}") for at in range(len(batches))]
+        self._requests += len(batches)
+        for context in made:
+            self.manager.on_new_request(context)
+        return made
+
+    def ask(
+        self, recorder: Recorder, case: str, batches: _Batches, contexts: Sequence[ReqContext]
+    ) -> int:
+        """Look every chunk up, twice; return how many there are."""
+        count = sum(map(len, batches))
+        for stage in ("look_up", "look_up_again"):
+            found = recorder.time(
+                case, stage, count, lambda: _look_up(self.manager, batches, contexts)
+            )
+            assert found.count(LookupResult.HIT) == count, "the chunks were stored"
+        return count
+
+    def prepare_load(self, batches: _Batches, contexts: Sequence[ReqContext]) -> list[Any]:
+        prepare = self.manager.prepare_load
+        return [prepare(*one) for one in zip(batches, contexts, strict=True)]
+
+    def prepare_store(self, batches: _Batches, contexts: Sequence[ReqContext]) -> list[Any]:
+        prepare = self.manager.prepare_store
+        return [prepare(*one) for one in zip(batches, contexts, strict=True)]
+
+    def complete(
+        self,
+        complete: Callable[[_Keys, ReqContext], None],
+        batches: _Batches,
+        contexts: Sequence[ReqContext],
+    ) -> None:
+        for one in zip(batches, contexts, strict=True):
+            complete(*one)
+
+    def end(self, contexts: Iterable[ReqContext]) -> None:
+        for context in contexts:
+            self.manager.on_request_finished(context)
+
+
+class OurManager(_Manager):
+    """Ours, with `adopted` chunks in its pool; the CPU tier is full of others."""
+
+    manager: NVMeoFOffloadingManager
+
+    def __init__(self, adopted: AdoptedEntries, cache_slots: int) -> None:
+        super().__init__(NVMeoFOffloadingManager(CoreConfig(tokens_per_chunk=_TOKENS_PER_CHUNK)))
+        hello = RankHello(
+            rank=0,
+            engine_index=0,
+            keyspace="benchmark",
+            cache_slots=cache_slots,
+            pool_slots=len(adopted),
+            target_count=TARGETS,
+            slot_bytes=1 << 16,
+            adopted=adopted,
+        )
+        began_s = time.thread_time()
+        self.manager.attach([hello], KEY_BYTES)
+        self.attach_s = time.thread_time() - began_s
+
+    def fill(self, keys: npt.NDArray[np.void]) -> None:
+        """Store these chunks, and write them."""
+        for batch in batches_of(keys, _FILLED_AT_ONCE):
+            plan = self.manager.core.prepare_store(batch)
+            assert plan.command is not None
+            self.manager.report([OpReport(plan.command.op)], Counts())
+            self._write_all()
+
+    def measure_store(self, recorder: Recorder, batches: _Batches) -> None:
+        """Store these chunks, all of them new, and write them."""
+        manager, count = self.manager, sum(map(len, batches))
+        contexts = self.contexts(batches)
+        outputs = recorder.time(
+            "store", "prepare", count, lambda: self.prepare_store(batches, contexts)
+        )
+        assert sum(len(one.keys_to_store) for one in outputs) == count, "the CPU tier has room"
+        specs = [one.store_spec for one in outputs]
+        recorder.pickle("store", count, specs)
+        reports = [OpReport(spec.command.op) for spec in specs]
+
+        def report() -> None:
+            manager.report(reports, Counts())
+            self.complete(manager.complete_store, batches, contexts)
+
+        recorder.time("store", "report", count, report)
+        commands = recorder.time("write", "take", count, manager.take_commands)
+        written = sum(len(command.batch) for command in commands)  # type: ignore[union-attr]
+        assert written == count, "all stored chunks are written"
+        recorder.pickle("write", count, commands)
+        done = [OpReport(command.op) for command in commands]  # type: ignore[union-attr]
+        recorder.time("write", "report", count, lambda: manager.report(done, Counts()))
+        self.end(contexts)
+
+    def measure_load(self, recorder: Recorder, case: str, batches: _Batches) -> None:
+        """Load these chunks from the tier that `case` names."""
+        manager, contexts = self.manager, self.contexts(batches)
+        count = self.ask(recorder, case, batches, contexts)
+        find = manager.core.find
+        recorder.time(case, "find", count, lambda: [find(batch) for batch in batches])
+        specs = recorder.time(case, "prepare", count, lambda: self.prepare_load(batches, contexts))
+        from_pool = sum(int((spec.command.batch.places >= 0).sum()) for spec in specs)
+        assert from_pool == (count if case == "pool" else 0), f"not all chunks are in the {case}"
+        recorder.pickle(case, count, specs)
+        reports = [OpReport(spec.command.op) for spec in specs]
+
+        def report() -> None:
+            manager.report(reports, Counts())
+            self.complete(manager.complete_load, batches, contexts)
+
+        recorder.time(case, "report", count, report)
+        recorder.time(case, "end", count, lambda: self.end(contexts))
+        self._write_all()
+
+    def _write_all(self) -> None:
+        while commands := self.manager.take_commands():
+            assert not any(isinstance(command, CancelCommand) for command in commands)
+            ops = [command.op for command in commands]  # type: ignore[union-attr]
+            self.manager.report([OpReport(op) for op in ops], Counts())
+
+
+class VllmManager(_Manager):
+    """vLLM's own, whose only tier is full of the chunks in `keys`."""
+
+    def __init__(self, keys: npt.NDArray[np.void]) -> None:
+        super().__init__(CPUOffloadingManager(len(keys)))
+        for at in range(0, len(keys), _FILLED_AT_ONCE):
+            batch, context = keys[at : at + _FILLED_AT_ONCE].tolist(), ReqContext("fill")
+            self.manager.prepare_store(batch, context)
+            self.manager.complete_store(batch, context)
+
+    def measure_store(self, recorder: Recorder, batches: _Batches) -> None:
+        count, contexts = sum(map(len, batches)), self.contexts(batches)
+        outputs = recorder.time(
+            "store", "prepare", count, lambda: self.prepare_store(batches, contexts)
+        )
+        recorder.pickle("store", count, [one.store_spec for one in outputs])
+        complete = self.manager.complete_store
+        recorder.time("store", "report", count, lambda: self.complete(complete, batches, contexts))
+        self.end(contexts)
+
+    def measure_load(self, recorder: Recorder, case: str, batches: _Batches) -> None:
+        contexts = self.contexts(batches)
+        count = self.ask(recorder, case, batches, contexts)
+        specs = recorder.time(case, "prepare", count, lambda: self.prepare_load(batches, contexts))
+        recorder.pickle(case, count, specs)
+        complete = self.manager.complete_load
+        recorder.time(case, "report", count, lambda: self.complete(complete, batches, contexts))
+        recorder.time(case, "end", count, lambda: self.end(contexts))

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench hotpath`: what a chunk costs on every thread for which running requests wait.
+
+Ours and vLLM's own `CPUOffloadingManager` are in one process, each beside the same number of
+entries, and take turns within a round, in an order drawn from the seed. Every time is CPU time of
+one thread, so that other load of the machine is left out as far as it can be; the pipeline's thread
+holds the interpreter lock for at most its own. Garbage is collected
+as in production: what exists before the managers is frozen, as vLLM's engine does at its start, and
+the collector stays enabled. The first round warms up and is not kept.
+
+Each round makes our manager again from a table of the pool, which is the sample of adoption, fills
+its CPU tier, so that every store evicts, and measures every size: an op of so many chunks, and ops
+of one chunk each, which show what an op costs beside its chunks. vLLM's manager stays full.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import random
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_nvmeof_bench.benchmark import Command
+from vllm_nvmeof_bench.conditions import at_start, load_average
+from vllm_nvmeof_bench.home import home_in
+from vllm_nvmeof_bench.hotpath import managers
+from vllm_nvmeof_bench.hotpath.report import CASES, ONE, OURS, SIDES, VLLM, Sample
+from vllm_nvmeof_bench.hotpath.worker import Worker
+from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
+from vllm_nvmeof_bench.results import BenchError, dump
+from vllm_nvmeof_bench.settings import check_positive, option, recorded
+from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Stamp, encode_entry
+from vllm_nvmeof_offload.pool.recovery import adopt_entries
+from vllm_nvmeof_offload.protocol import AdoptedEntries, SlotIdentity, slots_by_target
+from vllm_nvmeof_offload.units import MIB
+
+_EPOCH = 1
+_MEMORY_CACHE_SLOTS = 4096
+
+
+@dataclass(frozen=True)
+class Settings:
+    """ops: of one chunk each, of which one sample is made: so many requests may begin a step with
+    a state of their own. entries: chunks in the index of each manager."""
+
+    chunks: tuple[int, ...] = option((512, 8192, 65_536), "Chunks of an op.")
+    entries: int = option(1_000_000, "Chunks that each manager knows.", min=1)
+    repeats: int = option(7, "Rounds of everything; one more warms up.", min=1)
+    seed: int = option(1, "Seed of the keys and of the order.")
+    directory: Path = option(
+        Path("build/bench/disk"),
+        "Directory for the pool's table, 64 bytes per entry.",
+        flag="--dir",
+    )
+    ops: int = 200
+
+    def __post_init__(self) -> None:
+        check_positive(self, "chunks", "entries", "repeats")
+        if self.entries < 2 * (self.cache_slots + sum(self.sizes.values())):
+            raise BenchError(
+                f"{self.entries} entries are too few for ops of {max(self.chunks)} chunks: what is "
+                "loaded from the pool must not be evicted before"
+            )
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """By chunks of an op: chunks of all ops of one sample."""
+        return {ONE: self.ops} | {one: one for one in self.chunks}
+
+    @property
+    def cache_slots(self) -> int:
+        """A store of the largest size fits twice, because half of them may wait to be written."""
+        return 2 * max(self.sizes.values())
+
+
+class Table:
+    """The tables of a pool that is full, on disk: what a rank adopts at its start."""
+
+    def __init__(self, directory: Path, keys: npt.NDArray[np.void], targets: int) -> None:
+        self._counts = slots_by_target(len(keys), targets)
+        self._paths = [directory / f"table-{target}" for target in range(targets)]
+        stamp = Stamp(_EPOCH, adoptable=True)
+        for target, path in enumerate(self._paths):
+            rows = range(target, len(keys), targets)
+            identities = (SlotIdentity(keys[row].tobytes(), row + 1) for row in rows)
+            entries = map(encode_entry, rows, identities, (stamp for _ in rows))
+            path.write_bytes(b"".join(entries))
+
+    def adopt(self) -> tuple[AdoptedEntries, float]:
+        """The entries, and the CPU seconds that they took."""
+        fds = [os.open(path, os.O_RDONLY) for path in self._paths]
+        try:
+            slabs: Any = [
+                SimpleNamespace(table_fd=fd, table_slots_found=count)
+                for fd, count in zip(fds, self._counts, strict=True)
+            ]
+            superblock: Any = SimpleNamespace(epoch=_EPOCH)
+            began_s = time.thread_time()
+            found = adopt_entries(slabs, self._counts, superblock)
+            return found, time.thread_time() - began_s
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+
+@contextmanager
+def _frozen() -> Iterator[None]:
+    """The collector as vLLM's engine has it from its start on."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+class _Round:
+    """One round: our manager is made again, and filled."""
+
+    def __init__(
+        self, settings: Settings, number: int, table: Table, keys: npt.NDArray[np.void]
+    ) -> None:
+        self.samples: list[Sample] = []
+        self._number, self._settings = number, settings
+        adopted, rank_s = table.adopt()
+        self._ours = managers.OurManager(adopted, settings.cache_slots)
+        for stage, seconds in (("adopt_rank", rank_s), ("adopt_manager", self._ours.attach_s)):
+            us = 1e6 * seconds / settings.entries
+            self.samples.append(_start_sample(settings, stage, OURS, number, us))
+        self._dice = random.Random(f"{settings.seed} {number}")
+        self._made = 0
+        self._ours.fill(self._new_keys(settings.cache_slots))
+        # The lower half is evicted first.
+        rows = np.random.default_rng([settings.seed, 2 + number]).permutation(len(keys) // 2)
+        self._in_pool = keys[len(keys) - len(rows) :][rows]
+
+    def measure(self, chunks: int, theirs: managers.VllmManager, rank: Worker) -> None:
+        """All stages of ops of so many chunks."""
+        count = self._settings.sizes[chunks]
+        new, self._in_pool, in_pool = (
+            self._new_keys(count), self._in_pool[count:], self._in_pool[:count],
+        )  # fmt: skip
+        recorders = {side: managers.Recorder(side, chunks, self._number) for side in SIDES}
+        sides = {OURS: self._ours, VLLM: theirs}
+        for side in self._dice.sample(SIDES, len(SIDES)):
+            sides[side].measure_store(recorders[side], managers.batches_of(new, chunks))
+        for side in self._dice.sample(SIDES, len(SIDES)):
+            sides[side].measure_load(recorders[side], "cpu", managers.batches_of(new, chunks))
+        self._ours.measure_load(recorders[OURS], "pool", managers.batches_of(in_pool, chunks))
+        rank.measure(recorders[OURS], managers.batches_of(new, chunks))
+        for recorder in recorders.values():
+            self.samples += recorder.samples
+
+    def _new_keys(self, count: int) -> npt.NDArray[np.void]:
+        """Chunks that nobody has stored."""
+        self._made += 1
+        return managers.random_keys([self._settings.seed, 3, 1 + self._number, self._made], count)
+
+
+def _start_sample(
+    settings: Settings, stage: str, side: str, number: int, us: float | None = None,
+    size: float | None = None,
+) -> Sample:  # fmt: skip
+    thread = CASES["start"][stage].thread
+    return Sample(stage, "start", side, thread, settings.entries, max(0, number), us, size)
+
+
+def _resident_bytes() -> int:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free must not be used again
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE
+
+
+def _fill_managers(
+    settings: Settings, table: Table
+) -> tuple[managers.VllmManager, Iterator[Sample]]:
+    """vLLM's manager, full, and the memory of both indexes; ours is thrown away."""
+    adopted, _ = table.adopt()
+    before = _resident_bytes()
+    ours = managers.OurManager(adopted, _MEMORY_CACHE_SLOTS)
+    grown = {OURS: _resident_bytes() - before}
+    del ours, adopted
+    keys = managers.random_keys([settings.seed, 1], settings.entries)
+    before = _resident_bytes()
+    theirs = managers.VllmManager(keys)
+    grown[VLLM] = _resident_bytes() - before
+    per_chunk = {side: one / settings.entries for side, one in grown.items()}
+    return theirs, (
+        _start_sample(settings, "memory", side, 0, size=one) for side, one in per_chunk.items()
+    )
+
+
+def run(
+    settings: Settings, home: Path, on_progress: OnProgress = unheard
+) -> tuple[list[Sample], dict[str, Any]]:
+    """Return samples and conditions. home: an empty directory, for the pool's tables."""
+    found = {
+        **at_start(home), "settings": recorded(settings), "cache_slots": settings.cache_slots,
+    }  # fmt: skip
+    total = (settings.repeats + 1) * len(settings.sizes)
+    with _frozen(), closing(Worker(max(settings.sizes.values()))) as rank:
+        on_progress(0, total, "making the pool's tables")
+        keys = managers.random_keys([settings.seed], settings.entries)
+        table = Table(home, keys, managers.TARGETS)
+        on_progress(0, total, "filling the managers")
+        theirs, memory = _fill_managers(settings, table)
+        samples = list(memory)
+        for number in range(-1, settings.repeats):
+            one = _Round(settings, number, table, keys)
+            for at, chunks in enumerate(settings.sizes):
+                done, name = (number + 1) * len(settings.sizes) + at, f"{max(0, number) + 1}"
+                on_progress(done, total, f"round {name} · {chunks:,} chunks")
+                one.measure(chunks, theirs, rank)
+            samples += one.samples if number >= 0 else []
+    found["load_average_at_end"] = load_average()
+    return samples, found
+
+
+def _measure(settings: Settings, json_path: Path) -> None:
+    size = settings.entries * ENTRY_BYTES + MIB
+    with progress() as on_progress, home_in(settings.directory, size) as home:
+        dump(json_path, "hotpath", *run(settings, home, on_progress))
+
+
+COMMANDS = (
+    Command(
+        "hotpath",
+        """Measure the cost per chunk on the scheduler's, the model's and the pipeline's thread.
+
+        Ours and vLLM's own CPU offloading manager take turns in this process, each beside a
+        million chunks; nothing is copied, read or written. Takes 2 minutes and 2 GiB of memory.
+        """,
+        Settings,
+        _measure,
+    ),
+)

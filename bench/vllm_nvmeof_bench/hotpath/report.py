@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The samples of `bench hotpath`: stages, totals over stages, goals, tables, picture.
+
+A total is the sum over its stages within one round; its figure is the median over the rounds. A
+total of which a stage was not measured is not measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_nvmeof_bench import plots, results
+from vllm_nvmeof_bench.benchmark import Benchmark
+from vllm_nvmeof_bench.plots import Style, finish
+from vllm_nvmeof_bench.results import Figure, Goal, bound, distinct, median_of, select, values_of
+from vllm_nvmeof_bench.tables import Column, Table, load_in, machine_in, number, vllm_in
+
+OURS, VLLM = "ours", "vllm"
+SIDES = (OURS, VLLM)
+SCHEDULER, MODEL, PIPELINE = "scheduler", "model", "pipeline"
+#: Chunks of an op that shows what an op costs beside its chunks.
+ONE = 1
+
+
+class Stage(NamedTuple):
+    """A step of a case, on the thread that does it."""
+
+    thread: str
+    words: str
+
+
+_PICKLE = Stage(SCHEDULER, "pickle the command")
+_UNPICKLE = Stage(MODEL, "unpickle it")
+_SUBMIT = Stage(MODEL, "hand it over")
+_PIPELINE = Stage(PIPELINE, "the transfer, engines answer at once")
+_FINISHED = Stage(MODEL, "take what has finished")
+_LOAD = {
+    "look_up": Stage(SCHEDULER, "look-up, key by key"),
+    "look_up_again": Stage(SCHEDULER, "the same again, nothing changed"),
+    "find": Stage(SCHEDULER, "find, for admission"),
+    "prepare": Stage(SCHEDULER, "prepare the load"),
+    "pickle": _PICKLE,
+    "unpickle": _UNPICKLE,
+    "submit": _SUBMIT,
+    "pipeline": _PIPELINE,
+    "finished": _FINISHED,
+    "report": Stage(SCHEDULER, "report of the load"),
+    "end": Stage(SCHEDULER, "end of the request"),
+}
+#: Case → its stages, in their order.
+CASES: dict[str, dict[str, Stage]] = {
+    "cpu": _LOAD,
+    "pool": _LOAD,
+    "store": {
+        "prepare": Stage(SCHEDULER, "prepare the store; it evicts"),
+        "pickle": _PICKLE,
+        "unpickle": _UNPICKLE,
+        "submit": _SUBMIT,
+        "pipeline": _PIPELINE,
+        "finished": _FINISHED,
+        "report": Stage(SCHEDULER, "report of the store"),
+    },
+    "write": {
+        "take": Stage(SCHEDULER, "take the write command"),
+        "pickle": _PICKLE,
+        "unpickle": _UNPICKLE,
+        "submit": _SUBMIT,
+        "pipeline": _PIPELINE,
+        "report": Stage(SCHEDULER, "report of the write"),
+    },
+    "start": {
+        "adopt_rank": Stage(MODEL, "adopt the pool's table"),
+        "adopt_manager": Stage(SCHEDULER, "make the index of it"),
+        "memory": Stage(SCHEDULER, "memory of the index"),
+    },
+}
+_TITLES = {
+    "cpu": "load from the CPU tier",
+    "pool": "load from the pool",
+    "store": "store into a full CPU tier",
+    "write": "write to the pool",
+    "start": "start with a full pool",
+}
+#: What one load costs the scheduler's thread beside its look-ups; vLLM's own has no `find`.
+_PLANNED = ("find", "prepare", "pickle", "report")
+_STORED = tuple((case, stage) for case in ("store", "write") for stage in CASES[case])
+_MODEL_STAGES = tuple(name for name, stage in _LOAD.items() if stage.thread == MODEL)
+
+_CHUNKS, _MORE_CHUNKS = 8192, 65_536
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One stage of one case in one round.
+
+    chunks: of the op; of one of `ONE`, `us_per_chunk` is the cost of an op. us_per_chunk: CPU time
+    of the thread. bytes_per_chunk: of a pickled command; of the index, resident memory.
+    """
+
+    stage: str
+    case: str
+    side: str
+    thread: str
+    chunks: int
+    round: int
+    us_per_chunk: float | None
+    bytes_per_chunk: float | None = None
+
+
+Samples = Sequence[Sample]
+Parts = Iterable[tuple[str, str]]  # (case, stage)
+
+
+def parts_of(case: str, stages: Iterable[str]) -> list[tuple[str, str]]:
+    return [(case, stage) for stage in stages]
+
+
+def total_us(samples: Samples, side: str, chunks: int, parts: Parts) -> list[float]:
+    """Of each round that has all parts: their sum, in µs per chunk."""
+    by_round: dict[int, dict[tuple[str, str], float]] = {}
+    for one in select(samples, side=side, chunks=chunks):
+        if one.us_per_chunk is not None:
+            by_round.setdefault(one.round, {})[one.case, one.stage] = one.us_per_chunk
+    wanted = list(parts)
+    whole = [found for found in by_round.values() if found.keys() >= set(wanted)]
+    return [sum(found[part] for part in wanted) for found in whole]
+
+
+def _figure(values: Sequence[float], where: str = "", scale: float = 1.0) -> Figure | None:
+    return Figure(statistics.median(values) * scale, len(values), where) if values else None
+
+
+def _total(
+    samples: Samples, case: str, stages: Iterable[str], chunks: int = _CHUNKS, scale: float = 1.0
+) -> Figure | None:
+    """Ours."""
+    values = total_us(samples, OURS, chunks, parts_of(case, stages))
+    return _figure(values, _TITLES[case], scale)
+
+
+def load_ratio(samples: Samples, chunks: int = _CHUNKS) -> Figure | None:
+    """Our load from the CPU tier over vLLM's, on the scheduler's thread, round by round."""
+    rounds = []
+    for one in distinct(samples, "round"):
+        some = select(samples, round=one)
+        ours = total_us(some, OURS, chunks, parts_of("cpu", _PLANNED))
+        theirs = total_us(some, VLLM, chunks, parts_of("cpu", _PLANNED[1:]))
+        if ours and theirs:
+            rounds.append(ours[0] / theirs[0])
+    return _figure(rounds)
+
+
+def _growth(samples: Samples) -> Figure | None:
+    """µs per chunk at 65,536 over those at 8,192; the worst of loads and stores."""
+
+    def ratio(case: str, parts: Parts) -> Figure | None:
+        wanted = list(parts)
+        few, more = (total_us(samples, OURS, n, wanted) for n in (_CHUNKS, _MORE_CHUNKS))
+        if not few or not more:
+            return None
+        value = statistics.median(more) / statistics.median(few)
+        return Figure(value, min(len(few), len(more)), _TITLES[case])
+
+    loads = [ratio(case, parts_of(case, _PLANNED)) for case in ("cpu", "pool")]
+    return results.worst([*loads, ratio("store", _STORED)], max)
+
+
+def _op(samples: Samples) -> Figure | None:
+    """µs of an op of one chunk over all threads; the worst of loads and stores."""
+    without = ("look_up", "look_up_again")  # asked per chunk, not per op
+    loads = [name for name in _LOAD if name not in without]
+    found = [_total(samples, case, loads, ONE) for case in ("cpu", "pool")]
+    return results.worst([*found, _total(samples, "store", CASES["store"], ONE)], max)
+
+
+def _rate(samples: Samples, case: str) -> Figure | None:
+    """Thousands of chunks per second that the pipeline's thread can move."""
+    chosen = select(samples, side=OURS, case=case, stage="pipeline", chunks=_CHUNKS)
+    values = [one.us_per_chunk for one in chosen if one.us_per_chunk]
+    return _figure([1000 / value for value in values])
+
+
+def _bytes(samples: Samples) -> Figure | None:
+    found = [
+        _figure(
+            values_of(
+                samples, "bytes_per_chunk", side=OURS, case=case, stage="pickle", chunks=_CHUNKS
+            ),
+            _TITLES[case],
+        )
+        for case in ("cpu", "pool")
+    ]
+    return results.worst(found, max)
+
+
+def _adoption(samples: Samples) -> Figure | None:
+    """Seconds per million entries."""
+    chosen = select(samples, case="start", side=OURS)
+    sizes = {one.chunks for one in chosen if one.stage == "adopt_rank"}
+    stages = parts_of("start", ("adopt_rank", "adopt_manager"))
+    return results.worst([_figure(total_us(chosen, OURS, one, stages)) for one in sizes], max)
+
+
+def _worst_load(
+    samples: Samples, stages: Iterable[str], scale: float, cases: Sequence[str] = ("cpu", "pool")
+) -> Figure | None:
+    wanted = list(stages)
+    return results.worst((_total(samples, case, wanted, scale=scale) for case in cases), max)
+
+
+def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
+    """Of one load of 8,192 chunks, unless they say otherwise."""
+    ms = _CHUNKS / 1000
+    total, worst = partial(_total, samples), partial(_worst_load, samples)
+    index = values_of(samples, "bytes_per_chunk", side=OURS, case="start", stage="memory")
+    return [
+        bound("scheduler: a load from the CPU tier", "≤", 2.5, total("cpu", _PLANNED, scale=ms),
+              " ms"),
+        bound("scheduler: a load from the pool", "≤", 4, total("pool", _PLANNED, scale=ms), " ms"),
+        bound("the first / vLLM's own manager", "≤", 0.25, load_ratio(samples)),
+        bound("pickle and unpickle a load", "≤", 1, worst(("pickle", "unpickle"), ms), " ms"),
+        bound("bytes of a pickled load", "≤", 60, _bytes(samples), " per chunk"),
+        bound("store, from plan to written, all threads", "≤", 2,
+              _figure(total_us(samples, OURS, _CHUNKS, _STORED)), " µs per chunk"),
+        bound("65,536 chunks / 8,192 chunks, per chunk", "≤", 2, _growth(samples)),
+        bound("a step with a blocked head", "≤", 0.1, worst(("look_up_again",), ms), " ms"),
+        bound("look-up of a key", "≤", 0.2, worst(("look_up",), 1), " µs"),
+        bound("an op beside its chunks, all threads", "≤", 20, _op(samples), " µs"),
+        bound("model: per load", "≤", 1, worst(_MODEL_STAGES, ms), " ms"),
+        bound("pipeline: interpreter lock held per load", "≤", 4, worst(("pipeline",), ms), " ms"),
+        bound("pipeline: from the CPU tier", "≥", 1000, _rate(samples, "cpu"),
+              " thousand chunks/s"),
+        bound("pipeline: through stream slots", "≥", 400, _rate(samples, "pool"),
+              " thousand chunks/s"),
+        bound("memory of the index", "≤", 130, _figure(index), " bytes per chunk"),
+        bound("a million chunks adopted, rank and manager", "≤", 0.3, _adoption(samples), " s"),
+    ]  # fmt: skip
+
+
+def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
+    settings = conditions.get("settings", {})
+    yield f"{machine_in(conditions)}; vLLM {vllm_in(conditions)}; {load_in(conditions)}"
+    yield (
+        f"{settings.get('entries', 0):,} chunks in the index; {conditions.get('cache_slots', 0):,} "
+        f"cache slots; CPU time of each thread, medians of {settings.get('repeats', '?')} rounds, "
+        "garbage collection as in production"
+    )
+
+
+def _by_size(sizes: Sequence[int], cell: Callable[..., str]) -> Iterator[Column]:
+    """A column per size and side; cell: of a row, `side` and `chunks`."""
+    for chunks, side in itertools.product(sizes, SIDES):
+        name = "op of 1" if chunks == ONE else f"{chunks:,}"
+        yield Column(f"{name} {side}", partial(cell, side=side, chunks=chunks))
+
+
+class _Row(NamedTuple):
+    case: str
+    stage: str
+
+
+def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table | str]:
+    sizes = sorted({one.chunks for one in samples if one.case in ("cpu", "pool", "store", "write")})
+    rows = [_Row(case, stage) for case in CASES if case != "start" for stage in CASES[case]]
+    there = {(one.case, one.stage) for one in samples}
+
+    def us(row: _Row, side: str, chunks: int) -> str:
+        fields = {"case": row.case, "stage": row.stage, "chunks": chunks, "side": side}
+        return number(median_of(samples, "us_per_chunk", **fields), "{:,.3f}")
+
+    columns = [
+        Column("", lambda row: _TITLES[row.case]),
+        Column("stage", lambda row: CASES[row.case][row.stage].words, left=True),
+        Column("thread", lambda row: CASES[row.case][row.stage].thread, left=True),
+    ]
+    columns += _by_size(sizes, us)
+    if shown := [row for row in rows if row in there]:
+        title = "µs per chunk (µs per op of one chunk), by chunks of the op"
+        yield Table(title, columns, shown, grouped=True)
+    yield from _sums(samples, sizes)
+    yield from _start(samples)
+
+
+def _sums(samples: Samples, sizes: Sequence[int]) -> Iterator[Table]:
+    """What one op costs each thread in all."""
+
+    def sum_of(row: tuple[str, str], side: str, chunks: int) -> str:
+        case, thread = row
+        stages = {
+            one.stage
+            for one in select(samples, case=case, side=side, thread=thread, chunks=chunks)
+            if one.stage != "look_up_again"
+        }
+        if not stages:
+            return number(None)
+        values = total_us(samples, side, chunks, parts_of(case, stages))
+        return number(results.median(values), "{:,.3f}", 1000 / chunks)
+
+    rows = [
+        (case, thread)
+        for case in CASES
+        for thread in (SCHEDULER, MODEL, PIPELINE)
+        if case != "start" and select(samples, case=case, thread=thread)
+    ]
+    columns = [
+        Column("", lambda row: _TITLES[row[0]]),
+        Column("thread", lambda row: row[1], left=True),
+    ]
+    columns += _by_size(sizes, sum_of)
+    if rows:
+        yield Table("ms per op, look-ups included", columns, rows, grouped=True)
+
+
+def _start(samples: Samples) -> Iterator[Table]:
+    def seconds(row: str, side: str) -> str:
+        chosen = select(samples, case="start", stage=row, side=side)
+        values = [one.us_per_chunk * one.chunks / 1e6 for one in chosen if one.us_per_chunk]
+        return number(results.median(values), "{:.3f}")
+
+    def memory(row: str, side: str) -> str:
+        return number(median_of(samples, "bytes_per_chunk", case="start", stage=row, side=side))
+
+    rows = [stage for stage in CASES["start"] if select(samples, case="start", stage=stage)]
+    columns = [Column("start", lambda row: CASES["start"][row].words)]
+    columns += [Column(f"{side}, s", partial(seconds, side=side)) for side in SIDES]
+    columns += [Column(f"{side}, bytes per chunk", partial(memory, side=side)) for side in SIDES]
+    if rows:
+        yield Table(_TITLES["start"].capitalize(), columns, rows)
+
+
+_STYLES = {
+    OURS: Style(plots.BLUE, "o", "ours"),
+    VLLM: Style(plots.RED, "v", "vLLM's CPUOffloadingManager"),
+}
+_LINES: dict[tuple[str, str], Style] = {
+    (OURS, "cpu"): Style(plots.BLUE, "o", "ours, CPU tier"),
+    (OURS, "pool"): Style(plots.SKY, "s", "ours, pool"),
+    (VLLM, "cpu"): Style(plots.RED, "v", "vLLM's own"),
+}
+_BARS = ("look_up", "find", "prepare", "pickle", "report", "end")
+
+
+def _plot(path: Path, samples: Samples, conditions: Mapping[str, Any]) -> None:
+    """Left: the stages of a load on the scheduler's thread. Right: their sum over chunks per op."""
+    sizes = sorted({one.chunks for one in samples if one.case == "cpu" and one.chunks != ONE})
+    middle = _CHUNKS if _CHUNKS in sizes else sizes[-1] if sizes else _CHUNKS
+
+    def stage(side: str, name: str) -> results.Spread | None:
+        return results.spread_of(total_us(samples, side, middle, [("cpu", name)]))
+
+    def load(line: tuple[str, str], chunks: float) -> results.Spread | None:
+        side, case = line
+        names = [name for name in _PLANNED if select(samples, side=side, case=case, stage=name)]
+        return results.spread_of(total_us(samples, side, int(chunks), parts_of(case, names)))
+
+    title = f"Hot path: {plots.where_measured(conditions)}"
+    with plots.picture(path, title, "AB") as (_, (stages, totals)):
+        plots.bars(stages, _STYLES, {name: name for name in _BARS}, stage, form="{:.2f}")
+        finish(
+            stages, f"scheduler's thread, CPU tier, {middle:,} chunks", True, ylabel="µs per chunk"
+        )
+        if sizes:
+            plots.lines(totals, _LINES, sizes, load)
+            plots.size_axis(totals, sizes, "{:,}".format)
+        finish(totals, "plan, pickle and report of a load", True, xlabel="chunks of the load",
+               ylabel="µs per chunk", ylim=(0, None))  # fmt: skip
+
+
+BENCHES = (Benchmark("hotpath", Sample, _lines, _tables, _plot, goals, columns=190),)

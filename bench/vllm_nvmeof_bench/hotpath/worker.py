@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's side: the model's thread and the pipeline's, over engines that answer at once.
+
+The adapter, the runner and the pipeline are the product's. No byte moves: a copy and an I/O
+operation have ended as soon as they are submitted. What a thread costs is its CPU time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain, repeat
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
+
+from vllm_nvmeof_bench.hotpath.managers import TARGETS, Recorder
+from vllm_nvmeof_bench.results import BenchError
+from vllm_nvmeof_offload.config import parse_config
+from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads
+from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
+from vllm_nvmeof_offload.errors import OK, Outcome
+from vllm_nvmeof_offload.io.base import Completion, IoLimits, IoOp, Lanes, Waker
+from vllm_nvmeof_offload.native import InstantLanes
+from vllm_nvmeof_offload.pool.format import Stamp
+from vllm_nvmeof_offload.protocol import (
+    NOWHERE,
+    ChunkBatch,
+    LoadCommand,
+    OpReport,
+    StoreCommand,
+    WriteCommand,
+    place_of,
+)
+from vllm_nvmeof_offload.staging import StagingMap
+from vllm_nvmeof_offload.units import KIB, slot_stride_bytes
+from vllm_nvmeof_offload.vllm_adapter.manager import CommandSpec
+from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
+from vllm_nvmeof_offload.worker.build import RankWorker
+from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
+
+_BLOCK_BYTES = 64 * KIB
+_KV_ADDRESS, _STAGING_ADDRESS = 1 << 40, 1 << 44
+_DONE_S_MAX = 120.0
+_POLL_S = 0.0005
+_PRODUCT = parse_config({})
+_STAMP = Stamp(1, adoptable=True)
+
+
+class InstantCopy:
+    """A copy engine whose copies end when they are submitted."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.asleep = False
+        self._wake = wake
+        self._tickets = 0
+        self._done: list[tuple[int, Outcome]] = []
+
+    def record_fence(self) -> object:
+        return None
+
+    def submit(
+        self,
+        direction: Direction,
+        pieces: Descriptors,
+        fence: object,
+        payloads: Payloads | None = None,
+    ) -> int:
+        self._tickets += 1
+        self._done.append((self._tickets, OK))
+        self._wake()
+        return self._tickets
+
+    def poll(self) -> list[tuple[int, Outcome]]:
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        return
+
+
+class InstantIo:
+    """An I/O engine whose operations end when they are submitted, as native lanes."""
+
+    name = "instant"
+
+    def __init__(self) -> None:
+        self._waker = Waker()
+        self._lanes = InstantLanes(self._waker.fd)
+
+    def attach(self) -> Lanes:
+        return Lanes(self._lanes.address, lambda: _STAMP)
+
+    def submit(self, ops: Sequence[IoOp]) -> int:
+        raise AssertionError("reads and writes go to the lanes, and there are no resets")
+
+    def cancel(self, tokens: Sequence[int]) -> None:
+        return
+
+    def replace_target(self, target: int) -> None:
+        return
+
+    def poll(self) -> list[Completion]:
+        self._waker.clear()
+        return []
+
+    def fileno(self) -> int:
+        return self._waker.fd
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        return True
+
+
+class Worker:
+    """One rank's worker, with cache slots for `chunks_max` chunks; `close` ends its thread."""
+
+    def __init__(self, chunks_max: int) -> None:
+        self._slots = chunks_max
+        slot_bytes = slot_stride_bytes(_BLOCK_BYTES)
+        staging = StagingMap(_STAGING_ADDRESS, slot_bytes, chunks_max, _PRODUCT.stream_slots)
+        tensor = CacheTensor(_KV_ADDRESS, _BLOCK_BYTES, _BLOCK_BYTES, chunks_max)
+        waker, io = Waker(), InstantIo()
+        copy = InstantCopy(waker.wake)
+        in_flight = 2 * min(_PRODUCT.io_depth, IoLimits().read_bytes_in_flight_max // slot_bytes)
+        limits = TransferLimits(
+            payload_bytes=_BLOCK_BYTES,
+            target_count=TARGETS,
+            reads_in_flight_max=in_flight * TARGETS,
+            writes_in_flight_max=in_flight * TARGETS,
+        )
+        known = set(threading.enumerate())
+        runner = PipelineRunner(TransferPipeline(staging, copy, io, limits), waker, io.fileno())
+        (thread,) = set(threading.enumerate()) - known
+        assert thread.ident is not None
+        self._clock = time.pthread_getcpuclockid(thread.ident)
+        self.runner = runner
+        nothing: Any = None  # no bytes: neither memory nor a pool
+        parts = RankWorker(runner, ChunkGeometry([tensor], 1), copy, io, nothing, None)
+        self._worker = NVMeoFOffloadingWorker(parts)
+        self._blocks = np.random.default_rng(1).permutation(chunks_max).astype(np.int32)
+        self._op = 0
+
+    def close(self) -> None:
+        self.runner.stop()
+
+    def measure(self, recorder: Recorder, keys: Sequence[Sequence[bytes]]) -> None:
+        """Store chunks, write them, load them from their cache slots and from the pool. keys: of
+        each op."""
+        ends = np.cumsum([len(op) for op in keys]).tolist()
+        slots = [
+            np.arange(end - len(op), end, dtype=np.int32)
+            for end, op in zip(ends, keys, strict=True)
+        ]
+        blocks = [GPULoadStoreSpec(self._blocks[one].tolist(), [len(one)], [0]) for one in slots]
+        worker = self._worker
+        for case in ("store", "write", "cpu", "pool"):
+            # The manager writes what a step has stored in one op.
+            rows = [np.concatenate(slots)] if case == "write" else slots
+            named = [list(chain.from_iterable(keys))] if case == "write" else keys
+            given = {self._next(): self._batch(case, *one) for one in zip(named, rows, strict=True)}
+            calls: list[Callable[[], object]]
+            if case == "write":
+                writes = [WriteCommand(*one) for one in given.items()]
+                calls = [partial(worker.apply, writes)]
+            elif case == "store":
+                stores = [CommandSpec(StoreCommand(*one)) for one in given.items()]
+                calls = list(map(partial, repeat(worker.submit_store), given, blocks, stores))
+            else:
+                loads = [CommandSpec(LoadCommand(*one)) for one in given.items()]
+                calls = list(map(partial, repeat(worker.submit_load), given, loads, blocks))
+            self._run(recorder, case, calls, {op: len(batch) for op, batch in given.items()})
+
+    def _run(
+        self,
+        recorder: Recorder,
+        case: str,
+        calls: Sequence[Callable[[], object]],
+        chunks: Mapping[int, int],
+    ) -> None:
+        """Hand over, wait until every chunk is reported. chunks: by op."""
+        count = left = sum(chunks.values())
+        began_s, end_s = time.clock_gettime(self._clock), time.monotonic() + _DONE_S_MAX
+        recorder.time(case, "submit", count, lambda: [call() for call in calls])
+        finished_s = 0.0
+        while left:
+            time.sleep(_POLL_S)
+            take_s = time.thread_time()
+            self._worker.get_finished()
+            took_s = time.thread_time() - take_s
+            for report in self._worker.take_reports()[0]:
+                finished_s, took_s = finished_s + took_s, 0.0  # only calls that found something
+                if isinstance(report, OpReport):
+                    left -= chunks[report.op] if report.indexes is None else len(report.indexes)
+                    if report.codes is not None:
+                        raise BenchError(f"{case}: a transfer failed")
+            if time.monotonic() > end_s:
+                raise BenchError(f"{case}: {left} of {count} chunks are not done")
+        recorder.add(case, "pipeline", time.clock_gettime(self._clock) - began_s, count)
+        if case != "write":
+            recorder.add(case, "finished", finished_s, count)
+
+    def _next(self) -> int:
+        self._op += 1
+        return self._op
+
+    def _batch(self, case: str, keys: Sequence[bytes], slots: npt.NDArray[np.int32]) -> ChunkBatch:
+        count = len(keys)
+        targets = slots.astype(np.int64) % TARGETS
+        return ChunkBatch(
+            b"".join(keys),
+            np.ones(count, np.uint64),
+            np.full(count, NOWHERE, np.int32) if case == "pool" else slots,
+            place_of(0, 0) | targets << 32 | slots // TARGETS
+            if case in ("write", "pool")
+            else np.full(count, NOWHERE, np.int64),
+            np.zeros(count, np.uint8),
+        )

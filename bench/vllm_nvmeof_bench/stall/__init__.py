@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench stall`: how long running requests wait while a long prompt returns."""

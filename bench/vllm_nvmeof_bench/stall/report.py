@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The samples of `bench stall`: the longest gaps between tokens, goals, tables, picture.
+
+A gap is the time between two tokens of one request, as its client sees them. A sample's figure is
+the longest gap of all its requests; figures here are medians over rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vllm_nvmeof_bench import plots, results, tables
+from vllm_nvmeof_bench.benchmark import Benchmark
+from vllm_nvmeof_bench.plots import Style, finish
+from vllm_nvmeof_bench.results import Figure, Goal, bound, distinct, median_of, select, spread_of
+from vllm_nvmeof_bench.tables import Column, Table, load_in, machine_in, number, vllm_in
+
+ALONE, IN_GPU, BACK = "alone", "in_gpu", "back"
+#: What happens beside the requests that decode: nothing, or the prompt returns and GPU memory has
+#: it, or has lost it.
+PHASES = {ALONE: "alone", IN_GPU: "prompt in GPU memory", BACK: "prompt lost there"}
+#: Ours, and vLLM's tiering with the same bytes of CPU memory, which both hold the prompt.
+_OURS, _THEIRS = "full", "peer_full"
+_CHUNKS_MIN = 3000
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One phase of one round of one arm.
+
+    gaps_ms: of each request that decodes, its longest gap. tokens: of all of them together in
+    `seconds`. ttft_s: of the prompt that returns. gpu to other: its tokens by where they were
+    found, as in `Hits`. same: whether its answer equals the first one; None: there is no prompt.
+    """
+
+    arm: str
+    phase: str
+    round: int
+    gaps_ms: Sequence[float]
+    tokens: int
+    seconds: float
+    ttft_s: float | None = None
+    gpu: int = 0
+    cpu: int = 0
+    pool: int = 0
+    other: int = 0
+    same: bool | None = None
+
+    @property
+    def gap_ms(self) -> float:
+        """The longest of all requests."""
+        return max(self.gaps_ms)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+Samples = Sequence[Sample]
+
+
+def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
+    """Ours beside vLLM's own, in the phase in which the prompt is loaded."""
+    above, below = ({"arm": arm, "phase": BACK} for arm in (_OURS, _THEIRS))
+    ratio = results.ratio_of_medians(samples, "gap_ms", above, below)
+    compared = [one.same for one in samples if one.same is not None]
+    different = Figure(float(compared.count(False)), len(compared)) if compared else None
+    chunks = conditions.get("prompt_chunks")
+    size = Figure(float(chunks), len(distinct(samples, "round"))) if chunks else None
+    return [
+        bound("longest gap beside a load, ours / vLLM's tiering", "≤", 1, ratio),
+        bound("chunks of the prompt that returns", "≥", _CHUNKS_MIN, size),
+        bound("answers that differ between arms", "≤", 0, different),
+    ]
+
+
+def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
+    settings = conditions.get("settings", {})
+    yield f"{machine_in(conditions)}; vLLM {vllm_in(conditions)}; {load_in(conditions)}"
+    yield (
+        f"{settings.get('decoding', '?')} requests decode; a prompt of "
+        f"{conditions.get('prompt_tokens', 0):,} tokens, {conditions.get('prompt_chunks', 0):,} "
+        "chunks, returns"
+    )
+    for name, arm in conditions.get("arms", {}).items():
+        yield f"• {name}: {arm['says']}"
+    if note := conditions.get("peer_note"):
+        yield str(note)
+
+
+def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table | str]:
+    arms = distinct(samples, "arm")
+
+    def gap(arm: str, phase: str) -> str:
+        chosen = select(samples, arm=arm, phase=phase)
+        spread = spread_of([one.gap_ms for one in chosen])
+        if spread is None:
+            return tables.NOTHING
+        return f"{spread.median:,.1f} [dim]{spread.low:,.1f}–{spread.high:,.1f}[/]"
+
+    def added(arm: str) -> float | None:
+        """What the load adds to the longest gap beside a prompt that needs none."""
+        with_load, without = (
+            median_of(samples, "gap_ms", arm=arm, phase=phase) for phase in (BACK, IN_GPU)
+        )
+        return None if with_load is None or without is None else with_load - without
+
+    columns = [
+        Column("longest gap, ms", str),
+        *(Column(words, partial(gap, phase=phase)) for phase, words in PHASES.items()),
+        Column("the load adds", added, "{:,.1f}"),
+        Column("n", lambda arm: len(select(samples, arm=arm, phase=BACK)) or None),
+    ]
+    if samples:
+        yield Table("Gaps between two tokens of the requests that decode", columns, arms)
+    places = ("gpu", "cpu", "pool", "other")
+
+    def found(arm: str, name: str) -> str:
+        return number(median_of(samples, name, arm=arm, phase=BACK))
+
+    columns = [
+        Column("the prompt, lost there", str),
+        Column("first token, s", partial(_ttft, samples), "{:.2f}"),
+        *(Column(f"tokens, {name}", partial(found, name=name)) for name in places),
+        Column("tokens/s beside it", lambda arm: median_of(
+            samples, "tokens_per_s", arm=arm, phase=BACK), "{:,.0f}"),
+        Column("alone", lambda arm: median_of(
+            samples, "tokens_per_s", arm=arm, phase=ALONE), "{:,.0f}"),
+    ]  # fmt: skip
+    if samples:
+        yield Table("The prompt that returns", columns, arms)
+
+
+def _ttft(samples: Samples, arm: str) -> float | None:
+    return median_of(samples, "ttft_s", arm=arm, phase=BACK)
+
+
+_STYLES = {
+    ALONE: Style(plots.GREY, label=PHASES[ALONE]),
+    IN_GPU: Style(plots.SKY, label=PHASES[IN_GPU]),
+    BACK: Style(plots.BLUE, label=PHASES[BACK]),
+}
+
+
+def _plot(path: Path, samples: Samples, conditions: Mapping[str, Any]) -> None:
+    """The longest gap of each arm and phase, on a logarithmic scale: recomputing takes seconds."""
+
+    def spread(phase: str, arm: str) -> results.Spread | None:
+        return spread_of([one.gap_ms for one in select(samples, arm=arm, phase=phase)])
+
+    arms = {arm: arm for arm in distinct(samples, "arm")}
+    chunks = f"{conditions.get('prompt_chunks', 0):,}"
+    title = f"A prompt of {chunks} chunks returns: {plots.where_measured(conditions)}"
+    with plots.picture(path, title, "A", (11, 6)) as (_, (panel,)):
+        plots.bars(panel, _STYLES, arms, spread)
+        panel.set_yscale("log")
+        panel.set_ylim(1, None)
+        finish(panel, "longest gap between two tokens", True, ylabel="ms")
+
+
+BENCHES = (Benchmark("stall", Sample, _lines, _tables, _plot, goals, columns=150),)

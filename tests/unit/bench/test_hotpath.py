@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench hotpath`: its arithmetic on made-up samples, and one small run of the real code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+from vllm_nvmeof_bench.benchmark import benchmark
+from vllm_nvmeof_bench.hotpath.report import (
+    CASES,
+    MODEL,
+    ONE,
+    OURS,
+    PIPELINE,
+    VLLM,
+    Sample,
+    goals,
+    parts_of,
+    total_us,
+)
+from vllm_nvmeof_bench.results import Goal, missed
+
+from tests.unit.bench import printing
+from vllm_nvmeof_offload.cli import app
+
+SIZES = (ONE, 512, 8192, 65_536)
+ROUNDS = 3
+CONDITIONS = {"settings": {"entries": 1_000_000, "repeats": ROUNDS}, "cache_slots": 131_072}
+
+
+def one(case: str, stage: str, side: str, chunks: int, us: float | None) -> list[Sample]:
+    """Three rounds around `us`, which is their median."""
+    size = {"pickle": 57.0, "memory": 114.0}.get(stage)
+    thread = CASES[case][stage].thread
+    return [
+        Sample(stage, case, side, thread, chunks, number, us and us * share, size)
+        for number, share in enumerate((0.9, 1.0, 1.3))
+    ]
+
+
+def everything() -> list[Sample]:
+    """Every stage, made up so that all goals are reached."""
+    found = one("start", "memory", OURS, 1_000_000, None)
+    for stage in ("adopt_rank", "adopt_manager"):
+        found += one("start", stage, OURS, 1_000_000, 0.1)
+    for case in ("cpu", "pool", "store", "write"):
+        for stage, (thread, _) in CASES[case].items():
+            us = {MODEL: 0.005, PIPELINE: 0.4}.get(thread, 0.04)
+            if stage == "look_up_again":
+                us = 0.01
+            for chunks in SIZES:
+                found += one(case, stage, OURS, chunks, us)
+                if stage not in ("find", "submit", "pipeline", "finished") and case != "pool":
+                    found += one(case, stage, VLLM, chunks, 10 * us)
+    return found
+
+
+def slower(samples: Sequence[Sample], factor: float, **wanted: object) -> list[Sample]:
+    """The samples with these fields take `factor` times as long."""
+    return [
+        replace(each, us_per_chunk=each.us_per_chunk * factor)
+        if each.us_per_chunk and all(getattr(each, name) == of for name, of in wanted.items())
+        else each
+        for each in samples
+    ]
+
+
+def row(samples: Sequence[Sample], start: str) -> Goal:
+    (found,) = (goal for goal in goals(samples, CONDITIONS) if goal.name.startswith(start))
+    return found
+
+
+def test_every_goal_is_reached_by_samples_made_up_for_it() -> None:
+    found = goals(everything(), CONDITIONS)
+    assert len(found) == 16
+    assert [goal.name for goal in found if goal.reached is not True] == []
+
+
+@pytest.mark.parametrize(
+    ("goal", "factor", "wanted"),
+    [
+        ("scheduler: a load from the CPU tier", 9, {"case": "cpu", "stage": "prepare"}),
+        ("scheduler: a load from the pool", 20, {"case": "pool", "stage": "report"}),
+        ("the first / vLLM's own manager", 9, {"case": "cpu", "stage": "find", "side": OURS}),
+        ("pickle and unpickle a load", 9, {"case": "pool", "stage": "pickle"}),
+        ("store, from plan to written", 5, {"case": "write", "stage": "pipeline"}),
+        ("65,536 chunks / 8,192", 50, {"case": "store", "chunks": 65_536}),
+        ("a step with a blocked head", 2, {"stage": "look_up_again", "case": "cpu"}),
+        ("look-up of a key", 9, {"stage": "look_up", "case": "pool"}),
+        ("an op beside its chunks", 50, {"stage": "pipeline", "case": "store", "chunks": ONE}),
+        ("model: per load", 99, {"thread": MODEL, "case": "cpu"}),
+        ("pipeline: interpreter lock", 2, {"stage": "pipeline", "case": "cpu"}),
+        ("pipeline: from the CPU tier", 5, {"stage": "pipeline", "case": "cpu"}),
+        ("pipeline: through stream slots", 9, {"stage": "pipeline", "case": "pool"}),
+        ("a million chunks adopted", 4, {"stage": "adopt_rank"}),
+    ],
+)
+def test_one_slow_stage_misses_its_goal(
+    goal: str, factor: float, wanted: dict[str, object]
+) -> None:
+    assert row(slower(everything(), factor, **wanted), goal).reached is False
+
+
+def test_memory_and_bytes_are_judged_too() -> None:
+    samples = [replace(each, bytes_per_chunk=131.0) for each in everything()]
+    assert row(samples, "memory of the index").reached is False
+    assert row(samples, "bytes of a pickled load").reached is False
+
+
+def test_a_total_is_the_sum_of_its_stages_within_a_round() -> None:
+    samples = one("cpu", "find", OURS, 512, 1.0) + one("cpu", "report", OURS, 512, 2.0)
+    found = total_us(samples, OURS, 512, parts_of("cpu", ("find", "report")))
+    assert found == pytest.approx([2.7, 3.0, 3.9])
+    assert total_us(samples, OURS, 512, parts_of("cpu", ("find", "prepare"))) == []
+    assert total_us(samples, OURS, 8192, parts_of("cpu", ("find",))) == []
+
+
+def test_a_stage_that_was_not_measured_leaves_its_goals_open() -> None:
+    samples = [each for each in everything() if each.stage != "report"]
+    found = goals(samples, CONDITIONS)
+    assert row(samples, "scheduler: a load from the CPU tier").reached is None
+    assert row(samples, "store, from plan to written").reached is None
+    assert missed(found) == []
+    assert all(goal.reached is None for goal in goals([], {}))
+
+
+def test_a_missed_goal_is_printed_as_missed() -> None:
+    text = printing.printed("hotpath", everything(), CONDITIONS)
+    for needed in (
+        "1,000,000 chunks in the index",
+        "load from the CPU tier",
+        "look-up, key by key",
+        "65,536 vllm",
+        "op of 1 ours",
+        "114",
+    ):
+        assert needed in text, needed
+    assert " no " not in text
+    samples = slower(everything(), 9, case="cpu", stage="prepare")
+    assert " no " in printing.printed("hotpath", samples, CONDITIONS)
+    assert printing.printed("hotpath", [], {})
+
+
+def test_the_picture_is_drawn_from_incomplete_samples_too(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for number, samples in enumerate((everything(), everything()[:3])):
+        benchmark("hotpath").draw(tmp_path / f"{number}.png", samples, CONDITIONS)
+        assert (tmp_path / f"{number}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_report_judges_a_file(tmp_path: Path) -> None:
+    file = printing.written(tmp_path / "h.json", "hotpath", everything(), CONDITIONS)
+    assert CliRunner().invoke(app, ["bench", "hotpath-report", str(file), "--check"]).exit_code == 0
+    samples = slower(everything(), 9, stage="look_up")
+    printing.written(file, "hotpath", samples, CONDITIONS)
+    assert CliRunner().invoke(app, ["bench", "hotpath-report", str(file), "--check"]).exit_code == 1
+
+
+def test_too_few_entries_are_refused() -> None:
+    done = CliRunner().invoke(app, ["bench", "hotpath", "--chunks", "512", "--entries", "1000"])
+    assert done.exit_code == 1
+    assert "1000 entries are too few for ops of 512 chunks" in done.output
+
+
+def test_a_small_run_measures_every_stage_of_both_sides(tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="its manager is measured beside ours")
+    command = ["bench", "hotpath", "--chunks", "512", "--entries", "10000", "--repeats", "1"]
+    files = ["--dir", str(tmp_path / "disk"), "--json", str(tmp_path / "h.json")]
+    done = CliRunner().invoke(app, [*command, *files])
+    assert done.exit_code == 0, done.output
+    assert not (tmp_path / "disk").exists(), "the run cleans up"
+    rows = json.loads((tmp_path / "h.json").read_text())["samples"]
+    assert all(
+        isinstance(each["us_per_chunk"], float) for each in rows if each["stage"] != "memory"
+    )
+    stages = {(each["case"], each["stage"]) for each in rows if each["side"] == OURS}
+    assert stages == {(case, stage) for case, some in CASES.items() for stage in some}
+    theirs = {(each["case"], each["stage"]) for each in rows if each["side"] == VLLM}
+    assert {("cpu", "look_up"), ("cpu", "report"), ("store", "prepare")} < theirs
+    assert {each["chunks"] for each in rows if each["case"] == "pool"} == {ONE, 512}

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench stall`: gaps and goals on made-up samples, and a round with a made-up server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+from vllm_nvmeof_bench.benchmark import benchmark
+from vllm_nvmeof_bench.results import BenchError, Goal
+from vllm_nvmeof_bench.servers.client import Answer, Hits
+from vllm_nvmeof_bench.servers.server import BLOCK_TOKENS
+from vllm_nvmeof_bench.stall.measure import Settings, Watched, Window
+from vllm_nvmeof_bench.stall.report import ALONE, BACK, IN_GPU, PHASES, Sample, goals
+
+from tests.unit.bench import printing
+from vllm_nvmeof_offload.cli import app
+
+CONDITIONS = {
+    "prompt_chunks": 3072,
+    "prompt_tokens": 98_305,
+    "settings": {"decoding": 8},
+    "arms": {"full": {"says": "our CPU tier, holds all, and pool"}},
+}
+
+
+def everything() -> list[Sample]:
+    """Three rounds of every arm and phase, made up so that all goals are reached."""
+    longest = {"none": 4000.0, "full": 20.0, "pool": 30.0, "peer_full": 60.0}
+    return [
+        Sample(
+            arm,
+            phase,
+            number,
+            [5.0, gap * share if phase == BACK else 9.0],
+            400,
+            2.0,
+            None if phase == ALONE else 0.5,
+            cpu=98_304 if arm == "full" and phase == BACK else 0,
+            same=None if phase == ALONE else True,
+        )
+        for arm, gap in longest.items()
+        for phase in PHASES
+        for number, share in enumerate((0.9, 1.0, 1.5))
+    ]
+
+
+def row(samples: Sequence[Sample], start: str) -> Goal:
+    (found,) = (goal for goal in goals(samples, CONDITIONS) if goal.name.startswith(start))
+    return found
+
+
+def test_goals_are_of_the_longest_gaps_medians() -> None:
+    found = row(everything(), "longest gap beside a load")
+    assert (found.measured, found.n, found.reached) == (pytest.approx(20 / 60), 3, True)
+    slow = [
+        replace(one, gaps_ms=[99.0, 1.0]) if (one.arm, one.phase) == ("full", BACK) else one
+        for one in everything()
+    ]
+    assert row(slow, "longest gap beside a load").reached is False
+    assert row([], "longest gap beside a load").reached is None
+
+
+def test_a_wrong_answer_or_a_short_prompt_misses_a_goal() -> None:
+    assert [goal.reached for goal in goals(everything(), CONDITIONS)] == [True] * 3
+    wrong = [replace(one, same=one.same and one.arm != "pool") for one in everything()]
+    assert row(wrong, "answers that differ").measured == 6
+    short = goals(everything(), CONDITIONS | {"prompt_chunks": 256})
+    assert [goal.reached for goal in short] == [True, False, True]
+
+
+def test_tables_name_what_the_load_adds() -> None:
+    text = printing.printed("stall", everything(), CONDITIONS)
+    for needed in ("3,072 chunks", "4,000.0", "the load adds", "11.0", "98,304", "peer_full"):
+        assert needed in text, needed
+    assert printing.printed("stall", [], {})
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for number, samples in enumerate((everything(), everything()[:2])):
+        benchmark("stall").draw(tmp_path / f"{number}.png", samples, CONDITIONS)
+        assert (tmp_path / f"{number}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_report_judges_a_file(tmp_path: Path) -> None:
+    file = printing.written(tmp_path / "s.json", "stall", everything(), CONDITIONS)
+    assert CliRunner().invoke(app, ["bench", "stall-report", str(file), "--check"]).exit_code == 0
+
+
+def test_a_gap_across_the_sending_is_one_beside_the_prompt() -> None:
+    times = [[0.0, 1.0, 1.5, 4.5, 4.6, 9.0], [0.0, 1.2, 1.9, 4.8, 9.0]]
+    first = Answer(0.0)
+    alone = Window(times, 1.4, 4.0).sample("full", ALONE, 0, first)
+    assert alone.gaps_ms == [500.0, 700.0]
+    assert (alone.tokens, alone.seconds, alone.same) == (2, pytest.approx(2.6), None)
+    answer = Answer(4.0, times=[4.55])
+    beside = Window(times, 4.0, 4.55, answer).sample("full", BACK, 0, first)
+    assert beside.gaps_ms == [3000.0, 2900.0]
+    assert beside.gap_ms == 3000
+    late = Window(times, 4.55, 4.7, answer).sample("full", BACK, 0, first)
+    assert late.gaps_ms == [4400.0, 2900.0], "a gap that begins beside it counts whole"
+
+
+def test_servers_hold_all_that_runs_at_once() -> None:
+    settings = Settings(rounds=2)
+    sizes = settings.sizes()
+    assert settings.prompt_tokens == 3072 * BLOCK_TOKENS + 1
+    assert sizes.request_tokens_max >= settings.prompt_tokens
+    assert sizes.shape.positions_max > sizes.request_tokens_max
+    assert sizes.gpu_tokens > settings.prompt_tokens + 8 * 4096
+    assert (
+        sizes.slots(sizes.tokens_of("third"))
+        < settings.chunks
+        < sizes.slots(sizes.tokens_of("all"))
+    )
+    with pytest.raises(BenchError, match="chunks is at least 1"):
+        Settings(chunks=0)
+
+
+class MadeUpClient:
+    """Decodes a token per 2 ms; while the prompt is under way it stalls for 60 ms."""
+
+    def __init__(self) -> None:
+        self.forgot = 0
+        self.cancelled = 0
+        self.stalled = False
+        self.found = Hits()
+
+    async def forget_gpu(self) -> bool:
+        self.forgot += 1
+        return True
+
+    async def hits(self) -> Hits:
+        return self.found
+
+    async def attempt(self, prompt: list[int], tokens: int, into: Answer | None = None) -> Answer:
+        if into is None:
+            answer = Answer(sent=time.perf_counter(), tokens=[7], tokens_out=1)
+            self.stalled = True
+            await asyncio.sleep(0.06)
+            self.stalled = False
+            answer.times.append(time.perf_counter())
+            self.found = Hits(cpu=len(prompt))
+            return answer
+        try:
+            while len(into.times) < tokens:
+                await asyncio.sleep(0.002)
+                if not self.stalled:
+                    into.times.append(time.perf_counter())
+            into.ended = time.perf_counter()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return into
+
+
+@pytest.mark.parametrize("phase", [BACK, IN_GPU])
+def test_a_round_sees_the_stall_and_ends_the_requests(phase: str) -> None:
+    client: Any = MadeUpClient()
+    watched = Watched(client, phase, [[1], [2]], [5] * 100)
+    alone, found = asyncio.run(watched.run(0.1))
+    first = Answer(0.0, tokens=[7])
+    before, beside = (one.sample("a", phase, 0, first) for one in (alone, found))
+    assert len(before.gaps_ms) == len(beside.gaps_ms) == 2
+    assert min(beside.gaps_ms) >= 55
+    assert before.tokens > beside.tokens
+    assert (beside.cpu, beside.same, beside.ttft_s) == (100, True, pytest.approx(0.06, abs=0.05))
+    assert before.ttft_s is None
+    assert (client.forgot, client.cancelled) == (int(phase == BACK), 2)
+
+
+def test_requests_that_end_too_early_are_an_error() -> None:
+    watched = Watched(MadeUpClient(), BACK, [[1]], [5] * 100, tokens_max=20)  # type: ignore[arg-type]
+    with pytest.raises(BenchError, match="ended after 20 tokens"):
+        asyncio.run(watched.run(0.3))
