@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -55,6 +55,10 @@ __all__ = [
     "NVMeoFOffloadingConnector",
     "OffloadingStats",
 ]
+
+
+#: Tokens, and whether the load continues during later steps; None: the request is delayed.
+_Found: TypeAlias = tuple[int | None, bool]
 
 
 @dataclass
@@ -248,7 +252,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        found, later = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        found, later = self._look_up(request, num_computed_tokens)
         if found is None:
             return None, False
         self._old_kv.looked_up(request.request_id, num_computed_tokens)
@@ -258,6 +262,19 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         tokens = self._waiting.decide(request.request_id, num_computed_tokens, found).tokens
         # vLLM decides whether the load continues during later steps: since 0.33 it may not.
         return tokens, later and bool(tokens)
+
+    def _look_up(self, request: Any, local: int) -> _Found:
+        """vLLM's look-up, or the answer that it would give again."""
+        if self._manager.config.kv_events:  # vLLM's look-up notes what the events will tell
+            return cast(_Found, super().get_num_new_matched_tokens(request, local))
+        question = self._view.question(request, local, self._max_loadable_tokens(request, local))
+        if self._view.is_as_looked_up(request.request_id, local):
+            known = self._waiting.answers.recall(request.request_id, question)
+            if known is not None:
+                return known, True
+        found, later = super().get_num_new_matched_tokens(request, local)
+        self._waiting.looked_up(request.request_id, question, found)
+        return found, later
 
     @timed
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

@@ -55,6 +55,9 @@ PROFILE = {
     "cancelled_prefetches_are_not_counted": "waiting",
     "rejected_drafts_count_as_computed": "waiting",
     "a_dropped_intent_leaves": "waiting",
+    "first_miss_is_not_asked_again": "waiting",
+    "remembered_answer_survives_a_move": "waiting",
+    "remembered_answer_survives_an_eviction": "waiting",
     "fetch_that_a_load_waits_for_is_cancelled": "waiting",
     "release_of_one_rank_frees_a_row": "hangs",
 }

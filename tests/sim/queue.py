@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 from vllm_nvmeof_offload.manager.core import ManagerCore
+from vllm_nvmeof_offload.manager.remembered import Question
 from vllm_nvmeof_offload.manager.requests import Queue, WaitingRequests
 
 from .base import Clock, Knobs, Violation
@@ -39,6 +40,7 @@ class SimQueue:
         counts: Counter[str],
     ) -> None:
         self._counts = counts
+        self._core = core
         self._knobs = knobs
         self._blocks = blocks
         self._requests: dict[str, Request] = {}
@@ -52,6 +54,26 @@ class SimQueue:
     def added(self, request: Request) -> None:
         self._requests[str(request)] = request
         self.waiting.added(_Face(request))
+
+    def looked_up(self, request: Request, local: int, sources: int, found: int | None) -> None:
+        """A look-up found so many tokens; None: it delays the request. Rule 2: what is remembered
+        says the same."""
+        name = str(request)
+        question = Question(len(request.tokens), request.hashes[-1], local, None, sources)
+        remembered = self.waiting.answers.recall(name, question)
+        if remembered is None:
+            self.waiting.looked_up(name, question, found)
+            return
+        self._counts["remembered_answers"] += 1
+        if remembered != (found or 0):
+            raise Violation("2", f"{request}: remembered {remembered}, a look-up finds {found}")
+        answer = self.waiting.answers.given(name, local, remembered)
+        if answer is not None and answer.find is not None:
+            size, keys = self._knobs.chunk_tokens, self._keys_of(name)
+            assert keys is not None
+            find = self._core.find(keys[local // size : -(-(local + remembered) // size)])
+            if find.read_bytes != answer.find.read_bytes:
+                raise Violation("2", f"{request}: {answer.find} is remembered, it is {find}")
 
     def decide(self, request: Request, local: int, found: int) -> int:
         """The number of tokens to load of those that were found."""

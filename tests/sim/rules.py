@@ -68,8 +68,8 @@ class Rules:
 
     # -- calls ------------------------------------------------------------------------
 
-    def lookup(self, key: bytes) -> bool:
-        return self._core.lookup(key) is not None
+    def lookup(self, key: bytes, sources: int) -> bool:
+        return self._core.lookup(key, sources) is not None
 
     def prepare_load(self, keys: Sequence[bytes], limit_s: float | None = None) -> LoadCommand:
         command = self._core.prepare_load(keys, limit_s)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from vllm_nvmeof_offload.manager.core import ManagerCore
+from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, ManagerCore
 
 from .base import Clock, Knobs, Trace, Violation
 from .memory import Tag
@@ -224,15 +224,21 @@ class SimScheduler:
             local.append(block)
         computed = len(local) * size
         first_chunk = computed // knobs.chunk_tokens
+        # Now and then only the CPU tier counts.
+        cpu_only = self._step % 3 == 0 and request.rid % 3 == 0
+        sources = FROM_CPU if cpu_only else FROM_CPU | FROM_POOL
         keys: list[bytes] = []
         for chunk in range(first_chunk, len(request.tokens) // knobs.chunk_tokens):
             key = request.key(chunk, knobs)
-            if not self._rules.lookup(key):
+            if not self._rules.lookup(key, sources):
                 break
             keys.append(key)
+        found: int | None = max(0, (first_chunk + len(keys)) * knobs.chunk_tokens - computed)
         if knobs.defer_shared_loads and self._loading_keys.intersection(keys):
+            found = None
+        self._queue.looked_up(request, computed, sources, found)
+        if found is None:
             return False  # vLLM asks again in the next step
-        found = max(0, (first_chunk + len(keys)) * knobs.chunk_tokens - computed)
         external = self._queue.decide(request, computed, found)
         self.counts["declined"] += external < found
         keys = keys[: -(-(computed + external) // knobs.chunk_tokens) - first_chunk]

@@ -9,6 +9,7 @@ from . import (
     mutants_events,
     mutants_policy,
     mutants_reload,
+    mutants_remembered,
     mutants_stream,
     mutants_tiers,
     mutants_transfer,
@@ -21,6 +22,7 @@ assert (
     mutants_events
     and mutants_policy
     and mutants_reload
+    and mutants_remembered
     and mutants_stream
     and mutants_transfer
     and mutants_tiers
@@ -34,6 +36,7 @@ SEEDS_MAX = 500
 FIRST: dict[str, int] = {
     "doom_ignores_the_generation": 71,
     "failed_copy_counts_as_copied": 14,
+    "first_miss_is_not_asked_again": 213,
     "gates_accept_stale": 32,
     "hung_share_of_a_target_blocks_its_loads": 51,
     "hung_stream_slots_block_loads": 51,
@@ -41,6 +44,8 @@ FIRST: dict[str, int] = {
     "policy_off_is_ignored": 31,
     "promoted_fetch_never_runs": 7,
     "reads_ignore_the_generation": 286,
+    "remembered_answer_survives_a_load": 83,
+    "remembered_answer_survives_a_verdict": 267,
     "reset_keeps_the_holds": 7,
     "stream_slot_is_free_at_the_outcome": 54,
     "suspect_target_fails_the_reset": 75,

@@ -98,6 +98,7 @@ def test_no_rule_breaks_with_each_eviction_policy(
         "lost_superblock",
         "retired_pool_slots",
         "preempted_with_drafts",
+        "remembered_answers",
         "preemptions",
         "resets",
         "refused_stores",

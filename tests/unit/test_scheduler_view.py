@@ -51,7 +51,8 @@ def _view(request: Any, hit: bool = True, cached: tuple[bytes, ...] = ()) -> Sch
 
 def _rest(num_tokens: int, local: int, computed: int, hit: bool = True) -> int:
     """Ask for a request's rest of a chunk; `computed` is the reported number of computed tokens."""
-    request = SimpleNamespace(request_id="a", num_tokens=num_tokens)
+    hashes = [b"%d" % i for i in range(num_tokens // BLOCK)]
+    request = SimpleNamespace(request_id="a", num_tokens=num_tokens, block_hashes=hashes)
     waiting: Any = SimpleNamespace(resumes=SimpleNamespace(computed=lambda request_id: computed))
     return _view(request, hit).rest_of_a_chunk(request, local, waiting)
 

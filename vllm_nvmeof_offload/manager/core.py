@@ -167,9 +167,26 @@ class ManagerCore:
         return Find(
             leading,
             [count * slot_bytes for count in chunks],
-            [count * slot_bytes for count in self._load_times.reading],
+            self.queued_bytes(),
             tokens,
         )
+
+    def queued_bytes(self) -> list[int]:
+        """Bytes by lane that loads have yet to read."""
+        return [count * self.capacity.slot_bytes for count in self._load_times.reading]
+
+    def watch(self, keys: Sequence[bytes], sources: int) -> bool:
+        """A remembered answer rests on `keys`; False: one of them misses."""
+        return self._tiers.watch(keys, sources)
+
+    def unwatch(self) -> None:
+        """No answer is remembered any more."""
+        self._tiers.unwatch()
+
+    @property
+    def voided(self) -> int:
+        """How often all remembered answers became void."""
+        return self._tiers.voided
 
     def ended(self, keys: Iterable[bytes]) -> None:
         """A request that used `keys`, in prefix order, has ended."""

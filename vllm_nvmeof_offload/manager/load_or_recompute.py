@@ -88,6 +88,21 @@ class Decision:
     limit_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """The decision on a hit. tokens: to load; declined: found, and not to be loaded."""
+
+    tokens: int
+    declined: int
+    limit_s: float | None
+
+    @property
+    def decision(self) -> str:
+        if not self.declined:
+            return "load"
+        return "partial" if self.tokens else "recompute"
+
+
 class Admission:
     """The decision for one core, and its estimates. All bytes are by lane, and of one rank.
 

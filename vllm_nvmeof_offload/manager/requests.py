@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.manager.core import ManagerCore
+from vllm_nvmeof_offload.manager.load_or_recompute import Attempt
+from vllm_nvmeof_offload.manager.remembered import Question, RememberedAnswers
 from vllm_nvmeof_offload.metrics import Counts
 
 
@@ -99,6 +101,8 @@ class ResumeCounter:
         return True
 
 
+#: The decision on a remembered answer is made again after this time: rates and queues change.
+_DECIDE_AGAIN_S = 0.05
 #: Between two log lines on what admission does.
 _LOG_PERIOD_S = 60.0
 
@@ -117,21 +121,6 @@ class Queue:
     by_priority: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """The decision on a hit. tokens: to load; declined: found, and not to be loaded."""
-
-    tokens: int
-    declined: int
-    limit_s: float | None
-
-    @property
-    def decision(self) -> str:
-        if not self.declined:
-            return "load"
-        return "partial" if self.tokens else "recompute"
-
-
 class WaitingRequests:
     """Scheduler side, one thread."""
 
@@ -139,6 +128,7 @@ class WaitingRequests:
         self, core: ManagerCore, queue: Queue, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.resumes = ResumeCounter(self._num_tokens, queue.tokens_per_chunk, core.counters)
+        self.answers = RememberedAnswers(core)
         self._core = core
         self._queue = queue
         self._clock = clock
@@ -151,6 +141,7 @@ class WaitingRequests:
     def added(self, request: Any, *, prefetch: bool = True) -> None:
         """A request has arrived. prefetch: whether its chunks may be prefetched."""
         self._requests[request.request_id] = request
+        self.answers.forget(request.request_id)
         keys = self._queue.keys_of(request.request_id) if prefetch else None
         if keys:
             # vLLM computes at least the last token, so a load never has all chunks.
@@ -159,23 +150,20 @@ class WaitingRequests:
             in_gpu = partial(self._queue.is_cached, request)
             self._core.reload.follow(request.request_id, keys[:count], in_gpu, order)
 
+    def looked_up(self, request_id: str, question: Question, found: int | None) -> None:
+        """vLLM's look-up found so many tokens; None: it delays the request."""
+        keys, local = self._queue.keys_of(request_id), question.local
+        assert keys is not None
+        first, last = self._chunks(local, found or 0)
+        stopped_at = keys[last] if last < len(keys) else None
+        self.answers.remember(request_id, question, found, keys[first:last], stopped_at)
+
     def decide(self, request_id: str, local: int, found: int) -> Attempt:
         """Decide how many of `found` tokens to load; they follow `local` tokens in GPU memory."""
-        per_chunk = self._queue.tokens_per_chunk
-        keys = self._queue.keys_of(request_id)
-        assert keys is not None
-        first, last = local // per_chunk, -(-(local + found) // per_chunk)
-        self._core.reload.looked_up(request_id, first)
+        self._core.reload.looked_up(request_id, local // self._queue.tokens_per_chunk)
         attempt = Attempt(found, 0, None)
         if found and self._core.admission.automatic:
-            find = self._core.find(keys[first:last])
-            decision = self._core.admission.decide(find.read_bytes, find.queued_bytes, find.tokens)
-            if decision.load:
-                attempt = Attempt(found, 0, decision.limit_s)
-            else:
-                tokens = max(0, (first + find.leading_cpu) * per_chunk - local)
-                attempt = Attempt(tokens, found - tokens, None)
-                self._declined = keys[first + find.leading_cpu : last]
+            attempt = self._decide(request_id, local, found)
             self._log_change()
         if found:
             self._attempts[request_id] = attempt
@@ -184,8 +172,42 @@ class WaitingRequests:
         self.resumes.offered(request_id, local, attempt.tokens)
         return attempt
 
+    def _decide(self, request_id: str, local: int, found: int) -> Attempt:
+        admission, now_s = self._core.admission, self._clock()
+        answer = self.answers.given(request_id, local, found)
+        if answer is not None and answer.attempt is not None and answer.find is not None:
+            recent = now_s - answer.decided_s < _DECIDE_AGAIN_S
+            if recent and answer.reading is admission.reading:
+                self._declined = answer.declined
+                return answer.attempt
+        keys, per_chunk = self._queue.keys_of(request_id), self._queue.tokens_per_chunk
+        assert keys is not None
+        first, last = self._chunks(local, found)
+        if answer is not None and answer.find is not None:
+            find = replace(answer.find, queued_bytes=self._core.queued_bytes())
+        else:
+            find = self._core.find(keys[first:last])
+        decision = admission.decide(find.read_bytes, find.queued_bytes, find.tokens)
+        declined: Sequence[bytes] = ()
+        if decision.load:
+            attempt = Attempt(found, 0, decision.limit_s)
+        else:
+            tokens = max(0, (first + find.leading_cpu) * per_chunk - local)
+            attempt = Attempt(tokens, found - tokens, None)
+            declined = self._declined = keys[first + find.leading_cpu : last]
+        if answer is not None:
+            answer.find, answer.attempt, answer.declined = find, attempt, declined
+            answer.decided_s, answer.reading = now_s, admission.reading
+        return attempt
+
+    def _chunks(self, local: int, found: int) -> tuple[int, int]:
+        """The first chunk of which a load brings tokens, and the one behind the last."""
+        per_chunk = self._queue.tokens_per_chunk
+        return local // per_chunk, -(-(local + found) // per_chunk)
+
     def allocated(self, request_id: str) -> Attempt | None:
         """The request got its GPU blocks: count what it gets back, and the decision on its hit."""
+        self.answers.forget(request_id)
         self._core.reload.left(request_id)
         self._going.add(request_id)
         self.resumes.resumed(request_id)
@@ -206,13 +228,16 @@ class WaitingRequests:
         # Before the running ones: a reset may preempt, between two steps, a request that this step
         # runs or loads again.
         for request_id in scheduler_output.preempted_req_ids or ():
+            self.answers.forget(request_id)
             if request_id not in self._going:
                 self._preempted(request_id)
         self._going.clear()
         for request_id in scheduler_output.num_scheduled_tokens:
             self._core.reload.left(request_id)
+            self.answers.forget(request_id)
         for request_id in scheduler_output.finished_req_ids or ():
             self._core.reload.left(request_id)
+            self.answers.forget(request_id)
             self._requests.pop(request_id, None)
             self._attempts.pop(request_id, None)
         # Not in `decide`: a probe takes cache slots, and the chunks found there are not pinned yet.

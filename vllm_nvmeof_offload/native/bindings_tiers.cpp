@@ -272,8 +272,12 @@ void bind_calls(nb::class_<Tiers>& type) {
 
 void bind_state(nb::class_<Tiers>& type) {
   type
-      .def("set_usable",
-           [](Tiers& self, size_t target, bool usable) { self.targets.at(target).usable = usable; })
+      .def("watch",
+           [](Tiers& self, nb::handle keys, uint8_t sources) {
+             return self.watch(KeyList(keys, self.index.key_bytes()), sources);
+           })
+      .def("unwatch", &Tiers::unwatch)
+      .def("set_usable", &Tiers::set_usable)
       .def("set_speed",
            [](Tiers& self, size_t target, double speed) { self.targets.at(target).speed = speed; })
       .def("take_evicted",
@@ -306,6 +310,7 @@ void bind_state(nb::class_<Tiers>& type) {
                      return sum(tiers, [](const Slots& slots) { return slots.retired; });
                    })
       .def_ro("writes_pending", &Tiers::pending)
+      .def_ro("voided", &Tiers::voided)
       .def_ro("backlog", &Tiers::backlog);
 }
 

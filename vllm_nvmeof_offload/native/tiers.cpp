@@ -30,6 +30,17 @@ bool copied(State state, Source tier) {
   return state == State::BOTH || state == State::POOLED || state == State::FETCHING;
 }
 
+// What a look-up and `weigh` tell apart.
+enum class Seen : uint8_t { NOWHERE, CPU, POOL, ON_ITS_WAY };
+
+Seen seen(State state) {
+  if (state == State::POOLED) return Seen::POOL;
+  if (state == State::FETCHING) return Seen::ON_ITS_WAY;
+  return in_cache(state) ? Seen::CPU : Seen::NOWHERE;
+}
+
+bool is_eviction(Event event) { return event == Event::EVICT_CACHE || event == Event::EVICT_POOL; }
+
 }  // namespace
 
 Target::Target(Slot count) : slots(count), recency(count, 0), rows(count, kNoRow) {}
@@ -47,7 +58,8 @@ Tiers::Tiers(Options options)
       recency_(options_.cache_slots, options_.credit),
       cache_rows_(options_.cache_slots, kNoRow),
       wanted_(options_.cache_slots),
-      arrived_(options_.cache_slots) {
+      arrived_(options_.cache_slots),
+      watched_(index.capacity()) {
   targets.reserve(options_.pool_slots.size());  // each one's order refers to its recency
   for (const Slot slots : options_.pool_slots) targets.emplace_back(slots);
   make_orders();
@@ -71,7 +83,10 @@ void Tiers::make_orders() {
 // -- look-ups -------------------------------------------------------------------------
 
 Source Tiers::lookup(const char* key, uint8_t sources) const {
-  const Row row = index.find(key);
+  return source_of(index.find(key), sources);
+}
+
+Source Tiers::source_of(Row row, uint8_t sources) const {
   if (row == kNoRow) return Source::NONE;
   const State state = index.state[row];
   if (state == State::STORING && mutant("store_in_flight_is_a_miss")) return Source::NONE;
@@ -125,6 +140,35 @@ void Tiers::touch(const std::vector<Row>& rows, bool ended) {
       target(place).order->touch(slot_of(place));
     }
   }
+}
+
+// -- remembered answers ---------------------------------------------------------------
+
+bool Tiers::watch(Keys keys, uint8_t sources) {
+  const std::vector<Row>& rows = rows_of(keys);
+  for (const Row row : rows)
+    if (source_of(row, sources) == Source::NONE) return false;
+  for (const Row row : rows) {
+    if (watched_[row]) continue;
+    watched_[row] = true;
+    watching_.push_back(row);
+  }
+  return true;
+}
+
+void Tiers::unwatch() {
+  for (const Row row : watching_) watched_[row] = false;
+  watching_.clear();
+}
+
+void Tiers::void_answers() {
+  ++voided;
+  unwatch();
+}
+
+void Tiers::set_usable(size_t number, bool usable) {
+  targets.at(number).usable = usable;
+  if (!mutant("remembered_answer_survives_a_verdict")) void_answers();
 }
 
 // -- plans ----------------------------------------------------------------------------
@@ -225,6 +269,8 @@ Batch Tiers::plan_load(Keys keys, size_t land_max) {
   // Pin everything first: landing below evicts, and must not evict a chunk of this load.
   for (const Row row : rows) {
     require(row != kNoRow, "a load of a key that no tier has");
+    // vLLM delays whoever asks for a chunk that is being loaded.
+    if (watched_[row] && !mutant("remembered_answer_survives_a_load")) void_answers();
     const bool cached = in_cache(index.state[row]);
     if (cached)
       cache.use(static_cast<Slot>(index.cache[row]));
@@ -462,6 +508,10 @@ void Tiers::leave_pool(Row row, bool retire) {
 
 State Tiers::on(Row row, Event event) {
   const State before = index.state[row], next = index.on(row, event);
+  if (watched_[row] && seen(before) != seen(next) &&
+      !(is_eviction(event) && mutant("remembered_answer_survives_an_eviction")) &&
+      !(event == Event::FETCHED && mutant("remembered_answer_survives_a_move")))
+    void_answers();
   if (options_.logs_moves && !(next == State::DOOMED && mutant("failures_are_not_reported")))
     for (const Source tier : {Source::CPU, Source::POOL})
       if (const bool had = copied(before, tier); had != copied(next, tier))
@@ -696,6 +746,7 @@ void Tiers::reset() {
     moved_bytes -= move.removed ? 0 : move.keys.size();
     return !move.removed;
   });
+  if (!mutant("remembered_answer_survives_a_reset")) void_answers();
   make_orders();
   log_reset();
   for (Row row = 0; row < index.capacity(); ++row) {

@@ -114,6 +114,13 @@ class Tiers {
   // The keys, in prefix order, were used; ended: by an ended request. Heads outlive tails.
   void touch(Keys keys, bool ended) { touch(rows_of(keys), ended); }
 
+  // -- remembered answers: manager/remembered.py ------------------------------------
+  // An answer rests on these keys: `voided` grows when it may be another one. False: one of them
+  // misses, and none is watched.
+  bool watch(Keys keys, uint8_t sources);
+  void unwatch();
+  void set_usable(size_t number, bool usable);
+
   // -- plans ------------------------------------------------------------------------
   // Of a key in several places the first one is adopted. Returns the number of adopted entries.
   size_t adopt(std::span<const Place> places, std::span<const uint64_t> generations,
@@ -156,6 +163,7 @@ class Tiers {
   size_t moved_bytes = 0;  // of keys in `moves`
   size_t backlog = 0;  // chunks that wait to be written
   size_t pending = 0;  // writes intended and under way
+  uint64_t voided = 0;  // times that all answers became void
   uint64_t cache_evictions = 0, pool_evictions = 0, refused_writes = 0, written = 0, retired = 0;
 
  private:
@@ -168,9 +176,11 @@ class Tiers {
     index.find(keys, found_);
     return found_;
   }
+  Source source_of(Row row, uint8_t sources) const;
   void touch(const std::vector<Row>& rows, bool ended);
   void make_orders();
   State on(Row row, Event event);
+  void void_answers();
   void log(Source tier, bool removed, const char* key);
   void log_reset();
   void settle(Row row);
@@ -203,6 +213,8 @@ class Tiers {
   size_t passed_over_ = 0;  // evictions of clean slots while a colder one waited to be written
   Batch writes_;            // intended
   std::array<Batch, kFetchReasons> fetches_;  // intended, by reason
+  std::vector<bool> watched_;   // by row
+  std::vector<Row> watching_;   // those rows
   size_t turn_ = 0;         // the target that is chosen where nothing else decides
   double pass_ = 0;         // the least pass of those that could be chosen
   // By place, in a row. Counted apart: a device may take bytes and not return them.

@@ -34,7 +34,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_nvmeof_offload import logger
-from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
+from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.manager.eviction import LruPolicy, MakePolicy
 from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.manager.log_lines import FailureLog, start_line
@@ -53,6 +53,7 @@ from vllm_nvmeof_offload.protocol import (
 
 _MEDIUM = {Source.CPU: Medium.CPU, Source.POOL: Medium.STORAGE}
 _ALL_TIERS, _CPU, _HIT, _MISS = TierFilter.ALL, Source.CPU, LookupResult.HIT, LookupResult.MISS
+_EVERYWHERE = FROM_CPU | FROM_POOL
 
 #: Longest time between two exports of all gauges, and of time counters while nothing happens.
 _EXPORT_PERIOD_S = 1.0
@@ -121,11 +122,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
         # because a counter with labels, a property and an enum's member each cost as much as the
         # look-up.
         assert self._core is not None
-        source = self._core.lookup(key)
-        if source is not None and req_context.load_tier_filter is not _ALL_TIERS:
-            locality = Locality.LOCAL if source is _CPU else None
-            if not req_context.load_tier_filter.allows(_MEDIUM[source], locality):
-                source = None
+        tiers = req_context.load_tier_filter
+        source = self._core.lookup(key, _EVERYWHERE if tiers is _ALL_TIERS else sources_of(tiers))
         if source is None:
             self._missed += 1
             return _MISS
@@ -340,6 +338,14 @@ class NVMeoFOffloadingManager(OffloadingManager):
             state = _RequestState()
             req_context.set_state(state)
         return state
+
+
+def sources_of(tiers: TierFilter) -> int:
+    """The sources that a request's filter allows."""
+    if tiers is _ALL_TIERS:
+        return _EVERYWHERE
+    cpu = FROM_CPU if tiers.allows(Medium.CPU, Locality.LOCAL) else 0
+    return cpu | (FROM_POOL if tiers.allows(Medium.STORAGE, None) else 0)
 
 
 def _offload_keys(keys: list[bytes]) -> list[OffloadKey]:

@@ -11,7 +11,9 @@ from typing import Any, cast
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.kv_offload.base import LookupResult, TierFilter, make_offload_key
 
+from vllm_nvmeof_offload.manager.remembered import Question
 from vllm_nvmeof_offload.manager.requests import Queue, WaitingRequests
+from vllm_nvmeof_offload.vllm_adapter.manager import sources_of
 
 
 def timed(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,8 +60,31 @@ class SchedulerView:
         state = self._scheduler._req_status.get(request_id)
         if state is None:
             return None
-        state.update_offload_keys()
-        return cast(Sequence[bytes], state.group_states[0].offload_keys)
+        keys = cast(Sequence[bytes], state.group_states[0].offload_keys)
+        if len(keys) < len(state.req.block_hashes) // self._hashes_per_chunk:
+            state.update_offload_keys()  # which walks over all hashes
+        return keys
+
+    def question(self, request: Any, local: int, cap: int | None) -> Question:
+        """What vLLM asks when it looks the request up.
+
+        cap: of this look-up. The request's own, `max_load_tokens`, stays as it is.
+        """
+        hashes = request.block_hashes
+        tiers = self._scheduler._req_status[request.request_id].req_context.load_tier_filter
+        last = hashes[-1] if hashes else None
+        return Question(request.num_tokens, last, local, cap, sources_of(tiers))
+
+    def is_as_looked_up(self, request_id: str, local: int) -> bool:
+        """Whether vLLM's state of a request is the one that its last look-up left.
+
+        A look-up sets the number of local tokens, and of chunks that were hit, which follows from
+        its answer, and forgets the request's blocks; during a transfer it delays the request.
+        """
+        state = self._scheduler._req_status[request_id]
+        if state.transfer_jobs or state.num_locally_computed_tokens != local:
+            return False
+        return not any(group.block_ids for group in state.group_states)
 
     def may_prefetch(self, request: Any) -> bool:
         """Whether the request may be loaded from every tier."""

@@ -19,7 +19,9 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadingManager, OffloadKey,
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from vllm_nvmeof_bench.hotpath.report import CASES, Sample
-from vllm_nvmeof_offload.manager.core import CoreConfig
+from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, CoreConfig
+from vllm_nvmeof_offload.manager.remembered import Question
+from vllm_nvmeof_offload.manager.requests import Queue
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import AdoptedEntries, CancelCommand, OpReport, RankHello
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
@@ -27,6 +29,8 @@ from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 KEY_BYTES = 36  # vLLM's: a SHA-256 and the number of a group
 TARGETS = 2
 _FILLED_AT_ONCE = 8192
+#: Requests that decode, and store, beside those that wait.
+_DECODING, _OTHERS_SEED = 8, 4
 _TOKENS_PER_CHUNK = 16
 _Keys = list[OffloadKey]
 _Batches = Sequence[_Keys]  # one per op
@@ -110,12 +114,23 @@ class _Manager:
     ) -> int:
         """Look every chunk up, twice; return how many there are."""
         count = sum(map(len, batches))
-        for stage in ("look_up", "look_up_again"):
-            found = recorder.time(
-                case, stage, count, lambda: _look_up(self.manager, batches, contexts)
-            )
-            assert found.count(LookupResult.HIT) == count, "the chunks were stored"
+        found = recorder.time(
+            case, "look_up", count, lambda: _look_up(self.manager, batches, contexts)
+        )
+        assert found.count(LookupResult.HIT) == count, "the chunks were stored"
+        self.ask_again(recorder, case, batches, contexts)
         return count
+
+    def ask_again(
+        self, recorder: Recorder, case: str, batches: _Batches, contexts: Sequence[ReqContext]
+    ) -> None:
+        """Look every chunk up as in the next step, in which the requests still wait."""
+        recorder.time(
+            case,
+            "look_up_again",
+            sum(map(len, batches)),
+            lambda: _look_up(self.manager, batches, contexts),
+        )
 
     def prepare_load(self, batches: _Batches, contexts: Sequence[ReqContext]) -> list[Any]:
         prepare = self.manager.prepare_load
@@ -143,6 +158,7 @@ class OurManager(_Manager):
     """Ours, with `adopted` chunks in its pool; the CPU tier is full of others."""
 
     manager: NVMeoFOffloadingManager
+    _others = 0  # steps of other requests
 
     def __init__(self, adopted: AdoptedEntries, cache_slots: int) -> None:
         super().__init__(NVMeoFOffloadingManager(CoreConfig(tokens_per_chunk=_TOKENS_PER_CHUNK)))
@@ -156,9 +172,40 @@ class OurManager(_Manager):
             slot_bytes=1 << 16,
             adopted=adopted,
         )
+        self._keys: dict[str, _Keys] = {}  # of requests that wait
+        queue = Queue(self._keys.get, lambda request, chunk: False, _TOKENS_PER_CHUNK)
         began_s = time.thread_time()
-        self.manager.attach([hello], KEY_BYTES)
+        self.manager.attach([hello], KEY_BYTES, queue)
         self.attach_s = time.thread_time() - began_s
+
+    def ask_again(
+        self, recorder: Recorder, case: str, batches: _Batches, contexts: Sequence[ReqContext]
+    ) -> None:
+        """As the connector does, after a step in which other requests have stored a chunk each."""
+        waiting, asked = self.manager.waiting, []
+        assert waiting is not None
+        for batch, context in zip(batches, contexts, strict=True):
+            self._keys[context.req_id] = batch
+            tokens = len(batch) * _TOKENS_PER_CHUNK
+            question = Question(tokens + 1, batch[-1], 0, None, FROM_CPU | FROM_POOL)
+            waiting.looked_up(context.req_id, question, tokens)
+            assert waiting.decide(context.req_id, 0, tokens).tokens == tokens
+            asked.append((context.req_id, question, tokens))
+        self._others += 1
+        self.fill(random_keys([_OTHERS_SEED, self._others], _DECODING))
+
+        def ask_again() -> bool:
+            return all(
+                waiting.answers.recall(name, question) == tokens
+                and waiting.decide(name, 0, tokens).tokens == tokens
+                for name, question, tokens in asked
+            )
+
+        count = sum(map(len, batches))
+        assert recorder.time(case, "look_up_again", count, ask_again), "nothing has changed"
+        for context in contexts:
+            waiting.allocated(context.req_id)
+            del self._keys[context.req_id]
 
     def fill(self, keys: npt.NDArray[np.void]) -> None:
         """Store these chunks, and write them."""

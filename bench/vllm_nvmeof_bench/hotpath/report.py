@@ -42,7 +42,7 @@ _PIPELINE = Stage(PIPELINE, "the transfer, engines answer at once")
 _FINISHED = Stage(MODEL, "take what has finished")
 _LOAD = {
     "look_up": Stage(SCHEDULER, "look-up, key by key"),
-    "look_up_again": Stage(SCHEDULER, "the same again, nothing changed"),
+    "look_up_again": Stage(SCHEDULER, "the same in the next step"),
     "find": Stage(SCHEDULER, "find, for admission"),
     "prepare": Stage(SCHEDULER, "prepare the load"),
     "pickle": _PICKLE,

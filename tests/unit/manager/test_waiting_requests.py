@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from vllm_nvmeof_offload import LOGGER_NAME
-from vllm_nvmeof_offload.manager.requests import Attempt, Queue, WaitingRequests
+from vllm_nvmeof_offload.manager.load_or_recompute import Attempt
+from vllm_nvmeof_offload.manager.requests import Queue, WaitingRequests
 from vllm_nvmeof_offload.protocol import CancelCommand, FetchCommand, RateReport
 
 from .bench import keys_of, numbers_of

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A remembered answer in the connector: vLLM's own scheduler side asks, and its state of the
+request is the one that a real look-up leaves."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="the scheduler side is vLLM's")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as theirs
+from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext, make_offload_key
+
+from vllm_nvmeof_offload.connector import NVMeoFOffloadingConnector
+from vllm_nvmeof_offload.manager.core import CoreConfig
+from vllm_nvmeof_offload.metrics import Counts
+from vllm_nvmeof_offload.protocol import AdoptedEntries, OpReport, RankHello
+from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
+from vllm_nvmeof_offload.vllm_adapter.old_kv import OldKV
+from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView
+
+BLOCK, KEY_BYTES = 16, 36
+
+
+def _hash(number: int) -> BlockHash:
+    return BlockHash(number.to_bytes(KEY_BYTES - 4, "big"))
+
+
+class Engine:
+    """A connector's scheduler side around a manager whose CPU tier has so many slots."""
+
+    def __init__(self, slots: int, kv_events: bool = False) -> None:
+        self.manager = NVMeoFOffloadingManager(
+            CoreConfig(tokens_per_chunk=BLOCK, kv_events=kv_events)
+        )
+        side = self.side = object.__new__(theirs.OffloadingConnectorScheduler)
+        group: Any = SimpleNamespace(
+            group_idx=0,
+            tokens_per_block=BLOCK,
+            tokens_per_chunk=BLOCK,
+            hashes_per_chunk=1,
+            sliding_window_size_in_chunks=None,
+            is_eagle_group=False,
+            load_window_size_in_chunks=lambda tokens: None,
+        )
+        side.config = SimpleNamespace(  # type: ignore[assignment]
+            kv_group_configs=(group,), tokens_per_hash=BLOCK, supports_partial_tail=False
+        )
+        side.manager = self.manager
+        side._req_status, side._chunks_being_loaded = {}, set()
+        side._lookup_groups, side._sliding_window_groups = (0,), ()
+        side._connector_stats = theirs.OffloadingConnectorStats()
+        tracker: Any = SimpleNamespace(record_lookup=self._looked_up)
+        side._events_tracker = tracker
+        self.hits = 0  # of vLLM's own look-ups
+        connector = self.connector = object.__new__(NVMeoFOffloadingConnector)
+        connector.connector_scheduler, connector._spent_s = side, 0.0
+        connector._bounding_group_ids = ()
+        connector._view = SchedulerView(side, lambda: None)
+        connector._old_kv = OldKV(self.manager.suspension, connector._view)
+        nothing = AdoptedEntries(np.empty(0, np.int64), np.empty(0, np.uint64), b"")
+        hello = RankHello(0, 0, "k", slots, 0, 1, 1 << 16, nothing)
+        self.manager.attach([hello], KEY_BYTES, connector._view.queue(by_priority=False))
+
+    def _looked_up(self, *args: Any) -> None:
+        self.hits += 1
+
+    def store(self, *numbers: int) -> None:
+        keys = [make_offload_key(_hash(number), 0) for number in numbers]
+        plan = self.manager.core.prepare_store(keys)
+        if plan.command is not None:
+            self.manager.report([OpReport(plan.command.op)], Counts())
+
+    def arrive(self, name: str, *numbers: int) -> Any:
+        request = SimpleNamespace(
+            request_id=name,
+            num_tokens=BLOCK * len(numbers) + 1,
+            block_hashes=[_hash(number) for number in numbers],
+            kv_transfer_params=None,
+            skip_reading_prefix_cache=False,
+        )
+        self.side._req_status[name] = theirs.RequestOffloadState(
+            config=self.side.config,
+            req=request,  # type: ignore[arg-type]
+            req_context=ReqContext(name),
+            offloading_context=RequestOffloadingContext(),
+        )
+        return request
+
+    def ask(self, request: Any, local: int = 0) -> tuple[int | None, bool]:
+        return self.connector.get_num_new_matched_tokens(request, local)
+
+    def state(self, name: str) -> Any:
+        state = self.side._req_status[name]
+        return copy.deepcopy((state.group_states, state.num_locally_computed_tokens))
+
+
+@pytest.mark.parametrize("local", [0, BLOCK])
+def test_the_same_answer_and_the_same_state_without_a_look_up(local: int) -> None:
+    engine = Engine(8)
+    engine.store(0, 1, 2)
+    request = engine.arrive("a", 0, 1, 2, 3)
+    found = engine.ask(request, local)
+    assert found == (3 * BLOCK - local, True)
+    state, hits = engine.state("a"), engine.hits
+    for other in range(100, 105):
+        engine.store(other)
+        assert engine.ask(request, local) == found
+    assert engine.hits == hits
+    assert engine.state("a") == state
+    super(NVMeoFOffloadingConnector, engine.connector).get_num_new_matched_tokens(request, local)
+    assert engine.state("a") == state
+
+
+@pytest.mark.parametrize("change", ["blocks", "local", "token", "stored", "evicted"])
+def test_a_change_needs_a_real_look_up(change: str) -> None:
+    engine = Engine(4)
+    engine.store(0, 1)
+    request = engine.arrive("a", 0, 1, 2)
+    engine.ask(request)
+    hits, local, found = engine.hits, 0, 2 * BLOCK
+    group = engine.side._req_status["a"].group_states[0]
+    if change == "blocks":
+        group.block_ids.append(7)
+    elif change == "local":
+        local, found = BLOCK, BLOCK
+    elif change == "token":
+        request.num_tokens += 1
+    elif change == "stored":
+        engine.store(2)
+        found = 3 * BLOCK
+    else:
+        engine.store(100, 101, 102)
+        found = BLOCK  # a prefix's head outlives its tail
+    assert engine.ask(request, local) == (found, True)
+    assert engine.hits > hits
+    assert not group.block_ids
+
+
+def test_during_a_transfer_vllm_delays_the_request() -> None:
+    engine = Engine(4)
+    engine.store(0)
+    request = engine.arrive("a", 0)
+    assert engine.ask(request) == (BLOCK, True)
+    engine.side._req_status["a"].transfer_jobs.add(1)
+    assert engine.ask(request) == (None, False)
+    engine.side._req_status["a"].transfer_jobs.clear()
+    hits = engine.hits
+    assert engine.ask(request) == (BLOCK, True)
+    assert engine.hits > hits, "a delay is not remembered, nor what was before it"
+
+
+def test_a_chunk_that_is_loaded_for_another_request_delays_this_one() -> None:
+    engine = Engine(4)
+    engine.store(0)
+    request = engine.arrive("a", 0)
+    assert engine.ask(request) == (BLOCK, True)
+    keys = [make_offload_key(_hash(0), 0)]
+    engine.manager.core.prepare_load(keys)
+    assert engine.side._chunks_being_loaded is not None
+    engine.side._chunks_being_loaded.update(keys)
+    assert engine.ask(request) == (None, False)
+
+
+def test_with_kv_events_every_look_up_is_real() -> None:
+    """vLLM notes at each hit what the chunk's event will tell."""
+    engine = Engine(4, kv_events=True)
+    engine.store(0)
+    request = engine.arrive("a", 0)
+    for count in range(1, 4):
+        engine.ask(request)
+        assert engine.hits == count
