@@ -11,7 +11,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any, Self
 
@@ -286,8 +286,8 @@ class Client:
             if response.status_code != httpx.codes.OK:
                 text = (await response.aread()).decode(errors="replace")
                 raise ClientError(f"HTTP {response.status_code}: {text}")
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
+            async for line in _lines(response):
+                if line.startswith(b"data: {"):
                     _take(answer, json.loads(line[6:]), time.perf_counter())
         answer.ended = time.perf_counter()
 
@@ -339,6 +339,15 @@ class Client:
                 return True
             await asyncio.sleep(_PAUSE_S)
         raise BenchError(f"{self._http.base_url} does not empty its prefix cache: blocks in use")
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The lines of a stream of events. httpx would also cut texts at Unicode's separators."""
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line
 
 
 def _take(answer: Answer, event: dict[str, Any], now: float) -> None:

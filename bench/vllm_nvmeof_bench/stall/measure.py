@@ -201,6 +201,9 @@ class Watched:
         Raises: BenchError: one has ended before.
         """
         while min(one.times[-1] for one in answers) <= end:
+            failed = [one.failure for one in answers if one.failure]
+            if failed:
+                raise BenchError(f"a request that decodes failed: {failed[0]}")
             if any(one.ended for one in answers):
                 raise BenchError(
                     f"a request that decodes ended after {self.tokens_max} tokens: give a "

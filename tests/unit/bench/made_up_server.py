@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import Any, Self
 
 _PREFIX = 64
+#: In every token's text: it ends a line of text in Python's eyes, and no line of a stream.
+SEPARATOR = "\u2028"
 
 
 class MadeUpServer:
@@ -121,12 +123,12 @@ class _Handler(BaseHTTPRequestHandler):
         count = asked["max_tokens"]
         token = (sum(prompt) + self.owner.skew) % 1000
         events: list[dict[str, Any]] = [
-            {"choices": [{"text": f"<{token + i}>", "token_ids": [token + i]}]}
+            {"choices": [{"text": f"<{token + i}{SEPARATOR}>", "token_ids": [token + i]}]}
             for i in range(count)
         ]
         usage = {"prompt_tokens": len(prompt), "completion_tokens": count}
         events.append({"choices": [], "usage": usage})
-        lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+        lines = [f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events]
         self._send(200, "".join([*lines, "data: [DONE]\n\n"]))
 
     def _send(self, status: int, text: str) -> None:

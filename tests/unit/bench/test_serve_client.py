@@ -13,7 +13,7 @@ from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.arms import ARMS, Sizes, arms_of, offload_of, server_spec
 from vllm_nvmeof_bench.servers.client import Client, Hits, Metrics, Tokens
 
-from tests.unit.bench.made_up_server import MadeUpServer
+from tests.unit.bench.made_up_server import SEPARATOR, MadeUpServer
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.units import GIB
 
@@ -38,7 +38,7 @@ def test_a_stream_is_timed_and_counted() -> None:
     assert reply.failure is None
     assert 0 < reply.ttft_s <= reply.end_s
     assert (reply.tokens_in, reply.tokens_out) == (3, 2)
-    assert (reply.tokens, reply.text) == ([6, 7], "<6><7>")
+    assert (reply.tokens, reply.text) == ([6, 7], f"<6{SEPARATOR}><7{SEPARATOR}>")
 
 
 def test_a_refused_request_is_a_failure_with_its_reason() -> None:
