@@ -265,7 +265,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
 
     def _look_up(self, request: Any, local: int) -> _Found:
         """vLLM's look-up, or the answer that it would give again."""
-        if self._manager.config.kv_events:  # vLLM's look-up notes what the events will tell
+        if self._manager.config.kv_events:  # vLLM's look-up notes what it reports in events
             return cast(_Found, super().get_num_new_matched_tokens(request, local))
         question = self._view.question(request, local, self._max_loadable_tokens(request, local))
         if self._view.is_as_looked_up(request.request_id, local):

@@ -84,7 +84,7 @@ COUNTERS = _table(
     "counter",
     # -- what requests find
     _row("lookups", "chunks", _one("source", "cpu", "pool", "miss"),
-         "Chunks looked up, by the tier that had them."),
+         "Chunks looked up, by the tier that had them; a remembered answer counts once."),
     _row("loaded_tokens", "tokens", _one("source", "cpu", "pool"),
          "Tokens whose KV a load was started for, by the tier it was loaded from."),
     _row("failed_load_tokens", "tokens", (),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -48,7 +49,7 @@ def asks_of(trace: Trace, pace: Pace, blocks_per_chunk: int) -> list[Ask]:
     return asks
 
 
-class Tier:
+class Tier(ABC):
     """A model of one tier of so many chunks, which knows all requests. counts: under `cpu` the
     chunks of prompts that were there so far, each behind those before it."""
 
@@ -71,13 +72,13 @@ class Tier:
             if chunk not in self._asked and not self._insert(chunk):
                 break
 
+    @abstractmethod
     def _use(self, chunk: int) -> None:
         """A chunk of the tier is used."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _insert(self, chunk: int) -> bool:
         """Add a chunk; if necessary evict one that this request did not use. False: none is."""
-        raise NotImplementedError
 
 
 class _S3Fifo(Tier):

@@ -120,7 +120,7 @@ def test_a_store_is_reported_when_all_of_it_is_finished() -> None:
     bench.copy.finish(storing, io_error(errno.EFAULT))
     bench.pipeline.step()
     assert bench.finished() == [(1, ())]
-    assert bench.reports() == [], "vLLM would hear of the failure too late"
+    assert bench.reports() == [], "vLLM would learn of the failure too late"
     bench.copy.finish(loading)
     bench.pipeline.step()
     _finish_copies(bench)
@@ -139,7 +139,7 @@ def test_a_load_is_reported_when_all_of_it_is_finished() -> None:
     bench.pipeline.step()
     bench.io_done(io_error(errno.ENODATA))
     assert bench.finished() == []
-    assert bench.reports() == [], "vLLM would hear of the failure too late"
+    assert bench.reports() == [], "vLLM would learn of the failure too late"
     bench.turn()
     assert bench.finished() == [(1, ((0, io_error(errno.ENODATA)),))]
     assert bench.reports() == [Reported(1, 0, io_error(errno.ENODATA)), Reported(1, 1)]

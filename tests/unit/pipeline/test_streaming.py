@@ -178,7 +178,7 @@ def test_cancelling_a_huge_load_that_waits_is_linear() -> None:
         per_row.append(min(_seconds_to_cancel(bench, size) for bench in benches) / size)
         for bench in benches:
             _check_cancelled(bench, size)
-    assert per_row[1] < 4 * per_row[0], "a walk over what waits would cost 32 times as much"
+    assert per_row[1] < 10 * per_row[0], "a walk over what waits would cost 32 times as much"
 
 
 def _seconds_to_cancel(bench: Bench, size: int) -> float:
