@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV cache groups: layers of one kind, whose chunks have offload keys of their own.
+
+One chunk is one group's blocks of one token range. A *group position* is the group's place in
+`RankHello.groups` and in `ChunkBatch.groups`; a *group id* is vLLM's number, which ends each of the
+group's offload keys. The two differ where vLLM leaves groups out of offloading.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+#: The bytes at the end of an offload key that hold the group id, big endian.
+GROUP_ID_BYTES = 4
+
+
+class GroupKind(enum.IntEnum):
+    """What a group keeps of a request's tokens. The numbers are those on disk."""
+
+    FULL = 0  # all tokens
+    WINDOW = 1  # the last tokens before any position
+    LOCAL = 2  # the tokens since the last multiple of an attention chunk
+    STATE = 3  # one state per boundary
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group, equal on all ranks.
+
+    reach_chunks: the consecutive chunks before a boundary that computing on from it needs; None:
+    all of them. The group of a full-attention model has None, a state 1.
+    """
+
+    group_id: int
+    kind: GroupKind
+    tokens_per_chunk: int
+    blocks_per_chunk: int = 1
+    reach_chunks: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """A group on one rank. block_bytes: of one block, over this rank's layers of the group; 0: the
+    rank has none of them."""
+
+    group: Group
+    block_bytes: int
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one chunk: a state is one block."""
+        blocks = 1 if self.group.kind is GroupKind.STATE else self.group.blocks_per_chunk
+        return self.block_bytes * blocks
+
+
+def group_id_of(key: bytes) -> int:
+    """The group id in an offload key."""
+    return int.from_bytes(key[-GROUP_ID_BYTES:], "big")
+
+
+def leading(groups: tuple[Group, ...]) -> int:
+    """The position of the group that a request's length is counted by: the first one with full
+    attention, else the one with the longest reach."""
+    for position, group in enumerate(groups):
+        if group.kind is GroupKind.FULL:
+            return position
+    return max(range(len(groups)), key=lambda at: groups[at].reach_chunks or 0)
