@@ -29,7 +29,8 @@ class Group:
     """A group, equal on all ranks.
 
     reach_chunks: the consecutive chunks before a boundary that computing on from it needs; None:
-    all of them. The group of a full-attention model has None, a state 1.
+    all of them. The group of a full-attention model has None, a state 1. reach_tokens: of a window,
+    the tokens before a boundary that computing on needs; of local chunks, one attention chunk.
     """
 
     group_id: int
@@ -37,6 +38,7 @@ class Group:
     tokens_per_chunk: int
     blocks_per_chunk: int = 1
     reach_chunks: int | None = None
+    reach_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

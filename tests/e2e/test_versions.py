@@ -19,8 +19,11 @@ from tests.upstream.trees import Release, release
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHER = "0.33.0"
-#: Our tests that import vLLM: flags, refusals and the manager's interface.
-OUR_TESTS = ("test_plugin.py", "test_refusals.py", "manager/test_vllm_manager.py")
+#: Our tests that import vLLM: flags, refusals, the manager's interface and the look-up's rule.
+OUR_TESTS = (
+    *("test_plugin.py", "test_refusals.py"),
+    *("manager/test_vllm_manager.py", "manager/test_boundary.py"),
+)
 LOADED = "vllm:nvmeof_loaded_tokens_total"
 
 

@@ -117,6 +117,12 @@ int lookup(const Tiers& tiers, nb::handle key, uint8_t sources) {
       tiers.lookup(KeyList::check(key.ptr(), tiers.index.key_bytes()), sources));
 }
 
+nb::bytes bytes_of(const std::string& text) { return nb::bytes(text.data(), text.size()); }
+
+nb::bytes present(const Tiers& tiers, nb::handle keys, uint8_t sources) {
+  return bytes_of(tiers.present(KeyList(keys, tiers.index.key_bytes()), sources));
+}
+
 std::tuple<size_t, std::vector<uint64_t>> weigh(const Tiers& tiers, nb::handle keys) {
   std::vector<uint64_t> by_target(tiers.targets.size());
   const size_t leading = tiers.weigh(KeyList(keys, tiers.index.key_bytes()), by_target);
@@ -151,8 +157,6 @@ std::optional<Held> held(const Tiers& tiers, Row row) {
   if (row == kNoRow) return std::nullopt;
   return Held{row, tiers.index.generations[row], tiers.index.cache[row]};
 }
-
-nb::bytes bytes_of(const std::string& text) { return nb::bytes(text.data(), text.size()); }
 
 // (state, generation, cache slot, place, key) of every entry, for inspection.
 nb::list entries(const Tiers& tiers) {
@@ -229,6 +233,7 @@ void bind_calls(nb::class_<Tiers>& type) {
            "slot_errnos"_a = std::vector<bool>(), "policy"_a = nb::none())
       .def("__len__", [](const Tiers& tiers) { return tiers.index.size(); })
       .def("lookup", &lookup, "key"_a, "sources"_a = kFromCpu | kFromPool)
+      .def("present", &present, "keys"_a, "sources"_a = kFromCpu | kFromPool)
       .def("weigh", &weigh)
       .def("touch",
            [](Tiers& tiers, nb::handle keys, bool ended) {

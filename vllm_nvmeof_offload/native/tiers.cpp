@@ -98,6 +98,13 @@ Source Tiers::source_of(Row row, uint8_t sources) const {
   return sources & kFromPool && target(index.places[row]).usable ? Source::POOL : Source::NONE;
 }
 
+std::string Tiers::present(Keys keys, uint8_t sources) const {
+  std::string found;
+  found.reserve(keys.size());
+  for (const Row row : rows_of(keys)) found += source_of(row, sources) != Source::NONE;
+  return found;
+}
+
 size_t Tiers::weigh(Keys keys, std::vector<uint64_t>& by_target) const {
   size_t leading = 0;
   bool all_cached = true;

@@ -109,6 +109,8 @@ class Tiers {
 
   // -- look-ups ---------------------------------------------------------------------
   Source lookup(const char* key, uint8_t sources) const;
+  // Which of the keys a look-up would find now: 1 or 0 by key.
+  std::string present(Keys keys, uint8_t sources) const;
   // Of keys that were just found: how many lead in the CPU tier; adds the others by target.
   size_t weigh(Keys keys, std::vector<uint64_t>& by_target) const;
   // The keys, in prefix order, were used; ended: by an ended request. Heads outlive tails.

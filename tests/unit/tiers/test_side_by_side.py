@@ -154,7 +154,9 @@ class Pair:
         assert self.native.writes_pending == self.model.pending
         assert self.native.cache_taken == sum(not slot.free for slot in self.model.cache)
         assert self.native.pool_taken == sum(not slot.free for slot in self.model.pool)
-        assert [self.native.lookup(key) for key in KEYS] == [self.model.lookup(k) for k in KEYS]
+        found = [self.model.lookup(key) for key in KEYS]
+        assert [self.native.lookup(key) for key in KEYS] == found
+        assert list(self.native.present(KEYS)) == [source > 0 for source in found]
 
 
 CALLS = st.tuples(

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The boundary that a load could bring a request to, over several KV cache groups. Pure.
+
+vLLM's own look-up finds it one key at a time, and with side effects on the request. `plan` follows
+the same rule with one question per group, so that look-ahead fetches what that look-up will find.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from vllm_nvmeof_offload.groups import Group, GroupKind
+
+#: Which of these keys are present: one byte per key, 1 or 0.
+Has = Callable[[Sequence[bytes]], bytes]
+_HIT = b"\1"
+
+
+def plan(
+    groups: Sequence[Group],
+    keys_by_group: Sequence[Sequence[bytes]],
+    local: int,
+    limit: int,
+    has: Has,
+) -> tuple[int, list[bytes]]:
+    """The boundary in tokens, and the keys that a load up to it wants; (local, []): no load.
+
+    local: tokens in GPU memory, a multiple of every group's blocks. limit: tokens that a load may
+    bring the request to, at most those that it has.
+    """
+    boundary = _boundary(groups, keys_by_group, local, limit, has)
+    return boundary, wanted(groups, keys_by_group, local, boundary)
+
+
+def wanted(
+    groups: Sequence[Group], keys_by_group: Sequence[Sequence[bytes]], local: int, boundary: int
+) -> list[bytes]:
+    """The keys of a load that brings a request from `local` tokens to `boundary`, in the order in
+    which they are wanted: full prefix, the last reach of windows and local chunks, states."""
+    keys: list[bytes] = []
+    if boundary <= local:
+        return keys
+    for at in sorted(range(len(groups)), key=lambda at: groups[at].kind):
+        group = groups[at]
+        first = max(local, _needed_from(group, boundary)) // group.tokens_per_chunk
+        keys += keys_by_group[at][first : -(-boundary // group.tokens_per_chunk)]
+    return keys
+
+
+def unit_tokens(groups: Sequence[Group]) -> int:
+    """The least number of tokens that is a whole number of chunks in every group."""
+    return math.lcm(*(group.tokens_per_chunk for group in groups))
+
+
+def limit_of(groups: Sequence[Group], tokens: int) -> int:
+    """The tokens that a load may bring a request of so many to.
+
+    With windows or states vLLM computes at least the last token, and resumes from states only at
+    the end of a whole chunk.
+    """
+    if all(group.kind is GroupKind.FULL for group in groups):
+        return tokens
+    tokens -= 1
+    for group in groups:
+        if group.kind is GroupKind.STATE:
+            tokens -= tokens % group.tokens_per_chunk
+    return tokens
+
+
+def _needed_from(group: Group, boundary: int) -> int:
+    """The first token that computing on from `boundary` needs of the group."""
+    if group.kind is GroupKind.FULL:
+        return 0
+    reach = group.reach_tokens
+    if group.kind is GroupKind.LOCAL and reach is not None:
+        return boundary - boundary % reach
+    if group.kind is GroupKind.WINDOW and reach is not None:
+        return boundary - reach
+    assert group.reach_chunks is not None, "a tail group has a reach"
+    end = -(-boundary // group.tokens_per_chunk)
+    return (end - group.reach_chunks) * group.tokens_per_chunk
+
+
+def _boundary(
+    groups: Sequence[Group],
+    keys_by_group: Sequence[Sequence[bytes]],
+    local: int,
+    limit: int,
+    has: Has,
+) -> int:
+    """vLLM's rule: full attention first, then the tails from the longest reach down. Each group
+    lowers the boundary, until a round over the tails changes nothing."""
+    full = [at for at, group in enumerate(groups) if group.reach_chunks is None]
+    tails = [at for at, group in enumerate(groups) if group.reach_chunks is not None]
+    tails.sort(key=lambda at: groups[at].reach_chunks or 0, reverse=True)
+    boundary = limit_of(groups, limit)
+    present: dict[int, bytes] = {}  # by group, from the first chunk behind `local`
+    todo, found = full + tails, 0
+    while todo:
+        last_round, todo = todo, []
+        tail_seen = False
+        for at in last_round:
+            group, keys = groups[at], keys_by_group[at]
+            tokens = group.tokens_per_chunk
+            boundary = min(boundary, len(keys) * tokens)
+            if boundary - local < tokens:
+                return local
+            first, end = local // tokens, -(-boundary // tokens)
+            if at not in present:
+                present[at] = has(keys[first:end])
+            hits = present[at][: end - first]
+            if group.reach_chunks is None:
+                count = len(hits) - len(hits.lstrip(_HIT))
+            else:
+                count = _last_run(hits, group.reach_chunks, _reach_at(group, boundary))
+            boundary = min(boundary, (first + count) * tokens)
+            if not count or boundary - local < tokens:
+                return local
+            if boundary - local < found and tail_seen and not todo:
+                todo = tails
+            tail_seen |= group.reach_chunks is not None
+            found = boundary - local
+    return boundary
+
+
+def _reach_at(group: Group, boundary: int) -> int:
+    """The chunks of a tail that a boundary needs: a window that ends within a chunk may begin one
+    chunk earlier."""
+    assert group.reach_chunks is not None
+    if group.kind is not GroupKind.WINDOW or group.reach_tokens is None:
+        return group.reach_chunks
+    tokens = group.tokens_per_chunk
+    return max(group.reach_chunks, -(-(group.reach_tokens + -boundary % tokens) // tokens))
+
+
+def _last_run(hits: bytes, reach: int, reach_at_end: int) -> int:
+    """The end of the last run of `reach` hits; one at the very end needs `reach_at_end`. A shorter
+    run counts only at the start."""
+    at_end = len(hits) - len(hits.rstrip(_HIT))
+    if at_end >= reach_at_end:
+        return len(hits)
+    at = hits.rfind(_HIT * reach, 0, len(hits) - at_end)
+    return at + reach if at >= 0 else len(hits) - len(hits.lstrip(_HIT))
