@@ -132,7 +132,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         #: KV events that were taken early, for the next step.
         self._events: list[KVCacheEvent] = []
         if self.connector_scheduler is not None:
-            self._view = SchedulerView(self.scheduler, lambda: self._kv_cache_manager)
+            groups = self._manager.config.groups
+            self._view = SchedulerView(self.scheduler, groups, lambda: self._kv_cache_manager)
             self._old_kv = OldKV(self._manager.suspension, self._view)
             lifecycle.install(EngineCore)
             lifecycle.end_with_parent()

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 
+from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.manager.core import ManagerCore
 from vllm_nvmeof_offload.manager.remembered import Question
 from vllm_nvmeof_offload.manager.requests import Queue, WaitingRequests
@@ -47,7 +48,8 @@ class SimQueue:
         self._seen: set[str] = set()  # scheduled before
         self._had: dict[Request, int] = {}  # preempted request → the most tokens it had computed
         self._drafted: set[str] = set()  # requests that the last step scheduled with drafts
-        queue = Queue(self._keys_of, self._is_cached, knobs.chunk_tokens, knobs.by_priority)
+        groups = (Group(0, GroupKind.FULL, knobs.chunk_tokens),)
+        queue = Queue(self._by_group, self._is_cached, groups, knobs.by_priority)
         self.waiting = WaitingRequests(core, queue, clock)
         core.admission.prefill_rate = knobs.prefill_rate
 
@@ -140,6 +142,12 @@ class SimQueue:
         chunks = len(request.tokens) // self._knobs.chunk_tokens
         return [request.key(chunk, self._knobs) for chunk in range(chunks)]
 
-    def _is_cached(self, request: SimpleNamespace, chunk: int) -> bool:
-        tokens = (chunk + 1) * self._knobs.chunk_tokens
+    def _by_group(self, request_id: str) -> list[list[bytes]] | None:
+        keys = self._keys_of(request_id)
+        return None if keys is None else [keys]
+
+    def _is_cached(self, request: _Face, key: bytes) -> bool:
+        keys = self._keys_of(request.request_id)
+        assert keys is not None
+        tokens = (keys.index(key) + 1) * self._knobs.chunk_tokens
         return self._blocks.find(self._requests[request.request_id].hashes[tokens - 1]) is not None

@@ -59,6 +59,7 @@ class Bench:
         self.stored_again: list[str] = []
         view: Any = SimpleNamespace(
             tokens_per_block=BLOCK,
+            leading_id=0,
             kv_cache_manager=lambda: self.gpu,
             store_from_the_first=self.stored_again.append,
         )

@@ -18,6 +18,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext, make_offload_key
 
 from vllm_nvmeof_offload.connector import NVMeoFOffloadingConnector
+from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import AdoptedEntries, OpReport, RankHello
@@ -37,7 +38,11 @@ class Engine:
 
     def __init__(self, slots: int, kv_events: bool = False) -> None:
         self.manager = NVMeoFOffloadingManager(
-            CoreConfig(tokens_per_chunk=BLOCK, kv_events=kv_events)
+            CoreConfig(
+                tokens_per_chunk=BLOCK,
+                groups=(Group(0, GroupKind.FULL, BLOCK),),
+                kv_events=kv_events,
+            )
         )
         side = self.side = object.__new__(theirs.OffloadingConnectorScheduler)
         group: Any = SimpleNamespace(
@@ -62,7 +67,7 @@ class Engine:
         connector = self.connector = object.__new__(NVMeoFOffloadingConnector)
         connector.connector_scheduler, connector._spent_s = side, 0.0
         connector._bounding_group_ids = ()
-        connector._view = SchedulerView(side, lambda: None)
+        connector._view = SchedulerView(side, self.manager.config.groups, lambda: None)
         connector._old_kv = OldKV(self.manager.suspension, connector._view)
         nothing = AdoptedEntries(np.empty(0, np.int64), np.empty(0, np.uint64), b"")
         hello = RankHello(0, 0, "k", slots, 0, 1, 1 << 16, nothing)

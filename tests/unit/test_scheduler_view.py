@@ -11,12 +11,15 @@ import pytest
 pytest.importorskip("vllm", reason="the view reads vLLM's objects")
 
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.kv_offload.base import LookupResult, make_offload_key
 
+from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView, key_bytes_of
 
 BLOCK, BLOCKS_PER_CHUNK = 16, 2
 CHUNK = BLOCK * BLOCKS_PER_CHUNK
+ONE = (Group(0, GroupKind.FULL, CHUNK, BLOCKS_PER_CHUNK),)
 
 
 class State:
@@ -33,20 +36,25 @@ class State:
         self.group_states[0].offload_keys[:] = [b"key %d" % i for i in range(count)]
 
 
-def _view(request: Any, hit: bool = True, cached: tuple[bytes, ...] = ()) -> SchedulerView:
+def _view(
+    request: Any, hit: bool = True, cached: tuple[bytes, ...] = (), groups: tuple[Group, ...] = ONE
+) -> SchedulerView:
     """Of a scheduler with one request. cached: block hashes that GPU memory has."""
-    group = SimpleNamespace(
-        tokens_per_block=BLOCK, tokens_per_chunk=CHUNK, hashes_per_chunk=BLOCKS_PER_CHUNK
+    configs = tuple(
+        SimpleNamespace(
+            group_idx=group.group_id, tokens_per_block=BLOCK, hashes_per_chunk=BLOCKS_PER_CHUNK
+        )
+        for group in groups
     )
     found = LookupResult.HIT if hit else LookupResult.MISS
     scheduler = SimpleNamespace(
-        config=SimpleNamespace(kv_group_configs=(group,), tokens_per_hash=BLOCK),
+        config=SimpleNamespace(kv_group_configs=configs, tokens_per_hash=BLOCK),
         _req_status={"a": State(request)},
         _chunks_being_loaded=set(),
         manager=SimpleNamespace(lookup=lambda key, context: found),
     )
     pool = SimpleNamespace(get_cached_block=lambda key, groups: [1] if key in cached else None)
-    return SchedulerView(scheduler, lambda: SimpleNamespace(block_pool=pool))
+    return SchedulerView(scheduler, groups, lambda: SimpleNamespace(block_pool=pool))
 
 
 def _rest(num_tokens: int, local: int, computed: int, hit: bool = True) -> int:
@@ -74,12 +82,26 @@ def test_a_count_beyond_the_requests_tokens_is_not_trusted() -> None:
 
 
 def test_a_chunk_is_cached_if_its_last_block_is_cached() -> None:
-    """A chunk that was known earlier may have lost its tokens since: it is not in GPU memory."""
     request = SimpleNamespace(request_id="a", num_tokens=64, block_hashes=[b"0", b"1", b"2", b"3"])
     is_cached = _view(request, cached=(b"0", b"3")).queue(by_priority=False).is_cached
-    assert [is_cached(request, chunk) for chunk in range(2)] == [False, True]
-    del request.block_hashes[3:]
-    assert not is_cached(request, 1)
+    keys = [make_offload_key(BlockHash(last), 0) for last in (b"1", b"3")]
+    assert [is_cached(request, key) for key in keys] == [False, True]
+
+
+def test_of_several_groups_only_full_attention_counts_as_cached() -> None:
+    request = SimpleNamespace(request_id="a", num_tokens=40, block_hashes=[b"0", b"1"])
+    groups = (
+        Group(1, GroupKind.WINDOW, CHUNK, BLOCKS_PER_CHUNK, 1, 31),
+        Group(4, GroupKind.FULL, CHUNK, BLOCKS_PER_CHUNK),
+    )
+    view = _view(request, cached=(b"1",), groups=groups)
+    queue = view.queue(by_priority=False)
+    assert queue.groups == groups
+    keys = [make_offload_key(BlockHash(b"1"), group.group_id) for group in groups]
+    assert [queue.is_cached(request, key) for key in keys] == [False, True]
+    assert view.leading_id == 4
+    waiting: Any = SimpleNamespace(resumes=SimpleNamespace(computed=lambda request_id: 39))
+    assert view.rest_of_a_chunk(request, BLOCK, waiting) == 0, "a window would have to be there"
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])

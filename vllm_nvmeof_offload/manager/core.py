@@ -159,6 +159,10 @@ class ManagerCore:
         """Where `key` can be loaded from now; None is a miss."""
         return _SOURCES[self._tiers.lookup(key, sources)]
 
+    def present(self, keys: Sequence[bytes]) -> bytes:
+        """Which of `keys` a look-up over all tiers finds now: 1 or 0 by key."""
+        return self._tiers.present(keys)
+
     def find(self, keys: Sequence[bytes]) -> Find:
         """Where `keys`, all of which `lookup` has just found, would be loaded from."""
         leading, chunks = self._tiers.weigh(keys)

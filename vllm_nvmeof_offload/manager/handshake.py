@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello, slots_by_target, targets_of
 
 #: Configured name of the eviction policy under which a chunk's returns count (`Recency`).
@@ -32,6 +33,7 @@ class CoreConfig:
     """world_size: ranks that report. Shares are fractions of the cache slots.
 
     key_bytes: of every offload key: vLLM's block hash, and four bytes of the group's number.
+    groups: the KV cache groups that are offloaded, by position.
     store_threshold: a chunk is stored on its n-th sighting (`StoreThreshold`).
     eviction_policy: its configured name, which the start line shows; the core gets the policy too.
     credit_share: how much longer a chunk that came back is kept (`Recency`); 0: plain LRU.
@@ -43,6 +45,7 @@ class CoreConfig:
 
     world_size: int = 1
     key_bytes: int = 36
+    groups: tuple[Group, ...] = (Group(0, GroupKind.FULL, 1),)
     store_threshold: int = 1
     eviction_policy: str = CREDITED
     credit_share: float = CREDIT_SHARE

@@ -202,7 +202,7 @@ _PROBES_MAX = 4
 
 #: A request's place in vLLM's queue; lower goes first.
 Order = tuple[float, ...]
-#: Whether the n-th chunk of a request is still in GPU memory.
+#: Whether the n-th of a request's followed chunks is still in GPU memory.
 InGpu = Callable[[int], bool]
 
 
@@ -211,7 +211,7 @@ class _Want:
     """One waiting request."""
 
     request_id: str
-    keys: Sequence[bytes]  # its chunks, in prefix order
+    keys: Sequence[bytes]  # its chunks: full prefix, then windows and states
     in_gpu: InGpu
     order: Order | None  # None: it was preempted
     arrival: int
@@ -264,7 +264,8 @@ class ReloadScheduler:
     def follow(
         self, request_id: str, keys: Sequence[bytes], in_gpu: InGpu, order: Order | None = None
     ) -> None:
-        """A request waits. keys: its chunks that a load could bring, in prefix order.
+        """A request waits. keys: its chunks that a load could bring: those of full attention in
+        prefix order, from the first one, then those of windows and states.
 
         order: its place in the queue; requests of equal order keep the order of arrival. None: the
         request was preempted.

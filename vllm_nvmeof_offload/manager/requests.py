@@ -12,11 +12,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from vllm_nvmeof_offload import logger
+from vllm_nvmeof_offload.groups import Group, GroupKind, leading
+from vllm_nvmeof_offload.manager import boundary
 from vllm_nvmeof_offload.manager.core import ManagerCore
+from vllm_nvmeof_offload.manager.hold_and_prefetch import Order
 from vllm_nvmeof_offload.manager.load_or_recompute import Attempt
 from vllm_nvmeof_offload.manager.remembered import Question, RememberedAnswers
 from vllm_nvmeof_offload.metrics import Counts
@@ -37,13 +39,16 @@ class ResumeCounter:
     some are rejected. No scheduler output of a preempted request has the number of rejected
     drafts. It follows from the request's tokens: the last one was sampled in the step that
     verified the drafts, and was never computed.
+
+    unit_tokens: a load brings a request to a multiple of them, which is whole chunks in every
+    group.
     """
 
     def __init__(
-        self, num_tokens: Callable[[str], int], tokens_per_chunk: int, counters: Counts
+        self, num_tokens: Callable[[str], int], unit_tokens: int, counters: Counts
     ) -> None:
         self._num_tokens = num_tokens
-        self._tokens_per_chunk = tokens_per_chunk
+        self._unit_tokens = unit_tokens
         self._counters = counters
         self._computed: dict[str, _Computed] = {}  # running requests
         self._preempted: dict[str, _Computed] = {}  # as of the preemption
@@ -93,7 +98,7 @@ class ResumeCounter:
         local, found = offer
         computed = self.computed(request_id)
         del self._preempted[request_id]
-        chunked = computed - computed % self._tokens_per_chunk
+        chunked = computed - computed % self._unit_tokens
         self._counters["reloaded_tokens"] += found
         self._counters["recomputed_tokens"] += max(0, computed - local - found)
         self._counters["resumed_chunk_tokens"] += max(0, chunked - local)
@@ -111,13 +116,14 @@ _LOG_PERIOD_S = 60.0
 class Queue:
     """vLLM's queue.
 
-    keys_of: a request's keys in prefix order, so far; None: the request is unknown.
-    is_cached: whether the request's n-th chunk is in GPU memory. by_priority: vLLM's policy.
+    keys_of: a request's keys so far, by group position and in prefix order; None: the request is
+    unknown. is_cached: whether the request's chunk of this key is in GPU memory; those of windows
+    and states count as not. by_priority: vLLM's policy.
     """
 
-    keys_of: Callable[[str], Sequence[bytes] | None]
-    is_cached: Callable[[Any, int], bool]
-    tokens_per_chunk: int
+    keys_of: Callable[[str], Sequence[Sequence[bytes]] | None]
+    is_cached: Callable[[Any, bytes], bool]
+    groups: tuple[Group, ...]
     by_priority: bool = False
 
 
@@ -127,10 +133,14 @@ class WaitingRequests:
     def __init__(
         self, core: ManagerCore, queue: Queue, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.resumes = ResumeCounter(self._num_tokens, queue.tokens_per_chunk, core.counters)
+        unit = boundary.unit_tokens(queue.groups)
+        self.resumes = ResumeCounter(self._num_tokens, unit, core.counters)
         self.answers = RememberedAnswers(core)
         self._core = core
         self._queue = queue
+        #: Of the group that a request's length is counted by; and whether it needs all its chunks.
+        self._tokens_per_chunk = queue.groups[leading(queue.groups)].tokens_per_chunk
+        self._full = queue.groups[leading(queue.groups)].kind is GroupKind.FULL
         self._clock = clock
         self._requests: dict[str, Any] = {}
         self._attempts: dict[str, Attempt] = {}
@@ -142,25 +152,25 @@ class WaitingRequests:
         """A request has arrived. prefetch: whether its chunks may be prefetched."""
         self._requests[request.request_id] = request
         self.answers.forget(request.request_id)
-        keys = self._queue.keys_of(request.request_id) if prefetch else None
-        if keys:
-            # vLLM computes at least the last token, so a load never has all chunks.
-            count = (request.num_tokens - 1) // self._queue.tokens_per_chunk
+        if prefetch:
             order = (request.priority, request.arrival_time) if self._queue.by_priority else ()
-            in_gpu = partial(self._queue.is_cached, request)
-            self._core.reload.follow(request.request_id, keys[:count], in_gpu, order)
+            # vLLM computes at least the last token, so a load never has all chunks.
+            self._follow(request, request.num_tokens - 1, order)
 
     def looked_up(self, request_id: str, question: Question, found: int | None) -> None:
         """vLLM's look-up found so many tokens; None: it delays the request."""
-        keys, local = self._queue.keys_of(request_id), question.local
-        assert keys is not None
+        keys, local = self._keys(request_id), question.local
+        if len(keys) > 1 or not self._full:
+            self.answers.forget(request_id)
+            return
         first, last = self._chunks(local, found or 0)
-        stopped_at = keys[last] if last < len(keys) else None
-        self.answers.remember(request_id, question, found, keys[first:last], stopped_at)
+        stopped_at = keys[0][last] if last < len(keys[0]) else None
+        self.answers.remember(request_id, question, found, keys[0][first:last], stopped_at)
 
     def decide(self, request_id: str, local: int, found: int) -> Attempt:
         """Decide how many of `found` tokens to load; they follow `local` tokens in GPU memory."""
-        self._core.reload.looked_up(request_id, local // self._queue.tokens_per_chunk)
+        in_gpu = local // self._tokens_per_chunk if self._full else 0
+        self._core.reload.looked_up(request_id, in_gpu)
         attempt = Attempt(found, 0, None)
         if found and self._core.admission.automatic:
             attempt = self._decide(request_id, local, found)
@@ -180,30 +190,38 @@ class WaitingRequests:
             if recent and answer.reading is admission.reading:
                 self._declined = answer.declined
                 return answer.attempt
-        keys, per_chunk = self._queue.keys_of(request_id), self._queue.tokens_per_chunk
-        assert keys is not None
-        first, last = self._chunks(local, found)
+        keys = self._wanted(request_id, local, found)
         if answer is not None and answer.find is not None:
             find = replace(answer.find, queued_bytes=self._core.queued_bytes())
         else:
-            find = self._core.find(keys[first:last])
+            find = self._core.find(keys)
         decision = admission.decide(find.read_bytes, find.queued_bytes, find.tokens)
         declined: Sequence[bytes] = ()
         if decision.load:
             attempt = Attempt(found, 0, decision.limit_s)
         else:
-            tokens = max(0, (first + find.leading_cpu) * per_chunk - local)
+            first, _ = self._chunks(local, found)
+            tokens = max(0, (first + find.leading_cpu) * self._tokens_per_chunk - local)
             attempt = Attempt(tokens, found - tokens, None)
-            declined = self._declined = keys[first + find.leading_cpu : last]
+            declined = self._declined = keys[find.leading_cpu :]
         if answer is not None:
             answer.find, answer.attempt, answer.declined = find, attempt, declined
             answer.decided_s, answer.reading = now_s, admission.reading
         return attempt
 
+    def _keys(self, request_id: str) -> Sequence[Sequence[bytes]]:
+        """By group position."""
+        keys = self._queue.keys_of(request_id)
+        assert keys is not None
+        return keys
+
+    def _wanted(self, request_id: str, local: int, found: int) -> Sequence[bytes]:
+        """The keys of a load of `found` tokens behind `local`: full prefix first."""
+        return boundary.wanted(self._queue.groups, self._keys(request_id), local, local + found)
+
     def _chunks(self, local: int, found: int) -> tuple[int, int]:
         """The first chunk of which a load brings tokens, and the one behind the last."""
-        per_chunk = self._queue.tokens_per_chunk
-        return local // per_chunk, -(-(local + found) // per_chunk)
+        return local // self._tokens_per_chunk, -(-(local + found) // self._tokens_per_chunk)
 
     def allocated(self, request_id: str) -> Attempt | None:
         """The request got its GPU blocks: count what it gets back, and the decision on its hit."""
@@ -245,11 +263,25 @@ class WaitingRequests:
         self._declined = ()
 
     def _preempted(self, request_id: str) -> None:
-        request, keys = self._requests.get(request_id), self._queue.keys_of(request_id)
-        if request is None or keys is None:
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._follow(request, self.resumes.computed(request_id), None)
+
+    def _follow(self, request: Any, tokens: int, order: Order | None) -> None:
+        """Look ahead for a request that waits, for which a load of `tokens` is of use."""
+        keys_by_group = self._queue.keys_of(request.request_id)
+        if keys_by_group is None:
             return
-        count = self.resumes.computed(request_id) // self._queue.tokens_per_chunk
-        self._core.reload.follow(request_id, keys[:count], partial(self._queue.is_cached, request))
+        groups, is_cached = self._queue.groups, self._queue.is_cached
+        if len(groups) == 1 and self._full:
+            keys = keys_by_group[0][: tokens // self._tokens_per_chunk]
+        else:
+            # Which windows and states a load brings depends on what is missing.
+            limit = min(tokens + 1, request.num_tokens)
+            _, keys = boundary.plan(groups, keys_by_group, 0, limit, self._core.present)
+        self._core.reload.follow(
+            request.request_id, keys, lambda chunk: is_cached(request, keys[chunk]), order
+        )
 
     def _num_tokens(self, request_id: str) -> int:
         request = self._requests.get(request_id)

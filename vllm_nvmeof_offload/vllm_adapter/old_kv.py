@@ -65,7 +65,8 @@ class OldKV:
         local = self._looked_up.pop(request.request_id, None)
         if local is None:  # it had blocks before
             return
-        found = blocks.blocks[0][: local // self._view.tokens_per_block]
+        of_group = blocks.blocks[self._view.leading_id]
+        found = of_group[: local // self._view.tokens_per_block]
         ids = frozenset(block.block_id for block in found)
         self._admitted[request.request_id] = _Admission(request, ids, local + external)
 
@@ -106,7 +107,10 @@ class OldKV:
         return self._view.kv_cache_manager()
 
     def _blocks(self, request_id: str) -> Any:
-        return self._manager.get_blocks(request_id).blocks[0] if self._manager else ()
+        """Those of the leading group: vLLM finds no prefix without them."""
+        if not self._manager:
+            return ()
+        return self._manager.get_blocks(request_id).blocks[self._view.leading_id]
 
     def _forget(self, request_id: str) -> set[int]:
         """Remove from the prefix cache the blocks that the request added since the last call."""

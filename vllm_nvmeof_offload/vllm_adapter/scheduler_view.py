@@ -6,11 +6,12 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.kv_offload.base import LookupResult, TierFilter, make_offload_key
 
+from vllm_nvmeof_offload.groups import GROUP_ID_BYTES, Group, GroupKind, group_id_of, leading
 from vllm_nvmeof_offload.manager.remembered import Question
 from vllm_nvmeof_offload.manager.requests import Queue, WaitingRequests
 from vllm_nvmeof_offload.vllm_adapter.manager import sources_of
@@ -36,34 +37,47 @@ def key_bytes_of(hash_algorithm: str) -> int:
 
 
 class SchedulerView:
-    """View of one `OffloadingConnectorScheduler` with a single KV cache group.
+    """View of one `OffloadingConnectorScheduler`.
 
-    kv_cache_manager: returns vLLM's, which exists only after the connector was built.
+    groups: the offloaded ones, in vLLM's order. kv_cache_manager: returns vLLM's, which exists only
+    after the connector was built.
     """
 
-    def __init__(self, scheduler: Any, kv_cache_manager: Callable[[], Any]) -> None:
+    def __init__(
+        self, scheduler: Any, groups: tuple[Group, ...], kv_cache_manager: Callable[[], Any]
+    ) -> None:
         self._scheduler = scheduler
+        self._groups = groups
         self.kv_cache_manager = kv_cache_manager
-        group = scheduler.config.kv_group_configs[0]
-        self.tokens_per_block: int = group.tokens_per_block
-        self._tokens_per_chunk: int = group.tokens_per_chunk
-        self._hashes_per_chunk: int = group.hashes_per_chunk
+        configs = scheduler.config.kv_group_configs
+        assert [one.group_idx for one in configs] == [one.group_id for one in groups]
+        self._leading = leading(groups)
+        #: vLLM's number of the group that a request's length is counted by.
+        self.leading_id = groups[self._leading].group_id
+        self.tokens_per_block: int = configs[self._leading].tokens_per_block
+        self._tokens_per_chunk = groups[self._leading].tokens_per_chunk
+        self._hashes_per_chunk: int = configs[self._leading].hashes_per_chunk
         # Blocks in GPU memory are identified by the hash of one block.
-        self._comparable = group.tokens_per_block == scheduler.config.tokens_per_hash
+        self._comparable = {
+            group.group_id
+            for config, group in zip(configs, groups, strict=True)
+            if group.kind is GroupKind.FULL
+            and config.tokens_per_block == scheduler.config.tokens_per_hash
+        }
 
     def queue(self, *, by_priority: bool) -> Queue:
         """vLLM's queue, for the manager."""
-        return Queue(self.keys_of, self._is_cached, self._tokens_per_chunk, by_priority)
+        return Queue(self.keys_of, self._is_cached, self._groups, by_priority)
 
-    def keys_of(self, request_id: str) -> Sequence[bytes] | None:
-        """A request's offload keys, so far."""
+    def keys_of(self, request_id: str) -> list[Sequence[bytes]] | None:
+        """A request's offload keys so far, by group position."""
         state = self._scheduler._req_status.get(request_id)
         if state is None:
             return None
-        keys = cast(Sequence[bytes], state.group_states[0].offload_keys)
+        keys = state.group_states[self._leading].offload_keys
         if len(keys) < len(state.req.block_hashes) // self._hashes_per_chunk:
             state.update_offload_keys()  # which walks over all hashes
-        return keys
+        return [group.offload_keys for group in state.group_states]
 
     def question(self, request: Any, local: int, cap: int | None) -> Question:
         """What vLLM asks when it looks the request up.
@@ -96,17 +110,19 @@ class SchedulerView:
         """Tokens that complete a chunk of a preempted request whose head is in GPU memory.
 
         vLLM loads whole chunks only, and skips this one; loading it is worth it because the
-        request had computed those tokens.
+        request had computed those tokens. Windows and states would have to be there too.
         """
+        if len(self._groups) > 1 or self._groups[0].kind is not GroupKind.FULL:
+            return 0
         request_id, per_chunk = request.request_id, self._tokens_per_chunk
         missing = -local % per_chunk
         if not missing or local + missing > waiting.resumes.computed(request_id):
             return 0
         keys, state = self.keys_of(request_id), self._scheduler._req_status[request_id]
         chunk = local // per_chunk
-        if keys is None or chunk >= len(keys):  # the request has fewer tokens
+        if keys is None or chunk >= len(keys[0]):  # the request has fewer tokens
             return 0
-        key = keys[chunk]
+        key = keys[0][chunk]
         if state.transfer_jobs or key in (self._scheduler._chunks_being_loaded or ()):
             return 0
         hit = self._scheduler.manager.lookup(key, state.req_context) is LookupResult.HIT
@@ -129,13 +145,10 @@ class SchedulerView:
         for group in self._scheduler._req_status[request_id].group_states:
             group.next_stored_chunk_idx = 0
 
-    def _is_cached(self, request: Any, chunk: int) -> bool:
+    def _is_cached(self, request: Any, key: bytes) -> bool:
         """Whether the last block of the request's chunk is in GPU memory."""
-        manager = self.kv_cache_manager()
-        if manager is None or not self._comparable:
+        manager, group_id = self.kv_cache_manager(), group_id_of(key)
+        if manager is None or group_id not in self._comparable:
             return False
-        last = (chunk + 1) * self._hashes_per_chunk - 1
-        hashes = request.block_hashes
-        if last >= len(hashes):  # vLLM removes tokens between the turns of a session
-            return False
-        return manager.block_pool.get_cached_block(hashes[last], [0]) is not None
+        block_hash = key[:-GROUP_ID_BYTES]
+        return manager.block_pool.get_cached_block(block_hash, [group_id]) is not None

@@ -155,7 +155,9 @@ def test_before_the_handshake_the_manager_does_and_exports_nothing() -> None:
     ):
         with pytest.raises(AssertionError):
             call()
-    manager.attach([hello(0, 4, 8, ())], KEY_BYTES, Queue({}.get, lambda *_: False, 16))
+    manager.attach(
+        [hello(0, 4, 8, ())], KEY_BYTES, Queue({}.get, lambda *_: False, manager.config.groups)
+    )
     assert manager.waiting is not None
     assert manager.has_pending_work(), "one step exports every series"
     with pytest.raises(AssertionError, match="second"):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_nvmeof_offload import LOGGER_NAME
+from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.manager.load_or_recompute import Attempt
 from vllm_nvmeof_offload.manager.requests import Queue, WaitingRequests
 from vllm_nvmeof_offload.protocol import CancelCommand, FetchCommand, RateReport
@@ -19,6 +20,7 @@ from .test_holds import HoldsBench
 
 #: Tokens in a chunk.
 T = 10
+GROUPS = (Group(0, GroupKind.FULL, T),)
 
 
 class Lobby:
@@ -31,12 +33,16 @@ class Lobby:
         self.in_gpu: set[tuple[str, int]] = set()
         self.waiting = WaitingRequests(
             self.core,
-            Queue(self.keys.get, self._is_cached, T, by_priority),
+            Queue(self._keys_of, self._is_cached, GROUPS, by_priority),
             lambda: self.bench.now_s,
         )
 
-    def _is_cached(self, request: Any, chunk: int) -> bool:
-        return (request.request_id, chunk) in self.in_gpu
+    def _keys_of(self, name: str) -> list[list[bytes]] | None:
+        return [self.keys[name]] if name in self.keys else None
+
+    def _is_cached(self, request: Any, key: bytes) -> bool:
+        name = request.request_id
+        return (name, self.keys[name].index(key)) in self.in_gpu
 
     def slow(self) -> None:
         """The pool reads slower than the model computes."""
@@ -278,3 +284,62 @@ def test_a_changed_decision_is_logged_at_most_once_per_minute(
     assert decide(62.0, 1e-6) == 2
     assert "loaded again" in caplog.records[-1].getMessage()
     assert decide(200.0, 1e-6) == 2, "nothing new"
+
+
+# -- several groups -----------------------------------------------------------------------
+
+#: Full attention, and a window of two chunks.
+FULL_AND_WINDOW = (
+    Group(0, GroupKind.FULL, T),
+    Group(0, GroupKind.WINDOW, T, 1, 2, 2 * T - 1),
+)
+
+
+class GroupsLobby(Lobby):
+    """The window's chunks have the numbers of the full chunks and 50."""
+
+    def __init__(self, cache: int = 8, **config: object) -> None:
+        super().__init__(cache, **config)
+        queue = Queue(self._by_group, self._is_cached, FULL_AND_WINDOW)
+        self.waiting = WaitingRequests(self.core, queue, lambda: self.bench.now_s)
+
+    def _by_group(self, name: str) -> list[list[bytes]]:
+        window = [number + 50 for number in numbers_of(b"".join(self.keys[name]))]
+        return [self.keys[name], keys_of(*window)]
+
+    def _is_cached(self, request: Any, key: bytes) -> bool:
+        return key in self.keys[request.request_id] and super()._is_cached(request, key)
+
+
+def test_of_a_window_only_the_last_reach_is_fetched() -> None:
+    lobby = GroupsLobby(16)
+    lobby.bench.in_the_pool(*range(4), *range(50, 54))
+    lobby.add("a", *range(4))
+    assert lobby.fetched() == [0, 1, 2, 3, 52, 53]
+
+
+def test_a_hole_in_the_window_shortens_what_is_fetched() -> None:
+    lobby = GroupsLobby(16)
+    lobby.bench.in_the_pool(*range(4), 50, 51, 53)
+    lobby.add("a", *range(4))
+    assert lobby.fetched() == [0, 1, 50, 51]
+
+
+def test_a_preempted_request_gets_windows_although_gpu_memory_has_its_prefix() -> None:
+    lobby = GroupsLobby(16)
+    lobby.add("a", *range(4), prefetch=False)
+    lobby.bench.in_the_pool(*range(4), *range(50, 54))
+    lobby.in_gpu |= {("a", chunk) for chunk in range(3)}
+    lobby.run(new={"a": 41})
+    lobby.run(preempted=("a",))
+    assert lobby.fetched() == [3, 52, 53]
+
+
+def test_what_is_found_is_weighed_over_all_groups() -> None:
+    lobby = GroupsLobby(16)
+    lobby.bench.in_the_pool(*range(4), *range(50, 54))
+    lobby.slow()
+    lobby.add("a", *range(4), prefetch=False)
+    assert lobby.waiting.decide("a", 0, 40).decision == "recompute"
+    lobby.run()
+    assert lobby.fetched() == [0, 1, 2, 3]
