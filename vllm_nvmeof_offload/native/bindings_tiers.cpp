@@ -254,6 +254,14 @@ void bind_calls(nb::class_<Tiers>& type) {
            [](Tiers& tiers, nb::handle keys, size_t land_max) {
              return tiers.plan_load(KeyList(keys, tiers.index.key_bytes()), land_max);
            })
+      .def("supersede",
+           [](Tiers& tiers, nb::handle keys) {
+             tiers.supersede(KeyList(keys, tiers.index.key_bytes()));
+           })
+      .def("keep",
+           [](Tiers& tiers, nb::handle keys) {
+             tiers.keep(KeyList(keys, tiers.index.key_bytes()));
+           })
       .def("begin_fetch",
            [](Tiers& tiers, nb::handle key, size_t reason) {
              const char* const bytes = KeyList::check(key.ptr(), tiers.index.key_bytes());

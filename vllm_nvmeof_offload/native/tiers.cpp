@@ -58,6 +58,7 @@ Tiers::Tiers(Options options)
       recency_(options_.cache_slots, options_.credit),
       cache_rows_(options_.cache_slots, kNoRow),
       wanted_(options_.cache_slots),
+      stays_(options_.cache_slots),
       arrived_(options_.cache_slots),
       watched_(index.capacity()) {
   targets.reserve(options_.pool_slots.size());  // each one's order refers to its recency
@@ -70,6 +71,8 @@ void Tiers::make_orders() {
   backlog = passed_over_ = 0;
   recency_.forget_all();
   std::fill(wanted_.begin(), wanted_.end(), uint8_t{0});
+  std::fill(stays_.begin(), stays_.end(), Stay::KEPT);
+  unkept_ = 0;
   clean = make(options_.make_order, recency_.used);
   // Written through, chunks are written in the order in which they came, under any policy.
   waiting = options_.demotes ? make(options_.make_order, recency_.used)
@@ -139,6 +142,7 @@ void Tiers::touch(const std::vector<Row>& rows, bool ended) {
     if (row == kNoRow) continue;
     if (const int32_t slot = index.cache[row]; slot != kNoSlot) {
       const auto number = static_cast<Slot>(slot);
+      if (unkept_ && stays_[number] == Stay::SUPERSEDED) continue;  // and it has no place
       recency_.use(number, uses_, ended);
       home(number).touch(number);
     }
@@ -217,12 +221,18 @@ void Tiers::add(Batch& batch, Row row, int32_t slot, Place place, bool filling) 
 
 StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t& generation) {
   StorePlan plan;
-  std::vector<const char*> fresh;
+  std::vector<size_t> fresh;  // indexes of keys
   const std::vector<Row> before = rows_of(keys);
+  const auto is_provisional = [&wanted](size_t at) {
+    return !wanted.empty() && static_cast<Store>(wanted[at]) == Store::PROVISIONALLY;
+  };
   for (size_t at = 0; at < keys.size(); ++at) {
-    if (before[at] != kNoRow) continue;
+    if (before[at] != kNoRow) {
+      if (!is_provisional(at)) keep(before[at]);
+      continue;
+    }
     ++plan.absent;
-    if (wanted.empty() || wanted[at]) fresh.push_back(keys[at]);
+    if (wanted.empty() || wanted[at]) fresh.push_back(at);
   }
   std::vector<Slot> held;
   if (fresh.size() > cache.free()) {
@@ -243,7 +253,8 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
     held.clear();
   };
   plan.batch.reserve(fresh.size(), index.key_bytes());
-  for (const char* key : fresh) {
+  for (const size_t at : fresh) {
+    const char* const key = keys[at];
     if (index.find(key) != kNoRow) continue;  // named twice
     Slot slot = take_cache_slot(false);
     if (slot == kNone && !held.empty()) {
@@ -256,6 +267,7 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
     cache_rows_[slot] = row;
     on(row, Event::STORE_BEGIN);
     cache.use(slot);
+    if (is_provisional(at)) stay(slot, Stay::PROVISIONAL);
     add(plan.batch, row, index.cache[row], kNoPlace, !mutant("write_begins_with_the_store"));
     if (mutant("write_begins_with_the_store")) {
       on(row, Event::COPIED);
@@ -268,9 +280,47 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
   return plan;
 }
 
+void Tiers::supersede(Keys keys) {
+  for (const Row row : rows_of(keys)) {
+    if (row == kNoRow || index.cache[row] == kNoSlot) continue;
+    const auto slot = static_cast<Slot>(index.cache[row]);
+    if (stays_[slot] != Stay::PROVISIONAL) continue;
+    stay(slot, Stay::SUPERSEDED);
+    recency_.used[slot] = 0;
+    if (!clean->contains(slot)) continue;  // it is filed by its last use when it is admitted
+    clean->withdraw(slot);
+    clean->admit(slot);
+  }
+}
+
+void Tiers::stay(Slot slot, Stay next) {
+  unkept_ += next != Stay::KEPT;
+  unkept_ -= stays_[slot] != Stay::KEPT;
+  stays_[slot] = next;
+}
+
+void Tiers::keep(Keys keys) {
+  for (const Row row : rows_of(keys))
+    if (row != kNoRow) keep(row);
+}
+
+void Tiers::keep(Row row) {
+  if (!unkept_ || index.cache[row] == kNoSlot) return;
+  const auto slot = static_cast<Slot>(index.cache[row]);
+  if (stays_[slot] == Stay::KEPT) return;
+  stay(slot, Stay::KEPT);
+  recency_.used[slot] = ++uses_;
+  if (index.state[row] != State::CACHED || !options_.writes) return;  // or it is being stored
+  clean->withdraw(slot);  // written on eviction, it waits in another order
+  want(slot);
+  settle(row);
+}
+
 Batch Tiers::plan_load(Keys keys, size_t land_max) {
   Batch batch;
   const std::vector<Row> rows = rows_of(keys);
+  for (const Row row : rows)
+    if (row != kNoRow) keep(row);
   touch(rows, false);
   batch.reserve(rows.size(), index.key_bytes());
   // Pin everything first: landing below evicts, and must not evict a chunk of this load.
@@ -495,6 +545,7 @@ void Tiers::leave_cache(Row row) {
   clean->withdraw(slot);
   recency_.forget(slot);
   cache.orphan(slot, false);
+  stay(slot, Stay::KEPT);
   cache_rows_[slot] = kNoRow;
   index.cache[row] = kNoSlot;
 }
@@ -653,8 +704,10 @@ bool Tiers::decide(OpKind kind, const Batch& batch, size_t at) {
   if (!index.holds(row, batch.generations[at]) || !batch.filling[at]) return false;
   if (kind == OpKind::STORE) {
     on(row, Event::COPIED);  // a failure has doomed it
-    if (options_.writes || mutant("policy_off_is_ignored"))
-      want(static_cast<Slot>(index.cache[row]));
+    const auto slot = static_cast<Slot>(index.cache[row]);
+    const bool provisional =
+        stays_[slot] != Stay::KEPT && !mutant("provisional_is_written_at_once");
+    if ((options_.writes && !provisional) || mutant("policy_off_is_ignored")) want(slot);
     return false;
   }
   on(row, ok ? Event::FETCHED : Event::FETCH_CANCELLED);  // any other failure has doomed it

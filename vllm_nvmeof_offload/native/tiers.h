@@ -27,6 +27,12 @@ inline constexpr uint8_t kFromCpu = 1, kFromPool = 2;  // the tiers that a look-
 // Why a chunk is fetched: `Reason` in manager/hold_and_prefetch.py.
 inline constexpr size_t kFetchReasons = 3;
 
+// What `wanted` says of a key that is offered for storing.
+enum class Store : uint8_t { NOT, KEPT, PROVISIONALLY };
+// Of a cache slot's chunk. A provisional one is not written; once a later boundary is stored it is
+// superseded, and the next to be evicted.
+enum class Stay : uint8_t { KEPT, PROVISIONAL, SUPERSEDED };
+
 // One op's rows as columns, and what the ranks have reported on each.
 struct Batch {
   size_t size() const { return rows.size(); }
@@ -127,10 +133,15 @@ class Tiers {
   // Of a key in several places the first one is adopted. Returns the number of adopted entries.
   size_t adopt(std::span<const Place> places, std::span<const uint64_t> generations,
                const char* keys);
-  // wanted: by key, or empty: all. Generations count up from `generation`.
+  // wanted: by key, or empty: all are kept. A provisional entry of a key that is to be kept now is
+  // kept. Generations count up from `generation`.
   StorePlan plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t& generation);
   // Every key has an entry. land_max: reads that may stay.
   Batch plan_load(Keys keys, size_t land_max);
+  // These keys' provisional entries are superseded; others are left alone.
+  void supersede(Keys keys);
+  // They are to be kept, and written like any other.
+  void keep(Keys keys);
   // Intend to read a key that is only in the pool into a cache slot; kNoRow: there is no slot.
   Row begin_fetch(const char* key, size_t reason);
   // The intended fetches, in their order, which are sent now.
@@ -195,6 +206,8 @@ class Tiers {
   Place take_place();
   Target* choose();
   bool write_due() const;
+  void keep(Row row);
+  void stay(Slot slot, Stay next);
   void want(Slot slot);
   void unwant(Slot slot);
   void fill_from_pool(Row row, Slot slot);
@@ -210,6 +223,8 @@ class Tiers {
   Recency recency_;                 // of the cache slots
   HugeVector<Row> cache_rows_;     // by cache slot
   HugeVector<uint8_t> wanted_;     // by cache slot: its chunk waits to be written
+  HugeVector<Stay> stays_;         // by cache slot
+  size_t unkept_ = 0;              // of these, others than KEPT
   HugeVector<uint64_t> arrived_;   // by cache slot: when it began to wait
   uint64_t uses_ = 0, arrivals_ = 0;
   size_t passed_over_ = 0;  // evictions of clean slots while a colder one waited to be written

@@ -8,7 +8,7 @@ all slots. `Model` has the part of the interface that the property test plays.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,6 +56,7 @@ class Slot:
     retired: bool = False
     used: int = 0
     wanted: int = 0  # when its chunk began to wait for its write; 0: it does not
+    stay: str = ""  # "provisional", "superseded", or to be kept
 
     @property
     def free(self) -> bool:
@@ -105,12 +106,16 @@ class Model:
             chunk = self.chunks.get(key)
             if chunk is not None:
                 for slot in self._slots(chunk):
-                    slot.used = self.uses
+                    if slot.stay != "superseded":
+                        slot.used = self.uses
 
     # -- plans ------------------------------------------------------------------------
 
-    def plan_store(self, keys: Sequence[bytes], generation: int) -> tuple[list[Row], int]:
+    def plan_store(
+        self, keys: Sequence[bytes], generation: int, provisional: Collection[bytes] = ()
+    ) -> tuple[list[Row], int]:
         """(rows, how many were refused)."""
+        self.keep([key for key in keys if key not in provisional])
         new = [key for key in keys if key not in self.chunks]
         spared: set[bytes] = set()
         if len(new) > sum(slot.free for slot in self.cache):
@@ -128,11 +133,26 @@ class Model:
             chunk = self.chunks[key] = Chunk(key, generation)
             chunk.on("STORE_BEGIN")
             self._give(chunk, slot, None)
+            slot.stay = "provisional" if key in provisional else ""
             rows.append(self._row(chunk, chunk.cache, None, True))
         self.touch(keys)
         return rows, len(new) - len(rows)
 
+    def keep(self, keys: Sequence[bytes]) -> None:
+        for slot in self._unkept(keys):
+            slot.stay = ""
+            self.uses += 1
+            slot.used = self.uses
+            if slot.chunk is not None and slot.chunk.state == "CACHED":
+                self._want(slot)
+
+    def supersede(self, keys: Sequence[bytes]) -> None:
+        for slot in self._unkept(keys):
+            if slot.stay == "provisional":
+                slot.stay, slot.used = "superseded", 0
+
     def plan_load(self, keys: Sequence[bytes], land_max: int) -> list[Row]:
+        self.keep(keys)
         self.touch(keys)
         rows = []
         for key in keys:
@@ -256,14 +276,23 @@ class Model:
             return
         if kind == "store":
             chunk.on("COPIED")
-            self.arrivals += 1
             assert chunk.cache is not None
-            if self.pool_slots:
-                self.cache[chunk.cache].wanted = self.arrivals
+            if not self.cache[chunk.cache].stay:
+                self._want(self.cache[chunk.cache])
             return
         chunk.on("FETCHED" if ok else "FETCH_CANCELLED")
         if not ok:
             self._leave_cache(chunk)
+
+    def _want(self, slot: Slot) -> None:
+        self.arrivals += 1
+        if self.pool_slots:
+            slot.wanted = self.arrivals
+
+    def _unkept(self, keys: Sequence[bytes]) -> list[Slot]:
+        chunks = [self.chunks[key] for key in keys if key in self.chunks]
+        slots = [self.cache[chunk.cache] for chunk in chunks if chunk.cache is not None]
+        return [slot for slot in slots if slot.stay]
 
     def _worn(self, failures: dict[int, int], row: Row) -> bool:
         assert row.place is not None
@@ -339,7 +368,7 @@ class Model:
     def _leave_cache(self, chunk: Chunk) -> None:
         assert chunk.cache is not None
         slot = self.cache[chunk.cache]
-        slot.chunk, slot.wanted, chunk.cache = None, 0, None
+        slot.chunk, slot.wanted, slot.stay, chunk.cache = None, 0, "", None
 
     def _leave_pool(self, chunk: Chunk, *, retire: bool = False) -> None:
         slot = self._pool_slot(chunk)

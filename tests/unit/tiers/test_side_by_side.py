@@ -13,6 +13,7 @@ from vllm_nvmeof_offload.native import Batch, Tiers
 
 from .model import CANCELLED, EIO, ENOSPC, OK, RELEASED, STALE, STATES, Model, Row
 
+KEPT, PROVISIONALLY = 1, 2
 KINDS = ("store", "load", "write", "fetch")
 KEYS = [bytes([number]) * 8 for number in range(24)]
 CODES = (OK, OK, OK, OK, 1, STALE, CANCELLED)
@@ -46,11 +47,25 @@ class Pair:
 
     def store(self, rng: random.Random) -> None:
         keys = self._run(rng)
-        batch, _, refused, after = self.native.plan_store(keys, None, self.generation)
-        rows, also_refused = self.model.plan_store(keys, self.generation)
+        wanted, provisional = None, []
+        if rng.random() < 0.5:
+            wanted = np.array([rng.randint(KEPT, PROVISIONALLY) for _ in keys], np.uint8)
+            provisional = [keys[at] for at in np.flatnonzero(wanted == PROVISIONALLY)]
+        batch, _, refused, after = self.native.plan_store(keys, wanted, self.generation)
+        rows, also_refused = self.model.plan_store(keys, self.generation, provisional)
         self.generation = after
         assert refused == also_refused
         self._begin("store", batch, rows)
+
+    def keep(self, rng: random.Random) -> None:
+        keys = self._run(rng)
+        self.native.keep(keys)
+        self.model.keep(keys)
+
+    def supersede(self, rng: random.Random) -> None:
+        keys = self._run(rng)
+        self.native.supersede(keys)
+        self.model.supersede(keys)
 
     def load(self, rng: random.Random) -> None:
         keys = [key for key in self._run(rng) if self.model.lookup(key)]
@@ -161,7 +176,10 @@ class Pair:
 
 CALLS = st.tuples(
     st.sampled_from(
-        ("store", "load", "fetch", "cancel", "write", "report", "report", "report", "reset")
+        (
+            *("store", "keep", "supersede", "load", "fetch", "cancel"),
+            *("write", "report", "report", "report", "reset"),
+        )
     ),
     st.integers(0, 1 << 32),
 )
@@ -178,7 +196,7 @@ def test_native_tiers_do_what_the_model_does(
 
 
 NAMES = (
-    *("store", "store", "load", "load", "fetch", "fetch", "cancel"),
+    *("store", "store", "keep", "supersede", "load", "load", "fetch", "fetch", "cancel"),
     *("write", "report", "report", "report", "reset"),
 )
 
