@@ -217,6 +217,14 @@ class ManagerCore:
         self._count()
         return StorePlan(command, self._tiers.take_evicted(), refused)
 
+    def supersede(self, keys: Sequence[bytes]) -> None:
+        """These provisional chunks are the next to be evicted, unless somebody uses them."""
+        self._tiers.supersede(keys)
+
+    def keep(self, keys: Sequence[bytes]) -> None:
+        """These chunks, if they are provisional, are chunks like any other from now on."""
+        self._tiers.keep(keys)
+
     # -- load -------------------------------------------------------------------------
 
     def prepare_load(self, keys: Sequence[bytes], limit_s: float | None = None) -> LoadCommand:

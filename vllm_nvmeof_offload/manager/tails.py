@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chunks of windows and states that are stored, and for how long. Pure.
+
+A window or a state is of use only at a boundary, so not all of those that vLLM offers are stored.
+*Lasting* boundaries are the end of a prompt, the end of a prefix that vLLM found to be shared, and
+one in every so many tokens. The tails at the frontier of what was computed are stored
+*provisionally*: they are what a next turn, or the request itself after a preemption, resumes from.
+They lie in the CPU tier only. A later frontier supersedes them, and the end of the request, or its
+preemption, makes the last of them lasting.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_nvmeof_offload.groups import GROUP_ID_BYTES, Group, GroupKind
+from vllm_nvmeof_offload.manager.boundary import unit_tokens
+
+if TYPE_CHECKING:
+    from vllm_nvmeof_offload.manager.core import ManagerCore
+
+#: A whole chunk of every token range is stored of the others, as vLLM does.
+_SPARSE = (GroupKind.WINDOW, GroupKind.STATE)
+
+
+@dataclass(slots=True)
+class _Request:
+    """lasting: its boundaries that last. boundary: the last one that is stored. provisional: by
+    group position, (end, key) of chunks that no later boundary has superseded, oldest first.
+    latest: by group position, the end of the last chunk that was stored."""
+
+    lasting: tuple[int, ...]
+    boundary: int = 0
+    provisional: dict[int, deque[tuple[int, bytes]]] = field(default_factory=dict)
+    latest: dict[int, int] = field(default_factory=dict)
+
+
+class Tails:
+    """By request. groups: among them one of windows or states. every_tokens: between two lasting
+    boundaries, a multiple of a chunk of every group."""
+
+    def __init__(self, core: ManagerCore, groups: Sequence[Group], every_tokens: int) -> None:
+        self._core = core
+        self._every_tokens = every_tokens
+        self._unit_tokens = unit_tokens(groups)
+        assert every_tokens % self._unit_tokens == 0
+        self._sparse = [at for at, group in enumerate(groups) if group.kind in _SPARSE]
+        assert self._sparse
+        self._states = [at for at in self._sparse if groups[at].kind is GroupKind.STATE]
+        self._reach_tokens = [
+            group.tokens_per_chunk * (group.reach_chunks or 0) if group.kind in _SPARSE else 0
+            for group in groups
+        ]
+        ids = [group.group_id for group in groups]
+        self._positions = np.zeros(max(ids) + 1, np.int64)  # by vLLM's number of the group
+        self._positions[ids] = range(len(ids))
+        self._reaches = np.array(self._reach_tokens, np.int64)
+        self._requests: dict[str, _Request] = {}
+
+    def offered(
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        ends: npt.NDArray[np.int64],
+        *,
+        prompt_tokens: int,
+        shared_tokens: int,
+    ) -> tuple[list[bytes], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Of the chunks that vLLM offers for storing, those to store, their ends, and whether each
+        is provisional.
+
+        ends: of each key, the request's tokens up to its chunk's end. shared_tokens: of a prefix
+        that vLLM found to be shared; 0: of none.
+        """
+        unit = self._unit_tokens
+        request = self._requests.get(request_id)
+        if request is None:
+            request = self._requests[request_id] = _Request(())
+        # vLLM finds a shared prefix when it looks up, again after a preemption.
+        request.lasting = ((prompt_tokens - 1) // unit * unit, shared_tokens // unit * unit)
+        positions = self._positions[_group_ids(keys)]
+        reach = self._reaches[positions]
+        lasts = (reach == 0) | (-ends % self._every_tokens < reach)
+        for boundary in request.lasting:
+            lasts |= (ends <= boundary) & (boundary - ends < reach)
+        frontier = int(ends.max()) // unit * unit if len(ends) else 0
+        frontier = max(frontier, request.boundary)
+        chosen = lasts | (frontier - ends < reach)
+        provisional = ~lasts[chosen]
+        return list(compress(keys, chosen.tolist())), ends[chosen], provisional
+
+    def stored(
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        ends: npt.NDArray[np.int64],
+        provisional: npt.NDArray[np.bool_],
+    ) -> None:
+        """The chunks that `offered` chose are being stored, every one."""
+        request = self._requests[request_id]
+        positions = self._positions[_group_ids(keys)]
+        sparse = np.flatnonzero(self._reaches[positions])
+        for at in sparse.tolist():
+            position, end = int(positions[at]), int(ends[at])
+            if end <= request.latest.get(position, 0):
+                continue  # offered again
+            request.latest[position] = end
+            if provisional[at]:
+                request.provisional.setdefault(position, deque()).append((end, keys[at]))
+        boundary = self._last_boundary(request)
+        if boundary > request.boundary:
+            request.boundary = boundary
+            self._supersede(request)
+
+    def preempted(self, request_id: str) -> None:
+        """The request will resume from its last boundary."""
+        if (request := self._requests.get(request_id)) is not None:
+            self._keep(request)
+
+    def ended(self, request_id: str) -> None:
+        """A next turn may resume from its last boundary."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._keep(request)
+            beyond = [key for kept in request.provisional.values() for _, key in kept]
+            if beyond:
+                self._core.supersede(beyond)
+
+    def reset(self) -> None:
+        """Every chunk is void."""
+        self._requests.clear()
+
+    def _last_boundary(self, request: _Request) -> int:
+        """At which all windows and states are stored."""
+        if len(request.latest) < len(self._sparse):
+            return 0
+        last = min(request.latest.values())
+        if self._states:  # computing goes on only where a state is
+            at_state = request.latest[self._states[0]]
+            return at_state if at_state == last else 0
+        return last // self._unit_tokens * self._unit_tokens
+
+    def _supersede(self, request: _Request) -> None:
+        """What the last boundary does not need is not needed any more."""
+        old: list[bytes] = []
+        for position, chunks in request.provisional.items():
+            first = request.boundary - self._reach_tokens[position]
+            while chunks and chunks[0][0] <= first:
+                old.append(chunks.popleft()[1])
+        if old:
+            self._core.supersede(old)
+
+    def _keep(self, request: _Request) -> None:
+        """The last boundary's chunks last."""
+        kept: list[bytes] = []
+        for chunks in request.provisional.values():
+            while chunks and chunks[0][0] <= request.boundary:
+                kept.append(chunks.popleft()[1])
+        if kept:
+            self._core.keep(kept)
+
+
+def _group_ids(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
+    """vLLM's number of each key's group."""
+    rows = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
+    ids = np.ascontiguousarray(rows[:, -GROUP_ID_BYTES:]).view(">u4").ravel()
+    return ids.astype(np.int64)
