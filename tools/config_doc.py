@@ -24,7 +24,8 @@ GROUPS = {
     "Memory and chunks": "chunk_bytes_min stream_slots replicas",
     "Shares of the CPU tier": "land_cache_share reload_cache_share prefetch_cache_share",
     "Choice of what is kept and loaded": (
-        "eviction_policy adopt weights_never_change prefill_tokens_per_s read_bytes_per_s"
+        "eviction_policy boundary_tokens adopt weights_never_change prefill_tokens_per_s "
+        "read_bytes_per_s"
     ),
     "I/O and copies": (
         "io_engine io_depth io_split_bytes io_threads o_direct copy_backend read_deadline_ms "

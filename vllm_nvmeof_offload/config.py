@@ -91,6 +91,7 @@ def _parse_size(value: object) -> object:
 
 
 _Size = Annotated[int, BeforeValidator(_parse_size), Field(le=_SIZE_BYTES_MAX)]
+_Tokens = Annotated[int, Field(ge=0, le=1 << 30)]
 _Targets = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 _SIZE = 'a size such as 1073741824 or "1GiB"'
 _SIZE_FROM_PAGE = f"{_SIZE} of at least 4KiB"
@@ -204,6 +205,14 @@ class OffloadConfig(BaseModel):
         "vLLM's key of this name counts; 1: offload at once. A higher value saves writes of "
         "chunks that are never used again, but a preempted request then recomputes what no "
         "other request shared.")
+    boundary_tokens: Literal["auto"] | _Tokens = _key(
+        "auto", "tokens", '"auto", or an integer from 0 to 1073741824',
+        "Tokens between two boundaries at which sliding windows and recurrent states are kept, so "
+        "that a later request can go on from there; rounded up to whole chunks. auto: at least "
+        "1024, and so many that a boundary costs at most half of what is stored of full attention "
+        "since the one before; 0: only where vLLM keeps them, which is at the end of prompts. "
+        "vLLM's --prefix-cache-retention-interval, if above 0, overrides it. Ignored for models "
+        "of full attention only.")
     read_deadline_ms: int = _integer(
         5_000, "ms", 1, 3_600_000,
         "Time after which a read from the pool counts as failed; its request recomputes.")

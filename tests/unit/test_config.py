@@ -107,6 +107,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     *(("replicas", value, "--data-parallel-size") for value in (0, "2")),
     *(("weights_seen", value, "mapping of models") for value in (None, "x", {"m": 1})),
     ("o_direct", True, '"auto"'),
+    *(("boundary_tokens", value, "from 0 to") for value in ("often", -1, 1.5)),
     ("write_policy", "back", '"through", "on_eviction"'),
     *(("store_threshold", value, "1 to 1000000") for value in (0, True, "2")),
     *(("eviction_policy", value, "module:Class") for value in ("", 3, None)),
