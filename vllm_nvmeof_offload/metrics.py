@@ -126,6 +126,9 @@ COUNTERS = _table(
          "Chunks dropped from the CPU tier before they were written to the pool."),
     _row("written_chunks", "chunks", (),
          "Chunks written to the pool by every rank."),
+    _row("superseded_chunks", "chunks", (),
+         "Chunks of windows and states that were stored while their request ran and never written "
+         "to the pool, because the request has a later boundary."),
     _row("evictions", "chunks", _one("tier", "cpu", "pool"),
          "Chunks evicted from a tier, by tier."),
     # -- bytes and time

@@ -69,6 +69,7 @@ _NATIVE_COUNTS: tuple[Series, ...] = (
     "refused_writes",
     "written_chunks",
     "retired_pool_slots",
+    "superseded_chunks",
 )
 
 

@@ -301,7 +301,7 @@ void bind_state(nb::class_<Tiers>& type) {
              return std::vector<uint64_t>{
                  std::exchange(tiers.cache_evictions, 0), std::exchange(tiers.pool_evictions, 0),
                  std::exchange(tiers.refused_writes, 0), std::exchange(tiers.written, 0),
-                 std::exchange(tiers.retired, 0)};
+                 std::exchange(tiers.retired, 0), std::exchange(tiers.superseded, 0)};
            })
       .def("cache_users",
            [](const Tiers& tiers, Slot slot) { return tiers.cache.users.at(slot); })

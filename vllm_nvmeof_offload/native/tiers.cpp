@@ -294,6 +294,7 @@ void Tiers::supersede(Keys keys) {
 }
 
 void Tiers::stay(Slot slot, Stay next) {
+  superseded += stays_[slot] == Stay::PROVISIONAL && next == Stay::SUPERSEDED;
   unkept_ += next != Stay::KEPT;
   unkept_ -= stays_[slot] != Stay::KEPT;
   stays_[slot] = next;
@@ -545,6 +546,7 @@ void Tiers::leave_cache(Row row) {
   clean->withdraw(slot);
   recency_.forget(slot);
   cache.orphan(slot, false);
+  superseded += stays_[slot] == Stay::PROVISIONAL;  // nothing waits for it any more
   stay(slot, Stay::KEPT);
   cache_rows_[slot] = kNoRow;
   index.cache[row] = kNoSlot;

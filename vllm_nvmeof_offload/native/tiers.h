@@ -178,6 +178,7 @@ class Tiers {
   size_t pending = 0;  // writes intended and under way
   uint64_t voided = 0;  // times that all answers became void
   uint64_t cache_evictions = 0, pool_evictions = 0, refused_writes = 0, written = 0, retired = 0;
+  uint64_t superseded = 0;  // chunks that were provisional and were never written
 
  private:
   Target& target(Place place) { return targets[target_of(place)]; }

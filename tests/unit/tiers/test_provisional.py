@@ -60,6 +60,7 @@ def test_what_is_superseded_is_evicted_before_everything_older() -> None:
     server.tiers.touch(keys_of(3))
     server.store(4)
     assert server.has(0, 1, 2, 3, 4) == [0, 1, 2, 4]
+    assert server.tiers.take_counts()[-1] == 1
 
 
 @pytest.mark.parametrize("use", ["store", "load", "keep"])
