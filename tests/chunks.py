@@ -39,15 +39,15 @@ def place_in(pool_slot: int, targets: int = 1) -> int:
     return place_of(pool_slot % targets, pool_slot // targets)
 
 
-def batch_of(*rows: Row) -> ChunkBatch:
-    """A batch of these rows. Their keys are of equal length."""
+def batch_of(*rows: Row, group: int = 0) -> ChunkBatch:
+    """A batch of these rows, of one group. Their keys are of equal length."""
     assert len({len(identity.key) for identity, _, _ in rows}) == 1
     return ChunkBatch(
         b"".join(identity.key for identity, _, _ in rows),
         np.array([identity.generation for identity, _, _ in rows], np.uint64),
         np.array([-1 if cache is None else cache for _, cache, _ in rows], np.int32),
         np.array([NOWHERE if place is None else place for _, _, place in rows], np.int64),
-        np.zeros(len(rows), np.uint8),
+        np.full(len(rows), group, np.uint8),
     )
 
 

@@ -73,7 +73,7 @@ class Rank:
             self.copy,
             self.rig.engine,
             TransferLimits(
-                payload_bytes=self.rig.pool.payload_bytes,
+                group_bytes=(self.rig.pool.payload_bytes,),
                 target_count=TARGETS,
                 pool_slots=POOL_SLOTS,
                 **limits,  # type: ignore[arg-type]

@@ -124,7 +124,7 @@ class _Load:
         assert not fallbacks, fallbacks
         self.health = tuple(TargetHealth() for _ in range(count))
         config = TransferLimits(
-            payload_bytes=PAYLOAD_BYTES,
+            group_bytes=(PAYLOAD_BYTES,),
             target_count=count,
             health=self.health,
             reads_in_flight_max=LOADS_MAX * count,

@@ -52,7 +52,7 @@ class Survivor:
         self._place = itertools.cycle(range(CACHE_SLOTS))
         waker = Waker()
         config = TransferLimits(
-            payload_bytes=pool.payload_bytes,
+            group_bytes=(pool.payload_bytes,),
             target_count=pool.target_count,
             read_deadline_s=DEADLINE_S,
             write_deadline_s=DEADLINE_S,

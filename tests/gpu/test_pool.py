@@ -63,7 +63,9 @@ class _Pipeline:
             backend.value, self.staging.map, self.geometry.starts, on_done=lambda: None
         )
         length = self.geometry.payload_bytes
-        pump = TransferLimits(payload_bytes=length, read_deadline_s=WAIT_S, write_deadline_s=WAIT_S)
+        pump = TransferLimits(
+            group_bytes=(length,), read_deadline_s=WAIT_S, write_deadline_s=WAIT_S
+        )
         self.pipeline = TransferPipeline(self.staging.map, self.copy, self.io, pump)
         self._ops = 0
 

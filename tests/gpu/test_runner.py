@@ -30,7 +30,7 @@ def test_the_thread_is_woken_by_every_copy(device: Device, backend: Backend) -> 
     waker = Waker()
     rig = Rig(device, "per_layer", backend, 4096, on_done=waker.wake)
     io = NoIoEngine()
-    config = TransferLimits(payload_bytes=rig.geometry.payload_bytes)
+    config = TransferLimits(group_bytes=(rig.geometry.payload_bytes,))
     pipeline = TransferPipeline(rig.map, rig.engine, io, config)
     runner = PipelineRunner(pipeline, waker, io.fileno())
     started_s, op = time.monotonic(), 0

@@ -2,9 +2,11 @@
 // Drives the worker's machine without Python, for the sanitizers: commands at random over lanes
 // that take, end, hang and release at random, from a seed. What a manager relies on is checked by
 // a plain model: each row has one outcome and one release, which comes when no lane has its cache
-// slot; a read is alone in its buffer; writes keep to their side of a reset; no slot leaks; loads
-// do not wait for slots that hang; everything ends. Exits with 1 on a failure.
+// slot; an operation has the length of its group; a row of a store without its blocks is STALE; a
+// read is alone in its buffer; writes keep to their side of a reset; no slot leaks; loads do not
+// wait for slots that hang; everything ends. Exits with 1 on a failure.
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -35,6 +37,10 @@ uint64_t seed_now = 0;
 
 constexpr size_t kCacheSlots = 6, kStreamSlots = 3, kTargets = 2, kPoolSlots = 20;
 constexpr size_t kSlotBytes = 8192, kHeader = 4096, kKeyBytes = 12;
+constexpr std::array<size_t, 3> kGroupBytes{kSlotBytes - kHeader, 512, 0};
+
+// The group of the chunk with this number, which has the next generation.
+uint8_t group_of(uint64_t number) { return static_cast<uint8_t>(number % kGroupBytes.size()); }
 constexpr size_t kReadsMax = 4, kWritesMax = 2;
 constexpr uint64_t kBase = 1 << 20;
 constexpr int64_t kReadNs = 5'000'000, kWriteNs = 30'000'000, kTickNs = 1'000'000;
@@ -120,6 +126,7 @@ class Lanes final : public NativeLanes {
       same += same_target && !other.late && other_writes == is_write;
     }
     CHECK(same < (is_write ? kWritesMax : kReadsMax));
+    CHECK(op.payload_bytes == kGroupBytes[group_of(op.generation - 1)]);
     if (is_write) CHECK(may_write && op.epoch == epoch);
   }
   void end_late(uint64_t token, Op& one) {
@@ -140,6 +147,7 @@ struct Command {
   std::vector<uint8_t> decided, released;  // by row
   bool finished = false;
   std::vector<Signature> rows = {};  // what a lane may get of each
+  std::set<uint32_t> lacks = {};     // rows of a store that lack blocks
 };
 
 class World {
@@ -166,11 +174,10 @@ class World {
     made.cache_slots = kCacheSlots;
     made.stream_slots = kStreamSlots;
     made.pool_slots = kPoolSlots;
-    made.header_bytes = kHeader;
     std::vector<bool> retryable(EIO + 1);
     retryable[EIO] = true;
-    made.io = {kTargets,   kReadsMax, kWritesMax, kReadNs, kWriteNs, kSlotBytes,
-               kSlotBytes - kHeader, kBase,
+    made.io = {kTargets, kReadsMax, kWritesMax, kReadNs, kWriteNs, kHeader,
+               kSlotBytes, {kGroupBytes.begin(), kGroupBytes.end()}, kBase,
                kBase + kCacheSlots * kSlotBytes, 2, 2, retryable};
     return made;
   }
@@ -213,6 +220,7 @@ class World {
     std::vector<uint64_t> generations, pieces;
     std::vector<int32_t> cache;
     std::vector<int64_t> places;
+    std::vector<uint8_t> groups;
     std::vector<uint32_t> first{0};
     std::set<int32_t> taken;
     const size_t rows = 1 + dice_() % 4;
@@ -225,6 +233,7 @@ class World {
       std::snprintf(key, sizeof key, "%012llu", static_cast<unsigned long long>(number));
       keys += key;
       generations.push_back(number + 1);
+      groups.push_back(group_of(number));
       const bool has_cache = kind != OpKind::LOAD || chance(dice_, 50);
       const bool has_place = kind == OpKind::WRITE || kind == OpKind::FETCH ||
                              (kind == OpKind::LOAD && chance(dice_, 70));
@@ -236,13 +245,16 @@ class World {
     }
     Command& command = commands_[op];
     command = {kind, std::vector<uint8_t>(rows), std::vector<uint8_t>(rows)};
-    for (size_t row = 0; row < rows; ++row)
+    for (size_t row = 0; row < rows; ++row) {
+      if (kind == OpKind::STORE && kGroupBytes[groups[row]] && first[row] == first[row + 1])
+        command.lacks.insert(static_cast<uint32_t>(row));
       command.rows.emplace_back(kind == OpKind::WRITE, cache[row], pool_slot_of(places[row]),
                                 generations[row]);
+    }
     auto urgency = kind == OpKind::WRITE ? Urgency::WRITE : Urgency::DEMAND;
     if (kind == OpKind::FETCH) urgency = dice_() % 2 ? Urgency::URGENT : Urgency::PREFETCH;
     const bool moves = kind == OpKind::STORE || kind == OpKind::LOAD;
-    machine_.begin(op, kind, urgency, {keys, generations, cache, places},
+    machine_.begin(op, kind, urgency, {keys, generations, cache, places, groups},
                    moves ? Pieces{pieces, first} : Pieces{});
   }
 
@@ -356,6 +368,7 @@ class World {
       const bool released = report.released.empty() || report.released[at];
       CHECK(!command.released[row] && (code == Outcome::RELEASED) == (command.decided[row] != 0));
       CHECK(code != Outcome::OK || released);
+      CHECK(!command.lacks.contains(row) || code == Outcome::STALE);
       command.decided[row] = true;
       command.released[row] = released;
     }

@@ -118,7 +118,7 @@ class SimRank:
                 knobs.writes_max,
                 knobs.read_deadline_s,
                 knobs.write_deadline_s,
-                payload_bytes=slot_bytes - HEADER_BYTES,
+                group_bytes=(slot_bytes - HEADER_BYTES,),
             ),
             clock,
         )

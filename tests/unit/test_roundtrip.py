@@ -50,7 +50,7 @@ class Rank:
         self.io = ThreadsIoEngine(
             self.pool, self.staging.view, self.staging.map.base_address, IoLimits()
         )
-        config = TransferLimits(payload_bytes=payload)
+        config = TransferLimits(group_bytes=(payload,))
         pipeline = TransferPipeline(self.staging.map, self.copy, self.io, config)
         self.runner = PipelineRunner(pipeline, waker, self.io.fileno())
         hello = RankHello(

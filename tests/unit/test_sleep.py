@@ -37,7 +37,7 @@ class _Rank:
         self.rig = Rig(StubDevice(), "contiguous", Backend.DMA, 4096, on_done=waker.wake)
         self.cuda = cast(FakeCuda, self.rig.device.cuda)
         io = NoIoEngine()
-        config = TransferLimits(payload_bytes=self.rig.geometry.payload_bytes)
+        config = TransferLimits(group_bytes=(self.rig.geometry.payload_bytes,))
         pipeline = TransferPipeline(self.rig.map, self.rig.engine, io, config)
         self.runner = PipelineRunner(pipeline, waker, io.fileno())
         self.worker = NVMeoFOffloadingWorker(

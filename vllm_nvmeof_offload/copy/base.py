@@ -36,6 +36,15 @@ class Pieces:
         np.cumsum([len(rows) for rows in chunks], out=first[1:])
         return Pieces(np.concatenate(chunks), first)
 
+    @staticmethod
+    def together(batches: Sequence[Pieces]) -> Pieces:
+        """Join batches into one, with their chunks in the same order."""
+        if len(batches) == 1:
+            return batches[0]
+        rows = [np.empty((0, 3), np.uint64), *(one.rows for one in batches)]
+        counts = [np.zeros(1, np.uint32), *(np.diff(one.first) for one in batches)]
+        return Pieces(np.concatenate(rows), np.cumsum(np.concatenate(counts), dtype=np.uint32))
+
     def at(self, payloads: Sequence[int]) -> Descriptors:
         """Return the rows with addresses in place of offsets. payloads: by chunk, in staging."""
         rows = self.rows.copy()
@@ -62,22 +71,24 @@ class Backend(enum.Enum):
 class Payloads:
     """The payloads in staging that a store fills, in the order of its pieces.
 
-    counts: uint32[n], pieces of each. addresses: uint64[n]. size_bytes: of each, if it is whole.
+    counts: uint32[n], pieces of each. addresses: uint64[n]. sizes: uint64[n], bytes of each.
     crcs: int64[n], written by an engine that makes checksums while it copies, before `poll` returns
     the ticket: the CRC-32C of a payload that the pieces fill in order and without a gap, else -1.
     """
 
     counts: npt.NDArray[np.uint32]
     addresses: npt.NDArray[np.uint64]
-    size_bytes: int
+    sizes: npt.NDArray[np.uint64]
     crcs: npt.NDArray[np.int64]
 
     @staticmethod
     def of(
-        counts: npt.NDArray[np.uint32], addresses: npt.NDArray[np.uint64], size_bytes: int
+        counts: npt.NDArray[np.uint32],
+        addresses: npt.NDArray[np.uint64],
+        sizes: npt.NDArray[np.uint64],
     ) -> Payloads:
         """Describe payloads whose checksums are not made yet."""
-        return Payloads(counts, addresses, size_bytes, np.full(len(counts), -1, np.int64))
+        return Payloads(counts, addresses, sizes, np.full(len(counts), -1, np.int64))
 
 
 class CopyEngine(Protocol):

@@ -84,7 +84,7 @@ def _copy(columns: Columns, payloads: Payloads | None) -> None:
     elif payloads is None:
         core.copy(*columns)
     else:
-        which = payloads.counts, payloads.addresses, payloads.size_bytes
+        which = payloads.counts, payloads.addresses, payloads.sizes
         core.copy_payloads(*columns, *which, payloads.crcs)
 
 

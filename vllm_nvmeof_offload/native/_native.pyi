@@ -64,7 +64,7 @@ def copy_payloads(
     sizes: npt.NDArray[np.uint64],
     counts: npt.NDArray[np.uint32],
     payloads: npt.NDArray[np.uint64],
-    payload_bytes: int,
+    payload_sizes: npt.NDArray[np.uint64],
     crcs: npt.NDArray[np.int64],
     /,
 ) -> None: ...

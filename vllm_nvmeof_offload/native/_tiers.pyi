@@ -141,7 +141,8 @@ _Report: TypeAlias = tuple[
     float,
 ]
 
-#: Number, op, whether it is a store, bytes, pieces; of a store pieces by chunk, payload addresses.
+#: Number, op, whether it is a store, bytes, pieces; of a store, by chunk: pieces, payload
+#: addresses, payload bytes.
 _Copies: TypeAlias = tuple[
     int,
     int,
@@ -149,6 +150,7 @@ _Copies: TypeAlias = tuple[
     int,
     npt.NDArray[np.uint64],
     npt.NDArray[np.uint32],
+    npt.NDArray[np.uint64],
     npt.NDArray[np.uint64],
 ]
 
@@ -167,7 +169,7 @@ class Machine:
         base_address: int,
         slot_bytes: int,
         header_bytes: int,
-        payload_bytes: int,
+        group_bytes: Sequence[int],
         targets: int,
         reads_max: int,
         writes_max: int,
@@ -188,6 +190,7 @@ class Machine:
         generations: npt.NDArray[np.uint64],
         cache: npt.NDArray[np.int32],
         places: npt.NDArray[np.int64],
+        groups: npt.NDArray[np.uint8],
         rows: npt.NDArray[np.uint64] | None = None,
         first: npt.NDArray[np.uint32] | None = None,
     ) -> None: ...
@@ -202,7 +205,7 @@ class Machine:
     def offer_writes(self) -> None: ...
     def fail_stalled(self) -> None: ...
     def run(self) -> bool: ...
-    def offered(self) -> list[tuple[int, int, int, int, int, bytes, int, int, float]]: ...
+    def offered(self) -> list[tuple[int, int, int, int, int, bytes, int, int, int, float]]: ...
     def accepted(self, count: int, /) -> None: ...
     def reset_to_offer(self) -> tuple[int, bool] | None: ...
     def reset_accepted(self, token: int, /) -> None: ...

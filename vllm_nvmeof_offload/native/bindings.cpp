@@ -109,17 +109,18 @@ void copy(Words to, Words from, Words sizes) {
 }
 
 // Copy pieces of payloads, and write each payload's CRC, or kNoCrc unless its pieces fill its
-// `payload_bytes` in order and without a gap. counts: pieces of each payload.
+// bytes in order and without a gap. counts: pieces of each payload.
 void copy_payloads(Words to, Words from, Words sizes, Counts counts, Words payloads,
-                   size_t payload_bytes, Signed crcs) {
+                   Words payload_sizes, Signed crcs) {
   const size_t pieces = std::accumulate(counts.data(), counts.data() + counts.size(), size_t{0});
   if (to.size() != pieces || from.size() != pieces || sizes.size() != pieces ||
-      payloads.size() != counts.size() || crcs.size() != counts.size())
+      payloads.size() != counts.size() || payload_sizes.size() != counts.size() ||
+      crcs.size() != counts.size())
     throw nb::value_error("pieces and payloads do not fit together");
   nb::gil_scoped_release release;
   size_t at = 0;
   for (size_t payload = 0; payload < counts.size(); ++payload) {
-    const uint64_t end = payloads.data()[payload] + payload_bytes;
+    const uint64_t end = payloads.data()[payload] + payload_sizes.data()[payload];
     uint64_t next = payloads.data()[payload];
     uint32_t crc = 0;
     bool gapless = true;

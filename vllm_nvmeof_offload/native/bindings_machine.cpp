@@ -50,22 +50,22 @@ nb::object column(std::vector<T>&& items) {
 }
 
 void make(Machine* self, size_t cache_slots, size_t stream_slots, uint64_t pool_slots,
-          uint64_t base_address, size_t slot_bytes, size_t header_bytes, size_t payload_bytes,
-          size_t targets, size_t reads_max, size_t writes_max, double read_deadline_s,
-          double write_deadline_s, size_t saturating_reads, size_t saturating_writes,
+          uint64_t base_address, size_t slot_bytes, size_t header_bytes,
+          std::vector<size_t> group_bytes, size_t targets, size_t reads_max, size_t writes_max,
+          double read_deadline_s, double write_deadline_s, size_t saturating_reads, size_t saturating_writes,
           std::vector<bool> retryable, uintptr_t lanes, double now_s) {
   MachineOptions options;
   options.cache_slots = cache_slots;
   options.stream_slots = stream_slots;
   options.pool_slots = pool_slots;
-  options.header_bytes = header_bytes;
   options.io = {targets,
                 reads_max,
                 writes_max,
                 nanoseconds(read_deadline_s),
                 nanoseconds(write_deadline_s),
+                header_bytes,
                 slot_bytes,
-                payload_bytes,
+                std::move(group_bytes),
                 base_address,
                 base_address + cache_slots * slot_bytes,
                 saturating_reads,
@@ -76,13 +76,15 @@ void make(Machine* self, size_t cache_slots, size_t stream_slots, uint64_t pool_
 
 void begin(Machine& machine, uint64_t op, uint8_t kind, uint8_t urgency, const nb::bytes& keys,
            const Column<uint64_t>& generations, const Column<int32_t>& cache,
-           const Column<int64_t>& places, const std::optional<PieceRows>& rows,
+           const Column<int64_t>& places, const Column<uint8_t>& groups,
+           const std::optional<PieceRows>& rows,
            const std::optional<Column<uint32_t>>& first) {
   const size_t count = generations.size();
-  if (cache.size() != count || places.size() != count)
+  if (cache.size() != count || places.size() != count || groups.size() != count)
     throw nb::value_error("the columns differ in length");
   const Columns columns{{keys.c_str(), keys.size()},
-                        span_of(generations), span_of(cache), span_of(places)};
+                        span_of(generations), span_of(cache), span_of(places),
+                        span_of(groups)};
   Pieces pieces;
   if (rows && first) pieces = {{rows->data(), rows->size()}, span_of(*first)};
   const nb::gil_scoped_release unlocked;
@@ -105,7 +107,8 @@ void ended(Machine& machine, const std::vector<End>& ends) {
     machine.io.ended({token, code, error, released, nanoseconds(ended_s)});
 }
 
-// (token, kind, urgency, pool slot, address, key, generation, CRC, deadline in seconds) of each.
+// (token, kind, urgency, pool slot, address, key, generation, payload bytes, CRC, deadline in
+// seconds) of each.
 nb::list offered(Machine& machine) {
   nb::list all;
   for (const IoQueue::Offer& offer : machine.io.offered) {
@@ -114,7 +117,8 @@ nb::list offered(Machine& machine) {
     all.append(nb::make_tuple(offer.token, static_cast<uint8_t>(task.job->kind),
                               static_cast<uint8_t>(task.urgency), task.pool_slot,
                               machine.io.address(task), nb::bytes(key.data(), key.size()),
-                              task.content.generation, task.payload_crc,
+                              task.content.generation, machine.io.payload_bytes(task),
+                              task.payload_crc,
                               static_cast<double>(offer.deadline_ns) / 1e9));
   }
   return all;
@@ -136,7 +140,7 @@ nb::list take_copies(Machine& machine) {
   for (CopyBatch& batch : batches)
     all.append(nb::make_tuple(batch.number, batch.op, batch.is_store, batch.bytes,
                               array(std::move(batch.pieces), 3), array(std::move(batch.counts)),
-                              array(std::move(batch.payloads))));
+                              array(std::move(batch.payloads)), array(std::move(batch.sizes))));
   return all;
 }
 
@@ -213,12 +217,12 @@ void bind_machine(nb::module_& m) {
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<Machine>(m, "Machine")
       .def("__init__", &make, nb::kw_only(), "cache_slots"_a, "stream_slots"_a, "pool_slots"_a = 0,
-           "base_address"_a, "slot_bytes"_a, "header_bytes"_a, "payload_bytes"_a,
+           "base_address"_a, "slot_bytes"_a, "header_bytes"_a, "group_bytes"_a,
            "targets"_a, "reads_max"_a,
            "writes_max"_a, "read_deadline_s"_a, "write_deadline_s"_a, "saturating_reads"_a,
            "saturating_writes"_a, "retryable"_a, "lanes"_a = 0, "now_s"_a = 0.0)
       .def("begin", &begin, "op"_a, "kind"_a, "urgency"_a, "keys"_a, "generations"_a, "cache"_a,
-           "places"_a, "rows"_a = nb::none(), "first"_a = nb::none())
+           "places"_a, "groups"_a, "rows"_a = nb::none(), "first"_a = nb::none())
       .def("reset", &Machine::reset, "op"_a, "adoptable"_a)
       .def("cancel", &cancel, "op"_a, "rows"_a = nb::none())
       .def("set_time",

@@ -195,7 +195,7 @@ bool IoQueue::hand_over(Task& task, Urgency urgency) {
                   task.urgency,
                   static_cast<uint64_t>(task.pool_slot),
                   address(task),
-                  options_.payload_bytes,
+                  payload_bytes(task),
                   is_write ? task.payload_crc : -1,
                   task.key(),
                   task.content.generation,
@@ -335,7 +335,7 @@ void IoQueue::count_outcome(InFlight& one, const LaneEnd& end) {
   const bool is_write = one.is_write();
   queue_of(task).queue(one.urgency).give_back(task);
   const bool ok = static_cast<Outcome>(end.code) == Outcome::OK;
-  const uint64_t bytes = ok ? options_.slot_bytes : 0;
+  const uint64_t bytes = ok ? transfer_bytes(task) : 0;
   // The engine's own time if it knows it: this thread may learn of the end late.
   const double began_s = seconds(one.began_ns);
   const double ended_s = seconds(end.ended_ns ? end.ended_ns : now_ns_);

@@ -29,8 +29,9 @@ struct IoOptions {
   size_t writes_max = 1;  // likewise
   int64_t read_deadline_ns = 0;
   int64_t write_deadline_ns = 0;
-  size_t slot_bytes = 0;
-  size_t payload_bytes = 0;
+  size_t header_bytes = 0;             // of a slot, in front of its payload
+  size_t slot_bytes = 0;               // from one slot to the next
+  std::vector<size_t> group_bytes;     // payloads, by group
   uint64_t cache_address = 0;   // of cache slot 0
   uint64_t stream_address = 0;  // of stream slot 0
   size_t saturating_reads = 1;
@@ -158,7 +159,12 @@ class IoQueue {
   size_t reads_in_flight() const { return in_flight_.size() - writes_in_flight_; }
   size_t writes_in_flight() const { return writes_in_flight_; }
   uint64_t address(const Task& task) const;
-  size_t slot_bytes() const { return options_.slot_bytes; }
+  size_t payload_bytes(const Task& task) const { return options_.group_bytes[task.group]; }
+  // What a read or write of the task's slot moves: its header and payload, in whole pages.
+  size_t transfer_bytes(const Task& task) const {
+    constexpr size_t kPage = 4096;
+    return options_.header_bytes + (payload_bytes(task) + kPage - 1) / kPage * kPage;
+  }
 
  private:
   // A task that the engine has, or whose buffer the kernel still has.

@@ -53,6 +53,8 @@ void Machine::add_tasks(Job& job, Urgency urgency, const Columns& columns) {
     task.urgency = urgency;
     task.charged_to = job.op;
     task.cache = columns.cache[row];
+    task.group = columns.groups[row];
+    require(task.group < options_.io.group_bytes.size(), "a row names an unknown group");
     const int64_t place = columns.places[row];
     if (place >= 0) {
       task.target = static_cast<uint8_t>(place >> 32 & 0xFF);
@@ -191,9 +193,9 @@ void Machine::io_event(const IoEvent& event) {
   const bool ok = event.code == Outcome::OK ||
                   (mutant("pipeline_ignores_failed_reads") && kind != OpKind::RESET);
   if (ok && kind == OpKind::WRITE)
-    written_bytes[task.target] += io.slot_bytes();
+    written_bytes[task.target] += io.transfer_bytes(task);
   else if (ok && kind != OpKind::RESET)
-    read_bytes += io.slot_bytes();
+    read_bytes += io.transfer_bytes(task);
   if (ok && kind == OpKind::LOAD) {
     read_ended(task);
     return;
@@ -372,12 +374,22 @@ void Machine::follow_one(const Grant& grant) {
     return;
   }
   task.reads = !task.fills;
-  if (task.pool_slot >= 0) {
+  if (lacks_blocks(task) && !mutant("a_hole_is_stored")) {
+    leave_slot(task);
+    decide(task, Outcome::STALE);
+  } else if (task.pool_slot >= 0) {
     task.step = Step::IO;
     io.enqueue(task);
   } else {
     ready_to_copy(task);
   }
+}
+
+// Whether vLLM handed over a chunk to store without all of its blocks.
+bool Machine::lacks_blocks(const Task& task) const {
+  const Job& job = *task.job;
+  if (job.kind != OpKind::STORE || io.payload_bytes(task) == 0) return false;
+  return job.first_piece[task.index] == job.first_piece[task.index + 1];
 }
 
 // Give back the slot that the task holds, if any.
@@ -411,11 +423,12 @@ std::vector<CopyBatch> Machine::take_copies() {
     batch.op = op;
     batch.is_store = job.kind == OpKind::STORE;
     for (const Task* task : tasks) {
-      const uint64_t payload = io.address(*task) + options_.header_bytes;
+      const uint64_t payload = io.address(*task) + options_.io.header_bytes;
       const uint32_t count = job.first_piece.at(task->index + 1) - job.first_piece[task->index];
       if (batch.is_store) {
         batch.counts.push_back(count);
         batch.payloads.push_back(payload);
+        batch.sizes.push_back(io.payload_bytes(*task));
       }
       for (size_t at = job.first_piece[task->index]; at < job.first_piece[task->index + 1]; ++at) {
         const uint64_t* piece = &job.pieces.at(3 * at);

@@ -12,7 +12,9 @@
 //     write   gate(read) → write → table entry
 //     fetch   gate(fill) → read
 //
-// A row of a load that names neither slot nor place is STALE: its chunk went after the look-up.
+// A row of a load that names neither slot nor place is STALE: its chunk went after the look-up. So
+// is a row of a store without pieces whose group has bytes, because a part of its chunk is missing;
+// it empties its slot.
 // Chunks do not wait for each other: while some of a job are read, others are copied.
 #pragma once
 
@@ -36,7 +38,6 @@ struct MachineOptions {
   size_t cache_slots = 0;
   size_t stream_slots = 1;
   uint64_t pool_slots = 0;    // 0: not checked
-  size_t header_bytes = 0;    // of a slot, in front of its payload
 };
 
 // The columns of a command; `protocol.ChunkBatch`.
@@ -45,6 +46,7 @@ struct Columns {
   std::span<const uint64_t> generations;
   std::span<const int32_t> cache;
   std::span<const int64_t> places;
+  std::span<const uint8_t> groups;
 };
 
 // Pieces of a store or load: `rows` has three numbers per piece, (KV cache address, offset in the
@@ -61,9 +63,10 @@ struct CopyBatch {
   bool is_store = false;
   uint64_t bytes = 0;
   std::vector<uint64_t> pieces;
-  // Of a store, by chunk: how many of the pieces are its own, and the address of its payload.
+  // Of a store, by chunk: how many of the pieces are its own, and where its payload is.
   std::vector<uint32_t> counts;
   std::vector<uint64_t> payloads;
+  std::vector<uint64_t> sizes;  // bytes of each payload
 };
 
 // Some rows of one op, as `protocol.OpReport`; an empty column is an absent one.
@@ -124,6 +127,7 @@ class Machine {
   void promote_fetches(const Task& load);
   void follow(Grants& grants);
   void follow_one(const Grant& grant);
+  bool lacks_blocks(const Task& task) const;
   void decide(Task& task, Outcome code, int error = 0, bool released = true, int64_t ended_ns = 0);
   void finish(Job& job);
   void hold_buffer(Task& task);

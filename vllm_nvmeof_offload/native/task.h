@@ -46,6 +46,7 @@ struct Task {
   int32_t cache = -1;      // -1: through a stream slot
   int64_t pool_slot = -1;  // -1: no I/O; otherwise it is on `target`
   uint8_t target = 0;
+  uint8_t group = 0;
   Step step = Step::GATE;
   Urgency urgency = Urgency::DEMAND;
   int32_t stream = -1;

@@ -153,7 +153,7 @@ def _scheduler_config(
         return 2 * at_work * target_count
 
     return TransferLimits(
-        payload_bytes=payload_bytes,
+        group_bytes=(payload_bytes,),
         rank=rank,
         target_count=target_count,
         reads_in_flight_max=handed_over_max(settings.read_bytes_in_flight_max),

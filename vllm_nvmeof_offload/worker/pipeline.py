@@ -65,8 +65,8 @@ class TransferLimits:
     The targets share what may be in flight evenly; each may have at least one.
     """
 
-    #: Of every chunk.
-    payload_bytes: int = field(kw_only=True)
+    #: Bytes of a chunk, by group.
+    group_bytes: tuple[int, ...] = field(kw_only=True)
     rank: int = 0
     target_count: int = 1
     reads_in_flight_max: int = 64
@@ -170,7 +170,7 @@ class TransferPipeline:
         batch: ChunkBatch,
         pieces: Pieces | None = None,
     ) -> None:
-        columns = batch.keys, batch.generations, batch.cache, batch.places
+        columns = batch.keys, batch.generations, batch.cache, batch.places, batch.groups
         moved = (None, None) if pieces is None else (pieces.rows, pieces.first)
         self._machine.set_time(self._clock())
         self._machine.begin(op, _KINDS.index(kind), int(urgency), *columns, *moved)
@@ -283,7 +283,7 @@ class TransferPipeline:
                 pool_slot,
                 address,
                 SlotIdentity(key, generation),
-                payload_bytes=self._limits.payload_bytes,
+                payload_bytes=payload_bytes,
                 deadline_s=deadline_s,
                 payload_crc=payload_crc if payload_crc >= 0 else None,
             )
@@ -295,6 +295,7 @@ class TransferPipeline:
                 address,
                 key,
                 generation,
+                payload_bytes,
                 payload_crc,
                 deadline_s,
             ) in self._machine.offered()
@@ -315,11 +316,9 @@ class TransferPipeline:
 
     def _submit_copies(self) -> None:
         copies = self._machine.take_copies()
-        for batch, op, is_store, size_bytes, pieces, counts, addresses in copies:
+        for batch, op, is_store, size_bytes, pieces, counts, addresses, sizes in copies:
             direction = Direction.STORE if is_store else Direction.LOAD
-            payloads = None
-            if is_store:
-                payloads = Payloads.of(counts, addresses, self._limits.payload_bytes)
+            payloads = Payloads.of(counts, addresses, sizes) if is_store else None
             ticket = self._copy.submit(direction, pieces, self._fences[op], payloads)
             self._tickets[ticket] = _Ticket(batch, direction, size_bytes, self._clock(), payloads)
 
@@ -375,7 +374,7 @@ def _make_machine(
         base_address=staging.base_address,
         slot_bytes=staging.slot_bytes,
         header_bytes=HEADER_BYTES,
-        payload_bytes=limits.payload_bytes,
+        group_bytes=limits.group_bytes,
         targets=targets,
         reads_max=reads_max,
         writes_max=writes_max,

@@ -127,7 +127,7 @@ class Worker:
         copy = InstantCopy(waker.wake)
         in_flight = 2 * min(_PRODUCT.io_depth, IoLimits().read_bytes_in_flight_max // slot_bytes)
         limits = TransferLimits(
-            payload_bytes=_BLOCK_BYTES,
+            group_bytes=(_BLOCK_BYTES,),
             target_count=TARGETS,
             reads_in_flight_max=in_flight * TARGETS,
             writes_in_flight_max=in_flight * TARGETS,

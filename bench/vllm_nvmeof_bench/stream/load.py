@@ -232,7 +232,7 @@ class Rig:
         self.engine = io.name
         self._reads_max = self._handed_over_max(io)
         pump = TransferLimits(
-            payload_bytes=settings.chunk_bytes,
+            group_bytes=(settings.chunk_bytes,),
             reads_in_flight_max=self._reads_max,
             read_deadline_s=_STALL_S,
             write_deadline_s=_STALL_S,

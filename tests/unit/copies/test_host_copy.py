@@ -45,7 +45,9 @@ def copied(parts: Sequence[Descriptors], addresses: Sequence[int], size: int) ->
     done = threading.Event()
     engine = HostCopyEngine(on_done=done.set)
     counts = np.array([len(part) for part in parts], np.uint32)
-    payloads = Payloads.of(counts, np.array(addresses, np.uint64), size)
+    payloads = Payloads.of(
+        counts, np.array(addresses, np.uint64), np.full(len(counts), size, np.uint64)
+    )
     ticket = engine.submit(Direction.STORE, Pieces.of(parts).at(addresses), None, payloads)
     assert done.wait(WAIT_S)
     assert engine.poll() == [(ticket, OK)]
@@ -110,7 +112,7 @@ class Bench:
         address = self.staging.map.base_address
         self.io = SpyEngine(self.pool, self.staging.view, address, IoLimits(threads=2))
         self.io.seen = []
-        config = TransferLimits(payload_bytes=self.size)
+        config = TransferLimits(group_bytes=(self.size,))
         self.pipeline = TransferPipeline(self.staging.map, self.copy, self.io, config)
         self.ops = 0
 

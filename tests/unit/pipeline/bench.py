@@ -147,7 +147,7 @@ class Bench:
             self.copy,
             self.io,
             TransferLimits(  # type: ignore[arg-type]
-                payload_bytes=STRIDE - HEADER_BYTES,
+                group_bytes=(STRIDE - HEADER_BYTES, 0),
                 target_count=target_count,
                 read_deadline_s=READ_S,
                 write_deadline_s=WRITE_S,

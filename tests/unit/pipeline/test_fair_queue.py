@@ -37,7 +37,7 @@ class Queue:
             base_address=0,
             slot_bytes=4096,
             header_bytes=0,
-            payload_bytes=4096,
+            group_bytes=[4096],
             targets=1,
             reads_max=reads_max,
             writes_max=1,
@@ -132,6 +132,7 @@ class Queue:
             np.ones(count, np.uint64),
             np.array(slots, np.int32),
             np.array([place if place < 0 else place_in(place) for place in places], np.int64),
+            np.zeros(count, np.uint8),
             np.array([[1, 0, 1]] * count, np.uint64).reshape(count, 3),
             np.arange(count + 1, dtype=np.uint32),
         )

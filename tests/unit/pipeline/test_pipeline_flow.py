@@ -133,13 +133,13 @@ def test_a_landed_chunk_can_be_read_by_others_while_it_is_copied() -> None:
 
 
 @pytest.mark.parametrize("kind", ["store", "load"])
-def test_chunks_without_pieces_are_copied_too(kind: str) -> None:
+def test_chunks_of_a_group_without_bytes_are_copied_too(kind: str) -> None:
     """Their copy waits for the fence and for copies before it, as any other."""
     bench = Bench()
     if kind == "load":
         bench.stored(1, slot=0, number=7)
     nothing = Pieces.of([np.empty((0, 3), np.uint64)])
-    batch = batch_of((identity(7), 0, None))
+    batch = batch_of((identity(7), 0, None), group=1)
     if kind == "store":
         bench.pipeline.store(StoreCommand(2, batch), nothing, "fence")
     else:

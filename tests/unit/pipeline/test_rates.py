@@ -38,8 +38,8 @@ class Meter:
             stream_slots=SLOTS,
             base_address=0,
             slot_bytes=size,
-            header_bytes=0,
-            payload_bytes=1,
+            header_bytes=size,
+            group_bytes=[0],
             targets=targets,
             reads_max=SLOTS,
             writes_max=SLOTS,
@@ -107,6 +107,7 @@ class Meter:
             np.array([1], np.uint64),
             np.array([cache], np.int32),
             np.array([place], np.int64),
+            np.zeros(1, np.uint8),
             np.array([[1, 0, 1]], np.uint64),
             np.array([0, 1], np.uint32),
         )
@@ -273,7 +274,7 @@ def test_the_saturation_depth_of_a_target(
     in_flight_max: int, slot_bytes: int, operations: int
 ) -> None:
     limits = TransferLimits(
-        payload_bytes=1, reads_in_flight_max=in_flight_max, writes_in_flight_max=in_flight_max
+        group_bytes=(1,), reads_in_flight_max=in_flight_max, writes_in_flight_max=in_flight_max
     )
     staging = StagingMap(0, slot_bytes, 1, SLOTS * 4)
     with mock.patch.object(pipeline, "Machine") as made:
