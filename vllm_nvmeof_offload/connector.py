@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector: vLLM's OffloadingConnector, plus what a fallible, persistent backend needs.
 
-* failed loads are reported, so that vLLM recomputes exactly the failed tokens;
+* failed loads are reported, so that vLLM recomputes exactly the failed tokens, or the whole request
+  where it cannot compute on from the first failed block;
 * our commands travel with each step's metadata, the workers' reports with each step's output;
 * each worker's capacity and adopted chunks reach the manager by the handshake at start;
 * the connector requires the layout in which all layers of a block are contiguous.
@@ -18,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -40,6 +42,7 @@ from vllm_nvmeof_offload.spec import NVMeoFOffloadingSpec
 from vllm_nvmeof_offload.vllm_adapter import known_vllm, lifecycle
 from vllm_nvmeof_offload.vllm_adapter.configure import choose_blocks_per_chunk, register_loaded
 from vllm_nvmeof_offload.vllm_adapter.deployment import deployed
+from vllm_nvmeof_offload.vllm_adapter.groups import LayerCaches
 from vllm_nvmeof_offload.vllm_adapter.lifecycle import logged_in_one_line
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.vllm_adapter.old_kv import OldKV
@@ -158,6 +161,11 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         return worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        assert self.connector_worker is not None
+        spec = self.connector_worker.spec
+        assert isinstance(spec, NVMeoFOffloadingSpec)
+        # Not vLLM's own collection: of several groups in one allocation it has only whole blocks.
+        spec.layers = LayerCaches(self._kv_cache_config, kv_caches)
         with logged_in_one_line():  # no driver, pinned memory refused, a pool of others
             super().register_kv_caches(kv_caches)
 
@@ -178,6 +186,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         if metadata.commands:  # a model runner that does not call handle_preemptions
             self._submit_deferred_stores()
             self._apply(metadata)
+        self._worker.note_requests({job: load.req_id for job, load in metadata.load_jobs.items()})
         super().start_load_kv(forward_context, **kwargs)
 
     # On a GPU, a sleeping vLLM unmaps the KV cache's memory. It waits for what was submitted to the
@@ -203,6 +212,11 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         assert isinstance(metadata, NVMeoFConnectorMetadata)
         self._worker.apply(metadata.commands)
         metadata.commands = ()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving |= self._worker.take_failed_requests()
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_invalid_blocks()
@@ -310,7 +324,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         if isinstance(meta, NVMeoFWorkerMetadata):
             # Before vLLM's own update: a failed key must miss before vLLM looks it up again.
             self._manager.report(meta.reports, meta.counters)
-        if connector_output.invalid_block_ids:
+        if connector_output.invalid_block_ids or connector_output.failed_recving:
             self._view.store_again()
         super().update_connector_output(connector_output)
 

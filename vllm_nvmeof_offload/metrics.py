@@ -120,6 +120,8 @@ COUNTERS = _table(
          "Chunks whose store into the CPU tier was planned."),
     _row("refused_stores", "chunks", (),
          "New chunks that were not stored because the CPU tier had no free slot."),
+    _row("incomplete_chunks", "chunks", (),
+         "Chunks not stored because vLLM handed over only some of their blocks, all ranks."),
     _row("below_threshold_chunks", "chunks", (),
          "New chunks not stored because they were seen less often than store_threshold."),
     _row("refused_writes", "chunks", (),

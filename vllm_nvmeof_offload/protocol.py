@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vllm_nvmeof_offload.groups import RankGroup
+
 
 class _Message:
     """Pickled as a call of its class with its fields. A frozen dataclass with slots goes through
@@ -295,8 +297,8 @@ class RankHello:
     """Sent once at start by each rank (vLLM's handshake metadata).
 
     The manager's capacity is the minimum over the ranks, its index the intersection of their
-    adopted entries. pool_slots: on all targets together (`slots_by_target`). Fields after `adopted`
-    are for logs and metrics only.
+    adopted entries. pool_slots: on all targets together (`slots_by_target`). groups: by position,
+    in the same order on all ranks. Fields after `adopted` are for logs and metrics only.
     """
 
     rank: int
@@ -306,6 +308,7 @@ class RankHello:
     pool_slots: int
     target_count: int
     slot_bytes: int
+    groups: tuple[RankGroup, ...] = ()
     adopted: AdoptedEntries = field(default_factory=AdoptedEntries)
     fallbacks: tuple[str, ...] = ()  # parts that run slower than they could, and why
     stream_slots: int = 0

@@ -21,7 +21,6 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from vllm_nvmeof_offload.config import Replica, parse_config
-from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.eviction import choose_policy, credit_share
@@ -29,6 +28,7 @@ from vllm_nvmeof_offload.manager.handshake import WritePolicy
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, METRICS
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.vllm_adapter.deployment import Deployment
+from vllm_nvmeof_offload.vllm_adapter.groups import LayerCaches, facts_of, geometry_of
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 from vllm_nvmeof_offload.worker.build import RankIdentity, build_worker
@@ -44,6 +44,7 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
     #: Set by the connector before `get_worker`.
     deployment: Deployment | None = None
     replica: Replica = Replica()
+    layers: LayerCaches | None = None
     #: Set by `get_worker`.
     hello: RankHello | None = None
 
@@ -93,24 +94,14 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         assert self.deployment is not None, "the connector sets it"
-        tensors = [
-            CacheTensor(
-                t.tensor.data_ptr(),
-                t.tensor.stride(0) * t.tensor.element_size(),
-                t.page_size_bytes,
-                t.tensor.shape[0],
-            )
-            for t in kv_caches.tensors
-        ]
-        geometry = ChunkGeometry(tensors, self.blocks_per_chunk)
+        assert self.layers is not None, "the connector sets it"
+        geometry = geometry_of(self.config, self.layers)
         parallel = self.config.parallel
         keyspace = self.deployment.keyspace(
             layout=str(self.config.kv_cache_layout),
-            pages=[t.page_bytes for t in tensors],
-            tokens_per_block=list(self.tokens_per_block),
             blocks_per_chunk=self.blocks_per_chunk,
             tokens_per_hash=self.tokens_per_hash,
-            groups=[list(group.layer_names) for group in self.config.groups],
+            groups=facts_of(self.config, self.layers.config),
         )
         place = RankIdentity(
             keyspace=keyspace,
@@ -119,6 +110,5 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
             volatile=(*self.deployment.volatile, *self.deployment.replaced()),
             replica=self.replica,
         )
-        device = str(kv_caches.tensors[0].tensor.device)
-        parts, self.hello = build_worker(self.settings, geometry, place, device)
+        parts, self.hello = build_worker(self.settings, geometry, place, self.layers.device)
         return NVMeoFOffloadingWorker(parts)

@@ -74,10 +74,10 @@ class Rig:
         self.cache = device.allocate(shape.total)
         self.blocks, self.per_chunk = blocks, per_chunk
         base = self.cache.address
-        tensors = [
+        self.tensors = [
             CacheTensor(base + at, stride, size, blocks) for at, stride, size in shape.tensors
         ]
-        self.geometry = ChunkGeometry(tensors, per_chunk)
+        self.geometry = ChunkGeometry(self.tensors, per_chunk)
         self._shape = shape
         slot = slot_stride_bytes(self.geometry.payload_bytes)
         self.slots = blocks // per_chunk
@@ -87,7 +87,7 @@ class Rig:
         self._rung = threading.Semaphore(0)
         self._done: dict[int, bool] = {}
         on_done = on_done or self._rung.release
-        starts = np.array([t.address for t in tensors], np.uint64)
+        starts = np.array([t.address for t in self.tensors], np.uint64)
         self.engine = _engine(device, backend, self.map, starts, on_done)
 
     def submit(

@@ -70,7 +70,7 @@ class Engine:
         connector._view = SchedulerView(side, self.manager.config.groups, lambda: None)
         connector._old_kv = OldKV(self.manager.suspension, connector._view)
         nothing = AdoptedEntries(np.empty(0, np.int64), np.empty(0, np.uint64), b"")
-        hello = RankHello(0, 0, "k", slots, 0, 1, 1 << 16, nothing)
+        hello = RankHello(0, 0, "k", slots, 0, 1, 1 << 16, adopted=nothing)
         self.manager.attach([hello], KEY_BYTES, connector._view.queue(by_priority=False))
 
     def _looked_up(self, *args: Any) -> None:

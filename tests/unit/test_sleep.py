@@ -19,6 +19,8 @@ from tests.gpu.rig import Rig
 from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload.connector import NVMeoFOffloadingConnector
 from vllm_nvmeof_offload.copy.base import Backend
+from vllm_nvmeof_offload.copy.geometry import CacheGeometry
+from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.io.base import NoIoEngine, Waker
 from vllm_nvmeof_offload.protocol import OpReport, SlotIdentity, StoreCommand
 from vllm_nvmeof_offload.vllm_adapter.manager import CommandSpec
@@ -43,7 +45,7 @@ class _Rank:
         self.worker = NVMeoFOffloadingWorker(
             RankWorker(
                 self.runner,
-                self.rig.geometry,
+                CacheGeometry([(Group(0, GroupKind.FULL, 48, 3), self.rig.tensors)]),
                 self.rig.engine,
                 io,
                 cast(Any, SimpleNamespace(close=lambda: None)),

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The addresses of a chunk's bytes in the KV cache, and their offsets in a slot.
 
-A slot's payload holds the chunk's blocks in order; a block holds its page of every KV cache tensor
-in order. If all layers of a block are contiguous there is one tensor, and a block is one piece.
+A slot's payload holds the chunk's blocks in order; a block holds its page of each of its group's
+tensors in order. Groups share memory, because a block belongs to one of them at a time: only the
+bytes of that group's pages are touched, whatever the stride of blocks is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_nvmeof_offload.copy.base import Descriptors, Pieces
+from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +28,32 @@ class CacheTensor:
     block_count: int
 
 
+def joined(tensors: Sequence[CacheTensor]) -> list[CacheTensor]:
+    """Tensors in the same order; those whose pages are neighbours in each block are one."""
+    found: list[CacheTensor] = []
+    for one in tensors:
+        if found and one.address == found[-1].address + found[-1].page_bytes:
+            both = replace(one, address=found[-1].address)
+            both = replace(both, page_bytes=found[-1].page_bytes + one.page_bytes)
+            same = replace(found[-1], page_bytes=both.page_bytes) == both
+            if same and both.page_bytes <= both.stride_bytes:
+                found[-1] = both
+                continue
+        found.append(one)
+    return found
+
+
 class ChunkGeometry:
-    """Descriptors of chunks of `blocks_per_chunk` blocks over `tensors`."""
+    """Descriptors of one group's chunks of `blocks_per_chunk` blocks over `tensors`.
+
+    Without tensors, as on a pipeline stage that has no layer of the group, chunks have no pieces.
+    """
 
     def __init__(self, tensors: Sequence[CacheTensor], blocks_per_chunk: int) -> None:
         self.blocks_per_chunk = blocks_per_chunk
         self.block_bytes = sum(t.page_bytes for t in tensors)
         self.payload_bytes = self.block_bytes * blocks_per_chunk
-        self._block_count = min(t.block_count for t in tensors)
+        self._block_count = min((t.block_count for t in tensors), default=1 << 31)
         self._address = np.array([t.address for t in tensors], np.uint64)
         self._stride = np.array([t.stride_bytes for t in tensors], np.uint64)
         self._page = np.array([t.page_bytes for t in tensors], np.uint64)
@@ -59,6 +79,26 @@ class ChunkGeometry:
         bounds = self._bounds(len(block_ids), first_position, chunk_count)
         first = bounds.astype(np.uint32) * np.uint32(len(self._page))
         return Pieces(self._pieces(block_ids, first_position).reshape(-1, 3), first)
+
+    def pieces_of_whole_chunks(
+        self, block_ids: npt.NDArray[np.int32], first_position: int, chunk_count: int
+    ) -> Pieces:
+        """Return the pieces of chunks that have all their blocks; the others have none.
+
+        vLLM names the first block's position only, and leaves out blocks that it has given away. If
+        the missing blocks are as many as lie before the first one, they are those. Otherwise any
+        chunk may be the one that lacks some, and every block behind would be taken for its left
+        neighbour.
+        """
+        missing = chunk_count * self.blocks_per_chunk - len(block_ids)
+        assert missing >= 0, f"{len(block_ids)} blocks of {chunk_count} chunks"
+        if missing == 0:
+            return self.pieces_by_chunk(block_ids, 0, chunk_count)
+        if missing == first_position and chunk_count > 1:
+            whole = block_ids[self.blocks_per_chunk - missing :]
+            pieces = self.pieces_by_chunk(whole, 0, chunk_count - 1)
+            return Pieces(pieces.rows, np.concatenate([pieces.first[:1], pieces.first]))
+        return Pieces(np.empty((0, 3), np.uint64), np.zeros(chunk_count + 1, np.uint32))
 
     def split(
         self, block_ids: npt.NDArray[np.int32], first_position: int, chunk_count: int
@@ -92,3 +132,68 @@ class ChunkGeometry:
         pieces[:, :, 1] = positions * np.uint64(self.block_bytes) + self._page_offset
         pieces[:, :, 2] = self._page
         return pieces
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JobBlocks:
+    """The GPU blocks of a store or load, by group position.
+
+    ids: int32[m], the blocks of all groups, group after group. sizes: blocks of each group. firsts:
+    of each group, the first block's index in its request. chunks: rows of each group.
+    """
+
+    ids: npt.NDArray[np.int32]
+    sizes: Sequence[int]
+    firsts: Sequence[int]
+    chunks: Sequence[int]
+
+
+class CacheGeometry:
+    """The KV cache of one rank: a `ChunkGeometry` per group, in the order of group positions."""
+
+    def __init__(self, groups: Sequence[tuple[Group, Sequence[CacheTensor]]]) -> None:
+        self.by_group = tuple(
+            ChunkGeometry(joined(tensors), _blocks_per_chunk(group)) for group, tensors in groups
+        )
+        self.groups = tuple(
+            RankGroup(group, geometry.block_bytes)
+            for (group, _), geometry in zip(groups, self.by_group, strict=True)
+        )
+        #: Bytes of a chunk, by group.
+        self.group_bytes = tuple(one.payload_bytes for one in self.by_group)
+        #: Those of the largest group.
+        self.payload_bytes = max(self.group_bytes)
+
+    @property
+    def starts(self) -> npt.NDArray[np.uint64]:
+        """Sorted addresses of all tensors: no descriptor may cross from one into the next."""
+        return np.unique(np.concatenate([one.starts for one in self.by_group]))
+
+    def stored(self, blocks: JobBlocks) -> Pieces:
+        """The pieces of a store. A chunk without all of its blocks has none."""
+        return self._pieces(blocks, ChunkGeometry.pieces_of_whole_chunks)
+
+    def loaded(self, blocks: JobBlocks) -> Pieces:
+        """The pieces of a load. A group's first and last chunk may have only some blocks."""
+        return self._pieces(blocks, ChunkGeometry.pieces_by_chunk)
+
+    def split(self, blocks: JobBlocks) -> list[npt.NDArray[np.int32]]:
+        """The blocks of each chunk, of a job of one group."""
+        (group,), (first,), (chunks,) = self.by_group, blocks.firsts, blocks.chunks
+        return group.split(blocks.ids, first % group.blocks_per_chunk, chunks)
+
+    def _pieces(self, blocks: JobBlocks, cut: Callable[..., Pieces]) -> Pieces:
+        columns = self.by_group, blocks.sizes, blocks.firsts, blocks.chunks
+        parts, at = [], 0
+        for geometry, size, first, chunks in zip(*columns, strict=True):
+            ids, at = blocks.ids[at : at + size], at + size
+            if chunks:
+                parts.append(cut(geometry, ids, first % geometry.blocks_per_chunk, chunks))
+            else:
+                assert size == 0, f"{size} blocks of a group without chunks"
+        assert at == len(blocks.ids), f"{len(blocks.ids)} blocks, of which groups have {at}"
+        return Pieces.together(parts)
+
+
+def _blocks_per_chunk(group: Group) -> int:
+    return 1 if group.kind is GroupKind.STATE else group.blocks_per_chunk

@@ -133,12 +133,13 @@ class SchedulerView:
 
         vLLM counts the chunks of a planned load as stored, so they would be kept only after the
         next request has computed them again. By now the requests' computed tokens end before the
-        first failure.
+        first failure: at 0 if vLLM was told of a request and not of its blocks.
         """
+        configs = self._scheduler.config.kv_group_configs
         for state in self._scheduler._req_status.values():
-            computed = state.req.num_computed_tokens // self._tokens_per_chunk
-            group = state.group_states[0]
-            group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, computed)
+            for config, group in zip(configs, state.group_states, strict=True):
+                computed = state.req.num_computed_tokens // config.tokens_per_chunk
+                group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, computed)
 
     def store_from_the_first(self, request_id: str) -> None:
         """Store the request's chunks again, although vLLM has counted them as stored."""

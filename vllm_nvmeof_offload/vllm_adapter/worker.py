@@ -2,17 +2,20 @@
 """Adapter from vLLM's worker interface to the transfer pipeline.
 
 All calls come on the worker's main thread. Every transfer is reported to vLLM as successful,
-because its stock worker asserts that. The connector reports failures: block ids to vLLM, reports
-to the manager, both in the step in which the job is reported finished (rule 8).
+because its stock worker asserts that. The connector reports failures: block ids or requests to
+vLLM, reports to the manager, both in the step in which the job is reported finished (rule 8).
+
+vLLM computes on from the first block that it is told of. That is right for one group of full
+attention only: of a window the blocks before it may never have been loaded, and with several groups
+vLLM refuses block ids. In these cases the request is named, and computed from its start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LoadStoreSpec,
@@ -20,15 +23,14 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
+from vllm_nvmeof_offload.copy.geometry import JobBlocks
+from vllm_nvmeof_offload.errors import OutcomeKind
+from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.metrics import Counts
-from vllm_nvmeof_offload.protocol import Command, LoadCommand, Report, StoreCommand
+from vllm_nvmeof_offload.protocol import ChunkBatch, Command, LoadCommand, Report, StoreCommand
 from vllm_nvmeof_offload.vllm_adapter.manager import CommandSpec
 from vllm_nvmeof_offload.worker.build import RankWorker
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
-
-#: A job's GPU blocks as `ChunkGeometry` takes them: int32[n], the first one's position in the first
-#: chunk, and the number of chunks. Their pieces are made on the pipeline's thread.
-_Blocks = tuple[npt.NDArray[np.int32], int, int]
 
 
 class NVMeoFOffloadingWorker(OffloadingWorker):
@@ -40,8 +42,12 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._geometry = parts.geometry
         self._ops: dict[int, int] = {}  # vLLM's job → our op
         self._jobs: dict[int, int] = {}  # our op → vLLM's job
-        self._load_blocks: dict[int, _Blocks] = {}  # by op, in case a chunk fails
+        self._load_blocks: dict[int, JobBlocks] = {}  # by op, in case a chunk fails
+        kinds = [one.group.kind for one in parts.geometry.groups]
+        self._reports_blocks = kinds == [GroupKind.FULL]
         self._invalid_blocks: set[int] = set()
+        self._requests: dict[int, str] = {}  # vLLM's load job → its request
+        self._failed_requests: set[str] = set()
         self._reports: list[Report] = []
         self._counters = Counts()
 
@@ -51,10 +57,10 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
         assert isinstance(dst_spec, CommandSpec) and isinstance(dst_spec.command, StoreCommand)
-        command, blocks = dst_spec.command, self._blocks(src_spec, len(dst_spec.command.batch))
+        command, blocks = dst_spec.command, self._blocks(src_spec, dst_spec.command.batch)
         fence = self._begin(job_id, command.op)
         self._runner.hand_over(
-            lambda p: p.store(command, self._geometry.pieces_by_chunk(*blocks), fence), command.op
+            lambda p: p.store(command, self._geometry.stored(blocks), fence), command.op
         )
         return True
 
@@ -62,11 +68,11 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **_: Any
     ) -> bool:
         assert isinstance(src_spec, CommandSpec) and isinstance(src_spec.command, LoadCommand)
-        command, blocks = src_spec.command, self._blocks(dst_spec, len(src_spec.command.batch))
+        command, blocks = src_spec.command, self._blocks(dst_spec, src_spec.command.batch)
         fence = self._begin(job_id, command.op)
         self._load_blocks[command.op] = blocks
         self._runner.hand_over(
-            lambda p: p.load(command, self._geometry.pieces_by_chunk(*blocks), fence), command.op
+            lambda p: p.load(command, self._geometry.loaded(blocks), fence), command.op
         )
         return True
 
@@ -78,11 +84,12 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         for job in finished:
             job_id = self._jobs.pop(job.op)
             del self._ops[job_id]
-            blocks = self._load_blocks.pop(job.op, None)
-            if blocks is not None and job.failures:
-                by_chunk = self._geometry.split(*blocks)
-                for index, _ in job.failures:
-                    self._invalid_blocks.update(by_chunk[index].tolist())
+            blocks, request = self._load_blocks.pop(job.op, None), self._requests.pop(job_id, None)
+            if job.failures and blocks is not None:
+                self._load_failed(blocks, [row for row, _ in job.failures], request)
+            elif job.failures:
+                stale = [row for row, one in job.failures if one.kind is OutcomeKind.STALE]
+                self._counters["incomplete_chunks"] += len(stale)
             results.append(TransferResult(job_id, True, job.copied_bytes, job.seconds))
         return results
 
@@ -137,9 +144,18 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._reports, self._counters = [], Counts()
         return taken
 
+    def note_requests(self, requests: Mapping[int, str]) -> None:
+        """Note the requests of load jobs that vLLM is about to submit."""
+        self._requests.update(requests)
+
     def take_invalid_blocks(self) -> set[int]:
-        """GPU blocks that finished loads did not fill."""
+        """GPU blocks that finished loads did not fill, if vLLM can compute on from them."""
         taken, self._invalid_blocks = self._invalid_blocks, set()
+        return taken
+
+    def take_failed_requests(self) -> set[str]:
+        """Requests to be computed from their start, because finished loads did not fill blocks."""
+        taken, self._failed_requests = self._failed_requests, set()
         return taken
 
     # -- helpers ----------------------------------------------------------------------
@@ -149,9 +165,18 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._ops[job_id], self._jobs[op] = op, job_id
         return self._parts.copy.record_fence()
 
-    def _blocks(self, spec: GPULoadStoreSpec, chunk_count: int) -> _Blocks:
-        return (
-            spec.block_ids,
-            int(spec.block_indices[0]) % self._geometry.blocks_per_chunk,
-            chunk_count,
-        )
+    def _blocks(self, spec: GPULoadStoreSpec, batch: ChunkBatch) -> JobBlocks:
+        """The job's GPU blocks. Their pieces are made on the pipeline's thread."""
+        groups = batch.groups
+        assert not (groups[:-1] > groups[1:]).any(), "the chunks are not group after group"
+        chunks = np.bincount(groups, minlength=len(self._geometry.groups)).tolist()
+        return JobBlocks(spec.block_ids, spec.group_sizes, spec.block_indices, chunks)
+
+    def _load_failed(self, blocks: JobBlocks, rows: list[int], request: str | None) -> None:
+        if self._reports_blocks:
+            by_chunk = self._geometry.split(blocks)
+            for row in rows:
+                self._invalid_blocks.update(by_chunk[row].tolist())
+        else:
+            assert request is not None, "a load without a request has failed"
+            self._failed_requests.add(request)

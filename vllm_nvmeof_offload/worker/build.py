@@ -20,7 +20,7 @@ from vllm_nvmeof_offload.config import (
 )
 from vllm_nvmeof_offload.copy.base import CopyEngine
 from vllm_nvmeof_offload.copy.choose import open_device
-from vllm_nvmeof_offload.copy.geometry import ChunkGeometry
+from vllm_nvmeof_offload.copy.geometry import CacheGeometry
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, NoIoEngine, Waker
 from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.io.faults import FaultPlan, FaultyIoEngine
@@ -61,7 +61,7 @@ class RankWorker:
     """The parts of one rank's worker; `vllm_adapter.worker` drives them for vLLM."""
 
     runner: PipelineRunner
-    geometry: ChunkGeometry
+    geometry: CacheGeometry
     copy: CopyEngine
     io: IoEngine
     staging: Staging
@@ -70,7 +70,7 @@ class RankWorker:
 
 
 def build_worker(
-    settings: OffloadConfig, geometry: ChunkGeometry, identity: RankIdentity, device: str
+    settings: OffloadConfig, geometry: CacheGeometry, identity: RankIdentity, device: str
 ) -> tuple[RankWorker, RankHello]:
     """Build the worker of one rank. Opens the pool and allocates all staging.
 
@@ -104,7 +104,7 @@ def build_worker(
         undo.pop_all()
     target_count = pool.target_count if pool else 1
     health = tuple(TargetHealth() for _ in range(target_count)) if pool else None
-    config = _scheduler_config(settings, identity.rank, pool, io, geometry.payload_bytes, health)
+    config = _scheduler_config(settings, identity.rank, pool, io, geometry, health)
     pipeline = TransferPipeline(staging.map, copy, io, config)
     runner = PipelineRunner(pipeline, waker, io.fileno())
     watcher = _watcher(pool, io, health, runner) if pool and health else None
@@ -116,6 +116,7 @@ def build_worker(
         pool_slots=pool.slots if pool else 0,
         target_count=target_count,
         slot_bytes=slot_bytes,
+        groups=geometry.groups,
         adopted=adopted,
         fallbacks=(*copy_fallbacks, *(pool.fallbacks if pool else ()), *io_fallbacks),
         stream_slots=stream_slots,
@@ -139,7 +140,7 @@ def _scheduler_config(
     rank: int,
     pool: Pool | None,
     io: IoEngine,
-    payload_bytes: int,
+    geometry: CacheGeometry,
     health: tuple[TargetHealth, ...] | None,
 ) -> TransferLimits:
     target_count = pool.target_count if pool else 1
@@ -149,11 +150,12 @@ def _scheduler_config(
         # hand-over, and time in the engine's queue must not look like a target that hangs.
         if "threads" in io.name:
             return 2 * settings.io_threads
-        at_work = min(settings.io_depth, max(1, bytes_max // slot_stride_bytes(payload_bytes)))
+        slot_bytes = slot_stride_bytes(geometry.payload_bytes)
+        at_work = min(settings.io_depth, max(1, bytes_max // slot_bytes))
         return 2 * at_work * target_count
 
     return TransferLimits(
-        group_bytes=(payload_bytes,),
+        group_bytes=geometry.group_bytes,
         rank=rank,
         target_count=target_count,
         reads_in_flight_max=handed_over_max(settings.read_bytes_in_flight_max),

@@ -22,8 +22,9 @@ from vllm_nvmeof_bench.hotpath.managers import TARGETS, Recorder
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads
-from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
+from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
 from vllm_nvmeof_offload.errors import OK, Outcome
+from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.io.base import Completion, IoLimits, IoOp, Lanes, Waker
 from vllm_nvmeof_offload.native import InstantLanes
 from vllm_nvmeof_offload.pool.format import Stamp
@@ -139,7 +140,8 @@ class Worker:
         self._clock = time.pthread_getcpuclockid(thread.ident)
         self.runner = runner
         nothing: Any = None  # no bytes: neither memory nor a pool
-        parts = RankWorker(runner, ChunkGeometry([tensor], 1), copy, io, nothing, None)
+        geometry = CacheGeometry([(Group(0, GroupKind.FULL, 16), [tensor])])
+        parts = RankWorker(runner, geometry, copy, io, nothing, None)
         self._worker = NVMeoFOffloadingWorker(parts)
         self._blocks = np.random.default_rng(1).permutation(chunks_max).astype(np.int32)
         self._op = 0

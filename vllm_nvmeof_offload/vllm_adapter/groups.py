@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's KV cache groups as ours: their kinds, their layers' memory, and their facts.
+
+Only the groups that vLLM offloads count. Their order is that of its offloading configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
+    get_offloading_group_ids,
+)
+from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    iter_layer_specs,
+)
+
+from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
+from vllm_nvmeof_offload.groups import Group, GroupBlocks, GroupKind
+
+try:  # vLLM 0.33
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
+        get_sliding_window_size_in_chunks,
+    )
+except ImportError:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        get_sliding_window_size_in_chunks,
+    )
+
+#: By exact type: a subclass may drop blocks in its own way while a request runs.
+_KINDS: dict[type, GroupKind] = {
+    FullAttentionSpec: GroupKind.FULL,
+    MLAAttentionSpec: GroupKind.FULL,
+    SlidingWindowSpec: GroupKind.WINDOW,
+    SlidingWindowMLASpec: GroupKind.WINDOW,
+    ChunkedLocalAttentionSpec: GroupKind.LOCAL,
+    MambaSpec: GroupKind.STATE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCaches:
+    """The KV cache on this rank: vLLM's `KVCacheConfig`, and a view of each layer's blocks."""
+
+    config: Any
+    views: Mapping[str, Any]
+
+    @property
+    def device(self) -> str:
+        """torch's name of the device, with its number."""
+        return str(next(iter(self.views.values())).device)
+
+    def tensors(self, group_id: int) -> list[CacheTensor]:
+        """The group's pages, in the order of their addresses in a block; without padding.
+
+        vLLM gives groups the same memory, and a block the stride of the widest one, so neither a
+        stride nor the size of a block says how many bytes a group has.
+        """
+        specs = specs_of(self.config.kv_cache_groups[group_id])
+        found = []
+        for placed in self.config.kv_cache_tensors:
+            for layer in (name for name in placed.layers if name in specs):
+                view = self.views[layer]
+                page_bytes = _page_bytes(specs[layer])
+                assert page_bytes <= placed.block_stride, f"{layer}: pages overlap"
+                found.append(
+                    CacheTensor(
+                        view.data_ptr(), placed.block_stride, page_bytes, self.config.num_blocks
+                    )
+                )
+        return found
+
+
+def specs_of(group: Any) -> dict[str, Any]:
+    """The spec of each of the group's layers on this rank."""
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return {name: spec.kv_cache_specs[name] for name in group.layer_names}
+    return dict.fromkeys(group.layer_names, spec)
+
+
+def offloaded(kv_cache_config: Any) -> list[Any]:
+    """The KV cache groups that vLLM offloads: the rest cannot be found again by hashes."""
+    groups = kv_cache_config.kv_cache_groups
+    return [groups[group_id] for group_id in get_offloading_group_ids(kv_cache_config)]
+
+
+def kinds_of(group: Any) -> set[GroupKind | None]:
+    """The kinds of a KV cache group's layers; None: one that we do not know."""
+    return {_KINDS.get(type(spec)) for spec in iter_layer_specs(group.kv_cache_spec)}
+
+
+def blocks_of(kv_cache_config: Any, decode_context_parallel: int) -> list[GroupBlocks]:
+    """The blocks of the groups that vLLM offloads."""
+    found = []
+    for group in offloaded(kv_cache_config):
+        (kind,) = kinds_of(group)
+        assert kind is not None, "refuse_unsupported lets no other pass"
+        spec = next(iter(iter_layer_specs(group.kv_cache_spec)))
+        tokens = resolve_dcp_kv_block_size(group.kv_cache_spec, decode_context_parallel)
+        span = {GroupKind.WINDOW: "sliding_window", GroupKind.LOCAL: "attention_chunk_size"}
+        span_tokens = getattr(spec, span[kind]) if kind in span else None
+        found.append(GroupBlocks(kind, tokens, span_tokens))
+    return found
+
+
+def groups_of(config: Any, kv_cache_config: Any) -> tuple[Group, ...]:
+    """The groups that vLLM offloads, by position.
+
+    config: vLLM's `OffloadingConfig`. Their layers are of one known kind (`refuse_unsupported`).
+    """
+    groups = []
+    for one in config.groups:
+        group = kv_cache_config.kv_cache_groups[one.group_id]
+        (kind,) = kinds_of(group)
+        assert kind is not None, "refuse_unsupported lets no other pass"
+        spec = next(iter(iter_layer_specs(group.kv_cache_spec)))
+        blocks_per_chunk = config.cache.blocks_per_chunk
+        tokens_per_chunk = one.tokens_per_block * blocks_per_chunk
+        reach_chunks = get_sliding_window_size_in_chunks(spec, tokens_per_chunk)
+        groups.append(
+            Group(
+                one.group_id,
+                kind,
+                tokens_per_chunk,
+                blocks_per_chunk,
+                reach_chunks,
+                _reach_tokens(kind, spec),
+            )
+        )
+    return tuple(groups)
+
+
+def geometry_of(config: Any, layers: LayerCaches) -> CacheGeometry:
+    """The geometry of the groups that vLLM offloads, on this rank."""
+    groups = groups_of(config, layers.config)
+    return CacheGeometry([(group, layers.tensors(group.group_id)) for group in groups])
+
+
+def facts_of(config: Any, kv_cache_config: Any) -> list[dict[str, Any]]:
+    """By group, what its chunks' bytes depend on besides the model and the layout."""
+    facts = []
+    for one in config.groups:
+        layers: list[tuple[list[str], dict[str, Any]]] = []
+        for name, spec in specs_of(kv_cache_config.kv_cache_groups[one.group_id]).items():
+            known = _spec_facts(spec)
+            if not layers or layers[-1][1] != known:
+                layers.append(([], known))
+            layers[-1][0].append(name)
+        facts.append({"tokens_per_block": one.tokens_per_block, "layers": layers})
+    return facts
+
+
+def _spec_facts(spec: Any) -> dict[str, Any]:
+    facts = {"kind": _KINDS[type(spec)].name.lower(), "page_bytes": _page_bytes(spec)}
+    for name in ("sliding_window", "attention_chunk_size", "mamba_cache_mode"):
+        if getattr(spec, name, None) is not None:
+            facts[name] = getattr(spec, name)
+    if isinstance(spec, MambaSpec):
+        facts["states"] = list(zip(spec.shapes, map(str, spec.dtypes), strict=True))
+    return facts
+
+
+def _page_bytes(spec: Any) -> int:
+    """Bytes of one block of one layer, without padding."""
+    if isinstance(spec, AttentionSpec):
+        return int(spec.unpadded_page_size_bytes)
+    return int(replace(spec, page_size_padded=None).page_size_bytes)
+
+
+def _reach_tokens(kind: GroupKind, spec: Any) -> int | None:
+    if kind is GroupKind.WINDOW:
+        return int(spec.sliding_window) - 1 + int(spec.extra_retained_tokens)
+    return int(spec.attention_chunk_size) if kind is GroupKind.LOCAL else None
