@@ -29,6 +29,7 @@ def config(
         parallel_config=SimpleNamespace(
             **{
                 **shape,
+                "enable_elastic_ep": False,
                 "data_parallel_size": size,
                 "data_parallel_size_local": size,
                 "data_parallel_index": index,
@@ -61,11 +62,18 @@ def test_a_number_of_replicas_that_contradicts_vllms_is_refused() -> None:
         note_replicas(config(size=3), {"replicas": 2})
 
 
-def test_replicas_of_a_model_with_experts_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^data_parallel_size=2: .* experts.*independent"):
-        note_replicas(config(size=2, moe=True), {})
-    with pytest.raises(ConfigError, match=r"^data_parallel_size=2: .* experts"):
-        replica_of(config(size=2, moe=True), 2)
+def test_replicas_of_a_model_with_experts_share_the_sizes_as_others_do() -> None:
+    """Each stays one of two, and knows its own index, because they compute in step."""
+    extra: dict[str, Any] = {}
+    note_replicas(config(size=2, index=1, moe=True), extra)
+    assert extra == {"replicas": 2}
+    one = config(size=2, index=1, engine_id="abc_dp1", moe=True)
+    assert replica_of(one, 2) == Replica(1, 2, "abc")
+
+
+def test_a_number_of_replicas_that_may_change_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^enable_elastic_ep=True: .* fixed number of replicas"):
+        refuse_parallel(config(size=2, enable_elastic_ep=True).parallel_config)
 
 
 def test_a_replica_knows_its_index_and_whose_ranks_are_its_siblings() -> None:

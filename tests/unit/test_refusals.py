@@ -22,7 +22,11 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
     MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -35,7 +39,13 @@ full = FullAttentionSpec(**common)
 mla = MLAAttentionSpec(**common)
 window = SlidingWindowSpec(**common, sliding_window=128)
 local = ChunkedLocalAttentionSpec(**common, attention_chunk_size=128)
-state = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+state = MambaSpec(
+    block_size=16, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"
+)
+whole_state = MambaSpec(block_size=2048, shapes=((4, 4),), dtypes=(torch.float32,))
+window_mla = SlidingWindowMLASpec(**common, sliding_window=128)
+replayed = SlidingWindowMLASpec(**common, sliding_window=128, bounded_replay=True)
+sink = SinkFullAttentionSpec(**common, sink_len=4)
 wide = FullAttentionSpec(**{**common, "num_kv_heads": 4})
 
 def layers(**specs):
@@ -46,7 +56,9 @@ class Derived(FullAttentionSpec):
 
 def parallel(**sizes):
     names = ("pipeline", "decode_context", "prefill_context", "data")
-    return Object(world_size=1, **{f"{n}_parallel_size": sizes.get(n, 1) for n in names})
+    elastic = sizes.pop("elastic", False)
+    shape = {f"{n}_parallel_size": sizes.get(n, 1) for n in names}
+    return Object(world_size=1, enable_elastic_ep=elastic, **shape)
 
 def refusal_of(call, *args):
     try:
@@ -55,15 +67,16 @@ def refusal_of(call, *args):
         return str(error)
     return ""
 
-def refused(*specs, mla=False, caching=True, **sizes):
+def refused(*specs, mla=False, caching=True, hosts=None, **sizes):
     config = Object(
         model_config=Object(model="org/name", use_mla=mla),
         parallel_config=parallel(**sizes),
         scheduler_config=Object(enable_chunked_prefill=caching),
         cache_config=Object(enable_prefix_caching=caching),
     )
-    groups = [Object(kv_cache_spec=spec, layer_names=["a", "b"]) for spec in specs]
-    return refusal_of(refuse_unsupported, config, Object(kv_cache_groups=groups))
+    groups = [KVCacheGroupSpec(["a", "b"], spec) for spec in specs]
+    made = KVCacheConfig(8, [], groups, hisparse_host_num_blocks=hosts)
+    return refusal_of(refuse_unsupported, config, made)
 
 def prechecked(**sizes):
     model = Object(model="org/name", is_moe=True)
@@ -78,18 +91,26 @@ print("RESULT " + json.dumps({
     "mla without context": refused(mla, mla=True, caching=False),
     "window": refused(window),
     "window among full": refused(full, window),
+    "windows of latent attention": refused(mla, window_mla),
     "window in one group": refused(layers(a=full, b=window)),
     "chunked local": refused(full, local),
     "state": refused(full, state),
     "window and state": refused(full, window, state),
+    "states only": refused(state),
+    "states of whole requests": refused(whole_state, caching=False),
+    "states of whole requests beside attention": refused(full, whole_state, caching=False),
     "nothing": refused(),
     "derived": refused(Derived(**common)),
+    "derived, among others": refused(full, Derived(**common)),
+    "sink": refused(sink),
+    "replayed": refused(full, replayed),
+    "hosts": refused(full, hosts=8),
     "two groups": refused(full, full),
     "pipeline": refused(full, pipeline=2),
     "decode context": refused(full, decode_context=2),
     "prefill context": refused(full, prefill_context=2),
     "pipeline, before the model loads": prechecked(pipeline=2),
-    "replicas with experts": prechecked(data=2),
+    "elastic": refused(full, elastic=True),
 }))
 """
 
@@ -106,25 +127,29 @@ def test_unsupported_features_are_refused_by_name() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [s for s in done.stdout.splitlines() if s.startswith("RESULT ")]
     refusals = json.loads(line.removeprefix("RESULT "))
-    for case in ("full", "full without caching", "several widths", "mla"):
+    served = (
+        *("full", "full without caching", "several widths", "mla", "two groups"),
+        *("window", "window among full", "windows of latent attention", "chunked local"),
+        *("state", "window and state", "states only", "states of whole requests"),
+    )
+    for case in served:
         assert refusals.pop(case) == "", case
-    keep_all, without = "--disable-hybrid-kv-cache-manager", "serve this model without offloading"
+    without = "serve this model without offloading"
     wanted = {
-        "window": ["org/name", "(2 x SlidingWindowSpec)", "--disable-sliding-window", "128 tok"],
-        "window among full": ["2 x FullAttentionSpec, 2 x SlidingWindowSpec", keep_all],
-        "window in one group": ["1 x FullAttentionSpec, 1 x SlidingWindowSpec", keep_all],
-        "chunked local": ["2 x ChunkedLocalAttentionSpec", keep_all],
-        "state": ["2 KV cache groups (2 x FullAttentionSpec, 2 x MambaSpec)", without],
-        "window and state": ["3 KV cache groups", without],
-        "nothing": ["0 KV cache groups (no KV)", without],
+        "window in one group": ["org/name", "1 x FullAttentionSpec, 1 x SlidingWindowSpec"],
+        "states of whole requests beside attention": ["--enable-prefix-caching"],
+        "nothing": ["org/name", "no KV that vLLM can offload", without],
         "mla without context": ["org/name", "MLAAttentionSpec", "no AMX", "without offloading"],
-        "derived": ["org/name", "1 KV cache group (2 x Derived)", "full attention", without],
-        "two groups": ["org/name", "2 KV cache groups (4 x FullAttentionSpec)", without],
+        "derived": ["org/name", "does not know (2 x Derived)", without],
+        "derived, among others": ["org/name", "does not know (2 x Derived)", without],
+        "sink": ["org/name", "does not know (2 x SinkFullAttentionSpec)", without],
+        "replayed": ["org/name", "bounded replay", without],
+        "hosts": ["hisparse_config", "HiSparse"],
         "pipeline": ["pipeline_parallel_size=2", "supports 1"],
         "decode context": ["decode_context_parallel_size=2", "supports 1"],
         "prefill context": ["prefill_context_parallel_size=2", "supports 1"],
         "pipeline, before the model loads": ["pipeline_parallel_size=2", "supports 1"],
-        "replicas with experts": ["data_parallel_size=2", "experts", "independent servers"],
+        "elastic": ["enable_elastic_ep=True", "fixed number of replicas"],
     }
     assert refusals.keys() == wanted.keys()
     for case, words in wanted.items():

@@ -312,15 +312,29 @@ def _take_size(extra: dict[str, Any], size_gib: float | None) -> str:
 
 
 def choose_blocks_per_chunk(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Give vLLM the number of blocks per chunk, unless the user did.
+    """Give vLLM the number of blocks per chunk, unless the user did; refuse one that cannot be.
 
     The scheduler and all workers get the same result, because their inputs are the same.
     """
     from vllm_nvmeof_offload.config import chunk_blocks, parse_config
+    from vllm_nvmeof_offload.groups import blocks_that_fit, why_one_block
+    from vllm_nvmeof_offload.vllm_adapter.groups import blocks_of
 
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    if "blocks_per_chunk" in extra or "block_size" in extra:
-        return
+    groups = blocks_of(kv_cache_config, vllm_config.parallel_config.decode_context_parallel_size)
     block_bytes = kv_cache_config.kv_cache_tensors[0].size // max(1, kv_cache_config.num_blocks)
-    block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-    extra["blocks_per_chunk"] = chunk_blocks(parse_config(extra), block_bytes, block_tokens)
+    blocks = chunk_blocks(parse_config(extra), block_bytes, groups[0].block_tokens)
+    fitting = blocks_that_fit(groups, blocks)
+    given = [key for key in ("blocks_per_chunk", "block_size") if key in extra]
+    if not given:
+        extra["blocks_per_chunk"] = fitting
+    elif blocks != fitting and (reason := why_one_block(groups)):
+        raise ConfigError(given[0], extra[given[0]], f"{reason}; leave it out")
+    elif blocks != fitting:
+        logger.warning(
+            "nvmeof: %s=%s makes chunks longer than a window, or not a divisor of an attention "
+            "chunk, so that many are not stored: leave it out, or give at most %d blocks per chunk",
+            given[0],
+            extra[given[0]],
+            fitting,
+        )

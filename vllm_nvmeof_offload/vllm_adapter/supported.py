@@ -21,13 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.config import (
@@ -45,6 +38,7 @@ from vllm_nvmeof_offload.manager.eviction import choose_policy
 from vllm_nvmeof_offload.pool.ownership import bytes_of_pools
 from vllm_nvmeof_offload.units import format_bytes, slot_stride_bytes
 from vllm_nvmeof_offload.vllm_adapter.deployment import note_weights
+from vllm_nvmeof_offload.vllm_adapter.groups import kinds_of, offloaded, specs_of
 
 
 def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
@@ -87,13 +81,13 @@ def slot_bytes_estimate(vllm_config: Any, config: Any) -> int | None:
     """Bytes of one rank's slot, estimated from the model's shape; None: unknown.
 
     Each worker checks again with the true size once it has its KV cache. An estimate may therefore
-    be missing, but must not be too large: models with more than one kind of layer, and cache types
-    of unknown width, have none.
+    be missing, but must not be too large: models that may have several KV cache groups, and cache
+    types of unknown width, have none.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
     try:
-        if model is None or model.is_hybrid or not cache.block_size:
+        if model is None or _may_have_groups(model) or not cache.block_size:
             return None
         if cache.cache_dtype == "auto":
             value_bytes = model.dtype.itemsize
@@ -113,28 +107,39 @@ def slot_bytes_estimate(vllm_config: Any, config: Any) -> int | None:
     return slot_stride_bytes(block_bytes * blocks)
 
 
-#: By exact type: a subclass of full attention may drop blocks while a request runs, which leaves
-#: incomplete chunks.
-_WHOLE = (FullAttentionSpec, MLAAttentionSpec)
-_LOCAL = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
+def _may_have_groups(model: Any) -> bool:
+    """Whether not all layers keep the KV of all tokens, by the model's own configuration."""
+    config = model.hf_text_config
+    kinds = getattr(config, "layer_types", None) or ()
+    some = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return bool(model.is_hybrid or len(set(kinds)) > 1 or any(some))
+
+
+_WITHOUT = "serve this model without offloading"
 
 
 def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse parallel shapes, and models whose KV is not one group of layers with all tokens."""
+    """Refuse parallel shapes, and models whose KV would not be stored or come back right."""
     refuse_parallel(vllm_config.parallel_config)
     name = vllm_config.model_config.model
-    groups = kv_cache_config.kv_cache_groups
-    layers = [spec for group in groups for spec in _layer_specs(group)]
-    if len(groups) != 1 or not all(type(spec) in _WHOLE for spec in layers):
-        counted = Counter(type(spec).__name__ for spec in layers)
-        kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(counted.items()))
-        raise ConfigError(
-            "model",
-            name,
-            f"has {len(groups)} KV cache {'group' if len(groups) == 1 else 'groups'} "
-            f"({kinds or 'no KV'}); this version offloads one group of full attention: "
-            f"{_remedy(layers)}",
-        )
+    if kv_cache_config.hisparse_host_num_blocks is not None:
+        remedy = "this version does not offload HiSparse; leave it out, or serve without offloading"
+        raise ConfigError("hisparse_config", "set", remedy)
+    every = kv_cache_config.kv_cache_groups
+    if any(spec.prefix_replay_tokens for group in every for spec in specs_of(group).values()):
+        reason = "computes its windows again after a hit (bounded replay), which is not supported"
+        raise ConfigError("model", name, f"{reason}: {_WITHOUT}")
+    groups = offloaded(kv_cache_config)
+    for group in groups:
+        kinds = kinds_of(group)
+        if None in kinds or len(kinds) > 1:
+            counted = Counter(type(spec).__name__ for spec in specs_of(group).values())
+            layers = ", ".join(f"{count} x {kind}" for kind, count in sorted(counted.items()))
+            reason = f"has a KV cache group that this version does not know ({layers})"
+            raise ConfigError("model", name, f"{reason}: {_WITHOUT}")
+    if not groups:
+        raise ConfigError("model", name, f"has no KV that vLLM can offload: {_WITHOUT}")
+    _judge_states(vllm_config, groups)
     if _ignores_loaded_kv(vllm_config):
         raise ConfigError(
             "model",
@@ -145,25 +150,27 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
         )
 
 
-def _layer_specs(group: Any) -> list[Any]:
-    spec = group.kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return list(spec.kv_cache_specs.values())
-    return [spec] * len(group.layer_names)
+def _judge_states(vllm_config: Any, groups: list[Any]) -> None:
+    """Without prefix caching vLLM keeps one state per request, at its end only.
 
-
-def _remedy(layers: list[Any]) -> str:
-    kinds = {type(spec) for spec in layers}
-    if kinds == {SlidingWindowSpec}:
-        window = min(spec.sliding_window for spec in layers)
-        return f"add --disable-sliding-window (the context then ends at {window} tokens)"
-    others = kinds - {FullAttentionSpec}
-    if others and others != kinds and others <= set(_LOCAL):
-        return (
-            "add --disable-hybrid-kv-cache-manager (every layer then keeps the KV of all tokens, "
-            "which takes more GPU memory)"
+    A block then covers the whole context. With attention beside it, vLLM's offloading needs equal
+    units of hashes and stops with an assertion.
+    """
+    specs = [spec for group in groups for spec in specs_of(group).values()]
+    if all(getattr(spec, "mamba_cache_mode", "align") == "align" for spec in specs):
+        return
+    if any(not hasattr(spec, "mamba_cache_mode") for spec in specs):
+        raise ConfigError(
+            "enable_prefix_caching",
+            vllm_config.cache_config.enable_prefix_caching,
+            "the states of this model can be offloaded with prefix caching only; add "
+            "--enable-prefix-caching",
         )
-    return "serve this model without offloading"
+    logger.warning(
+        "nvmeof: %s: nothing will be offloaded, because a block of states covers the whole context "
+        "without prefix caching; add --enable-prefix-caching",
+        vllm_config.model_config.model,
+    )
 
 
 def _ignores_loaded_kv(vllm_config: Any) -> bool:
@@ -216,7 +223,14 @@ _REPLICA_SUFFIX = re.compile(r"_dp\d+$")
 
 
 def refuse_parallel(parallel: Any) -> None:
-    """Refuse parallel shapes whose ranks hold other parts of the KV cache than we assume."""
+    """Refuse parallel shapes whose ranks hold other parts of the KV cache than we assume.
+
+    Replicas of a model with experts compute in step: a step without tokens runs no hook of ours, so
+    nothing of ours can come between them. Their number must not change while they run.
+    """
+    if parallel.enable_elastic_ep:
+        remedy = "this version supports a fixed number of replicas; leave it out"
+        raise ConfigError("enable_elastic_ep", True, remedy)
     for kind in ("pipeline", "decode_context", "prefill_context"):
         option = f"{kind}_parallel_size"
         size = getattr(parallel, option)
@@ -227,24 +241,12 @@ def refuse_parallel(parallel: Any) -> None:
 def note_replicas(vllm_config: Any, extra: MutableMapping[str, Any]) -> None:
     """Write into `extra` how many engines share the configured sizes, if vLLM knows it.
 
-    Refuses a number that contradicts the option, and a model whose replicas work in step.
+    Refuses a number that contradicts the option.
     """
     size = vllm_config.parallel_config.data_parallel_size
-    if size > 1:
-        _refuse_experts(vllm_config.model_config, size)
-        if extra.setdefault("replicas", size) != size:
-            raise ConfigError(
-                "replicas", extra["replicas"], f"data_parallel_size is {size}; leave this key out"
-            )
-
-
-def _refuse_experts(model: Any, size: int) -> None:
-    if getattr(model, "is_moe", False):
+    if size > 1 and extra.setdefault("replicas", size) != size:
         raise ConfigError(
-            "data_parallel_size",
-            size,
-            "this version supports 1 for a model with experts, whose replicas compute in step; "
-            "use --tensor-parallel-size, or independent servers",
+            "replicas", extra["replicas"], f"data_parallel_size is {size}; leave this key out"
         )
 
 
@@ -270,8 +272,6 @@ def replica_of(vllm_config: Any, declared: int) -> Replica:
             'VLLM_PLUGINS set? add "nvmeof" to it); or give their number as "replicas" in '
             "kv_connector_extra_config",
         )
-    if parallel.data_parallel_size > 1:
-        _refuse_experts(vllm_config.model_config, parallel.data_parallel_size)
     if index >= declared:
         raise ConfigError("replicas", declared, f"this is replica {index}, counted from 0")
     return Replica(index, declared, _REPLICA_SUFFIX.sub("", engine_id))
