@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
@@ -35,6 +36,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_nvmeof_offload.config import parse_config
+from vllm_nvmeof_offload.manager.core import FROM_CPU
+from vllm_nvmeof_offload.manager.remembered import Question
 from vllm_nvmeof_offload.manager.requests import WaitingRequests
 from vllm_nvmeof_offload.metrics import COUNTERS, PREFIX, Counts
 from vllm_nvmeof_offload.protocol import Command, RankHello, Report
@@ -42,7 +45,7 @@ from vllm_nvmeof_offload.spec import NVMeoFOffloadingSpec
 from vllm_nvmeof_offload.vllm_adapter import known_vllm, lifecycle
 from vllm_nvmeof_offload.vllm_adapter.configure import choose_blocks_per_chunk, register_loaded
 from vllm_nvmeof_offload.vllm_adapter.deployment import deployed
-from vllm_nvmeof_offload.vllm_adapter.groups import LayerCaches
+from vllm_nvmeof_offload.vllm_adapter.groups import LayerCaches, groups_of
 from vllm_nvmeof_offload.vllm_adapter.lifecycle import logged_in_one_line
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.vllm_adapter.old_kv import OldKV
@@ -135,8 +138,9 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         #: KV events that were taken early, for the next step.
         self._events: list[KVCacheEvent] = []
         if self.connector_scheduler is not None:
-            groups = self._manager.config.groups
-            self._view = SchedulerView(self.scheduler, groups, lambda: self._kv_cache_manager)
+            offloaded = build_offloading_config(vllm_config, kv_cache_config)
+            self._groups = groups_of(offloaded, kv_cache_config)
+            self._view = SchedulerView(self.scheduler, self._groups, lambda: self._kv_cache_manager)
             self._old_kv = OldKV(self._manager.suspension, self._view)
             lifecycle.install(EngineCore)
             lifecycle.end_with_parent()
@@ -256,7 +260,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             hellos.append(handshake.hello)
         by_priority = self._vllm_config.scheduler_config.policy == "priority"
         key_bytes = key_bytes_of(self._vllm_config.cache_config.prefix_caching_hash_algo)
-        self._manager.attach(hellos, key_bytes, self._view.queue(by_priority=by_priority))
+        queue = self._view.queue(by_priority=by_priority)
+        self._manager.attach(hellos, key_bytes, self._groups, queue)
 
     @timed
     def on_new_request(self, request: Any) -> None:
@@ -267,29 +272,44 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        found, later = self._look_up(request, num_computed_tokens)
+        request_id, local = request.request_id, num_computed_tokens
+        question = self._view.question(request, local, self._max_loadable_tokens(request, local))
+        found, later = self._look_up(request, question)
         if found is None:
             return None, False
-        self._old_kv.looked_up(request.request_id, num_computed_tokens)
-        if not found:
-            found = self._view.rest_of_a_chunk(request, num_computed_tokens, self._waiting)
-            later = True
-        tokens = self._waiting.decide(request.request_id, num_computed_tokens, found).tokens
+        self._old_kv.looked_up(request_id, local)
+        if self._waiting.decide(request_id, local, found).declined:
+            question = replace(question, sources=question.sources & FROM_CPU)
+            found, later = self._look_up(request, question)
+            if found is None:
+                return None, False
+            self._waiting.declined(request_id, found)
+        if found and not self._waiting.answers.was_last(request_id, question):
+            # vLLM's state of the request is that of the look-up in the other sources.
+            found, later = self._really_look_up(request, question)
         # vLLM decides whether the load continues during later steps: since 0.33 it may not.
-        return tokens, later and bool(tokens)
+        return found, later and bool(found)
 
-    def _look_up(self, request: Any, local: int) -> _Found:
+    def _look_up(self, request: Any, question: Question) -> _Found:
         """vLLM's look-up, or the answer that it would give again."""
-        if self._manager.config.kv_events:  # vLLM's look-up notes what it reports in events
-            return cast(_Found, super().get_num_new_matched_tokens(request, local))
-        question = self._view.question(request, local, self._max_loadable_tokens(request, local))
-        if self._view.is_as_looked_up(request.request_id, local):
+        # With KV events every look-up is real: vLLM notes in it what it reports in events.
+        if not self._manager.config.kv_events and self._view.is_as_looked_up(
+            request.request_id, question.local
+        ):
             known = self._waiting.answers.recall(request.request_id, question)
             if known is not None:
                 return known, True
-        found, later = super().get_num_new_matched_tokens(request, local)
-        self._waiting.looked_up(request.request_id, question, found)
-        return found, later
+        return self._really_look_up(request, question)
+
+    def _really_look_up(self, request: Any, question: Question) -> _Found:
+        answers, local = self._waiting.answers, question.local
+        with self._manager.looking_up(question.sources) as look_up:
+            found, later = super().get_num_new_matched_tokens(request, local)
+            rest = self._view.rest_of_a_chunk(request, local, self._waiting) if found == 0 else 0
+        answers.asked(request.request_id, question)
+        if not self._manager.config.kv_events:
+            answers.remember(request.request_id, question, found, look_up.hits, look_up.misses)
+        return (rest, True) if rest else (found, later)
 
     @timed
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

@@ -191,8 +191,11 @@ GAUGES = _table(
     _row("pool_slots", "slots", (), "Pool slots, without retired ones."),
     _row("pool_slots_used", "slots", (), "Pool slots in use, without retired ones."),
     _row("slot_bytes", "bytes", (), "Size of one slot on one rank, header included."),
+    _row("slot_fill", "1", (),
+         "Share of a slot that a chunk takes, on average over the KV cache groups; slots are as "
+         "large as the largest group's chunks."),
     _row("capacity_tokens", "tokens", _one("tier", "cpu", "pool"),
-         "Tokens that a tier can hold, by tier."),
+         "Tokens that a tier can hold, by tier, if it holds no windows and states."),
     # -- queues
     _row("writes_pending", "chunks", (),
          "Writes to the pool sent to the ranks and not yet reported."),

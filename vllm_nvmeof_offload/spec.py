@@ -21,7 +21,6 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from vllm_nvmeof_offload.config import Replica, parse_config
-from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.eviction import choose_policy, credit_share
 from vllm_nvmeof_offload.manager.handshake import WritePolicy
@@ -81,8 +80,6 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
             land_cache_share=settings.land_cache_share,
             reload_cache_share=settings.reload_cache_share,
             prefetch_cache_share=settings.prefetch_cache_share,
-            tokens_per_chunk=self.tokens_per_block[0] * self.blocks_per_chunk,
-            groups=(Group(0, GroupKind.FULL, self.tokens_per_block[0] * self.blocks_per_chunk),),
             admission=settings.admission == "auto",
             prefill_tokens_per_s=settings.prefill_tokens_per_s,
             read_bytes_per_s=settings.read_bytes_per_s,

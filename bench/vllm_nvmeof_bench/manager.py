@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_nvmeof_offload.groups import GROUP_ID_BYTES, Group, GroupKind
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.protocol import (
@@ -93,7 +94,7 @@ class _Rank:
         self.attach_s = time.thread_time() - begin_s
 
     def new_keys(self, count: int) -> list[bytes]:
-        return [self._random.randbytes(KEY_BYTES) for _ in range(count)]
+        return [_new_key(self._random) for _ in range(count)]
 
     def store(self, keys: list[bytes]) -> None:
         plan = self.core.prepare_store(keys)
@@ -120,14 +121,21 @@ class _Rank:
         return spent_s / count * 1e6
 
 
+def _new_key(rng: random.Random) -> bytes:
+    """A key of group 0."""
+    return rng.randbytes(KEY_BYTES - GROUP_ID_BYTES) + bytes(GROUP_ID_BYTES)
+
+
 def _adopted(entries: int) -> AdoptedEntries:
     rng = np.random.default_rng(2)
+    keys = rng.integers(0, 256, (entries, KEY_BYTES), np.uint8)
+    keys[:, -GROUP_ID_BYTES:] = 0
     slots = slots_by_target(entries, _TARGETS)
     places = [place_of(target, 0) | np.arange(count) for target, count in enumerate(slots)]
     return AdoptedEntries(
         np.concatenate(places),
         np.arange(entries, dtype=np.uint64) + np.uint64(1 << 50),
-        rng.bytes(entries * KEY_BYTES),
+        keys.tobytes(),
     )
 
 
@@ -148,7 +156,7 @@ def _lookups(
     hits, misses = [], []
     for _ in range(SWEEPS):
         hits.append(sweep_us([bytes(bytearray(key)) for key in rng.sample(known, count)]))
-        misses.append(sweep_us([rng.randbytes(KEY_BYTES) for _ in range(count)]))
+        misses.append(sweep_us([_new_key(rng) for _ in range(count)]))
     return statistics.median(hits), statistics.median(misses)
 
 
@@ -160,8 +168,8 @@ def _face_lookups(hello: RankHello) -> float | None:
         from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
     except ImportError:
         return None
-    manager = NVMeoFOffloadingManager(CoreConfig(tokens_per_chunk=256))
-    manager.attach([hello], KEY_BYTES)
+    manager = NVMeoFOffloadingManager(CoreConfig())
+    manager.attach([hello], KEY_BYTES, (Group(0, GroupKind.FULL, 256),))
     return max(_lookups(manager.lookup, manager.core, ReqContext("request")))
 
 

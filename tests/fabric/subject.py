@@ -167,7 +167,7 @@ class _Load:
             return
         pool_slot, cache_slot = self.dice.choice(free), self.free_cache.pop(0)
         self.generation += 1
-        identity = SlotIdentity(b"chunk %010d" % pool_slot, self.generation)
+        identity = SlotIdentity(b"%012d" % pool_slot + bytes(4), self.generation)
         self.stored.pop(pool_slot, None)
         self.busy_slots.add(pool_slot)
         op = self.open(_Op(OpKind.STORE, time.monotonic(), identity, pool_slot, cache_slot))
@@ -175,7 +175,7 @@ class _Load:
 
     def store_by_the_rule(self) -> None:
         """Store a chunk that the manager's tiers have a cache slot for."""
-        key = b"%016d" % self.generation
+        key = b"%012d" % self.generation + bytes(4)  # group 0
         batch, *_, self.generation = self.tiers.plan_store([key], None, self.generation)
         self.tiers.take_evicted()
         if not len(batch):

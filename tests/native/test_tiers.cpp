@@ -3,10 +3,12 @@
 // reports of two ranks at random, from a seed. At rest nothing is in use any more, no slot is an
 // orphan, and every entry is found under its key. Exits with 1 on a failure.
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <list>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -30,6 +32,7 @@ uint64_t seed_now = 0;
 
 constexpr size_t kKeys = 60, kKeyBytes = 12;
 constexpr uint16_t kRanks = 2;
+constexpr std::array<uint64_t, 2> kGroupBytes{8192, 4096};
 
 struct Op {
   OpKind kind;
@@ -48,9 +51,12 @@ class World {
  public:
   explicit World(uint64_t seed) : dice_(seed), tiers_(options(dice_)) {
     for (size_t number = 0; number < kKeys; ++number) {
-      char key[kKeyBytes + 1];
-      std::snprintf(key, sizeof key, "%012zu", number);
+      char key[kKeyBytes - 3];
+      std::snprintf(key, sizeof key, "%08zu", number);
       keys_.emplace_back(key);
+      // The number of its group: 0, 3, or one that is not offloaded.
+      const int group = number % 10 == 9 ? 1 : number % 2 * 3;
+      keys_.back() += std::string{0, 0, 0, static_cast<char>(group)};
     }
   }
 
@@ -72,6 +78,7 @@ class World {
     made.cache_slots = 12;
     made.pool_slots = {10, 9};
     made.key_bytes = kKeyBytes;
+    made.group_ids = {0, 3};
     made.ranks = kRanks;
     made.credit = dice() % 8;
     made.demotes = dice() % 2;
@@ -92,6 +99,14 @@ class World {
     return found;
   }
 
+  // Now and then rows come in another order than keys.
+  std::vector<uint32_t> order(size_t count) {
+    std::vector<uint32_t> made(chance(50) ? count : 0);
+    std::iota(made.begin(), made.end(), 0u);
+    std::shuffle(made.begin(), made.end(), dice_);
+    return made;
+  }
+
   // ---- commands
 
   std::vector<const char*> hits(const std::vector<const char*>& keys) const {
@@ -105,14 +120,15 @@ class World {
     const std::vector<const char*> keys = some();
     const size_t what = dice_() % 20;
     if (what < 7) {
-      begin(OpKind::STORE, tiers_.plan_store(keys, {}, generation_).batch);
+      begin(OpKind::STORE, tiers_.plan_store(keys, {}, generation_, order(keys.size())).batch);
       tiers_.evicted.clear();
     } else if (what < 13) {
-      begin(OpKind::LOAD, tiers_.plan_load(hits(keys), dice_() % 3));
+      const std::vector<const char*> loaded = chance(90) ? hits(keys) : keys;  // some may be gone
+      begin(OpKind::LOAD, tiers_.plan_load(loaded, dice_() % 3, order(loaded.size())));
     } else if (what < 16) {
       tiers_.touch(keys, chance(50));
       std::vector<uint64_t> by_target(2);
-      tiers_.weigh(hits(keys), by_target);
+      tiers_.weigh(hits(keys), kGroupBytes, by_target);
     } else if (what < 18) {
       hold(keys.front());
     } else if (what == 18 && !holds_.empty()) {

@@ -8,6 +8,8 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm_nvmeof_offload.groups import Group, GroupKind
+
 BLOCK_BYTES = 4096
 GPU_BASE = 1 << 40
 STAGING_BASE = 1 << 20
@@ -105,6 +107,10 @@ class Knobs:
     @property
     def chunk_tokens(self) -> int:
         return self.blocks_per_chunk * self.block_tokens
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return (Group(0, GroupKind.FULL, self.chunk_tokens, self.blocks_per_chunk),)
 
     @property
     def request_tokens_max(self) -> int:

@@ -24,8 +24,8 @@ def remembered_answer_survives_another_source_set() -> list[Patch]:
     real = RememberedAnswers.recall
 
     def recall(self: Any, request_id: str, question: Any) -> int | None:
-        answer = self._answers.get(request_id)
-        sources = question.sources if answer is None else answer.question.sources
+        others = self._answers.get(request_id, {question.sources: None})
+        sources = next(iter(others))
         return real(self, request_id, replace(question, sources=sources))
 
     return [(RememberedAnswers, "recall", recall)]
@@ -36,7 +36,7 @@ def first_miss_is_not_asked_again() -> list[Patch]:
     real = RememberedAnswers.remember
 
     def remember(self: Any, name: str, question: Any, found: Any, keys: Any, _: Any) -> None:
-        real(self, name, question, found, keys, None)
+        real(self, name, question, found, keys, [])
 
     return [(RememberedAnswers, "remember", remember)]
 

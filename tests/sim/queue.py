@@ -5,15 +5,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 
-from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.manager.core import ManagerCore
 from vllm_nvmeof_offload.manager.remembered import Question
 from vllm_nvmeof_offload.manager.requests import Queue, WaitingRequests
 
 from .base import Clock, Knobs, Violation
 from .requests import BlockPool, Request
+
+
+@dataclass(frozen=True)
+class LookUp:
+    """vLLM's look-up of a request. found: tokens; None: it delays the request."""
+
+    sources: int
+    found: int | None
+    hits: Sequence[bytes]
+    misses: Sequence[bytes]
 
 
 class _Face:
@@ -48,8 +58,7 @@ class SimQueue:
         self._seen: set[str] = set()  # scheduled before
         self._had: dict[Request, int] = {}  # preempted request → the most tokens it had computed
         self._drafted: set[str] = set()  # requests that the last step scheduled with drafts
-        groups = (Group(0, GroupKind.FULL, knobs.chunk_tokens),)
-        queue = Queue(self._by_group, self._is_cached, groups, knobs.by_priority)
+        queue = Queue(self._by_group, self._is_cached, knobs.groups, knobs.by_priority)
         self.waiting = WaitingRequests(core, queue, clock)
         core.admission.prefill_rate = knobs.prefill_rate
 
@@ -57,32 +66,36 @@ class SimQueue:
         self._requests[str(request)] = request
         self.waiting.added(_Face(request))
 
-    def looked_up(self, request: Request, local: int, sources: int, found: int | None) -> None:
-        """A look-up found so many tokens; None: it delays the request. Rule 2: what is remembered
-        says the same."""
-        name = str(request)
-        question = Question(len(request.tokens), request.hashes[-1], local, None, sources)
-        remembered = self.waiting.answers.recall(name, question)
+    def looked_up(self, request: Request, local: int, look_up: LookUp) -> None:
+        """A look-up has ended. Rule 2: what is remembered says the same."""
+        name, found = str(request), look_up.found
+        question = Question(len(request.tokens), request.hashes[-1], local, None, look_up.sources)
+        answers = self.waiting.answers
+        remembered = answers.recall(name, question)
         if remembered is None:
-            self.waiting.looked_up(name, question, found)
+            answers.asked(name, question)
+            answers.remember(name, question, found, look_up.hits, look_up.misses)
             return
         self._counts["remembered_answers"] += 1
         if remembered != (found or 0):
             raise Violation("2", f"{request}: remembered {remembered}, a look-up finds {found}")
-        answer = self.waiting.answers.given(name, local, remembered)
-        if answer is not None and answer.find is not None:
-            size, keys = self._knobs.chunk_tokens, self._keys_of(name)
-            assert keys is not None
-            find = self._core.find(keys[local // size : -(-(local + remembered) // size)])
+        answer = answers.given(name, local, remembered)
+        if answer is not None and answer.question == question and answer.find is not None:
+            find = self._core.find(look_up.hits)
             if find.read_bytes != answer.find.read_bytes:
                 raise Violation("2", f"{request}: {answer.find} is remembered, it is {find}")
 
-    def decide(self, request: Request, local: int, found: int) -> int:
-        """The number of tokens to load of those that were found."""
-        return self.waiting.decide(str(request), local, found).tokens
+    def declines(self, request: Request, local: int, found: int) -> bool:
+        """Whether only what the CPU tier has of the found tokens is to be loaded."""
+        return bool(self.waiting.decide(str(request), local, found).declined)
+
+    def declined(self, request: Request, tokens: int) -> None:
+        """The CPU tier has so many of them."""
+        self.waiting.declined(str(request), tokens)
 
     def limit_s(self, request: Request) -> float | None:
-        return self.waiting.limit_s(str(request))
+        attempt = self.waiting.attempt(str(request))
+        return None if attempt is None else attempt.limit_s
 
     def allocated(self, request: Request) -> bool:
         """The request got its blocks; return whether it was preempted before."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_nvmeof_offload.copy.base import Pieces
+from vllm_nvmeof_offload.groups import RankGroup
 from vllm_nvmeof_offload.protocol import (
     Command,
     LoadCommand,
@@ -146,6 +147,7 @@ class SimRank:
             knobs.pool_slots,
             knobs.targets,
             HEADER_BYTES + knobs.blocks_per_chunk * BLOCK_BYTES,
+            tuple(RankGroup(group, BLOCK_BYTES) for group in knobs.groups),
             adopted,
         )
 

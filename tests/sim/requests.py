@@ -9,6 +9,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from vllm_nvmeof_offload.groups import GROUP_ID_BYTES
+
 from .base import Knobs
 
 _MASK = (1 << 64) - 1
@@ -89,7 +91,8 @@ class Request:
 
     def key(self, chunk: int, knobs: Knobs) -> bytes:
         """The offload key. Like vLLM's, it names the tokens and not the weights."""
-        return self.hashes[(chunk + 1) * knobs.chunk_tokens - 1].to_bytes(8, "big")
+        hashed = self.hashes[(chunk + 1) * knobs.chunk_tokens - 1].to_bytes(8, "big")
+        return hashed + bytes(GROUP_ID_BYTES)
 
     def load_failed(self, block: int, knobs: Knobs) -> None:
         """The tokens from this block on must be computed."""

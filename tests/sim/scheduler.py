@@ -15,7 +15,7 @@ from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, ManagerCore
 
 from .base import Clock, Knobs, Trace, Violation
 from .memory import Tag
-from .queue import SimQueue
+from .queue import LookUp, SimQueue
 from .rank import Metadata, Output, TransferJob, Work
 from .requests import BlockPool, Request, Status, request_to_free, store_again, take_victim
 from .rules import Rules
@@ -223,25 +223,18 @@ class SimScheduler:
                 break
             local.append(block)
         computed = len(local) * size
-        first_chunk = computed // knobs.chunk_tokens
         # Now and then only the CPU tier counts.
         cpu_only = self._step % 3 == 0 and request.rid % 3 == 0
-        sources = FROM_CPU if cpu_only else FROM_CPU | FROM_POOL
-        keys: list[bytes] = []
-        for chunk in range(first_chunk, len(request.tokens) // knobs.chunk_tokens):
-            key = request.key(chunk, knobs)
-            if not self._rules.lookup(key, sources):
-                break
-            keys.append(key)
-        found: int | None = max(0, (first_chunk + len(keys)) * knobs.chunk_tokens - computed)
-        if knobs.defer_shared_loads and self._loading_keys.intersection(keys):
-            found = None
-        self._queue.looked_up(request, computed, sources, found)
-        if found is None:
+        look_up = self._look_up(request, computed, FROM_CPU if cpu_only else FROM_CPU | FROM_POOL)
+        if look_up.found is None:
             return False  # vLLM asks again in the next step
-        external = self._queue.decide(request, computed, found)
-        self.counts["declined"] += external < found
-        keys = keys[: -(-(computed + external) // knobs.chunk_tokens) - first_chunk]
+        if self._queue.declines(request, computed, look_up.found):
+            self.counts["declined"] += 1
+            look_up = self._look_up(request, computed, FROM_CPU)
+            if look_up.found is None:
+                return False
+            self._queue.declined(request, look_up.found)
+        external, keys = look_up.found, look_up.hits
         needed = external // size + sum(self._blocks.is_free(b) for b in local)
         if not external:
             needed += 1
@@ -256,7 +249,25 @@ class SimScheduler:
         self.counts["resumes"] += self._queue.allocated(request)
         return True
 
-    def _load(self, request: Request, keys: list[bytes], external: int) -> None:
+    def _look_up(self, request: Request, computed: int, sources: int) -> LookUp:
+        knobs = self._knobs
+        first_chunk = computed // knobs.chunk_tokens
+        hits: list[bytes] = []
+        misses: list[bytes] = []
+        for chunk in range(first_chunk, len(request.tokens) // knobs.chunk_tokens):
+            key = request.key(chunk, knobs)
+            if not self._rules.lookup(key, sources):
+                misses.append(key)
+                break
+            hits.append(key)
+        found: int | None = max(0, (first_chunk + len(hits)) * knobs.chunk_tokens - computed)
+        if knobs.defer_shared_loads and self._loading_keys.intersection(hits):
+            found = None
+        look_up = LookUp(sources, found, hits, misses)
+        self._queue.looked_up(request, computed, look_up)
+        return look_up
+
+    def _load(self, request: Request, keys: Sequence[bytes], external: int) -> None:
         knobs = self._knobs
         size, per_chunk = knobs.block_tokens, knobs.blocks_per_chunk
         begin = len(request.blocks)

@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+from vllm_nvmeof_offload.groups import GROUP_ID_BYTES
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.eviction import choose_policy, credit_share
 from vllm_nvmeof_offload.manager.handshake import CREDITED, WritePolicy, agree
@@ -57,12 +58,12 @@ class World:
         knobs = self.knobs
         config = CoreConfig(
             world_size=knobs.ranks,
-            key_bytes=8,
+            key_bytes=8 + GROUP_ID_BYTES,
+            groups=knobs.groups,
             weights_never_change=knobs.weights_never_change,
             land_cache_share=knobs.land_share,
             reload_cache_share=knobs.reload_share,
             prefetch_cache_share=knobs.prefetch_share,
-            tokens_per_chunk=knobs.chunk_tokens,
             admission=knobs.admission,
             store_threshold=knobs.store_threshold,
             eviction_policy=self._policy_name,

@@ -8,7 +8,6 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="the scheduler side is vLLM's")
@@ -21,7 +20,7 @@ from vllm_nvmeof_offload.connector import NVMeoFOffloadingConnector
 from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.metrics import Counts
-from vllm_nvmeof_offload.protocol import AdoptedEntries, OpReport, RankHello
+from vllm_nvmeof_offload.protocol import OpReport, RankHello
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.vllm_adapter.old_kv import OldKV
 from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView
@@ -37,13 +36,8 @@ class Engine:
     """A connector's scheduler side around a manager whose CPU tier has so many slots."""
 
     def __init__(self, slots: int, kv_events: bool = False) -> None:
-        self.manager = NVMeoFOffloadingManager(
-            CoreConfig(
-                tokens_per_chunk=BLOCK,
-                groups=(Group(0, GroupKind.FULL, BLOCK),),
-                kv_events=kv_events,
-            )
-        )
+        self.manager = NVMeoFOffloadingManager(CoreConfig(kv_events=kv_events))
+        groups = (Group(0, GroupKind.FULL, BLOCK),)
         side = self.side = object.__new__(theirs.OffloadingConnectorScheduler)
         group: Any = SimpleNamespace(
             group_idx=0,
@@ -67,11 +61,10 @@ class Engine:
         connector = self.connector = object.__new__(NVMeoFOffloadingConnector)
         connector.connector_scheduler, connector._spent_s = side, 0.0
         connector._bounding_group_ids = ()
-        connector._view = SchedulerView(side, self.manager.config.groups, lambda: None)
+        connector._view = SchedulerView(side, groups, lambda: None)
         connector._old_kv = OldKV(self.manager.suspension, connector._view)
-        nothing = AdoptedEntries(np.empty(0, np.int64), np.empty(0, np.uint64), b"")
-        hello = RankHello(0, 0, "k", slots, 0, 1, 1 << 16, adopted=nothing)
-        self.manager.attach([hello], KEY_BYTES, connector._view.queue(by_priority=False))
+        hello = RankHello(0, 0, "k", slots, 0, 1, 1 << 16)
+        self.manager.attach([hello], KEY_BYTES, groups, connector._view.queue(by_priority=False))
 
     def _looked_up(self, *args: Any) -> None:
         self.hits += 1

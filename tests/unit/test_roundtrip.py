@@ -14,6 +14,7 @@ import numpy as np
 from vllm_nvmeof_offload.copy.base import Pieces
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
+from vllm_nvmeof_offload.groups import GROUP_ID_BYTES
 from vllm_nvmeof_offload.io.base import IoLimits, Waker
 from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
@@ -28,7 +29,7 @@ from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, 
 PAGE = 3000  # bytes: slots are padded to 4 KiB
 LAYERS, BLOCKS, PER_CHUNK = 3, 400, 2
 CACHE_SLOTS, STREAM_SLOTS = 12, 3
-KEY_BYTES = len(b"key-0000")
+KEY_BYTES = len(b"key-0000") + GROUP_ID_BYTES
 
 
 class Rank:
@@ -114,7 +115,7 @@ def rank_on(directory: Path) -> Iterator[Rank]:
 
 
 def test_chunks_come_back_from_every_tier_and_after_a_restart(tmp_path: Path) -> None:
-    keys = [b"key-%04d" % i for i in range(60)]
+    keys = [b"key-%04d" % i + bytes(GROUP_ID_BYTES) for i in range(60)]
     blocks = np.arange(60 * PER_CHUNK, dtype=np.int32)
     elsewhere = blocks + 60 * PER_CHUNK
     with rank_on(tmp_path) as rank:
@@ -143,7 +144,7 @@ def test_chunks_come_back_from_every_tier_and_after_a_restart(tmp_path: Path) ->
 
 
 def test_a_reset_also_voids_everything_on_disk(tmp_path: Path) -> None:
-    keys = [b"key-%04d" % i for i in range(8)]
+    keys = [b"key-%04d" % i + bytes(GROUP_ID_BYTES) for i in range(8)]
     blocks = np.arange(8 * PER_CHUNK, dtype=np.int32)
     with rank_on(tmp_path) as rank:
         rank.store(keys, blocks)
@@ -160,7 +161,7 @@ def test_a_reset_also_voids_everything_on_disk(tmp_path: Path) -> None:
 
 
 def test_a_damaged_slot_fails_only_its_chunk(tmp_path: Path) -> None:
-    keys = [b"key-%04d" % i for i in range(30)]
+    keys = [b"key-%04d" % i + bytes(GROUP_ID_BYTES) for i in range(30)]
     blocks = np.arange(30 * PER_CHUNK, dtype=np.int32)
     with rank_on(tmp_path) as rank:
         for start in (0, 10, 20):

@@ -30,10 +30,11 @@ from vllm_nvmeof_offload.manager.index import Entry, Source, State
 from vllm_nvmeof_offload.manager.kv_events import KvEventLog
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op, columns_of
 from vllm_nvmeof_offload.manager.load_or_recompute import Admission, Find, LoadTimes
+from vllm_nvmeof_offload.manager.prefix_order import prefix_order, tokens_by_source
 from vllm_nvmeof_offload.manager.store_threshold import StoreThreshold
 from vllm_nvmeof_offload.manager.target_choice import Targets
 from vllm_nvmeof_offload.metrics import Counts, Series
-from vllm_nvmeof_offload.native import Tiers
+from vllm_nvmeof_offload.native import Batch, Tiers
 from vllm_nvmeof_offload.protocol import (
     CancelCommand,
     Command,
@@ -104,6 +105,7 @@ class ManagerCore:
     ) -> None:
         self.config = config
         self.capacity = capacity = agreement.capacity
+        assert len(capacity.group_bytes) == len(config.groups), "ranks of another model"
         #: The weights are not those that the keyspace names: nothing is adoptable from now on.
         self.weights_changed = False
         #: Events since the start, under the names of `metrics.COUNTERS`.
@@ -123,9 +125,7 @@ class ManagerCore:
         #: The targets, for their verdicts and rates.
         self.targets = Targets(tiers, len(capacity.pool_slots))
         self.admission = Admission(config, self.targets.read_rates)
-        self._load_times = LoadTimes(
-            self._ledger, self.admission, clock, capacity, config.tokens_per_chunk
-        )
+        self._load_times = LoadTimes(self._ledger, self.admission, clock, capacity, config)
         slots = capacity.cache_slots + capacity.pool_slots_total
         self._threshold = StoreThreshold(config.store_threshold, max(_SIGHTINGS_MIN, slots))
         # Boot nonce and counter in one: compared only for equality.
@@ -141,6 +141,7 @@ class ManagerCore:
             slots,
             list(self.capacity.pool_slots),
             key_bytes=config.key_bytes,
+            group_ids=[group.group_id for group in config.groups],
             ranks=config.world_size,
             credit=int(config.credit_share * slots),
             writes=bool(self.capacity.pool_slots_total)
@@ -160,25 +161,23 @@ class ManagerCore:
         """Where `key` can be loaded from now; None is a miss."""
         return _SOURCES[self._tiers.lookup(key, sources)]
 
-    def present(self, keys: Sequence[bytes]) -> bytes:
-        """Which of `keys` a look-up over all tiers finds now: 1 or 0 by key."""
-        return self._tiers.present(keys)
+    def present(self, keys: Sequence[bytes], sources: int = FROM_CPU | FROM_POOL) -> bytes:
+        """Which of `keys` a look-up in these sources finds now: 1 or 0 by key."""
+        return self._tiers.present(keys, sources)
 
-    def find(self, keys: Sequence[bytes]) -> Find:
-        """Where `keys`, all of which `lookup` has just found, would be loaded from."""
-        leading, chunks = self._tiers.weigh(keys)
-        slot_bytes = self.capacity.slot_bytes
-        tokens = (len(keys) - leading) * self.config.tokens_per_chunk
-        return Find(
-            leading,
-            [count * slot_bytes for count in chunks],
-            self.queued_bytes(),
-            tokens,
-        )
+    def find(self, keys: Sequence[bytes], tokens: int = 0) -> Find:
+        """Where `keys`, all of which `lookup` has just found, would be loaded from.
+
+        tokens: that they bring, where there are several groups.
+        """
+        leading, read_bytes = self._tiers.weigh(keys, self.capacity.group_bytes)
+        if self.config.full_attention_only:
+            tokens = (len(keys) - leading) * self.config.groups[0].tokens_per_chunk
+        return Find(leading, read_bytes, self.queued_bytes(), tokens)
 
     def queued_bytes(self) -> list[int]:
         """Bytes by lane that loads have yet to read."""
-        return [count * self.capacity.slot_bytes for count in self._load_times.reading]
+        return self._load_times.reading.copy()
 
     def watch(self, keys: Sequence[bytes], sources: int) -> bool:
         """A remembered answer rests on `keys`; False: one of them misses."""
@@ -193,19 +192,27 @@ class ManagerCore:
         """How often all remembered answers became void."""
         return self._tiers.voided
 
-    def ended(self, keys: Iterable[bytes]) -> None:
-        """A request that used `keys`, in prefix order, has ended."""
-        self._tiers.touch(list(keys), ended=True)
+    def ended(self, keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None = None) -> None:
+        """A request that used `keys` has ended. ends: see `prepare_store`."""
+        keys, _ = self._in_prefix_order(keys, ends)
+        self._tiers.touch(keys, ended=True)
 
     # -- store ------------------------------------------------------------------------
 
-    def prepare_store(self, keys: Sequence[bytes]) -> StorePlan:
+    def prepare_store(
+        self, keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None = None
+    ) -> StorePlan:
         """Plan the store of those `keys` that are new and reached the threshold: as many as fit,
-        in their order."""
-        once = list(dict.fromkeys(keys))
-        wanted = self._threshold.see(once)
+        in prefix order. The command's rows have the order of `keys`.
+
+        ends: of each key, the number of the request's tokens up to its chunk's end, where there are
+        several groups; each key comes once then. None: the keys are in prefix order.
+        """
+        once = list(dict.fromkeys(keys)) if ends is None else keys
+        in_order, order = self._in_prefix_order(once, ends)
+        wanted = self._threshold.see(in_order)
         batch, absent, refused, self._generation = self._tiers.plan_store(
-            once, wanted, self._generation
+            in_order, wanted, self._generation, order
         )
         self.counters["below_threshold_chunks"] += absent - len(batch) - refused
         self.counters["stored_chunks"] += len(batch)
@@ -218,6 +225,15 @@ class ManagerCore:
         self._count()
         return StorePlan(command, self._tiers.take_evicted(), refused)
 
+    def _in_prefix_order(
+        self, keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None
+    ) -> tuple[Sequence[bytes], npt.NDArray[np.uint32] | None]:
+        """The keys sorted, and the index that each had; None: they were in order."""
+        if ends is None or not keys:
+            return keys, None
+        order = prefix_order(keys, ends, self.config.groups)
+        return [keys[at] for at in order.tolist()], order
+
     def supersede(self, keys: Sequence[bytes]) -> None:
         """These provisional chunks are the next to be evicted, unless somebody uses them."""
         self._tiers.supersede(keys)
@@ -228,23 +244,44 @@ class ManagerCore:
 
     # -- load -------------------------------------------------------------------------
 
-    def prepare_load(self, keys: Sequence[bytes], limit_s: float | None = None) -> LoadCommand:
-        """Plan the load of `keys`, all of which `lookup` has just found; pins them.
+    def prepare_load(
+        self,
+        keys: Sequence[bytes],
+        limit_s: float | None = None,
+        *,
+        tokens: range = range(0),
+        ends: npt.NDArray[np.int64] | None = None,
+    ) -> LoadCommand:
+        """Plan the load of `keys`; pins them. A key that is gone fails with STALE.
 
-        limit_s: time without prompts after which the load is cut off; None: never.
+        limit_s: time without prompts after which the load is cut off; None: never. tokens: the
+        request's tokens that the load brings, where there are several groups. ends: see
+        `prepare_store`.
         """
         land_max = int(self.config.land_cache_share * self.capacity.cache_slots)
-        batch = self._tiers.plan_load(keys, land_max)
+        in_order, order = self._in_prefix_order(keys, ends)
+        batch = self._tiers.plan_load(in_order, land_max, order)
         op = self._ledger.open(OpKind.LOAD, batch)
+        op.tokens = len(tokens)
         self._load_times.planned(op, limit_s)
         self._holds.used(keys)
-        from_pool = int(np.count_nonzero(batch.places >= 0))
-        tokens = self.config.tokens_per_chunk
-        self.counters["loaded_tokens", "cpu"] += (len(batch) - from_pool) * tokens
-        self.counters["loaded_tokens", "pool"] += from_pool * tokens
+        self._count_loaded(batch, tokens, ends)
         self._tiers.drain()
         self._count()
         return LoadCommand(op.number, columns_of(batch))
+
+    def _count_loaded(
+        self, batch: Batch, tokens: range, ends: npt.NDArray[np.int64] | None
+    ) -> None:
+        from_pool = batch.places >= 0
+        if ends is None:
+            chunks = int(np.count_nonzero(from_pool))
+            per_chunk = self.config.groups[0].tokens_per_chunk
+            cpu, pool = (len(batch) - chunks) * per_chunk, chunks * per_chunk
+        else:
+            cpu, pool = tokens_by_source(tokens, ends, from_pool, batch.groups, self.config.groups)
+        self.counters["loaded_tokens", "cpu"] += cpu
+        self.counters["loaded_tokens", "pool"] += pool
 
     # -- commands and reports ---------------------------------------------------------
 
@@ -363,7 +400,14 @@ class ManagerCore:
             self.counters[series] += len(same)
             self.last_failures[series] = outcome
         if op.kind is OpKind.LOAD:
-            self.counters["failed_load_tokens"] += len(codes) * self.config.tokens_per_chunk
+            self.counters["failed_load_tokens"] += self._tokens_lost(op, len(codes))
+
+    def _tokens_lost(self, op: Op, chunks: int) -> int:
+        """Tokens that are computed again because so many more chunks of a load have failed."""
+        if self.config.full_attention_only:
+            return chunks * self.config.groups[0].tokens_per_chunk
+        was_lost, op.lost = op.lost, True
+        return 0 if was_lost else op.tokens
 
     def _count(self) -> None:
         """Take over what the tiers have counted."""

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_nvmeof_offload.groups import Group, GroupKind
+from vllm_nvmeof_offload.groups import Group, GroupKind, leading
 from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello, slots_by_target, targets_of
+from vllm_nvmeof_offload.units import slot_stride_bytes
 
 #: Configured name of the eviction policy under which a chunk's returns count (`Recency`).
 CREDITED = "credited_lru"
@@ -54,7 +56,6 @@ class CoreConfig:
     land_cache_share: float = 0.5
     reload_cache_share: float = 0.25
     prefetch_cache_share: float = 0.25
-    tokens_per_chunk: int = 1
     admission: bool = True
     prefill_tokens_per_s: float | None = None
     read_bytes_per_s: float | None = None
@@ -63,18 +64,51 @@ class CoreConfig:
     report_deadline_s: float = 60.0
     kv_events: bool = False
 
+    @property
+    def full_attention_only(self) -> bool:
+        """One group, of full attention. Then every chunk brings its own tokens, and a load whose
+        middle is missing still brings those before it."""
+        return len(self.groups) == 1 and self.groups[0].kind is GroupKind.FULL
+
+    def tokens_in(self, slots: int) -> int:
+        """The tokens of which so many slots hold the KV, without boundaries' windows and states."""
+        dense = self._dense or (self.groups[leading(self.groups)],)
+        unit = math.lcm(*(group.tokens_per_chunk for group in dense))
+        return slots * unit // sum(unit // group.tokens_per_chunk for group in dense)
+
+    @property
+    def boundary_slots(self) -> int:
+        """The slots that the windows and states of one boundary take."""
+        tails = (group for group in self.groups if group not in self._dense)
+        return sum(group.reach_chunks or 0 for group in tails)
+
+    @property
+    def _dense(self) -> tuple[Group, ...]:
+        """The groups of which every chunk is kept."""
+        kinds = (GroupKind.FULL, GroupKind.LOCAL)
+        return tuple(group for group in self.groups if group.kind in kinds)
+
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Slots that every rank has, and the shape they share. pool_slots: by target."""
+    """Slots that every rank has, and the shape they share. pool_slots: by target.
+
+    group_bytes: by group, what one of its chunks takes of a slot, on the rank where that is most.
+    """
 
     cache_slots: int
     pool_slots: tuple[int, ...]
     slot_bytes: int
+    group_bytes: tuple[int, ...]
 
     @property
     def pool_slots_total(self) -> int:
         return sum(self.pool_slots)
+
+    @property
+    def slot_fill(self) -> float:
+        """The share of a slot that a chunk takes, on average over the groups."""
+        return sum(self.group_bytes) / len(self.group_bytes) / self.slot_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +126,15 @@ class Agreement:
 def agree(hellos: Sequence[RankHello]) -> Agreement:
     """Capacity is the minimum over the ranks, the index the intersection of their tables."""
     first = hellos[0]
+    groups = tuple(of_rank.group for of_rank in first.groups)
+    for hello in hellos:
+        assert tuple(of_rank.group for of_rank in hello.groups) == groups, "ranks of other models"
     pool_slots = min(h.pool_slots for h in hellos)
     capacity = Capacity(
         min(h.cache_slots for h in hellos),
         slots_by_target(pool_slots, first.target_count),
         first.slot_bytes,
+        _group_bytes(hellos) if groups else (first.slot_bytes,),
     )
     found = max(len(h.adopted) for h in hellos)
     shapes = {(h.engine_index, h.keyspace, h.target_count) for h in hellos}
@@ -115,6 +153,11 @@ def agree(hellos: Sequence[RankHello]) -> Agreement:
         in_range = (entries.places & 0xFFFFFFFF) < slots_of
         entries = entries if in_range.all() else _take(entries, np.flatnonzero(in_range))
     return Agreement(capacity, entries, found - len(entries), (note,) if lost else ())
+
+
+def _group_bytes(hellos: Sequence[RankHello]) -> tuple[int, ...]:
+    by_rank = [[slot_stride_bytes(g.payload_bytes) for g in hello.groups] for hello in hellos]
+    return tuple(max(of_group) for of_group in zip(*by_rank, strict=True))
 
 
 def _in_order(adopted: AdoptedEntries) -> AdoptedEntries:

@@ -11,11 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
 from vllm_nvmeof_offload.errors import Outcome
-from vllm_nvmeof_offload.protocol import ChunkBatch, OpKind, targets_of
+from vllm_nvmeof_offload.protocol import ChunkBatch, OpKind
 
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.native import Batch
@@ -34,9 +31,12 @@ class Op:
     batch: Batch | None
     ranks_left: int  # of a reset: ranks that have not reported
     failure: Outcome | None = None  # of a reset, on some rank
-    #: For a load: chunks by target that it reads, and that others had yet to read before it.
+    #: For a load: bytes by target that it reads, and that others had yet to read before it.
     lanes: Sequence[int] = ()
     queued: Sequence[int] = ()
+    #: For a load of several groups: the tokens that it brings, all or none; lost: none.
+    tokens: int = 0
+    lost: bool = False
     #: A fetch that is there to be timed.
     probe: bool = False
     #: Its duration on the slowest of the ranks that have reported.
@@ -56,9 +56,12 @@ class Op:
 
 def columns_of(batch: Batch) -> ChunkBatch:
     """The columns of a batch that go to the ranks. They are copies: the rows change later."""
-    groups = np.zeros(len(batch), np.uint8)
     return ChunkBatch(
-        batch.keys, batch.generations.copy(), batch.cache.copy(), batch.places.copy(), groups
+        batch.keys,
+        batch.generations.copy(),
+        batch.cache.copy(),
+        batch.places.copy(),
+        batch.groups.copy(),
     )
 
 
@@ -98,9 +101,3 @@ class Ledger:
     def close(self, op: Op) -> None:
         """Every rank has reported and released all of it."""
         del self._ops[op.number]
-
-
-def target_counts(places: npt.NDArray[np.int64], targets: int) -> list[int]:
-    """The number of places on each target; rows without a place do not count."""
-    counts: list[int] = np.bincount(targets_of(places[places >= 0]), minlength=targets).tolist()
-    return counts

@@ -34,7 +34,8 @@ import numpy.typing as npt
 
 from vllm_nvmeof_offload.errors import OutcomeKind, code_of
 from vllm_nvmeof_offload.manager.handshake import Capacity, CoreConfig
-from vllm_nvmeof_offload.manager.ledger import Ledger, Op, target_counts
+from vllm_nvmeof_offload.manager.ledger import Ledger, Op
+from vllm_nvmeof_offload.protocol import targets_of
 
 
 def _codes_among(*kinds: OutcomeKind) -> npt.NDArray[np.bool_]:
@@ -69,7 +70,7 @@ _MISSED_WHERE_CUT = _codes_among(OutcomeKind.DEADLINE, OutcomeKind.CANCELLED)
 class Find:
     """A look-up's hit. leading_cpu: chunks at its front that the CPU tier has.
 
-    Of the chunks behind these, read_bytes: by lane, to be read; tokens: that loading saves the
+    Of the chunks behind these, read_bytes: by lane, to be read. tokens: that reading them saves the
     model. queued_bytes: by lane, that other loads have yet to read.
     """
 
@@ -90,8 +91,12 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """The decision on a hit. tokens: to load; declined: found, and not to be loaded."""
+    """The decision on a hit behind `local` tokens in GPU memory.
 
+    tokens: to load; declined: found, and not to be loaded; limit_s: when to cut the load off.
+    """
+
+    local: int
     tokens: int
     declined: int
     limit_s: float | None
@@ -203,19 +208,19 @@ class LoadTimes:
         admission: Admission,
         clock: Callable[[], float],
         capacity: Capacity,
-        tokens_per_chunk: int,
+        config: CoreConfig,
     ) -> None:
-        #: By lane: chunks that loads have yet to read there.
+        #: By lane: bytes that loads have yet to read there.
         self.reading = [0] * len(capacity.pool_slots)
         self._limits_s: dict[Op, float] = {}  # of loads under way; infinite: it was cut off
         self._ledger, self._admission, self._clock = ledger, admission, clock
-        self._slot_bytes, self._tokens_per_chunk = capacity.slot_bytes, tokens_per_chunk
+        self._group_bytes = np.array(capacity.group_bytes, np.int64)
+        self._config = config
 
     def planned(self, op: Op, limit_s: float | None) -> None:
         """The load goes to the workers. limit_s: when it is cut off; None: never."""
         op.queued = tuple(self.reading)
-        _, places = self._columns(op)
-        op.lanes = target_counts(places, len(self.reading))
+        op.lanes = self._bytes(op, self._read(op))
         self._count(op, 1)
         if limit_s is not None:
             self._limits_s[op] = limit_s
@@ -240,17 +245,21 @@ class LoadTimes:
 
     def learn(self, op: Op, was_cut: bool) -> None:
         """Let admission learn from a load or a probe that has its outcome."""
-        codes, places = self._columns(op)
-        read = target_counts(places[_READ[codes]], len(self.reading))
+        assert op.batch is not None
+        codes, asked = op.batch.codes, self._read(op)
+        read = asked & _READ[codes]
         missing = _MISSED_WHERE_CUT if was_cut else _MISSED
-        missed = bool(missing[codes][places >= 0].any())
-        if not missed and not any(read):
+        missed = bool(missing[codes][asked].any())
+        if not missed and not read.any():
             return  # a load that failed at once has no meaningful time
+        tokens = op.tokens
+        if self._config.full_attention_only:
+            tokens = int(np.count_nonzero(read)) * self._config.groups[0].tokens_per_chunk
         self._admission.took(
             self._waited_s(op, op.seconds),
-            [count * self._slot_bytes for count in read],
-            [count * self._slot_bytes for count in op.queued or [0] * len(read)],
-            tokens=None if op.probe else sum(read) * self._tokens_per_chunk,
+            self._bytes(op, read),
+            op.queued or [0] * len(self.reading),
+            tokens=None if op.probe else tokens,
             missed=missed,
         )
 
@@ -263,6 +272,15 @@ class LoadTimes:
             self.reading[lane] += sign * count
 
     @staticmethod
-    def _columns(op: Op) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    def _read(op: Op) -> npt.NDArray[np.bool_]:
+        """By row, whether it is read from the pool."""
         assert op.batch is not None
-        return op.batch.codes, op.batch.places
+        return op.batch.places >= 0
+
+    def _bytes(self, op: Op, rows: npt.NDArray[np.bool_]) -> list[int]:
+        """The bytes of these rows by lane; each of them has a place."""
+        assert op.batch is not None
+        lanes = targets_of(op.batch.places[rows])
+        weights = self._group_bytes[op.batch.groups[rows]]
+        of_lanes: list[float] = np.bincount(lanes, weights, len(self.reading)).tolist()
+        return list(map(int, of_lanes))

@@ -4,38 +4,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import OutcomeKind
 from vllm_nvmeof_offload.manager.core import ManagerCore
-from vllm_nvmeof_offload.manager.handshake import Capacity
+from vllm_nvmeof_offload.manager.handshake import Capacity, CoreConfig
 from vllm_nvmeof_offload.metrics import Counts, Series
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.units import format_bytes
+
+#: A larger share of the slots' bytes that no chunk fills is warned of.
+_UNUSED_MAX = 0.25
 
 
 def start_line(hellos: Sequence[RankHello], core: ManagerCore) -> str:
     """One log line on all ranks together; a value that differs is given with its ranks."""
     first, ranks, capacity = hellos[0], len(hellos), core.capacity
-    tokens_per_chunk = core.config.tokens_per_chunk
-    adopted = int(core.counters["adopted_chunks"])
+    config, adopted = core.config, int(core.counters["adopted_chunks"])
     size = capacity.slot_bytes
     pinned = sum((hello.cache_slots + hello.stream_slots) * hello.slot_bytes for hello in hellos)
     replica = f"replica {first.replica}: " if first.replica is not None else ""
     tier = (
-        f"{replica}CPU tier of {capacity.cache_slots * tokens_per_chunk:,} tokens "
+        f"{replica}CPU tier of {_tokens(config, capacity.cache_slots)} "
         f"({capacity.cache_slots} cache slots of {format_bytes(size)}) and {first.stream_slots} "
         f"stream slots in {format_bytes(pinned)} of pinned memory on "
         f"{ranks} {'rank' if ranks == 1 else 'ranks'}"
     )
     parts = [
         tier,
-        _pool(first, capacity, tokens_per_chunk, ranks),
+        _pool(first, capacity, config, ranks),
+        *_groups(config, capacity),
         f"engine {_by_rank(hellos, 'io_engine')}",
         f"copies by {_by_rank(hellos, 'copy_engine')}",
-        f"evicts by {core.config.eviction_policy}",
-        f"{adopted} chunks adopted ({adopted * tokens_per_chunk:,} tokens)",
+        f"evicts by {config.eviction_policy}",
+        _adopted(config, adopted),
         f"keyspace {first.keyspace}",
     ]
     lines = {line: None for hello in hellos for line in hello.fallbacks}
@@ -46,13 +49,39 @@ def start_line(hellos: Sequence[RankHello], core: ManagerCore) -> str:
     return "; ".join(parts)
 
 
-def _pool(first: RankHello, capacity: Capacity, tokens_per_chunk: int, ranks: int) -> str:
+def _tokens(config: CoreConfig, slots: int) -> str:
+    """The tokens that so many slots hold."""
+    at_most = "at most " if config.boundary_slots else ""
+    return f"{at_most}{config.tokens_in(slots):,} tokens"
+
+
+def _groups(config: CoreConfig, capacity: Capacity) -> Iterable[str]:
+    if config.full_attention_only:
+        return
+    sizes = ", ".join(map(format_bytes, capacity.group_bytes))
+    kinds = ", ".join(group.kind.name.lower() for group in config.groups)
+    count = len(config.groups)
+    yield f"{count} KV cache {'group' if count == 1 else 'groups'} ({kinds}) with chunks of {sizes}"
+    if config.boundary_slots:
+        yield f"each boundary's windows and states take {config.boundary_slots} slots"
+    unused = 1 - capacity.slot_fill
+    if unused > _UNUSED_MAX:
+        yield f"WARNING {unused:.0%} of the slots' bytes are unused: groups' chunks differ in size"
+
+
+def _adopted(config: CoreConfig, chunks: int) -> str:
+    """Of chunks of several groups nobody knows how many tokens they make."""
+    tokens = f" ({config.tokens_in(chunks):,} tokens)" if config.full_attention_only else ""
+    return f"{chunks} chunks adopted{tokens}"
+
+
+def _pool(first: RankHello, capacity: Capacity, config: CoreConfig, ranks: int) -> str:
     slots = capacity.pool_slots_total
     if not slots:
         return "no pool: what leaves the CPU tier is gone"
     size = format_bytes(slots * capacity.slot_bytes * ranks)
     return (
-        f"pool of {slots * tokens_per_chunk:,} tokens ({slots} slots, "
+        f"pool of {_tokens(config, slots)} ({slots} slots, "
         f"{size} over all ranks) in engine-{first.engine_index} on {', '.join(first.targets)}"
     )
 

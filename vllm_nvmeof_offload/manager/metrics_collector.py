@@ -49,8 +49,8 @@ class MetricsCollector:
         gauges["adoption_seconds"] = max(hello.adoption_s for hello in hellos)
         gauges["stream_slots"] = sum(hello.stream_slots for hello in hellos)
         gauges["slot_bytes"] = core.capacity.slot_bytes
-        cache_tokens = core.capacity.cache_slots * core.config.tokens_per_chunk
-        gauges["capacity_tokens", "cpu"] = cache_tokens
+        gauges["slot_fill"] = core.capacity.slot_fill
+        gauges["capacity_tokens", "cpu"] = core.config.tokens_in(core.capacity.cache_slots)
 
     def take_increases(self) -> dict[Series, float]:
         """Counters' increases since the last call; the first has every series, if only as 0."""
@@ -76,8 +76,7 @@ class MetricsCollector:
             for series, value in core.gauges().items()
             if (series if isinstance(series, str) else series[0]) in GAUGES
         }
-        pool_tokens = gauges["pool_slots"] * core.config.tokens_per_chunk
-        gauges["capacity_tokens", "pool"] = pool_tokens
+        gauges["capacity_tokens", "pool"] = core.config.tokens_in(int(gauges["pool_slots"]))
         for target, verdict in enumerate(core.targets.worst_verdicts()):
             gauges["target_verdict", str(target)] = verdict
             gauges["target_read_bytes_per_second", str(target)] = core.targets.read_rates[target]

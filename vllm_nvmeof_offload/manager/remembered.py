@@ -4,7 +4,11 @@
 vLLM looks up the request at the head of its queue in every step, key by key, until the request gets
 its GPU blocks. The answer rests on the chunks that were found: the tiers watch these, and void all
 answers when one of them leaves, moves to another tier or begins to be loaded, and at verdicts and
-resets. It also rests on the key at which the look-up stopped, which is asked again each time.
+resets. It also rests on the keys at which the groups' look-ups stopped, which are asked again each
+time.
+
+If admission declines the pool, the request is looked up again in the CPU tier only, and this second
+answer is remembered beside the first. vLLM's state of the request is that of the last real look-up.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_nvmeof_offload.manager.load_or_recompute import Attempt, Find
+from vllm_nvmeof_offload.manager.load_or_recompute import Decision, Find
 
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.manager.core import ManagerCore
@@ -22,7 +26,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Question:
     """What a look-up asks. tokens: of the request; last_hash: of its last whole block, which stands
-    for all before; local: tokens in GPU memory; cap: tokens to load at most."""
+    for all before; local: tokens in GPU memory; cap: tokens to load at most; sources: that may
+    hit."""
 
     tokens: int
     last_hash: object
@@ -33,40 +38,41 @@ class Question:
 
 @dataclass(slots=True)
 class Answer:
-    """found: tokens. stopped_at: the key that missed; None: the look-up ended at the last key, or
-    at the cap. voided: the tiers' count when it was given. The others are admission's."""
+    """found: tokens. misses: the keys that missed. voided: the tiers' count when it was given. The
+    others are admission's."""
 
     question: Question
     found: int
-    stopped_at: bytes | None
+    misses: Sequence[bytes]
     voided: int
     find: Find | None = None
-    attempt: Attempt | None = None
+    decision: Decision | None = None
     declined: Sequence[bytes] = ()
     decided_s: float = 0.0
     reading: bool = True  # admission's state after the decision
 
 
 class RememberedAnswers:
-    """By request, its last answer."""
+    """By request, its last answers: one per set of sources."""
 
     def __init__(self, core: ManagerCore) -> None:
         self._core = core
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, dict[int, Answer]] = {}
+        self._last: dict[str, Question] = {}  # of the last real look-up
 
     def recall(self, request_id: str, question: Question) -> int | None:
         """The tokens that a look-up would find; None: only a look-up can tell."""
-        answer = self._answers.get(request_id)
+        answers = self._answers.get(request_id)
+        answer = answers.get(question.sources) if answers is not None else None
         if answer is None:
             return None
-        stopped_at = answer.stopped_at
         if (
             answer.question == question
             and answer.voided == self._core.voided
-            and (stopped_at is None or self._core.lookup(stopped_at, question.sources) is None)
+            and 1 not in self._core.present(answer.misses, question.sources)
         ):
             return answer.found
-        self.forget(request_id)
+        self._drop(request_id, question.sources)
         return None
 
     def remember(
@@ -74,26 +80,44 @@ class RememberedAnswers:
         request_id: str,
         question: Question,
         found: int | None,
-        keys: Sequence[bytes],
-        stopped_at: bytes | None,
+        hits: Sequence[bytes],
+        misses: Sequence[bytes],
     ) -> None:
-        """A look-up found so many tokens, in the chunks `keys`; None: vLLM delays the request."""
-        self.forget(request_id)
+        """A real look-up, for which these keys hit and missed, found so many tokens; None: vLLM
+        delays the request."""
+        self._drop(request_id, question.sources)
         # What vLLM found must be what the tiers have: all else is not remembered.
-        if not found or not keys or not self._core.watch(keys, question.sources):
+        if not found or not hits or not self._core.watch(hits, question.sources):
             return
-        if stopped_at is not None and self._core.lookup(stopped_at, question.sources) is not None:
-            stopped_at = None  # it ended at the cap
-        self._answers[request_id] = Answer(question, found, stopped_at, self._core.voided)
+        answer = Answer(question, found, misses, self._core.voided)
+        self._answers.setdefault(request_id, {})[question.sources] = answer
+
+    def asked(self, request_id: str, question: Question) -> None:
+        """A real look-up asked this."""
+        self._last[request_id] = question
+
+    def was_last(self, request_id: str, question: Question) -> bool:
+        """Whether the last real look-up of the request asked this: vLLM's state of the request is
+        the one that it left."""
+        return self._last.get(request_id) == question
 
     def given(self, request_id: str, local: int, found: int) -> Answer | None:
-        """The answer that the request was just given, if it is remembered."""
-        answer = self._answers.get(request_id)
+        """The answer from all sources that the request was just given, if it is remembered."""
+        answers = self._answers.get(request_id)
+        answer = answers[max(answers)] if answers else None
         if answer is None or answer.voided != self._core.voided:
             return None
         return answer if (answer.question.local, answer.found) == (local, found) else None
 
     def forget(self, request_id: str) -> None:
         """The request has got or given back GPU blocks, or has ended."""
+        self._last.pop(request_id, None)
         if self._answers.pop(request_id, None) is not None and not self._answers:
             self._core.unwatch()
+
+    def _drop(self, request_id: str, sources: int) -> None:
+        answers = self._answers.get(request_id)
+        if answers is not None and answers.pop(sources, None) is not None and not answers:
+            del self._answers[request_id]
+            if not self._answers:
+                self._core.unwatch()

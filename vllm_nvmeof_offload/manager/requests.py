@@ -19,8 +19,8 @@ from vllm_nvmeof_offload.groups import Group, GroupKind, leading
 from vllm_nvmeof_offload.manager import boundary
 from vllm_nvmeof_offload.manager.core import ManagerCore
 from vllm_nvmeof_offload.manager.hold_and_prefetch import Order
-from vllm_nvmeof_offload.manager.load_or_recompute import Attempt
-from vllm_nvmeof_offload.manager.remembered import Question, RememberedAnswers
+from vllm_nvmeof_offload.manager.load_or_recompute import Attempt, Decision
+from vllm_nvmeof_offload.manager.remembered import RememberedAnswers
 from vllm_nvmeof_offload.metrics import Counts
 
 
@@ -157,23 +157,21 @@ class WaitingRequests:
             # vLLM computes at least the last token, so a load never has all chunks.
             self._follow(request, request.num_tokens - 1, order)
 
-    def looked_up(self, request_id: str, question: Question, found: int | None) -> None:
-        """vLLM's look-up found so many tokens; None: it delays the request."""
-        keys, local = self._keys(request_id), question.local
-        if len(keys) > 1 or not self._full:
-            self.answers.forget(request_id)
-            return
-        first, last = self._chunks(local, found or 0)
-        stopped_at = keys[0][last] if last < len(keys[0]) else None
-        self.answers.remember(request_id, question, found, keys[0][first:last], stopped_at)
-
     def decide(self, request_id: str, local: int, found: int) -> Attempt:
-        """Decide how many of `found` tokens to load; they follow `local` tokens in GPU memory."""
+        """Decide whether to load the `found` tokens that follow `local` tokens in GPU memory.
+
+        If it is declined, the caller looks the request up in the CPU tier only, and reports to
+        `declined`.
+        """
         in_gpu = local // self._tokens_per_chunk if self._full else 0
         self._core.reload.looked_up(request_id, in_gpu)
-        attempt = Attempt(found, 0, None)
+        attempt = Attempt(local, found, 0, None)
         if found and self._core.admission.automatic:
-            attempt = self._decide(request_id, local, found)
+            decision = self._decide(request_id, local, found)
+            if decision.load:
+                attempt = replace(attempt, limit_s=decision.limit_s)
+            else:
+                attempt = Attempt(local, 0, found, None)
             self._log_change()
         if found:
             self._attempts[request_id] = attempt
@@ -182,32 +180,34 @@ class WaitingRequests:
         self.resumes.offered(request_id, local, attempt.tokens)
         return attempt
 
-    def _decide(self, request_id: str, local: int, found: int) -> Attempt:
+    def declined(self, request_id: str, tokens: int) -> None:
+        """The CPU tier has so many tokens of a hit that was declined: these are loaded."""
+        attempt = self._attempts[request_id]
+        left = max(0, attempt.declined - tokens)
+        self._attempts[request_id] = replace(attempt, tokens=tokens, declined=left)
+        self.resumes.offered(request_id, attempt.local, tokens)
+
+    def _decide(self, request_id: str, local: int, found: int) -> Decision:
         admission, now_s = self._core.admission, self._clock()
         answer = self.answers.given(request_id, local, found)
-        if answer is not None and answer.attempt is not None and answer.find is not None:
+        if answer is not None and answer.decision is not None:
             recent = now_s - answer.decided_s < _DECIDE_AGAIN_S
             if recent and answer.reading is admission.reading:
                 self._declined = answer.declined
-                return answer.attempt
-        keys = self._wanted(request_id, local, found)
+                return answer.decision
         if answer is not None and answer.find is not None:
             find = replace(answer.find, queued_bytes=self._core.queued_bytes())
         else:
-            find = self._core.find(keys)
+            find = self._core.find(self._wanted(request_id, local, found), found)
         decision = admission.decide(find.read_bytes, find.queued_bytes, find.tokens)
         declined: Sequence[bytes] = ()
-        if decision.load:
-            attempt = Attempt(found, 0, decision.limit_s)
-        else:
-            first, _ = self._chunks(local, found)
-            tokens = max(0, (first + find.leading_cpu) * self._tokens_per_chunk - local)
-            attempt = Attempt(tokens, found - tokens, None)
-            declined = self._declined = keys[find.leading_cpu :]
+        if not decision.load:
+            declined = self._wanted(request_id, local, found)[find.leading_cpu :]
+            self._declined = declined
         if answer is not None:
-            answer.find, answer.attempt, answer.declined = find, attempt, declined
+            answer.find, answer.decision, answer.declined = find, decision, declined
             answer.decided_s, answer.reading = now_s, admission.reading
-        return attempt
+        return decision
 
     def _keys(self, request_id: str) -> Sequence[Sequence[bytes]]:
         """By group position."""
@@ -218,10 +218,6 @@ class WaitingRequests:
     def _wanted(self, request_id: str, local: int, found: int) -> Sequence[bytes]:
         """The keys of a load of `found` tokens behind `local`: full prefix first."""
         return boundary.wanted(self._queue.groups, self._keys(request_id), local, local + found)
-
-    def _chunks(self, local: int, found: int) -> tuple[int, int]:
-        """The first chunk of which a load brings tokens, and the one behind the last."""
-        return local // self._tokens_per_chunk, -(-(local + found) // self._tokens_per_chunk)
 
     def allocated(self, request_id: str) -> Attempt | None:
         """The request got its GPU blocks: count what it gets back, and the decision on its hit."""
@@ -235,10 +231,9 @@ class WaitingRequests:
             self._core.counters["declined_tokens"] += attempt.declined
         return attempt
 
-    def limit_s(self, request_id: str) -> float | None:
-        """Seconds that the load which is being planned for this request may take."""
-        attempt = self._attempts.get(request_id)
-        return attempt.limit_s if attempt else None
+    def attempt(self, request_id: str) -> Attempt | None:
+        """What was decided on the load that is being planned for this request."""
+        return self._attempts.get(request_id)
 
     def step(self, scheduler_output: Any) -> None:
         """Take in one `SchedulerOutput`."""

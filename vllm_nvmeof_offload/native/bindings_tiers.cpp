@@ -93,13 +93,14 @@ MakeOrder order_maker(nb::object make) {
 }
 
 void make_tiers(Tiers* at, Slot cache_slots, const std::vector<Slot>& pool_slots, size_t key_bytes,
-                uint16_t ranks, uint64_t credit, bool writes, bool demotes, bool logs_moves,
-                size_t writes_max, size_t clean_min, const std::vector<bool>& slot_errnos,
-                nb::object policy) {
+                const std::vector<uint32_t>& group_ids, uint16_t ranks, uint64_t credit,
+                bool writes, bool demotes, bool logs_moves, size_t writes_max, size_t clean_min,
+                const std::vector<bool>& slot_errnos, nb::object policy) {
   Options options;
   options.cache_slots = cache_slots;
   options.pool_slots = pool_slots;
   options.key_bytes = key_bytes;
+  options.group_ids = group_ids;
   options.ranks = ranks;
   options.credit = credit;
   options.writes = writes;
@@ -123,18 +124,20 @@ nb::bytes present(const Tiers& tiers, nb::handle keys, uint8_t sources) {
   return bytes_of(tiers.present(KeyList(keys, tiers.index.key_bytes()), sources));
 }
 
-std::tuple<size_t, std::vector<uint64_t>> weigh(const Tiers& tiers, nb::handle keys) {
+std::tuple<size_t, std::vector<uint64_t>> weigh(const Tiers& tiers, nb::handle keys,
+                                                const std::vector<uint64_t>& group_bytes) {
   std::vector<uint64_t> by_target(tiers.targets.size());
-  const size_t leading = tiers.weigh(KeyList(keys, tiers.index.key_bytes()), by_target);
+  const size_t leading =
+      tiers.weigh(KeyList(keys, tiers.index.key_bytes()), group_bytes, by_target);
   return {leading, by_target};
 }
 
 using Stored = std::tuple<Batch, size_t, size_t, uint64_t>;
 
 Stored plan_store(Tiers& tiers, nb::handle keys, std::optional<Column<uint8_t>> wanted,
-                  uint64_t generation) {
-  StorePlan plan =
-      tiers.plan_store(KeyList(keys, tiers.index.key_bytes()), span_of(wanted), generation);
+                  uint64_t generation, std::optional<Column<uint32_t>> order) {
+  StorePlan plan = tiers.plan_store(KeyList(keys, tiers.index.key_bytes()), span_of(wanted),
+                                    generation, span_of(order));
   return {std::move(plan.batch), plan.absent, plan.refused, generation};
 }
 
@@ -206,6 +209,7 @@ void bind_batch(nb::module_& m) {
       .def_prop_ro("generations", column(&Batch::generations))
       .def_prop_ro("cache", column(&Batch::cache))
       .def_prop_ro("places", column(&Batch::places))
+      .def_prop_ro("groups", column(&Batch::groups))
       .def_prop_ro("filling", column(&Batch::filling))
       .def_prop_ro("errors", column(&Batch::error))
       .def_prop_ro("codes",
@@ -228,13 +232,13 @@ void bind_batch(nb::module_& m) {
 void bind_calls(nb::class_<Tiers>& type) {
   type
       .def("__init__", &make_tiers, "cache_slots"_a, "pool_slots"_a, nb::kw_only(), "key_bytes"_a,
-           "ranks"_a = 1, "credit"_a = 0, "writes"_a = true, "demotes"_a = false,
-           "logs_moves"_a = false, "writes_max"_a = 1, "clean_min"_a = 1,
-           "slot_errnos"_a = std::vector<bool>(), "policy"_a = nb::none())
+           "group_ids"_a = std::vector<uint32_t>{0}, "ranks"_a = 1, "credit"_a = 0,
+           "writes"_a = true, "demotes"_a = false, "logs_moves"_a = false, "writes_max"_a = 1,
+           "clean_min"_a = 1, "slot_errnos"_a = std::vector<bool>(), "policy"_a = nb::none())
       .def("__len__", [](const Tiers& tiers) { return tiers.index.size(); })
       .def("lookup", &lookup, "key"_a, "sources"_a = kFromCpu | kFromPool)
       .def("present", &present, "keys"_a, "sources"_a = kFromCpu | kFromPool)
-      .def("weigh", &weigh)
+      .def("weigh", &weigh, "keys"_a, "group_bytes"_a)
       .def("touch",
            [](Tiers& tiers, nb::handle keys, bool ended) {
              tiers.touch(KeyList(keys, tiers.index.key_bytes()), ended);
@@ -249,11 +253,15 @@ void bind_calls(nb::class_<Tiers>& type) {
              return tiers.adopt({places.data(), places.size()},
                                 {generations.data(), generations.size()}, keys.c_str());
            })
-      .def("plan_store", &plan_store, "keys"_a, "wanted"_a, "generation"_a)
+      .def("plan_store", &plan_store, "keys"_a, "wanted"_a, "generation"_a,
+           "order"_a = nb::none())
       .def("plan_load",
-           [](Tiers& tiers, nb::handle keys, size_t land_max) {
-             return tiers.plan_load(KeyList(keys, tiers.index.key_bytes()), land_max);
-           })
+           [](Tiers& tiers, nb::handle keys, size_t land_max,
+              std::optional<Column<uint32_t>> order) {
+             return tiers.plan_load(KeyList(keys, tiers.index.key_bytes()), land_max,
+                                    span_of(order));
+           },
+           "keys"_a, "land_max"_a, "order"_a = nb::none())
       .def("supersede",
            [](Tiers& tiers, nb::handle keys) {
              tiers.supersede(KeyList(keys, tiers.index.key_bytes()));

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <limits>
+#include <numeric>
 #include <utility>
 
 namespace nvmeof {
@@ -108,7 +109,8 @@ std::string Tiers::present(Keys keys, uint8_t sources) const {
   return found;
 }
 
-size_t Tiers::weigh(Keys keys, std::vector<uint64_t>& by_target) const {
+size_t Tiers::weigh(Keys keys, std::span<const uint64_t> group_bytes,
+                    std::vector<uint64_t>& by_target) const {
   size_t leading = 0;
   bool all_cached = true;
   for (const Row row : rows_of(keys)) {
@@ -117,7 +119,7 @@ size_t Tiers::weigh(Keys keys, std::vector<uint64_t>& by_target) const {
       leading += all_cached;
     } else {
       all_cached = false;
-      ++by_target[target_of(index.places[row])];
+      by_target[target_of(index.places[row])] += group_bytes[index.group[row]];
     }
   }
   return leading;
@@ -184,17 +186,31 @@ void Tiers::set_usable(size_t number, bool usable) {
 
 // -- plans ----------------------------------------------------------------------------
 
+size_t Tiers::group_of(const char* key) const {
+  const auto* const id = reinterpret_cast<const uint8_t*>(key) + index.key_bytes() - 4;
+  const uint32_t number = uint32_t{id[0]} << 24 | id[1] << 16 | id[2] << 8 | id[3];
+  const auto found = std::ranges::find(options_.group_ids, number);
+  return static_cast<size_t>(found - options_.group_ids.begin());
+}
+
+Row Tiers::add_entry(const char* key, size_t group, uint64_t generation) {
+  const Row row = index.add(key, generation);
+  index.group[row] = static_cast<uint8_t>(group);
+  return row;
+}
+
 size_t Tiers::adopt(std::span<const Place> places, std::span<const uint64_t> generations,
                     const char* keys) {
   const size_t before = index.size();
   for (size_t at = 0; at < places.size(); ++at) {
     const char* const key = keys + at * index.key_bytes();
     if (at + kAhead < places.size()) index.warm(key + kAhead * index.key_bytes());
-    if (index.find(key) != kNoRow) continue;
+    const size_t group = group_of(key);
+    if (group == options_.group_ids.size() || index.find(key) != kNoRow) continue;
     const Place place = places[at];
     Target& one = target(place);
     require(one.slots.take_numbered(slot_of(place)), "a slot is adopted twice, or out of range");
-    const Row row = index.add(key, generations[at]);
+    const Row row = add_entry(key, group, generations[at]);
     index.places[row] = place;
     one.rows[slot_of(place)] = row;
     one.recency.used[slot_of(place)] = ++uses_;
@@ -205,9 +221,23 @@ size_t Tiers::adopt(std::span<const Place> places, std::span<const uint64_t> gen
 }
 
 void Tiers::add(Batch& batch, Row row, int32_t slot, Place place, bool filling) const {
-  batch.rows.push_back(row);
-  batch.keys.append(index.key(row), index.key_bytes());
   batch.generations.push_back(index.generations[row]);
+  batch.groups.push_back(index.group[row]);
+  add_row(batch, row, index.key(row), slot, place, filling);
+}
+
+// The chunk has left the tiers since its look-up: every rank fails this row with STALE.
+void Tiers::add_gone(Batch& batch, const char* key) const {
+  const size_t group = group_of(key);
+  batch.generations.push_back(0);
+  batch.groups.push_back(group < options_.group_ids.size() ? static_cast<uint8_t>(group) : 0);
+  add_row(batch, kNoRow, key, kNoSlot, kNoPlace, false);
+}
+
+void Tiers::add_row(Batch& batch, Row row, const char* key, int32_t slot, Place place,
+                    bool filling) const {
+  batch.rows.push_back(row);
+  batch.keys.append(key, index.key_bytes());
   batch.cache.push_back(slot);
   batch.places.push_back(place);
   batch.filling.push_back(filling);
@@ -219,18 +249,18 @@ void Tiers::add(Batch& batch, Row row, int32_t slot, Place place, bool filling) 
   ++batch.unreleased;
 }
 
-StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t& generation) {
+StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t& generation,
+                            std::span<const uint32_t> order) {
   StorePlan plan;
   std::vector<size_t> fresh;  // indexes of keys
   const std::vector<Row> before = rows_of(keys);
   const auto is_provisional = [&wanted](size_t at) {
     return !wanted.empty() && static_cast<Store>(wanted[at]) == Store::PROVISIONALLY;
   };
+  const size_t groups = options_.group_ids.size();
   for (size_t at = 0; at < keys.size(); ++at) {
-    if (before[at] != kNoRow) {
-      if (!is_provisional(at)) keep(before[at]);
-      continue;
-    }
+    if (before[at] != kNoRow && !is_provisional(at)) keep(before[at]);
+    if (before[at] != kNoRow || group_of(keys[at]) == groups) continue;
     ++plan.absent;
     if (wanted.empty() || wanted[at]) fresh.push_back(at);
   }
@@ -253,6 +283,7 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
     held.clear();
   };
   plan.batch.reserve(fresh.size(), index.key_bytes());
+  std::vector<uint32_t> by;  // of the batch's rows
   for (const size_t at : fresh) {
     const char* const key = keys[at];
     if (index.find(key) != kNoRow) continue;  // named twice
@@ -262,13 +293,14 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
       slot = take_cache_slot(false);
     }
     if (slot == kNone) break;
-    const Row row = index.add(key, ++generation);
+    const Row row = add_entry(key, group_of(key), ++generation);
     index.cache[row] = static_cast<int32_t>(slot);
     cache_rows_[slot] = row;
     on(row, Event::STORE_BEGIN);
     cache.use(slot);
     if (is_provisional(at)) stay(slot, Stay::PROVISIONAL);
     add(plan.batch, row, index.cache[row], kNoPlace, !mutant("write_begins_with_the_store"));
+    if (!order.empty()) by.push_back(order[at]);
     if (mutant("write_begins_with_the_store")) {
       on(row, Event::COPIED);
       if (options_.writes) want(slot);
@@ -276,6 +308,7 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
   }
   put_back();
   touch(keys, false);
+  if (!order.empty()) plan.batch.sort(by, index.key_bytes());
   plan.refused = fresh.size() - plan.batch.size();
   return plan;
 }
@@ -317,7 +350,7 @@ void Tiers::keep(Row row) {
   settle(row);
 }
 
-Batch Tiers::plan_load(Keys keys, size_t land_max) {
+Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> order) {
   Batch batch;
   const std::vector<Row> rows = rows_of(keys);
   for (const Row row : rows)
@@ -325,8 +358,12 @@ Batch Tiers::plan_load(Keys keys, size_t land_max) {
   touch(rows, false);
   batch.reserve(rows.size(), index.key_bytes());
   // Pin everything first: landing below evicts, and must not evict a chunk of this load.
-  for (const Row row : rows) {
-    require(row != kNoRow, "a load of a key that no tier has");
+  for (size_t at = 0; at < rows.size(); ++at) {
+    const Row row = rows[at];
+    if (row == kNoRow) {
+      add_gone(batch, keys[at]);
+      continue;
+    }
     // vLLM delays whoever asks for a chunk that is being loaded.
     if (watched_[row] && !mutant("remembered_answer_survives_a_load")) void_answers();
     const bool cached = in_cache(index.state[row]);
@@ -348,6 +385,7 @@ Batch Tiers::plan_load(Keys keys, size_t land_max) {
     batch.filling[at] = true;
     --land_max;
   }
+  if (!order.empty()) batch.sort({order.begin(), order.end()}, index.key_bytes());
   return batch;
 }
 
@@ -676,7 +714,7 @@ bool Tiers::fails(OpKind kind, const Batch& batch, size_t at, Outcome code, int 
   const Place place = batch.places[at];
   if (kind == OpKind::WRITE || (code == Outcome::CANCELLED && kind != OpKind::STORE)) return false;
   const bool retire = place != kNoPlace && worn(failed_reads_, place, code, error);
-  if (!index.holds(row, batch.generations[at])) return false;
+  if (!holds(batch, at)) return false;
   const State state = index.state[row];
   const bool at_gate = code == Outcome::STALE && place == kNoPlace && kind == OpKind::LOAD;
   if (at_gate && !mutant("stale_at_a_gate_dooms_a_good_copy")) {
@@ -703,7 +741,7 @@ bool Tiers::decide(OpKind kind, const Batch& batch, size_t at) {
   }
   if (ok && batch.places[at] != kNoPlace && !failed_reads_.empty())
     failed_reads_.erase(batch.places[at]);
-  if (!index.holds(row, batch.generations[at]) || !batch.filling[at]) return false;
+  if (!holds(batch, at) || !batch.filling[at]) return false;
   if (kind == OpKind::STORE) {
     on(row, Event::COPIED);  // a failure has doomed it
     const auto slot = static_cast<Slot>(index.cache[row]);
@@ -739,7 +777,7 @@ void Tiers::release(const Batch& batch, size_t at) {
     require(cache.release(static_cast<Slot>(batch.cache[at])), "a cache slot is released twice");
   if (const Place place = batch.places[at]; place != kNoPlace)
     require(target(place).slots.release(slot_of(place)), "a pool slot is released twice");
-  if (index.holds(batch.rows[at], batch.generations[at])) settle(batch.rows[at]);
+  if (holds(batch, at)) settle(batch.rows[at]);
 }
 
 // Count a slot's failure, unless the whole target has failed; returns whether to retire the slot.
@@ -764,7 +802,7 @@ size_t Tiers::fetches_intended() const {
 
 void Batch::reserve(size_t count, size_t key_bytes) {
   const auto each = [count](auto&... columns) { (columns.reserve(count), ...); };
-  each(rows, generations, cache, places, filling, code, error, outcomes, releases);
+  each(rows, generations, cache, places, groups, filling, code, error, outcomes, releases);
   keys.reserve(count * key_bytes);
 }
 
@@ -772,10 +810,26 @@ void Batch::remove(size_t at, size_t key_bytes) {
   const auto each = [at](auto&... columns) {
     (columns.erase(columns.begin() + static_cast<std::ptrdiff_t>(at)), ...);
   };
-  each(rows, generations, cache, places, filling, code, error, outcomes, releases);
+  each(rows, generations, cache, places, groups, filling, code, error, outcomes, releases);
   keys.erase(at * key_bytes, key_bytes);
   --undecided;
   --unreleased;
+}
+
+void Batch::sort(const std::vector<uint32_t>& by, size_t key_bytes) {
+  std::vector<size_t> order(size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::ranges::sort(order, {}, [&by](size_t at) { return by[at]; });
+  const auto sort_column = [&order](auto& column) {
+    const auto before = column;
+    for (size_t at = 0; at < order.size(); ++at) column[at] = before[order[at]];
+  };
+  const auto each = [&sort_column](auto&... columns) { (sort_column(columns), ...); };
+  each(rows, generations, cache, places, groups, filling, code, error, outcomes, releases);
+  std::string sorted;
+  sorted.reserve(keys.size());
+  for (const size_t at : order) sorted.append(keys, at * key_bytes, key_bytes);
+  keys = std::move(sorted);
 }
 
 // Everything leaves: tier by tier, so that these are few moves of many keys.

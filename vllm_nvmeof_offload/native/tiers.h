@@ -38,12 +38,15 @@ struct Batch {
   size_t size() const { return rows.size(); }
   void reserve(size_t count, size_t key_bytes);
   void remove(size_t at, size_t key_bytes);
+  // Sort the rows. by: of each row, as many values as rows.
+  void sort(const std::vector<uint32_t>& by, size_t key_bytes);
 
-  std::vector<Row> rows;
+  std::vector<Row> rows;          // kNoRow: of a load, the chunk is gone
   std::string keys;
   std::vector<uint64_t> generations;
   std::vector<int32_t> cache;     // kNoSlot: none
   std::vector<Place> places;      // kNoPlace: none, or it is not read
+  std::vector<uint8_t> groups;    // positions of KV cache groups
   std::vector<uint8_t> filling;   // the row's own fill: a store, a fetch, a landing; else 0
   std::vector<Outcome> code;      // the worst that a rank has reported
   std::vector<int16_t> error;     // errno, where code is IO_ERROR
@@ -84,6 +87,9 @@ struct Options {
   Slot cache_slots = 0;
   std::vector<Slot> pool_slots;  // by target
   size_t key_bytes = 0;
+  // By position, vLLM's number of each KV cache group, which ends its keys. A key of another group
+  // is never stored or adopted.
+  std::vector<uint32_t> group_ids{0};
   uint16_t ranks = 1;
   uint64_t credit = 0;   // `Recency`'s of the CPU tier, in uses
   bool writes = true;    // chunks are written to the pool
@@ -117,8 +123,10 @@ class Tiers {
   Source lookup(const char* key, uint8_t sources) const;
   // Which of the keys a look-up would find now: 1 or 0 by key.
   std::string present(Keys keys, uint8_t sources) const;
-  // Of keys that were just found: how many lead in the CPU tier; adds the others by target.
-  size_t weigh(Keys keys, std::vector<uint64_t>& by_target) const;
+  // Of keys that were just found: how many lead in the CPU tier; adds the others' bytes by target.
+  // group_bytes: of a chunk, by group.
+  size_t weigh(Keys keys, std::span<const uint64_t> group_bytes,
+               std::vector<uint64_t>& by_target) const;
   // The keys, in prefix order, were used; ended: by an ended request. Heads outlive tails.
   void touch(Keys keys, bool ended) { touch(rows_of(keys), ended); }
 
@@ -133,11 +141,14 @@ class Tiers {
   // Of a key in several places the first one is adopted. Returns the number of adopted entries.
   size_t adopt(std::span<const Place> places, std::span<const uint64_t> generations,
                const char* keys);
+  // Keys come in prefix order. order: by key, its place in vLLM's list, which is that of the
+  // batch's rows; empty: they come as in that list.
   // wanted: by key, or empty: all are kept. A provisional entry of a key that is to be kept now is
   // kept. Generations count up from `generation`.
-  StorePlan plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t& generation);
-  // Every key has an entry. land_max: reads that may stay.
-  Batch plan_load(Keys keys, size_t land_max);
+  StorePlan plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t& generation,
+                       std::span<const uint32_t> order = {});
+  // A key without an entry becomes a row without slot and place. land_max: reads that may stay.
+  Batch plan_load(Keys keys, size_t land_max, std::span<const uint32_t> order = {});
   // These keys' provisional entries are superseded; others are left alone.
   void supersede(Keys keys);
   // They are to be kept, and written like any other.
@@ -191,6 +202,13 @@ class Tiers {
     return found_;
   }
   Source source_of(Row row, uint8_t sources) const;
+  // The position of the key's group; `group_ids.size()`: it is of no group that is offloaded.
+  size_t group_of(const char* key) const;
+  // Whether the row still is the entry that the batch names.
+  bool holds(const Batch& batch, size_t at) const {
+    return batch.rows[at] != kNoRow && index.holds(batch.rows[at], batch.generations[at]);
+  }
+  Row add_entry(const char* key, size_t group, uint64_t generation);
   void touch(const std::vector<Row>& rows, bool ended);
   void make_orders();
   State on(Row row, Event event);
@@ -213,6 +231,9 @@ class Tiers {
   void unwant(Slot slot);
   void fill_from_pool(Row row, Slot slot);
   void add(Batch& batch, Row row, int32_t slot, Place place, bool filling) const;
+  void add_gone(Batch& batch, const char* key) const;
+  void add_row(Batch& batch, Row row, const char* key, int32_t slot, Place place,
+               bool filling) const;
   bool fails(OpKind kind, const Batch& batch, size_t at, Outcome code, int error);
   bool decide(OpKind kind, const Batch& batch, size_t at);
   void ended_write(const Batch& batch, size_t at);

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -34,15 +35,18 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_nvmeof_offload import logger
+from vllm_nvmeof_offload.groups import Group
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.manager.eviction import LruPolicy, MakePolicy
 from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.manager.log_lines import FailureLog, start_line
 from vllm_nvmeof_offload.manager.metrics_collector import MetricsCollector, config_labels
 from vllm_nvmeof_offload.manager.prefill_rate import StepMeter
+from vllm_nvmeof_offload.manager.prefix_order import tokens_by_source
 from vllm_nvmeof_offload.manager.requests import Queue, Suspension, WaitingRequests
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, Counts, exported
 from vllm_nvmeof_offload.protocol import (
+    ChunkBatch,
     Command,
     LoadCommand,
     RankHello,
@@ -67,11 +71,21 @@ class CommandSpec(LoadStoreSpec):
 
 
 @dataclass
+class LookUp:
+    """The keys that vLLM asked for in one look-up of a request."""
+
+    hits: list[bytes] = field(default_factory=list)
+    misses: list[bytes] = field(default_factory=list)
+
+
+@dataclass
 class _RequestState:
-    """used: a request's chunks in prefix order, by job. from_pool: bool[n], of its last load."""
+    """used: a request's chunks, by job. loaded, ends: the chunks of its last load, and where there
+    are several groups the tokens up to each one's end."""
 
     used: list[Collection[bytes]] = field(default_factory=list)
-    from_pool: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
+    loaded: ChunkBatch | None = None
+    ends: npt.NDArray[np.int64] | None = None
 
 
 class NVMeoFOffloadingManager(OffloadingManager):
@@ -107,7 +121,11 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._export_due = False  # since `attach`
         self._labels = dict.fromkeys(CONFIG_LABELS, "")
         self._labels["prompts_only"] = "yes" if prompts_only else "no"
-        self._missed = self._found_cpu = self._found_pool = 0  # look-ups since the last export
+        self._allowed = _EVERYWHERE  # sources of a look-up
+        # Keys that were looked up since the last export, or since a request's look-up began.
+        self._cpu_hits: list[bytes] = []
+        self._pool_hits: list[bytes] = []
+        self._misses: list[bytes] = []
         self._activity_seen: tuple[float, ...] = ()
 
     @property
@@ -118,41 +136,66 @@ class NVMeoFOffloadingManager(OffloadingManager):
     # -- look-up and jobs -------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        # Called for each chunk of every waiting request: plain integers and module constants,
-        # because a counter with labels, a property and an enum's member each cost as much as the
-        # look-up.
+        # Called for each chunk of every waiting request: plain lists and module constants, because
+        # a counter with labels, a property and an enum's member each cost as much as the look-up.
         assert self._core is not None
-        tiers = req_context.load_tier_filter
-        source = self._core.lookup(key, _EVERYWHERE if tiers is _ALL_TIERS else sources_of(tiers))
+        tiers, allowed = req_context.load_tier_filter, self._allowed
+        source = self._core.lookup(
+            key, allowed if tiers is _ALL_TIERS else allowed & sources_of(tiers)
+        )
         if source is None:
-            self._missed += 1
+            self._misses.append(key)
             return _MISS
         if source is _CPU:
-            self._found_cpu += 1
+            self._cpu_hits.append(key)
         else:
-            self._found_pool += 1
+            self._pool_hits.append(key)
         return _HIT
+
+    @contextmanager
+    def looking_up(self, sources: int) -> Iterator[LookUp]:
+        """While vLLM looks a request up, which may hit in these sources only; the result has the
+        keys that vLLM asks for."""
+        self._count_look_ups()
+        self._allowed, look_up = sources, LookUp()
+        try:
+            yield look_up
+        finally:
+            self._allowed = _EVERYWHERE
+        look_up.hits, look_up.misses = [*self._cpu_hits, *self._pool_hits], self._misses.copy()
 
     def load_sources(
         self, req_context: ReqContext, first: int, tokens: int
     ) -> dict[CacheHitSource, int]:
         """Tokens by tier of the request's last load, which brings `tokens` from token `first`."""
         state = req_context.get_state(_RequestState)
-        if not tokens or state is None:
+        if not tokens or state is None or state.loaded is None:
             return {}
-        per_chunk, chunks = self.config.tokens_per_chunk, len(state.from_pool)
-        edges = (first // per_chunk + np.arange(chunks + 1)) * per_chunk
-        by_chunk = np.diff(edges.clip(first, first + tokens))
-        pool = int(by_chunk[state.from_pool].sum())
-        cpu = int(by_chunk.sum()) - pool
-        counts = {CacheHitSource.HOST: cpu, CacheHitSource.DISK: pool}
+        ends, batch, groups = state.ends, state.loaded, self.core.config.groups
+        if ends is None:
+            per_chunk = groups[0].tokens_per_chunk
+            ends = (first // per_chunk + 1 + np.arange(len(batch))) * per_chunk
+        cpu, pool = tokens_by_source(
+            range(first, first + tokens), ends, batch.places >= 0, batch.groups, groups
+        )
+        counts = {
+            CacheHitSource.HOST: cpu,
+            CacheHitSource.DISK: pool,
+            CacheHitSource.EXTERNAL_UNSPECIFIED: tokens - cpu - pool,  # behind every window
+        }
         return {source: count for source, count in counts.items() if count}
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        limit_s = self.waiting.limit_s(req_context.req_id) if self.waiting else None
-        command = self.core.prepare_load(list(keys), limit_s)
+        attempt = self.waiting.attempt(req_context.req_id) if self.waiting else None
+        wanted = list(keys)
+        ends = self._ends(wanted, req_context)
+        if attempt is None:
+            command = self.core.prepare_load(wanted, ends=ends)
+        else:
+            tokens = range(attempt.local, attempt.local + attempt.tokens)
+            command = self.core.prepare_load(wanted, attempt.limit_s, tokens=tokens, ends=ends)
         state = self._state(req_context)
-        state.from_pool = command.batch.places >= 0
+        state.loaded, state.ends = command.batch, ends
         state.used.append(keys)
         return CommandSpec(command)
 
@@ -162,7 +205,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if req_context.req_id in self.suspension.requests:
             return PrepareStoreOutput([], LoadStoreSpec(), [])
         wanted = list(keys)
-        plan = self.core.prepare_store(wanted)
+        plan = self.core.prepare_store(wanted, self._ends(wanted, req_context))
         self._state(req_context).used.append(wanted)
         evicted = split_keys(plan.evicted, self.core.config.key_bytes)
         if plan.command is None:
@@ -184,7 +227,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self.suspension.ended(req_context.req_id)
         state = req_context.get_state(_RequestState)
         if state is not None:
-            self.core.ended(dict.fromkeys(itertools.chain.from_iterable(state.used)))
+            used = list(dict.fromkeys(itertools.chain.from_iterable(state.used)))
+            self.core.ended(used, self._ends(used, req_context))
 
     def step_scheduled(self, scheduler_output: Any) -> None:
         """vLLM has scheduled a step; comes before its commands are taken."""
@@ -254,18 +298,23 @@ class NVMeoFOffloadingManager(OffloadingManager):
     # -- the connector's interface ----------------------------------------------------
 
     def attach(
-        self, hellos: Iterable[RankHello], key_bytes: int, queue: Queue | None = None
+        self,
+        hellos: Iterable[RankHello],
+        key_bytes: int,
+        groups: tuple[Group, ...],
+        queue: Queue | None = None,
     ) -> None:
         """Make the core: the workers' handshake has come.
 
-        key_bytes: of every offload key. queue: of the requests that wait.
+        key_bytes: of every offload key. groups: the offloaded ones, by position. queue: of the
+        requests that wait.
         """
         assert self._core is None, "a second handshake"
         ordered = sorted(hellos, key=lambda hello: hello.rank)
         agreement = agree(ordered)
         for note in agreement.notes:
             logger.warning("%s", note)
-        config = replace(self.config, key_bytes=key_bytes)
+        config = replace(self.config, key_bytes=key_bytes, groups=groups)
         core = ManagerCore(
             config, agreement, self._clock, self._policy, prompts_s=self._steps.prompts_s
         )
@@ -295,9 +344,9 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if self._core is None:
             return None
         # Called once per step, and most steps change nothing: passed time is exported now and then.
-        lookups = self._found_cpu + self._found_pool + self._missed
+        self._count_look_ups()
         activity, now_s = self._core.activity(), self._clock()
-        quiet = not lookups and not self._export_due and activity == self._activity_seen
+        quiet = not self._export_due and activity == self._activity_seen
         if quiet and now_s - self._exported_s < _EXPORT_PERIOD_S:
             return None
         self._exported_s, self._export_due = now_s, False
@@ -321,16 +370,28 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def _count(self) -> None:
         """Hand over what was counted here since the last call."""
         counters, steps = self.core.counters, self._steps
-        counters["lookups", "cpu"] += self._found_cpu
-        counters["lookups", "pool"] += self._found_pool
-        counters["lookups", "miss"] += self._missed
         counters["scheduler_seconds"] += self._scheduler_s
         counters["scheduler_steps"] += steps.steps
         counters["step_seconds"] += steps.seconds
         counters["step_tokens"] += steps.tokens
-        self._missed = self._found_cpu = self._found_pool = 0
         self._scheduler_s = 0.0
         steps.clear()
+
+    def _count_look_ups(self) -> None:
+        counters = self.core.counters
+        counters["lookups", "cpu"] += len(self._cpu_hits)
+        counters["lookups", "pool"] += len(self._pool_hits)
+        counters["lookups", "miss"] += len(self._misses)
+        self._cpu_hits.clear()
+        self._pool_hits.clear()
+        self._misses.clear()
+
+    def _ends(self, keys: Sequence[bytes], req_context: ReqContext) -> npt.NDArray[np.int64] | None:
+        """Of each key, the number of the request's tokens up to its chunk's end; None: there is
+        full attention only, and vLLM gives the keys in prefix order."""
+        if self.core.config.full_attention_only:
+            return None
+        return np.array([*map(req_context.get_offload_key_position, keys)], np.int64)
 
     def _state(self, req_context: ReqContext) -> _RequestState:
         state: _RequestState | None = req_context.get_state(_RequestState)

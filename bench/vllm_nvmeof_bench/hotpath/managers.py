@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadingManager, OffloadKey,
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from vllm_nvmeof_bench.hotpath.report import CASES, Sample
+from vllm_nvmeof_offload.groups import GROUP_ID_BYTES, Group, GroupKind
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, CoreConfig
 from vllm_nvmeof_offload.manager.remembered import Question
 from vllm_nvmeof_offload.manager.requests import Queue
@@ -32,6 +33,7 @@ _FILLED_AT_ONCE = 8192
 #: Requests that decode, and store, beside those that wait.
 _DECODING, _OTHERS_SEED = 8, 4
 _TOKENS_PER_CHUNK = 16
+_GROUPS = (Group(0, GroupKind.FULL, _TOKENS_PER_CHUNK),)
 _Keys = list[OffloadKey]
 _Batches = Sequence[_Keys]  # one per op
 _Result = TypeVar("_Result")
@@ -40,7 +42,9 @@ _Result = TypeVar("_Result")
 def random_keys(seed: Sequence[int], count: int) -> npt.NDArray[np.void]:
     """Keys that differ from those of another seed."""
     rng = np.random.default_rng(seed)
-    return rng.integers(0, 256, (count, KEY_BYTES), np.uint8).view(f"V{KEY_BYTES}").ravel()
+    keys = rng.integers(0, 256, (count, KEY_BYTES), np.uint8)
+    keys[:, -GROUP_ID_BYTES:] = 0
+    return keys.view(f"V{KEY_BYTES}").ravel()
 
 
 def batches_of(keys: npt.NDArray[np.void], chunks: int) -> _Batches:
@@ -161,7 +165,7 @@ class OurManager(_Manager):
     _others = 0  # steps of other requests
 
     def __init__(self, adopted: AdoptedEntries, cache_slots: int) -> None:
-        super().__init__(NVMeoFOffloadingManager(CoreConfig(tokens_per_chunk=_TOKENS_PER_CHUNK)))
+        super().__init__(NVMeoFOffloadingManager(CoreConfig()))
         hello = RankHello(
             rank=0,
             engine_index=0,
@@ -173,9 +177,9 @@ class OurManager(_Manager):
             adopted=adopted,
         )
         self._keys: dict[str, _Keys] = {}  # of requests that wait
-        queue = Queue(self._keys.get, lambda request, chunk: False, _TOKENS_PER_CHUNK)
+        queue = Queue(self._keys_of, lambda request, key: False, _GROUPS)
         began_s = time.thread_time()
-        self.manager.attach([hello], KEY_BYTES, queue)
+        self.manager.attach([hello], KEY_BYTES, _GROUPS, queue)
         self.attach_s = time.thread_time() - began_s
 
     def ask_again(
@@ -188,7 +192,8 @@ class OurManager(_Manager):
             self._keys[context.req_id] = batch
             tokens = len(batch) * _TOKENS_PER_CHUNK
             question = Question(tokens + 1, batch[-1], 0, None, FROM_CPU | FROM_POOL)
-            waiting.looked_up(context.req_id, question, tokens)
+            waiting.answers.asked(context.req_id, question)
+            waiting.answers.remember(context.req_id, question, tokens, batch, [])
             assert waiting.decide(context.req_id, 0, tokens).tokens == tokens
             asked.append((context.req_id, question, tokens))
         self._others += 1
@@ -198,6 +203,7 @@ class OurManager(_Manager):
             return all(
                 waiting.answers.recall(name, question) == tokens
                 and waiting.decide(name, 0, tokens).tokens == tokens
+                and waiting.answers.was_last(name, question)
                 for name, question, tokens in asked
             )
 
@@ -206,6 +212,9 @@ class OurManager(_Manager):
         for context in contexts:
             waiting.allocated(context.req_id)
             del self._keys[context.req_id]
+
+    def _keys_of(self, request_id: str) -> list[_Keys] | None:
+        return [self._keys[request_id]] if request_id in self._keys else None
 
     def fill(self, keys: npt.NDArray[np.void]) -> None:
         """Store these chunks, and write them."""

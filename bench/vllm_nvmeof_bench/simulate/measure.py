@@ -27,6 +27,7 @@ from vllm_nvmeof_bench.simulate.eviction import MODELS, Ask, asks_of
 from vllm_nvmeof_bench.simulate.report import Sample
 from vllm_nvmeof_bench.traces import TRACE_HELP, Pace, read_trace
 from vllm_nvmeof_offload import __version__
+from vllm_nvmeof_offload.groups import GROUP_ID_BYTES
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.eviction import POLICIES, choose_policy, credit_share
 from vllm_nvmeof_offload.manager.handshake import WritePolicy, agree
@@ -172,11 +173,12 @@ class World:
     def chunks(self) -> set[int]:
         """All chunks in the tiers now."""
         entries = self._core.entries()
-        return {int.from_bytes(entry.key, "little", signed=True) for entry in entries}
+        return {int.from_bytes(entry.key[:8], "little", signed=True) for entry in entries}
 
 
 def _key(number: int) -> bytes:
-    return number.to_bytes(8, "little", signed=True)
+    """A key of group 0."""
+    return number.to_bytes(8, "little", signed=True) + bytes(GROUP_ID_BYTES)
 
 
 def _measure(settings: Settings, json_path: Path) -> None:

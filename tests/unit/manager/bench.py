@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from vllm_nvmeof_offload.errors import Outcome, code_of
+from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source, StorePlan
 from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.protocol import (
@@ -26,11 +27,12 @@ from vllm_nvmeof_offload.protocol import (
 
 #: (pool slot of the only target, generation, number of the key).
 Entries = Sequence[tuple[int, int, int]]
-KEY_BYTES = 8
+KEY_BYTES = 12
+GROUPS = (Group(0, GroupKind.FULL, 1),)
 
 
 def key(number: int) -> bytes:
-    return b"%08d" % number
+    return b"%08d" % number + bytes(4)  # group 0
 
 
 def keys_of(*numbers: int) -> list[bytes]:
@@ -39,7 +41,7 @@ def keys_of(*numbers: int) -> list[bytes]:
 
 def numbers_of(keys: bytes) -> list[int]:
     """The numbers of joined keys."""
-    return [int(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+    return [int(keys[at : at + 8]) for at in range(0, len(keys), KEY_BYTES)]
 
 
 def report(
@@ -101,14 +103,16 @@ class Core(ManagerCore):
         super().__init__(*args, **more)
         self.batches = {}
 
-    def prepare_store(self, keys: Sequence[bytes]) -> StorePlan:
-        plan = super().prepare_store(keys)
+    def prepare_store(self, keys: Sequence[bytes], *more: Any) -> StorePlan:
+        plan = super().prepare_store(keys, *more)
         if plan.command is not None:
             self.batches[plan.command.op] = plan.command.batch
         return plan
 
-    def prepare_load(self, keys: Sequence[bytes], limit_s: float | None = None) -> LoadCommand:
-        command = super().prepare_load(keys, limit_s)
+    def prepare_load(
+        self, keys: Sequence[bytes], limit_s: float | None = None, **more: Any
+    ) -> LoadCommand:
+        command = super().prepare_load(keys, limit_s, **more)
         self.batches[command.op] = command.batch
         return command
 
@@ -123,7 +127,13 @@ class Bench:
     """A core with a clock, and ranks whose reports the test decides."""
 
     def __init__(
-        self, cache: int = 4, pool: int = 8, ranks: int = 1, targets: int = 1, **config: object
+        self,
+        cache: int = 4,
+        pool: int = 8,
+        ranks: int = 1,
+        targets: int = 1,
+        tokens_per_chunk: int = 1,
+        **config: object,
     ) -> None:
         self.now_s = 0.0
         self.ranks = ranks
@@ -131,8 +141,9 @@ class Bench:
         self.prompts_s = 0.0
         agreement = agree([hello(r, cache, pool, (), target_count=targets) for r in range(ranks)])
         assert agreement.notes == ()
+        groups = (Group(0, GroupKind.FULL, tokens_per_chunk),)
         self.core = Core(
-            CoreConfig(world_size=ranks, key_bytes=KEY_BYTES, **config),  # type: ignore[arg-type]
+            CoreConfig(ranks, KEY_BYTES, groups, **config),  # type: ignore[arg-type]
             agreement,
             lambda: self.now_s,
             first_generation=100,

@@ -37,13 +37,15 @@ def resident_bytes() -> int:
 
 
 def keys(first: int, count: int = BATCH) -> list[bytes]:
-    return [number.to_bytes(KEY_BYTES, "big") for number in range(first, first + count)]
+    return [
+        number.to_bytes(KEY_BYTES - 4, "big") + bytes(4) for number in range(first, first + count)
+    ]
 
 
 def adopted() -> AdoptedEntries:
     numbers = np.arange(ENTRIES, dtype=np.int64)
     rows = np.zeros((ENTRIES, KEY_BYTES), np.uint8)
-    rows[:, -4:] = numbers.astype(">u4").view(np.uint8).reshape(ENTRIES, 4)
+    rows[:, -8:-4] = numbers.astype(">u4").view(np.uint8).reshape(ENTRIES, 4)
     places = place_of(0, 0) + numbers
     return AdoptedEntries(places, numbers.astype(np.uint64) + 7, rows.tobytes())
 

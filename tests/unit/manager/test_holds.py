@@ -68,7 +68,7 @@ class HoldsBench(Bench):
         return entry.cache, entry.place
 
     def held(self) -> list[int]:
-        return sorted(map(int, self.core.held()))
+        return sorted(int(one[:8]) for one in self.core.held())
 
     def ended(self) -> dict[str, int]:
         """Fetches by how they ended; each of them once."""

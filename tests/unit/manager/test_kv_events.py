@@ -20,7 +20,7 @@ from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.protocol import AdoptedEntries, place_of
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 
-from .bench import hello
+from .bench import GROUPS, hello
 
 CHUNKS = 10_000
 
@@ -28,10 +28,11 @@ CHUNKS = 10_000
 def test_a_router_receives_adopted_chunks_and_a_reset() -> None:
     """Events are published in parts, and the engine keeps stepping until all of them are."""
     keys = [make_offload_key(b"%032d" % number, 0) for number in range(CHUNKS)]
-    manager = NVMeoFOffloadingManager(CoreConfig(tokens_per_chunk=16, kv_events=True))
+    manager = NVMeoFOffloadingManager(CoreConfig(kv_events=True))
     places = place_of(0, 0) + np.arange(CHUNKS)
     entries = AdoptedEntries(places, np.ones(CHUNKS, np.uint64), b"".join(keys))
-    manager.attach([replace(hello(0, 4, CHUNKS, ()), adopted=entries)], len(keys[0]))
+    one = replace(hello(0, 4, CHUNKS, ()), adopted=entries)
+    manager.attach([one], len(keys[0]), GROUPS)
     tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, False))
     with Router() as router:
         endpoints = {key: value for key, value in router.config.items() if "endpoint" in key}

@@ -59,7 +59,7 @@ class FakeHolds:
         if key not in self.held:
             return
         verb = "cancel" if key in self.under_way else "drop"
-        self._log.append(f"{verb} {int(key)}")
+        self._log.append(f"{verb} {int(key[:8])}")
         if verb == "cancel":
             self.where[key] = POOL
         self.lose(key)
@@ -84,7 +84,7 @@ class FakeHolds:
             return False
         self.held[key] = reason
         self.counts[reason] += 1
-        self._log.append(f"{verb} {int(key)}")
+        self._log.append(f"{verb} {int(key[:8])}")
         return True
 
 
@@ -101,7 +101,7 @@ class ReloadRig:
         config = CoreConfig(reload_cache_share=reload / 1024, prefetch_cache_share=queue / 1024)
         self.scheduler = ReloadScheduler(
             config,
-            Capacity(1024, (0,), slot_bytes),
+            Capacity(1024, (0,), slot_bytes, (slot_bytes,)),
             self.holds,  # type: ignore[arg-type]
             lambda: self.now_s,
         )

@@ -99,10 +99,10 @@ class ReloadMachine(RuleBasedStateMachine):
     def fetch_ended(self, data: st.DataObject, ok: bool) -> None:
         key = data.draw(st.sampled_from(sorted(self.holds.under_way)))
         if ok:
-            self.holds.ended(int(key))
+            self.holds.ended(int(key[:8]))
         else:
             self.holds.lose(key)
-            self.holds.put(0, [int(key)])
+            self.holds.put(0, [int(key[:8])])
         self.ended += 1
 
     @rule(number=st.integers(0, 29), source=sources)
@@ -142,7 +142,7 @@ class ReloadMachine(RuleBasedStateMachine):
         for name in _NAMES:
             self.left(name)
         for key in sorted(self.holds.under_way):  # probes belong to no request
-            self.holds.ended(int(key))
+            self.holds.ended(int(key[:8]))
             self.ended += 1
         assert (self.holds.held, len(self.rig.scheduler)) == ({}, 0)
         assert self.begun == self.ended

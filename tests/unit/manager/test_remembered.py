@@ -27,11 +27,10 @@ class Asked(Lobby):
         super().__init__(cache, prefetch_cache_share=0.0, **config)
         (self.bench.in_the_pool if pooled else self.bench.in_both_tiers)(0, 1)
         self.add("a", 0, 1, 2, prefetch=False)
-        self.look_up()
+        self.ask()
 
-    def look_up(self, question: Question = QUESTION, name: str = "a") -> None:
-        hits = self.bench.hits(range(3))
-        self.waiting.looked_up(name, question, len(hits) * T)
+    def ask(self, question: Question = QUESTION) -> int:
+        return self.look_up("a", question)
 
     def recall(self, question: Question = QUESTION, name: str = "a") -> int | None:
         return self.waiting.answers.recall(name, question)
@@ -56,7 +55,7 @@ def test_its_own_chunks_may_be_copied_and_written() -> None:
     plan = asked.core.prepare_store(keys_of(0, 1))
     assert plan.command is not None
     asked.add("a", 0, 1, 2)
-    asked.waiting.looked_up("a", QUESTION, 2 * T)
+    asked.look_up("a", QUESTION)
     asked.bench.done(plan.command.op)
     assert asked.waiting.answers.recall("a", QUESTION) == 2 * T
     assert asked.bench.write_all() == [0, 1]
@@ -75,7 +74,7 @@ def test_a_fetch_of_its_chunks_voids_it_when_it_begins_and_when_it_ends() -> Non
     assert asked.recall() == 2 * T
     assert tiers.begin_fetch(key(1), 0)
     assert asked.recall() is None
-    asked.look_up()
+    asked.ask()
     (fetch,) = [c for c in asked.core.take_commands() if hasattr(c, "urgency")]
     assert asked.recall() == 2 * T
     asked.bench.done(fetch.op)
@@ -88,13 +87,13 @@ def test_a_verdict_a_reset_and_a_failure_void_it() -> None:
     assert asked.recall() is None
     asked.core.report([VerdictReport(0, 0, VERDICTS[0])])
     assert asked.recall() is None, "there was nothing to remember"
-    asked.look_up()
+    asked.ask()
     assert asked.recall() == 2 * T
     load = asked.bench.load(0, 1)
-    asked.look_up()
+    asked.ask()
     asked.bench.report(load.op, (1, CHECKSUM_MISMATCH), rows=(0, 1))
     assert asked.recall() is None
-    asked.look_up()
+    asked.ask()
     assert asked.recall() == T
     asked.core.reset()
     assert asked.recall() is None
@@ -106,7 +105,7 @@ def test_the_key_that_missed_is_asked_again() -> None:
     assert asked.recall() == 2 * T
     asked.bench.store(2)
     assert asked.recall() is None
-    asked.look_up()
+    asked.ask()
     assert asked.recall() == 3 * T
 
 
@@ -114,7 +113,7 @@ def test_the_key_behind_a_cap_is_not_asked() -> None:
     asked = Asked()
     asked.bench.store(2)
     capped = replace(QUESTION, cap=2 * T)
-    asked.waiting.looked_up("a", capped, 2 * T)
+    asked.ask(capped)
     assert asked.recall(capped) == 2 * T
 
 
@@ -137,7 +136,7 @@ def test_another_question_is_not_answered(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize("found", [None, 0])
 def test_neither_delay_nor_a_miss_is_remembered(found: int | None) -> None:
     asked = Asked()
-    asked.waiting.looked_up("a", QUESTION, found)
+    asked.waiting.answers.remember("a", QUESTION, found, keys_of(0, 1), [])
     assert asked.recall() is None
 
 
@@ -146,11 +145,11 @@ def test_a_request_that_got_blocks_ran_or_ended_is_looked_up_again() -> None:
     asked.waiting.allocated("a")
     assert asked.recall() is None
     for step in ({"new": {"a": 1}}, {"preempted": ("a",)}, {"finished": ("a",)}):
-        asked.look_up()
+        asked.ask()
         asked.run(**step)  # type: ignore[arg-type]
         assert asked.recall() is None
         asked.add("a", 0, 1, 2, prefetch=False)
-    asked.look_up()
+    asked.ask()
     asked.add("a", 0, 1, 2, prefetch=False)
     assert asked.recall() is None, "another request of the same name"
 
@@ -171,9 +170,9 @@ def test_admission_decides_again_after_50_ms_or_when_it_has_changed() -> None:
     first = asked.waiting.decide("a", 0, 2 * T)
     assert first.decision == "load"
     bench.now_s += 0.03
-    assert asked.waiting.decide("a", 0, 2 * T) is first
+    assert asked.waiting.decide("a", 0, 2 * T) == first
     admission.prefill_rate = 1e9  # computing is faster now
-    assert asked.waiting.decide("a", 0, 2 * T) is first
+    assert asked.waiting.decide("a", 0, 2 * T) == first
     bench.now_s += 0.03
     assert asked.waiting.decide("a", 0, 2 * T).decision == "recompute"
     declined = asked.waiting._declined
@@ -187,5 +186,5 @@ def test_admission_decides_again_after_50_ms_or_when_it_has_changed() -> None:
 
 def test_a_hit_that_the_tiers_do_not_have_is_not_remembered() -> None:
     asked = Asked()
-    asked.waiting.looked_up("a", QUESTION, 3 * T)
+    asked.waiting.answers.remember("a", QUESTION, 3 * T, keys_of(0, 1, 2), [])
     assert asked.recall() is None

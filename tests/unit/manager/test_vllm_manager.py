@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import pytest
 
+from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.requests import Queue
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, COUNTERS, GAUGES, Counts
 from vllm_nvmeof_offload.protocol import ResetCommand
 
-from .bench import KEY_BYTES, Bench, Core, hello, key, keys_of
+from .bench import GROUPS, KEY_BYTES, Bench, Core, hello, key, keys_of
 
 pytest.importorskip("vllm", reason="the face needs vLLM's types")
 
@@ -51,11 +52,12 @@ class Face:
     def __init__(self, cache: int = 4, **config: object) -> None:
         self.bench = Bench()
         self.manager = NVMeoFOffloadingManager(
-            CoreConfig(tokens_per_chunk=16, **config)  # type: ignore[arg-type]
+            CoreConfig(**config)  # type: ignore[arg-type]
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(face, "ManagerCore", Core)
-            self.manager.attach([hello(0, cache, 8, (), target_count=2)], KEY_BYTES)
+            groups = (Group(0, GroupKind.FULL, 16),)
+            self.manager.attach([hello(0, cache, 8, (), target_count=2)], KEY_BYTES, groups)
         assert isinstance(self.manager.core, Core)
         self.bench.core = self.manager.core
 
@@ -155,13 +157,12 @@ def test_before_the_handshake_the_manager_does_and_exports_nothing() -> None:
     ):
         with pytest.raises(AssertionError):
             call()
-    manager.attach(
-        [hello(0, 4, 8, ())], KEY_BYTES, Queue({}.get, lambda *_: False, manager.config.groups)
-    )
+    queue = Queue({}.get, lambda *_: False, GROUPS)
+    manager.attach([hello(0, 4, 8, ())], KEY_BYTES, GROUPS, queue)
     assert manager.waiting is not None
     assert manager.has_pending_work(), "one step exports every series"
     with pytest.raises(AssertionError, match="second"):
-        manager.attach([hello(0, 4, 8, ())], KEY_BYTES)
+        manager.attach([hello(0, 4, 8, ())], KEY_BYTES, GROUPS)
 
 
 @pytest.mark.parametrize("new_weights", [False, True])
@@ -171,7 +172,7 @@ def test_a_reset_before_the_handshake_voids_adopted_chunks(new_weights: bool) ->
     if new_weights:
         assert manager.weights_may_have_changed(known=True)
     manager.reset_cache()
-    manager.attach([hello(0, 4, 8, [(1, 7, 1)])], KEY_BYTES)
+    manager.attach([hello(0, 4, 8, [(1, 7, 1)])], KEY_BYTES, GROUPS)
     assert manager.core.lookup(key(1)) is None
     (reset,) = manager.take_commands()
     assert isinstance(reset, ResetCommand)

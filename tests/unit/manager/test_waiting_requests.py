@@ -11,7 +11,9 @@ import pytest
 
 from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.groups import Group, GroupKind
+from vllm_nvmeof_offload.manager.core import FROM_CPU
 from vllm_nvmeof_offload.manager.load_or_recompute import Attempt
+from vllm_nvmeof_offload.manager.remembered import Question
 from vllm_nvmeof_offload.manager.requests import Queue, WaitingRequests
 from vllm_nvmeof_offload.protocol import CancelCommand, FetchCommand, RateReport
 
@@ -54,6 +56,29 @@ class Lobby:
         fields: dict[str, object] = {"priority": 0, "arrival_time": 0.0, **more}
         fields.setdefault("num_tokens", T * len(numbers) + 1)
         self.waiting.added(SimpleNamespace(request_id=name, **fields), prefetch=prefetch)
+
+    def look_up(self, name: str, question: Question) -> int:
+        """vLLM's look-up of a request with full attention only, which is remembered."""
+        hits: list[bytes] = []
+        misses: list[bytes] = []
+        for one in self.keys[name][question.local // T : (question.cap or 10**9) // T]:
+            if self.core.lookup(one, question.sources) is None:
+                misses.append(one)
+                break
+            hits.append(one)
+        found = max(0, (question.local // T + len(hits)) * T - question.local)
+        self.waiting.answers.asked(name, question)
+        self.waiting.answers.remember(name, question, found, hits, misses)
+        return found
+
+    def admit(self, name: str, local: int, found: int) -> Attempt:
+        """The whole decision: if it is declined, the CPU tier is looked up."""
+        if self.waiting.decide(name, local, found).declined:
+            question = Question(local + found + 1, b"hash", local, None, FROM_CPU)
+            self.waiting.declined(name, self.look_up(name, question))
+        attempt = self.waiting.attempt(name)
+        assert attempt is not None
+        return attempt
 
     def run(
         self,
@@ -122,8 +147,8 @@ def test_a_hit_on_a_pool_whose_speed_is_unknown_is_loaded() -> None:
     lobby = Lobby()
     lobby.bench.in_the_pool(0, 1)
     lobby.add("a", 0, 1, prefetch=False)
-    assert lobby.waiting.decide("a", 0, 20) == Attempt(20, 0, None)
-    assert lobby.waiting.allocated("a") == Attempt(20, 0, None)
+    assert lobby.waiting.decide("a", 0, 20) == Attempt(0, 20, 0, None)
+    assert lobby.waiting.allocated("a") == Attempt(0, 20, 0, None)
     assert lobby.waiting.allocated("a") is None, "once"
 
 
@@ -134,9 +159,10 @@ def test_a_hit_on_a_fast_pool_has_a_limit_until_it_is_allocated() -> None:
     lobby.add("a", 0, 1, prefetch=False)
     attempt = lobby.waiting.decide("a", 0, 20)
     assert (attempt.tokens, attempt.decision) == (20, "load")
-    assert lobby.waiting.limit_s("a") == pytest.approx(4.0)
+    assert attempt.limit_s == pytest.approx(4.0)
+    assert lobby.waiting.attempt("a") == attempt
     lobby.waiting.allocated("a")
-    assert lobby.waiting.limit_s("a") is None
+    assert lobby.waiting.attempt("a") is None
 
 
 def test_a_slow_pool_is_declined_and_a_few_chunks_are_read_in_the_background() -> None:
@@ -160,12 +186,12 @@ def test_a_load_of_leading_cached_chunks_can_begin_inside_a_chunk() -> None:
     lobby.bench.in_both_tiers(0, 1)
     lobby.slow()
     lobby.add("a", 0, 1, 2, 3, prefetch=False)
-    assert lobby.waiting.decide("a", 0, 40).tokens == 20
-    attempt = lobby.waiting.decide("a", 5, 35)
+    assert lobby.admit("a", 0, 40).tokens == 20
+    attempt = lobby.admit("a", 5, 35)
     assert (attempt.tokens, attempt.declined, attempt.decision) == (15, 20, "partial")
-    attempt = lobby.waiting.decide("a", 20, 20)
+    attempt = lobby.admit("a", 20, 20)
     assert (attempt.tokens, attempt.declined) == (0, 20)
-    assert lobby.waiting.decide("a", 25, 15).tokens == 0
+    assert lobby.admit("a", 25, 15).tokens == 0
 
 
 def test_automatic_admission_off_loads_everything() -> None:
@@ -173,7 +199,7 @@ def test_automatic_admission_off_loads_everything() -> None:
     lobby.bench.in_the_pool(0)
     lobby.slow()
     lobby.add("a", 0, prefetch=False)
-    assert lobby.waiting.decide("a", 0, 10) == Attempt(10, 0, None)
+    assert lobby.waiting.decide("a", 0, 10) == Attempt(0, 10, 0, None)
 
 
 def test_a_probe_does_not_evict_what_the_attempt_is_about_to_load() -> None:
@@ -184,7 +210,7 @@ def test_a_probe_does_not_evict_what_the_attempt_is_about_to_load() -> None:
     assert bench.hits(range(6)) == [0, 1, 2, 3, 4, 5]
     lobby.slow()
     lobby.add("a", 0, 1, 2, 3, 4, 5, prefetch=False)
-    attempt = lobby.waiting.decide("a", 0, 60)
+    attempt = lobby.admit("a", 0, 60)
     assert attempt.tokens == 20
     lobby.core.prepare_load(keys_of(0, 1), attempt.limit_s)
 
@@ -206,7 +232,7 @@ def test_a_victim_is_reloaded_and_released_when_its_load_is_planned() -> None:
     lobby.run(preempted=("a",))
     assert lobby.fetched() == [0, 1], "its last chunk was not full"
     lobby.waiting.decide("a", 0, 20)
-    lobby.core.prepare_load(keys_of(0, 1), lobby.waiting.limit_s("a"))
+    lobby.core.prepare_load(keys_of(0, 1))
     assert lobby.waiting.resumes.resumed("a")
     lobby.waiting.allocated("a")
     lobby.run(cached={"a": (20, 5)})
@@ -236,7 +262,7 @@ def test_ended_requests_leave_nothing_behind() -> None:
     lobby.run(finished=("waits", "decided", "victim", "unknown"))
     assert lobby.core.gauges()["requests_waiting"] == 0
     assert (lobby.bench.held(), lobby.waiting.allocated("decided")) == ([], None)
-    assert lobby.waiting.limit_s("decided") is None
+    assert lobby.waiting.attempt("decided") is None
     lobby.run(preempted=("victim",))  # too late: the request is not known any more
     assert lobby.core.gauges()["requests_waiting"] == 0
 

@@ -36,7 +36,7 @@ class Newest(LruPolicy):
 
 
 def key(number: int) -> bytes:
-    return b"%08d" % number
+    return b"%04d" % number + bytes(4)  # group 0
 
 
 def keys_of(*numbers: int) -> list[bytes]:
@@ -57,7 +57,7 @@ class Server:
         self.tiers.report(STORE, batch)
         self.write()
         gone = self.tiers.take_evicted()
-        return [int(gone[at : at + 8]) for at in range(0, len(gone), 8)]
+        return [int(gone[at : at + 4]) for at in range(0, len(gone), 8)]
 
     def load(self, *numbers: int, land_max: int = 0) -> None:
         self.tiers.report(LOAD, self.tiers.plan_load(keys_of(*numbers), land_max))
@@ -70,7 +70,7 @@ class Server:
             self.tiers.drain()
 
     def found(self) -> list[tuple[int, bool, bool]]:
-        return sorted((int(e[4]), e[2] >= 0, e[3] >= 0) for e in self.tiers.entries())
+        return sorted((int(e[4][:4]), e[2] >= 0, e[3] >= 0) for e in self.tiers.entries())
 
 
 OPTIONS = st.fixed_dictionaries(

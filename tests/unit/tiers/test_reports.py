@@ -24,7 +24,7 @@ Event = tuple[int, int, int, bool]  # row, code, errno, released
 def planned(kind: int, rows: int, ranks: int) -> tuple[Tiers, Batch]:
     """A store, or a load of what was stored."""
     tiers = Tiers(rows, [], key_bytes=8, ranks=ranks, writes=False)
-    keys = [bytes([row]) * 8 for row in range(rows)]
+    keys = [bytes([row]) * 4 + bytes(4) for row in range(rows)]
     batch = tiers.plan_store(keys, None, 0)[0]
     if kind == LOAD:
         for _ in range(ranks):

@@ -15,7 +15,7 @@ from .model import CANCELLED, EIO, ENOSPC, OK, RELEASED, STALE, STATES, Model, R
 
 KEPT, PROVISIONALLY = 1, 2
 KINDS = ("store", "load", "write", "fetch")
-KEYS = [bytes([number]) * 8 for number in range(24)]
+KEYS = [bytes([number]) * 4 + bytes(4) for number in range(24)]
 CODES = (OK, OK, OK, OK, 1, STALE, CANCELLED)
 SLOT_ERRNOS = [number in (EIO, ENOSPC) for number in range(134)]
 

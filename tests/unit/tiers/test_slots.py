@@ -16,7 +16,7 @@ from vllm_nvmeof_offload.protocol import place_of, slot_of, target_of
 from .model import CANCELLED, EIO, ENOSPC, OK, RELEASED, STALE
 
 KINDS = ("store", "load", "write", "fetch")
-KEYS = [bytes([number]) * 8 for number in range(24)]
+KEYS = [bytes([number]) * 4 + bytes(4) for number in range(24)]
 CODES = (OK, OK, OK, OK, 1, STALE, CANCELLED)
 Identity = tuple[bytes, int]
 

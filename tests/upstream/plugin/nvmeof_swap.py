@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector as
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from vllm_nvmeof_offload import connector as ours
+from vllm_nvmeof_offload.groups import RankGroup
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.vllm_adapter import known_vllm
@@ -54,12 +55,11 @@ class SwappedConnector(ours.NVMeoFOffloadingConnector):
 
     @functools.cached_property
     def _manager(self) -> NVMeoFOffloadingManager:  # type: ignore[override]
-        tokens = self.scheduler.config.kv_group_configs[0].tokens_per_chunk
-        config = CoreConfig(world_size=1, tokens_per_chunk=tokens, admission=False)
-        manager = NVMeoFOffloadingManager(config)
+        manager = NVMeoFOffloadingManager(CoreConfig(world_size=1, admission=False))
         # Attach at once, because no worker of ours sends a handshake.
-        hello = RankHello(0, 0, "", 1, 0, target_count=1, slot_bytes=8)
-        manager.attach([hello], 36, self._view.queue(by_priority=False))
+        rank_groups = tuple(RankGroup(group, 1) for group in self._groups)
+        hello = RankHello(0, 0, "", 1, 0, target_count=1, slot_bytes=8, groups=rank_groups)
+        manager.attach([hello], 36, self._groups, self._view.queue(by_priority=False))
         return manager
 
     @functools.cached_property
