@@ -11,9 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_nvmeof_offload.copy.base import Direction, Pieces
-from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
+from vllm_nvmeof_offload.copy.geometry import (
+    CacheGeometry,
+    CacheTensor,
+    ChunkGeometry,
+    JobBlocks,
+    joined,
+)
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import EngineError
+from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.io.base import Waker
 
 BLOCKS = 12
@@ -117,6 +124,120 @@ def test_many_chunks_in_one_call_equal_single_calls(
     assert together.rows.tolist() == Pieces.of(alone).rows.tolist()
     with pytest.raises(AssertionError, match=f"{count} blocks over {chunks + 1} chunks"):
         geometry.pieces_by_chunk(blocks, skip, chunks + 1)
+
+
+# -- several groups -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [
+        ([(0, 96, 32), (32, 96, 16), (48, 96, 48)], [(0, 96, 96)]),
+        ([(0, 96, 32), (48, 96, 16), (64, 96, 16)], [(0, 96, 32), (48, 96, 32)]),  # padded pages
+        ([(0, 96, 32), (32, 64, 16)], [(0, 96, 32), (32, 64, 16)]),  # other strides
+        ([(0, 32, 32), (32, 32, 32)], [(0, 32, 32), (32, 32, 32)]),  # a tensor of one block each
+        ([(32, 96, 16), (0, 96, 32)], [(32, 96, 16), (0, 96, 32)]),  # in another order
+        ([], []),
+    ],
+)
+def test_pages_that_are_neighbours_in_each_block_are_one_piece(
+    tensors: list[tuple[int, int, int]], expected: list[tuple[int, int, int]]
+) -> None:
+    made = [CacheTensor(*one, block_count=1) for one in tensors]
+    assert joined(made) == [CacheTensor(*one, block_count=1) for one in expected]
+
+
+def _group(number: int, per_chunk: int, kind: GroupKind = GroupKind.FULL) -> Group:
+    return Group(number, kind, 16 * per_chunk, per_chunk)
+
+
+def _three_groups(per_chunk: int) -> CacheGeometry:
+    """Full attention, a group without layers on this rank, and states."""
+    return CacheGeometry(
+        [
+            (_group(0, per_chunk), [CacheTensor(0, 64, 64, BLOCKS)]),
+            (_group(2, per_chunk), []),
+            (_group(3, per_chunk, GroupKind.STATE), [CacheTensor(0, 64, 24, BLOCKS)]),
+        ]
+    )
+
+
+def _blocks(ids: list[int], sizes: list[int], firsts: list[int], chunks: list[int]) -> JobBlocks:
+    return JobBlocks(np.array(ids, np.int32), sizes, firsts, chunks)
+
+
+def test_each_group_has_its_own_length_and_a_state_is_one_block() -> None:
+    geometry = _three_groups(4)
+    assert geometry.group_bytes == (256, 0, 24)
+    assert geometry.payload_bytes == 256
+    assert [one.payload_bytes for one in geometry.groups] == [256, 0, 24]
+    pieces = geometry.stored(_blocks([0, 1, 2, 3, 7, 8, 5], [4, 2, 1], [4, 0, 3], [1, 1, 1]))
+    # The two blocks of the group without layers are half a chunk, but there is nothing to miss.
+    assert pieces.first.tolist() == [0, 4, 4, 5]
+    assert pieces.rows[-1].tolist() == [5 * 64, 0, 24]
+
+
+def test_a_load_may_begin_and_end_inside_a_chunk_of_each_group() -> None:
+    geometry = _three_groups(4)
+    blocks = _blocks([1, 2, 3, 4, 5, 9], [5, 0, 1], [6, 0, 9], [2, 0, 1])
+    pieces = geometry.loaded(blocks)
+    assert pieces.first.tolist() == [0, 2, 5, 6]
+    assert pieces.rows[:, 1].tolist() == [128, 192, 0, 64, 128, 0]
+    with pytest.raises(AssertionError, match="5 blocks over 3 chunks"):
+        geometry.loaded(_blocks([1, 2, 3, 4, 5], [5, 0, 0], [6, 0, 0], [3, 0, 0]))
+    with pytest.raises(AssertionError, match="1 blocks of a group without chunks"):
+        geometry.loaded(_blocks([1], [0, 0, 1], [0, 0, 0], [0, 0, 0]))
+
+
+@pytest.mark.parametrize(
+    ("size", "first", "whole"),
+    [
+        (9, 0, [True, True, True]),
+        (8, 1, [False, True, True]),  # vLLM had given away the first block
+        (7, 2, [False, True, True]),
+        (8, 0, [False, False, False]),  # one of the others is missing, and nothing says which
+        (7, 1, [False, False, False]),
+        (0, 0, [False, False, False]),
+    ],
+)
+def test_a_chunk_without_all_of_its_blocks_has_no_pieces(
+    size: int, first: int, whole: list[bool]
+) -> None:
+    geometry = CacheGeometry([(_group(0, 3), [CacheTensor(0, 64, 64, BLOCKS)])])
+    ids = list(range(size))
+    pieces = geometry.stored(_blocks(ids, [size], [30 + first], [3]))
+    assert np.diff(pieces.first).tolist() == [3 if one else 0 for one in whole]
+    kept = ids[3 - first :] if first and any(whole) else ids if any(whole) else []
+    assert (pieces.rows[:, 0] // 64).tolist() == kept
+    assert pieces.rows[:, 1].tolist() == [64 * (at % 3) for at in range(len(kept))]
+
+
+def test_a_single_chunk_without_its_head_has_no_pieces() -> None:
+    geometry = CacheGeometry([(_group(0, 3), [CacheTensor(0, 64, 64, BLOCKS)])])
+    pieces = geometry.stored(_blocks([5, 6], [2], [31], [1]))
+    assert pieces.first.tolist() == [0, 0]
+    assert pieces.rows.shape == (0, 3)
+
+
+@given(
+    per_chunk=st.integers(1, 4),
+    chunks=st.integers(1, 5),
+    present=st.lists(st.booleans(), min_size=20, max_size=20),
+)
+def test_no_block_of_a_store_is_taken_for_its_neighbour(
+    per_chunk: int, chunks: int, present: list[bool]
+) -> None:
+    """vLLM leaves out the blocks that it has given away, wherever they lie, and numbers none."""
+    geometry = CacheGeometry([(_group(0, per_chunk), [CacheTensor(0, 64, 64, 100)])])
+    there = [at for at in range(per_chunk * chunks) if present[at]]
+    blocks = _blocks(there, [len(there)], [there[0] if there else 0], [chunks])
+    pieces = geometry.stored(blocks)
+    for chunk in range(chunks):
+        rows = pieces.rows[pieces.first[chunk] : pieces.first[chunk + 1]]
+        if len(rows):
+            assert (rows[:, 0] // 64).tolist() == list(
+                range(chunk * per_chunk, (chunk + 1) * per_chunk)
+            )
 
 
 def test_a_block_outside_the_cache_is_refused() -> None:
