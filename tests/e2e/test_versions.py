@@ -19,9 +19,10 @@ from tests.upstream.trees import Release, release
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHER = "0.33.0"
-#: Our tests that import vLLM: flags, refusals, the manager's interface and the look-up's rule.
+#: Our tests that import vLLM: flags, refusals, KV cache groups, the manager's interface and the
+#: look-up's rule.
 OUR_TESTS = (
-    *("test_plugin.py", "test_refusals.py"),
+    *("test_plugin.py", "test_refusals.py", "test_cache_groups.py"),
     *("manager/test_vllm_manager.py", "manager/test_boundary.py"),
 )
 LOADED = "vllm:nvmeof_loaded_tokens_total"

@@ -67,7 +67,7 @@ def refusal_of(call, *args):
         return str(error)
     return ""
 
-def refused(*specs, mla=False, caching=True, hosts=None, **sizes):
+def refused(*specs, mla=False, caching=True, hosts=None, layout=None, **sizes):
     config = Object(
         model_config=Object(model="org/name", use_mla=mla),
         parallel_config=parallel(**sizes),
@@ -75,7 +75,7 @@ def refused(*specs, mla=False, caching=True, hosts=None, **sizes):
         cache_config=Object(enable_prefix_caching=caching),
     )
     groups = [KVCacheGroupSpec(["a", "b"], spec) for spec in specs]
-    made = KVCacheConfig(8, [], groups, hisparse_host_num_blocks=hosts)
+    made = KVCacheConfig(8, [], groups, kv_cache_layout=layout, hisparse_host_num_blocks=hosts)
     return refusal_of(refuse_unsupported, config, made)
 
 def prechecked(**sizes):
@@ -105,6 +105,8 @@ print("RESULT " + json.dumps({
     "sink": refused(sink),
     "replayed": refused(full, replayed),
     "hosts": refused(full, hosts=8),
+    "blocks together": refused(full, layout="BLNHC"),
+    "heads first": refused(full, layout="LHBNC"),
     "two groups": refused(full, full),
     "pipeline": refused(full, pipeline=2),
     "decode context": refused(full, decode_context=2),
@@ -130,6 +132,7 @@ def test_unsupported_features_are_refused_by_name() -> None:
     served = (
         *("full", "full without caching", "several widths", "mla", "two groups"),
         *("window", "window among full", "windows of latent attention", "chunked local"),
+        "blocks together",
         *("state", "window and state", "states only", "states of whole requests"),
     )
     for case in served:
@@ -144,6 +147,7 @@ def test_unsupported_features_are_refused_by_name() -> None:
         "derived, among others": ["org/name", "does not know (2 x Derived)", without],
         "sink": ["org/name", "does not know (2 x SinkFullAttentionSpec)", without],
         "replayed": ["org/name", "bounded replay", without],
+        "heads first": ["VLLM_KV_CACHE_LAYOUT='LHBNC'", "LBHNC"],
         "hosts": ["hisparse_config", "HiSparse"],
         "pipeline": ["pipeline_parallel_size=2", "supports 1"],
         "decode context": ["decode_context_parallel_size=2", "supports 1"],

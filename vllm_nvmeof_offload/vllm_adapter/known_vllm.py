@@ -41,6 +41,10 @@ _READ = {
     "vllm.v1.core.kv_cache_manager:KVCacheManager": (
         "block_pool evict_blocks get_blocks reset_prefix_cache"
     ),
+    "vllm.v1.kv_cache_interface:KVCacheConfig": (
+        "kv_cache_groups kv_cache_tensors num_blocks hisparse_host_num_blocks kv_cache_layout"
+    ),
+    "vllm.v1.kv_cache_interface:KVCacheTensor": "layers block_stride size",
     f"{_OFFLOADING}.worker:OffloadingConnectorWorker": "spec worker",
     f"{_OFFLOADING}.common:OffloadingConnectorMetadata": "load_jobs store_jobs jobs_to_flush",
     f"{_OFFLOADING}.common:OffloadingWorkerMetadata": "completed_jobs transfer_stats",

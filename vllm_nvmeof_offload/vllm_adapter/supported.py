@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.config import (
@@ -125,6 +126,10 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
     if kv_cache_config.hisparse_host_num_blocks is not None:
         remedy = "this version does not offload HiSparse; leave it out, or serve without offloading"
         raise ConfigError("hisparse_config", "set", remedy)
+    layout = kv_cache_config.kv_cache_layout
+    if layout is not None and not KVCacheLayout[layout].is_block_compact:
+        remedy = "spreads the bytes of a block over its layer; leave it out, or give LBHNC or BLHNC"
+        raise ConfigError("VLLM_KV_CACHE_LAYOUT", layout, remedy)
     every = kv_cache_config.kv_cache_groups
     if any(spec.prefix_replay_tokens for group in every for spec in specs_of(group).values()):
         reason = "computes its windows again after a hit (bounded replay), which is not supported"
