@@ -46,7 +46,13 @@ class QuietWorker:
     def take_reports(self) -> tuple[list[Any], Counter[str]]:
         return [], Counter()
 
+    def note_requests(self, requests: Any) -> None:
+        return
+
     def take_invalid_blocks(self) -> set[int]:
+        return set()
+
+    def take_failed_requests(self) -> set[str]:
         return set()
 
 
