@@ -37,7 +37,11 @@ class State:
 
 
 def _view(
-    request: Any, hit: bool = True, cached: tuple[bytes, ...] = (), groups: tuple[Group, ...] = ONE
+    request: Any,
+    hit: bool = True,
+    cached: tuple[bytes, ...] = (),
+    groups: tuple[Group, ...] = ONE,
+    state: Any = None,
 ) -> SchedulerView:
     """Of a scheduler with one request. cached: block hashes that GPU memory has."""
     configs = tuple(
@@ -49,7 +53,7 @@ def _view(
     found = LookupResult.HIT if hit else LookupResult.MISS
     scheduler = SimpleNamespace(
         config=SimpleNamespace(kv_group_configs=configs, tokens_per_hash=BLOCK),
-        _req_status={"a": State(request)},
+        _req_status={"a": state or State(request)},
         _chunks_being_loaded=set(),
         manager=SimpleNamespace(lookup=lambda key, context: found),
     )
@@ -102,6 +106,22 @@ def test_of_several_groups_only_full_attention_counts_as_cached() -> None:
     assert view.leading_id == 4
     waiting: Any = SimpleNamespace(resumes=SimpleNamespace(computed=lambda request_id: 39))
     assert view.rest_of_a_chunk(request, BLOCK, waiting) == 0, "a window would have to be there"
+
+
+def test_after_a_failed_load_every_group_stores_what_is_computed_again() -> None:
+    """A group whose chunks are twice as long has stored half as many of them."""
+    groups = (
+        Group(0, GroupKind.WINDOW, CHUNK, BLOCKS_PER_CHUNK, 4),
+        Group(1, GroupKind.FULL, 2 * CHUNK, BLOCKS_PER_CHUNK),
+    )
+    request = SimpleNamespace(request_id="a", num_computed_tokens=5 * CHUNK)
+    states = [SimpleNamespace(next_stored_chunk_idx=stored) for stored in (8, 2)]
+    view = _view(request, groups=groups, state=SimpleNamespace(req=request, group_states=states))
+    view.store_again()
+    assert [state.next_stored_chunk_idx for state in states] == [5, 2]
+    request.num_computed_tokens = 0  # vLLM was told of the request, and not of its blocks
+    view.store_again()
+    assert [state.next_stored_chunk_idx for state in states] == [0, 0]
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])

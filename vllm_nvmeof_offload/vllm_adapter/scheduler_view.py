@@ -135,11 +135,10 @@ class SchedulerView:
         next request has computed them again. By now the requests' computed tokens end before the
         first failure: at 0 if vLLM was told of a request and not of its blocks.
         """
-        configs = self._scheduler.config.kv_group_configs
         for state in self._scheduler._req_status.values():
-            for config, group in zip(configs, state.group_states, strict=True):
-                computed = state.req.num_computed_tokens // config.tokens_per_chunk
-                group.next_stored_chunk_idx = min(group.next_stored_chunk_idx, computed)
+            for group, stored in zip(self._groups, state.group_states, strict=True):
+                computed = state.req.num_computed_tokens // group.tokens_per_chunk
+                stored.next_stored_chunk_idx = min(stored.next_stored_chunk_idx, computed)
 
     def store_from_the_first(self, request_id: str) -> None:
         """Store the request's chunks again, although vLLM has counted them as stored."""
