@@ -81,7 +81,7 @@ def model_blocks() -> Iterator[ModelBlock]:
         model = preset(name)
         deployment = Deployment(tensor_parallel=tensor_parallel, block_tokens=block_tokens)
         sizes = KvSizes(model, deployment)
-        fragment = sizes.fragment_bytes(model.groups[0])
+        fragment = sizes.fragment_bytes(model.caches[0])
         yield ModelBlock(name, tensor_parallel, fragment, sizes.block_bytes())
 
 

@@ -78,7 +78,7 @@ def test_layers_of_every_kind_are_shown() -> None:
         app, ["size", "--preset", "Qwen3-Next-80B-A3B-Instruct"], env={"COLUMNS": "250"}
     ).stdout
     assert "one state per sequence, no KV per token" in shown
-    assert "this version of the offload refuses recurrent state" in shown
+    assert "kept per boundary" in shown
     shown = runner.invoke(app, ["size", "--preset", "gpt-oss-120b"], env={"COLUMNS": "250"}).stdout
     assert "the last 128 tokens" in shown
 

@@ -31,7 +31,7 @@ GATED_DELTA = {
 
 
 def kinds(**more: Any) -> dict[str, int]:
-    return {g.kind.name: g.layers for g in parse_model({**PLAIN, **more}, "a model").groups}
+    return {c.kind.name: c.layers for c in parse_model({**PLAIN, **more}, "a model").caches}
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def kinds(**more: Any) -> dict[str, int]:
     ],
 )
 def test_head_counts_are_read(more: dict[str, Any], kv_heads: int, width: int) -> None:
-    (group,) = parse_model({**PLAIN, **more}, "a model").groups
-    assert (group.kv_heads, group.key_width, group.value_width) == (kv_heads, width, width)
+    (cache,) = parse_model({**PLAIN, **more}, "a model").caches
+    assert (cache.kv_heads, cache.key_width, cache.value_width) == (kv_heads, width, width)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_head_counts_are_read(more: dict[str, Any], kv_heads: int, width: int) -
             {"FULL": 6, "WINDOW": 6},
         ),
         ({"layer_types": ["sliding_attention", "full_attention"] * 6}, {"FULL": 12}),
-        ({"attention_chunk_size": 8192}, {"FULL": 3, "WINDOW": 9}),
+        ({"attention_chunk_size": 8192}, {"FULL": 3, "LOCAL": 9}),
         ({"sliding_window": 512, "num_kv_shared_layers": 4}, {"WINDOW": 8}),
         ({**GATED_DELTA, "full_attention_interval": 4}, {"FULL": 3, "STATE": 9}),
         ({**MAMBA2, "attn_layer_indices": [3, 9]}, {"FULL": 2, "STATE": 10}),
@@ -91,9 +91,9 @@ def test_kinds_of_layers_are_read(more: dict[str, Any], expected: dict[str, int]
 
 def test_an_indexer_has_a_byte_per_element_and_a_scale() -> None:
     more = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
-    groups = parse_model({**PLAIN, **more}, "a model").groups
-    indexer = next(g for g in groups if g.kind is LayerKind.INDEXER)
-    assert indexer.token_bytes(8, 2) == 128 + 4
+    caches = parse_model({**PLAIN, **more}, "a model").caches
+    indexer = next(c for c in caches if c.kind is LayerKind.INDEXER)
+    assert indexer.entry_bytes(8, 2) == 128 + 4
 
 
 @pytest.mark.parametrize("tp", [1, 4])
@@ -108,8 +108,8 @@ def test_states_are_vllms(tp: int) -> None:
         ({**GATED_DELTA, "full_attention_interval": 4}, gated),
         (mamba1, shapes.mamba1_state_shape(tp, 2048, 16, 4)),
     ):
-        groups = parse_model({**PLAIN, **more}, "a model").groups
-        state = next(g.state for g in groups if g.kind is LayerKind.STATE)
+        caches = parse_model({**PLAIN, **more}, "a model").caches
+        state = next(c.state for c in caches if c.kind is LayerKind.STATE)
         elements = sum(math.prod(part) for part in parts)
         assert state is not None
         assert state.rank_bytes(tp) == 2 * elements, more
@@ -117,8 +117,8 @@ def test_states_are_vllms(tp: int) -> None:
 
 def test_the_state_may_have_a_dtype_of_its_own() -> None:
     more = {**MAMBA2, "attn_layer_indices": [3], "mamba_ssm_cache_dtype": "float32"}
-    groups = parse_model({**PLAIN, **more}, "a model").groups
-    state = next(g.state for g in groups if g.kind is LayerKind.STATE)
+    caches = parse_model({**PLAIN, **more}, "a model").caches
+    state = next(c.state for c in caches if c.kind is LayerKind.STATE)
     assert state is not None
     assert (state.conv_bytes, state.recurrent_bytes) == (2, 4)
 
@@ -143,7 +143,11 @@ def test_nested_and_directory_and_index(tmp_path: Path) -> None:
         ({"num_hidden_layers": "12"}, "num_hidden_layers='12': in config.json: give a whole"),
         ({"layer_types": ["telepathy"] * 12}, "layer_types='telepathy': not sized; known are"),
         ({"hybrid_override_pattern": "M?"}, "hybrid_override_pattern='M?'"),
-        ({"compress_ratios": [4]}, "this version does not size compressed KV states"),
+        ({"block_configs": [{}]}, "this version does not size heads that differ from layer"),
+        (
+            {"compress_ratios": [8] * 12, "head_dim": 512, "sliding_window": 128},
+            "compress_ratios=8: not sized; known are 0, 4, 128",
+        ),
         ({"is_encoder_decoder": True}, "only decoders are sized"),
     ],
 )

@@ -5,22 +5,26 @@ from __future__ import annotations
 
 import pytest
 
+from tests.unit.sizing import families
 from vllm_nvmeof_offload.commands.size.deployment import Deployment
 from vllm_nvmeof_offload.commands.size.kv import KvSizes
 from vllm_nvmeof_offload.commands.size.model import (
-    LayerGroup,
+    LayerCache,
     LayerKind,
     ModelShape,
     Weights,
+    parse_model,
     preset,
 )
+from vllm_nvmeof_offload.commands.size.plan import stages_of
 from vllm_nvmeof_offload.errors import ConfigError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
-def shape(*groups: LayerGroup) -> ModelShape:
-    return ModelShape("a model", groups, Weights(None, "unknown"), 2)
+def shape(cache: LayerCache) -> ModelShape:
+    order = tuple((layer, 0) for layer in range(cache.layers))
+    return ModelShape("a model", (cache,), order, cache.layers, Weights(None, "unknown"), 2)
 
 
 def test_grouped_queries_by_hand() -> None:
@@ -48,6 +52,7 @@ def test_more_ranks_than_heads_hold_copies() -> None:
 def test_a_latent_is_whole_on_every_rank() -> None:
     """DeepSeek-V3: 61 layers × (512 + 64) × 2 bytes = 70,272 bytes per token on each rank."""
     sizes = KvSizes(preset("DeepSeek-V3"), Deployment(tensor_parallel=8))
+    assert sizes.block_tokens == 64  # as its kernels want
     assert sizes.token_bytes() == sizes.rank_token_bytes() == 70_272
     assert sizes.copies() == 8
     assert sizes.loaded_bytes(16 << 10) >= 8 * (16 << 10) * 70_272
@@ -64,41 +69,78 @@ def test_fp8_halves_the_bytes() -> None:
 
 
 def test_a_window_caps_what_its_layers_keep() -> None:
-    """Gemma 3 27B: 10 of 62 layers keep everything, 52 the last 1024 tokens."""
+    """Gemma 3 27B: 10 of 62 layers keep everything, 52 in 6 groups the last 1024 tokens."""
     model = preset("gemma-3-27b-it")
-    assert {g.kind: g.layers for g in model.groups} == {
+    assert {one.kind: one.layers for one in model.caches} == {
         LayerKind.FULL: 10,
         LayerKind.WINDOW: 52,
     }
     sizes = KvSizes(model, Deployment())
     page = 16 * 16 * 256 * 2
-    # A window of 1024 tokens reaches into 65 blocks of 16.
-    assert sizes.session_rank_bytes(32 * KIB) == page * (10 * 2048 + 52 * 65)
-    assert sizes.session_rank_bytes(512) == page * 62 * 32
-    slots = {slot.payload_bytes: slot.count for slot in sizes.session_slots(32 * KIB)}
-    assert slots == {52 * page: 65, 10 * page: 2048}
+    assert sizes.token_bytes() == 10 * 16 * 256 * 2
+    # Groups of 9, 9, 9, 9, 8, 8 and 10 layers take blocks of 10 pages. A window of 1024 tokens
+    # reaches into 65 blocks of 16.
+    assert sizes.session_rank_bytes(32 * KIB) == 10 * page * (2048 + 6 * 65)
+    assert sizes.session_rank_bytes(512) == 10 * page * 7 * 32
+    slots = sizes.session_slots(32 * KIB)
+    windows = [(64, layers * page) for layers in (9, 9, 9, 9, 8, 8)]
+    assert [(one.count, one.payload_bytes) for one in slots] == [*windows, (2048, 10 * page)]
+    assert {one.stride_bytes for one in slots} == {10 * page + 4 * KIB}
+    assert sizes.boundary_bytes() == 64 * 52 * page
+    # Reads are as long as what a group has.
+    read = (2048 * 10 + 64 * 52) * page + (2048 + 6 * 64) * 4 * KIB
+    assert sizes.loaded_bytes(32 * KIB) == read
 
 
 def test_recurrent_state_does_not_grow() -> None:
     """Qwen3-Next: 12 of 48 layers have KV, 36 a state.
 
-    The state of a layer: 8192 channels × 3 tokens of convolution, 32 heads × 128 × 128.
+    The state of a layer: 8192 channels × 3 tokens of convolution, 32 heads × 128 × 128. Blocks are
+    as long as their keys and values need to be as large as a state: 544 tokens of 2 KiB.
     """
     sizes = KvSizes(preset("Qwen3-Next-80B-A3B-Instruct"), Deployment())
     assert sizes.token_bytes() == 12 * 2 * 512 * 2
     state = 36 * 2 * (8192 * 3 + 32 * 128 * 128)
-    assert sizes.state_bytes() == state
-    grown = sizes.session_rank_bytes(64 * KIB) - sizes.session_rank_bytes(32 * KIB)
-    assert grown == 32 * KIB * sizes.token_bytes()
-    assert sizes.session_rank_bytes(16) == state + 16 * sizes.token_bytes()
+    assert sizes.state_bytes() == sizes.boundary_bytes() == state
+    assert sizes.blocks_per_chunk == 1
+    assert sizes.chunk_tokens == sizes.boundary_tokens == 544
+    block = 544 * sizes.token_bytes()
+    assert sizes.block_bytes() == block
+    # Three groups of states hold two blocks each.
+    assert sizes.session_rank_bytes(5440) == (10 + 3 * 2) * block
+    grown = sizes.session_rank_bytes(10880) - sizes.session_rank_bytes(5440)
+    assert grown == 5440 * sizes.token_bytes()
+    slots = [(one.count, one.payload_bytes) for one in sizes.session_slots(5500)]
+    assert slots == [*[(1, state // 3)] * 3, (10, block)]
 
 
-def test_a_pipeline_spreads_layers_and_the_first_stages_take_the_rest() -> None:
-    model = shape(LayerGroup(LayerKind.FULL, 10, 8, 128, 128))
+def test_only_what_a_boundary_needs_is_counted_of_compressed_kv() -> None:
+    """DeepSeek V4 Flash: 3.9 KB per token are kept; rows of compressors only at a boundary."""
+    model = parse_model(families.DEEPSEEK_V4.config, "DeepSeek-V4-Flash")
+    sizes = KvSizes(model, Deployment())
+    assert sizes.token_bytes() == round(21 * (584 + 132) / 4 + 20 * 584 / 128)
+    assert [(g.group.kind.name, g.group.reach_chunks) for g in sizes.groups()] == [
+        ("WINDOW", 2),
+        ("WINDOW", 2),
+        ("FULL", None),
+        ("WINDOW", 2),
+        ("WINDOW", 16),
+    ]
+    per_token = sizes.groups()[2].payload_bytes / 256
+    assert per_token == pytest.approx(sizes.token_bytes(), rel=0.001)
+
+
+def test_a_pipeline_spreads_layers_as_vllm_does() -> None:
+    model = shape(LayerCache(LayerKind.FULL, 10, 8, 128, 128))
     sizes = KvSizes(model, Deployment(pipeline_parallel=4))
     per_layer = 8 * 256 * 2
-    assert [sizes.rank_token_bytes(stage) // per_layer for stage in range(4)] == [3, 3, 2, 2]
+    assert [sizes.rank_token_bytes(stage) // per_layer for stage in range(4)] == [2, 3, 3, 2]
+    assert sizes.fullest == 1
     assert sizes.copies() == 1
+    indices = pytest.importorskip("vllm.distributed.utils").get_pp_indices
+    for layers, stages in ((10, 4), (61, 8), (48, 3), (7, 7), (31, 2)):
+        found = [range(*indices(layers, stage, stages)) for stage in range(stages)]
+        assert list(stages_of(layers, stages)) == found
 
 
 def test_only_whole_chunks_are_stored() -> None:
@@ -127,28 +169,28 @@ def test_pages_are_vllms(tp: int, block_tokens: int) -> None:
         ("DeepSeek-V2-Lite-Chat", 2, torch.float16),
     ):
         model = preset(name)
-        group = model.groups[0]
+        cache = model.caches[0]
         sizes = KvSizes(
             model,
             Deployment(tensor_parallel=tp, kv_element_bytes=kv_bytes, block_tokens=block_tokens),
         )
-        latent = group.kind is LayerKind.LATENT
+        latent = cache.kind is LayerKind.LATENT
         kind = interface.MLAAttentionSpec if latent else interface.FullAttentionSpec
-        heads = 1 if latent else max(1, group.kv_heads // tp)
+        heads = 1 if latent else max(1, cache.kv_heads // tp)
         spec = kind(
-            block_size=block_tokens, num_kv_heads=heads, head_size=group.key_width, dtype=dtype
+            block_size=block_tokens, num_kv_heads=heads, head_size=cache.key_width, dtype=dtype
         )
-        assert sizes.page_bytes(group) == spec.page_size_bytes
+        assert sizes.page_bytes(cache) == spec.page_size_bytes
 
 
 def test_windows_are_vllms() -> None:
     interface = pytest.importorskip("vllm.v1.kv_cache_interface")
     torch = pytest.importorskip("torch")
     for window in (1, 16, 17, 128, 1024, 4096):
-        group = LayerGroup(LayerKind.WINDOW, 1, 2, 64, 64, window_tokens=window)
+        cache = LayerCache(LayerKind.WINDOW, 1, 2, 64, 64, reach_tokens=window)
         spec = interface.SlidingWindowSpec(
             block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=window
         )
-        sizes = KvSizes(shape(group), Deployment())
+        sizes = KvSizes(shape(cache), Deployment())
         blocks = spec.max_admission_blocks_per_request(0, 128 * KIB)
         assert sizes.session_rank_bytes(128 * KIB) == blocks * spec.page_size_bytes

@@ -36,7 +36,7 @@ def printed(row: dict[str, Any], tp: int) -> tuple[str, str]:
     model = preset(row["model"])
     sizes = KvSizes(model, Deployment(tensor_parallel=tp, block_tokens=row["block_tokens"]))
     return (
-        rounded(sizes.fragment_bytes(model.groups[0]), 1 << 10, "KB"),
+        rounded(sizes.fragment_bytes(model.caches[0]), 1 << 10, "KB"),
         rounded(sizes.block_bytes(), 1 << 20, "MB"),
     )
 

@@ -102,6 +102,18 @@ def _link_text(text: str) -> str:
     return text
 
 
+#: Orders of the KV cache in GPU memory: layers (L), blocks (B), heads, tokens, values.
+BLOCKS_OUTERMOST, LAYERS_OUTERMOST = "BLHNC", "LBHNC"
+
+
+def _layout_name(text: str) -> str:
+    name = text.upper()
+    if name not in (BLOCKS_OUTERMOST, LAYERS_OUTERMOST):
+        known = f"{BLOCKS_OUTERMOST} or {LAYERS_OUTERMOST}"
+        raise ValueError(f"{text!r} is not a layout known here; write {known}")
+    return name
+
+
 def _option(
     default: Any, flag: str, text: str, read: Callable[[str], Any] | None = None, **bounds: float
 ) -> Any:
@@ -143,7 +155,16 @@ class Deployment:
     tensor_parallel: int = _count(1, "--tp", "Tensor parallel size of one engine.")
     pipeline_parallel: int = _count(1, "--pp", "Pipeline parallel size of one engine.")
     kv_element_bytes: int = 2
-    block_tokens: int = _count(16, "--block-tokens", "Tokens in a block.")
+    layout: str = _option(
+        BLOCKS_OUTERMOST,
+        "--layout",
+        "Order of the KV cache in GPU memory: BLHNC, which this package asks for, or LBHNC, the "
+        "only one of vLLM's CPU engine.",
+        _layout_name,
+    )
+    block_tokens: int | None = _count(
+        None, "--block-tokens", "Tokens in a block. Default: what the model's kernels want."
+    )
     blocks_per_chunk: int | None = _count(
         None, "--blocks-per-chunk", "Default: as many as the server would choose."
     )

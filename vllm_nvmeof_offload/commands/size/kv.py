@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes of KV cache per token, block and session; sessions that fit; bandwidth that they need.
 
-A *stage* is one part of a pipeline. Layers are spread over stages as evenly as possible, and
-the first stages take the remainder. Figures of a rank are those of the fullest stage, number 0.
+A *stage* is one part of a pipeline. Figures of a rank are those of the fullest stage. Blocks in GPU
+memory and slots have one size for all KV cache groups, that of the largest one; copies, reads and
+writes are as long as a group's own bytes.
 
 A reload is the worst case: all KV is only in the pool, and all of `concurrency` sessions come
 back at the same moment, spread evenly over drives, links and GPUs.
@@ -14,9 +15,14 @@ import math
 from dataclasses import dataclass
 
 from vllm_nvmeof_offload.commands.size.deployment import Deployment, parse_link
-from vllm_nvmeof_offload.commands.size.model import LayerGroup, LayerKind, ModelShape
-from vllm_nvmeof_offload.config import OffloadConfig, chunk_blocks
+from vllm_nvmeof_offload.commands.size.model import LayerCache, LayerKind, ModelShape
+from vllm_nvmeof_offload.commands.size.plan import (
+    PlannedGroup,
+    choose_blocks_per_chunk,
+    plan_groups,
+)
 from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
 from vllm_nvmeof_offload.staging import split_slots
 from vllm_nvmeof_offload.units import slot_stride_bytes
@@ -24,139 +30,212 @@ from vllm_nvmeof_offload.units import slot_stride_bytes
 
 @dataclass(frozen=True, slots=True)
 class SessionSlots:
-    """`count` slots of `payload_bytes` each hold one rank's part of a session in some layers."""
+    """`count` slots that one rank stores of a session in one group.
+
+    payload_bytes: of the group's chunk, as long as a read. stride_bytes: of a slot in staging and
+    in a slab.
+    """
 
     count: int
     payload_bytes: int
+    stride_bytes: int
 
     @property
-    def stride_bytes(self) -> int:
-        """Bytes of one slot in staging and in a slab: header page and padded payload."""
+    def read_bytes(self) -> int:
+        """Bytes that are read for one of them: header page and padded payload."""
         return slot_stride_bytes(self.payload_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a server with offloading would not start, and what to do."""
+
+    what: str
+    remedy: str
 
 
 class KvSizes:
     """Formulas for one model in one deployment; results are bytes unless named otherwise."""
 
     def __init__(self, model: ModelShape, deployment: Deployment) -> None:
-        """ConfigError for a split of the model that vLLM refuses."""
+        """ConfigError for a split or a layout of the model that vLLM refuses."""
         self.model, self.deployment = model, deployment
-        self._stages = range(deployment.pipeline_parallel)
         ranks = deployment.tensor_parallel
-        for group in model.groups:
-            heads = group.kv_heads
-            if group.split_by_heads and heads % ranks and ranks % heads:
+        for cache in model.caches:
+            heads = cache.kv_heads
+            if cache.split_by_heads and heads % ranks and ranks % heads:
                 remedy = f"vLLM cannot share {heads} KV heads over it; give a divisor or multiple"
                 raise ConfigError("--tp", ranks, remedy)
         if deployment.pipeline_parallel > model.layers:
             remedy = f"the model has {model.layers} layers"
             raise ConfigError("--pp", deployment.pipeline_parallel, remedy)
-        # The server's own way to choose, with its default chunk_bytes_min.
-        self.blocks_per_chunk: int = deployment.blocks_per_chunk or chunk_blocks(
-            OffloadConfig(), self.block_bytes(), deployment.block_tokens
+        self.plan = plan_groups(model, deployment)
+        self._stages = range(deployment.pipeline_parallel)
+        self.fullest = max(self._stages, key=self.plan.stride_bytes)
+        self.blocks_per_chunk = choose_blocks_per_chunk(
+            self.plan, self.fullest, deployment.blocks_per_chunk
         )
 
     @property
+    def refusal(self) -> Refusal | None:
+        """The server's own refusals, as far as a model's configuration shows them."""
+        without = "serve this model without offloading"
+        size = self.deployment.pipeline_parallel
+        if any(c.kind is LayerKind.WINDOW and not c.stored for c in self.model.caches):
+            what = "windows that vLLM computes again after a hit (bounded replay)"
+            return Refusal(what, "add --no-swa-bounded-replay to vLLM's options")
+        if not self.plan.stored:
+            return Refusal("a model without KV that vLLM can offload", without)
+        if size > 1:
+            return Refusal(f"pipeline_parallel_size={size}", "use --tensor-parallel-size")
+        return None
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a block of the layers that keep every token, or of the first group."""
+        kept = [one for one in self.plan.groups if one.cache.kind.keeps_every_token]
+        return (kept or self.plan.groups)[0].block_tokens
+
+    @property
     def chunk_tokens(self) -> int:
-        return self.blocks_per_chunk * self.deployment.block_tokens
+        return self.blocks_per_chunk * self.block_tokens
+
+    @property
+    def boundary_tokens(self) -> int:
+        """A prefix that is found again ends at a multiple of this."""
+        return math.lcm(*(g.block_tokens for g in self.plan.stored)) * self.blocks_per_chunk
+
+    def groups(self, stage: int | None = None) -> list[RankGroup]:
+        """The stored groups on one rank of a stage."""
+        layers = self.plan.stages[self.fullest if stage is None else stage]
+        return [
+            RankGroup(self._group(position, group), group.true_bytes(layers))
+            for position, group in enumerate(self.plan.groups)
+            if group.stored
+        ]
+
+    def _group(self, position: int, group: PlannedGroup) -> Group:
+        tokens = group.block_tokens * self.blocks_per_chunk
+        reach = {
+            GroupKind.FULL: None,
+            GroupKind.STATE: 1,
+        }.get(group.kind, -(-(group.cache.reach_tokens or 0) // tokens))
+        return Group(position, group.kind, tokens, self.blocks_per_chunk, reach)
 
     def token_bytes(self) -> int:
-        """One token in all layers, each byte counted once however many ranks hold it."""
-        kv_bytes = self.deployment.kv_element_bytes
-        return sum(group.layers * group.token_bytes(1, kv_bytes) for group in self.model.groups)
+        """What each token adds for good, each byte counted once however many ranks hold it."""
+        return self._growing(1)
 
-    def rank_token_bytes(self, stage: int = 0) -> int:
-        """One token in the layers of one rank."""
-        return sum(
-            self._layers(group, stage) * self._token_bytes(group) for group in self.model.groups
+    def rank_token_bytes(self, stage: int | None = None) -> int:
+        """What each token adds for good on one rank."""
+        layers = self.plan.stages[self.fullest if stage is None else stage]
+        return self._growing(self.deployment.tensor_parallel, layers)
+
+    def _growing(self, tensor_parallel: int, stage: range | None = None) -> int:
+        """Bytes that a token adds to caches that keep every token; the others do not grow."""
+        kv_bytes = self.deployment.kv_element_bytes
+        caches = [
+            self.model.caches[position]
+            for layer, position in self.model.order
+            if stage is None or layer in stage
+        ]
+        return round(
+            sum(
+                cache.entry_bytes(tensor_parallel, kv_bytes) / cache.tokens_per_entry
+                for cache in caches
+                if cache.kind.keeps_every_token
+            )
         )
 
     def copies(self) -> float:
         """Bytes on all ranks ÷ bytes that the model makes; above 1: ranks hold equal bytes."""
-        once = self.token_bytes()
-        ranks = sum(self.rank_token_bytes(stage) for stage in self._stages)
-        return ranks * self.deployment.tensor_parallel / once if once else 1.0
+        ranks, kv_bytes = self.deployment.tensor_parallel, self.deployment.kv_element_bytes
+        once = each = 0
+        for cache in self.model.caches:
+            tokens = self.plan.groups[0].block_tokens * cache.tokens_per_entry
+            once += cache.layers * cache.block_bytes(tokens, 1, kv_bytes)
+            each += cache.layers * cache.block_bytes(tokens, ranks, kv_bytes)
+        return each * ranks / once if once else 1.0
 
-    def page_bytes(self, group: LayerGroup) -> int:
-        """One block in one layer on one rank."""
-        return self.deployment.block_tokens * self._token_bytes(group)
+    def page_bytes(self, cache: LayerCache) -> int:
+        """One block in one layer on one rank, without padding."""
+        return next(
+            page.true_bytes
+            for group in self.plan.groups
+            for page in group.pages
+            if page.cache == cache
+        )
 
-    def fragment_bytes(self, group: LayerGroup) -> int:
+    def fragment_bytes(self, cache: LayerCache) -> int:
         """The contiguous piece of a page where keys and values are apart."""
-        return self.page_bytes(group) // (2 if group.value_width else 1)
+        return self.page_bytes(cache) // (2 if cache.value_width else 1)
 
     def block_bytes(self) -> int:
-        """One block in all layers of one rank: one physical block, all layers together."""
-        return self.deployment.block_tokens * self.rank_token_bytes()
+        """One block in GPU memory on one rank: that of the widest group."""
+        return self.plan.stride_bytes(self.fullest)
 
     def rank_weights_bytes(self) -> int | None:
         """Weights on one rank, spread evenly; None: unknown."""
         total = self.model.weights.total_bytes
         return None if total is None else -(-total // self.deployment.ranks)
 
-    def state_bytes(self, stage: int = 0) -> int:
+    def state_bytes(self, stage: int | None = None) -> int:
         """Recurrent state of one sequence on one rank."""
-        states = ((g, g.state) for g in self.model.groups if g.state is not None)
-        tensor_parallel = self.deployment.tensor_parallel
-        return sum(self._layers(g, stage) * s.rank_bytes(tensor_parallel) for g, s in states)
+        groups = self.groups(stage)
+        return sum(g.payload_bytes for g in groups if g.group.kind is GroupKind.STATE)
+
+    def boundary_bytes(self, stage: int | None = None) -> int:
+        """What a boundary needs on one rank besides the KV of all tokens before it."""
+        return sum(g.payload_bytes * (g.group.reach_chunks or 0) for g in self.groups(stage))
 
     def session_rank_bytes(self, context_tokens: int) -> int:
-        """A session in GPU memory on one rank: whole blocks, windows as far as they reach."""
-        total = self.state_bytes()
-        for group in self.model.groups:
-            blocks = _kept(group, context_tokens, self.deployment.block_tokens)
-            total += self._layers(group, 0) * self.page_bytes(group) * blocks
-        return total
+        """A session in GPU memory on one rank: whole blocks of the one size."""
+        blocks = sum(_held_blocks(group, context_tokens) for group in self.plan.groups)
+        return blocks * self.block_bytes()
 
-    def session_slots(self, context_tokens: int, stage: int = 0) -> list[SessionSlots]:
-        """Slots that one rank stores of a session: whole chunks, windows as far as they reach."""
-        chunks = context_tokens // self.chunk_tokens
-        full, slots = 0, []
-        for group in self.model.groups:
-            payload = self._layers(group, stage) * self.page_bytes(group) * self.blocks_per_chunk
-            if group.kind is LayerKind.WINDOW:
-                kept = _kept(group, chunks * self.chunk_tokens, self.chunk_tokens)
-                slots.append(SessionSlots(kept, payload))
-            else:
-                full += payload
-        if full:
-            slots.append(SessionSlots(chunks, full))
-        if chunks and self.state_bytes(stage):
-            slots.append(SessionSlots(1, self.state_bytes(stage)))
+    def session_slots(self, context_tokens: int, stage: int | None = None) -> list[SessionSlots]:
+        """Slots that one rank stores of a session: up to its last boundary, and what that needs."""
+        groups = self.groups(stage)
+        end = context_tokens - context_tokens % self.boundary_tokens
+        stride = slot_stride_bytes(max(group.payload_bytes for group in groups))
+        slots = []
+        for one in groups:
+            count, reach = end // one.group.tokens_per_chunk, one.group.reach_chunks
+            count = count if reach is None else min(count, reach)
+            slots.append(SessionSlots(count, one.payload_bytes, stride))
         return slots
 
-    def staged_rank_bytes(self, context_tokens: int, stage: int = 0) -> int:
-        """A session's slots on one rank: bytes of pinned memory, and bytes that a load reads."""
+    def staged_rank_bytes(self, context_tokens: int, stage: int | None = None) -> int:
+        """Pinned memory of a session's slots on one rank."""
         return sum(s.count * s.stride_bytes for s in self.session_slots(context_tokens, stage))
 
     def loaded_bytes(self, context_tokens: int) -> int:
         """Bytes that all ranks read to bring a session back from the pool."""
-        each = sum(self.staged_rank_bytes(context_tokens, stage) for stage in self._stages)
-        return each * self.deployment.tensor_parallel
+        each = (
+            slot for stage in self._stages for slot in self.session_slots(context_tokens, stage)
+        )
+        return sum(s.count * s.read_bytes for s in each) * self.deployment.tensor_parallel
 
     def pooled_bytes(self, context_tokens: int) -> int:
         """Bytes of a session in the pool, over all ranks, with the table's entries."""
-        slots = sum(
-            s.count for stage in self._stages for s in self.session_slots(context_tokens, stage)
+        each = (
+            slot for stage in self._stages for slot in self.session_slots(context_tokens, stage)
         )
-        entries = slots * self.deployment.tensor_parallel * ENTRY_BYTES
-        return self.loaded_bytes(context_tokens) + entries
-
-    def _layers(self, group: LayerGroup, stage: int) -> int:
-        whole, left = divmod(group.layers, self.deployment.pipeline_parallel)
-        return whole + (stage < left)
-
-    def _token_bytes(self, group: LayerGroup) -> int:
-        return group.token_bytes(self.deployment.tensor_parallel, self.deployment.kv_element_bytes)
+        slots = sum(s.count * (s.stride_bytes + ENTRY_BYTES) for s in each)
+        return slots * self.deployment.tensor_parallel
 
 
-def _kept(group: LayerGroup, context_tokens: int, unit_tokens: int) -> int:
-    """Units (blocks or chunks) of `unit_tokens` that a layer keeps of a context."""
-    units = -(-context_tokens // unit_tokens)
-    if group.kind is LayerKind.WINDOW and group.window_tokens is not None:
-        # A window need not begin where a unit does: one more than it covers.
-        units = min(units, -(-(group.window_tokens - 1) // unit_tokens) + 1)
-    return units
+def _held_blocks(group: PlannedGroup, context_tokens: int) -> int:
+    """Blocks that vLLM keeps of a context, between two steps."""
+    blocks, reach = -(-context_tokens // group.block_tokens), group.cache.reach_tokens or 0
+    if group.cache.kind is LayerKind.WINDOW:
+        # A window need not begin where a block does: one more than it covers.
+        return min(blocks, -(-(reach - 1) // group.block_tokens) + 1)
+    if group.cache.kind is LayerKind.LOCAL:
+        return min(blocks, -(-reach // group.block_tokens))
+    if group.cache.kind is LayerKind.STATE:
+        return 2  # the one that is computed, and the last one that can be found again
+    return 1 if group.cache.kind is LayerKind.RING else blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +271,7 @@ def cpu_room(sizes: KvSizes) -> Room:
     session = sizes.staged_rank_bytes(deployment.context_tokens)
     if not session:
         return _room(0, 0)
-    stride = max(slot.stride_bytes for slot in sizes.session_slots(deployment.context_tokens))
+    stride = sizes.session_slots(deployment.context_tokens)[0].stride_bytes
     staging = deployment.staging_bytes // deployment.ranks
     cache_slots, _ = split_slots(staging, stride, deployment.stream_slots)
     return _room(cache_slots * stride, session, deployment.engines)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's config.json, or a preset with its keys, read into layers' memory and weights' size.
+"""A model's config.json, or a preset with its keys, read into its layers' caches and weights' size.
 
-Recurrent state (Mamba, linear attention) is fixed per sequence: a convolution's last inputs, and
-a matrix for each head, as in the families' papers and code. Weights are estimated by counting
-matrices; norms and biases are left out (below a thousandth), and so are vision towers, which
-matters for small multimodal models.
+A *cache* is what one layer keeps of a sequence under one KV cache specification of vLLM; a layer
+may keep several (attention beside a state, keys of an indexer, a compressor's rows). Recurrent
+state (Mamba, linear attention) is fixed per sequence: a convolution's last inputs, and a matrix
+for each head, as in the families' papers and code. Weights are estimated by counting matrices;
+norms and biases are left out (below a thousandth), and so are vision towers, which matters for
+small multimodal models.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import enum
 import functools
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -26,19 +28,23 @@ Config = dict[str, Any]
 
 _INDEX = "model.safetensors.index.json"
 _FILE_BYTES_MAX = 64 << 20
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+_KV_HEADS = (
+    *("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
+    "num_attention_groups",
+)
 #: Keys of models whose layers keep something that is not sized here.
 _NOT_SIZED = {
-    "compress_ratios": "compressed KV states",
-    "swa_num_key_value_heads": "windowed layers with other heads",
-    "global_head_dim": "full layers with other heads",
-    "linear_attn_config": "Kimi's linear attention",
     "block_configs": "heads that differ from layer to layer",
+    "index_kpool": "pooled index keys",
+    "indexer_compress_ratio": "compressed index keys",
+    "ple_conv_kernel_size": "states of several shapes",
 }
 #: Spellings of `layer_types` and `layers_block_type` → what such a layer keeps.
 _TYPES = {
-    **dict.fromkeys(("full_attention", "attention", "global"), "full"),
-    **dict.fromkeys(("sliding_attention", "sliding_window", "chunked_attention"), "window"),
+    **dict.fromkeys(("full_attention", "attention", "global", "indexed_attention"), "full"),
+    **dict.fromkeys(("minimax_m3_sparse", "deepseek_sparse_attention"), "full"),
+    **dict.fromkeys(("sliding_attention", "sliding_window"), "window"),
+    "chunked_attention": "local",
     **dict.fromkeys(("linear_attention", "mamba", "mamba2", "conv", "recurrent"), "state"),
     **dict.fromkeys(("mlp", "moe"), "none"),
 }
@@ -49,6 +55,16 @@ _LINEAR_EVERY = {"qwen3_next": 4, "qwen3_5_text": 4, "qwen3_5_moe_text": 4}
 _RECURRENT_ONLY = {"mamba", "mamba2", "falcon_mamba"}
 #: A 4-bit value and its share of one 8-bit scale for each 32 of them.
 _MXFP4_BYTES = (4 + 8 / 32) / 8
+#: Tokens in a block, as the kernels of these caches want it by default on an NVIDIA GPU.
+_BLOCK_TOKENS, _LATENT_BLOCK_TOKENS, _SPARSE_BLOCK_TOKENS = 16, 64, 128
+_COMPRESSED_BLOCK_TOKENS = 256
+#: DeepSeek V3.2 and later: bytes of one packed entry with an 8-bit KV cache: values and scales.
+_SPARSE_ENTRY_BYTES, _V4_ENTRY_BYTES, _V41_ENTRY_BYTES = 656, 584, 528
+#: Their pages are padded to a multiple of this.
+_V4_ALIGN_BYTES, _V41_ALIGN_BYTES = 576, 512
+#: V4's windows and compressors have blocks of their own: tokens by compression ratio.
+_V4_WINDOW_BLOCK_TOKENS, _V41_WINDOW_BLOCK_TOKENS, _V41_RING_TOKENS = 64, 32, 8
+_COMPRESSOR_BLOCK_TOKENS = {4: 4, 128: 8}
 
 
 #: Bytes of one element, by the names that models and vLLM use.
@@ -71,7 +87,13 @@ class LayerKind(enum.Enum):
     LATENT = "latent attention (MLA)"
     INDEXER = "sparse-attention indexer"
     WINDOW = "sliding window"
+    LOCAL = "attention in chunks"
     STATE = "recurrent state"
+    RING = "ring buffer"
+
+    @property
+    def keeps_every_token(self) -> bool:
+        return self in (LayerKind.FULL, LayerKind.LATENT, LayerKind.INDEXER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +123,16 @@ class RecurrentState:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """`layers` layers that keep the same.
+class LayerCache:
+    """What each of `layers` layers keeps under one KV cache specification.
 
-    key_width, value_width: elements per token and KV head; a latent has one head and no value.
-    window_tokens: the reach of a WINDOW layer. element_bytes: set if the layer does not follow
-    the KV cache's dtype. state: of a STATE layer, None if its size is unknown.
+    key_width, value_width: elements per entry and KV head; a latent has one head and no value.
+    reach_tokens: of a WINDOW the window, of a LOCAL the attention chunk. element_bytes: set if the
+    cache does not follow the KV cache's dtype. tokens_per_entry: above 1 where tokens are
+    compressed. block_tokens: set if its blocks do not follow --block-tokens. align_bytes: pages are
+    padded to a multiple. fp8_entry_bytes: of one packed entry, where an 8-bit KV cache is packed.
+    state: of a STATE, None if its size is unknown. stored: False if vLLM never finds it again by
+    prefix, and recomputes it.
     """
 
     kind: LayerKind
@@ -114,22 +140,35 @@ class LayerGroup:
     kv_heads: int = 1
     key_width: int = 0
     value_width: int = 0
-    window_tokens: int | None = None
+    reach_tokens: int | None = None
     element_bytes: int | None = None
     state: RecurrentState | None = None
+    tokens_per_entry: int = 1
+    block_tokens: int | None = None
+    align_bytes: int = 1
+    fp8_entry_bytes: int | None = None
+    stored: bool = True
 
     @property
     def split_by_heads(self) -> bool:
-        """Does tensor parallelism split it? A latent is whole on every rank."""
-        return self.kind in (LayerKind.FULL, LayerKind.WINDOW)
+        """Does tensor parallelism split it? Keys without values are whole on every rank."""
+        return self.value_width > 0
 
-    def token_bytes(self, tensor_parallel: int, kv_bytes: int) -> int:
-        """Bytes of one token in one layer on one rank; 0 for a STATE layer."""
+    def entry_bytes(self, tensor_parallel: int, kv_bytes: int) -> int:
+        """Bytes of one entry in one layer on one rank; 0 for a STATE."""
         if self.kind is LayerKind.STATE:
             return 0
+        if self.fp8_entry_bytes is not None and kv_bytes == 1:
+            return self.fp8_entry_bytes
         # With more ranks than KV heads each rank has a copy of one head.
         heads = max(1, self.kv_heads // tensor_parallel) if self.split_by_heads else 1
         return heads * (self.key_width + self.value_width) * (self.element_bytes or kv_bytes)
+
+    def block_bytes(self, block_tokens: int, tensor_parallel: int, kv_bytes: int) -> int:
+        """Bytes that one block of `block_tokens` holds in one layer on one rank, unpadded."""
+        if self.kind is LayerKind.STATE:
+            return self.state.rank_bytes(tensor_parallel) if self.state else 0
+        return block_tokens // self.tokens_per_entry * self.entry_bytes(tensor_parallel, kv_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,18 +181,21 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The part of a model that decides the size of its KV cache and weights."""
+    """The part of a model that decides the size of its KV cache and weights.
+
+    layers: of the decoder. order: (decoder layer, position in `caches`) of every cache of a layer,
+    in the order in which vLLM registers them.
+    """
 
     name: str
-    groups: tuple[LayerGroup, ...]
+    caches: tuple[LayerCache, ...]
+    order: tuple[tuple[int, int], ...]
+    layers: int
     weights: Weights
     element_bytes: int
+    block_tokens: int = _BLOCK_TOKENS
     context_tokens_max: int | None = None
     notes: tuple[str, ...] = ()
-
-    @property
-    def layers(self) -> int:
-        return sum(group.layers for group in self.groups)
 
     def kv_element_bytes(self, name: str) -> int:
         """Bytes of one element of a KV cache of dtype `name`, or of the model's for "auto"."""
@@ -247,14 +289,22 @@ def parse_model(config: Config, name: str, weights: Weights | None = None) -> Mo
     layers = _number(text, "num_hidden_layers", "n_layer", "num_layers")
     dtype = _first(text, "torch_dtype", "dtype") or _first(config, "torch_dtype", "dtype")
     element_bytes = dtype_bytes(dtype or "bfloat16") or 2
-    groups = _groups(text, layers, element_bytes)
+    kept = _layer_caches(text, layers, element_bytes)
+    caches, order = _counted(kept)
     if weights is None:
-        weights = _estimate({**config, **text}, text, groups, element_bytes)
-    notes = () if dtype else ("config.json names no dtype: taken as bfloat16",)
+        weights = _estimate({**config, **text}, text, caches, element_bytes)
     limit = text.get("max_position_embeddings")
-    if not isinstance(limit, int) or limit <= 0:
-        limit = None
-    return ModelShape(name, groups, weights, element_bytes, limit, notes)
+    return ModelShape(
+        name,
+        caches,
+        order,
+        layers,
+        weights,
+        element_bytes,
+        _block_tokens(text, caches),
+        limit if isinstance(limit, int) and limit > 0 else None,
+        () if dtype else ("config.json names no dtype: taken as bfloat16",),
+    )
 
 
 def _text_part(config: Config) -> Config:
@@ -282,32 +332,199 @@ def _number(config: Config, *keys: str) -> int:
     raise ConfigError(keys[0], None, "missing in config.json; is it a language model's?")
 
 
-def _groups(text: Config, layers: int, element_bytes: int) -> tuple[LayerGroup, ...]:
-    counted = Counter(_layer_kinds(text, layers))
-    groups = []
-    full, windowed, recurrent = counted["full"], counted["window"], counted["state"]
+def _counted(
+    kept: list[list[LayerCache]],
+) -> tuple[tuple[LayerCache, ...], tuple[tuple[int, int], ...]]:
+    """Distinct caches with their numbers of layers, and (layer, position) of each in order."""
+    positions: dict[LayerCache, int] = {}
+    order = tuple(
+        (layer, positions.setdefault(cache, len(positions)))
+        for layer, caches in enumerate(kept)
+        for cache in caches
+    )
+    counts = Counter(position for _, position in order)
+    return tuple(replace(one, layers=counts[at]) for one, at in positions.items()), order
+
+
+def _block_tokens(text: Config, caches: tuple[LayerCache, ...]) -> int:
+    """Tokens in a block unless --block-tokens says otherwise."""
+    if any(one.tokens_per_entry > 1 for one in caches):
+        return _COMPRESSED_BLOCK_TOKENS
+    if any(one.kind is LayerKind.LATENT for one in caches):
+        return _LATENT_BLOCK_TOKENS
+    return _SPARSE_BLOCK_TOKENS if _sparse_keys(text) else _BLOCK_TOKENS
+
+
+def _layer_caches(text: Config, layers: int, element_bytes: int) -> list[list[LayerCache]]:
+    """The caches of each layer, in the order in which vLLM registers them."""
+    if ratios := _compress_ratios(text, layers):
+        make = _v41_layer if text.get("kv_source_layer_ids") else _v4_layer
+        return [make(text, layer, ratio) for layer, ratio in enumerate(ratios)]
+    kinds, kept = _layer_kinds(text, layers), []
+    made = {kind: _caches_of(kind, text, element_bytes) for kind in set(kinds)}
+    with_indexer = _indexer_layers(text, layers)
+    for layer, kind in enumerate(kinds):
+        caches = list(made[kind])
+        if layer in with_indexer and caches and caches[0].kind.keeps_every_token:
+            caches.insert(0, with_indexer[layer])
+        kept.append(caches)
+    return kept
+
+
+def _caches_of(kind: str, text: Config, element_bytes: int) -> list[LayerCache]:
+    """The caches of a layer of `kind` (one of those that `_layer_kinds` names), without indexer."""
+    if kind == "none":
+        return []
+    if kind == "both":
+        return [*_caches_of("full", text, element_bytes), *_caches_of("state", text, element_bytes)]
+    if kind == "state":
+        return [LayerCache(LayerKind.STATE, 1, state=_recurrent_state(text, element_bytes))]
+    if kind == "window":
+        reach = _window_tokens(text)
+        return [LayerCache(LayerKind.WINDOW, 1, *_heads(text, kind), reach_tokens=reach)]
+    if kind == "local":
+        reach = _number(text, "attention_chunk_size")
+        return [LayerCache(LayerKind.LOCAL, 1, *_heads(text, kind), reach_tokens=reach)]
     # MiniCPM3 has a latent too, but vLLM caches the heads that it expands to.
-    if full and text.get("kv_lora_rank") and text.get("model_type") != "minicpm3":
-        width = _number(text, "kv_lora_rank") + _number(text, "qk_rope_head_dim")
-        groups.append(LayerGroup(LayerKind.LATENT, full, key_width=width))
-        if text.get("index_head_dim"):
-            # One byte per element, and a 4-byte scale for each 128 of them.
-            index = _number(text, "index_head_dim")
-            index += index // 128 * 4
-            groups.append(LayerGroup(LayerKind.INDEXER, full, key_width=index, element_bytes=1))
-    elif full:
-        groups.append(LayerGroup(LayerKind.FULL, full, *_heads(text)))
-    if windowed:
-        window = _window_tokens(text)
-        groups.append(LayerGroup(LayerKind.WINDOW, windowed, *_heads(text), window_tokens=window))
-    if recurrent:
-        state = _recurrent_state(text, element_bytes)
-        groups.append(LayerGroup(LayerKind.STATE, recurrent, state=state))
-    return tuple(groups)
+    if text.get("kv_lora_rank") and text.get("model_type") != "minicpm3":
+        width = _number(text, "kv_lora_rank") + int(text.get("qk_rope_head_dim") or 0)
+        packed = _SPARSE_ENTRY_BYTES if text.get("index_head_dim") else None
+        return [LayerCache(LayerKind.LATENT, 1, key_width=width, fp8_entry_bytes=packed)]
+    return [LayerCache(LayerKind.FULL, 1, *_heads(text, kind))]
 
 
-def _heads(text: Config) -> tuple[int, int, int]:
-    """(KV heads, elements of a key, elements of a value)."""
+def _sparse_keys(text: Config) -> Config:
+    """MiniMax's indexer: its width and which layers have it; empty if there is none."""
+    sparse = text.get("sparse_attention_config")
+    if isinstance(sparse, dict) and sparse.get("use_sparse_attention"):
+        return {
+            "width": _number(sparse, "sparse_index_dim"),
+            "marks": list(sparse["sparse_attention_freq"]),
+        }
+    types = text.get("layer_types")
+    if isinstance(types, list) and "minimax_m3_sparse" in types:
+        marks = [one == "minimax_m3_sparse" for one in types]
+        return {"width": _number(text, "index_head_dim"), "marks": marks}
+    return {}
+
+
+def _indexer_layers(text: Config, layers: int) -> dict[int, LayerCache]:
+    """Layer → its indexer's keys. Where layers share an index, only some compute it."""
+    if sparse := _sparse_keys(text):
+        keys = LayerCache(LayerKind.INDEXER, 1, key_width=sparse["width"], element_bytes=2)
+        return {layer: keys for layer, mark in enumerate(sparse["marks"][:layers]) if mark}
+    if not text.get("index_head_dim"):
+        return {}
+    keys = LayerCache(LayerKind.INDEXER, 1, key_width=_index_entry_bytes(text), element_bytes=1)
+    types, every = text.get("indexer_types"), int(text.get("index_topk_freq") or 1)
+    skipped = int(text.get("index_skip_topk_offset", 2)) - 1
+    if isinstance(types, list):
+        marks = [one == "full" for one in types]
+    else:
+        marks = [max(layer - skipped, 0) % every == 0 for layer in range(layers)]
+    return {layer: keys for layer, mark in enumerate(marks[:layers]) if mark}
+
+
+def _index_entry_bytes(text: Config) -> int:
+    """One byte per element of an index key, and a 4-byte scale for each 128 of them."""
+    width = _number(text, "index_head_dim")
+    return width + width // 128 * 4
+
+
+def _compress_ratios(text: Config, layers: int) -> list[int]:
+    """Tokens per compressed entry of each layer, 0 for a window alone; empty for other models."""
+    ratios = text.get("compress_ratios")
+    if isinstance(ratios, list):
+        return [int(ratio) for ratio in ratios[:layers]]  # those of drafters follow
+    rates, types = text.get("compress_rates"), text.get("layer_types")
+    if isinstance(rates, dict) and isinstance(types, list):
+        return [int(rates.get(one, 0)) for one in types[:layers]]
+    return []
+
+
+def _v4_layer(text: Config, layer: int, ratio: int) -> list[LayerCache]:
+    """DeepSeek V4: a window, and where tokens are compressed their entries and a compressor's rows.
+
+    A compressor keeps 32-bit keys and scores, of two overlapping groups where 4 tokens make one
+    entry. Only those layers have an indexer.
+    """
+    width, window = _number(text, "head_dim"), _number(text, "sliding_window")
+    packed = LayerCache(
+        LayerKind.LATENT, 1, key_width=_V4_ENTRY_BYTES, element_bytes=1, align_bytes=_V4_ALIGN_BYTES
+    )
+    swa = replace(
+        packed,
+        kind=LayerKind.WINDOW,
+        reach_tokens=window,
+        block_tokens=_V4_WINDOW_BLOCK_TOKENS,
+    )
+    if ratio <= 1:
+        return [swa]
+    if ratio not in _COMPRESSOR_BLOCK_TOKENS:
+        known = ", ".join(map(str, _COMPRESSOR_BLOCK_TOKENS))
+        raise ConfigError("compress_ratios", ratio, f"not sized; known are 0, {known}")
+
+    def rows(elements: int) -> LayerCache:
+        overlap = 2 if ratio == 4 else 1
+        return LayerCache(
+            LayerKind.WINDOW,
+            1,
+            key_width=2 * overlap * elements,
+            element_bytes=4,
+            reach_tokens=overlap * ratio,
+            block_tokens=_COMPRESSOR_BLOCK_TOKENS[ratio],
+            align_bytes=_V4_ALIGN_BYTES,
+        )
+
+    main = [swa, replace(packed, tokens_per_entry=ratio), rows(width)]
+    if ratio != 4:
+        return main
+    keys = replace(
+        packed,
+        kind=LayerKind.INDEXER,
+        key_width=_index_entry_bytes(text),
+        tokens_per_entry=ratio,
+    )
+    return [keys, rows(_number(text, "index_head_dim")), *main]
+
+
+def _v41_layer(text: Config, layer: int, ratio: int) -> list[LayerCache]:
+    """DeepSeek V4.1: every layer has a window, which vLLM recomputes; some keep compressed KV.
+
+    The others read the entries and index keys of the nearest such layer below them.
+    """
+    packed = LayerCache(
+        LayerKind.LATENT,
+        1,
+        key_width=_V41_ENTRY_BYTES,
+        element_bytes=1,
+        align_bytes=_V41_ALIGN_BYTES,
+        tokens_per_entry=max(1, ratio),
+    )
+    swa = replace(
+        packed,
+        kind=LayerKind.WINDOW,
+        reach_tokens=_number(text, "sliding_window"),
+        block_tokens=_V41_WINDOW_BLOCK_TOKENS,
+        tokens_per_entry=1,
+        stored=False,
+    )
+    if layer not in text["kv_source_layer_ids"]:
+        return [swa]
+    keys = replace(packed, kind=LayerKind.INDEXER, key_width=_index_entry_bytes(text))
+    ring = LayerCache(
+        LayerKind.RING,
+        1,
+        key_width=2 * _number(text, "head_dim"),
+        element_bytes=4,
+        block_tokens=_V41_RING_TOKENS,
+        stored=False,
+    )
+    return [keys, swa, packed, *([ring] if ratio > 1 else [])]
+
+
+def _heads(text: Config, kind: str = "full") -> tuple[int, int, int]:
+    """(KV heads, elements of a key, elements of a value) of a layer of `kind`."""
     heads = _number(text, "num_attention_heads", "n_head")
     kv_heads = next((_number(text, key) for key in _KV_HEADS if text.get(key)), heads)
     if text.get("multi_query") and not text.get("new_decoder_architecture"):
@@ -319,11 +536,22 @@ def _heads(text: Config) -> tuple[int, int, int]:
     if not isinstance(key, int) or key <= 0:
         key = _number(text, "hidden_size", "n_embd") // heads
     value = text.get("v_head_dim")
-    return kv_heads, key, value if isinstance(value, int) and value > 0 else key
+    value = value if isinstance(value, int) and value > 0 else key
+    if kind == "full":  # Gemma 4's full layers
+        kv_heads = _first(text, "num_global_key_value_heads", default=kv_heads)
+        if wide := text.get("global_head_dim"):
+            key = value = int(wide)
+    elif kind == "window":  # MiMo's and Step's windowed layers
+        other = text.get("attention_other_setting") or {}
+        kv_heads = _first(text, "swa_num_key_value_heads", default=kv_heads)
+        kv_heads = _first(other, "num_attention_groups", default=kv_heads)
+        key = _first(text, "swa_head_dim", default=_first(other, "head_dim", default=key))
+        value = _first(text, "swa_v_head_dim", default=_first(other, "head_dim", default=value))
+    return kv_heads, key, value
 
 
 def _layer_kinds(config: Config, layers: int) -> list[str]:
-    """One of full, window, state, none for each layer (two entries for a layer that is both)."""
+    """For each layer: full, window, local, state, none, or both (full attention beside a state)."""
     kinds = _kinds_by_name(config) or _kinds_by_period(config, layers)
     if kinds is None:
         full = layers
@@ -333,15 +561,16 @@ def _layer_kinds(config: Config, layers: int) -> list[str]:
             if config.get("use_sliding_window") and config.get("max_window_layers") is not None:
                 full = min(layers, int(config["max_window_layers"]))
         kinds = ["full"] * full + ["window"] * (layers - full)
-    # The last layers of some models use the cache of an earlier one.
-    return kinds[: len(kinds) - int(config.get("num_kv_shared_layers") or 0)]
+    # Some files list the layers of a drafter too, and the last layers of some models use the cache
+    # of an earlier one.
+    return kinds[: layers - int(config.get("num_kv_shared_layers") or 0)]
 
 
 def _window_tokens(config: Config) -> int | None:
     """The reach of a windowed layer in tokens; None where no window is in use."""
     if config.get("use_sliding_window") is False:
         return None
-    window = _first(config, "sliding_window", "attention_chunk_size")
+    window = _first(config, "sliding_window", "sliding_window_size")
     return int(window) if window else None
 
 
@@ -354,9 +583,12 @@ def _kinds_by_name(config: Config) -> list[str] | None:
         if unknown:
             raise ConfigError(key, unknown[0], f"not sized; known are {', '.join(_TYPES)}")
         # Some files list windows beside a window of null: then there is none.
-        has_window = _window_tokens(config) is not None
-        kinds = [_TYPES[name] for name in names]
-        return kinds if has_window else ["full" if kind == "window" else kind for kind in kinds]
+        absent = set() if _window_tokens(config) is not None else {"window"}
+        absent |= set() if config.get("attention_chunk_size") else {"local"}
+        return ["full" if _TYPES[name] in absent else _TYPES[name] for name in names]
+    marks = config.get("hybrid_layer_pattern")
+    if isinstance(marks, list):
+        return ["window" if mark else "full" for mark in marks]
     pattern = config.get("hybrid_override_pattern")
     if isinstance(pattern, str):
         unknown = [letter for letter in pattern if letter not in _PATTERN_LETTERS]
@@ -371,20 +603,22 @@ def _kinds_by_period(config: Config, layers: int) -> list[str] | None:
     if family in _RECURRENT_ONLY:
         return ["state"] * layers
     if family == "falcon_h1":  # attention and Mamba side by side in every layer
-        return ["full"] * layers + ["state"] * layers
+        return ["both"] * layers
+    if isinstance(linear := config.get("linear_attn_config"), dict):  # counted from 1
+        return ["state" if i + 1 in linear["kda_layers"] else "full" for i in range(layers)]
     if isinstance(full := config.get("attn_layer_indices"), list):
         return ["full" if layer in full else "state" for layer in range(layers)]
     if config.get("attn_layer_period"):
         period, offset = int(config["attn_layer_period"]), int(config.get("attn_layer_offset") or 0)
         return ["full" if i % period == offset else "state" for i in range(layers)]
-    linear = config.get("full_attention_interval") or _LINEAR_EVERY.get(family)
-    if linear:
-        return _full_every(int(linear), "state", layers)
+    every = config.get("full_attention_interval") or _LINEAR_EVERY.get(family)
+    if every:
+        return _full_every(int(every), "state", layers)
     if config.get("attention_chunk_size"):  # Llama 4: a layer without RoPE sees everything
         rope = config.get("no_rope_layers") or []
         every = int(config.get("no_rope_layer_interval") or 4)
         marks = rope if len(rope) >= layers else [(i + 1) % every for i in range(layers)]
-        return ["window" if mark else "full" for mark in marks[:layers]]
+        return ["local" if mark else "full" for mark in marks[:layers]]
     if _window_tokens(config) is None:
         return None
     full_every = config.get("sliding_window_pattern") or _FULL_EVERY.get(family)
@@ -404,6 +638,14 @@ def _recurrent_state(config: Config, model_bytes: int) -> RecurrentState | None:
     """
     groups = group_width = 0
     expanded = int(config.get("mamba_expand", 2) * config.get("hidden_size", 0))
+    if delta := _delta_heads(config):
+        # Kimi Delta Attention: queries, keys and values pass the convolution; a 32-bit matrix.
+        heads, head_dim, kernel = delta
+        inner = heads * head_dim
+        return RecurrentState(3 * inner, kernel - 1, inner * head_dim, model_bytes, 4)
+    if "conv_L_cache" in config:  # LFM2's short convolution
+        width = int(config.get("conv_dim") or config["hidden_size"])
+        return RecurrentState(width, config["conv_L_cache"] - 1, 0, model_bytes, model_bytes)
     if "linear_num_value_heads" in config:
         # Gated DeltaNet (Qwen3-Next): keys, queries and values pass the convolution.
         keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
@@ -435,11 +677,22 @@ def _recurrent_state(config: Config, model_bytes: int) -> RecurrentState | None:
     )
 
 
+def _delta_heads(config: Config) -> tuple[int, int, int] | None:
+    """Kimi's linear attention: (heads, elements per head, convolution's kernel)."""
+    given = config.get("linear_attn_config")
+    if isinstance(given, dict):
+        return given["num_heads"], given["head_dim"], given.get("short_conv_kernel_size", 4)
+    if "linear_head_dim" in config and "linear_num_heads" in config:
+        kernel = config.get("linear_conv_kernel_dim", 4)
+        return config["linear_num_heads"], config["linear_head_dim"], kernel
+    return None
+
+
 def _estimate(
-    whole: Config, text: Config, groups: tuple[LayerGroup, ...], element_bytes: int
+    whole: Config, text: Config, caches: tuple[LayerCache, ...], element_bytes: int
 ) -> Weights:
     try:
-        parameters = _parameters(text, groups)
+        parameters = _parameters(text, caches)
     except (KeyError, TypeError):  # a number that it needs is missing, or null
         return Weights(None, "config.json does not say enough; give --weights-bytes")
     each, why = _bytes_per_parameter(whole, element_bytes)
@@ -449,9 +702,9 @@ def _estimate(
     )
 
 
-def _parameters(config: Config, groups: tuple[LayerGroup, ...]) -> int:
+def _parameters(config: Config, caches: tuple[LayerCache, ...]) -> int:
     """Parameters of the language model; KeyError or TypeError where the file lacks a number."""
-    mixers = sum(_mixer(config, group) * group.layers for group in groups)
+    mixers = sum(_mixer(config, cache) * cache.layers for cache in caches)
     # Gemma leaves the key out of the file, and ties.
     tied = config.get("tie_word_embeddings", str(config.get("model_type")).startswith("gemma"))
     embeddings = config["vocab_size"] * config["hidden_size"] * (1 if tied else 2)
@@ -475,22 +728,26 @@ def _bytes_per_parameter(config: Config, model_bytes: int) -> tuple[float, str]:
     return model_bytes, f"its dtype, because the bits of {unknown} are not known"
 
 
-def _mixer(config: Config, group: LayerGroup) -> int:
+def _mixer(config: Config, cache: LayerCache) -> int:
     """Parameters of one layer's attention or recurrent part."""
-    hidden, state = config["hidden_size"], group.state
-    if group.kind is LayerKind.INDEXER:
+    hidden, state = config["hidden_size"], cache.state
+    if cache.kind is LayerKind.INDEXER:
         return 0
-    if group.kind is LayerKind.STATE:
+    if cache.tokens_per_entry > 1 or cache.align_bytes > 1:
+        raise KeyError("compressed KV")
+    if cache.kind is LayerKind.STATE:
         if state is None:
             raise KeyError("state")
         if "linear_num_value_heads" in config:
             inner = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        elif delta := _delta_heads(config):
+            inner = delta[0] * delta[1]
         else:
             inner = state.conv_width - state.groups * state.group_width
         # In: the convolution's inputs and the gate; out: the inner width.
         return int(hidden * (state.conv_width + inner) + inner * hidden)
     heads = config["num_attention_heads"]
-    if group.kind is LayerKind.LATENT:
+    if cache.kind is LayerKind.LATENT:
         nope, rope = config.get("qk_nope_head_dim", 128), config["qk_rope_head_dim"]
         value, rank = config.get("v_head_dim", 128), config["kv_lora_rank"]
         query_rank = config.get("q_lora_rank")
@@ -498,10 +755,10 @@ def _mixer(config: Config, group: LayerGroup) -> int:
         queries = query_rank * (hidden + query) if query_rank else hidden * query
         latent = hidden * (rank + rope) + rank * heads * (nope + value)
         return int(queries + latent + heads * value * hidden)
-    keys_values = group.kv_heads * (group.key_width + group.value_width)
+    keys_values = cache.kv_heads * (cache.key_width + cache.value_width)
     # Qwen3-Next gates attention's output, which doubles the query projection.
     gate = 2 if "linear_num_value_heads" in config else 1
-    return int(hidden * (heads * group.key_width * (1 + gate) + keys_values))
+    return int(hidden * (heads * cache.key_width * (1 + gate) + keys_values))
 
 
 def _feed_forward(config: Config) -> int:

@@ -22,7 +22,7 @@ from vllm_nvmeof_offload.commands.size.kv import (
     plan_reload,
     pool_room,
 )
-from vllm_nvmeof_offload.commands.size.model import LayerGroup, LayerKind, ModelShape
+from vllm_nvmeof_offload.commands.size.model import LayerCache, LayerKind, ModelShape
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.units import human_bytes, human_seconds
 
@@ -77,7 +77,7 @@ class LayersRow:
     page_bytes: int
     fragment_bytes: int
     state_bytes: int | None
-    window_tokens: int | None
+    reach_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def build(model: ModelShape, deployment: Deployment) -> SizeReport:
     return SizeReport(
         model=model.name,
         deployment=deployment,
-        layers=[_layers_row(sizes, group) for group in model.groups],
+        layers=[_layers_row(sizes, cache) for cache in model.caches],
         figures=[_figure(name, *row) for name, rows in sections.items() for row in rows],
         bottleneck=back.bottleneck.name,
         meets_ttft=back.seconds <= deployment.ttft_seconds,
@@ -157,25 +157,34 @@ def _figure(section: str, name: str, value: float, unit: str, formula: str) -> F
 def _model_figures(sizes: KvSizes) -> Iterator[_Row]:
     deployment = sizes.deployment
     formula = "layers × KV heads × (key + value width) × element bytes; MLA: layers × (rank + rope)"
+    if any(not cache.kind.keeps_every_token for cache in sizes.model.caches):
+        formula += "; only layers that keep every token"
     yield "KV of one token", sizes.token_bytes(), "bytes", formula
     tp, pp = deployment.tensor_parallel, deployment.pipeline_parallel
     formula = f"heads over --tp {tp}, layers over --pp {pp}"
     yield "of it on one rank", sizes.rank_token_bytes(), "bytes", formula
     formula = "bytes on all ranks ÷ KV of one token; above 1: MLA, or more ranks than KV heads"
     yield "copies over all ranks", sizes.copies(), "×", formula
-    formula = f"{deployment.block_tokens} tokens × KV of one token on one rank"
+    formula = f"{sizes.block_tokens} tokens × KV of one token on one rank"
+    if len(sizes.plan.groups) > 1:
+        formula = f"the widest of {len(sizes.plan.groups)} KV cache groups (doctor --model)"
     yield "block, all layers of a rank", sizes.block_bytes(), "bytes", formula
     if sizes.state_bytes():
         formula = "convolution and recurrent state of each layer: per sequence, whatever its length"
         yield "recurrent state of a rank", sizes.state_bytes(), "bytes", formula
+    if boundary := sizes.boundary_bytes():
+        formula = "windows and states that a prefix needs at its end, on one rank"
+        yield "kept per boundary", boundary, "bytes", formula
     blocks = sizes.blocks_per_chunk
     formula = f"{blocks} blocks: at least chunk_bytes_min per rank, at most 256 tokens"
     yield "chunk", sizes.chunk_tokens, "tokens", formula
     context = deployment.context_tokens
-    for slot in sizes.session_slots(context):
-        name = f"slot of {human_bytes(slot.payload_bytes)}"
-        formula = f"4 KiB header page + payload padded to 4 KiB; {slot.count} of them per session"
-        yield name, slot.stride_bytes, "bytes", formula
+    slots = sizes.session_slots(context)
+    formula = (
+        f"4 KiB header page + the largest chunk padded to 4 KiB; {sum(s.count for s in slots)} of "
+        "them per session"
+    )
+    yield "slot", slots[0].stride_bytes, "bytes", formula
     one_rank = replace(deployment, tensor_parallel=1, pipeline_parallel=1)
     once = KvSizes(sizes.model, one_rank).session_rank_bytes(context)
     formula = f"KV of {context} tokens over all layers, windows as far as they reach"
@@ -214,7 +223,7 @@ def _pool_figures(sizes: KvSizes) -> Iterator[_Row]:
 
 
 def _reload_figures(deployment: Deployment, back: Reload) -> Iterator[_Row]:
-    formula = "whole chunks × slot over all ranks"
+    formula = "whole chunks × (header page + own bytes) over all ranks"
     yield "read for a session", back.session_bytes, "bytes", formula
     formula = f"{deployment.concurrency} sessions at once × read ÷ {deployment.ttft_seconds:g} s"
     yield "needed for the TTFT", back.needed_bytes_per_s, "bytes/s", formula
@@ -233,11 +242,13 @@ def _reload_figures(deployment: Deployment, back: Reload) -> Iterator[_Row]:
     yield "sessions at once in the TTFT", back.sessions_in_time, "sessions", formula
 
 
-def _layers_row(sizes: KvSizes, group: LayerGroup) -> LayersRow:
-    page, fragment = sizes.page_bytes(group), sizes.fragment_bytes(group)
-    ranks = sizes.deployment.tensor_parallel
-    state = group.state.rank_bytes(ranks) if group.state else None
-    return LayersRow(group.kind.value, group.layers, page, fragment, state, group.window_tokens)
+def _layers_row(sizes: KvSizes, cache: LayerCache) -> LayersRow:
+    page, fragment = sizes.page_bytes(cache), sizes.fragment_bytes(cache)
+    ranks, state = sizes.deployment.tensor_parallel, None
+    if cache.kind is LayerKind.STATE:
+        state = cache.state.rank_bytes(ranks) if cache.state else None
+        page = fragment = 0
+    return LayersRow(cache.kind.value, cache.layers, page, fragment, state, cache.reach_tokens)
 
 
 def _scale_row(sizes: KvSizes, drives: int) -> ScaleRow:
@@ -267,21 +278,14 @@ def _assumptions(sizes: KvSizes) -> Iterator[str]:
 
 
 def _notes_on_model(sizes: KvSizes) -> Iterator[str]:
-    kinds = {group.kind for group in sizes.model.groups}
-    parts = {
-        "sliding windows": LayerKind.WINDOW in kinds,
-        "recurrent state": LayerKind.STATE in kinds,
-        "a second KV cache (the indexer's)": LayerKind.INDEXER in kinds,
-        "pipeline parallelism": sizes.deployment.pipeline_parallel > 1,
-    }
-    refused = " and ".join(name for name, found in parts.items() if found)
-    if refused:
-        yield f"this version of the offload refuses {refused}: a plan, not a promise"
-    if LayerKind.WINDOW in kinds:
-        yield "for windowed layers the pool counts only what a load reads: the last window"
+    kinds = {cache.kind for cache in sizes.model.caches}
+    if refusal := sizes.refusal:
+        yield f"this version refuses {refusal.what}: a plan, not a promise ({refusal.remedy})"
+    if LayerKind.WINDOW in kinds or LayerKind.LOCAL in kinds:
+        yield "for windows and attention chunks the pool counts only what one boundary needs"
     if LayerKind.STATE in kinds:
         yield "layers with recurrent state have no KV per token: one state per session is counted"
-    if any(g.kind is LayerKind.STATE and g.state is None for g in sizes.model.groups):
+    if any(c.kind is LayerKind.STATE and c.state is None for c in sizes.model.caches):
         yield "the size of this family's recurrent state is not known here: counted as nothing"
     copies = sizes.copies()
     if copies > 1:
@@ -345,8 +349,8 @@ def show(report: SizeReport) -> None:
 
 def _layers_cells(row: LayersRow) -> tuple[str, ...]:
     page, piece, kept = human_bytes(row.page_bytes), human_bytes(row.fragment_bytes), "every token"
-    if row.window_tokens is not None:
-        kept = f"the last {row.window_tokens} tokens"
+    if row.reach_tokens is not None:
+        kept = f"the last {row.reach_tokens} tokens"
     if not row.page_bytes:
         page = "unknown" if row.state_bytes is None else human_bytes(row.state_bytes)
         piece, kept = "", "one state per sequence, no KV per token"

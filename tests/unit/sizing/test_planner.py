@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV cache groups of each model family: ours beside those of vLLM's own planner."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.sizing.families import FAMILIES, Family
+from tests.upstream import suite
+from tests.upstream.releases import ReleaseUnavailableError
+from tests.upstream.trees import release
+from vllm_nvmeof_offload.commands.size.deployment import Deployment
+from vllm_nvmeof_offload.commands.size.kv import KvSizes
+from vllm_nvmeof_offload.commands.size.model import parse_model
+from vllm_nvmeof_offload.commands.size.plan import Plan, stages_of
+from vllm_nvmeof_offload.errors import ConfigError
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).resolve().parents[3]
+RELEASES = ("0.32.0", "0.33.0")
+LAYOUTS = ("BLHNC", "LBHNC")
+STAGES = (1, 2)
+CONTEXT = 32 << 10
+Case = dict[str, Any]
+
+
+def case(family: Family, layout: str, tp: int, pp: int) -> Case:
+    return {
+        "layers": family.layers,
+        "layout": layout,
+        "tp": tp,
+        "block_tokens": family.block_tokens,
+        "context": CONTEXT,
+        "stage_ends": [stage.stop for stage in stages_of(len(family.layers), pp)],
+    }
+
+
+def arms(family: Family) -> list[tuple[str, int, int]]:
+    return [(layout, tp, pp) for layout in LAYOUTS for tp in family.parallel for pp in STAGES]
+
+
+@functools.cache
+def vllms(version: str) -> dict[str, list[Any]]:
+    """Family → vLLM's plans of its arms, from one process."""
+    try:
+        tree = release(version)
+    except ReleaseUnavailableError as error:
+        pytest.skip(f"vLLM {version}'s planner cannot be had: {error}")
+    asked = [(name, arm) for name, family in FAMILIES.items() for arm in arms(family)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.upstream.planner_child"],
+        input=json.dumps([case(FAMILIES[name], *arm) for name, arm in asked]),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=suite.environment(tree, ROOT),
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = (one for one in done.stdout.splitlines() if one.startswith("PLANS "))
+    plans: dict[str, list[Any]] = {name: [] for name in FAMILIES}
+    for (name, _), plan in zip(asked, json.loads(line.removeprefix("PLANS ")), strict=True):
+        plans[name].append(plan)
+    return plans
+
+
+def described(sizes: KvSizes) -> dict[str, Any]:
+    """Our plan in the child's form."""
+    plan: Plan = sizes.plan
+    names = {
+        (layer, sizes.model.caches[position]): number
+        for number, (layer, position) in enumerate(sizes.model.order)
+    }
+    everything = range(sizes.model.layers)
+    groups = [
+        {
+            "caches": sorted(names[page.layer, page.cache] for page in group.pages),
+            "block_tokens": group.block_tokens,
+            "page_bytes": group.page_bytes(everything),
+            "true_bytes": group.true_bytes(everything),
+            "stored": group.stored,
+            "reach_tokens": group.cache.reach_tokens,
+        }
+        for group in plan.groups
+    ]
+    strides = [plan.stride_bytes(stage) for stage in range(len(plan.stages))]
+    blocks = sizes.session_rank_bytes(CONTEXT) // sizes.block_bytes()
+    return {"groups": groups, "stride_bytes": strides, "blocks": blocks}
+
+
+@pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_groups_are_those_of_vllms_planner(version: str, name: str) -> None:
+    family = FAMILIES[name]
+    model = parse_model(family.config, family.model)
+    assert model.block_tokens == family.block_tokens
+    assert model.layers == len(family.layers)
+    for (layout, tp, pp), expected in zip(arms(family), vllms(version)[name], strict=True):
+        deployment = Deployment(tensor_parallel=tp, pipeline_parallel=pp, layout=layout)
+        if "refused" in expected:
+            with pytest.raises(ConfigError, match=r"--layout='LBHNC': vLLM cannot .* give BLHNC"):
+                KvSizes(model, deployment)
+            continue
+        assert described(KvSizes(model, deployment)) == expected, (layout, tp, pp)
+
+
+def test_bytes_stored_are_the_groups_own() -> None:
+    """Within 3 % of what all layers have, under both layouts, and never a packed block's stride."""
+    for family in FAMILIES.values():
+        model = parse_model(family.config, family.model)
+        for layout, tp, pp in arms(family):
+            deployment = Deployment(tensor_parallel=tp, pipeline_parallel=pp, layout=layout)
+            try:
+                sizes = KvSizes(model, deployment)
+            except ConfigError:
+                continue
+            for stage, layers in enumerate(sizes.plan.stages):
+                each: float = 0.0
+                for layer, position in model.order:
+                    cache = model.caches[position]
+                    if layer in layers and cache.kind.keeps_every_token:
+                        each += cache.entry_bytes(tp, 2) / cache.tokens_per_entry
+                stored = sum(
+                    one.payload_bytes / one.group.tokens_per_chunk
+                    for one in sizes.groups(stage)
+                    if one.group.reach_chunks is None
+                )
+                assert stored == pytest.approx(each, rel=0.03), (family.model, layout, tp, pp)

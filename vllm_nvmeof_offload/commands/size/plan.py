@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV cache groups of a model, as vLLM 0.32 and 0.33 form them from its layers' caches.
+
+Layers whose caches need the same blocks form one group. Otherwise the layout decides. With blocks
+outermost (BLHNC, which this package asks for on a GPU) caches of several page sizes are *packed*:
+one group per kind, except that windows and states are split until a group fits the block that the
+other groups need anyway. In all other cases pages get one size first, by larger blocks or by
+padding, and each kind is split into groups with as many layers as the smallest kind has.
+
+A block of the GPU's memory is as large as the largest group's; what a group has of it are its own
+layers' pages without padding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from vllm_nvmeof_offload.commands.size.deployment import (
+    BLOCKS_OUTERMOST,
+    LAYERS_OUTERMOST,
+    Deployment,
+)
+from vllm_nvmeof_offload.commands.size.model import LayerCache, LayerKind, ModelShape
+from vllm_nvmeof_offload.config import OffloadConfig, chunk_blocks
+from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.groups import GroupBlocks, GroupKind, blocks_that_fit, why_one_block
+from vllm_nvmeof_offload.units import align_up
+
+#: Kernels of latent attention beside states want blocks of a multiple of this.
+_LATENT_STATE_ALIGN_TOKENS = 128
+#: Kinds that are told apart by less than this share of layers get groups of equal size.
+_SIMILAR = 1.5
+
+_KINDS = {
+    LayerKind.FULL: GroupKind.FULL,
+    LayerKind.LATENT: GroupKind.FULL,
+    LayerKind.INDEXER: GroupKind.FULL,
+    LayerKind.WINDOW: GroupKind.WINDOW,
+    LayerKind.LOCAL: GroupKind.LOCAL,
+    LayerKind.STATE: GroupKind.STATE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One layer's cache on one rank. Bytes are of one block: with padding, and without."""
+
+    layer: int
+    cache: LayerCache
+    block_tokens: int
+    page_bytes: int
+    true_bytes: int
+
+    @property
+    def specification(self) -> tuple[LayerCache, int, int]:
+        """Equal for layers that vLLM may put into one group of one specification."""
+        return self.cache, self.block_tokens, self.page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedGroup:
+    """A KV cache group. Its pages need the same number of blocks for any sequence."""
+
+    pages: tuple[Page, ...]
+
+    @property
+    def cache(self) -> LayerCache:
+        return self.pages[0].cache
+
+    @property
+    def block_tokens(self) -> int:
+        return self.pages[0].block_tokens
+
+    @property
+    def stored(self) -> bool:
+        return all(page.cache.stored for page in self.pages)
+
+    @property
+    def kind(self) -> GroupKind:
+        """ValueError for a ring, which is never stored."""
+        kind = _KINDS.get(self.cache.kind)
+        if kind is None:
+            raise ValueError(f"{self.cache.kind.value} is not stored")
+        return kind
+
+    def page_bytes(self, stage: range) -> int:
+        """Bytes of GPU memory that one block needs for the layers of a stage."""
+        return sum(page.page_bytes for page in self.pages if page.layer in stage)
+
+    def true_bytes(self, stage: range) -> int:
+        """Bytes of one block that are stored for the layers of a stage."""
+        return sum(page.true_bytes for page in self.pages if page.layer in stage)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All groups of a model. stages: decoder layers of each stage of the pipeline."""
+
+    groups: tuple[PlannedGroup, ...]
+    stages: tuple[range, ...]
+
+    def stride_bytes(self, stage: int = 0) -> int:
+        """Bytes of a block in GPU memory on one rank of `stage`: those of the widest group."""
+        return max(group.page_bytes(self.stages[stage]) for group in self.groups)
+
+    @property
+    def stored(self) -> tuple[PlannedGroup, ...]:
+        return tuple(group for group in self.groups if group.stored)
+
+
+def plan_groups(model: ModelShape, deployment: Deployment) -> Plan:
+    """Form the groups; ConfigError for a layout in which vLLM refuses the model."""
+    pages = _pages(model, deployment)
+    if _uniform(pages):
+        grouped = [pages]
+    elif deployment.layout == BLOCKS_OUTERMOST and len({page.page_bytes for page in pages}) > 1:
+        grouped = _packed(pages)
+    else:
+        grouped = _split_evenly(_one_page_size(pages))
+    groups = tuple(PlannedGroup(tuple(group)) for group in grouped)
+    return Plan(groups, stages_of(model.layers, deployment.pipeline_parallel))
+
+
+def stages_of(layers: int, count: int) -> tuple[range, ...]:
+    """Decoder layers of each stage: the rest goes to the stages before the last one."""
+    sizes = [layers // count] * count
+    for back in range(2, layers % count + 2):
+        sizes[-back] += 1
+    ends = [sum(sizes[: stage + 1]) for stage in range(count)]
+    return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
+
+
+def _pages(model: ModelShape, deployment: Deployment) -> list[Page]:
+    """Each cache of each layer, in the order in which vLLM registers them."""
+    ranks, kv_bytes = deployment.tensor_parallel, deployment.kv_element_bytes
+    block_tokens = deployment.block_tokens or model.block_tokens
+    states = [one for one in model.caches if one.kind is LayerKind.STATE]
+    tokens = [one for one in model.caches if one.kind.keeps_every_token]
+    padded = 0
+    if states and tokens:
+        # Blocks grow until one layer's keys and values of a block are as large as a state.
+        entry = max(one.entry_bytes(ranks, kv_bytes) for one in tokens)
+        state = max(one.block_bytes(0, ranks, kv_bytes) for one in states)
+        if any(one.kind is LayerKind.LATENT for one in tokens):
+            block_tokens = max(block_tokens, _LATENT_STATE_ALIGN_TOKENS)
+        block_tokens = block_tokens * max(1, -(-state // (block_tokens * entry)))
+        padded = block_tokens * entry
+    pages = []
+    for layer, position in model.order:
+        cache = model.caches[position]
+        own = cache.block_tokens or block_tokens
+        true = cache.block_bytes(own, ranks, kv_bytes)
+        page = (
+            padded or true if cache.kind is LayerKind.STATE else align_up(true, cache.align_bytes)
+        )
+        pages.append(Page(layer, cache, own, page, true))
+    return pages
+
+
+def _uniform(pages: Sequence[Page]) -> bool:
+    """Do all pages need the same blocks for any sequence?"""
+    first = pages[0]
+    if len({page.block_tokens for page in pages}) > 1:
+        return False
+    if first.cache.kind.keeps_every_token:
+        return all(page.cache.kind.keeps_every_token for page in pages)
+    same = (first.cache.kind, first.cache.reach_tokens, first.cache.stored)
+    if any((p.cache.kind, p.cache.reach_tokens, p.cache.stored) != same for p in pages):
+        return False
+    return first.cache.kind is not LayerKind.STATE or len({p.page_bytes for p in pages}) == 1
+
+
+def _one_page_size(pages: list[Page]) -> list[Page]:
+    """Pages of the largest page's size: by more tokens in a block, or by padding."""
+    largest = max(page.page_bytes for page in pages)
+    unified = []
+    for page in pages:
+        if page.page_bytes == largest or page.cache.kind is LayerKind.STATE:
+            unified.append(replace(page, page_bytes=largest))
+        elif largest % page.page_bytes == 0:
+            ratio = largest // page.page_bytes
+            unified.append(
+                replace(
+                    page,
+                    block_tokens=page.block_tokens * ratio,
+                    page_bytes=largest,
+                    true_bytes=page.true_bytes * ratio,
+                )
+            )
+        elif page.cache.kind in (LayerKind.LATENT, LayerKind.INDEXER):
+            raise ConfigError(
+                "--layout",
+                LAYERS_OUTERMOST,
+                f"vLLM cannot give pages of {page.page_bytes} and {largest} bytes one size there; "
+                f"give {BLOCKS_OUTERMOST}",
+            )
+        else:
+            unified.append(replace(page, page_bytes=largest))
+    return unified
+
+
+def _split_evenly(pages: list[Page]) -> list[list[Page]]:
+    """Groups with as many layers as the smallest kind has, or the largest if that is similar."""
+    kinds: dict[object, list[Page]] = {}
+    for page in pages:
+        kinds.setdefault(page.specification, []).append(page)
+    fewest, most = min(map(len, kinds.values())), max(map(len, kinds.values()))
+    size = most if most < fewest * _SIMILAR else fewest
+    groups = []
+    for kind in kinds.values():
+        count = -(-len(kind) // size)
+        groups += [kind[first::count] for first in range(count)]
+    return groups
+
+
+def _packed(pages: list[Page]) -> list[list[Page]]:
+    """Groups whose blocks hold pages of several sizes side by side."""
+    buckets: list[list[Page]] = []
+    for page in pages:
+        for bucket in buckets:
+            if _uniform([*bucket, page]):
+                bucket.append(page)
+                break
+        else:
+            buckets.append([page])
+    repeats = _repeats(buckets)
+    counts = [_count(bucket, repeats) for bucket in buckets]
+    anchor = max(
+        _widest(bucket, len(bucket) if _is_state(bucket, repeats) else count)
+        for bucket, count in zip(buckets, counts, strict=True)
+    )
+    groups = []
+    for bucket, count in zip(buckets, counts, strict=True):
+        if _is_state(bucket, repeats):
+            fit = max(anchor // bucket[0].page_bytes, 1)
+            groups += _split(bucket, max(count, -(-len(bucket) // fit)))
+        else:
+            groups += _split(bucket, count)
+    return groups
+
+
+def _split(bucket: list[Page], count: int) -> list[list[Page]]:
+    """`count` groups, each with as many pages of every size, as far as they go."""
+    if count == 1:
+        return [bucket]
+    patterns = list(zip(*_by_size(bucket).values(), strict=False))
+    return [
+        [page for pattern in patterns[first::count] for page in pattern] for first in range(count)
+    ]
+
+
+def _by_size(pages: Iterable[Page]) -> dict[int, list[Page]]:
+    sizes: dict[int, list[Page]] = {}
+    for page in pages:
+        sizes.setdefault(page.page_bytes, []).append(page)
+    return sizes
+
+
+def _balanced(bucket: list[Page]) -> bool:
+    """Has it as many pages of each size?"""
+    return len(set(map(len, _by_size(bucket).values()))) == 1
+
+
+def _most_of_a_size(bucket: list[Page]) -> int:
+    return max(Counter(page.page_bytes for page in bucket).values())
+
+
+def _repeats(buckets: list[list[Page]]) -> int | None:
+    """Layers of each page size in a group; None where no bucket mixes sizes evenly."""
+    balanced = [bucket for bucket in buckets if _balanced(bucket)]
+    mixed = [_most_of_a_size(bucket) for bucket in balanced if len(_by_size(bucket)) > 1]
+    if not mixed:
+        return None
+    counts = [_most_of_a_size(bucket) for bucket in balanced]
+    lowest = max(mixed)
+    # The least padding over all buckets; of equals, the largest.
+    return min(
+        range(lowest, max(lowest, *counts) + 1),
+        key=lambda size: (sum(-count % size for count in counts), -size),
+    )
+
+
+def _count(bucket: list[Page], repeats: int | None) -> int:
+    if repeats is None or not _balanced(bucket):
+        return 1
+    return -(-_most_of_a_size(bucket) // repeats)
+
+
+def _is_state(bucket: list[Page], repeats: int | None) -> bool:
+    """May it be split down to one page per group?"""
+    kind = bucket[0].cache.kind
+    if kind in (LayerKind.STATE, LayerKind.RING):
+        return True
+    return repeats is None and kind is LayerKind.WINDOW
+
+
+def _widest(bucket: list[Page], count: int) -> int:
+    return sum(-(-len(same) // count) * size for size, same in _by_size(bucket).items())
+
+
+def choose_blocks_per_chunk(plan: Plan, stage: int, given: int | None) -> int:
+    """Blocks per chunk, as the server chooses with its default settings; ConfigError if `given`
+    cannot be."""
+    groups = [
+        GroupBlocks(group.kind, group.block_tokens, group.cache.reach_tokens)
+        for group in plan.stored
+    ]
+    if not groups:
+        return given or 1
+    if given is not None and given > 1 and (reason := why_one_block(groups)):
+        raise ConfigError("--blocks-per-chunk", given, f"{reason}; leave it out")
+    wanted = chunk_blocks(OffloadConfig(), plan.stride_bytes(stage), groups[0].block_tokens)
+    return given or blocks_that_fit(groups, wanted)
