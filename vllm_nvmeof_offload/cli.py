@@ -52,6 +52,9 @@ else:
 _EXTRA = "kv_connector_extra_config"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+KvType = Annotated[
+    str, typer.Option(help="KV cache's type: auto (the model's), bf16, fp16, fp8 or fp32.")
+]
 Targets = Annotated[
     list[Path] | None,
     typer.Option("--target", help="A target directory; repeatable. Default: the configured ones."),
@@ -75,7 +78,31 @@ MaybeWhich = Annotated[
 _NOT_CHECKED = 8
 
 
+def _with_deployment(*only: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace `**given` by the options that the fields of `Deployment` declare, or some of them."""
+    hints = get_type_hints(Deployment)
+
+    def replaced(command: Callable[..., None]) -> Callable[..., None]:
+        own = signature(command, eval_str=True)
+        options = [one for one in own.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        for one in fields(Deployment):
+            if one.metadata and (not only or one.name in only):
+                flag, help_text = one.metadata["flag"], one.metadata["help"]
+                kind: Any = str if one.metadata["read"] else hints[one.name]
+                made = Annotated[kind, typer.Option(flag, help=help_text)]
+                options.append(
+                    options[0].replace(name=one.name, default=one.default, annotation=made)
+                )
+        command.__signature__ = own.replace(parameters=options)  # type: ignore[attr-defined]
+        return command
+
+    return replaced
+
+
 @app.command()
+@_with_deployment(
+    "tensor_parallel", "pipeline_parallel", "layout", "block_tokens", "blocks_per_chunk"
+)
 def doctor(
     target: Annotated[
         list[str] | None,
@@ -97,12 +124,30 @@ def doctor(
             "earlier one: takes seconds per GPU, on which nothing else should run.",
         ),
     ] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Examine this model instead of the machine: a config.json or its directory. The "
+            "options below are for it."
+        ),
+    ] = None,
+    kv_dtype: KvType = "auto",
+    **given: Any,
 ) -> None:
     """Check the I/O path of this machine and its targets, through NVMe-oF down to each path.
+
+    With --model, show the model's KV cache groups, their bytes and what is stored of them; no GPU
+    is needed.
 
     Exit code: 0 healthy, 1 works, but slower or less resilient than it could be, 2 something
     cannot run.
     """
+    if model is not None:
+        from vllm_nvmeof_offload.commands.doctor.model import examine_model
+
+        with plain_errors(2):
+            code = examine_model(model, kv_dtype, as_json, **given)
+        raise typer.Exit(code)
     from vllm_nvmeof_offload.commands.doctor.examine import examine
     from vllm_nvmeof_offload.config import default_staging_bytes, default_target
     from vllm_nvmeof_offload.units import parse_bytes
@@ -116,21 +161,8 @@ def doctor(
     raise typer.Exit(examine(targets, staging_bytes, as_json, measure, calibrate))
 
 
-def _with_deployment(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace `**given` by the options that the fields of `Deployment` declare."""
-    own, hints = signature(command, eval_str=True), get_type_hints(Deployment)
-    options = [one for one in own.parameters.values() if one.kind is not one.VAR_KEYWORD]
-    for one in fields(Deployment):
-        if one.metadata:
-            kind: Any = str if one.metadata["read"] else hints[one.name]
-            made = Annotated[kind, typer.Option(one.metadata["flag"], help=one.metadata["help"])]
-            options.append(options[0].replace(name=one.name, default=one.default, annotation=made))
-    command.__signature__ = own.replace(parameters=options)  # type: ignore[attr-defined]
-    return command
-
-
 @app.command()
-@_with_deployment
+@_with_deployment()
 def size(
     model: Annotated[
         Path | None, typer.Option(help="A config.json, or the directory that holds it.")
@@ -142,9 +174,7 @@ def size(
             help="Weights of the whole model, such as 140GB. Default: from its index, or estimated."
         ),
     ] = None,
-    kv_dtype: Annotated[
-        str, typer.Option(help="KV cache's type: auto (the model's), bf16, fp16, fp8 or fp32.")
-    ] = "auto",
+    kv_dtype: KvType = "auto",
     as_json: AsJson = False,
     **given: Any,
 ) -> None:

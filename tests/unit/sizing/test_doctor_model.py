@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-nvmeof doctor --model`: groups, bytes and verdicts of models, and errors by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.unit.sizing import families
+from tests.unit.sizing.families import FAMILIES, Family
+from vllm_nvmeof_offload.cli import app
+from vllm_nvmeof_offload.commands.doctor.model import GroupRow, ModelReport
+from vllm_nvmeof_offload.vllm_adapter import supported
+
+KIB = 1 << 10
+
+
+def file_of(family: Family, folder: Path) -> Path:
+    (folder / "config.json").write_text(json.dumps({**family.config, "torch_dtype": "bfloat16"}))
+    return folder
+
+
+def run(*words: object, code: int = 0) -> Any:
+    options = ["doctor", "--model", *map(str, words)]
+    result = CliRunner().invoke(app, options, env={"COLUMNS": "240"})
+    assert result.exit_code == code, result.output
+    return result
+
+
+def report(*words: object, code: int = 0) -> ModelReport:
+    value = json.loads(run(*words, "--json", code=code).stdout)
+    value["groups"] = [GroupRow(**row) for row in value["groups"]]
+    return ModelReport(**value)
+
+
+def test_a_model_with_windows_has_bytes_per_token_and_per_boundary(tmp_path: Path) -> None:
+    made = report(file_of(families.GEMMA_3, tmp_path), "--tp", 4)
+    assert made.works
+    assert [(row.kind, row.reach_tokens) for row in made.groups] == [
+        *[("window", 1024)] * 6,
+        ("full", None),
+    ]
+    full, window = made.groups[-1], made.groups[0]
+    assert (full.token_bytes, full.boundary_bytes, full.slot_fill) == (20 * KIB, None, 1.0)
+    assert (window.token_bytes, window.boundary_chunks) == (None, 1024 // window.chunk_tokens)
+    assert window.boundary_bytes == 1024 * 9 * 2 * KIB
+    assert window.slot_fill == 0.9
+    assert made.token_bytes == 20 * KIB
+    assert made.boundary_bytes == 1024 * 52 * 2 * KIB
+    assert made.boundary_tokens == full.chunk_tokens == 32
+    assert made.gpu_block_bytes == 10 * 16 * 2 * KIB
+
+
+def test_states_have_one_block_per_chunk(tmp_path: Path) -> None:
+    folder = file_of(families.QWEN3_NEXT, tmp_path)
+    made = report(folder)
+    assert made.blocks_per_chunk == 1
+    assert [row.stored for row in made.groups] == [
+        *["the state at a boundary"] * 3,
+        "every whole chunk",
+    ]
+    refused = run(folder, "--blocks-per-chunk", 4, code=2)
+    assert "--blocks-per-chunk=4: this model has states" in refused.stderr
+
+
+def test_a_block_of_compressed_kv_counts_each_groups_own_bytes(tmp_path: Path) -> None:
+    made = report(file_of(families.DEEPSEEK_V4, tmp_path))
+    assert made.token_bytes == 3850
+    assert all(row.block_bytes < made.gpu_block_bytes for row in made.groups)
+    assert made.boundary_tokens == 256
+    refused = run(tmp_path, "--layout", "lbhnc", code=2)
+    assert "--layout='LBHNC': vLLM cannot give pages of" in refused.stderr
+    assert "give BLHNC" in refused.stderr
+
+
+def test_windows_that_vllm_recomputes_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    folder = file_of(families.DEEPSEEK_V4_1, tmp_path)
+    made = report(folder, code=2)
+    assert not made.works
+    assert "bounded replay" in str(made.refused)
+    assert "--no-swa-bounded-replay" in str(made.remedy)
+    assert {row.kind for row in made.groups} == {"full", "not stored"}
+    assert "refused: windows" in run(folder, code=2).stdout
+
+
+def test_pipelines_are_refused_where_the_server_refuses_them(tmp_path: Path) -> None:
+    class Parallel:
+        pipeline_parallel_size = 2
+        decode_context_parallel_size = prefill_context_parallel_size = 1
+
+    try:
+        supported.refuse_parallel(Parallel())
+        refused = False
+    except supported.ConfigError:
+        refused = True
+    folder = file_of(families.GPT_OSS, tmp_path)
+    assert report(folder, "--pp", 2, code=2 if refused else 0).works is not refused
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_shown_whole(name: str, tmp_path: Path) -> None:
+    folder = file_of(FAMILIES[name], tmp_path)
+    code = 2 if name == "DEEPSEEK_V4_1" else 0
+    made = report(folder, code=code)
+    shown = run(folder, code=code).stdout
+    assert shown.rstrip().endswith("works") == made.works
+    for row in made.groups:
+        assert f"{row.group} {row.kind}" in shown
+        assert row.stored in shown
+    for note in made.notes:
+        assert note in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tp", "3"], "--tp=3: vLLM cannot share 8 KV heads over it; give a divisor"),
+        (["--pp", "37"], "--pp=37: the model has 36 layers"),
+        (["--kv-dtype", "fp12"], "--kv-dtype='fp12': give auto or one of"),
+        (["--layout", "NHD"], "--layout='NHD': is not a layout known here; write BLHNC or LBHNC"),
+        (["--block-tokens", "0"], "--block-tokens=0: give a value greater than or equal to 1"),
+    ],
+)
+def test_errors_name_the_value_and_the_remedy(
+    words: list[str], message: str, tmp_path: Path
+) -> None:
+    result = run(file_of(families.GPT_OSS, tmp_path), *words, code=2)
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+
+
+def test_a_missing_file_is_one_plain_line() -> None:
+    assert "--model='/no/such': cannot be read (No such file" in run("/no/such", code=2).stderr

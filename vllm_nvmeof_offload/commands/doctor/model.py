@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What offloading makes of a model: its KV cache groups, their bytes, what is stored, refusals.
+
+Computed from the model's config.json by the arithmetic of `vllm-nvmeof size`: neither a GPU nor
+vLLM is needed, and no weights are read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_nvmeof_offload.commands import print_json, table, wide_console
+from vllm_nvmeof_offload.commands.size.deployment import Deployment
+from vllm_nvmeof_offload.commands.size.kv import KvSizes
+from vllm_nvmeof_offload.commands.size.model import LayerKind, read_model
+from vllm_nvmeof_offload.commands.size.plan import PlannedGroup
+from vllm_nvmeof_offload.groups import GroupKind, RankGroup
+from vllm_nvmeof_offload.units import HEADER_BYTES, human_bytes, slot_stride_bytes
+
+_FILE_COLUMNS = 160
+_REFUSED = 2
+#: A smaller share of the slots' bytes is worth a note.
+_FILL_MIN = 0.75
+
+_STORED = {
+    GroupKind.FULL: "every whole chunk",
+    GroupKind.LOCAL: "every whole chunk",
+    GroupKind.WINDOW: "the chunks before a boundary",
+    GroupKind.STATE: "the state at a boundary",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """A KV cache group on a rank of the fullest stage; bytes without padding.
+
+    token_bytes: what each token adds, where all are kept. boundary_chunks, boundary_bytes: what a
+    boundary needs of the group, where only the last ones are kept. slot_fill: the share of a slot
+    that a chunk takes. None where it does not apply.
+    """
+
+    group: int
+    kind: str
+    layers: str
+    reach_tokens: int | None
+    block_tokens: int
+    block_bytes: int
+    stored: str
+    chunk_tokens: int | None = None
+    chunk_bytes: int | None = None
+    token_bytes: float | None = None
+    boundary_chunks: int | None = None
+    boundary_bytes: int | None = None
+    slot_fill: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """The output of `vllm-nvmeof doctor --model --json`. Bytes are of one rank."""
+
+    model: str
+    layout: str
+    tensor_parallel: int
+    pipeline_parallel: int
+    works: bool
+    refused: str | None
+    remedy: str | None
+    groups: list[GroupRow]
+    blocks_per_chunk: int
+    boundary_tokens: int
+    gpu_block_bytes: int
+    slot_bytes: int
+    token_bytes: int
+    boundary_bytes: int
+    notes: list[str]
+
+
+def examine_model(path: Path, kv_dtype: str, as_json: bool, **given: Any) -> int:
+    """Print the report of the model in `path`; return the exit code.
+
+    given: fields of `Deployment`. ConfigError names a value that cannot be used.
+    """
+    model = read_model(path)
+    element_bytes = model.kv_element_bytes(kv_dtype)
+    report = build(KvSizes(model, Deployment(kv_element_bytes=element_bytes, **given)))
+    if as_json:
+        print_json(asdict(report))
+    else:
+        _show(report)
+    return 0 if report.works else _REFUSED
+
+
+def build(sizes: KvSizes) -> ModelReport:
+    """The report of a model in a deployment."""
+    refusal, stored = sizes.refusal, sizes.groups()
+    slot = slot_stride_bytes(max((one.payload_bytes for one in stored), default=0))
+    ranks = {one.group.group_id: one for one in stored}
+    return ModelReport(
+        model=sizes.model.name,
+        layout=sizes.deployment.layout,
+        tensor_parallel=sizes.deployment.tensor_parallel,
+        pipeline_parallel=sizes.deployment.pipeline_parallel,
+        works=refusal is None,
+        refused=refusal.what if refusal else None,
+        remedy=refusal.remedy if refusal else None,
+        groups=[
+            _row(sizes, position, group, ranks.get(position), slot)
+            for position, group in enumerate(sizes.plan.groups)
+        ],
+        blocks_per_chunk=sizes.blocks_per_chunk,
+        boundary_tokens=sizes.boundary_tokens,
+        gpu_block_bytes=sizes.block_bytes(),
+        slot_bytes=slot,
+        token_bytes=sizes.rank_token_bytes(),
+        boundary_bytes=sizes.boundary_bytes(),
+        notes=[*sizes.model.notes, *_notes(sizes, stored, slot)],
+    )
+
+
+def _row(
+    sizes: KvSizes, position: int, group: PlannedGroup, rank: RankGroup | None, slot: int
+) -> GroupRow:
+    stage = sizes.plan.stages[sizes.fullest]
+    counted = Counter(page.cache.kind.value for page in group.pages)
+    layers = ", ".join(f"{count} × {kind}" for kind, count in counted.items())
+    if rank is None:
+        return GroupRow(
+            group=position,
+            kind="not stored",
+            layers=layers,
+            reach_tokens=group.cache.reach_tokens,
+            block_tokens=group.block_tokens,
+            block_bytes=group.true_bytes(stage),
+            stored="nothing: vLLM computes it again",
+        )
+    one, payload, reach = rank.group, rank.payload_bytes, rank.group.reach_chunks
+    return GroupRow(
+        group=position,
+        kind=one.kind.name.lower(),
+        layers=layers,
+        reach_tokens=group.cache.reach_tokens,
+        block_tokens=group.block_tokens,
+        block_bytes=rank.block_bytes,
+        chunk_tokens=one.tokens_per_chunk,
+        chunk_bytes=payload,
+        token_bytes=payload / one.tokens_per_chunk if reach is None else None,
+        boundary_chunks=reach,
+        boundary_bytes=None if reach is None else reach * payload,
+        slot_fill=payload / (slot - HEADER_BYTES),
+        stored=_STORED[one.kind],
+    )
+
+
+def _notes(sizes: KvSizes, stored: list[RankGroup], slot: int) -> Iterator[str]:
+    if any(one.group.reach_chunks is not None for one in stored):
+        yield (
+            f"a prefix is found again at multiples of {sizes.boundary_tokens} tokens at which its "
+            "windows and states were stored: where a prompt ended, and where prompts part"
+        )
+    deployment, copies = sizes.deployment, sizes.copies()
+    if copies > 1:
+        yield (
+            f"{copies:.3g} copies: --tp {deployment.tensor_parallel} stores what each rank holds, "
+            f"{copies:.3g} times the bytes that the model makes"
+        )
+    fill: float = sum(one.payload_bytes for one in stored)
+    fill /= max(1, len(stored) * (slot - HEADER_BYTES))
+    if stored and fill < _FILL_MIN:
+        yield (
+            f"slots are {fill:.0%} full on average, because all groups have slots of one size; a "
+            "group's own bytes are all that is copied, written and read"
+        )
+    for cache in sizes.model.caches:
+        if cache.kind is LayerKind.STATE and cache.state is None:
+            yield "the size of this family's recurrent state is not known here: counted as nothing"
+
+
+def _show(report: ModelReport) -> None:
+    console = wide_console(_FILE_COLUMNS)
+    console.print(report.model, highlight=False, markup=False, style="bold")
+    headings = (
+        *("group", "layers", "kept", "block", "chunk", "per token", "per boundary", "of a slot"),
+        "stored",
+    )
+    title = f"KV cache groups, {report.layout}, one rank of --tp {report.tensor_parallel}"
+    if report.pipeline_parallel > 1:
+        title += f" --pp {report.pipeline_parallel} (the fullest stage)"
+    console.print(table(headings, map(_cells, report.groups), title))
+    for line in _lines(report):
+        console.print(line, highlight=False, markup=False)
+
+
+def _cells(row: GroupRow) -> tuple[str, ...]:
+    kept = {"full": "every token", "state": "one state"}.get(row.kind, "")
+    if row.reach_tokens is not None:
+        unit = "of the attention chunk of" if row.kind == "local" else "the last"
+        kept = f"{unit} {row.reach_tokens} tokens"
+    chunk = per_boundary = ""
+    if row.chunk_bytes is not None:
+        chunk = f"{row.chunk_tokens} tokens, {human_bytes(row.chunk_bytes)}"
+        if row.boundary_chunks is not None:
+            per_boundary = f"{row.boundary_chunks} × {human_bytes(row.chunk_bytes)}"
+    return (
+        f"{row.group} {row.kind}",
+        row.layers,
+        kept,
+        f"{row.block_tokens} tokens, {human_bytes(row.block_bytes)}",
+        chunk,
+        "" if row.token_bytes is None else human_bytes(row.token_bytes),
+        per_boundary,
+        "" if row.slot_fill is None else f"{row.slot_fill:.0%}",
+        row.stored,
+    )
+
+
+def _lines(report: ModelReport) -> Iterator[str]:
+    yield (
+        f"each token adds {human_bytes(report.token_bytes)}, each boundary "
+        f"{human_bytes(report.boundary_bytes)}; {report.blocks_per_chunk} blocks per chunk; a slot "
+        f"has {human_bytes(report.slot_bytes)}, a block in GPU memory "
+        f"{human_bytes(report.gpu_block_bytes)}"
+    )
+    yield from (f"note: {note}" for note in report.notes)
+    yield "works" if report.works else f"refused: {report.refused}; remedy: {report.remedy}"
