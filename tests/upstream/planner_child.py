@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans KV cache groups with the imported vLLM's own planner: cases on stdin, plans on stdout.
 
-A case has the keyword arguments of each layer's specifications, a layout and parallel sizes. vLLM's
-configuration objects need a model and a device: stand-ins have what the planner reads of them.
+What our server makes of each plan (refusal, blocks per chunk, groups) is printed beside it. A case
+has the keyword arguments of each layer's specifications, a layout and parallel sizes. vLLM's
+configuration objects need a model and a device: stand-ins have what is read of them.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def settings(case: Case) -> Any:
         prefix_cache_retention_interval=0,
         mamba_cache_mode="align",
         cache_dtype="auto",
+        enable_prefix_caching=True,
         block_size=case["block_tokens"],
         mamba_block_size=None,
         mamba_page_size_padded=None,
@@ -53,13 +55,23 @@ def settings(case: Case) -> Any:
         hf_config=SimpleNamespace(model_type=""),
         max_model_len=case["context"],
         architecture="",
+        model="a model",
+    )
+    parallel = SimpleNamespace(
+        decode_context_parallel_size=1,
+        prefill_context_parallel_size=1,
+        pipeline_parallel_size=len(case["stage_ends"]),
+        enable_elastic_ep=False,
     )
     return SimpleNamespace(
         cache_config=cache,
         model_config=model,
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        scheduler_config=SimpleNamespace(
+            disable_hybrid_kv_cache_manager=False, enable_chunked_prefill=True
+        ),
         attention_config=SimpleNamespace(hisparse_config=None),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        parallel_config=parallel,
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
         speculative_config=None,
         max_in_flight_tokens=0,
         num_speculative_tokens=0,
@@ -184,7 +196,7 @@ def plan(case: Case) -> Case:
             own = {name: spec for name, spec in specs.items() if stage_of[name] == stage}
             projected = module._project_kv_cache_groups_to_worker(groups, own)
             made = module.get_kv_cache_config_from_groups(vllm_config, projected, _MEMORY_BYTES)
-            stages.append(made.kv_cache_tensors[0].size // made.num_blocks)
+            stages.append(made)
     except (NotImplementedError, ValueError) as error:
         return {"refused": str(error)}
     described, blocks = [], 0
@@ -208,7 +220,46 @@ def plan(case: Case) -> Case:
             }
         )
         blocks += -(-first.max_memory_usage_bytes(vllm_config) // first.page_size_bytes)
-    return {"groups": described, "stride_bytes": stages, "blocks": blocks}
+    return {
+        "groups": described,
+        "stride_bytes": [made.kv_cache_tensors[0].size // made.num_blocks for made in stages],
+        "blocks": blocks,
+        "server": served(vllm_config, stages),
+    }
+
+
+def served(vllm_config: Any, stages: list[Any]) -> Case:
+    """What our server makes of the plan."""
+    from vllm_nvmeof_offload.errors import ConfigError
+    from vllm_nvmeof_offload.vllm_adapter import configure, supported
+    from vllm_nvmeof_offload.vllm_adapter.groups import groups_of, offloaded
+
+    refusal = None
+    try:
+        supported.refuse_unsupported(vllm_config, stages[0])
+    except ConfigError as error:
+        refusal = str(error)
+    widest = max(stages, key=lambda made: made.kv_cache_tensors[0].size // made.num_blocks)
+    configure.choose_blocks_per_chunk(vllm_config, widest)
+    blocks = vllm_config.kv_transfer_config.kv_connector_extra_config["blocks_per_chunk"]
+    kept = [
+        SimpleNamespace(group_id=number, tokens_per_block=first_block_tokens(group))
+        for number, group in enumerate(widest.kv_cache_groups)
+        if group in offloaded(widest)
+    ]
+    config = SimpleNamespace(groups=kept, cache=SimpleNamespace(blocks_per_chunk=blocks))
+    return {
+        "refused": refusal is not None,
+        "blocks_per_chunk": blocks,
+        "groups": [
+            [one.group_id, one.kind.name, one.tokens_per_chunk, one.reach_chunks]
+            for one in groups_of(config, widest)
+        ],
+    }
+
+
+def first_block_tokens(group: Any) -> int:
+    return int(next(iter(interface.iter_layer_specs(group.kv_cache_spec))).block_size)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache groups of each model family: ours beside those of vLLM's own planner."""
+"""KV cache groups of each model family, without vLLM: beside vLLM's own planner and our server.
+
+The planner's plan of each family also goes through the server's rules: it must refuse, choose
+blocks per chunk and see groups as `doctor --model` says.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +98,15 @@ def described(sizes: KvSizes) -> dict[str, Any]:
     ]
     strides = [plan.stride_bytes(stage) for stage in range(len(plan.stages))]
     blocks = sizes.session_rank_bytes(CONTEXT) // sizes.block_bytes()
-    return {"groups": groups, "stride_bytes": strides, "blocks": blocks}
+    server = {
+        "refused": sizes.refusal is not None,
+        "blocks_per_chunk": sizes.blocks_per_chunk,
+        "groups": [
+            [one.group_id, one.kind.name, one.tokens_per_chunk, one.reach_chunks]
+            for one in (rank.group for rank in sizes.groups())
+        ],
+    }
+    return {"groups": groups, "stride_bytes": strides, "blocks": blocks, "server": server}
 
 
 @pytest.mark.parametrize("version", RELEASES)
