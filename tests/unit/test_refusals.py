@@ -46,6 +46,7 @@ whole_state = MambaSpec(block_size=2048, shapes=((4, 4),), dtypes=(torch.float32
 window_mla = SlidingWindowMLASpec(**common, sliding_window=128)
 replayed = SlidingWindowMLASpec(**common, sliding_window=128, bounded_replay=True)
 sink = SinkFullAttentionSpec(**common, sink_len=4)
+ahead = FullAttentionSpec(**common, non_causal=True)
 wide = FullAttentionSpec(**{**common, "num_kv_heads": 4})
 
 def layers(**specs):
@@ -103,6 +104,7 @@ print("RESULT " + json.dumps({
     "derived": refused(Derived(**common)),
     "derived, among others": refused(full, Derived(**common)),
     "sink": refused(sink),
+    "ahead": refused(full, ahead),
     "replayed": refused(full, replayed),
     "hosts": refused(full, hosts=8),
     "blocks together": refused(full, layout="BLNHC"),
@@ -146,7 +148,8 @@ def test_unsupported_features_are_refused_by_name() -> None:
         "derived": ["org/name", "does not know (2 x Derived)", without],
         "derived, among others": ["org/name", "does not know (2 x Derived)", without],
         "sink": ["org/name", "does not know (2 x SinkFullAttentionSpec)", without],
-        "replayed": ["org/name", "bounded replay", without],
+        "ahead": ["org/name", "attention to later tokens", "unequal KV", without],
+        "replayed": ["org/name", "bounded replay", "--no-swa-bounded-replay", without],
         "heads first": ["VLLM_KV_CACHE_LAYOUT='LHBNC'", "LBHNC"],
         "hosts": ["hisparse_config", "HiSparse"],
         "pipeline": ["pipeline_parallel_size=2", "supports 1"],

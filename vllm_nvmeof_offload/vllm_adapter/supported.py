@@ -131,9 +131,15 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
         remedy = "spreads the bytes of a block over its layer; leave it out, or give LBHNC or BLHNC"
         raise ConfigError("VLLM_KV_CACHE_LAYOUT", layout, remedy)
     every = kv_cache_config.kv_cache_groups
-    if any(spec.prefix_replay_tokens for group in every for spec in specs_of(group).values()):
+    specs = [spec for group in every for spec in specs_of(group).values()]
+    if any(getattr(spec, "non_causal", False) for spec in specs):
+        reason = (
+            "has attention to later tokens of a prompt (prefix LM), so that equal prefixes have"
+        )
+        raise ConfigError("model", name, f"{reason} unequal KV: {_WITHOUT}")
+    if any(spec.prefix_replay_tokens for spec in specs):
         reason = "computes its windows again after a hit (bounded replay), which is not supported"
-        raise ConfigError("model", name, f"{reason}: {_WITHOUT}")
+        raise ConfigError("model", name, f"{reason}: add --no-swa-bounded-replay, or {_WITHOUT}")
     groups = offloaded(kv_cache_config)
     for group in groups:
         kinds = kinds_of(group)
