@@ -16,6 +16,7 @@ native(
     "remembered_answer_survives_a_verdict",
     "remembered_answer_survives_a_reset",
     "remembered_answer_survives_a_load",
+    "fetching_hits_in_the_second_look_up",
 )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from vllm_nvmeof_offload.errors import CANCELLED, STALE, Outcome
-from vllm_nvmeof_offload.manager.core import ManagerCore, Source, StorePlan
+from vllm_nvmeof_offload.manager.core import FROM_CPU, ManagerCore, Source, StorePlan
 from vllm_nvmeof_offload.manager.index import Entry, State
 from vllm_nvmeof_offload.protocol import (
     CancelCommand,
@@ -69,7 +69,12 @@ class Rules:
     # -- calls ------------------------------------------------------------------------
 
     def lookup(self, key: bytes, sources: int) -> bool:
-        return self._core.lookup(key, sources) is not None
+        found = self._core.lookup(key, sources) is not None
+        if found and sources == FROM_CPU:
+            entry = self._entries()[key]
+            if entry.state in _READ_FIRST:
+                raise Violation("2", f"{entry} is a hit of the CPU tier only")
+        return found
 
     def prepare_load(self, keys: Sequence[bytes], limit_s: float | None = None) -> LoadCommand:
         command = self._core.prepare_load(keys, limit_s)

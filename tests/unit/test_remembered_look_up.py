@@ -17,43 +17,60 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext, make_offload_key
 
 from vllm_nvmeof_offload.connector import NVMeoFOffloadingConnector
-from vllm_nvmeof_offload.groups import Group, GroupKind
+from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.manager.core import CoreConfig
+from vllm_nvmeof_offload.manager.requests import WaitingRequests
 from vllm_nvmeof_offload.metrics import Counts
-from vllm_nvmeof_offload.protocol import OpReport, RankHello
+from vllm_nvmeof_offload.protocol import OpReport, RankHello, RateReport
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.vllm_adapter.old_kv import OldKV
 from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView
 
-BLOCK, KEY_BYTES = 16, 36
+BLOCK, KEY_BYTES, REACH = 16, 36, 2
 
 
 def _hash(number: int) -> BlockHash:
     return BlockHash(number.to_bytes(KEY_BYTES - 4, "big"))
 
 
-class Engine:
-    """A connector's scheduler side around a manager whose CPU tier has so many slots."""
+def _vllms(group: Group) -> Any:
+    """vLLM's configuration of a group."""
+    return SimpleNamespace(
+        group_idx=group.group_id,
+        tokens_per_block=BLOCK,
+        tokens_per_chunk=BLOCK,
+        hashes_per_chunk=1,
+        sliding_window_size_in_chunks=group.reach_chunks,
+        is_eagle_group=False,
+        load_window_size_in_chunks=lambda tokens: group.reach_chunks,
+    )
 
-    def __init__(self, slots: int, kv_events: bool = False) -> None:
-        self.manager = NVMeoFOffloadingManager(CoreConfig(kv_events=kv_events))
-        groups = (Group(0, GroupKind.FULL, BLOCK),)
+
+class Engine:
+    """A connector's scheduler side around a manager whose CPU tier has so many slots.
+
+    windows: before the group of full attention, which is the last one, there is one of windows.
+    """
+
+    def __init__(
+        self, slots: int, *, kv_events: bool = False, pool_slots: int = 0, windows: bool = False
+    ) -> None:
+        self.now_s = 0.0
+        self.manager = NVMeoFOffloadingManager(CoreConfig(kv_events=kv_events), lambda: self.now_s)
+        full = Group(int(windows), GroupKind.FULL, BLOCK)
+        window = Group(0, GroupKind.WINDOW, BLOCK, reach_chunks=REACH)
+        self.groups = groups = (window, full) if windows else (full,)
         side = self.side = object.__new__(theirs.OffloadingConnectorScheduler)
-        group: Any = SimpleNamespace(
-            group_idx=0,
-            tokens_per_block=BLOCK,
-            tokens_per_chunk=BLOCK,
-            hashes_per_chunk=1,
-            sliding_window_size_in_chunks=None,
-            is_eagle_group=False,
-            load_window_size_in_chunks=lambda tokens: None,
-        )
         side.config = SimpleNamespace(  # type: ignore[assignment]
-            kv_group_configs=(group,), tokens_per_hash=BLOCK, supports_partial_tail=False
+            kv_group_configs=tuple(map(_vllms, groups)),
+            tokens_per_hash=BLOCK,
+            supports_partial_tail=False,
         )
         side.manager = self.manager
         side._req_status, side._chunks_being_loaded = {}, set()
-        side._lookup_groups, side._sliding_window_groups = (0,), ()
+        side._lookup_groups = (1, 0) if windows else (0,)
+        side._sliding_window_groups = (0,) if windows else ()
+        side._mamba_align_size = None
         side._connector_stats = theirs.OffloadingConnectorStats()
         tracker: Any = SimpleNamespace(record_lookup=self._looked_up)
         side._events_tracker = tracker
@@ -63,17 +80,35 @@ class Engine:
         connector._bounding_group_ids = ()
         connector._view = SchedulerView(side, groups, lambda: None)
         connector._old_kv = OldKV(self.manager.suspension, connector._view)
-        hello = RankHello(0, 0, "k", slots, 0, 1, 1 << 16)
+        of_rank = tuple(RankGroup(group, 1 << 15) for group in groups)
+        hello = RankHello(0, 0, "k", slots, pool_slots, 1, 1 << 16, of_rank)
         self.manager.attach([hello], KEY_BYTES, groups, connector._view.queue(by_priority=False))
 
     def _looked_up(self, *args: Any) -> None:
         self.hits += 1
 
-    def store(self, *numbers: int) -> None:
-        keys = [make_offload_key(_hash(number), 0) for number in numbers]
+    def store(self, *numbers: int, group: int = -1) -> None:
+        """Store chunks of a group, and write them if there is a pool."""
+        keys = [make_offload_key(_hash(number), self.groups[group].group_id) for number in numbers]
         plan = self.manager.core.prepare_store(keys)
         if plan.command is not None:
             self.manager.report([OpReport(plan.command.op)], Counts())
+        for command in self.manager.take_commands():
+            self.manager.report([OpReport(command.op)], Counts())  # type: ignore[union-attr]
+
+    def slow(self) -> None:
+        """The pool reads slower than the model computes."""
+        self.manager.report([RateReport(0, 0, 0.0, 1.0)], Counts())
+        self.manager.core.admission.prefill_rate = 1e9
+
+    @property
+    def waiting(self) -> WaitingRequests:
+        assert self.manager.waiting is not None
+        return self.manager.waiting
+
+    def hit_chunks(self, name: str) -> list[int]:
+        """By group, the chunks up to the end of vLLM's last look-up."""
+        return [group.num_hit_chunks for group in self.side._req_status[name].group_states]
 
     def arrive(self, name: str, *numbers: int) -> Any:
         request = SimpleNamespace(
@@ -164,6 +199,89 @@ def test_a_chunk_that_is_loaded_for_another_request_delays_this_one() -> None:
     assert engine.side._chunks_being_loaded is not None
     engine.side._chunks_being_loaded.update(keys)
     assert engine.ask(request) == (None, False)
+
+
+def test_a_declined_pool_is_left_out_of_a_second_look_up() -> None:
+    """vLLM itself finds what the CPU tier has, and its state is that of the answer it gets."""
+    engine = Engine(2, pool_slots=8)
+    engine.store(1, 2)
+    engine.store(0)  # evicts one of them
+    request = engine.arrive("a", 0, 1, 2)
+    assert engine.ask(request) == (3 * BLOCK, True)
+    engine.slow()
+    engine.now_s += 1.0
+    found, _ = engine.ask(request)
+    assert found in (BLOCK, 2 * BLOCK)
+    assert engine.hit_chunks("a") == [found // BLOCK]
+    attempt = engine.waiting.attempt("a")
+    assert attempt is not None
+    assert (attempt.tokens, attempt.declined) == (found, 3 * BLOCK - found)
+    hits = engine.hits
+    assert engine.ask(request) == (found, True)
+    assert engine.hits == hits, "both answers are remembered"
+    # The pool is fast enough again: vLLM's state must be that of the first look-up.
+    engine.manager.core.admission.prefill_rate = 1e-9
+    engine.now_s += 1.0
+    assert engine.ask(request) == (3 * BLOCK, True)
+    assert engine.hit_chunks("a") == [3]
+    assert engine.hits > hits
+    hits = engine.hits
+    assert engine.ask(request) == (3 * BLOCK, True)
+    assert engine.hits == hits
+
+
+def test_a_chunk_that_is_being_fetched_is_no_hit_of_the_second_look_up() -> None:
+    """It would wait for the very read that was declined."""
+    engine = Engine(2, pool_slots=8)
+    engine.store(0)
+    engine.store(1, 2)
+    key = make_offload_key(_hash(0), 0)
+    assert engine.manager.core._tiers.begin_fetch(key, 0)
+    request = engine.arrive("a", 0)
+    assert engine.ask(request) == (BLOCK, True)
+    engine.slow()
+    engine.now_s += 1.0
+    assert engine.ask(request) == (0, False)
+
+
+def test_over_several_groups_vllm_finds_a_shorter_boundary_in_the_cpu_tier() -> None:
+    """What the longest one needs is in the pool; windows of the one that trimming gives are not
+    stored."""
+    engine = Engine(8, pool_slots=16, windows=True)
+    full, window = 1, 0
+    engine.store(2, 3, group=full)
+    engine.store(2, 3, group=window)
+    engine.store(*range(100, 108))  # these are in the pool only
+    engine.store(0, 1, group=full)
+    engine.store(0, 1, group=window)
+    request = engine.arrive("a", 0, 1, 2, 3)
+    request.num_tokens = 4 * BLOCK + 2
+    assert engine.ask(request) == (4 * BLOCK, True)
+    engine.slow()
+    engine.now_s += 1.0
+    assert engine.ask(request) == (2 * BLOCK, True)
+    assert engine.hit_chunks("a") == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("group", "number", "found"), [(1, 5, 4), (0, 4, 5), (0, 100, 4), (1, 100, 4)]
+)
+def test_over_several_groups_an_answer_rests_on_every_key_that_was_asked(
+    group: int, number: int, found: int
+) -> None:
+    """Full attention has chunks 0 to 4, and windows those that end at chunk 3 and at chunk 5."""
+    engine = Engine(64, windows=True)
+    engine.store(*range(5), group=1)
+    engine.store(2, 3, group=0)
+    request = engine.arrive("a", *range(6))
+    request.num_tokens = 6 * BLOCK + 2
+    assert engine.ask(request) == (4 * BLOCK, True)
+    hits = engine.hits
+    assert engine.ask(request) == (4 * BLOCK, True)
+    assert engine.hits == hits
+    engine.store(number, group=group)
+    assert engine.ask(request) == (found * BLOCK, True)
+    assert (engine.hits > hits) is (number < 100)
 
 
 def test_with_kv_events_every_look_up_is_real() -> None:

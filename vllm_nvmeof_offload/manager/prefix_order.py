@@ -39,8 +39,9 @@ def tokens_by_source(
     ends, from_pool, positions (of groups): by chunk of the load. A token that chunks of both tiers
     bring counts for the pool. A state brings all tokens before it. Windows may leave some out.
     """
-    sizes = [tokens.stop if g.kind is GroupKind.STATE else g.tokens_per_chunk for g in groups]
-    starts = np.maximum(ends - np.array(sizes, np.int64)[positions], tokens.start)
+    sizes = np.array([group.tokens_per_chunk for group in groups], np.int64)[positions]
+    is_state = np.array([group.kind is GroupKind.STATE for group in groups])[positions]
+    starts = np.maximum(np.where(is_state, 0, ends - sizes), tokens.start)
     ends = np.minimum(ends, tokens.stop)
     pool = _covered(starts[from_pool], ends[from_pool])
     return _covered(starts, ends) - pool, pool

@@ -96,7 +96,8 @@ Source Tiers::source_of(Row row, uint8_t sources) const {
   if (state == State::STORING && mutant("store_in_flight_is_a_miss")) return Source::NONE;
   if (in_cache(state)) {
     // A fetch counts as the CPU tier, unless only what is there already is asked for.
-    const bool allowed = sources & kFromCpu && (state != State::FETCHING || sources & kFromPool);
+    const bool there = state != State::FETCHING || mutant("fetching_hits_in_the_second_look_up");
+    const bool allowed = sources & kFromCpu && (there || sources & kFromPool);
     return allowed ? Source::CPU : Source::NONE;
   }
   return sources & kFromPool && target(index.places[row]).usable ? Source::POOL : Source::NONE;

@@ -82,6 +82,7 @@ class Model:
     cache_slots: int
     pool_slots: int
     writes_max: int
+    group_ids: Sequence[int] = (0,)
     chunks: dict[bytes, Chunk] = field(default_factory=dict)
     uses: int = 0
     arrivals: int = 0
@@ -114,9 +115,9 @@ class Model:
     def plan_store(
         self, keys: Sequence[bytes], generation: int, provisional: Collection[bytes] = ()
     ) -> tuple[list[Row], int]:
-        """(rows, how many were refused)."""
+        """(rows in the order of the keys, how many were refused)."""
         self.keep([key for key in keys if key not in provisional])
-        new = [key for key in keys if key not in self.chunks]
+        new = [key for key in keys if key not in self.chunks and self.group(key) is not None]
         spared: set[bytes] = set()
         if len(new) > sum(slot.free for slot in self.cache):
             self.touch(keys)
@@ -138,6 +139,11 @@ class Model:
         self.touch(keys)
         return rows, len(new) - len(rows)
 
+    def group(self, key: bytes) -> int | None:
+        """The position of the key's group."""
+        number = int.from_bytes(key[-4:], "big")
+        return self.group_ids.index(number) if number in self.group_ids else None
+
     def keep(self, keys: Sequence[bytes]) -> None:
         for slot in self._unkept(keys):
             slot.stay = ""
@@ -156,7 +162,10 @@ class Model:
         self.touch(keys)
         rows = []
         for key in keys:
-            chunk = self.chunks[key]
+            chunk = self.chunks.get(key)
+            if chunk is None:
+                rows.append(Row(Chunk(key, 0), None, None, False))
+                continue
             where = (chunk.cache, None) if chunk.in_cache else (None, chunk.place)
             rows.append(self._row(chunk, *where, False))
         for row in rows:

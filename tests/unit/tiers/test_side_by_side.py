@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +17,9 @@ from .model import CANCELLED, EIO, ENOSPC, OK, RELEASED, STALE, STATES, Model, R
 
 KEPT, PROVISIONALLY = 1, 2
 KINDS = ("store", "load", "write", "fetch")
-KEYS = [bytes([number]) * 4 + bytes(4) for number in range(24)]
+GROUP_IDS = (5, 0)
+#: Two groups, and one that is not offloaded.
+KEYS = [bytes([n]) * 4 + (0, 0, 5, 0, 5, 5, 0, 9)[n % 8].to_bytes(4, "big") for n in range(24)]
 CODES = (OK, OK, OK, OK, 1, STALE, CANCELLED)
 SLOT_ERRNOS = [number in (EIO, ENOSPC) for number in range(134)]
 
@@ -28,11 +32,12 @@ class Pair:
             cache_slots,
             [pool_slots],
             key_bytes=8,
+            group_ids=GROUP_IDS,
             writes=pool_slots > 0,
             writes_max=3,
             slot_errnos=SLOT_ERRNOS,
         )
-        self.model = Model(cache_slots, pool_slots, 3)
+        self.model = Model(cache_slots, pool_slots, 3, GROUP_IDS)
         self.ops: list[tuple[str, Batch, list[Row]]] = []
         self.generation = 100
 
@@ -51,11 +56,12 @@ class Pair:
         if rng.random() < 0.5:
             wanted = np.array([rng.randint(KEPT, PROVISIONALLY) for _ in keys], np.uint8)
             provisional = [keys[at] for at in np.flatnonzero(wanted == PROVISIONALLY)]
-        batch, _, refused, after = self.native.plan_store(keys, wanted, self.generation)
+        order = self._order(rng, keys)
+        batch, _, refused, after = self.native.plan_store(keys, wanted, self.generation, order)
         rows, also_refused = self.model.plan_store(keys, self.generation, provisional)
         self.generation = after
         assert refused == also_refused
-        self._begin("store", batch, rows)
+        self._begin("store", batch, rows, keys, order)
 
     def keep(self, rng: random.Random) -> None:
         keys = self._run(rng)
@@ -68,11 +74,12 @@ class Pair:
         self.model.supersede(keys)
 
     def load(self, rng: random.Random) -> None:
-        keys = [key for key in self._run(rng) if self.model.lookup(key)]
+        gone_too = rng.random() < 0.2  # since their look-up
+        keys = [key for key in self._run(rng) if gone_too or self.model.lookup(key)]
         if keys:
-            land_max = rng.randrange(4)
-            batch = self.native.plan_load(keys, land_max)
-            self._begin("load", batch, self.model.plan_load(keys, land_max))
+            land_max, order = rng.randrange(4), self._order(rng, keys)
+            batch = self.native.plan_load(keys, land_max, order)
+            self._begin("load", batch, self.model.plan_load(keys, land_max), keys, order)
 
     def fetch(self, rng: random.Random) -> None:
         pooled = [key for key in KEYS if self.model.lookup(key) == 2]
@@ -141,8 +148,22 @@ class Pair:
         first = rng.randrange(len(KEYS))
         return KEYS[first : first + rng.randint(1, 6)]
 
-    def _begin(self, kind: str, batch: Batch, rows: list[Row]) -> None:
+    def _order(self, rng: random.Random, keys: list[bytes]) -> npt.NDArray[np.uint32] | None:
+        """By key, its place in vLLM's list; None: the keys have its order."""
+        return None if rng.random() < 0.5 else np.array(rng.sample(range(99), len(keys)), np.uint32)
+
+    def _begin(
+        self,
+        kind: str,
+        batch: Batch,
+        rows: list[Row],
+        keys: Sequence[bytes] = (),
+        order: npt.NDArray[np.uint32] | None = None,
+    ) -> None:
+        if order is not None:
+            rows.sort(key=lambda row: order[keys.index(row.chunk.key)])
         chunks = [row.chunk for row in rows]
+        assert batch.groups.tolist() == [self.model.group(chunk.key) or 0 for chunk in chunks]
         assert batch.keys == b"".join(chunk.key for chunk in chunks)
         assert batch.generations.tolist() == [chunk.generation for chunk in chunks]
         assert [slot >= 0 for slot in batch.cache] == [row.cache is not None for row in rows]
