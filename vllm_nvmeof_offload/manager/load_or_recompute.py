@@ -231,7 +231,7 @@ class LoadTimes:
         overdue = [
             op
             for op, limit_s in self._limits_s.items()
-            if self._waited_s(op, now_s - op.issued_s) > limit_s
+            if self._waited_s(op, now_s - op.issued_s) > limit_s and self._is_worth_cutting(op)
         ]
         self._limits_s.update(dict.fromkeys(overdue, math.inf))
         return [op.number for op in overdue]
@@ -270,6 +270,14 @@ class LoadTimes:
     def _count(self, op: Op, sign: int) -> None:
         for lane, count in enumerate(op.lanes):
             self.reading[lane] += sign * count
+
+    def _is_worth_cutting(self, op: Op) -> bool:
+        """Over several groups a load brings all of its tokens or none: once one of its reads has
+        ended, waiting for the others is better than losing it."""
+        if self._config.full_attention_only:
+            return True
+        assert op.batch is not None
+        return op.batch.undecided >= int(np.count_nonzero(self._read(op)))
 
     @staticmethod
     def _read(op: Op) -> npt.NDArray[np.bool_]:

@@ -20,7 +20,7 @@ from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.manager.load_or_recompute import Find
 from vllm_nvmeof_offload.manager.log_lines import start_line
 from vllm_nvmeof_offload.manager.prefix_order import prefix_order, tokens_by_source
-from vllm_nvmeof_offload.protocol import RankHello, place_of
+from vllm_nvmeof_offload.protocol import CancelCommand, RankHello, place_of
 
 from .bench import KEY_BYTES, Bench, Core, hello
 
@@ -172,6 +172,23 @@ def test_the_tokens_of_a_load_count_once_and_fail_together() -> None:
     assert bench.core.counters["failed_load_tokens"] == 4 * T - 8
     bench.report(load.op, (1, STALE), rows=(1, 2, 3, 4, 5))
     assert bench.core.counters["failed_load_tokens"] == 4 * T - 8
+
+
+@pytest.mark.parametrize("read", [0, 1])
+def test_an_overdue_load_is_cut_off_only_before_its_first_read_has_ended(read: int) -> None:
+    bench = GroupsBench(cache=3)
+    keys = [key_of(WINDOW, 1), *chunks(FULL, 0, 1)]
+    bench.keep(*keys)
+    bench.write_all()
+    bench.keep(*chunks(FULL, 50, 51, 52))
+    load = bench.core.prepare_load(keys, 1.0, tokens=range(2 * T), ends=ends_of(keys))
+    if read:
+        bench.report(load.op, rows=(2,))
+    bench.now_s += 1.5
+    bench.core.turn()
+    cancelled = [c.target_op for c in bench.core.take_commands() if isinstance(c, CancelCommand)]
+    assert cancelled == ([] if read else [load.op])
+    assert bench.core.counters["loads_cut"] == 1 - read
 
 
 def test_a_chunk_that_is_gone_fails_alone() -> None:
