@@ -123,9 +123,9 @@ def test_without_our_plugin_replicas_are_refused(spec: ServerSpec) -> None:
     assert "data_parallel_size=2: our plugin has not run" in log, refusal.value
 
 
-@pytest.mark.soak  # the same text comes from tests/unit/test_refusals.py in seconds
-def test_a_pipeline_is_refused_before_the_model_loads(tmp_path: Path) -> None:
-    spec = par.spec(tmp_path / "pool", "--pipeline-parallel-size")
+@pytest.mark.soak  # the same text comes from tests/unit/test_parallel.py in seconds
+def test_another_number_of_replicas_is_refused_before_the_model_loads(tmp_path: Path) -> None:
+    spec = par.spec(tmp_path / "pool", "--data-parallel-size", replicas=3)
     done = subprocess.run(
         spec.command(port=1),
         env=spec.environment(),
@@ -136,7 +136,7 @@ def test_a_pipeline_is_refused_before_the_model_loads(tmp_path: Path) -> None:
     )
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("vllm: error: pipeline_parallel_size=2: this version supports 1")
+    assert last.startswith("vllm: error: replicas=3: data_parallel_size is 2")
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "pool").exists()
 

@@ -62,13 +62,17 @@ def _state(size: int = 1, **more: Any) -> Any:
 MAKERS = [_full, _window, _local, _state]
 
 
-def _planned(groups: list[Any], layout: str) -> Any:
-    """The configuration that vLLM makes for these groups, of `BLOCKS` blocks."""
+def _planning() -> Any:
+    """vLLM's module that places groups in memory."""
     try:
         from vllm.v1.core import kv_cache_planning as planning  # vLLM 0.33
     except ImportError:
         from vllm.v1.core import kv_cache_utils as planning
+    return planning
 
+
+def _planned(groups: list[Any], layout: str) -> Any:
+    """The configuration that vLLM makes for these groups, of `BLOCKS` blocks."""
     resolved = layouts.KVCacheLayout[layout]
     cache = SimpleNamespace(
         get_resolved_kv_cache_layout=lambda: resolved,
@@ -78,7 +82,7 @@ def _planned(groups: list[Any], layout: str) -> Any:
     config = SimpleNamespace(
         cache_config=cache, attention_config=SimpleNamespace(hisparse_config=None)
     )
-    return planning.get_kv_cache_config_from_groups(config, groups, 1 << 20)
+    return _planning().get_kv_cache_config_from_groups(config, groups, 1 << 20)
 
 
 @dataclass
@@ -123,7 +127,7 @@ def _layer_specs(group: Any) -> dict[str, Any]:
     return dict.fromkeys(group.layer_names, spec)
 
 
-def _offloading(config: Any, blocks_per_chunk: int = PER_CHUNK) -> Any:
+def _offloading(config: Any, blocks_per_chunk: int = PER_CHUNK, stages: int = 1) -> Any:
     """vLLM's `OffloadingConfig` of all groups, as far as we read it."""
     groups = [
         SimpleNamespace(
@@ -133,7 +137,9 @@ def _offloading(config: Any, blocks_per_chunk: int = PER_CHUNK) -> Any:
         for number, group in enumerate(config.kv_cache_groups)
     ]  # fmt: skip
     return SimpleNamespace(
-        groups=tuple(groups), cache=SimpleNamespace(blocks_per_chunk=blocks_per_chunk)
+        groups=tuple(groups),
+        cache=SimpleNamespace(blocks_per_chunk=blocks_per_chunk),
+        parallel=SimpleNamespace(pp_size=stages),
     )
 
 
@@ -236,17 +242,51 @@ def test_the_facts_of_a_group_are_its_layers_kinds_and_sizes() -> None:
     ]
     config = _planned(groups, "BLHNC")
     page = _window().page_size_bytes
-    window = {"kind": "window", "page_bytes": page, "sliding_window": 12}
-    state = {
-        "kind": "state",
-        "page_bytes": 76,
-        "mamba_cache_mode": "align",
-        "states": [((3, 5), "torch.float32"), ((8,), "torch.bfloat16")],
-    }
+    window = {"tokens_per_block": 4, "kind": "window", "sliding_window": 12}
+    state = {"tokens_per_block": 4, "kind": "state", "mamba_cache_mode": "align"}
+    states = [((3, 5), "torch.float32"), ((8,), "torch.bfloat16")]
     assert facts_of(_offloading(config), config) == [
-        {"tokens_per_block": 4, "layers": [(["a", "b"], window)]},
-        {"tokens_per_block": 4, "layers": [(["c"], state)]},
+        {**window, "layers": [(["a", "b"], {"page_bytes": page})]},
+        {**state, "layers": [(["c"], {"page_bytes": 76, "states": states})]},
     ]
+
+
+def _stages(groups: list[Any], *layers: set[str]) -> list[Any]:
+    """The configurations that vLLM makes for the stages of a pipeline, by their layers."""
+    specs = {name: spec for group in groups for name, spec in _layer_specs(group).items()}
+    planning = _planning()
+    return [
+        _planned(
+            planning._project_kv_cache_groups_to_worker(groups, {n: specs[n] for n in names}),
+            "BLHNC",
+        )
+        for names in layers
+    ]
+
+
+def test_all_stages_of_a_pipeline_have_the_same_groups_facts_and_chunks() -> None:
+    """They have other layers, and of a group perhaps none."""
+    several = {"a": _full(1), "b": _full(2), "c": _full(2)}
+    groups = [
+        interface.KVCacheGroupSpec(
+            list(several),
+            interface.UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=several),
+        ),
+        interface.KVCacheGroupSpec(["d", "e"], _window(tokens=64)),
+    ]
+    stages = _stages(groups, {"a", "d", "e"}, {"b", "c"})
+    page = _full(1).page_size_bytes
+    lengths = [
+        geometry_of(_offloading(one), Cache(one, "BLHNC").layers).group_bytes for one in stages
+    ]
+    assert lengths == [(PER_CHUNK * page, PER_CHUNK * 2 * page), (PER_CHUNK * 4 * page, 0)]
+    first, second = (facts_of(_offloading(one, stages=2), one) for one in stages)
+    assert first == second
+    assert groups_of(_offloading(stages[0]), stages[0]) == groups_of(
+        _offloading(stages[1]), stages[1]
+    )
+    chosen = {_chosen_of(one, stages=2) for one in stages}
+    assert chosen == {64 // BLOCK_TOKENS}, "as many tokens as the window has"
 
 
 # -- blocks per chunk ---------------------------------------------------------------------
@@ -258,12 +298,18 @@ def _chosen(specs: list[Any], **extra: Any) -> int:
     made = interface.KVCacheConfig(
         BLOCKS, [interface.KVCacheTensor(BLOCKS << 10, ["0"], 1 << 10, 1 << 10)], groups
     )
+    return _chosen_of(made, **extra)
+
+
+def _chosen_of(made: Any, stages: int = 1, **extra: Any) -> int:
+    parallel = SimpleNamespace(decode_context_parallel_size=1, pipeline_parallel_size=stages)
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        parallel_config=parallel,
     )
     choose_blocks_per_chunk(config, made)
-    return extra["blocks_per_chunk"]
+    chosen: int = extra["blocks_per_chunk"]
+    return chosen
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,13 @@ def _config(model: str, commit: str | None = None, **rope: Any) -> Any:
         cache_config=SimpleNamespace(
             cache_dtype="auto", prefix_caching_hash_algo="sha256", enable_prefix_caching=True
         ),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            cp_kv_cache_interleave_size=1,
+        ),
         load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
         attention_config=SimpleNamespace(backend=None),
         lora_config=None,
@@ -96,6 +102,9 @@ def _set(path: str, value: Any) -> Callable[[Any], None]:
         _set("cache_config.cache_dtype", "fp8"),
         _set("cache_config.prefix_caching_hash_algo", "sha256_cbor"),
         _set("parallel_config.tensor_parallel_size", 2),
+        _set("parallel_config.pipeline_parallel_size", 2),
+        _set("parallel_config.decode_context_parallel_size", 2),
+        _set("parallel_config.prefill_context_parallel_size", 2),
         _set("load_config.load_format", "dummy"),
         _set("load_config.model_loader_extra_config", {"tensorizer_uri": "s3://b/v1.tensors"}),
         _set("model_config.architecture", "TransformersForCausalLM"),
@@ -127,6 +136,20 @@ def test_weights_geometry_version_and_seed_count(
     monkeypatch.delenv("PYTHONHASHSEED")
     (model / "model.safetensors").write_bytes(bytes(range(1, 256)) + bytes(1) + bytes(256 * 63))
     assert _digest(config) != before
+
+
+def test_the_division_of_a_pipeline_and_of_blocks_counts(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages, shards = _config(str(model)), _config(str(model))
+    monkeypatch.delenv("VLLM_PP_LAYER_PARTITION", raising=False)
+    stages.parallel_config.pipeline_parallel_size = 2
+    shards.parallel_config.decode_context_parallel_size = 2
+    before = _digest(stages), _digest(shards)
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "7,9")
+    shards.parallel_config.cp_kv_cache_interleave_size = 16
+    assert before[0] != _digest(stages) and before[1] != _digest(shards)
+    assert _digest(_config(str(model))) == _digest(_config(str(model)))
 
 
 def test_served_length_counts_only_where_rope_follows_it(model: Path) -> None:

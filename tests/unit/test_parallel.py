@@ -21,14 +21,11 @@ from vllm_nvmeof_offload.vllm_adapter.supported import (
 def config(
     size: int = 1, index: int = 0, engine_id: str = "abc", *, moe: bool = False, **parallel: int
 ) -> Any:
-    names = ("pipeline", "decode_context", "prefill_context")
-    shape = {f"{name}_parallel_size": 1 for name in names}
     return SimpleNamespace(
         model_config=SimpleNamespace(is_moe=moe),
         kv_transfer_config=SimpleNamespace(engine_id=engine_id),
         parallel_config=SimpleNamespace(
             **{
-                **shape,
                 "enable_elastic_ep": False,
                 "data_parallel_size": size,
                 "data_parallel_size_local": size,
@@ -37,14 +34,6 @@ def config(
             }
         ),
     )
-
-
-@pytest.mark.parametrize("what", ["pipeline", "decode_context", "prefill_context"])
-def test_shapes_that_are_not_served_are_refused_by_name(what: str) -> None:
-    option = f"{what}_parallel_size"
-    refuse_parallel(config(size=2).parallel_config)
-    with pytest.raises(ConfigError, match=rf"^{option}=2: this version supports 1; use --tensor"):
-        refuse_parallel(config(**{option: 2}).parallel_config)
 
 
 def test_the_number_of_replicas_is_taken_from_vllm_where_it_knows_it() -> None:
@@ -72,6 +61,7 @@ def test_replicas_of_a_model_with_experts_share_the_sizes_as_others_do() -> None
 
 
 def test_a_number_of_replicas_that_may_change_is_refused() -> None:
+    refuse_parallel(config(size=2).parallel_config)
     with pytest.raises(ConfigError, match=r"^enable_elastic_ep=True: .* fixed number of replicas"):
         refuse_parallel(config(size=2, enable_elastic_ep=True).parallel_config)
 

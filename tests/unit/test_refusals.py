@@ -55,11 +55,8 @@ def layers(**specs):
 class Derived(FullAttentionSpec):
     pass
 
-def parallel(**sizes):
-    names = ("pipeline", "decode_context", "prefill_context", "data")
-    elastic = sizes.pop("elastic", False)
-    shape = {f"{n}_parallel_size": sizes.get(n, 1) for n in names}
-    return Object(world_size=1, enable_elastic_ep=elastic, **shape)
+def parallel(elastic=False):
+    return Object(world_size=1, data_parallel_size=1, enable_elastic_ep=elastic)
 
 def refusal_of(call, *args):
     try:
@@ -68,10 +65,10 @@ def refusal_of(call, *args):
         return str(error)
     return ""
 
-def refused(*specs, mla=False, caching=True, hosts=None, layout=None, **sizes):
+def refused(*specs, mla=False, caching=True, hosts=None, layout=None, elastic=False):
     config = Object(
         model_config=Object(model="org/name", use_mla=mla),
-        parallel_config=parallel(**sizes),
+        parallel_config=parallel(elastic),
         scheduler_config=Object(enable_chunked_prefill=caching),
         cache_config=Object(enable_prefix_caching=caching),
     )
@@ -79,9 +76,9 @@ def refused(*specs, mla=False, caching=True, hosts=None, layout=None, **sizes):
     made = KVCacheConfig(8, [], groups, kv_cache_layout=layout, hisparse_host_num_blocks=hosts)
     return refusal_of(refuse_unsupported, config, made)
 
-def prechecked(**sizes):
+def prechecked(elastic):
     model = Object(model="org/name", is_moe=True)
-    config = Object(model_config=model, cache_config=None, parallel_config=parallel(**sizes))
+    config = Object(model_config=model, cache_config=None, parallel_config=parallel(elastic))
     return refusal_of(precheck, config, {}, "staging_bytes")
 
 print("RESULT " + json.dumps({
@@ -110,11 +107,8 @@ print("RESULT " + json.dumps({
     "blocks together": refused(full, layout="BLNHC"),
     "heads first": refused(full, layout="LHBNC"),
     "two groups": refused(full, full),
-    "pipeline": refused(full, pipeline=2),
-    "decode context": refused(full, decode_context=2),
-    "prefill context": refused(full, prefill_context=2),
-    "pipeline, before the model loads": prechecked(pipeline=2),
     "elastic": refused(full, elastic=True),
+    "elastic, before the model loads": prechecked(elastic=True),
 }))
 """
 
@@ -152,11 +146,8 @@ def test_unsupported_features_are_refused_by_name() -> None:
         "replayed": ["org/name", "bounded replay", "--no-swa-bounded-replay", without],
         "heads first": ["VLLM_KV_CACHE_LAYOUT='LHBNC'", "LBHNC"],
         "hosts": ["hisparse_config", "HiSparse"],
-        "pipeline": ["pipeline_parallel_size=2", "supports 1"],
-        "decode context": ["decode_context_parallel_size=2", "supports 1"],
-        "prefill context": ["prefill_context_parallel_size=2", "supports 1"],
-        "pipeline, before the model loads": ["pipeline_parallel_size=2", "supports 1"],
         "elastic": ["enable_elastic_ep=True", "fixed number of replicas"],
+        "elastic, before the model loads": ["enable_elastic_ep=True", "fixed number of replicas"],
     }
     assert refusals.keys() == wanted.keys()
     for case, words in wanted.items():

@@ -322,7 +322,11 @@ def choose_blocks_per_chunk(vllm_config: Any, kv_cache_config: Any) -> None:
 
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     groups = blocks_of(kv_cache_config, vllm_config.parallel_config.decode_context_parallel_size)
-    block_bytes = kv_cache_config.kv_cache_tensors[0].size // max(1, kv_cache_config.num_blocks)
+    # The stages of a pipeline have different numbers of layers: there only tokens count.
+    block_bytes = 1
+    if vllm_config.parallel_config.pipeline_parallel_size == 1:
+        placed = kv_cache_config.kv_cache_tensors[0]
+        block_bytes = placed.size // max(1, kv_cache_config.num_blocks)
     blocks = chunk_blocks(parse_config(extra), block_bytes, groups[0].block_tokens)
     fitting = blocks_that_fit(groups, blocks)
     given = [key for key in ("blocks_per_chunk", "block_size") if key in extra]

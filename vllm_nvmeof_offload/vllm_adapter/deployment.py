@@ -138,6 +138,7 @@ def describe(
         "multimodal": _multimodal_facts(model),
         "drafter": None,
     }
+    facts |= _parallel_facts(parallel)
     if any(kind in resolved for kind in _LENGTH_DEPENDENT_ROPE):
         facts["max_model_len"] = model.max_model_len
     why = why_unknown(model, vllm_config.load_config, foreign_formats)
@@ -156,6 +157,18 @@ def describe(
         stamps or {},
         began_s,
     )
+
+
+def _parallel_facts(parallel: Any) -> dict[str, Any]:
+    """Facts of shapes in which a rank has only some layers, or only some tokens of a block."""
+    facts: dict[str, Any] = {}
+    if parallel.pipeline_parallel_size > 1:
+        partition = os.environ.get("VLLM_PP_LAYER_PARTITION", "")
+        facts["pipeline_parallel"] = [parallel.pipeline_parallel_size, partition]
+    sizes = [parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size]
+    if max(sizes) > 1:
+        facts["context_parallel"] = [*sizes, parallel.cp_kv_cache_interleave_size]
+    return facts
 
 
 def _model_facts(model: Any, load: Any) -> dict[str, Any]:

@@ -47,6 +47,8 @@ _KINDS: dict[type, GroupKind] = {
     ChunkedLocalAttentionSpec: GroupKind.LOCAL,
     MambaSpec: GroupKind.STATE,
 }
+#: How far the layers of a kind look back, in tokens.
+_SPAN_TOKENS = {GroupKind.WINDOW: "sliding_window", GroupKind.LOCAL: "attention_chunk_size"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +111,8 @@ def blocks_of(kv_cache_config: Any, decode_context_parallel: int) -> list[GroupB
         assert kind is not None, "refuse_unsupported lets no other pass"
         spec = next(iter(iter_layer_specs(group.kv_cache_spec)))
         tokens = resolve_dcp_kv_block_size(group.kv_cache_spec, decode_context_parallel)
-        span = {GroupKind.WINDOW: "sliding_window", GroupKind.LOCAL: "attention_chunk_size"}
-        span_tokens = getattr(spec, span[kind]) if kind in span else None
-        found.append(GroupBlocks(kind, tokens, span_tokens))
+        name = _SPAN_TOKENS.get(kind)
+        found.append(GroupBlocks(kind, tokens, getattr(spec, name) if name else None))
     return found
 
 
@@ -149,27 +150,43 @@ def geometry_of(config: Any, layers: LayerCaches) -> CacheGeometry:
 
 
 def facts_of(config: Any, kv_cache_config: Any) -> list[dict[str, Any]]:
-    """By group, what its chunks' bytes depend on besides the model and the layout."""
+    """By group, what its chunks' bytes depend on besides the model and the layout.
+
+    They are equal on all ranks. A stage of a pipeline knows its own layers only: there the facts
+    are those of the kind, and the layers follow from the model and the division into stages.
+    """
     facts = []
     for one in config.groups:
-        layers: list[tuple[list[str], dict[str, Any]]] = []
-        for name, spec in specs_of(kv_cache_config.kv_cache_groups[one.group_id]).items():
-            known = _spec_facts(spec)
-            if not layers or layers[-1][1] != known:
-                layers.append(([], known))
-            layers[-1][0].append(name)
-        facts.append({"tokens_per_block": one.tokens_per_block, "layers": layers})
+        group = kv_cache_config.kv_cache_groups[one.group_id]
+        first = next(iter(iter_layer_specs(group.kv_cache_spec)))
+        known = {"tokens_per_block": one.tokens_per_block, **_kind_facts(first)}
+        if config.parallel.pp_size == 1:
+            known["layers"] = _layer_facts(group)
+        facts.append(known)
     return facts
 
 
-def _spec_facts(spec: Any) -> dict[str, Any]:
-    facts = {"kind": _KINDS[type(spec)].name.lower(), "page_bytes": _page_bytes(spec)}
-    for name in ("sliding_window", "attention_chunk_size", "mamba_cache_mode"):
-        if getattr(spec, name, None) is not None:
+def _kind_facts(spec: Any) -> dict[str, Any]:
+    """The facts that all layers of a group share."""
+    kind = _KINDS[type(spec)]
+    facts = {"kind": kind.name.lower()}
+    for name in (_SPAN_TOKENS.get(kind), "mamba_cache_mode" if kind is GroupKind.STATE else None):
+        if name is not None:
             facts[name] = getattr(spec, name)
-    if isinstance(spec, MambaSpec):
-        facts["states"] = list(zip(spec.shapes, map(str, spec.dtypes), strict=True))
     return facts
+
+
+def _layer_facts(group: Any) -> list[tuple[list[str], dict[str, Any]]]:
+    """Runs of layers whose pages are alike."""
+    runs: list[tuple[list[str], dict[str, Any]]] = []
+    for name, spec in specs_of(group).items():
+        known: dict[str, Any] = {"page_bytes": _page_bytes(spec)}
+        if isinstance(spec, MambaSpec):
+            known["states"] = list(zip(spec.shapes, map(str, spec.dtypes), strict=True))
+        if not runs or runs[-1][1] != known:
+            runs.append(([], known))
+        runs[-1][0].append(name)
+    return runs
 
 
 def _page_bytes(spec: Any) -> int:

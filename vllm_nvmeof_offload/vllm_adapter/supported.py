@@ -234,19 +234,14 @@ _REPLICA_SUFFIX = re.compile(r"_dp\d+$")
 
 
 def refuse_parallel(parallel: Any) -> None:
-    """Refuse parallel shapes whose ranks hold other parts of the KV cache than we assume.
+    """Refuse a number of replicas that changes while they run.
 
     Replicas of a model with experts compute in step: a step without tokens runs no hook of ours, so
-    nothing of ours can come between them. Their number must not change while they run.
+    nothing of ours can come between them.
     """
     if parallel.enable_elastic_ep:
         remedy = "this version supports a fixed number of replicas; leave it out"
         raise ConfigError("enable_elastic_ep", True, remedy)
-    for kind in ("pipeline", "decode_context", "prefill_context"):
-        option = f"{kind}_parallel_size"
-        size = getattr(parallel, option)
-        if size > 1:
-            raise ConfigError(option, size, "this version supports 1; use --tensor-parallel-size")
 
 
 def note_replicas(vllm_config: Any, extra: MutableMapping[str, Any]) -> None:
