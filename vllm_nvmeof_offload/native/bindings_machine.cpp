@@ -52,8 +52,8 @@ nb::object column(std::vector<T>&& items) {
 void make(Machine* self, size_t cache_slots, size_t stream_slots, uint64_t pool_slots,
           uint64_t base_address, size_t slot_bytes, size_t header_bytes,
           std::vector<size_t> group_bytes, size_t targets, size_t reads_max, size_t writes_max,
-          double read_deadline_s, double write_deadline_s, size_t saturating_reads, size_t saturating_writes,
-          std::vector<bool> retryable, uintptr_t lanes, double now_s) {
+          double read_deadline_s, double write_deadline_s, size_t saturating_reads,
+          size_t saturating_writes, std::vector<bool> retryable, uintptr_t lanes, double now_s) {
   MachineOptions options;
   options.cache_slots = cache_slots;
   options.stream_slots = stream_slots;
