@@ -14,7 +14,6 @@ from tests.unit.sizing import families
 from tests.unit.sizing.families import FAMILIES, Family
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.commands.doctor.model import GroupRow, ModelReport
-from vllm_nvmeof_offload.vllm_adapter import supported
 
 KIB = 1 << 10
 
@@ -87,18 +86,17 @@ def test_windows_that_vllm_recomputes_are_refused_with_the_remedy(tmp_path: Path
     assert "refused: windows" in run(folder, code=2).stdout
 
 
-def test_pipelines_are_refused_where_the_server_refuses_them(tmp_path: Path) -> None:
-    class Parallel:
-        pipeline_parallel_size = 2
-        decode_context_parallel_size = prefill_context_parallel_size = 1
-
-    try:
-        supported.refuse_parallel(Parallel())
-        refused = False
-    except supported.ConfigError:
-        refused = True
+def test_stages_of_a_pipeline_have_their_own_bytes(tmp_path: Path) -> None:
+    """GPT-OSS: 36 layers, of which the middle one of three stages has no more than the others."""
     folder = file_of(families.GPT_OSS, tmp_path)
-    assert report(folder, "--pp", 2, code=2 if refused else 0).works is not refused
+    whole, staged = report(folder), report(folder, "--pp", 3)
+    assert staged.works
+    assert [row.block_bytes * 3 for row in staged.groups] == [
+        row.block_bytes for row in whole.groups
+    ]
+    assert [row.layers for row in staged.groups] == ["6 × sliding window", "6 × full attention"]
+    # Chunks have equally many tokens on all stages, whatever their bytes; here a window's.
+    assert {row.chunk_tokens for row in staged.groups} == {128}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

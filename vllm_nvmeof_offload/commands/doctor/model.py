@@ -125,8 +125,8 @@ def _row(
     sizes: KvSizes, position: int, group: PlannedGroup, rank: RankGroup | None, slot: int
 ) -> GroupRow:
     stage = sizes.plan.stages[sizes.fullest]
-    counted = Counter(page.cache.kind.value for page in group.pages)
-    layers = ", ".join(f"{count} × {kind}" for kind, count in counted.items())
+    counted = Counter(page.cache.kind.value for page in group.pages if page.layer in stage)
+    layers = ", ".join(f"{count} × {kind}" for kind, count in counted.items()) or "none here"
     if rank is None:
         return GroupRow(
             group=position,

@@ -72,22 +72,17 @@ class KvSizes:
         self.plan = plan_groups(model, deployment)
         self._stages = range(deployment.pipeline_parallel)
         self.fullest = max(self._stages, key=self.plan.stride_bytes)
-        self.blocks_per_chunk = choose_blocks_per_chunk(
-            self.plan, self.fullest, deployment.blocks_per_chunk
-        )
+        self.blocks_per_chunk = choose_blocks_per_chunk(self.plan, deployment.blocks_per_chunk)
 
     @property
     def refusal(self) -> Refusal | None:
         """The server's own refusals, as far as a model's configuration shows them."""
-        without = "serve this model without offloading"
-        size = self.deployment.pipeline_parallel
         if any(c.kind is LayerKind.WINDOW and not c.stored for c in self.model.caches):
             what = "windows that vLLM computes again after a hit (bounded replay)"
             return Refusal(what, "add --no-swa-bounded-replay to vLLM's options")
         if not self.plan.stored:
-            return Refusal("a model without KV that vLLM can offload", without)
-        if size > 1:
-            return Refusal(f"pipeline_parallel_size={size}", "use --tensor-parallel-size")
+            what = "a model without KV that vLLM can offload"
+            return Refusal(what, "serve this model without offloading")
         return None
 
     @property

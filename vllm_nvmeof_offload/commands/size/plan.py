@@ -300,7 +300,7 @@ def _widest(bucket: list[Page], count: int) -> int:
     return sum(-(-len(same) // count) * size for size, same in _by_size(bucket).items())
 
 
-def choose_blocks_per_chunk(plan: Plan, stage: int, given: int | None) -> int:
+def choose_blocks_per_chunk(plan: Plan, given: int | None) -> int:
     """Blocks per chunk, as the server chooses with its default settings; ConfigError if `given`
     cannot be."""
     groups = [
@@ -311,5 +311,7 @@ def choose_blocks_per_chunk(plan: Plan, stage: int, given: int | None) -> int:
         return given or 1
     if given is not None and given > 1 and (reason := why_one_block(groups)):
         raise ConfigError("--blocks-per-chunk", given, f"{reason}; leave it out")
-    wanted = chunk_blocks(OffloadConfig(), plan.stride_bytes(stage), groups[0].block_tokens)
+    # The stages of a pipeline have different numbers of layers: there only tokens count.
+    block_bytes = plan.stride_bytes() if len(plan.stages) == 1 else 1
+    wanted = chunk_blocks(OffloadConfig(), block_bytes, groups[0].block_tokens)
     return given or blocks_that_fit(groups, wanted)
