@@ -11,6 +11,7 @@ import functools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ RELEASES = ("0.32.0", "0.33.0")
 LAYOUTS = ("BLHNC", "LBHNC")
 STAGES = (1, 2)
 CONTEXT = 32 << 10
+REPLAY_OFF = "DeepSeek V4.1 without bounded replay"
 Case = dict[str, Any]
 
 
@@ -51,6 +53,15 @@ def arms(family: Family) -> list[tuple[str, int, int]]:
     return [(layout, tp, pp) for layout in LAYOUTS for tp in family.parallel for pp in STAGES]
 
 
+def stored_windows(family: Family) -> Family:
+    """The family under --no-swa-bounded-replay."""
+    layers = [
+        [{**spec, "bounded_replay": False} if "bounded_replay" in spec else spec for spec in layer]
+        for layer in family.layers
+    ]
+    return replace(family, layers=layers)
+
+
 @functools.cache
 def vllms(version: str) -> dict[str, list[Any]]:
     """Family → vLLM's plans of its arms, from one process."""
@@ -58,10 +69,11 @@ def vllms(version: str) -> dict[str, list[Any]]:
         tree = release(version)
     except ReleaseUnavailableError as error:
         pytest.skip(f"vLLM {version}'s planner cannot be had: {error}")
-    asked = [(name, arm) for name, family in FAMILIES.items() for arm in arms(family)]
+    families = {**FAMILIES, REPLAY_OFF: stored_windows(FAMILIES["DEEPSEEK_V4_1"])}
+    asked = [(name, arm) for name, family in families.items() for arm in arms(family)]
     done = subprocess.run(
         [sys.executable, "-m", "tests.upstream.planner_child"],
-        input=json.dumps([case(FAMILIES[name], *arm) for name, arm in asked]),
+        input=json.dumps([case(families[name], *arm) for name, arm in asked]),
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -71,7 +83,7 @@ def vllms(version: str) -> dict[str, list[Any]]:
     )
     assert done.returncode == 0, done.stderr
     (line,) = (one for one in done.stdout.splitlines() if one.startswith("PLANS "))
-    plans: dict[str, list[Any]] = {name: [] for name in FAMILIES}
+    plans: dict[str, list[Any]] = {name: [] for name in families}
     for (name, _), plan in zip(asked, json.loads(line.removeprefix("PLANS ")), strict=True):
         plans[name].append(plan)
     return plans
@@ -123,6 +135,16 @@ def test_groups_are_those_of_vllms_planner(version: str, name: str) -> None:
                 KvSizes(model, deployment)
             continue
         assert described(KvSizes(model, deployment)) == expected, (layout, tp, pp)
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_windows_are_stored_where_vllm_does_not_compute_them_again(version: str) -> None:
+    """The refusal's remedy works: only rings, which vLLM's prefix cache lacks, are not stored."""
+    for plan in vllms(version)[REPLAY_OFF]:
+        assert not plan["server"]["refused"]
+        kinds = {kind for _, kind, _, _ in plan["server"]["groups"]}
+        assert kinds == {"FULL", "WINDOW"}
+        assert sum(not group["stored"] for group in plan["groups"]) == 1
 
 
 def test_bytes_stored_are_the_groups_own() -> None:
