@@ -24,6 +24,7 @@ MAMBA2 = {
     "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_d_conv": 4,
     "mamba_n_groups": 2, "mamba_expand": 8,
 }  # fmt: skip
+SPARSE = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
 GATED_DELTA = {
     "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
     "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
@@ -82,6 +83,18 @@ def test_head_counts_are_read(more: dict[str, Any], kv_heads: int, width: int) -
         (
             {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128},
             {"LATENT": 12, "INDEXER": 12},
+        ),
+        ({**SPARSE, "index_topk_freq": 4}, {"LATENT": 12, "INDEXER": 4}),
+        ({**SPARSE, "index_topk_pattern": "FSSS" * 3}, {"LATENT": 12, "INDEXER": 3}),
+        ({**SPARSE, "indexer_types": ["full", "shared"] * 6}, {"LATENT": 12, "INDEXER": 6}),
+        ({"conv_L_cache": 3, "full_attn_idxs": [2, 5]}, {"FULL": 2, "STATE": 10}),
+        (
+            {**MAMBA2, "layers_block_type": ["mamba", "moe", "attention", "mlp"]},
+            {"FULL": 1, "STATE": 1},
+        ),
+        (
+            {"sliding_window": 8, "layer_types": ["sliding_attention"] * 12 + ["full_attention"]},
+            {"WINDOW": 12},  # the last one is a drafter's
         ),
     ],
 )
@@ -149,6 +162,21 @@ def test_nested_and_directory_and_index(tmp_path: Path) -> None:
             "compress_ratios=8: not sized; known are 0, 4, 128",
         ),
         ({"is_encoder_decoder": True}, "only decoders are sized"),
+        ({"mamba_step": 2}, "mamba_step=2: this version cannot tell which layers have recurrent"),
+        ({"layer_group_size": 8}, "this version does not size linear attention in groups"),
+        (
+            {**SPARSE, "sliding_window": 8, "layer_types": ["sliding_attention"] * 11 + ["full"]},
+            "layer_types='full': not sized",
+        ),
+        (
+            {
+                **SPARSE,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention"] * 11 + ["full_attention"],
+            },
+            "windows of latents are not sized",
+        ),
+        ({"hybrid_override_pattern": "-" * 12}, "no layer has a cache"),
     ],
 )
 def test_a_model_that_cannot_be_sized_is_refused_by_name(

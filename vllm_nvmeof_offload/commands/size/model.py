@@ -38,7 +38,11 @@ _NOT_SIZED = {
     "index_kpool": "pooled index keys",
     "indexer_compress_ratio": "compressed index keys",
     "ple_conv_kernel_size": "states of several shapes",
+    "sconv_kernel_size": "windows of convolutions",
+    "layer_group_size": "linear attention in groups of layers",
 }
+#: How the keys of states begin.
+_STATE_KEYS = ("mamba_", "ssm_", "linear_num_", "linear_attn_", "conv_L_")
 #: Spellings of `layer_types` and `layers_block_type` → what such a layer keeps.
 _TYPES = {
     **dict.fromkeys(("full_attention", "attention", "global", "indexed_attention"), "full"),
@@ -286,11 +290,16 @@ def parse_model(config: Config, name: str, weights: Weights | None = None) -> Mo
             raise ConfigError(key, "…", f"this version does not size {what}")
     if text.get("is_encoder_decoder"):
         raise ConfigError("is_encoder_decoder", True, "only decoders are sized")
-    layers = _number(text, "num_hidden_layers", "n_layer", "num_layers")
+    blocks = text.get("layers_block_type")
+    if isinstance(blocks, list) and blocks:
+        layers = len(blocks)  # some files have no number beside it
+    else:
+        layers = _number(text, "num_hidden_layers", "n_layer", "num_layers")
     dtype = _first(text, "torch_dtype", "dtype") or _first(config, "torch_dtype", "dtype")
     element_bytes = dtype_bytes(dtype or "bfloat16") or 2
     kept = _layer_caches(text, layers, element_bytes)
     caches, order = _counted(kept)
+    _check_read(text, caches)
     if weights is None:
         weights = _estimate({**config, **text}, text, caches, element_bytes)
     limit = text.get("max_position_embeddings")
@@ -305,6 +314,22 @@ def parse_model(config: Config, name: str, weights: Weights | None = None) -> Mo
         limit if isinstance(limit, int) and limit > 0 else None,
         () if dtype else ("config.json names no dtype: taken as bfloat16",),
     )
+
+
+def _check_read(text: Config, caches: tuple[LayerCache, ...]) -> None:
+    """Refuse a model whose file speaks of caches that were not found in it."""
+    kinds = {cache.kind for cache in caches}
+    if not caches:
+        raise ConfigError(
+            "num_hidden_layers", text.get("num_hidden_layers"), "no layer has a cache"
+        )
+    if LayerKind.STATE not in kinds:
+        found = [key for key in text if key.startswith(_STATE_KEYS) and text[key]]
+        if found:
+            what = "this version cannot tell which layers have recurrent states"
+            raise ConfigError(found[0], text[found[0]], what)
+    if {LayerKind.LATENT, LayerKind.WINDOW} <= kinds and not any(c.align_bytes > 1 for c in caches):
+        raise ConfigError("layer_types", "sliding_attention", "windows of latents are not sized")
 
 
 def _text_part(config: Config) -> Config:
@@ -420,6 +445,8 @@ def _indexer_layers(text: Config, layers: int) -> dict[int, LayerCache]:
     skipped = int(text.get("index_skip_topk_offset", 2)) - 1
     if isinstance(types, list):
         marks = [one == "full" for one in types]
+    elif pattern := text.get("index_topk_pattern"):
+        marks = [letter != "S" for letter in pattern]
     else:
         marks = [max(layer - skipped, 0) % every == 0 for layer in range(layers)]
     return {layer: keys for layer, mark in enumerate(marks[:layers]) if mark}
@@ -606,7 +633,8 @@ def _kinds_by_period(config: Config, layers: int) -> list[str] | None:
         return ["both"] * layers
     if isinstance(linear := config.get("linear_attn_config"), dict):  # counted from 1
         return ["state" if i + 1 in linear["kda_layers"] else "full" for i in range(layers)]
-    if isinstance(full := config.get("attn_layer_indices"), list):
+    full = _first(config, "attn_layer_indices", "full_attn_idxs")
+    if isinstance(full, list):
         return ["full" if layer in full else "state" for layer in range(layers)]
     if config.get("attn_layer_period"):
         period, offset = int(config["attn_layer_period"]), int(config.get("attn_layer_offset") or 0)
