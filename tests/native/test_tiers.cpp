@@ -160,7 +160,7 @@ class World {
     const Row row = tiers_.hold(key);
     CHECK(row != kNoRow);
     const Index& index = tiers_.index;
-    holds_.push_back({static_cast<Slot>(index.cache[row]), row, index.generations[row]});
+    holds_.push_back({static_cast<Slot>(index[row].cache), row, index[row].generation});
   }
 
   void release(size_t at) {

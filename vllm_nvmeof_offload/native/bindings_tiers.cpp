@@ -83,12 +83,14 @@ class PythonOrder final : public Order {
 
 MakeOrder order_maker(nb::object make) {
   if (make.is_none()) return {};
-  return [make](const HugeVector<uint64_t>& used) -> std::unique_ptr<Order> {
+  return [make](const SlotRecords& slots) -> std::unique_ptr<Order> {
     // Its items are Python's own integers; a numpy array's are slow, and overflow.
-    char* const bytes = const_cast<char*>(reinterpret_cast<const char*>(used.data()));
-    const auto size = static_cast<Py_ssize_t>(used.size() * sizeof(uint64_t));
-    const nb::object view = nb::steal(PyMemoryView_FromMemory(bytes, size, PyBUF_READ));
-    return std::make_unique<PythonOrder>(make(view.attr("cast")("Q")));
+    static_assert(offsetof(SlotRecord, used) == 0 && sizeof(SlotRecord) % sizeof(uint64_t) == 0);
+    char* const bytes = const_cast<char*>(reinterpret_cast<const char*>(slots.data()));
+    const auto size = static_cast<Py_ssize_t>(slots.size() * sizeof(SlotRecord));
+    const nb::object words = nb::steal(PyMemoryView_FromMemory(bytes, size, PyBUF_READ));
+    const nb::slice each(nb::none(), nb::none(), nb::int_(sizeof(SlotRecord) / sizeof(uint64_t)));
+    return std::make_unique<PythonOrder>(make(words.attr("cast")("Q")[each]));
   };
 }
 
@@ -158,18 +160,17 @@ using Held = std::tuple<Row, uint64_t, int32_t>;  // row, generation, cache slot
 
 std::optional<Held> held(const Tiers& tiers, Row row) {
   if (row == kNoRow) return std::nullopt;
-  return Held{row, tiers.index.generations[row], tiers.index.cache[row]};
+  return Held{row, tiers.index[row].generation, tiers.index[row].cache};
 }
 
 // (state, generation, cache slot, place, key) of every entry, for inspection.
 nb::list entries(const Tiers& tiers) {
   nb::list found;
   const Index& index = tiers.index;
-  for (Row row = 0; row < index.capacity(); ++row)
-    if (index.state[row] != State::ABSENT)
-      found.append(nb::make_tuple(static_cast<int>(index.state[row]), index.generations[row],
-                                  index.cache[row], index.places[row],
-                                  nb::bytes(index.key(row), index.key_bytes())));
+  for (Row row = 0; row < index.end(); ++row)
+    if (const Entry& entry = index[row]; entry.state != State::ABSENT)
+      found.append(nb::make_tuple(static_cast<int>(entry.state), entry.generation, entry.cache,
+                                  entry.place, nb::bytes(index.key(row), index.key_bytes())));
   return found;
 }
 
@@ -312,7 +313,9 @@ void bind_state(nb::class_<Tiers>& type) {
                  std::exchange(tiers.retired, 0), std::exchange(tiers.superseded, 0)};
            })
       .def("cache_users",
-           [](const Tiers& tiers, Slot slot) { return tiers.cache.users.at(slot); })
+           [](const Tiers& tiers, Slot slot) {
+             return static_cast<uint32_t>(tiers.cache.all().at(slot).users);
+           })
       .def_prop_ro("moved_bytes", [](const Tiers& tiers) { return tiers.moved_bytes; })
       .def_prop_ro("writes_intended", &Tiers::writes_intended)
       .def_prop_ro("fetches_intended", &Tiers::fetches_intended)

@@ -5,8 +5,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <deque>
 #include <functional>
+#include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "huge_pages.h"
@@ -17,6 +20,23 @@ namespace nvmeof {
 
 using Slot = uint32_t;
 inline constexpr Slot kNone = UINT32_MAX;
+
+// What is known of one slot of a tier or target. A quarter of a line of the cache, because the
+// slots of a batch are reached in random order.
+struct SlotRecord {
+  enum Kind : uint32_t { FREE, TAKEN, ORPHAN, RETIRED };
+
+  uint64_t used = 0;  // when its chunk counts as last used: `Recency`
+  Row row = kNoRow;   // the entry that names it
+  uint32_t users : 26 = 0;
+  uint32_t kind : 2 = FREE;
+  uint32_t requests : 3 = 0;  // that used its chunk and have ended; counted to kCreditedMax + 1
+  uint32_t wanted : 1 = 0;    // its chunk waits to be written
+};
+static_assert(sizeof(SlotRecord) == 16);
+inline constexpr uint32_t kUsersMax = (1U << 26) - 1;
+
+using SlotRecords = HugeVector<SlotRecord>;
 
 class Order {
  public:
@@ -32,72 +52,163 @@ class Order {
   }
   virtual bool contains(Slot slot) const = 0;
   virtual size_t size() const = 0;
+
+  // Fetch the memory that `admit` and `withdraw` of this slot will read.
+  virtual void warm(Slot) const {}
+  // Probably the victim after `count` others; kNone: unknown.
+  virtual Slot later(size_t) const { return kNone; }
 };
 
-// Makes an order from the last use of each slot, which stays where it is.
-using MakeOrder = std::function<std::unique_ptr<Order>(const HugeVector<uint64_t>& used)>;
+// Makes an order from the slots' last uses.
+using MakeOrder = std::function<std::unique_ptr<Order>(const SlotRecords& slots)>;
 
-// Least recently used first: a heap with one record per slot, filed by its last use. A later use
-// moves nothing, because the record is then only the earliest time at which the slot could be due;
-// it is filed again when it comes up. A record of a withdrawn slot is dropped then.
+// Least recently used first; ties by slot. A slot has one record, filed by its last use, in buckets
+// of 1024 uses each. A later use moves nothing: the record is then only the earliest time at which
+// the slot could be due, and is filed again when it comes up. A record of a withdrawn slot is
+// dropped then. The oldest bucket is sorted when its turn comes, so that victims follow each other
+// in memory, and those after the next one are known; a heap would take ten times as long.
 class Lru final : public Order {
  public:
-  explicit Lru(const HugeVector<uint64_t>& used)
-      : used_(used), inside_(used.size()), filed_(used.size()) {
-    heap_.reserve(used.size());
-  }
+  explicit Lru(const SlotRecords& slots) : slots_(slots), filed_(slots.size()) {}
 
   void admit(Slot slot) override {
-    count_ += !inside_[slot];
-    inside_[slot] = 1;
-    if (filed_[slot] == 0 || used_[slot] < filed_[slot] - 1) file(slot);
+    uint64_t& filed = filed_[slot];
+    count_ += !(filed & kInside);
+    filed |= kInside;
+    if (filed < kFiled || used(slot) < used_of(filed)) file(slot);
   }
 
   void withdraw(Slot slot) override {
-    count_ -= inside_[slot];
-    inside_[slot] = 0;
+    count_ -= filed_[slot] & kInside;
+    filed_[slot] &= ~kInside;
   }
 
   void touch(Slot) override {}
 
   Slot peek() override {
-    while (!heap_.empty()) {
-      const Record oldest = heap_.front();
-      const bool current = filed_[oldest.slot] == oldest.used + 1;
-      if (current && inside_[oldest.slot] && used_[oldest.slot] == oldest.used) return oldest.slot;
-      std::pop_heap(heap_.begin(), heap_.end());
-      heap_.pop_back();
-      if (current) {
-        filed_[oldest.slot] = 0;
-        if (inside_[oldest.slot]) file(oldest.slot);
+    for (;;) {
+      while (!open_.empty()) {
+        const Record oldest = open_.back();
+        uint64_t& filed = filed_[oldest.slot];
+        const bool current = filed >= kFiled && used_of(filed) == oldest.used;
+        if (current && filed & kInside && used(oldest.slot) == oldest.used) return oldest.slot;
+        open_.pop_back();
+        if (!current) continue;
+        filed &= kInside;
+        if (filed) file(oldest.slot);
       }
+      if (buckets_.empty()) return kNone;
+      open_next();
     }
-    return kNone;
   }
 
-  bool contains(Slot slot) const override { return inside_[slot] != 0; }
+  Slot victim() override {
+    const Slot slot = peek();
+    if (slot == kNone) return kNone;
+    open_.pop_back();
+    filed_[slot] = 0;
+    --count_;
+    return slot;
+  }
+
+  bool contains(Slot slot) const override { return filed_[slot] & kInside; }
   size_t size() const override { return count_; }
-  size_t records() const { return heap_.size(); }
+  void warm(Slot slot) const override { prefetch(&filed_[slot]); }
+
+  Slot later(size_t count) const override {
+    return count < open_.size() ? open_[open_.size() - 1 - count].slot : kNone;
+  }
 
  private:
   struct Record {
     uint64_t used;
     Slot slot;
-    bool operator<(const Record& other) const {  // the oldest is at the front; ties by slot
+    // The oldest is at the end.
+    bool operator<(const Record& other) const {
       return used != other.used ? used > other.used : slot > other.slot;
     }
-  } __attribute__((packed, aligned(4)));
+  };
+  // The low bits of a use, above the slot.
+  using Packed = uint64_t;
+  static constexpr int kBucketBits = 10, kSlotBits = 32;
+  // `filed_`: the record's use + 1, above whether the slot is evictable.
+  static constexpr uint64_t kInside = 1, kFiled = 2;
+
+  static uint64_t used_of(uint64_t filed) { return (filed >> 1) - 1; }
+  uint64_t used(Slot slot) const { return slots_[slot].used; }
 
   void file(Slot slot) {
-    filed_[slot] = used_[slot] + 1;
-    heap_.push_back({used_[slot], slot});
-    std::push_heap(heap_.begin(), heap_.end());
+    const uint64_t used = this->used(slot), number = used >> kBucketBits;
+    filed_[slot] = (used + 1) << 1 | (filed_[slot] & kInside);
+    if (number < opened_) {
+      const Record record{used, slot};
+      open_.insert(std::lower_bound(open_.begin(), open_.end(), record), record);
+      return;
+    }
+    if (last_ == nullptr || last_number_ != number) {
+      last_ = &buckets_[number];  // a map's items stay where they are
+      last_number_ = number;
+    }
+    last_->push_back((used & ((1U << kBucketBits) - 1)) << kSlotBits | slot);
   }
 
-  const HugeVector<uint64_t>& used_;
-  HugeVector<uint8_t> inside_;
-  HugeVector<uint64_t> filed_;  // by slot: its record's use + 1; 0: it has none
-  HugeVector<Record> heap_;
+  void open_next() {
+    const auto oldest = buckets_.begin();
+    std::vector<Packed>& filed = oldest->second;
+    std::sort(filed.begin(), filed.end(), std::greater<>());
+    for (const Packed record : filed)
+      open_.push_back({oldest->first << kBucketBits | record >> kSlotBits,
+                       static_cast<Slot>(record)});
+    opened_ = oldest->first + 1;
+    if (last_ == &filed) last_ = nullptr;
+    buckets_.erase(oldest);
+  }
+
+  const SlotRecords& slots_;
+  HugeVector<uint64_t> filed_;  // by slot; 0: it has no record, and is not evictable
+  std::map<uint64_t, std::vector<Packed>> buckets_;
+  std::vector<Packed>* last_ = nullptr;  // the bucket that was filed in last
+  uint64_t last_number_ = 0;
+  std::vector<Record> open_;  // the records of uses before bucket `opened_`, the oldest at the end
+  uint64_t opened_ = 0;
+  size_t count_ = 0;
+};
+
+// First come, first served.
+class Arrivals final : public Order {
+ public:
+  explicit Arrivals(size_t slots) : arrived_(slots) {}
+
+  void admit(Slot slot) override {
+    if (arrived_[slot] != 0) return;
+    arrived_[slot] = ++last_;
+    queue_.emplace_back(last_, slot);
+    ++count_;
+  }
+
+  void withdraw(Slot slot) override {
+    count_ -= arrived_[slot] != 0;
+    arrived_[slot] = 0;
+  }
+
+  void touch(Slot) override {}
+
+  Slot peek() override {
+    while (!queue_.empty()) {
+      const auto [arrived, slot] = queue_.front();
+      if (arrived_[slot] == arrived) return slot;
+      queue_.pop_front();
+    }
+    return kNone;
+  }
+
+  bool contains(Slot slot) const override { return arrived_[slot] != 0; }
+  size_t size() const override { return count_; }
+
+ private:
+  HugeVector<uint64_t> arrived_;  // by slot; 0: it is not here
+  std::deque<std::pair<uint64_t, Slot>> queue_;  // some of them have left
+  uint64_t last_ = 0;
   size_t count_ = 0;
 };
 
@@ -115,32 +226,24 @@ class Lru final : public Order {
 // thousand (test_eviction_order.py).
 class Recency {
  public:
-  static constexpr uint8_t kCreditedMax = 3;
+  static constexpr uint32_t kCreditedMax = 3;
 
-  Recency(Slot slots, uint64_t credit) : used(slots), requests_(slots), credit_(credit) {}
+  explicit Recency(uint64_t credit) : credit_(credit) {}
 
-  void use(Slot slot, uint64_t now, bool ended) {
-    uint8_t& requests = requests_[slot];
-    if (ended && requests <= kCreditedMax) ++requests;
-    used[slot] = now + credit_ * beyond(requests);
+  void use(SlotRecord& slot, uint64_t now, bool ended) const {
+    if (ended && slot.requests <= kCreditedMax) ++slot.requests;
+    slot.used = now + credit_ * beyond(slot.requests);
   }
 
   // `slot` gets the chunk that is in `other_slot` of another tier.
-  void take_over(Slot slot, const Recency& other, Slot other_slot) {
-    const uint8_t requests = other.requests_[other_slot];
-    requests_[slot] = requests;
-    used[slot] = other.used[other_slot] + (credit_ - other.credit_) * beyond(requests);
+  void take_over(SlotRecord& slot, const Recency& other, const SlotRecord& other_slot) const {
+    slot.requests = other_slot.requests;
+    slot.used = other_slot.used + (credit_ - other.credit_) * beyond(slot.requests);
   }
 
-  void forget(Slot slot) { requests_[slot] = 0; }
-  void forget_all() { std::fill(requests_.begin(), requests_.end(), uint8_t{0}); }
-
-  HugeVector<uint64_t> used;
-
  private:
-  static uint64_t beyond(uint8_t requests) { return requests ? requests - 1U : 0; }
+  static uint64_t beyond(uint32_t requests) { return requests ? requests - 1 : 0; }
 
-  HugeVector<uint8_t> requests_;  // by slot: requests that used the chunk and have ended
   uint64_t credit_;
 };
 
@@ -149,47 +252,60 @@ class Recency {
 // its last user has released it, so that no buffer is reused before every rank has released it.
 class Slots {
  public:
-  explicit Slots(Slot capacity) : users(capacity), state_(capacity), free_(capacity) {}
+  explicit Slots(Slot capacity) : records_(capacity), free_(capacity) {}
 
-  Slot capacity() const { return static_cast<Slot>(state_.size()); }
+  const SlotRecords& all() const { return records_; }
+  SlotRecord& operator[](Slot slot) { return records_[slot]; }
+  const SlotRecord& operator[](Slot slot) const { return records_[slot]; }
+  void warm(Slot slot) const { prefetch(&records_[slot]); }
+
+  Slot capacity() const { return static_cast<Slot>(records_.size()); }
   Slot free() const { return free_; }
   Slot taken() const { return capacity() - free_; }
-  bool in_use(Slot slot) const { return users[slot] != 0 && !mutant("pinned_slot_is_evicted"); }
+  bool in_use(Slot slot) const {
+    return records_[slot].users != 0 && !mutant("pinned_slot_is_evicted");
+  }
   Slot count_in_use() const { return used_; }
 
   Slot take() {  // kNone: none is free
     if (free_ == 0) return kNone;
     Slot slot;
     if (again_.empty()) {
-      while (state_[next_] != kFree) ++next_;  // taken by number, at adoption
+      while (records_[next_].kind != SlotRecord::FREE) ++next_;  // taken by number, at adoption
       slot = next_++;
     } else {
       slot = again_.back();
       again_.pop_back();
     }
-    state_[slot] = kTaken;
+    records_[slot].kind = SlotRecord::TAKEN;
     --free_;
     return slot;
   }
 
   // Before any `take`: adoption. Returns whether it is so, and the slot was free.
   bool take_numbered(Slot slot) {
-    if (slot >= capacity() || state_[slot] != kFree || next_ > 0 || !again_.empty()) return false;
-    state_[slot] = kTaken;
+    if (slot >= capacity() || records_[slot].kind != SlotRecord::FREE || next_ > 0 ||
+        !again_.empty())
+      return false;
+    records_[slot].kind = SlotRecord::TAKEN;
     --free_;
     return true;
   }
 
   void use(Slot slot) {
-    require(state_[slot] == kTaken, "a slot is used, and was not taken");
-    used_ += users[slot]++ == 0;
+    SlotRecord& record = records_[slot];
+    require(record.kind == SlotRecord::TAKEN, "a slot is used, and was not taken");
+    require(record.users < kUsersMax, "a slot has too many users");
+    used_ += record.users == 0;
+    ++record.users;
   }
 
   bool release(Slot slot) {  // false: it had no user
-    if (users[slot] == 0) return mutant("cancelled_fetch_frees_its_slot_at_once");
-    if (--users[slot] > 0) return true;
+    SlotRecord& record = records_[slot];
+    if (record.users == 0) return mutant("cancelled_fetch_frees_its_slot_at_once");
+    if (--record.users > 0) return true;
     --used_;
-    if (state_[slot] == kOrphan) {
+    if (record.kind == SlotRecord::ORPHAN) {
       --orphans;
       free_again(slot);
     }
@@ -198,46 +314,47 @@ class Slots {
 
   // The slot's entry is gone. retire: never hand it out again, because the medium refuses it.
   void orphan(Slot slot, bool retire) {
-    require(state_[slot] == kTaken, "a slot is given up, and was not taken");
+    SlotRecord& record = records_[slot];
+    require(record.kind == SlotRecord::TAKEN, "a slot is given up, and was not taken");
+    record.row = kNoRow;
+    record.requests = 0;
+    record.wanted = 0;
     if (retire) {
-      state_[slot] = kRetired;
+      record.kind = SlotRecord::RETIRED;
       ++retired;
-    } else if (users[slot] && !mutant("orphan_is_free_at_once")) {
-      state_[slot] = kOrphan;
+    } else if (record.users && !mutant("orphan_is_free_at_once")) {
+      record.kind = SlotRecord::ORPHAN;
       ++orphans;
     } else {
       free_again(slot);
     }
   }
 
-  // Free every slot that is taken and has no user: a reset.
-  void orphan_unused() {
+  // The entries of all slots are gone: a reset.
+  void orphan_all() {
     for (Slot slot = capacity(); slot-- > 0;)
-      if (state_[slot] == kTaken && users[slot] == 0) free_again(slot);
+      if (records_[slot].kind == SlotRecord::TAKEN) orphan(slot, false);
   }
 
   // For a mutant only.
   void free_at_once(Slot slot) {
-    used_ -= users[slot] > 0;
-    users[slot] = 0;
+    used_ -= records_[slot].users > 0;
+    records_[slot].users = 0;
     --orphans;
     free_again(slot);
   }
 
-  HugeVector<uint32_t> users;
   Slot orphans = 0;
   Slot retired = 0;
 
  private:
-  enum : uint8_t { kFree, kTaken, kOrphan, kRetired };
-
   void free_again(Slot slot) {
-    state_[slot] = kFree;
+    records_[slot].kind = SlotRecord::FREE;
     ++free_;
     again_.push_back(slot);
   }
 
-  HugeVector<uint8_t> state_;
+  SlotRecords records_;
   std::vector<Slot> again_;  // taken once, and free again
   Slot next_ = 0;            // slots from here on were never taken
   Slot free_;

@@ -33,6 +33,7 @@ constexpr const char* kEventNames[] = {
 
 // How many keys are looked up side by side: as many as a core has loads under way.
 constexpr size_t kBlock = 16;
+constexpr size_t kLine = 64, kAlign = 16;
 
 uint32_t hash_of(uint64_t bucket) { return static_cast<uint32_t>(bucket >> 32); }
 Row row_of(uint64_t bucket) { return static_cast<Row>(bucket) - 1; }
@@ -42,8 +43,6 @@ uint64_t word_at(const char* bytes) {
   std::memcpy(&word, bytes, sizeof word);
   return word;
 }
-
-void prefetch(const void* address) { __builtin_prefetch(address); }
 
 }  // namespace
 
@@ -56,13 +55,11 @@ State after(State state, Event event) {
 }
 
 Index::Index(Row rows, size_t key_bytes)
-    : state(rows, State::ABSENT),
-      group(rows),
-      generations(rows),
-      cache(rows, kNoSlot),
-      places(rows, kNoPlace),
-      key_bytes_(key_bytes),
-      keys_(size_t{rows} * key_bytes),
+    : key_bytes_(key_bytes),
+      // A line of the cache each; longer keys take more, because memory counts as well.
+      row_bytes_(std::max(kLine, (kKeyAt + key_bytes + kAlign - 1) / kAlign * kAlign)),
+      capacity_(rows),
+      rows_(rows * row_bytes_),
       // At most two thirds full, and never larger: it does not grow while requests wait for it.
       buckets_(std::bit_ceil(size_t{rows} * 3 / 2 + 1)),
       mask_(buckets_.size() - 1) {}
@@ -87,13 +84,19 @@ uint32_t Index::hash(const char* key) const {
   return static_cast<uint32_t>(mixed);
 }
 
+bool Index::is_key(Row row, const char* key) const {
+  const char* const own = this->key(row);
+  if (key_bytes_ < sizeof(uint64_t)) return std::memcmp(own, key, key_bytes_) == 0;
+  for (size_t at = 0; at + sizeof(uint64_t) <= key_bytes_; at += sizeof(uint64_t))
+    if (word_at(own + at) != word_at(key + at)) return false;
+  const size_t last = key_bytes_ - sizeof(uint64_t);
+  return word_at(own + last) == word_at(key + last);
+}
+
 Row Index::find(const char* key, uint32_t hash) const {
   for (size_t at = hash & mask_; buckets_[at] != 0; at = (at + 1) & mask_)
-    if (const Row row = row_of(buckets_[at]); hash_of(buckets_[at]) == hash) {
-      prefetch(&state[row]);  // while the key is compared: who finds an entry asks for these
-      prefetch(&places[row]);
-      if (std::memcmp(this->key(row), key, key_bytes_) == 0) return row;
-    }
+    if (hash_of(buckets_[at]) == hash && is_key(row_of(buckets_[at]), key))
+      return row_of(buckets_[at]);
   return kNoRow;
 }
 
@@ -108,21 +111,14 @@ void Index::find(std::span<const char* const> keys, std::vector<Row>& rows) cons
     }
     for (size_t k = 0; k < count; ++k) {
       const uint64_t bucket = buckets_[hashes[k] & mask_];
-      if (bucket == 0) continue;
-      const Row row = row_of(bucket);  // nearly always the right one
-      prefetch(key(row));
-      prefetch(key(row) + key_bytes_ - 1);
-      prefetch(&state[row]);
-      prefetch(&cache[row]);
-      prefetch(&places[row]);
-      prefetch(&generations[row]);
+      if (bucket != 0) warm(row_of(bucket));  // nearly always the right one
     }
     for (size_t k = 0; k < count; ++k) rows[first + k] = find(keys[first + k], hashes[k]);
   }
 }
 
 Row Index::add(const char* key, uint64_t generation) {
-  require(!free_.empty() || next_ < capacity(), "more entries than slots");
+  require(!free_.empty() || next_ < capacity_, "more entries than slots");
   const uint32_t hash = this->hash(key);
   require(find(key, hash) == kNoRow, "a key that has an entry already");
   Row row = next_;
@@ -132,8 +128,8 @@ Row Index::add(const char* key, uint64_t generation) {
     row = free_.back();
     free_.pop_back();
   }
-  std::memcpy(keys_.data() + row * key_bytes_, key, key_bytes_);
-  generations[row] = generation;
+  (*this)[row] = {generation, kNoPlace, kNoSlot, hash, State::ABSENT, 0, 0};
+  std::memcpy(at(row) + kKeyAt, key, key_bytes_);
   size_t at = hash & mask_;
   while (buckets_[at] != 0) at = (at + 1) & mask_;
   buckets_[at] = uint64_t{hash} << 32 | (row + 1);
@@ -142,7 +138,7 @@ Row Index::add(const char* key, uint64_t generation) {
 }
 
 size_t Index::bucket_of(Row row) const {
-  size_t at = hash(key(row)) & mask_;
+  size_t at = (*this)[row].hash & mask_;
   while (buckets_[at] != 0 && row_of(buckets_[at]) != row) at = (at + 1) & mask_;
   require(buckets_[at] != 0, "a row without an entry");
   return at;
@@ -160,18 +156,14 @@ void Index::remove(Row row) {
   }
   buckets_[hole] = 0;
   --size_;
-  state[row] = State::ABSENT;
-  cache[row] = kNoSlot;
-  places[row] = kNoPlace;
+  (*this)[row].state = State::ABSENT;
   free_.push_back(row);
 }
 
 void Index::clear() {
   std::fill(buckets_.begin(), buckets_.end(), uint64_t{0});
   size_ = 0;
-  std::fill(state.begin(), state.end(), State::ABSENT);
-  std::fill(cache.begin(), cache.end(), kNoSlot);
-  std::fill(places.begin(), places.end(), kNoPlace);
+  for (Row row = 0; row < next_; ++row) (*this)[row].state = State::ABSENT;
   free_.clear();
   next_ = 0;
 }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The index: one row per chunk, in columns, and the table from a key to its row. It knows nothing
+// The index: one row per chunk, and the table from a key to its row. It knows nothing
 // of slots that are free, of eviction, or of operations; `tiers.h` does.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <span>
@@ -59,6 +60,22 @@ inline Place place_of(uint32_t target, uint32_t slot) {
 inline uint32_t target_of(Place place) { return static_cast<uint32_t>(place >> 32) & 0xff; }
 inline uint32_t slot_of(Place place) { return static_cast<uint32_t>(place); }
 
+inline void prefetch(const void* address) { __builtin_prefetch(address); }
+
+// What a look-up and all that follows from it read of an entry, in one line of the cache with keys
+// of up to 36 bytes; the key follows.
+struct Entry {
+  uint64_t generation;
+  Place place;
+  int32_t cache;
+  uint32_t hash;  // of the key
+  State state;
+  uint8_t group;
+  uint8_t flags;
+
+  static constexpr uint8_t kWatched = 1;  // a remembered answer rests on it
+};
+
 class Index {
  public:
   // Every key has `key_bytes`; at most `rows` entries at a time.
@@ -68,12 +85,15 @@ class Index {
 
   size_t size() const { return size_; }
   size_t key_bytes() const { return key_bytes_; }
-  Row capacity() const { return static_cast<Row>(state.size()); }
-  const char* key(Row row) const { return keys_.data() + row * key_bytes_; }
+  // Rows from here on never had an entry.
+  Row end() const { return next_; }
+  Entry& operator[](Row row) { return *reinterpret_cast<Entry*>(at(row)); }
+  const Entry& operator[](Row row) const {
+    return *reinterpret_cast<const Entry*>(const_cast<Index*>(this)->at(row));
+  }
+  const char* key(Row row) const { return const_cast<Index*>(this)->at(row) + kKeyAt; }
   // kNoRow: the key has no entry.
   Row find(const char* key) const { return find(key, hash(key)); }
-  // Fetch the memory that `find` and `add` of this key will read first.
-  void warm(const char* key) const { __builtin_prefetch(&buckets_[hash(key) & mask_]); }
   // The rows of many keys, at little more than one key's latency for each block of them.
   void find(std::span<const char* const> keys, std::vector<Row>& rows) const;
   // A new row for a key that has none, without slots, ABSENT.
@@ -82,28 +102,37 @@ class Index {
   void remove(Row row);
   // Whether the row still is the entry of this generation.
   bool holds(Row row, uint64_t generation) const {
-    const bool same = generations[row] == generation || mutant("doom_ignores_the_generation");
-    return state[row] != State::ABSENT && same;
+    const Entry& entry = (*this)[row];
+    const bool same = entry.generation == generation || mutant("doom_ignores_the_generation");
+    return entry.state != State::ABSENT && same;
   }
-  State on(Row row, Event event) { return state[row] = after(state[row], event); }
+  State on(Row row, Event event) {
+    Entry& entry = (*this)[row];
+    return entry.state = after(entry.state, event);
+  }
   void clear();
 
-  // Columns by row.
-  HugeVector<State> state;
-  HugeVector<uint8_t> group;
-  HugeVector<uint64_t> generations;
-  HugeVector<int32_t> cache;
-  HugeVector<Place> places;
+  // Fetch the memory that will be read first: by `find` and `add` of this key, by whoever reads
+  // this row, by `remove` of this row, which was fetched.
+  void warm(const char* key) const { prefetch(&buckets_[hash(key) & mask_]); }
+  void warm(Row row) const { prefetch(&(*this)[row]); }
+  void warm_bucket(Row row) const { prefetch(&buckets_[(*this)[row].hash & mask_]); }
 
  private:
+  static constexpr size_t kKeyAt = 28;
+  static_assert(kKeyAt > offsetof(Entry, flags));
+
+  char* at(Row row) { return rows_.data() + size_t{row} * row_bytes_; }
   uint32_t hash(const char* key) const;
+  bool is_key(Row row, const char* key) const;
   Row find(const char* key, uint32_t hash) const;
   size_t bucket_of(Row row) const;  // where the table has it
 
-  size_t key_bytes_;
-  HugeVector<char> keys_;
+  size_t key_bytes_, row_bytes_;
+  Row capacity_;
+  HugeVector<char> rows_;
   std::vector<Row> free_;  // rows that were used before
-  Row next_ = 0;           // rows from here on were never used
+  Row next_ = 0;
   // Open addressing with linear probing: a key's hash above its row + 1; 0: empty. The standard
   // library's map, and tsl::robin_map, give no way to fetch the memory of many keys at once, and
   // memory's latency is most of a look-up among millions.

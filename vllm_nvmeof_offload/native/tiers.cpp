@@ -15,12 +15,14 @@ namespace {
 constexpr int kFailuresMax = 3;
 // A queue may be this many times as long as the shortest one, in time, and still be added to.
 constexpr double kPatience = 2.0;
-// Adoption fetches the memory of the key that is this many entries ahead.
+// A loop over keys or rows fetches the memory of the one that is this far ahead.
 constexpr size_t kAhead = 16;
+// Victims between two steps of `warm_victims`.
+constexpr size_t kStep = 6;
 
-std::unique_ptr<Order> make(const MakeOrder& make_order, const HugeVector<uint64_t>& used) {
-  if (make_order && !used.empty()) return make_order(used);  // never without slots
-  return std::make_unique<Lru>(used);
+std::unique_ptr<Order> make(const MakeOrder& make_order, const Slots& slots) {
+  if (make_order && slots.capacity()) return make_order(slots.all());  // never without slots
+  return std::make_unique<Lru>(slots.all());
 }
 
 // Whether the CPU tier, or the pool, holds a whole copy of an entry in this state.
@@ -44,7 +46,7 @@ bool is_eviction(Event event) { return event == Event::EVICT_CACHE || event == E
 
 }  // namespace
 
-Target::Target(Slot count) : slots(count), recency(count, 0), rows(count, kNoRow) {}
+Target::Target(Slot count) : slots(count) {}
 
 Tiers::Tiers(Options options)
     : index(
@@ -56,13 +58,9 @@ Tiers::Tiers(Options options)
           options.key_bytes),
       cache(options.cache_slots),
       options_(std::move(options)),
-      recency_(options_.cache_slots, options_.credit),
-      cache_rows_(options_.cache_slots, kNoRow),
-      wanted_(options_.cache_slots),
-      stays_(options_.cache_slots),
-      arrived_(options_.cache_slots),
-      watched_(index.capacity()) {
-  targets.reserve(options_.pool_slots.size());  // each one's order refers to its recency
+      recency_(options_.credit),
+      stays_(options_.cache_slots) {
+  targets.reserve(options_.pool_slots.size());  // each one's order refers to its slots
   for (const Slot slots : options_.pool_slots) targets.emplace_back(slots);
   make_orders();
 }
@@ -70,18 +68,13 @@ Tiers::Tiers(Options options)
 // Nothing is evictable, and nothing waits to be written.
 void Tiers::make_orders() {
   backlog = passed_over_ = 0;
-  recency_.forget_all();
-  std::fill(wanted_.begin(), wanted_.end(), uint8_t{0});
   std::fill(stays_.begin(), stays_.end(), Stay::KEPT);
   unkept_ = 0;
-  clean = make(options_.make_order, recency_.used);
+  clean = make(options_.make_order, cache);
   // Written through, chunks are written in the order in which they came, under any policy.
-  waiting = options_.demotes ? make(options_.make_order, recency_.used)
-                             : std::make_unique<Lru>(arrived_);
-  for (Target& one : targets) {
-    one.recency.forget_all();
-    one.order = make(options_.make_order, one.recency.used);
-  }
+  waiting = options_.demotes ? make(options_.make_order, cache)
+                             : std::make_unique<Arrivals>(cache.capacity());
+  for (Target& one : targets) one.order = make(options_.make_order, one.slots);
 }
 
 // -- look-ups -------------------------------------------------------------------------
@@ -92,7 +85,8 @@ Source Tiers::lookup(const char* key, uint8_t sources) const {
 
 Source Tiers::source_of(Row row, uint8_t sources) const {
   if (row == kNoRow) return Source::NONE;
-  const State state = index.state[row];
+  const Entry& entry = index[row];
+  const State state = entry.state;
   if (state == State::STORING && mutant("store_in_flight_is_a_miss")) return Source::NONE;
   if (in_cache(state)) {
     // A fetch counts as the CPU tier, unless only what is there already is asked for.
@@ -100,7 +94,7 @@ Source Tiers::source_of(Row row, uint8_t sources) const {
     const bool allowed = sources & kFromCpu && (there || sources & kFromPool);
     return allowed ? Source::CPU : Source::NONE;
   }
-  return sources & kFromPool && target(index.places[row]).usable ? Source::POOL : Source::NONE;
+  return sources & kFromPool && target(entry.place).usable ? Source::POOL : Source::NONE;
 }
 
 std::string Tiers::present(Keys keys, uint8_t sources) const {
@@ -116,42 +110,50 @@ size_t Tiers::weigh(Keys keys, std::span<const uint64_t> group_bytes,
   bool all_cached = true;
   for (const Row row : rows_of(keys)) {
     require(row != kNoRow, "weighing a key that no tier has");
-    if (in_cache(index.state[row]) && index.state[row] != State::FETCHING) {
+    const Entry& entry = index[row];
+    if (in_cache(entry.state) && entry.state != State::FETCHING) {
       leading += all_cached;
     } else {
       all_cached = false;
-      by_target[target_of(index.places[row])] += group_bytes[index.group[row]];
+      by_target[target_of(entry.place)] += group_bytes[entry.group];
     }
   }
   return leading;
 }
 
-void Tiers::touch(const std::vector<Row>& rows, bool ended) {
-  for (const Row row : rows) {  // fetch the memory of all of them before the first is needed
-    if (row == kNoRow) continue;
-    if (const int32_t slot = index.cache[row]; slot != kNoSlot) {
-      __builtin_prefetch(&recency_.used[static_cast<Slot>(slot)], 1);
-      __builtin_prefetch(&cache.users[static_cast<Slot>(slot)], 1);
-    }
-    if (const Place place = index.places[row]; place != kNoPlace) {
-      const Target& one = target(place);
-      __builtin_prefetch(&one.recency.used[slot_of(place)], 1);
-      __builtin_prefetch(&one.slots.users[slot_of(place)], 1);
-    }
+// Fetch the memory of this entry's slots, and of their places in the orders.
+void Tiers::warm_slots(const Entry& entry) const {
+  if (entry.cache != kNoSlot) {
+    cache.warm(static_cast<Slot>(entry.cache));
+    clean->warm(static_cast<Slot>(entry.cache));
   }
+  if (entry.place != kNoPlace) {
+    const Target& one = target(entry.place);
+    one.slots.warm(slot_of(entry.place));
+    one.order->warm(slot_of(entry.place));
+  }
+}
+
+void Tiers::touch(const std::vector<Row>& rows, bool ended) {
+  const auto warm = [&](size_t at) {
+    if (rows[at] != kNoRow) warm_slots(index[rows[at]]);
+  };
+  for (size_t at = rows.size(); at-- > rows.size() - std::min(rows.size(), kAhead);) warm(at);
   for (size_t at = rows.size(); at-- > 0;) {
+    if (at >= kAhead) warm(at - kAhead);
     ++uses_;
-    const Row row = rows[at];
-    if (row == kNoRow) continue;
-    if (const int32_t slot = index.cache[row]; slot != kNoSlot) {
-      const auto number = static_cast<Slot>(slot);
-      if (unkept_ && stays_[number] == Stay::SUPERSEDED) continue;  // and it has no place
-      recency_.use(number, uses_, ended);
-      home(number).touch(number);
+    if (rows[at] == kNoRow) continue;
+    const Entry& entry = index[rows[at]];
+    if (entry.cache != kNoSlot) {
+      const auto slot = static_cast<Slot>(entry.cache);
+      if (unkept_ && stays_[slot] == Stay::SUPERSEDED) continue;  // and it has no place
+      recency_.use(cache[slot], uses_, ended);
+      home(slot).touch(slot);
     }
-    if (const Place place = index.places[row]; place != kNoPlace) {
-      target(place).recency.use(slot_of(place), uses_, ended);
-      target(place).order->touch(slot_of(place));
+    if (entry.place != kNoPlace) {
+      Target& one = target(entry.place);
+      one.recency.use(one[entry.place], uses_, ended);
+      one.order->touch(slot_of(entry.place));
     }
   }
 }
@@ -163,15 +165,16 @@ bool Tiers::watch(Keys keys, uint8_t sources) {
   for (const Row row : rows)
     if (source_of(row, sources) == Source::NONE) return false;
   for (const Row row : rows) {
-    if (watched_[row]) continue;
-    watched_[row] = true;
+    uint8_t& flags = index[row].flags;
+    if (flags & Entry::kWatched) continue;
+    flags |= Entry::kWatched;
     watching_.push_back(row);
   }
   return true;
 }
 
 void Tiers::unwatch() {
-  for (const Row row : watching_) watched_[row] = false;
+  for (const Row row : watching_) index[row].flags &= static_cast<uint8_t>(~Entry::kWatched);
   watching_.clear();
 }
 
@@ -196,7 +199,7 @@ size_t Tiers::group_of(const char* key) const {
 
 Row Tiers::add_entry(const char* key, size_t group, uint64_t generation) {
   const Row row = index.add(key, generation);
-  index.group[row] = static_cast<uint8_t>(group);
+  index[row].group = static_cast<uint8_t>(group);
   return row;
 }
 
@@ -212,9 +215,9 @@ size_t Tiers::adopt(std::span<const Place> places, std::span<const uint64_t> gen
     Target& one = target(place);
     require(one.slots.take_numbered(slot_of(place)), "a slot is adopted twice, or out of range");
     const Row row = add_entry(key, group, generations[at]);
-    index.places[row] = place;
-    one.rows[slot_of(place)] = row;
-    one.recency.used[slot_of(place)] = ++uses_;
+    index[row].place = place;
+    one[place].row = row;
+    one[place].used = ++uses_;
     on(row, Event::ADOPT);
     one.order->admit(slot_of(place));
   }
@@ -222,8 +225,8 @@ size_t Tiers::adopt(std::span<const Place> places, std::span<const uint64_t> gen
 }
 
 void Tiers::add(Batch& batch, Row row, int32_t slot, Place place, bool filling) const {
-  batch.generations.push_back(index.generations[row]);
-  batch.groups.push_back(index.group[row]);
+  batch.generations.push_back(index[row].generation);
+  batch.groups.push_back(index[row].group);
   add_row(batch, row, index.key(row), slot, place, filling);
 }
 
@@ -272,8 +275,8 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
     // on eviction, chunks that the pool has too are evicted first, even those of this prefix.
     for (size_t at = 0; at < (options_.demotes ? 0 : keys.size()); ++at) {
       const Row row = before[at];
-      if (row == kNoRow || index.cache[row] == kNoSlot) continue;
-      const auto slot = static_cast<Slot>(index.cache[row]);
+      if (row == kNoRow || index[row].cache == kNoSlot) continue;
+      const auto slot = static_cast<Slot>(index[row].cache);
       if (!clean->contains(slot)) continue;
       clean->withdraw(slot);
       held.push_back(slot);
@@ -295,12 +298,12 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
     }
     if (slot == kNone) break;
     const Row row = add_entry(key, group_of(key), ++generation);
-    index.cache[row] = static_cast<int32_t>(slot);
-    cache_rows_[slot] = row;
+    index[row].cache = static_cast<int32_t>(slot);
+    cache[slot].row = row;
     on(row, Event::STORE_BEGIN);
     cache.use(slot);
     if (is_provisional(at)) stay(slot, Stay::PROVISIONAL);
-    add(plan.batch, row, index.cache[row], kNoPlace, !mutant("write_begins_with_the_store"));
+    add(plan.batch, row, index[row].cache, kNoPlace, !mutant("write_begins_with_the_store"));
     if (!order.empty()) by.push_back(order[at]);
     if (mutant("write_begins_with_the_store")) {
       on(row, Event::COPIED);
@@ -316,8 +319,8 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
 
 void Tiers::supersede(Keys keys) {
   for (const Row row : rows_of(keys)) {
-    if (row == kNoRow || index.cache[row] == kNoSlot) continue;
-    const auto slot = static_cast<Slot>(index.cache[row]);
+    if (row == kNoRow || index[row].cache == kNoSlot) continue;
+    const auto slot = static_cast<Slot>(index[row].cache);
     if (stays_[slot] != Stay::PROVISIONAL) continue;
     stay(slot, Stay::SUPERSEDED);
     recency_.used[slot] = 0;
@@ -340,12 +343,12 @@ void Tiers::keep(Keys keys) {
 }
 
 void Tiers::keep(Row row) {
-  if (!unkept_ || index.cache[row] == kNoSlot) return;
-  const auto slot = static_cast<Slot>(index.cache[row]);
+  if (!unkept_ || index[row].cache == kNoSlot) return;
+  const auto slot = static_cast<Slot>(index[row].cache);
   if (stays_[slot] == Stay::KEPT) return;
   stay(slot, Stay::KEPT);
   recency_.used[slot] = ++uses_;
-  if (index.state[row] != State::CACHED || !options_.writes) return;  // or it is being stored
+  if (index[row].state != State::CACHED || !options_.writes) return;  // or it is being stored
   clean->withdraw(slot);  // written on eviction, it waits in another order
   want(slot);
   settle(row);
@@ -366,14 +369,15 @@ Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> ord
       continue;
     }
     // vLLM delays whoever asks for a chunk that is being loaded.
-    if (watched_[row] && !mutant("remembered_answer_survives_a_load")) void_answers();
-    const bool cached = in_cache(index.state[row]);
+    const Entry& entry = index[row];
+    if (entry.flags & Entry::kWatched && !mutant("remembered_answer_survives_a_load"))
+      void_answers();
+    const bool cached = in_cache(entry.state);
     if (cached)
-      cache.use(static_cast<Slot>(index.cache[row]));
+      cache.use(static_cast<Slot>(entry.cache));
     else
-      target(index.places[row]).slots.use(slot_of(index.places[row]));
-    add(batch, row, cached ? index.cache[row] : kNoSlot, cached ? kNoPlace : index.places[row],
-        false);
+      target(entry.place).slots.use(slot_of(entry.place));
+    add(batch, row, cached ? entry.cache : kNoSlot, cached ? kNoPlace : entry.place, false);
     settle(row);
   }
   for (size_t at = 0; at < batch.size() && land_max > 0; ++at) {
@@ -381,7 +385,6 @@ Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> ord
     const Slot slot = take_cache_slot(true);
     if (slot == kNone) break;
     fill_from_pool(batch.rows[at], slot);
-    settle(batch.rows[at]);
     batch.cache[at] = static_cast<int32_t>(slot);
     batch.filling[at] = true;
     --land_max;
@@ -392,9 +395,9 @@ Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> ord
 
 Row Tiers::begin_fetch(const char* key, size_t reason) {
   const Row row = index.find(key);
-  require(row != kNoRow && index.state[row] == State::POOLED, "a fetch of what is not pooled");
-  Slots& slots = target(index.places[row]).slots;
-  const Slot pool_slot = slot_of(index.places[row]);
+  require(row != kNoRow && index[row].state == State::POOLED, "a fetch of what is not pooled");
+  Slots& slots = target(index[row].place).slots;
+  const Slot pool_slot = slot_of(index[row].place);
   slots.use(pool_slot);
   const Slot slot = take_cache_slot(true);
   if (slot == kNone) {
@@ -402,17 +405,18 @@ Row Tiers::begin_fetch(const char* key, size_t reason) {
     return kNoRow;
   }
   fill_from_pool(row, slot);
-  add(fetches_[reason], row, index.cache[row], index.places[row], true);
+  add(fetches_[reason], row, index[row].cache, index[row].place, true);
   settle(row);
   return row;
 }
 
 // This pooled entry's chunk is to be read into a cache slot that was just taken.
 void Tiers::fill_from_pool(Row row, Slot slot) {
-  const Place place = index.places[row];
-  index.cache[row] = static_cast<int32_t>(slot);
-  cache_rows_[slot] = row;
-  recency_.take_over(slot, target(place).recency, slot_of(place));
+  Entry& entry = index[row];
+  Target& one = target(entry.place);
+  entry.cache = static_cast<int32_t>(slot);
+  cache[slot].row = row;
+  recency_.take_over(cache[slot], one.recency, one[entry.place]);
   cache.use(slot);
   on(row, Event::FETCH_BEGIN);
 }
@@ -440,8 +444,8 @@ void Tiers::drop_fetch(size_t reason, Row row) {
 
 Row Tiers::hold(const char* key) {
   const Row row = index.find(key);
-  if (row == kNoRow || index.cache[row] == kNoSlot) return kNoRow;
-  if (!mutant("held_chunk_is_not_pinned")) cache.use(static_cast<Slot>(index.cache[row]));
+  if (row == kNoRow || index[row].cache == kNoSlot) return kNoRow;
+  if (!mutant("held_chunk_is_not_pinned")) cache.use(static_cast<Slot>(index[row].cache));
   settle(row);
   return row;
 }
@@ -469,17 +473,17 @@ void Tiers::drain() {
     }
     const Place place = take_place();
     if (place == kNoPlace) return;  // until a slot is released, or a target answers again
-    const Row row = cache_rows_[slot];
+    const Row row = cache[slot].row;
     unwant(slot);
     passed_over_ -= passed_over_ > 0;
     Target& one = target(place);
-    index.places[row] = place;
-    one.rows[slot_of(place)] = row;
-    one.recency.take_over(slot_of(place), recency_, slot);
+    index[row].place = place;
+    one[place].row = row;
+    one.recency.take_over(one[place], recency_, cache[slot]);
     cache.use(slot);
     one.slots.use(slot_of(place));
     on(row, Event::WRITE_BEGIN);
-    add(writes_, row, index.cache[row], place, false);
+    add(writes_, row, index[row].cache, place, false);
     ++pending;
     ++one.pending;
     settle(row);
@@ -489,15 +493,13 @@ void Tiers::drain() {
 Batch Tiers::take_writes() { return std::exchange(writes_, {}); }
 
 void Tiers::want(Slot slot) {
-  wanted_[slot] = 1;
+  cache[slot].wanted = 1;
   ++backlog;
-  if (options_.demotes) return;  // `settle` admits it
-  arrived_[slot] = ++arrivals_;
-  waiting->admit(slot);
+  if (!options_.demotes) waiting->admit(slot);  // otherwise `settle` admits it
 }
 
 void Tiers::unwant(Slot slot) {
-  wanted_[slot] = 0;
+  cache[slot].wanted = 0;
   --backlog;
   waiting->withdraw(slot);
 }
@@ -536,22 +538,35 @@ Target* Tiers::choose() {
 
 // -- slots ----------------------------------------------------------------------------
 
+// Fetch the memory of the next victims step by step. leaves: their entries leave the index.
+void Tiers::warm_victims(const Order& order, const Slots& slots, bool leaves) const {
+  if (const Slot slot = order.later(3 * kStep); slot != kNone) {
+    slots.warm(slot);
+    order.warm(slot);
+  }
+  if (const Slot slot = order.later(2 * kStep); slot != kNone)
+    if (slots[slot].row != kNoRow) index.warm(slots[slot].row);
+  if (const Slot slot = leaves ? order.later(kStep) : kNone; slot != kNone)
+    if (slots[slot].row != kNoRow) index.warm_bucket(slots[slot].row);
+}
+
 // A free cache slot, evicting if need be; kNone: everything is pinned.
 Slot Tiers::take_cache_slot(bool spare_unwritten) {
   Slot slot = cache.take();
   if (slot != kNone) return slot;
   if (mutant("read_evicts_the_unwritten")) spare_unwritten = false;
+  warm_victims(*clean, cache, false);
   const bool unwritten_first =
       options_.demotes && waiting->size() && mutant("unwritten_is_evicted_before_clean");
   Slot victim = unwritten_first ? waiting->victim() : clean->victim();
   if (victim != kNone && options_.demotes) {
     const Slot coldest = waiting->peek();
-    passed_over_ += coldest != kNone && recency_.used[coldest] < recency_.used[victim];
+    passed_over_ += coldest != kNone && cache[coldest].used < cache[victim].used;
   } else if (victim == kNone && options_.demotes && !spare_unwritten) {
     victim = waiting->victim();
   }
   if (victim == kNone) return kNone;
-  const Row row = cache_rows_[victim];
+  const Row row = cache[victim].row;
   ++cache_evictions;
   leave_cache(row);
   evict(row, Event::EVICT_CACHE);
@@ -565,9 +580,10 @@ Place Tiers::take_place() {
   const auto number = static_cast<uint32_t>(one - targets.data());
   Slot slot = one->slots.take();
   if (slot == kNone) {
+    warm_victims(*one->order, one->slots, true);
     const Slot victim = one->order->victim();
     require(victim != kNone, "a target without a slot was chosen");
-    const Row row = one->rows[victim];
+    const Row row = one->slots[victim].row;
     ++pool_evictions;
     leave_pool(row, false);
     evict(row, Event::EVICT_POOL);
@@ -577,37 +593,35 @@ Place Tiers::take_place() {
 }
 
 void Tiers::leave_cache(Row row) {
-  const auto slot = static_cast<Slot>(index.cache[row]);
-  if (wanted_[slot]) {
+  Entry& entry = index[row];
+  const auto slot = static_cast<Slot>(entry.cache);
+  if (cache[slot].wanted) {
     unwant(slot);
     ++refused_writes;
   }
   clean->withdraw(slot);
-  recency_.forget(slot);
   cache.orphan(slot, false);
   superseded += stays_[slot] == Stay::PROVISIONAL;  // nothing waits for it any more
   stay(slot, Stay::KEPT);
-  cache_rows_[slot] = kNoRow;
-  index.cache[row] = kNoSlot;
+  entry.cache = kNoSlot;
 }
 
 void Tiers::leave_pool(Row row, bool retire) {
-  const Place place = index.places[row];
-  Target& one = target(place);
-  const Slot slot = slot_of(place);
+  Entry& entry = index[row];
+  Target& one = target(entry.place);
+  const Slot slot = slot_of(entry.place);
   one.order->withdraw(slot);
-  one.recency.forget(slot);
   one.slots.orphan(slot, retire);
-  one.rows[slot] = kNoRow;
-  index.places[row] = kNoPlace;
+  entry.place = kNoPlace;
   retired += retire;
 }
 
 // -- entries --------------------------------------------------------------------------
 
 State Tiers::on(Row row, Event event) {
-  const State before = index.state[row], next = index.on(row, event);
-  if (watched_[row] && seen(before) != seen(next) &&
+  Entry& entry = index[row];
+  const State before = entry.state, next = entry.state = after(before, event);
+  if (entry.flags & Entry::kWatched && seen(before) != seen(next) &&
       !(is_eviction(event) && mutant("remembered_answer_survives_an_eviction")) &&
       !(event == Event::FETCHED && mutant("remembered_answer_survives_a_move")))
     void_answers();
@@ -627,21 +641,23 @@ void Tiers::log(Source tier, bool removed, const char* key) {
 
 // Admit the entry to the orders in which it is evictable, withdraw it elsewhere.
 void Tiers::settle(Row row) {
-  const State state = index.state[row];
+  const Entry& entry = index[row];
+  const State state = entry.state;
   if (state == State::BOTH && mutant("settled_entries_are_not_admitted")) return;
-  if (const int32_t at = index.cache[row]; at != kNoSlot) {
-    const auto slot = static_cast<Slot>(at);
+  if (entry.cache != kNoSlot) {
+    const auto slot = static_cast<Slot>(entry.cache);
     if (!cache.in_use(slot) && (state == State::CACHED || state == State::BOTH))
       home(slot).admit(slot);
     else
       home(slot).withdraw(slot);
   }
-  if (const Place place = index.places[row]; place != kNoPlace) {
-    Target& one = target(place);
-    if (!one.slots.in_use(slot_of(place)) && (state == State::POOLED || state == State::BOTH))
-      one.order->admit(slot_of(place));
+  if (entry.place != kNoPlace) {
+    Target& one = target(entry.place);
+    const Slot slot = slot_of(entry.place);
+    if (!one.slots.in_use(slot) && (state == State::POOLED || state == State::BOTH))
+      one.order->admit(slot);
     else
-      one.order->withdraw(slot_of(place));
+      one.order->withdraw(slot);
   }
 }
 
@@ -649,9 +665,7 @@ void Tiers::evict(Row row, Event event) {
   if (on(row, event) == State::ABSENT) {
     evicted.append(index.key(row), index.key_bytes());
     forget(row, false);
-  } else {
-    settle(row);
-  }
+  }  // otherwise its other copy stays as evictable as it was
 }
 
 // The key misses at once; its slots are freed at their last release.
@@ -662,8 +676,8 @@ void Tiers::doom(Row row, bool retire) {
 }
 
 void Tiers::forget(Row row, bool retire) {
-  if (index.cache[row] != kNoSlot) leave_cache(row);
-  if (index.places[row] != kNoPlace) leave_pool(row, retire);
+  if (index[row].cache != kNoSlot) leave_cache(row);
+  if (index[row].place != kNoPlace) leave_pool(row, retire);
   index.remove(row);
 }
 
@@ -671,8 +685,10 @@ void Tiers::forget(Row row, bool retire) {
 
 void Tiers::report(OpKind kind, Batch& batch, const Report& report, Effect& effect) {
   const size_t count = report.indexes.empty() ? batch.size() : report.indexes.size();
+  const auto row_at = [&](size_t k) { return report.indexes.empty() ? k : report.indexes[k]; };
   for (size_t k = 0; k < count; ++k) {
-    const size_t at = report.indexes.empty() ? k : report.indexes[k];
+    if (k + kAhead < count) warm(batch, row_at(k + kAhead));
+    const size_t at = row_at(k);
     const Outcome code = report.codes.empty() ? Outcome::OK : static_cast<Outcome>(report.codes[k]);
     const int16_t error = report.errors.empty() ? int16_t{0} : report.errors[k];
     const bool released =
@@ -707,6 +723,21 @@ void Tiers::report(OpKind kind, Batch& batch, const Report& report, Effect& effe
   }
 }
 
+// Fetch the memory of what a report on this row changes.
+void Tiers::warm(const Batch& batch, size_t at) const {
+  if (batch.rows[at] == kNoRow) return;
+  index.warm(batch.rows[at]);
+  if (batch.cache[at] != kNoSlot) {
+    cache.warm(static_cast<Slot>(batch.cache[at]));
+    clean->warm(static_cast<Slot>(batch.cache[at]));
+  }
+  if (batch.places[at] != kNoPlace) {
+    const Target& one = target(batch.places[at]);
+    one.slots.warm(slot_of(batch.places[at]));
+    one.order->warm(slot_of(batch.places[at]));
+  }
+}
+
 // One rank's failure dooms what the row names, before the others have reported. Returns whether the
 // chunk has lost its cache slot by it.
 bool Tiers::fails(OpKind kind, const Batch& batch, size_t at, Outcome code, int error) {
@@ -716,7 +747,7 @@ bool Tiers::fails(OpKind kind, const Batch& batch, size_t at, Outcome code, int 
   if (kind == OpKind::WRITE || (code == Outcome::CANCELLED && kind != OpKind::STORE)) return false;
   const bool retire = place != kNoPlace && worn(failed_reads_, place, code, error);
   if (!holds(batch, at)) return false;
-  const State state = index.state[row];
+  const State state = index[row].state;
   const bool at_gate = code == Outcome::STALE && place == kNoPlace && kind == OpKind::LOAD;
   if (at_gate && !mutant("stale_at_a_gate_dooms_a_good_copy")) {
     // It says nothing of the chunk's place in the pool: at most its cache slot is lost.
@@ -745,7 +776,7 @@ bool Tiers::decide(OpKind kind, const Batch& batch, size_t at) {
   if (!holds(batch, at) || !batch.filling[at]) return false;
   if (kind == OpKind::STORE) {
     on(row, Event::COPIED);  // a failure has doomed it
-    const auto slot = static_cast<Slot>(index.cache[row]);
+    const auto slot = static_cast<Slot>(index[row].cache);
     const bool provisional =
         stays_[slot] != Stay::KEPT && !mutant("provisional_is_written_at_once");
     if ((options_.writes && !provisional) || mutant("policy_off_is_ignored")) want(slot);
@@ -837,8 +868,8 @@ void Batch::sort(const std::vector<uint32_t>& by, size_t key_bytes) {
 void Tiers::log_reset() {
   if (!options_.logs_moves || mutant("reset_is_not_reported")) return;
   for (const Source tier : {Source::CPU, Source::POOL}) {
-    for (Row row = 0; row < index.capacity(); ++row) {
-      const State state = index.state[row];
+    for (Row row = 0; row < index.end(); ++row) {
+      const State state = index[row].state;
       const bool both = state == State::BOTH && tier == Source::POOL;
       if (both && mutant("reset_forgets_the_pools_copies")) continue;
       if (copied(state, tier)) log(tier, true, index.key(row));
@@ -866,22 +897,9 @@ void Tiers::reset() {
   if (!mutant("remembered_answer_survives_a_reset")) void_answers();
   make_orders();
   log_reset();
-  for (Row row = 0; row < index.capacity(); ++row) {
-    if (index.state[row] == State::ABSENT) continue;
-    index.on(row, Event::DOOM);
-    if (const int32_t slot = index.cache[row]; slot != kNoSlot)
-      if (cache.in_use(static_cast<Slot>(slot))) cache.orphan(static_cast<Slot>(slot), false);
-    if (const Place place = index.places[row]; place != kNoPlace)
-      if (Slots& slots = target(place).slots; slots.in_use(slot_of(place)))
-        slots.orphan(slot_of(place), false);
-  }
   index.clear();
-  std::fill(cache_rows_.begin(), cache_rows_.end(), kNoRow);
-  cache.orphan_unused();
-  for (Target& one : targets) {
-    std::fill(one.rows.begin(), one.rows.end(), kNoRow);
-    one.slots.orphan_unused();
-  }
+  cache.orphan_all();
+  for (Target& one : targets) one.slots.orphan_all();
   failed_reads_.clear();
   failed_writes_.clear();
 }

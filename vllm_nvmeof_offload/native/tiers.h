@@ -105,10 +105,11 @@ struct Options {
 struct Target {
   explicit Target(Slot count);
 
+  SlotRecord& operator[](Place place) { return slots[slot_of(place)]; }
+
   Slots slots;
-  Recency recency;  // returns do not count here
+  Recency recency{0};  // returns do not count here
   std::unique_ptr<Order> order;
-  HugeVector<Row> rows;  // by slot
   bool usable = true;
   size_t pending = 0;  // writes intended and under way
   double speed = 0;    // its write rate as a share of the fastest one's; 0: unknown
@@ -194,7 +195,7 @@ class Tiers {
  private:
   Target& target(Place place) { return targets[target_of(place)]; }
   const Target& target(Place place) const { return targets[target_of(place)]; }
-  Order& home(Slot slot) { return options_.demotes && wanted_[slot] ? *waiting : *clean; }
+  Order& home(Slot slot) { return options_.demotes && cache[slot].wanted ? *waiting : *clean; }
 
   // Valid until the next call.
   const std::vector<Row>& rows_of(Keys keys) const {
@@ -210,6 +211,9 @@ class Tiers {
   }
   Row add_entry(const char* key, size_t group, uint64_t generation);
   void touch(const std::vector<Row>& rows, bool ended);
+  void warm_slots(const Entry& entry) const;
+  void warm(const Batch& batch, size_t at) const;
+  void warm_victims(const Order& order, const Slots& slots, bool leaves) const;
   void make_orders();
   State on(Row row, Event event);
   void void_answers();
@@ -242,18 +246,14 @@ class Tiers {
 
   Options options_;
   mutable std::vector<Row> found_;
-  Recency recency_;                 // of the cache slots
-  HugeVector<Row> cache_rows_;     // by cache slot
-  HugeVector<uint8_t> wanted_;     // by cache slot: its chunk waits to be written
-  HugeVector<Stay> stays_;         // by cache slot
-  size_t unkept_ = 0;              // of these, others than KEPT
-  HugeVector<uint64_t> arrived_;   // by cache slot: when it began to wait
-  uint64_t uses_ = 0, arrivals_ = 0;
+  Recency recency_;         // of the cache slots
+  HugeVector<Stay> stays_;  // by cache slot
+  size_t unkept_ = 0;       // of these, others than KEPT
+  uint64_t uses_ = 0;
   size_t passed_over_ = 0;  // evictions of clean slots while a colder one waited to be written
   Batch writes_;            // intended
   std::array<Batch, kFetchReasons> fetches_;  // intended, by reason
-  std::vector<bool> watched_;   // by row
-  std::vector<Row> watching_;   // those rows
+  std::vector<Row> watching_;  // the watched rows
   size_t turn_ = 0;         // the target that is chosen where nothing else decides
   double pass_ = 0;         // the least pass of those that could be chosen
   // By place, in a row. Counted apart: a device may take bytes and not return them.
