@@ -42,7 +42,7 @@ def place_in(pool_slot: int, targets: int = 1) -> int:
 def batch_of(*rows: Row, group: int = 0) -> ChunkBatch:
     """A batch of these rows, of one group. Their keys are of equal length."""
     assert len({len(identity.key) for identity, _, _ in rows}) == 1
-    return ChunkBatch(
+    return ChunkBatch.of(
         b"".join(identity.key for identity, _, _ in rows),
         np.array([identity.generation for identity, _, _ in rows], np.uint64),
         np.array([-1 if cache is None else cache for _, cache, _ in rows], np.int32),

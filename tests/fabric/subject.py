@@ -267,7 +267,7 @@ class _Load:
             return
         kind = list(OpKind).index(OpKind.WRITE if batch.places[0] >= 0 else OpKind.STORE)
         self.tiers.report(kind, batch, report.indexes, report.codes, report.errnos, report.released)
-        if not batch.undecided and not batch.unreleased:
+        if batch.over:
             del self.batches[report.op]
         self.write_by_the_rule()
 

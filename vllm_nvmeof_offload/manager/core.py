@@ -221,8 +221,7 @@ class ManagerCore:
         if len(batch):
             op = self._ledger.open(OpKind.STORE, batch)
             command = StoreCommand(op.number, columns_of(batch))
-        self._tiers.drain()  # evictions here may have made demotions due
-        self._count()
+        self._drain()  # evictions here may have made demotions due
         return StorePlan(command, self._tiers.take_evicted(), refused)
 
     def _in_prefix_order(
@@ -265,20 +264,18 @@ class ManagerCore:
         op.tokens = len(tokens)
         self._load_times.planned(op, limit_s)
         self._holds.used(keys)
-        self._count_loaded(batch, tokens, ends)
-        self._tiers.drain()
-        self._count()
+        self._count_loaded(op, batch, tokens, ends)
+        self._drain()
         return LoadCommand(op.number, columns_of(batch))
 
     def _count_loaded(
-        self, batch: Batch, tokens: range, ends: npt.NDArray[np.int64] | None
+        self, op: Op, batch: Batch, tokens: range, ends: npt.NDArray[np.int64] | None
     ) -> None:
-        from_pool = batch.places >= 0
         if ends is None:
-            chunks = int(np.count_nonzero(from_pool))
             per_chunk = self.config.groups[0].tokens_per_chunk
-            cpu, pool = (len(batch) - chunks) * per_chunk, chunks * per_chunk
+            cpu, pool = (len(batch) - op.reads) * per_chunk, op.reads * per_chunk
         else:
+            from_pool = batch.places >= 0
             cpu, pool = tokens_by_source(tokens, ends, from_pool, batch.groups, self.config.groups)
         self.counters["loaded_tokens", "cpu"] += cpu
         self.counters["loaded_tokens", "pool"] += pool
@@ -323,35 +320,33 @@ class ManagerCore:
                 self.levels[report.rank] = report
             else:
                 self._reported(self._ledger[report.op], report)
-        self._tiers.drain()
-        self._count()
+        self._drain()
 
     def _reported(self, op: Op, report: OpReport) -> None:
         op.seconds = max(op.seconds, report.seconds)
-        was_owed = op.outcomes_owed
-        if op.batch is None:
+        batch, kind = op.batch, op.kind
+        if batch is None:
             self._reset_reported(op, report)
         else:
-            lost, decided, failed = self._tiers.report(
-                _NATIVE_KIND[op.kind],
-                op.batch,
+            lost, decided, failed, ended = self._tiers.report(
+                _NATIVE_KIND[kind],
+                batch,
                 report.indexes,
                 report.codes,
                 report.errnos,
                 report.released,
             )
-            self._holds.lost(op, lost)
-            if op.kind is OpKind.FETCH:
-                self._holds.ended(op, decided)
+            if lost:
+                self._holds.lost(op, lost)
+            if kind is OpKind.FETCH:
+                self._holds.ended(op, range(len(batch)) if decided is None else decided)
             if failed:
-                batch = op.batch
                 self._count_failures(
                     op, batch.codes[failed], batch.errors[failed], batch.places[failed]
                 )
-        if was_owed and not op.outcomes_owed:
-            if op.kind is OpKind.LOAD:
+            if ended and kind is OpKind.LOAD:
                 self._load_times.loaded(op)
-            elif op.probe:
+            elif ended and op.probe:
                 self._load_times.learn(op, was_cut=False)
         if op.over:
             self._ledger.close(op)
@@ -408,6 +403,11 @@ class ManagerCore:
             return chunks * self.config.groups[0].tokens_per_chunk
         was_lost, op.lost = op.lost, True
         return 0 if was_lost else op.tokens
+
+    def _drain(self) -> None:
+        """Begin the writes that are due."""
+        if self._tiers.drain():
+            self._count()
 
     def _count(self) -> None:
         """Take over what the tiers have counted."""

@@ -34,6 +34,8 @@ class Op:
     #: For a load: bytes by target that it reads, and that others had yet to read before it.
     lanes: Sequence[int] = ()
     queued: Sequence[int] = ()
+    #: Of a load: rows that are read from the pool.
+    reads: int = 0
     #: For a load of several groups: the tokens that it brings, all or none; lost: none.
     tokens: int = 0
     lost: bool = False
@@ -51,18 +53,12 @@ class Op:
     @property
     def over(self) -> bool:
         """Every rank has reported and released every row."""
-        return not self.outcomes_owed and (self.batch is None or not self.batch.unreleased)
+        return self.batch.over if self.batch is not None else not self.ranks_left
 
 
 def columns_of(batch: Batch) -> ChunkBatch:
     """The columns of a batch that go to the ranks. They are copies: the rows change later."""
-    return ChunkBatch(
-        batch.keys,
-        batch.generations.copy(),
-        batch.cache.copy(),
-        batch.places.copy(),
-        batch.groups.copy(),
-    )
+    return ChunkBatch(batch.columns())
 
 
 class Ledger:

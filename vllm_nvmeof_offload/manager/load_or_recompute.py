@@ -30,20 +30,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from vllm_nvmeof_offload.errors import OutcomeKind, code_of
 from vllm_nvmeof_offload.manager.handshake import Capacity, CoreConfig
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op
-from vllm_nvmeof_offload.protocol import targets_of
-
-
-def _codes_among(*kinds: OutcomeKind) -> npt.NDArray[np.bool_]:
-    """bool[256], by the code of an outcome: whether it is one of these."""
-    found = np.zeros(256, np.bool_)
-    found[[code_of(kind) for kind in kinds]] = True
-    return found
-
 
 #: Keeps noise from changing the decision with each request.
 _HYSTERESIS = 1.25
@@ -59,11 +48,6 @@ _TRUST_MIN = 1 / 512
 #: reports it, so steps that only decode, but slowly, must not make it look slow.
 _LIMIT_FACTOR = 2.0
 _LIMIT_S_MIN = 0.25
-#: Outcomes of a chunk that was read to its end.
-_READ = _codes_among(OutcomeKind.OK, OutcomeKind.CHECKSUM_MISMATCH, OutcomeKind.STALE)
-#: Outcomes of a chunk that had not come by then; of a load that was cut off, more are.
-_MISSED = _codes_among(OutcomeKind.DEADLINE)
-_MISSED_WHERE_CUT = _codes_among(OutcomeKind.DEADLINE, OutcomeKind.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,14 +198,16 @@ class LoadTimes:
         self.reading = [0] * len(capacity.pool_slots)
         self._limits_s: dict[Op, float] = {}  # of loads under way; infinite: it was cut off
         self._ledger, self._admission, self._clock = ledger, admission, clock
-        self._group_bytes = np.array(capacity.group_bytes, np.int64)
+        self._group_bytes = list(capacity.group_bytes)
         self._config = config
 
     def planned(self, op: Op, limit_s: float | None) -> None:
         """The load goes to the workers. limit_s: when it is cut off; None: never."""
-        op.queued = tuple(self.reading)
-        op.lanes = self._bytes(op, self._read(op))
-        self._count(op, 1)
+        assert op.batch is not None
+        op.lanes, op.reads = op.batch.lanes(self._group_bytes, len(self.reading))
+        if op.reads:
+            op.queued = tuple(self.reading)
+            self._count(op, 1)
         if limit_s is not None:
             self._limits_s[op] = limit_s
 
@@ -246,18 +232,15 @@ class LoadTimes:
     def learn(self, op: Op, was_cut: bool) -> None:
         """Let admission learn from a load or a probe that has its outcome."""
         assert op.batch is not None
-        codes, asked = op.batch.codes, self._read(op)
-        read = asked & _READ[codes]
-        missing = _MISSED_WHERE_CUT if was_cut else _MISSED
-        missed = bool(missing[codes][asked].any())
-        if not missed and not read.any():
+        lanes, chunks, missed = op.batch.timed(self._group_bytes, len(self.reading), was_cut)
+        if not missed and not chunks:
             return  # a load that failed at once has no meaningful time
         tokens = op.tokens
         if self._config.full_attention_only:
-            tokens = int(np.count_nonzero(read)) * self._config.groups[0].tokens_per_chunk
+            tokens = chunks * self._config.groups[0].tokens_per_chunk
         self._admission.took(
             self._waited_s(op, op.seconds),
-            self._bytes(op, read),
+            lanes,
             op.queued or [0] * len(self.reading),
             tokens=None if op.probe else tokens,
             missed=missed,
@@ -277,18 +260,4 @@ class LoadTimes:
         if self._config.full_attention_only:
             return True
         assert op.batch is not None
-        return op.batch.undecided >= int(np.count_nonzero(self._read(op)))
-
-    @staticmethod
-    def _read(op: Op) -> npt.NDArray[np.bool_]:
-        """By row, whether it is read from the pool."""
-        assert op.batch is not None
-        return op.batch.places >= 0
-
-    def _bytes(self, op: Op, rows: npt.NDArray[np.bool_]) -> list[int]:
-        """The bytes of these rows by lane; each of them has a place."""
-        assert op.batch is not None
-        lanes = targets_of(op.batch.places[rows])
-        weights = self._group_bytes[op.batch.groups[rows]]
-        of_lanes: list[float] = np.bincount(lanes, weights, len(self.reading)).tolist()
-        return list(map(int, of_lanes))
+        return op.batch.undecided >= int(np.count_nonzero(op.batch.places >= 0))

@@ -8,19 +8,22 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_nvmeof_offload.manager.eviction import MakePolicy
+from vllm_nvmeof_offload.protocol import ChunkBatch
 
 # Batch, keys without an entry, refused ones, the last generation given.
 _Stored: TypeAlias = tuple[Batch, int, int, int]
 # Row, generation, cache slot.
 _Row: TypeAlias = tuple[int, int, int]
-# Rows that lost their cache slot, that are decided, and those of them that failed.
-_Effect: TypeAlias = tuple[list[int], list[int], list[int]]
+# Rows that lost their cache slot, that are decided (None: all), and those of them that failed;
+# whether the last row was decided.
+_Effect: TypeAlias = tuple[list[int], list[int] | None, list[int], bool]
 # State, generation, cache slot, place, key.
 _Entry: TypeAlias = tuple[int, int, int, int, bytes]
 
 class Batch:
     # The columns are views, which change as ranks report.
     def __len__(self) -> int: ...
+    def columns(self) -> tuple[bytes, bytes, bytes, bytes, bytes]: ...
     @property
     def keys(self) -> bytes: ...
     @property
@@ -41,10 +44,18 @@ class Batch:
     def errors(self) -> npt.NDArray[np.int16]: ...
     def key(self, at: int) -> bytes: ...
     def generation(self, at: int) -> int: ...
+    # Bytes by target of the rows with a place there, and their number.
+    def lanes(self, group_bytes: Sequence[int], targets: int) -> tuple[list[int], int]: ...
+    # The same of those that were read to their end; whether another one had not come by then.
+    def timed(
+        self, group_bytes: Sequence[int], targets: int, was_cut: bool
+    ) -> tuple[list[int], int, bool]: ...
     @property
     def undecided(self) -> int: ...
     @property
     def unreleased(self) -> int: ...
+    @property
+    def over(self) -> bool: ...
 
 class Tiers:
     def __init__(
@@ -90,7 +101,8 @@ class Tiers:
     def detach(self, fetch: Batch, at: int) -> None: ...
     def hold(self, key: bytes) -> _Row | None: ...
     def release_hold(self, slot: int, row: int, generation: int) -> None: ...
-    def drain(self) -> None: ...
+    # Whether `take_counts` has something.
+    def drain(self) -> bool: ...
     def take_writes(self) -> Batch: ...
     def report(
         self,
@@ -195,11 +207,7 @@ class Machine:
         op: int,
         kind: int,
         urgency: int,
-        keys: bytes,
-        generations: npt.NDArray[np.uint64],
-        cache: npt.NDArray[np.int32],
-        places: npt.NDArray[np.int64],
-        groups: npt.NDArray[np.uint8],
+        batch: ChunkBatch,
         rows: npt.NDArray[np.uint64] | None = None,
         first: npt.NDArray[np.uint32] | None = None,
     ) -> None: ...

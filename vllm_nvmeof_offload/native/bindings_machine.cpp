@@ -74,17 +74,24 @@ void make(Machine* self, size_t cache_slots, size_t stream_slots, uint64_t pool_
   new (self) Machine(options, reinterpret_cast<NativeLanes*>(lanes), nanoseconds(now_s));
 }
 
-void begin(Machine& machine, uint64_t op, uint8_t kind, uint8_t urgency, const nb::bytes& keys,
-           const Column<uint64_t>& generations, const Column<int32_t>& cache,
-           const Column<int64_t>& places, const Column<uint8_t>& groups,
-           const std::optional<PieceRows>& rows,
-           const std::optional<Column<uint32_t>>& first) {
-  const size_t count = generations.size();
-  if (cache.size() != count || places.size() != count || groups.size() != count)
+// A column of a `protocol.ChunkBatch`.
+template <typename T>
+std::span<const T> column_of(const nb::tuple& batch, size_t number) {
+  const auto column = nb::cast<nb::bytes>(batch[number]);
+  return {reinterpret_cast<const T*>(column.data()), column.size() / sizeof(T)};
+}
+
+// batch: a `protocol.ChunkBatch`.
+void begin(Machine& machine, uint64_t op, uint8_t kind, uint8_t urgency, const nb::tuple& batch,
+           const std::optional<PieceRows>& rows, const std::optional<Column<uint32_t>>& first) {
+  const auto keys = column_of<char>(batch, 0);
+  const Columns columns{{keys.data(), keys.size()}, column_of<uint64_t>(batch, 1),
+                        column_of<int32_t>(batch, 2), column_of<int64_t>(batch, 3),
+                        column_of<uint8_t>(batch, 4)};
+  const size_t count = columns.generations.size();
+  if (columns.cache.size() != count || columns.places.size() != count ||
+      columns.groups.size() != count)
     throw nb::value_error("the columns differ in length");
-  const Columns columns{{keys.c_str(), keys.size()},
-                        span_of(generations), span_of(cache), span_of(places),
-                        span_of(groups)};
   Pieces pieces;
   if (rows && first) pieces = {{rows->data(), rows->size()}, span_of(*first)};
   const nb::gil_scoped_release unlocked;
@@ -221,8 +228,8 @@ void bind_machine(nb::module_& m) {
            "targets"_a, "reads_max"_a,
            "writes_max"_a, "read_deadline_s"_a, "write_deadline_s"_a, "saturating_reads"_a,
            "saturating_writes"_a, "retryable"_a, "lanes"_a = 0, "now_s"_a = 0.0)
-      .def("begin", &begin, "op"_a, "kind"_a, "urgency"_a, "keys"_a, "generations"_a, "cache"_a,
-           "places"_a, "groups"_a, "rows"_a = nb::none(), "first"_a = nb::none())
+      .def("begin", &begin, "op"_a, "kind"_a, "urgency"_a, "batch"_a, "rows"_a = nb::none(),
+           "first"_a = nb::none())
       .def("reset", &Machine::reset, "op"_a, "adoptable"_a)
       .def("cancel", &cancel, "op"_a, "rows"_a = nb::none())
       .def("set_time",

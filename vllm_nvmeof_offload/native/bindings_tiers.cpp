@@ -145,15 +145,20 @@ Stored plan_store(Tiers& tiers, nb::handle keys, std::optional<Column<uint8_t>> 
 
 using Indexes = std::vector<uint32_t>;
 
-std::tuple<Indexes, Indexes, Indexes> report(Tiers& tiers, int kind, Batch& batch,
-                                             std::optional<Column<uint32_t>> indexes,
-                                             std::optional<Column<uint8_t>> codes,
-                                             std::optional<Column<int16_t>> errors,
-                                             std::optional<Column<uint8_t>> released) {
+// Rows that lost their cache slot, that are decided (none: all), and those of them that failed;
+// whether the last row was decided.
+using Reported = std::tuple<Indexes, std::optional<Indexes>, Indexes, bool>;
+
+Reported report(Tiers& tiers, int kind, Batch& batch, std::optional<Column<uint32_t>> indexes,
+                std::optional<Column<uint8_t>> codes, std::optional<Column<int16_t>> errors,
+                std::optional<Column<uint8_t>> released) {
   Effect effect;
   const Report parts{span_of(indexes), span_of(codes), span_of(errors), span_of(released)};
   tiers.report(static_cast<OpKind>(kind), batch, parts, effect);
-  return {std::move(effect.lost), std::move(effect.decided), std::move(effect.failed)};
+  const bool ended = !effect.decided.empty() && batch.undecided == 0;
+  std::optional<Indexes> decided;
+  if (effect.decided.size() != batch.size()) decided = std::move(effect.decided);
+  return {std::move(effect.lost), std::move(decided), std::move(effect.failed), ended};
 }
 
 using Held = std::tuple<Row, uint64_t, int32_t>;  // row, generation, cache slot
@@ -199,12 +204,58 @@ nb::list take_moves(Tiers& tiers, size_t limit) {
   return taken;
 }
 
+template <typename T>
+nb::bytes bytes_of(const std::vector<T>& column) {
+  return nb::bytes(column.data(), column.size() * sizeof(T));
+}
+
+// `protocol.ChunkBatch`: copies, because the rows change later.
+nb::tuple columns(const Batch& batch) {
+  return nb::make_tuple(bytes_of(batch.keys), bytes_of(batch.generations), bytes_of(batch.cache),
+                        bytes_of(batch.places), bytes_of(batch.groups));
+}
+
+// Bytes by target of the rows with a place there, and their number. group_bytes: of a chunk.
+std::tuple<std::vector<uint64_t>, size_t> lanes(const Batch& batch,
+                                                const std::vector<uint64_t>& group_bytes,
+                                                size_t targets) {
+  std::vector<uint64_t> bytes(targets);
+  size_t count = 0;
+  for (size_t at = 0; at < batch.size(); ++at) {
+    if (batch.places[at] == kNoPlace) continue;
+    bytes.at(target_of(batch.places[at])) += group_bytes.at(batch.groups[at]);
+    ++count;
+  }
+  return {std::move(bytes), count};
+}
+
+// The same of those that were read to their end; whether one of the others had not come by then.
+// was_cut: the load was cut off.
+std::tuple<std::vector<uint64_t>, size_t, bool> timed(const Batch& batch,
+                                                      const std::vector<uint64_t>& group_bytes,
+                                                      size_t targets, bool was_cut) {
+  std::vector<uint64_t> bytes(targets);
+  size_t count = 0;
+  bool missed = false;
+  for (size_t at = 0; at < batch.size(); ++at) {
+    if (batch.places[at] == kNoPlace) continue;
+    const Outcome code = batch.code[at];
+    if (code == Outcome::OK || code == Outcome::STALE || code == Outcome::CHECKSUM_MISMATCH) {
+      bytes.at(target_of(batch.places[at])) += group_bytes.at(batch.groups[at]);
+      ++count;
+    }
+    missed |= code == Outcome::DEADLINE || (was_cut && code == Outcome::CANCELLED);
+  }
+  return {std::move(bytes), count, missed};
+}
+
 void bind_batch(nb::module_& m) {
   const auto column = []<typename T>(std::vector<T> Batch::* member) {
     return [member](nb::handle self) { return view(self, nb::cast<Batch&>(self).*member); };
   };
   nb::class_<Batch>(m, "Batch")
       .def("__len__", &Batch::size)
+      .def("columns", &columns)
       .def_prop_ro("keys", [](const Batch& batch) { return bytes_of(batch.keys); })
       .def_prop_ro("rows", column(&Batch::rows))
       .def_prop_ro("generations", column(&Batch::generations))
@@ -226,8 +277,12 @@ void bind_batch(nb::module_& m) {
              return nb::bytes(batch.keys.data() + at * bytes, bytes);
            })
       .def("generation", [](const Batch& batch, size_t at) { return batch.generations.at(at); })
+      .def("lanes", &lanes)
+      .def("timed", &timed)
       .def_ro("undecided", &Batch::undecided)
-      .def_ro("unreleased", &Batch::unreleased);
+      .def_ro("unreleased", &Batch::unreleased)
+      .def_prop_ro("over",
+                   [](const Batch& batch) { return !batch.undecided && !batch.unreleased; });
 }
 
 void bind_calls(nb::class_<Tiers>& type) {
@@ -284,7 +339,11 @@ void bind_calls(nb::class_<Tiers>& type) {
              return held(tiers, tiers.hold(KeyList::check(key.ptr(), tiers.index.key_bytes())));
            })
       .def("release_hold", &Tiers::release_hold)
-      .def("drain", &Tiers::drain)
+      .def("drain",
+           [](Tiers& tiers) {
+             tiers.drain();
+             return tiers.counts != Counts{};
+           })
       .def("take_writes", &Tiers::take_writes)
       .def("report", &report, "kind"_a, "batch"_a, "indexes"_a = nb::none(),
            "codes"_a = nb::none(), "errors"_a = nb::none(), "released"_a = nb::none())
@@ -307,10 +366,10 @@ void bind_state(nb::class_<Tiers>& type) {
       .def("take_moves", &take_moves)
       .def("take_counts",
            [](Tiers& tiers) {
-             return std::vector<uint64_t>{
-                 std::exchange(tiers.cache_evictions, 0), std::exchange(tiers.pool_evictions, 0),
-                 std::exchange(tiers.refused_writes, 0), std::exchange(tiers.written, 0),
-                 std::exchange(tiers.retired, 0), std::exchange(tiers.superseded, 0)};
+             const Counts counts = std::exchange(tiers.counts, {});
+             return std::tuple(counts.cache_evictions, counts.pool_evictions,
+                               counts.refused_writes, counts.written, counts.retired,
+                               counts.superseded);
            })
       .def("cache_users",
            [](const Tiers& tiers, Slot slot) {

@@ -323,7 +323,7 @@ void Tiers::supersede(Keys keys) {
     const auto slot = static_cast<Slot>(index[row].cache);
     if (stays_[slot] != Stay::PROVISIONAL) continue;
     stay(slot, Stay::SUPERSEDED);
-    recency_.used[slot] = 0;
+    cache[slot].used = 0;
     if (!clean->contains(slot)) continue;  // it is filed by its last use when it is admitted
     clean->withdraw(slot);
     clean->admit(slot);
@@ -331,7 +331,7 @@ void Tiers::supersede(Keys keys) {
 }
 
 void Tiers::stay(Slot slot, Stay next) {
-  superseded += stays_[slot] == Stay::PROVISIONAL && next == Stay::SUPERSEDED;
+  counts.superseded += stays_[slot] == Stay::PROVISIONAL && next == Stay::SUPERSEDED;
   unkept_ += next != Stay::KEPT;
   unkept_ -= stays_[slot] != Stay::KEPT;
   stays_[slot] = next;
@@ -347,7 +347,7 @@ void Tiers::keep(Row row) {
   const auto slot = static_cast<Slot>(index[row].cache);
   if (stays_[slot] == Stay::KEPT) return;
   stay(slot, Stay::KEPT);
-  recency_.used[slot] = ++uses_;
+  cache[slot].used = ++uses_;
   if (index[row].state != State::CACHED || !options_.writes) return;  // or it is being stored
   clean->withdraw(slot);  // written on eviction, it waits in another order
   want(slot);
@@ -567,7 +567,7 @@ Slot Tiers::take_cache_slot(bool spare_unwritten) {
   }
   if (victim == kNone) return kNone;
   const Row row = cache[victim].row;
-  ++cache_evictions;
+  ++counts.cache_evictions;
   leave_cache(row);
   evict(row, Event::EVICT_CACHE);
   return cache.take();
@@ -584,7 +584,7 @@ Place Tiers::take_place() {
     const Slot victim = one->order->victim();
     require(victim != kNone, "a target without a slot was chosen");
     const Row row = one->slots[victim].row;
-    ++pool_evictions;
+    ++counts.pool_evictions;
     leave_pool(row, false);
     evict(row, Event::EVICT_POOL);
     slot = one->slots.take();
@@ -597,11 +597,11 @@ void Tiers::leave_cache(Row row) {
   const auto slot = static_cast<Slot>(entry.cache);
   if (cache[slot].wanted) {
     unwant(slot);
-    ++refused_writes;
+    ++counts.refused_writes;
   }
   clean->withdraw(slot);
   cache.orphan(slot, false);
-  superseded += stays_[slot] == Stay::PROVISIONAL;  // nothing waits for it any more
+  counts.superseded += stays_[slot] == Stay::PROVISIONAL;  // nothing waits for it any more
   stay(slot, Stay::KEPT);
   entry.cache = kNoSlot;
 }
@@ -613,7 +613,7 @@ void Tiers::leave_pool(Row row, bool retire) {
   one.order->withdraw(slot);
   one.slots.orphan(slot, retire);
   entry.place = kNoPlace;
-  retired += retire;
+  counts.retired += retire;
 }
 
 // -- entries --------------------------------------------------------------------------
@@ -796,7 +796,7 @@ void Tiers::ended_write(const Batch& batch, size_t at) {
   if (batch.code[at] == Outcome::OK || mutant("failed_write_counts_as_written")) {
     if (!failed_writes_.empty()) failed_writes_.erase(place);
     on(row, Event::WRITTEN);
-    ++written;
+    ++counts.written;
     return;
   }
   on(row, Event::WRITE_FAILED);

@@ -83,6 +83,13 @@ struct Move {
   std::string keys;
 };
 
+// Events since the counts were taken.
+struct Counts {
+  uint64_t cache_evictions = 0, pool_evictions = 0, refused_writes = 0, written = 0, retired = 0;
+  uint64_t superseded = 0;  // chunks that were provisional and were never written
+  bool operator==(const Counts&) const = default;
+};
+
 struct Options {
   Slot cache_slots = 0;
   std::vector<Slot> pool_slots;  // by target
@@ -189,8 +196,7 @@ class Tiers {
   size_t backlog = 0;  // chunks that wait to be written
   size_t pending = 0;  // writes intended and under way
   uint64_t voided = 0;  // times that all answers became void
-  uint64_t cache_evictions = 0, pool_evictions = 0, refused_writes = 0, written = 0, retired = 0;
-  uint64_t superseded = 0;  // chunks that were provisional and were never written
+  Counts counts;
 
  private:
   Target& target(Place place) { return targets[target_of(place)]; }

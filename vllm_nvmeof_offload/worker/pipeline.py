@@ -170,10 +170,9 @@ class TransferPipeline:
         batch: ChunkBatch,
         pieces: Pieces | None = None,
     ) -> None:
-        columns = batch.keys, batch.generations, batch.cache, batch.places, batch.groups
         moved = (None, None) if pieces is None else (pieces.rows, pieces.first)
         self._machine.set_time(self._clock())
-        self._machine.begin(op, _KINDS.index(kind), int(urgency), *columns, *moved)
+        self._machine.begin(op, _KINDS.index(kind), int(urgency), batch, *moved)
 
     # -- progress ---------------------------------------------------------------------
 

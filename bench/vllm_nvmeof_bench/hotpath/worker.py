@@ -212,7 +212,7 @@ class Worker:
     def _batch(self, case: str, keys: Sequence[bytes], slots: npt.NDArray[np.int32]) -> ChunkBatch:
         count = len(keys)
         targets = slots.astype(np.int64) % TARGETS
-        return ChunkBatch(
+        return ChunkBatch.of(
             b"".join(keys),
             np.ones(count, np.uint64),
             np.full(count, NOWHERE, np.int32) if case == "pool" else slots,

@@ -291,7 +291,7 @@ class Rig:
         keys = b"".join(self.identities[number].key for number in numbers)
         generations = [self.identities[number].generation for number in numbers]
         groups = np.zeros(count, np.uint8)
-        return ChunkBatch(keys, np.array(generations, np.uint64), cache, places, groups)
+        return ChunkBatch.of(keys, np.array(generations, np.uint64), cache, places, groups)
 
     def start(self, batch: ChunkBatch, pieces: Sequence[Descriptors]) -> int:
         """Hand over one load; return its op."""

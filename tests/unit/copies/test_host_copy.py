@@ -119,7 +119,7 @@ class Bench:
     def batch(self, slots: Sequence[int], generation: int, *, pool: bool, cpu: bool) -> ChunkBatch:
         """The chunk of generation g in slot s has blocks s * PER_CHUNK on, and place s."""
         count = len(slots)
-        return ChunkBatch(
+        return ChunkBatch.of(
             b"".join(b"key-%04d" % slot for slot in slots),
             np.full(count, generation, np.uint64),
             np.array(slots if cpu else [-1] * count, np.int32),

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.chunks import place_in
 from vllm_nvmeof_offload.native import Machine
+from vllm_nvmeof_offload.protocol import ChunkBatch
 
 Item = tuple[int, int]  # a load's op, and a row of it or of the fetch that it waits for
 
@@ -128,11 +129,13 @@ class Queue:
             op,
             kind,
             urgency,
-            b"".join(b"%08d" % slot for slot in slots),
-            np.ones(count, np.uint64),
-            np.array(slots, np.int32),
-            np.array([place if place < 0 else place_in(place) for place in places], np.int64),
-            np.zeros(count, np.uint8),
+            ChunkBatch.of(
+                b"".join(b"%08d" % slot for slot in slots),
+                np.ones(count, np.uint64),
+                np.array(slots, np.int32),
+                np.array([place if place < 0 else place_in(place) for place in places], np.int64),
+                np.zeros(count, np.uint8),
+            ),
             np.array([[1, 0, 1]] * count, np.uint64).reshape(count, 3),
             np.arange(count + 1, dtype=np.uint32),
         )

@@ -13,7 +13,7 @@ import pytest
 
 from tests.chunks import place_in
 from vllm_nvmeof_offload.native import Machine
-from vllm_nvmeof_offload.protocol import NOWHERE, OpKind
+from vllm_nvmeof_offload.protocol import NOWHERE, ChunkBatch, OpKind
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import MIB
 from vllm_nvmeof_offload.worker import pipeline
@@ -103,11 +103,13 @@ class Meter:
             self._op,
             _KINDS.index(kind),
             3 if kind is OpKind.WRITE else 0,
-            b"key",
-            np.array([1], np.uint64),
-            np.array([cache], np.int32),
-            np.array([place], np.int64),
-            np.zeros(1, np.uint8),
+            ChunkBatch.of(
+                b"key",
+                np.array([1], np.uint64),
+                np.array([cache], np.int32),
+                np.array([place], np.int64),
+                np.zeros(1, np.uint8),
+            ),
             np.array([[1, 0, 1]], np.uint64),
             np.array([0, 1], np.uint32),
         )

@@ -78,7 +78,7 @@ def test_the_last_rank_decides_and_releases_each_row(
                     decided.append(row)
             releases[row] -= released
         index, code, errno, free = zip(*part, strict=True)
-        _, now_decided, now_failed = tiers.report(
+        _, now_decided, now_failed, now_ended = tiers.report(
             kind,
             batch,
             np.array(index, np.uint32),
@@ -86,7 +86,11 @@ def test_the_last_rank_decides_and_releases_each_row(
             np.array(errno, np.int16),
             np.array(free, np.uint8),
         )
-        assert now_decided == decided
+        if now_decided is None:
+            assert sorted(decided) == list(range(rows))
+        else:
+            assert now_decided == decided
+        assert now_ended == (bool(decided) and not any(outcomes))
         assert now_failed == [row for row in decided if any(reported[row])]
         assert batch.undecided == sum(map(bool, outcomes))
         assert batch.unreleased == sum(map(bool, releases))
@@ -104,8 +108,8 @@ def test_the_last_rank_decides_and_releases_each_row(
 
 def test_a_report_without_columns_is_of_all_rows_that_are_ok_and_released() -> None:
     tiers, batch = planned(STORE, 3, 2)
-    assert tiers.report(STORE, batch) == ([], [], [])
-    assert tiers.report(STORE, batch) == ([], [0, 1, 2], [])
+    assert tiers.report(STORE, batch) == ([], [], [], False)
+    assert tiers.report(STORE, batch) == ([], None, [], True)
     assert (batch.undecided, batch.unreleased) == (0, 0)
 
 
