@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from vllm_nvmeof_offload.native._tiers import Batch, InstantLanes, Machine, Tiers
+from vllm_nvmeof_offload.native._tiers import Batch, Geometry, InstantLanes, Machine, Tiers
 
-__all__ = ["WHY_NOT", "Batch", "InstantLanes", "Machine", "Tiers", "core"]
+__all__ = ["WHY_NOT", "Batch", "Geometry", "InstantLanes", "Machine", "Tiers", "core"]
 
 core: ModuleType | None
 WHY_NOT: str

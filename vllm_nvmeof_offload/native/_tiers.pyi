@@ -180,6 +180,15 @@ class InstantLanes:  # ends operations at once, for `bench hotpath`
     @property
     def address(self) -> int: ...
 
+# geometry.h says what it does. tensors: (address, stride, bytes of a page, blocks) of each.
+class Geometry:
+    def __init__(
+        self, tensors: Sequence[tuple[int, int, int, int]], blocks_per_chunk: int, /
+    ) -> None: ...
+    def pieces(
+        self, blocks: npt.NDArray[np.int32], first: int, chunks: int, /
+    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]: ...
+
 class Machine:
     def __init__(
         self,

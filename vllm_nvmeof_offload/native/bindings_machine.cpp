@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 
+#include "geometry.h"
 #include "instant_lanes.h"
 #include "machine.h"
 
@@ -23,6 +24,19 @@ namespace {
 template <typename T>
 using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using PieceRows = nb::ndarray<const uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
+
+// Without the interpreter lock, if the call works on many rows: where other threads wait for the
+// lock, giving it away and taking it back costs as much as a few dozen rows.
+class Unlocked {
+ public:
+  explicit Unlocked(size_t rows) {
+    if (rows >= kRowsMin) release_.emplace();
+  }
+
+ private:
+  static constexpr size_t kRowsMin = 64;
+  std::optional<nb::gil_scoped_release> release_;
+};
 
 int64_t nanoseconds(double seconds) { return std::llround(seconds * 1e9); }
 
@@ -74,6 +88,26 @@ void make(Machine* self, size_t cache_slots, size_t stream_slots, uint64_t pool_
   new (self) Machine(options, reinterpret_cast<NativeLanes*>(lanes), nanoseconds(now_s));
 }
 
+using Blocks = Column<int32_t>;
+using Tensors = std::vector<std::tuple<uint64_t, uint64_t, uint64_t, uint64_t>>;
+
+void make_geometry(Geometry* self, const Tensors& tensors, size_t blocks_per_chunk) {
+  std::vector<CacheTensor> known;
+  for (const auto& [address, stride, page, count] : tensors)
+    known.push_back({address, stride, page, count});
+  new (self) Geometry(std::move(known), blocks_per_chunk);
+}
+
+nb::tuple pieces(const Geometry& geometry, const Blocks& blocks, size_t first, size_t chunks) {
+  std::vector<uint64_t> rows;
+  std::vector<uint32_t> firsts;
+  {
+    const Unlocked unlocked(blocks.size());
+    geometry.pieces(span_of(blocks), first, chunks, rows, firsts);
+  }
+  return nb::make_tuple(array(std::move(rows), 3), array(std::move(firsts)));
+}
+
 // A column of a `protocol.ChunkBatch`.
 template <typename T>
 std::span<const T> column_of(const nb::tuple& batch, size_t number) {
@@ -94,7 +128,7 @@ void begin(Machine& machine, uint64_t op, uint8_t kind, uint8_t urgency, const n
     throw nb::value_error("the columns differ in length");
   Pieces pieces;
   if (rows && first) pieces = {{rows->data(), rows->size()}, span_of(*first)};
-  const nb::gil_scoped_release unlocked;
+  const Unlocked unlocked(count);
   machine.begin(op, static_cast<OpKind>(kind), static_cast<Urgency>(urgency), columns, pieces);
 }
 
@@ -216,6 +250,7 @@ nb::tuple levels(Machine& machine) {
 }  // namespace
 
 void bind_machine(nb::module_& m) {
+  nb::class_<Geometry>(m, "Geometry").def("__init__", &make_geometry).def("pieces", &pieces);
   nb::class_<InstantLanes>(m, "InstantLanes")
       .def(nb::init<int>(), "wake_fd"_a)
       .def_prop_ro("address", [](InstantLanes& lanes) {
@@ -263,7 +298,7 @@ void bind_machine(nb::module_& m) {
            [](Machine& machine, uint64_t number, uint8_t code, int error,
               const std::optional<Column<int64_t>>& crcs) {
              const auto known = crcs ? span_of(*crcs) : std::span<const int64_t>();
-             const nb::gil_scoped_release unlocked;
+             const Unlocked unlocked(machine.copying(number));
              machine.copied(number, static_cast<Outcome>(code), error, known);
            },
            "number"_a, "code"_a, "error"_a, "crcs"_a = nb::none())

@@ -107,6 +107,11 @@ class Machine {
   // -- progress. `copied` ends a batch of `take_copies`; `run` takes in what the lanes have ended.
   // crcs: by chunk of a store, the CRC of the payload, -1: not known; empty: none is.
   void copied(uint64_t number, Outcome code, int error, std::span<const int64_t> crcs = {});
+  // The chunks of a batch of copies.
+  size_t copying(uint64_t number) const {
+    const auto found = copying_.find(number);
+    return found == copying_.end() ? 0 : found->second.size();
+  }
   bool run();  // false: nothing more can move now
   std::vector<CopyBatch> take_copies();
   std::vector<RowReport> take_reports();

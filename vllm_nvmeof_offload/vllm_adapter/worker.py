@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LoadStoreSpec,
@@ -167,9 +166,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
 
     def _blocks(self, spec: GPULoadStoreSpec, batch: ChunkBatch) -> JobBlocks:
         """The job's GPU blocks. Their pieces are made on the pipeline's thread."""
-        groups = batch.groups
-        assert not (groups[:-1] > groups[1:]).any(), "the chunks are not group after group"
-        chunks = np.bincount(groups, minlength=len(self._geometry.groups)).tolist()
+        chunks = batch.rows_by_group(len(self._geometry.groups))
         return JobBlocks(spec.block_ids, spec.group_sizes, spec.block_indices, chunks)
 
     def _load_failed(self, blocks: JobBlocks, rows: list[int], request: str | None) -> None:

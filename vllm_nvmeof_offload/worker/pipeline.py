@@ -419,7 +419,9 @@ class PipelineRunner:
             with self._changed:
                 self._open.add(op)
         self._inbox.append(lambda: call(self._pipeline))
-        self._waker.wake()
+        # Otherwise a call before this one is still to be taken, and this one with it.
+        if len(self._inbox) == 1:
+            self._waker.wake()
 
     def wait(self, ops: Iterable[int]) -> None:
         """Block until these stores and loads are finished: no DMA works on them."""
