@@ -49,6 +49,7 @@ from vllm_nvmeof_offload.vllm_adapter.groups import LayerCaches, groups_of
 from vllm_nvmeof_offload.vllm_adapter.lifecycle import logged_in_one_line
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.vllm_adapter.old_kv import OldKV
+from vllm_nvmeof_offload.vllm_adapter.retention import keep_boundaries
 from vllm_nvmeof_offload.vllm_adapter.scheduler_view import (
     SchedulerView,
     key_bytes_of,
@@ -140,6 +141,9 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         if self.connector_scheduler is not None:
             offloaded = build_offloading_config(vllm_config, kv_cache_config)
             self._groups = groups_of(offloaded, kv_cache_config)
+            self._boundary_tokens = keep_boundaries(
+                self.scheduler, vllm_config, kv_cache_config, self._groups, config.boundary_tokens
+            )
             self._view = SchedulerView(self.scheduler, self._groups, lambda: self._kv_cache_manager)
             self._old_kv = OldKV(self._manager.suspension, self._view)
             lifecycle.install(EngineCore)
@@ -261,7 +265,9 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         by_priority = self._vllm_config.scheduler_config.policy == "priority"
         key_bytes = key_bytes_of(self._vllm_config.cache_config.prefix_caching_hash_algo)
         queue = self._view.queue(by_priority=by_priority)
-        self._manager.attach(hellos, key_bytes, self._groups, queue)
+        self._manager.attach(
+            hellos, key_bytes, self._groups, queue, boundary_tokens=self._boundary_tokens
+        )
 
     @timed
     def on_new_request(self, request: Any) -> None:

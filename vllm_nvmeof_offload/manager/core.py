@@ -60,6 +60,8 @@ _SIGHTINGS_MIN = 1 << 16
 _SOURCES = (None, Source.CPU, Source.POOL)
 #: The tiers that a look-up may hit, as bits.
 FROM_CPU, FROM_POOL = 1, 2
+#: What `Tiers.plan_store` is told of a wanted key.
+_KEPT, _PROVISIONAL = 1, 2
 _NATIVE_KIND = {OpKind.STORE: 0, OpKind.LOAD: 1, OpKind.WRITE: 2, OpKind.FETCH: 3}
 #: By errno: whether a failure with it speaks against the slot, not against its target.
 _SLOT_ERRNOS = [io_error(number).scope is Scope.SLOT for number in range(max(ERRORS) + 1)]
@@ -200,17 +202,26 @@ class ManagerCore:
     # -- store ------------------------------------------------------------------------
 
     def prepare_store(
-        self, keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None = None
+        self,
+        keys: Sequence[bytes],
+        ends: npt.NDArray[np.int64] | None = None,
+        provisional: npt.NDArray[np.bool_] | None = None,
     ) -> StorePlan:
         """Plan the store of those `keys` that are new and reached the threshold: as many as fit,
         in prefix order. The command's rows have the order of `keys`.
 
         ends: of each key, the number of the request's tokens up to its chunk's end, where there are
-        several groups; each key comes once then. None: the keys are in prefix order.
+        several groups; each key comes once then. None: the keys are in prefix order. provisional:
+        by key, whether its chunk is not written until `keep`; None: no chunk is.
         """
         once = list(dict.fromkeys(keys)) if ends is None else keys
         in_order, order = self._in_prefix_order(once, ends)
         wanted = self._threshold.see(in_order)
+        if provisional is not None:
+            how = np.where(
+                provisional if order is None else provisional[order], _PROVISIONAL, _KEPT
+            )
+            wanted = (how if wanted is None else how * wanted).astype(np.uint8)
         batch, absent, refused, self._generation = self._tiers.plan_store(
             in_order, wanted, self._generation, order
         )
@@ -240,6 +251,8 @@ class ManagerCore:
     def keep(self, keys: Sequence[bytes]) -> None:
         """These chunks, if they are provisional, are chunks like any other from now on."""
         self._tiers.keep(keys)
+        self._tiers.drain()
+        self._count()
 
     # -- load -------------------------------------------------------------------------
 

@@ -143,6 +143,7 @@ class WaitingRequests:
         self._full = queue.groups[leading(queue.groups)].kind is GroupKind.FULL
         self._clock = clock
         self._requests: dict[str, Any] = {}
+        self._ended: set[str] = set()  # in the last step
         self._attempts: dict[str, Attempt] = {}
         self._going: set[str] = set()  # got their blocks in this step
         self._declined: Sequence[bytes] = ()  # by the last attempt of this step
@@ -151,6 +152,7 @@ class WaitingRequests:
     def added(self, request: Any, *, prefetch: bool = True) -> None:
         """A request has arrived. prefetch: whether its chunks may be prefetched."""
         self._requests[request.request_id] = request
+        self._ended.discard(request.request_id)
         self.answers.forget(request.request_id)
         if prefetch:
             order = (request.priority, request.arrival_time) if self._queue.by_priority else ()
@@ -235,9 +237,17 @@ class WaitingRequests:
         """What was decided on the load that is being planned for this request."""
         return self._attempts.get(request_id)
 
+    def request(self, request_id: str) -> Any:
+        """vLLM's request, from its arrival to the end of the step that reports its end."""
+        return self._requests[request_id]
+
     def step(self, scheduler_output: Any) -> None:
         """Take in one `SchedulerOutput`."""
         self.resumes.step(scheduler_output)
+        for request_id in self._ended:
+            self._requests.pop(request_id, None)
+        # Their last chunks are stored in this step.
+        self._ended = set(scheduler_output.finished_req_ids or ())
         # Before the running ones: a reset may preempt, between two steps, a request that this step
         # runs or loads again.
         for request_id in scheduler_output.preempted_req_ids or ():
@@ -251,7 +261,6 @@ class WaitingRequests:
         for request_id in scheduler_output.finished_req_ids or ():
             self._core.reload.left(request_id)
             self.answers.forget(request_id)
-            self._requests.pop(request_id, None)
             self._attempts.pop(request_id, None)
         # Not in `decide`: a probe takes cache slots, and the chunks found there are not pinned yet.
         self._core.reload.probe(self._declined)

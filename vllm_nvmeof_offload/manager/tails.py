@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,13 +30,23 @@ if TYPE_CHECKING:
 _SPARSE = (GroupKind.WINDOW, GroupKind.STATE)
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Chunks of one request to store. ends: the request's tokens up to each chunk's end. positions:
+    of their groups."""
+
+    keys: list[bytes]
+    ends: npt.NDArray[np.int64]
+    provisional: npt.NDArray[np.bool_]
+    positions: npt.NDArray[np.int64]
+
+
 @dataclass(slots=True)
 class _Request:
-    """lasting: its boundaries that last. boundary: the last one that is stored. provisional: by
-    group position, (end, key) of chunks that no later boundary has superseded, oldest first.
-    latest: by group position, the end of the last chunk that was stored."""
+    """boundary: the last one that is stored. provisional: by group position, (end, key) of chunks
+    that no later boundary has superseded, oldest first. latest: by group position, the end of the
+    last chunk that was stored."""
 
-    lasting: tuple[int, ...]
     boundary: int = 0
     provisional: dict[int, deque[tuple[int, bytes]]] = field(default_factory=dict)
     latest: dict[int, int] = field(default_factory=dict)
@@ -65,55 +75,35 @@ class Tails:
         self._requests: dict[str, _Request] = {}
 
     def offered(
-        self,
-        request_id: str,
-        keys: Sequence[bytes],
-        ends: npt.NDArray[np.int64],
-        *,
-        prompt_tokens: int,
-        shared_tokens: int,
-    ) -> tuple[list[bytes], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Of the chunks that vLLM offers for storing, those to store, their ends, and whether each
-        is provisional.
-
-        ends: of each key, the request's tokens up to its chunk's end. shared_tokens: of a prefix
-        that vLLM found to be shared; 0: of none.
-        """
-        unit = self._unit_tokens
+        self, vllm_request: Any, keys: Sequence[bytes], ends: npt.NDArray[np.int64]
+    ) -> Offer:
+        """The chunks to store of those that vLLM offers. ends: as in an `Offer`."""
+        unit, request_id = self._unit_tokens, vllm_request.request_id
         request = self._requests.get(request_id)
         if request is None:
-            request = self._requests[request_id] = _Request(())
-        # vLLM finds a shared prefix when it looks up, again after a preemption.
-        request.lasting = ((prompt_tokens - 1) // unit * unit, shared_tokens // unit * unit)
+            request = self._requests[request_id] = _Request()
         positions = self._positions[_group_ids(keys)]
         reach = self._reaches[positions]
         lasts = (reach == 0) | (-ends % self._every_tokens < reach)
-        for boundary in request.lasting:
+        # vLLM finds a shared prefix when it looks up, again after a preemption.
+        for tokens in (vllm_request.num_prompt_tokens - 1, vllm_request.shared_prefix_boundary):
+            boundary = tokens // unit * unit
             lasts |= (ends <= boundary) & (boundary - ends < reach)
-        frontier = int(ends.max()) // unit * unit if len(ends) else 0
-        frontier = max(frontier, request.boundary)
+        frontier = max(int(ends.max()) // unit * unit, request.boundary)
         chosen = lasts | (frontier - ends < reach)
-        provisional = ~lasts[chosen]
-        return list(compress(keys, chosen.tolist())), ends[chosen], provisional
+        stored = list(compress(keys, chosen.tolist()))
+        return Offer(stored, ends[chosen], ~lasts[chosen], positions[chosen])
 
-    def stored(
-        self,
-        request_id: str,
-        keys: Sequence[bytes],
-        ends: npt.NDArray[np.int64],
-        provisional: npt.NDArray[np.bool_],
-    ) -> None:
-        """The chunks that `offered` chose are being stored, every one."""
+    def stored(self, request_id: str, offer: Offer) -> None:
+        """All chunks that `offered` chose are being stored, or were before."""
         request = self._requests[request_id]
-        positions = self._positions[_group_ids(keys)]
-        sparse = np.flatnonzero(self._reaches[positions])
-        for at in sparse.tolist():
-            position, end = int(positions[at]), int(ends[at])
+        for at in np.flatnonzero(self._reaches[offer.positions]).tolist():
+            position, end = int(offer.positions[at]), int(offer.ends[at])
             if end <= request.latest.get(position, 0):
-                continue  # offered again
+                continue  # it was offered before
             request.latest[position] = end
-            if provisional[at]:
-                request.provisional.setdefault(position, deque()).append((end, keys[at]))
+            if offer.provisional[at]:
+                request.provisional.setdefault(position, deque()).append((end, offer.keys[at]))
         boundary = self._last_boundary(request)
         if boundary > request.boundary:
             request.boundary = boundary

@@ -44,6 +44,7 @@ from vllm_nvmeof_offload.manager.metrics_collector import MetricsCollector, conf
 from vllm_nvmeof_offload.manager.prefill_rate import StepMeter
 from vllm_nvmeof_offload.manager.prefix_order import tokens_by_source
 from vllm_nvmeof_offload.manager.requests import Queue, Suspension, WaitingRequests
+from vllm_nvmeof_offload.manager.tails import Tails
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, Counts, exported
 from vllm_nvmeof_offload.protocol import (
     ChunkBatch,
@@ -110,6 +111,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self.config = config
         self.suspension = Suspension(clock)
         self.waiting: WaitingRequests | None = None
+        self._tails: Tails | None = None
         self._core: ManagerCore | None = None
         self._clock, self._worked_s = clock, clock()
         self._policy = policy
@@ -205,7 +207,16 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if req_context.req_id in self.suspension.requests:
             return PrepareStoreOutput([], LoadStoreSpec(), [])
         wanted = list(keys)
-        plan = self.core.prepare_store(wanted, self._ends(wanted, req_context))
+        ends = self._ends(wanted, req_context)
+        if self._tails is None or ends is None:
+            plan = self.core.prepare_store(wanted, ends)
+        else:
+            assert self.waiting is not None
+            offer = self._tails.offered(self.waiting.request(req_context.req_id), wanted, ends)
+            wanted = _offload_keys(offer.keys)
+            plan = self.core.prepare_store(wanted, offer.ends, offer.provisional)
+            if not plan.refused:
+                self._tails.stored(req_context.req_id, offer)
         self._state(req_context).used.append(wanted)
         evicted = split_keys(plan.evicted, self.core.config.key_bytes)
         if plan.command is None:
@@ -225,6 +236,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         # Comes when nothing more of the request will be stored.
         self.suspension.ended(req_context.req_id)
+        if self._tails is not None:
+            self._tails.ended(req_context.req_id)
         state = req_context.get_state(_RequestState)
         if state is not None:
             used = list(dict.fromkeys(itertools.chain.from_iterable(state.used)))
@@ -239,6 +252,9 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._steps.scheduled(tokens)
         self.core.counters["preemptions"] += len(scheduler_output.preempted_req_ids or ())
         self.waiting.step(scheduler_output)
+        if self._tails is not None:
+            for request_id in scheduler_output.preempted_req_ids or ():
+                self._tails.preempted(request_id)
         self.suspension.log_while_it_lasts()
 
     def step_ended(self, scheduler_s: float) -> None:
@@ -282,6 +298,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if self._core is None:
             self._void = True  # the chunks that `attach` will adopt too
             return
+        if self._tails is not None:
+            self._tails.reset()
         entries = self._core.gauges()["entries"]
         if self._core.reset():
             logger.info("a reset declared void what was offloaded: %d chunks", entries)
@@ -303,11 +321,13 @@ class NVMeoFOffloadingManager(OffloadingManager):
         key_bytes: int,
         groups: tuple[Group, ...],
         queue: Queue | None = None,
+        *,
+        boundary_tokens: int = 0,
     ) -> None:
         """Make the core: the workers' handshake has come.
 
         key_bytes: of every offload key. groups: the offloaded ones, by position. queue: of the
-        requests that wait.
+        requests that wait. boundary_tokens: see `keep_boundaries`.
         """
         assert self._core is None, "a second handshake"
         ordered = sorted(hellos, key=lambda hello: hello.rank)
@@ -328,6 +348,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._metrics = MetricsCollector(core, self.suspension, ordered, self._labels)
         if queue is not None:
             self.waiting = WaitingRequests(core, queue, self._clock)
+        if boundary_tokens:
+            self._tails = Tails(core, groups, boundary_tokens)
         self._export_due = True
 
     def take_commands(self) -> list[Command]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -65,18 +66,18 @@ class Server:
                 self.offer(offer)
 
     def offer(self, chunks: Sequence[tuple[Group, int]]) -> None:
-        keys, ends, provisional = self.tails.offered(
-            "a",
+        offer = self.tails.offered(
+            SimpleNamespace(
+                request_id="a", num_prompt_tokens=self.prompt, shared_prefix_boundary=self.shared
+            ),
             [self.key(group, end) for group, end in chunks],
             np.array([end for _, end in chunks], np.int64),
-            prompt_tokens=self.prompt,
-            shared_tokens=self.shared,
         )
-        for key, is_provisional in zip(keys, provisional.tolist(), strict=True):
+        for key, is_provisional in zip(offer.keys, offer.provisional.tolist(), strict=True):
             if not is_provisional:
                 self.chunks[key] = "kept"
             self.chunks.setdefault(key, "provisional")
-        self.tails.stored("a", keys, ends, provisional)
+        self.tails.stored("a", offer)
 
     def kept(self, group: Group) -> list[int]:
         """The ends of the group's chunks that last."""
