@@ -5,6 +5,7 @@
     ├── ConfigError          a configuration value that cannot work (key, value, remedy)
     ├── PoolError            a pool directory that cannot be used
     │   ├── PoolFormatError      superblock, header or table that is not ours or not intact
+    │   │   └── UnknownFormatError   an intact superblock of a format that this program cannot use
     │   └── PoolLockedError      another live owner holds the directory
     ├── EngineError          an I/O or copy engine that cannot be built here
     └── IntegrationError     this vLLM is not one that we know how to work with
@@ -40,6 +41,10 @@ class PoolError(OffloadError):
 
 class PoolFormatError(PoolError):
     """Bytes on disk that are not ours, or not intact."""
+
+
+class UnknownFormatError(PoolFormatError):
+    """An intact superblock of another format: the message has its number."""
 
 
 class PoolLockedError(PoolError):

@@ -205,15 +205,21 @@ class CancelCommand(_Message):
     indexes: npt.NDArray[np.uint32] | None = None
 
 
+#: Bytes of a share tag.
+TAG_BYTES = 16
+
+
 @dataclass(frozen=True, slots=True)
 class ResetCommand(_Message):
-    """Everything stored so far is void, on disk too.
+    """Everything stored so far is void, on disk too: every superblock gets a new epoch and `tag`.
 
-    adoptable: chunks stored from now on may be adopted at a later start.
+    tag: the share tag of the chunks that follow. named: they carry that epoch, and a later start
+    may adopt them; False: they carry another, which no superblock names.
     """
 
     op: int
-    adoptable: bool
+    tag: bytes
+    named: bool
 
 
 Command = WriteCommand | FetchCommand | CancelCommand | ResetCommand
@@ -314,7 +320,7 @@ class RankHello:
 
     The manager's capacity is the minimum over the ranks, its index the intersection of their
     adopted entries. pool_slots: on all targets together (`slots_by_target`). groups: by position,
-    in the same order on all ranks. Fields after `adopted` are for logs and metrics only.
+    in the same order on all ranks. Fields after `tag` are for logs and metrics only.
     """
 
     rank: int
@@ -326,6 +332,7 @@ class RankHello:
     slot_bytes: int
     groups: tuple[RankGroup, ...] = ()
     adopted: AdoptedEntries = field(default_factory=AdoptedEntries)
+    tag: bytes = b""  # the share tag of this start; empty: what it writes is adopted by none
     fallbacks: tuple[str, ...] = ()  # parts that run slower than they could, and why
     stream_slots: int = 0
     targets: tuple[str, ...] = ()  # directories

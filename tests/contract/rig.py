@@ -138,7 +138,7 @@ class Rig:
         identity: SlotIdentity | None = None,
         urgency: Urgency | None = None,
         deadline_s: float | None = None,
-        adoptable: bool = True,
+        named: bool = True,
         payload_bytes: int = PAYLOAD_BYTES,
         payload_crc: int | None = None,
     ) -> IoOp:
@@ -154,7 +154,8 @@ class Rig:
             identity=identity,
             payload_bytes=0 if kind is OpKind.RESET else payload_bytes,
             deadline_s=deadline_s,
-            adoptable=adoptable,
+            tag=self.pool.stamp.tag if kind is OpKind.RESET else b"",
+            named=named,
             payload_crc=payload_crc,
         )
 

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from vllm_nvmeof_offload.errors import DEADLINE, OK
+from vllm_nvmeof_offload.errors import DEADLINE, OK, STALE
 from vllm_nvmeof_offload.io.base import Completion
 from vllm_nvmeof_offload.pool.format import read_superblock
 from vllm_nvmeof_offload.pool.pool import Pool
@@ -30,15 +31,28 @@ def test_a_reset_voids_only_the_writes_submitted_before_it(make_rig: MakeRig) ->
     assert rig.reopen().adopt().keys == name(4).key
 
 
-def test_writes_after_a_not_adoptable_reset_are_not_adopted(make_rig: MakeRig) -> None:
+def test_writes_that_no_superblock_names_are_not_adopted(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.store(0, name(1))
-    assert [c.outcome for c in rig.run(rig.op(OpKind.RESET, adoptable=False))] == [OK]
+    assert [c.outcome for c in rig.run(rig.op(OpKind.RESET, named=False))] == [OK]
     rig.store(1, name(2))
     rig.zero(5)
     assert [c.outcome for c in rig.run(rig.read(1, 5, name(2)))] == [OK]
     assert rig.payload(5) == content(name(2))
     assert rig.reopen().adopt().keys == b""
+
+
+def test_a_read_accepts_the_tag_of_its_submission_only(make_rig: MakeRig) -> None:
+    """Chunks of other weights, for which somebody asks nevertheless."""
+    rig = make_rig()
+    rig.store(0, name(1))
+    ours = rig.pool.stamp.tag
+    for tag, outcome in ((bytes(range(16)), STALE), (ours, OK)):
+        reset = replace(rig.op(OpKind.RESET), tag=tag)
+        assert [c.outcome for c in rig.run(reset)] == [OK]
+        rig.zero(5)
+        assert [c.outcome for c in rig.run(rig.read(0, 5, name(1)))] == [outcome]
+    assert rig.payload(5) == content(name(1))
 
 
 def test_writes_between_two_resets_are_voided(make_rig: MakeRig) -> None:
@@ -65,8 +79,8 @@ def test_a_hung_write_delays_neither_a_reset_nor_the_writes_after_it(make_rig: M
     rig.fill(2, name(4))
     (reset, after) = rig.run(rig.op(OpKind.RESET), rig.write(3, 2, name(4)))
     assert (reset.outcome, after.outcome) == (OK, OK)
-    epochs = {read_superblock(directory) for directory in rig.pool.directories}
-    assert {found.epoch for found in epochs if found is not None} == {rig.pool.stamp.epoch}
+    found = [read_superblock(directory) for directory in rig.pool.directories]
+    assert {one.epoch for one in found if one is not None} == {rig.pool.stamp.epoch}
     rig.gate.open_all()
     assert rig.wait(bool) == [Completion(hung.token, None)]
     pool = rig.reopen()

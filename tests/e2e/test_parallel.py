@@ -74,7 +74,7 @@ def _used(directory: Path) -> list[int]:
     with (directory / "table").open("rb") as file:
         raw = read_table(file.fileno(), superblock.slots)
     table = decode_table(raw, np.arange(superblock.slots, dtype=np.int64))
-    usable = table.valid & table.adoptable & (table.epochs == superblock.epoch)
+    usable = table.valid & (table.epochs == superblock.epoch)
     return [int(slot) for slot in np.flatnonzero(usable)]
 
 

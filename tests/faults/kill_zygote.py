@@ -34,9 +34,9 @@ RESET_SHARE = 0.01
 
 def key(pool_slot: int, generation: int) -> bytes:
     """Each write has a unique key, so that no chunk may be returned in another's place. All keys
-    of a pool are of one length.
+    of a pool are of one length and of one group.
     """
-    return f"{pool_slot:04}:{generation:08}".encode()
+    return f"{pool_slot:04}:{generation:08}\0\0\0\0".encode()
 
 
 def emit(*words: object) -> None:
@@ -117,12 +117,12 @@ class Life:
         if self._busy:
             count = len(self._busy)
             self._reap(self._bench.wait(lambda found: len(found) == count))
-        adoptable = self._dice.random() < 0.8
-        emit("resetting", int(adoptable), 0)
-        (completion,) = self._bench.run(self._bench.reset(adoptable))
+        named = self._dice.random() < 0.8
+        emit("resetting", int(named), 0)
+        (completion,) = self._bench.run(self._bench.reset(named))
         assert completion.outcome is not None
         assert completion.outcome.ok, completion
-        emit("reset", int(adoptable), 0)
+        emit("reset", int(named), 0)
         self._stored.clear()
 
 

@@ -89,9 +89,11 @@ class Bench:
         self.view[start : start + self.pool.slot_bytes] = bytes(self.pool.slot_bytes)
         return self._op(OpKind.FETCH, Urgency.DEMAND, pool_slot, place, identity, **more)
 
-    def reset(self, adoptable: bool = True) -> IoOp:
+    def reset(self, named: bool = True) -> IoOp:
         self.tokens += 1
-        return IoOp(self.tokens, OpKind.RESET, Urgency.DEMAND, 0, 0, None, 0, adoptable=adoptable)
+        tag = self.pool.stamp.tag
+        what = OpKind.RESET, Urgency.DEMAND, 0, 0, None, 0
+        return IoOp(self.tokens, *what, tag=tag, named=named)
 
     def payload(self, place: int) -> memoryview:
         start = place * self.pool.slot_bytes + HEADER_BYTES

@@ -108,7 +108,9 @@ class Survivor:
         return self.outcome(self.obey(WriteCommand(number, self._row(identity, place, target))))
 
     def reset(self) -> Outcome:
-        return self.outcome(self.obey(ResetCommand(next(self._ops), adoptable=True)))
+        return self.outcome(
+            self.obey(ResetCommand(next(self._ops), self.pool.stamp.tag, named=True))
+        )
 
     def wait(self, wanted: Callable[[Reported | Report], bool]) -> Reported | Report:
         """Return the first such report. Ops have one row."""

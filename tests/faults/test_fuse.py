@@ -216,7 +216,7 @@ def test_a_short_write_is_completed_or_fails(bench: Bench, faulty_mount: FaultyM
     assert adopted(pool) == kept
     for slot, identity in kept.items():
         memory = memoryview(bytearray(pool.slot_bytes))
-        assert read_slot(pool, memory, SlotFiles.of(pool, slot), identity) == OK
+        assert read_slot(pool, memory, SlotFiles.of(pool, slot), identity, pool.stamp.tag) == OK
 
 
 def test_a_short_write_that_the_kernel_reports_is_completed(

@@ -100,12 +100,12 @@ class Ledger:
 
     slots: dict[int, Slot] = field(default_factory=lambda: {n: Slot() for n in range(8 * TARGETS)})
     generation: int = 0
-    adoptable: bool = True
+    named: bool = True
     counts: Counter[str] = field(default_factory=Counter)
 
     def live(self, lines: list[list[str]]) -> None:
         found: set[int] = set()
-        self.adoptable = True
+        self.named = True
         for what, *words in lines:
             self.counts[what] += 1
             if what == "open":
@@ -141,19 +141,19 @@ class Ledger:
         slot = self.slots[number]
         if what == "begin":
             slot.must = 0
-            slot.may |= {generation} if self.adoptable else set()
-        elif self.adoptable:
+            slot.may |= {generation} if self.named else set()
+        elif self.named:
             slot.must, slot.may = generation, {generation}
         else:
             slot.must, slot.may = 0, set()
 
-    def _reset(self, what: str, adoptable: bool) -> None:
+    def _reset(self, what: str, named: bool) -> None:
         for slot in self.slots.values():
             slot.must = 0
             if what == "reset":
                 slot.may.clear()
         if what == "reset":
-            self.adoptable = adoptable
+            self.named = named
 
 
 @pytest.fixture(scope="module")

@@ -15,15 +15,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 from crc32c import crc32c
-from hypothesis import assume, example, given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE, PoolFormatError
+from vllm_nvmeof_offload.errors import (
+    CHECKSUM_MISMATCH,
+    OK,
+    STALE,
+    PoolFormatError,
+    UnknownFormatError,
+)
+from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     KEY_BYTES_MAX,
     SlotPlace,
     Stamp,
+    StoredGroup,
     Superblock,
     decode_table,
     encode_entry,
@@ -33,6 +41,8 @@ from vllm_nvmeof_offload.pool.format import (
     seal,
     verify,
 )
+from vllm_nvmeof_offload.pool.format1 import decode_superblock
+from vllm_nvmeof_offload.pool.format1 import parse_header as parse_header_1
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, slot_stride_bytes
 
@@ -41,15 +51,25 @@ from .mutations import changes, edits, mutated, of_file, same_directory
 PAYLOAD = bytes(range(256)) * 20
 ONE, OTHER = SlotIdentity(b"one" * 12, 7), SlotIdentity(b"other" * 7, 8)
 PLACE = SlotPlace(bytes(range(16)), 5, 6)
+TAG = bytes(range(90, 106))
+STAMP = Stamp(3, TAG)
 #: The fields of a header; the bytes between and after them are zeros and the CRC.
-FIELDS = [*range(82), *range(128, 150)]
-BLOCK = Superblock(bytes(range(16)), "0f" * 16, 8192, 4096, 9, 1, 2, 3, 4, 5, True)
+FIELDS = [*range(83), *range(84, 90), *range(96, 150), *range(160, 164)]
+BLOCK = Superblock(
+    *(bytes(range(16)), "0f" * 16, 8192, 4096, 9, 1, 2, 3, 4, 5),
+    tag=TAG,
+    sequence=12,
+    groups=(
+        StoredGroup(0, GroupKind.FULL, 4096, 2, 2048),
+        StoredGroup(1, GroupKind.STATE, 1000, 2, 1000),
+    ),
+)
 
 
 def sealed(identity: SlotIdentity = ONE) -> bytes:
     slot = bytearray(slot_stride_bytes(len(PAYLOAD)))
     slot[HEADER_BYTES : HEADER_BYTES + len(PAYLOAD)] = PAYLOAD
-    seal(memoryview(slot), identity, len(PAYLOAD), Stamp(3, True), PLACE)
+    seal(memoryview(slot), identity, len(PAYLOAD), STAMP, PLACE, GroupKind.FULL)
     return bytes(slot)
 
 
@@ -65,7 +85,7 @@ MATTERS = HEADER_BYTES + len(PAYLOAD)  # padding follows
 @given(changes)
 def test_a_mutated_slot_is_never_accepted(mutations: list[tuple[str, int, bytes]]) -> None:
     slot = mutated(SEALED, mutations)
-    outcome = verify(memoryview(slot), ONE, len(PAYLOAD), PLACE)
+    outcome = verify(memoryview(slot), ONE, len(PAYLOAD), PLACE, TAG)
     if slot[:MATTERS] == SEALED[:MATTERS]:
         assert outcome == OK
     else:
@@ -74,14 +94,24 @@ def test_a_mutated_slot_is_never_accepted(mutations: list[tuple[str, int, bytes]
 
 @given(st.lists(st.tuples(st.just("put"), st.sampled_from(FIELDS), st.binary(max_size=1))))
 @example([])
-@example([("put", 8, b"\2")])  # version
-@example([("put", 10, b"\2")])  # flags
+@example([("put", 8, b"\1")])  # version
+@example([("put", 10, b"\1")])  # flags
+@example([("put", 10, b"\2")])
+@example([("put", 10, b"\4")])
+@example([("put", 10, b"\x08")])
+@example([("put", 82, b"\3")])  # kind of the group
+@example([("put", 82, b"\4")])
+@example([("put", 84, b"x")])  # group id
+@example([("put", 88, b"\1")])  # block CRCs
+@example([("put", 10, b"\4"), ("put", 88, b"\1"), ("put", 160, b"x")])
+@example([("put", 96, b"x")])  # share tag
+@example([("put", 112, b"x")])  # MAC
 @example([("put", 11, b"\0")])  # key length
 @example([("put", 11, b"\x2f")])
 @example([("put", 24, b"\xff" * 8)])  # payload length
 @example([("put", 36 + KEY_BYTES_MAX - 1, b"x")])  # padding of the key
-@example([("put", 128, b"x")])  # uuid of the pool
-@example([("put", 144, b"x")])  # pool slot
+@example([("put", 128, b"x")])  # uuid of the region
+@example([("put", 144, b"x")])  # slot
 @example([("put", 148, b"x")])  # rank
 def test_a_signed_invalid_header_is_refused_or_stale(
     mutations: list[tuple[str, int, bytes]],
@@ -89,19 +119,22 @@ def test_a_signed_invalid_header_is_refused_or_stale(
     page = signed(mutated(SEALED[:HEADER_BYTES], mutations))
     slot = page + SEALED[HEADER_BYTES:]
     header = parse_header(page)
-    outcome = verify(memoryview(slot), ONE, len(PAYLOAD), PLACE)
+    outcome = verify(memoryview(slot), ONE, len(PAYLOAD), PLACE, TAG)
     if header is None:
         assert outcome == CHECKSUM_MISMATCH
         return
     # An accepted header encodes to the same fields again.
     assert 0 < len(header.identity.key) <= KEY_BYTES_MAX
     again = bytearray(SEALED)
-    seal(memoryview(again), header.identity, len(PAYLOAD), header.stamp, header.place)
+    stamp, kind = header.stamp, GroupKind(page[82])
+    seal(memoryview(again), header.identity, len(PAYLOAD), stamp, header.place, kind)
     same = header.identity == ONE and header.payload_bytes == len(PAYLOAD)
-    if not same or header.place != PLACE:
+    if not same or header.place != PLACE or stamp.tag != TAG:
         assert outcome == STALE
     elif page[32:36] == SEALED[32:36]:
-        assert (page, outcome) == (bytes(again[:HEADER_BYTES]), OK)
+        assert outcome == OK
+        unused = page[10] or any(page[160:164])  # flags and CRCs of later releases
+        assert unused or page == bytes(again[:HEADER_BYTES])
     else:
         assert outcome == CHECKSUM_MISMATCH
 
@@ -110,25 +143,25 @@ def test_a_signed_invalid_header_is_refused_or_stale(
 @example(b"", 0)
 @example(SEALED[:HEADER_BYTES], len(PAYLOAD))  # an intact header without a payload
 def test_random_bytes_never_verify(data: bytes, payload_bytes: int) -> None:
-    assert verify(memoryview(data), ONE, payload_bytes, PLACE) in (CHECKSUM_MISMATCH, STALE)
+    assert verify(memoryview(data), ONE, payload_bytes, PLACE, TAG) in (CHECKSUM_MISMATCH, STALE)
 
 
 def test_a_header_in_another_slot_is_stale() -> None:
     """A misdirected write: a whole slot, or only its header page."""
     other = sealed(OTHER)
-    assert verify(memoryview(other), ONE, len(PAYLOAD), PLACE) == STALE
-    assert verify(memoryview(other), OTHER, len(PAYLOAD), PLACE) == OK
+    assert verify(memoryview(other), ONE, len(PAYLOAD), PLACE, TAG) == STALE
+    assert verify(memoryview(other), OTHER, len(PAYLOAD), PLACE, TAG) == OK
     spliced = other[:HEADER_BYTES] + SEALED[HEADER_BYTES:-1] + b"x"
-    assert verify(memoryview(spliced), ONE, len(PAYLOAD), PLACE) == STALE
+    assert verify(memoryview(spliced), ONE, len(PAYLOAD), PLACE, TAG) == STALE
     half = SEALED[:HEADER_BYTES] + bytes(len(SEALED) - HEADER_BYTES)
-    assert verify(memoryview(half), ONE, len(PAYLOAD), PLACE) == CHECKSUM_MISMATCH
+    assert verify(memoryview(half), ONE, len(PAYLOAD), PLACE, TAG) == CHECKSUM_MISMATCH
 
 
 # ---- the table ----------------------------------------------------------------------------
 
 
 def table_of(*slots: int) -> bytes:
-    return b"".join(encode_entry(slot, ONE, Stamp(3, True)) for slot in slots)
+    return b"".join(encode_entry(slot, ONE, 3) for slot in slots)
 
 
 TABLE = table_of(*range(8))
@@ -161,16 +194,16 @@ def test_an_entry_in_another_position_is_damaged(order: list[int]) -> None:
 
 
 @given(st.integers(0, 255), st.integers(0, 255), st.binary(min_size=46, max_size=46))
+@example(8, 36, ONE.key.ljust(46, b"\0"))
+@example(0, 0, bytes(46))
+@example(0, 47, bytes(46))
 @example(1, 36, ONE.key.ljust(46, b"\0"))
-@example(1, 0, bytes(46))
-@example(1, 47, bytes(46))
-@example(2, 36, ONE.key.ljust(46, b"\0"))
 def test_a_signed_invalid_entry_is_damaged(flags: int, length: int, key: bytes) -> None:
     body = struct.pack("<IQBB46s", 3, 7, flags, length, key)
     raw = struct.pack("<I", crc32c(struct.pack("<I", 0) + body)) + body
     table = decode(raw)
     # An entry is a hint: the bytes after its key are ignored.
-    sound = flags <= 1 and 0 < length <= KEY_BYTES_MAX
+    sound = flags in (0, 8) and 0 < length <= KEY_BYTES_MAX
     assert (table.valid[0], table.damaged[0]) == (sound, not sound)  # type: ignore[attr-defined]
 
 
@@ -188,8 +221,21 @@ def test_a_mutated_superblock_is_refused(mutations: list[tuple[str, int, bytes]]
 
 
 @given(edits)
-@example([("put", 8, b"\2")])  # version
+@example([("put", 8, b"\1")])  # version
 @example([("put", 28, b"\xff")])  # keyspace
+@example([("put", 104, b"\1")])  # the flag of format 1
+@example([("put", 136, b"\1")])  # what later releases use
+@example([("put", 173, b"\1")])
+@example([("put", 174, b"\0")])  # number of groups
+@example([("put", 174, b"\1")])
+@example([("put", 174, b"\3")])
+@example([("put", 174, b"\x41")])
+@example([("put", 175, b"\1")])
+@example([("put", 196, b"\4")])  # kind of a group
+@example([("put", 198, b"\1")])  # zero in a group
+@example([("put", 192, b"\1")])  # the id of another group
+@example([("put", 240, b"\1")])  # behind the groups
+@example([("put", 4060, b"\1")])  # MAC
 def test_a_signed_invalid_superblock_is_refused_or_read_as_written(
     mutations: list[tuple[str, int, bytes]],
 ) -> None:
@@ -199,8 +245,45 @@ def test_a_signed_invalid_superblock_is_refused_or_read_as_written(
     except PoolFormatError:
         assert page != BLOCK.encode()
         return
-    assume(not any(page[105 : HEADER_BYTES - 4]))
-    assert (found == BLOCK) == (page == BLOCK.encode() or found.encode() == BLOCK.encode())
+    assert found.encode() == page
+    assert (found == BLOCK) == (page == BLOCK.encode())
+
+
+@given(st.integers(0, HEADER_BYTES - 1), st.integers(1, 255))
+def test_a_damaged_byte_of_a_superblock_is_found(at: int, mask: int) -> None:
+    page = bytearray(BLOCK.encode())
+    page[at] ^= mask
+    with pytest.raises(PoolFormatError):
+        Superblock.decode(bytes(page))
+    with pytest.raises(PoolFormatError):
+        decode_superblock(bytes(page))
+
+
+@given(edits)
+@example([("put", 8, b"\1")])
+def test_a_signed_superblock_of_any_format_is_refused_or_read(
+    mutations: list[tuple[str, int, bytes]],
+) -> None:
+    page = signed(mutated(BLOCK.encode(), mutations))
+    try:
+        found = decode_superblock(page)
+    except UnknownFormatError:
+        assert page[8:12] not in (b"\1\0\0\0", b"\2\0\0\0")
+    except PoolFormatError:
+        assert page != BLOCK.encode()
+    else:
+        assert found.version == page[8]
+        assert found.length_of(ONE.key) in (None, 1000, 4096, found.payload_bytes)
+
+
+@given(edits)
+@example([("put", 8, b"\1")])
+def test_a_signed_header_of_format_1_is_refused_or_read(
+    mutations: list[tuple[str, int, bytes]],
+) -> None:
+    page = signed(mutated(SEALED[:HEADER_BYTES], mutations))
+    header = parse_header_1(page, TAG)
+    assert header is None or (page[8:10] == b"\1\0" and header.identity.key)
 
 
 @same_directory
@@ -224,5 +307,5 @@ def test_every_mutation_changes_the_bytes() -> None:
     assert mutated(b"abc", [("grow", 0, b"d")]) == b"abcd"
     assert signed(SEALED[:HEADER_BYTES]) == SEALED[:HEADER_BYTES]
     assert signed(BLOCK.encode()) == BLOCK.encode()
-    broken: Callable[[bytes], bytes] = lambda page: page[:8] + b"\2" + page[9:]  # noqa: E731
+    broken: Callable[[bytes], bytes] = lambda page: page[:8] + b"\3" + page[9:]  # noqa: E731
     assert parse_header(broken(SEALED)) is None

@@ -55,11 +55,11 @@ def test_writes_after_a_failed_reset_do_not_outlive_the_next_one(
     def fail_to_reset_and_go_on(pool: Pool) -> None:
         disk.fail, disk.fail_count = ("superblock", errno.EIO), 1
         with pytest.raises(OSError, match="Input/output error"):
-            pool.reset(adoptable=True)
+            pool.reset(pool.stamp.tag, named=True)
         put(pool, 0, name(0))  # in an epoch that is not on the disk
 
     def reset(pool: Pool) -> None:
-        pool.reset(adoptable=True)  # this reset's epoch has the same number
+        pool.reset(pool.stamp.tag, named=True)
         put(pool, 1, name(1))
 
     start(spec, fail_to_reset_and_go_on)
@@ -74,7 +74,7 @@ def test_a_start_makes_the_superblock_it_keeps_durable(disk: Disk, spec: PoolSpe
         put(pool, 0, name(0))
         disk.crash_after = 3  # write, fsync, rename; not the directory
         with pytest.raises(Crash):
-            pool.reset(adoptable=True)
+            pool.reset(pool.stamp.tag, named=True)
 
     def only_bytes_survive(journal: list[Event]) -> None:
         for event in journal:

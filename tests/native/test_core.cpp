@@ -38,7 +38,9 @@ constexpr unsigned kTargets = 2;
 constexpr unsigned kPoolSlots = 48;
 constexpr unsigned kStagingSlots = 24;
 
-const PoolId kPool{{1, 2, 3}, 7};
+const Region kRegion{{1, 2, 3}, 7};
+const Stamp kStamp{3, {4, 5, 6}};
+const Tag& kTag = kStamp.tag;
 
 Identity identity(uint64_t number, uint64_t generation) {
   Identity made;
@@ -86,7 +88,8 @@ struct Place {
   EngineSetup setup(bool registered, std::shared_ptr<StartGate> gate = nullptr) const {
     EngineSetup made;
     made.targets = {targets.begin(), targets.begin() + kTargets};
-    made.pool = kPool;
+    made.regions.assign(kTargets, kRegion);
+    made.groups = {{0, 0}};
     made.limits.slot_bytes = kSlot;
     made.limits.split_bytes = 16 << 10;
     made.limits.depth = 8;
@@ -167,22 +170,24 @@ void test_crc_of_parts(uint64_t seed) {
 void test_format() {
   std::vector<std::byte> slot(kSlot);
   fill(slot.data(), {1, 2});
-  const SlotPlace place{kPool, 5};
-  seal(slot.data(), identity(1, 2), kPayload, payload_crc(slot.data(), kPayload), {7, true}, place);
-  CHECK(verify(slot.data(), identity(1, 2), kPayload, place) == Code::kOk);
-  CHECK(verify(slot.data(), identity(1, 3), kPayload, place) == Code::kStale);
-  CHECK(verify(slot.data(), identity(2, 2), kPayload, place) == Code::kStale);
-  CHECK(verify(slot.data(), identity(1, 2), kPayload - 1, place) == Code::kStale);
-  for (const SlotPlace& other : {SlotPlace{kPool, 6}, SlotPlace{{kPool.uuid, 8}, 5},
+  const SlotPlace place{kRegion, 5};
+  seal(slot.data(), identity(1, 2), kPayload, payload_crc(slot.data(), kPayload), kStamp, place,
+       0);
+  CHECK(verify(slot.data(), identity(1, 2), kPayload, place, kTag) == Code::kOk);
+  CHECK(verify(slot.data(), identity(1, 3), kPayload, place, kTag) == Code::kStale);
+  CHECK(verify(slot.data(), identity(2, 2), kPayload, place, kTag) == Code::kStale);
+  CHECK(verify(slot.data(), identity(1, 2), kPayload - 1, place, kTag) == Code::kStale);
+  for (const SlotPlace& other : {SlotPlace{kRegion, 6}, SlotPlace{{kRegion.uuid, 8}, 5},
                                  SlotPlace{{{1, 2, 4}, 7}, 5}})
-    CHECK(verify(slot.data(), identity(1, 2), kPayload, other) == Code::kStale);
+    CHECK(verify(slot.data(), identity(1, 2), kPayload, other, kTag) == Code::kStale);
+  CHECK(verify(slot.data(), identity(1, 2), kPayload, place, {4, 5, 7}) == Code::kStale);
   for (const size_t at : {size_t{0}, size_t{9}, size_t{100}, kHeaderBytes - 1, kHeaderBytes,
                           kHeaderBytes + kPayload - 1}) {
     slot[at] ^= std::byte{4};
-    CHECK(verify(slot.data(), identity(1, 2), kPayload, place) == Code::kChecksumMismatch);
+    CHECK(verify(slot.data(), identity(1, 2), kPayload, place, kTag) == Code::kChecksumMismatch);
     slot[at] ^= std::byte{4};
   }
-  const auto entry = encode_entry(5, identity(1, 2), {7, true});
+  const auto entry = encode_entry(5, identity(1, 2), 7);
   uint32_t crc;
   std::memcpy(&crc, entry.data(), sizeof crc);
   CHECK(entry_crc(entry.data(), 5) == crc);
@@ -234,7 +239,7 @@ struct Mixer {
     one.request.identity = identity(one.content.number, one.content.generation);
     if (!read && dice() % 2 == 0)
       one.request.payload_crc = payload_crc(slot, one.content.bytes);
-    one.request.stamp = {3, true};
+    one.request.stamp = kStamp;
     if (dice() % 4 == 0) {
       one.request.deadline_ns = now_ns() + static_cast<int64_t>(dice() % 300'000);
     }
@@ -278,7 +283,7 @@ struct Mixer {
       for (uint64_t count = dice() % 6; count > 0; --count) submit_one();
       engine.kick();
       if (dice() % 8 == 0) engine.cancel(token - dice() % 4);
-      if (dice() % 4 == 0) engine.lift(barrier, {3, true});
+      if (dice() % 4 == 0) engine.lift(barrier, kStamp);
       if (dice() % 64 == 0) {  // while operations run on the old descriptors
         const size_t index = dice() % kTargets;
         engine.replace_target(index, place.reopened(index));
@@ -287,7 +292,7 @@ struct Mixer {
       if (dice() % 2 == 0) poll(&readable, 1, 1);
       for (const Completion& one : engine.poll(now_ns())) take(one);
     }
-    engine.lift(barrier, {3, true});
+    engine.lift(barrier, kStamp);
     while (!under.empty())
       for (const Completion& one : wait(engine)) take(one);
   }

@@ -212,7 +212,7 @@ class World {
                       [](const auto& one) { return one.second.kind == OpKind::RESET; }))
         return;
       commands_[op] = {OpKind::RESET, {0}, {0}};
-      machine_.reset(op, chance(dice_, 50));
+      machine_.reset(op, "sixteen bytes of", chance(dice_, 50));
       return;
     }
     const auto kind = static_cast<OpKind>(dice_() % 4);

@@ -20,7 +20,7 @@ from . import world
 from .mutants import Patch, mutant, native
 from .rank import SimRank
 from .storage import SimIo
-from .store import Record
+from .store import Claim, Record
 
 # -- rule 1: per-slot order and identity --------------------------------------------------
 
@@ -117,10 +117,12 @@ native("pipeline_ignores_failed_reads")
 def reads_ignore_the_generation() -> list[Patch]:
     real = SimIo.verify
 
-    def verify(self: Any, record: Record | None, identity: Any) -> Outcome:
-        if record is not None and record.intact and record.identity.key == identity.key:
-            return OK
-        return real(self, record, identity)
+    def verify(self: Any, record: Record | None, wanted: Claim) -> Outcome:
+        if record is not None and record.intact:
+            found = record.claim.identity
+            if found.key == wanted.identity.key:
+                return real(self, record, wanted._replace(identity=found))
+        return real(self, record, wanted)
 
     return [(SimIo, "verify", verify)]
 
@@ -129,9 +131,30 @@ def reads_ignore_the_generation() -> list[Patch]:
 def reads_ignore_the_checksum() -> list[Patch]:
     real = SimIo.verify
 
-    def verify(self: Any, record: Record | None, identity: Any) -> Outcome:
-        if record is not None and record.identity == identity:
+    def verify(self: Any, record: Record | None, wanted: Claim) -> Outcome:
+        if record is not None and record.claim == wanted:
             return OK
-        return real(self, record, identity)
+        return real(self, record, wanted)
 
     return [(SimIo, "verify", verify)]
+
+
+@mutant
+def tag_is_not_compared() -> list[Patch]:
+    return [(SimIo, "verify", _verify_without("tag"))]
+
+
+@mutant
+def length_of_another_group_is_accepted() -> list[Patch]:
+    return [(SimIo, "verify", _verify_without("payload_bytes"))]
+
+
+def _verify_without(field: str) -> Any:
+    real = SimIo.verify
+
+    def verify(self: Any, record: Record | None, wanted: Claim) -> Outcome:
+        if record is not None:
+            wanted = wanted._replace(**{field: getattr(record.claim, field)})
+        return real(self, record, wanted)
+
+    return verify

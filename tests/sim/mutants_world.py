@@ -13,7 +13,7 @@ from . import world
 from .mutants import Patch, mutant, native
 from .rank import Metadata, Output, SimRank
 from .storage import SimIo
-from .store import RankStore
+from .store import START_TAG, RankStore, Superblock
 
 # -- reports and reset --------------------------------------------------------------------
 
@@ -32,7 +32,7 @@ def pending_work_never_ends() -> list[Patch]:
 def reset_keeps_the_entries() -> list[Patch]:
     def reset(self: Any) -> None:
         op = self._ledger.open(core.OpKind.RESET)
-        command = ResetCommand(op.number, self.config.weights_never_change)
+        command = ResetCommand(op.number, self._tag, self.config.weights_never_change)
         self._unsent.append(command)
 
     return [(core.ManagerCore, "reset", reset)]
@@ -41,8 +41,29 @@ def reset_keeps_the_entries() -> list[Patch]:
 @mutant
 def new_weights_are_adopted() -> list[Patch]:
     real = RankStore.reset
-    reset = lambda self, *, adoptable, targets: real(self, adoptable=True, targets=targets)  # noqa: E731
+    reset = lambda self, tag, **more: real(self, START_TAG, **{**more, "named": True})  # noqa: E731
     return [(RankStore, "reset", reset)]
+
+
+@mutant
+def unnamed_epoch_is_adopted() -> list[Patch]:
+    """The share tag alone would keep a start from it."""
+    real = RankStore.reset
+    reset = lambda self, tag, **more: real(self, tag, **{**more, "named": True})  # noqa: E731
+    return [(RankStore, "reset", reset), (RankStore, "is_of_this_start", lambda self, one: True)]
+
+
+@mutant
+def old_epoch_is_adopted() -> list[Patch]:
+    return [(RankStore, "new_epoch", lambda self: 1)]
+
+
+@mutant
+def lower_sequence_wins() -> list[Patch]:
+    def newest(self: RankStore) -> Superblock:
+        return min(self.superblocks, key=lambda superblock: superblock.sequence)
+
+    return [(RankStore, "newest", newest)]
 
 
 @mutant

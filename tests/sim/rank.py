@@ -31,7 +31,7 @@ from .base import BLOCK_BYTES, GPU_BASE, STAGING_BASE, Clock, Knobs, Trace, Viol
 from .copying import SimCopy
 from .memory import Memory, Tag
 from .storage import SimIo
-from .store import RankStore
+from .store import START_TAG, RankStore
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,8 @@ class SimRank:
         self._loads: dict[int, TransferJob] = {}
         self._stores: dict[int, StoreCommand] = {}
         self._writes: set[int] = set()
+        #: By op of a reset: it voids every generation up to this one.
+        self.void_limits: dict[int, int] = {}
 
     def hello(self, engine_index: int = 0) -> RankHello:
         adopted = self.io.store.adopt()
@@ -149,6 +151,7 @@ class SimRank:
             HEADER_BYTES + knobs.blocks_per_chunk * BLOCK_BYTES,
             tuple(RankGroup(group, BLOCK_BYTES) for group in knobs.groups),
             adopted,
+            START_TAG,
         )
 
     # -- the pipeline's thread --------------------------------------------------------
@@ -197,7 +200,7 @@ class SimRank:
             self._writes.update(command.batch.generations.tolist())
         elif isinstance(command, ResetCommand):
             self.io.overtaken |= self._writes
-            self.io.reset_asked()
+            self.io.reset_asked(self.void_limits[command.op])
         self.pipeline.command(command)
 
     def wait(self, ops: set[int]) -> None:

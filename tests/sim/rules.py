@@ -117,6 +117,8 @@ class Rules:
         for command in commands:
             if isinstance(command, ResetCommand):
                 self.ops[command.op] = self._sent("reset", command.op, None, issued_s)
+                for rank in self.ranks:
+                    rank.void_limits[command.op] = max(self._void, default=0)
                 self._resets_sent += 1
                 continue
             if isinstance(command, CancelCommand):
@@ -229,8 +231,12 @@ class Rules:
             raise Violation("2", f"{entry} is not a hit")
 
     def adopted(self) -> None:
-        """Check after a start: every adopted entry was computed with the loaded weights."""
+        """Check after a start: every adopted entry was computed with the loaded weights, since the
+        last reset."""
+        void_limit = max(rank.io.store.void_limit for rank in self.ranks)
         for entry in self._core.entries():
+            if entry.generation <= void_limit:
+                raise Violation("reset", f"adopted {entry} from before a reset")
             if any(epoch for epoch, _ in self._expected[entry.generation]):
                 raise Violation("reset", f"adopted {entry} of other weights")
 

@@ -20,13 +20,16 @@ from vllm_nvmeof_offload.errors import (
     io_error,
 )
 from vllm_nvmeof_offload.io.base import Completion, IoOp
-from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity
+from vllm_nvmeof_offload.pool.format import Stamp
+from vllm_nvmeof_offload.protocol import OpKind
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
 from .base import BLOCK_BYTES, STAGING_BASE, Clock, Knobs, Violation
 from .memory import Memory, Tag
 from .reset_rule import ResetRule
-from .store import RankStore, Record, Superblock
+from .store import Claim, RankStore, Record, Superblock
+
+_NO_STAMP = Stamp(0, b"")
 
 
 @dataclass(eq=False)
@@ -44,7 +47,7 @@ class _Flight:
     late: bool = False
     unwanted: bool = False  # cancelled: the bytes it reads are discarded
     resets_asked: int = 0
-    epoch: int = 0  # the store's epoch at submission
+    stamp: Stamp = _NO_STAMP  # the store's at submission
     behind: dict[int, float] = field(default_factory=dict)  # of a reset: target → hangs until
 
     def __str__(self) -> str:
@@ -77,6 +80,7 @@ class SimIo:
         self._flights: dict[int, _Flight] = {}
         self._cancelled: list[_Flight] = []
         self._resets_asked = 0
+        self._void_limits: list[int] = [0]  # by the number of resets asked
         self._reset_rule = ResetRule(clock, knobs.write_deadline_s)
         #: Superblocks whose writes hang: (time of the write, target, superblock).
         self._late_superblocks: list[tuple[float, int, Superblock]] = []
@@ -173,9 +177,13 @@ class SimIo:
                 flight.table_done = True
                 self._enter(flight)
 
-    def reset_asked(self) -> None:
-        """The rank received a reset: no write may start before the reset has succeeded."""
+    def reset_asked(self, void_limit: int) -> None:
+        """The rank received a reset: no write may start before the reset has succeeded.
+
+        void_limit: it voids every generation up to this one.
+        """
         self._resets_asked += 1
+        self._void_limits.append(void_limit)
         self._void = True
         self._reset_rule.asked()
 
@@ -207,7 +215,7 @@ class SimIo:
         start_s = now + knobs.io_s * rng.choice((0.0, 0.0, rng.random()))
         slow = 4.0 if op.pool_slot % knobs.targets == knobs.slow_target else 1.0
         done_s = start_s + slow * knobs.io_s * rng.uniform(0.2, 2.0)
-        flight = _Flight(op, slot, start_s, 0.0, 0.0, done_s, epoch=self.store.epoch)
+        flight = _Flight(op, slot, start_s, 0.0, 0.0, done_s, stamp=self.store.stamp)
         self._draw_fault(flight)
         span = min(flight.done_s, start_s + 10.0) - start_s
         first, second = sorted((rng.random(), rng.random()))
@@ -247,7 +255,7 @@ class SimIo:
         elif op.is_read and rng.random() < knobs.read_corrupts:
             flight.fault = "flip"
         elif op.kind is OpKind.WRITE and rng.random() < knobs.write_lies:
-            flight.fault = rng.choice(("lost", "torn", "misdirected", "flip"))
+            flight.fault = rng.choice(("lost", "torn", "misdirected", "flip", "length"))
 
     def _hang(self, flight: _Flight, target: int) -> float | None:
         """The time when an operation on this target ends if it hangs; None: it does not hang."""
@@ -291,7 +299,10 @@ class SimIo:
         op, rng = flight.op, self._rng
         assert op.identity is not None
         payload = tuple(self._memory.slots[flight.slot])
-        record = Record(op.identity, payload, flight.fault not in ("torn", "flip", "error"))
+        # A writer that takes the chunk for one of another group.
+        length = op.payload_bytes + (BLOCK_BYTES if flight.fault == "length" else 0)
+        claim = Claim(op.identity, flight.stamp.tag, length)
+        record = Record(claim, payload, flight.fault not in ("torn", "flip", "error"))
         if flight.fault == "lost":
             return
         if flight.fault == "torn":
@@ -308,7 +319,7 @@ class SimIo:
         assert flight.op.identity is not None
         if not flight.data_done:
             raise Violation("5", f"{flight}: table entry before the data")
-        self.store.put_table(flight.op.pool_slot, flight.op.identity, flight.epoch)
+        self.store.put_table(flight.op.pool_slot, flight.op.identity, flight.stamp.epoch)
 
     def _read(self, flight: _Flight) -> None:
         op = flight.op
@@ -320,24 +331,29 @@ class SimIo:
         self._memory.slots[flight.slot][:] = record.payload if record else blank
         if flight.fault == "error":
             return
-        flight.outcome = self.verify(record, op.identity)
+        wanted = Claim(op.identity, flight.stamp.tag, op.payload_bytes)
+        flight.outcome = self.verify(record, wanted)
         if flight.outcome.ok and (
-            record is None or record != replace(record, identity=op.identity, intact=True)
+            record is None or record != replace(record, claim=wanted, intact=True)
         ):
-            raise Violation("6", f"{flight} accepted {record} as {op.identity}")
+            raise Violation("6", f"{flight} accepted {record} as {wanted}")
 
-    def verify(self, record: Record | None, identity: SlotIdentity) -> Outcome:
+    def verify(self, record: Record | None, wanted: Claim) -> Outcome:
         """The check that the engine's contract demands; mutants break it."""
         if record is None or not record.intact:
             return CHECKSUM_MISMATCH
-        return OK if record.identity == identity else STALE
+        return OK if record.claim == wanted else STALE
 
     def _reset(self, flight: _Flight) -> None:
-        if flight.outcome.ok:
-            superblock = self.store.reset(
-                adoptable=flight.op.adoptable,
-                targets=[t for t in range(self._knobs.targets) if t not in flight.behind],
-            )
+        op = flight.op
+        targets = [t for t in range(self._knobs.targets) if t not in flight.behind]
+        if not flight.outcome.ok:  # on some of the targets
+            reached = self._rng.sample(targets, self._rng.randrange(len(targets)))
+            self.store.reset(op.tag, named=False, targets=reached)
+        else:
+            superblock = self.store.reset(op.tag, named=op.named, targets=targets)
+            limit = self._void_limits[flight.resets_asked]
+            self.store.void_limit = max(self.store.void_limit, limit)
             late = [(when_s, target, superblock) for target, when_s in flight.behind.items()]
             self._late_superblocks += late
             self.counts["io_reset_without_a_target"] += bool(late)

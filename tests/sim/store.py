@@ -6,42 +6,64 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from vllm_nvmeof_offload.protocol import AdoptedEntries, SlotIdentity, place_of
+from vllm_nvmeof_offload.pool.format import Stamp
+from vllm_nvmeof_offload.protocol import TAG_BYTES, AdoptedEntries, SlotIdentity, place_of
 
 from .memory import Tag
+
+#: The share tag of every start: that of the weights on disk.
+START_TAG = bytes(TAG_BYTES)
+
+
+class Claim(NamedTuple):
+    """What a slot's header names: the chunk, the weights that computed it, its length."""
+
+    identity: SlotIdentity
+    tag: bytes
+    payload_bytes: int
 
 
 @dataclass(frozen=True)
 class Record:
     """A pool slot's bytes. `intact`: the CRCs of header and payload match."""
 
-    identity: SlotIdentity
+    claim: Claim
     payload: tuple[Tag | None, ...]
     intact: bool = True
 
 
 @dataclass(frozen=True)
 class Superblock:
-    """One target's superblock. Entries of any epoch but the highest are void."""
+    """One target's superblock. That with the highest sequence of a rank names what is adopted."""
 
-    epoch: int = 1
-    adoptable: bool = True
+    epoch: int
+    sequence: int = 1
+    tag: bytes = START_TAG
 
 
 class RankStore:
     """Slots, table and one superblock per target."""
 
-    def __init__(self, targets: int) -> None:
+    def __init__(self, targets: int, seed: int) -> None:
         self.data: dict[int, Record] = {}
         #: Pool slot → the entry's identity and the epoch in which the write was submitted.
         self.table: dict[int, tuple[SlotIdentity, int]] = {}
-        self.superblocks = [Superblock()] * targets
-        #: The epoch of writes that are submitted now.
-        self.epoch = 1
+        self._epochs = random.Random(seed)
+        first = Superblock(self.new_epoch())
+        self.superblocks = [first] * targets
+        #: Of operations that are submitted now.
+        self.stamp = Stamp(first.epoch, first.tag)
+        self._sequence = 1
+        #: Every generation up to this one is void, since a reset that has succeeded.
+        self.void_limit = 0
         self._undo: list[Callable[[], None]] = []
+
+    def new_epoch(self) -> int:
+        return self._epochs.getrandbits(32)
 
     def put_data(self, slot: int, record: Record) -> None:
         self._remember(self.data, slot)
@@ -53,13 +75,14 @@ class RankStore:
 
     def put_superblock(self, target: int, superblock: Superblock) -> None:
         """Make the superblock durable at once; an older one never replaces a newer one."""
-        if superblock.epoch > self.superblocks[target].epoch:
+        if superblock.sequence > self.superblocks[target].sequence:
             self.superblocks[target] = superblock
 
-    def reset(self, *, adoptable: bool, targets: Sequence[int]) -> Superblock:
+    def reset(self, tag: bytes, *, named: bool, targets: Sequence[int]) -> Superblock:
         """Make the reset durable on `targets`; return the superblock for the others, later."""
-        self.epoch += 1
-        superblock = Superblock(self.epoch, adoptable)
+        self._sequence += 1
+        superblock = Superblock(self.new_epoch(), self._sequence, tag)
+        self.stamp = Stamp(superblock.epoch if named else self.new_epoch(), tag)
         for target in targets:
             self.put_superblock(target, superblock)
         return superblock
@@ -88,17 +111,24 @@ class RankStore:
 
     def adopt(self) -> AdoptedEntries:
         """The entries that a start reads from the table."""
-        self.epoch = max(superblock.epoch for superblock in self.superblocks)
-        if not all(superblock.adoptable for superblock in self.superblocks):
-            self.epoch += 1
-        self.superblocks = [Superblock(self.epoch)] * len(self.superblocks)
-        slots = [slot for slot, (_, epoch) in sorted(self.table.items()) if epoch == self.epoch]
+        newest = self.newest()
+        if not self.is_of_this_start(newest):
+            newest = Superblock(self.new_epoch(), newest.sequence + 1)
+        self.superblocks = [newest] * len(self.superblocks)
+        self._sequence, self.stamp = newest.sequence, Stamp(newest.epoch, START_TAG)
+        slots = [slot for slot, (_, epoch) in sorted(self.table.items()) if epoch == newest.epoch]
         targets = len(self.superblocks)
         return AdoptedEntries(
             np.array([place_of(s % targets, s // targets) for s in slots], np.int64),
             np.array([self.table[s][0].generation for s in slots], np.uint64),
             b"".join(self.table[s][0].key for s in slots),
         )
+
+    def newest(self) -> Superblock:
+        return max(self.superblocks, key=lambda superblock: superblock.sequence)
+
+    def is_of_this_start(self, superblock: Superblock) -> bool:
+        return superblock.tag == START_TAG
 
     def _remember(self, where: dict, slot: int) -> None:  # type: ignore[type-arg]
         old = where.get(slot)

@@ -82,6 +82,7 @@ def test_no_rule_breaks_with_each_eviction_policy(
         "fault_reset_error",
         "fault_write_error",
         "fault_write_flip",
+        "fault_write_length",
         "fault_write_lost",
         "fault_write_misdirected",
         "fault_write_torn",

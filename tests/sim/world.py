@@ -46,7 +46,7 @@ class World:
         self.counts: Counter[str] = Counter()
         #: Generation → the right payload, over all processes' lives.
         self.expected: dict[int, list[Tag]] = {}
-        self._stores = [RankStore(self.knobs.targets) for _ in range(self.knobs.ranks)]
+        self._stores = [RankStore(self.knobs.targets, seed + n) for n in range(self.knobs.ranks)]
         self._boots = 0
         self._calm = False
         self._start()

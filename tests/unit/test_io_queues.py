@@ -99,12 +99,12 @@ def test_a_write_waits_for_the_resets_before_it_and_they_run_one_by_one() -> Non
     )
     assert bench.start() == [first, early]
     bench.finish(first)
-    bench.queues.mark_writes(Stamp(1, True))
+    bench.queues.mark_writes(Stamp(1, bytes(16)))
     assert bench.states[late].stamp is None
     assert bench.start() == [second]
     bench.finish(second)
-    bench.queues.mark_writes(Stamp(2, True))
-    assert bench.states[late].stamp == Stamp(2, True)
+    bench.queues.mark_writes(Stamp(2, bytes(16)))
+    assert bench.states[late].stamp == Stamp(2, bytes(16))
     assert bench.start() == [late]
 
 

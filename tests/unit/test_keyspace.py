@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 
-from vllm_nvmeof_offload.pool.format import SLOT_LAYOUT, Keyspace
+from vllm_nvmeof_offload.pool.format import FORMAT_VERSION, Keyspace
 
 
 def test_a_digest_depends_on_every_fact_and_not_on_their_order() -> None:
@@ -24,7 +24,7 @@ def test_a_digest_depends_on_every_fact_and_not_on_their_order() -> None:
 def test_facts_come_back() -> None:
     facts = {"a": [1, None, "x"]}
     assert json.loads(Keyspace.exactly(facts).canonical) == facts
-    assert json.loads(Keyspace.of(facts).canonical) == {**facts, "slot_layout": SLOT_LAYOUT}
+    assert json.loads(Keyspace.of(facts).canonical) == {**facts, "format": FORMAT_VERSION}
 
 
 def test_a_pool_whose_slots_do_not_name_their_place_is_another_keyspace() -> None:

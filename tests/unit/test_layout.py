@@ -4,23 +4,30 @@
 from __future__ import annotations
 
 import random
+import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from crc32c import crc32c
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE, PoolFormatError
+from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
+    FLAG_SINGLE_COPY,
     KEY_BYTES_MAX,
     SlotPlace,
     Stamp,
+    StoredGroup,
     Superblock,
     decode_table,
     encode_entry,
     parse_header,
     seal,
+    share_tag,
     verify,
 )
 from vllm_nvmeof_offload.protocol import SlotIdentity
@@ -29,56 +36,82 @@ from vllm_nvmeof_offload.units import HEADER_BYTES, slot_stride_bytes
 keys = st.binary(min_size=1, max_size=KEY_BYTES_MAX)
 generations = st.integers(0, (1 << 64) - 1)
 identities = st.builds(SlotIdentity, keys, generations)
-stamps = st.builds(Stamp, st.integers(0, (1 << 32) - 1), st.booleans())
+sixteen = st.binary(min_size=16, max_size=16)
+stamps = st.builds(Stamp, st.integers(0, (1 << 32) - 1), sixteen)
+kinds = st.sampled_from(GroupKind)
 places = st.builds(
     SlotPlace,
-    st.binary(min_size=16, max_size=16),
+    sixteen,
     st.integers(0, (1 << 16) - 1),
     st.integers(0, (1 << 32) - 1),
 )
-STAMP = Stamp(1, True)
+TAG = bytes(range(50, 66))
+STAMP = Stamp(1, TAG)
 PLACE = SlotPlace(bytes(range(16)), 3, 77)
 IDENTITY = SlotIdentity(b"k" * 36, 0x1234_5678_9ABC_DEF0)
 
 
 def sealed(
-    identity: SlotIdentity, payload: bytes, stamp: Stamp = STAMP, place: SlotPlace = PLACE
+    identity: SlotIdentity,
+    payload: bytes,
+    stamp: Stamp = STAMP,
+    place: SlotPlace = PLACE,
+    kind: GroupKind = GroupKind.FULL,
 ) -> bytearray:
     # The earlier content of the page must not matter.
     slot = bytearray(b"\xa5" * slot_stride_bytes(len(payload)))
     slot[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
-    seal(memoryview(slot), identity, len(payload), stamp, place)
+    seal(memoryview(slot), identity, len(payload), stamp, place, kind)
     return slot
 
 
-@given(identities, st.binary(min_size=1, max_size=9000), stamps, places)
-@example(SlotIdentity(b"\0" * 36, 0), b"\0", Stamp(0, False), PLACE)
-@example(SlotIdentity(b"a\0\0", 5), b"x" * 4096, Stamp(1, True), PLACE)
+@given(identities, st.binary(max_size=9000), stamps, places, kinds)
+@example(SlotIdentity(b"\0" * 36, 0), b"\0", Stamp(0, bytes(16)), PLACE, GroupKind.FULL)
+@example(SlotIdentity(b"a\0\0", 5), b"x" * 4096, STAMP, PLACE, GroupKind.STATE)
+@example(SlotIdentity(b"a\0\0", 5), b"", STAMP, PLACE, GroupKind.FULL)
 def test_a_sealed_slot_proves_itself(
-    identity: SlotIdentity, payload: bytes, stamp: Stamp, place: SlotPlace
+    identity: SlotIdentity, payload: bytes, stamp: Stamp, place: SlotPlace, kind: GroupKind
 ) -> None:
-    slot = sealed(identity, payload, stamp, place)
+    slot = sealed(identity, payload, stamp, place, kind)
     header = parse_header(slot)
     assert header is not None
     assert (header.identity, header.payload_bytes, header.stamp) == (identity, len(payload), stamp)
     assert slot[HEADER_BYTES : HEADER_BYTES + len(payload)] == payload
     assert header.place == place
-    assert verify(memoryview(slot), identity, len(payload), place) == OK
+    assert verify(memoryview(slot), identity, len(payload), place, stamp.tag) == OK
 
 
 @given(places, places)
 @example(PLACE, PLACE)
 @example(PLACE, PLACE._replace(rank=4))
-@example(PLACE, PLACE._replace(pool_slot=78))
-@example(PLACE, PLACE._replace(pool_uuid=bytes(16)))
+@example(PLACE, PLACE._replace(slot=78))
+@example(PLACE, PLACE._replace(region_uuid=bytes(16)))
 def test_only_the_place_of_a_slot_is_ok(one: SlotPlace, other: SlotPlace) -> None:
     slot = memoryview(sealed(IDENTITY, b"payload", place=one))
-    assert verify(slot, IDENTITY, 7, other) == (OK if one == other else STALE)
+    assert verify(slot, IDENTITY, 7, other, TAG) == (OK if one == other else STALE)
 
 
-def test_the_place_is_at_the_offset_of_the_format() -> None:
-    slot = sealed(IDENTITY, b"payload")
-    assert slot[82:128] == bytes(46)
+@given(sixteen, sixteen)
+@example(TAG, TAG)
+@example(TAG, bytes(16))
+def test_only_the_tag_of_a_slot_is_ok(one: bytes, other: bytes) -> None:
+    slot = memoryview(sealed(IDENTITY, b"payload", Stamp(1, one)))
+    assert verify(slot, IDENTITY, 7, PLACE, other) == (OK if one == other else STALE)
+
+
+def test_each_field_is_at_the_offset_of_the_format() -> None:
+    identity = SlotIdentity(b"k" * 32 + (0x01020304).to_bytes(4, "big"), 0x1122334455667788)
+    slot = sealed(identity, b"payload", Stamp(0xA1B2C3D4, TAG), kind=GroupKind.LOCAL)
+    assert slot[:12] == b"vNVMeKV\0\2\0\0" + bytes([36])
+    assert slot[12:24] == bytes.fromhex("d4c3b2a1 8877665544332211")
+    assert slot[24:32] == (7).to_bytes(8, "little")
+    assert slot[32:36] == crc32c(b"payload").to_bytes(4, "little")
+    assert slot[36:82] == identity.key.ljust(46, b"\0")
+    assert slot[82:84] == b"\2\0"
+    assert slot[84:88] == bytes([4, 3, 2, 1])
+    assert slot[88:96] == bytes(8)
+    assert slot[96:112] == TAG
+    assert slot[112:128] == bytes(16)
     assert slot[128:150] == bytes(range(16)) + (77).to_bytes(4, "little") + b"\3\0"
     assert slot[150:4092] == bytes(4092 - 150)
 
@@ -89,7 +122,7 @@ def test_only_the_right_identity_and_length_are_ok(
 ) -> None:
     slot = memoryview(sealed(one, bytes(length)))
     same = one == other and length == other_length
-    assert verify(slot, other, other_length, PLACE) == (OK if same else STALE)
+    assert verify(slot, other, other_length, PLACE, TAG) == (OK if same else STALE)
 
 
 def test_every_single_bit_flip_is_detected() -> None:
@@ -102,9 +135,9 @@ def test_every_single_bit_flip_is_detected() -> None:
     for at in [*places, HEADER_BYTES + size - 1]:
         for bit in range(8):
             slot[at] ^= 1 << bit
-            assert verify(view, IDENTITY, size, PLACE) == CHECKSUM_MISMATCH, (at, bit)
+            assert verify(view, IDENTITY, size, PLACE, TAG) == CHECKSUM_MISMATCH, (at, bit)
             slot[at] ^= 1 << bit
-    assert verify(view, IDENTITY, size, PLACE) == OK
+    assert verify(view, IDENTITY, size, PLACE, TAG) == OK
 
 
 @given(st.binary(max_size=2 * HEADER_BYTES))
@@ -134,30 +167,37 @@ def test_a_key_that_does_not_fit_is_refused(length: int) -> None:
     with pytest.raises(ValueError, match=f"{length} bytes"):
         sealed(identity, b"payload")
     with pytest.raises(ValueError, match=f"{length} bytes"):
-        encode_entry(0, identity, Stamp(1, True))
+        encode_entry(0, identity, 1)
 
 
-def decode_one(raw: bytes, pool_slot: int) -> SlotIdentity | None:
-    table = decode_table(np.frombuffer(raw, np.uint8), np.array([pool_slot]))
+def decode_one(raw: bytes, slot: int) -> SlotIdentity | None:
+    table = decode_table(np.frombuffer(raw, np.uint8), np.array([slot]))
     if not table.valid[0]:
         return None
     key = table.keys[0, : int(table.key_bytes[0])].tobytes()
     return SlotIdentity(key, int(table.generations[0]))
 
 
-@given(st.integers(0, (1 << 32) - 1), identities, stamps)
-def test_a_table_entry_is_read_back(pool_slot: int, identity: SlotIdentity, stamp: Stamp) -> None:
-    raw = encode_entry(pool_slot, identity, stamp)
+@given(
+    st.integers(0, (1 << 32) - 1),
+    identities,
+    st.integers(0, (1 << 32) - 1),
+    st.sampled_from((0, FLAG_SINGLE_COPY)),
+)
+def test_a_table_entry_is_read_back(
+    slot: int, identity: SlotIdentity, epoch: int, flags: int
+) -> None:
+    raw = encode_entry(slot, identity, epoch, flags)
     assert len(raw) == ENTRY_BYTES
-    assert decode_one(raw, pool_slot) == identity
-    table = decode_table(np.frombuffer(raw, np.uint8), np.array([pool_slot]))
-    assert (int(table.epochs[0]), bool(table.adoptable[0])) == (stamp.epoch, stamp.adoptable)
+    assert decode_one(raw, slot) == identity
+    table = decode_table(np.frombuffer(raw, np.uint8), np.array([slot]))
+    assert (int(table.epochs[0]), int(table.flags[0])) == (epoch, flags)
     # It is not valid in another slot's place.
-    assert decode_one(raw, pool_slot ^ 1) is None
+    assert decode_one(raw, slot ^ 1) is None
 
 
 def test_every_bit_flip_of_a_table_entry_is_detected() -> None:
-    raw = bytearray(encode_entry(77, IDENTITY, Stamp(3, True)))
+    raw = bytearray(encode_entry(77, IDENTITY, 3))
     for at in range(ENTRY_BYTES):
         for bit in range(8):
             raw[at] ^= 1 << bit
@@ -181,7 +221,7 @@ def test_a_large_table_is_decoded_alike_whatever_the_batch() -> None:
     for slot in dice.sample(range(count), 3000):
         wanted[slot] = SlotIdentity(dice.randbytes(dice.choice([8, 36, 46])), dice.getrandbits(64))
         start = slot * ENTRY_BYTES
-        raw[start : start + ENTRY_BYTES] = encode_entry(slot, wanted[slot], Stamp(2, True))
+        raw[start : start + ENTRY_BYTES] = encode_entry(slot, wanted[slot], 2)
     table = decode_table(np.frombuffer(raw, np.uint8), np.arange(count))
     assert set(np.flatnonzero(table.valid).tolist()) == set(wanted)
     assert not table.damaged.any()
@@ -189,16 +229,76 @@ def test_a_large_table_is_decoded_alike_whatever_the_batch() -> None:
         assert int(table.generations[slot]) == identity.generation
 
 
-SUPERBLOCK = Superblock(bytes(range(16)), "0f" * 16, 8192, 4096, 9, 1, 2, 3, 4, 5, True)
+GROUPS = (
+    StoredGroup(7, GroupKind.FULL, 4096, 2, 2048),
+    StoredGroup(0xFFFFFFFF, GroupKind.STATE, 1024, 2, 1024, set_size=8),
+)
+SUPERBLOCK = Superblock(
+    *(bytes(range(16)), "0f" * 16, 8192, 4096, 9, 1, 2, 3, 4, 5),
+    tag=TAG,
+    sequence=1 << 40,
+    groups=GROUPS,
+)
 
 
 def test_a_superblock_is_read_back() -> None:
     assert Superblock.decode(SUPERBLOCK.encode()) == SUPERBLOCK
+    later = replace(
+        SUPERBLOCK,
+        lease_generation=1,
+        table_offset=2,
+        log_offset=3,
+        slab_offset=4,
+        log_pages=5,
+        shared=1,
+        target_uuid=bytes(range(16)),
+        mac=bytes(range(32)),
+    )
+    assert Superblock.decode(later.encode()) == later
+    many = replace(SUPERBLOCK, groups=tuple(replace(GROUPS[0], group_id=at) for at in range(64)))
+    assert Superblock.decode(many.encode()) == many
+
+
+def test_each_field_of_a_superblock_is_at_the_offset_of_the_format() -> None:
+    page = SUPERBLOCK.encode()
+    assert page[:12] == b"vNVMeSB\0\2\0\0\0"
+    assert page[12:28] == bytes(range(16))
+    assert page[28:60] == b"0f" * 16
+    numbers = struct.unpack("<QQQIIIII", page[60:104])
+    assert numbers == (8192, 4096, 9, 1, 2, 3, 4, 5)
+    assert page[104:112] == bytes(8)
+    assert page[112:128] == TAG
+    assert struct.unpack("<Q", page[128:136]) == (1 << 40,)
+    assert page[136:174] == bytes(38)
+    assert page[174:176] == b"\2\0"
+    assert page[176:192] == bytes(16)
+    assert struct.unpack("<IBBHQII", page[192:216]) == (7, 0, 1, 0, 4096, 2, 2048)
+    assert struct.unpack("<IBBHQII", page[216:240]) == (0xFFFFFFFF, 3, 8, 0, 1024, 2, 1024)
+    assert page[240:4092] == bytes(4092 - 240)
+
+
+def test_a_region_of_another_target_or_pool_has_another_uuid() -> None:
+    others = [replace(SUPERBLOCK, target_index=0), replace(SUPERBLOCK, uuid=bytes(16)), SUPERBLOCK]
+    assert len({other.place(3).region_uuid for other in others}) == 3
+    assert SUPERBLOCK.place(3)[1:] == (3, 3)
+
+
+def test_the_length_of_a_chunk_is_that_of_its_group() -> None:
+    assert SUPERBLOCK.length_of(b"hash" + (7).to_bytes(4, "big")) == 4096
+    assert SUPERBLOCK.length_of(b"hash" + b"\xff" * 4) == 1024
+    assert SUPERBLOCK.length_of(b"hash" + (8).to_bytes(4, "big")) is None
+
+
+def test_the_tag_follows_from_keyspace_and_weights() -> None:
+    tags = [share_tag("0f" * 16), share_tag("0e" * 16), share_tag("0f" * 16, b"step 1")]
+    assert len({len(tag) for tag in tags}) == 1
+    assert len(set(tags)) == 3
+    assert share_tag("0f" * 16) == share_tag("0f" * 16)
 
 
 def test_a_damaged_superblock_is_refused() -> None:
     page = bytearray(SUPERBLOCK.encode())
-    for at in [*range(140), 2000, 4095]:
+    for at in range(len(page)):
         page[at] ^= 0x10
         with pytest.raises(PoolFormatError):
             Superblock.decode(bytes(page))

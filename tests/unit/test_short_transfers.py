@@ -17,7 +17,7 @@ from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import SlotIdentity
 
-IDENTITY = SlotIdentity(b"k" * 36, 3)
+IDENTITY = SlotIdentity(b"k" * 32 + bytes(4), 3)
 PAYLOAD_BYTES = 50_000
 
 
@@ -49,7 +49,7 @@ def write(pool: Pool) -> Outcome:
 
 def read(pool: Pool) -> Outcome:
     slot = memoryview(bytearray(pool.slot_bytes))
-    return read_slot(pool, slot, SlotFiles.of(pool, 2), IDENTITY)
+    return read_slot(pool, slot, SlotFiles.of(pool, 2), IDENTITY, pool.stamp.tag)
 
 
 @pytest.mark.parametrize("name", ["preadv", "pwritev"])

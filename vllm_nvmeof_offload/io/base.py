@@ -11,8 +11,9 @@ errno 0 if no byte was moved.
 
 * A slot write seals the slot (header and payload CRC-32C, `pool.format`), writes header page and
   payload, and after that the slot's table entry, so that a table entry never precedes its data.
-* A slot read reads as much and verifies it against `identity` and length: damaged bytes are
-  CHECKSUM_MISMATCH, and intact bytes of another identity or length are STALE.
+* A slot read reads as much and verifies it against `identity`, length, place and the share tag
+  that the pool has when it is submitted: damaged bytes are CHECKSUM_MISMATCH, and intact bytes
+  that differ in one of these are STALE.
 * Each operation has its own payload length. What the slot has behind it is not touched.
 """
 
@@ -53,8 +54,9 @@ class IoOp:
     identity: SlotIdentity | None
     payload_bytes: int
     deadline_s: float | None = None
-    #: RESET only: may what is written from now on be adopted at a later start?
-    adoptable: bool = True
+    #: RESET only: as in `protocol.ResetCommand`.
+    tag: bytes = b""
+    named: bool = True
     #: WRITE only: the CRC-32C of the payload of `identity`, from the copy that put it into staging;
     #: None: not known, so that the engine reads the payload for it.
     payload_crc: int | None = None
@@ -114,7 +116,7 @@ class IoLimits:
 class Lanes:
     """An engine's native lanes. address: of its `NativeLanes` (native/lanes.h).
 
-    stamp: returns the stamp of a write that is handed over now.
+    stamp: returns the stamp of an operation that is handed over now.
     """
 
     address: int
@@ -211,7 +213,7 @@ class NoIoEngine:
 def reset_pool(pool: Pool, op: IoOp) -> Outcome:
     """Execute a RESET. Blocks."""
     try:
-        pool.reset(op.adoptable)
+        pool.reset(op.tag, op.named)
     except OSError as error:
         return io_error(error.errno or errno.EIO)
     return OK

@@ -66,11 +66,13 @@ def read_slot(
     slot: memoryview,
     files: SlotFiles,
     identity: SlotIdentity,
+    tag: bytes,
     payload_bytes: int | None = None,
 ) -> Outcome:
     """Read the pool slot into `slot` (uint8[slot_bytes]) and verify it.
 
-    payload_bytes: the length of this slot's payload; None: the pool's.
+    tag: the share tag that it must have. payload_bytes: the length of this slot's payload; None:
+    the pool's longest.
     """
     place = pool.place(files.pool_slot)
     size = pool.payload_bytes if payload_bytes is None else payload_bytes
@@ -78,7 +80,7 @@ def read_slot(
         _transfer(os.preadv, files.slab_fd, slot[: slot_stride_bytes(size)], files.slab_offset)
     except OSError as error:
         return _failure(error)
-    return verify(slot, identity, size, place)
+    return verify(slot, identity, size, place, tag)
 
 
 def write_slot(
@@ -93,11 +95,13 @@ def write_slot(
     """Seal `slot` (uint8[slot_bytes]), write it, and then its table entry.
 
     wanted: asked between the two. A write that was given up meanwhile gets no table entry,
-    because its pool slot may soon hold another chunk. payload: None: it has the pool's length.
+    because its pool slot may soon hold another chunk. payload: None: it has the pool's longest
+    length.
     """
     size, crc = payload or Payload(pool.payload_bytes)
-    seal(slot, identity, size, stamp, pool.place(files.pool_slot), crc)
-    entry = encode_entry(files.pool_slot, identity, stamp)
+    place = pool.place(files.pool_slot)
+    seal(slot, identity, size, stamp, place, pool.kind_of(identity.key), crc)
+    entry = encode_entry(place.slot, identity, stamp.epoch)
     try:
         _transfer(os.pwritev, files.slab_fd, slot[: slot_stride_bytes(size)], files.slab_offset)
         if not wanted():
@@ -149,7 +153,7 @@ class OpState:
     sequence: int
     #: The pool's files at its submission; None for a reset.
     files: SlotFiles | None = None
-    #: Write only: the pool's stamp at its submission or, if resets were pending then, when the
+    #: The pool's stamp at its submission. Of a write for which resets were pending then: when the
     #: last of those finished. So a reset voids exactly the writes submitted before it.
     stamp: Stamp | None = None
     phase: Phase = Phase.QUEUED
@@ -349,7 +353,7 @@ class ThreadsIoEngine:
             check_key(op.identity.key)
             state.files = SlotFiles.of(self._pool, op.pool_slot)
         self._ops[op.token] = state
-        if op.kind is OpKind.WRITE and not self._queues.barriers:
+        if op.is_read or (op.kind is OpKind.WRITE and not self._queues.barriers):
             state.stamp = self._pool.stamp
         self._queues.add(state)
         if op.deadline_s is not None:
@@ -482,11 +486,12 @@ class ThreadsIoEngine:
             return reset_pool(self._pool, op)
         assert op.identity is not None
         assert state.files is not None
+        assert state.stamp is not None
         offset = op.address - self._base_address
         slot = self._memory[offset : offset + self._pool.slot_bytes]
         if op.is_read:
-            return read_slot(self._pool, slot, state.files, op.identity, op.payload_bytes)
-        assert state.stamp is not None
+            wanted_tag, size = state.stamp.tag, op.payload_bytes
+            return read_slot(self._pool, slot, state.files, op.identity, wanted_tag, size)
         wanted = lambda: state.phase is Phase.RUNNING  # noqa: E731
         payload = Payload(op.payload_bytes, op.payload_crc)
         return write_slot(self._pool, slot, state.files, op.identity, state.stamp, wanted, payload)

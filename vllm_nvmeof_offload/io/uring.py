@@ -157,14 +157,15 @@ class UringIoEngine:
         self._resets = _Resets(pool, self._reset_ended)
         self._closed = self._attached = False
         targets = range(pool.target_count)
-        place = pool.place(0)
         try:
             self._core = core.Engine(
                 [(pool.slab_fd(target)[0], pool.table_fd(target)[0]) for target in targets],
                 base_address,
                 len(memory),
-                pool_uuid=place.pool_uuid,
-                rank=place.rank,
+                # Slot `target` is the first one of that target.
+                regions=[pool.place(target).region_uuid for target in targets],
+                rank=pool.place(0).rank,
+                groups=list(pool.kinds.items()),
                 slot_bytes=pool.slot_bytes,
                 registered=registered,
                 limits=limits,
@@ -215,7 +216,7 @@ class UringIoEngine:
             identity.generation,
             _NEVER_NS if deadline_s is None else int(deadline_s * 1e9),
             stamp.epoch,
-            stamp.adoptable,
+            stamp.tag,
             0 if op.is_read else barrier,
             _NO_CRC if op.payload_crc is None else op.payload_crc,
         )
@@ -265,6 +266,6 @@ class UringIoEngine:
 
     def _reset_ended(self, token: int, lifted: int, outcome: Outcome) -> None:
         stamp = self._pool.stamp
-        self._core.lift(lifted, stamp.epoch, stamp.adoptable)
+        self._core.lift(lifted, stamp.epoch, stamp.tag)
         self._reset_completions.append(Completion(token, outcome))
         os.eventfd_write(self._core.fileno(), 1)

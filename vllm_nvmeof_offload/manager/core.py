@@ -36,6 +36,7 @@ from vllm_nvmeof_offload.manager.target_choice import Targets
 from vllm_nvmeof_offload.metrics import Counts, Series
 from vllm_nvmeof_offload.native import Batch, Tiers
 from vllm_nvmeof_offload.protocol import (
+    TAG_BYTES,
     CancelCommand,
     Command,
     FetchCommand,
@@ -108,8 +109,9 @@ class ManagerCore:
         self.config = config
         self.capacity = capacity = agreement.capacity
         assert len(capacity.group_bytes) == len(config.groups), "ranks of another model"
-        #: The weights are not those that the keyspace names: nothing is adoptable from now on.
+        #: The weights are not those that the keyspace names: no later start may adopt anything.
         self.weights_changed = False
+        self._tag = agreement.tag
         #: Events since the start, under the names of `metrics.COUNTERS`.
         self.counters = Counts()
         #: By series of `failed_chunks`: the last failure that it counted.
@@ -435,16 +437,18 @@ class ManagerCore:
 
         Returns False if nothing was left to drop and a reset is queued already.
         """
-        adoptable = self.config.weights_never_change and not self.weights_changed
+        # Of weights that only this process knows, and that no other start can load.
+        tag = secrets.token_bytes(TAG_BYTES)
+        named = self.config.weights_never_change and not self.weights_changed and bool(self._tag)
         last = self._unsent[-1] if self._unsent else None
-        if isinstance(last, ResetCommand) and last.adoptable == adoptable and not self._tiers:
+        if isinstance(last, ResetCommand) and last.named == named and not self._tiers:
             return False  # weights come in many pieces
         self._unsent[:] = [one for one in self._unsent if isinstance(one, ResetCommand)]
         self._tiers.reset()
         self._holds.reset()
         self.reload.reset()
         op = self._ledger.open(OpKind.RESET)
-        self._unsent.append(ResetCommand(op.number, adoptable))
+        self._unsent.append(ResetCommand(op.number, self._tag if named else tag, named))
         self.counters["resets"] += 1
         self._count()
         return True

@@ -121,6 +121,8 @@ class Agreement:
     #: Entries of the rank that found most, less those that are adopted.
     unadopted: int
     notes: tuple[str, ...] = ()
+    #: The share tag of the start; empty: no later start adopts what is written.
+    tag: bytes = b""
 
 
 def agree(hellos: Sequence[RankHello]) -> Agreement:
@@ -137,6 +139,7 @@ def agree(hellos: Sequence[RankHello]) -> Agreement:
         _group_bytes(hellos) if groups else (first.slot_bytes,),
     )
     found = max(len(h.adopted) for h in hellos)
+    tag = first.tag if len({h.tag for h in hellos}) == 1 else b""
     shapes = {(h.engine_index, h.keyspace, h.target_count) for h in hellos}
     if len(shapes) > 1:
         # Slot numbers then mean different places on different ranks, which is harmless for
@@ -152,7 +155,7 @@ def agree(hellos: Sequence[RankHello]) -> Agreement:
         slots_of = np.array(capacity.pool_slots, np.int64)[targets_of(entries.places)]
         in_range = (entries.places & 0xFFFFFFFF) < slots_of
         entries = entries if in_range.all() else _take(entries, np.flatnonzero(in_range))
-    return Agreement(capacity, entries, found - len(entries), (note,) if lost else ())
+    return Agreement(capacity, entries, found - len(entries), (note,) if lost else (), tag)
 
 
 def _group_bytes(hellos: Sequence[RankHello]) -> tuple[int, ...]:

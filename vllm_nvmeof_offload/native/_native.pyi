@@ -18,8 +18,9 @@ class Engine:
         base: int,
         length: int,
         *,
-        pool_uuid: bytes,
+        regions: Sequence[bytes],
         rank: int,
+        groups: Sequence[tuple[int, int]],
         slot_bytes: int,
         registered: bool,
         limits: IoLimits,
@@ -37,7 +38,7 @@ class Engine:
         generation: int,
         deadline_ns: int,
         epoch: int,
-        adoptable: bool,
+        tag: bytes,
         barrier: int,
         payload_crc: int,
         /,
@@ -46,7 +47,7 @@ class Engine:
     def kick(self) -> None: ...
     def cancel(self, token: int) -> None: ...
     def replace_target(self, index: int, slab_fd: int, table_fd: int, /) -> None: ...
-    def lift(self, barrier: int, epoch: int, adoptable: bool, /) -> None: ...
+    def lift(self, barrier: int, epoch: int, tag: bytes, /) -> None: ...
     def poll(self, now_ns: int) -> list[tuple[int, int, int, bool, int]]: ...
     def fileno(self) -> int: ...
     def close(self, timeout_s: float) -> bool: ...
@@ -69,7 +70,7 @@ def copy_payloads(
     /,
 ) -> None: ...
 def entry_crcs(
-    entries: npt.NDArray[np.uint8], pool_slots: npt.NDArray[np.int64], crcs: npt.NDArray[np.uint32]
+    entries: npt.NDArray[np.uint8], slots: npt.NDArray[np.int64], crcs: npt.NDArray[np.uint32]
 ) -> None: ...
 def seal(
     slot: npt.NDArray[np.uint8],
@@ -77,10 +78,11 @@ def seal(
     generation: int,
     payload_bytes: int,
     epoch: int,
-    adoptable: bool,
-    pool_uuid: bytes,
+    tag: bytes,
+    region_uuid: bytes,
     rank: int,
-    pool_slot: int,
+    number: int,
+    kind: int,
     /,
 ) -> None: ...
 def verify(
@@ -88,11 +90,10 @@ def verify(
     key: bytes,
     generation: int,
     payload_bytes: int,
-    pool_uuid: bytes,
+    region_uuid: bytes,
     rank: int,
-    pool_slot: int,
+    number: int,
+    tag: bytes,
     /,
 ) -> int: ...
-def encode_entry(
-    pool_slot: int, key: bytes, generation: int, epoch: int, adoptable: bool, /
-) -> bytes: ...
+def encode_entry(slot: int, key: bytes, generation: int, epoch: int, /) -> bytes: ...

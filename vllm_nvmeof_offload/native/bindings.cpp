@@ -21,25 +21,26 @@ Identity identity_of(const nb::bytes& key, uint64_t generation) {
   return nvmeof::identity_of({key.c_str(), key.size()}, generation);
 }
 
-PoolId pool_of(const nb::bytes& uuid, uint16_t rank) {
-  if (uuid.size() != kUuidBytes) throw nb::value_error("a pool's uuid has 16 bytes");
-  PoolId pool;
-  std::memcpy(pool.uuid.data(), uuid.c_str(), kUuidBytes);
-  pool.rank = rank;
-  return pool;
+std::array<uint8_t, 16> sixteen(const nb::bytes& given) {
+  std::array<uint8_t, 16> found;
+  if (given.size() != found.size()) throw nb::value_error("uuids and tags have 16 bytes");
+  std::memcpy(found.data(), given.c_str(), found.size());
+  return found;
 }
 
 std::byte* pointer(uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
 // limits: an `io.base.IoLimits`.
 void make_engine(Engine* at, const std::vector<std::pair<int, int>>& targets, uintptr_t base,
-                 size_t bytes, const nb::bytes& pool_uuid, uint16_t rank, size_t slot_bytes,
+                 size_t bytes, const std::vector<nb::bytes>& regions, uint16_t rank,
+                 const std::vector<std::pair<uint32_t, uint8_t>>& groups, size_t slot_bytes,
                  bool registered, const nb::object& limits, const std::vector<int>& cpus,
                  std::shared_ptr<StartGate> gate) {
   const auto limit = [&limits](const char* name) { return nb::cast<size_t>(limits.attr(name)); };
   EngineSetup setup;
   for (const auto& [slab_fd, table_fd] : targets) setup.targets.push_back({slab_fd, table_fd});
-  setup.pool = pool_of(pool_uuid, rank);
+  for (const nb::bytes& uuid : regions) setup.regions.push_back({sixteen(uuid), rank});
+  setup.groups = groups;
   setup.limits = {slot_bytes,
                   limit("split_bytes"),
                   static_cast<unsigned>(limit("depth")),
@@ -57,7 +58,7 @@ void make_engine(Engine* at, const std::vector<std::pair<int, int>>& targets, ui
 
 bool submit(Engine& engine, uint64_t token, unsigned urgency, uint64_t pool_slot, uintptr_t address,
             size_t payload_bytes, const nb::bytes& key, uint64_t generation, int64_t deadline_ns,
-            uint32_t epoch, bool adoptable, uint64_t barrier, int64_t payload_crc) {
+            uint32_t epoch, const nb::bytes& tag, uint64_t barrier, int64_t payload_crc) {
   Request request;
   request.token = token;
   request.urgency = static_cast<Urgency>(urgency);
@@ -66,7 +67,7 @@ bool submit(Engine& engine, uint64_t token, unsigned urgency, uint64_t pool_slot
   request.payload_bytes = payload_bytes;
   request.identity = identity_of(key, generation);
   request.deadline_ns = deadline_ns;
-  request.stamp = {epoch, adoptable};
+  request.stamp = {epoch, sixteen(tag)};
   request.barrier = barrier;
   request.payload_crc = payload_crc;
   return engine.submit(request);
@@ -85,14 +86,14 @@ using ConstBytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::dev
 using Slots = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Crcs = nb::ndarray<uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-void entry_crcs(ConstBytes entries, Slots pool_slots, Crcs crcs) {
-  const size_t count = pool_slots.size();
+void entry_crcs(ConstBytes entries, Slots slots, Crcs crcs) {
+  const size_t count = slots.size();
   if (entries.size() != count * kEntryBytes || crcs.size() != count)
-    throw nb::value_error("entries, pool_slots and crcs do not fit together");
+    throw nb::value_error("entries, slots and crcs do not fit together");
   const auto* raw = reinterpret_cast<const std::byte*>(entries.data());
   nb::gil_scoped_release release;
   for (size_t i = 0; i < count; ++i)
-    crcs.data()[i] = entry_crc(raw + i * kEntryBytes, static_cast<uint64_t>(pool_slots.data()[i]));
+    crcs.data()[i] = entry_crc(raw + i * kEntryBytes, static_cast<uint64_t>(slots.data()[i]));
 }
 
 using Words = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -164,8 +165,9 @@ NB_MODULE(_native, m) {
 
   nb::class_<Engine>(m, "Engine")
       .def("__init__", &make_engine, nb::arg("targets"), nb::arg("base"), nb::arg("length"),
-           nb::kw_only(), nb::arg("pool_uuid"), nb::arg("rank"), nb::arg("slot_bytes"),
-           nb::arg("registered"), nb::arg("limits"), nb::arg("cpus"), nb::arg("gate").none())
+           nb::kw_only(), nb::arg("regions"), nb::arg("rank"), nb::arg("groups"),
+           nb::arg("slot_bytes"), nb::arg("registered"), nb::arg("limits"), nb::arg("cpus"),
+           nb::arg("gate").none())
       .def("submit", &submit)
       .def("lanes",
            [](Engine& engine) {
@@ -178,8 +180,8 @@ NB_MODULE(_native, m) {
              engine.replace_target(index, {slab_fd, table_fd});
            })
       .def("lift",
-           [](Engine& engine, uint64_t barrier, uint32_t epoch, bool adoptable) {
-             engine.lift(barrier, {epoch, adoptable});
+           [](Engine& engine, uint64_t barrier, uint32_t epoch, const nb::bytes& tag) {
+             engine.lift(barrier, {epoch, sixteen(tag)});
            })
       .def("poll", &poll, nb::arg("now_ns"))
       .def("fileno", &Engine::fd)
@@ -195,26 +197,26 @@ NB_MODULE(_native, m) {
   });
   m.def("copy", &copy);
   m.def("copy_payloads", &copy_payloads);
-  m.def("entry_crcs", &entry_crcs, nb::arg("entries"), nb::arg("pool_slots"), nb::arg("crcs"));
+  m.def("entry_crcs", &entry_crcs, nb::arg("entries"), nb::arg("slots"), nb::arg("crcs"));
   m.def("seal", [](Bytes slot, const nb::bytes& key, uint64_t generation, size_t payload_bytes,
-                   uint32_t epoch, bool adoptable, const nb::bytes& pool_uuid, uint16_t rank,
-                   uint32_t pool_slot) {
+                   uint32_t epoch, const nb::bytes& tag, const nb::bytes& region_uuid,
+                   uint16_t rank, uint32_t number, uint8_t kind) {
     auto* data = reinterpret_cast<std::byte*>(whole_slot(slot, payload_bytes));
     seal(data, identity_of(key, generation), payload_bytes,
-         crc32c(data + kHeaderBytes, payload_bytes), {epoch, adoptable},
-         {pool_of(pool_uuid, rank), pool_slot});
+         crc32c(data + kHeaderBytes, payload_bytes), {epoch, sixteen(tag)},
+         {{sixteen(region_uuid), rank}, number}, kind);
   });
   m.def("verify",
         [](ConstBytes slot, const nb::bytes& key, uint64_t generation, size_t payload_bytes,
-           const nb::bytes& pool_uuid, uint16_t rank, uint32_t pool_slot) {
+           const nb::bytes& region_uuid, uint16_t rank, uint32_t number, const nb::bytes& tag) {
           const auto* data = reinterpret_cast<const std::byte*>(whole_slot(slot, payload_bytes));
           return static_cast<unsigned>(
               verify(data, identity_of(key, generation), payload_bytes,
-                     {pool_of(pool_uuid, rank), pool_slot}));
+                     {{sixteen(region_uuid), rank}, number}, sixteen(tag)));
         });
-  m.def("encode_entry", [](uint64_t pool_slot, const nb::bytes& key, uint64_t generation,
-                           uint32_t epoch, bool adoptable) {
-    const auto entry = encode_entry(pool_slot, identity_of(key, generation), {epoch, adoptable});
+  m.def("encode_entry", [](uint64_t slot, const nb::bytes& key, uint64_t generation,
+                           uint32_t epoch) {
+    const auto entry = encode_entry(slot, identity_of(key, generation), epoch);
     return nb::bytes(entry.data(), entry.size());
   });
 }

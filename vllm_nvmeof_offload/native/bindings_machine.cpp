@@ -8,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
 #include <optional>
@@ -168,7 +169,8 @@ nb::list offered(Machine& machine) {
 nb::object reset_to_offer(Machine& machine) {
   const IoQueue::Offer offer = machine.io.reset_to_offer();
   if (offer.task == nullptr) return nb::none();
-  return nb::make_tuple(offer.token, offer.task->job->adoptable);
+  const Job& job = *offer.task->job;
+  return nb::make_tuple(offer.token, nb::bytes(job.tag.data(), job.tag.size()), job.named);
 }
 
 nb::list take_copies(Machine& machine) {
@@ -265,7 +267,11 @@ void bind_machine(nb::module_& m) {
            "saturating_writes"_a, "retryable"_a, "lanes"_a = 0, "now_s"_a = 0.0)
       .def("begin", &begin, "op"_a, "kind"_a, "urgency"_a, "batch"_a, "rows"_a = nb::none(),
            "first"_a = nb::none())
-      .def("reset", &Machine::reset, "op"_a, "adoptable"_a)
+      .def("reset",
+           [](Machine& machine, uint64_t op, const nb::bytes& tag, bool named) {
+             machine.reset(op, {tag.c_str(), tag.size()}, named);
+           },
+           "op"_a, "tag"_a, "named"_a)
       .def("cancel", &cancel, "op"_a, "rows"_a = nb::none())
       .def("set_time",
            [](Machine& machine, double now_s) { machine.io.set_time(nanoseconds(now_s)); })
@@ -274,8 +280,12 @@ void bind_machine(nb::module_& m) {
              machine.io.set_target(target, usable, attachment);
            })
       .def("set_stamp",
-           [](Machine& machine, uint32_t epoch, bool adoptable, bool reset_is_durable) {
-             machine.io.set_stamp(epoch, adoptable, reset_is_durable);
+           [](Machine& machine, uint32_t epoch, const nb::bytes& tag, bool reset_is_durable) {
+             Stamp stamp{epoch, {}};
+             if (tag.size() != stamp.tag.size()) throw nb::value_error("a tag has 16 bytes");
+             std::copy_n(reinterpret_cast<const uint8_t*>(tag.c_str()), tag.size(),
+                         stamp.tag.begin());
+             machine.io.set_stamp(stamp, reset_is_durable);
            })
       .def("ended", &ended)
       .def("poll_native",

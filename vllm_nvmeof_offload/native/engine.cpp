@@ -114,7 +114,7 @@ bool Engine::take(const LaneOp& op) {
   request.payload_crc = op.payload_crc;
   request.identity = identity_of(op.key, op.generation);
   request.deadline_ns = op.deadline_ns;
-  request.stamp = {op.epoch, op.adoptable};
+  request.stamp = op.stamp;
   return submit(request);
 }
 

@@ -111,9 +111,8 @@ void IoQueue::set_target(size_t target, bool usable, uint32_t attachment) {
   one.attachment = attachment;
 }
 
-void IoQueue::set_stamp(uint32_t epoch, bool adoptable, bool reset_is_durable) {
-  epoch_ = epoch;
-  adoptable_ = adoptable;
+void IoQueue::set_stamp(const Stamp& stamp, bool reset_is_durable) {
+  stamp_ = stamp;
   reset_is_durable_ = reset_is_durable;
 }
 
@@ -200,8 +199,7 @@ bool IoQueue::hand_over(Task& task, Urgency urgency) {
                   task.key(),
                   task.content.generation,
                   deadline_ns,
-                  epoch_,
-                  adoptable_};
+                  stamp_};
   if (!native_->take(op)) return false;
   took(task, urgency, token, deadline_ns);
   return true;

@@ -121,7 +121,7 @@ class IoQueue {
   std::vector<Task*> take_queued_writes();
 
   void set_target(size_t target, bool usable, uint32_t attachment);
-  void set_stamp(uint32_t epoch, bool adoptable, bool reset_is_durable);
+  void set_stamp(const Stamp& stamp, bool reset_is_durable);
 
   // A lane has ended something.
   void ended(const LaneEnd& end);
@@ -214,8 +214,7 @@ class IoQueue {
   bool resetting_ = false;
   bool barred_ = false;  // a reset has failed: nothing may be written that a start could adopt
   bool reset_is_durable_ = false;
-  uint32_t epoch_ = 0;
-  bool adoptable_ = true;
+  Stamp stamp_;
   std::vector<LaneEnd> ends_;
 };
 

@@ -2,6 +2,7 @@
 // The lanes of the native engine, as the worker's machine drives them: without Python in between.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string_view>
 #include <vector>
@@ -14,7 +15,15 @@ inline constexpr int64_t kNoDeadline = INT64_MAX;
 enum class Urgency : uint8_t { DEMAND, URGENT, PREFETCH, WRITE };
 inline constexpr size_t kUrgencies = 4;
 
-// A read or write of one slot. Format 1 on disk numbers a rank's pool slots over all its targets.
+inline constexpr size_t kTagBytes = 16;
+
+// The epoch and share tag that a write carries; a read accepts only that tag. See `pool/format.py`.
+struct Stamp {
+  uint32_t epoch = 0;
+  std::array<uint8_t, kTagBytes> tag{};
+};
+
+// A read or write of one slot. Pool slots are numbered over all of a rank's targets.
 struct LaneOp {
   uint64_t token = 0;
   Urgency urgency = Urgency::DEMAND;
@@ -25,8 +34,7 @@ struct LaneOp {
   std::string_view key;
   uint64_t generation = 0;
   int64_t deadline_ns = kNoDeadline;  // CLOCK_MONOTONIC
-  uint32_t epoch = 0;                 // of a write
-  bool adoptable = false;             // of a write
+  Stamp stamp;
 };
 
 // What became of one: its outcome, its release, or both (`io/base.py`).

@@ -94,7 +94,7 @@ void Machine::promote_fetches(const Task& load) {
       io.promote(*filler, load.job->op);
 }
 
-void Machine::reset(uint64_t op, bool adoptable) {
+void Machine::reset(uint64_t op, std::string_view tag, bool named) {
   // No write from before may follow the reset, wherever it waits.
   for (auto& [number, job] : jobs_) {
     if (job->kind != OpKind::WRITE) continue;
@@ -106,7 +106,8 @@ void Machine::reset(uint64_t op, bool adoptable) {
     decide(*task, Outcome::CANCELLED);
   }
   Job& job = open(op, OpKind::RESET);
-  job.adoptable = adoptable;
+  job.tag = tag;
+  job.named = named;
   job.tasks.resize(1);
   job.code.resize(1);
   job.error.resize(1);

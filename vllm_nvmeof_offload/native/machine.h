@@ -99,7 +99,7 @@ class Machine {
   // -- commands. A broken rule throws.
   void begin(uint64_t op, OpKind kind, Urgency urgency, const Columns& columns,
              const Pieces& pieces);
-  void reset(uint64_t op, bool adoptable);
+  void reset(uint64_t op, std::string_view tag, bool named);
   // Stop what has not started; what DMA works on goes on. The reports still come. rows: of the op;
   // null: all. Stores and resets go on, because other ops depend on them.
   void cancel(uint64_t op, const std::vector<uint32_t>* rows);

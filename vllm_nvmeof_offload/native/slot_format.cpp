@@ -19,9 +19,13 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "the format is little endian");
 
 constexpr char kMagic[8] = {'v', 'N', 'V', 'M', 'e', 'K', 'V', '\0'};
-constexpr uint16_t kFormatVersion = 1;
-constexpr uint8_t kFlagAdoptable = 1;
+constexpr uint16_t kFormatVersion = 2;
+constexpr uint8_t kFlagBlockCrcs = 4;
+constexpr uint8_t kFlagSingleCopy = 8;
+constexpr uint8_t kGroupKinds = 4;
 constexpr size_t kCrcAt = kHeaderBytes - sizeof(uint32_t);
+constexpr size_t kBlockCrcsAt = 160;
+constexpr size_t kBlockCrcsMax = (kCrcAt - kBlockCrcsAt) / sizeof(uint32_t);
 
 #pragma pack(push, 1)
 struct Header {
@@ -34,9 +38,15 @@ struct Header {
   uint64_t payload_bytes;
   uint32_t payload_crc;
   uint8_t key[kKeyBytesMax];
-  uint8_t zero[46];
-  uint8_t pool_uuid[kUuidBytes];
-  uint32_t pool_slot;
+  uint8_t group_kind;
+  uint8_t zero;
+  uint32_t group_id;
+  uint16_t block_crcs;
+  uint8_t zeros[6];
+  uint8_t tag[kTagBytes];
+  uint8_t mac[16];
+  uint8_t region_uuid[kUuidBytes];
+  uint32_t slot;
   uint16_t rank;
 };
 struct Entry {
@@ -49,7 +59,9 @@ struct Entry {
 };
 #pragma pack(pop)
 static_assert(offsetof(Header, key) == 36);
-static_assert(offsetof(Header, pool_uuid) == 128);
+static_assert(offsetof(Header, group_kind) == 82);
+static_assert(offsetof(Header, tag) == 96);
+static_assert(offsetof(Header, region_uuid) == 128);
 static_assert(sizeof(Header) == 150);
 static_assert(sizeof(Entry) == kEntryBytes);
 
@@ -59,18 +71,35 @@ uint32_t stored_crc(const std::byte* slot) {
   return crc;
 }
 
+bool all_zero(const uint8_t* begin, const uint8_t* end) {
+  return std::all_of(begin, end, [](uint8_t byte) { return byte == 0; });
+}
+
 bool intact(const std::byte* slot, const Header& header) {
   if (std::memcmp(header.magic, kMagic, sizeof kMagic) != 0) return false;
   if (crc32c(slot, kCrcAt) != stored_crc(slot)) return false;
-  if (header.version != kFormatVersion || (header.flags & ~kFlagAdoptable) != 0) return false;
+  if (header.version != kFormatVersion) return false;
+  if ((header.flags & ~(kFlagBlockCrcs | kFlagSingleCopy)) != 0) return false;
+  const bool has_block_crcs = (header.flags & kFlagBlockCrcs) != 0;
+  if (has_block_crcs != (header.block_crcs != 0) || header.block_crcs > kBlockCrcsMax) return false;
+  if (!all_zero(header.mac, header.mac + sizeof header.mac)) return false;
   if (header.key_bytes == 0 || header.key_bytes > kKeyBytesMax) return false;
-  return std::all_of(header.key + header.key_bytes, header.key + kKeyBytesMax,
-                     [](uint8_t byte) { return byte == 0; });
+  if (header.group_kind >= kGroupKinds) return false;
+  return all_zero(header.key + header.key_bytes, header.key + kKeyBytesMax);
 }
 
 bool belongs(const Header& header, const SlotPlace& place) {
-  return header.pool_slot == place.pool_slot && header.rank == place.pool.rank &&
-         std::memcmp(header.pool_uuid, place.pool.uuid.data(), kUuidBytes) == 0;
+  return header.slot == place.slot && header.rank == place.region.rank &&
+         std::memcmp(header.region_uuid, place.region.uuid.data(), kUuidBytes) == 0;
+}
+
+// The identity that an intact header names.
+Identity identity_of(const Header& header) {
+  Identity identity;
+  std::copy(header.key, header.key + kKeyBytesMax, identity.key.begin());
+  identity.key_bytes = header.key_bytes;
+  identity.generation = header.generation;
+  return identity;
 }
 
 // Appending zero bytes to a message is a linear map of its CRC, without the inversions. The maps of
@@ -181,21 +210,23 @@ uint32_t copy_crc32c(void* to, const void* from, size_t bytes, uint32_t crc) {
 }
 
 void seal(std::byte* slot, const Identity& identity, size_t payload_bytes, uint32_t payload_crc,
-          Stamp stamp, const SlotPlace& place) {
+          const Stamp& stamp, const SlotPlace& place, uint8_t kind) {
   assert(identity.key_bytes > 0 && identity.key_bytes <= kKeyBytesMax);
   Header header{};
   std::memcpy(header.magic, kMagic, sizeof kMagic);
   header.version = kFormatVersion;
-  header.flags = stamp.adoptable ? kFlagAdoptable : 0;
   header.key_bytes = identity.key_bytes;
   header.epoch = stamp.epoch;
   header.generation = identity.generation;
   header.payload_bytes = payload_bytes;
   header.payload_crc = payload_crc;
   std::memcpy(header.key, identity.key.data(), identity.key_bytes);
-  std::memcpy(header.pool_uuid, place.pool.uuid.data(), kUuidBytes);
-  header.pool_slot = place.pool_slot;
-  header.rank = place.pool.rank;
+  header.group_kind = kind;
+  header.group_id = group_id_of(identity);
+  std::memcpy(header.tag, stamp.tag.data(), kTagBytes);
+  std::memcpy(header.region_uuid, place.region.uuid.data(), kUuidBytes);
+  header.slot = place.slot;
+  header.rank = place.region.rank;
   std::memcpy(slot, &header, sizeof header);
   std::memset(slot + sizeof header, 0, kCrcAt - sizeof header);
   const uint32_t crc = crc32c(slot, kCrcAt);
@@ -203,44 +234,44 @@ void seal(std::byte* slot, const Identity& identity, size_t payload_bytes, uint3
 }
 
 HeaderProof prove_header(const std::byte* slot, const Identity& identity, size_t payload_bytes,
-                         const SlotPlace& place) {
+                         const SlotPlace& place, const Tag& tag) {
   Header header;
   std::memcpy(&header, slot, sizeof header);
   if (!intact(slot, header)) return {Code::kChecksumMismatch, 0};
+  if (header.group_id != group_id_of(identity_of(header))) return {Code::kChecksumMismatch, 0};
   if (header.key_bytes != identity.key_bytes || header.generation != identity.generation ||
       header.payload_bytes != payload_bytes ||
       std::memcmp(header.key, identity.key.data(), identity.key_bytes) != 0 ||
-      !belongs(header, place))
+      std::memcmp(header.tag, tag.data(), kTagBytes) != 0 || !belongs(header, place))
     return {Code::kStale, 0};
   return {Code::kOk, header.payload_crc};
 }
 
 Code verify(const std::byte* slot, const Identity& identity, size_t payload_bytes,
-            const SlotPlace& place) {
-  const HeaderProof proof = prove_header(slot, identity, payload_bytes, place);
+            const SlotPlace& place, const Tag& tag) {
+  const HeaderProof proof = prove_header(slot, identity, payload_bytes, place, tag);
   if (proof.code != Code::kOk) return proof.code;
   const bool right = crc32c(slot + kHeaderBytes, payload_bytes) == proof.payload_crc;
   return right ? Code::kOk : Code::kChecksumMismatch;
 }
 
-uint32_t entry_crc(const std::byte* entry, uint64_t pool_slot) {
+uint32_t entry_crc(const std::byte* entry, uint64_t slot) {
   std::array<std::byte, kEntryBytes> message;
-  const auto slot = static_cast<uint32_t>(pool_slot);
-  std::memcpy(message.data(), &slot, sizeof slot);
-  std::memcpy(message.data() + sizeof slot, entry + sizeof slot, kEntryBytes - sizeof slot);
+  const auto number = static_cast<uint32_t>(slot);
+  std::memcpy(message.data(), &number, sizeof number);
+  std::memcpy(message.data() + sizeof number, entry + sizeof number, kEntryBytes - sizeof number);
   return crc32c(message.data(), message.size());
 }
 
-std::array<std::byte, kEntryBytes> encode_entry(uint64_t pool_slot, const Identity& identity,
-                                                Stamp stamp) {
+std::array<std::byte, kEntryBytes> encode_entry(uint64_t slot, const Identity& identity,
+                                                uint32_t epoch) {
   Entry entry{};
-  entry.epoch = stamp.epoch;
+  entry.epoch = epoch;
   entry.generation = identity.generation;
-  entry.flags = stamp.adoptable ? kFlagAdoptable : 0;
   entry.key_bytes = identity.key_bytes;
   std::memcpy(entry.key, identity.key.data(), identity.key_bytes);
   auto bytes = std::bit_cast<std::array<std::byte, kEntryBytes>>(entry);
-  const uint32_t crc = entry_crc(bytes.data(), pool_slot);
+  const uint32_t crc = entry_crc(bytes.data(), slot);
   std::memcpy(bytes.data(), &crc, sizeof crc);
   return bytes;
 }

@@ -36,6 +36,7 @@ void enter_thread(const char* name) {
 TargetRing::TargetRing(const EngineSetup& setup, size_t index,
                        std::shared_ptr<CompletionQueue> completions)
     : setup_(setup),
+      region_(setup.regions.at(index)),
       completions_(std::move(completions)),
       limits_(setup.limits),
       wake_fd_(make_eventfd(0)),
@@ -443,7 +444,7 @@ void TargetRing::check(const Piece& piece) {
   const Request& request = op.request;
   if (piece.begin == 0)
     op.header = prove_header(request.address, request.identity, request.payload_bytes,
-                             place_of(op));
+                             place_of(op), request.stamp.tag);
   const size_t all = kHeaderBytes + request.payload_bytes;
   const size_t begin = std::max(piece.begin, kHeaderBytes);
   const size_t end = std::min(piece.begin + piece.bytes, all);
@@ -479,12 +480,21 @@ void TargetRing::seal_op(Op& op) {
   const uint32_t crc = request.payload_crc != kNoCrc
                            ? static_cast<uint32_t>(request.payload_crc)
                            : crc32c(request.address + kHeaderBytes, request.payload_bytes);
-  seal(request.address, request.identity, request.payload_bytes, crc, request.stamp, place_of(op));
+  seal(request.address, request.identity, request.payload_bytes, crc, request.stamp, place_of(op),
+       kind_of(op));
   op.sealed = true;
 }
 
 SlotPlace TargetRing::place_of(const Op& op) const {
-  return {setup_.pool, static_cast<uint32_t>(op.request.pool_slot)};
+  return {region_, static_cast<uint32_t>(op.request.pool_slot / setup_.targets.size())};
+}
+
+// No start adopts a chunk of a group that the pool does not have, so any kind will do for it.
+uint8_t TargetRing::kind_of(const Op& op) const {
+  const uint32_t id = group_id_of(op.request.identity);
+  for (const auto& [group, kind] : setup_.groups)
+    if (group == id) return kind;
+  return 0;
 }
 
 // ---- the table's thread -----------------------------------------------------------------
@@ -504,9 +514,9 @@ void TargetRing::run_table() {
       const Request& request = op.request;
       const int table_fd = op.target.table_fd;
       lock.unlock();
-      const auto entry = encode_entry(request.pool_slot, request.identity, request.stamp);
-      const size_t entry_number = request.pool_slot / setup_.targets.size();
-      const auto offset = static_cast<off_t>(entry_number * kEntryBytes);
+      const size_t slot = request.pool_slot / setup_.targets.size();
+      const auto entry = encode_entry(slot, request.identity, request.stamp.epoch);
+      const auto offset = static_cast<off_t>(slot * kEntryBytes);
       ssize_t done;
       do done = pwrite(table_fd, entry.data(), entry.size(), offset);
       while (done < 0 && errno == EINTR);

@@ -27,7 +27,8 @@ namespace nvmeof {
 
 struct EngineSetup {
   std::vector<Target> targets;  // of n targets, pool slot p is slot p / n of target p % n
-  PoolId pool;
+  std::vector<Region> regions;  // by target
+  std::vector<std::pair<uint32_t, uint8_t>> groups;  // id and kind of each
   Limits limits;
   Memory memory;
   bool registered = true;
@@ -131,8 +132,10 @@ class TargetRing {
   bool seal_one();
   void seal_op(Op& op);
   SlotPlace place_of(const Op& op) const;
+  uint8_t kind_of(const Op& op) const;
 
   const EngineSetup setup_;
+  const Region region_;
   const std::shared_ptr<CompletionQueue> completions_;
   const Limits limits_;
   const int wake_fd_;

@@ -83,7 +83,8 @@ struct Job {
   size_t unreleased = 0;  // rows whose cache slots the kernel still has, and that were decided
   size_t alive = 0;       // tasks that are not done
   uint64_t copied_bytes = 0;
-  bool adoptable = true;  // of a reset
+  std::string tag;        // of a reset: the share tag of what follows,
+  bool named = false;     // and whether a later start may adopt it
   bool listed = false;    // it has rows to report
   // Pieces of a store or load: (KV cache address, offset in the payload, bytes), and by row the
   // first of its pieces.

@@ -79,22 +79,24 @@ inline Identity identity_of(std::string_view key, uint64_t generation) {
   return identity;
 }
 
-// One rank's pool over all its targets.
-struct PoolId {
+// The key's group: its last four bytes, big endian.
+inline uint32_t group_id_of(const Identity& identity) {
+  uint32_t id = 0;
+  for (size_t at = std::max(identity.key_bytes, uint8_t{4}) - 4u; at < identity.key_bytes; ++at)
+    id = id << 8 | identity.key[at];
+  return id;
+}
+
+// What one rank writes on one target.
+struct Region {
   std::array<uint8_t, kUuidBytes> uuid{};
   uint16_t rank = 0;
 };
 
-// The pool and slot that a header names; see `pool/format.py`.
+// The region and slot that a header names; see `pool/format.py`.
 struct SlotPlace {
-  PoolId pool;
-  uint32_t pool_slot = 0;
-};
-
-// The epoch and flag that a write carries; see `pool/format.py`.
-struct Stamp {
-  uint32_t epoch = 0;
-  bool adoptable = false;
+  Region region;
+  uint32_t slot = 0;
 };
 
 struct Request {
@@ -151,27 +153,32 @@ uint32_t crc_share(uint32_t crc, size_t bytes_after);
 uint32_t copy_crc32c(void* to, const void* from, size_t bytes, uint32_t crc);
 
 // Fill the header page in front of a complete payload, which has this CRC.
+// kind: of the key's group, `groups.GroupKind`.
 void seal(std::byte* slot, const Identity& identity, size_t payload_bytes, uint32_t payload_crc,
-          Stamp stamp, const SlotPlace& place);
+          const Stamp& stamp, const SlotPlace& place, uint8_t kind);
 
-// `code`: kOk, kStale (an intact header of another identity, length or place) or kChecksumMismatch.
+using Tag = std::array<uint8_t, kTagBytes>;
+
+// `code`: kOk, kStale (an intact header of another identity, length, place or tag) or
+// kChecksumMismatch.
 // `payload_crc`: what the payload must have, where `code` is kOk.
 struct HeaderProof {
   Code code = Code::kChecksumMismatch;
   uint32_t payload_crc = 0;
 };
 HeaderProof prove_header(const std::byte* slot, const Identity& identity, size_t payload_bytes,
-                         const SlotPlace& place);
+                         const SlotPlace& place, const Tag& tag);
 
 // The code of a whole slot: that of its header, or kChecksumMismatch of its payload.
 Code verify(const std::byte* slot, const Identity& identity, size_t payload_bytes,
-            const SlotPlace& place);
+            const SlotPlace& place, const Tag& tag);
 
-std::array<std::byte, kEntryBytes> encode_entry(uint64_t pool_slot, const Identity& identity,
-                                                Stamp stamp);
+// slot: its number in its region, which the CRC covers.
+std::array<std::byte, kEntryBytes> encode_entry(uint64_t slot, const Identity& identity,
+                                                uint32_t epoch);
 
-// The CRC that table entry `entry` (64 bytes) of `pool_slot` must carry.
-uint32_t entry_crc(const std::byte* entry, uint64_t pool_slot);
+// The CRC that table entry `entry` (64 bytes) of a slot must carry.
+uint32_t entry_crc(const std::byte* entry, uint64_t slot);
 
 // Completions for the caller, and the eventfd that is readable while there are some.
 class CompletionQueue {

@@ -1,33 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format of a rank directory: slots in a slab, an index table beside it, a superblock.
+"""Format 2 of a rank directory: slots in a slab, an index table beside it, a superblock.
 
-A slot is a 4 KiB header page, then the payload, padded to 4 KiB. Header page, little endian::
+A directory is a *region*: what one rank writes on one target. Slots are numbered within it. A slot
+is a 4 KiB header page, then the payload, padded to 4 KiB. Header page, little endian::
 
-    0   8s  magic "vNVMeKV\0"      16  u64  generation
-    8   u16 format version          24  u64  payload length, bytes
-    10  u8  flags (1: adoptable)    32  u32  payload CRC-32C
-    11  u8  key length              36  46s  offload key, zero padded
-    12  u32 epoch                   82  zero
-    128 16s uuid of the pool        144 u32  pool slot
-    148 u16 rank                    150 zero
-    4092 u32 CRC-32C of bytes 0..4091
+    0   8s  magic "vNVMeKV\0"      88  u16  number of block CRCs, at most 983
+    8   u16 format version, 2       90  zero
+    10  u8  flags                   96  16s  share tag
+    11  u8  key length              112 16s  zero, for a MAC
+    12  u32 epoch                   128 16s  uuid of the region
+    16  u64 generation              144 u32  slot
+    24  u64 payload length, bytes   148 u16  rank
+    32  u32 payload CRC-32C         150 zero
+    36  46s offload key, 0 padded   160 u32  block CRCs
+    82  u8  kind of the group       4092 u32 CRC-32C of bytes 0..4091
+    84  u32 group id
 
-Key and generation are equal on all ranks of an engine. The place (uuid, rank, pool slot) proves
-that the bytes belong here: a misdirected read or write, or a file in the wrong directory, brings
-those of another place. The header's CRC covers the whole page, so that any damaged bit is found.
-The padding has no CRC. The native engine shares the format: a change is a new `FORMAT_VERSION` or
-`SLOT_LAYOUT` and a line in the changelog.
+Flags: 4, the header has block CRCs; 8, the only copy of a set of ranks. No flag is written yet.
 
-The table has one 64-byte entry per pool slot, little endian; an entry never written is zero::
+Key and generation are equal on all ranks of an engine. The place (region, rank, slot) proves that
+the bytes belong here: a misdirected read or write, or a file in the wrong directory, brings those
+of another place. The share tag names the weights that computed them. A group's chunks have one
+length, which the superblock has too. The header's CRC covers the whole page, so that any damaged
+bit is found. What follows the payload is not written and has no CRC; a payload without bytes has
+the CRC of nothing. The native engine shares the format: a change is a new `FORMAT_VERSION`, which
+is a fact of every keyspace, and a line in the changelog.
 
-    0   u32  CRC-32C of (u32 pool slot, bytes 4..63)     16  u8   flags (1: adoptable)
-    4   u32  epoch                                       17  u8   key length
-    8   u64  generation                                  18  46s  offload key, zero padded
+The table has one 64-byte entry per slot, little endian; an entry never written is zero::
 
-The CRC covers the pool slot, so that an entry in another's place is found. An entry is a hint:
-the slot's header proves the content (PROTOCOL rule 6).
+    0   u32  CRC-32C of (u32 slot, bytes 4..63)     16  u8   flags (8: as in the header)
+    4   u32  epoch                                  17  u8   key length
+    8   u64  generation                             18  46s  offload key, zero padded
 
-The superblock is one 4 KiB page that describes slab and table. It is replaced as a whole
+The CRC covers the slot, so that an entry in another's place is found. An entry is a hint: the
+slot's header proves the content (PROTOCOL rule 6).
+
+The superblock is one 4 KiB page that describes the region and names what of it is not void::
+
+    0   8s   magic "vNVMeSB\0"     96  u32  ranks
+    8   u32  format version, 2     100 u32  epoch
+    12  16s  uuid of the pool      112 16s  share tag
+    28  32s  keyspace, hex digits  128 u64  sequence
+    60  u64  bytes of a slot       136 u64  lease generation, then offsets of table, log and slab
+    68  u64  longest payload       168 u32  pages of the log
+    76  u64  slots                 172 u8   shared
+    84  u32  index of the target   174 u16  number of groups, 1 to 64
+    88  u32  targets               176 16s  uuid of the target's device
+    92  u32  rank                  192 24s  groups
+    4060 32s  MAC                  4092 u32 CRC-32C of bytes 0..4091
+
+A group: u32 id, u8 kind, u8 ranks in a set, u16 zero, u64 payload bytes, u32 blocks per chunk,
+u32 bytes of a block. All other bytes are zero; so are lease generation, offsets, log, shared,
+device and MAC, which later releases use.
+
+The superblock with the highest sequence of a rank, over its targets, has the epoch and the tag
+under which chunks are adopted; all else is void. Epochs are random. It is replaced as a whole
 (temporary file, fsync, rename, fsync of the directory), so it is either the old one or the new
 one. A directory whose superblock is missing or damaged is empty.
 
@@ -40,12 +67,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,9 +81,17 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE, Outcome, PoolFormatError
+from vllm_nvmeof_offload.errors import (
+    CHECKSUM_MISMATCH,
+    OK,
+    STALE,
+    Outcome,
+    PoolFormatError,
+    UnknownFormatError,
+)
+from vllm_nvmeof_offload.groups import GroupKind, RankGroup, group_id_of
 from vllm_nvmeof_offload.native import core
-from vllm_nvmeof_offload.protocol import SlotIdentity
+from vllm_nvmeof_offload.protocol import TAG_BYTES, SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 
 #: The files of a rank directory.
@@ -65,18 +101,22 @@ SUPERBLOCK_FILE = "superblock"
 SUPERBLOCK_TEMPORARY = "superblock.new"
 LOCK_FILE = "lock"
 
-FORMAT_VERSION = 1
-#: A fact of every keyspace: 2 since headers name their place. Older pools have no such fact.
-SLOT_LAYOUT = 2
+#: A fact of every keyspace.
+FORMAT_VERSION = 2
 KEY_BYTES_MAX = 46
-FLAG_ADOPTABLE = 1
+FLAG_BLOCK_CRCS, FLAG_SINGLE_COPY = 4, 8
 EPOCH_MAX = (1 << 32) - 1
+UUID_BYTES = 16
 
-_SLOT_MAGIC = b"vNVMeKV\0"
-_HEADER = struct.Struct(f"<8sHBBIQQI{KEY_BYTES_MAX}s46x16sIH")
+SLOT_MAGIC = b"vNVMeKV\0"
+_HEADER = struct.Struct(f"<8sHBBIQQI{KEY_BYTES_MAX}sBxIH6x16s16s{UUID_BYTES}sIH")
 _CRC = struct.Struct("<I")  # or any u32
-_SLOT_CRC_AT = HEADER_BYTES - _CRC.size
-_ZEROS = bytes(_SLOT_CRC_AT - _HEADER.size)
+_PAGE_CRC_AT = PAGE_BYTES - _CRC.size
+_ZEROS = bytes(_PAGE_CRC_AT - _HEADER.size)
+_BLOCK_CRCS_MAX = (_PAGE_CRC_AT - 160) // _CRC.size
+_NO_MAC = bytes(16)
+_KINDS = frozenset(GroupKind)
+assert HEADER_BYTES == PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,28 +124,35 @@ class Stamp:
     """The mark of a write, fixed when the write is submitted.
 
     A write that a reset overtakes must not be marked with the new epoch, in its table entry
-    either. epoch: a reset starts a new one, which voids all earlier ones. adoptable: whether a
-    later start of this pool may adopt the chunk.
+    either. epoch: what the newest superblock does not name is void. tag: 16 bytes, the share tag;
+    a read accepts nothing with another.
     """
 
     epoch: int
-    adoptable: bool
+    tag: bytes
 
 
 class SlotPlace(NamedTuple):
-    """The place that a slot belongs to.
+    """The place that a slot belongs to. region_uuid: 16 bytes. slot: its number in the region."""
 
-    pool_uuid: 16 bytes, of one rank's pool over all its targets. pool_slot: its number in that
-    pool, which determines the target.
-    """
-
-    pool_uuid: bytes
+    region_uuid: bytes
     rank: int
-    pool_slot: int
+    slot: int
 
 
-#: The place in every header of a pool without the fact `slot_layout`.
-NOWHERE = SlotPlace(bytes(16), 0, 0)
+@functools.lru_cache(1024)
+def region_uuid(pool_uuid: bytes, target: int) -> bytes:
+    """The uuid of the part of a rank's pool that is on one of its targets."""
+    return hashlib.sha256(pool_uuid + target.to_bytes(4, "little")).digest()[:UUID_BYTES]
+
+
+def share_tag(keyspace: str, weights_version: bytes = b"") -> bytes:
+    """Name the weights that compute a keyspace's chunks.
+
+    keyspace: its digest, which has the weights that a server starts with. weights_version: of
+    weights that replaced these; empty: none did.
+    """
+    return hashlib.sha256(keyspace.encode("ascii") + b"\0" + weights_version).digest()[:TAG_BYTES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,67 +180,86 @@ def seal(
     payload_bytes: int,
     stamp: Stamp,
     place: SlotPlace,
+    kind: GroupKind,
     payload_crc: int | None = None,
 ) -> None:
     """Fill the header page of `slot` (uint8, header page + payload); ValueError: `check_key`.
 
-    payload_crc: the payload's CRC-32C if it is known; None: made here.
+    kind: of the key's group. payload_crc: the payload's CRC-32C if it is known; None: made here.
     """
     key = identity.key
     check_key(key)
     assert 0 <= stamp.epoch <= EPOCH_MAX
-    assert len(place.pool_uuid) == len(NOWHERE.pool_uuid)
+    assert len(stamp.tag) == TAG_BYTES
+    assert len(place.region_uuid) == UUID_BYTES
     assert 0 <= identity.generation < 1 << 64
     assert len(slot) >= HEADER_BYTES + payload_bytes
     if payload_crc is None:
         payload_crc = crc32c(slot[HEADER_BYTES : HEADER_BYTES + payload_bytes])
-    flags = FLAG_ADOPTABLE if stamp.adoptable else 0
-    head = _SLOT_MAGIC, FORMAT_VERSION, flags, len(key), stamp.epoch, identity.generation
-    content = payload_bytes, payload_crc, key
-    _HEADER.pack_into(slot, 0, *head, *content, place.pool_uuid, place.pool_slot, place.rank)
-    slot[_HEADER.size : _SLOT_CRC_AT] = _ZEROS
-    _CRC.pack_into(slot, _SLOT_CRC_AT, crc32c(slot[:_SLOT_CRC_AT]))
+    head = SLOT_MAGIC, FORMAT_VERSION, 0, len(key), stamp.epoch, identity.generation
+    content = payload_bytes, payload_crc, key, kind, group_id_of(key), 0, stamp.tag, _NO_MAC
+    _HEADER.pack_into(slot, 0, *head, *content, place.region_uuid, place.slot, place.rank)
+    slot[_HEADER.size : _PAGE_CRC_AT] = _ZEROS
+    _CRC.pack_into(slot, _PAGE_CRC_AT, crc32c(slot[:_PAGE_CRC_AT]))
+
+
+def is_intact_page(page: memoryview, magic: bytes) -> bool:
+    """Whether 4 KiB begin with `magic` and end with their CRC."""
+    if len(page) < PAGE_BYTES or page[: len(magic)] != magic:
+        return False
+    return bool(crc32c(page[:_PAGE_CRC_AT]) == _CRC.unpack_from(page, _PAGE_CRC_AT)[0])
 
 
 def parse_header(page: bytes | bytearray | memoryview) -> SlotHeader | None:
     """Return the header in `page` (at least 4 KiB), or None if it is not an intact one."""
     view = memoryview(page)
-    if len(view) < HEADER_BYTES or view[: len(_SLOT_MAGIC)] != _SLOT_MAGIC:
-        return None
-    if crc32c(view[:_SLOT_CRC_AT]) != _CRC.unpack_from(view, _SLOT_CRC_AT)[0]:
+    if not is_intact_page(view, SLOT_MAGIC):
         return None
     _, version, flags, key_bytes, epoch, generation, *rest = _HEADER.unpack_from(view)
-    payload_bytes, payload_crc, key, pool_uuid, pool_slot, rank = rest
-    if version != FORMAT_VERSION or flags & ~FLAG_ADOPTABLE:
+    payload_bytes, payload_crc, key, kind, group_id, block_crcs, tag, mac, *place = rest
+    if version != FORMAT_VERSION or flags & ~(FLAG_BLOCK_CRCS | FLAG_SINGLE_COPY) or mac != _NO_MAC:
+        return None
+    if bool(block_crcs) != bool(flags & FLAG_BLOCK_CRCS) or block_crcs > _BLOCK_CRCS_MAX:
         return None
     if not 0 < key_bytes <= KEY_BYTES_MAX or any(key[key_bytes:]):
         return None
+    if kind not in _KINDS or group_id != group_id_of(key[:key_bytes]):
+        return None
     return SlotHeader(
         SlotIdentity(key[:key_bytes], generation),
-        SlotPlace(pool_uuid, rank, pool_slot),
+        SlotPlace(place[0], rank=place[2], slot=place[1]),
         payload_bytes,
         payload_crc,
-        Stamp(epoch, bool(flags & FLAG_ADOPTABLE)),
+        Stamp(epoch, tag),
     )
 
 
 def verify(
-    slot: memoryview, identity: SlotIdentity, payload_bytes: int, place: SlotPlace
+    slot: memoryview, identity: SlotIdentity, payload_bytes: int, place: SlotPlace, tag: bytes
 ) -> Outcome:
     """Check that `slot` (uint8, header page + payload) holds `identity` at `place`.
 
     CHECKSUM_MISMATCH: header or payload damaged, or never written. STALE: an intact header of
-    another key, generation, length or place. OK: the payload has the bytes that were sealed.
+    another key, generation, length, place or tag. OK: the payload has the bytes that were sealed.
     """
-    header = parse_header(slot[:HEADER_BYTES])
+    wanted = identity, payload_bytes, place, tag
+    return compare(parse_header(slot[:HEADER_BYTES]), slot, wanted)
+
+
+#: What a slot must hold: identity, payload length, place, share tag.
+Wanted = tuple[SlotIdentity, int, SlotPlace, bytes]
+
+
+def compare(header: SlotHeader | None, slot: memoryview, wanted: Wanted) -> Outcome:
+    """Do what `verify` does, with the slot's header, which may be of another format."""
     if header is None:
         return CHECKSUM_MISMATCH
-    if (header.identity, header.payload_bytes, header.place) != (identity, payload_bytes, place):
+    if (header.identity, header.payload_bytes, header.place, header.stamp.tag) != wanted:
         return STALE
-    if len(slot) < HEADER_BYTES + payload_bytes:
+    end = HEADER_BYTES + header.payload_bytes
+    if len(slot) < end or crc32c(slot[HEADER_BYTES:end]) != header.payload_crc:
         return CHECKSUM_MISMATCH
-    crc = crc32c(slot[HEADER_BYTES : HEADER_BYTES + payload_bytes])
-    return OK if crc == header.payload_crc else CHECKSUM_MISMATCH
+    return OK
 
 
 ENTRY_BYTES = 64
@@ -211,49 +277,56 @@ _ENTRY = np.dtype(
 )
 
 
-def encode_entry(pool_slot: int, identity: SlotIdentity, stamp: Stamp) -> bytes:
-    """Return the 64 bytes of an entry; ValueError if the key does not fit (`check_key`)."""
+def encode_entry(slot: int, identity: SlotIdentity, epoch: int, flags: int = 0) -> bytes:
+    """Return the 64 bytes of an entry; ValueError if the key does not fit (`check_key`).
+
+    slot: the number that the CRC covers.
+    """
     key = identity.key
     check_key(key)
-    flags = FLAG_ADOPTABLE if stamp.adoptable else 0
-    body = _ENTRY_BODY.pack(stamp.epoch, identity.generation, flags, len(key), key)
-    return _CRC.pack(crc32c(_CRC.pack(pool_slot) + body)) + body
+    body = _ENTRY_BODY.pack(epoch, identity.generation, flags, len(key), key)
+    return _CRC.pack(crc32c(_CRC.pack(slot) + body)) + body
 
 
 @dataclass(frozen=True)
 class DecodedTable:
-    """Entries of one table, in the order of the `pool_slots` given to `decode_table`.
+    """Entries of one table, in the order of the `slots` given to `decode_table`.
 
     valid: bool[n], intact. damaged: bool[n], written but not intact. The others are defined only
-    where `valid`: epochs: uint32[n], adoptable: bool[n], generations: uint64[n],
+    where `valid`: epochs: uint32[n], flags: uint8[n], generations: uint64[n],
     key_bytes: uint8[n], keys: uint8[n, 46].
     """
 
     valid: npt.NDArray[np.bool_]
     damaged: npt.NDArray[np.bool_]
     epochs: npt.NDArray[np.uint32]
-    adoptable: npt.NDArray[np.bool_]
+    flags: npt.NDArray[np.uint8]
     generations: npt.NDArray[np.uint64]
     key_bytes: npt.NDArray[np.uint8]
     keys: npt.NDArray[np.uint8]
 
 
-def decode_table(raw: npt.NDArray[np.uint8], pool_slots: npt.NDArray[np.int64]) -> DecodedTable:
-    """Decode `raw` (uint8[n * 64], C-contiguous); entry i belongs to `pool_slots[i]`."""
-    count = len(pool_slots)
+def decode_table(
+    raw: npt.NDArray[np.uint8], slots: npt.NDArray[np.int64], known_flags: int = FLAG_SINGLE_COPY
+) -> DecodedTable:
+    """Decode `raw` (uint8[n * 64], C-contiguous); entry i belongs to `slots[i]`.
+
+    known_flags: an entry with others is damaged.
+    """
+    count = len(slots)
     assert raw.size == count * ENTRY_BYTES
     entries = raw.view(_ENTRY)
     key_bytes = entries["key_bytes"]
     flags = entries["flags"]
     valid = (key_bytes > 0) & (key_bytes <= KEY_BYTES_MAX)
-    valid &= (flags & ~np.uint8(FLAG_ADOPTABLE)) == 0
+    valid &= (flags & ~np.uint8(known_flags)) == 0
     if core is None:
         rows = np.flatnonzero(valid)
-        crcs = crcs_in_python(raw.reshape(count, ENTRY_BYTES)[rows], pool_slots[rows])
+        crcs = crcs_in_python(raw.reshape(count, ENTRY_BYTES)[rows], slots[rows])
         valid[rows] = crcs == entries["crc"][rows]
     elif valid.any():
         crcs = np.empty(count, np.uint32)
-        core.entry_crcs(raw, np.ascontiguousarray(pool_slots), crcs)
+        core.entry_crcs(raw, np.ascontiguousarray(slots), crcs)
         valid &= crcs == entries["crc"]
     damaged = np.zeros(count, bool)
     others = np.flatnonzero(~valid)
@@ -262,7 +335,7 @@ def decode_table(raw: npt.NDArray[np.uint8], pool_slots: npt.NDArray[np.int64]) 
         valid=valid,
         damaged=damaged,
         epochs=entries["epoch"],
-        adoptable=(flags & FLAG_ADOPTABLE) != 0,
+        flags=flags,
         generations=entries["generation"],
         key_bytes=key_bytes,
         keys=entries["key"],
@@ -270,28 +343,75 @@ def decode_table(raw: npt.NDArray[np.uint8], pool_slots: npt.NDArray[np.int64]) 
 
 
 def crcs_in_python(
-    entries: npt.NDArray[np.uint8], pool_slots: npt.NDArray[np.int64]
+    entries: npt.NDArray[np.uint8], slots: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.uint32]:
     """Return uint32[n], the CRCs of `entries` (uint8[n, 64], a copy), without the native core."""
-    entries[:, :4] = pool_slots.astype("<u4").view(np.uint8).reshape(-1, 4)
+    entries[:, :4] = slots.astype("<u4").view(np.uint8).reshape(-1, 4)
     rows = entries.view(f"V{ENTRY_BYTES}").ravel().tolist()
     return np.fromiter((crc32c(row) for row in rows), np.uint32, len(rows))
 
 
-#: Changes with every change of superblock, slot or table; older directories are then rebuilt.
-SUPERBLOCK_VERSION = 1
+SUPERBLOCK_MAGIC = b"vNVMeSB\0"
+GROUPS_MAX = 64
+_VERSION = struct.Struct("<8sI")
+_SUPERBLOCK_BODY = struct.Struct("<8sI16s32sQQQIIIIIB7x16sQQQQQIBxH16s")
+#: The superblock's fields behind magic and version, in their order on disk. flag: of format 1.
+#: groups: their number.
+_FIELDS = (
+    *("uuid", "keyspace", "slot_bytes", "payload_bytes", "slots", "target_index"),
+    *("target_count", "rank", "world_size", "epoch", "flag", "tag", "sequence"),
+    *("lease_generation", "table_offset", "log_offset", "slab_offset", "log_pages"),
+    *("shared", "groups", "target_uuid"),
+)
+_GROUP = struct.Struct("<IBBHQII")
+_MAC_AT = _PAGE_CRC_AT - 32
 
-_SUPERBLOCK_MAGIC = b"vNVMeSB\0"
-_SUPERBLOCK_BODY = struct.Struct("<8sI16s32sQQQIIIIIB")
-_SUPERBLOCK_CRC_AT = PAGE_BYTES - _CRC.size
+
+@dataclass(frozen=True, slots=True)
+class StoredGroup:
+    """A row of the superblock's group table: one rank's part of a KV cache group.
+
+    set_size: the ranks with equal bytes of the group that share one copy of a chunk.
+    """
+
+    group_id: int
+    kind: GroupKind
+    payload_bytes: int
+    blocks_per_chunk: int
+    block_bytes: int
+    set_size: int = 1
+
+    @staticmethod
+    def of(one: RankGroup) -> StoredGroup:
+        group = one.group
+        return StoredGroup(
+            group.group_id, group.kind, one.payload_bytes, group.blocks_per_chunk, one.block_bytes
+        )
+
+    def encode(self) -> bytes:
+        what = self.group_id, self.kind, self.set_size, 0
+        return _GROUP.pack(*what, self.payload_bytes, self.blocks_per_chunk, self.block_bytes)
+
+    @staticmethod
+    def decode(row: bytes) -> StoredGroup:
+        """Raise PoolFormatError for a kind that this format does not have."""
+        group_id, kind, set_size, _, payload_bytes, blocks_per_chunk, block_bytes = _GROUP.unpack(
+            row
+        )
+        if kind not in _KINDS:
+            raise PoolFormatError(f"damaged: no kind of group is {kind}")
+        shape = payload_bytes, blocks_per_chunk, block_bytes
+        return StoredGroup(group_id, GroupKind(kind), *shape, set_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """The content of one rank directory on one target, in the order of its fields on disk.
+    """The content of one region.
 
-    uuid: of the pool, the same on all its targets. keyspace: 32 hex digits. slots: pool slots
-    on this target. epoch: entries of any other epoch are void. adoptable: False voids all.
+    uuid: of the pool, the same on all its targets. keyspace: 32 hex digits. payload_bytes: of
+    the longest group. slots: on this target. epoch, tag: of the chunks that are not void.
+    sequence: counts the resets of the rank. Later releases use the fields from `lease_generation`
+    on. version: 1 in what `pool.format1` reads; its `groups` is empty.
     """
 
     uuid: bytes
@@ -304,51 +424,119 @@ class Superblock:
     rank: int
     world_size: int
     epoch: int
-    adoptable: bool
+    tag: bytes
+    sequence: int
+    groups: tuple[StoredGroup, ...]
+    lease_generation: int = 0
+    table_offset: int = 0
+    log_offset: int = 0
+    slab_offset: int = 0
+    log_pages: int = 0
+    shared: int = 0
+    target_uuid: bytes = bytes(UUID_BYTES)
+    mac: bytes = bytes(32)
+    version: int = FORMAT_VERSION
 
-    def place(self, pool_slot: int) -> SlotPlace:
-        """Return the place that the header of a pool slot must name."""
-        return SlotPlace(self.uuid, self.rank, pool_slot)
+    def place(self, slot: int) -> SlotPlace:
+        """Return the place that the header of a slot must name."""
+        return SlotPlace(region_uuid(self.uuid, self.target_index), self.rank, slot)
+
+    def group_of(self, key: bytes) -> StoredGroup | None:
+        """Return the key's group; None: the region has none with its id."""
+        group_id = group_id_of(key)
+        return next((group for group in self.groups if group.group_id == group_id), None)
+
+    def length_of(self, key: bytes) -> int | None:
+        """Return the payload bytes of the key's chunk; None: as in `group_of`."""
+        if self.version != FORMAT_VERSION:
+            return self.payload_bytes
+        group = self.group_of(key)
+        return None if group is None else group.payload_bytes
 
     def encode(self) -> bytes:
         """Return the 4 KiB page."""
+        assert self.version == FORMAT_VERSION
+        assert len(self.uuid) == len(self.target_uuid) == UUID_BYTES
+        assert len(self.keyspace) == 32
+        assert len(self.tag) == TAG_BYTES
+        assert 0 < len(self.groups) <= GROUPS_MAX
         page = bytearray(PAGE_BYTES)
-        uuid, keyspace, *rest = astuple(self)
-        assert len(uuid) == 16
-        assert len(keyspace) == 32
-        head = _SUPERBLOCK_MAGIC, SUPERBLOCK_VERSION, uuid, keyspace.encode("ascii")
-        _SUPERBLOCK_BODY.pack_into(page, 0, *head, *rest)
-        _CRC.pack_into(page, _SUPERBLOCK_CRC_AT, crc32c(memoryview(page)[:_SUPERBLOCK_CRC_AT]))
+        head = SUPERBLOCK_MAGIC, FORMAT_VERSION, self.uuid, self.keyspace.encode("ascii")
+        shape = self.slot_bytes, self.payload_bytes, self.slots, self.target_index
+        of = self.target_count, self.rank, self.world_size, self.epoch, 0, self.tag, self.sequence
+        places = self.lease_generation, self.table_offset, self.log_offset, self.slab_offset
+        rest = self.log_pages, self.shared, len(self.groups), self.target_uuid
+        _SUPERBLOCK_BODY.pack_into(page, 0, *head, *shape, *of, *places, *rest)
+        groups = b"".join(group.encode() for group in self.groups)
+        page[_SUPERBLOCK_BODY.size : _SUPERBLOCK_BODY.size + len(groups)] = groups
+        page[_MAC_AT:_PAGE_CRC_AT] = self.mac
+        _CRC.pack_into(page, _PAGE_CRC_AT, crc32c(memoryview(page)[:_PAGE_CRC_AT]))
         return bytes(page)
 
     @staticmethod
     def decode(page: bytes) -> Superblock:
-        """Parse a page; PoolFormatError if it is no superblock, of another version or damaged."""
-        if len(page) != PAGE_BYTES or not page.startswith(_SUPERBLOCK_MAGIC):
-            raise PoolFormatError("not a superblock of this program")
-        crc = crc32c(memoryview(page)[:_SUPERBLOCK_CRC_AT])
-        if crc != _CRC.unpack_from(page, _SUPERBLOCK_CRC_AT)[0]:
-            raise PoolFormatError("damaged: its checksum does not match")
-        _, version, uuid, keyspace, *rest = _SUPERBLOCK_BODY.unpack_from(page)
-        if version != SUPERBLOCK_VERSION:
-            raise PoolFormatError(
-                f"format version {version}, this program writes {SUPERBLOCK_VERSION}"
+        """Parse a page of format 2.
+
+        UnknownFormatError: it is of another format. PoolFormatError: it is no superblock, or
+        damaged.
+        """
+        version = version_of(page)
+        if version != FORMAT_VERSION:
+            raise UnknownFormatError(
+                f"format version {version}, this program writes {FORMAT_VERSION}"
             )
+        found = dict(zip(_FIELDS, _SUPERBLOCK_BODY.unpack_from(page)[2:], strict=True))
+        keyspace, count = found["keyspace"], found["groups"]
         if not keyspace.isascii():
             raise PoolFormatError("damaged: keyspace is not text")
-        rest[-1] = bool(rest[-1])
-        return Superblock(uuid, keyspace.decode("ascii"), *rest)
+        if not 0 < count <= GROUPS_MAX:
+            raise PoolFormatError(f"damaged: it has {count} groups")
+        end = _SUPERBLOCK_BODY.size + count * _GROUP.size
+        rows = range(_SUPERBLOCK_BODY.size, end, _GROUP.size)
+        found["groups"] = tuple(StoredGroup.decode(page[at : at + _GROUP.size]) for at in rows)
+        found |= {"keyspace": keyspace.decode("ascii"), "mac": page[_MAC_AT:_PAGE_CRC_AT]}
+        del found["flag"]
+        superblock = Superblock(**found)
+        if superblock.encode() != page:
+            raise PoolFormatError("damaged: bytes that format 2 does not use are not zero")
+        return superblock
+
+
+def version_of(page: bytes) -> int:
+    """Return the format's number; PoolFormatError: no superblock, or a damaged one."""
+    if len(page) != PAGE_BYTES or not page.startswith(SUPERBLOCK_MAGIC):
+        raise PoolFormatError("not a superblock of this program")
+    if not is_intact_page(memoryview(page), SUPERBLOCK_MAGIC):
+        raise PoolFormatError("damaged: its checksum does not match")
+    return int(_VERSION.unpack_from(page)[1])
+
+
+def newest_of(superblocks: Sequence[Superblock]) -> Superblock | None:
+    """Return the superblock that decides for all targets of a rank: of the highest sequence.
+
+    None: there is none, or several that differ. These are of servers that each had a part of the
+    targets, and nothing tells which came last.
+    """
+    highest = max((one.sequence for one in superblocks), default=0)
+    newest = [one for one in superblocks if one.sequence == highest]
+    stamps = {Stamp(one.epoch, one.tag) for one in newest}
+    return newest[0] if len(stamps) == 1 else None
 
 
 def read_superblock(directory: Path) -> Superblock | None:
-    """Read the directory's superblock; None if there is none; PoolFormatError if not intact."""
-    page = _read_start(directory / SUPERBLOCK_FILE, PAGE_BYTES + 1)
+    """Read the directory's superblock; None if there is none. Raises as `Superblock.decode`."""
+    page = read_superblock_page(directory)
     return None if page is None else Superblock.decode(page)
+
+
+def read_superblock_page(directory: Path) -> bytes | None:
+    """Read the bytes of the directory's superblock, and one more if there are too many."""
+    return _read_start(directory / SUPERBLOCK_FILE, PAGE_BYTES + 1)
 
 
 def is_superblock(path: Path) -> bool:
     """Return whether the file starts like a superblock of any version, damaged or not."""
-    return _read_start(path, len(_SUPERBLOCK_MAGIC)) == _SUPERBLOCK_MAGIC
+    return _read_start(path, len(SUPERBLOCK_MAGIC)) == SUPERBLOCK_MAGIC
 
 
 def _read_start(path: Path, size: int) -> bytes | None:
@@ -402,8 +590,8 @@ class Keyspace:
 
     @staticmethod
     def of(facts: Mapping[str, object]) -> Keyspace:
-        """Freeze `facts` with the layout of slots; TypeError, ValueError: not JSON (or NaN)."""
-        return Keyspace.exactly({"slot_layout": SLOT_LAYOUT, **facts})
+        """Freeze `facts` with the pool's format; TypeError, ValueError: not JSON (or NaN)."""
+        return Keyspace.exactly({"format": FORMAT_VERSION, **facts})
 
     @staticmethod
     def exactly(facts: Mapping[str, object]) -> Keyspace:

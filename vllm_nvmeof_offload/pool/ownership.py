@@ -26,7 +26,14 @@ from pathlib import Path
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
-from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, LOCK_FILE, Keyspace
+from vllm_nvmeof_offload.groups import GroupKind, RankGroup
+from vllm_nvmeof_offload.pool.format import (
+    ENTRY_BYTES,
+    GROUPS_MAX,
+    LOCK_FILE,
+    Keyspace,
+    StoredGroup,
+)
 from vllm_nvmeof_offload.pool.lock import (
     ENDING_WAIT_S_MAX,
     POLL_S,
@@ -59,11 +66,13 @@ class PoolSpec:
     """The pool to open.
 
     targets: directories that exist or can be made. pool_bytes: this rank's share over all
-    targets. payload_bytes: of one slot. engine_index: the instance; None: the first free one, of
+    targets. payload_bytes: of the longest group. groups: whose chunks are stored; empty: one,
+    with the id 0. engine_index: the instance; None: the first free one, of
     replica r of n: r, r + n, r + 2n, … engine: the same on all ranks of one engine, which share
     an instance; empty: the rank shares an instance with any rank it finds.
     o_direct: "on" fails where "auto" falls back to buffered I/O. adopt: False voids what is
-    stored. adoptable: whether a later start may adopt what is written from now on.
+    stored. named: False voids it too, and no superblock names what is written from now on, so
+    that no later start adopts it.
     """
 
     targets: tuple[Path, ...]
@@ -78,12 +87,22 @@ class PoolSpec:
     replicas: int = 1
     o_direct: str = "auto"
     adopt: bool = True
-    adoptable: bool = True
+    named: bool = True
+    groups: tuple[RankGroup, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.targets and self.payload_bytes > 0
+        assert self.payload_bytes == max(group.payload_bytes for group in self.group_table)
+        assert len(self.group_table) <= GROUPS_MAX
         assert 0 <= self.replica < self.replicas
         assert self.o_direct in ("auto", "on", "off")
+
+    @property
+    def group_table(self) -> tuple[StoredGroup, ...]:
+        """The groups as superblocks list them."""
+        size = self.payload_bytes
+        one = StoredGroup(0, GroupKind.FULL, size, blocks_per_chunk=1, block_bytes=size)
+        return tuple(map(StoredGroup.of, self.groups)) or (one,)
 
     @property
     def slot_bytes(self) -> int:

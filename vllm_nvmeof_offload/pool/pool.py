@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's pool: its slabs and tables on all targets, claimed, preallocated and adopted.
 
-Pool slot p is on target `p % target_count`, at index `p // target_count` of its slab. All targets
-have equally many slots; the fullest target decides the number.
+Pool slot p is slot `p // target_count` of the region on target `p % target_count`: on disk slots
+have the latter numbers only. All targets have equally many slots; the fullest target decides the
+number.
 
 A reset must become durable on the targets that answer although another target hangs. So each
 superblock is written on a thread, one per directory at a time. While that thread hangs, the
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import PoolError
+from vllm_nvmeof_offload.groups import GroupKind, group_id_of
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     SlotPlace,
@@ -33,7 +35,7 @@ from vllm_nvmeof_offload.pool.recovery import (
     Progress,
     adopt_entries,
     choose_direct,
-    next_epoch,
+    new_epoch,
     prepare,
 )
 from vllm_nvmeof_offload.pool.slab import Slab
@@ -136,20 +138,25 @@ class Pool:
         self, spec: PoolSpec, claim: Claim, slabs: list[Slab], on_progress: Progress | None
     ) -> None:
         """Use `Pool.open`."""
-        superblocks, self._adopt_slots = prepare(spec, slabs)
+        prepared = prepare(spec, slabs)
+        superblocks, self._adopt_slots = prepared.superblocks, prepared.adopt_slots
         self._claim = claim
         self._slabs = slabs
         #: By target, the superblock that it must have now.
         self.superblocks = superblocks
-        #: The stamp of a write that is submitted now.
-        self.stamp = Stamp(superblocks[0].epoch, spec.adoptable)
+        #: The stamp of an operation that is submitted now.
+        self.stamp = prepared.stamp
+        self._named = spec.named
         self._on_progress = on_progress
         self.target_count = len(slabs)
         #: Pool slots over all targets.
         self.slots = superblocks[0].slots * len(slabs)
         #: Header page and padded payload.
         self.slot_bytes = spec.slot_bytes
+        #: Of the longest group.
         self.payload_bytes = spec.payload_bytes
+        #: By group id.
+        self.kinds = {group.group_id: group.kind for group in spec.group_table}
         self.engine_index = claim.engine_index
         #: This rank's directories, one per target.
         self.directories = claim.directories
@@ -209,7 +216,15 @@ class Pool:
 
     def place(self, pool_slot: int) -> SlotPlace:
         """Return the place that the header of this pool slot must name."""
-        return self.superblocks[0].place(pool_slot)
+        slot, target = divmod(pool_slot, self.target_count)
+        return self.superblocks[target].place(slot)
+
+    def kind_of(self, key: bytes) -> GroupKind:
+        """Return the kind of the key's group.
+
+        No start adopts a chunk of a group that the pool does not have: any kind will do for it.
+        """
+        return self.kinds.get(group_id_of(key), GroupKind.FULL)
 
     def adopt(self) -> AdoptedEntries:
         """Return the chunks that an earlier process stored; call it once, at start.
@@ -217,27 +232,28 @@ class Pool:
         Empty unless `spec.adopt`. A table that is missing, cut short or damaged is rebuilt
         from the slots' headers (`on_progress`).
         """
-        superblock = self.superblocks[0]
-        return adopt_entries(self._slabs, self._adopt_slots, superblock, self._on_progress)
+        return adopt_entries(self._slabs, self._adopt_slots, self.superblocks, self._on_progress)
 
-    def reset(self, adoptable: bool) -> None:
+    def reset(self, tag: bytes, named: bool) -> None:
         """Void everything stored so far, on disk too; blocks until that is durable.
 
-        Writes submitted from now on are marked with `adoptable`. If the reset fails, what this
-        process writes later still has the new epoch, but is never adoptable: a later start may
-        not know of that epoch, and give its number to another reset. A target that is away gets
-        its superblock before it serves again, one that hangs when it answers; until then the
-        other targets' epoch voids its content.
+        Every superblock gets the next sequence, a new epoch and `tag`. What is written from now
+        on carries `tag` and that epoch. It carries an epoch that no superblock names, so that no
+        start adopts it, if not `named`, if the pool was opened so, or if the reset fails. A target
+        that is away gets its superblock before it serves again, one that hangs when it answers;
+        until then the other targets' sequence voids its content.
 
         OSError: a superblock could not be written: a later start could adopt what was stored
         before the reset. ENODEV: all targets are away.
         """
-        epoch = next_epoch(self.stamp.epoch)
-        self.stamp = Stamp(epoch, adoptable)
+        epoch = self._new_epoch()
+        sequence = 1 + self.superblocks[0].sequence
+        unnamed = Stamp(self._new_epoch(epoch), tag)
+        self.stamp = Stamp(epoch, tag) if named and self._named else unnamed
         self._adopt_slots = [0] * self.target_count
         writers: list[_SuperblockWriter] = []
         for index, slab in enumerate(self._slabs):
-            superblock = replace(self.superblocks[index], epoch=epoch, adoptable=adoptable)
+            superblock = replace(self.superblocks[index], epoch=epoch, sequence=sequence, tag=tag)
             self.superblocks[index] = superblock
             if slab.is_open:
                 writers.append(self._writers[index])
@@ -245,8 +261,12 @@ class Pool:
         gone = OSError(errno.ENODEV, "every target is gone")
         failure = _first_failure(writers, self._written) if writers else gone
         if failure is not None:
-            self.stamp = Stamp(epoch, adoptable=False)
+            self.stamp = unnamed
             raise failure
+
+    def _new_epoch(self, *others: int) -> int:
+        """An epoch that neither superblocks nor writes have, nor is one of `others`."""
+        return new_epoch({self.stamp.epoch, *(one.epoch for one in self.superblocks), *others})
 
     # -- targets that go and come back ------------------------------------------------------
 

@@ -3,7 +3,8 @@
 
 Preparation decides what to keep, how much space there is and which epoch begins. A directory that
 starts empty loses its superblock first, and gets a new one last, so that a crash in between
-leaves either the old pool or an empty directory.
+leaves either the old pool or an empty directory. Kept is the epoch of the superblock with the
+highest sequence, over the targets, if it has this start's share tag; else a new epoch begins.
 
 Adoption reads the table first (64 bytes per slot). Entries that are damaged or cut off are
 recovered from the slots' header pages, one 4 KiB read each, and written back.
@@ -13,16 +14,18 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_nvmeof_offload import logger
-from vllm_nvmeof_offload.errors import PoolError, PoolFormatError
+from vllm_nvmeof_offload.errors import PoolError, PoolFormatError, UnknownFormatError
+from vllm_nvmeof_offload.groups import GROUP_ID_BYTES
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     EPOCH_MAX,
@@ -33,14 +36,16 @@ from vllm_nvmeof_offload.pool.format import (
     Superblock,
     decode_table,
     encode_entry,
+    newest_of,
     parse_header,
     read_superblock,
+    share_tag,
     sync_directory,
     write_superblock,
 )
 from vllm_nvmeof_offload.pool.ownership import PoolSpec
 from vllm_nvmeof_offload.pool.slab import Slab
-from vllm_nvmeof_offload.protocol import AdoptedEntries, SlotIdentity, place_of
+from vllm_nvmeof_offload.protocol import TAG_BYTES, AdoptedEntries, SlotIdentity, place_of
 from vllm_nvmeof_offload.units import HEADER_BYTES, format_bytes
 
 #: Called with (header pages read, header pages to read) while a table is rebuilt.
@@ -63,28 +68,26 @@ class _Found:
 def adopt_entries(
     slabs: Sequence[Slab],
     counts: Sequence[int],
-    superblock: Superblock,
+    superblocks: Sequence[Superblock],
     on_progress: Progress | None = None,
 ) -> AdoptedEntries:
     """Return the chunks that can be looked up again, in ascending order of places.
 
     counts: by target, the slots that an earlier process can have written and that still exist.
-    superblock: of any target; a slot whose header names another place is not adopted. Skipped:
-    entries of another epoch, not adoptable ones, and ones that cannot be recovered. A key may be
-    in several places.
+    superblocks: by target. Skipped: entries of another epoch or of a group that is not in the
+    superblock, and ones that cannot be recovered. A key may be in several places.
     """
     parts: list[_Found] = []
-    for target, (slab, count) in enumerate(zip(slabs, counts, strict=True)):
-        pool_slots = np.arange(count, dtype=np.int64) * len(slabs) + target
+    for slab, count, superblock in zip(slabs, counts, superblocks, strict=True):
         raw = read_table(slab.table_fd, min(count, slab.table_slots_found))
         whole = raw.size // ENTRY_BYTES
-        table = decode_table(raw, pool_slots[:whole])
-        parts.append(_intact(target, table, superblock.epoch))
+        table = decode_table(raw, np.arange(whole))
+        parts.append(_intact(table, superblock))
         lost = np.concatenate([np.flatnonzero(table.damaged), np.arange(whole, count)])
         if lost.size:
             logger.warning("rebuilding %d of %d table entries from slots", lost.size, count)
-            found = _recover(slab, lost, pool_slots, superblock, on_progress)
-            parts.append(_recovered(target, found))
+            found = _recover(slab, lost, superblock, on_progress)
+            parts.append(_recovered(superblock.target_index, found))
     return _merge(parts)
 
 
@@ -104,15 +107,26 @@ def read_table(fd: int, slots: int) -> npt.NDArray[np.uint8]:
     return raw[: done // ENTRY_BYTES * ENTRY_BYTES]
 
 
-def _intact(target: int, table: DecodedTable, epoch: int) -> _Found:
+def _intact(table: DecodedTable, superblock: Superblock) -> _Found:
     """The table's entries that are adopted."""
-    rows = np.flatnonzero(table.valid & table.adoptable & (table.epochs == epoch))
+    rows = np.flatnonzero(table.valid & (table.epochs == superblock.epoch))
     lengths = table.key_bytes[rows]
     length = _common(lengths)
     if (lengths != length).any():
         rows = rows[lengths == length]
+    rows = rows[has_known_group(table.keys[rows, :length], superblock)]
     keys = table.keys[:, :length].view(f"V{length}")[:, 0]
-    return _Found(place_of(target, 0) | rows, table.generations[rows], keys[rows])
+    place = place_of(superblock.target_index, 0)
+    return _Found(place | rows, table.generations[rows], keys[rows])
+
+
+def has_known_group(keys: npt.NDArray[np.uint8], superblock: Superblock) -> npt.NDArray[np.bool_]:
+    """Return bool[n]: the group of `keys` (uint8[n, length]) is in the superblock."""
+    ends = keys[:, -GROUP_ID_BYTES:].astype(np.uint32)
+    weights = 256 ** np.arange(ends.shape[1], dtype=np.uint32)[::-1]
+    ids = [group.group_id for group in superblock.groups]
+    known: npt.NDArray[np.bool_] = np.isin(ends @ weights, np.array(ids, np.uint32))
+    return known
 
 
 def _recovered(target: int, found: Sequence[tuple[int, SlotIdentity]]) -> _Found:
@@ -146,7 +160,6 @@ def _merge(parts: Sequence[_Found]) -> AdoptedEntries:
 def _recover(
     slab: Slab,
     indices: npt.NDArray[np.int64],
-    pool_slots: npt.NDArray[np.int64],
     superblock: Superblock,
     on_progress: Progress | None,
 ) -> list[tuple[int, SlotIdentity]]:
@@ -156,17 +169,17 @@ def _recover(
     """
     found: list[tuple[int, SlotIdentity]] = []
     done = 0
+    newest = Stamp(superblock.epoch, superblock.tag)
     for batch, headers in scan_headers(slab.buffered_fd, indices, superblock.slot_bytes):
         for index, header in zip(batch, headers, strict=True):
-            pool_slot = int(pool_slots[index])
             entry = bytes(ENTRY_BYTES)
             if (
                 header is not None
-                and header.payload_bytes == superblock.payload_bytes
-                and header.place == superblock.place(pool_slot)
+                and header.payload_bytes == superblock.length_of(header.identity.key)
+                and header.place == superblock.place(index)
             ):
-                entry = encode_entry(pool_slot, header.identity, header.stamp)
-                if header.stamp.adoptable and header.stamp.epoch == superblock.epoch:
+                entry = encode_entry(index, header.identity, header.stamp.epoch)
+                if header.stamp == newest:
                     found.append((index, header.identity))
             if any(entry) or index < slab.table_slots_found:
                 try:
@@ -180,13 +193,16 @@ def _recover(
 
 
 def scan_headers(
-    fd: int, indices: npt.NDArray[np.int64], slot_bytes: int
+    fd: int,
+    indices: npt.NDArray[np.int64],
+    slot_bytes: int,
+    parse: Callable[[bytes], SlotHeader | None] = parse_header,
 ) -> Iterator[tuple[list[int], list[SlotHeader | None]]]:
     """Yield batches of slot indices with their headers (None: not intact)."""
 
     def read(index: int) -> SlotHeader | None:
         try:
-            return parse_header(os.pread(fd, HEADER_BYTES, index * slot_bytes))
+            return parse(os.pread(fd, HEADER_BYTES, index * slot_bytes))
         except OSError as error:
             logger.debug("cannot read the header of slot %d: %s", index, error)
             return None
@@ -223,29 +239,47 @@ def written_slots(
     return kept
 
 
-def next_epoch(epoch: int) -> int:
-    """Return the epoch after `epoch`. Epochs are compared for equality, and wrap at 32 bits."""
-    return epoch + 1 if epoch < EPOCH_MAX else 1
+def new_epoch(used: Container[int]) -> int:
+    """Draw an epoch that is not in `used`. Nothing else names an epoch that no start can know."""
+    while True:
+        epoch = 1 + secrets.randbelow(EPOCH_MAX)
+        if epoch not in used:
+            return epoch
 
 
-def prepare(spec: PoolSpec, slabs: Sequence[Slab]) -> tuple[list[Superblock], list[int]]:
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """superblocks: by target, as they are on disk. adopt_slots: by target, the slots that may hold
+    chunks of an earlier process. stamp: of what is written from now on."""
+
+    superblocks: list[Superblock]
+    adopt_slots: list[int]
+    stamp: Stamp
+
+
+def prepare(spec: PoolSpec, slabs: Sequence[Slab]) -> Prepared:
     """Wipe directories of another pool, reserve space, write the superblocks.
 
-    Returns by target its superblock, and how many slots may hold chunks of an earlier process.
-    PoolError: no space for one slot. OSError: a file cannot be read, written or resized.
+    PoolError: no space for one slot, or a pool of an unknown format. OSError: a file cannot be
+    read, written or resized.
     """
     kept = _keep_or_wipe(spec, slabs)
     count = _allocate(spec, slabs)
     living = [superblock for superblock in kept if superblock is not None]
-    pool_uuid = living[0].uuid if living else uuid.uuid4().bytes
-    # The highest epoch: a reset that reached only some of the targets has voided all.
-    epoch = max((superblock.epoch for superblock in living), default=1)
-    adopt_slots = [min(superblock.slots, count) if superblock else 0 for superblock in kept]
-    if living and not (spec.adopt and all(superblock.adoptable for superblock in living)):
+    tag = share_tag(spec.keyspace.digest) if spec.named else secrets.token_bytes(TAG_BYTES)
+    newest = newest_of(living)
+    if newest is not None and spec.adopt and newest.tag == tag:
+        # A reset that reached only some of the targets has voided all.
+        adopt_slots = [min(superblock.slots, count) if superblock else 0 for superblock in kept]
+        epoch, sequence = newest.epoch, newest.sequence
+    else:
         adopt_slots = [0] * len(kept)
-        epoch = next_epoch(epoch)
-    stamp = Stamp(epoch, spec.adoptable)
-    superblocks = [_superblock(spec, i, pool_uuid, count, stamp) for i in range(len(slabs))]
+        epoch = new_epoch([one.epoch for one in living])
+        sequence = 1 + max((one.sequence for one in living), default=0)
+    pool_uuid = living[0].uuid if living else uuid.uuid4().bytes
+    shape = _superblock(spec, 0, pool_uuid, count)
+    shape = replace(shape, epoch=epoch, tag=tag, sequence=sequence)
+    superblocks = [replace(shape, target_index=target) for target in range(len(slabs))]
     for slab, superblock, found in zip(slabs, superblocks, kept, strict=True):
         if superblock == found:
             # A full disk has no room for a second superblock. A kill may have kept this one from
@@ -253,12 +287,12 @@ def prepare(spec: PoolSpec, slabs: Sequence[Slab]) -> tuple[list[Superblock], li
             sync_directory(slab.directory)
         else:
             write_superblock(slab.directory, superblock)
-    return superblocks, adopt_slots
+    written = epoch if spec.named else new_epoch([epoch, *(one.epoch for one in living)])
+    return Prepared(superblocks, adopt_slots, Stamp(written, tag))
 
 
-def _superblock(
-    spec: PoolSpec, target: int, pool_uuid: bytes, slots: int, stamp: Stamp
-) -> Superblock:
+def _superblock(spec: PoolSpec, target: int, pool_uuid: bytes, slots: int) -> Superblock:
+    """The shape of the pool on one target, without epoch, tag and sequence."""
     return Superblock(
         uuid=pool_uuid,
         keyspace=spec.keyspace.digest,
@@ -269,8 +303,10 @@ def _superblock(
         target_count=len(spec.targets),
         rank=spec.rank,
         world_size=spec.world_size,
-        epoch=stamp.epoch,
-        adoptable=stamp.adoptable,
+        epoch=0,
+        tag=bytes(TAG_BYTES),
+        sequence=0,
+        groups=spec.group_table,
     )
 
 
@@ -278,27 +314,35 @@ def _keep_or_wipe(spec: PoolSpec, slabs: Sequence[Slab]) -> list[Superblock | No
     """Wipe every directory whose superblock is not of this pool; return the others'.
 
     The number of slots may differ (the pool was given more or less space): the slots that both
-    have stay in place. Any other difference makes it another pool.
+    have stay in place. Any other difference makes it another pool. PoolError: one is of an
+    unknown format; nothing is wiped then.
     """
-    kept: list[Superblock | None] = []
-    pool_uuid = b""
-    for target, slab in enumerate(slabs):
+    pages: list[Superblock | None] = []
+    for slab in slabs:
         found = None
         try:
             found = read_superblock(slab.directory)
+        except UnknownFormatError as error:
+            raise PoolError(
+                f"{slab.directory}/superblock: {error}; `vllm-nvmeof pool rm` removes that pool"
+            ) from error
         except PoolFormatError as error:
             logger.warning("%s/superblock: %s; starting empty", slab.directory, error)
+        pages.append(found)
+    kept: list[Superblock | None] = []
+    pool_uuid = b""
+    for target, (slab, found) in enumerate(zip(slabs, pages, strict=True)):
+        fits = False
         if found is not None:
-            stamp = Stamp(found.epoch, found.adoptable)
-            expected = _superblock(spec, target, pool_uuid or found.uuid, found.slots, stamp)
-            if found != expected:
+            shape = _superblock(spec, target, pool_uuid or found.uuid, found.slots)
+            fits = replace(found, epoch=0, tag=shape.tag, sequence=0) == shape
+            if fits:
+                pool_uuid = found.uuid
+            else:
                 logger.warning("%s holds a pool of another shape: starting empty", slab.directory)
-                found = None
-        if found is None:
+        if not fits:
             slab.wipe()
-        else:
-            pool_uuid = found.uuid
-        kept.append(found)
+        kept.append(found if fits else None)
     return kept
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Surveys targets, read-only: every rank directory, its superblock, lock, size and last use.
 
-Damaged pools and pools of other format versions are included.
+Damaged pools and pools of other formats are included; formats 1 and 2 are read.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from vllm_nvmeof_offload.errors import PoolError, PoolFormatError
+from vllm_nvmeof_offload.groups import GroupKind
+from vllm_nvmeof_offload.pool import format1
 from vllm_nvmeof_offload.pool.format import (
     DIGEST_HEX_DIGITS,
     LOCK_FILE,
     SUPERBLOCK_FILE,
     Keyspace,
     Superblock,
-    read_superblock,
+    newest_of,
+    read_superblock_page,
+    share_tag,
 )
 from vllm_nvmeof_offload.pool.lock import LockState, probe_lock
 from vllm_nvmeof_offload.units import slot_stride_bytes
@@ -58,17 +62,18 @@ class RankDirectory:
 class Surveyed:
     """The state of one rank directory on disk.
 
-    superblock: None unless it is intact, of this version and of this place; `problem` is then the
-    reason, else empty. epoch: the pool's, over all of its parts that were surveyed. adoptable:
-    False if a start would adopt nothing. disk_bytes: allocated. last_use_s: Unix time; a running
-    server renews it every few seconds.
+    superblock: None unless it is intact, of format 1 or 2 and of this place; `problem` is then the
+    reason, else empty. epoch: what another one has is void; the pool's, over all of its parts that
+    were surveyed. adopts: False if a start with the weights that the keyspace names would adopt
+    nothing. disk_bytes: allocated. last_use_s: Unix time; a running server renews it every few
+    seconds.
     """
 
     directory: RankDirectory
     superblock: Superblock | None
     problem: str
     epoch: int
-    adoptable: bool
+    adopts: bool
     lock: LockState
     disk_bytes: int
     last_use_s: float | None
@@ -147,17 +152,17 @@ def _under(path: Path) -> list[RankDirectory]:
 def survey(directories: Sequence[RankDirectory]) -> list[Surveyed]:
     """Survey `directories`; PoolError if one cannot be read."""
     surveyed = [_survey_one(directory) for directory in directories]
-    # A reset that reached only some targets has voided all: the highest epoch counts.
+    # A reset that reached only some targets has voided all.
     parts: dict[tuple[str, bytes], list[Superblock]] = {}
     for one in surveyed:
         if one.superblock is not None:
             parts.setdefault((one.directory.name, one.superblock.uuid), []).append(one.superblock)
     for i, one in enumerate(surveyed):
         if one.superblock is not None:
-            siblings = parts[one.directory.name, one.superblock.uuid]
-            epoch = max(part.epoch for part in siblings)
-            adoptable = all(part.adoptable for part in siblings)
-            surveyed[i] = replace(one, epoch=epoch, adoptable=adoptable)
+            newest = newest_of(parts[one.directory.name, one.superblock.uuid])
+            if newest is not None:
+                adopts = newest.tag == share_tag(newest.keyspace)
+                surveyed[i] = replace(one, epoch=newest.epoch, adopts=adopts)
     return surveyed
 
 
@@ -167,7 +172,8 @@ def _survey_one(directory: RankDirectory) -> Surveyed:
     superblock: Superblock | None = None
     try:
         try:
-            superblock = read_superblock(path)
+            page = read_superblock_page(path)
+            superblock = None if page is None else format1.decode_superblock(page)
             problem = _misfit(directory, superblock)
         except PoolFormatError as error:
             problem = str(error)
@@ -176,7 +182,7 @@ def _survey_one(directory: RankDirectory) -> Surveyed:
             None if problem else superblock,
             problem,
             epoch=0,
-            adoptable=False,
+            adopts=False,
             lock=probe_lock(path),
             disk_bytes=disk_bytes(path),
             last_use_s=_last_use(path),
@@ -200,8 +206,23 @@ def _misfit(directory: RankDirectory, superblock: Superblock | None) -> str:
         and superblock.payload_bytes > 0
         and superblock.slot_bytes == slot_stride_bytes(superblock.payload_bytes)
         and superblock.target_index < superblock.target_count
+        and (superblock.version == format1.VERSION or _fits_its_groups(superblock))
     )
     return "" if sound else "its geometry is impossible"
+
+
+def _fits_its_groups(superblock: Superblock) -> bool:
+    groups = superblock.groups
+    return (
+        len({group.group_id for group in groups}) == len(groups)
+        and max(group.payload_bytes for group in groups) == superblock.payload_bytes
+        and all(
+            group.set_size > 0
+            and group.payload_bytes
+            == group.block_bytes * (1 if group.kind is GroupKind.STATE else group.blocks_per_chunk)
+            for group in groups
+        )
+    )
 
 
 def _last_use(path: Path) -> float | None:

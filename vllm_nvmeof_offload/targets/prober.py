@@ -117,12 +117,13 @@ def _check_superblock(directory: Path, expected: Superblock) -> None:
         raise PoolError("no pool is there")
     if found == expected:
         return
-    if found.epoch > expected.epoch or (found.epoch == expected.epoch and not found.adoptable):
+    shape = replace(found, epoch=expected.epoch, tag=expected.tag, sequence=expected.sequence)
+    if shape != expected:
+        raise PoolError("another pool is there")
+    if found.sequence >= expected.sequence:
         raise PoolError(
             "another server has used the pool meanwhile: it is served again after a restart"
         )
-    if replace(found, epoch=expected.epoch, adoptable=expected.adoptable) != expected:
-        raise PoolError("another pool is there")
 
 
 def _check_size(name: str, fd: int, expected: int) -> None:

@@ -24,7 +24,7 @@ from vllm_nvmeof_offload.copy.geometry import CacheGeometry
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, NoIoEngine, Waker
 from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.io.faults import FaultPlan, FaultyIoEngine
-from vllm_nvmeof_offload.pool.format import Keyspace
+from vllm_nvmeof_offload.pool.format import Keyspace, share_tag
 from vllm_nvmeof_offload.pool.ownership import bytes_of_others, bytes_of_pools
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello
@@ -118,6 +118,7 @@ def build_worker(
         slot_bytes=slot_bytes,
         groups=geometry.groups,
         adopted=adopted,
+        tag=b"" if identity.volatile else share_tag(identity.keyspace.digest),
         fallbacks=(*copy_fallbacks, *(pool.fallbacks if pool else ()), *io_fallbacks),
         stream_slots=stream_slots,
         targets=tuple(str(t) for t in settings.targets) if pool else (),
@@ -205,8 +206,8 @@ def _open_pool(
             replica=identity.replica.index,
             replicas=identity.replica.count,
             o_direct=settings.o_direct,
-            adopt=settings.adopt and not identity.volatile,
-            adoptable=not identity.volatile,
+            adopt=settings.adopt,
+            named=not identity.volatile,
         ),
         on_progress=_log_progress("pool"),
     )

@@ -28,6 +28,7 @@ from vllm_nvmeof_offload.native import Machine
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.protocol import (
     RELEASED,
+    TAG_BYTES,
     CancelCommand,
     ChunkBatch,
     Command,
@@ -54,7 +55,7 @@ _SATURATING_BYTES = 8 * MIB
 _SATURATING_OPS_MIN = 2
 #: As the native machine numbers them.
 _KINDS = tuple(OpKind)
-_NO_STAMP = Stamp(0, adoptable=False)  # the engine knows it
+_NO_STAMP = Stamp(0, bytes(TAG_BYTES))  # the engine knows it
 _RETRYABLE = [ERRORS.get(number, (False,))[0] for number in range(max(ERRORS) + 1)]
 
 
@@ -148,7 +149,7 @@ class TransferPipeline:
                 self._begin(command.op, OpKind.FETCH, command.urgency, command.batch)
             case ResetCommand():
                 self._machine.set_time(self._clock())
-                self._machine.reset(command.op, command.adoptable)
+                self._machine.reset(command.op, command.tag, command.named)
             case CancelCommand():
                 self.cancel(command.target_op, command.indexes)
 
@@ -259,12 +260,12 @@ class TransferPipeline:
         machine = self._machine
         durable = machine.barred and self._limits.reset_is_durable()
         stamp = self._lanes.stamp() if self._lanes else _NO_STAMP
-        machine.set_stamp(stamp.epoch, stamp.adoptable, durable)
+        machine.set_stamp(stamp.epoch, stamp.tag, durable)
         machine.offer_reads()
         self._submit_offered()
         if reset := machine.reset_to_offer():
-            token, adoptable = reset
-            op = IoOp(token, OpKind.RESET, Urgency.WRITE, 0, 0, None, 0, adoptable=adoptable)
+            token, tag, named = reset
+            op = IoOp(token, OpKind.RESET, Urgency.WRITE, 0, 0, None, 0, tag=tag, named=named)
             if self._io.submit([op]):
                 machine.reset_accepted(token)
         machine.offer_writes()

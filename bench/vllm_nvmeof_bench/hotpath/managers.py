@@ -40,7 +40,7 @@ _Result = TypeVar("_Result")
 
 
 def random_keys(seed: Sequence[int], count: int) -> npt.NDArray[np.void]:
-    """Keys that differ from those of another seed."""
+    """Keys of group 0 that differ from those of another seed."""
     rng = np.random.default_rng(seed)
     keys = rng.integers(0, 256, (count, KEY_BYTES), np.uint8)
     keys[:, -GROUP_ID_BYTES:] = 0

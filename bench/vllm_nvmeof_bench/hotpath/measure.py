@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import count, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +41,8 @@ from vllm_nvmeof_bench.hotpath.worker import Worker
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.settings import check_positive, option, recorded
-from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Stamp, encode_entry
+from vllm_nvmeof_offload.groups import GroupKind
+from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, StoredGroup, encode_entry
 from vllm_nvmeof_offload.pool.recovery import adopt_entries
 from vllm_nvmeof_offload.protocol import AdoptedEntries, SlotIdentity, slots_by_target
 from vllm_nvmeof_offload.units import MIB
@@ -90,11 +92,10 @@ class Table:
     def __init__(self, directory: Path, keys: npt.NDArray[np.void], targets: int) -> None:
         self._counts = slots_by_target(len(keys), targets)
         self._paths = [directory / f"table-{target}" for target in range(targets)]
-        stamp = Stamp(_EPOCH, adoptable=True)
         for target, path in enumerate(self._paths):
             rows = range(target, len(keys), targets)
             identities = (SlotIdentity(keys[row].tobytes(), row + 1) for row in rows)
-            entries = map(encode_entry, rows, identities, (stamp for _ in rows))
+            entries = map(encode_entry, count(), identities, repeat(_EPOCH))
             path.write_bytes(b"".join(entries))
 
     def adopt(self) -> tuple[AdoptedEntries, float]:
@@ -105,9 +106,13 @@ class Table:
                 SimpleNamespace(table_fd=fd, table_slots_found=count)
                 for fd, count in zip(fds, self._counts, strict=True)
             ]
-            superblock: Any = SimpleNamespace(epoch=_EPOCH)
+            group = StoredGroup(0, GroupKind.FULL, 1, 1, 1)
+            superblocks: Any = [
+                SimpleNamespace(epoch=_EPOCH, groups=(group,), target_index=target)
+                for target in range(len(slabs))
+            ]
             began_s = time.thread_time()
-            found = adopt_entries(slabs, self._counts, superblock)
+            found = adopt_entries(slabs, self._counts, superblocks)
             return found, time.thread_time() - began_s
         finally:
             for fd in fds:

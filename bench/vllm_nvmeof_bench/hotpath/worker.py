@@ -30,6 +30,7 @@ from vllm_nvmeof_offload.native import InstantLanes
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.protocol import (
     NOWHERE,
+    TAG_BYTES,
     ChunkBatch,
     LoadCommand,
     OpReport,
@@ -49,7 +50,7 @@ _KV_ADDRESS, _STAGING_ADDRESS = 1 << 40, 1 << 44
 _DONE_S_MAX = 120.0
 _POLL_S = 0.0005
 _PRODUCT = parse_config({})
-_STAMP = Stamp(1, adoptable=True)
+_STAMP = Stamp(1, bytes(TAG_BYTES))
 
 
 class InstantCopy:

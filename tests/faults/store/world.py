@@ -5,8 +5,8 @@ The real pool runs over real small files. The model records for each pool slot t
 last acknowledged write, and for each generation when it was written. It checks
 
 * never wrong: every load serves the one right content of the requested identity, or a miss;
-* never revived: no chunk is adopted that was written before an acknowledged reset, that was
-  marked not adoptable, or that was never written to that slot;
+* never revived: no chunk is adopted that was written before an acknowledged reset, under an epoch
+  that no superblock names, or that was never written to that slot; none of other weights is served;
 * never lost: an acknowledged chunk whose bytes the crash left whole is found and served.
 
 Chunks that storage misdirects between slots, targets, ranks and servers must not be served
@@ -23,15 +23,28 @@ from dataclasses import replace
 from pathlib import Path
 
 from vllm_nvmeof_offload.io import threads
-from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Keyspace, encode_entry
+from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, encode_entry
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.protocol import SlotIdentity
+from vllm_nvmeof_offload.protocol import TAG_BYTES, SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
 from ..kit import adopted
 from .damage import Damage
 from .disk import Crash, Disk
-from .written import PAYLOAD_BYTES, SLOTS, Neighbours, Written, content, is_intact, store
+from .written import (
+    GROUPS,
+    KEYSPACE,
+    LENGTHS,
+    SLOTS,
+    TAG,
+    Neighbours,
+    Written,
+    content,
+    is_intact,
+    key,
+    length_of,
+    store,
+)
 
 KEYS = 20
 LIVES = 8
@@ -46,14 +59,17 @@ class World:
         self.spec = PoolSpec(
             targets=(root / "a", root / "b")[: self.dice.choice([1, 2])],
             pool_bytes=1,
-            payload_bytes=PAYLOAD_BYTES,
-            keyspace=Keyspace.of({"m": 1}),
+            payload_bytes=max(LENGTHS),
+            keyspace=KEYSPACE,
+            groups=GROUPS,
             world_size=2,
             o_direct="off",
         )
         self.generation = 0
         #: generation → (resets acknowledged before it, whether it may be adopted)
         self.born: dict[int, tuple[int, bool]] = {}
+        #: generation → its share tag
+        self.tags: dict[int, bytes] = {}
         self.resets = 0
         #: The chunks that must be found unless a crash damages them.
         self.written: dict[int, Written] = {}
@@ -61,6 +77,8 @@ class World:
         self.known: dict[int, SlotIdentity] = {}
         #: All earlier identities of a slot, which must never be served with wrong bytes.
         self.past: dict[int, list[SlotIdentity]] = {slot: [] for slot in range(SLOTS)}
+        #: Whether this life's superblocks name what it writes, as it was opened and now.
+        self.opened_named = self.named = True
         #: A reset has failed: the entries that the next start finds are undefined until then.
         self.unclear = False
         self.pool: Pool | None = None
@@ -90,24 +108,28 @@ class World:
             self.spec,
             pool_bytes=slots * (self.spec.slot_bytes + ENTRY_BYTES),
             adopt=self.dice.random() > 0.05,
-            adoptable=self.dice.random() > 0.05,
+            named=self.dice.random() > 0.05,
         )
-        must = self._must(slots) if spec.adopt else {}
-        if not spec.adopt:
+        adopts = spec.adopt and spec.named
+        must = self._must(slots) if adopts else {}
+        if not adopts:
             self.written.clear()
         self.pool = Pool.open(spec)
-        if not spec.adopt:
+        if not adopts:
             self.resets += 1
+        self.opened_named = self.named = spec.named
         self._check_adopted(must)
         self.unclear = False
 
     def _must(self, slots: int) -> dict[int, Written]:
         """The acknowledged chunks that are whole on the disk now."""
         blocks = [Damage.superblock(directory) for directory in self._directories()]
-        intact = [block for block in blocks if block is not None]
+        intact = [one for at, one in enumerate(blocks) if one and one.target_index == at]
         if len({block.uuid for block in intact}) != 1 or self.unclear:
             return {}
-        if not all(block.adoptable for block in intact):
+        newest = max(intact, key=lambda block: block.sequence)
+        same = {block.epoch for block in intact if block.sequence == newest.sequence}
+        if newest.tag != TAG or len(same) > 1:
             return {}
         kept = {}
         for number, written in self.written.items():
@@ -115,8 +137,7 @@ class World:
             block = blocks[target]
             if block is None or block.target_index != target or number >= slots:
                 continue
-            # Another epoch on only one target voids everything: a start did not finish.
-            voided = any(block.epoch != written.epoch for block in intact)
+            voided = newest.epoch != written.epoch
             if not voided and index < block.slots and self._is_whole(number, written):
                 kept[number] = written
         return kept
@@ -135,18 +156,23 @@ class World:
         if entry == written.entry:
             return True
         # For a damaged entry the header decides; an old or an empty entry is believed.
-        return any(entry) and not is_intact(entry, number)
+        return any(entry) and not is_intact(entry, index)
 
     def _check_adopted(self, must: dict[int, Written]) -> None:
         assert self.pool is not None
         found = adopted(self.pool)
         self.known = {}
         for slot, identity in found.items():
-            resets, adoptable = self.born.get(identity.generation, (-1, False))
+            resets, named = self.born.get(identity.generation, (-1, False))
             assert resets == self.resets, f"slot {slot}: adopted from before a reset: {identity}"
-            assert adoptable, f"slot {slot}: adopted although not adoptable: {identity}"
-            assert identity in self.past[slot], f"slot {slot}: adopted from elsewhere: {identity}"
+            assert named, f"slot {slot}: adopted although nothing names it: {identity}"
+            # An entry proves its number in a region, not the region, which its header does.
+            first, count = slot // self.pool.target_count * self.pool.target_count, len(self.past)
+            same = range(first, min(first + self.pool.target_count, count))
+            elsewhere = f"slot {slot}: adopted from elsewhere: {identity}"
+            assert any(identity in self.past[one] for one in same), elsewhere
             if self.load(slot, identity):
+                assert identity in self.past[slot], f"slot {slot}: served from elsewhere"
                 self.known[slot] = identity
         for slot, written in must.items():
             assert self.load(slot, written.identity), f"slot {slot} is lost: {written.identity}"
@@ -187,7 +213,7 @@ class World:
         assert self.pool is not None
         steps = {self._store: 60, self._load: 15, self._load_past: 10, self._sync: 8}
         steps |= {self._fail_a_write: 4, self._reset: 2, self._fail_a_reset: 1}
-        steps |= {self._load_elsewhere: 5}
+        steps |= {self._load_elsewhere: 5, self._load_as_another_group: 3}
         self.dice.choices(list(steps), list(steps.values()))[0]()
 
     def _store(self) -> None:
@@ -195,9 +221,12 @@ class World:
         assert self.pool is not None
         slot = self.dice.randrange(self.pool.slots)
         self.generation += 1
-        identity = SlotIdentity(f"key {self.dice.randrange(KEYS):03}".encode(), self.generation)
+        identity = SlotIdentity(key(self.dice.randrange(KEYS)), self.generation)
         stamp = self.pool.stamp
-        self.born[self.generation] = (self.resets, stamp.adoptable)
+        # While a reset is unclear, what it left on the disk may name nothing.
+        named = self.named and not self.unclear
+        self.born[self.generation] = (self.resets, named)
+        self.tags[self.generation] = stamp.tag
         self.known.pop(slot, None)
         self.written.pop(slot, None)
         self.past[slot].append(identity)
@@ -206,8 +235,8 @@ class World:
             self.counts["write failed"] += 1
             return
         self.known[slot] = identity
-        if stamp.adoptable and not self.unclear:
-            entry = encode_entry(slot, identity, stamp)
+        if named:
+            entry = encode_entry(slot // self.pool.target_count, identity, stamp.epoch)
             self.written[slot] = Written(identity, stamp.epoch, sealed, entry)
         assert self.neighbours is not None
         self.neighbours.store(slot, identity, stamp)
@@ -236,18 +265,35 @@ class World:
             self.load(slot, self.known[slot], other.slab_fd(at))
             self.counts["misdirected read"] += 1
 
-    def load(self, slot: int, identity: SlotIdentity, place: tuple[int, int] | None = None) -> bool:
+    def _load_as_another_group(self) -> None:
+        """A read that asks for another group's length."""
+        if self.known:
+            slot = self.dice.choice(sorted(self.known))
+            identity = self.known[slot]
+            other = sum(LENGTHS) - length_of(identity)
+            assert not self.load(slot, identity, payload_bytes=other), "another length was served"
+            self.counts["read of another length"] += 1
+
+    def load(
+        self,
+        slot: int,
+        identity: SlotIdentity,
+        place: tuple[int, int] | None = None,
+        payload_bytes: int | None = None,
+    ) -> bool:
         """True if the chunk was served, with the right bytes. place: where the storage reads."""
         assert self.pool is not None
         memory = bytearray(self.pool.slot_bytes)
         files = threads.SlotFiles.of(self.pool, slot)
         if place is not None:
             files = files._replace(slab_fd=place[0], slab_offset=place[1])
-        if not threads.read_slot(self.pool, memoryview(memory), files, identity).ok:
+        size, tag = payload_bytes or length_of(identity), self.pool.stamp.tag
+        if not threads.read_slot(self.pool, memoryview(memory), files, identity, tag, size).ok:
             self.counts["miss"] += 1
             return False
-        served = memory[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES]
+        served = memory[HEADER_BYTES : HEADER_BYTES + size]
         assert served == content(identity), f"slot {slot}: wrong bytes for {identity}"
+        assert self.tags[identity.generation] == tag, f"slot {slot}: of other weights: {identity}"
         self.counts["served"] += 1
         return True
 
@@ -264,18 +310,20 @@ class World:
 
     def _reset(self, fails: bool = False) -> None:
         assert self.pool is not None
-        adoptable = self.dice.random() < 0.8
+        tag = TAG if self.dice.random() < 0.7 else self.dice.randbytes(TAG_BYTES)
+        named = self.dice.random() < 0.9
         self.written.clear()
+        self.known.clear()
         self.unclear = True
         try:
-            self.pool.reset(adoptable)
+            self.pool.reset(tag, named)
         except OSError:
             assert fails
             self.counts["reset failed"] += 1
             return
         self.resets += 1
         self.unclear = False
-        self.known.clear()
+        self.named = named and self.opened_named and tag == TAG
         self.counts["reset"] += 1
 
     def _fail_a_reset(self) -> None:

@@ -12,13 +12,28 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup, group_id_of
 from vllm_nvmeof_offload.io import threads
-from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Stamp, decode_table
+from vllm_nvmeof_offload.pool.format import (
+    ENTRY_BYTES,
+    Keyspace,
+    Stamp,
+    decode_table,
+    share_tag,
+)
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
-PAYLOAD_BYTES = 5000
+#: By group.
+LENGTHS = (5000, 3000)
+GROUPS = tuple(
+    RankGroup(Group(group_id, GroupKind.WINDOW, 16, reach_chunks=1), length)
+    for group_id, length in enumerate(LENGTHS)
+)
+KEYSPACE = Keyspace.of({"m": 1})
+#: The share tag of a start that is named.
+TAG = share_tag(KEYSPACE.digest)
 SLOTS = 16  # over all targets
 
 
@@ -50,25 +65,35 @@ class Neighbours:
             self.pools.pop().close()
 
 
+def key(number: int) -> bytes:
+    """Even numbers are keys of group 0, odd ones of group 1."""
+    return f"key {number:03}".encode() + (number % 2).to_bytes(4, "big")
+
+
+def length_of(identity: SlotIdentity) -> int:
+    return LENGTHS[group_id_of(identity.key)]
+
+
 def store(
     pool: Pool, slot: int, identity: SlotIdentity, stamp: Stamp, neighbour: int = 0
 ) -> bytes | None:
     """Write the content of `identity`; return header page and payload, None if that failed."""
     memory = bytearray(pool.slot_bytes)
-    memory[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = content(identity, neighbour)
+    size = length_of(identity)
+    memory[HEADER_BYTES : HEADER_BYTES + size] = content(identity, neighbour)
     files = threads.SlotFiles.of(pool, slot)
-    view = memoryview(memory)
-    outcome = threads.write_slot(pool, view, files, identity, stamp, lambda: True)
-    return bytes(memory[: HEADER_BYTES + PAYLOAD_BYTES]) if outcome.ok else None
+    view, payload = memoryview(memory), threads.Payload(size)
+    outcome = threads.write_slot(pool, view, files, identity, stamp, lambda: True, payload)
+    return bytes(memory[: HEADER_BYTES + size]) if outcome.ok else None
 
 
 def content(identity: SlotIdentity, neighbour: int = 0) -> bytes:
     """The one right payload of an identity in the pool under test (0) or in a neighbour's."""
     dice = random.Random(repr((identity.key, identity.generation, neighbour)))
-    return dice.randbytes(PAYLOAD_BYTES)
+    return dice.randbytes(length_of(identity))
 
 
-def is_intact(entry: bytes, pool_slot: int) -> bool:
+def is_intact(entry: bytes, slot: int) -> bool:
     """Whether the table entry is intact and belongs to this slot."""
-    table = decode_table(np.frombuffer(entry, np.uint8), np.array([pool_slot]))
+    table = decode_table(np.frombuffer(entry, np.uint8), np.array([slot]))
     return bool(table.valid[0])

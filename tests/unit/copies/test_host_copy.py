@@ -120,7 +120,7 @@ class Bench:
         """The chunk of generation g in slot s has blocks s * PER_CHUNK on, and place s."""
         count = len(slots)
         return ChunkBatch.of(
-            b"".join(b"key-%04d" % slot for slot in slots),
+            b"".join(b"key-%04d\0\0\0\0" % slot for slot in slots),
             np.full(count, generation, np.uint64),
             np.array(slots if cpu else [-1] * count, np.int32),
             np.array([place_of(0, slot) if pool else -1 for slot in slots], np.int64),

@@ -77,13 +77,17 @@ def release(op: int, *rows: int) -> OpReport:
     return OpReport(op, np.array(rows, np.uint32), np.full(len(rows), RELEASED, np.uint8))
 
 
+#: The share tag of every start.
+TAG = bytes(range(16))
+
+
 def hello(rank: int, cache: int, pool: int, entries: Entries, **changes: object) -> RankHello:
     adopted = AdoptedEntries(
         np.array([place_of(0, e[0]) for e in entries], np.int64),
         np.array([e[1] for e in entries], np.uint64),
         b"".join(key(e[2]) for e in entries),
     )
-    shape = {"engine_index": 0, "keyspace": "k", "target_count": 1, **changes}
+    shape = {"engine_index": 0, "keyspace": "k", "target_count": 1, "tag": TAG, **changes}
     return RankHello(
         rank=rank,
         cache_slots=cache,

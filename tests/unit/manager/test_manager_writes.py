@@ -26,7 +26,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.targets.health import Verdict
 
-from .bench import KEY_BYTES, Bench, hello, key, keys_of, release
+from .bench import KEY_BYTES, TAG, Bench, hello, key, keys_of, release
 
 
 def test_a_write_counts_when_every_rank_has_reported_it() -> None:
@@ -223,12 +223,25 @@ def test_a_reset_drops_writes_that_were_not_sent() -> None:
 
 
 @pytest.mark.parametrize("never_change", [True, False])
-def test_chunks_after_a_reset_are_adoptable_only_if_the_operator_allows_it(never_change) -> None:  # type: ignore[no-untyped-def]
+def test_chunks_after_a_reset_are_named_only_if_the_operator_allows_it(never_change) -> None:  # type: ignore[no-untyped-def]
     bench = Bench(weights_never_change=never_change)
     bench.core.reset()
     (command,) = bench.core.take_commands()
     assert isinstance(command, ResetCommand)
-    assert command.adoptable is never_change
+    assert command.named is never_change
+    assert (command.tag == TAG) is never_change
+    assert len(command.tag) == len(TAG)
+
+
+def test_nothing_is_named_where_a_rank_has_another_tag() -> None:
+    """A rank whose chunks depend on more than the keyspace has none."""
+    for tags in ((b"", b""), (TAG, b""), (TAG, bytes(16))):
+        hellos = [hello(rank, 4, 4, (), tag=tag) for rank, tag in enumerate(tags)]
+        core = ManagerCore(CoreConfig(world_size=2, weights_never_change=True), agree(hellos))
+        core.reset()
+        (command,) = core.take_commands()
+        assert isinstance(command, ResetCommand)
+        assert (command.named, command.tag in (b"", TAG)) == (False, False)
 
 
 def test_work_is_pending_until_its_reports_or_their_deadline() -> None:
@@ -310,14 +323,15 @@ def test_the_core_imports_no_torch_no_vllm_and_does_no_io() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_after_new_weights_nothing_is_adoptable_whatever_the_configuration() -> None:
+def test_after_new_weights_nothing_is_named_whatever_the_configuration() -> None:
     bench = Bench(weights_never_change=True)
     bench.core.weights_changed = True
     bench.core.reset()
     bench.store(1)
     bench.core.reset()
     resets = [c for c in bench.core.take_commands() if isinstance(c, ResetCommand)]
-    assert [command.adoptable for command in resets] == [False, False]
+    assert [command.named for command in resets] == [False, False]
+    assert len({TAG, *(command.tag for command in resets)}) == 3
 
 
 def test_weights_that_arrive_in_many_pieces_reset_once_per_step() -> None:
@@ -328,7 +342,7 @@ def test_weights_that_arrive_in_many_pieces_reset_once_per_step() -> None:
     for _ in range(100):
         bench.core.reset()
     (before, after) = (c for c in bench.core.take_commands() if isinstance(c, ResetCommand))
-    assert (before.adoptable, after.adoptable) == (True, False)
+    assert (before.named, after.named) == (True, False)
     bench.core.reset()
     bench.store(2)  # no step in between
     bench.core.reset()

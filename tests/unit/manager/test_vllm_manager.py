@@ -176,4 +176,4 @@ def test_a_reset_before_the_handshake_voids_adopted_chunks(new_weights: bool) ->
     assert manager.core.lookup(key(1)) is None
     (reset,) = manager.take_commands()
     assert isinstance(reset, ResetCommand)
-    assert reset.adoptable is not new_weights
+    assert reset.named is not new_weights

@@ -34,6 +34,7 @@ from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
 STRIDE = HEADER_BYTES + 4096
 PIECES = [np.array([[1 << 30, 0, 4096]], np.uint64)]
 READ_S, WRITE_S = 5.0, 30.0
+TAG = bytes(range(16))
 
 #: Number of a chunk, cache slot, pool slot as format 1 numbers it; None: the row has none.
 Chunk = tuple[int, int | None, int | None]

@@ -9,7 +9,7 @@ from tests.chunks import Reported
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, STALE, io_error
 from vllm_nvmeof_offload.protocol import OpKind, ResetCommand, VerdictReport
 
-from .bench import READ_S, WRITE_S, Bench
+from .bench import READ_S, TAG, WRITE_S, Bench
 
 
 def test_a_deadline_gives_the_outcome_at_once_and_the_slot_later() -> None:
@@ -111,7 +111,7 @@ def _reset_beside_writes() -> Bench:
     bench.write(2, 1, cache=0, pool=0)
     bench.write(4, 3, cache=1, pool=1)
     bench.pipeline.step()
-    bench.pipeline.command(ResetCommand(9, adoptable=False))
+    bench.pipeline.command(ResetCommand(9, TAG, named=False))
     bench.write(6, 5, cache=2, pool=2)
     bench.pipeline.step()
     return bench
@@ -123,7 +123,8 @@ def test_a_reset_follows_earlier_writes_and_precedes_later_ones() -> None:
     assert [op.kind for op in bench.io.started] == [OpKind.WRITE]
     bench.io_done()
     assert [op.kind for op in bench.io.ops.values()] == [OpKind.RESET]
-    assert not next(iter(bench.io.ops.values())).adoptable
+    (reset,) = bench.io.ops.values()
+    assert (reset.tag, reset.named) == (TAG, False)
     bench.io_done()
     assert [op.pool_slot for op in bench.io.ops.values()] == [2]
 
@@ -139,7 +140,7 @@ def test_nothing_is_written_after_a_reset_that_failed_until_one_succeeds() -> No
         Reported(9, 0, io_error(errno.EIO)),
         Reported(6, 0, CANCELLED),
     ]
-    bench.pipeline.command(ResetCommand(10, adoptable=False))
+    bench.pipeline.command(ResetCommand(10, TAG, named=False))
     bench.pipeline.step()
     bench.io_done()
     bench.write(11, 5, cache=2, pool=2)
@@ -151,7 +152,7 @@ def test_a_suspect_target_does_not_fail_a_reset() -> None:
     bench = Bench()
     bench.load(1, 7, cache=None, pool=3)
     bench.io_done(DEADLINE, released=False)
-    bench.pipeline.command(ResetCommand(2, adoptable=False))
+    bench.pipeline.command(ResetCommand(2, TAG, named=False))
     bench.pipeline.step()
     assert [op.kind for op in bench.io.started] == [OpKind.LOAD, OpKind.RESET]
 
@@ -160,7 +161,7 @@ def test_a_write_that_waits_at_its_slot_does_not_follow_a_reset() -> None:
     bench = Bench()
     bench.store(1, slot=0, number=7)
     bench.write(2, 7, cache=0, pool=5)
-    bench.pipeline.command(ResetCommand(3, adoptable=False))
+    bench.pipeline.command(ResetCommand(3, TAG, named=False))
     bench.copy.finish(0)
     bench.pipeline.step()
     assert Reported(2, 0, CANCELLED) in bench.reports()

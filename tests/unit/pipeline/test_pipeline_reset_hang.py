@@ -7,7 +7,7 @@ from tests.chunks import Reported
 from vllm_nvmeof_offload.errors import DEADLINE
 from vllm_nvmeof_offload.protocol import OpKind, ResetCommand
 
-from .bench import WRITE_S, Bench
+from .bench import TAG, WRITE_S, Bench
 
 
 def _hung_write(target_count: int = 2) -> Bench:
@@ -24,7 +24,7 @@ def _hung_write(target_count: int = 2) -> Bench:
 
 def test_a_reset_does_not_wait_for_a_write_that_hangs() -> None:
     bench = _hung_write()
-    bench.pipeline.command(ResetCommand(11, adoptable=True))
+    bench.pipeline.command(ResetCommand(11, TAG, named=True))
     bench.pipeline.step()
     assert [op.kind for op in bench.io.started] == [OpKind.WRITE, OpKind.RESET]
 
@@ -32,7 +32,7 @@ def test_a_reset_does_not_wait_for_a_write_that_hangs() -> None:
 def test_writes_to_other_targets_follow_a_reset_while_one_hangs() -> None:
     bench = _hung_write()
     hung = next(iter(bench.io.ops))
-    bench.pipeline.command(ResetCommand(11, adoptable=True))
+    bench.pipeline.command(ResetCommand(11, TAG, named=True))
     bench.write(12, 2, cache=1, pool=1)
     bench.pipeline.step()
     assert [op.pool_slot for op in bench.io.started if op.kind is OpKind.WRITE] == [0]
@@ -54,7 +54,7 @@ def test_a_reset_waits_for_a_write_that_may_still_end_in_time() -> None:
     bench.stored(1, 0, number=1)
     bench.write(10, 1, cache=0, pool=0)
     bench.pipeline.step()
-    bench.pipeline.command(ResetCommand(11, adoptable=True))
+    bench.pipeline.command(ResetCommand(11, TAG, named=True))
     bench.pipeline.step()
     assert [op.kind for op in bench.io.started] == [OpKind.WRITE]
     bench.io_done(DEADLINE, released=False)

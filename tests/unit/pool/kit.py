@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vllm_nvmeof_offload.errors import OK
 from vllm_nvmeof_offload.io.threads import SlotFiles, read_slot, write_slot
-from vllm_nvmeof_offload.pool.format import Keyspace, Stamp
+from vllm_nvmeof_offload.pool.format import Keyspace, Stamp, share_tag
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import (
     AdoptedEntries,
@@ -22,6 +22,9 @@ from vllm_nvmeof_offload.protocol import (
 from vllm_nvmeof_offload.units import HEADER_BYTES, slot_stride_bytes
 
 PAYLOAD_BYTES = 5000
+#: The share tag that a start of a pool of `make_spec` has.
+TAG = share_tag(Keyspace.of({"model": "m"}).digest)
+OTHER_TAG = bytes(range(16))
 SLOT_BYTES = slot_stride_bytes(PAYLOAD_BYTES)
 
 OpenPool = Callable[..., Pool]
@@ -56,13 +59,14 @@ def put(pool: Pool, pool_slot: int, identity: SlotIdentity, stamp: Stamp | None 
 
 def get(pool: Pool, pool_slot: int, identity: SlotIdentity) -> bytes | None:
     slot = bytearray(pool.slot_bytes)
-    if not read_slot(pool, memoryview(slot), SlotFiles.of(pool, pool_slot), identity).ok:
+    files, tag = SlotFiles.of(pool, pool_slot), pool.stamp.tag
+    if not read_slot(pool, memoryview(slot), files, identity, tag).ok:
         return None
     return bytes(slot[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES])
 
 
 def by_pool_slot(adopted: AdoptedEntries, targets: int) -> dict[int, SlotIdentity]:
-    """Adopted entries by the numbers that format 1 gives to the slots of all targets."""
+    """Adopted entries by the numbers of the slots, over all targets."""
     keys = split_keys(adopted.keys, adopted.key_bytes or 1)
     pairs = zip(keys, adopted.generations.tolist(), strict=True)
     slots = [slot_of(place) * targets + target_of(place) for place in adopted.places.tolist()]

@@ -16,7 +16,7 @@ from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.errors import PoolError
 from vllm_nvmeof_offload.pool import lock
 from vllm_nvmeof_offload.pool import lock as silence
-from vllm_nvmeof_offload.pool.format import SUPERBLOCK_VERSION, Keyspace
+from vllm_nvmeof_offload.pool.format import FORMAT_VERSION, Keyspace
 from vllm_nvmeof_offload.pool.lock import probe_lock
 from vllm_nvmeof_offload.pool.ownership import hold
 from vllm_nvmeof_offload.pool.pool import Pool
@@ -98,7 +98,7 @@ def make_it_of_another_version(directory: Path) -> None:
     from crc32c import crc32c
 
     page = bytearray((directory / "superblock").read_bytes())
-    assert int.from_bytes(page[8:12], "little") == SUPERBLOCK_VERSION
+    assert int.from_bytes(page[8:12], "little") == FORMAT_VERSION
     page[8:12] = (9).to_bytes(4, "little")
     page[-4:] = crc32c(page[:-4]).to_bytes(4, "little")
     (directory / "superblock").write_bytes(page)
@@ -141,7 +141,7 @@ def test_one_slot_of_several_pools_is_refused(tmp_path: Path) -> None:
     write_pool(tmp_path, rank=0, world_size=2)
     write_pool(tmp_path, rank=1, world_size=2)
     message = refused("inspect", KEYSPACE.digest, "--target", tmp_path, "--slot", 1)
-    assert "holds 2 pools" in message
+    assert "holds 2 directories with slots of their own" in message
     assert "engine-0/rank-1" in message
     assert "slots 0 to 15" in refused(
         "inspect", tmp_path / KEYSPACE.digest / "engine-0" / "rank-1", "--slot", 99

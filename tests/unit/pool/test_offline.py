@@ -4,19 +4,25 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from vllm_nvmeof_offload.commands.pool.check import exit_code, fsck, scrub
 from vllm_nvmeof_offload.commands.pool.offline import prefill
-from vllm_nvmeof_offload.commands.pool.show import inspect_slot, occupancy, summaries
+from vllm_nvmeof_offload.commands.pool.show import inspect_rank, inspect_slot, occupancy, summaries
 from vllm_nvmeof_offload.errors import PoolError
-from vllm_nvmeof_offload.pool.format import read_superblock, write_superblock
+from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
+from vllm_nvmeof_offload.io.threads import Payload, SlotFiles, write_slot
+from vllm_nvmeof_offload.pool.format import read_superblock, share_tag, write_superblock
+from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.survey import find, survey
+from vllm_nvmeof_offload.protocol import SlotIdentity
 
-from .kit import SLOT_BYTES, STORED
+from .kit import OTHER_TAG, PAYLOAD_BYTES, SLOT_BYTES, STORED, by_pool_slot, make_spec
 from .offline_kit import (
+    KEYSPACE,
     adopted,
     flip,
     flip_header,
@@ -97,7 +103,13 @@ def test_a_lost_table_is_rebuilt(tmp_path: Path, targets: int, left: int | None)
     assert exit_code(fsck(find(places))) == 0
 
 
-@pytest.mark.parametrize("damage", ["flip", "lose", "other rank", "other keyspace", "geometry"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *("flip", "lose", "other rank", "other keyspace", "geometry"),
+        *("no longest group", "twice a group", "a group's blocks", "an empty set"),
+    ],
+)
 def test_a_superblock_that_no_start_would_use_is_the_worst_finding(
     tmp_path: Path, damage: str
 ) -> None:
@@ -113,9 +125,12 @@ def test_a_superblock_that_no_start_would_use_is_the_worst_finding(
             "other rank": {"rank": 3},
             "other keyspace": {"keyspace": "0" * 32},
             "geometry": {"slot_bytes": 0},
+            "no longest group": {"groups": (replace(found.groups[0], payload_bytes=9),)},
+            "twice a group": {"groups": found.groups * 2},
+            "a group's blocks": {"groups": (replace(found.groups[0], blocks_per_chunk=2),)},
+            "an empty set": {"groups": (replace(found.groups[0], set_size=0),)},
         }
-        fields = {name: getattr(found, name) for name in found.__slots__} | numbers[damage]
-        write_superblock(directory, type(found)(**fields))
+        write_superblock(directory, replace(found, **numbers[damage]))  # type: ignore[arg-type]
     for check in (fsck, scrub):
         for repair in (False, True):
             (report,) = check(find([tmp_path / "t"]), repair)
@@ -144,8 +159,8 @@ def test_entries_voided_by_a_reset_are_neither_checked_nor_restored(tmp_path: Pa
     directories = write_pool(*places)
     found = read_superblock(directories[0])
     assert found is not None
-    fields = {name: getattr(found, name) for name in found.__slots__}
-    write_superblock(directories[0], type(found)(**fields | {"epoch": found.epoch + 1}))
+    newer = replace(found, epoch=found.epoch ^ 1, sequence=found.sequence + 1)
+    write_superblock(directories[0], newer)
     # The reset reached only one of the two targets: it voids both.
     flip_header(directories[1], 0)
     reports = fsck(find(places))
@@ -167,8 +182,8 @@ def test_scrub_reads_every_payload_and_drops_only_damaged_ones(
     assert exit_code(fsck(find(places))) == 0, "headers by themselves cannot show it"
     progress: list[tuple[int, int]] = []
     reports = scrub(find(places), on_progress=lambda _, done, total: progress.append((done, total)))
-    slots = {finding["slot"] for report in reports for finding in report.findings}
-    assert slots == {3, 12}
+    slots = [finding["slot"] for report in reports for finding in report.findings]
+    assert sorted(slots) == sorted([3 // targets, 12 // targets])
     assert exit_code(reports) == 4
     assert sum(report.read_bytes for report in reports) == len(STORED) * SLOT_BYTES
     assert all(done == total > 0 for done, total in progress)
@@ -180,7 +195,7 @@ def test_scrub_reads_every_payload_and_drops_only_damaged_ones(
 
 def test_after_a_start_that_allows_no_adoption_nothing_is_live(tmp_path: Path) -> None:
     write_pool(tmp_path / "t")
-    write_pool(tmp_path / "t", stored={}, adoptable=False)
+    write_pool(tmp_path / "t", stored={}, named=False)
     (one,) = survey(find([tmp_path / "t"]))
     assert occupancy(one) == {"live": 0, "void": 6, "damaged": 0, "missing": 0, "empty": 10}
     assert adopted(tmp_path / "t") == {}
@@ -189,21 +204,54 @@ def test_after_a_start_that_allows_no_adoption_nothing_is_live(tmp_path: Path) -
 def test_a_slot_is_shown_with_entry_header_and_payload(tmp_path: Path) -> None:
     places = [tmp_path / "t0", tmp_path / "t1"]
     directories = write_pool(*places)
-    parts = survey(find(places))
-    found = inspect_slot(parts, 7)
+    (_, part) = survey(find(places))
+    found = inspect_slot(part, 3)
     assert found["directory"] == str(directories[1])
     assert found["entry"]["key"] == found["header"]["key"] == STORED[7].key.hex()
     assert found["entry"]["generation"] == f"{STORED[7].generation:016x}"
     assert (found["payload"], found["verdict"]) == ("ok", "whole")
-    assert inspect_slot(parts, 5)["verdict"] == "nothing stored: entry empty"
+    assert found["header"]["tag"] == share_tag(KEYSPACE.digest).hex()
+    assert inspect_slot(part, 2)["verdict"] == "nothing stored: entry empty"
     flip_payload(directories[1], 3)
-    assert inspect_slot(parts, 7)["verdict"] == "slot is damaged: checksum_mismatch"
+    assert inspect_slot(part, 3)["verdict"] == "slot is damaged: checksum_mismatch"
     flip_header(directories[1], 3)
-    assert inspect_slot(parts, 7)["verdict"] == "slot has no intact header"
-    with pytest.raises(PoolError, match="slots 0 to 15"):
-        inspect_slot(parts, 16)
-    with pytest.raises(PoolError, match="target 1 of 2"):
-        inspect_slot(parts[:1], 7)
+    assert inspect_slot(part, 3)["verdict"] == "slot has no intact header"
+    with pytest.raises(PoolError, match="slots 0 to 7"):
+        inspect_slot(part, 8)
+
+
+def test_a_chunk_of_another_group_or_other_weights_is_damage(tmp_path: Path) -> None:
+    """Slot 0 is whole. 1 has another group's length, 2 no known group, 3 other weights' tag."""
+    full, window = (
+        RankGroup(Group(group_id, GroupKind.WINDOW, 16), size)
+        for group_id, size in ((5, PAYLOAD_BYTES), (6, 600))
+    )
+    spec = replace(make_spec(tmp_path, groups=(full, window)), keyspace=KEYSPACE)
+    pool = Pool.open(spec)
+    for slot, (group_id, length) in enumerate([(6, 600), (5, 600), (7, 600), (6, 600)]):
+        identity = SlotIdentity(b"k" * 32 + group_id.to_bytes(4, "big"), slot + 1)
+        stamp = replace(pool.stamp, tag=OTHER_TAG) if slot == 3 else pool.stamp
+        view, files = memoryview(bytearray(SLOT_BYTES)), SlotFiles.of(pool, slot)
+        write_slot(pool, view, files, identity, stamp, lambda: True, Payload(length))
+    pool.close()
+    (report,) = scrub(find([tmp_path]))
+    assert (report.checked, report.counts) == (3, {"slot is damaged: stale": 2})
+    assert report.read_bytes == 2 * 8192 + SLOT_BYTES, "each group's own length"
+    (report,) = fsck(find([tmp_path]))
+    kinds = {finding["slot"]: finding["kind"] for finding in report.findings}
+    assert kinds == {
+        1: "slot holds another length",
+        2: "table entry has an unknown group",
+        3: "slot holds what other weights have computed",
+    }
+    (part,) = survey(find([tmp_path]))
+    assert occupancy(part)["damaged"] == 1
+    assert {group["group_id"] for group in inspect_rank(part)["superblock"]["groups"]} == {5, 6}
+    assert exit_code(fsck(find([tmp_path]), repair=True)) == 1
+    assert exit_code(fsck(find([tmp_path]))) == exit_code(scrub(find([tmp_path]))) == 0
+    pool = Pool.open(spec)
+    assert list(by_pool_slot(pool.adopt(), 1)) == [0]
+    pool.close()
 
 
 def test_prefill_writes_only_where_nothing_was_written(tmp_path: Path) -> None:

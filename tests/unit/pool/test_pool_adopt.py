@@ -9,15 +9,28 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from crc32c import crc32c
 
+from vllm_nvmeof_offload.errors import OK, STALE, PoolError
+from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
+from vllm_nvmeof_offload.io.threads import Payload, SlotFiles, read_slot, write_slot
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.handshake import agree
-from vllm_nvmeof_offload.pool.format import Keyspace, Stamp, encode_entry
-from vllm_nvmeof_offload.protocol import RankHello, place_of
+from vllm_nvmeof_offload.pool.format import (
+    Keyspace,
+    Stamp,
+    StoredGroup,
+    Superblock,
+    encode_entry,
+)
+from vllm_nvmeof_offload.protocol import RankHello, SlotIdentity, place_of
 
 from .kit import (
+    OTHER_TAG,
     PAYLOAD_BYTES,
     SLOT_BYTES,
+    STORED,
+    TAG,
     OpenPool,
     by_pool_slot,
     entries,
@@ -56,32 +69,100 @@ def test_adoption_can_be_refused_and_then_nothing_old_comes_back(open_pool: Open
     assert entries(open_pool()) == {5: name(99)}
 
 
-def test_entries_marked_not_adoptable_are_not_adopted(open_pool: OpenPool) -> None:
-    pool = open_pool(adoptable=False)
+def test_what_no_superblock_names_is_not_adopted(open_pool: OpenPool) -> None:
+    pool = open_pool(named=False)
     fill(pool)
-    assert pool.stamp.adoptable is False
+    assert pool.stamp.epoch != pool.superblocks[0].epoch
+    assert pool.stamp.tag == pool.superblocks[0].tag != TAG
     pool = open_pool()
+    assert pool.stamp == Stamp(pool.superblocks[0].epoch, TAG)
     assert entries(pool) == {}
     put(pool, 5, name(99))
     assert entries(open_pool()) == {5: name(99)}
+    assert entries(open_pool(named=False)) == {}
+    assert entries(open_pool()) == {}
 
 
-def test_entries_marked_not_adoptable_are_skipped_one_by_one(open_pool: OpenPool) -> None:
+def test_entries_of_another_epoch_are_skipped_one_by_one(open_pool: OpenPool) -> None:
     pool = open_pool()
     put(pool, 1, name(1))
-    put(pool, 2, name(2), Stamp(pool.stamp.epoch, adoptable=False))
-    put(pool, 3, name(3), Stamp(pool.stamp.epoch + 1, adoptable=True))
+    put(pool, 2, name(2), Stamp(pool.stamp.epoch ^ 1, TAG))
+    put(pool, 3, name(3), Stamp(0, TAG))
     assert entries(open_pool()) == {1: name(1)}
+    os.truncate(pool.directories[0] / "table", 0)
+    assert entries(open_pool()) == {1: name(1)}
+
+
+def test_a_chunk_of_other_weights_is_never_served_nor_recovered(open_pool: OpenPool) -> None:
+    pool = open_pool()
+    put(pool, 1, name(1))
+    put(pool, 2, name(2), Stamp(pool.stamp.epoch, OTHER_TAG))
+    pool = open_pool()
+    assert by_pool_slot(pool.adopt(), 1) == {1: name(1), 2: name(2)}
+    assert get(pool, 2, name(2)) is None
+    os.truncate(pool.directories[0] / "table", 0)
+    assert entries(open_pool()) == {1: name(1)}
+
+
+def groups(*payloads: int) -> tuple[RankGroup, ...]:
+    """Groups with the ids 5, 6, …, of these payloads."""
+    return tuple(
+        RankGroup(Group(5 + number, GroupKind.WINDOW, 16, reach_chunks=2), payload)
+        for number, payload in enumerate(payloads)
+    )
+
+
+def of_group(group_id: int, number: int) -> SlotIdentity:
+    return SlotIdentity(b"key-" + number.to_bytes(28, "little") + group_id.to_bytes(4, "big"), 1)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_chunk_has_the_length_of_its_group(open_pool: OpenPool, lost: bool) -> None:
+    """Group 6 is the shorter one, and 7 is not the pool's."""
+    spec = {"groups": groups(PAYLOAD_BYTES, 600)}
+    pool = open_pool(**spec)
+    lengths = [(5, PAYLOAD_BYTES), (6, 600), (5, 600), (6, PAYLOAD_BYTES), (7, PAYLOAD_BYTES)]
+    identities = [of_group(group_id, slot) for slot, (group_id, _) in enumerate(lengths)]
+    for slot, (identity, (_, length)) in enumerate(zip(identities, lengths, strict=True)):
+        view, files = memoryview(bytearray(pool.slot_bytes)), SlotFiles.of(pool, slot)
+        sealed = write_slot(pool, view, files, identity, pool.stamp, lambda: True, Payload(length))
+        assert sealed == OK
+    assert Superblock.decode((pool.directories[0] / "superblock").read_bytes()).groups == (
+        StoredGroup(5, GroupKind.WINDOW, PAYLOAD_BYTES, 1, PAYLOAD_BYTES),
+        StoredGroup(6, GroupKind.WINDOW, 600, 1, 600),
+    )
+    if lost:
+        os.truncate(pool.directories[0] / "table", 0)
+    pool = open_pool(**spec)
+    # A table has no lengths: those are known at the read.
+    wanted = (0, 1) if lost else (0, 1, 2, 3)
+    assert by_pool_slot(pool.adopt(), 1) == {slot: identities[slot] for slot in wanted}
+    for slot, (identity, (group_id, length)) in enumerate(zip(identities, lengths, strict=True)):
+        asked = {5: PAYLOAD_BYTES, 6: 600, 7: PAYLOAD_BYTES}[group_id]
+        view, files = memoryview(bytearray(pool.slot_bytes)), SlotFiles.of(pool, slot)
+        found = read_slot(pool, view, files, identity, TAG, asked)
+        assert found == (OK if asked == length else STALE)
+
+
+def test_a_pool_of_other_groups_starts_empty(open_pool: OpenPool) -> None:
+    fill(open_pool())
+    assert entries(open_pool(groups=groups(PAYLOAD_BYTES))) == {}
+    assert entries(open_pool()) == {}
 
 
 def test_reset_voids_everything_before_it(open_pool: OpenPool) -> None:
     pool = open_pool(2)
     fill(pool)
-    epoch = pool.stamp.epoch
-    pool.reset(adoptable=False)
-    assert pool.stamp == Stamp(epoch + 1, adoptable=False)
-    pool.reset(adoptable=True)
-    assert pool.stamp == Stamp(epoch + 2, adoptable=True)
+    epochs, sequence = {pool.stamp.epoch}, pool.superblocks[0].sequence
+    pool.reset(OTHER_TAG, named=False)
+    assert pool.stamp.tag == OTHER_TAG
+    epochs |= {pool.stamp.epoch, *(one.epoch for one in pool.superblocks)}
+    assert len(epochs) == 3, "the epoch of the superblocks and that of the writes are new"
+    put(pool, 6, name(60))
+    pool.reset(TAG, named=True)
+    assert {Stamp(one.epoch, one.tag) for one in pool.superblocks} == {pool.stamp}
+    assert {one.sequence for one in pool.superblocks} == {sequence + 2}
+    assert pool.stamp.epoch not in epochs
     put(pool, 7, name(70))
     assert entries(open_pool(2)) == {7: name(70)}
     # The others' headers are intact, and still void when the tables are lost.
@@ -90,17 +171,68 @@ def test_reset_voids_everything_before_it(open_pool: OpenPool) -> None:
     assert entries(open_pool(2)) == {7: name(70)}
 
 
+def test_what_follows_a_reset_of_an_unnamed_pool_is_not_adopted(open_pool: OpenPool) -> None:
+    pool = open_pool(named=False)
+    pool.reset(TAG, named=True)
+    fill(pool)
+    assert entries(open_pool()) == {}
+
+
+@pytest.mark.parametrize("reached", [0, 1])
+def test_the_highest_sequence_decides(open_pool: OpenPool, reached: int) -> None:
+    """A reset reached one of two targets; what it has of the new epoch is found."""
+    pool = open_pool(2)
+    fill(pool)
+    other = pool.directories[1 - reached] / "superblock"
+    old = other.read_bytes()
+    pool.reset(TAG, named=True)
+    put(pool, 4, name(40))
+    put(pool, 5, name(50))
+    other.write_bytes(old)
+    assert entries(open_pool(2)) == {4: name(40), 5: name(50)}
+
+
+def test_servers_that_each_had_one_of_the_targets_void_each_other(open_pool: OpenPool) -> None:
+    """Each reset its part: the sequences are equal, and the epochs are not."""
+    pool = open_pool(2)
+    old = pool.superblocks[1].encode()
+    pool.reset(TAG, named=True)
+    put(pool, 0, name(1))
+    newer = Superblock.decode((pool.directories[0] / "superblock").read_bytes())
+    fork = replace(Superblock.decode(old), sequence=newer.sequence, epoch=newer.epoch ^ 1)
+    (pool.directories[1] / "superblock").write_bytes(fork.encode())
+    pool = open_pool(2)
+    assert entries(pool) == {}
+    assert pool.superblocks[0].sequence == newer.sequence + 1
+    put(pool, 0, name(2))
+    assert entries(open_pool(2)) == {0: name(2)}
+
+
+def test_a_pool_of_an_unknown_format_is_refused_by_its_number(open_pool: OpenPool) -> None:
+    pool = open_pool(2)
+    fill(pool)
+    path = pool.directories[1] / "superblock"
+    page = path.read_bytes()
+    later = page[:8] + b"\3" + page[9:-4]
+    path.write_bytes(later + crc32c(later).to_bytes(4, "little"))
+    pool.close()
+    with pytest.raises(PoolError, match=r"format version 3, this program writes 2; .*pool rm"):
+        open_pool(2)
+    path.write_bytes(page)
+    assert entries(open_pool(2)) == STORED, "nothing was wiped"
+
+
 def test_a_reset_that_reached_one_target_only_voids_all(open_pool: OpenPool) -> None:
     pool = open_pool(2)
     fill(pool)
     old = (pool.directories[1] / "superblock").read_bytes()
-    pool.reset(adoptable=True)
+    pool.reset(TAG, named=True)
     (pool.directories[1] / "superblock").write_bytes(old)
     pool = open_pool(2)
     assert entries(pool) == {}
 
 
-def test_a_reset_that_cannot_be_written_fails_and_advances_the_epoch(
+def test_a_reset_that_cannot_be_written_fails_and_begins_an_epoch(
     open_pool: OpenPool,
 ) -> None:
     pool = open_pool()
@@ -108,9 +240,11 @@ def test_a_reset_that_cannot_be_written_fails_and_advances_the_epoch(
     blocker = pool.directories[0] / "superblock.new"
     blocker.mkdir()
     with pytest.raises(OSError, match="superblock"):
-        pool.reset(adoptable=True)
-    assert pool.stamp.epoch == epoch + 1
+        pool.reset(TAG, named=True)
+    assert pool.stamp.epoch not in (epoch, pool.superblocks[0].epoch)
+    put(pool, 3, name(3))
     blocker.rmdir()
+    assert entries(open_pool()) == {}, "nothing names the epoch of what was written since"
 
 
 def test_a_key_in_two_slots_keeps_the_lower_slot(open_pool: OpenPool) -> None:
@@ -171,7 +305,7 @@ def test_a_wrong_table_is_corrected_by_the_headers(open_pool: OpenPool) -> None:
     pool = open_pool()
     put(pool, 3, name(3))
     fd, offset = pool.table_fd(3)
-    os.pwrite(fd, encode_entry(3, name(4), pool.stamp), offset)
+    os.pwrite(fd, encode_entry(3, name(4), pool.stamp.epoch), offset)
     pool = open_pool()
     assert pool.adopt().keys == name(4).key
     assert get(pool, 3, name(4)) is None

@@ -12,10 +12,10 @@ import pytest
 from tests.wait import wait_until
 from vllm_nvmeof_offload.errors import PoolLockedError
 from vllm_nvmeof_offload.pool import pool as superblock_writer
-from vllm_nvmeof_offload.pool.format import Stamp, Superblock, read_superblock, write_superblock
+from vllm_nvmeof_offload.pool.format import Superblock, read_superblock, write_superblock
 from vllm_nvmeof_offload.pool.pool import Pool
 
-from .kit import OpenPool, entries, fill, name, put
+from .kit import TAG, OpenPool, entries, fill, name, put
 
 
 class Hang:
@@ -58,8 +58,9 @@ def test_a_reset_needs_no_new_thread(open_pool: OpenPool, monkeypatch: pytest.Mo
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(superblock_writer, "start_thread", refuse)
-    pool.reset(adoptable=True)
-    assert epochs(pool) == [old + 1, old + 1]
+    pool.reset(TAG, named=True)
+    assert epochs(pool) == [pool.stamp.epoch] * 2
+    assert pool.stamp.epoch != old
 
 
 @pytest.mark.parametrize("target", ["t0", "t1"])
@@ -68,13 +69,13 @@ def test_the_other_target_does_not_wait(open_pool: OpenPool, hang: Hang, target:
     fill(pool)
     old = pool.stamp.epoch
     hang.where = {target}
-    pool.reset(adoptable=True)
-    assert pool.stamp == Stamp(old + 1, adoptable=True)
-    assert sorted(epochs(pool)) == [old, old + 1]
+    pool.reset(TAG, named=True)
+    new = pool.stamp.epoch
+    assert set(epochs(pool)) == {old, new}
     assert not pool.reset_is_durable
     hang.end()
     wait_until("the superblock that hung", lambda: pool.reset_is_durable)
-    assert epochs(pool) == [old + 1, old + 1]
+    assert epochs(pool) == [new, new]
     put(pool, 5, name(50))
     assert entries(open_pool(2)) == {5: name(50)}
 
@@ -83,7 +84,7 @@ def test_an_older_superblock_never_follows_a_newer_one(open_pool: OpenPool, hang
     pool = open_pool(2)
     hang.where = {"t0"}
     for _ in range(5):
-        pool.reset(adoptable=True)
+        pool.reset(TAG, named=True)
     assert hang.entered == 1, "one thread for the target that hangs, whatever is asked of it"
     hang.end()
     wait_until("the superblock that hung", lambda: pool.reset_is_durable)
@@ -94,7 +95,7 @@ def test_an_older_superblock_never_follows_a_newer_one(open_pool: OpenPool, hang
 def test_where_every_target_hangs_the_reset_waits_for_one(open_pool: OpenPool, hang: Hang) -> None:
     pool = open_pool(2)
     hang.where = {"t0", "t1"}
-    reset = threading.Thread(target=pool.reset, args=(True,))
+    reset = threading.Thread(target=pool.reset, args=(TAG, True))
     reset.start()
     wait_until("both writes", lambda: hang.entered == 2)
     reset.join(0.2)
@@ -112,11 +113,12 @@ def test_a_target_that_fails_beside_one_that_hangs_fails_the_reset(
     blocker = pool.directories[1] / "superblock.new"
     blocker.mkdir()
     with pytest.raises(OSError, match="superblock"):
-        pool.reset(adoptable=True)
-    assert pool.stamp.adoptable is False
+        pool.reset(TAG, named=True)
+    named = pool.superblocks[0].epoch
+    assert pool.stamp.epoch != named
     hang.end()
     blocker.rmdir()
-    wait_until("the one that hung", lambda: pool.stamp.epoch in epochs(pool))
+    wait_until("the one that hung", lambda: named in epochs(pool))
     assert not pool.reset_is_durable
 
 
@@ -126,6 +128,6 @@ def test_a_closed_pool_stays_locked_while_a_superblock_hangs(
     """A late write must not replace another owner's superblock."""
     pool = open_pool(2, engine_index=0)
     hang.where = {"t0"}
-    pool.reset(adoptable=True)
+    pool.reset(TAG, named=True)
     with pytest.raises(PoolLockedError):
         open_pool(2, engine_index=0)  # closes the first one before

@@ -21,6 +21,7 @@ from vllm_nvmeof_offload.pool.slab import probe_o_direct
 
 from .kit import (
     SLOT_BYTES,
+    TAG,
     OpenPool,
     entries,
     fill,
@@ -92,7 +93,7 @@ def test_a_full_target_shrinks_the_pool(small_disk: Path, caplog: pytest.LogCapt
     for slot in range(pool.slots):
         put(pool, slot, name(slot))
     stored = {slot: name(slot) for slot in range(pool.slots)}
-    pool.reset(adoptable=True)  # there is room for superblocks even now
+    pool.reset(TAG, named=True)  # there is room for superblocks even now
     for slot in range(pool.slots):
         put(pool, slot, name(slot))
     pool.close()

@@ -11,7 +11,7 @@ import pytest
 
 from vllm_nvmeof_offload.commands.pool.check import exit_code, fsck, scrub
 from vllm_nvmeof_offload.commands.pool.show import inspect_slot
-from vllm_nvmeof_offload.pool.format import NOWHERE, Keyspace, encode_entry
+from vllm_nvmeof_offload.pool.format import encode_entry
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.survey import find, survey
 
@@ -47,12 +47,12 @@ def test_exchanged_slabs_are_found_by_fsck_scrub_and_inspection(tmp_path: Path, 
     for report in scrub(find([tmp_path])):
         assert report.counts == {"slot is damaged: stale": len(STORED)}
     (part,) = [part for part in survey(find([tmp_path])) if part.path == one]
-    found = inspect_slot([part], 7)
+    found = inspect_slot(part, 7)
     assert (found["payload"], found["verdict"]) == ("stale", ELSEWHERE)
     assert found["header"]["slot"] == 7
     assert found["header"]["rank"] == (1 if kind == "rank" else 0)
     assert part.superblock is not None
-    assert found["header"]["pool_uuid"] != part.superblock.uuid.hex()
+    assert found["header"]["region_uuid"] != part.superblock.place(7).region_uuid.hex()
     swap(one / "slab", other / "slab")
     assert exit_code(fsck(find([tmp_path]))) == 0, "nothing was written"
     swap(one / "slab", other / "slab")
@@ -93,7 +93,7 @@ def test_a_wrong_key_in_a_table_is_distinguished_from_a_wrong_place(open_pool: O
     pool = open_pool()
     put(pool, 3, name(3))
     fd, offset = pool.table_fd(3)
-    os.pwrite(fd, encode_entry(3, name(4), pool.stamp), offset)
+    os.pwrite(fd, encode_entry(3, name(4), pool.stamp.epoch), offset)
     pool.close()
     assert fsck(find([pool.directories[0].parents[2]]))[0].counts == {"slot holds another key": 1}
 
@@ -112,23 +112,15 @@ def test_a_whole_target_that_was_copied_or_moved_is_served(tmp_path: Path) -> No
     pool.close()
 
 
-def test_a_pool_of_a_release_that_named_no_places_is_whole_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("slot", [2, 3])
+def test_a_slot_of_another_target_is_not_taken_for_the_one_with_its_number(
+    tmp_path: Path, slot: int
 ) -> None:
-    """No server of this release opens it; `pool fsck --repair` must not take it for damage."""
-    before = Keyspace.exactly({"model": "m"})
-    with monkeypatch.context() as patch:
-        patch.setattr(Pool, "place", lambda pool, pool_slot: NOWHERE)
-        pool = Pool.open(make_spec(tmp_path, keyspace=before))
-        fill(pool)
-        pool.close()
-    for check in (fsck, scrub):
-        (report,) = check(find([tmp_path]), repair=True)
-        assert (report.counts, report.checked) == ({}, len(STORED))
-    pool = Pool.open(make_spec(tmp_path))
-    assert pool.directories[0].parents[1].name != before.digest
+    """Slots are numbered within a target, whose region proves them."""
+    one, other = write_pool(tmp_path / "a", tmp_path / "b", stored={2: name(1), 3: name(1)})
+    swap(one / "slab", other / "slab")
+    for report in fsck(find([tmp_path / "a", tmp_path / "b"])):
+        assert report.counts == {ELSEWHERE: 1}
+    pool = Pool.open(make_spec(tmp_path / "a", tmp_path / "b", keyspace=KEYSPACE))
+    assert get(pool, slot, name(1)) is None
     pool.close()
-    # Without its facts it looks like a pool whose slots were misdirected.
-    (tmp_path / before.digest / "keyspace.json").unlink()
-    reports = [one for one in fsck(find([tmp_path])) if one.checked]
-    assert [report.counts for report in reports] == [{ELSEWHERE: len(STORED)}]

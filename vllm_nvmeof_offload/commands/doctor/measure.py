@@ -115,7 +115,7 @@ def _pool(target: str) -> Iterator[Pool]:
                 pool_bytes=SLOTS * (slot_stride_bytes(PAYLOAD_BYTES) + ENTRY_BYTES),
                 payload_bytes=PAYLOAD_BYTES,
                 keyspace=Keyspace.of({"doctor": PAYLOAD_BYTES}),
-                adoptable=False,
+                named=False,
             )
         )
     finally:

@@ -58,6 +58,7 @@ class Report:
 
     checked: entries whose slots were read. read_bytes, seconds, direct: set by a scrub.
     findings: kind, severity and slot of each defect, as in JSON; no slot: about the directory.
+    Slots are numbered within the directory.
     """
 
     surveyed: Surveyed
@@ -70,7 +71,7 @@ class Report:
     counts: dict[str, int] = field(default_factory=dict)
     worst: Damage = Damage.NOTE
 
-    def add(self, kind: str, pool_slot: int | None = None, damage: Damage | None = None) -> None:
+    def add(self, kind: str, slot: int | None = None, damage: Damage | None = None) -> None:
         """Add a defect. damage None: the repair, if one was asked for, undoes it."""
         if damage is None:
             damage = Damage.REPAIRED if self.repair else Damage.DAMAGE
@@ -78,7 +79,7 @@ class Report:
         self.counts[kind] = self.counts.get(kind, 0) + 1
         if len(self.findings) < _LISTED_MAX:
             severity = damage.name.lower()
-            self.findings.append({"kind": kind, "severity": severity, "slot": pool_slot})
+            self.findings.append({"kind": kind, "severity": severity, "slot": slot})
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values; sizes in bytes, time in seconds."""
@@ -156,7 +157,7 @@ def scrub(
             suspects = []
             for index, outcome in _read_all(rank, table, reader, on_progress):
                 report.checked += 1
-                report.read_bytes += rank.superblock.slot_bytes
+                report.read_bytes += reader.bytes_of(table.identity(index))
                 if not outcome.ok:
                     suspects.append(index)
             report.seconds = time.monotonic() - started_s
@@ -229,7 +230,7 @@ def _confirm(
         if judgement is None:
             continue
         if judgement.worth_listing:
-            report.add(judgement.kind, rank.pool_slot(index))
+            report.add(judgement.kind, index)
         if report.repair and (any(judgement.replacement) or not table.missing[index]):
             rank.write_entry(index, judgement.replacement)
 
@@ -239,14 +240,13 @@ def _suspects(rank: OfflineRank, table: Table, on_progress: Progress) -> list[in
     indices = np.flatnonzero(table.live | table.damaged | table.missing)
     suspects: list[int] = []
     done = 0
-    for batch, headers in scan_headers(rank.slab_fd, indices, rank.superblock.slot_bytes):
+    slot_bytes = rank.superblock.slot_bytes
+    for batch, headers in scan_headers(rank.slab_fd, indices, slot_bytes, rank.parse):
         for index, header in zip(batch, headers, strict=True):
             proven = (
                 header is not None
                 and table.live[index]
-                and header.identity == table.identity(index)
-                and header.payload_bytes == rank.superblock.payload_bytes
-                and header.place == rank.place(index)
+                and rank.proves(index, header, table.identity(index))
             )
             if not proven and not (header is None and table.missing[index]):
                 suspects.append(index)

@@ -23,23 +23,25 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, Outcome, PoolError, Scope, io_error
+from vllm_nvmeof_offload.pool import format1
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
-    NOWHERE,
     DecodedTable,
     SlotHeader,
     SlotPlace,
     Stamp,
     Superblock,
+    Wanted,
+    compare,
     decode_table,
     encode_entry,
     is_superblock,
     parse_header,
-    verify,
+    share_tag,
 )
 from vllm_nvmeof_offload.pool.lock import LockState
 from vllm_nvmeof_offload.pool.ownership import OWNER_FILE, give_to_owner, hold
-from vllm_nvmeof_offload.pool.recovery import read_table, written_slots
+from vllm_nvmeof_offload.pool.recovery import has_known_group, read_table, written_slots
 from vllm_nvmeof_offload.pool.slab import open_private
 from vllm_nvmeof_offload.pool.survey import (
     FACTS_FILE,
@@ -50,7 +52,7 @@ from vllm_nvmeof_offload.pool.survey import (
     survey,
 )
 from vllm_nvmeof_offload.protocol import SlotIdentity
-from vllm_nvmeof_offload.units import HEADER_BYTES, MIB, PAGE_BYTES
+from vllm_nvmeof_offload.units import HEADER_BYTES, MIB, PAGE_BYTES, slot_stride_bytes
 
 #: Called with (directory, done, total); what is counted depends on the work.
 Progress = Callable[[RankDirectory, int, int], None]
@@ -88,8 +90,9 @@ STATES = ("live", "void", "damaged", "missing")
 class Table:
     """The table as it was read: one state per slot of this target, by its index there.
 
-    live: bool[n], adoptable at the next start. void: bool[n], intact, but of a past epoch or
-    not adoptable. damaged: bool[n]. missing: bool[n], beyond the file's end.
+    live: bool[n], adopted by the next start. void: bool[n], intact, but of another epoch.
+    damaged: bool[n], not intact, or of a group that the superblock does not have. missing: bool[n],
+    beyond the file's end.
     """
 
     live: npt.NDArray[np.bool_]
@@ -105,11 +108,11 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One table entry. state: one of `STATES`, or "empty"."""
+    """One table entry. state: one of `STATES`, or "empty". identity, epoch: of an intact one."""
 
     state: str
     identity: SlotIdentity | None = None
-    stamp: Stamp | None = None
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +130,10 @@ class Judgement:
 
 @dataclass(frozen=True)
 class OfflineRank:
-    """One opened rank directory; made by `open_rank`. table_fd is -1 if there is no table.
+    """One opened rank directory; made by `open_rank`. Slots are numbered within it.
 
-    names_places: False in a pool of a release whose headers did not name their place.
+    table_fd: -1 if there is no table. names_places: False in a pool of the first release, whose
+    headers did not name their place.
     """
 
     surveyed: Surveyed
@@ -138,14 +142,48 @@ class OfflineRank:
     table_fd: int
     names_places: bool
 
-    def pool_slot(self, index: int) -> int:
-        return index * self.superblock.target_count + self.superblock.target_index
+    @property
+    def _is_format_1(self) -> bool:
+        return self.superblock.version == format1.VERSION
+
+    @property
+    def tag(self) -> bytes:
+        """The share tag of what a start adopts."""
+        return share_tag(self.superblock.keyspace)
+
+    def _number(self, index: int) -> int:
+        """The number that the slot's entry and header have."""
+        block = self.superblock
+        return index * block.target_count + block.target_index if self._is_format_1 else index
 
     def place(self, index: int) -> SlotPlace:
         """The place that the header of the slot at `index` must name."""
         if not self.names_places:
-            return NOWHERE
-        return self.superblock.place(self.pool_slot(index))
+            return format1.NOWHERE
+        if self._is_format_1:
+            return SlotPlace(self.superblock.uuid, self.superblock.rank, self._number(index))
+        return self.superblock.place(index)
+
+    def parse(self, page: bytes | memoryview) -> SlotHeader | None:
+        """The header in `page`; None if it is not an intact one."""
+        return format1.parse_header(page, self.tag) if self._is_format_1 else parse_header(page)
+
+    def wanted(self, index: int, identity: SlotIdentity, tag: bytes | None = None) -> Wanted:
+        """What the slot must hold. tag: None: that of what a start adopts."""
+        # A length that no chunk has, for a key of an unknown group.
+        length = self.superblock.length_of(identity.key)
+        return identity, -1 if length is None else length, self.place(index), tag or self.tag
+
+    def proves(
+        self,
+        index: int,
+        header: SlotHeader,
+        identity: SlotIdentity | None,
+        tag: bytes | None = None,
+    ) -> bool:
+        """Whether this header proves that its slot holds `identity`. tag: as in `wanted`."""
+        found = header.identity, header.payload_bytes, header.place, header.stamp.tag
+        return identity is not None and found == self.wanted(index, identity, tag)
 
     @property
     def slab_slots(self) -> int:
@@ -168,10 +206,9 @@ class OfflineRank:
                 raise PoolError(f"cannot read {self.surveyed.path / 'table'}: {error}") from error
         table = self._decode(np.frombuffer(raw, np.uint8), index, 1)
         state = next((name for name in STATES if getattr(table, name)[0]), "empty")
-        if state not in ("live", "void"):
+        if not table.entries.valid[0]:
             return Entry(state)
-        stamp = Stamp(int(table.entries.epochs[0]), bool(table.entries.adoptable[0]))
-        return Entry(state, table.identity(0), stamp)
+        return Entry(state, table.identity(0), int(table.entries.epochs[0]))
 
     def _decode(self, raw: npt.NDArray[np.uint8], first: int, count: int) -> Table:
         """Decode `count` entries from index `first` on; those that `raw` lacks are missing."""
@@ -179,11 +216,26 @@ class OfflineRank:
         missing = np.arange(count) >= whole
         raw = np.pad(raw[: whole * ENTRY_BYTES], (0, (count - whole) * ENTRY_BYTES))
         indices = np.arange(first, first + count, dtype=np.int64)
-        pool_slots = indices * self.superblock.target_count + self.superblock.target_index
-        decoded = decode_table(raw, pool_slots)
-        live = decoded.valid & decoded.adoptable & (decoded.epochs == self.surveyed.epoch)
-        live &= self.surveyed.adoptable
-        return Table(live, decoded.valid & ~live, decoded.damaged, missing, decoded)
+        if self._is_format_1:
+            numbers = indices * self.superblock.target_count + self.superblock.target_index
+            decoded = decode_table(raw, numbers, format1.FLAG_ADOPTABLE)
+            live = decoded.valid & (decoded.flags == format1.FLAG_ADOPTABLE)
+            strange = np.zeros(count, np.bool_)
+        else:
+            decoded = decode_table(raw, indices)
+            live, strange = decoded.valid, self._strange(decoded)
+        live = live & (decoded.epochs == self.surveyed.epoch) & ~strange
+        live &= self.surveyed.adopts
+        void = decoded.valid & ~live & ~strange
+        return Table(live, void, decoded.damaged | strange, missing, decoded)
+
+    def _strange(self, decoded: DecodedTable) -> npt.NDArray[np.bool_]:
+        """bool[n]: intact entries whose group the superblock does not have."""
+        strange = np.zeros(len(decoded.valid), np.bool_)
+        for length in np.unique(decoded.key_bytes[decoded.valid]).tolist():
+            rows = np.flatnonzero(decoded.valid & (decoded.key_bytes == length))
+            strange[rows] = ~has_known_group(decoded.keys[rows, :length], self.superblock)
+        return strange
 
     def header(self, index: int) -> SlotHeader | Outcome | None:
         """Read one slot's header: an Outcome if that fails, None if the header is not intact."""
@@ -191,7 +243,7 @@ class OfflineRank:
             page = os.pread(self.slab_fd, HEADER_BYTES, index * self.superblock.slot_bytes)
         except OSError as error:
             return self.read_error(error)
-        return parse_header(page)
+        return self.parse(page)
 
     def read_error(self, error: OSError) -> Outcome:
         """Classify a failed read of a slot; PoolError if it reaches further than the slot."""
@@ -212,17 +264,27 @@ class OfflineRank:
         header = self.header(index)
         replacement, adopted = bytes(ENTRY_BYTES), False
         if isinstance(header, SlotHeader):
-            stamp = Stamp(self.surveyed.epoch, adoptable=True)
-            adopted = self.surveyed.adoptable and header.stamp == stamp
-            fits = header.payload_bytes == self.superblock.payload_bytes
-            if fits and header.place == self.place(index):
-                replacement = encode_entry(self.pool_slot(index), header.identity, header.stamp)
-            if entry.state == "live" and header.identity == entry.identity and any(replacement):
+            stamp = Stamp(self.surveyed.epoch, self.tag)
+            adopted = self.surveyed.adopts and header.stamp == stamp
+            # An entry with the epoch of what is adopted must not stand for other weights.
+            truthful = adopted or header.stamp.epoch != self.surveyed.epoch
+            if truthful and self.proves(index, header, header.identity, header.stamp.tag):
+                replacement = self._entry_of(index, header)
+            if entry.state == "live" and self.proves(index, header, entry.identity):
                 return None
         if entry.state in ("missing", "damaged"):
             listed = entry.state == "damaged" or (adopted and any(replacement))
-            return Judgement(f"table entry {entry.state}", replacement, listed)
+            strange = entry.state == "damaged" and entry.identity is not None
+            what = "has an unknown group" if strange else entry.state
+            return Judgement(f"table entry {what}", replacement, listed)
         return Judgement(self._mismatch(index, entry, header), replacement)
+
+    def _entry_of(self, index: int, header: SlotHeader) -> bytes:
+        """The table entry of an intact slot."""
+        flags = 0
+        if self._is_format_1 and header.stamp.tag != format1.NO_TAG:
+            flags = format1.FLAG_ADOPTABLE
+        return encode_entry(self._number(index), header.identity, header.stamp.epoch, flags)
 
     def _mismatch(self, index: int, entry: Entry, header: SlotHeader | Outcome | None) -> str:
         assert entry.identity is not None
@@ -236,6 +298,8 @@ class OfflineRank:
             return "slot holds another key"
         if header.identity.generation != entry.identity.generation:
             return "slot holds another generation"
+        if header.stamp.tag != self.tag:
+            return "slot holds what other weights have computed"
         return "slot holds another length"
 
     def write_entry(self, index: int, entry: bytes) -> None:
@@ -271,9 +335,10 @@ def open_rank(surveyed: Surveyed, writable: bool = False) -> Iterator[OfflineRan
                     give_to_owner(table)
         except OSError as error:
             raise PoolError(f"cannot open the pool in {surveyed.path}: {error}") from error
-        facts = read_facts(surveyed.path.parents[1])
-        named = facts is None or "slot_layout" in facts
-        yield OfflineRank(surveyed, surveyed.superblock, slab_fd, table_fd, named)
+        # Without its facts a pool of the first release looks as if its slots were misdirected.
+        facts = read_facts(surveyed.path.parents[1]) or {"slot_layout": None}
+        is_first = surveyed.superblock.version == format1.VERSION and "slot_layout" not in facts
+        yield OfflineRank(surveyed, surveyed.superblock, slab_fd, table_fd, not is_first)
 
 
 class SlotReader:
@@ -301,19 +366,25 @@ class SlotReader:
         if self.direct:
             os.close(self._fd)
 
-    def check(self, index: int, identity: SlotIdentity) -> Outcome:
-        """Verify that one slot holds `identity`; PoolError if the whole target does not answer."""
+    def bytes_of(self, identity: SlotIdentity) -> int:
+        """The bytes that `check` reads: header page and the payload of the key's group, padded."""
+        return slot_stride_bytes(self._rank.superblock.length_of(identity.key) or 0)
+
+    def check(self, index: int, identity: SlotIdentity, tag: bytes | None = None) -> Outcome:
+        """Verify that one slot holds `identity`; PoolError if the whole target does not answer.
+
+        tag: as in `OfflineRank.wanted`.
+        """
         buffer = self._buffers.get()
         try:
-            with memoryview(buffer) as view:
+            with memoryview(buffer) as whole, whole[: self.bytes_of(identity)] as view:
                 try:
-                    whole = self._read(view, index * len(view))
+                    if not self._read(view, index * len(whole)):
+                        return CHECKSUM_MISMATCH
                 except OSError as error:
                     return self._rank.read_error(error)
-                if not whole:
-                    return CHECKSUM_MISMATCH
-                payload_bytes = self._rank.superblock.payload_bytes
-                return verify(view, identity, payload_bytes, self._rank.place(index))
+                header = self._rank.parse(view)
+                return compare(header, view, self._rank.wanted(index, identity, tag))
         finally:
             self._buffers.put(buffer)
 

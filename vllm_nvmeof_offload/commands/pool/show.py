@@ -27,7 +27,7 @@ from vllm_nvmeof_offload.commands.pool import offline
 from vllm_nvmeof_offload.commands.pool.check import Damage, Report, exit_code
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.errors import OK, Outcome, PoolError, PoolLockedError
-from vllm_nvmeof_offload.pool.format import SlotHeader
+from vllm_nvmeof_offload.pool.format import SlotHeader, Superblock
 from vllm_nvmeof_offload.pool.survey import (
     RankDirectory,
     Surveyed,
@@ -133,9 +133,9 @@ def inspect_rank(surveyed: Surveyed) -> dict[str, Any]:
         "directory": str(surveyed.path),
         "lock": asdict(surveyed.lock),
         "problem": surveyed.problem,
-        "superblock": asdict(block) | {"uuid": block.uuid.hex()} if block else None,
+        "superblock": _shown(block) if block else None,
         "epoch_of_pool": surveyed.epoch,
-        "adoptable": surveyed.adoptable,
+        "adopts": surveyed.adopts,
         "file_bytes": files,
         "disk_bytes": surveyed.disk_bytes,
         "last_use_s": surveyed.last_use_s,
@@ -143,56 +143,66 @@ def inspect_rank(surveyed: Surveyed) -> dict[str, Any]:
     }
 
 
-def inspect_slot(parts: Sequence[Surveyed], pool_slot: int) -> dict[str, Any]:
-    """One pool slot: its table entry, its header, and whether its payload matches them.
+#: Fields of the superblock that later releases use.
+_RESERVED = frozenset(
+    {
+        *("lease_generation", "table_offset", "log_offset", "slab_offset", "log_pages"),
+        *("shared", "target_uuid", "mac"),
+    }
+)
 
-    parts: the known directories of one rank's pool. PoolError for a slot that is not in them.
+
+def _shown(block: Superblock) -> dict[str, Any]:
+    fields = asdict(block)
+    for name in _RESERVED:
+        value = fields[name]
+        if not (any(value) if isinstance(value, bytes) else value):
+            del fields[name]
+    for group in fields["groups"]:
+        group["kind"] = group["kind"].name.lower()
+    return {k: v.hex() if isinstance(v, bytes) else v for k, v in fields.items()}
+
+
+def inspect_slot(surveyed: Surveyed, index: int) -> dict[str, Any]:
+    """One slot of a directory: its table entry, its header, and whether its payload matches them.
+
+    PoolError for a slot that the directory does not have.
     """
-    usable = [(one, one.superblock) for one in parts if one.superblock is not None]
-    if not usable:
-        raise PoolError(f"{parts[0].path / 'superblock'}: {parts[0].problem}")
-    first = usable[0][1]
-    count = first.target_count
-    if not 0 <= pool_slot < first.slots * count:
-        raise PoolError(f"slot {pool_slot}: this pool has slots 0 to {first.slots * count - 1}")
-    index, target = divmod(pool_slot, count)
-    for surveyed, block in usable:
-        if block.target_index == target:
-            with offline.open_rank(surveyed) as rank:
-                return _slot(rank, index)
-    raise PoolError(
-        f"slot {pool_slot} is on target {target} of {count}, which is not among those given; "
-        f"name its directory with --target"
-    )
+    with offline.open_rank(surveyed) as rank:
+        slots = rank.superblock.slots
+        if not 0 <= index < slots:
+            raise PoolError(f"slot {index}: {surveyed.path} has slots 0 to {slots - 1}")
+        return _slot(rank, index)
 
 
 def _slot(rank: offline.OfflineRank, index: int) -> dict[str, Any]:
     entry = rank.entry(index)
     header = rank.header(index)
     found: dict[str, Any] = {
-        "slot": rank.pool_slot(index),
+        "slot": index,
         "directory": str(rank.surveyed.path),
         "slab_offset": index * rank.superblock.slot_bytes,
         "entry": {"state": entry.state},
         "header": None,
         "payload": "not checked: no intact header",
     }
-    if entry.identity is not None and entry.stamp is not None:
-        found["entry"] |= _identity(entry.identity) | asdict(entry.stamp)
+    if entry.identity is not None:
+        found["entry"] |= _identity(entry.identity) | {"epoch": entry.epoch}
     if isinstance(header, Outcome):
         found["payload"] = f"not read: {header}"
     if isinstance(header, SlotHeader):
         found["header"] = {
             **_identity(header.identity),
-            **asdict(header.stamp),
-            "pool_uuid": header.place.pool_uuid.hex(),
+            "epoch": header.stamp.epoch,
+            "tag": header.stamp.tag.hex(),
+            "region_uuid": header.place.region_uuid.hex(),
             "rank": header.place.rank,
-            "slot": header.place.pool_slot,
+            "slot": header.place.slot,
             "payload_bytes": header.payload_bytes,
             "payload_crc32c": f"{header.payload_crc:08x}",
         }
         with contextlib.closing(offline.SlotReader(rank)) as reader:
-            found["payload"] = str(reader.check(index, header.identity))
+            found["payload"] = str(reader.check(index, header.identity, header.stamp.tag))
     judgement = rank.judge(index, None)
     if judgement is not None:
         found["verdict"] = judgement.kind
@@ -333,7 +343,7 @@ def print_usage(given: Sequence[Path] | None, as_json: bool) -> None:
 
 
 def print_details(
-    given: Sequence[Path] | None, which: str, pool_slot: int | None, as_json: bool
+    given: Sequence[Path] | None, which: str, slot: int | None, as_json: bool
 ) -> None:
     """`pool inspect`."""
     parts = survey(choose(given, which))
@@ -341,14 +351,14 @@ def print_details(
     facts = read_facts(space)
     ranks = [inspect_rank(one) for one in parts]
     found: dict[str, Any] = {"keyspace": space.name, "facts": facts, "directories": ranks}
-    if pool_slot is not None:
-        names = sorted({one.directory.name for one in parts})
-        if len(names) > 1:
+    if slot is not None:
+        if len(parts) > 1:
+            names = ", ".join(str(one.path) for one in parts)
             raise PoolError(
-                f"--slot {pool_slot}: {which} holds {len(names)} pools ({', '.join(names)}): give "
-                f"the directory of one rank"
+                f"--slot {slot}: {which} holds {len(parts)} directories with slots of their own: "
+                f"give one of {names}"
             )
-        found["slot"] = inspect_slot(parts, pool_slot)
+        found["slot"] = inspect_slot(parts[0], slot)
     if as_json:
         print_json(found)
         return
@@ -366,7 +376,7 @@ def print_details(
             continue
         for name, value in one["superblock"].items():
             _print(f"  {name}: {value}")
-        if not one["adoptable"]:
+        if not one["adopts"]:
             _print("  the next start adopts none of its entries")
         counts = ", ".join(f"{count} {state}" for state, count in one["occupancy"].items())
         _print(f"  slots: {counts}")
