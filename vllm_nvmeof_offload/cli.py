@@ -326,7 +326,7 @@ def inspect(
     which: Which,
     target: Targets = None,
     slot: Annotated[
-        int | None, typer.Option(help="Also read this pool slot whole and show it.")
+        int | None, typer.Option(help="Also read this slot of one directory whole and show it.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
