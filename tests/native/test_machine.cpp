@@ -127,7 +127,7 @@ class Lanes final : public NativeLanes {
     }
     CHECK(same < (is_write ? kWritesMax : kReadsMax));
     CHECK(op.payload_bytes == kGroupBytes[group_of(op.generation - 1)]);
-    if (is_write) CHECK(may_write && op.epoch == epoch);
+    if (is_write) CHECK(may_write && op.stamp.epoch == epoch);
   }
   void end_late(uint64_t token, Op& one) {
     one.late = true;
@@ -316,7 +316,7 @@ class World {
     machine_.io.health_outcomes.clear();
     for (size_t target = 0; target < kTargets; ++target)
       machine_.io.set_target(target, usable_[target], 0);
-    machine_.io.set_stamp(lanes_.epoch, true, false);
+    machine_.io.set_stamp({lanes_.epoch, {}}, false);
     machine_.io.offer_reads();
     const IoQueue::Offer offer = machine_.io.reset_to_offer();
     if (offer.task && chance(dice_, 70)) {
