@@ -87,7 +87,7 @@ def build_worker(
     pool_bytes = _pool_bytes(settings, identity, slot_bytes)
     staging_bytes = settings.staging_bytes // identity.ranks
     cache_slots, stream_slots = split_slots(staging_bytes, slot_bytes, settings.stream_slots)
-    pool = _open_pool(settings, geometry.payload_bytes, identity, pool_bytes)
+    pool = _open_pool(settings, geometry, identity, pool_bytes)
     staging = Staging(
         slot_bytes, cache_slots, stream_slots, _log_progress("pinned memory"), kv_device.numa_node
     )
@@ -190,7 +190,7 @@ def _pool_bytes(settings: OffloadConfig, identity: RankIdentity, slot_bytes: int
 
 
 def _open_pool(
-    settings: OffloadConfig, payload_bytes: int, identity: RankIdentity, pool_bytes: int
+    settings: OffloadConfig, geometry: CacheGeometry, identity: RankIdentity, pool_bytes: int
 ) -> Pool | None:
     if not pool_bytes:
         return None
@@ -198,7 +198,8 @@ def _open_pool(
         PoolSpec(
             targets=tuple(Path(t) for t in settings.targets),
             pool_bytes=pool_bytes // identity.ranks,
-            payload_bytes=payload_bytes,
+            payload_bytes=geometry.payload_bytes,
+            groups=geometry.groups,
             keyspace=identity.keyspace,
             rank=identity.rank,
             world_size=identity.world_size,
