@@ -284,6 +284,20 @@ def test_over_several_groups_an_answer_rests_on_every_key_that_was_asked(
     assert (engine.hits > hits) is (number < 100)
 
 
+def test_that_no_boundary_was_found_is_remembered_until_a_window_comes() -> None:
+    """vLLM asks for the windows of every position."""
+    engine = Engine(64, windows=True)
+    engine.store(*range(6), group=1)
+    request = engine.arrive("a", *range(6))
+    request.num_tokens = 6 * BLOCK + 2
+    assert engine.ask(request) == (0, False)
+    hits = engine.hits
+    assert engine.ask(request) == (0, False)
+    assert engine.hits == hits
+    engine.store(1, 2, group=0)
+    assert engine.ask(request) == (3 * BLOCK, True)
+
+
 def test_with_kv_events_every_look_up_is_real() -> None:
     """vLLM notes at each hit what the chunk's event will tell."""
     engine = Engine(4, kv_events=True)

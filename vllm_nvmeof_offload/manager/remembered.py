@@ -86,8 +86,11 @@ class RememberedAnswers:
         """A real look-up, for which these keys hit and missed, found so many tokens; None: vLLM
         delays the request."""
         self._drop(request_id, question.sources)
+        if found is None or (not found and self._core.config.full_attention_only):
+            return  # a delay; or a look-up that asked for one key
         # What vLLM found must be what the tiers have: all else is not remembered.
-        if not found or not hits or not self._core.watch(hits, question.sources):
+        rests_on = hits if found else [*hits, *misses]
+        if not rests_on or not self._core.watch(hits, question.sources):
             return
         answer = Answer(question, found, misses, self._core.voided)
         self._answers.setdefault(request_id, {})[question.sources] = answer
