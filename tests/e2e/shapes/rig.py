@@ -39,12 +39,16 @@ only_cpu_engine = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt of token ids. image: its seed. lora: name, number and path of an adapter."""
+    """A prompt of token ids. image: its seed. lora: name, number and path of an adapter.
+
+    follows: round and number of an earlier request; its prompt and its answer precede this prompt.
+    """
 
     prompt: list[int]
     tokens: int = 6
     image: int | None = None
     lora: tuple[str, int, str] | None = None
+    follows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Plan:
     """One engine: its arguments, its pool's directory (None: no offloading), and its requests.
 
     Before each round the GPU's prefix cache is emptied. model: a kind that `models.py` makes.
+    Rounds are named by their position.
     """
 
     model: str
@@ -62,8 +67,14 @@ class Plan:
     env: Mapping[str, str] = field(default_factory=dict)
     #: Time limit on a busy machine.
     run_s_max: float = RUN_S_MAX
-    #: Ask all requests of a round at once, not one after the other.
-    at_once: bool = False
+    #: Rounds whose requests are asked all at once, not one after the other.
+    at_once: Sequence[int] = ()
+    #: Round → the knobs of fault injection (`io/faults.py`) from its start on.
+    faults: Mapping[int, Mapping[str, bool | float]] = field(default_factory=dict)
+    #: Rounds before which both tiers are emptied as well.
+    resets: Sequence[int] = ()
+    #: Do not empty the GPU's prefix cache between rounds.
+    keeps_cache: bool = False
     #: Run a refused model, to see its answers.
     lift_mla: bool = False
     #: After the first round: load the weights of this model by vLLM's API.
@@ -80,11 +91,16 @@ class Plan:
     packed: bool = False
     stub_gpu: bool = False
 
+    @property
+    def fault_file(self) -> Path | None:
+        """The control file of `faults`, beside the pool's directory."""
+        return self.target and self.target.with_name(f"{self.target.name}-faults.json")
+
     def plain(self) -> Plan:
         """The same plan without offloading and without any cache."""
         options = {k: v for k, v in self.options.items() if k not in _INDIFFERENT}
         options["enable_prefix_caching"] = False
-        without = replace(self, target=None, extra={}, options=options, env={})
+        without = replace(self, target=None, extra={}, options=options, env={}, faults={})
         return replace(without, packed=False, stub_gpu=False)
 
     def arguments(self) -> dict[str, Any]:
@@ -104,6 +120,7 @@ class Plan:
                 "targets": [str(self.target)],
                 "pool_bytes": POOL_BYTES,
                 "blocks_per_chunk": 2,
+                **({"fault_injection": str(self.fault_file)} if self.faults else {}),
                 **self.extra,
             }
             arguments |= {
@@ -116,9 +133,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Answer:
+    """gaps: by token, the distance of its log-probability to the runner-up's."""
+
     tokens: list[int]
     logprobs: list[float]
-    gap: float
+    gaps: list[float]
+
+    @property
+    def gap(self) -> float:
+        return min(self.gaps)
 
 
 @dataclass(frozen=True)
@@ -230,7 +253,11 @@ class Zygote:
             "rounds": [[asdict(request) for request in asked] for asked in plan.rounds],
             "env": dict(plan.env),
             "only_make": only_make,
-            "at_once": plan.at_once,
+            "at_once": list(plan.at_once),
+            "faults": dict(plan.faults),
+            "resets": list(plan.resets),
+            "keeps_cache": plan.keeps_cache,
+            "fault_file": str(plan.fault_file),
             "lift_mla": plan.lift_mla,
             "reload": plan.reload,
             "adapter_swap": plan.adapter_swap,

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 from tests.e2e.shapes import stand_ins
@@ -44,20 +46,50 @@ def play(plan: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - any message is the result
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"}
-    if plan["steady"]:
-        return _play_steadily(llm, plan)
-    answers, counters = [], []
+    return _play_steadily(llm, plan) if plan["steady"] else _play_rounds(llm, plan)
+
+
+def _play_rounds(llm: Any, plan: dict[str, Any]) -> dict[str, Any]:
+    answers: list[list[dict[str, Any]]] = []
+    counters = []
     for number, asked in enumerate(plan["rounds"]):
         if number == 1:
             _change_weights(llm, plan)
-        # Drop GPU memory's prefix cache, so that every hit comes from the offload tiers.
-        assert llm.reset_prefix_cache()
+        _prepare(llm, plan, number)
         before = _counters(llm)
-        answers.append(_ask(llm, asked) if plan["at_once"] else [_ask(llm, [r])[0] for r in asked])
+        for request in asked:
+            _follow_on(request, plan["rounds"], answers)
+        at_once = number in plan["at_once"]
+        answers.append(_ask(llm, asked) if at_once else [_ask(llm, [r])[0] for r in asked])
         if plan["offloads"]:
             _settle(llm)
         counters.append(_grown(before, _counters(llm)))
     return {"answers": answers, "counters": counters}
+
+
+def _prepare(llm: Any, plan: dict[str, Any], number: int) -> None:
+    """Empty caches and set faults before a round."""
+    if number in plan["resets"]:
+        assert llm.reset_prefix_cache(reset_connector=True)
+    elif not plan["keeps_cache"]:
+        # Drop GPU memory's prefix cache, so that every hit comes from the offload tiers.
+        assert llm.reset_prefix_cache()
+    knobs = plan["faults"].get(str(number))
+    if knobs is not None:
+        file = Path(plan["fault_file"])
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(knobs))
+        partial.rename(file)
+
+
+def _follow_on(
+    request: dict[str, Any], rounds: list[list[dict[str, Any]]], answers: list[list[dict[str, Any]]]
+) -> None:
+    """Put the prompt and the answer that the request follows before its prompt."""
+    if request["follows"]:
+        turn, number = request["follows"]
+        earlier, answer = rounds[turn][number], answers[turn][number]
+        request["prompt"] = [*earlier["prompt"], *answer["tokens"], *request["prompt"]]
 
 
 def _change_weights(llm: Any, plan: dict[str, Any]) -> None:
@@ -148,7 +180,7 @@ def _answer(answer: Any) -> dict[str, Any]:
         "logprobs": [
             step[token].logprob for step, token in zip(answer.logprobs, tokens, strict=True)
         ],
-        "gap": min(first - second for first, second, *_ in ranked),
+        "gaps": [first - second for first, second, *_ in ranked],
     }
 
 

@@ -36,13 +36,13 @@ class SteadyEngine:
         while name not in self._answers:
             self._step()
         assert self._long not in self._answers, "the long request is not long enough"
-        return {"tokens": self._answers[name], "logprobs": [], "gap": 0.0}
+        return {"tokens": self._answers[name], "logprobs": [], "gaps": []}
 
     def finish(self) -> dict[str, Any]:
         """Run the long request to its end."""
         while self._long not in self._answers:
             self._step()
-        return {"tokens": self._answers[self._long], "logprobs": [], "gap": 0.0}
+        return {"tokens": self._answers[self._long], "logprobs": [], "gaps": []}
 
     def _add(self, request: dict[str, Any]) -> str:
         from vllm import SamplingParams

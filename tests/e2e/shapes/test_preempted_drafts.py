@@ -27,7 +27,7 @@ def test_preempted_requests_with_drafts_answer_the_same(zygote: Zygote, tmp_path
     lengths = [40 + 37 * i % 200 for i in range(COUNT)]
     asked = [Request(prompt, tokens=ANSWER_TOKENS) for prompt in prompts(5, *lengths)]
     room = {"max_num_seqs": COUNT, "num_gpu_blocks_override": COUNT * BLOCKS_PER_REQUEST_MAX}
-    plan = Plan("looping", [asked], room, tmp_path, at_once=True, run_s_max=RUN_S_MAX)
+    plan = Plan("looping", [asked], room, tmp_path, at_once=[0], run_s_max=RUN_S_MAX)
     expected = zygote.run(plan.plain(), "preempted-drafts-plain")
     assert expected.grown(0, "num_preemptions") == 0
     assert min(answer.gap for answer in expected.answers[0]) > 1e-5, "choose another seed"
