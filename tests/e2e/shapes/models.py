@@ -32,6 +32,10 @@ OTHER = replace(SHAPE, seed=SHAPE.seed + 2)
 _PLAIN = {"llama": SHAPE, "other": OTHER, "looping": LOOPING}
 #: Window of the Gemma-like model's local layers.
 WINDOW_TOKENS = 64
+#: Local chunk of the Llama-4-like model.
+LOCAL_TOKENS = 128
+#: Window of the Mistral-like model.
+MISTRAL_WINDOW_TOKENS = 512
 IMAGE_TOKEN = SHAPE.vocab
 _SIZES: dict[str, Any] = {
     "vocab_size": SHAPE.vocab,
@@ -59,11 +63,109 @@ def gemma() -> Any:
     )
 
 
+def gemma_uneven() -> Any:
+    """Five local layers and two with full attention: groups of 2, 2, 1 and 2 layers."""
+    from transformers import Gemma3TextConfig
+
+    local, full = ["sliding_attention"], ["full_attention"]
+    return Gemma3TextConfig(
+        **{**_SIZES, "num_hidden_layers": 7},
+        num_key_value_heads=1,
+        head_dim=32,
+        sliding_window=WINDOW_TOKENS,
+        layer_types=3 * local + full + 2 * local + full,
+        query_pre_attn_scalar=4,
+    )
+
+
+def gemma4() -> Any:
+    """Full attention has larger heads than the local layers, so vLLM gives it smaller blocks."""
+    from transformers import Gemma4TextConfig
+
+    return Gemma4TextConfig(
+        **{**_SIZES, "num_hidden_layers": 4},
+        num_key_value_heads=1,
+        head_dim=32,
+        global_head_dim=64,
+        sliding_window=WINDOW_TOKENS,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        vocab_size_per_layer_input=SHAPE.vocab,
+        hidden_size_per_layer_input=0,
+    )
+
+
+def gptoss() -> Any:
+    """A layer with a sliding window and one with full attention; sinks and experts."""
+    from transformers import GptOssConfig
+
+    return GptOssConfig(
+        **_SIZES,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=WINDOW_TOKENS,
+    )
+
+
+def llama4() -> Any:
+    """Three layers with local chunks and one with full attention; experts."""
+    from transformers import Llama4TextConfig
+
+    return Llama4TextConfig(
+        **{**_SIZES, "num_hidden_layers": 4},
+        intermediate_size_mlp=SHAPE.intermediate,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_local_experts=2,
+        attention_chunk_size=LOCAL_TOKENS,
+        tie_word_embeddings=False,
+    )
+
+
 def mistral() -> Any:
     """A sliding window in every layer: one group without full attention."""
     from transformers import MistralConfig
 
-    return MistralConfig(**_SIZES, num_key_value_heads=1, head_dim=32, sliding_window=512)
+    return MistralConfig(
+        **_SIZES, num_key_value_heads=1, head_dim=32, sliding_window=MISTRAL_WINDOW_TOKENS
+    )
+
+
+def lfm2() -> Any:
+    """A layer with the state of a short convolution, and one with full attention."""
+    from transformers import Lfm2Config
+
+    return Lfm2Config(
+        **_SIZES,
+        num_key_value_heads=1,
+        layer_types=["conv", "full_attention"],
+        block_auto_adjust_ff_dim=False,
+        block_dim=SHAPE.hidden,  # vLLM's own names
+        conv_dim=SHAPE.hidden,
+    )
+
+
+def qwen3next() -> Any:
+    """Three layers with the states of a gated delta net and one with full attention.
+
+    vLLM's CPU kernels need linear heads of 128. Large attention heads make blocks of few tokens,
+    because a block of tokens must be as large as a state.
+    """
+    from transformers import Qwen3NextConfig
+
+    return Qwen3NextConfig(
+        **{**_SIZES, "num_hidden_layers": 4},
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=1,
+        linear_num_value_heads=1,
+        mlp_only_layers=[0, 1, 2],
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=SHAPE.intermediate,
+        shared_expert_intermediate_size=SHAPE.intermediate,
+    )
 
 
 def deepseek() -> Any:
@@ -175,9 +277,11 @@ def _write(config: Any, directory: Path) -> None:
 
 def _draw(name: str, weights: Any, *, tied: bool) -> None:
     """Draw a matrix's weights; other vectors stay as the class made them."""
-    if name.endswith(("q_norm.weight", "k_norm.weight")):
+    if name.endswith(
+        ("q_norm.weight", "k_norm.weight", "q_layernorm.weight", "k_layernorm.weight")
+    ):
         weights.fill_(0.5)
-    elif tied and name == "model.norm.weight":
+    elif tied and name in ("model.norm.weight", "model.embedding_norm.weight"):
         # The small embeddings of a tied model give small logits; the last norm scales them up.
         weights.fill_(15.0)
     if weights.ndim != 2:
