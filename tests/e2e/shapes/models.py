@@ -35,7 +35,7 @@ WINDOW_TOKENS = 64
 #: Local chunk of the Llama-4-like model.
 LOCAL_TOKENS = 128
 #: Window of the Mistral-like model.
-MISTRAL_WINDOW_TOKENS = 512
+MISTRAL_WINDOW_TOKENS = 128
 IMAGE_TOKEN = SHAPE.vocab
 _SIZES: dict[str, Any] = {
     "vocab_size": SHAPE.vocab,
@@ -182,25 +182,6 @@ def deepseek() -> Any:
         v_head_dim=32,
         first_k_dense_replace=2,  # no layer of experts
         n_routed_experts=2,
-        tie_word_embeddings=False,
-    )
-
-
-def jamba() -> Any:
-    """A state-space (Mamba) layer and an attention layer."""
-    from transformers import JambaConfig
-
-    return JambaConfig(
-        **_SIZES,
-        num_key_value_heads=1,
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        expert_layer_period=2,
-        expert_layer_offset=1,
-        num_experts=1,
-        num_experts_per_tok=1,
-        mamba_d_state=16,
-        mamba_dt_rank=8,
         tie_word_embeddings=False,
     )
 

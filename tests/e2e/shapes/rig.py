@@ -87,6 +87,8 @@ class Plan:
     steady: bool = False
     #: Store KV that earlier weights have computed.
     unsuspended: bool = False
+    #: Report the blocks of failed loads, not the requests.
+    blocks_reported: bool = False
     #: See `stand_ins.py`.
     packed: bool = False
     stub_gpu: bool = False
@@ -101,7 +103,7 @@ class Plan:
         options = {k: v for k, v in self.options.items() if k not in _INDIFFERENT}
         options["enable_prefix_caching"] = False
         without = replace(self, target=None, extra={}, options=options, env={}, faults={})
-        return replace(without, packed=False, stub_gpu=False)
+        return replace(without, packed=False, stub_gpu=False, blocks_reported=False)
 
     def arguments(self) -> dict[str, Any]:
         """`LLM`'s arguments."""
@@ -264,6 +266,7 @@ class Zygote:
             "unwatched": plan.unwatched,
             "steady": plan.steady,
             "unsuspended": plan.unsuspended,
+            "blocks_reported": plan.blocks_reported,
             "packed": plan.packed,
             "stub_gpu": plan.stub_gpu,
             "offloads": plan.target is not None,

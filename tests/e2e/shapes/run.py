@@ -34,6 +34,8 @@ def play(plan: dict[str, Any]) -> dict[str, Any]:
         _watch_nothing()
     if plan["unsuspended"]:
         _suspend_nothing()
+    if plan["blocks_reported"]:
+        _report_blocks()
     if plan["packed"]:
         stand_ins.ask_as_on_a_gpu()
     if plan["stub_gpu"]:
@@ -144,6 +146,18 @@ def _suspend_nothing() -> None:
     from vllm_nvmeof_offload.manager.requests import Suspension
 
     Suspension.begin = lambda self, call, requests, known: None  # type: ignore[method-assign]
+
+
+def _report_blocks() -> None:
+    from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker as Worker
+
+    init = Worker.__init__
+
+    def init_and_report(self: Any, *arguments: Any, **options: Any) -> None:
+        init(self, *arguments, **options)
+        self._reports_blocks = True
+
+    Worker.__init__ = init_and_report  # type: ignore[method-assign]
 
 
 def _watch_nothing() -> None:
