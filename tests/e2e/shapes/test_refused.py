@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose KV is not one group of full attention are refused before the server is ready."""
+"""What cannot be offloaded right is refused before the server is ready."""
 
 from __future__ import annotations
 
@@ -12,37 +12,47 @@ from vllm_nvmeof_bench.servers.server import ServerError
 from tests.e2e import faults_rig
 from tests.e2e.shapes.rig import Plan, Zygote
 
-SERVE_WITHOUT = "serve this model without offloading"
+REMEDY = "add --enable-prefix-caching"
 
 
-@pytest.mark.parametrize(
-    ("kind", "groups", "remedy"),
-    [
-        ("mistral", "1 KV cache group (2 x SlidingWindowSpec)", "add --disable-sliding-window"),
-        ("jamba", "2 KV cache groups (1 x FullAttentionSpec, 1 x MambaSpec)", SERVE_WITHOUT),
-        ("mamba", "1 KV cache group (2 x MambaSpec)", SERVE_WITHOUT),
-    ],
-)
-def test_refused_by_llm(
-    zygote: Zygote, tmp_path: Path, kind: str, groups: str, remedy: str
-) -> None:
-    outcome = zygote.run(Plan(kind, target=tmp_path), f"refused-{kind}")
-    assert outcome.error.startswith("ConfigError: model=")
-    assert f"{kind}-" in outcome.error
-    for words in (groups, "this version offloads one group of full attention", remedy):
-        assert words in outcome.error
+def test_states_without_prefix_caching_are_refused_by_llm(zygote: Zygote, tmp_path: Path) -> None:
+    """vLLM then keeps one state per request, and its offloading would stop with an assertion."""
+    plan = Plan("lfm2", options={"enable_prefix_caching": False}, target=tmp_path)
+    outcome = zygote.run(plan, "refused-lfm2")
+    assert outcome.error.startswith("ConfigError: enable_prefix_caching=False")
+    assert REMEDY in outcome.error
     assert f"cannot serve: {outcome.error.removeprefix('ConfigError: ')}" in outcome.log
 
 
-def test_refused_by_vllm_serve(zygote: Zygote, tmp_path: Path) -> None:
-    """A server of a Gemma-like model exits, and one line names the cause and the remedy."""
-    name = "refused-gemma"
-    model = zygote.model("gemma")
-    spec = replace(faults_rig.spec(tmp_path), model=model, gpu_blocks=400)
+def test_states_of_several_blocks_are_refused(zygote: Zygote, tmp_path: Path) -> None:
+    """A state is one block, and a chunk has as many blocks in every group."""
+    plan = Plan("lfm2", target=tmp_path, extra={"blocks_per_chunk": 2})
+    outcome = zygote.run(plan, "refused-lfm2-chunks")
+    assert outcome.error.startswith("ConfigError: blocks_per_chunk=2")
+    assert "leave it out" in outcome.error
+
+
+def test_states_without_prefix_caching_are_refused_by_vllm_serve(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    """A server exits, and one line names the cause and the remedy."""
+    name = "refused-lfm2-server"
+    model = zygote.model("lfm2")
+    spec = faults_rig.spec(tmp_path)
+    spec = replace(spec, model=model, extra_args=("--no-enable-prefix-caching",))
     with pytest.raises(ServerError, match="ended with"):
         faults_rig.start(spec, name)
     lines = (faults_rig.BUILD / "logs" / f"{name}.log").read_text().splitlines()
-    (lines,) = [line for line in lines if "cannot serve:" in line]
-    assert f"model='{model}'" in lines
-    assert "4 KV cache groups (1 x FullAttentionSpec, 3 x SlidingWindowSpec)" in lines
-    assert "add --disable-hybrid-kv-cache-manager" in lines
+    (line,) = [line for line in lines if "cannot serve:" in line]
+    assert "enable_prefix_caching=False" in line
+    assert REMEDY in line
+
+
+def test_states_alone_are_served_and_not_offloaded(zygote: Zygote, tmp_path: Path) -> None:
+    """Without prefix caching, which is vLLM's default for this model, a block is the context."""
+    options, extra = {"enable_prefix_caching": False}, {"blocks_per_chunk": 1}
+    plan = Plan("mamba", options=options, target=tmp_path, extra=extra)
+    outcome = zygote.run(plan, "unoffloaded-mamba")
+    assert not outcome.error
+    assert "nothing will be offloaded" in outcome.log
+    assert REMEDY in outcome.log
