@@ -231,7 +231,7 @@ def _settle(llm: Any, voided_max: int = 0) -> None:
         now = _counters(llm)
         written = now.get("nvmeof_written_chunks", 0)
         stored = now.get("nvmeof_stored_chunks", 0) - voided_max
-        stored -= now.get("nvmeof_superseded_chunks", 0)
+        stored -= now.get("nvmeof_superseded_chunks", 0) + now.get("nvmeof_refused_writes", 0)
         if written >= stored and not now.get("nvmeof_writes_pending"):
             return
         assert time.monotonic() < deadline, "writes do not end"
