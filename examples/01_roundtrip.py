@@ -21,6 +21,7 @@ from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, MIB, format_bytes
 
 CHUNKS, PAYLOAD_BYTES = 16, 2 * MIB
+GROUP = bytes(4)
 
 
 def open_pool(target: Path) -> Pool:
@@ -31,7 +32,9 @@ def open_pool(target: Path) -> Pool:
 
 
 def main(target: Path) -> None:
-    names = [SlotIdentity(b"chunk %02d" % i, generation=100 + i) for i in range(CHUNKS)]
+    # An offload key ends with its KV cache group, which has 4 bytes.
+    keys = [b"chunk %02d" % i + GROUP for i in range(CHUNKS)]
+    names = [SlotIdentity(key, generation=100 + i) for i, key in enumerate(keys)]
     contents = [os.urandom(PAYLOAD_BYTES) for _ in names]
 
     pool = open_pool(target)
@@ -50,7 +53,7 @@ def main(target: Path) -> None:
     print(f"opened again: {len(found)} chunks adopted")
     for slot, (name, content) in enumerate(zip(names, contents, strict=True)):
         buffer[:] = bytes(len(buffer))
-        assert read_slot(pool, buffer, SlotFiles.of(pool, slot), name).ok
+        assert read_slot(pool, buffer, SlotFiles.of(pool, slot), name, pool.stamp.tag).ok
         assert buffer[payload] == content
     print("read back: every byte is right")
 
@@ -58,9 +61,9 @@ def main(target: Path) -> None:
     with slab.open("r+b") as file:
         file.seek(3 * pool.slot_bytes + HEADER_BYTES + 12345)
         file.write(b"?!")
-    outcome = read_slot(pool, buffer, SlotFiles.of(pool, 3), names[3])
+    outcome = read_slot(pool, buffer, SlotFiles.of(pool, 3), names[3], pool.stamp.tag)
     print(f"two bytes changed behind its back: {outcome.kind.name}")
-    outcome = read_slot(pool, buffer, SlotFiles.of(pool, 4), names[3])
+    outcome = read_slot(pool, buffer, SlotFiles.of(pool, 4), names[3], pool.stamp.tag)
     assert outcome.kind.name == "STALE", "another chunk's slot"
     pool.close()
 

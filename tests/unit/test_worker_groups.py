@@ -84,7 +84,7 @@ class _Rank:
             for slot, group in zip(cache, groups, strict=True)
         )
         generations = np.ones(len(cache), np.uint64)
-        return ChunkBatch(keys, generations, cache, np.full(len(cache), -1, np.int64), groups)
+        return ChunkBatch.of(keys, generations, cache, np.full(len(cache), -1, np.int64), groups)
 
     def store(
         self, slots: list[list[int]], blocks: list[list[int]], firsts: list[int]
@@ -208,7 +208,7 @@ def test_one_group_of_full_attention_names_its_blocks(
 
 def test_chunks_of_groups_in_another_order_are_an_error(rank: _Rank) -> None:
     batch = rank._batch([[0], [1], [], []])
-    turned = ChunkBatch(
+    turned = ChunkBatch.of(
         batch.keys, batch.generations, batch.cache, batch.places, batch.groups[::-1].copy()
     )
     spec = GPULoadStoreSpec([0, 1, 2, 3], [2, 2, 0, 0], [0, 0, 0, 0])

@@ -228,10 +228,11 @@ def complete(vllm_config: Any) -> None:
     """Make `vllm_config` name our connector with a complete, checked configuration; else refuse."""
     from vllm.config import KVTransferConfig
 
-    # Imported here, because most servers with this plugin do not use the backend.
+    known_vllm.require()
+    # Imported here, because most servers with this plugin do not use the backend, and because an
+    # unknown vLLM may lack what it imports.
     from vllm_nvmeof_offload.vllm_adapter.supported import precheck
 
-    known_vllm.require()
     if vllm_config.kv_transfer_config is None:
         vllm_config.kv_transfer_config = KVTransferConfig()
     transfer = vllm_config.kv_transfer_config
