@@ -181,7 +181,8 @@ class Said(logging.Handler):
 supported.logger.addHandler(Said())
 supported.slot_bytes_estimate = supported.note_weights = lambda *_: None
 names = ("pipeline", "decode_context", "prefill_context", "data")
-parallel = Object(world_size=1, enable_elastic_ep=False, **{f"{name}_parallel_size": 1 for name in names})
+sizes = {f"{name}_parallel_size": 1 for name in names}
+parallel = Object(world_size=1, enable_elastic_ep=False, **sizes)
 config = Object(model_config=Object(is_moe=False), cache_config=None, parallel_config=parallel)
 supported.precheck(config, json.loads(sys.argv[1]), "staging_bytes")
 """
