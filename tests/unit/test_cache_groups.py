@@ -21,10 +21,12 @@ from vllm_nvmeof_offload.vllm_adapter.groups import (
     facts_of,
     geometry_of,
     groups_of,
+    rank_groups_of,
 )
 
 torch = pytest.importorskip("torch")
 interface = pytest.importorskip("vllm.v1.kv_cache_interface")
+utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
 layouts = pytest.importorskip("vllm.v1.kv_cache_layout")
 
 BLOCKS, BLOCK_TOKENS, PER_CHUNK = 9, 4, 2
@@ -196,6 +198,18 @@ def test_a_groups_pieces_are_exactly_the_bytes_of_its_pages(
             ends = np.cumsum(rows[:, 2])
             assert (rows[:, 1] == ends - rows[:, 2]).all()
             assert not len(rows) or ends[-1] <= group.payload_bytes
+
+
+@settings(max_examples=100, deadline=None)
+@given(shape=_shapes())
+def test_the_scheduler_knows_the_bytes_of_a_rank_without_its_memory(
+    shape: tuple[list[Any], str],
+) -> None:
+    groups, layout = shape
+    cache = Cache(_planned(groups, layout), layout)
+    geometry = geometry_of(_offloading(cache.config), cache.layers)
+    known = utils.generate_scheduler_kv_cache_config([cache.config])
+    assert rank_groups_of([one.group for one in geometry.groups], known) == list(geometry.groups)
 
 
 def test_packed_layers_of_a_block_are_one_piece() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -15,12 +16,14 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheTensor,
     MambaSpec,
     SlidingWindowSpec,
 )
 
-from vllm_nvmeof_offload.groups import Group, GroupKind
-from vllm_nvmeof_offload.vllm_adapter.retention import automatic, keep_boundaries
+from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
+from vllm_nvmeof_offload.manager.boundary import automatic
+from vllm_nvmeof_offload.vllm_adapter.retention import keep_boundaries
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 64, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(block_size=16, **HEADS)
@@ -54,11 +57,15 @@ class Engine:
             )
             for number, spec in enumerate(specs)
         ]
-        names = [f"layer{number}" for number in range(layers)]
+        names = [[f"{group}.{layer}" for layer in range(layers)] for group in range(len(specs))]
+        pages = [spec.page_size_bytes for spec in specs]
         self.cache = KVCacheConfig(
             num_blocks=100,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(names, spec) for spec in specs],
+            kv_cache_tensors=[
+                KVCacheTensor(10**9, own, page, 10**6)
+                for own, page in zip(names, pages, strict=True)
+            ],
+            kv_cache_groups=list(map(KVCacheGroupSpec, names, specs)),
         )
         self.cache.prefix_cache_retention_interval = given
         self.vllm: Any = SimpleNamespace(
@@ -137,8 +144,43 @@ def test_chunks_of_other_sizes_align_at_their_least_common_multiple() -> None:
     assert engine.scheduler.config.alignment_tokens == 48
 
 
+def _rank_groups(full_bytes: int, state_bytes: int) -> list[RankGroup]:
+    full = RankGroup(Group(0, GroupKind.FULL, 16), full_bytes)
+    return [full, RankGroup(Group(1, GroupKind.STATE, 16, reach_chunks=1), state_bytes)]
+
+
 def test_the_share_of_what_is_stored() -> None:
-    full = Group(0, GroupKind.FULL, 16)
-    state = Group(1, GroupKind.STATE, 16, reach_chunks=1)
-    assert automatic([full, state], [100, 50], 16) == (16, 1024)
-    assert automatic([full, state], [100, 10_000], 16) == (3200, 3200)
+    assert automatic(_rank_groups(100, 50), 16) == (16, 1024)
+    assert automatic(_rank_groups(100, 10_000), 16) == (3200, 3200)
+
+
+def test_a_stage_of_a_pipeline_without_states_keeps_them_as_often_as_it_may() -> None:
+    assert automatic(_rank_groups(100, 0), 16) == (16, 1024)
+    assert automatic(_rank_groups(0, 0), 16) == (32, 1024)
+
+
+def test_no_boundary_is_kept_for_full_attention_only() -> None:
+    assert automatic(_rank_groups(100, 50)[:1], 16) == (0, 0)
+
+
+def test_a_padded_state_costs_what_it_has() -> None:
+    """As in LFM2, whose state has a quarter of a page's bytes."""
+    padded = replace(STATE, page_size_padded=4 * STATE.page_size_bytes)
+    full = FullAttentionSpec(block_size=16, **{**HEADS, "num_kv_heads": 1})
+    assert padded.page_size_bytes == 4 * full.page_size_bytes
+    engine = Engine(full, padded)
+    assert engine.keep() == 1024
+    assert engine.interval == 2 * 16
+
+
+def test_a_group_of_several_page_sizes_costs_what_its_layers_have() -> None:
+    """The scheduler knows only the spec of the group's first layer."""
+    small = replace(FULL, head_size=8, head_size_v=8)
+    assert FULL.page_size_bytes == 8 * small.page_size_bytes
+    engine = Engine(small, WINDOW, layers=2)
+    engine.cache.kv_cache_tensors[:1] = [
+        KVCacheTensor(10**9, ["0.0"], small.page_size_bytes, 10**6),
+        KVCacheTensor(10**9, ["0.1"], FULL.page_size_bytes, 10**6),
+    ]
+    # 9 of 16 parts of the bytes of two layers like the windows'.
+    assert engine.keep() == 3648 >= 2 * 1024 * 16 / 9

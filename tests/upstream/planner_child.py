@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -230,9 +231,12 @@ def plan(case: Case) -> Case:
 
 def served(vllm_config: Any, stages: list[Any]) -> Case:
     """What our server makes of the plan."""
+    from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+
     from vllm_nvmeof_offload.errors import ConfigError
+    from vllm_nvmeof_offload.manager.boundary import automatic, unit_tokens
     from vllm_nvmeof_offload.vllm_adapter import configure, supported
-    from vllm_nvmeof_offload.vllm_adapter.groups import groups_of, offloaded
+    from vllm_nvmeof_offload.vllm_adapter.groups import groups_of, offloaded, rank_groups_of
 
     refusal = None
     try:
@@ -248,13 +252,16 @@ def served(vllm_config: Any, stages: list[Any]) -> Case:
         if group in offloaded(widest)
     ]
     config = SimpleNamespace(groups=kept, cache=SimpleNamespace(blocks_per_chunk=blocks))
+    groups = groups_of(config, widest)
+    known = generate_scheduler_kv_cache_config([widest])
+    unit = math.lcm(*map(first_block_tokens, known.kv_cache_groups), unit_tokens(groups))
     return {
         "refused": refusal is not None,
         "blocks_per_chunk": blocks,
         "groups": [
-            [one.group_id, one.kind.name, one.tokens_per_chunk, one.reach_chunks]
-            for one in groups_of(config, widest)
+            [one.group_id, one.kind.name, one.tokens_per_chunk, one.reach_chunks] for one in groups
         ],
+        "boundary_tokens": automatic(rank_groups_of(groups, known), unit)[1],
     }
 
 

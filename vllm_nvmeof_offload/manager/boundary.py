@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The boundary that a load could bring a request to, over several KV cache groups. Pure.
+"""The boundary that a load could bring a request to, over several KV cache groups, and how far
+apart boundaries are kept. Pure.
 
 vLLM's own look-up finds it one key at a time, and with side effects on the request. `plan` follows
 the same rule with one question per group, so that look-ahead fetches what that look-up will find.
@@ -10,11 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from vllm_nvmeof_offload.groups import Group, GroupKind
+from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 
 #: Which of these keys are present: one byte per key, 1 or 0.
 Has = Callable[[Sequence[bytes]], bytes]
 _HIT = b"\1"
+#: Groups whose chunks are of use at a boundary only.
+SPARSE = (GroupKind.WINDOW, GroupKind.STATE)
+#: A boundary costs as many bytes as its windows and states; it may cost this share of the bytes of
+#: what is stored of every token since the one before.
+_COST_SHARE = 0.5
+_BOUNDARY_TOKENS_MIN = 1024
 
 
 def plan(
@@ -51,6 +58,32 @@ def wanted(
 def unit_tokens(groups: Sequence[Group]) -> int:
     """The least number of tokens that is a whole number of chunks in every group."""
     return math.lcm(*(group.tokens_per_chunk for group in groups))
+
+
+def automatic(groups: Sequence[RankGroup], unit: int) -> tuple[int, int]:
+    """Tokens between two boundaries that vLLM keeps, and between two that are stored to last; 0 and
+    0: no group needs one.
+
+    unit: both are multiples of it. vLLM keeps states more often, where there are no windows: those
+    of an answer are stored only until the next one.
+    """
+    sparse = [one for one in groups if one.group.kind in SPARSE]
+    if not sparse:
+        return 0, 0
+    boundary_bytes = sum(one.payload_bytes * (one.group.reach_chunks or 0) for one in sparse)
+    dense_bytes = sum(
+        one.payload_bytes / one.group.tokens_per_chunk for one in groups if one not in sparse
+    )
+    if dense_bytes:
+        worth = boundary_bytes / (_COST_SHARE * dense_bytes)
+    else:
+        reaches = (one.group.tokens_per_chunk * (one.group.reach_chunks or 0) for one in sparse)
+        worth = max(reaches) / _COST_SHARE
+    # A rank of a pipeline may have no layer of the groups.
+    interval = max(1, math.ceil(worth / unit)) * unit
+    every = math.ceil(_BOUNDARY_TOKENS_MIN / interval) * interval
+    windows = any(one.group.kind is GroupKind.WINDOW for one in sparse)
+    return (every if windows else interval), every
 
 
 def limit_of(groups: Sequence[Group], tokens: int) -> int:

@@ -21,13 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_nvmeof_offload.groups import GROUP_ID_BYTES, Group, GroupKind
-from vllm_nvmeof_offload.manager.boundary import unit_tokens
+from vllm_nvmeof_offload.manager.boundary import SPARSE, unit_tokens
 
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.manager.core import ManagerCore
-
-#: A whole chunk of every token range is stored of the others, as vLLM does.
-_SPARSE = (GroupKind.WINDOW, GroupKind.STATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +58,12 @@ class Tails:
         self._every_tokens = every_tokens
         self._unit_tokens = unit_tokens(groups)
         assert every_tokens % self._unit_tokens == 0
-        self._sparse = [at for at, group in enumerate(groups) if group.kind in _SPARSE]
+        # A whole chunk of every token range is stored of the others, as vLLM does.
+        self._sparse = [at for at, group in enumerate(groups) if group.kind in SPARSE]
         assert self._sparse
         self._states = [at for at in self._sparse if groups[at].kind is GroupKind.STATE]
         self._reach_tokens = [
-            group.tokens_per_chunk * (group.reach_chunks or 0) if group.kind in _SPARSE else 0
+            group.tokens_per_chunk * (group.reach_chunks or 0) if group.kind in SPARSE else 0
             for group in groups
         ]
         ids = [group.group_id for group in groups]

@@ -6,7 +6,7 @@ Only the groups that vLLM offloads count. Their order is that of its offloading 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
-from vllm_nvmeof_offload.groups import Group, GroupBlocks, GroupKind
+from vllm_nvmeof_offload.groups import Group, GroupBlocks, GroupKind, RankGroup
 
 try:  # vLLM 0.33
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
@@ -143,6 +143,25 @@ def groups_of(config: Any, kv_cache_config: Any) -> tuple[Group, ...]:
     return tuple(groups)
 
 
+def rank_groups_of(groups: Sequence[Group], kv_cache_config: Any) -> list[RankGroup]:
+    """The groups with the bytes of a block, without padding, on the rank whose configuration it is.
+
+    The scheduler's configuration is that of one rank, with one spec for a group that has several:
+    the pages of its layers of another size count as they are placed, with padding.
+    """
+    placed = {
+        name: min(tensor.layer_stride, tensor.block_stride)
+        for tensor in kv_cache_config.kv_cache_tensors
+        for name in tensor.layers
+    }
+    found = []
+    for group in groups:
+        specs = specs_of(kv_cache_config.kv_cache_groups[group.group_id])
+        sizes = (_placed_bytes(spec, placed[name]) for name, spec in specs.items())
+        found.append(RankGroup(group, sum(sizes)))
+    return found
+
+
 def geometry_of(config: Any, layers: LayerCaches) -> CacheGeometry:
     """The geometry of the groups that vLLM offloads, on this rank."""
     groups = groups_of(config, layers.config)
@@ -194,6 +213,13 @@ def _page_bytes(spec: Any) -> int:
     if isinstance(spec, AttentionSpec):
         return int(spec.unpadded_page_size_bytes)
     return int(replace(spec, page_size_padded=None).page_size_bytes)
+
+
+def _placed_bytes(spec: Any, stride: int) -> int:
+    """Bytes of one block of one layer, of this spec or of another one whose pages are `stride`
+    apart."""
+    padding = stride - spec.page_size_bytes
+    return _page_bytes(spec) if 0 <= padding < spec.get_block_stride_alignment() else stride
 
 
 def _reach_tokens(kind: GroupKind, spec: Any) -> int | None:

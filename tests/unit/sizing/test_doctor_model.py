@@ -50,7 +50,10 @@ def test_a_model_with_windows_has_bytes_per_token_and_per_boundary(tmp_path: Pat
     assert window.slot_fill == 0.9
     assert made.token_bytes == 20 * KIB
     assert made.boundary_bytes == 1024 * 52 * 2 * KIB
-    assert made.boundary_tokens == full.chunk_tokens == 32
+    assert made.unit_tokens == full.chunk_tokens == 32
+    # 104 KiB in each token of 52 layers' windows, 20 KiB in each token of full attention.
+    assert made.boundary_tokens == 10656 >= 2 * 1024 * 104 / 20
+    assert "auto keeps a boundary in every 10656 tokens" in run(tmp_path, "--tp", 4).stdout
     assert made.gpu_block_bytes == 10 * 16 * 2 * KIB
 
 
@@ -70,7 +73,7 @@ def test_a_block_of_compressed_kv_counts_each_groups_own_bytes(tmp_path: Path) -
     made = report(file_of(families.DEEPSEEK_V4, tmp_path))
     assert made.token_bytes == 3850
     assert all(row.block_bytes < made.gpu_block_bytes for row in made.groups)
-    assert made.boundary_tokens == 256
+    assert made.unit_tokens == 256
     refused = run(tmp_path, "--layout", "lbhnc", code=2)
     assert "--layout='LBHNC': vLLM cannot give pages of" in refused.stderr
     assert "give BLHNC" in refused.stderr

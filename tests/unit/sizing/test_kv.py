@@ -103,7 +103,7 @@ def test_recurrent_state_does_not_grow() -> None:
     state = 36 * 2 * (8192 * 3 + 32 * 128 * 128)
     assert sizes.state_bytes() == sizes.boundary_bytes() == state
     assert sizes.blocks_per_chunk == 1
-    assert sizes.chunk_tokens == sizes.boundary_tokens == 544
+    assert sizes.chunk_tokens == sizes.unit_tokens == 544
     block = 544 * sizes.token_bytes()
     assert sizes.block_bytes() == block
     # Three groups of states hold two blocks each.

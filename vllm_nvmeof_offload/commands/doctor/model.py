@@ -60,7 +60,11 @@ class GroupRow:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """The output of `vllm-nvmeof doctor --model --json`. Bytes are of one rank."""
+    """The output of `vllm-nvmeof doctor --model --json`. Bytes are of one rank.
+
+    unit_tokens: a prefix that is found again ends at a multiple of it. boundary_tokens: what
+    `boundary_tokens: auto` makes of the model; 0: it has no effect.
+    """
 
     model: str
     layout: str
@@ -71,6 +75,7 @@ class ModelReport:
     remedy: str | None
     groups: list[GroupRow]
     blocks_per_chunk: int
+    unit_tokens: int
     boundary_tokens: int
     gpu_block_bytes: int
     slot_bytes: int
@@ -112,6 +117,7 @@ def build(sizes: KvSizes) -> ModelReport:
             for position, group in enumerate(sizes.plan.groups)
         ],
         blocks_per_chunk=sizes.blocks_per_chunk,
+        unit_tokens=sizes.unit_tokens,
         boundary_tokens=sizes.boundary_tokens,
         gpu_block_bytes=sizes.block_bytes(),
         slot_bytes=slot,
@@ -158,8 +164,9 @@ def _row(
 def _notes(sizes: KvSizes, stored: list[RankGroup], slot: int) -> Iterator[str]:
     if any(one.group.reach_chunks is not None for one in stored):
         yield (
-            f"a prefix is found again at multiples of {sizes.boundary_tokens} tokens at which its "
-            "windows and states were stored: where a prompt ended, and where prompts part"
+            f"a prefix is found again at multiples of {sizes.unit_tokens} tokens at which its "
+            "windows and states were stored: where a prompt or an answer ended, and where prompts "
+            "part"
         )
     deployment, copies = sizes.deployment, sizes.copies()
     if copies > 1:
@@ -224,5 +231,7 @@ def _lines(report: ModelReport) -> Iterator[str]:
         f"has {human_bytes(report.slot_bytes)}, a block in GPU memory "
         f"{human_bytes(report.gpu_block_bytes)}"
     )
+    if report.boundary_tokens:
+        yield f"boundary_tokens: auto keeps a boundary in every {report.boundary_tokens} tokens"
     yield from (f"note: {note}" for note in report.notes)
     yield "works" if report.works else f"refused: {report.refused}; remedy: {report.remedy}"

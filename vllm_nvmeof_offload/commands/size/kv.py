@@ -23,6 +23,7 @@ from vllm_nvmeof_offload.commands.size.plan import (
 )
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
+from vllm_nvmeof_offload.manager.boundary import automatic
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
 from vllm_nvmeof_offload.staging import split_slots
 from vllm_nvmeof_offload.units import slot_stride_bytes
@@ -96,9 +97,16 @@ class KvSizes:
         return self.blocks_per_chunk * self.block_tokens
 
     @property
-    def boundary_tokens(self) -> int:
+    def unit_tokens(self) -> int:
         """A prefix that is found again ends at a multiple of this."""
         return math.lcm(*(g.block_tokens for g in self.plan.stored)) * self.blocks_per_chunk
+
+    @property
+    def boundary_tokens(self) -> int:
+        """Tokens between two boundaries that are stored to last, by the default settings; 0: no
+        group needs one."""
+        unit = math.lcm(self.unit_tokens, *(group.block_tokens for group in self.plan.groups))
+        return automatic(self.groups(), unit)[1]
 
     def groups(self, stage: int | None = None) -> list[RankGroup]:
         """The stored groups on one rank of a stage."""
@@ -191,7 +199,7 @@ class KvSizes:
     def session_slots(self, context_tokens: int, stage: int | None = None) -> list[SessionSlots]:
         """Slots that one rank stores of a session: up to its last boundary, and what that needs."""
         groups = self.groups(stage)
-        end = context_tokens - context_tokens % self.boundary_tokens
+        end = context_tokens - context_tokens % self.unit_tokens
         stride = slot_stride_bytes(max(group.payload_bytes for group in groups))
         slots = []
         for one in groups:
