@@ -6,7 +6,8 @@ Loaded with `-p nvmeof_swap` before any of vLLM's test modules, so that what the
 whose manager and worker are mocks that the tests script and inspect. Our connector's manager and
 worker run in addition to the mocks: the manager is the real one, over an empty core; the worker
 has nothing to report. Models that we refuse are accepted here, because these tests check that the
-code around vLLM's connector leaves the behaviour of that connector unchanged.
+code around vLLM's connector leaves the behaviour of that connector unchanged. For the same reason
+vLLM's own rule chooses the windows and states that are stored, and not `boundary_tokens`.
 
 `NVMEOF_SWAP_REPORT` names a file for the number of calls of each of our methods, as JSON.
 """
@@ -89,7 +90,11 @@ def _swap() -> None:
         setattr(ours, name, lambda *_args, **_kwargs: None)
     # vLLM's tests configure their own spec, which our connector refuses.
     assert callable(ours.parse_config)
-    ours.parse_config = lambda _extra: SimpleNamespace(replicas=1, weights_seen={})
+    ours.parse_config = lambda _extra: SimpleNamespace(
+        replicas=1, weights_seen={}, boundary_tokens=0
+    )
+    assert callable(ours.keep_boundaries)
+    ours.keep_boundaries = lambda *_args: 0
     ours.NVMeoFOffloadingSpec = OffloadingSpec  # type: ignore[misc]
     for name, method in vars(ours.NVMeoFOffloadingConnector).items():
         if callable(method):
