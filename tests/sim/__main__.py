@@ -12,6 +12,7 @@ from collections import Counter
 from vllm_nvmeof_offload.manager.handshake import CREDITED
 
 from .base import PROFILES
+from .shapes import FULL, SHAPES
 from .world import play
 
 
@@ -25,13 +26,24 @@ def main() -> int:
         "--ranks", type=int, help="default: the seed chooses; every eighth seed has 1 to 8"
     )
     parser.add_argument("--policy", default=CREDITED, help="a value of eviction_policy")
+    parser.add_argument("--shape", choices=(FULL, *SHAPES), help="default: the seed chooses")
     parser.add_argument("--first", type=int, help="soak: the first seed (default: random)")
     parser.add_argument("--count", type=int, default=10**9, help="soak: how many seeds")
     parser.add_argument("--seconds", type=float, default=60.0, help="soak: how long")
     parser.add_argument("--keep-going", action="store_true", help="soak: list every failing seed")
     arguments = parser.parse_args()
     if arguments.seed is not None:
-        print(dict(play(arguments.seed, arguments.profile, arguments.ranks, arguments.policy)))
+        print(
+            dict(
+                play(
+                    arguments.seed,
+                    arguments.profile,
+                    arguments.ranks,
+                    arguments.policy,
+                    arguments.shape,
+                )
+            )
+        )
         return 0
     first = arguments.first if arguments.first is not None else secrets.randbits(40)
     print(f"first seed {first}", flush=True)
@@ -44,7 +56,7 @@ def main() -> int:
         played += 1
         try:
             ranks = arguments.ranks or (1 + seed // 8 % 8 if seed % 8 == 0 else None)
-            total.update(play(seed, arguments.profile, ranks, arguments.policy))
+            total.update(play(seed, arguments.profile, ranks, arguments.policy, arguments.shape))
         except AssertionError as error:
             failed += 1
             print(f"seed {seed}: {str(error).splitlines()[0]}", flush=True)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from dataclasses import dataclass, replace
@@ -103,18 +104,37 @@ class Knobs:
     read_deadline_s: float = 0.3
     write_deadline_s: float = 2.0
     report_deadline_s: float = 20.0
+    shape: str = ""  # this and what follows: see `shapes.shaped`
+    groups: tuple[Group, ...] = ()
+    pages_per_block: int = 1
+    pages: tuple[tuple[int, ...], ...] = ()  # of a block, by rank and group
+    boundary_tokens: int = 0  # between two lasting boundaries; 0: the prompt's end only
 
     @property
     def chunk_tokens(self) -> int:
+        """Of full attention."""
         return self.blocks_per_chunk * self.block_tokens
 
     @property
-    def groups(self) -> tuple[Group, ...]:
-        return (Group(0, GroupKind.FULL, self.chunk_tokens, self.blocks_per_chunk),)
+    def full_only(self) -> bool:
+        """One group of full attention."""
+        return [group.kind for group in self.groups] == [GroupKind.FULL]
+
+    @property
+    def page_bytes(self) -> int:
+        return BLOCK_BYTES // self.pages_per_block
+
+    @property
+    def slot_pages(self) -> int:
+        return self.blocks_per_chunk * self.pages_per_block
 
     @property
     def request_tokens_max(self) -> int:
-        return (self.gpu_blocks - 2) * self.block_tokens * 2 // 3
+        """Two thirds of what GPU memory has room for, if every group kept every token."""
+        sizes = [group.tokens_per_chunk // group.blocks_per_chunk for group in self.groups]
+        unit = math.lcm(*sizes)
+        blocks = self.gpu_blocks - 2 * len(sizes)
+        return blocks * unit * 2 // (3 * sum(unit // size for size in sizes))
 
     @staticmethod
     def draw(rng: random.Random, profile: str | None = None) -> Knobs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
@@ -14,7 +15,8 @@ from vllm_nvmeof_offload.units import HEADER_BYTES
 from .base import BLOCK_BYTES, GPU_BASE, STAGING_BASE, Clock, Knobs, Violation
 from .memory import Memory
 
-Piece = tuple[int, int, int]  # GPU block, staging slot, block within the slot
+#: GPU block, staging slot; and by page: the page's number in each.
+Piece = tuple[int, int, list[tuple[int, int]]]
 
 
 @dataclass(eq=False)
@@ -54,6 +56,10 @@ class SimCopy:
         start_s = max(self._clock(), fence)
         done_s = start_s + self._knobs.copy_s * self._rng.uniform(0.1, 2.0)
         failed = self._rng.random() < self._knobs.copy_fails
+        if not len(pieces):
+            # It ends behind every ticket of its direction.
+            others = [t.done_s for t in self._tickets if t.direction is direction]
+            done_s, failed = max([done_s, *others]), False
         ticket = _Ticket(
             self._next,
             direction,
@@ -76,10 +82,16 @@ class SimCopy:
         self.advance()
         seen = [t for t in self._tickets if t.executed and self._rng.random() < 0.8]
         self._rng.shuffle(seen)
+        seen = [t for t in seen if t.pieces or self._is_last(t, seen)]
         for ticket in seen:
             self._tickets.remove(ticket)
             self._memory.watches.end(ticket)
         return [(t.number, t.outcome) for t in seen]
+
+    def _is_last(self, ticket: _Ticket, seen: Sequence[_Ticket]) -> bool:
+        """Whether every ticket of its direction that was submitted before it has been seen."""
+        before = (t for t in self._tickets if t.number < ticket.number)
+        return all(t in seen for t in before if t.direction is ticket.direction)
 
     def close(self) -> None:
         """Do nothing: the simulated engine has nothing to free."""
@@ -98,20 +110,27 @@ class SimCopy:
     def _execute(self, ticket: _Ticket) -> None:
         memory = self._memory
         cut = len(ticket.pieces) if ticket.outcome.ok else self._rng.randrange(len(ticket.pieces))
-        for block, slot, position in ticket.pieces[:cut]:
-            if ticket.direction is Direction.STORE:
-                if ticket.start_s < memory.written_at_s[block]:
-                    raise Violation("3", f"{ticket} read block {block} before it was computed")
-                memory.slots[slot][position] = memory.gpu[block]
-            else:
-                if ticket.start_s < memory.read_until_s[block]:
-                    raise Violation("3", f"{ticket} overwrote block {block} still being read")
-                memory.gpu[block] = memory.slots[slot][position]
+        for block, slot, pages in ticket.pieces[:cut]:
+            store = ticket.direction is Direction.STORE
+            if store and ticket.start_s < memory.written_at_s[block]:
+                raise Violation("3", f"{ticket} read block {block} before it was computed")
+            if not store and ticket.start_s < memory.read_until_s[block]:
+                raise Violation("3", f"{ticket} overwrote block {block} still being read")
+            for page, position in pages:
+                if page >= memory.pages_of[block]:
+                    raise Violation("4", f"{ticket} touches page {page} of block {block}")
+                if store:
+                    memory.slots[slot][position] = memory.gpu[block][page]
+                else:
+                    memory.gpu[block][page] = memory.slots[slot][position]
 
     def _decode(self, address: int, staging: int, size: int) -> Piece:
-        assert size == BLOCK_BYTES
-        block, rest = divmod(address - GPU_BASE, BLOCK_BYTES)
+        page_bytes = self._knobs.page_bytes
+        block, at = divmod(address - GPU_BASE, BLOCK_BYTES)
         slot, offset = divmod(staging - STAGING_BASE, self._slot_bytes)
-        position, rest2 = divmod(offset - HEADER_BYTES, BLOCK_BYTES)
-        assert not rest and not rest2 and 0 <= position < self._knobs.blocks_per_chunk
-        return block, slot, position
+        page, rest = divmod(at, page_bytes)
+        position, rest2 = divmod(offset - HEADER_BYTES, page_bytes)
+        count, rest3 = divmod(size, page_bytes)
+        assert not rest and not rest2 and not rest3 and page + count <= self._knobs.pages_per_block
+        assert position >= 0 and position + count <= self._knobs.slot_pages
+        return block, slot, [(page + n, position + n) for n in range(count)]

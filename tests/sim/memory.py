@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's memory: GPU blocks and pinned slots hold tags, and every access is checked.
 
-A tag names exactly what was computed: (weights epoch, hash of the token prefix that ends there).
+A tag names exactly what was computed: (weights epoch, hash of the token prefix that ends there,
+group position). Each page of a block has the block's tag.
 An engine that may access a cell holds a watch on it from `submit` until the completion was
 polled; any other access to the cell during that time breaks a rule.
 """
@@ -11,9 +12,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from .base import Violation
+from .base import Knobs, Violation
 
-Tag = tuple[int, int]
+Tag = tuple[int, int, int]
 Cell = tuple[str, int]  # ("gpu", block), ("slot", staging slot), ("head", staging slot)
 
 _RULE = {"gpu": "4", "slot": "1", "head": "1"}
@@ -66,10 +67,15 @@ class Watches:
 class Memory:
     """Tags per cell. Cache slots come first and stream slots after them, as in staging."""
 
-    def __init__(self, rank: int, gpu_blocks: int, slots: int, blocks_per_chunk: int) -> None:
+    def __init__(self, rank: int, knobs: Knobs) -> None:
+        gpu_blocks, pages = knobs.gpu_blocks, knobs.pages_per_block
+        slots = knobs.cache_slots + knobs.stream_slots
         self.watches = Watches(rank)
-        self.gpu: list[Tag | None] = [None] * gpu_blocks
-        self.slots: list[list[Tag | None]] = [[None] * blocks_per_chunk for _ in range(slots)]
+        #: By block and page. The pages behind those of the block's group are another group's.
+        self.gpu: list[list[Tag | None]] = [[None] * pages for _ in range(gpu_blocks)]
+        self.pages_of = [pages] * gpu_blocks  # of the group that has the block
+        #: By slot and page, without regard to where the payload's blocks begin.
+        self.slots: list[list[Tag | None]] = [[None] * knobs.slot_pages for _ in range(slots)]
         #: Rule 3: the time when the model's stream has written, or last reads, each block.
         self.written_at_s = [0.0] * gpu_blocks
         self.read_until_s = [0.0] * gpu_blocks

@@ -62,6 +62,9 @@ PROFILE = {
     "release_of_one_rank_frees_a_row": "hangs",
 }
 
+#: Name → the groups with which the rule matters; otherwise full attention only.
+SHAPE: dict[str, str] = {}
+
 
 def native(*names: str) -> None:
     """Mutants of the native core: switches that only the tests' build of the module has."""

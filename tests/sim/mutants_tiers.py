@@ -93,8 +93,8 @@ def only_rank_0_reports_failed_blocks() -> list[Patch]:
 def prepare_store_is_all_or_nothing() -> list[Patch]:
     real = core.ManagerCore.prepare_store
 
-    def prepare_store(self: Any, keys: Any) -> Any:
-        plan = real(self, keys)
+    def prepare_store(self: Any, *offer: Any) -> Any:
+        plan = real(self, *offer)
         return None if plan.refused else plan
 
     return [(core.ManagerCore, "prepare_store", prepare_store)]

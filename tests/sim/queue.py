@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+from vllm_nvmeof_offload.groups import GroupKind, group_id_of
 from vllm_nvmeof_offload.manager.core import ManagerCore
 from vllm_nvmeof_offload.manager.remembered import Question
 from vllm_nvmeof_offload.manager.requests import Queue, WaitingRequests
@@ -18,15 +19,17 @@ from .requests import BlockPool, Request
 
 @dataclass(frozen=True)
 class LookUp:
-    """vLLM's look-up of a request. found: tokens; None: it delays the request."""
+    """vLLM's look-up of a request. found: tokens; None: it delays the request. keys: what a load of
+    these tokens takes, in the order of groups."""
 
     sources: int
     found: int | None
     hits: Sequence[bytes]
     misses: Sequence[bytes]
+    keys: Sequence[bytes]
 
 
-class _Face:
+class Face:
     """A request as vLLM exposes it: the token count is read live and grows."""
 
     def __init__(self, request: Request) -> None:
@@ -37,6 +40,14 @@ class _Face:
     @property
     def num_tokens(self) -> int:
         return len(self._request.tokens)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._request.prompt
+
+    @property
+    def shared_prefix_boundary(self) -> int:
+        return 0
 
 
 class SimQueue:
@@ -64,7 +75,7 @@ class SimQueue:
 
     def added(self, request: Request) -> None:
         self._requests[str(request)] = request
-        self.waiting.added(_Face(request))
+        self.waiting.added(Face(request))
 
     def looked_up(self, request: Request, local: int, look_up: LookUp) -> None:
         """A look-up has ended. Rule 2: what is remembered says the same."""
@@ -81,7 +92,7 @@ class SimQueue:
             raise Violation("2", f"{request}: remembered {remembered}, a look-up finds {found}")
         answer = answers.given(name, local, remembered)
         if answer is not None and answer.question == question and answer.find is not None:
-            find = self._core.find(look_up.hits)
+            find = self._core.find(look_up.keys)
             if find.read_bytes != answer.find.read_bytes:
                 raise Violation("2", f"{request}: {answer.find} is remembered, it is {find}")
 
@@ -148,19 +159,15 @@ class SimQueue:
                 had = self._had[request]
                 raise Violation("count", f"{request} had {had} tokens computed, not {computed}")
 
-    def _keys_of(self, request_id: str) -> list[bytes] | None:
-        request = self._requests.get(request_id)
-        if request is None:
-            return None
-        chunks = len(request.tokens) // self._knobs.chunk_tokens
-        return [request.key(chunk, self._knobs) for chunk in range(chunks)]
-
     def _by_group(self, request_id: str) -> list[list[bytes]] | None:
-        keys = self._keys_of(request_id)
-        return None if keys is None else [keys]
+        request = self._requests.get(request_id)
+        return None if request is None else [request.keys(group) for group in self._knobs.groups]
 
-    def _is_cached(self, request: _Face, key: bytes) -> bool:
-        keys = self._keys_of(request.request_id)
-        assert keys is not None
-        tokens = (keys.index(key) + 1) * self._knobs.chunk_tokens
-        return self._blocks.find(self._requests[request.request_id].hashes[tokens - 1]) is not None
+    def _is_cached(self, face: Face, key: bytes) -> bool:
+        """Windows and states count as not."""
+        request = self._requests[face.request_id]
+        for position, group in enumerate(self._knobs.groups):
+            if group.kind is GroupKind.FULL and group_id_of(key) == group.group_id:
+                tokens = (request.keys(group).index(key) + 1) * group.tokens_per_chunk
+                return self._blocks.find((position, request.hashes[tokens - 1])) is not None
+        return False

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_nvmeof_offload.copy.base import Pieces
-from vllm_nvmeof_offload.groups import RankGroup
+from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor, JobBlocks
+from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.protocol import (
     Command,
     LoadCommand,
@@ -30,25 +30,33 @@ from vllm_nvmeof_offload.worker.pipeline import FinishedJob, TransferLimits, Tra
 from .base import BLOCK_BYTES, GPU_BASE, STAGING_BASE, Clock, Knobs, Trace, Violation
 from .copying import SimCopy
 from .memory import Memory, Tag
+from .shapes import block_tokens, needed_from
 from .storage import SimIo
 from .store import START_TAG, RankStore
 
 
 @dataclass(frozen=True)
 class TransferJob:
-    """A vLLM job. blocks: per chunk; `first`: index of the first block within its chunk."""
+    """A vLLM job. blocks: by group; firsts: of each group, the index of its first block."""
 
     request: int
     command: StoreCommand | LoadCommand
     blocks: tuple[tuple[int, ...], ...]
-    first: int = 0
+    firsts: tuple[int, ...]
+
+    @property
+    def all_blocks(self) -> list[int]:
+        return [block for blocks in self.blocks for block in blocks]
 
 
 @dataclass(frozen=True)
 class Work:
-    """One request's part of a forward pass: tokens computed before and after it."""
+    """One request's part of a forward pass: tokens computed before and after it.
 
-    blocks: tuple[int, ...]
+    tables: its blocks by group; None: it has none at this position any more.
+    """
+
+    tables: tuple[tuple[int | None, ...], ...]
     hashes: tuple[int, ...]
     before: int
     after: int
@@ -74,6 +82,7 @@ class Output:
     finished: list[int] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
     invalid_blocks: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)  # requests to be computed from their start
     reports: list[Report] = field(default_factory=list)
 
 
@@ -99,14 +108,22 @@ class SimRank:
         self._rng = rng
         self._trace = trace
         self._meanwhile = meanwhile
-        self.memory = Memory(
-            rank,
-            knobs.gpu_blocks,
-            knobs.cache_slots + knobs.stream_slots,
-            knobs.blocks_per_chunk,
+        self.memory = Memory(rank, knobs)
+        self._pages = knobs.pages[rank]
+        sizes = [pages * knobs.page_bytes for pages in self._pages[: len(knobs.groups)]]
+        self.geometry = CacheGeometry(
+            [
+                (
+                    group,
+                    [CacheTensor(GPU_BASE, BLOCK_BYTES, size, knobs.gpu_blocks)] if size else [],
+                )
+                for group, size in zip(knobs.groups, sizes, strict=True)
+            ]
         )
+        #: vLLM computes on from the first failed block, which is right for one full group only.
+        self.reports_blocks = knobs.full_only
         self.copy = SimCopy(self.memory, knobs, clock, rng)
-        self.io = SimIo(store, self.memory, knobs, clock, rng, expected)
+        self.io = SimIo(store, self.memory, knobs, clock, rng, expected, self._pages)
         slot_bytes = HEADER_BYTES + knobs.blocks_per_chunk * BLOCK_BYTES
         self.pipeline = TransferPipeline(
             StagingMap(STAGING_BASE, slot_bytes, knobs.cache_slots, knobs.stream_slots),
@@ -119,10 +136,11 @@ class SimRank:
                 knobs.writes_max,
                 knobs.read_deadline_s,
                 knobs.write_deadline_s,
-                group_bytes=(slot_bytes - HEADER_BYTES,),
+                group_bytes=self.geometry.group_bytes,
             ),
             clock,
         )
+        self._sizes = [block_tokens(group) for group in knobs.groups]
         self._inbox: deque[Callable[[], None]] = deque()
         self._open: set[int] = set()
         self._finished: list[FinishedJob] = []
@@ -149,7 +167,7 @@ class SimRank:
             knobs.pool_slots,
             knobs.targets,
             HEADER_BYTES + knobs.blocks_per_chunk * BLOCK_BYTES,
-            tuple(RankGroup(group, BLOCK_BYTES) for group in knobs.groups),
+            self.geometry.groups,
             adopted,
             START_TAG,
         )
@@ -222,7 +240,7 @@ class SimRank:
         watches = self.memory.watches
         for op in ops:
             if op in self._loads:
-                for block in (b for chunk in self._loads[op].blocks for b in chunk):
+                for block in self._loads[op].all_blocks:
                     watches.check(("gpu", block), f"the model after wait({op})", writing=False)
             elif op in self._stores:
                 for slot in self._stores[op].batch.cache.tolist():
@@ -231,22 +249,23 @@ class SimRank:
 
     def _submit(self, op: int, job: TransferJob) -> None:
         fence = self.copy.record_fence()
-        pieces = []
-        for index, blocks in enumerate(job.blocks):
-            first = job.first if index == 0 else 0
-            rows = [
-                (GPU_BASE + block * BLOCK_BYTES, (first + i) * BLOCK_BYTES, BLOCK_BYTES)
-                for i, block in enumerate(blocks)
-            ]
-            pieces.append(np.array(rows, np.uint64).reshape(-1, 3))
-        joined = Pieces.of(pieces)
         self._open.add(op)
-        command = job.command
+        command, blocks = job.command, self._blocks(job)
         if isinstance(command, StoreCommand):
             self._stores[op] = command
-            self._hand_over(lambda: self.pipeline.store(command, joined, fence))
+            stored = self.geometry.stored(blocks)
+            self._hand_over(lambda: self.pipeline.store(command, stored, fence))
         else:
-            self._hand_over(lambda: self.pipeline.load(command, joined, fence))
+            for pages, ids in zip(self._pages, job.blocks, strict=False):
+                for block in ids:
+                    self.memory.pages_of[block] = pages
+            loaded = self.geometry.loaded(blocks)
+            self._hand_over(lambda: self.pipeline.load(command, loaded, fence))
+
+    def _blocks(self, job: TransferJob) -> JobBlocks:
+        chunks = job.command.batch.rows_by_group(len(job.blocks))
+        sizes = [len(blocks) for blocks in job.blocks]
+        return JobBlocks(np.array(job.all_blocks, np.int32), sizes, job.firsts, chunks)
 
     def _hand_over(self, call: Callable[[], None]) -> None:
         self._inbox.append(call)
@@ -263,8 +282,12 @@ class SimRank:
             load = self._loads.pop(job.op, None)
             if load is not None:
                 output.received.append(load.request)
-                for index, _ in job.failures:
-                    output.invalid_blocks.update(load.blocks[index])
+                if job.failures and not self.reports_blocks:
+                    output.failed.add(load.request)
+                elif job.failures:
+                    by_chunk = self.geometry.split(self._blocks(load))
+                    for row, _ in job.failures:
+                        output.invalid_blocks.update(by_chunk[row].tolist())
         self._finished, self._reports = [], []
         return output
 
@@ -281,29 +304,44 @@ class SimRank:
             self._clock.advance(ahead_s)
         begin_s = max(now, copy.stream_end_s)
         copy.stream_end_s = begin_s + self._knobs.compute_s * self._rng.uniform(0.2, 1.5)
-        size = self._knobs.block_tokens
         for work in metadata.work:  # in order, because a later one may share a block
-            self._attend(work, metadata)
-            for index in range(work.before // size, -(-work.after // size)):
-                block = work.blocks[index]
-                memory.watches.check(("gpu", block), "the forward pass", writing=True)
-                last = min(work.after, (index + 1) * size) - 1
-                memory.gpu[block] = (metadata.epoch, work.hashes[last])
-                memory.written_at_s[block] = copy.stream_end_s
-                memory.read_until_s[block] = copy.stream_end_s
+            for group, table in enumerate(work.tables):
+                self._attend(work, group, metadata.epoch)
+                for index in self._written(group, work):
+                    block = table[index]
+                    assert block is not None
+                    memory.watches.check(("gpu", block), "the forward pass", writing=True)
+                    last = min(work.after, (index + 1) * self._sizes[group]) - 1
+                    pages = memory.pages_of[block] = self._pages[group]
+                    memory.gpu[block][:pages] = [(metadata.epoch, work.hashes[last], group)] * pages
+                    memory.written_at_s[block] = copy.stream_end_s
+                    memory.read_until_s[block] = copy.stream_end_s
 
-    def _attend(self, work: Work, metadata: Metadata) -> None:
-        size = self._knobs.block_tokens
-        for index in range(-(-work.before // size)):
-            block = work.blocks[index]
+    def _written(self, group: int, work: Work) -> range:
+        """The blocks that a step writes: of states only that of the last token."""
+        size = self._sizes[group]
+        first, end = work.before // size, -(-work.after // size)
+        return range(end - 1 if self._knobs.groups[group].kind is GroupKind.STATE else first, end)
+
+    def _attend(self, work: Work, group: int, epoch: int) -> None:
+        """No token is computed whose prefix, window or state is not there."""
+        size, table = self._sizes[group], work.tables[group]
+        first = needed_from(self._knobs.groups[group], work.before) // size
+        for index in range(first, -(-work.before // size)):
+            block = table[index]
+            if block is None:
+                raise Violation("tokens", f"group {group} has no block at position {index}: {work}")
             self.memory.watches.check(("gpu", block), "the forward pass", writing=False)
-            tag = self.memory.gpu[block]
             begin = min(work.before, (index + 1) * size) - 1
             end = min(len(work.hashes), (index + 1) * size)
-            if tag is None or tag[0] != metadata.epoch or tag[1] not in work.hashes[begin:end]:
-                raise Violation(
-                    "tokens",
-                    f"rank {self.rank}: block {block} (position {index}) holds {tag}, "
-                    f"not epoch {metadata.epoch} {work.hashes[begin:end]}",
-                )
+            if self._knobs.groups[group].kind is GroupKind.STATE:
+                end = begin + 1  # a state of more tokens is of no use
+            right = [(epoch, prefix, group) for prefix in work.hashes[begin:end]]
+            for tag in self.memory.gpu[block][: self._pages[group]]:
+                if tag not in right:
+                    raise Violation(
+                        "tokens",
+                        f"rank {self.rank}: block {block} (position {index} of group {group}) "
+                        f"holds {tag}, not one of {right}",
+                    )
             self.memory.read_until_s[block] = self.copy.stream_end_s

@@ -9,9 +9,10 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from vllm_nvmeof_offload.groups import GROUP_ID_BYTES
+from vllm_nvmeof_offload.groups import Group
 
 from .base import Knobs
+from .shapes import key_of
 
 _MASK = (1 << 64) - 1
 
@@ -49,8 +50,11 @@ class Request:
     born_s: float
     status: Status = Status.WAITING
     computed: int = 0
-    blocks: list[int] = field(default_factory=list)
-    stored_chunks: int = 0
+    #: Its blocks by group; None: those behind a window or a state were given back.
+    tables: list[list[int | None]] = field(default_factory=list)
+    #: (group, index) → a block that was given back and has not been given to others.
+    left: dict[tuple[int, int], int] = field(default_factory=dict)
+    stored_chunks: list[int] = field(default_factory=list)  # by group
     jobs: set[int] = field(default_factory=set)
     loaded: bool = False  # every rank reported the load as finished
     failed: bool = False  # the load finished, but some blocks are missing
@@ -89,21 +93,39 @@ class Request:
         self.had = self.computed
         self.status = Status.WAITING
 
-    def key(self, chunk: int, knobs: Knobs) -> bytes:
-        """The offload key. Like vLLM's, it names the tokens and not the weights."""
-        hashed = self.hashes[(chunk + 1) * knobs.chunk_tokens - 1].to_bytes(8, "big")
-        return hashed + bytes(GROUP_ID_BYTES)
+    @property
+    def blocks(self) -> list[int]:
+        """Those that it holds."""
+        return [block for table in self.tables for block in table if block is not None]
 
-    def load_failed(self, block: int, knobs: Knobs) -> None:
-        """The tokens from this block on must be computed."""
+    @property
+    def holds_blocks(self) -> bool:
+        return any(block is not None for table in self.tables for block in table)
+
+    def keys(self, group: Group, chunks: int | None = None) -> list[bytes]:
+        """The offload keys of its first chunks; None: of all."""
+        size = group.tokens_per_chunk
+        end = len(self.tokens) if chunks is None else chunks * size
+        return [key_of(self.hashes[last], group) for last in range(size - 1, end, size)]
+
+    def forget(self, allocated: set[int]) -> None:
+        """Others have these blocks now."""
+        for at in [at for at, block in self.left.items() if block in allocated]:
+            del self.left[at]
+
+    def load_failed(self, tokens: int) -> None:
+        """The tokens from this one on must be computed."""
         self.failed = True
-        self.computed = block * knobs.block_tokens
+        self.computed = tokens
 
 
 def store_again(requests: Iterable[Request], knobs: Knobs) -> None:
     """The connector's part after any request's load has failed: see its `store_again`."""
     for request in requests:
-        request.stored_chunks = min(request.stored_chunks, request.computed // knobs.chunk_tokens)
+        request.stored_chunks = [
+            min(stored, request.computed // group.tokens_per_chunk)
+            for stored, group in zip(request.stored_chunks, knobs.groups, strict=True)
+        ]
 
 
 def take_victim(running: list[Request], *, by_priority: bool) -> Request:
@@ -118,7 +140,7 @@ def take_victim(running: list[Request], *, by_priority: bool) -> Request:
 def request_to_free(waiting: list[Request], keeper: Request) -> Request | None:
     """The waiting request that must free its blocks when nothing runs and several hold some."""
     for other in reversed(waiting):
-        if other is not keeper and other.status is Status.WAITING and other.blocks:
+        if other is not keeper and other.status is Status.WAITING and other.holds_blocks:
             return other
     return None
 
@@ -157,6 +179,10 @@ class Clients:
         self.conversations[request.conversation] = list(request.tokens)
 
 
+#: Of a block: group position, hash of the prefix that ends with it.
+Content = tuple[int, int]
+
+
 class BlockPool:
     """Blocks 1 to n. A free block keeps its content and its hash until it is allocated."""
 
@@ -164,8 +190,8 @@ class BlockPool:
         self.count = count
         self._free = OrderedDict.fromkeys(range(count))
         self._references = [0] * count
-        self._hash_of: dict[int, int] = {}
-        self._cached: dict[int, int] = {}
+        self._hash_of: dict[int, Content] = {}
+        self._cached: dict[Content, int] = {}
 
     @property
     def free_count(self) -> int:
@@ -174,7 +200,7 @@ class BlockPool:
     def is_free(self, block: int) -> bool:
         return block in self._free
 
-    def find(self, prefix: int) -> int | None:
+    def find(self, prefix: Content) -> int | None:
         return self._cached.get(prefix)
 
     def share(self, block: int) -> None:
@@ -196,7 +222,7 @@ class BlockPool:
             if not self._references[block]:
                 self._free[block] = None
 
-    def cache(self, block: int, prefix: int) -> None:
+    def cache(self, block: int, prefix: Content) -> None:
         if prefix not in self._cached and block not in self._hash_of:
             self._cached[prefix] = block
             self._hash_of[block] = prefix

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from vllm_nvmeof_offload.errors import CANCELLED, STALE, Outcome
+from vllm_nvmeof_offload.groups import GroupKind, group_id_of
 from vllm_nvmeof_offload.manager.core import FROM_CPU, ManagerCore, Source, StorePlan
 from vllm_nvmeof_offload.manager.index import Entry, State
 from vllm_nvmeof_offload.protocol import (
@@ -29,6 +33,7 @@ from .memory import Tag
 from .ops import SentOp
 from .policy_rules import PolicyRules
 from .rank import SimRank
+from .shapes import spread
 
 _HAS_CACHE = {State.STORING, State.CACHED, State.WRITING, State.BOTH, State.FETCHING}
 _HAS_POOL = {State.WRITING, State.BOTH, State.POOLED, State.FETCHING}
@@ -62,6 +67,7 @@ class Rules:
         self._failing: set[int] = set()  # a rank reported a failure: may be removed
         self._failed: set[int] = set()  # every rank has reported: must be removed
         self._void: set[int] = set()  # generations from before a reset
+        self._provisional: set[int] = set()
         self._in_pool: set[int] = set()  # in no cache slot before these reports
         self._resets_sent = 0
         self._waiting_since_s: float | None = None  # issue time of the oldest command not sent yet
@@ -76,8 +82,19 @@ class Rules:
                 raise Violation("2", f"{entry} is a hit of the CPU tier only")
         return found
 
-    def prepare_load(self, keys: Sequence[bytes], limit_s: float | None = None) -> LoadCommand:
-        command = self._core.prepare_load(keys, limit_s)
+    def prepare_load(
+        self,
+        keys: Sequence[bytes],
+        limit_s: float | None,
+        hits: Sequence[bytes],
+        tokens: range,
+        ends: npt.NDArray[np.int64] | None,
+    ) -> LoadCommand:
+        """hits: of the look-up that the load follows."""
+        if not set(hits).issuperset(keys):
+            raise Violation("10", f"a load of {keys}, of which a look-up has found only {hits}")
+        self._kept(keys)  # somebody uses them
+        command = self._core.prepare_load(keys, limit_s, tokens=tokens, ends=ends)
         op = self._sent("load", command.op, command.batch)
         if [i.key for i in op.identities] != list(keys):
             raise Violation("8", "a load names other keys than were requested")
@@ -91,14 +108,22 @@ class Rules:
         self._policies.planned(self._used(), load=True)
         return command
 
-    def prepare_store(self, keys: Sequence[bytes]) -> StorePlan:
+    def prepare_store(
+        self,
+        keys: Sequence[bytes],
+        ends: npt.NDArray[np.int64] | None = None,
+        provisional: npt.NDArray[np.bool_] | None = None,
+    ) -> StorePlan:
         self._policies.see(keys)
         new = self._policies.due([k for k in dict.fromkeys(keys) if k not in self._entries()])
-        plan = self._core.prepare_store(keys)
+        plan = self._core.prepare_store(keys, ends, provisional)
+        if provisional is not None:  # a request for which a provisional chunk lasts keeps it
+            self._kept(key for key, one in zip(keys, provisional.tolist(), strict=True) if not one)
         if plan is None:
             raise Violation("9", "prepare_store returned None")
         stored = [] if plan.command is None else list(plan.command.batch.key_list())
-        if stored != new[: len(stored)] or plan.refused != len(new) - len(stored):
+        first = set(self._in_prefix_order(new, keys, ends)[: len(stored)])
+        if stored != [k for k in new if k in first] or plan.refused != len(new) - len(stored):
             raise Violation("9", f"stored {stored}, refused {plan.refused} of {new}")
         if plan.refused:
             self._policies.refused(self._used())
@@ -107,8 +132,37 @@ class Rules:
             for row, identity in enumerate(op.identities):
                 self._fresh(op.cache[row], identity)
             self.ops[plan.command.op] = op
+            if provisional is not None:
+                later = {key for key, one in zip(keys, provisional.tolist(), strict=True) if one}
+                self._provisional.update(i.generation for i in op.identities if i.key in later)
         self._policies.planned(self._used(), load=False)
         return plan
+
+    def _in_prefix_order(
+        self, new: list[bytes], keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None
+    ) -> list[bytes]:
+        """By the token that each ends with; at the same token full attention comes first."""
+        if ends is None:
+            return new
+        full = {g.group_id for g in self._knobs.groups if g.kind is GroupKind.FULL}
+        at = {
+            key: (end, group_id_of(key) not in full)
+            for key, end in zip(keys, ends.tolist(), strict=True)
+        }
+        return sorted(new, key=lambda key: at[key])
+
+    def keep(self, keys: Sequence[bytes]) -> None:
+        """As the core's: provisional chunks last from now on."""
+        self._kept(keys)
+        self._core.keep(keys)
+        self._commands_wait()
+
+    def _kept(self, keys: Iterable[bytes]) -> None:
+        kept = set(keys)
+        self._provisional -= {e.generation for e in self._core.entries() if e.key in kept}
+
+    def supersede(self, keys: Sequence[bytes]) -> None:
+        self._core.supersede(keys)
 
     def commanded(self, commands: Sequence[Command]) -> None:
         issued_s, self._waiting_since_s = self._waiting_since_s, None
@@ -132,6 +186,8 @@ class Rules:
                     entry = entries.get(identity.generation)
                     if entry is None or entry.cache != op.cache[row]:
                         raise Violation("intent", f"{command}: row {row} was dropped: {entry}")
+                elif identity.generation in self._provisional:
+                    raise Violation("provisional", f"{command} of {identity}")
                 elif identity.generation not in self._copied:
                     raise Violation("5", f"{command}: no report has completed its store")
                 for other, place, _ in self._users("places"):
@@ -210,9 +266,10 @@ class Rules:
             state, generation = entry.state, entry.generation
             if state in _STAGED:
                 for rank in self.ranks:
-                    payload = rank.memory.slots[entry.cache]
-                    if payload != expected[generation]:
-                        raise Violation("1", f"rank {rank.rank}: {entry} is over {payload}")
+                    payload = spread(expected[generation], rank.io.pages)
+                    found = rank.memory.slots[entry.cache][: len(payload)]
+                    if found != payload:
+                        raise Violation("1", f"rank {rank.rank}: {entry} is over {found}")
             if state in _PERSISTED:
                 slot = slot_of(entry.place) * self._knobs.targets + target_of(entry.place)
                 for rank in self.ranks:
@@ -237,7 +294,7 @@ class Rules:
         for entry in self._core.entries():
             if entry.generation <= void_limit:
                 raise Violation("reset", f"adopted {entry} from before a reset")
-            if any(epoch for epoch, _ in self._expected[entry.generation]):
+            if any(epoch for epoch, *_ in self._expected[entry.generation]):
                 raise Violation("reset", f"adopted {entry} of other weights")
 
     def quiet(self) -> None:

@@ -10,15 +10,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import cast
 
-from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, ManagerCore
+import numpy as np
+import numpy.typing as npt
+
+from vllm_nvmeof_offload.groups import GroupKind, group_id_of
+from vllm_nvmeof_offload.manager.boundary import plan as boundary_of
+from vllm_nvmeof_offload.manager.boundary import unit_tokens
+from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, ManagerCore, StorePlan
+from vllm_nvmeof_offload.manager.tails import Tails
 
 from .base import Clock, Knobs, Trace, Violation
 from .memory import Tag
-from .queue import LookUp, SimQueue
+from .queue import Face, LookUp, SimQueue
 from .rank import Metadata, Output, TransferJob, Work
 from .requests import BlockPool, Request, Status, request_to_free, store_again, take_victim
 from .rules import Rules
+from .shapes import block_tokens, needed_from, unit_of_blocks
 
 LOAD_ATTEMPTS_MAX, BUDGET_TOKENS = 20, 24
 
@@ -49,7 +58,7 @@ class SimScheduler:
         self._step = 0
         self._jobs: dict[int, tuple[Request, bool, Counter[int]]] = {}
         self._job_keys: dict[int, tuple[bytes, ...]] = {}
-        self._store_blocks: dict[int, list[tuple[int, ...]]] = {}
+        self._store_blocks: dict[int, list[int]] = {}
         self._fences: dict[int, set[int]] = {}  # block → stores of finished requests
         self._flush: set[int] = set()
         self._loads: dict[int, TransferJob] = {}
@@ -60,10 +69,18 @@ class SimScheduler:
         self._loading_keys: set[bytes] = set()
         self._queue = SimQueue(core, knobs, self._blocks, clock, self.counts)
         self._dropped: list[Request] = []  # preempted between two steps
+        self._full_ids = {g.group_id for g in knobs.groups if g.kind is GroupKind.FULL}
+        self._sizes = [block_tokens(group) for group in knobs.groups]
+        #: Chooses among windows and states; None: those of the prompt's end are stored.
+        self._tails: Tails | None = None
+        if knobs.boundary_tokens:
+            self._tails = Tails(cast(ManagerCore, rules), knobs.groups, knobs.boundary_tokens)
 
     # -- from outside -----------------------------------------------------------------
 
     def add(self, request: Request) -> None:
+        request.stored_chunks = [0] * len(self._knobs.groups)
+        request.tables = [[] for _ in self._knobs.groups]
         self._requests[request.rid] = request
         self.waiting.append(request)
         self._queue.added(request)
@@ -89,7 +106,7 @@ class SimScheduler:
         """`reset_prefix_cache(reset_running_requests=True, reset_connector=True)`."""
         self._trace("reset", "new weights" if new_weights else "")
         if new_weights:
-            for request in [r for r in self.waiting if r.blocks]:
+            for request in [r for r in self.waiting if r.holds_blocks]:
                 self.abort(request)
             self.epoch += 1
         while self.running:
@@ -97,10 +114,12 @@ class SimScheduler:
             self._preempt(self._dropped[-1])
         self._blocks.reset()
         self._flush.update(self._jobs)
+        if self._tails is not None:
+            self._tails.reset()
         self.core.reset()
         self._rules.reset()
         for request in list(self._requests.values()):
-            request.stored_chunks = 0
+            request.stored_chunks = [0] * len(self._knobs.groups)
             request.jobs.clear()
             if request.status is Status.DONE and not request.zombie:
                 del self._requests[request.rid]
@@ -135,8 +154,12 @@ class SimScheduler:
         self._queue.step(scheduled, preempted + dropped, self._ended)
         for request in preempted:
             self._flush |= request.jobs
+        for request in preempted + dropped if self._tails is not None else ():
+            self._tails.preempted(str(request))
         for block in self._allocated & self._fences.keys():
             self._flush |= self._fences[block]
+        for request in self._requests.values():
+            request.forget(self._allocated)
         for request, count in scheduled:
             self._store(metadata, request, min(request.computed + count, len(request.tokens)))
         ended, self._ended = self._ended, []
@@ -152,9 +175,8 @@ class SimScheduler:
         self._rules.commanded(metadata.commands)
         for request, count in scheduled:
             after = request.verify(count)
-            metadata.work.append(
-                Work(tuple(request.blocks), tuple(request.hashes), request.computed, after)
-            )
+            tables = tuple(map(tuple, request.tables))
+            metadata.work.append(Work(tables, tuple(request.hashes), request.computed, after))
             self._computed(request, after)
         return metadata
 
@@ -165,7 +187,7 @@ class SimScheduler:
         for request in list(self.running):
             if request not in self.running:
                 continue
-            count = min(request.wanted(self._knobs), budget)
+            count = self._cut(request, min(request.wanted(self._knobs), budget))
             while count and not self._grow(request, request.computed + count):
                 victim = take_victim(self.running, by_priority=self._knobs.by_priority)
                 scheduled[:] = [item for item in scheduled if item[0] is not victim]
@@ -180,12 +202,12 @@ class SimScheduler:
 
     def _schedule_waiting(self, scheduled: list[tuple[Request, int]], budget: int) -> None:
         # Requests that hold blocks come first; otherwise no request could get any.
-        for request in sorted(self.waiting, key=lambda r: (not r.blocks, r.priority)):
+        for request in sorted(self.waiting, key=lambda r: (not r.holds_blocks, r.priority)):
             if request.status is Status.LOADING:
                 if not request.loaded:
                     continue
                 self._loaded(request)
-            held = bool(request.blocks)
+            held = request.holds_blocks
             if not request.computed:
                 if request.jobs:
                     continue  # as vLLM: the request's earlier transfers are under way
@@ -194,7 +216,7 @@ class SimScheduler:
                     break
                 if not started or request.status is Status.LOADING:
                     continue
-            count = min(len(request.tokens) - request.computed, budget)
+            count = self._cut(request, min(len(request.tokens) - request.computed, budget))
             room = count > 0 and self._grow(request, request.computed + count)
             while count > 0 and held and not room and not self.running:
                 other = request_to_free(self.waiting, request)
@@ -214,15 +236,7 @@ class SimScheduler:
 
     def _match(self, request: Request) -> bool | None:
         """Match the local and external prefix of a request with nothing computed. None: no room."""
-        knobs = self._knobs
-        size = knobs.block_tokens
-        local: list[int] = []
-        while (len(local) + 1) * size < len(request.tokens):
-            block = self._blocks.find(request.hashes[(len(local) + 1) * size - 1])
-            if block is None:
-                break
-            local.append(block)
-        computed = len(local) * size
+        computed = self._in_gpu(request)
         # Now and then only the CPU tier counts.
         cpu_only = self._step % 3 == 0 and request.rid % 3 == 0
         look_up = self._look_up(request, computed, FROM_CPU if cpu_only else FROM_CPU | FROM_POOL)
@@ -234,66 +248,145 @@ class SimScheduler:
             if look_up.found is None:
                 return False
             self._queue.declined(request, look_up.found)
-        external, keys = look_up.found, look_up.hits
-        needed = external // size + sum(self._blocks.is_free(b) for b in local)
-        if not external:
-            needed += 1
+        shared, fresh = self._plan(request, computed, computed + look_up.found)
+        needed = fresh + sum(self._blocks.is_free(b) for t in shared for b in t if b is not None)
+        if not look_up.found:
+            needed += len(self._sizes)
         if needed > self._blocks.free_count:
             return None
-        for block in local:
+        for block in (b for table in shared for b in table if b is not None):
             self._blocks.share(block)
-        request.blocks = local
+        request.tables = shared
         request.computed = computed
-        if external:
-            self._load(request, keys, external)
+        if look_up.found:
+            self._load(request, look_up)
         self.counts["resumes"] += self._queue.allocated(request)
         return True
 
-    def _look_up(self, request: Request, computed: int, sources: int) -> LookUp:
-        knobs = self._knobs
-        first_chunk = computed // knobs.chunk_tokens
+    def _in_gpu(self, request: Request) -> int:
+        """The tokens up to the last boundary at which GPU memory has what computing on needs."""
+        groups, unit = self._knobs.groups, unit_of_blocks(self._knobs.groups)
+        boundary = (len(request.tokens) - 1) // unit * unit
+        for position, group in enumerate(groups):
+            if group.kind is GroupKind.FULL:
+                first = self._missing(request, position, range(boundary // self._sizes[position]))
+                if first is not None:
+                    boundary = first * self._sizes[position] // unit * unit
+        tails = [at for at, group in enumerate(groups) if group.kind is not GroupKind.FULL]
+        while boundary and any(
+            self._missing(request, at, self._needed(at, boundary)) is not None for at in tails
+        ):
+            boundary -= unit
+        return boundary
+
+    def _missing(self, request: Request, group: int, blocks: range) -> int | None:
+        """The first of these blocks that is not in GPU memory."""
+        size = self._sizes[group]
+        for index in blocks:
+            if self._blocks.find((group, request.hashes[(index + 1) * size - 1])) is None:
+                return index
+        return None
+
+    def _needed(self, group: int, tokens: int) -> range:
+        """The blocks that computing on from `tokens` needs."""
+        size = self._sizes[group]
+        return range(needed_from(self._knobs.groups[group], tokens) // size, -(-tokens // size))
+
+    def _plan(self, request: Request, local: int, end: int) -> tuple[list[list[int | None]], int]:
+        """The blocks in GPU memory that `end` tokens need, by group, and how many others."""
+        tables: list[list[int | None]] = []
+        fresh = 0
+        for group, size in enumerate(self._sizes):
+            needed = self._needed(group, end)
+            table: list[int | None] = [None] * min(local // size, len(range(needed.stop)))
+            for index in range(min(needed.start, needed.stop), local // size):
+                table[index] = self._blocks.find((group, request.hashes[(index + 1) * size - 1]))
+            fresh += len(range(max(needed.start, local // size), needed.stop))
+            tables.append(table)
+        return tables, fresh
+
+    def _look_up(self, request: Request, local: int, sources: int) -> LookUp:
+        """By vLLM's rule, which tests/unit/manager/test_boundary.py compares with vLLM's own."""
+        groups = self._knobs.groups
+        by_group = [request.keys(group) for group in groups]
         hits: list[bytes] = []
         misses: list[bytes] = []
-        for chunk in range(first_chunk, len(request.tokens) // knobs.chunk_tokens):
-            key = request.key(chunk, knobs)
-            if not self._rules.lookup(key, sources):
-                misses.append(key)
-                break
-            hits.append(key)
-        found: int | None = max(0, (first_chunk + len(hits)) * knobs.chunk_tokens - computed)
-        if knobs.defer_shared_loads and self._loading_keys.intersection(hits):
+
+        def has(keys: Sequence[bytes]) -> bytes:
+            found = bytearray(len(keys))
+            for at, key in enumerate(keys):
+                found[at] = self._rules.lookup(key, sources)
+                (hits if found[at] else misses).append(key)
+                if not found[at] and group_id_of(key) in self._full_ids:
+                    break  # the others are of no use
+            return bytes(found)
+
+        if self._knobs.full_only:  # a load may begin inside a chunk
+            first = local // groups[0].tokens_per_chunk
+            present = has(by_group[0][first:])
+            end = (first + present.count(1)) * groups[0].tokens_per_chunk
+        else:
+            end, _ = boundary_of(groups, by_group, local, len(request.tokens), has)
+        keys = [
+            key for at in range(len(groups)) for key in by_group[at][self._chunks(at, local, end)]
+        ]
+        found: int | None = max(0, end - local)
+        if self._knobs.defer_shared_loads and self._loading_keys.intersection(keys):
             found = None
-        look_up = LookUp(sources, found, hits, misses)
-        self._queue.looked_up(request, computed, look_up)
+        look_up = LookUp(sources, found, hits, misses, keys)
+        self._queue.looked_up(request, local, look_up)
         return look_up
 
-    def _load(self, request: Request, keys: Sequence[bytes], external: int) -> None:
-        knobs = self._knobs
-        size, per_chunk = knobs.block_tokens, knobs.blocks_per_chunk
-        begin = len(request.blocks)
-        fresh = self._blocks.allocate(external // size)
-        self._allocated.update(fresh)
-        request.blocks = request.blocks + fresh
+    def _chunks(self, group: int, local: int, end: int) -> slice:
+        """The chunks of a load that brings a request from `local` tokens to `end`."""
+        tokens, size = self._knobs.groups[group].tokens_per_chunk, self._sizes[group]
+        needed = self._needed(group, end)
+        if end <= local or len(needed) == 0:
+            return slice(0)
+        first = max(local, needed.start * size)
+        return slice(first // tokens, -(-end // tokens))
+
+    def _load(self, request: Request, look_up: LookUp) -> None:
+        knobs, local, keys = self._knobs, request.computed, look_up.keys
+        assert look_up.found is not None
+        end = local + look_up.found
+        blocks, firsts, ends = [], [], []
+        for group, size in enumerate(self._sizes):
+            needed = self._needed(group, end)
+            first = max(needed.start, local // size)
+            fresh = self._blocks.allocate(len(range(first, needed.stop)))
+            table = request.tables[group]
+            table += [None] * (first - len(table)) + list(fresh)
+            self._allocated.update(fresh)
+            blocks.append(tuple(fresh))
+            firsts.append(first)
+            chunks = self._chunks(group, local, end)
+            tokens = knobs.groups[group].tokens_per_chunk
+            ends += [(chunk + 1) * tokens for chunk in range(chunks.stop)[chunks]]
+            self.counts["loads_from_inside_a_chunk"] += bool(
+                fresh and first % knobs.groups[group].blocks_per_chunk
+            )
+            request.stored_chunks[group] = end // tokens
         request.status = Status.LOADING
         request.loaded = request.failed = False
         request.load_attempts += 1
         if request.load_attempts > LOAD_ATTEMPTS_MAX:
             raise Violation("8", f"{request}: livelock, {request.load_attempts} failed loads")
-        command = self._rules.prepare_load(keys, self._queue.limit_s(request))
-        end = len(request.blocks)
-        first_chunk = begin // per_chunk
-        chunks = tuple(
-            tuple(request.blocks[max(begin, c * per_chunk) : min(end, (c + 1) * per_chunk)])
-            for c in range(first_chunk, first_chunk + len(keys))
+        command = self._rules.prepare_load(
+            keys,
+            self._queue.limit_s(request),
+            look_up.hits,
+            range(local, end),
+            None if knobs.full_only else np.array(ends, np.int64),
         )
         self.counts["loads"] += 1
-        self.counts["loads_from_inside_a_chunk"] += bool(begin % per_chunk)
-        self._loads[command.op] = TransferJob(request.rid, command, chunks, begin % per_chunk)
+        self.counts[f"loads:{knobs.shape}"] += 1
+        job = TransferJob(request.rid, command, tuple(blocks), tuple(firsts))
+        self._loads[command.op] = job
         self._jobs[command.op] = (request, False, Counter())
         self._job_keys[command.op] = tuple(keys)
         request.jobs.add(command.op)
-        request.computed += external
-        request.stored_chunks = first_chunk + len(keys)
+        request.computed = end
         self._loading_keys.update(keys)
         self._trace("load", request, "op", command.op, *keys)
 
@@ -314,33 +407,89 @@ class SimScheduler:
     # -- stores -----------------------------------------------------------------------
 
     def _store(self, metadata: Metadata, request: Request, tokens: int) -> None:
-        knobs = self._knobs
-        begin, end = request.stored_chunks, tokens // knobs.chunk_tokens
-        if end <= begin:
+        offered = self._offered(request, tokens)
+        if not offered:
             return
-        keys = [request.key(chunk, knobs) for chunk in range(begin, end)]
-        request.stored_chunks = end
-        plan = self._rules.prepare_store(keys)
+        groups = self._knobs.groups
+        by_group = [request.keys(group) for group in groups]
+        at_key = {by_group[group][chunk]: (group, chunk) for group, chunk in offered}
+        ends = [(chunk + 1) * groups[g].tokens_per_chunk for g, chunk in offered]
+        plan = self._plan_store(request, list(at_key), np.array(ends, np.int64))
         if plan.command is None:
             return
-        per_chunk = knobs.blocks_per_chunk
-        blocks = []
-        batch = plan.command.batch
+        batch, op = plan.command.batch, plan.command.op
+        blocks: list[list[int]] = [[] for _ in groups]
+        firsts = [0] * len(groups)
         for row, key in enumerate(batch.key_list()):
-            index = begin + keys.index(key)
-            span = range(index * per_chunk, (index + 1) * per_chunk)
-            blocks.append(tuple(request.blocks[i] for i in span))
+            group, chunk = at_key[key]
+            span = self._blocks_of(group, chunk)
+            for index in span:
+                block = self._block_of(request, group, index)
+                if block is None:  # vLLM leaves out blocks that were given back
+                    self.counts["holes"] += 1
+                    continue
+                firsts[group] = firsts[group] if blocks[group] else index
+                blocks[group].append(block)
             self._expected[int(batch.generations[row])] = [
-                (self.epoch, request.hashes[(i + 1) * knobs.block_tokens - 1]) for i in span
+                (self.epoch, request.hashes[(i + 1) * self._sizes[group] - 1], group) for i in span
             ]
-        op = plan.command.op
-        metadata.stores[op] = TransferJob(request.rid, plan.command, tuple(blocks))
+        job = TransferJob(request.rid, plan.command, tuple(map(tuple, blocks)), tuple(firsts))
+        metadata.stores[op] = job
         self._jobs[op] = (request, True, Counter())
-        self._store_blocks[op] = blocks
+        self._store_blocks[op] = job.all_blocks
         request.jobs.add(op)
         self._trace("store", request, "op", op, *batch.generations.tolist())
+        for group, ids in zip(groups, blocks, strict=True):
+            if group.kind is not GroupKind.FULL:  # a running request may give them back
+                for block in ids:
+                    self._fences.setdefault(block, set()).add(op)
         if request.status is Status.DONE:
-            self._fence(request, op, blocks)
+            self._fence(op, job.all_blocks)
+
+    def _plan_store(
+        self, request: Request, keys: list[bytes], ends: npt.NDArray[np.int64]
+    ) -> StorePlan:
+        """What `NVMeoFOffloadingManager.prepare_store` does."""
+        if self._knobs.full_only:
+            return self._rules.prepare_store(keys)
+        if self._tails is None:
+            return self._rules.prepare_store(keys, ends)
+        offer = self._tails.offered(Face(request), keys, ends)
+        plan = self._rules.prepare_store(offer.keys, offer.ends, offer.provisional)
+        if not plan.refused:
+            self._tails.stored(str(request), offer)
+        return plan
+
+    def _offered(self, request: Request, tokens: int) -> list[tuple[int, int]]:
+        """(group, chunk) of the new chunks whose last block vLLM still has."""
+        unit = unit_tokens(self._knobs.groups)
+        prompt_end = (request.prompt - 1) // unit * unit
+        offered = []
+        for position, group in enumerate(self._knobs.groups):
+            size, begin = group.tokens_per_chunk, request.stored_chunks[position]
+            reach = size * (group.reach_chunks or 0)
+            for chunk in range(begin, tokens // size):
+                end = (chunk + 1) * size
+                last = self._blocks_of(position, chunk)[-1]
+                sparse = group.kind in (GroupKind.WINDOW, GroupKind.STATE) and self._tails is None
+                if sparse and not prompt_end - reach < end <= prompt_end:
+                    continue
+                if self._block_of(request, position, last) is not None:
+                    offered.append((position, chunk))
+            request.stored_chunks[position] = max(begin, tokens // size)
+        return offered
+
+    def _blocks_of(self, group: int, chunk: int) -> range:
+        per_chunk = self._knobs.groups[group].blocks_per_chunk
+        return range(chunk * per_chunk, (chunk + 1) * per_chunk)
+
+    def _block_of(self, request: Request, group: int, index: int) -> int | None:
+        """The block, as far as vLLM's offloading scheduler knows."""
+        block = request.tables[group][index] if index < len(request.tables[group]) else None
+        if block is None:
+            return request.left.get((group, index))
+        gone = request.status is Status.DONE and block in self._allocated
+        return None if gone and self._knobs.groups[group].kind is not GroupKind.FULL else block
 
     def _store_rest(self, metadata: Metadata, request: Request) -> None:
         """Store a finished request's last chunks; its blocks are already free, but fenced."""
@@ -352,26 +501,52 @@ class SimScheduler:
             tokens = min(tokens, max(request.prompt, len(request.tokens) - 1))
         if request.blocks:
             self._store(metadata, request, tokens)
-        request.blocks = []
+        request.tables = []
+        if self._tails is not None:
+            self._tails.ended(str(request))
         if not request.jobs:
             self._requests.pop(request.rid, None)
 
-    def _fence(self, request: Request, op: int, blocks: Sequence[tuple[int, ...]]) -> None:
-        for block in (b for chunk in blocks for b in chunk):
+    def _fence(self, op: int, blocks: Sequence[int]) -> None:
+        for block in blocks:
             self._fences.setdefault(block, set()).add(op)
             if block in self._allocated:
                 self._flush.add(op)
 
     # -- request states ---------------------------------------------------------------
 
+    def _cut(self, request: Request, count: int) -> int:
+        """With states vLLM ends a step that crosses blocks where a block ends; one that begins
+        inside a block, where that block ends."""
+        if any(group.kind is GroupKind.STATE for group in self._knobs.groups):
+            size, computed = unit_of_blocks(self._knobs.groups), request.computed
+            end = (computed + count) // size * size
+            if computed % size:
+                end = min(end, -(-computed // size) * size)
+            count = end - computed if end > computed else count
+        return count
+
     def _grow(self, request: Request, tokens: int) -> bool:
-        need = -(-tokens // self._knobs.block_tokens) - len(request.blocks)
-        if need > self._blocks.free_count:
+        """Take the blocks that so many tokens need; give back those that no later one needs."""
+        need = []
+        for group, table in enumerate(request.tables):
+            for index in range(min(self._needed(group, request.computed).start, len(table))):
+                block = table[index]
+                if block is not None:
+                    request.left[group, index] = block
+                    table[index] = None
+                    self._blocks.release([block])
+            end = -(-tokens // self._sizes[group])
+            state = self._knobs.groups[group].kind is GroupKind.STATE
+            need.append(min(1, end - len(table)) if state else end - len(table))
+        if sum(max(0, count) for count in need) > self._blocks.free_count:
             return False
-        if need > 0:
-            fresh = self._blocks.allocate(need)
-            self._allocated.update(fresh)
-            request.blocks = request.blocks + fresh
+        for group, (count, table) in enumerate(zip(need, request.tables, strict=True)):
+            if count > 0:
+                fresh = self._blocks.allocate(count)
+                self._allocated.update(fresh)
+                end = -(-tokens // self._sizes[group])
+                table.extend([None] * (end - count - len(table)) + list(fresh))
         return True
 
     def _computed(self, request: Request, after: int) -> None:
@@ -385,9 +560,10 @@ class SimScheduler:
             self._finish(request)
 
     def _cache_blocks(self, request: Request, tokens: int) -> None:
-        size = self._knobs.block_tokens
-        for index in range(tokens // size):
-            self._blocks.cache(request.blocks[index], request.hashes[(index + 1) * size - 1])
+        for group, (size, table) in enumerate(zip(self._sizes, request.tables, strict=True)):
+            for index, block in enumerate(table[: tokens // size]):
+                if block is not None:
+                    self._blocks.cache(block, (group, request.hashes[(index + 1) * size - 1]))
 
     def _preempt(self, request: Request) -> None:
         self._trace("preempt", request)
@@ -398,7 +574,8 @@ class SimScheduler:
 
     def _free(self, request: Request) -> None:
         self._blocks.release(request.blocks)
-        request.blocks = []
+        request.tables = [[] for _ in self._sizes]
+        request.left.clear()
 
     def _drop(self, request: Request) -> None:
         self._free(request)
@@ -407,9 +584,13 @@ class SimScheduler:
     def _finish(self, request: Request) -> None:
         self._trace("finish", request)
         request.status = Status.DONE
-        self.core.ended([request.key(i, self._knobs) for i in range(request.stored_chunks)])
+        keys, ends = [], []
+        for group, chunks in zip(self._knobs.groups, request.stored_chunks, strict=True):
+            keys += request.keys(group, chunks)
+            ends += [(chunk + 1) * group.tokens_per_chunk for chunk in range(chunks)]
+        self.core.ended(keys, None if self._knobs.full_only else np.array(ends, np.int64))
         for op in request.jobs:
-            self._fence(request, op, self._store_blocks[op])
+            self._fence(op, self._store_blocks[op])
         self._blocks.release(request.blocks)
         self._ended.append(request)
         self.done.append(request)
@@ -419,8 +600,13 @@ class SimScheduler:
     def update(self, outputs: Sequence[Output]) -> None:
         """As `update_from_output`: failed blocks first, then our reports, then finished jobs."""
         invalid: set[int] = set().union(*(o.invalid_blocks for o in outputs))
-        if invalid:
-            self._invalidate(invalid)
+        failed: set[int] = set().union(*(o.failed for o in outputs))
+        self._invalidate(invalid)
+        for request in self.waiting:
+            if request.rid in failed and request.status is Status.LOADING:
+                request.load_failed(0)
+                self.counts["failed_requests"] += 1
+        if invalid or failed:
             store_again(self._requests.values(), self._knobs)
         self._rules.report([report for output in outputs for report in output.reports])
         for rank, output in enumerate(outputs):
@@ -434,13 +620,13 @@ class SimScheduler:
                     self._load_received(rid)
 
     def _invalidate(self, invalid: set[int]) -> None:
-        size = self._knobs.block_tokens
-        for request in self.waiting:
+        for request in self.waiting if invalid else ():
             if request.status is not Status.LOADING:
                 continue
+            size = self._sizes[0]
             for index in range(-(-request.computed // size)):
-                if request.blocks[index] in invalid:
-                    request.load_failed(index, self._knobs)
+                if request.tables[0][index] in invalid:
+                    request.load_failed(index * size)
                     break
 
     def _job_finished(self, op: int, rank: int) -> None:

@@ -27,6 +27,7 @@ from vllm_nvmeof_offload.units import HEADER_BYTES
 from .base import BLOCK_BYTES, STAGING_BASE, Clock, Knobs, Violation
 from .memory import Memory, Tag
 from .reset_rule import ResetRule
+from .shapes import spread
 from .store import Claim, RankStore, Record, Superblock
 
 _NO_STAMP = Stamp(0, b"")
@@ -67,8 +68,10 @@ class SimIo:
         clock: Clock,
         rng: random.Random,
         expected: dict[int, list[Tag]],
+        pages: Sequence[int],
     ) -> None:
         self.store = store
+        self.pages = pages  # of a block, by group
         #: Pool slot → the generation that this process has written or adopted.
         self.committed: dict[int, int] = {}
         self._memory = memory
@@ -276,8 +279,8 @@ class SimIo:
         """Rules 1 and 5: a write signs the staged bytes with the identity it names."""
         identity = flight.op.identity
         assert identity is not None
-        payload = self._memory.slots[flight.slot]
-        if payload != self._expected[identity.generation]:
+        payload = self._payload(flight)
+        if payload != spread(self._expected[identity.generation], self.pages):
             raise Violation("1", f"{flight} signs {payload}, not the payload of {identity}")
         if identity.generation in self.overtaken:
             raise Violation("reset", f"{flight} was submitted before a reset but starts after it")
@@ -298,7 +301,7 @@ class SimIo:
     def _write(self, flight: _Flight) -> None:
         op, rng = flight.op, self._rng
         assert op.identity is not None
-        payload = tuple(self._memory.slots[flight.slot])
+        payload = tuple(self._payload(flight))
         # A writer that takes the chunk for one of another group.
         length = op.payload_bytes + (BLOCK_BYTES if flight.fault == "length" else 0)
         claim = Claim(op.identity, flight.stamp.tag, length)
@@ -307,9 +310,9 @@ class SimIo:
             return
         if flight.fault == "torn":
             old = self.store.data.get(op.pool_slot)
-            rest = old.payload if old else (None,) * len(payload)
-            cut = rng.randrange(len(payload))
-            record = replace(record, payload=payload[:cut] + rest[cut:])
+            rest = (old.payload if old else ()) + (None,) * len(payload)
+            cut = rng.randrange(max(1, len(payload)))
+            record = replace(record, payload=payload[:cut] + rest[cut : len(payload)])
         place = op.pool_slot
         if flight.fault == "misdirected":
             place = rng.randrange(self._knobs.pool_slots)
@@ -327,8 +330,9 @@ class SimIo:
         record = self.store.data.get(op.pool_slot)
         if record is not None and flight.fault in ("flip", "error"):
             record = replace(record, payload=(None,) * len(record.payload), intact=False)
-        blank: list[Tag | None] = [None] * self._knobs.blocks_per_chunk
-        self._memory.slots[flight.slot][:] = record.payload if record else blank
+        pages = op.payload_bytes // self._knobs.page_bytes
+        found = (record.payload if record else ()) + (None,) * pages
+        self._memory.slots[flight.slot][:pages] = found[:pages]
         if flight.fault == "error":
             return
         wanted = Claim(op.identity, flight.stamp.tag, op.payload_bytes)
@@ -337,6 +341,12 @@ class SimIo:
             record is None or record != replace(record, claim=wanted, intact=True)
         ):
             raise Violation("6", f"{flight} accepted {record} as {wanted}")
+
+    def _payload(self, flight: _Flight) -> list[Tag | None]:
+        """As many bytes of the slot as the operation has."""
+        pages, rest = divmod(flight.op.payload_bytes, self._knobs.page_bytes)
+        assert not rest
+        return self._memory.slots[flight.slot][:pages]
 
     def verify(self, record: Record | None, wanted: Claim) -> Outcome:
         """The check that the engine's contract demands; mutants break it."""

@@ -15,7 +15,8 @@ from . import (
     mutants_transfer,
     mutants_world,
 )
-from .mutants import MUTANTS, PROFILE, broken
+from .mutants import MUTANTS, PROFILE, SHAPE, broken
+from .shapes import FULL
 from .world import play
 
 assert (
@@ -55,15 +56,17 @@ FIRST: dict[str, int] = {
 
 @pytest.mark.parametrize("name", sorted(MUTANTS))
 def test_a_broken_rule_is_caught(name: str) -> None:
-    profile = PROFILE.get(name)
+    profile, shape = PROFILE.get(name), SHAPE.get(name, FULL)
     for offset in range(SEEDS_MAX):
         seed = (FIRST.get(name, 0) + offset) % SEEDS_MAX
         try:
             with broken(name):
-                play(seed, profile)
+                play(seed, profile, shape=shape)
         except AssertionError as error:
             print(f"caught by seed {seed}: {str(error).splitlines()[0]}")
             break
     else:
         pytest.fail(f"{name} survived {SEEDS_MAX} seeds: the simulator is too weak")
-    play(seed, profile)  # the same seed passes unbroken: the seed caught the broken rule
+    play(
+        seed, profile, shape=shape
+    )  # the same seed passes unbroken: the seed caught the broken rule

@@ -16,12 +16,14 @@ import pytest
 from vllm_nvmeof_offload.manager.eviction import POLICIES
 from vllm_nvmeof_offload.manager.handshake import CREDITED
 
+from .shapes import FULL, SHAPES
 from .world import play
 
 _SOAK = int(os.environ.get("NVMEOF_SIM_SEEDS", "0"))
 _BATCHES = 8
 _SEEDS = _SOAK or 240
 _SEEDS_OF_RANKS = 6
+_SEEDS_OF_SHAPES = 12
 _FIRST = int(os.environ.get("NVMEOF_SIM_FIRST", secrets.randbits(40) if _SOAK else 0))
 
 #: Counts over all batches. Every kind of event must have happened, or the batches prove nothing.
@@ -44,6 +46,13 @@ def test_no_rule_breaks_with_several_ranks(ranks: int) -> None:
     print(f"seeds {first} … {first + _SEEDS_OF_RANKS - 1}, {ranks} ranks")
     for seed in range(first, first + _SEEDS_OF_RANKS):
         _seen.update(play(seed, "restarts", ranks))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_rule_breaks_with_several_groups(shape: str) -> None:
+    """Or with one that is not of full attention."""
+    for seed in range(_FIRST + 2000, _FIRST + 2000 + _SEEDS_OF_SHAPES):
+        _seen.update(play(seed, shape=shape))
 
 
 def test_no_rule_breaks_when_vllm_waits_for_loads_that_hang() -> None:
@@ -107,6 +116,10 @@ def test_no_rule_breaks_with_each_eviction_policy(
         "write_failed",
         "refused_writes",
         "written_chunks",
+        "failed_requests",
+        "holes",
+        "superseded_chunks",
+        *(f"loads:{shape}" for shape in (FULL, *SHAPES)),
     ],
 )
 def test_every_kind_of_event_happened(what: str) -> None:

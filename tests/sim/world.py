@@ -19,6 +19,7 @@ from .rank import Output, SimRank
 from .requests import Clients, Request
 from .rules import Rules
 from .scheduler import SimScheduler
+from .shapes import shaped
 from .store import RankStore
 
 REQUEST_S_MAX = 300.0
@@ -33,6 +34,7 @@ class World:
         profile: str | None = None,
         ranks: int | None = None,
         policy: str = CREDITED,
+        shape: str | None = None,
     ) -> None:
         self.rng = random.Random(seed)
         self._policy_name = policy
@@ -40,6 +42,7 @@ class World:
         self.knobs = Knobs.draw(self.rng, profile)
         if ranks is not None:
             self.knobs = replace(self.knobs, ranks=ranks, loses=0.7)
+        self.knobs = shaped(self.knobs, seed, shape)
         self.clock = Clock()
         self.trace = Trace(self.clock)
         self.clients = Clients(self.knobs, self.rng)
@@ -235,22 +238,28 @@ class World:
 
 
 def play(
-    seed: int, profile: str | None = None, ranks: int | None = None, policy: str = CREDITED
+    seed: int,
+    profile: str | None = None,
+    ranks: int | None = None,
+    policy: str = CREDITED,
+    shape: str | None = None,
 ) -> Counter[str]:
     """Run one seed. The message of a violation or a failed assertion gives the replay command.
 
     ranks: their number; one rank loses part of its pool at most crashes. None: the seed chooses.
-    policy: a value of `eviction_policy`.
+    policy: a value of `eviction_policy`. shape: of `shapes.SHAPES`, or "full"; None: the seed
+    chooses.
     """
     world: World | None = None
     try:
-        world = World(seed, profile, ranks, policy)
+        world = World(seed, profile, ranks, policy, shape)
         world.run()
     except AssertionError as error:
         trace = world.trace if world else "  (at the start)"
         replay = f"--seed {seed}" + (f" --profile {profile}" if profile else "")
         replay += f" --ranks {ranks}" if ranks else ""
         replay += f" --policy {policy}" if policy != CREDITED else ""
+        replay += f" --shape {shape!r}" if shape else ""
         raise AssertionError(
             f"{error or type(error).__name__}\nseed {seed}: {world.knobs if world else ''}\n"
             f"last events:\n{trace}\nreplay: python -m tests.sim {replay}"
