@@ -26,8 +26,10 @@ _RANKS_MAX = 8
 
 def shaped(knobs: Knobs, seed: int, shape: str | None) -> Knobs:
     """`knobs` with the groups of this shape; None: the seed chooses, full attention in half of all
-    runs. Draws of its own leave those of the other knobs as they are."""
+    runs, and how many steps are in flight. Draws of its own leave the other knobs as they are."""
     rng = random.Random(f"groups of {seed}")
+    if shape is None and rng.random() < 0.25:
+        knobs = replace(knobs, lag=rng.choice((2, 3)))  # three or four steps in flight
     shape = shape or (FULL if rng.random() < 0.5 else rng.choice(SHAPES))
     if shape == FULL:
         only = Group(0, GroupKind.FULL, knobs.chunk_tokens, knobs.blocks_per_chunk)

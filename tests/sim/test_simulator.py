@@ -119,6 +119,8 @@ def test_no_rule_breaks_with_each_eviction_policy(
         "failed_requests",
         "holes",
         "superseded_chunks",
+        "unlike_stages",
+        *(f"steps_in_flight:{steps}" for steps in range(1, 5)),
         *(f"loads:{shape}" for shape in (FULL, *SHAPES)),
     ],
 )

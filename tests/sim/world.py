@@ -50,6 +50,8 @@ class World:
         #: Generation → the right payload, over all processes' lives.
         self.expected: dict[int, list[Tag]] = {}
         self._stores = [RankStore(self.knobs.targets, seed + n) for n in range(self.knobs.ranks)]
+        of_ranks = self.knobs.pages[: self.knobs.ranks]
+        self.counts["unlike_stages"] += len(set(of_ranks)) > 1
         self._boots = 0
         self._calm = False
         self._start()
@@ -168,6 +170,7 @@ class World:
         self.rng.shuffle(order)
         outputs = {rank.rank: rank.execute(metadata) for rank in order}
         self._outputs.append([outputs[rank] for rank in range(len(self.ranks))])
+        self.counts[f"steps_in_flight:{len(self._outputs)}"] += 1
         while len(self._outputs) > self.knobs.lag:
             self.scheduler.update(self._outputs.popleft())
             self.rules.check()
