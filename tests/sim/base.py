@@ -121,6 +121,11 @@ class Knobs:
         return [group.kind for group in self.groups] == [GroupKind.FULL]
 
     @property
+    def reports_blocks(self) -> bool:
+        """vLLM computes on from the first failed block, which is right for full attention only."""
+        return self.full_only
+
+    @property
     def page_bytes(self) -> int:
         return BLOCK_BYTES // self.pages_per_block
 

@@ -131,6 +131,8 @@ class SimCopy:
         page, rest = divmod(at, page_bytes)
         position, rest2 = divmod(offset - HEADER_BYTES, page_bytes)
         count, rest3 = divmod(size, page_bytes)
-        assert not rest and not rest2 and not rest3 and page + count <= self._knobs.pages_per_block
+        assert not rest and not rest2 and not rest3
+        if page + count > self._knobs.pages_per_block:
+            raise Violation("4", f"{size} bytes of block {block} reach into the next one")
         assert position >= 0 and position + count <= self._knobs.slot_pages
         return block, slot, [(page + n, position + n) for n in range(count)]

@@ -63,7 +63,25 @@ PROFILE = {
 }
 
 #: Name → the groups with which the rule matters; otherwise full attention only.
-SHAPE: dict[str, str] = {}
+SHAPE = {
+    "length_of_another_group_is_accepted": "full+window",
+    "a_hole_is_stored": "window",
+    "provisional_is_written_at_once": "full+window",
+    "padding_is_copied": "full+window",
+    "neighbours_bytes_are_copied": "full+window",
+    "block_ids_are_reported_for_a_window": "window",
+    "admission_trims": "full+window",
+    "boundary_is_touched_out_of_order": "full+window",
+}
+
+#: Broken rules that cannot be mutants here → the file and the text of what is there instead.
+REPLACED = {
+    # No group leads the look-up: full attention comes first wherever it stands.
+    "group_0_leads": (
+        "tests/unit/manager/test_boundary.py",
+        "index = Index([STATE, WINDOW, FULL], 80, set())",
+    ),
+}
 
 
 def native(*names: str) -> None:

@@ -120,8 +120,6 @@ class SimRank:
                 for group, size in zip(knobs.groups, sizes, strict=True)
             ]
         )
-        #: vLLM computes on from the first failed block, which is right for one full group only.
-        self.reports_blocks = knobs.full_only
         self.copy = SimCopy(self.memory, knobs, clock, rng)
         self.io = SimIo(store, self.memory, knobs, clock, rng, expected, self._pages)
         slot_bytes = HEADER_BYTES + knobs.blocks_per_chunk * BLOCK_BYTES
@@ -282,7 +280,7 @@ class SimRank:
             load = self._loads.pop(job.op, None)
             if load is not None:
                 output.received.append(load.request)
-                if job.failures and not self.reports_blocks:
+                if job.failures and not self._knobs.reports_blocks:
                     output.failed.add(load.request)
                 elif job.failures:
                     by_chunk = self.geometry.split(self._blocks(load))

@@ -244,7 +244,7 @@ class SimScheduler:
             return False  # vLLM asks again in the next step
         if self._queue.declines(request, computed, look_up.found):
             self.counts["declined"] += 1
-            look_up = self._look_up(request, computed, FROM_CPU)
+            look_up = self._second_look_up(request, computed, look_up)
             if look_up.found is None:
                 return False
             self._queue.declined(request, look_up.found)
@@ -327,15 +327,22 @@ class SimScheduler:
             end = (first + present.count(1)) * groups[0].tokens_per_chunk
         else:
             end, _ = boundary_of(groups, by_group, local, len(request.tokens), has)
-        keys = [
-            key for at in range(len(groups)) for key in by_group[at][self._chunks(at, local, end)]
-        ]
+        keys = self._keys_of(request, local, end)
         found: int | None = max(0, end - local)
         if self._knobs.defer_shared_loads and self._loading_keys.intersection(keys):
             found = None
         look_up = LookUp(sources, found, hits, misses, keys)
         self._queue.looked_up(request, local, look_up)
         return look_up
+
+    def _second_look_up(self, request: Request, local: int, _: LookUp) -> LookUp:
+        """Instead of the first one, which admission has declined."""
+        return self._look_up(request, local, FROM_CPU)
+
+    def _keys_of(self, request: Request, local: int, end: int) -> list[bytes]:
+        """The keys of a load that brings a request from `local` tokens to `end`."""
+        groups = enumerate(self._knobs.groups)
+        return [k for at, one in groups for k in request.keys(one)[self._chunks(at, local, end)]]
 
     def _chunks(self, group: int, local: int, end: int) -> slice:
         """The chunks of a load that brings a request from `local` tokens to `end`."""

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from . import (
     mutants_events,
+    mutants_groups,
     mutants_policy,
     mutants_reload,
     mutants_remembered,
@@ -15,12 +18,13 @@ from . import (
     mutants_transfer,
     mutants_world,
 )
-from .mutants import MUTANTS, PROFILE, SHAPE, broken
+from .mutants import MUTANTS, PROFILE, REPLACED, SHAPE, broken
 from .shapes import FULL
 from .world import play
 
 assert (
     mutants_events
+    and mutants_groups
     and mutants_policy
     and mutants_reload
     and mutants_remembered
@@ -35,6 +39,7 @@ SEEDS_MAX = 500
 #: Name → the first seed to try. A seed that is known to catch the mutant keeps the test short.
 #: After a change to the simulator the search continues from this seed and wraps around.
 FIRST: dict[str, int] = {
+    "admission_trims": 24,
     "doom_ignores_the_generation": 71,
     "failed_copy_counts_as_copied": 14,
     "first_miss_is_not_asked_again": 213,
@@ -52,6 +57,12 @@ FIRST: dict[str, int] = {
     "suspect_target_fails_the_reset": 75,
     "wait_for_a_load_does_not_cancel": 25,
 }
+
+
+@pytest.mark.parametrize("name", sorted(REPLACED))
+def test_what_replaces_a_mutant_is_still_there(name: str) -> None:
+    path, text = REPLACED[name]
+    assert text in (Path(__file__).parents[2] / path).read_text()
 
 
 @pytest.mark.parametrize("name", sorted(MUTANTS))
