@@ -91,6 +91,9 @@ COUNTERS = _table(
          "Tokens whose load failed and which were recomputed."),
     _row("declined_tokens", "tokens", (),
          "Tokens found in a tier but recomputed because recomputing was expected to be faster."),
+    _row("boundary_limited_tokens", "tokens", (),
+         "Tokens whose full attention was found behind the last boundary that could be loaded, and "
+         "which were recomputed because no windows or states to go on from were found there."),
     _row("admissions", "hits", _one("decision", "load", "partial", "recompute"),
          "Hits for which vLLM then allocated GPU blocks, by the decision taken on them."),
     _row("loads_cut", "loads", (),

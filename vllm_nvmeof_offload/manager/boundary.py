@@ -16,6 +16,8 @@ from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 #: Which of these keys are present: one byte per key, 1 or 0.
 Has = Callable[[Sequence[bytes]], bytes]
 _HIT = b"\1"
+#: Chunks: most prefixes end soon.
+_ASKED_FIRST = 16
 #: Groups whose chunks are of use at a boundary only.
 SPARSE = (GroupKind.WINDOW, GroupKind.STATE)
 #: A boundary costs as many bytes as its windows and states; it may cost this share of the bytes of
@@ -53,6 +55,32 @@ def wanted(
         first = max(local, _needed_from(group, boundary)) // group.tokens_per_chunk
         keys += keys_by_group[at][first : -(-boundary // group.tokens_per_chunk)]
     return keys
+
+
+def full_prefix(
+    groups: Sequence[Group],
+    keys_by_group: Sequence[Sequence[bytes]],
+    start: int,
+    limit: int,
+    has: Has,
+) -> int:
+    """The tokens, at most `limit_of` so many, up to which all full attention is present; at least
+    `start`, up to which it is known to be."""
+    end = limit_of(groups, limit)
+    for group, keys in zip(groups, keys_by_group, strict=True):
+        if group.kind is not GroupKind.FULL:
+            continue
+        at, asked = start // group.tokens_per_chunk, _ASKED_FIRST
+        last = min(len(keys), end // group.tokens_per_chunk)
+        while at < last:
+            hits = has(keys[at : min(last, at + asked)])
+            count = len(hits) - len(hits.lstrip(_HIT))
+            at += count
+            if count < len(hits):
+                break
+            asked *= 2
+        end = min(end, at * group.tokens_per_chunk)
+    return max(start, end)
 
 
 def unit_tokens(groups: Sequence[Group]) -> int:

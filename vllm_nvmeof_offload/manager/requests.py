@@ -145,6 +145,9 @@ class WaitingRequests:
         self._requests: dict[str, Any] = {}
         self._ended: set[str] = set()  # in the last step
         self._attempts: dict[str, Attempt] = {}
+        kinds = {group.kind for group in queue.groups}
+        self._limited = GroupKind.FULL in kinds and not kinds.isdisjoint(boundary.SPARSE)
+        self._boundaries: dict[str, int] = {}  # tokens that the last look-up found, and the local
         self._going: set[str] = set()  # got their blocks in this step
         self._declined: Sequence[bytes] = ()  # by the last attempt of this step
         self._logged: tuple[bool, float] = (True, -_LOG_PERIOD_S)
@@ -180,6 +183,8 @@ class WaitingRequests:
         else:  # the decision on an earlier hit is void
             self._attempts.pop(request_id, None)
         self.resumes.offered(request_id, local, attempt.tokens)
+        if self._limited:
+            self._boundaries[request_id] = local + found
         return attempt
 
     def declined(self, request_id: str, tokens: int) -> None:
@@ -231,7 +236,19 @@ class WaitingRequests:
         if attempt is not None:
             self._core.counters["admissions", attempt.decision] += 1
             self._core.counters["declined_tokens"] += attempt.declined
+        found = self._boundaries.pop(request_id, None)
+        if found is not None:
+            self._core.counters["boundary_limited_tokens"] += self._beyond(request_id, found)
         return attempt
+
+    def _beyond(self, request_id: str, found: int) -> int:
+        """The tokens behind a boundary of which the tiers have full attention, and no windows or
+        states to go on from."""
+        limit, keys_by_group = self._num_tokens(request_id), self._queue.keys_of(request_id)
+        if keys_by_group is None:
+            return 0
+        groups, present = self._queue.groups, self._core.present
+        return boundary.full_prefix(groups, keys_by_group, found, limit, present) - found
 
     def attempt(self, request_id: str) -> Attempt | None:
         """What was decided on the load that is being planned for this request."""
@@ -262,6 +279,7 @@ class WaitingRequests:
             self._core.reload.left(request_id)
             self.answers.forget(request_id)
             self._attempts.pop(request_id, None)
+            self._boundaries.pop(request_id, None)
         # Not in `decide`: a probe takes cache slots, and the chunks found there are not pinned yet.
         self._core.reload.probe(self._declined)
         self._declined = ()

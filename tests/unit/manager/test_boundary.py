@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_nvmeof_offload.groups import Group, GroupKind
-from vllm_nvmeof_offload.manager.boundary import limit_of, plan, unit_tokens, wanted
+from vllm_nvmeof_offload.manager.boundary import full_prefix, limit_of, plan, unit_tokens, wanted
 
 FULL = Group(0, GroupKind.FULL, 16)
 WINDOW = Group(1, GroupKind.WINDOW, 16, reach_chunks=2, reach_tokens=31)
@@ -79,6 +79,13 @@ def test_the_index_is_asked_once_per_group() -> None:
     index = Index([FULL, WINDOW, STATE], 4096, {(3, end) for end in range(64, 4097, 16)})
     assert index.plan(0, 4096)[0] == 48
     assert index.questions == 3
+
+
+@pytest.mark.parametrize(("hole", "tokens"), [(None, 784), (32, 16), (304, 288), (784, 768)])
+def test_full_attention_is_counted_up_to_its_first_hole(hole: int | None, tokens: int) -> None:
+    index = Index([FULL, STATE], 800, {(0, hole)} if hole else set())
+    assert full_prefix(index.groups, index.keys, 16, 800, index.has) == tokens
+    assert index.questions <= 3, "16, 32 and 64 chunks"
 
 
 def test_the_unit_of_groups_of_other_chunks() -> None:

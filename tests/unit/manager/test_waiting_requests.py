@@ -369,3 +369,38 @@ def test_what_is_found_is_weighed_over_all_groups() -> None:
     assert lobby.waiting.decide("a", 0, 40).decision == "recompute"
     lobby.run()
     assert lobby.fetched() == [0, 1, 2, 3]
+
+
+def test_full_attention_behind_the_boundary_is_counted_once_per_admitted_request() -> None:
+    lobby = GroupsLobby(16)
+    lobby.bench.in_the_pool(*range(3), 50, 51)
+    lobby.add("a", *range(4), prefetch=False)
+    for _ in range(2):  # each step looks the request up again
+        lobby.waiting.decide("a", 0, 2 * T)
+    lobby.waiting.allocated("a")
+    assert lobby.core.counters["boundary_limited_tokens"] == T
+    lobby.waiting.allocated("a")  # its load has ended
+    assert lobby.core.counters["boundary_limited_tokens"] == T
+
+
+@pytest.mark.parametrize(("found", "limited"), [(0, 4), (2, 2), (4, 0)])
+def test_what_was_found_ends_where_the_windows_end(found: int, limited: int) -> None:
+    lobby = GroupsLobby(16)
+    lobby.bench.in_the_pool(*range(4), *range(50, 50 + found))
+    lobby.add("a", *range(4), prefetch=False)
+    lobby.waiting.decide("a", 0, found * T)
+    lobby.waiting.allocated("a")
+    assert lobby.core.counters["boundary_limited_tokens"] == limited * T
+    lobby.waiting.decide("a", 0, found * T)
+    lobby.run(finished=("a",))
+    lobby.waiting.allocated("a")
+    assert lobby.core.counters["boundary_limited_tokens"] == limited * T
+
+
+def test_of_full_attention_only_nothing_limits_what_is_found() -> None:
+    lobby = Lobby(8)
+    lobby.bench.in_the_pool(*range(4))
+    lobby.add("a", *range(4), prefetch=False)
+    lobby.waiting.decide("a", 0, T)
+    lobby.waiting.allocated("a")
+    assert lobby.core.counters["boundary_limited_tokens"] == 0
