@@ -210,7 +210,8 @@ class OffloadConfig(BaseModel):
         "Tokens between two boundaries at which sliding windows and recurrent states are kept, so "
         "that a later request can go on from there; rounded up to whole chunks. auto: at least "
         "1024, and so many that a boundary costs at most half of what is stored of full attention "
-        "since the one before; 0: only where vLLM keeps them, which is at the end of prompts. "
+        "since the one before; states of a model without windows are also kept, until the next "
+        "one, at the end of each chunk. 0: only where vLLM keeps them, at the end of prompts. "
         "vLLM's --prefix-cache-retention-interval, if above 0, overrides it. Ignored for models "
         "of full attention only.")
     read_deadline_ms: int = _integer(

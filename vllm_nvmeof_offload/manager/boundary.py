@@ -92,8 +92,9 @@ def automatic(groups: Sequence[RankGroup], unit: int) -> tuple[int, int]:
     """Tokens between two boundaries that vLLM keeps, and between two that are stored to last; 0 and
     0: no group needs one.
 
-    unit: both are multiples of it. vLLM keeps states more often, where there are no windows: those
-    of an answer are stored only until the next one.
+    unit: both are multiples of it. Where there are no windows, vLLM keeps a state in every unit:
+    those of an answer are stored only until the next one, so they cost no place in the pool, and
+    most answers are shorter than what a lasting one is worth.
     """
     sparse = [one for one in groups if one.group.kind in SPARSE]
     if not sparse:
@@ -111,7 +112,7 @@ def automatic(groups: Sequence[RankGroup], unit: int) -> tuple[int, int]:
     interval = max(1, math.ceil(worth / unit)) * unit
     every = math.ceil(_BOUNDARY_TOKENS_MIN / interval) * interval
     windows = any(one.group.kind is GroupKind.WINDOW for one in sparse)
-    return (every if windows else interval), every
+    return (every if windows else unit), every
 
 
 def limit_of(groups: Sequence[Group], tokens: int) -> int:
