@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vllm_nvmeof_offload.manager.core import ManagerCore, Source
-from vllm_nvmeof_offload.manager.index import State
+from vllm_nvmeof_offload.manager.index import Entry, State
 
 from .base import Violation
 
@@ -20,7 +22,7 @@ class EventRules:
         self._core = core
         self._has: dict[Source, set[bytes]] = {tier: set() for tier in Source}
 
-    def check(self) -> None:
+    def check(self, entries: Sequence[Entry]) -> None:
         """Check after every event; takes the changes as vLLM's scheduler does after every step."""
         log = self._core.kv_events
         assert log is not None
@@ -33,6 +35,6 @@ class EventRules:
                         raise Violation("events", f"{key!r} stored in {change.tier} twice")
                     (has.discard if change.removed else has.add)(key)
         for tier, states in ((Source.CPU, _STAGED), (Source.POOL, _PERSISTED)):
-            held = {e.key for e in self._core.entries() if e.state in states}
+            held = {e.key for e in entries if e.state in states}
             if held != self._has[tier]:
                 raise Violation("events", f"{tier}: {held ^ self._has[tier]} reported wrongly")

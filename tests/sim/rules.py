@@ -115,7 +115,8 @@ class Rules:
         provisional: npt.NDArray[np.bool_] | None = None,
     ) -> StorePlan:
         self._policies.see(keys)
-        new = self._policies.due([k for k in dict.fromkeys(keys) if k not in self._entries()])
+        known = self._entries()
+        new = self._policies.due([key for key in dict.fromkeys(keys) if key not in known])
         plan = self._core.prepare_store(keys, ends, provisional)
         if provisional is not None:  # a request for which a provisional chunk lasts keeps it
             self._kept(key for key, one in zip(keys, provisional.tolist(), strict=True) if not one)
@@ -158,6 +159,8 @@ class Rules:
         self._commands_wait()
 
     def _kept(self, keys: Iterable[bytes]) -> None:
+        if not self._provisional:
+            return
         kept = set(keys)
         self._provisional -= {e.generation for e in self._core.entries() if e.key in kept}
 
@@ -231,7 +234,8 @@ class Rules:
         pools: set[int] = set()
         users = {tier: self._by_slot(tier) for tier in ("cache", "places")}
         slots = slots_by_target(self._knobs.pool_slots, self._knobs.targets)
-        for entry in self._core.entries():
+        entries = self._core.entries()
+        for entry in entries:
             self._check_entry(entry)
             for tier, slot, seen in (
                 ("cache", entry.cache, caches),
@@ -256,13 +260,16 @@ class Rules:
         if gauges["ops"] != len(self.ops) + unsent:
             raise Violation("leak", f"{gauges['ops']} ops, {len(self.ops)} known outside")
         self._policies.check()
-        self._events.check()
-        self.check_memory()
+        self._events.check(entries)
+        self._check_memory(entries)
 
     def check_memory(self) -> None:
         """Check after any event that every rank's memory and pool hold what the index records."""
+        self._check_memory(self._core.entries())
+
+    def _check_memory(self, entries: Sequence[Entry]) -> None:
         expected = self._expected
-        for entry in self._core.entries():
+        for entry in entries:
             state, generation = entry.state, entry.generation
             if state in _STAGED:
                 for rank in self.ranks:
