@@ -234,6 +234,17 @@ nb::tuple take_counts(Machine& machine) {
                         std::exchange(machine.read_bytes, 0), written);
 }
 
+void reset(Machine& machine, uint64_t op, const nb::bytes& tag, bool named) {
+  machine.reset(op, {tag.c_str(), tag.size()}, named);
+}
+
+void set_stamp(Machine& machine, uint32_t epoch, const nb::bytes& tag, bool reset_is_durable) {
+  Stamp stamp{epoch, {}};
+  if (tag.size() != stamp.tag.size()) throw nb::value_error("a tag has 16 bytes");
+  std::copy_n(reinterpret_cast<const uint8_t*>(tag.c_str()), tag.size(), stamp.tag.begin());
+  machine.io.set_stamp(stamp, reset_is_durable);
+}
+
 nb::list take_rates(Machine& machine) {
   nb::list all;
   for (const auto& rate : machine.io.take_rates())
@@ -267,11 +278,7 @@ void bind_machine(nb::module_& m) {
            "saturating_writes"_a, "retryable"_a, "lanes"_a = 0, "now_s"_a = 0.0)
       .def("begin", &begin, "op"_a, "kind"_a, "urgency"_a, "batch"_a, "rows"_a = nb::none(),
            "first"_a = nb::none())
-      .def("reset",
-           [](Machine& machine, uint64_t op, const nb::bytes& tag, bool named) {
-             machine.reset(op, {tag.c_str(), tag.size()}, named);
-           },
-           "op"_a, "tag"_a, "named"_a)
+      .def("reset", &reset, "op"_a, "tag"_a, "named"_a)
       .def("cancel", &cancel, "op"_a, "rows"_a = nb::none())
       .def("set_time",
            [](Machine& machine, double now_s) { machine.io.set_time(nanoseconds(now_s)); })
@@ -279,14 +286,7 @@ void bind_machine(nb::module_& m) {
            [](Machine& machine, size_t target, bool usable, uint32_t attachment) {
              machine.io.set_target(target, usable, attachment);
            })
-      .def("set_stamp",
-           [](Machine& machine, uint32_t epoch, const nb::bytes& tag, bool reset_is_durable) {
-             Stamp stamp{epoch, {}};
-             if (tag.size() != stamp.tag.size()) throw nb::value_error("a tag has 16 bytes");
-             std::copy_n(reinterpret_cast<const uint8_t*>(tag.c_str()), tag.size(),
-                         stamp.tag.begin());
-             machine.io.set_stamp(stamp, reset_is_durable);
-           })
+      .def("set_stamp", &set_stamp)
       .def("ended", &ended)
       .def("poll_native",
            [](Machine& machine, double engine_now_s, double ahead_s) {
