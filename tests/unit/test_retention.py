@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often vLLM is told to keep windows and states, on vLLM's own configurations."""
+"""The interval at which vLLM keeps windows and states, on vLLM's own configurations."""
 
 from __future__ import annotations
 

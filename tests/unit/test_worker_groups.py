@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import mmap
-import time
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from types import SimpleNamespace
@@ -12,9 +11,10 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from vllm.v1.kv_offload.base import GPULoadStoreSpec
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
 
 from tests.chunks import rows_of
+from tests.wait import wait_until
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import OK, STALE
@@ -28,7 +28,6 @@ from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 from vllm_nvmeof_offload.worker.build import RankWorker
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 
-WAIT_S = 60.0
 BLOCKS, STRIDE, SLOTS = 40, 512, 24
 PER_CHUNK = 2
 #: Kind and bytes of a block; all groups share the memory, as vLLM's do.
@@ -108,10 +107,13 @@ class _Rank:
         return self._outcomes(len(command.batch))
 
     def _outcomes(self, rows: int) -> list[bool]:
-        end_s = time.monotonic() + WAIT_S
-        while not (finished := self.worker.get_finished()):
-            assert time.monotonic() < end_s
-            time.sleep(0)
+        finished: list[TransferResult] = []
+
+        def take() -> bool:
+            finished.extend(self.worker.get_finished())
+            return bool(finished)
+
+        wait_until("the end of the job", take)
         assert [(one.job_id, one.success) for one in finished] == [(self._op, True)]
         reports, self.counters = self.worker.take_reports()
         (report,) = [one for one in reports if isinstance(one, OpReport)]

@@ -61,7 +61,7 @@ _SIGHTINGS_MIN = 1 << 16
 _SOURCES = (None, Source.CPU, Source.POOL)
 #: The tiers that a look-up may hit, as bits.
 FROM_CPU, FROM_POOL = 1, 2
-#: What `Tiers.plan_store` is told of a wanted key.
+#: How `Tiers.plan_store` stores a wanted key.
 _KEPT, _PROVISIONAL = 1, 2
 _NATIVE_KIND = {OpKind.STORE: 0, OpKind.LOAD: 1, OpKind.WRITE: 2, OpKind.FETCH: 3}
 #: By errno: whether a failure with it speaks against the slot, not against its target.

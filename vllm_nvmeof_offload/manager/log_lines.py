@@ -70,7 +70,7 @@ def _groups(config: CoreConfig, capacity: Capacity) -> Iterable[str]:
 
 
 def _adopted(config: CoreConfig, chunks: int) -> str:
-    """Of chunks of several groups nobody knows how many tokens they make."""
+    """Tokens are left out with several groups: only boundaries can be loaded."""
     tokens = f" ({config.tokens_in(chunks):,} tokens)" if config.full_attention_only else ""
     return f"{chunks} chunks adopted{tokens}"
 

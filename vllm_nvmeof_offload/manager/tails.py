@@ -5,8 +5,8 @@ A window or a state is of use only at a boundary, so not all of those that vLLM 
 *Lasting* boundaries are the end of a prompt, the end of a prefix that vLLM found to be shared, and
 one in every so many tokens. The tails at the frontier of what was computed are stored
 *provisionally*: they are what a next turn, or the request itself after a preemption, resumes from.
-They lie in the CPU tier only. A later frontier supersedes them, and the end of the request, or its
-preemption, makes the last of them lasting.
+They are in the CPU tier only. A later frontier supersedes them. When the request ends or is
+preempted, the last of them become lasting.
 """
 
 from __future__ import annotations

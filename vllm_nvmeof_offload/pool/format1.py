@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Format 1, for the offline tools: no server opens a pool of it, and nothing of it is migrated.
+"""Format 1, for the offline tools: servers neither open nor migrate its pools.
 
 Its slots are numbered over all targets of a rank: slot i of target t of n is number i * n + t.
 Headers name the pool's uuid, that number and the rank; those of the first release name nothing.
 It has no groups and no share tags. Flag 1 of a header or an entry, and one byte of the superblock,
-allow adoption; epochs count up. They are read as format 2 says it: a chunk that may be adopted has
-the tag of its keyspace, any other has none, and the sequence of a superblock is its epoch.
+allow adoption; epochs count up. They are translated to format 2: a chunk that may be adopted
+has the tag of its keyspace, any other has none, and a superblock's sequence is its epoch.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ All calls come on the worker's main thread. Every transfer is reported to vLLM a
 because its stock worker asserts that. The connector reports failures: block ids or requests to
 vLLM, reports to the manager, both in the step in which the job is reported finished (rule 8).
 
-vLLM computes on from the first block that it is told of. That is right for one group of full
-attention only: of a window the blocks before it may never have been loaded, and with several groups
-vLLM refuses block ids. In these cases the request is named, and computed from its start.
+If block ids are reported, vLLM recomputes from the first of them. That is right only for one group
+of full attention: the blocks of a window before it may never have been loaded, and with several
+groups vLLM refuses block ids. In these cases the request is reported and recomputed as a whole.
 """
 
 from __future__ import annotations

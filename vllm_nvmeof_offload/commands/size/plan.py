@@ -30,7 +30,7 @@ from vllm_nvmeof_offload.units import align_up
 
 #: Kernels of latent attention beside states want blocks of a multiple of this.
 _LATENT_STATE_ALIGN_TOKENS = 128
-#: Kinds that are told apart by less than this share of layers get groups of equal size.
+#: If the largest kind has fewer than this many times the layers of the smallest, groups are equal.
 _SIMILAR = 1.5
 
 _KINDS = {
