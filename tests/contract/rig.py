@@ -103,19 +103,6 @@ Gate = GatedPool | NativeGate
 MakeEngine = Callable[..., tuple[IoEngine, Gate]]
 
 
-class Clock:
-    """The monotonic clock, which a test can push forward."""
-
-    def __init__(self) -> None:
-        self._ahead_s = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self._ahead_s
-
-    def advance(self, seconds: float) -> None:
-        self._ahead_s += seconds
-
-
 @dataclass
 class Rig:
     """One engine over one pool. Slots of staging are numbered; `token`s count up."""
@@ -126,9 +113,9 @@ class Rig:
     memory: mmap.mmap
     base_address: int
     spec: PoolSpec
-    clock: Clock
     tokens: int = 0
-    seen: list[Completion] = field(default_factory=list)
+    #: Completions that were polled while `submit` waited for room.
+    early: list[Completion] = field(default_factory=list)
 
     def op(
         self,
@@ -137,7 +124,6 @@ class Rig:
         staging_slot: int = 0,
         identity: SlotIdentity | None = None,
         urgency: Urgency | None = None,
-        deadline_s: float | None = None,
         named: bool = True,
         payload_bytes: int = PAYLOAD_BYTES,
         payload_crc: int | None = None,
@@ -153,7 +139,6 @@ class Rig:
             address=0 if kind is OpKind.RESET else address,
             identity=identity,
             payload_bytes=0 if kind is OpKind.RESET else payload_bytes,
-            deadline_s=deadline_s,
             tag=self.pool.stamp.tag if kind is OpKind.RESET else b"",
             named=named,
             payload_crc=payload_crc,
@@ -177,11 +162,22 @@ class Rig:
         self.memory[start : start + self.pool.slot_bytes] = bytes(self.pool.slot_bytes)
 
     def submit(self, *ops: IoOp) -> None:
-        assert self.engine.submit(ops) == len(ops)
+        """Submit, in turn, as many as there is room for; wait for nothing but room."""
+        for op in ops:
+            if op.kind is not OpKind.RESET:
+                self._wait_room(op)
+            self.engine.submit([op])
+
+    def _wait_room(self, op: IoOp) -> None:
+        end_s = time.monotonic() + WAIT_S
+        while not (self.engine.room().reads if op.is_read else self.engine.room().writes):
+            assert time.monotonic() < end_s, "there is no room"
+            select.select([self.engine.fileno()], [], [], 0.01)
+            self.early += self.engine.poll()
 
     def wait(self, done: Callable[[list[Completion]], bool]) -> list[Completion]:
         """Poll, woken by `fileno`, until `done` of all completions since the last call."""
-        found: list[Completion] = []
+        found, self.early = self.early, []
         end_s = time.monotonic() + WAIT_S
         while not done(found):
             left_s = end_s - time.monotonic()
@@ -200,7 +196,6 @@ class Rig:
     def store(self, pool_slot: int, identity: SlotIdentity, staging_slot: int = 0) -> None:
         self.fill(staging_slot, identity)
         (completion,) = self.run(self.write(pool_slot, staging_slot, identity))
-        assert completion.outcome is not None
         assert completion.outcome.ok, completion
 
     def reopen(self) -> Pool:
@@ -245,21 +240,20 @@ def _rig(engine_of: MakeEngine, o_direct: str, *, faulty: bool = False) -> Calla
         memory = mmap.mmap(-1, STAGING_SLOTS * pool.slot_bytes)
         base_address = np.frombuffer(memory, np.uint8).ctypes.data
         view = memoryview(memory)
-        clock = Clock()
-        engine, gate = engine_of(pool, view, base_address, clock, **options)
+        engine, gate = engine_of(pool, view, base_address, **options)
         if faulty:
-            engine = FaultyIoEngine(engine, FaultPlan(), pool, view, base_address, clock=clock)
-        return Rig(engine, pool, gate, memory, base_address, spec, clock)
+            engine = FaultyIoEngine(engine, FaultPlan(), pool, view, base_address)
+        return Rig(engine, pool, gate, memory, base_address, spec)
 
     return make
 
 
 def _threads(
-    pool: Pool, view: memoryview, base_address: int, clock: Clock, **options: int
+    pool: Pool, view: memoryview, base_address: int, threads: int = 8, operations_max: int = 0
 ) -> tuple[IoEngine, Gate]:
     gate = GatedPool(pool)
-    limits = IoLimits(**options)
-    return ThreadsIoEngine(gate, view, base_address, limits, clock=clock), gate  # type: ignore[arg-type]
+    limits = IoLimits(threads=threads)
+    return ThreadsIoEngine(gate, view, base_address, limits), gate  # type: ignore[arg-type]
 
 
 def _uring(registered: bool, split_bytes: int = 512 * KIB) -> MakeEngine:
@@ -267,23 +261,13 @@ def _uring(registered: bool, split_bytes: int = 512 * KIB) -> MakeEngine:
         pool: Pool,
         view: memoryview,
         base_address: int,
-        clock: Clock,
         threads: int = 8,
-        queue_max: int = 4096,
+        operations_max: int = 4096,
     ) -> tuple[IoEngine, Gate]:
         assert core is not None, WHY_NOT
         gate = core.StartGate()
-        slot_bytes = pool.slot_bytes
-        limits = IoLimits(
-            depth=1024,
-            split_bytes=split_bytes,
-            read_bytes_in_flight_max=threads * slot_bytes,
-            write_bytes_in_flight_max=(threads - 1) * slot_bytes,
-            queue_max=queue_max,
-        )
-        engine = UringIoEngine(
-            pool, view, base_address, limits, registered=registered, clock=clock, gate=gate
-        )
+        limits = IoLimits(depth=1024, split_bytes=split_bytes, operations_max=operations_max)
+        engine = UringIoEngine(pool, view, base_address, limits, registered=registered, gate=gate)
         return engine, NativeGate(engine, gate)
 
     return make

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, DEADLINE, OK, ConfigError, io_error
+from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, OK, ConfigError, io_error
 from vllm_nvmeof_offload.io.base import Completion
 from vllm_nvmeof_offload.io.faults import KNOBS, FaultPlan, FaultyIoEngine
 
@@ -80,19 +80,23 @@ def test_a_delay_delays(rig: Rig, what: str) -> None:
 
 @pytest.mark.parametrize("what", ["read", "write"])
 def test_a_hang_ends_when_its_knob_is_cleared(rig: Rig, what: str) -> None:
+    """What is given up meanwhile then ends without having run."""
     rig.fill(10, name(0, 2))
+    rig.fill(11, name(1, 2))
     plan_of(rig).set(**{f"hang_{what}s": True})
-    make = rig.read if what == "read" else rig.write
-    identity = name(0) if what == "read" else name(0, 2)
-    patient = make(0, 10, identity)
-    hasty = make(1, 11, name(1), deadline_s=time.monotonic() + 0.03)
-    rig.submit(patient, hasty)
-    found = rig.wait(bool)
-    assert found == [Completion(hasty.token, DEADLINE, released=False)]
+    make, generation = (rig.read, 1) if what == "read" else (rig.write, 2)
+    wanted, given_up = make(0, 10, name(0, generation)), make(1, 11, name(1, generation))
+    rig.submit(wanted, given_up)
+    assert rig.engine.cancel([given_up.token]) == []
+    assert rig.engine.poll() == []
     plan_of(rig).set(**{f"hang_{what}s": False})
     found = rig.wait(lambda completions: len(completions) == 2)
-    assert {(c.token, c.outcome) for c in found} == {(patient.token, OK), (hasty.token, None)}
+    assert {(c.token, c.outcome) for c in found} == {
+        (wanted.token, OK),
+        (given_up.token, CANCELLED),
+    }
     assert plan_of(rig).fired == {f"hang_{what}s": 2}
+    assert outcomes(rig, range(1, 2)) == [OK], "the slot has what it had"
 
 
 @pytest.mark.parametrize("what", ["read", "write"])

@@ -13,15 +13,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.chunks import entries_of
-from vllm_nvmeof_offload.errors import (
-    CANCELLED,
-    CHECKSUM_MISMATCH,
-    DEADLINE,
-    OK,
-    STALE,
-    OutcomeKind,
-)
-from vllm_nvmeof_offload.io.base import Completion
+from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, OK, STALE, OutcomeKind
+from vllm_nvmeof_offload.io.base import Completion, IoOp
 from vllm_nvmeof_offload.protocol import SlotIdentity, Urgency
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
@@ -75,9 +68,7 @@ def test_a_read_beyond_the_end_is_an_io_error(make_rig: MakeRig) -> None:
     rig.store(3, name(1))
     os.truncate(rig.pool.directories[0] / "slab", 3 * rig.pool.slot_bytes + 8192)
     (completion,) = rig.run(rig.read(3, 1, name(1)))
-    assert completion.outcome is not None
     assert completion.outcome.kind is OutcomeKind.IO_ERROR
-    assert completion.released
 
 
 def test_a_completed_write_is_adopted_by_the_next_process(make_rig: MakeRig) -> None:
@@ -100,150 +91,135 @@ def test_fileno_is_readable_exactly_when_a_completion_waits(make_rig: MakeRig) -
     assert select.select([rig.engine.fileno()], [], [], 0)[0] == []
 
 
-def test_busy_accepts_the_first_ones(make_rig: MakeRig) -> None:
-    rig = make_rig(threads=2, queue_max=4)
+def test_the_room_shrinks_with_what_the_engine_has(make_rig: MakeRig) -> None:
+    """With two threads there are four reads, with or without a thread; a ring has its bound."""
+    rig = make_rig(threads=2, operations_max=4)
+    empty = rig.engine.room()
+    assert empty.reads == 4
     rig.gate.shut(range(64))
-    running = [rig.read(number, number, name(1)) for number in range(2)]
-    rig.submit(*running)
-    rig.gate.wait_started(2)
-    queued = [rig.read(number, number, name(1)) for number in range(2, 10)]
-    assert rig.engine.submit(queued) == 4
-    assert rig.engine.submit(queued[4:]) == 0
+    ops = [rig.read(number, number, name(1)) for number in range(4)]
+    rig.submit(*ops)
+    assert rig.engine.room().reads == 0
     rig.gate.open_all()
-    found = rig.wait(lambda completions: len(completions) == 6)
-    assert {c.token for c in found} == {op.token for op in (*running, *queued[:4])}
+    found = rig.wait(lambda completions: len(completions) == 4)
+    assert {c.token for c in found} == {op.token for op in ops}
+    assert rig.engine.room() == empty
 
 
-def test_cancel_ends_operations_that_have_not_started(make_rig: MakeRig) -> None:
+def test_operations_of_a_kind_start_in_the_order_of_their_submission(make_rig: MakeRig) -> None:
+    """Urgency is the caller's affair."""
+    rig = make_rig(threads=8)
+    before = len(rig.gate.started)
+    classes = (Urgency.PREFETCH, Urgency.DEMAND, Urgency.URGENT, Urgency.DEMAND)
+    for number, urgency in enumerate(classes):
+        rig.submit(rig.read(10 + number, number, name(1), urgency=urgency))
+        rig.gate.wait_started(before + number + 1)
+    assert rig.gate.started[before:] == [10, 11, 12, 13]
+    rig.wait(lambda found: len(found) == 4)
+
+
+def _fill_engine(rig: Rig) -> list[IoOp]:
+    """Submit reads of slots 0 to 3, which stay at the gate; threads have room for no more."""
+    rig.gate.shut(range(4))
+    before = len(rig.gate.started)
+    running = [rig.read(number, number, name(1)) for number in range(4)]
+    rig.submit(*running)
+    rig.gate.wait_started(before + 2)
+    return running
+
+
+def test_cancel_takes_back_what_has_not_started(make_rig: MakeRig) -> None:
+    """Nothing follows for it; what has started ends, however late."""
+    rig = make_rig(threads=2)
+    ops = _fill_engine(rig)
+    started = {slot for slot in range(4) if slot in rig.gate.started}
+    withdrawn = rig.engine.cancel([op.token for op in ops] + [12345])
+    # A ring starts at once what it gets.
+    assert {op.token for op in ops if op.pool_slot not in rig.gate.started} == set(withdrawn)
+    assert started
+    rig.gate.open_all()
+    left = [op.token for op in ops if op.token not in withdrawn]
+    found = rig.wait(lambda completions: len(completions) == len(left))
+    assert sorted(c.token for c in found) == left
+    assert rig.engine.poll() == []
+
+
+def test_what_is_cancelled_after_its_start_ends_once_and_late(make_rig: MakeRig) -> None:
     rig = make_rig(threads=2)
     rig.store(0, name(1))
-    rig.store(1, name(2))
-    rig.gate.shut([0, 1])
-    running = [rig.read(0, 0, name(1)), rig.read(1, 1, name(2))]
-    queued = rig.read(2, 2, name(3))
-    rig.submit(*running)
-    rig.gate.wait_started(4)
-    rig.submit(queued)
-    rig.engine.cancel([queued.token, running[0].token, 12345])
-    assert rig.wait(lambda found: len(found) == 1) == [Completion(queued.token, CANCELLED)]
-    rig.gate.open_all()
-    found = rig.wait(lambda completions: len(completions) == 2)
-    assert {(c.token, c.outcome) for c in found} == {(op.token, OK) for op in running}
-
-
-def test_a_deadline_gives_the_outcome_at_once_and_the_release_later(make_rig: MakeRig) -> None:
-    rig = make_rig(threads=2)
-    rig.store(0, name(1))
+    before = len(rig.gate.started)
     rig.gate.shut([0])
-    op = rig.read(0, 1, name(1), deadline_s=rig.clock() + 3600)
+    op = rig.read(0, 1, name(1))
     rig.submit(op)
-    rig.gate.wait_started(2)
-    assert rig.engine.poll() == []
-    rig.clock.advance(3601)
-    assert rig.engine.poll() == [Completion(op.token, DEADLINE, released=False)]
+    rig.gate.wait_started(before + 1)
+    for _ in range(2):
+        assert rig.engine.cancel([op.token]) == []
     assert rig.engine.poll() == []
     rig.gate.open_all()
-    assert rig.wait(bool) == [Completion(op.token, None, released=True)]
+    assert [c.token for c in rig.wait(bool)] == [op.token]
+    assert rig.engine.poll() == []
 
 
-def test_a_deadline_wakes_the_caller(make_rig: MakeRig) -> None:
-    rig = make_rig(threads=2)
-    rig.gate.shut([0])
-    rig.submit(rig.read(0, 1, name(1), deadline_s=rig.clock() + 0.05))
-    assert [c.outcome for c in rig.wait(bool)] == [DEADLINE]
-
-
-def test_a_queued_operation_past_its_deadline_is_released_at_once(make_rig: MakeRig) -> None:
-    rig = make_rig(threads=2)
-    rig.gate.shut([0, 1])
-    rig.submit(rig.read(0, 0, name(1)), rig.read(1, 1, name(1)))
-    rig.gate.wait_started(2)
-    op = rig.read(2, 2, name(1), deadline_s=rig.clock() + 3600)
-    rig.submit(op)
-    rig.clock.advance(3601)
-    assert rig.engine.poll() == [Completion(op.token, DEADLINE, released=True)]
-
-
-def test_a_write_past_its_deadline_leaves_no_table_entry(make_rig: MakeRig) -> None:
+def test_a_write_that_was_given_up_leaves_no_table_entry(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.gate.shut([4])
     rig.fill(0, name(1))
-    op = rig.write(4, 0, name(1), deadline_s=rig.clock() + 3600)
+    op = rig.write(4, 0, name(1))
     rig.submit(op)
     rig.gate.wait_started(1)
-    rig.clock.advance(3601)
-    assert rig.engine.poll() == [Completion(op.token, DEADLINE, released=False)]
+    assert rig.engine.cancel([op.token]) == []
     rig.gate.open_all()
-    assert rig.wait(bool) == [Completion(op.token, None)]
+    assert rig.wait(bool) == [Completion(op.token, CANCELLED)]
     assert len(rig.reopen().adopt()) == 0
 
 
 def test_hanging_operations_do_not_stop_others(make_rig: MakeRig) -> None:
+    """Once they are given up; more of them than there are threads."""
     rig = make_rig(threads=2)
     rig.store(40, name(9))
     rig.gate.shut(range(6))
-    deadline_s = rig.clock() + 3600
-    hung = [rig.read(number, number, name(1), deadline_s=deadline_s) for number in range(3)]
-    hung += [rig.write(3 + n, 3 + n, name(1), deadline_s=deadline_s) for n in range(2)]
-    rig.submit(*hung)
-    rig.gate.wait_started(3)
-    rig.clock.advance(3601)
-    found = rig.engine.poll()
-    assert {c.outcome for c in found} == {DEADLINE}
-    assert len(found) == len(hung)
-    late = {c.token for c in found if not c.released}
-    held = {op.token for op in hung if op.pool_slot in rig.gate.started}
-    assert 2 <= len(held) < len(hung)
-    sealing = late - held  # a write that was being sealed completes by itself
-    assert held <= late
-    assert {c.token for c in rig.wait(lambda f: len(f) == len(sealing))} == sealing
+    hung = [rig.read(number, number, name(1)) for number in range(3)]
+    hung.append(rig.write(3, 3, name(1)))
+    held: list[int] = []
+    for op in hung:
+        before = len(rig.gate.started)
+        rig.submit(op)
+        rig.gate.wait_started(before + 1)
+        assert rig.engine.cancel([op.token]) == []
+        held.append(op.token)
     assert [c.outcome for c in rig.run(rig.read(40, 10, name(9)))] == [OK]
     assert [c.outcome for c in rig.run(rig.write(41, 10, name(9)))] == [OK]
     rig.gate.open_all()
     found = rig.wait(lambda completions: len(completions) == len(held))
-    assert {c.token for c in found} == held
-    assert {(c.outcome, c.released) for c in found} == {(None, True)}
+    assert sorted(c.token for c in found) == held
 
 
-def test_writes_leave_a_thread_for_reads(make_rig: MakeRig) -> None:
-    rig = make_rig(threads=4)
+def test_as_many_writes_as_there_is_room_for_leave_a_way_for_reads(make_rig: MakeRig) -> None:
+    rig = make_rig(threads=4, operations_max=16)
     rig.store(40, name(9))
     rig.gate.shut(range(10))
-    rig.submit(*(rig.write(number, number, name(number)) for number in range(10)))
+    writes = min(10, rig.engine.room().writes)
+    assert writes >= 3
+    rig.submit(*(rig.write(number, number, name(number)) for number in range(writes)))
     rig.gate.wait_started(4)
     assert [c.outcome for c in rig.run(rig.read(40, 20, name(9)))] == [OK]
-    assert set(rig.gate.started[1:4]) == {0, 1, 2}
     rig.gate.open_all()
-    assert len(rig.wait(lambda found: len(found) == 10)) == 10
-
-
-def test_demand_reads_start_before_prefetches(make_rig: MakeRig) -> None:
-    rig = make_rig(threads=2)
-    rig.gate.shut([0, 1])
-    rig.submit(rig.read(0, 0, name(1)), rig.read(1, 1, name(1)))
-    rig.gate.wait_started(2)
-    low = [rig.read(10 + n, 2 + n, name(1), urgency=Urgency.PREFETCH) for n in range(8)]
-    high = [rig.read(20 + n, 10 + n, name(1)) for n in range(8)]
-    rig.submit(*low, *high)
-    rig.gate.open_all()
-    rig.wait(lambda found: len(found) == 18)
-    # Two threads note their starts one after the other: neighbours may be swapped.
-    assert set(rig.gate.started[2:9]) <= set(range(20, 28))
+    assert len(rig.wait(lambda found: len(found) == writes)) == writes
 
 
 def test_close_does_not_wait_for_hung_operations(make_rig: MakeRig) -> None:
     rig = make_rig(threads=2)
-    rig.gate.shut([0])
-    running, queued = rig.read(0, 0, name(1)), rig.read(1, 1, name(2))
-    rig.submit(running, rig.read(0, 2, name(1)), queued)
-    rig.gate.wait_started(2)
+    ops = _fill_engine(rig)
+    queued = [op.token for op in ops if op.pool_slot not in rig.gate.started]
     start_s = time.monotonic()
     assert not rig.engine.close(timeout_s=0.05)
     assert time.monotonic() - start_s < 5
-    assert Completion(queued.token, CANCELLED) in rig.engine.poll()
+    ended = rig.engine.poll()
+    assert [c.outcome for c in ended if c.token in queued] == [CANCELLED] * len(queued)
     rig.gate.open_all()
     assert rig.engine.close(timeout_s=20)
-    assert running.token in {c.token for c in rig.engine.poll()}
+    ended += rig.engine.poll()
+    assert sorted(c.token for c in ended) == [op.token for op in ops]
 
 
 def test_every_operation_of_a_random_mix_completes_once_and_correctly(make_rig: MakeRig) -> None:
@@ -268,7 +244,7 @@ def test_every_operation_of_a_random_mix_completes_once_and_correctly(make_rig: 
         count = len(ops)
         found = rig.wait(lambda completions, count=count: len(completions) >= count)
         assert Counter(c.token for c in found) == Counter(op.token for op in ops)
-        assert {(c.outcome, c.released) for c in found} == {(OK, True)}
+        assert {c.outcome for c in found} == {OK}
         for place, identity in wanted.items():
             assert rig.payload(place) == content(identity)
     assert rig.engine.poll() == []
@@ -278,7 +254,7 @@ def test_a_completion_carries_the_time_at_which_the_engine_had_it(make_rig: Make
     """Time in the caller's thread does not count: a busy model must not look like a slow disk."""
     rig = make_rig()
     before_s = time.monotonic()
-    assert rig.engine.submit([rig.write(1, 0, name(1))]) == 1
+    rig.engine.submit([rig.write(1, 0, name(1))])
     select.select([rig.engine.fileno()], [], [], 10.0)
     heard_s = time.monotonic()
     (completion,) = rig.engine.poll()

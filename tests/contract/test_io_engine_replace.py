@@ -7,13 +7,18 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from vllm_nvmeof_offload.errors import OK, io_error
+import pytest
+
+from vllm_nvmeof_offload.errors import OK, Outcome, io_error
+from vllm_nvmeof_offload.io.threads import SlotFiles, ThreadsIoEngine
 from vllm_nvmeof_offload.pool.slab import Slab
 from vllm_nvmeof_offload.protocol import SlotIdentity
 
-from .rig import Rig, content, name
+from .rig import ENGINES, Rig, content, name
 
 MakeRig = Callable[..., Rig]
 
@@ -90,27 +95,46 @@ def test_a_queued_operation_keeps_the_files_of_its_submission_over_two_exchanges
     rig = make_rig(targets=1, threads=2)
     first = rig.pool.directories[0]
     second, third = copy_of(rig, 0, tmp_path / "second"), copy_of(rig, 0, tmp_path / "third")
-    rig.gate.shut([1])
-    rig.fill(1, name(1))
+    for slot in (1, 3):
+        rig.store(slot, name(slot))
+    started = len(rig.gate.started)
+    rig.gate.shut([1, 2, 3])
+    rig.submit(rig.read(1, 1, name(1)), rig.read(3, 3, name(3)))  # as many as there are threads
+    rig.gate.wait_started(started + 2)
     rig.fill(2, name(2))
-    rig.submit(rig.write(1, 1, name(1)))
-    rig.gate.wait_started(1)
-    rig.submit(rig.write(2, 2, name(2)))  # one write runs at a time
+    rig.submit(rig.write(2, 2, name(2)))
     close_first = exchange(rig, 0, second)
     close_second = exchange(rig, 0, third)
     numbers = {second.fd, second.table_fd}
     close_second()
     with files_with(numbers, tmp_path) as strangers:
         rig.gate.open_all()
-        done = rig.wait(lambda found: len(found) == 2)
+        done = rig.wait(lambda found: len(found) == 3)
         sizes = [os.path.getsize(path) for path in strangers]
     assert sizes == [0] * len(sizes), "a foreign file was written"
-    assert [completion.outcome for completion in done] == [OK, OK]
+    assert [completion.outcome for completion in done] == [OK] * 3
     close_first()
-    for identity in (name(1), name(2)):
-        assert holds(first, identity) == (True, True)
-        assert holds(tmp_path / "second", identity) == (False, False)
-        assert holds(tmp_path / "third", identity) == (False, False)
+    assert holds(first, name(2)) == (True, True)
+    assert holds(tmp_path / "second", name(2)) == (False, False)
+    assert holds(tmp_path / "third", name(2)) == (False, False)
+
+
+def test_files_that_are_taken_when_the_transfer_starts_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above, with an engine that is wrong."""
+    real = ThreadsIoEngine._execute
+
+    def execute(self: ThreadsIoEngine, work: Any) -> Outcome:
+        files = SlotFiles.of(self._pool, work.op.pool_slot)
+        return real(self, replace(work, files=files))
+
+    monkeypatch.setattr(ThreadsIoEngine, "_execute", execute)
+    make_rig = lambda **options: ENGINES["threads-buffered"](tmp_path, **options)  # noqa: E731
+    with pytest.raises(AssertionError):
+        test_a_queued_operation_keeps_the_files_of_its_submission_over_two_exchanges(
+            make_rig, tmp_path
+        )
 
 
 @contextmanager

@@ -83,6 +83,7 @@ class Rank:
         self._ops = itertools.count(1)
         self._sizes: dict[int, int] = {}
         self.rows: list[Reported] = []
+        self.given: dict[int, SlotIdentity] = {}  # what the last fill of a cache slot brings
 
     def _batch(self, op: int, chunks: Iterable[Chunk]):  # type: ignore[no-untyped-def]
         rows = [
@@ -316,22 +317,30 @@ def test_random_commands_end_alike(seed: int, tmp_path: Path) -> None:
 def _random_command(rank: Rank, step: str, slots: list[int], dice: random.Random) -> None:
     """On some of these cache slots and the pool slots of the same numbers."""
     some = slots[: dice.randint(1, 4)]
-    # Now and then another chunk than the one that is there.
+    # Now and then another chunk than the one that is there. What is read from a cache slot is what
+    # its last fill was to bring.
     names = {slot: name(slot, dice.choice((1, 1, 1, 2))) for slot in some}
+    how = {slot: dice.choice(((True, False), (False, True), (True, True))) for slot in some}
+    given = {slot: rank.given[slot] for slot in some if slot in rank.given}
     match step:
         case "store":
             rank.store(*((names[slot], slot) for slot in some))
+            rank.given |= names
         case "write":
-            rank.write(*((names[slot], slot, slot) for slot in some))
+            if given:
+                rank.write(*((identity, slot, slot) for slot, identity in given.items()))
         case "fetch":
             rank.fetch(*((names[slot], slot, slot) for slot in some))
+            rank.given |= names
         case "load":
-            how = [dice.choice(((True, False), (False, True), (True, True))) for _ in some]
-            rank.load(
-                *(
-                    (names[slot], slot if cache else None, slot if pool else None)
-                    for slot, (cache, pool) in zip(some, how, strict=True)
-                )
-            )
+            chunks: list[Chunk] = []
+            for slot, (cache, pool) in how.items():
+                if cache and not pool:
+                    chunks += [(given[slot], slot, None)] if slot in given else []
+                else:
+                    chunks.append((names[slot], slot if cache else None, slot))
+                    rank.given |= {slot: names[slot]} if cache else {}
+            if chunks:
+                rank.load(*chunks)
         case "reset":
             rank.reset()

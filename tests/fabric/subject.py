@@ -117,7 +117,7 @@ class _Load:
         waker = Waker()
         copy = HostCopyEngine(on_done=waker.wake)
         base = self.staging.map.base_address
-        limits = IoLimits(threads=8, depth=16, read_bytes_in_flight_max=8 * MIB)
+        limits = IoLimits(threads=8, depth=16)
         self.io, fallbacks = choose_io_engine(
             spec.engine, self.pool, self.staging.view, base, limits
         )
@@ -129,6 +129,7 @@ class _Load:
             health=self.health,
             reads_in_flight_max=LOADS_MAX * count,
             writes_in_flight_max=WRITES_MAX * count,
+            read_bytes_in_flight_max=8 * MIB,
             read_deadline_s=spec.read_deadline_s,
             write_deadline_s=spec.write_deadline_s,
         )

@@ -81,8 +81,6 @@ def test_a_sparse_slab_that_finds_no_space_fails_only_the_write(
     written, refused = {}, []
     for slot in range(WANTED):
         (completion,) = bench.run(bench.write(slot, 0, name(slot)))
-        assert completion.released
-        assert completion.outcome is not None
         if completion.outcome == OK:
             written[slot] = name(slot)
         else:
@@ -100,7 +98,6 @@ def test_a_sparse_slab_that_finds_no_space_fails_only_the_write(
         bench.store([(slot, name(slot, 2))])
     for slot in refused:
         (completion,) = bench.run(bench.read(slot, 1, name(slot)))
-        assert completion.outcome is not None
         assert completion.outcome.kind is OutcomeKind.CHECKSUM_MISMATCH
     assert bench.close()
     pool = Pool.open(spec)

@@ -15,7 +15,6 @@ import pytest
 
 from vllm_nvmeof_offload.errors import (
     CHECKSUM_MISMATCH,
-    DEADLINE,
     OK,
     STALE,
     OutcomeKind,
@@ -95,25 +94,22 @@ def test_a_write_that_fails_is_not_adopted(bench: Bench, faulty_mount: FaultyMou
     assert adopted(reopened(bench)) == kept
 
 
-def test_a_hang_gives_the_deadline_now_and_the_buffer_later(
+def test_a_hang_that_is_given_up_gives_the_buffer_later(
     bench: Bench, faulty_mount: FaultyMount
 ) -> None:
     faulty_mount.rules(
         {"name": "reads", "op": "read", "do": "hang"},
         {"name": "writes", "op": "write", "do": "hang"},
     )
-    deadline_s = time.monotonic() + 0.15
-    late = [bench.read(0, 0, name(0), deadline_s=deadline_s)]
-    late.append(bench.write(8, 1, name(8), deadline_s=deadline_s))
-    late.append(bench.write(6, 4, name(6, 2), deadline_s=deadline_s))  # overwrites another chunk
+    late = [bench.read(0, 0, name(0))]
+    late.append(bench.write(8, 1, name(8)))
+    late.append(bench.write(6, 4, name(6, 2)))  # overwrites another chunk
     bench.submit(*late)
     faulty_mount.wait_fired("reads", "writes")
-    found = bench.wait(lambda completions: len(completions) == 3)
-    assert time.monotonic() >= deadline_s
-    assert {(c.token, c.outcome) for c in found} == {(op.token, DEADLINE) for op in late}
-    # The third write may have waited for the second; then no part of it has started.
-    held = {c.token for c in found if not c.released}
-    assert {op.token for op in late[:2]} <= held
+    assert bench.engine.poll() == []
+    # Some may not have started: threads, and a ring that seals one write after the other.
+    held = {op.token for op in late} - set(bench.engine.cancel([op.token for op in late]))
+    assert held
     # The other target continues, in both directions, and more than once.
     for slot in HEALTHY[:4]:
         ops = [bench.read(slot, 2, name(slot)), bench.write(slot + 8, 3, name(slot + 8))]
@@ -122,9 +118,7 @@ def test_a_hang_gives_the_deadline_now_and_the_buffer_later(
     assert bench.engine.poll() == []
     faulty_mount.rules()
     found = bench.wait(lambda completions: len(completions) == len(held))
-    assert {(c.token, c.outcome, c.released) for c in found} == {
-        (token, None, True) for token in held
-    }
+    assert {c.token for c in found} == held
     assert bench.run(bench.read(2, 0, name(2)))[0].outcome == OK
     (completion,) = bench.run(bench.read(6, 5, name(6)))
     assert completion.outcome in (OK, STALE, CHECKSUM_MISMATCH)
@@ -138,23 +132,22 @@ def test_many_hanging_operations_do_not_stop_the_other_target(
     bench: Bench, faulty_mount: FaultyMount
 ) -> None:
     faulty_mount.rules({"op": "read", "do": "hang"})
-    deadline_s = time.monotonic() + 0.1
     late = [
-        bench.read(slot, place, name(slot), deadline_s=deadline_s)
-        for place, slot in enumerate([0, 2, 4, 6, 0, 2, 4, 6])
+        bench.read(slot, place, name(slot)) for place, slot in enumerate([0, 2, 4, 6, 0, 2, 4, 6])
     ]
     bench.submit(*late)
-    found = bench.wait(lambda completions: len(completions) == 8)
-    assert {c.outcome for c in found} == {DEADLINE}
+    faulty_mount.wait_hanging(1)
+    held = 8
+    for _ in range(3):  # a thread that takes the place of a lost one may begin the next
+        held -= len(bench.engine.cancel([op.token for op in late]))
     for slot in HEALTHY[:4]:
         assert bench.run(bench.read(slot, 9, name(slot)))[0].outcome == OK
         assert bench.right(9, name(slot))
-    held = sum(not c.released for c in found)
     assert held >= 1
     assert faulty_mount.fired() >= 1
     faulty_mount.rules()
     found = bench.wait(lambda completions: len(completions) == held)
-    assert {(c.outcome, c.released) for c in found} == {(None, True)}
+    assert {c.token for c in found} <= {op.token for op in late}
 
 
 def test_close_does_not_wait_for_a_hang(bench: Bench, faulty_mount: FaultyMount) -> None:
@@ -171,18 +164,15 @@ def test_close_does_not_wait_for_a_hang(bench: Bench, faulty_mount: FaultyMount)
     assert tokens.count(op.token) <= 1
 
 
-def test_a_delay_within_the_deadline_is_not_a_fault(
-    bench: Bench, faulty_mount: FaultyMount
-) -> None:
+def test_a_delay_is_not_a_fault(bench: Bench, faulty_mount: FaultyMount) -> None:
     faulty_mount.rules(
         {"name": "reads", "op": "read", "do": "delay", "value": 0.08},
         {"name": "writes", "op": "write", "do": "delay", "value": 0.08},
     )
-    deadline_s = time.monotonic() + WAIT_S
-    ops = [bench.read(slot, slot, name(slot), deadline_s=deadline_s) for slot in (0, 2, 1)]
-    ops.append(bench.write(8, 8, name(8), deadline_s=deadline_s))
+    ops = [bench.read(slot, slot, name(slot)) for slot in (0, 2, 1)]
+    ops.append(bench.write(8, 8, name(8)))
     start_s = time.monotonic()
-    assert {(c.outcome, c.released) for c in bench.run(*ops)} == {(OK, True)}
+    assert {c.outcome for c in bench.run(*ops)} == {OK}
     assert time.monotonic() - start_s >= 0.08
     assert faulty_mount.fired("reads") >= 2
     assert faulty_mount.fired("writes") >= 1
@@ -244,7 +234,6 @@ def test_a_transfer_without_progress_is_an_error_not_an_endless_loop(
     op = bench.read(0, 1, name(0)) if what == "read" else bench.write(8, 1, name(8))
     (completion,) = bench.run(op)
     assert completion.outcome in (EIO, io_error(0), io_error(errno.EAGAIN))
-    assert completion.released
     assert 1 <= faulty_mount.fired() <= 100
     faulty_mount.rules()
     assert adopted(reopened(bench)) == {slot: name(slot) for slot in range(8)}
@@ -258,12 +247,9 @@ def test_a_target_that_goes_away_is_an_error_at_once(
     faulty_mount.wait_hanging(1)
     faulty_mount.kill()
     (completion,) = bench.wait(bool)
-    assert completion.outcome is not None
     assert completion.outcome.kind is OutcomeKind.IO_ERROR
-    assert completion.released
     for op in (bench.read(2, 0, name(2)), bench.write(8, 1, name(8))):
         (completion,) = bench.run(op)
-        assert completion.outcome is not None
         assert completion.outcome.kind is OutcomeKind.IO_ERROR
     assert bench.run(bench.read(1, 0, name(1)))[0].outcome == OK
 

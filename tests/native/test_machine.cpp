@@ -2,9 +2,10 @@
 // Drives the worker's machine without Python, for the sanitizers: commands at random over lanes
 // that take, end, hang and release at random, from a seed. What a manager relies on is checked by
 // a plain model: each row has one outcome and one release, which comes when no lane has its cache
-// slot; an operation has the length of its group; a row of a store without its blocks is STALE; a
-// read is alone in its buffer; writes keep to their side of a reset; no slot leaks; loads do not
-// wait for slots that hang; everything ends. Exits with 1 on a failure.
+// slot; an operation has the length of its group; a row of a store without its blocks is STALE;
+// nothing is waited for beyond its deadline, even if it is tried again; a read is alone in its
+// buffer; writes keep to their side of a reset; no slot leaks; loads do not wait for slots that
+// hang; everything ends. Exits with 1 on a failure.
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -42,6 +43,7 @@ constexpr std::array<size_t, 3> kGroupBytes{kSlotBytes - kHeader, 512, 0};
 // The group of the chunk with this number, which has the next generation.
 uint8_t group_of(uint64_t number) { return static_cast<uint8_t>(number % kGroupBytes.size()); }
 constexpr size_t kReadsMax = 4, kWritesMax = 2;
+constexpr size_t kReadBytesMax = 3 * kSlotBytes, kWriteBytesMax = 2 * kSlotBytes;
 constexpr uint64_t kBase = 1 << 20;
 constexpr int64_t kReadNs = 5'000'000, kWriteNs = 30'000'000, kTickNs = 1'000'000;
 
@@ -62,50 +64,66 @@ class Lanes final : public NativeLanes {
   struct Op {
     LaneOp op;
     std::string key;
-    bool late = false;
+    int64_t deadline_ns = 0;  // from the first hand-over of its row
+    bool queued = false;      // it has not started
+    bool wanted = true;
   };
 
-  bool take(const LaneOp& op) override {
-    if (full || ops.size() >= depth) return false;
-    CHECK(!ops.contains(op.token));
+  LaneRoom room() const override {
+    const size_t room = full ? 0 : depth - std::min(depth, ops.size());
+    return {room, room};
+  }
+  void take(const LaneOp& op) override {
+    CHECK(!full && ops.size() < depth && !ops.contains(op.token));
     check(op);
-    ops[op.token] = {op, std::string(op.key)};
-    return true;
+    const auto retried = retries_.find(row_of(op));
+    const bool is_write = op.urgency == Urgency::WRITE;
+    int64_t deadline_ns = now_ns + (is_write ? kWriteNs : kReadNs);
+    if (retried != retries_.end()) {
+      deadline_ns = retried->second;
+      CHECK(deadline_ns > now_ns);
+      retries_.erase(retried);
+    }
+    ops[op.token] = {op, std::string(op.key), deadline_ns, op.token % 3 == 0};
   }
   void start() override {}
-  void cancel_one(uint64_t token) override {
-    if (ops.contains(token)) cancelled.insert(token);
+  bool cancel_one(uint64_t token) override {
+    Op& one = ops.at(token);
+    one.wanted = false;
+    if (one.queued) ops.erase(token);
+    return !ops.contains(token);
   }
-  void ended(int64_t now_ns, std::vector<LaneEnd>& found) override {
-    for (auto& [token, one] : ops)
-      if (!one.late && one.op.deadline_ns <= now_ns) end_late(token, one);
+  void ended(std::vector<LaneEnd>& found) override {
     found.insert(found.end(), ends_.begin(), ends_.end());
     ends_.clear();
   }
+  // After a turn of the machine, none is past its deadline that was not given up.
+  void check_deadlines() const {
+    for (const auto& [token, one] : ops) CHECK(!one.wanted || one.deadline_ns > now_ns);
+  }
 
-  // End one operation; one past its deadline is released.
+  // End one operation, however late.
   void end(Dice& dice, unsigned failing) {
     if (ops.empty()) return;
     const auto at = pick(dice, ops);
     LaneEnd end{at->first, static_cast<uint8_t>(Outcome::OK)};
-    if (at->second.late) {
-      end.code = static_cast<uint8_t>(Outcome::RELEASED);
-    } else if (cancelled.contains(at->first)) {
-      end.code = static_cast<uint8_t>(Outcome::CANCELLED);
+    if (!at->second.wanted) {
+      if (dice() % 2) end.code = static_cast<uint8_t>(Outcome::CANCELLED);
     } else if (chance(dice, failing)) {
       constexpr Outcome kFailures[] = {Outcome::IO_ERROR, Outcome::STALE,
                                        Outcome::CHECKSUM_MISMATCH};
       const Outcome failure = kFailures[dice() % 3];
       end.code = static_cast<uint8_t>(failure);
       if (failure == Outcome::IO_ERROR) end.error = dice() % 2 ? EIO : ENOSPC;
+      const bool again = end.error == EIO && at->second.op.urgency != Urgency::WRITE;
+      if (again) retries_[row_of(at->second.op)] = at->second.deadline_ns;
     }
-    cancelled.erase(at->first);
     ops.erase(at);
     ends_.push_back(end);
   }
 
   std::map<uint64_t, Op> ops;
-  std::set<uint64_t> cancelled;
+  int64_t now_ns = 0;
   bool full = false;
   size_t depth = 12;
   uint32_t epoch = 0;       // of the writes that may come now
@@ -123,19 +141,29 @@ class Lanes final : public NativeLanes {
       // Writes from one slot may run side by side, also with an abandoned one.
       if (!(is_write && other_writes)) CHECK(other.op.address != op.address);
       const bool same_target = other.op.pool_slot % kTargets == op.pool_slot % kTargets;
-      same += same_target && !other.late && other_writes == is_write;
+      same += same_target && other.wanted && other_writes == is_write;
     }
     CHECK(same < (is_write ? kWritesMax : kReadsMax));
     CHECK(op.payload_bytes == kGroupBytes[group_of(op.generation - 1)]);
+    size_t bytes = bytes_of(op);
+    for (const auto& [token, other] : ops)
+      if (other.wanted && (other.op.urgency == Urgency::WRITE) == is_write &&
+          other.op.pool_slot % kTargets == op.pool_slot % kTargets)
+        bytes += bytes_of(other.op);
+    CHECK(!same || bytes <= (is_write ? kWriteBytesMax : kReadBytesMax));
     if (is_write) CHECK(may_write && op.stamp.epoch == epoch);
   }
-  void end_late(uint64_t token, Op& one) {
-    one.late = true;
-    cancelled.erase(token);
-    ends_.push_back({token, static_cast<uint8_t>(Outcome::DEADLINE), 0, false, one.op.deadline_ns});
+  static size_t bytes_of(const LaneOp& op) {
+    return kHeader + (op.payload_bytes + 4095) / 4096 * 4096;
+  }
+  // What a read and its retry have in common, and no other read of this test.
+  using Row = std::tuple<uint64_t, uint64_t, std::string, uint64_t>;
+  static Row row_of(const LaneOp& op) {
+    return {op.pool_slot, op.address, std::string(op.key), op.generation};
   }
 
   std::vector<LaneEnd> ends_;
+  std::map<Row, int64_t> retries_;  // deadlines
 };
 
 // An operation between a cache slot and a place: is_write, cache slot, pool slot, generation.
@@ -178,7 +206,8 @@ class World {
     retryable[EIO] = true;
     made.io = {kTargets, kReadsMax, kWritesMax, kReadNs, kWriteNs, kHeader,
                kSlotBytes, {kGroupBytes.begin(), kGroupBytes.end()}, kBase,
-               kBase + kCacheSlots * kSlotBytes, 2, 2, retryable};
+               kBase + kCacheSlots * kSlotBytes, 2, 2, retryable, kReadBytesMax, kWriteBytesMax,
+               kSlotBytes};
     return made;
   }
 
@@ -215,7 +244,8 @@ class World {
       machine_.reset(op, "sixteen bytes of", chance(dice_, 50));
       return;
     }
-    const auto kind = static_cast<OpKind>(dice_() % 4);
+    auto kind = static_cast<OpKind>(dice_() % 4);
+    if (kind == OpKind::WRITE && given_.size() < 4) kind = OpKind::STORE;
     std::string keys;
     std::vector<uint64_t> generations, pieces;
     std::vector<int32_t> cache;
@@ -227,16 +257,26 @@ class World {
     while (generations.size() < rows) {
       const auto slot = static_cast<int32_t>(dice_() % kCacheSlots);
       if (!taken.insert(slot).second) continue;
-      // Few identities, so that slots often hold what is expected.
-      const auto number = static_cast<uint64_t>(slot) * 2 + dice_() % 2;
+      const bool has_cache = kind != OpKind::LOAD || chance(dice_, 50);
+      const bool has_place = kind == OpKind::WRITE || kind == OpKind::FETCH ||
+                             (kind == OpKind::LOAD && chance(dice_, 70));
+      // A slot that is read has what its last fill was to bring.
+      const bool fills = kind == OpKind::STORE || (has_place && kind != OpKind::WRITE);
+      uint64_t number = ++last_number_;
+      if (has_cache && !fills) {
+        if (!given_.contains(slot)) {
+          taken.erase(slot);
+          continue;
+        }
+        number = given_[slot];
+      } else if (has_cache) {
+        given_[slot] = number;
+      }
       char key[kKeyBytes + 1];
       std::snprintf(key, sizeof key, "%012llu", static_cast<unsigned long long>(number));
       keys += key;
       generations.push_back(number + 1);
       groups.push_back(group_of(number));
-      const bool has_cache = kind != OpKind::LOAD || chance(dice_, 50);
-      const bool has_place = kind == OpKind::WRITE || kind == OpKind::FETCH ||
-                             (kind == OpKind::LOAD && chance(dice_, 70));
       cache.push_back(has_cache ? slot : -1);
       places.push_back(has_place ? place(dice_() % kPoolSlots) : -1);
       for (size_t piece = dice_() % 3; piece > 0; --piece)
@@ -289,7 +329,10 @@ class World {
       for (size_t left = dice_() % 4 + (failing ? 0 : 8); left > 0; --left)
         lanes_.end(dice_, failing);
     if (reset_ && chance(dice_, failing ? 20 : 100)) end_reset(failing);
-    machine_.io.poll_native(now_ns_, 0);
+    lanes_.now_ns = now_ns_;
+    machine_.io.poll_native(0);
+    machine_.io.expire();
+    lanes_.check_deadlines();
     machine_.run();
     hand_over();
     while (machine_.run()) hand_over();
@@ -305,9 +348,9 @@ class World {
     const bool ok = !chance(dice_, failing * 3);
     lanes_.epoch += ok;
     const Outcome code = ok ? Outcome::OK : Outcome::IO_ERROR;
-    machine_.io.ended({*reset_, static_cast<uint8_t>(code), ok ? 0 : EIO});
+    const uint64_t token = *std::exchange(reset_, std::nullopt);
     lanes_.may_write = true;
-    reset_.reset();
+    machine_.io.ended({token, static_cast<uint8_t>(code), ok ? 0 : EIO});
   }
 
   void hand_over() {
@@ -318,12 +361,11 @@ class World {
       machine_.io.set_target(target, usable_[target], 0);
     machine_.io.set_stamp({lanes_.epoch, {}}, false);
     machine_.io.offer_reads();
-    const IoQueue::Offer offer = machine_.io.reset_to_offer();
-    if (offer.task && chance(dice_, 70)) {
+    const IoQueue::Offer offer = machine_.io.offer_reset();
+    if (offer.task) {
       CHECK(!reset_);
       for (const auto& [token, one] : lanes_.ops)
-        CHECK(one.op.urgency != Urgency::WRITE || one.late);
-      machine_.io.reset_accepted(offer.token);
+        CHECK(one.op.urgency != Urgency::WRITE || !one.wanted);
       reset_ = offer.token;
       lanes_.may_write = false;
     }
@@ -381,7 +423,8 @@ class World {
   Lanes lanes_;
   Machine machine_;
   int64_t now_ns_ = 0, hung_until_ns_ = 0;
-  uint64_t last_op_ = 0;
+  uint64_t last_op_ = 0, last_number_ = 0;  // of ops, and of chunks
+  std::map<int32_t, uint64_t> given_;  // cache slot → number of the chunk of its last fill
   std::map<uint64_t, Command> commands_;
   std::map<uint64_t, uint64_t> copies_;  // number → op
   std::optional<uint64_t> reset_;  // the token of the one under way

@@ -73,6 +73,7 @@ class Knobs:
     land_share: float
     reads_max: int
     writes_max: int
+    writes_beside_reads_max: int  # of a target, while it reads
     engine_depth: int  # operations the I/O engine holds, hung ones included
     ticks: int
     copy_s: float
@@ -167,6 +168,7 @@ class Knobs:
             land_share=rng.choice((0.0, 0.3, 0.5, 1.0)),
             reads_max=rng.choice((1, 2, 8)),
             writes_max=rng.choice((1, 2, 8)),
+            writes_beside_reads_max=rng.choice((1, 2)),
             engine_depth=rng.choice((3, 12)),
             ticks=rng.randint(150, 350),
             copy_s=rng.choice((0.0005, 0.01, 0.05)),

@@ -45,9 +45,16 @@ class SimCopy:
         self._tickets: list[_Ticket] = []
         self._next = 1
         self.stream_end_s = 0.0  # the model's stream is busy until this time
+        #: GPU block → the fences of the jobs that have named it.
+        self._fences: dict[int, set[object]] = {}
 
     def record_fence(self) -> object:
         return self.stream_end_s
+
+    def expect(self, blocks: set[int], fence: object) -> None:
+        """A job that copies these blocks waits for this fence."""
+        for block in blocks:
+            self._fences.setdefault(block, set()).add(fence)
 
     def submit(
         self, direction: Direction, pieces: Descriptors, fence: object, payloads: object = None
@@ -69,6 +76,9 @@ class SimCopy:
             io_error(errno.EFAULT) if failed else OK,
         )
         self._next += 1
+        for block, _, _ in ticket.pieces:
+            if fence not in self._fences[block]:
+                raise Violation("3", f"{ticket} waits for the fence of another job")
         blocks = [("gpu", block) for block, _, _ in ticket.pieces]
         slots = [("slot", slot) for _, slot, _ in ticket.pieces]
         if direction is Direction.STORE:

@@ -11,4 +11,5 @@ native(
     "promoted_fetch_never_runs",
     "reset_forgets_the_writes_of_other_targets",
     "room_at_a_target_is_not_released",
+    "writes_keep_no_cap_beside_reads",
 )

@@ -18,7 +18,7 @@ from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 
 from . import world
 from .mutants import Patch, mutant, native
-from .rank import SimRank
+from .rank import Metadata, Output, SimRank
 from .storage import SimIo
 from .store import Claim, Record
 
@@ -26,6 +26,26 @@ from .store import Claim, Record
 
 
 native("gates_ignore_order", "gates_accept_stale", "failed_copy_counts_as_copied")
+
+
+@mutant
+def loads_come_before_the_fills_that_they_need() -> list[Patch]:
+    """With STALE instead of the machine's assertion it would look like chunks that are gone."""
+    real = SimRank.execute
+
+    def execute(self: Any, metadata: Metadata) -> Output:
+        early = [job for job in metadata.loads.items() if metadata.commands]
+        for op, job in early:
+            self._loads[op] = job
+            self._submit(op, job)
+        return real(
+            self,
+            replace(
+                metadata, loads=dict([item for item in metadata.loads.items() if item not in early])
+            ),
+        )
+
+    return [(SimRank, "execute", execute)]
 
 
 # -- rule 2: a store in flight is a hit ---------------------------------------------------
@@ -48,6 +68,17 @@ def stores_ignore_the_fence() -> list[Patch]:
 def loads_ignore_the_fence() -> list[Patch]:
     real = TransferPipeline.load
     load = lambda self, command, pieces, fence: real(self, command, pieces, 0.0)  # noqa: E731
+    return [(TransferPipeline, "load", load)]
+
+
+@mutant
+def chunks_share_a_younger_fence() -> list[Patch]:
+    real = TransferPipeline.load
+
+    def load(self: Any, command: Any, pieces: Any, fence: object) -> None:
+        real(self, command, pieces, fence)
+        self._fences = dict.fromkeys(self._fences, fence)
+
     return [(TransferPipeline, "load", load)]
 
 
@@ -77,11 +108,10 @@ native("write_begins_with_the_store", "failed_write_counts_as_written", "first_r
 def table_is_written_before_data() -> list[Patch]:
     real = SimIo.submit
 
-    def submit(self: Any, ops: Any) -> int:
-        count = real(self, ops)
-        for flight in list(self._flights.values())[-count:] if count else []:
+    def submit(self: Any, ops: Any) -> None:
+        real(self, ops)
+        for flight in list(self._flights.values())[-len(ops) :]:
             flight.data_s, flight.table_s = flight.table_s, flight.data_s
-        return count
 
     return [(SimIo, "submit", submit)]
 

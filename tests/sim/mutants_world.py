@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from vllm_nvmeof_offload.manager import core
@@ -12,7 +11,6 @@ from vllm_nvmeof_offload.protocol import ResetCommand
 from . import world
 from .mutants import Patch, mutant, native
 from .rank import Metadata, Output, SimRank
-from .storage import SimIo
 from .store import START_TAG, RankStore, Superblock
 
 # -- reports and reset --------------------------------------------------------------------
@@ -74,6 +72,7 @@ def start_believes_rank_0_for_all_ranks() -> list[Patch]:
 
 native(
     "reset_overtakes_writes",
+    "a_write_passes_the_reset_before_it",
     "a_reset_waits_for_a_late_write",
     "old_writes_follow_the_reset",
     "failed_reset_is_ignored",
@@ -87,17 +86,9 @@ native(
     "hung_fill_blocks_its_readers",
     "hung_stream_slots_block_loads",
     "full_engine_blocks_forever",
+    "ops_have_no_deadline",
+    "a_retry_gets_a_new_deadline",
 )
-
-
-@mutant
-def ops_have_no_deadline() -> list[Patch]:
-    real = SimIo.submit
-
-    def submit(self: Any, ops: Any) -> int:
-        return real(self, [replace(op, deadline_s=None) for op in ops])
-
-    return [(SimIo, "submit", submit)]
 
 
 @mutant

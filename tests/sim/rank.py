@@ -13,6 +13,7 @@ import numpy as np
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor, JobBlocks
 from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.protocol import (
+    CancelCommand,
     Command,
     LoadCommand,
     RankHello,
@@ -135,6 +136,7 @@ class SimRank:
                 knobs.read_deadline_s,
                 knobs.write_deadline_s,
                 group_bytes=self.geometry.group_bytes,
+                write_bytes_beside_reads_max=knobs.writes_beside_reads_max * slot_bytes,
             ),
             clock,
         )
@@ -217,13 +219,19 @@ class SimRank:
         elif isinstance(command, ResetCommand):
             self.io.overtaken |= self._writes
             self.io.reset_asked(self.void_limits[command.op])
+        elif isinstance(command, CancelCommand):
+            self.io.cancels()
         self.pipeline.command(command)
+
+    def _cancel(self, op: int) -> None:
+        self.io.cancels()
+        self.pipeline.cancel(op)
 
     def wait(self, ops: set[int]) -> None:
         """Wait as vLLM's worker does: for stores until they are copied; loads are cancelled and
         waited for until no DMA runs."""
         for op in ops & self._loads.keys():
-            self._hand_over(lambda o=op: self.pipeline.cancel(o))
+            self._hand_over(lambda o=op: self._cancel(o))
         limit_s = self._clock() + self.wait_max_s
         while ops & self._open:
             if self._clock() > limit_s:
@@ -247,6 +255,7 @@ class SimRank:
 
     def _submit(self, op: int, job: TransferJob) -> None:
         fence = self.copy.record_fence()
+        self.copy.expect(set(job.all_blocks), fence)
         self._open.add(op)
         command, blocks = job.command, self._blocks(job)
         if isinstance(command, StoreCommand):

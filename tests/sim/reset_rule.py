@@ -24,9 +24,9 @@ class ResetRule:
             self._since_s = self._clock()
         self._owed += 1
 
-    def offered(self, *, accepted: bool) -> None:
-        """The engine was offered a reset; a failed reset is offered again."""
-        self._owed = max(0, self._owed - accepted)
+    def offered(self) -> None:
+        """The engine got a reset; a failed reset is offered again."""
+        self._owed = max(0, self._owed - 1)
         self._since_s = self._clock()
 
     def check(self, *, resetting: bool) -> None:

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field, replace
 from vllm_nvmeof_offload.errors import (
     CANCELLED,
     CHECKSUM_MISMATCH,
-    DEADLINE,
     OK,
     STALE,
     Outcome,
     io_error,
 )
-from vllm_nvmeof_offload.io.base import Completion, IoOp
+from vllm_nvmeof_offload.io.base import Completion, IoOp, Room
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.protocol import OpKind
 from vllm_nvmeof_offload.units import HEADER_BYTES
@@ -45,14 +44,20 @@ class _Flight:
     data_done: bool = False
     table_done: bool = False
     outcome: Outcome = OK
-    late: bool = False
+    deadline_s: float = math.inf  # from the first hand-over of its row
     unwanted: bool = False  # cancelled: the bytes it reads are discarded
+    late: bool = False  # cancelled because of its deadline
     resets_asked: int = 0
     stamp: Stamp = _NO_STAMP  # the store's at submission
     behind: dict[int, float] = field(default_factory=dict)  # of a reset: target → hangs until
 
     def __str__(self) -> str:
         return f"{self.op.kind.value} of pool slot {self.op.pool_slot} (io {self.op.token})"
+
+
+def _row(op: IoOp) -> tuple[object, ...]:
+    """What a read and its retry have in common."""
+    return op.kind, op.pool_slot, op.address, op.identity
 
 
 class SimIo:
@@ -81,7 +86,9 @@ class SimIo:
         self._expected = expected
         self._slot_bytes = HEADER_BYTES + knobs.blocks_per_chunk * BLOCK_BYTES
         self._flights: dict[int, _Flight] = {}
-        self._cancelled: list[_Flight] = []
+        self._room = Room(0, 0)
+        #: Reads that failed and may be tried again: what they name → their deadline.
+        self._retries: dict[tuple[object, ...], float] = {}
         self._resets_asked = 0
         self._void_limits: list[int] = [0]  # by the number of resets asked
         self._reset_rule = ResetRule(clock, knobs.write_deadline_s)
@@ -98,53 +105,53 @@ class SimIo:
     def attach(self) -> None:
         return None
 
-    def submit(self, ops: Sequence[IoOp]) -> int:
-        accepted = 0
-        for op in ops:
-            full = len(self._flights) >= self._knobs.engine_depth
-            refused = full or (not self.calm and self._rng.random() < self._knobs.busy)
-            if op.kind is OpKind.RESET:
-                self._reset_rule.offered(accepted=not refused)
-            if refused:
-                self.counts["io_busy"] += 1
-                break
-            self._accept(op)
-            accepted += 1
-        return accepted
+    def room(self) -> Room:
+        room = max(0, self._knobs.engine_depth - len(self._flights))
+        if not self.calm and self._rng.random() < self._knobs.busy:
+            room = 0
+        self.counts["io_busy"] += not room
+        self._room = Room(room, room)
+        return self._room
 
-    def cancel(self, tokens: Sequence[int]) -> None:
+    def submit(self, ops: Sequence[IoOp]) -> None:
+        if ops[0].kind is OpKind.RESET:
+            self._reset_rule.offered()
+        elif len(ops) > self._room.reads:
+            raise Violation("14", f"{len(ops)} operations for {self._room}")
+        for op in ops:
+            self._accept(op)
+
+    def cancel(self, tokens: Sequence[int]) -> list[int]:
+        now = self._clock()
+        withdrawn = []
         for token in tokens:
-            flight = self._flights.get(token)
-            if flight is not None:
-                flight.unwanted = True
-            started = flight is not None and flight.start_s <= self._clock()
-            if flight is not None and not started and not flight.late:
-                del self._flights[token]
-                self._cancelled.append(flight)
+            flight = self._flights[token]
+            if flight.start_s > now:
+                self._memory.watches.end(self._flights.pop(token))
+                withdrawn.append(token)
+            flight.unwanted = True
+            flight.late = flight.deadline_s <= now
+            self.counts["io_late"] += flight.late
+        self.counts["io_cancelled"] += len(withdrawn)
+        return withdrawn
 
     def poll(self) -> list[Completion]:
         self.advance()
         now = self._clock()
         completions: list[Completion] = []
-        for flight in self._cancelled:
-            self._memory.watches.end(flight)
-            completions.append(Completion(flight.op.token, CANCELLED))
-        self.counts["io_cancelled"] += len(self._cancelled)
-        self._cancelled.clear()
         flights = list(self._flights.values())
         self._rng.shuffle(flights)
         for flight in flights:
-            token, deadline_s = flight.op.token, flight.op.deadline_s
-            if flight.done_s <= now and self._rng.random() < 0.9:
-                del self._flights[token]
-                self._memory.watches.end(flight)
-                if not flight.late:
-                    self._finish(flight)
-                completions.append(Completion(token, None if flight.late else flight.outcome))
-            elif deadline_s is not None and deadline_s <= now and not flight.late:
-                flight.late = True
-                self.counts["io_late"] += 1
-                completions.append(Completion(token, DEADLINE, released=False))
+            if flight.done_s > now or self._rng.random() > 0.9:
+                continue
+            token = flight.op.token
+            del self._flights[token]
+            self._memory.watches.end(flight)
+            if flight.late or (flight.unwanted and flight.op.kind is OpKind.WRITE):
+                flight.outcome = CANCELLED
+            else:
+                self._finish(flight)
+            completions.append(Completion(token, flight.outcome))
         return completions
 
     def fileno(self) -> int:
@@ -180,6 +187,10 @@ class SimIo:
                 flight.table_done = True
                 self._enter(flight)
 
+    def cancels(self) -> None:
+        """The rank received a cancel: a read that was to be tried again may be gone."""
+        self._retries.clear()
+
     def reset_asked(self, void_limit: int) -> None:
         """The rank received a reset: no write may start before the reset has succeeded.
 
@@ -192,6 +203,9 @@ class SimIo:
 
     def check(self) -> None:
         """Check after a turn of the pipeline's thread."""
+        for flight in self._flights.values():
+            if flight.deadline_s <= self._clock() and not flight.unwanted:
+                raise Violation("14", f"{flight} is past its deadline and waited for")
         resetting = any(f.op.kind is OpKind.RESET for f in self._flights.values())
         self._reset_rule.check(resetting=resetting)
 
@@ -219,6 +233,7 @@ class SimIo:
         slow = 4.0 if op.pool_slot % knobs.targets == knobs.slow_target else 1.0
         done_s = start_s + slow * knobs.io_s * rng.uniform(0.2, 2.0)
         flight = _Flight(op, slot, start_s, 0.0, 0.0, done_s, stamp=self.store.stamp)
+        flight.deadline_s = self._deadline_s(op)
         self._draw_fault(flight)
         span = min(flight.done_s, start_s + 10.0) - start_s
         first, second = sorted((rng.random(), rng.random()))
@@ -233,6 +248,7 @@ class SimIo:
             self._check_reset(flight)
             self._memory.watches.begin(flight, (), ())
             return
+        self._check_bounds(flight)
         reading = op.is_read
         cells = [("head", slot), ("slot", slot)]
         if reading:
@@ -240,6 +256,33 @@ class SimIo:
             return
         self._memory.watches.begin(flight, cells[1:], cells[:1])
         self._check_write(flight)
+
+    def _deadline_s(self, op: IoOp) -> float:
+        knobs = self._knobs
+        if op.kind is OpKind.RESET:
+            return math.inf
+        patience_s = knobs.read_deadline_s if op.is_read else knobs.write_deadline_s
+        return self._retries.pop(_row(op), self._clock() + patience_s)
+
+    def _check_bounds(self, flight: _Flight) -> None:
+        """The machine's bounds on what a target has, without operations that were given up."""
+        knobs, target = self._knobs, flight.op.pool_slot % self._knobs.targets
+        others = [
+            other.op
+            for other in self._flights.values()
+            if other is not flight
+            and other.op.kind is not OpKind.RESET
+            and not other.late
+            and other.op.pool_slot % knobs.targets == target
+        ]
+        reads = sum(op.is_read for op in others)
+        same = reads if flight.op.is_read else len(others) - reads
+        share = knobs.reads_max if flight.op.is_read else knobs.writes_max
+        most = max(1, share // knobs.targets)
+        if not flight.op.is_read and reads:
+            most = min(most, knobs.writes_beside_reads_max)
+        if same >= most:
+            raise Violation("bounds", f"{flight} beside {same} of its kind, at most {most} may run")
 
     def _draw_fault(self, flight: _Flight) -> None:
         rng, knobs, op = self._rng, self._knobs, flight.op
@@ -372,6 +415,8 @@ class SimIo:
 
     def _finish(self, flight: _Flight) -> None:
         op = flight.op
+        if op.is_read and flight.outcome.retryable and not flight.unwanted:
+            self._retries[_row(op)] = flight.deadline_s
         if op.kind is not OpKind.WRITE or not flight.outcome.ok:
             return
         if not flight.data_done or not flight.table_done:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections import deque
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import chunks
 from tests.unit.pipeline.bench import PIECES, Bench, identity
 from vllm_nvmeof_offload.copy.base import Pieces
-from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, STALE, io_error
+from vllm_nvmeof_offload.errors import CANCELLED, OK, STALE, io_error
 from vllm_nvmeof_offload.protocol import LoadCommand, SlotIdentity, StoreCommand, Urgency
 
 A, B = 1, 2  # numbers of chunks
@@ -63,10 +64,11 @@ def test_reads_wait_for_the_fill_before_them_and_share() -> None:
     assert not slot.ask(3, A, fill=False)
     assert slot.end(1) == [(2, False), (3, False)]
     assert not slot.ask(4, B, fill=True)
-    assert not slot.ask(5, A, fill=False)
+    assert not slot.ask(5, B, fill=False)
     assert not slot.end(2)
     assert slot.end(3) == [(4, False)]
-    assert slot.end(4) == [(5, True)]
+    assert slot.end(4) == [(5, False)]
+    slot.end(5)
     assert slot.idle()
 
 
@@ -76,8 +78,19 @@ def test_the_generation_is_part_of_the_content() -> None:
     slot.end(1)
     older = SlotIdentity(identity(A).key, identity(A).generation - 1)
     load = LoadCommand(2, chunks.batch_of((older, 0, None)))
-    slot.bench.pipeline.load(load, Pieces.of(PIECES), 2)
-    assert slot.granted() == [(2, True)]
+    with pytest.raises(AssertionError, match="no such fill"):
+        slot.bench.pipeline.load(load, Pieces.of(PIECES), 2)
+
+
+def test_what_was_in_the_slot_before_its_last_fill_cannot_be_read() -> None:
+    slot = Slot()
+    with pytest.raises(AssertionError, match="no such fill"):
+        slot.ask(1, A, fill=False)
+    slot.ask(2, A, fill=True)
+    slot.end(2)
+    slot.ask(3, B, fill=True)
+    with pytest.raises(AssertionError, match="no such fill"):
+        slot.ask(4, A, fill=False)
 
 
 def test_a_failed_fill_leaves_nothing_to_read() -> None:
@@ -93,24 +106,24 @@ def test_readers_of_a_hung_fill_fail_at_once_and_the_next_fill_waits() -> None:
     slot = Slot()
     slot.bench.fetch(1, A, pool=0, cache=0)
     assert not slot.ask(2, A, fill=False)
-    slot.bench.io.complete(slot.bench.io_of(0), DEADLINE, released=False)
+    slot.bench.hang()
     assert slot.granted() == [(2, True)]
     assert slot.ask(3, A, fill=False) == [(3, True)]
     assert not slot.ask(4, B, fill=True)
     assert not slot.idle()
-    slot.bench.io.complete(slot.bench.io_of(0), None)
+    slot.bench.io.complete(slot.bench.io_of(0))
     assert slot.granted() == [(4, False)], "its bytes are not trusted"
     slot.end(4)
-    assert slot.ask(5, A, fill=False) == [(5, True)]
+    assert slot.ask(5, B, fill=False) == [(5, False)]
 
 
 def test_what_a_hung_fill_brings_late_is_not_read() -> None:
     slot = Slot()
     slot.bench.fetch(1, A, pool=0, cache=0)
     slot.granted()
-    slot.bench.io.complete(slot.bench.io_of(0), DEADLINE, released=False)
+    slot.bench.hang()
     slot.granted()
-    slot.bench.io.complete(slot.bench.io_of(0), None)
+    slot.bench.io.complete(slot.bench.io_of(0))
     slot.granted()
     assert slot.ask(2, A, fill=False) == [(2, True)]
     assert slot.idle()
@@ -119,12 +132,13 @@ def test_what_a_hung_fill_brings_late_is_not_read() -> None:
 def test_a_withdrawn_task_does_not_block_the_next() -> None:
     slot = Slot()
     slot.ask(1, A, fill=True)
-    slot.bench.fetch(2, B, pool=0, cache=0)
     slot.ask(3, A, fill=False)
+    slot.bench.fetch(2, B, pool=0, cache=0)
+    slot.ask(4, B, fill=False)
     for _ in range(2):
         slot.bench.cancel(2)
     assert slot.bench.reports() == [chunks.Reported(2, 0, CANCELLED)]
-    assert slot.end(1) == [(3, False)]
+    assert slot.end(1) == [(3, False), (4, True)]
     assert not slot.bench.io.started
 
 
@@ -147,7 +161,14 @@ def test_a_load_promotes_the_fills_of_its_slot_wherever_they_wait() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from([A, B])), max_size=12), st.data())
 def test_slots_are_granted_in_the_order_of_requests(asks, data) -> None:  # type: ignore[no-untyped-def]
-    """Any interleaving of asks and ends: order is kept, fills are exclusive, reads match."""
+    """Any interleaving of asks and ends: order is kept, fills are exclusive, reads match.
+
+    A read names what the last fill before it brings.
+    """
+    numbers: list[int] = []
+    for fill, number in asks:
+        numbers.append(number if fill or not numbers else numbers[-1])
+    asks = [(fill or not at, numbers[at]) for at, (fill, _) in enumerate(asks)]
     slot = Slot()
     granted: list[int] = []
     running: set[int] = set()

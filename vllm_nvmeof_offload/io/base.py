@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of an I/O engine: whole slots between staging and the pool, asynchronously.
 
-Outcome and release are two events. An operation that passes its deadline yields a
-`Completion` with `DEADLINE` and `released=False` at once; when the kernel releases the buffer, a
-second `Completion` follows with `outcome=None` and `released=True`. Every other operation yields
-one `Completion` that has both. Until its release an operation's buffer belongs to the engine.
+An engine moves slots and nothing else. The native machine (native/io_queue.h) alone owns deadlines,
+bounds and order: it submits what the engine has room for, and gives an outcome at the deadline
+whether the engine answers or not. Operations of a kind start in the order of their submission.
+
+Each operation yields one `Completion`, however late, unless `cancel` has taken it back. Until then
+its buffer belongs to the engine.
 
 The engine requeues the rest of a short transfer; one that makes no progress is an IO_ERROR, with
 errno 0 if no byte was moved.
@@ -22,10 +24,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.errors import OK, Outcome, io_error
@@ -43,7 +47,6 @@ class IoOp:
     and has `identity` None and `address` 0.
     address: staging address of the slot (its header page); the payload follows it.
     payload_bytes: at most what a slot holds; it is transferred in whole pages.
-    deadline_s: on the engine's clock (`time.monotonic` unless injected); None: never.
     """
 
     token: int
@@ -53,7 +56,6 @@ class IoOp:
     address: int
     identity: SlotIdentity | None
     payload_bytes: int
-    deadline_s: float | None = None
     #: RESET only: as in `protocol.ResetCommand`.
     tag: bytes = b""
     named: bool = True
@@ -68,14 +70,13 @@ class IoOp:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """`outcome` None: the late release of an operation whose outcome came before.
+    """The end of an operation: nothing touches its buffer any more.
 
-    ended_s: when it ended in the engine, which may be long before `poll`; None: not known.
+    ended_s: the time by `time.monotonic`, which may be long before `poll`; None: not known.
     """
 
     token: int
-    outcome: Outcome | None
-    released: bool = True
+    outcome: Outcome
     ended_s: float | None = field(default=None, compare=False)
 
 
@@ -84,32 +85,25 @@ _KEYS = OffloadConfig.model_fields
 
 @dataclass(frozen=True, slots=True)
 class IoLimits:
-    """Bounds of an engine, each for one target if it has rings; see the keys in `config`.
-
-    The `bytes_in_flight` count operations that run, not overdue ones (a path that hangs must not
-    stop the others); at least one of each kind may always run.
-    """
+    """The size of an engine; see the keys in `config`."""
 
     threads: int = _KEYS["io_threads"].default
     depth: int = _KEYS["io_depth"].default
     split_bytes: int = _KEYS["io_split_bytes"].default
-    read_bytes_in_flight_max: int = _KEYS["read_bytes_in_flight_max"].default
-    write_bytes_in_flight_max: int = _KEYS["write_bytes_in_flight_max"].default
-    write_bytes_beside_reads_max: int = _KEYS["write_bytes_beside_reads_max"].default
-    #: Operations that wait in the engine, over all targets.
-    queue_max: int = 4096
+    #: Operations that an engine with rings has, over all targets.
+    operations_max: int = 4096
 
     @staticmethod
     def of(settings: OffloadConfig) -> IoLimits:
-        """Return the bounds that `settings` asks for."""
-        return IoLimits(
-            settings.io_threads,
-            settings.io_depth,
-            settings.io_split_bytes,
-            settings.read_bytes_in_flight_max,
-            settings.write_bytes_in_flight_max,
-            settings.write_bytes_beside_reads_max,
-        )
+        """Return what `settings` asks for."""
+        return IoLimits(settings.io_threads, settings.io_depth, settings.io_split_bytes)
+
+
+class Room(NamedTuple):
+    """The operations of each kind that an engine takes now. A reset needs no room."""
+
+    reads: int
+    writes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +118,7 @@ class Lanes:
 
 
 class IoEngine(Protocol):
-    """Submit/poll; only the pipeline's thread calls. BUSY is an answer: fewer accepted."""
+    """Submit/poll; only the pipeline's thread calls. BUSY is an answer: no room."""
 
     #: The engine and its mode, for humans and metrics: "threads", "uring (registered)", …
     name: str
@@ -135,26 +129,39 @@ class IoEngine(Protocol):
         None: the engine has no native lanes, and everything goes through `submit` and `poll`.
         """
 
-    def submit(self, ops: Sequence[IoOp]) -> int:
-        """Take operations in order; return how many were accepted. Never blocks."""
+    def room(self) -> Room:
+        """Return how many operations may be submitted now."""
 
-    def cancel(self, tokens: Sequence[int]) -> None:
-        """Complete those not yet started with CANCELLED; the others run on."""
+    def submit(self, ops: Sequence[IoOp]) -> None:
+        """Take operations; never blocks.
+
+        A RESET is submitted while no write is waited for and no other RESET runs, and no write
+        while a RESET runs. Each write carries the pool's stamp of its submission.
+        """
+
+    def cancel(self, tokens: Sequence[int]) -> list[int]:
+        """Take back those that have not started, and return their tokens; nothing follows.
+
+        The others run on, and nobody waits for their outcome: a write gets no table entry any more.
+        """
 
     def poll(self) -> list[Completion]:
-        """Return what has happened since the last call, deadlines included."""
+        """Return what has ended since the last call."""
 
     def replace_target(self, target: int) -> None:
         """Use the files that the pool now has of `target` for what is submitted from now on.
 
-        Earlier operations may use the old files, which stay open until they are released.
+        Earlier operations use the old files, which stay open until they have ended.
         """
 
     def fileno(self) -> int:
         """Return an eventfd that is readable while `poll` may have something to return."""
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Stop; True if nothing is left in flight (else threads and buffers are left behind)."""
+        """Stop; True if nothing is left in flight (else threads and buffers are left behind).
+
+        What has not started ends with CANCELLED.
+        """
 
 
 class Waker:
@@ -185,15 +192,17 @@ class NoIoEngine:
     def attach(self) -> None:
         return None
 
-    def submit(self, ops: Sequence[IoOp]) -> int:
+    def room(self) -> Room:
+        return Room(1, 1)
+
+    def submit(self, ops: Sequence[IoOp]) -> None:
         for op in ops:
             outcome = OK if op.kind is OpKind.RESET else io_error(errno.ENODEV)
             self._done.append(Completion(op.token, outcome))
         self._waker.wake()
-        return len(ops)
 
-    def cancel(self, tokens: Sequence[int]) -> None:
-        return
+    def cancel(self, tokens: Sequence[int]) -> list[int]:
+        return []
 
     def replace_target(self, target: int) -> None:
         return
@@ -210,13 +219,40 @@ class NoIoEngine:
         return True
 
 
-def reset_pool(pool: Pool, op: IoOp) -> Outcome:
-    """Execute a RESET. Blocks."""
-    try:
-        pool.reset(op.tag, op.named)
-    except OSError as error:
-        return io_error(error.errno or errno.EIO)
-    return OK
+class Resets:
+    """Executes resets on a thread of their own, because they may block for long. Any thread."""
+
+    def __init__(self, pool: Pool, on_end: Callable[[Completion], None]) -> None:
+        """on_end: called on the thread of the reset."""
+        self._pool = pool
+        self._on_end = on_end
+        self._thread: threading.Thread | None = None
+        self._running = False
+
+    def start(self, op: IoOp) -> None:
+        assert not self._running, "two resets at one time"
+        self._running = True
+        self._thread = threading.Thread(target=self._run, args=(op,), name="io-reset", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the reset that runs; False if it still does."""
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self, op: IoOp) -> None:
+        # An exception that is not an OSError is a bug; the reset must end even then.
+        outcome = io_error(errno.EIO)
+        try:
+            self._pool.reset(op.tag, op.named)
+            outcome = OK
+        except OSError as error:
+            outcome = io_error(error.errno or errno.EIO)
+        finally:
+            self._running = False
+            self._on_end(Completion(op.token, outcome, time.monotonic()))
 
 
 def _find_allowed() -> frozenset[int]:

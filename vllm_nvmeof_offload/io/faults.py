@@ -10,8 +10,8 @@ Values: `true` strikes always; a whole number strikes that many times from then 
 is a probability. `read_delay_ms` and `write_delay_ms` are milliseconds.
 
 Errors are reported without asking the inner engine. A delayed or hanging operation is held
-here and keeps the contract of one that has started: past its deadline it yields DEADLINE at
-once, and its release when the fault ends. `flip_byte_on_read` damages the slab itself, so
+here as one that has started: it ends when the fault ends, and without having run if it was given
+up meanwhile. `flip_byte_on_read` damages the slab itself, so
 that the inner engine's own check must see it. The two negative controls change a payload
 *after* that check: wrong KV that the store cannot see, which a token test must.
 """
@@ -27,13 +27,13 @@ import select
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_nvmeof_offload import logger
-from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, ConfigError, io_error
-from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoOp, Waker
+from vllm_nvmeof_offload.errors import CANCELLED, OK, ConfigError, Outcome, io_error
+from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoOp, Room, Waker
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OpKind
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
@@ -182,7 +182,7 @@ class _Held:
     op: IoOp
     hang: str  # the knob, or "" for a delay until `until_s`
     until_s: float
-    overdue: bool = False
+    wanted: bool = True
     exchanged: bool = False  # its target has other files since it was submitted
 
 
@@ -196,17 +196,14 @@ class FaultyIoEngine:
         pool: Pool,
         memory: memoryview,
         base_address: int,
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """pool, memory and clock: those of `inner`."""
+        """pool and memory: those of `inner`."""
         self.name = f"{inner.name} + faults"
         self.plan = plan
         self._inner = inner
         self._pool = pool
         self._memory = memory
         self._base_address = base_address
-        self._clock = clock
         self._held: list[_Held] = []
         self._forwarded: dict[int, IoOp] = {}
         self._completions: list[Completion] = []
@@ -222,23 +219,24 @@ class FaultyIoEngine:
     def attach(self) -> None:
         return None  # every operation comes through here
 
-    def submit(self, ops: Sequence[IoOp]) -> int:
-        self.plan.refresh()
-        for accepted, op in enumerate(ops):
-            if not self._submit_one(op):
-                return accepted
-        return len(ops)
+    def room(self) -> Room:
+        return self._inner.room()
 
-    def _submit_one(self, op: IoOp) -> bool:
+    def submit(self, ops: Sequence[IoOp]) -> None:
+        self.plan.refresh()
+        for op in ops:
+            self._submit_one(op)
+
+    def _submit_one(self, op: IoOp) -> None:
         for knob, error in _ERRORS[op.kind]:
             if self.plan.strikes(knob):
-                self._complete(Completion(op.token, io_error(error)))
-                return True
+                self._complete(op, io_error(error))
+                return
         held = self._hold(op)
         if held is None:
-            return self._forward(op)
-        self._held.append(held)
-        return True
+            self._forward(op)
+        else:
+            self._held.append(held)
 
     def _hold(self, op: IoOp) -> _Held | None:
         if op.kind is OpKind.RESET:
@@ -247,20 +245,22 @@ class FaultyIoEngine:
         if self.plan.strikes(f"hang_{what}s"):
             return _Held(op, f"hang_{what}s", 0.0)
         delay_ms = self.plan.milliseconds(f"{what}_delay_ms")
-        return _Held(op, "", self._clock() + delay_ms / 1000) if delay_ms else None
+        return _Held(op, "", time.monotonic() + delay_ms / 1000) if delay_ms else None
 
-    def _forward(self, op: IoOp) -> bool:
+    def _forward(self, op: IoOp) -> None:
         self._forwarded[op.token] = op
         if op.is_read and op.payload_bytes and self.plan.strikes("flip_byte_on_read"):
             self._flip_on_disk(op)
-        if self._inner.submit([op]) == 1:
-            return True
-        del self._forwarded[op.token]
-        return False
+        self._inner.submit([op])
 
-    def cancel(self, tokens: Sequence[int]) -> None:
-        """Held operations count as started: they run on."""
-        self._inner.cancel([token for token in tokens if token in self._forwarded])
+    def cancel(self, tokens: Sequence[int]) -> list[int]:
+        """Held operations count as started."""
+        for held in self._held:
+            held.wanted &= held.op.token not in tokens
+        withdrawn = self._inner.cancel([token for token in tokens if token in self._forwarded])
+        for token in withdrawn:
+            del self._forwarded[token]
+        return withdrawn
 
     def replace_target(self, target: int) -> None:
         # Held operations cannot be handed over any more: they would get the new files, which are
@@ -274,10 +274,8 @@ class FaultyIoEngine:
         self._waker.clear()
         self._release_held()
         for completion in self._inner.poll():
-            op = self._forwarded.get(completion.token)
-            if completion.released:
-                self._forwarded.pop(completion.token, None)
-            if op is not None and op.is_read and op.payload_bytes and completion.outcome == OK:
+            op = self._forwarded.pop(completion.token)
+            if op.is_read and op.payload_bytes and completion.outcome == OK:
                 self._deceive(op)
             self._completions.append(completion)
         completions, self._completions = self._completions, []
@@ -287,36 +285,30 @@ class FaultyIoEngine:
         return self._epoll.fileno()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Stop the inner engine; held operations are released without having run."""
+        """Stop the inner engine; held operations end without having run."""
         self._closed.set()
         for held in self._held:
-            self._release(held)
+            self._complete(held.op, CANCELLED)
         self._held.clear()
         return self._inner.close(timeout_s)
 
     def _release_held(self) -> None:
-        now = self._clock()
-        kept: list[_Held] = []
-        for held in self._held:
-            deadline_s = held.op.deadline_s
-            if not held.overdue and deadline_s is not None and deadline_s <= now:
-                held.overdue = True
-                self._complete(Completion(held.op.token, DEADLINE, released=False))
-            over = not self.plan.is_set(held.hang) if held.hang else held.until_s <= now
-            if over and held.overdue:
-                self._release(held)
+        now_s = time.monotonic()
+        held_before, self._held = self._held, []
+        for held in held_before:
+            over = not self.plan.is_set(held.hang) if held.hang else held.until_s <= now_s
+            room = self._inner.room()
+            if over and not held.wanted:
+                self._complete(held.op, CANCELLED)
             elif over and held.exchanged:
-                self._complete(Completion(held.op.token, io_error(errno.ESTALE)))
-            elif not over or not self._forward(held.op):
-                kept.append(held)
-        self._held = kept
+                self._complete(held.op, io_error(errno.ESTALE))
+            elif over and (room.reads if held.op.is_read else room.writes):
+                self._forward(held.op)
+            else:
+                self._held.append(held)
 
-    def _release(self, held: _Held) -> None:
-        outcome = None if held.overdue else CANCELLED
-        self._complete(Completion(held.op.token, outcome))
-
-    def _complete(self, completion: Completion) -> None:
-        self._completions.append(completion)
+    def _complete(self, op: IoOp, outcome: Outcome) -> None:
+        self._completions.append(Completion(op.token, outcome, time.monotonic()))
         self._waker.wake()
 
     def _tick(self) -> None:

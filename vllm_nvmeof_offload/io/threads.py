@@ -2,36 +2,35 @@
 """The threads engine: blocking `preadv`/`pwritev` on a few threads. Runs everywhere.
 
 Seal, checksum and system calls run on the I/O threads and release the GIL. A thread whose
-operation is past its deadline counts as lost, and a spare one takes its place (a bounded
-number of them), so that a hung target does not stop the others; when a lost one returns and
-there are enough without it, it ends.
+operation was given up counts as lost, and a spare one takes its place (a bounded number of
+them), so that a hung target does not stop the others; when a lost one returns and there are
+enough without it, it ends.
 """
 
 from __future__ import annotations
 
-import enum
 import errno
-import heapq
 import os
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, EngineError, Outcome, io_error
+from vllm_nvmeof_offload.errors import CANCELLED, OK, EngineError, Outcome, io_error
 from vllm_nvmeof_offload.io.base import (
     Completion,
     IoLimits,
     IoOp,
+    Resets,
+    Room,
     Waker,
-    reset_pool,
     unbind_this_thread,
 )
 from vllm_nvmeof_offload.pool.format import Stamp, check_key, encode_entry, seal, verify
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
+from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES, slot_stride_bytes
 
 
@@ -105,7 +104,7 @@ def write_slot(
     try:
         _transfer(os.pwritev, files.slab_fd, slot[: slot_stride_bytes(size)], files.slab_offset)
         if not wanted():
-            return io_error(errno.ECANCELED)
+            return CANCELLED
         if os.pwrite(files.table_fd, entry, files.table_offset) != len(entry):
             return io_error(errno.EIO)
     except OSError as error:
@@ -137,164 +136,25 @@ def _transfer(
         done += count
 
 
-class Phase(enum.Enum):
-    QUEUED = "queued"
-    RUNNING = "running"
-    #: Past its deadline while running: its outcome is out, its buffer is not.
-    OVERDUE = "overdue"
-    DONE = "done"
+#: Threads that may be lost in the kernel, as a multiple of those that work.
+_SPARE_FACTOR = 3
 
 
 @dataclass(slots=True, eq=False)
-class OpState:
-    """One operation inside the engine."""
+class _Work:
+    """One operation inside the engine, with the pool's files and stamp of its submission."""
 
     op: IoOp
-    sequence: int
-    #: The pool's files at its submission; None for a reset.
-    files: SlotFiles | None = None
-    #: The pool's stamp at its submission. Of a write for which resets were pending then: when the
-    #: last of those finished. So a reset voids exactly the writes submitted before it.
-    stamp: Stamp | None = None
-    phase: Phase = Phase.QUEUED
-
-
-@dataclass(slots=True)
-class Queues:
-    """Waiting and running operations, and which starts next. Pure, not thread-safe.
-
-    Operations start by urgency, first come, first served within one. Writes never hold every
-    thread, and while any read waits or runs at most one write runs: a read beside 64 MiB of
-    writes in flight takes five times as long as beside one write.
-    """
-
-    limits: IoLimits
-    slot_bytes: int
-    threads_working: int = 0  # those not lost in the kernel
-    waiting: dict[Urgency, OrderedDict[int, OpState]] = field(
-        default_factory=lambda: {urgency: OrderedDict() for urgency in Urgency}
-    )
-    resets: OrderedDict[int, OpState] = field(default_factory=OrderedDict)
-    reads_running: int = 0
-    writes_running: int = 0
-    #: Sequence numbers of resets that have not finished: later writes wait for them.
-    barriers: list[int] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.resets) + sum(map(len, self.waiting.values()))
-
-    def add(self, state: OpState) -> None:
-        if state.op.kind is OpKind.RESET:
-            self.barriers.append(state.sequence)
-        self._queue_of(state)[state.op.token] = state
-
-    def remove(self, state: OpState) -> None:
-        """Take out an operation that has not started."""
-        assert state.phase is Phase.QUEUED
-        del self._queue_of(state)[state.op.token]
-        self._lift_barrier(state)
-
-    def all_waiting(self) -> Iterator[OpState]:
-        for queue in (self.resets, *self.waiting.values()):
-            yield from list(queue.values())
-
-    def start_next(self) -> OpState | None:
-        """Take the operation to start now, if any."""
-        state = self._next()
-        if state is not None:
-            del self._queue_of(state)[state.op.token]
-            state.phase = Phase.RUNNING
-            self._count(state, 1)
-        return state
-
-    def overdue(self, state: OpState) -> None:
-        """Stop counting a running operation, because it hangs."""
-        assert state.phase is Phase.RUNNING
-        state.phase = Phase.OVERDUE
-        self._count(state, -1)
-
-    def finish(self, state: OpState) -> None:
-        """End an operation that has started."""
-        if state.phase is Phase.RUNNING:
-            self._count(state, -1)
-        self._lift_barrier(state)
-        state.phase = Phase.DONE
-
-    def _queue_of(self, state: OpState) -> OrderedDict[int, OpState]:
-        if state.op.kind is OpKind.RESET:
-            return self.resets
-        return self.waiting[state.op.urgency]
-
-    def _lift_barrier(self, state: OpState) -> None:
-        if state.op.kind is OpKind.RESET:
-            self.barriers.remove(state.sequence)
-
-    def _count(self, state: OpState, change: int) -> None:
-        if state.op.is_read:
-            self.reads_running += change
-        elif state.op.kind is OpKind.WRITE:
-            self.writes_running += change
-
-    def _next(self) -> OpState | None:
-        reset = next(iter(self.resets.values()), None)
-        if reset is not None and not self._waits_for_reset(reset):
-            return reset
-        reads_wait = False
-        for urgency in Urgency:
-            # Only the first one: nothing overtakes within an urgency.
-            state = next(iter(self.waiting[urgency].values()), None)
-            if state is None:
-                continue
-            if state.op.is_read:
-                reads_wait = True
-                if self._may_read():
-                    return state
-            elif self._may_write(state, reads_wait):
-                return state
-        return None
-
-    def mark_writes(self, stamp: Stamp) -> None:
-        """Stamp the waiting writes that have no stamp and wait for no reset any more."""
-        for state in self.all_waiting():
-            is_unmarked = state.op.kind is OpKind.WRITE and state.stamp is None
-            if is_unmarked and not self._waits_for_reset(state):
-                state.stamp = stamp
-
-    def _waits_for_reset(self, state: OpState) -> bool:
-        return any(barrier < state.sequence for barrier in self.barriers)
-
-    def _may_read(self) -> bool:
-        in_flight = (self.reads_running + 1) * self.slot_bytes
-        return self.reads_running == 0 or in_flight <= self.limits.read_bytes_in_flight_max
-
-    def _may_write(self, state: OpState, reads_wait: bool) -> bool:
-        if self._waits_for_reset(state) or self.writes_running >= self.threads_working - 1:
-            return False
-        if self.writes_running == 0:
-            return True
-        if reads_wait or self.reads_running:
-            return False
-        in_flight = (self.writes_running + 1) * self.slot_bytes
-        return in_flight <= self.limits.write_bytes_in_flight_max
-
-
-#: Threads that may be lost in the kernel, as a multiple of those that work.
-_SPARE_FACTOR = 3
-_TIMER_SLEEP_S_MIN = 0.001
+    files: SlotFiles
+    stamp: Stamp
+    #: False: it was given up, and the thread that runs it counts as lost.
+    wanted: bool = True
 
 
 class ThreadsIoEngine:
     """Implements `io.base.IoEngine`."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        memory: memoryview,
-        base_address: int,
-        limits: IoLimits,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, pool: Pool, memory: memoryview, base_address: int, limits: IoLimits) -> None:
         """Start the threads. Raises: EngineError: fewer than two (one is kept for reads)."""
         if limits.threads < 2:
             raise EngineError(
@@ -306,67 +166,65 @@ class ThreadsIoEngine:
         self._pool = pool
         self._memory = memory
         self._base_address = base_address
-        self._clock = clock
         self._limits = limits
+        self._resets = Resets(pool, self._reset_ended)
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
-        self._timer = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
-        self._queues = Queues(limits, pool.slot_bytes)
-        self._ops: dict[int, OpState] = {}
-        self._deadlines: list[tuple[float, int, OpState]] = []
+        self._queue: deque[_Work] = deque()
+        self._running: dict[int, _Work] = {}
         self._completions: list[Completion] = []
-        self._sequence = 0
         self._threads_alive = 0
+        self._threads_working = 0  # those not lost in the kernel
         self._closed = False
         self._waker = Waker()  # the threads keep it open until the last one has ended
         with self._lock:
             for _ in range(limits.threads):
                 self._start_thread()
-        threading.Thread(target=self._run_timer, name="io-timer", daemon=True).start()
 
     # ---- the caller's side ----------------------------------------------------------------
 
     def attach(self) -> None:
         return None
 
-    def submit(self, ops: Sequence[IoOp]) -> int:
+    def room(self) -> Room:
+        """Return room for one read per thread beyond those that run, so that no thread waits for
+        the caller, and for as many writes as leave a thread to the reads.
+        """
+        with self._lock:
+            held = [*self._queue, *(work for work in self._running.values() if work.wanted)]
+            reads = sum(work.op.is_read for work in held)
+            writes = len(held) - reads
+            working = min(self._threads_working, self._limits.threads)
+            return Room(max(0, 2 * working - reads), max(0, working - 1 - writes))
+
+    def submit(self, ops: Sequence[IoOp]) -> None:
         with self._lock:
             assert not self._closed, "submit after close"
-            room = self._limits.queue_max - len(self._queues)
-            accepted = ops[: max(room, 0)]
-            for op in accepted:
-                self._accept(op)
-            self._work.notify(len(accepted))
-            return len(accepted)
+            for op in ops:
+                if op.kind is OpKind.RESET:
+                    self._resets.start(op)
+                else:
+                    self._queue.append(self._checked(op))
+            self._work.notify(len(ops))
 
-    def _accept(self, op: IoOp) -> None:
-        assert op.token not in self._ops, "token in use"
-        self._sequence += 1
-        state = OpState(op, self._sequence)
-        if op.kind is not OpKind.RESET:
-            offset = op.address - self._base_address
-            assert offset % PAGE_BYTES == 0
-            assert 0 <= offset <= len(self._memory) - self._pool.slot_bytes
-            assert 0 <= op.payload_bytes <= self._pool.slot_bytes - HEADER_BYTES
-            assert op.identity is not None
-            check_key(op.identity.key)
-            state.files = SlotFiles.of(self._pool, op.pool_slot)
-        self._ops[op.token] = state
-        if op.is_read or (op.kind is OpKind.WRITE and not self._queues.barriers):
-            state.stamp = self._pool.stamp
-        self._queues.add(state)
-        if op.deadline_s is not None:
-            heapq.heappush(self._deadlines, (op.deadline_s, state.sequence, state))
-            if self._deadlines[0][2] is state:
-                self._timer.notify()
+    def _checked(self, op: IoOp) -> _Work:
+        offset = op.address - self._base_address
+        assert offset % PAGE_BYTES == 0
+        assert 0 <= offset <= len(self._memory) - self._pool.slot_bytes
+        assert 0 <= op.payload_bytes <= self._pool.slot_bytes - HEADER_BYTES
+        assert op.identity is not None
+        check_key(op.identity.key)
+        return _Work(op, SlotFiles.of(self._pool, op.pool_slot), self._pool.stamp)
 
-    def cancel(self, tokens: Sequence[int]) -> None:
+    def cancel(self, tokens: Sequence[int]) -> list[int]:
+        asked = set(tokens)
         with self._lock:
-            for token in tokens:
-                state = self._ops.get(token)
-                if state is not None and state.phase is Phase.QUEUED:
-                    self._end_queued(state, CANCELLED)
+            withdrawn = [work.op.token for work in self._queue if work.op.token in asked]
+            self._queue = deque(work for work in self._queue if work.op.token not in asked)
+            for token in asked & self._running.keys():
+                self._give_up(self._running[token])
+        return withdrawn
 
     def replace_target(self, target: int) -> None:
         """Nothing to do: an operation has the files of its submission."""
@@ -375,7 +233,6 @@ class ThreadsIoEngine:
         # Clear the event before looking: what completes in between signals it again.
         self._waker.clear()
         with self._lock:
-            self._expire()
             completions, self._completions = self._completions, []
             return completions
 
@@ -383,82 +240,53 @@ class ThreadsIoEngine:
         return self._waker.fd
 
     def close(self, timeout_s: float = 5.0) -> bool:
+        end_s = time.monotonic() + timeout_s
         with self._lock:
             self._closed = True
-            for state in self._queues.all_waiting():
-                self._end_queued(state, CANCELLED)
+            while self._queue:
+                self._complete(Completion(self._queue.popleft().op.token, CANCELLED))
             self._work.notify_all()
-            self._timer.notify_all()
-            return self._idle.wait_for(lambda: self._threads_alive == 0, timeout_s)
+            ended = self._idle.wait_for(lambda: self._threads_alive == 0, timeout_s)
+        return self._resets.join(max(0.0, end_s - time.monotonic())) and ended
 
     # ---- under the lock -------------------------------------------------------------------
 
     def _complete(self, completion: Completion) -> None:
-        self._completions.append(replace(completion, ended_s=self._clock()))
+        self._completions.append(completion)
         self._waker.wake()
 
-    def _end_queued(self, state: OpState, outcome: Outcome) -> None:
-        self._queues.remove(state)
-        state.phase = Phase.DONE
-        del self._ops[state.op.token]
-        if state.op.kind is OpKind.RESET:
-            self._queues.mark_writes(self._pool.stamp)
-        self._complete(Completion(state.op.token, outcome))
-        self._work.notify_all()  # it may have been a barrier, or the read that held writes back
-
-    def _expire(self) -> None:
-        """Give DEADLINE to what is past it, and drop the deadlines of finished operations."""
-        now = self._clock()
-        heap = self._deadlines
-        while heap and (heap[0][0] <= now or heap[0][2].phase is Phase.DONE):
-            state = heapq.heappop(heap)[2]
-            if state.phase is Phase.QUEUED:
-                self._end_queued(state, DEADLINE)
-            elif state.phase is Phase.RUNNING:
-                self._queues.overdue(state)
-                self._complete(Completion(state.op.token, DEADLINE, released=False))
-                self._queues.threads_working -= 1
-                if self._threads_alive < self._limits.threads * (1 + _SPARE_FACTOR):
-                    self._start_thread()
-                self._work.notify_all()
-        if len(heap) > 64 + 2 * len(self._ops):
-            self._deadlines = [item for item in heap if item[2].phase is not Phase.DONE]
-            heapq.heapify(self._deadlines)
+    def _give_up(self, work: _Work) -> None:
+        if not work.wanted:
+            return
+        work.wanted = False
+        self._threads_working -= 1
+        if self._threads_alive < self._limits.threads * (1 + _SPARE_FACTOR):
+            self._start_thread()
 
     def _start_thread(self) -> None:
         self._threads_alive += 1
-        self._queues.threads_working += 1
+        self._threads_working += 1
         name = f"io-{self._threads_alive}"
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def _take(self) -> OpState | None:
+    def _take(self) -> _Work | None:
         """Wait for work; None: this thread must end, and does not count any more."""
         while True:
-            if self._closed or self._queues.threads_working > self._limits.threads:
+            if self._closed or self._threads_working > self._limits.threads:
                 # Under the same lock: all threads that look before this one is gone would find
                 # the same surplus, and none would be left.
                 self._leave()
                 return None
-            state = self._queues.start_next()
-            if state is not None:
-                return state
+            if self._queue:
+                work = self._queue.popleft()
+                self._running[work.op.token] = work
+                return work
             self._work.wait()
 
     def _leave(self) -> None:
         self._threads_alive -= 1
-        self._queues.threads_working -= 1
+        self._threads_working -= 1
         self._idle.notify_all()
-
-    def _finish(self, state: OpState, outcome: Outcome) -> None:
-        late = state.phase is Phase.OVERDUE
-        self._queues.threads_working += late
-        self._queues.finish(state)
-        if state.op.kind is OpKind.RESET:
-            self._queues.mark_writes(self._pool.stamp)
-        del self._ops[state.op.token]
-        self._complete(Completion(state.op.token, None if late else outcome))
-        # The end of one read may let several writes start, so wake everybody.
-        self._work.notify_all()
 
     # ---- the threads ----------------------------------------------------------------------
 
@@ -466,41 +294,34 @@ class ThreadsIoEngine:
         unbind_this_thread()
         while True:
             with self._lock:
-                state = self._take()
-            if state is None:
+                work = self._take()
+            if work is None:
                 return
             # An exception here is a bug; the operation must end even then, and the thread too.
             outcome, ends = io_error(errno.EIO), True
             try:
-                outcome = self._execute(state)
+                outcome = self._execute(work)
                 ends = False
             finally:
                 with self._lock:
-                    self._finish(state, outcome)
+                    del self._running[work.op.token]
+                    self._threads_working += not work.wanted  # it has returned
+                    self._complete(Completion(work.op.token, outcome, time.monotonic()))
                     if ends:
                         self._leave()
 
-    def _execute(self, state: OpState) -> Outcome:
-        op = state.op
-        if op.kind is OpKind.RESET:
-            return reset_pool(self._pool, op)
+    def _execute(self, work: _Work) -> Outcome:
+        op = work.op
         assert op.identity is not None
-        assert state.files is not None
-        assert state.stamp is not None
         offset = op.address - self._base_address
         slot = self._memory[offset : offset + self._pool.slot_bytes]
         if op.is_read:
-            wanted_tag, size = state.stamp.tag, op.payload_bytes
-            return read_slot(self._pool, slot, state.files, op.identity, wanted_tag, size)
-        wanted = lambda: state.phase is Phase.RUNNING  # noqa: E731
+            tag, size = work.stamp.tag, op.payload_bytes
+            return read_slot(self._pool, slot, work.files, op.identity, tag, size)
+        wanted = lambda: work.wanted  # noqa: E731
         payload = Payload(op.payload_bytes, op.payload_crc)
-        return write_slot(self._pool, slot, state.files, op.identity, state.stamp, wanted, payload)
+        return write_slot(self._pool, slot, work.files, op.identity, work.stamp, wanted, payload)
 
-    def _run_timer(self) -> None:
-        """Wake the caller at deadlines: it may be waiting on `fileno()`."""
+    def _reset_ended(self, completion: Completion) -> None:
         with self._lock:
-            while not self._closed:
-                self._expire()
-                next_s = self._deadlines[0][0] if self._deadlines else float("inf")
-                wait_s = max(next_s - self._clock(), _TIMER_SLEEP_S_MIN)
-                self._timer.wait(min(wait_s, threading.TIMEOUT_MAX))
+            self._complete(completion)

@@ -41,24 +41,19 @@ void make_engine(Engine* at, const std::vector<std::pair<int, int>>& targets, ui
   for (const auto& [slab_fd, table_fd] : targets) setup.targets.push_back({slab_fd, table_fd});
   for (const nb::bytes& uuid : regions) setup.regions.push_back({sixteen(uuid), rank});
   setup.groups = groups;
-  setup.limits = {slot_bytes,
-                  limit("split_bytes"),
-                  static_cast<unsigned>(limit("depth")),
-                  limit("read_bytes_in_flight_max"),
-                  limit("write_bytes_in_flight_max"),
-                  limit("write_bytes_beside_reads_max")};
+  setup.limits = {slot_bytes, limit("split_bytes"), static_cast<unsigned>(limit("depth"))};
   setup.memory = {pointer(base), bytes};
   setup.registered = registered;
-  setup.queue_max = limit("queue_max");
+  setup.operations_max = limit("operations_max");
   setup.cpus = cpus;
   setup.gate = std::move(gate);
   nb::gil_scoped_release release;
   new (at) Engine(setup);
 }
 
-bool submit(Engine& engine, uint64_t token, unsigned urgency, uint64_t pool_slot, uintptr_t address,
-            size_t payload_bytes, const nb::bytes& key, uint64_t generation, int64_t deadline_ns,
-            uint32_t epoch, const nb::bytes& tag, uint64_t barrier, int64_t payload_crc) {
+void submit(Engine& engine, uint64_t token, unsigned urgency, uint64_t pool_slot, uintptr_t address,
+            size_t payload_bytes, const nb::bytes& key, uint64_t generation, uint32_t epoch,
+            const nb::bytes& tag, int64_t payload_crc) {
   Request request;
   request.token = token;
   request.urgency = static_cast<Urgency>(urgency);
@@ -66,18 +61,16 @@ bool submit(Engine& engine, uint64_t token, unsigned urgency, uint64_t pool_slot
   request.address = pointer(address);
   request.payload_bytes = payload_bytes;
   request.identity = identity_of(key, generation);
-  request.deadline_ns = deadline_ns;
   request.stamp = {epoch, sixteen(tag)};
-  request.barrier = barrier;
   request.payload_crc = payload_crc;
-  return engine.submit(request);
+  engine.submit(request);
 }
 
-nb::list poll(Engine& engine, int64_t now_ns) {
+nb::list poll(Engine& engine) {
   nb::list found;
-  for (const Completion& one : engine.poll(now_ns))
-    found.append(nb::make_tuple(one.token, static_cast<unsigned>(one.code), one.error,
-                                one.released, one.ended_ns));
+  for (const Completion& one : engine.poll())
+    found.append(
+        nb::make_tuple(one.token, static_cast<unsigned>(one.code), one.error, one.ended_ns));
   return found;
 }
 
@@ -168,6 +161,11 @@ NB_MODULE(_native, m) {
            nb::kw_only(), nb::arg("regions"), nb::arg("rank"), nb::arg("groups"),
            nb::arg("slot_bytes"), nb::arg("registered"), nb::arg("limits"), nb::arg("cpus"),
            nb::arg("gate").none())
+      .def("room",
+           [](const Engine& engine) {
+             const LaneRoom room = engine.room();
+             return std::pair(room.reads, room.writes);
+           })
       .def("submit", &submit)
       .def("lanes",
            [](Engine& engine) {
@@ -179,11 +177,7 @@ NB_MODULE(_native, m) {
            [](Engine& engine, size_t index, int slab_fd, int table_fd) {
              engine.replace_target(index, {slab_fd, table_fd});
            })
-      .def("lift",
-           [](Engine& engine, uint64_t barrier, uint32_t epoch, const nb::bytes& tag) {
-             engine.lift(barrier, {epoch, sixteen(tag)});
-           })
-      .def("poll", &poll, nb::arg("now_ns"))
+      .def("poll", &poll)
       .def("fileno", &Engine::fd)
       .def(
           "close",

@@ -68,7 +68,9 @@ void make(Machine* self, size_t cache_slots, size_t stream_slots, uint64_t pool_
           uint64_t base_address, size_t slot_bytes, size_t header_bytes,
           std::vector<size_t> group_bytes, size_t targets, size_t reads_max, size_t writes_max,
           double read_deadline_s, double write_deadline_s, size_t saturating_reads,
-          size_t saturating_writes, std::vector<bool> retryable, uintptr_t lanes, double now_s) {
+          size_t saturating_writes, std::vector<bool> retryable, size_t read_bytes_max,
+          size_t write_bytes_max, size_t write_bytes_beside_reads_max, uintptr_t lanes,
+          double now_s) {
   MachineOptions options;
   options.cache_slots = cache_slots;
   options.stream_slots = stream_slots;
@@ -85,7 +87,10 @@ void make(Machine* self, size_t cache_slots, size_t stream_slots, uint64_t pool_
                 base_address + cache_slots * slot_bytes,
                 saturating_reads,
                 saturating_writes,
-                std::move(retryable)};
+                std::move(retryable),
+                read_bytes_max,
+                write_bytes_max,
+                write_bytes_beside_reads_max};
   new (self) Machine(options, reinterpret_cast<NativeLanes*>(lanes), nanoseconds(now_s));
 }
 
@@ -142,15 +147,27 @@ void cancel(Machine& machine, uint64_t op, const std::optional<Column<uint32_t>>
   machine.cancel(op, &some);
 }
 
-using End = std::tuple<uint64_t, uint8_t, int, bool, double>;  // a `LaneEnd`
+using End = std::tuple<uint64_t, uint8_t, int, double>;  // a `LaneEnd`
 
 void ended(Machine& machine, const std::vector<End>& ends) {
-  for (const auto& [token, code, error, released, ended_s] : ends)
-    machine.io.ended({token, code, error, released, nanoseconds(ended_s)});
+  for (const auto& [token, code, error, ended_s] : ends)
+    machine.io.ended({token, code, error, nanoseconds(ended_s)});
 }
 
-// (token, kind, urgency, pool slot, address, key, generation, payload bytes, CRC, deadline in
-// seconds) of each.
+// withdrawn: those of the tokens that had not started.
+void give_up(Machine& machine, const std::vector<uint64_t>& tokens,
+             const std::vector<uint64_t>& withdrawn) {
+  for (const uint64_t token : tokens)
+    machine.io.give_up(token, std::ranges::find(withdrawn, token) != withdrawn.end());
+}
+
+// In seconds; infinity: never.
+double next_deadline(Machine& machine) {
+  const int64_t next_ns = machine.io.next_deadline_ns();
+  return next_ns == INT64_MAX ? INFINITY : static_cast<double>(next_ns) / 1e9;
+}
+
+// (token, kind, urgency, pool slot, address, key, generation, payload bytes, CRC) of each.
 nb::list offered(Machine& machine) {
   nb::list all;
   for (const IoQueue::Offer& offer : machine.io.offered) {
@@ -160,14 +177,13 @@ nb::list offered(Machine& machine) {
                               static_cast<uint8_t>(task.urgency), task.pool_slot,
                               machine.io.address(task), nb::bytes(key.data(), key.size()),
                               task.content.generation, machine.io.payload_bytes(task),
-                              task.payload_crc,
-                              static_cast<double>(offer.deadline_ns) / 1e9));
+                              task.payload_crc));
   }
   return all;
 }
 
-nb::object reset_to_offer(Machine& machine) {
-  const IoQueue::Offer offer = machine.io.reset_to_offer();
+nb::object offer_reset(Machine& machine) {
+  const IoQueue::Offer offer = machine.io.offer_reset();
   if (offer.task == nullptr) return nb::none();
   const Job& job = *offer.task->job;
   return nb::make_tuple(offer.token, nb::bytes(job.tag.data(), job.tag.size()), job.named);
@@ -275,7 +291,8 @@ void bind_machine(nb::module_& m) {
            "base_address"_a, "slot_bytes"_a, "header_bytes"_a, "group_bytes"_a,
            "targets"_a, "reads_max"_a,
            "writes_max"_a, "read_deadline_s"_a, "write_deadline_s"_a, "saturating_reads"_a,
-           "saturating_writes"_a, "retryable"_a, "lanes"_a = 0, "now_s"_a = 0.0)
+           "saturating_writes"_a, "retryable"_a, "read_bytes_max"_a, "write_bytes_max"_a,
+           "write_bytes_beside_reads_max"_a, "lanes"_a = 0, "now_s"_a = 0.0)
       .def("begin", &begin, "op"_a, "kind"_a, "urgency"_a, "batch"_a, "rows"_a = nb::none(),
            "first"_a = nb::none())
       .def("reset", &reset, "op"_a, "tag"_a, "named"_a)
@@ -289,19 +306,20 @@ void bind_machine(nb::module_& m) {
       .def("set_stamp", &set_stamp)
       .def("ended", &ended)
       .def("poll_native",
-           [](Machine& machine, double engine_now_s, double ahead_s) {
-             machine.io.poll_native(nanoseconds(engine_now_s), nanoseconds(ahead_s));
-           },
+           [](Machine& machine, double ahead_s) { machine.io.poll_native(nanoseconds(ahead_s)); },
            unlocked)
-      .def("offer_reads", [](Machine& machine) { machine.io.offer_reads(); }, unlocked)
-      .def("offer_writes", [](Machine& machine) { machine.io.offer_writes(); }, unlocked)
+      .def("expire", [](Machine& machine) { machine.io.expire(); }, unlocked)
+      .def("take_overdue", [](Machine& machine) { return std::exchange(machine.io.overdue, {}); })
+      .def("give_up", &give_up)
+      .def("next_deadline_s", &next_deadline)
+      .def("offer_reads",
+           [](Machine& machine, size_t room) { machine.io.offer_reads(room); }, unlocked)
+      .def("offer_writes",
+           [](Machine& machine, size_t room) { machine.io.offer_writes(room); }, unlocked)
       .def("fail_stalled", [](Machine& machine) { machine.io.fail_stalled(); }, unlocked)
       .def("run", &Machine::run, unlocked)
       .def("offered", &offered)
-      .def("accepted", [](Machine& machine, size_t count) { machine.io.accepted(count); })
-      .def("reset_to_offer", &reset_to_offer)
-      .def("reset_accepted",
-           [](Machine& machine, uint64_t token) { machine.io.reset_accepted(token); })
+      .def("offer_reset", &offer_reset)
       .def("take_cancels", [](Machine& machine) { return std::exchange(machine.io.cancels, {}); })
       .def("take_copies", &take_copies)
       .def("copied",

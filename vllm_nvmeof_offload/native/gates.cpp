@@ -13,6 +13,8 @@ void SlotGates::count_reader(int32_t slot, int change) {
 void SlotGates::ask(Task& task, Grants& grants) {
   const int32_t slot = task.cache;
   require(slot >= 0 && static_cast<size_t>(slot) < held_.size(), "a cache slot is out of range");
+  if (task.fills) given_[slot] = task.content;
+  require(given_[slot] == task.content, "a slot is read for which no such fill was given");
   const auto found = gates_.find(slot);
   if (found == gates_.end() && !task.fills) {  // the usual load: nobody fills the slot
     const bool stale = held_[slot] != task.content && !mutant("gates_accept_stale");

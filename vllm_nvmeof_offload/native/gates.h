@@ -23,10 +23,12 @@ using Grants = std::vector<Grant>;
 
 class SlotGates {
  public:
-  explicit SlotGates(size_t slots) : held_(slots), crcs_(slots, -1), readers_(slots) {}
+  explicit SlotGates(size_t slots)
+      : held_(slots), given_(slots), crcs_(slots, -1), readers_(slots) {}
 
   // Queue `task`, which fills the slot if `task.fills`. A stale grant holds nothing and is not
-  // given back.
+  // given back. A read must name what the last fill before it was to bring: the caller never names
+  // a slot before its fill.
   void ask(Task& task, Grants& grants);
   // Tasks that fill the slot now or will before the next that asks, in order.
   std::vector<Task*> fillers(int32_t slot) const;
@@ -60,6 +62,7 @@ class SlotGates {
 
   // By slot. An empty slot has generation and hash 0, which no chunk has.
   std::vector<SlotContent> held_;
+  std::vector<SlotContent> given_;  // of the last fill that asked
   std::vector<int64_t> crcs_;
   std::vector<uint32_t> readers_;
   size_t readers_in_all_ = 0;

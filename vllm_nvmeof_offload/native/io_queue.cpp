@@ -21,35 +21,62 @@ bool differs(double reported, double now) {
 
 // ---- the queues of one target -----------------------------------------------------------
 
-bool TargetQueue::has_room(Urgency urgency) const {
-  if (urgency == Urgency::WRITE) return held(urgency) < writes_max_;
+bool TargetQueue::has_room(Urgency urgency, size_t bytes) const {
   const size_t fetches = held(Urgency::URGENT) + held(Urgency::PREFETCH);
-  if (urgency != Urgency::DEMAND && fetches >= fetches_max_) return false;
-  return held(Urgency::DEMAND) + fetches < reads_max_;
+  const size_t fetched = bytes_held(Urgency::URGENT) + bytes_held(Urgency::PREFETCH);
+  const size_t reads = held(Urgency::DEMAND) + fetches;
+  if (urgency == Urgency::WRITE) {
+    size_t bytes_max = options_.write_bytes_max;
+    if (reads || waiting(false))
+      bytes_max = std::min(bytes_max, options_.write_bytes_beside_reads_max);
+    if (mutant("writes_keep_no_cap_beside_reads")) bytes_max = options_.write_bytes_max;
+    const size_t writes = held(urgency);
+    return !writes || (writes < options_.writes_max && bytes_held(urgency) + bytes <= bytes_max);
+  }
+  if (urgency != Urgency::DEMAND && fetches &&
+      (fetches >= options_.reads_max / 2 || fetched + bytes > options_.read_bytes_max / 2))
+    return false;
+  const size_t read = bytes_held(Urgency::DEMAND) + fetched;
+  return !reads || (reads < options_.reads_max && read + bytes <= options_.read_bytes_max);
 }
 
-bool TargetQueue::waiting() const {
-  return std::any_of(queues_.begin(), queues_.end(),
-                     [](const FairQueue& queue) { return queue.size() > 0; });
+void TargetQueue::take(Urgency urgency, size_t bytes) {
+  queue(urgency).take();
+  bytes_held_[static_cast<size_t>(urgency)] += bytes;
+}
+
+void TargetQueue::give_back(Task& task, Urgency urgency, size_t bytes) {
+  queue(urgency).give_back(task);
+  bytes_held_[static_cast<size_t>(urgency)] -= bytes;
+}
+
+size_t TargetQueue::waiting(bool is_write) const {
+  const size_t begin = is_write ? static_cast<size_t>(Urgency::WRITE) : 0;
+  const size_t end = is_write ? kUrgencies : static_cast<size_t>(Urgency::WRITE);
+  size_t count = 0;
+  for (size_t at = begin; at < end; ++at) count += queues_[at].size();
+  return count;
 }
 
 std::vector<Task*> TargetQueue::take_stalled(int64_t now_ns, int64_t patience_ns, bool is_write) {
-  const size_t begin = is_write ? static_cast<size_t>(Urgency::WRITE) : 0;
-  const size_t end = is_write ? kUrgencies : static_cast<size_t>(Urgency::WRITE);
-  size_t waiting = 0;
-  for (size_t at = begin; at < end; ++at) waiting += queues_[at].size();
   auto& since_ns = stalled_since_ns_[is_write];
   std::vector<Task*> stalled;
-  if (waiting == 0) {
+  if (waiting(is_write) == 0) {
     since_ns.reset();
   } else if (!since_ns) {
     since_ns = now_ns;
   } else if (now_ns - *since_ns >= patience_ns && !mutant("full_engine_blocks_forever") &&
              !mutant("room_at_a_target_is_not_released")) {
-    for (size_t at = begin; at < end; ++at)
-      for (Task* task : queues_[at].take_all()) stalled.push_back(task);
+    for (size_t at = 0; at < kUrgencies; ++at)
+      if ((static_cast<Urgency>(at) == Urgency::WRITE) == is_write)
+        for (Task* task : queues_[at].take_all()) stalled.push_back(task);
   }
   return stalled;
+}
+
+int64_t TargetQueue::stalls_at_ns(int64_t patience_ns, bool is_write) const {
+  const auto& since_ns = stalled_since_ns_[is_write];
+  return since_ns && waiting(is_write) ? *since_ns + patience_ns : INT64_MAX;
 }
 
 // ---- from the pipeline ------------------------------------------------------------------
@@ -62,7 +89,7 @@ IoQueue::IoQueue(const IoOptions& options, NativeLanes* native, int64_t now_ns)
       reported_(options.targets),
       rates_taken_ns_(now_ns) {
   for (size_t target = 0; target < options.targets; ++target) {
-    queues_.emplace_back(options.reads_max, options.writes_max);
+    queues_.emplace_back(options_);
     read_meters_.emplace_back(options.saturating_reads);
     write_meters_.emplace_back(options.saturating_writes);
   }
@@ -80,17 +107,16 @@ void IoQueue::promote(Task& task, uint64_t load) {
   if (mutant("promoted_fetch_never_runs")) return;
   task.urgency = Urgency::DEMAND;
   task.charged_to = load;
-  if (waited) enqueue(task);
+  if (waited) queue_of(task).queue(task.urgency).push(task, task.deadline_ns != 0);
 }
 
 bool IoQueue::cancel(Task& task) {
   if (queue_of(task).queue(task.urgency).remove(task)) return true;
-  if (task.token != 0) {
-    if (native_)
-      native_->cancel_one(task.token);
-    else
-      cancels.push_back(task.token);
-  }
+  if (task.token == 0) return false;
+  if (!native_)
+    cancels.push_back(task.token);
+  else if (native_->cancel_one(task.token))
+    ended({task.token, static_cast<uint8_t>(Outcome::CANCELLED)});
   return false;
 }
 
@@ -126,7 +152,9 @@ uint64_t IoQueue::address(const Task& task) const {
 bool IoQueue::busy() const {
   return !in_flight_.empty() || !resets_.empty() ||
          std::any_of(queues_.begin(), queues_.end(),
-                     [](const TargetQueue& queue) { return queue.waiting(); });
+                     [](const TargetQueue& queue) {
+                       return queue.waiting(false) || queue.waiting(true);
+                     });
 }
 
 size_t IoQueue::waiting(Urgency urgency) {
@@ -137,21 +165,23 @@ size_t IoQueue::waiting(Urgency urgency) {
 
 // ---- towards the engine -----------------------------------------------------------------
 
-void IoQueue::offer_reads() {
+void IoQueue::offer_reads(size_t room) {
   first_ = (first_ + 1) % targets_.size();
-  full_ = false;
+  offered.clear();
+  room_ = native_ ? native_->room().reads : room;
   for (const Urgency urgency : kReads) offer(urgency);
   if (native_) native_->start();
 }
 
-void IoQueue::offer_writes() {
-  full_ = false;
+void IoQueue::offer_writes(size_t room) {
+  offered.clear();
+  room_ = native_ ? native_->room().writes : room;
   offer(Urgency::WRITE);
   if (native_) native_->start();
 }
 
-// Offer what waits, one per target at a time, until the engine is full. What cannot go at all fails
-// even then.
+// Hand over what waits, one per target at a time, until the lane has no room. What cannot go at all
+// fails even then.
 void IoQueue::offer(Urgency urgency) {
   std::vector<size_t> going;
   for (size_t at = 0; at < targets_.size(); ++at) {
@@ -172,63 +202,39 @@ bool IoQueue::offer_one(size_t target, Urgency urgency) {
     events.push_back({task, *failure});
     return true;
   }
-  if (full_ || !queues_[target].has_room(urgency)) return false;
-  if (!hand_over(*task, urgency)) {
-    full_ = true;
-    return false;
-  }
-  queue.take();
+  if (!room_ || !queues_[target].has_room(urgency, transfer_bytes(*task))) return false;
+  hand_over(*task, urgency);
   return true;
 }
 
-bool IoQueue::hand_over(Task& task, Urgency urgency) {
-  const bool is_write = urgency == Urgency::WRITE;
-  const uint64_t token = next_token_++;
-  const int64_t patience_ns = is_write ? options_.write_deadline_ns : options_.read_deadline_ns;
-  const int64_t deadline_ns = task.deadline_ns ? task.deadline_ns : now_ns_ + patience_ns;
-  if (!native_) {
-    offered.push_back({&task, token, deadline_ns});
-    return true;
-  }
-  const LaneOp op{token,
-                  task.urgency,
-                  static_cast<uint64_t>(task.pool_slot),
-                  address(task),
-                  payload_bytes(task),
-                  is_write ? task.payload_crc : -1,
-                  task.key(),
-                  task.content.generation,
-                  deadline_ns,
-                  stamp_};
-  if (!native_->take(op)) return false;
-  took(task, urgency, token, deadline_ns);
-  return true;
-}
-
-void IoQueue::took(Task& task, Urgency urgency, uint64_t token, int64_t deadline_ns) {
+void IoQueue::hand_over(Task& task, Urgency urgency) {
   const bool is_write = urgency == Urgency::WRITE;
   const uint32_t attachment = targets_[task.target].attachment;
-  queue_of(task).progressed(is_write);
-  task.token = token;
-  task.deadline_ns = deadline_ns;
-  in_flight_.emplace(token, InFlight{&task, urgency, false, false, attachment, now_ns_});
+  TargetQueue& queue = queue_of(task);
+  queue.take(urgency, transfer_bytes(task));
+  queue.progressed(is_write);
+  --room_;
+  task.token = next_token_++;
+  if (!task.deadline_ns) task.deadline_ns = now_ns_ + patience_ns(is_write);
+  deadlines_.emplace(task.deadline_ns, task.token);
+  in_flight_.emplace(task.token, InFlight{&task, urgency, false, false, attachment, now_ns_});
   writes_in_flight_ += is_write;
   writes_running_ += is_write;
   ++health_of(task.target, attachment).began;
   (is_write ? write_meters_ : read_meters_)[task.target].began(seconds(now_ns_));
-}
-
-void IoQueue::accepted(size_t count) {
-  for (size_t at = 0; at < count; ++at) {
-    const Offer& one = offered[at];
-    took(*one.task, one.task->urgency, one.token, one.deadline_ns);
+  if (native_) {
+    native_->take({task.token,
+                   task.urgency,
+                   static_cast<uint64_t>(task.pool_slot),
+                   address(task),
+                   payload_bytes(task),
+                   is_write ? task.payload_crc : -1,
+                   task.key(),
+                   task.content.generation,
+                   stamp_});
+  } else {
+    offered.push_back({&task, task.token});
   }
-  full_ = count < offered.size();
-  for (size_t at = offered.size(); at > count; --at) {
-    Task& task = *offered[at - 1].task;
-    queue_of(task).queue(task.urgency).untake(task);
-  }
-  offered.clear();
 }
 
 // A reset waits for the writes before it, and writes after it wait for the reset. Otherwise a chunk
@@ -242,32 +248,29 @@ bool IoQueue::reset_may_start() const {
 }
 
 bool IoQueue::write_may_start() const {
-  if (mutant("reset_overtakes_writes")) return true;
+  if (mutant("a_write_passes_the_reset_before_it")) return true;
   // What was queued before a reset has been taken out (`take_queued_writes`).
   return !resetting_ && resets_.empty();
 }
 
-IoQueue::Offer IoQueue::reset_to_offer() {
-  if (resets_.empty()) return {};
+// The lane takes it, whatever its room: one at a time, beside nothing that is waited for.
+IoQueue::Offer IoQueue::offer_reset() {
+  if (resets_.empty() || resetting_) return {};
+  Task& task = *resets_.front();
   if (mutant("suspect_target_fails_the_reset") && !targets_[0].usable) {
-    events.push_back({resets_.front(), Outcome::CANCELLED});
+    events.push_back({&task, Outcome::CANCELLED});
     resets_.pop_front();
     return {};
   }
   if (!reset_may_start()) return {};
-  return {resets_.front(), next_token_++, kNoDeadline};
-}
-
-void IoQueue::reset_accepted(uint64_t token) {
-  Task& task = *resets_.front();
   resets_.pop_front();
-  task.token = token;
-  in_flight_.emplace(token, InFlight{&task, Urgency::WRITE, true, false, 0, now_ns_});
+  task.token = next_token_++;
+  in_flight_.emplace(task.token, InFlight{&task, Urgency::WRITE, true, false, 0, now_ns_});
   ++writes_in_flight_;
-  ++writes_running_;
   resetting_ = true;
   // Their writes wait for the reset: their time begins again.
   for (auto& queue : queues_) queue.progressed(true);
+  return {&task, task.token};
 }
 
 // Why a read or write is not even tried. A reset is always tried.
@@ -279,24 +282,69 @@ std::optional<Outcome> IoQueue::refusal(const Task& task) const {
 }
 
 void IoQueue::fail_stalled() {
-  fail_stalled(false, options_.read_deadline_ns);
-  fail_stalled(true, options_.write_deadline_ns);
+  for (auto& queue : queues_)
+    for (const bool is_write : {false, true})
+      for (Task* task : queue.take_stalled(now_ns_, patience_ns(is_write), is_write))
+        events.push_back({task, Outcome::DEADLINE});
 }
 
-void IoQueue::fail_stalled(bool is_write, int64_t patience_ns) {
+// ---- deadlines --------------------------------------------------------------------------
+
+void IoQueue::expire() {
+  if (mutant("ops_have_no_deadline")) return;
+  expire_retries();
+  while (!deadlines_.empty() && deadlines_.top().first <= now_ns_) {
+    const uint64_t token = deadlines_.top().second;
+    deadlines_.pop();
+    if (!in_flight_.contains(token)) continue;
+    if (native_)
+      give_up(token, native_->cancel_one(token));
+    else
+      overdue.push_back(token);
+  }
+}
+
+void IoQueue::expire_retries() {
+  if (retry_deadline_ns_ > now_ns_) return;
+  retry_deadline_ns_ = INT64_MAX;
   for (auto& queue : queues_)
-    for (Task* task : queue.take_stalled(now_ns_, patience_ns, is_write))
-      events.push_back({task, Outcome::DEADLINE});
+    for (const Urgency urgency : kReads)
+      for (Task* task : queue.queue(urgency).take_past(now_ns_, retry_deadline_ns_))
+        events.push_back({task, Outcome::DEADLINE});
+}
+
+void IoQueue::give_up(uint64_t token, bool withdrawn) {
+  const LaneEnd end{token, static_cast<uint8_t>(Outcome::DEADLINE)};
+  if (withdrawn) {
+    ended(end);
+    return;
+  }
+  InFlight& one = in_flight_.at(token);
+  one.late = true;
+  writes_running_ -= one.is_write();
+  ++health_of(one.task->target, one.attachment).late;
+  count_outcome(one, end);
+  events.push_back({one.task, Outcome::DEADLINE, 0, false});
+}
+
+int64_t IoQueue::next_deadline_ns() {
+  while (!deadlines_.empty() && !in_flight_.contains(deadlines_.top().second)) deadlines_.pop();
+  int64_t next_ns = retry_deadline_ns_;
+  if (!deadlines_.empty()) next_ns = std::min(next_ns, deadlines_.top().first);
+  for (const auto& queue : queues_)
+    for (const bool is_write : {false, true})
+      next_ns = std::min(next_ns, queue.stalls_at_ns(patience_ns(is_write), is_write));
+  return next_ns;
 }
 
 // ---- from the engine --------------------------------------------------------------------
 
-void IoQueue::poll_native(int64_t engine_now_ns, int64_t ahead_ns) {
+void IoQueue::poll_native(int64_t ahead_ns) {
   if (!native_) return;
   ends_.clear();
-  native_->ended(engine_now_ns, ends_);
+  native_->ended(ends_);
   for (LaneEnd& end : ends_) {
-    end.ended_ns += ahead_ns;
+    if (end.ended_ns) end.ended_ns += ahead_ns;
     ended(end);
   }
 }
@@ -304,34 +352,32 @@ void IoQueue::poll_native(int64_t engine_now_ns, int64_t ahead_ns) {
 void IoQueue::ended(const LaneEnd& end) {
   const auto found = in_flight_.find(end.token);
   require(found != in_flight_.end(), "a lane ends what it does not have");
-  const Outcome code = static_cast<Outcome>(end.code);
-  const bool has_outcome = code != Outcome::RELEASED;
-  if (has_outcome) count_outcome(found->second, end);
   const InFlight one = found->second;
-  if (end.released) {
-    in_flight_.erase(found);
-    writes_in_flight_ -= one.is_write();
-    writes_running_ -= one.is_write() && !one.late;
-    if (!one.is_reset) {
-      HealthCounts& counts = health_of(one.task->target, one.attachment);
-      (one.late ? counts.released_late : counts.released) += 1;
+  in_flight_.erase(found);
+  writes_in_flight_ -= one.is_write();
+  const Outcome code = static_cast<Outcome>(end.code);
+  if (!one.is_reset) {
+    HealthCounts& counts = health_of(one.task->target, one.attachment);
+    (one.late ? counts.released_late : counts.released) += 1;
+    if (!one.late) {
+      writes_running_ -= one.is_write();
+      count_outcome(one, end);
     }
-    if (has_outcome && retries(one, end)) return;
   }
-  events.push_back({one.task, code, end.error, end.released, end.ended_ns});
-  if (end.released && one.is_reset) {
-    resetting_ = false;
-    barred_ = code != Outcome::OK;
+  if (one.late) {
+    events.push_back({one.task, Outcome::RELEASED});
+    return;
   }
+  if (one.is_reset) resetting_ = false;
+  if (retries(one, end)) return;
+  events.push_back({one.task, code, end.error, true, end.ended_ns});
+  if (one.is_reset) barred_ = code != Outcome::OK;
 }
 
-void IoQueue::count_outcome(InFlight& one, const LaneEnd& end) {
-  one.late = !end.released;
-  if (one.late && one.is_write()) --writes_running_;
-  if (one.is_reset) return;
+void IoQueue::count_outcome(const InFlight& one, const LaneEnd& end) {
   Task& task = *one.task;
   const bool is_write = one.is_write();
-  queue_of(task).queue(one.urgency).give_back(task);
+  queue_of(task).give_back(task, one.urgency, transfer_bytes(task));
   const bool ok = static_cast<Outcome>(end.code) == Outcome::OK;
   const uint64_t bytes = ok ? transfer_bytes(task) : 0;
   // The engine's own time if it knows it: this thread may learn of the end late.
@@ -343,7 +389,6 @@ void IoQueue::count_outcome(InFlight& one, const LaneEnd& end) {
   counts.operations += 1;
   counts.bytes += bytes;
   counts.seconds += std::max(0.0, ended_s - began_s);
-  if (one.late) ++health_of(task.target, one.attachment).late;
   note_outcome(one, end);
 }
 
@@ -375,10 +420,13 @@ bool IoQueue::retries(const InFlight& one, const LaneEnd& end) {
   if (!may_help || task.job->kind == OpKind::WRITE || !task.retries_left || task.cancelled)
     return false;
   --task.retries_left;
-  if (one.is_reset)
+  if (one.is_reset) {
     resets_.push_front(&task);
-  else
-    queue_of(task).queue(task.urgency).push(task, true);
+    return true;
+  }
+  if (mutant("a_retry_gets_a_new_deadline")) task.deadline_ns = 0;
+  else retry_deadline_ns_ = std::min(retry_deadline_ns_, task.deadline_ns);
+  queue_of(task).queue(task.urgency).push(task, true);
   return true;
 }
 

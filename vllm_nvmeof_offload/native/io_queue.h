@@ -3,17 +3,24 @@
 // judged by.
 //
 // Reads go before writes; among reads those that a load waits for go first, then urgent fetches,
-// then other fetches. Each target has bounds of its own, so that a slow one cannot take what the
-// others need. Operations for a target that is not usable fail at once with DEADLINE. So do those
-// that wait for a target of which the engine has taken nothing of their kind for the time of a
-// deadline.
+// then other fetches. Each target has bounds of its own, on operations and on bytes, so that a slow
+// one cannot take what the others need; while a target reads, few bytes are written there.
+//
+// A deadline runs from the first hand-over, and a retry keeps it. At the deadline the outcome is
+// DEADLINE, by this clock, whether the lane answers or not; the release follows when it comes.
+// Operations for a target that is not usable fail at once with DEADLINE. So do those that wait for
+// a target of which the lane has taken nothing of their kind for the time of a deadline.
 #pragma once
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
 #include <deque>
+#include <functional>
 #include <optional>
+#include <queue>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "lanes.h"
@@ -37,6 +44,11 @@ struct IoOptions {
   size_t saturating_reads = 1;
   size_t saturating_writes = 1;
   std::vector<bool> retryable;  // by errno
+  // Of one target with the engine, without operations past their deadline: a path that hangs must
+  // not stop the others. One operation of each kind may always go.
+  size_t read_bytes_max = SIZE_MAX;
+  size_t write_bytes_max = SIZE_MAX;
+  size_t write_bytes_beside_reads_max = SIZE_MAX;  // while reads wait or run there
 };
 
 // An event of a task. code RELEASED: the late release of one whose outcome came before.
@@ -71,27 +83,31 @@ struct TransferCounts {
 // Tasks for one target. A task holds a place from the hand-over to its outcome.
 class TargetQueue {
  public:
-  TargetQueue(size_t reads_max, size_t writes_max)
-      : reads_max_(reads_max),
-        writes_max_(writes_max),
-        fetches_max_(std::max<size_t>(1, reads_max / 2)) {}
+  explicit TargetQueue(const IoOptions& options) : options_(options) {}
 
   FairQueue& queue(Urgency urgency) { return queues_[static_cast<size_t>(urgency)]; }
-  // Whether one more of this urgency may be with the engine. Fetches hold at most half of the
-  // places of reads, so that a load always finds some.
-  bool has_room(Urgency urgency) const;
-  bool waiting() const;
+  // Whether one more of this urgency and size may be with the engine. Fetches hold at most half of
+  // the places of reads and of their bytes, so that a load always finds some.
+  bool has_room(Urgency urgency, size_t bytes) const;
+  // Give the next task of this urgency a place, and take it back at its outcome.
+  void take(Urgency urgency, size_t bytes);
+  void give_back(Task& task, Urgency urgency, size_t bytes);
+  size_t waiting(bool is_write) const;
   // The engine has taken something of this kind.
   void progressed(bool is_write) { stalled_since_ns_[is_write].reset(); }
   // Take out what waits if the engine has taken nothing of this kind for `patience_ns`. While the
   // engine accepts nothing, new tasks are offered once and then fail too; otherwise a load larger
   // than what may wait here at a time would fail one batch at a time.
   std::vector<Task*> take_stalled(int64_t now_ns, int64_t patience_ns, bool is_write);
+  // When `take_stalled` may take something next; INT64_MAX: never.
+  int64_t stalls_at_ns(int64_t patience_ns, bool is_write) const;
 
  private:
   size_t held(Urgency urgency) const { return queues_[static_cast<size_t>(urgency)].held(); }
+  size_t bytes_held(Urgency urgency) const { return bytes_held_[static_cast<size_t>(urgency)]; }
 
-  size_t reads_max_, writes_max_, fetches_max_;
+  const IoOptions& options_;
+  std::array<size_t, kUrgencies> bytes_held_{};
   std::array<FairQueue, kUrgencies> queues_{
       FairQueue(FairQueue::Share::CHARGED), FairQueue(FairQueue::Share::NONE),
       FairQueue(FairQueue::Share::NONE), FairQueue(FairQueue::Share::NONE)};
@@ -105,10 +121,9 @@ class IoQueue {
   struct Offer {
     Task* task = nullptr;
     uint64_t token = 0;
-    int64_t deadline_ns = kNoDeadline;
   };
 
-  // native: its lanes take reads and writes at once; null: Python hands over what is offered.
+  // native: its lanes take reads and writes at once; null: Python submits what is offered.
   IoQueue(const IoOptions& options, NativeLanes* native, int64_t now_ns);
 
   void enqueue(Task& task);
@@ -125,22 +140,29 @@ class IoQueue {
 
   // A lane has ended something.
   void ended(const LaneEnd& end);
-  void poll_native(int64_t engine_now_ns, int64_t ahead_ns);
+  // ahead_ns: of the machine's clock before CLOCK_MONOTONIC.
+  void poll_native(int64_t ahead_ns);
+  // What is past its deadline gets its outcome. What Python's engine has is left in `overdue`: it
+  // cancels these and calls `give_up` for each.
+  void expire();
+  // withdrawn: it had not started, so that its buffer is released.
+  void give_up(uint64_t token, bool withdrawn);
 
-  // One round of the hand-over, in this order. What Python must hand over is in `offered`, and it
-  // calls `accepted` with how many of these its engine has taken.
+  // One round of the hand-over, in this order. room: of Python's engine, which takes all that is
+  // `offered`.
   void set_time(int64_t now_ns) { now_ns_ = now_ns; }
   int64_t now_ns() const { return now_ns_; }
-  void offer_reads();
-  Offer reset_to_offer();
-  void reset_accepted(uint64_t token);
-  void offer_writes();
-  void accepted(size_t count);
+  void offer_reads(size_t room = 0);
+  Offer offer_reset();
+  void offer_writes(size_t room = 0);
   void fail_stalled();
+  // When something gets DEADLINE if nothing happens until then; INT64_MAX: never.
+  int64_t next_deadline_ns();
 
   std::vector<Offer> offered;
   std::vector<IoEvent> events;
-  std::vector<uint64_t> cancels;  // tokens that Python's engine must cancel
+  std::vector<uint64_t> cancels;  // tokens that Python's engine must cancel, and
+  std::vector<uint64_t> overdue;  // those that it must give up
   std::vector<HealthCounts> health_counts;
   std::vector<HealthOutcome> health_outcomes;
   TransferCounts reads, writes;
@@ -186,16 +208,18 @@ class IoQueue {
   TargetQueue& queue_of(const Task& task) { return queues_[task.target]; }
   void offer(Urgency urgency);
   bool offer_one(size_t target, Urgency urgency);
-  bool hand_over(Task& task, Urgency urgency);
-  void took(Task& task, Urgency urgency, uint64_t token, int64_t deadline_ns);
+  void hand_over(Task& task, Urgency urgency);
   std::optional<Outcome> refusal(const Task& task) const;
   bool reset_may_start() const;
   bool write_may_start() const;
-  void count_outcome(InFlight& one, const LaneEnd& end);
+  int64_t patience_ns(bool is_write) const {
+    return is_write ? options_.write_deadline_ns : options_.read_deadline_ns;
+  }
+  void count_outcome(const InFlight& one, const LaneEnd& end);
   void note_outcome(const InFlight& one, const LaneEnd& end);
   bool retries(const InFlight& one, const LaneEnd& end);
+  void expire_retries();
   HealthCounts& health_of(size_t target, uint32_t attachment);
-  void fail_stalled(bool is_write, int64_t patience_ns);
 
   const IoOptions options_;
   NativeLanes* const native_;
@@ -206,11 +230,15 @@ class IoQueue {
   std::vector<std::pair<double, double>> reported_;
   int64_t rates_taken_ns_;
   size_t first_ = 0;  // the target that is asked first: each in its turn
-  bool full_ = false;
+  size_t room_ = 0;  // what the lane still takes of the kind that is offered
   std::deque<Task*> resets_;
   std::unordered_map<uint64_t, InFlight> in_flight_;
   size_t writes_in_flight_ = 0, writes_running_ = 0;  // running: not past their deadline
   uint64_t next_token_ = 1;
+  // (deadline, token) of what was handed over; tokens that have ended are dropped at the top.
+  using Deadline = std::pair<int64_t, uint64_t>;
+  std::priority_queue<Deadline, std::vector<Deadline>, std::greater<>> deadlines_;
+  int64_t retry_deadline_ns_ = INT64_MAX;  // no retry that waits has an earlier one
   bool resetting_ = false;
   bool barred_ = false;  // a reset has failed: nothing may be written that a start could adopt
   bool reset_is_durable_ = false;

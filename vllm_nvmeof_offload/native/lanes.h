@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The lanes of the native engine, as the worker's machine drives them: without Python in between.
+// A lane moves slots and nothing else. The machine owns deadlines, bounds and order (`io_queue.h`).
 #pragma once
 
 #include <array>
@@ -8,8 +9,6 @@
 #include <vector>
 
 namespace nvmeof {
-
-inline constexpr int64_t kNoDeadline = INT64_MAX;
 
 // `protocol.Urgency`: the most urgent first. All but WRITE are reads.
 enum class Urgency : uint8_t { DEMAND, URGENT, PREFETCH, WRITE };
@@ -33,28 +32,34 @@ struct LaneOp {
   int64_t payload_crc = -1;  // of a write: its payload's CRC, if the copy into staging made it
   std::string_view key;
   uint64_t generation = 0;
-  int64_t deadline_ns = kNoDeadline;  // CLOCK_MONOTONIC
-  Stamp stamp;
+  Stamp stamp;  // a write carries it; a read's chunk has its tag
 };
 
-// What became of one: its outcome, its release, or both (`io/base.py`).
+// The end of one, however late: nothing touches its buffer any more.
 struct LaneEnd {
   uint64_t token = 0;
-  uint8_t code = 0;  // `Outcome`; RELEASED: no outcome
-  int error = 0;     // errno of an I/O error
-  bool released = true;
-  int64_t ended_ns = 0;  // CLOCK_MONOTONIC
+  uint8_t code = 0;      // `Outcome`
+  int error = 0;         // errno of an I/O error
+  int64_t ended_ns = 0;  // CLOCK_MONOTONIC; 0: not known
+};
+
+// The operations of each kind that a lane takes now.
+struct LaneRoom {
+  size_t reads = 0, writes = 0;
 };
 
 class NativeLanes {
  public:
   virtual ~NativeLanes() = default;
-  // False: the lane is full.
-  virtual bool take(const LaneOp& op) = 0;
-  // What was taken starts.
+  virtual LaneRoom room() const = 0;
+  // The caller keeps to the room. The target's files are those of now, until the end.
+  virtual void take(const LaneOp& op) = 0;
+  // What was taken starts, in its order.
   virtual void start() = 0;
-  virtual void cancel_one(uint64_t token) = 0;
-  virtual void ended(int64_t now_ns, std::vector<LaneEnd>& ends) = 0;
+  // True: it had not started and is gone; no end follows. False: it runs on, and nobody waits for
+  // its outcome. A write then gets no table entry.
+  virtual bool cancel_one(uint64_t token) = 0;
+  virtual void ended(std::vector<LaneEnd>& ends) = 0;
 };
 
 }  // namespace nvmeof

@@ -27,7 +27,8 @@ Ring::Ring(unsigned depth, Memory memory, int slab_fd, size_t slot_bytes, bool r
            int share_with)
     : memory_(memory), slab_fd_(slab_fd), region_bytes_(0) {
   unsigned entries = 16;
-  while (entries < 2 * depth + 8) entries *= 2;  // reads, writes, the wake-up
+  // Reads, writes, the wake-up; chunks of several pieces need more, which the kernel takes in turn.
+  while (entries < 2 * depth + 8) entries *= 2;
   init(entries, true);
   try {
     const int rc = io_uring_register_files(&ring_, &slab_fd_, 1);

@@ -66,16 +66,11 @@ void TargetRing::submit(const Request& request) {
   op->offset = request.pool_slot / setup_.targets.size() * limits_.slot_bytes;
   op->bytes = kHeaderBytes + whole_pages(request.payload_bytes);
   op->piece_bytes = bytes_per_piece(op->bytes, limits_.split_bytes);
-  op->pieces = static_cast<unsigned>((op->bytes + op->piece_bytes - 1) / op->piece_bytes);
   std::lock_guard lock(mutex_);
   op->target = target_;
-  if (request.deadline_ns != kNever) {
-    while (!deadlines_.empty() && !ops_.contains(deadlines_.top().second)) deadlines_.pop();
-    deadlines_.emplace(request.deadline_ns, request.token);
-  }
-  queue_of(request.urgency).push_back(op.get());
+  queue_of(*op).push_back(op.get());
   ops_.emplace(request.token, std::move(op));
-  ++queued_;
+  ++held_;
 }
 
 void TargetRing::kick() {
@@ -93,66 +88,23 @@ void TargetRing::replace(Target target) {
 bool TargetRing::cancel(uint64_t token) {
   std::lock_guard lock(mutex_);
   const auto found = ops_.find(token);
-  if (found == ops_.end() || found->second->phase != Phase::kQueued || found->second->sealing)
+  if (found == ops_.end()) return false;
+  Op& op = *found->second;
+  if (op.started) {
+    op.wanted = false;
     return false;
-  finish(*found->second, Code::kCancelled);
-  kick();  // it may have been a read that held writes back
+  }
+  std::erase(queue_of(op), &op);
+  ops_.erase(found);
+  --held_;
   return true;
-}
-
-void TargetRing::lift(uint64_t barrier, Stamp stamp) {
-  std::lock_guard lock(mutex_);
-  for (Op* op : queue_of(Urgency::WRITE)) {
-    if (op->request.barrier == 0 || op->request.barrier > barrier) continue;
-    op->request.barrier = 0;
-    op->request.stamp = stamp;
-  }
-  kick();
-}
-
-int64_t TargetRing::expire(int64_t now_ns) {
-  std::lock_guard lock(mutex_);
-  while (!deadlines_.empty()) {
-    const auto [deadline_ns, token] = deadlines_.top();
-    const auto found = ops_.find(token);
-    // A token may be used again: then this is the deadline of an operation that has finished.
-    const bool ended = found == ops_.end() || found->second->request.deadline_ns != deadline_ns;
-    if (!ended && deadline_ns > now_ns) return deadline_ns;
-    deadlines_.pop();
-    if (ended) continue;
-    Op& op = *found->second;
-    if (op.sealing) {
-      --queued_;
-      op.phase = Phase::kOverdue;  // the ring's thread releases it
-      leave_queue(op);
-      completions_->push({token, Code::kDeadline, 0, false});
-    } else if (op.phase == Phase::kQueued) {
-      finish(op, Code::kDeadline);
-    } else if (op.phase == Phase::kRunning) {
-      Load& load = load_of(op);
-      load.pieces -= op.pieces_in_flight;
-      load.bytes -= op.bytes_in_flight;
-      op.phase = Phase::kOverdue;
-      completions_->push({token, Code::kDeadline, 0, false});
-      // Between two pieces neither the kernel nor this ring works on it, and it gets no more.
-      if (op.in_queue && op.pieces_in_flight == 0 && op.unchecked == 0)
-        finish(op, Code::kReleased);
-      else
-        leave_queue(op);
-    }
-    kick();
-  }
-  return kNever;
 }
 
 void TargetRing::close() {
   std::lock_guard lock(mutex_);
   closing_ = true;
-  for (auto& queue : queues_) {
-    const auto waiting = queue;
-    for (Op* op : waiting)
-      if (op->phase == Phase::kQueued && !op->sealing) finish(*op, Code::kCancelled);
-  }
+  for (auto* queue : {&reads_, &writes_})
+    for (Op* op : std::exchange(*queue, {})) finish(*op, Code::kCancelled);
   kick();
   table_work_.notify_all();
 }
@@ -163,30 +115,6 @@ bool TargetRing::wait_ended(std::chrono::nanoseconds timeout) {
 }
 
 // ---- under the mutex --------------------------------------------------------------------
-
-const std::deque<TargetRing::Op*>& TargetRing::queue_of(Urgency urgency) const {
-  return queues_[static_cast<size_t>(urgency)];
-}
-
-TargetRing::Load& TargetRing::load_of(const Op& op) {
-  return op.request.is_read() ? reads_ : writes_;
-}
-
-bool TargetRing::reads_active() const {
-  return reads_.pieces > 0 || !queue_of(Urgency::DEMAND).empty() ||
-         !queue_of(Urgency::URGENT).empty() || !queue_of(Urgency::PREFETCH).empty();
-}
-
-bool TargetRing::may_issue(const Op& op, size_t bytes) const {
-  const bool read = op.request.is_read();
-  const Load& load = read ? reads_ : writes_;
-  if (op.request.barrier != 0) return false;
-  if (load.pieces == 0) return true;
-  if (load.pieces >= limits_.depth) return false;
-  size_t bound = read ? limits_.read_bytes_in_flight_max : limits_.write_bytes_in_flight_max;
-  if (!read && reads_active()) bound = std::min(bound, limits_.write_bytes_beside_reads_max);
-  return load.bytes + bytes <= bound;
-}
 
 TargetRing::Piece* TargetRing::new_piece(Op& op, size_t begin, size_t bytes) {
   if (free_pieces_.empty()) {
@@ -199,58 +127,31 @@ TargetRing::Piece* TargetRing::new_piece(Op& op, size_t begin, size_t bytes) {
   return piece;
 }
 
-bool TargetRing::take_piece(Urgency urgency, std::vector<Piece*>& pieces) {
-  auto& queue = queue_of(urgency);
-  if (queue.empty()) return false;
-  Op& op = *queue.front();  // nothing overtakes within an urgency
-  const size_t begin = op.next_piece * op.piece_bytes;
-  const size_t bytes = std::min(op.piece_bytes, op.bytes - begin);
-  if (!may_issue(op, bytes)) return false;
-  if (op.phase == Phase::kQueued) {
-    op.phase = Phase::kRunning;
-    --queued_;
-    if (setup_.gate) setup_.gate->started(op.request.pool_slot);
+void TargetRing::start(Op& op, std::vector<Piece*>& pieces) {
+  op.started = true;
+  if (setup_.gate) setup_.gate->started(op.request.pool_slot);
+  for (size_t begin = 0; begin < op.bytes; begin += op.piece_bytes) {
+    pieces.push_back(new_piece(op, begin, std::min(op.piece_bytes, op.bytes - begin)));
+    ++op.pieces_in_flight;
   }
-  pieces.push_back(new_piece(op, begin, bytes));
-  ++op.next_piece;
-  ++op.pieces_in_flight;
-  op.bytes_in_flight += bytes;
-  load_of(op).pieces += 1;
-  load_of(op).bytes += bytes;
-  if (op.next_piece == op.pieces) leave_queue(op);
-  return true;
 }
 
-// Returns whether there is more to issue at once: only one write that could not be sealed ahead is
-// taken at a time, so that reads that come meanwhile do not wait for a row of checksums.
-bool TargetRing::take_pieces(std::vector<Piece*>& pieces) {
-  while (take_piece(Urgency::DEMAND, pieces) || take_piece(Urgency::URGENT, pieces) ||
-         take_piece(Urgency::PREFETCH, pieces)) {
-  }
-  const auto& writes = queue_of(Urgency::WRITE);
-  bool fresh = false;
-  while (!writes.empty()) {
-    const bool unsealed = !writes.front()->sealed && writes.front()->next_piece == 0;
-    if (unsealed && fresh) return true;
-    if (!take_piece(Urgency::WRITE, pieces)) break;
-    fresh = fresh || unsealed;
+// Returns whether there is more to start at once. Only one write that needs a checksum is taken at
+// a time, so that reads that come meanwhile do not wait for a row of checksums.
+bool TargetRing::start_waiting(std::vector<Piece*>& pieces) {
+  for (Op* op : std::exchange(reads_, {})) start(*op, pieces);
+  for (bool slow = false; !writes_.empty(); writes_.pop_front()) {
+    Op& op = *writes_.front();
+    if (op.request.payload_crc == kNoCrc && std::exchange(slow, true)) return true;
+    start(op, pieces);
   }
   return false;
 }
 
-void TargetRing::leave_queue(Op& op) {
-  if (!op.in_queue) return;
-  op.in_queue = false;
-  auto& queue = queue_of(op.request.urgency);
-  queue.erase(std::find(queue.begin(), queue.end(), &op));
-}
-
 void TargetRing::finish(Op& op, Code code, int error) {
-  if (op.phase == Phase::kQueued) --queued_;
-  leave_queue(op);
-  if (op.phase == Phase::kOverdue) code = Code::kReleased;
-  const Completion completion{op.request.token, code, error, true};
+  const Completion completion{op.request.token, code, error};
   ops_.erase(op.request.token);
+  --held_;
   completions_->push(completion);
   if (closing_ && ops_.empty()) {
     kick();
@@ -261,7 +162,7 @@ void TargetRing::finish(Op& op, Code code, int error) {
 // Returns whether the piece has to be issued once more.
 bool TargetRing::goes_on(Piece* piece, int result) {
   Op& op = *piece->op;
-  if (op.failed || op.phase == Phase::kOverdue) return false;
+  if (op.failed || !op.wanted) return false;
   if (result == -EAGAIN || result == -EINTR) {
     if (++piece->retries <= kRetriesMax) return true;
   } else if (result > 0) {
@@ -276,7 +177,6 @@ bool TargetRing::goes_on(Piece* piece, int result) {
     }
   }
   op.failed = true;
-  leave_queue(op);  // it gets no more pieces
   op.error = result > 0 ? EIO : -result;  // 0: the end of the file, or of the device
   return false;
 }
@@ -287,13 +187,8 @@ void TargetRing::land(Piece* piece, int result) {
     return;
   }
   Op& op = *piece->op;
-  if (op.phase == Phase::kRunning) {
-    load_of(op).pieces -= 1;
-    load_of(op).bytes -= piece->bytes;
-  }
   op.pieces_in_flight -= 1;
-  op.bytes_in_flight -= piece->bytes;
-  if (op.request.is_read() && !op.failed && op.phase == Phase::kRunning) {
+  if (op.request.is_read() && !op.failed && op.wanted) {
     ++op.unchecked;
     to_check_.push_back(piece);
   } else {
@@ -309,16 +204,16 @@ void TargetRing::release(Piece* piece) {
 
 void TargetRing::settle(Op& op) {
   if (op.pieces_in_flight > 0 || op.unchecked > 0) return;
-  if (op.failed || op.phase == Phase::kOverdue) {
+  if (op.failed) {
     finish(op, Code::kIoError, op.error);
-  } else if (op.next_piece == op.pieces) {
-    if (op.request.is_read()) {
-      const bool right = op.header.code != Code::kOk || op.crc == op.header.payload_crc;
-      finish(op, right ? op.header.code : Code::kChecksumMismatch);
-    } else {
-      to_enter_.push_back(&op);
-      table_work_.notify_one();
-    }
+  } else if (!op.wanted) {
+    finish(op, Code::kCancelled);
+  } else if (op.request.is_read()) {
+    const bool right = op.header.code != Code::kOk || op.crc == op.header.payload_crc;
+    finish(op, right ? op.header.code : Code::kChecksumMismatch);
+  } else {
+    to_enter_.push_back(&op);
+    table_work_.notify_one();
   }
 }
 
@@ -354,7 +249,7 @@ void TargetRing::loop(Ring& ring) {
   std::vector<Piece*> pieces;
   std::vector<std::pair<Piece*, int>> landed;
   bool armed = false;
-  bool busy = false;      // there may be something to seal or verify: do not wait
+  bool busy = false;      // there may be something to start or check: do not wait
   bool deferred = false;  // that work was put off once
   for (;;) {
     if (!armed) ring.arm(wake_fd_);
@@ -371,7 +266,7 @@ void TargetRing::loop(Ring& ring) {
       });
       pieces.insert(pieces.end(), ready, gated_.end());
       gated_.erase(ready, gated_.end());
-      busy = take_pieces(pieces) || busy;
+      busy = start_waiting(pieces) || busy;
     }
     ring.use(slab_fd);
     issue(ring, pieces);
@@ -397,7 +292,7 @@ void TargetRing::loop(Ring& ring) {
       continue;
     }
     deferred = false;
-    busy = check_one() || seal_one();
+    busy = check_one();
   }
 }
 
@@ -405,7 +300,7 @@ void TargetRing::issue(Ring& ring, const std::vector<Piece*>& pieces) {
   for (Piece* piece : pieces) {
     Op& op = *piece->op;
     if (!op.request.is_read() && !op.sealed) {
-      ring.enter(false);  // prepared pieces need not wait for a checksum
+      if (op.request.payload_crc == kNoCrc) ring.enter(false);  // others need not wait for it
       seal_op(op);
     }
     if (setup_.gate && !setup_.gate->open(op.request.pool_slot)) {
@@ -428,7 +323,7 @@ bool TargetRing::check_one() {
     if (to_check_.empty()) return false;
     piece = to_check_.front();
     to_check_.pop_front();
-    wanted = !piece->op->failed && piece->op->phase == Phase::kRunning;
+    wanted = !piece->op->failed && piece->op->wanted;
   }
   Op& op = *piece->op;
   if (wanted) check(*piece);
@@ -450,29 +345,6 @@ void TargetRing::check(const Piece& piece) {
   const size_t end = std::min(piece.begin + piece.bytes, all);
   if (begin < end)
     op.crc ^= crc_share(crc32c(request.address + begin, end - begin), all - end);
-}
-
-// Seal a waiting write, among those that could be in flight next.
-bool TargetRing::seal_one() {
-  Op* next = nullptr;
-  {
-    std::lock_guard lock(mutex_);
-    size_t bytes = 0;
-    for (Op* op : queue_of(Urgency::WRITE)) {
-      if (op->request.barrier != 0 || bytes >= limits_.write_bytes_in_flight_max) break;
-      bytes += op->bytes;
-      if (op->sealed) continue;
-      next = op;
-      next->sealing = true;
-      break;
-    }
-  }
-  if (next == nullptr) return false;
-  seal_op(*next);
-  std::lock_guard lock(mutex_);
-  next->sealing = false;
-  if (next->phase == Phase::kOverdue) finish(*next, Code::kReleased);
-  return true;
 }
 
 void TargetRing::seal_op(Op& op) {
@@ -507,10 +379,9 @@ void TargetRing::run_table() {
     if (to_enter_.empty()) break;
     Op& op = *to_enter_.front();
     to_enter_.pop_front();
-    bool failed = false;
+    Code code = Code::kCancelled;  // it was given up, and its slot may soon hold another chunk
     int error = 0;
-    // An overdue write is not waited for, and its slot may soon hold another chunk.
-    if (op.phase == Phase::kRunning) {
+    if (op.wanted) {
       const Request& request = op.request;
       const int table_fd = op.target.table_fd;
       lock.unlock();
@@ -520,11 +391,11 @@ void TargetRing::run_table() {
       ssize_t done;
       do done = pwrite(table_fd, entry.data(), entry.size(), offset);
       while (done < 0 && errno == EINTR);
-      failed = done != static_cast<ssize_t>(entry.size());
-      if (failed) error = done < 0 ? errno : EIO;
+      code = done == static_cast<ssize_t>(entry.size()) ? Code::kOk : Code::kIoError;
+      if (code != Code::kOk) error = done < 0 ? errno : EIO;
       lock.lock();
     }
-    finish(op, failed ? Code::kIoError : Code::kOk, error);
+    finish(op, code, error);
   }
   --threads_;
   ended_.notify_all();

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// One target: its queues, the thread that drives its ring, and the thread that writes its table.
+// One target: the thread that drives its ring, and the thread that writes its table.
 //
-// An operation is cut into pieces. Operations start by urgency; within one, first come, first
-// served. While reads wait or run, few write bytes are in flight. The ring's thread seals writes
-// before their first piece, and checks each piece of a read when it has arrived and may still be in
-// cache, while the kernel has enough to do: devices complete in bursts, and after a burst nothing
-// may delay their next pieces. A second thread writes table entries, because a buffered `pwrite`
-// may wait for a journal, and reads must not wait with it.
+// What is submitted starts at once: the caller keeps the bounds and the order. An operation is cut
+// into pieces. The ring's thread seals writes before their first piece, and checks each piece of a
+// read when it has arrived and may still be in cache, while the kernel has enough to do: devices
+// complete in bursts, and after a burst nothing may delay their next pieces. A second thread writes
+// table entries, because a buffered `pwrite` may wait for a journal, and reads must not wait with
+// it.
 #pragma once
 
 #include <sched.h>
@@ -17,7 +17,6 @@
 #include <deque>
 #include <exception>
 #include <memory>
-#include <queue>
 #include <unordered_map>
 
 #include "ring.h"
@@ -32,7 +31,7 @@ struct EngineSetup {
   Limits limits;
   Memory memory;
   bool registered = true;
-  size_t queue_max = 0;             // operations that wait, over all targets
+  size_t operations_max = 0;        // over all targets
   std::vector<int> cpus;            // CPUs on which threads may run; empty: those of the caller
   std::shared_ptr<StartGate> gate;  // null but in tests
 };
@@ -54,36 +53,27 @@ class TargetRing {
   void kick();
   // Use these files for what is submitted from now on.
   void replace(Target target);
-  // Complete it with kCancelled if it has not started. False: not here, or started.
+  // Take it back if it has not started. False: not here, or it runs on, without a table entry.
   bool cancel(uint64_t token);
-  // Writes that waited for `barrier` or an earlier one may start, marked with `stamp`.
-  void lift(uint64_t barrier, Stamp stamp);
-  // Give kDeadline to what is past it; returns the earliest deadline left, or kNever.
-  int64_t expire(int64_t now_ns);
   // Cancel what has not started; the threads end when the kernel has returned the rest.
   void close();
   bool wait_ended(std::chrono::nanoseconds timeout);
 
-  size_t queued() const { return queued_.load(); }
+  size_t held() const { return held_.load(); }
 
  private:
-  enum class Phase : uint8_t { kQueued, kRunning, kOverdue };
   struct Op {
     Request request;
     Target target;  // the files at the time of its submission
-    Phase phase = Phase::kQueued;
     uint64_t offset = 0;
     size_t bytes = 0;  // header page and payload, in whole pages
     size_t piece_bytes = 0;
-    unsigned pieces = 0;
-    unsigned next_piece = 0;  // the first that was not issued yet
+    bool started = false;
+    bool wanted = true;  // false: it was given up after its start
     unsigned pieces_in_flight = 0;
     unsigned unchecked = 0;  // pieces of a read that have arrived and are not in `crc` yet
     uint32_t crc = 0;        // of the payload, but for the shares of pieces to come
     HeaderProof header;      // once the first piece was checked
-    size_t bytes_in_flight = 0;
-    bool in_queue = true;
-    bool sealing = false;  // the ring's thread works on its buffer: it cannot end now
     bool sealed = false;
     bool failed = false;
     int error = 0;  // where it failed: the first errno of any piece, or 0 for no progress
@@ -93,11 +83,6 @@ class TargetRing {
     size_t begin, bytes, done;
     unsigned retries;
   };
-  struct Load {
-    unsigned pieces = 0;
-    size_t bytes = 0;
-  };
-
   TargetRing(const EngineSetup& setup, size_t index, std::shared_ptr<CompletionQueue> completions);
   // Set by the ring's thread when it knows whether the kernel lets it use the ring.
   struct Started {
@@ -110,26 +95,20 @@ class TargetRing {
   void enter_own_thread(const char* name);
 
   // Under the mutex.
-  bool take_pieces(std::vector<Piece*>& pieces);
-  bool take_piece(Urgency urgency, std::vector<Piece*>& pieces);
-  bool may_issue(const Op& op, size_t bytes) const;
-  bool reads_active() const;
+  bool start_waiting(std::vector<Piece*>& pieces);
+  void start(Op& op, std::vector<Piece*>& pieces);
   Piece* new_piece(Op& op, size_t begin, size_t bytes);
-  void leave_queue(Op& op);
+  std::deque<Op*>& queue_of(const Op& op) { return op.request.is_read() ? reads_ : writes_; }
   void land(Piece* piece, int result);
   void release(Piece* piece);
   bool goes_on(Piece* piece, int result);
   void settle(Op& op);
   void finish(Op& op, Code code, int error = 0);
-  Load& load_of(const Op& op);
-  const std::deque<Op*>& queue_of(Urgency urgency) const;
-  std::deque<Op*>& queue_of(Urgency urgency) { return queues_[static_cast<size_t>(urgency)]; }
 
   // On the ring's thread.
   void issue(Ring& ring, const std::vector<Piece*>& pieces);
   bool check_one();
   void check(const Piece& piece);
-  bool seal_one();
   void seal_op(Op& op);
   SlotPlace place_of(const Op& op) const;
   uint8_t kind_of(const Op& op) const;
@@ -140,17 +119,13 @@ class TargetRing {
   const Limits limits_;
   const int wake_fd_;
   std::atomic<bool> waking_{false};
-  std::atomic<size_t> queued_{0};
+  std::atomic<size_t> held_{0};  // operations
 
   std::mutex mutex_;
   std::condition_variable table_work_;
   std::condition_variable ended_;
   std::unordered_map<uint64_t, std::unique_ptr<Op>> ops_;
-  std::array<std::deque<Op*>, kUrgencies> queues_;
-  std::priority_queue<std::pair<int64_t, uint64_t>, std::vector<std::pair<int64_t, uint64_t>>,
-                      std::greater<>>
-      deadlines_;  // (deadline, token); tokens of finished operations are dropped at the top
-  Load reads_, writes_;
+  std::deque<Op*> reads_, writes_;  // not started
   std::deque<Piece*> to_check_;
   std::deque<Op*> to_enter_;  // writes whose table entry comes next
   std::vector<Piece*> again_;

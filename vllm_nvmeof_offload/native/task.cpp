@@ -83,15 +83,6 @@ Task* FairQueue::take() {
   return task;
 }
 
-void FairQueue::untake(Task& task) {
-  const uint64_t job = share_of(task);
-  Line& line = lines_.at(job);
-  --line.held;
-  --held_;
-  link(line, task, true);
-  moved(job, line);
-}
-
 void FairQueue::give_back(Task& task) {
   if (mutant("room_at_a_target_is_not_released")) return;
   const uint64_t job = share_of(task);
@@ -114,6 +105,19 @@ std::vector<Task*> FairQueue::take_all() {
   std::sort(all.begin(), all.end(),
             [](const Task* a, const Task* b) { return a->sequence < b->sequence; });
   return all;
+}
+
+std::vector<Task*> FairQueue::take_past(int64_t now_ns, int64_t& next_ns) {
+  std::vector<Task*> past;
+  for (const auto& [job, line] : lines_)
+    for (Task* task = line.first; task && task->deadline_ns; task = task->behind) {
+      if (task->deadline_ns <= now_ns)
+        past.push_back(task);
+      else
+        next_ns = std::min(next_ns, task->deadline_ns);
+    }
+  for (Task* task : past) remove(*task);
+  return past;
 }
 
 // Enter the job's present position into the heap; forget a job that needs none.

@@ -58,7 +58,7 @@ struct Task {
   bool reads = false;      // or as a reader
   uint8_t retries_left = 1;
   int64_t payload_crc = -1;  // of what it reads from its cache slot, if the fill made it
-  int64_t deadline_ns = 0;   // from when an engine first has it, also for a retry
+  int64_t deadline_ns = 0;   // fixed when a lane first has it; 0: none had
   uint64_t token = 0;      // with the engine; 0: never
   uint64_t charged_to = 0;  // number of the job on whose share of the reads it goes
   Task* before = nullptr;  // in the queue where it waits
@@ -126,11 +126,12 @@ class FairQueue {
   Task* peek();
   // Give the next task a place.
   Task* take();
-  // Take back the place of a task that was just taken: it waits as before.
-  void untake(Task& task);
   void give_back(Task& task);
   // Take out everything that waits, the longest waiting first; no places are given.
   std::vector<Task*> take_all();
+  // Take out the retries whose deadline has passed; they are the first of their jobs. next_ns:
+  // becomes the earliest deadline of the others, if that is earlier.
+  std::vector<Task*> take_past(int64_t now_ns, int64_t& next_ns);
 
  private:
   struct Line {

@@ -12,7 +12,6 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <mutex>
 #include <stdexcept>
 #include <string_view>
@@ -31,7 +30,6 @@ inline constexpr size_t kKeyBytesMax = 46;
 inline constexpr size_t kEntryBytes = 64;
 inline constexpr size_t kUuidBytes = 16;
 inline constexpr int64_t kNoCrc = -1;
-inline constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
 using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC
 
@@ -50,16 +48,14 @@ enum class Code : uint8_t {
   kIoError,
   kChecksumMismatch,
   kStale,
-  kDeadline,
+  kDeadline,  // the machine's, not a lane's
   kCancelled,
-  kReleased,  // no outcome: the late release of an operation whose outcome came before
 };
 
 struct Completion {
   uint64_t token;
   Code code;
   int error;  // where code is kIoError: errno, positive; 0: no bytes were moved, and no errno given
-  bool released;
   int64_t ended_ns = 0;  // CLOCK_MONOTONIC; set where it is queued for the caller
 };
 
@@ -106,26 +102,18 @@ struct Request {
   std::byte* address = nullptr;  // header page and payload
   size_t payload_bytes = 0;      // at most what a slot holds; no more than this is transferred
   Identity identity;
-  int64_t deadline_ns = kNever;
   Stamp stamp;
-  // 0: may start. Otherwise the write waits until this barrier, a reset, is lifted.
-  uint64_t barrier = 0;
   // Write only: the payload's CRC if the copy into staging made it, else kNoCrc.
   int64_t payload_crc = kNoCrc;
 
   bool is_read() const { return urgency != Urgency::WRITE; }
 };
 
-// Bounds of one target's ring; `io/base.py` has their defaults. `bytes_in_flight` counts what the
-// kernel works on and is not overdue: a path that hangs must not stop the others. One piece of
-// each kind may always run.
+// The size of one target's ring; `io/base.py` has the defaults.
 struct Limits {
   size_t slot_bytes = 0;  // the distance of slots, in staging and in a slab
   size_t split_bytes = 0;
-  unsigned depth = 0;  // pieces in flight, reads and writes each
-  size_t read_bytes_in_flight_max = 0;
-  size_t write_bytes_in_flight_max = 0;
-  size_t write_bytes_beside_reads_max = 0;
+  unsigned depth = 0;  // for so many operations in flight, reads and writes each
 };
 
 // Descriptors; -1: none, and what is submitted fails with EBADF.

@@ -146,21 +146,22 @@ def _scheduler_config(
 ) -> TransferLimits:
     target_count = pool.target_count if pool else 1
 
-    def handed_over_max(bytes_max: int) -> int:
-        # Twice the operations that the engine works on. Not more: a deadline runs from the
-        # hand-over, and time in the engine's queue must not look like a target that hangs.
-        if "threads" in io.name:
-            return 2 * settings.io_threads
-        slot_bytes = slot_stride_bytes(geometry.payload_bytes)
-        at_work = min(settings.io_depth, max(1, bytes_max // slot_bytes))
-        return 2 * at_work * target_count
+    # Twice the operations that the engine works on: one that ends is replaced only after a turn of
+    # the pipeline's thread. Not more: a deadline runs from the hand-over, and time in the engine's
+    # queue must not look like a target that hangs.
+    by_threads = "threads" in io.name
+    at_work = settings.io_threads if by_threads else settings.io_depth * target_count
+    sharing = target_count if by_threads else 1  # of a bound on bytes
 
     return TransferLimits(
         group_bytes=geometry.group_bytes,
         rank=rank,
         target_count=target_count,
-        reads_in_flight_max=handed_over_max(settings.read_bytes_in_flight_max),
-        writes_in_flight_max=handed_over_max(settings.write_bytes_in_flight_max),
+        reads_in_flight_max=2 * at_work,
+        writes_in_flight_max=2 * at_work,
+        read_bytes_in_flight_max=settings.read_bytes_in_flight_max // sharing,
+        write_bytes_in_flight_max=settings.write_bytes_in_flight_max // sharing,
+        write_bytes_beside_reads_max=settings.write_bytes_beside_reads_max // sharing,
         read_deadline_s=settings.read_deadline_ms / 1000,
         write_deadline_s=settings.write_deadline_ms / 1000,
         health=health,

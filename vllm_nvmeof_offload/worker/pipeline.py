@@ -10,6 +10,7 @@ calls come from one thread: that of a `PipelineRunner`, or the simulator's.
 
 from __future__ import annotations
 
+import math
 import select
 import threading
 import time
@@ -20,14 +21,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.copy.base import CopyEngine, Direction, Payloads, Pieces
-from vllm_nvmeof_offload.errors import ERRORS, EngineError, Outcome, code_of, outcome_of
+from vllm_nvmeof_offload.errors import CANCELLED, ERRORS, EngineError, Outcome, code_of, outcome_of
 from vllm_nvmeof_offload.io.base import IoEngine, IoOp, Lanes, Waker
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.native import Machine
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.protocol import (
-    RELEASED,
     TAG_BYTES,
     CancelCommand,
     ChunkBatch,
@@ -55,15 +56,18 @@ _SATURATING_BYTES = 8 * MIB
 _SATURATING_OPS_MIN = 2
 #: As the native machine numbers them.
 _KINDS = tuple(OpKind)
+_CANCELLED = code_of(CANCELLED.kind)
 _NO_STAMP = Stamp(0, bytes(TAG_BYTES))  # the engine knows it
+_KEYS = OffloadConfig.model_fields
 _RETRYABLE = [ERRORS.get(number, (False,))[0] for number in range(max(ERRORS) + 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    """Bounds of one rank. A deadline runs from the hand-over to the engine, in seconds.
+    """Bounds of one rank. A deadline runs from the first hand-over to the engine, in seconds.
 
-    The targets share what may be in flight evenly; each may have at least one.
+    The targets share the operations that may be in flight evenly; each may have at least one. The
+    bytes are those of each target.
     """
 
     #: Bytes of a chunk, by group.
@@ -79,6 +83,10 @@ class TransferLimits:
     #: Has a failed reset been made good because its targets came back?
     reset_is_durable: Callable[[], bool] = lambda: False
     pool_slots: int = 0  # of the rank; 0: not checked
+    read_bytes_in_flight_max: int = _KEYS["read_bytes_in_flight_max"].default
+    write_bytes_in_flight_max: int = _KEYS["write_bytes_in_flight_max"].default
+    #: While reads wait or run on the target.
+    write_bytes_beside_reads_max: int = _KEYS["write_bytes_beside_reads_max"].default
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +169,8 @@ class TransferPipeline:
         self._machine.set_time(self._clock())
         self._machine.cancel(op, rows)
         if tokens := self._machine.take_cancels():
-            self._io.cancel(tokens)
+            withdrawn = self._io.cancel(tokens)
+            self._machine.ended([(token, _CANCELLED, 0, 0.0) for token in withdrawn])
 
     def _begin(
         self,
@@ -184,6 +193,7 @@ class TransferPipeline:
         for ticket, outcome in self._copy.poll():
             self._copied(self._tickets.pop(ticket), outcome)
         self._take_ends()
+        self._expire()
         machine.run()
         self._look_at_targets()
         self._hand_over()
@@ -214,6 +224,10 @@ class TransferPipeline:
             finished.append(FinishedJob(op, failed, copied_bytes, seconds))
         return finished
 
+    def deadline_in_s(self) -> float:
+        """Return in how many seconds `step` must be called if nothing happens; may be infinite."""
+        return max(0.0, self._machine.next_deadline_s() - self._clock())
+
     def idle(self) -> bool:
         """Return whether there is no job, no gate held, and no buffer with an engine."""
         return self._machine.idle
@@ -224,21 +238,20 @@ class TransferPipeline:
         """Take in what the I/O engine has ended."""
         completions = self._io.poll()
         if self._lanes:  # these are resets; reads and writes never come to Python
-            now_s = time.monotonic()
-            self._machine.poll_native(now_s, self._clock() - now_s)
+            self._machine.poll_native(self._clock() - time.monotonic())
         if completions:
             self._machine.ended(
                 [
-                    (
-                        one.token,
-                        RELEASED if one.outcome is None else code_of(one.outcome.kind),
-                        0 if one.outcome is None else one.outcome.errno,
-                        one.released,
-                        one.ended_s or 0.0,
-                    )
+                    (one.token, code_of(one.outcome.kind), one.outcome.errno, one.ended_s or 0.0)
                     for one in completions
                 ]
             )
+
+    def _expire(self) -> None:
+        """Give DEADLINE to what is past it; the engine takes back what has not started."""
+        self._machine.expire()
+        if overdue := self._machine.take_overdue():
+            self._machine.give_up(overdue, self._io.cancel(overdue))
 
     def _look_at_targets(self) -> None:
         """Let each target's health follow from what its operations did, and act on its verdict."""
@@ -261,14 +274,13 @@ class TransferPipeline:
         durable = machine.barred and self._limits.reset_is_durable()
         stamp = self._lanes.stamp() if self._lanes else _NO_STAMP
         machine.set_stamp(stamp.epoch, stamp.tag, durable)
-        machine.offer_reads()
+        machine.offer_reads(0 if self._lanes else self._io.room().reads)
         self._submit_offered()
-        if reset := machine.reset_to_offer():
+        if reset := machine.offer_reset():
             token, tag, named = reset
             op = IoOp(token, OpKind.RESET, Urgency.WRITE, 0, 0, None, 0, tag=tag, named=named)
-            if self._io.submit([op]):
-                machine.reset_accepted(token)
-        machine.offer_writes()
+            self._io.submit([op])
+        machine.offer_writes(0 if self._lanes else self._io.room().writes)
         self._submit_offered()
         machine.fail_stalled()
 
@@ -284,7 +296,6 @@ class TransferPipeline:
                 address,
                 SlotIdentity(key, generation),
                 payload_bytes=payload_bytes,
-                deadline_s=deadline_s,
                 payload_crc=payload_crc if payload_crc >= 0 else None,
             )
             for (
@@ -297,11 +308,10 @@ class TransferPipeline:
                 generation,
                 payload_bytes,
                 payload_crc,
-                deadline_s,
             ) in self._machine.offered()
         ]
         if ops:
-            self._machine.accepted(self._io.submit(ops))
+            self._io.submit(ops)
 
     def _take_verdicts(self) -> list[Report]:
         """Return the verdicts that changed since the last call; every target begins as ok."""
@@ -383,13 +393,16 @@ def _make_machine(
         saturating_reads=min(streamed_max, enough),
         saturating_writes=min(writes_max, enough),
         retryable=_RETRYABLE,
+        read_bytes_max=limits.read_bytes_in_flight_max,
+        write_bytes_max=limits.write_bytes_in_flight_max,
+        write_bytes_beside_reads_max=limits.write_bytes_beside_reads_max,
         lanes=lanes.address if lanes else 0,
         now_s=now_s,
     )
 
 
-#: Deadlines wake the I/O engine's eventfd; this is only a backstop.
-_POLL_MS = 1000
+#: The longest wait for an event or a deadline.
+_WAIT_S_MAX = 1.0
 
 
 class PipelineRunner:
@@ -461,12 +474,16 @@ class PipelineRunner:
                     self._inbox.popleft()()
                 self._pipeline.step()
                 self._publish()
-                poller.poll(_POLL_MS)
+                poller.poll(self._wait_ms())
         except BaseException as error:  # noqa: BLE001 - handed to the model's thread, which raises
             # A broken invariant: the model's thread must fail too instead of waiting for ever.
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
+
+    def _wait_ms(self) -> int:
+        """Return how long the next turn may wait: until the next deadline."""
+        return math.ceil(1000 * min(self._pipeline.deadline_in_s(), _WAIT_S_MAX))
 
     def _publish(self) -> None:
         finished = self._pipeline.take_finished()

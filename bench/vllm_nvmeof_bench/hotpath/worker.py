@@ -25,7 +25,7 @@ from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
 from vllm_nvmeof_offload.errors import OK, Outcome
 from vllm_nvmeof_offload.groups import Group, GroupKind
-from vllm_nvmeof_offload.io.base import Completion, IoLimits, IoOp, Lanes, Waker
+from vllm_nvmeof_offload.io.base import Completion, IoOp, Lanes, Room, Waker
 from vllm_nvmeof_offload.native import InstantLanes
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.protocol import (
@@ -98,11 +98,14 @@ class InstantIo:
     def attach(self) -> Lanes:
         return Lanes(self._lanes.address, lambda: _STAMP)
 
-    def submit(self, ops: Sequence[IoOp]) -> int:
+    def room(self) -> Room:
+        return Room(0, 0)
+
+    def submit(self, ops: Sequence[IoOp]) -> None:
         raise AssertionError("reads and writes go to the lanes, and there are no resets")
 
-    def cancel(self, tokens: Sequence[int]) -> None:
-        return
+    def cancel(self, tokens: Sequence[int]) -> list[int]:
+        return []
 
     def replace_target(self, target: int) -> None:
         return
@@ -128,12 +131,11 @@ class Worker:
         tensor = CacheTensor(_KV_ADDRESS, _BLOCK_BYTES, _BLOCK_BYTES, chunks_max)
         waker, io = Waker(), InstantIo()
         copy = InstantCopy(waker.wake)
-        in_flight = 2 * min(_PRODUCT.io_depth, IoLimits().read_bytes_in_flight_max // slot_bytes)
         limits = TransferLimits(
             group_bytes=(_BLOCK_BYTES,),
             target_count=TARGETS,
-            reads_in_flight_max=in_flight * TARGETS,
-            writes_in_flight_max=in_flight * TARGETS,
+            reads_in_flight_max=2 * _PRODUCT.io_depth * TARGETS,
+            writes_in_flight_max=2 * _PRODUCT.io_depth * TARGETS,
         )
         known = set(threading.enumerate())
         runner = PipelineRunner(TransferPipeline(staging, copy, io, limits), waker, io.fileno())

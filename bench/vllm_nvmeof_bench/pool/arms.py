@@ -27,7 +27,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,13 +36,27 @@ import numpy as np
 from vllm_nvmeof_bench.pool.report import Sample, Settings
 from vllm_nvmeof_bench.results import BenchError, percentile
 from vllm_nvmeof_offload.config import parse_config
+from vllm_nvmeof_offload.copy.base import Pieces
+from vllm_nvmeof_offload.errors import OK, Outcome
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, IoOp
 from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
+from vllm_nvmeof_offload.protocol import (
+    NOWHERE,
+    ChunkBatch,
+    LoadCommand,
+    OpKind,
+    OpReport,
+    SlotIdentity,
+    StoreCommand,
+    Urgency,
+    WriteCommand,
+    place_of,
+)
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import GIB, MIB, slot_stride_bytes
+from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
 
 _STALL_S = 60.0
 #: One read needs little time beside writes; longer waits come back to look at the clock.
@@ -272,15 +286,25 @@ def _cut(blocks: Sequence[int], step: int) -> list[Sequence[int]]:
 
 _TABLE_ENTRY_BYTES = 64
 _KEY_BYTES = 36
-#: In one call: cutting the rest at every completion would cost more than the I/O.
-_SUBMITTED_MAX = 1024
+#: With the engine at a time while a pool is written for the first time.
+_FILLED_AT_ONCE = 16
+
+
+#: Of the product's configuration, what the measurements depend on.
+_BOUNDS = (
+    "io_threads",
+    "io_depth",
+    "io_split_bytes",
+    "read_bytes_in_flight_max",
+    "write_bytes_in_flight_max",
+    "write_bytes_beside_reads_max",
+)
 
 
 def limits() -> dict[str, int]:
     """The bounds of the product's configuration, so that VLLM_NVMEOF_* variables apply."""
-    bounds = asdict(IoLimits.of(parse_config({})))
-    del bounds["queue_max"]  # it is not configured
-    return bounds
+    settings = parse_config({})
+    return {name: getattr(settings, name) for name in _BOUNDS}
 
 
 class Ground:
@@ -361,29 +385,158 @@ class EngineMover(Mover):
         return {"runs": self.name}
 
     def run(self, jobs: Sequence[Job]) -> None:
-        moves = ((job.is_read, block) for job in jobs for block in job.blocks)
-        ops = [self._ground.op(token, *move) for token, move in enumerate(moves)]
-        accepted, left = 0, len(ops)
-        while left:
-            if accepted < len(ops):
-                accepted += self._engine.submit(ops[accepted : accepted + _SUBMITTED_MAX])
-            left -= len(self.wait())
+        moves = [(job.is_read, block) for job in jobs for block in job.blocks]
+        started = ended = 0
+        while ended < len(moves):
+            while started < min(len(moves), ended + _FILLED_AT_ONCE) and self._engine.room().writes:
+                self.submit(started, *moves[started])
+                started += 1
+            ended += len(self.wait())
 
     def submit(self, token: int, is_read: bool, block: int) -> None:
-        if not self._engine.submit([self._ground.op(token, is_read, block)]):
-            raise BenchError(f"{self.name}: its queue is full")
+        self._engine.submit([self._ground.op(token, is_read, block)])
 
     def poll(self, timeout_s: float) -> list[int]:
         self._ready.poll(timeout_s * 1000)
         completions = self._engine.poll()
         for completion in completions:
-            if completion.outcome is None or not completion.outcome.ok:
+            if not completion.outcome.ok:
                 raise BenchError(f"{self.name}: an operation ended {completion.outcome}")
         return [completion.token for completion in completions]
 
     def close(self) -> None:
         if not self._engine.close():
             raise BenchError(f"{self.name}: I/O hangs in the kernel")
+
+
+class PipelineMover(EngineMover):
+    """Drives an engine through the worker's pipeline, whose machine keeps order and bounds.
+
+    Cache slot i holds block i from the start; no bytes are copied to or from a KV cache. A read is
+    a load's, which lands in its cache slot.
+    """
+
+    def __init__(self, wanted: str, ground: Ground) -> None:
+        super().__init__(wanted, ground)
+        settings = parse_config({})
+        by_threads = "threads" in self.name
+        at_work = settings.io_threads if by_threads else settings.io_depth
+        self._copy = _NoCopy()
+        self._pipeline = TransferPipeline(
+            ground.staging.map,
+            self._copy,
+            self._engine,
+            TransferLimits(
+                group_bytes=(ground.pool.payload_bytes,),
+                reads_in_flight_max=2 * at_work,
+                writes_in_flight_max=2 * at_work,
+                read_bytes_in_flight_max=settings.read_bytes_in_flight_max,
+                write_bytes_in_flight_max=settings.write_bytes_in_flight_max,
+                write_bytes_beside_reads_max=settings.write_bytes_beside_reads_max,
+                read_deadline_s=_STALL_S,
+                write_deadline_s=_STALL_S,
+            ),
+        )
+        self._ops = itertools.count(1)
+        self._tokens: dict[int, list[int]] = {}  # op → the token of each row
+        self._gathered: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # by is_read
+        blocks = range(len(ground.identities))
+        op = next(self._ops)
+        self._pipeline.store(
+            StoreCommand(op, self._batch(blocks, pool=False)), _no_pieces(blocks), 0
+        )
+        self._step()
+        assert self._pipeline.idle()
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        left = 0
+        for job in jobs:
+            for block in job.blocks:
+                self.submit(left, job.is_read, block)
+                left += 1
+            self._hand_over()
+        while left:
+            left -= len(self.wait())
+
+    def submit(self, token: int, is_read: bool, block: int) -> None:
+        self._gathered[is_read].append((token, block))
+
+    def poll(self, timeout_s: float) -> list[int]:
+        self._hand_over()
+        tokens = self._step()
+        if not tokens:
+            self._ready.poll(timeout_s * 1000)
+            tokens = self._step()
+        return tokens
+
+    def _hand_over(self) -> None:
+        """Give the pipeline what was submitted: one command of each kind."""
+        for is_read, gathered in self._gathered.items():
+            if not gathered:
+                continue
+            tokens, blocks = zip(*gathered, strict=True)
+            gathered.clear()
+            op, batch = next(self._ops), self._batch(blocks)
+            self._tokens[op] = list(tokens)
+            if is_read:
+                self._pipeline.load(LoadCommand(op, batch), _no_pieces(blocks), 0)
+            else:
+                self._pipeline.command(WriteCommand(op, batch))
+
+    def _step(self) -> list[int]:
+        """Move what can move; return the tokens of what has ended."""
+        self._pipeline.step()
+        while self._copy.ended:
+            self._pipeline.step()
+        self._pipeline.take_finished()
+        ended = []
+        for report in self._pipeline.take_reports():
+            if not isinstance(report, OpReport):
+                continue
+            if report.codes is not None:
+                raise BenchError(f"{self.name}: operations ended {set(report.codes.tolist())}")
+            if tokens := self._tokens.get(report.op):
+                rows = range(len(tokens)) if report.indexes is None else report.indexes.tolist()
+                ended += [tokens[row] for row in rows]
+        return ended
+
+    def _batch(self, blocks: Sequence[int], *, pool: bool = True) -> ChunkBatch:
+        identities = [self._ground.identities[block] for block in blocks]
+        count = len(blocks)
+        return ChunkBatch.of(
+            b"".join(identity.key for identity in identities),
+            np.array([identity.generation for identity in identities], np.uint64),
+            np.array(blocks, np.int32),
+            np.array([place_of(0, block) if pool else NOWHERE for block in blocks], np.int64),
+            np.zeros(count, np.uint8),
+        )
+
+
+def _no_pieces(blocks: Sequence[int]) -> Pieces:
+    return Pieces(np.empty((0, 3), np.uint64), np.zeros(len(blocks) + 1, np.uint32))
+
+
+class _NoCopy:
+    """A copy engine whose copies have ended as soon as they begin: they have no pieces."""
+
+    asleep = False
+
+    def __init__(self) -> None:
+        self.ended: list[tuple[int, Outcome]] = []
+        self._tickets = itertools.count()
+
+    def record_fence(self) -> object:
+        return None
+
+    def submit(self, *_: object) -> int:
+        self.ended.append((next(self._tickets), OK))
+        return self.ended[-1][0]
+
+    def poll(self) -> list[tuple[int, Outcome]]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def close(self) -> None: ...
 
 
 # -- fio and the bare ring loop -----------------------------------------------------------

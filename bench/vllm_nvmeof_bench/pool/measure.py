@@ -41,11 +41,11 @@ from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.home import home_in, quiet_interpreter, sync_file_system
 from vllm_nvmeof_bench.manager import measure_manager
 from vllm_nvmeof_bench.pool.arms import (
-    EngineMover,
     Fio,
     FsMover,
     Ground,
     Moved,
+    PipelineMover,
     build_ring,
     fill,
     import_fs,
@@ -177,7 +177,7 @@ class _Run:
         fill(staging, self._settings.seed)
         arms: dict[str, Callable[[str], dict[str, Moved]]] = {}
 
-        def add(name: str, mover: EngineMover | FsMover) -> None:
+        def add(name: str, mover: PipelineMover | FsMover) -> None:
             stack.callback(mover.close)
             self.arms[name] |= mover.about()
             arms[name] = partial(measure_moves, mover, *given, random.Random(self._settings.seed))
@@ -188,7 +188,7 @@ class _Run:
             stack.callback(ground.pool.close)
             for name in ours:
                 try:
-                    add(name, EngineMover(_OURS[name], ground))
+                    add(name, PipelineMover(_OURS[name], ground))
                 except EngineError as error:
                     self._leave_out(name, error)
         if "vllm_fs" in wanted:

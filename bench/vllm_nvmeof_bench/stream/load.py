@@ -368,15 +368,16 @@ class Rig:
                 identity, kind = self.identities[following], OpKind.FETCH
                 size = self.settings.chunk_bytes
                 read = IoOp(following, kind, Urgency.DEMAND, following, address, identity, size)
-                if not self._bare_io.submit([read]):
+                if not self._bare_io.room().reads:
                     free.appendleft(slot)
                     break
+                self._bare_io.submit([read])
                 slots[following] = slot
                 following += 1
             if not ready.poll(_STALL_S * 1000):
                 raise BenchError(f"{self._bare_io.name}: nothing came for {_STALL_S:.0f} s")
             for completion in self._bare_io.poll():
-                if completion.outcome is None or not completion.outcome.ok:
+                if not completion.outcome.ok:
                     raise BenchError(f"{self._bare_io.name}: a read ended {completion.outcome}")
                 free.append(slots.pop(completion.token))
 

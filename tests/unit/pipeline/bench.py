@@ -13,13 +13,14 @@ import numpy as np
 from tests.chunks import Reported, batch_of, place_in, rows_of
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads, Pieces
 from vllm_nvmeof_offload.errors import OK, Outcome
-from vllm_nvmeof_offload.io.base import Completion, IoOp
+from vllm_nvmeof_offload.io.base import Completion, IoOp, Room
 from vllm_nvmeof_offload.protocol import (
     CancelCommand,
     ChunkBatch,
     FetchCommand,
     LevelReport,
     LoadCommand,
+    OpKind,
     OpReport,
     Report,
     SlotIdentity,
@@ -88,37 +89,42 @@ class FakeIo:
 
     def __init__(self) -> None:
         self.ops: dict[int, IoOp] = {}
-        self.offered: list[list[IoOp]] = []
         self.started: list[IoOp] = []
         self.cancelled: list[int] = []
-        self.busy = False
+        #: Tokens that count as not started, so that a cancel takes them back.
+        self.queued: set[int] = set()
+        self.room_max = 10_000
         self._completions: list[Completion] = []
 
     def attach(self) -> None:
         return None
 
-    def submit(self, ops: Sequence[IoOp]) -> int:
-        self.offered.append(list(ops))
-        if self.busy:
-            return 0
+    @property
+    def busy(self) -> bool:
+        return not self.room_max
+
+    @busy.setter
+    def busy(self, busy: bool) -> None:
+        self.room_max = 0 if busy else 10_000
+
+    def room(self) -> Room:
+        return Room(self.room_max, self.room_max)
+
+    def submit(self, ops: Sequence[IoOp]) -> None:
+        assert all(op.kind is OpKind.RESET for op in ops) or len(ops) <= self.room_max
         self.ops.update({op.token: op for op in ops})
         self.started += ops
-        return len(ops)
 
-    def cancel(self, tokens: Sequence[int]) -> None:
+    def cancel(self, tokens: Sequence[int]) -> list[int]:
         self.cancelled += tokens
-
-    def complete(
-        self,
-        token: int,
-        outcome: Outcome | None = OK,
-        *,
-        released: bool = True,
-        ended_s: float | None = None,
-    ) -> None:
-        if released:
+        withdrawn = [token for token in tokens if token in self.queued]
+        for token in withdrawn:
             del self.ops[token]
-        self._completions.append(Completion(token, outcome, released, ended_s))
+        return withdrawn
+
+    def complete(self, token: int, outcome: Outcome = OK, *, ended_s: float | None = None) -> None:
+        del self.ops[token]
+        self._completions.append(Completion(token, outcome, ended_s))
 
     def poll(self) -> list[Completion]:
         completions, self._completions = self._completions, []
@@ -228,9 +234,14 @@ class Bench:
         self.pipeline.step()
         return bool(tokens or tickets)
 
-    def io_done(self, outcome: Outcome | None = OK, *, released: bool = True) -> None:
+    def io_done(self, outcome: Outcome = OK) -> None:
         """Complete the oldest operation in flight."""
-        self.io.complete(next(iter(self.io.ops)), outcome, released=released)
+        self.io.complete(next(iter(self.io.ops)), outcome)
+        self.pipeline.step()
+
+    def hang(self, seconds: float = READ_S) -> None:
+        """Let so much time pass. By default, what is being read now passes its deadline."""
+        self.now_s += seconds
         self.pipeline.step()
 
     def io_of(self, pool_slot: int) -> int:

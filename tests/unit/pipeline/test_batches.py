@@ -20,7 +20,7 @@ from vllm_nvmeof_offload.protocol import (
     WriteCommand,
 )
 
-from .bench import PIECES, Bench, identity
+from .bench import PIECES, READ_S, WRITE_S, Bench, identity
 
 
 def _op_reports(bench: Bench) -> list[OpReport]:
@@ -64,8 +64,7 @@ def test_a_report_has_only_the_columns_that_say_something() -> None:
     assert (partial.codes, partial.errnos, partial.released) == (None, None, None)
     bench.io.complete(bench.io_of(3))
     bench.io.complete(bench.io_of(1), io_error(errno.ENODATA))
-    bench.io.complete(bench.io_of(2), DEADLINE, released=False)
-    bench.pipeline.step()
+    bench.hang()
     (failed,) = _op_reports(bench)
     columns = failed.indexes, failed.codes, failed.errnos, failed.released
     assert [column.dtype for column in columns if column is not None] == [
@@ -166,9 +165,8 @@ def test_a_hung_row_holds_its_own_slot_only() -> None:
     bench.pipeline.step()
     hung = bench.io_of(11)
     bench.io.complete(bench.io_of(10))
-    bench.io.complete(hung, DEADLINE, released=False)
     bench.io.complete(bench.io_of(12))
-    bench.pipeline.step()
+    bench.hang()
     assert [one for one in bench.reports() if isinstance(one, Reported)] == [
         Reported(1, 0),
         Reported(1, 1, DEADLINE, released=False),
@@ -179,7 +177,7 @@ def test_a_hung_row_holds_its_own_slot_only() -> None:
     bench.pipeline.step()
     _finish_copies(bench)
     assert bench.finished() == [(2, ())], "only the third has to wait for its slot"
-    bench.io.complete(hung, None)
+    bench.io.complete(hung)
     bench.pipeline.step()
     assert Reported(1, 1, None) in bench.reports()
     _finish_copies(bench)
@@ -194,28 +192,28 @@ def test_rows_that_are_released_late_are_reported_one_by_one() -> None:
     bench.write_chunks(9, [(0, 0, 10), (1, 1, 11)])
     bench.pipeline.step()
     tokens = [bench.io_of(10), bench.io_of(11)]
-    for token in tokens:
-        bench.io.complete(token, DEADLINE, released=False)
-    bench.pipeline.step()
+    bench.hang(WRITE_S)
     assert [one.released for one in bench.reports() if isinstance(one, Reported)] == [False] * 2
     for token, row in zip(reversed(tokens), (1, 0), strict=True):
-        bench.io.complete(token, None)
+        bench.io.complete(token)
         bench.pipeline.step()
         assert Reported(9, row, None) in bench.reports()
     assert bench.idle()
 
 
 def test_a_release_before_the_rest_of_a_load_is_reported_after_its_outcome() -> None:
-    bench = Bench(cache_slots=2)
-    bench.load_chunks(1, [(7, 0, 10), (8, 1, 11)])
+    bench = Bench(cache_slots=2, target_count=2)
+    bench.io.room_max = 1
+    bench.load_chunks(1, [(7, 0, 11), (8, 1, 10)])
     bench.pipeline.step()
-    hung = bench.io_of(10)
-    bench.io.complete(hung, DEADLINE, released=False)
-    bench.pipeline.step()
-    bench.io.complete(hung, None)
+    hung = bench.io_of(11)
+    bench.now_s = 1.0
+    bench.pipeline.step()  # the other one begins later
+    bench.hang(READ_S - 1.0)
+    bench.io.complete(hung)
     bench.pipeline.step()
     assert not [one for one in bench.reports() if isinstance(one, Reported)]
-    bench.turn()
+    bench.turn(target_count=2)
     assert [one for one in bench.reports() if isinstance(one, Reported)] == [
         Reported(1, 0, DEADLINE),
         Reported(1, 1),
@@ -317,7 +315,7 @@ def test_a_load_of_nothing_but_gone_chunks_ends_at_once() -> None:
     bench.load_chunks(1, [(7, None, None), (8, None, None)])
     assert bench.finished() == [(1, ((0, STALE), (1, STALE)))]
     assert bench.reports() == [Reported(1, 0, STALE), Reported(1, 1, STALE)]
-    assert not bench.io.offered
+    assert not bench.io.started
     assert not bench.copy.submitted
     assert bench.idle()
 
@@ -355,7 +353,7 @@ def test_a_row_without_what_its_command_needs_is_a_broken_invariant(
     with pytest.raises(AssertionError):
         calls[kind]()
     assert not bench.copy.submitted
-    assert not bench.io.offered
+    assert not bench.io.started
 
 
 def test_blocks_for_another_number_of_rows_are_a_broken_invariant() -> None:

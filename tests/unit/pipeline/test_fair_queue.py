@@ -47,6 +47,9 @@ class Queue:
             saturating_reads=1,
             saturating_writes=1,
             retryable=[number == errno.EIO for number in range(errno.EIO + 1)],
+            read_bytes_max=1 << 62,
+            write_bytes_max=1 << 62,
+            write_bytes_beside_reads_max=1 << 62,
         )
         self._now_s = 0.0
         self._ops = itertools.count(1)
@@ -73,9 +76,8 @@ class Queue:
     def take(self) -> Item | None:
         """The one read that goes next."""
         self.machine.set_time(self._now_s)
-        self.machine.offer_reads()
+        self.machine.offer_reads(1)
         offered = self.machine.offered()
-        self.machine.accepted(min(1, len(offered)))
         if not offered:
             return None
         token, *_, pool_slot = offered[0][:4]
@@ -86,7 +88,7 @@ class Queue:
     def give_back(self, item: Item, *, retry: bool = False) -> None:
         """The read ends. retry: with an error after which it is tried again, if it was not yet."""
         code, number = (_IO_ERROR, errno.EIO) if retry else (_OK, 0)
-        self.machine.ended([(self._tokens.pop(item), code, number, True, 0.0)])
+        self.machine.ended([(self._tokens.pop(item), code, number, 0.0)])
         self._settle()
 
     def remove(self, item: Item) -> bool:
@@ -104,9 +106,7 @@ class Queue:
         self._settle()
         for _ in range(2):
             self.machine.set_time(self._now_s)
-            self.machine.offer_reads()
-            self.machine.offered()
-            self.machine.accepted(0)
+            self.machine.offer_reads(0)
             self.machine.fail_stalled()
             self._now_s += DEADLINE_S + 1.0
         self.machine.run()

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import errno
+import math
 
 from tests.chunks import Reported
-from vllm_nvmeof_offload.errors import CANCELLED, OK, STALE, io_error
+from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, STALE, io_error
 from vllm_nvmeof_offload.protocol import OpKind, Urgency
+from vllm_nvmeof_offload.targets.health import TargetHealth
 
-from .bench import READ_S, Bench
+from .bench import READ_S, STRIDE, WRITE_S, Bench
 
 
 def _started(bench: Bench) -> list[int]:
@@ -69,27 +71,156 @@ def test_a_target_at_its_bound_does_not_stop_the_others() -> None:
 
 def test_a_full_engine_is_offered_every_target_in_turn() -> None:
     bench = Bench(stream_slots=20, target_count=2)
-    bench.io.busy = True
+    bench.io.room_max = 1
     bench.stream(1, range(0, 20, 2))
     bench.stream(2, range(1, 21, 2))
-    firsts = set()
-    for _ in range(2):
-        bench.io.offered.clear()
+    for _ in range(4):
         bench.pipeline.step()
-        firsts.add(bench.io.offered[0][0].pool_slot % 2)
-    assert firsts == {0, 1}
+    assert sorted(op.pool_slot % 2 for op in bench.io.started) == [0, 0, 1, 1]
 
 
-def test_a_full_engine_is_asked_once_per_turn_for_each_kind() -> None:
-    bench = Bench(stream_slots=2, target_count=2)
-    bench.stored(1, slot=0, number=7)
+def test_an_engine_gets_no_more_than_its_room_of_each_kind() -> None:
+    bench = Bench(stream_slots=4, cache_slots=8, target_count=2)
+    for slot in (0, 1):
+        bench.stored(1 + slot, slot=slot, number=slot)
     bench.io.busy = True
-    bench.write(2, 7, cache=0, pool=10)
-    bench.fetch(3, number=8, pool=21, cache=1)
-    bench.fetch(4, number=9, pool=30, cache=2, urgent=True)
+    bench.write_chunks(3, [(0, 0, 10), (1, 1, 11)])
+    bench.fetch(4, number=8, pool=21, cache=2)
     bench.stream(5, [40, 41])
     bench.pipeline.step()
-    assert [ops[0].kind for ops in bench.io.offered] == [OpKind.LOAD, OpKind.WRITE]
+    assert not bench.io.started
+    bench.io.room_max = 1
+    bench.pipeline.step()
+    assert [op.kind for op in bench.io.started] == [OpKind.LOAD, OpKind.WRITE]
+
+
+# -- bytes ----------------------------------------------------------------------------
+
+
+def test_bytes_in_flight_are_capped_per_target_and_direction() -> None:
+    bench = Bench(
+        stream_slots=20,
+        cache_slots=8,
+        target_count=2,
+        read_bytes_in_flight_max=4 * STRIDE,
+        write_bytes_in_flight_max=3 * STRIDE,
+    )
+    for slot in range(5):
+        bench.stored(10 + slot, slot=slot, number=slot)
+    bench.stream(1, range(0, 12, 2))
+    bench.stream(2, range(1, 3, 2))
+    bench.pipeline.step()
+    assert sorted(_started(bench)) == [0, 1, 2, 4, 6], "the other target is not held back"
+    bench.io.complete(bench.io_of(2))
+    bench.pipeline.step()
+    assert _started(bench)[-1] == 8
+    while bench.turn([0, 1], target_count=2):
+        pass
+    bench.write_chunks(20, [(slot, slot, 100 + 2 * slot) for slot in range(5)])
+    bench.pipeline.step()
+    assert len(bench.io.ops) == 3
+
+
+def test_few_bytes_are_written_while_reads_wait_or_run() -> None:
+    bench = Bench(stream_slots=4, cache_slots=8, write_bytes_beside_reads_max=2 * STRIDE)
+    for slot in range(6):
+        bench.stored(1 + slot, slot=slot, number=slot)
+    bench.stream(10, [50, 51])
+    bench.write_chunks(11, [(slot, slot, 100 + slot) for slot in range(6)])
+    bench.pipeline.step()
+    assert _started(bench) == [50, 51, 100, 101]
+    bench.io.complete(bench.io_of(50))
+    bench.pipeline.step()
+    assert len(bench.io.ops) == 3, "one still runs"
+    bench.io.complete(bench.io_of(51))
+    bench.pipeline.step()
+    assert _started(bench)[4:] == [102, 103, 104, 105]
+
+
+def test_one_write_goes_on_beside_reads_whatever_its_size() -> None:
+    bench = Bench(stream_slots=2, write_bytes_beside_reads_max=1, read_bytes_in_flight_max=1)
+    for slot in (0, 1):
+        bench.stored(1 + slot, slot=slot, number=slot)
+    bench.stream(3, [50, 51])
+    bench.write_chunks(4, [(0, 0, 100), (1, 1, 101)])
+    bench.pipeline.step()
+    assert _started(bench) == [50, 100], "and one read, if a read is larger than its bound"
+
+
+def test_fetches_hold_at_most_half_of_the_bytes_of_reads() -> None:
+    bench = Bench(stream_slots=4, cache_slots=8, read_bytes_in_flight_max=4 * STRIDE)
+    bench.fetch_chunks(1, [(n, n, n) for n in range(4)])
+    bench.pipeline.step()
+    assert _started(bench) == [0, 1]
+    bench.stream(10, [100, 101, 102])
+    bench.pipeline.step()
+    assert _started(bench) == [0, 1, 100, 101]
+
+
+# -- deadlines ------------------------------------------------------------------------
+
+
+def test_an_operation_past_its_deadline_does_not_count_against_the_bounds() -> None:
+    """The engine gives it up, and work goes on when the target's files are other ones."""
+    health = TargetHealth()
+    bench = Bench(cache_slots=8, write_bytes_in_flight_max=STRIDE, health=(health,))  # type: ignore[arg-type]
+    for slot in (0, 1, 2):
+        bench.stored(1 + slot, slot=slot, number=slot)
+    bench.write_chunks(4, [(0, 0, 0)])
+    bench.pipeline.step()
+    bench.hang(WRITE_S)
+    assert bench.io.cancelled == [bench.io_of(0)]
+    health.attached()
+    bench.write_chunks(5, [(1, 1, 1), (2, 2, 2)])
+    bench.pipeline.step()
+    assert _started(bench) == [0, 1], "one at a time, beside the one that hangs"
+
+
+def test_a_deadline_comes_whether_the_engine_answers_or_not() -> None:
+    bench = Bench()
+    bench.fetch(1, 7, pool=3, cache=0)
+    bench.pipeline.step()
+    assert bench.pipeline.deadline_in_s() == READ_S
+    bench.hang(READ_S - 0.001)
+    assert bench.reports() == []
+    bench.hang(0.001)
+    assert Reported(1, 0, DEADLINE, released=False) in bench.reports()
+    bench.hang(1000.0)
+    assert bench.pipeline.deadline_in_s() == math.inf
+    bench.io_done(io_error(errno.EIO))
+    assert Reported(1, 0, None) in bench.reports(), "its release is all that counts now"
+    assert len(bench.io.started) == 1, "it is not tried again"
+    assert bench.idle()
+
+
+def test_what_the_engine_has_not_started_is_released_at_its_deadline() -> None:
+    bench = Bench()
+    bench.fetch(1, 7, pool=3, cache=0)
+    bench.pipeline.step()
+    bench.io.queued = set(bench.io.ops)
+    bench.hang()
+    assert bench.reports() == [Reported(1, 0, DEADLINE)], "and the target is not suspected"
+    assert bench.idle()
+
+
+def test_an_end_before_its_deadline_counts_even_if_it_is_seen_later() -> None:
+    bench = Bench()
+    bench.fetch(1, 7, pool=3, cache=0)
+    bench.pipeline.step()
+    bench.io.complete(bench.io_of(3), ended_s=1.0)
+    bench.hang(10 * READ_S)
+    assert bench.reports()[0] == Reported(1, 0)
+
+
+def test_an_engine_that_takes_nothing_is_waited_for_as_long_as_a_deadline() -> None:
+    bench = Bench()
+    bench.io.busy = True
+    bench.fetch(1, 7, pool=3, cache=0)
+    bench.pipeline.step()
+    assert bench.pipeline.deadline_in_s() == READ_S
+    bench.hang()
+    assert bench.reports() == [Reported(1, 0, DEADLINE)]
+    assert bench.pipeline.deadline_in_s() == math.inf
 
 
 def test_a_retry_goes_before_the_rest_of_its_load() -> None:
@@ -106,8 +237,27 @@ def test_a_retry_keeps_the_deadline() -> None:
     bench.pipeline.step()
     bench.now_s += 1.0
     bench.io_done(io_error(errno.EIO))
-    first, second = bench.io.started
-    assert first.deadline_s == second.deadline_s == READ_S
+    assert _started(bench) == [3, 3]
+    assert bench.pipeline.deadline_in_s() == READ_S - 1.0
+    bench.hang(READ_S - 1.0)
+    assert bench.finished() == [(1, ((0, DEADLINE),))]
+
+
+def test_a_retry_that_waits_fails_at_its_deadline() -> None:
+    bench = Bench(stream_slots=4, cache_slots=8, target_count=2)
+    bench.fetch(1, 7, pool=3, cache=0)
+    bench.pipeline.step()
+    bench.hang(READ_S - 1.0)
+    bench.io.busy = True
+    bench.io_done(io_error(errno.EIO))
+    bench.load(2, 7, cache=0, pool=None)  # promotes it
+    bench.stream(3, [5])
+    bench.hang(1.0)
+    assert [one for one in bench.reports() if isinstance(one, Reported)] == [
+        Reported(2, 0, STALE),
+        Reported(1, 0, DEADLINE),
+    ]
+    assert bench.finished() == [(2, ((0, STALE),))], "what waits for the first time waits on"
 
 
 def test_a_fetch_that_a_load_waits_for_gets_the_priority_of_loads() -> None:

@@ -15,14 +15,14 @@ from .bench import READ_S, TAG, WRITE_S, Bench
 def test_a_deadline_gives_the_outcome_at_once_and_the_slot_later() -> None:
     bench = Bench()
     bench.load(1, 7, cache=0, pool=3)
-    bench.io_done(DEADLINE, released=False)
+    bench.hang()
     assert bench.reports() == [
         Reported(1, 0, DEADLINE, released=False),
         VerdictReport(0, 0, "suspect"),
     ]
     assert bench.finished() == [(1, ((0, DEADLINE),))]
     assert not bench.pipeline.idle()
-    bench.io_done(None)
+    bench.io_done()
     assert bench.reports() == [Reported(1, 0, None), VerdictReport(0, 0, "ok")]
     assert bench.idle()
 
@@ -31,7 +31,7 @@ def test_readers_of_a_hung_fill_do_not_wait_for_the_kernel() -> None:
     bench = Bench()
     bench.fetch(1, 7, pool=3, cache=0)
     bench.load(2, 7, cache=0, pool=None)
-    bench.io_done(DEADLINE, released=False)
+    bench.hang()
     assert Reported(2, 0, STALE) in bench.reports()
     bench.load(3, 7, cache=0, pool=None)
     assert bench.reports() == [Reported(3, 0, STALE)]
@@ -41,11 +41,11 @@ def test_loads_do_not_wait_for_stream_slots_that_the_kernel_holds() -> None:
     bench = Bench(stream_slots=1)
     bench.load(1, 7, cache=None, pool=3)
     bench.load(2, 8, cache=None, pool=4)
-    bench.io_done(DEADLINE, released=False)
+    bench.hang()
     bench.pipeline.step()
     assert bench.finished() == [(1, ((0, DEADLINE),)), (2, ((0, DEADLINE),))]
     assert not bench.pipeline.idle()
-    bench.io_done(None)
+    bench.io_done()
     bench.load(3, 8, cache=None, pool=4)
     assert len(bench.io.ops) == 1, "the slot is back in use"
 
@@ -53,7 +53,7 @@ def test_loads_do_not_wait_for_stream_slots_that_the_kernel_holds() -> None:
 def test_a_suspect_target_fails_fast_and_the_other_target_continues() -> None:
     bench = Bench(stream_slots=4, target_count=2)
     bench.load(1, 7, cache=None, pool=0)
-    bench.io_done(DEADLINE, released=False)
+    bench.hang()
     bench.load(2, 8, cache=None, pool=2)
     bench.load(3, 9, cache=None, pool=1)
     assert bench.finished() == [(1, ((0, DEADLINE),)), (2, ((0, DEADLINE),))]
@@ -151,7 +151,7 @@ def test_nothing_is_written_after_a_reset_that_failed_until_one_succeeds() -> No
 def test_a_suspect_target_does_not_fail_a_reset() -> None:
     bench = Bench()
     bench.load(1, 7, cache=None, pool=3)
-    bench.io_done(DEADLINE, released=False)
+    bench.hang()
     bench.pipeline.command(ResetCommand(2, TAG, named=False))
     bench.pipeline.step()
     assert [op.kind for op in bench.io.started] == [OpKind.LOAD, OpKind.RESET]

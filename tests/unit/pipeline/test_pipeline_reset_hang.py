@@ -17,7 +17,7 @@ def _hung_write(target_count: int = 2) -> Bench:
         bench.stored(op, slot, number=op)
     bench.write(10, 1, cache=0, pool=0)
     bench.pipeline.step()
-    bench.io_done(DEADLINE, released=False)
+    bench.hang(WRITE_S)
     assert Reported(10, 0, DEADLINE, released=False) in bench.reports()
     return bench
 
@@ -41,10 +41,10 @@ def test_writes_to_other_targets_follow_a_reset_while_one_hangs() -> None:
     bench.pipeline.step()
     assert [op.pool_slot for op in bench.io.started if op.kind is OpKind.WRITE] == [0, 1]
     bench.io.complete(next(token for token in bench.io.ops if token != hung))
-    bench.now_s = 10 * WRITE_S
+    bench.now_s += 10 * WRITE_S
     bench.pipeline.step()
     assert [r for r in bench.reports() if isinstance(r, Reported)] == [Reported(11), Reported(12)]
-    bench.io_done(None)
+    bench.io_done()
     assert Reported(10, 0, None) in bench.reports()
     assert bench.idle()
 
@@ -57,6 +57,5 @@ def test_a_reset_waits_for_a_write_that_may_still_end_in_time() -> None:
     bench.pipeline.command(ResetCommand(11, TAG, named=True))
     bench.pipeline.step()
     assert [op.kind for op in bench.io.started] == [OpKind.WRITE]
-    bench.io_done(DEADLINE, released=False)
-    bench.pipeline.step()
+    bench.hang(WRITE_S)
     assert [op.kind for op in bench.io.started] == [OpKind.WRITE, OpKind.RESET]

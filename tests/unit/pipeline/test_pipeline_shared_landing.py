@@ -42,10 +42,13 @@ def test_cutting_one_load_leaves_the_other_its_read(queued: bool) -> None:
 @pytest.mark.parametrize("outcome", [CHECKSUM_MISMATCH, DEADLINE])
 def test_a_continued_read_that_fails_ends_the_loads_that_wait(outcome: Outcome) -> None:
     bench = _shared(queued=False)
-    bench.io_done(outcome, released=outcome != DEADLINE)
+    if outcome == DEADLINE:
+        bench.hang()
+    else:
+        bench.io_done(outcome)
     assert bench.finished() == [(2, ((0, STALE),))]
     if outcome == DEADLINE:
-        bench.io_done(None)
+        bench.io_done()
     assert bench.idle()
     assert not bench.copy.submitted
 

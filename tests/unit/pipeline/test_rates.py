@@ -48,6 +48,9 @@ class Meter:
             saturating_reads=4,
             saturating_writes=4,
             retryable=[False],
+            read_bytes_max=1 << 62,
+            write_bytes_max=1 << 62,
+            write_bytes_beside_reads_max=1 << 62,
         )
         self._begin(OpKind.STORE, cache=0, place=NOWHERE)
         self._copied()
@@ -57,17 +60,17 @@ class Meter:
         kind, cache = (OpKind.WRITE, 0) if is_write else (OpKind.LOAD, -1)
         self._begin(kind, cache, place_in(target, self._targets))
         self.machine.run()
-        self.machine.offer_reads()
-        self.machine.offer_writes()
-        ((token, *_),) = self.machine.offered()
-        self.machine.accepted(1)
+        self.machine.offer_reads(1)
+        offered = self.machine.offered()
+        self.machine.offer_writes(1)
+        ((token, *_),) = offered + self.machine.offered()
         return token
 
     def ended(self, *tokens: int, ok: bool = True, ended_s: float | None = None) -> None:
         """The engine has ended these, now or earlier."""
         code, ended_s = _OK if ok else _IO_ERROR, self.now_s if ended_s is None else ended_s
         self.machine.set_time(self.now_s)
-        self.machine.ended([(token, code, 0, True, ended_s) for token in tokens])
+        self.machine.ended([(token, code, 0, ended_s) for token in tokens])
         self._copied()
 
     def write(self, seconds: float, count: int = 1, target: int = 0) -> None:

@@ -122,9 +122,7 @@ def test_a_hung_target_holds_its_share_and_the_other_target_continues() -> None:
         hung = [op for op in bench.io.ops.values() if op.pool_slot % 2 == 0]
         assert len(hung) == 4
     assert bench.finished() == [(2, ())]
-    for token in list(bench.io.ops):
-        bench.io.complete(token, DEADLINE, released=False)
-    bench.pipeline.step()
+    bench.hang()
     ((op, failures),) = bench.finished()
     assert (op, len(failures)) == (1, 50), "no task waits for a slot that may never return"
     bench.stream(3, [0])
@@ -134,7 +132,7 @@ def test_a_hung_target_holds_its_share_and_the_other_target_continues() -> None:
     assert bench.turn([1], target_count=2)
     assert bench.finished() == [(4, ())]
     for token in [t for t, op in bench.io.ops.items() if op.pool_slot % 2 == 0]:
-        bench.io.complete(token, None)
+        bench.io.complete(token)
     bench.pipeline.step()
     assert bench.idle()
 
@@ -154,7 +152,7 @@ def test_all_targets_are_served_with_fewer_stream_slots_than_targets() -> None:
     for op in (11, 12):
         bench.stream(op, [op])
     bench.pipeline.step()
-    bench.io_done(DEADLINE, released=False)
+    bench.hang()
     assert [failures for _, failures in bench.finished()] == [((0, DEADLINE),)] * 2
 
 
