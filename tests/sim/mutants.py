@@ -81,6 +81,21 @@ REPLACED = {
         "tests/unit/manager/test_boundary.py",
         "index = Index([STATE, WINDOW, FULL], 80, set())",
     ),
+    # The machine refuses such a read; the mutant is `loads_come_before_the_fills_that_they_need`.
+    "a_fill_that_was_never_given_is_stale": (
+        "vllm_nvmeof_offload/native/gates.cpp",
+        "a slot is read for which no such fill was given",
+    ),
+    # The simulator has no files. An engine that is wrong fails the contract of all engines.
+    "files_are_taken_when_the_transfer_starts": (
+        "tests/contract/test_io_engine_replace.py",
+        "def test_files_that_are_taken_when_the_transfer_starts_are_noticed",
+    ),
+    # A read's lane is that of its place as long as there are no peers: there is one to charge.
+    "a_stream_slot_is_charged_to_the_home_lane": (
+        "vllm_nvmeof_offload/native/stream_slots.h",
+        "queues_[task.target].push(task)",
+    ),
 }
 
 
