@@ -53,6 +53,7 @@ FIRST: dict[str, int] = {
     "remembered_answer_survives_a_load": 83,
     "remembered_answer_survives_a_verdict": 267,
     "reset_keeps_the_holds": 7,
+    "stale_at_a_gate_dooms_a_good_copy": 439,
     "stream_slot_is_free_at_the_outcome": 54,
     "suspect_target_fails_the_reset": 75,
     "wait_for_a_load_does_not_cancel": 25,
