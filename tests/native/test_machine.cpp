@@ -151,8 +151,15 @@ class Lanes final : public NativeLanes {
           other.op.pool_slot % kTargets == op.pool_slot % kTargets)
         bytes += bytes_of(other.op);
     CHECK(!same || bytes <= (is_write ? kWriteBytesMax : kReadBytesMax));
+    if (is_stream(op)) {
+      CHECK(std::ranges::count_if(ops, [&](const auto& one) {
+              const LaneOp& other = one.second.op;
+              return is_stream(other) && other.pool_slot % kTargets == op.pool_slot % kTargets;
+            }) < static_cast<ptrdiff_t>(kStreamSlots / kTargets));
+    }
     if (is_write) CHECK(may_write && op.stamp.epoch == epoch);
   }
+  static bool is_stream(const LaneOp& op) { return op.address >= kBase + kCacheSlots * kSlotBytes; }
   static size_t bytes_of(const LaneOp& op) {
     return kHeader + (op.payload_bytes + 4095) / 4096 * 4096;
   }

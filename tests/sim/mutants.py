@@ -91,11 +91,6 @@ REPLACED = {
         "tests/contract/test_io_engine_replace.py",
         "def test_files_that_are_taken_when_the_transfer_starts_are_noticed",
     ),
-    # A read's lane is that of its place as long as there are no peers: there is one to charge.
-    "a_stream_slot_is_charged_to_the_home_lane": (
-        "vllm_nvmeof_offload/native/stream_slots.h",
-        "queues_[task.target].push(task)",
-    ),
 }
 
 

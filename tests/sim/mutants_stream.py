@@ -6,6 +6,7 @@ from __future__ import annotations
 from .mutants import native
 
 native(
+    "stream_slots_are_charged_to_the_lane_of_a_job",
     "stream_slots_are_not_released",
     "hung_share_of_a_target_blocks_its_loads",
     "promoted_fetch_never_runs",

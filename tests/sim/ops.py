@@ -62,6 +62,10 @@ class SentOp:
             self.cache.pop(row, None)
             self.places.pop(row, None)
 
+    def fills(self, row: int) -> bool:
+        """Whether the row reads the pool into a cache slot. Asked before its release."""
+        return self.kind in ("load", "fetch") and row in self.cache and row in self.places
+
     def blames(self, row: int, outcome: Outcome, in_pool: set[int]) -> bool:
         """Whether a rank's failure proves that the chunk is bad, so that it may be removed.
 

@@ -66,7 +66,7 @@ class Rules:
         self._copied: set[int] = set()  # stores that every rank reported OK
         self._failing: set[int] = set()  # a rank reported a failure: may be removed
         self._failed: set[int] = set()  # every rank has reported: must be removed
-        self._spared: set[int] = set()  # fetches that these reports end as cancelled: evictable
+        self._cut_off: set[int] = set()  # of the fills that these reports end as cancelled
         self._void: set[int] = set()  # generations from before a reset
         self._provisional: set[int] = set()
         self._in_pool: set[int] = set()  # in no cache slot before these reports
@@ -210,7 +210,7 @@ class Rules:
 
     def report(self, reports: Sequence[Report]) -> None:
         before = {e.generation: (e, e.state) for e in self._core.entries()}
-        self._spared.clear()
+        self._cut_off.clear()
         self._in_pool = {g for g, (_, state) in before.items() if state in _READ_FIRST}
         for report in reports:
             if isinstance(report, OpReport):
@@ -218,9 +218,14 @@ class Rules:
         self._core.report(reports)
         self._commands_wait()
         after = {e.generation for e in self._core.entries()}
-        for generation in before.keys() - after - self._failing - self._spared:
+        for generation in before.keys() - after - self._failing:
             entry, state = before[generation]
-            if state is not State.POOLED:
+            # A fill that was cut off leaves its entry in the pool, and the core gives places to
+            # waiting writes before it returns: this one's may be the coldest.
+            evictable = state is State.POOLED or (
+                state is State.FETCHING and generation in self._cut_off
+            )
+            if not evictable:
                 raise Violation("8", f"{entry} ({state.name}) was removed but did not fail")
 
     def reset(self) -> None:
@@ -402,5 +407,5 @@ class Rules:
             self._copied.add(generation)
         elif op.kind == "store" or (op.kind in _READS and failure not in _SPARES):
             self._failed.add(generation)
-        elif op.kind in _READS and failure == CANCELLED:
-            self._spared.add(generation)
+        elif failure == CANCELLED and op.fills(row):
+            self._cut_off.add(generation)

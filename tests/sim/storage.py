@@ -249,6 +249,7 @@ class SimIo:
             self._memory.watches.begin(flight, (), ())
             return
         self._check_bounds(flight)
+        self._check_stream_slots(flight)
         reading = op.is_read
         cells = [("head", slot), ("slot", slot)]
         if reading:
@@ -283,6 +284,17 @@ class SimIo:
             most = min(most, knobs.writes_beside_reads_max)
         if same >= most:
             raise Violation("bounds", f"{flight} beside {same} of its kind, at most {most} may run")
+
+    def _check_stream_slots(self, flight: _Flight) -> None:
+        """A stream slot counts on the share of the target that reads into it, until its release."""
+        knobs, target = self._knobs, flight.op.pool_slot % self._knobs.targets
+        held = sum(
+            other.slot >= knobs.cache_slots and other.op.pool_slot % knobs.targets == target
+            for other in self._flights.values()
+        )
+        most = max(1, knobs.stream_slots // knobs.targets)
+        if flight.slot >= knobs.cache_slots and held > most:
+            raise Violation("bounds", f"{flight}: {held} stream slots, at most {most} may be held")
 
     def _draw_fault(self, flight: _Flight) -> None:
         rng, knobs, op = self._rng, self._knobs, flight.op

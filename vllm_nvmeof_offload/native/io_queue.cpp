@@ -216,7 +216,7 @@ void IoQueue::hand_over(Task& task, Urgency urgency) {
   --room_;
   task.token = next_token_++;
   if (!task.deadline_ns) task.deadline_ns = now_ns_ + patience_ns(is_write);
-  deadlines_.emplace(task.deadline_ns, task.token);
+  watch(task, is_write);
   in_flight_.emplace(task.token, InFlight{&task, urgency, false, false, attachment, now_ns_});
   writes_in_flight_ += is_write;
   writes_running_ += is_write;
@@ -290,17 +290,27 @@ void IoQueue::fail_stalled() {
 
 // ---- deadlines --------------------------------------------------------------------------
 
+// Each kind has one patience, so only a retry, which keeps its deadline, goes before others.
+void IoQueue::watch(const Task& task, bool is_write) {
+  auto& deadlines = deadlines_[is_write];
+  auto at = deadlines.end();
+  while (at != deadlines.begin() && std::prev(at)->first > task.deadline_ns) --at;
+  deadlines.insert(at, {task.deadline_ns, task.token});
+}
+
 void IoQueue::expire() {
   if (mutant("ops_have_no_deadline")) return;
   expire_retries();
-  while (!deadlines_.empty() && deadlines_.top().first <= now_ns_) {
-    const uint64_t token = deadlines_.top().second;
-    deadlines_.pop();
-    if (!in_flight_.contains(token)) continue;
-    if (native_)
-      give_up(token, native_->cancel_one(token));
-    else
-      overdue.push_back(token);
+  for (auto& deadlines : deadlines_) {
+    while (!deadlines.empty() && deadlines.front().first <= now_ns_) {
+      const uint64_t token = deadlines.front().second;
+      deadlines.pop_front();
+      if (!in_flight_.contains(token)) continue;
+      if (native_)
+        give_up(token, native_->cancel_one(token));
+      else
+        overdue.push_back(token);
+    }
   }
 }
 
@@ -328,9 +338,12 @@ void IoQueue::give_up(uint64_t token, bool withdrawn) {
 }
 
 int64_t IoQueue::next_deadline_ns() {
-  while (!deadlines_.empty() && !in_flight_.contains(deadlines_.top().second)) deadlines_.pop();
   int64_t next_ns = retry_deadline_ns_;
-  if (!deadlines_.empty()) next_ns = std::min(next_ns, deadlines_.top().first);
+  for (auto& deadlines : deadlines_) {
+    while (!deadlines.empty() && !in_flight_.contains(deadlines.front().second))
+      deadlines.pop_front();
+    if (!deadlines.empty()) next_ns = std::min(next_ns, deadlines.front().first);
+  }
   for (const auto& queue : queues_)
     for (const bool is_write : {false, true})
       next_ns = std::min(next_ns, queue.stalls_at_ns(patience_ns(is_write), is_write));

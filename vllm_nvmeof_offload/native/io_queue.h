@@ -16,9 +16,7 @@
 #include <array>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <optional>
-#include <queue>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -209,6 +207,7 @@ class IoQueue {
   void offer(Urgency urgency);
   bool offer_one(size_t target, Urgency urgency);
   void hand_over(Task& task, Urgency urgency);
+  void watch(const Task& task, bool is_write);
   std::optional<Outcome> refusal(const Task& task) const;
   bool reset_may_start() const;
   bool write_may_start() const;
@@ -235,9 +234,9 @@ class IoQueue {
   std::unordered_map<uint64_t, InFlight> in_flight_;
   size_t writes_in_flight_ = 0, writes_running_ = 0;  // running: not past their deadline
   uint64_t next_token_ = 1;
-  // (deadline, token) of what was handed over; tokens that have ended are dropped at the top.
-  using Deadline = std::pair<int64_t, uint64_t>;
-  std::priority_queue<Deadline, std::vector<Deadline>, std::greater<>> deadlines_;
+  // By is_write: (deadline, token) of what was handed over, the earliest first. What has ended is
+  // dropped at the front.
+  std::array<std::deque<std::pair<int64_t, uint64_t>>, 2> deadlines_;
   int64_t retry_deadline_ns_ = INT64_MAX;  // no retry that waits has an earlier one
   bool resetting_ = false;
   bool barred_ = false;  // a reset has failed: nothing may be written that a start could adopt

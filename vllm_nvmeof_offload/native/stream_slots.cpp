@@ -22,8 +22,13 @@ size_t StreamSlots::waiting() const {
   return count;
 }
 
+size_t StreamSlots::lane_of(const Task& task) const {
+  if (mutant("stream_slots_are_charged_to_the_lane_of_a_job")) return task.job->tasks[0].target;
+  return task.target;
+}
+
 void StreamSlots::withdraw(Task& task) {
-  require(queues_[task.target].remove(task), "a task waits for no stream slot");
+  require(queues_[lane_of(task)].remove(task), "a task waits for no stream slot");
 }
 
 void StreamSlots::hand_out(std::vector<Task*>& served) {
@@ -45,9 +50,9 @@ void StreamSlots::give_back(Task& task) {
   require(slot >= 0, "a stream slot is given back twice");
   if (mutant("stream_slots_are_not_released")) return;
   free_.push_back(slot);
-  queues_[task.target].give_back(task);
+  queues_[lane_of(task)].give_back(task);
   if (std::exchange(task.hung, false)) {
-    --hung_[task.target];
+    --hung_[lane_of(task)];
     --hung_in_all_;
   }
 }
@@ -56,7 +61,7 @@ void StreamSlots::mark_hung(Task& task) {
   if (mutant("hung_stream_slots_block_loads")) return;
   require(task.stream >= 0, "a task has no stream slot");
   task.hung = true;
-  ++hung_[task.target];
+  ++hung_[lane_of(task)];
   ++hung_in_all_;
 }
 

@@ -20,7 +20,7 @@ class StreamSlots {
   size_t waiting() const;
   bool idle() const { return used() == 0 && waiting() == 0; }
 
-  void wait(Task& task) { queues_[task.target].push(task); }
+  void wait(Task& task) { queues_[lane_of(task)].push(task); }
   void withdraw(Task& task);
   // Give out free slots, one per target at a time, to tasks that it appends to `served`.
   void hand_out(std::vector<Task*>& served);
@@ -32,6 +32,9 @@ class StreamSlots {
   std::vector<Task*> take_unservable();
 
  private:
+  // The lane that reads for the task, on whose share its slot counts.
+  size_t lane_of(const Task& task) const;
+
   const size_t slots_, share_;
   std::deque<int32_t> free_;
   std::vector<FairQueue> queues_;

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_nvmeof_offload.errors import DEADLINE, io_error
+from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, io_error
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.manager.eviction import LruPolicy
 from vllm_nvmeof_offload.manager.handshake import agree
@@ -26,7 +26,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.targets.health import Verdict
 
-from .bench import KEY_BYTES, TAG, Bench, hello, key, keys_of, release
+from .bench import KEY_BYTES, TAG, Bench, hello, key, keys_of, release, report
 
 
 def test_a_write_counts_when_every_rank_has_reported_it() -> None:
@@ -51,6 +51,23 @@ def test_writes_pin_no_more_than_their_share_and_the_rest_waits() -> None:
     bench.done(first.op)
     assert len(bench.write().batch) == 2
     assert bench.core.gauges()["write_backlog"] == 0
+
+
+def test_a_chunk_whose_read_was_cut_off_gives_its_place_to_a_write_of_the_same_reports() -> None:
+    bench = Bench(cache=2, pool=1)
+    bench.store(0)
+    bench.write_all()
+    lost = bench.core.prepare_store(keys_of(1, 2)).command
+    assert lost is not None
+    bench.done(lost.op, (0, DEADLINE), (1, DEADLINE))
+    assert bench.source(0) is Source.POOL
+    stored = bench.core.prepare_store(keys_of(3)).command
+    assert stored is not None
+    load = bench.load(0)
+    assert load.batch.cache[0] >= 0, "it lands"
+    bench.core.report([report(load.op, (0, CANCELLED), rows=[0]), OpReport(stored.op)])
+    assert bench.source(0) is None
+    assert bench.write().batch.places[0] == load.batch.places[0]
 
 
 def test_without_a_pool_nothing_waits_to_be_written() -> None:
