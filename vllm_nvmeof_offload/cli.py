@@ -101,7 +101,9 @@ def _with_deployment(*only: str) -> Callable[[Callable[..., None]], Callable[...
 
 @app.command()
 @_with_deployment(
-    "tensor_parallel", "pipeline_parallel", "layout", "block_tokens", "blocks_per_chunk"
+    *("tensor_parallel", "pipeline_parallel"),
+    *("prefill_context_parallel", "decode_context_parallel"),
+    *("layout", "block_tokens", "blocks_per_chunk"),
 )
 def doctor(
     target: Annotated[

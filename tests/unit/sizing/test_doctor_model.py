@@ -102,6 +102,21 @@ def test_stages_of_a_pipeline_have_their_own_bytes(tmp_path: Path) -> None:
     assert {row.chunk_tokens for row in staged.groups} == {128}
 
 
+def test_ranks_that_share_the_tokens_of_a_block(tmp_path: Path) -> None:
+    """Of Qwen3-Next, four ranks hold each of two KV heads; each of them has its own state."""
+    folder = file_of(families.QWEN3_NEXT, tmp_path)
+    whole, shared = report(folder, "--tp", 8), report(folder, "--tp", 8, "--dcp", 4)
+    assert shared.decode_context_parallel == 4
+    for before, after in zip(whole.groups, shared.groups, strict=True):
+        times = 4 if after.kind == "full" else 1
+        assert after.block_tokens == times * before.block_tokens
+        assert after.block_bytes == before.block_bytes
+    assert shared.token_bytes * 4 == whole.token_bytes
+    assert shared.unit_tokens == 4 * whole.unit_tokens
+    shown = run(folder, "--tp", 8, "--dcp", 4).stdout
+    assert "one rank of --tp 8 --dcp 4" in shown
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_shown_whole(name: str, tmp_path: Path) -> None:
     folder = file_of(FAMILIES[name], tmp_path)
@@ -121,6 +136,11 @@ def test_every_family_is_shown_whole(name: str, tmp_path: Path) -> None:
     [
         (["--tp", "3"], "--tp=3: vLLM cannot share 8 KV heads over it; give a divisor"),
         (["--pp", "37"], "--pp=37: the model has 36 layers"),
+        (["--tp", "8", "--dcp", "2"], "--dcp=2: vLLM supports none for layers with sliding window"),
+        (
+            ["--pcp", "2"],
+            "--pcp=2: vLLM supports none for layers with sliding window; leave it out",
+        ),
         (["--kv-dtype", "fp12"], "--kv-dtype='fp12': give auto or one of"),
         (["--layout", "NHD"], "--layout='NHD': is not a layout known here; write BLHNC or LBHNC"),
         (["--block-tokens", "0"], "--block-tokens=0: give a value greater than or equal to 1"),

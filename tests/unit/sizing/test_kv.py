@@ -12,6 +12,7 @@ from vllm_nvmeof_offload.commands.size.model import (
     LayerCache,
     LayerKind,
     ModelShape,
+    RecurrentState,
     Weights,
     parse_model,
     preset,
@@ -194,3 +195,79 @@ def test_windows_are_vllms() -> None:
         sizes = KvSizes(shape(cache), Deployment())
         blocks = spec.max_admission_blocks_per_request(0, 128 * KIB)
         assert sizes.session_rank_bytes(128 * KIB) == blocks * spec.page_size_bytes
+
+
+def test_ranks_share_the_tokens_of_a_latent() -> None:
+    """DeepSeek-V3 with --tp 8 --dcp 8: a block of 64 tokens on each rank is one of 512."""
+    whole = KvSizes(preset("DeepSeek-V3"), Deployment(tensor_parallel=8))
+    sizes = KvSizes(preset("DeepSeek-V3"), Deployment(tensor_parallel=8, decode_context_parallel=8))
+    assert sizes.block_tokens == sizes.unit_tokens == 8 * 64
+    assert sizes.block_bytes() == whole.block_bytes()
+    assert sizes.token_bytes() == 70_272 == 8 * sizes.rank_token_bytes()
+    assert sizes.copies() == 1
+    assert sizes.session_rank_bytes(16 << 10) == whole.session_rank_bytes(16 << 10) // 8
+    assert sizes.loaded_bytes(16 << 10) == whole.loaded_bytes(16 << 10) / 8
+
+
+def test_ranks_share_the_tokens_of_a_head_that_they_all_hold() -> None:
+    """Qwen2.5 1.5B has 2 KV heads: four of eight ranks hold the same one."""
+    model = preset("Qwen2.5-1.5B-Instruct")
+    for dcp, copies in ((2, 2), (4, 1)):
+        sizes = KvSizes(model, Deployment(tensor_parallel=8, decode_context_parallel=dcp))
+        assert sizes.rank_token_bytes() == 28 * 256 * 2 // dcp
+        assert sizes.copies() == copies
+    with pytest.raises(ConfigError, match="--tp 8 holds each of 2 KV heads 4 times"):
+        KvSizes(model, Deployment(tensor_parallel=8, decode_context_parallel=8))
+
+
+def test_a_state_is_whole_on_every_rank_that_shares_tokens() -> None:
+    caches = (
+        LayerCache(LayerKind.FULL, 1, 2, 128, 128),
+        LayerCache(LayerKind.STATE, 1, state=RecurrentState(64, 2, 2048, 2, 4)),
+    )
+    model = ModelShape("a model", caches, ((0, 0), (1, 1)), 2, Weights(None, "unknown"), 2)
+    whole = KvSizes(model, Deployment(tensor_parallel=8))
+    sizes = KvSizes(model, Deployment(tensor_parallel=8, decode_context_parallel=4))
+    assert sizes.state_bytes() == whole.state_bytes()
+    full, state = sizes.plan.groups
+    assert full.block_tokens == 4 * state.block_tokens
+    assert sizes.blocks_per_chunk == 1
+    assert sizes.unit_tokens == full.block_tokens
+
+
+def test_prefill_context_parallelism_copies_what_decode_does_not_share() -> None:
+    model = preset("DeepSeek-V3")
+    copied = Deployment(tensor_parallel=2, prefill_context_parallel=4)
+    assert (copied.ranks, copied.gpus, KvSizes(model, copied).copies()) == (8, 8, 8)
+    for dcp, copies in ((4, 2), (8, 1)):
+        shared = Deployment(
+            tensor_parallel=2, prefill_context_parallel=4, decode_context_parallel=dcp
+        )
+        assert (shared.ranks, KvSizes(model, shared).copies()) == (8, copies)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        (
+            "gpt-oss-120b",
+            {"tp": 8, "dcp": 2},
+            "--dcp=2: vLLM supports none for layers with sliding",
+        ),
+        ("gpt-oss-120b", {"pcp": 2}, "--pcp=2: vLLM supports none for layers with sliding window"),
+        ("Qwen3-Next-80B-A3B-Instruct", {"pcp": 2}, "--pcp=2: .* with recurrent state; leave it"),
+        ("DeepSeek-V3", {"tp": 4, "dcp": 3}, "--dcp=3: give a divisor of --tp 4"),
+        ("DeepSeek-V3", {"tp": 2, "pcp": 4, "dcp": 2}, "with --tp 2 --pcp 4, give 1 or 4 or 8"),
+        ("Llama-3.1-8B-Instruct", {"tp": 8, "dcp": 2}, "--tp 8 holds each of 8 KV heads 1 times"),
+    ],
+)
+def test_context_parallelism_that_vllm_refuses(
+    name: str, given: dict[str, int], message: str
+) -> None:
+    names = {
+        "tp": "tensor_parallel",
+        "pcp": "prefill_context_parallel",
+        "dcp": "decode_context_parallel",
+    }
+    with pytest.raises(ConfigError, match=message):
+        KvSizes(preset(name), Deployment(**{names[key]: size for key, size in given.items()}))

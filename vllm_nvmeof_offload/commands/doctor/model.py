@@ -70,6 +70,8 @@ class ModelReport:
     layout: str
     tensor_parallel: int
     pipeline_parallel: int
+    prefill_context_parallel: int
+    decode_context_parallel: int
     works: bool
     refused: str | None
     remedy: str | None
@@ -109,6 +111,8 @@ def build(sizes: KvSizes) -> ModelReport:
         layout=sizes.deployment.layout,
         tensor_parallel=sizes.deployment.tensor_parallel,
         pipeline_parallel=sizes.deployment.pipeline_parallel,
+        prefill_context_parallel=sizes.deployment.prefill_context_parallel,
+        decode_context_parallel=sizes.deployment.decode_context_parallel,
         works=refusal is None,
         refused=refusal.what if refusal else None,
         remedy=refusal.remedy if refusal else None,
@@ -171,7 +175,7 @@ def _notes(sizes: KvSizes, stored: list[RankGroup], slot: int) -> Iterator[str]:
     deployment, copies = sizes.deployment, sizes.copies()
     if copies > 1:
         yield (
-            f"{copies:.3g} copies: --tp {deployment.tensor_parallel} stores what each rank holds, "
+            f"{copies:.3g} copies: {deployment.ranks_words} stores what each rank holds, "
             f"{copies:.3g} times the bytes that the model makes"
         )
     fill: float = sum(one.payload_bytes for one in stored)
@@ -194,6 +198,10 @@ def _show(report: ModelReport) -> None:
         "stored",
     )
     title = f"KV cache groups, {report.layout}, one rank of --tp {report.tensor_parallel}"
+    if report.prefill_context_parallel > 1:
+        title += f" --pcp {report.prefill_context_parallel}"
+    if report.decode_context_parallel > 1:
+        title += f" --dcp {report.decode_context_parallel}"
     if report.pipeline_parallel > 1:
         title += f" --pp {report.pipeline_parallel} (the fullest stage)"
     console.print(table(headings, map(_cells, report.groups), title))

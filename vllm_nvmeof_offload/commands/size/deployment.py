@@ -154,6 +154,13 @@ class Deployment:
     )
     tensor_parallel: int = _count(1, "--tp", "Tensor parallel size of one engine.")
     pipeline_parallel: int = _count(1, "--pp", "Pipeline parallel size of one engine.")
+    prefill_context_parallel: int = _count(1, "--pcp", "Prefill context parallel size.")
+    decode_context_parallel: int = _count(
+        1,
+        "--dcp",
+        "Decode context parallel size: so many ranks of --tp, of --pcp, or of both together, share "
+        "the tokens of a block.",
+    )
     kv_element_bytes: int = 2
     layout: str = _option(
         BLOCKS_OUTERMOST,
@@ -195,7 +202,22 @@ class Deployment:
     @property
     def ranks(self) -> int:
         """Ranks of one engine."""
-        return self.tensor_parallel * self.pipeline_parallel
+        return self.stage_ranks * self.pipeline_parallel
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one stage of an engine's pipeline. Decode context parallelism adds none."""
+        return self.tensor_parallel * self.prefill_context_parallel
+
+    @property
+    def ranks_words(self) -> str:
+        """The options that divide a stage among its ranks, as on the command line."""
+        words = f"--tp {self.tensor_parallel}"
+        if self.prefill_context_parallel > 1:
+            words += f" --pcp {self.prefill_context_parallel}"
+        if self.decode_context_parallel > 1:
+            words += f" --dcp {self.decode_context_parallel}"
+        return words
 
     @property
     def engines(self) -> int:

@@ -70,6 +70,7 @@ class KvSizes:
         if deployment.pipeline_parallel > model.layers:
             remedy = f"the model has {model.layers} layers"
             raise ConfigError("--pp", deployment.pipeline_parallel, remedy)
+        _check_context_parallel(model, deployment)
         self.plan = plan_groups(model, deployment)
         self._stages = range(deployment.pipeline_parallel)
         self.fullest = max(self._stages, key=self.plan.stride_bytes)
@@ -127,14 +128,17 @@ class KvSizes:
 
     def token_bytes(self) -> int:
         """What each token adds for good, each byte counted once however many ranks hold it."""
-        return self._growing(1)
+        return self._growing(1, 1)
 
     def rank_token_bytes(self, stage: int | None = None) -> int:
         """What each token adds for good on one rank."""
         layers = self.plan.stages[self.fullest if stage is None else stage]
-        return self._growing(self.deployment.tensor_parallel, layers)
+        deployment = self.deployment
+        return self._growing(deployment.tensor_parallel, deployment.decode_context_parallel, layers)
 
-    def _growing(self, tensor_parallel: int, stage: range | None = None) -> int:
+    def _growing(
+        self, tensor_parallel: int, decode_context_parallel: int, stage: range | None = None
+    ) -> int:
         """Bytes that a token adds to caches that keep every token; the others do not grow."""
         kv_bytes = self.deployment.kv_element_bytes
         caches = [
@@ -148,6 +152,7 @@ class KvSizes:
                 for cache in caches
                 if cache.kind.keeps_every_token
             )
+            / decode_context_parallel
         )
 
     def copies(self) -> float:
@@ -157,8 +162,10 @@ class KvSizes:
         for cache in self.model.caches:
             tokens = self.plan.groups[0].block_tokens * cache.tokens_per_entry
             once += cache.layers * cache.block_bytes(tokens, 1, kv_bytes)
+            if cache.kind.keeps_every_token:
+                tokens //= self.deployment.decode_context_parallel
             each += cache.layers * cache.block_bytes(tokens, ranks, kv_bytes)
-        return each * ranks / once if once else 1.0
+        return each * self.deployment.stage_ranks / once if once else 1.0
 
     def page_bytes(self, cache: LayerCache) -> int:
         """One block in one layer on one rank, without padding."""
@@ -178,9 +185,11 @@ class KvSizes:
         return self.plan.stride_bytes(self.fullest)
 
     def rank_weights_bytes(self) -> int | None:
-        """Weights on one rank, spread evenly; None: unknown."""
-        total = self.model.weights.total_bytes
-        return None if total is None else -(-total // self.deployment.ranks)
+        """Weights on one rank, spread evenly; None: unknown. Ranks of prefill context parallelism
+        have equal ones."""
+        total, deployment = self.model.weights.total_bytes, self.deployment
+        shares = deployment.tensor_parallel * deployment.pipeline_parallel
+        return None if total is None else -(-total // shares)
 
     def state_bytes(self, stage: int | None = None) -> int:
         """Recurrent state of one sequence on one rank."""
@@ -217,7 +226,7 @@ class KvSizes:
         each = (
             slot for stage in self._stages for slot in self.session_slots(context_tokens, stage)
         )
-        return sum(s.count * s.read_bytes for s in each) * self.deployment.tensor_parallel
+        return sum(s.count * s.read_bytes for s in each) * self.deployment.stage_ranks
 
     def pooled_bytes(self, context_tokens: int) -> int:
         """Bytes of a session in the pool, over all ranks, with the table's entries."""
@@ -225,7 +234,40 @@ class KvSizes:
             slot for stage in self._stages for slot in self.session_slots(context_tokens, stage)
         )
         slots = sum(s.count * (s.stride_bytes + ENTRY_BYTES) for s in each)
-        return slots * self.deployment.tensor_parallel
+        return slots * self.deployment.stage_ranks
+
+
+def _check_context_parallel(model: ModelShape, deployment: Deployment) -> None:
+    """Raise a ConfigError for sizes of context parallelism that vLLM refuses.
+
+    Decode context parallelism divides the tokens of full and latent attention, and leaves states
+    whole. vLLM also wants the query heads per KV head to be a multiple of it, which is not known
+    here.
+    """
+    tp, pcp = deployment.tensor_parallel, deployment.prefill_context_parallel
+    dcp = deployment.decode_context_parallel
+    divided = [cache for cache in model.caches if cache.kind.keeps_every_token]
+    others = {cache.kind for cache in model.caches if not cache.kind.keeps_every_token}
+    for flag, size, refused in (
+        ("--pcp", pcp, others),
+        ("--dcp", dcp, others - {LayerKind.STATE}),
+    ):
+        if size > 1 and refused:
+            names = " and ".join(sorted(kind.value for kind in refused))
+            raise ConfigError(
+                flag, size, f"vLLM supports none for layers with {names}; leave it out"
+            )
+    if pcp == 1 and tp % dcp:
+        raise ConfigError("--dcp", dcp, f"give a divisor of --tp {tp}")
+    if pcp > 1 and dcp not in (1, pcp, tp * pcp):
+        sizes = " or ".join(map(str, sorted({1, pcp, tp * pcp})))
+        raise ConfigError("--dcp", dcp, f"with --tp {tp} --pcp {pcp}, give {sizes}")
+    if dcp > 1 and not any(cache.kind is LayerKind.LATENT for cache in divided):
+        heads = max((cache.kv_heads for cache in divided), default=tp)
+        if dcp > tp // heads or tp <= heads:
+            remedy = f"ranks share the tokens of a head that they all hold; --tp {tp} holds each of"
+            remedy += f" {heads} KV heads {max(1, tp // heads)} times"
+            raise ConfigError("--dcp", dcp, remedy)
 
 
 def _held_blocks(group: PlannedGroup, context_tokens: int) -> int:

@@ -45,7 +45,10 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One layer's cache on one rank. Bytes are of one block: with padding, and without."""
+    """One layer's cache on one rank. Bytes are of one block: with padding, and without.
+
+    block_tokens: of a block on all ranks that share it (decode context parallelism).
+    """
 
     layer: int
     cache: LayerCache
@@ -119,8 +122,16 @@ def plan_groups(model: ModelShape, deployment: Deployment) -> Plan:
         grouped = _packed(pages)
     else:
         grouped = _split_evenly(_one_page_size(pages))
-    groups = tuple(PlannedGroup(tuple(group)) for group in grouped)
+    dcp = deployment.decode_context_parallel
+    groups = tuple(PlannedGroup(tuple(_shared(page, dcp) for page in group)) for group in grouped)
     return Plan(groups, stages_of(model.layers, deployment.pipeline_parallel))
+
+
+def _shared(page: Page, ranks: int) -> Page:
+    """The page when ranks share each block's tokens: a state is whole on every rank."""
+    if not page.cache.kind.keeps_every_token:
+        return page
+    return replace(page, block_tokens=page.block_tokens * ranks)
 
 
 def stages_of(layers: int, count: int) -> tuple[range, ...]:

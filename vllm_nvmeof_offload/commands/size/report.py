@@ -117,7 +117,9 @@ def build(model: ModelShape, deployment: Deployment) -> SizeReport:
     ranks = deployment.ranks
     if deployment.gpus % ranks:
         up = -(-deployment.gpus // ranks) * ranks
-        remedy = f"an engine takes {ranks} (--tp times --pp); give a multiple, such as {up}"
+        remedy = (
+            f"an engine takes {ranks} (--tp times --pp times --pcp); give a multiple, such as {up}"
+        )
         raise ConfigError("--gpus", deployment.gpus, remedy)
     sizes = KvSizes(model, deployment)
     room, back = gpu_room(sizes), plan_reload(sizes, deployment.drives)
@@ -162,6 +164,8 @@ def _model_figures(sizes: KvSizes) -> Iterator[_Row]:
     yield "KV of one token", sizes.token_bytes(), "bytes", formula
     tp, pp = deployment.tensor_parallel, deployment.pipeline_parallel
     formula = f"heads over --tp {tp}, layers over --pp {pp}"
+    if deployment.decode_context_parallel > 1:
+        formula += f", tokens over --dcp {deployment.decode_context_parallel}"
     yield "of it on one rank", sizes.rank_token_bytes(), "bytes", formula
     formula = "bytes on all ranks ÷ KV of one token; above 1: MLA, or more ranks than KV heads"
     yield "copies over all ranks", sizes.copies(), "×", formula
@@ -185,7 +189,13 @@ def _model_figures(sizes: KvSizes) -> Iterator[_Row]:
         "them per session"
     )
     yield "slot", slots[0].stride_bytes, "bytes", formula
-    one_rank = replace(deployment, tensor_parallel=1, pipeline_parallel=1)
+    one_rank = replace(
+        deployment,
+        tensor_parallel=1,
+        pipeline_parallel=1,
+        prefill_context_parallel=1,
+        decode_context_parallel=1,
+    )
     once = KvSizes(sizes.model, one_rank).session_rank_bytes(context)
     formula = f"KV of {context} tokens over all layers, windows as far as they reach"
     yield "session, made once", once, "bytes", formula
@@ -195,7 +205,8 @@ def _gpu_figures(sizes: KvSizes, room: Room | None) -> Iterator[_Row]:
     weights = sizes.rank_weights_bytes()
     if room is None or weights is None:
         return
-    formula = f"weights ÷ {sizes.deployment.ranks} ranks; {sizes.model.weights.source}"
+    shares = sizes.deployment.tensor_parallel * sizes.deployment.pipeline_parallel
+    formula = f"weights ÷ {shares} ranks; {sizes.model.weights.source}"
     yield "weights on one GPU", weights, "bytes", formula
     formula = "memory × utilization − reserve − weights"
     yield "left for KV on one GPU", room.free_bytes, "bytes", formula
@@ -291,8 +302,7 @@ def _notes_on_model(sizes: KvSizes) -> Iterator[str]:
     if copies > 1:
         yield (
             f"{copies:.3g} copies: each rank stores what it holds, so that "
-            f"--tp {sizes.deployment.tensor_parallel} costs {copies:.3g} times the pool and its "
-            "bandwidth"
+            f"{sizes.deployment.ranks_words} costs {copies:.3g} times the pool and its bandwidth"
         )
 
 
