@@ -207,12 +207,12 @@ def _image(seed: int) -> Any:
 
 
 def _counters(llm: Any) -> dict[str, float]:
-    """Counters and gauges by name and, if present, by source or tier."""
+    """Counters and gauges by name and, if present, by source, tier or decision."""
     found: dict[str, float] = {}
     for metric in llm.get_metrics():
         if not hasattr(metric, "value"):
             continue
-        label = metric.labels.get("source") or metric.labels.get("tier")
+        label = next(filter(None, map(metric.labels.get, ("source", "tier", "decision"))), None)
         name = metric.name.removeprefix("vllm:")
         key = f"{name}:{label}" if label else name
         found[key] = found.get(key, 0) + metric.value
