@@ -43,6 +43,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from vllm_nvmeof_offload import logger
+from vllm_nvmeof_offload.child import child_command
 from vllm_nvmeof_offload.errors import PoolLockedError
 from vllm_nvmeof_offload.pool.format import LOCK_FILE
 
@@ -354,7 +355,6 @@ class Silence:
 _END_S_MAX = 0.5
 #: More than `_END_S_MAX`. Only a child that cannot start (Python's own files hang) takes longer.
 _STOP_S_MAX = 2.0
-_COMMAND = [sys.executable, "-m", "vllm_nvmeof_offload.pool.lock"]
 
 
 class Heartbeat:
@@ -391,7 +391,7 @@ class Heartbeat:
     def _beat(self) -> None:
         if self._child is None:
             # cwd="/": a working directory could hang, or keep a target from being unmounted.
-            command, pipe = [*_COMMAND, str(os.getpid())], subprocess.PIPE
+            command, pipe = [*child_command("pool.lock"), str(os.getpid())], subprocess.PIPE
             self._child = subprocess.Popen(
                 command, stdin=pipe, stdout=pipe, cwd="/", bufsize=0, start_new_session=True
             )

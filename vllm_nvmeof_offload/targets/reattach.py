@@ -28,7 +28,6 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +35,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from vllm_nvmeof_offload import logger
+from vllm_nvmeof_offload.child import child_command
 from vllm_nvmeof_offload.fabric.topology import (
     ABSENT,
     MOUNTINFO,
@@ -66,7 +66,7 @@ _LOOK_S = 1.0
 #: A verdict that is not worse than the last one that was logged is logged at most this often.
 _LOG_S_MIN = 10.0
 _FROM_BEST_TO_WORST = list(Verdict)
-_COMMAND = (sys.executable, "-m", "vllm_nvmeof_offload.targets.prober")
+_COMMAND = tuple(child_command("targets.prober"))
 
 
 @dataclass
