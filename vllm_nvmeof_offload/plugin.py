@@ -11,11 +11,13 @@ API server, the engine core, each worker. It changes three things, each once:
 
 When vLLM is not as expected, nothing is changed and one warning is logged; the JSON form of
 `--kv-transfer-config` with module paths needs no plugin. An unknown vLLM is refused only when our
-backend is asked for (`vllm_adapter.known_vllm`), because others use this vLLM too.
+backend is asked for (`vllm_adapter.known_vllm`), because others use this vLLM too. A vLLM with this
+backend in its own tree (`tools/graft.sh`) is left as it is.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any, Literal, get_args
 
@@ -25,6 +27,8 @@ from vllm_nvmeof_offload.errors import IntegrationError
 __all__ = ["register"]
 
 
+#: Where a vLLM that brings this backend itself has it; two copies would register everything twice.
+_IN_TREE = "v1/kv_offload/nvmeof"
 _FIELD = "kv_offloading_backend"
 _warned = False
 
@@ -41,6 +45,10 @@ def register() -> None:
 
 
 def _register() -> None:
+    import vllm
+
+    if any(os.path.isdir(os.path.join(place, _IN_TREE)) for place in vllm.__path__):
+        return
     from vllm_nvmeof_offload.vllm_adapter import configure
 
     # The first two check before anything changes: a flag that is accepted must also work.

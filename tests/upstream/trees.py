@@ -69,9 +69,8 @@ def release(version: str) -> Release:
             shutil.rmtree(tree, ignore_errors=True)
             _unpack(sdist, tree)
             stamp.write_text(edition)
-        foreign = version != installed_version()
-        if foreign:
-            _link_compiled(tree / "python" / "vllm")
+        _link_compiled(tree / "python" / "vllm")
+    foreign = version != installed_version()
     return Release(version, tree / "suite", tree / "python" if foreign else None)
 
 

@@ -2,9 +2,9 @@
 """Completes and checks the KV transfer configuration of an engine that uses our backend.
 
 vLLM turns its offloading flags into a `KVTransferConfig` in one method of `VllmConfig`, before any
-model is loaded. That method is wrapped: engines that name our backend or connector are handled
-here, all others by vLLM only. vLLM may run it several times on one configuration, so completing it
-twice equals completing it once.
+model is loaded. The plugin wraps that method, and a vLLM that has this package in its tree calls us
+in it: engines that name our backend or connector are handled here, all others by vLLM only. vLLM
+may run it several times on one configuration, so completing it twice equals completing it once.
 
 **`MultiConnector`** makes each connector from a mapping among its `connectors`, loads from the
 first that has something, and saves with all. Our mapping is completed like a configuration of its
@@ -105,6 +105,16 @@ class _Marked(str):
     __slots__ = ()
 
 
+def _is_given(policy: str | None) -> bool:
+    """Whether the user named this policy. A vLLM that has this package in its tree has no default
+    policy, so every value was given."""
+    from vllm.config.kv_transfer import KVTransferConfig
+
+    if KVTransferConfig.__dataclass_fields__[_FIELD].default is None:
+        return policy is not None
+    return isinstance(policy, _Marked)
+
+
 def _install_failure_policy() -> None:
     """Mark given values from now on; once."""
     from pydantic.dataclasses import rebuild_dataclass
@@ -183,19 +193,28 @@ def install() -> None:
 
     @functools.wraps(stock)
     def wrapped(self: Any) -> None:
-        try:
-            if not _is_ours(self):
-                stock(self)
-                return
-            complete(self)
-        except (ConfigError, IntegrationError) as error:
-            if _is_command_line():
-                # One line instead of vLLM's traceback; a program gets the exception.
-                raise SystemExit(f"vllm: error: {error}") from None
-            raise
+        if not complete_if_ours(self):
+            stock(self)
 
     wrapped._nvmeof = True  # type: ignore[attr-defined]
     setattr(VllmConfig, _METHOD, wrapped)
+
+
+def complete_if_ours(vllm_config: Any) -> bool:
+    """Complete a configuration that names our backend or connector; False: vLLM completes it.
+
+    A vLLM that has this package in its tree calls it in its own method.
+    """
+    try:
+        if not _is_ours(vllm_config):
+            return False
+        complete(vllm_config)
+    except (ConfigError, IntegrationError) as error:
+        if _is_command_line():
+            # One line instead of vLLM's traceback; a program gets the exception.
+            raise SystemExit(f"vllm: error: {error}") from None
+        raise
+    return True
 
 
 def _is_command_line() -> bool:
@@ -236,7 +255,7 @@ def complete(vllm_config: Any) -> None:
     if vllm_config.kv_transfer_config is None:
         vllm_config.kv_transfer_config = KVTransferConfig()
     transfer = vllm_config.kv_transfer_config
-    if not isinstance(transfer.kv_load_failure_policy, _Marked):
+    if not _is_given(transfer.kv_load_failure_policy):
         transfer.kv_load_failure_policy = "recompute"
     elif transfer.kv_load_failure_policy != "recompute":
         logger.warning("kv_load_failure_policy=fail: a failed load will end its request")

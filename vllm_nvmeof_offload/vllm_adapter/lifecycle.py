@@ -7,8 +7,10 @@ scheduler (`reload_weights`, the weight transfer API, a function of the user's o
 Our chunks would then be loaded for prompts that the new weights answer. All such calls pass
 `EngineCore.collective_rpc`, in the process of the connector's scheduler side. An adapter is loaded
 by `EngineCore.add_lora`, or by the workers for the first request that names it
-(`EngineCore.add_request`). These three methods are wrapped. A program that changes weights past
-the engine (an executor of its own, a worker that listens by itself) must reset with the connector.
+(`EngineCore.add_request`). These three methods are wrapped: where the connector is made, or, in a
+vLLM that has this package in its tree, where the class is defined. A program that changes weights
+past the engine (an executor of its own, a worker that listens by itself) must reset with the
+connector.
 
 **Death of the API server.** vLLM's engine process outlives a killed API server: it serves nobody,
 and keeps its memory, its GPU and the lock on its pool, so that the next server would start with an
@@ -25,11 +27,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import IntegrationError, OffloadError
 from vllm_nvmeof_offload.vllm_adapter.weights import Adapters, stamp_of
+
+_Class = TypeVar("_Class", bound=type)
 
 #: Calls of vLLM's own API that change weights.
 KNOWN_TO_CHANGE = frozenset(
@@ -53,8 +57,11 @@ HARMLESS = frozenset(
 )
 
 
-def install(engine_core: type) -> None:
-    """Wrap vLLM's `EngineCore`, once. Engines without our connector behave as before."""
+def install(engine_core: _Class) -> _Class:
+    """Wrap vLLM's `EngineCore`, once. Engines without our connector behave as before.
+
+    Returns the class, which a vLLM with this package in its tree decorates with this function.
+    """
     for name, wrap in (
         ("collective_rpc", _watch_calls),
         ("add_lora", _watch_adapters),
@@ -67,6 +74,7 @@ def install(engine_core: type) -> None:
             wrapped = wrap(stock)
             wrapped._nvmeof = True  # type: ignore[attr-defined]
             setattr(engine_core, name, wrapped)
+    return engine_core
 
 
 def _watch_calls(stock: Callable[..., Any]) -> Callable[..., Any]:
