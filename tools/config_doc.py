@@ -32,6 +32,7 @@ GROUPS = {
         "write_deadline_ms read_bytes_in_flight_max write_bytes_in_flight_max "
         "write_bytes_beside_reads_max"
     ),
+    "Releases of vLLM": "allow_unknown_vllm",
     "Keys of vLLM": (
         "offload_prompt_only blocks_per_chunk block_size self_describing_kv_events "
         "sync_load_budget_bytes canonical_layout spec_name spec_module_path"

@@ -6,6 +6,8 @@
 * our commands travel with each step's metadata, the workers' reports with each step's output;
 * each worker's capacity and adopted chunks reach the manager by the handshake at start;
 * the connector requires the layout in which all layers of a block are contiguous.
+
+Methods that hand vLLM's arguments on take options (`more`) that a later release may add.
 """
 
 from __future__ import annotations
@@ -33,7 +35,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.manager.core import FROM_CPU
@@ -45,6 +46,7 @@ from vllm_nvmeof_offload.spec import NVMeoFOffloadingSpec
 from vllm_nvmeof_offload.vllm_adapter import known_vllm, lifecycle
 from vllm_nvmeof_offload.vllm_adapter.configure import choose_blocks_per_chunk, register_loaded
 from vllm_nvmeof_offload.vllm_adapter.deployment import deployed
+from vllm_nvmeof_offload.vllm_adapter.device_pointers import worker_class
 from vllm_nvmeof_offload.vllm_adapter.groups import LayerCaches, groups_of
 from vllm_nvmeof_offload.vllm_adapter.lifecycle import logged_in_one_line
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
@@ -61,6 +63,7 @@ from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 __all__ = [
     "NVMeoFOffloadingConnector",
     "OffloadingStats",
+    "worker_class",
 ]
 
 
@@ -122,11 +125,12 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     """See the module's docstring. Methods run on the main thread of a worker or the scheduler."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        known_vllm.require()  # in case no plugin did
+        known_vllm.refuse_different()  # in case no plugin did
         with logged_in_one_line():
             refuse_unsupported(vllm_config, kv_cache_config)
         choose_blocks_per_chunk(vllm_config, kv_cache_config)
         config = parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        known_vllm.refuse_unknown(config.allow_unknown_vllm)
         replica = replica_of(vllm_config, config.replicas)
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_worker is not None:
@@ -168,14 +172,14 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         assert isinstance(worker, NVMeoFOffloadingWorker)
         return worker
 
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+    def register_kv_caches(self, kv_caches: dict[str, Any], **more: Any) -> None:
         assert self.connector_worker is not None
         spec = self.connector_worker.spec
         assert isinstance(spec, NVMeoFOffloadingSpec)
         # Not vLLM's own collection: of several groups in one allocation it has only whole blocks.
         spec.layers = LayerCaches(self._kv_cache_config, kv_caches)
         with logged_in_one_line():  # no driver, pinned memory refused, a pool of others
-            super().register_kv_caches(kv_caches)
+            super().register_kv_caches(kv_caches, **more)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         assert self.connector_worker is not None
@@ -183,9 +187,9 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         assert isinstance(spec, NVMeoFOffloadingSpec) and spec.hello is not None
         return NVMeoFHandshake(spec.hello)
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata, **more: Any) -> None:
         # Stores deferred from the step before come first: commands may name their slots.
-        super().handle_preemptions(kv_connector_metadata)
+        super().handle_preemptions(kv_connector_metadata, **more)
         self._apply(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -221,13 +225,17 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         self._worker.apply(metadata.commands)
         metadata.commands = ()
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        results = super().get_transfer_results(finished_req_ids)
+    def get_transfer_results(
+        self, finished_req_ids: set[str], **more: Any
+    ) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids, **more)
+        # vLLM may report failures of its own: each request is reported once, by its wider report.
+        self._worker.forget_failures(results.failed_recving)
         results.failed_recving |= self._worker.take_failed_requests()
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.take_invalid_blocks()
+        return self._worker.take_invalid_blocks().union(super().get_block_ids_with_load_errors())
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
         base = super().build_connector_worker_meta()
@@ -270,8 +278,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         )
 
     @timed
-    def on_new_request(self, request: Any) -> None:
-        super().on_new_request(request)
+    def on_new_request(self, request: Any, **more: Any) -> None:
+        super().on_new_request(request, **more)
         self._waiting.added(request, prefetch=self._view.may_prefetch(request))
 
     @timed
@@ -318,24 +326,26 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         return (rest, True) if rest else (found, later)
 
     @timed
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int, **more: Any
+    ) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens, **more)
         self._old_kv.admitted(request, blocks, num_external_tokens)
         self._waiting.allocated(request.request_id)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
-    ) -> dict[CacheHitSource, int]:
+    ) -> dict[Any, int]:
         # vLLM's own asks the manager key by key and sorts the answers.
         state = self.scheduler._req_status[request.request_id]
         first = state.num_locally_computed_tokens
         return self._manager.load_sources(state.req_context, first, num_external_tokens)
 
     @timed
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: Any, **more: Any) -> KVConnectorMetadata:
         self._manager.step_scheduled(scheduler_output)
         self._old_kv.step(scheduler_output.preempted_req_ids or ())
-        meta = super().build_connector_meta(self._without_resumed(scheduler_output))
+        meta = super().build_connector_meta(self._without_resumed(scheduler_output), **more)
         assert isinstance(meta, OffloadingConnectorMetadata)
         return NVMeoFConnectorMetadata(
             load_jobs=meta.load_jobs,
@@ -345,24 +355,24 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         )
 
     @timed
-    def update_connector_output(self, connector_output: Any) -> None:
+    def update_connector_output(self, connector_output: Any, **more: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, NVMeoFWorkerMetadata):
             # Before vLLM's own update: a failed key must miss before vLLM looks it up again.
             self._manager.report(meta.reports, meta.counters)
         if connector_output.invalid_block_ids or connector_output.failed_recving:
             self._view.store_again()
-        super().update_connector_output(connector_output)
+        super().update_connector_output(connector_output, **more)
 
     @timed
-    def request_finished(self, request: Any, block_ids: Any) -> Any:
+    def request_finished(self, request: Any, block_ids: Any, **more: Any) -> Any:
         self._old_kv.finished(request.request_id)
-        return super().request_finished(request, block_ids)
+        return super().request_finished(request, block_ids, **more)
 
     @timed
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+    def request_finished_all_groups(self, request: Any, block_ids: Any, **more: Any) -> Any:
         self._old_kv.finished(request.request_id)
-        return super().request_finished_all_groups(request, block_ids)
+        return super().request_finished_all_groups(request, block_ids, **more)
 
     @timed
     def get_kv_connector_stats(self) -> Any:

@@ -282,7 +282,10 @@ def main() -> None:
         "serve": forked(scratch, serve),
     }
     serve, seen = command("serve", "--config", str(scratch / "serve.yaml")), scratch / "seen"
-    for change in unknown_vllm.CHANGES:
+    for change in unknown_vllm.SERVED:
+        served = functools.partial(unknown_vllm.serve, run, change)
+        forks[change.__name__] = forked(scratch, served)
+    for change in unknown_vllm.REFUSED:
         work = functools.partial(unknown_vllm.refuse, run, serve, change, seen)
         done = forked(scratch, work)
         cases = json.loads(seen.read_text()) if seen.exists() else {}

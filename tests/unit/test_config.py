@@ -117,6 +117,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("write_bytes_in_flight_max", "x", "at least 4KiB"),
     ("adopt", "yes", "true or false"),
     ("weights_never_change", 1, "true or false"),
+    ("allow_unknown_vllm", "yes", "true or false"),
     ("fault_injection", "", "control file"),
     ("offload_prompt_only", 0, "true or false"),
     ("blocks_per_chunk", 0, "at least 1"),

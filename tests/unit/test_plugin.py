@@ -221,27 +221,40 @@ def test_an_unexpected_vllm_gets_one_line_and_the_json_form_still_works(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ("new_version", "vLLM 0.34.0 is not known to this vllm-nvmeof-offload"),
         ("new_abstract_method", "(OffloadingManager.pin_everything is new)"),
         ("new_parameter", "(OffloadingWorker.submit_store(self: 'Any', job_id: 'int', prio"),
+        ("new_version_and_parameter", "(OffloadingWorker.submit_store(self: 'Any', job_id: 'int',"),
         ("name_gone", "(cannot import name 'TierFilter' from 'vllm.v1.kv_offload.base')"),
         ("attribute_gone", "(OffloadingConnectorWorker.worker is gone)"),
     ],
 )
-def test_an_unknown_vllm_is_refused_in_one_line_only_if_our_backend_is_selected(
+def test_a_different_vllm_is_refused_in_one_line_only_if_our_backend_is_selected(
     probed: dict[str, Any], change: str, reason: str
 ) -> None:
     done = probed["forks"][change]
     assert done["cases"]["none"] == {"log": []}
-    remedy = "use vLLM 0.32 or 0.33" if change == "new_version" else "use a release of vLLM 0.32"
     for case in ("flag", "json", "api"):
         error = done["cases"][case]["error"]
         assert error.startswith("IntegrationError: ") and "\n" not in error
-        assert reason in error and remedy in error
+        assert reason in error and "use a release of vLLM 0.32 or 0.33, or" in error
+        assert ("vLLM 0.34.0" in error) == (change == "new_version_and_parameter")
     assert done["status"] == 1
     assert "Traceback" not in done["out"] + done["err"]
     last = done["err"].strip().splitlines()[-1]
-    assert last.startswith("vllm: error: ") and reason in last and remedy in last
+    assert last.startswith("vllm: error: ") and reason in last
+
+
+@pytest.mark.parametrize("change", ["new_version", "new_options"])
+def test_an_unknown_vllm_with_all_that_is_used_is_served_unless_the_operator_is_strict(
+    probed: dict[str, Any], change: str
+) -> None:
+    found = probed["forks"][change]["result"]
+    assert found["none"] == {"log": []}
+    assert found["served"]["kv_connector_module_path"] == MODULE
+    assert found["strict"]["error"].startswith(
+        "ConfigError: allow_unknown_vllm=False: vLLM 0.34.0 is not known to this "
+        "vllm-nvmeof-offload; use vLLM 0.32 or 0.33, or"
+    )
 
 
 def test_vllm_serve_shows_one_plain_line_for_a_configuration_it_cannot_use(

@@ -208,6 +208,23 @@ def test_one_group_of_full_attention_names_its_blocks(
         rank.close()
 
 
+@pytest.mark.parametrize("groups", [[FULL], [WINDOW]])
+def test_a_failure_that_vllm_has_reported_too_is_not_reported_again(
+    groups: list[tuple[GroupKind, int]],
+) -> None:
+    rank = _Rank(*groups)
+    try:
+        assert rank.load([[-1]], [[20, 21]], [0]) == [False]
+        rank.worker.forget_failures({"request 1"})
+        assert rank.load([[-1]], [[22, 23]], [0]) == [False]
+        rank.worker.forget_failures({"request 1", "another"})
+        whole = groups == [FULL]
+        assert rank.worker.take_invalid_blocks() == ({22, 23} if whole else set())
+        assert rank.worker.take_failed_requests() == (set() if whole else {"request 2"})
+    finally:
+        rank.close()
+
+
 def test_chunks_of_groups_in_another_order_are_an_error(rank: _Rank) -> None:
     batch = rank._batch([[0], [1], [], []])
     turned = ChunkBatch.of(

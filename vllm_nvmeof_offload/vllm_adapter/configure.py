@@ -247,7 +247,7 @@ def complete(vllm_config: Any) -> None:
     """Make `vllm_config` name our connector with a complete, checked configuration; else refuse."""
     from vllm.config import KVTransferConfig
 
-    known_vllm.require()
+    known_vllm.refuse_different()
     # Imported here, because most servers with this plugin do not use the backend, and because an
     # unknown vLLM may lack what it imports.
     from vllm_nvmeof_offload.vllm_adapter.supported import precheck

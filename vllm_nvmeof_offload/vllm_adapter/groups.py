@@ -28,15 +28,7 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
 from vllm_nvmeof_offload.groups import Group, GroupBlocks, GroupKind, RankGroup
-
-try:  # vLLM 0.33
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
-        get_sliding_window_size_in_chunks,
-    )
-except ImportError:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
-        get_sliding_window_size_in_chunks,
-    )
+from vllm_nvmeof_offload.vllm_adapter import capabilities
 
 #: By exact type: a subclass may drop blocks in its own way while a request runs.
 _KINDS: dict[type, GroupKind] = {
@@ -121,7 +113,7 @@ def groups_of(config: Any, kv_cache_config: Any) -> tuple[Group, ...]:
 
     config: vLLM's `OffloadingConfig`. Their layers are of one known kind (`refuse_unsupported`).
     """
-    groups = []
+    groups, chunks_of_window = [], capabilities.WINDOW_CHUNKS.take()
     for one in config.groups:
         group = kv_cache_config.kv_cache_groups[one.group_id]
         (kind,) = kinds_of(group)
@@ -129,7 +121,7 @@ def groups_of(config: Any, kv_cache_config: Any) -> tuple[Group, ...]:
         spec = next(iter(iter_layer_specs(group.kv_cache_spec)))
         blocks_per_chunk = config.cache.blocks_per_chunk
         tokens_per_chunk = one.tokens_per_block * blocks_per_chunk
-        reach_chunks = get_sliding_window_size_in_chunks(spec, tokens_per_chunk)
+        reach_chunks = chunks_of_window(spec, tokens_per_chunk)
         groups.append(
             Group(
                 one.group_id,

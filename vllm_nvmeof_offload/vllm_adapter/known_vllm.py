@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses releases of vLLM that this version does not know.
+"""Decides which vLLM is served.
 
-vLLM's offloading interface changes with its releases. An unknown release may call us with other
-parameters, or leave out a call that we rely on, which would give wrong tokens without an error. A
-release is known when vLLM's own tests have passed with our connector. The visible interface of a
-known release is compared too, because the version of a build from source means little.
+vLLM's offloading interface changes with its releases. One that calls us with other parameters, or
+leaves out a call that we rely on, would give wrong tokens without an error. Therefore every vLLM
+must have all capabilities that we use (`capabilities`), and our classes must fit to its own; else
+it is refused, with what it lacks.
+
+A release is *known* when vLLM's own tests have passed with our connector. An unknown one, with
+everything that we use, is served after a self-test (`self_test`), unless `allow_unknown_vllm` is
+false.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import re
 import sys
@@ -19,74 +22,67 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm_nvmeof_offload import CONNECTOR_MODULE
-from vllm_nvmeof_offload.errors import IntegrationError
+from vllm_nvmeof_offload.errors import ConfigError, IntegrationError
+from vllm_nvmeof_offload.vllm_adapter import capabilities
 
 #: Releases of vLLM, by their first two numbers.
 KNOWN = ("0.32", "0.33")
 
-_OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
-#: Members of vLLM's objects that we use beyond their interfaces: class → names.
-_READ = {
-    f"{_OFFLOADING}.scheduler:OffloadingConnectorScheduler": (
-        "manager config _req_status _current_batch_load_jobs _chunks_being_loaded"
-    ),
-    f"{_OFFLOADING}.scheduler:SchedulerOffloadConfig": "kv_group_configs tokens_per_hash",
-    f"{_OFFLOADING}.scheduler:GroupOffloadConfig": (
-        "tokens_per_block tokens_per_chunk hashes_per_chunk"
-    ),
-    f"{_OFFLOADING}.scheduler:RequestOffloadState": (
-        "group_states req_context transfer_jobs update_offload_keys num_locally_computed_tokens"
-    ),
-    f"{_OFFLOADING}.scheduler:RequestGroupState": "offload_keys",
-    "vllm.v1.core.kv_cache_manager:KVCacheManager": (
-        "block_pool evict_blocks get_blocks reset_prefix_cache"
-    ),
-    "vllm.v1.kv_cache_interface:KVCacheConfig": (
-        "kv_cache_groups kv_cache_tensors num_blocks hisparse_host_num_blocks kv_cache_layout"
-    ),
-    "vllm.v1.kv_cache_interface:KVCacheTensor": "layers block_stride size",
-    f"{_OFFLOADING}.worker:OffloadingConnectorWorker": "spec worker",
-    f"{_OFFLOADING}.common:OffloadingConnectorMetadata": "load_jobs store_jobs jobs_to_flush",
-    f"{_OFFLOADING}.common:OffloadingWorkerMetadata": "completed_jobs transfer_stats",
-    f"{_OFFLOADING}.common:TransferJob": "req_id",
-}
+UNKNOWN = "unknown"
+_RELEASES = " or ".join(KNOWN)
 
 
 def version() -> str:
     """Version of the vLLM that is imported, or `unknown`."""
-    return str(getattr(sys.modules.get("vllm"), "__version__", "unknown"))
+    return str(getattr(sys.modules.get("vllm"), "__version__", UNKNOWN))
+
+
+def release() -> str:
+    """The known release that this vLLM is, or `unknown`."""
+    numbers = re.match(r"\d+\.\d+(?=\.)", version())
+    return numbers[0] if numbers and numbers[0] in KNOWN else UNKNOWN
 
 
 def unknown_version() -> str | None:
-    """Why this vLLM's version is unknown, with the remedy; None: it is known."""
-    found = version()
-    numbers = re.match(r"\d+\.\d+(?=\.)", found)
-    if numbers and numbers[0] in KNOWN:
+    """Why this vLLM's release is unknown, with the remedy; None: it is known."""
+    if release() != UNKNOWN:
         return None
     return (
-        f"vLLM {found} is not known to this vllm-nvmeof-offload; use vLLM "
-        f"{' or '.join(KNOWN)}, or a vllm-nvmeof-offload that knows this one"
+        f"vLLM {version()} is not known to this vllm-nvmeof-offload; use vLLM {_RELEASES}, or a "
+        "vllm-nvmeof-offload that knows this one"
     )
 
 
-def require() -> None:
-    """Refuse an unknown vLLM with an `IntegrationError`: one line with the remedy."""
+def refuse_different() -> None:
+    """Refuse a vLLM that lacks what we use, with an `IntegrationError`: one line with the remedy.
+
+    Whether its release is known makes no difference.
+    """
+    found = _difference()
+    if found is None:
+        return
+    raise IntegrationError(
+        f"this vLLM {version()} differs from what this vllm-nvmeof-offload uses ({found}); use a "
+        f"release of vLLM {_RELEASES}, or a vllm-nvmeof-offload that knows this one"
+    )
+
+
+def refuse_unknown(allowed: bool) -> None:
+    """Refuse an unknown release, unless `allowed`: the value of `allow_unknown_vllm`."""
     problem = unknown_version()
-    if problem is None:
-        found = _difference()
-        if found is None:
-            return
-        problem = (
-            f"this vLLM {version()} is not as released ({found}); use a release of vLLM "
-            f"{' or '.join(KNOWN)}, or a vllm-nvmeof-offload that knows this one"
+    if problem is not None and not allowed:
+        raise ConfigError(
+            "allow_unknown_vllm", allowed, f"{problem}; true serves it after a self-test"
         )
-    raise IntegrationError(problem)
 
 
 @functools.cache
 def _difference() -> str | None:
-    """The first difference between this vLLM's interface and the one we were written for."""
+    """The first difference between this vLLM's interface and what we use of it."""
     try:
+        found = next(capabilities.missing(), None)
+        if found is not None:
+            return found
         connector = importlib.import_module(CONNECTOR_MODULE)
     except (ImportError, AttributeError) as error:
         return str(error).partition(" (/")[0]  # without the file's path
@@ -94,30 +90,20 @@ def _difference() -> str | None:
 
 
 def _differences(connector: Any) -> Iterator[str]:
+    """Methods of vLLM's classes that ours lack, or override with other parameters."""
     for cls in (
         connector.NVMeoFOffloadingConnector,
         connector.NVMeoFOffloadingManager,
-        connector.NVMeoFOffloadingWorker,
+        connector.worker_class(),
         connector.NVMeoFOffloadingSpec,
     ):
-        base = cls.__base__
+        base = next(one for one in cls.__mro__ if one.__module__.startswith("vllm."))
         for name in sorted(cls.__abstractmethods__):
             yield f"{base.__name__}.{name} is new"
-        for name, method in vars(cls).items():
-            theirs = getattr(base, name, None)
-            if not inspect.isfunction(method) or not inspect.isfunction(theirs):
-                continue
-            if not accepts(method, theirs):
+        for name, theirs in inspect.getmembers(base, inspect.isfunction):
+            method = getattr(cls, name)
+            if inspect.isfunction(method) and not accepts(method, theirs):
                 yield f"{base.__name__}.{name}{inspect.signature(theirs)} has other parameters"
-    for place, names in _READ.items():
-        module, _, class_name = place.partition(":")
-        cls = getattr(importlib.import_module(module), class_name, None)
-        if cls is None:
-            yield f"{class_name} is gone"
-            continue
-        for name in names.split():
-            if not _has(cls, name):
-                yield f"{class_name}.{name} is gone"
 
 
 def accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
@@ -136,11 +122,3 @@ def accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
     except TypeError:
         return False
     return places[: len(called)] == called
-
-
-def _has(cls: type, name: str) -> bool:
-    """Whether instances of `cls` have `name`: a member, a field, or set in `__init__`."""
-    if hasattr(cls, name) or name in getattr(cls, "__dataclass_fields__", ()):
-        return True
-    code = getattr(getattr(cls, "__init__", None), "__code__", None)
-    return code is not None and name in code.co_names

@@ -32,7 +32,6 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
     TierFilter,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.groups import Group
@@ -55,7 +54,9 @@ from vllm_nvmeof_offload.protocol import (
     StoreCommand,
     split_keys,
 )
+from vllm_nvmeof_offload.vllm_adapter import capabilities, known_vllm
 
+_HIT_SOURCES = capabilities.HIT_SOURCES.take()
 _MEDIUM = {Source.CPU: Medium.CPU, Source.POOL: Medium.STORAGE}
 _ALL_TIERS, _CPU, _HIT, _MISS = TierFilter.ALL, Source.CPU, LookupResult.HIT, LookupResult.MISS
 _EVERYWHERE = FROM_CPU | FROM_POOL
@@ -122,6 +123,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._exported_s = self._all_exported_s = 0.0  # when `get_stats` exported some, all gauges
         self._export_due = False  # since `attach`
         self._labels = dict.fromkeys(CONFIG_LABELS, "")
+        self._labels["vllm"] = known_vllm.release()
         self._labels["prompts_only"] = "yes" if prompts_only else "no"
         self._allowed = _EVERYWHERE  # sources of a look-up
         # Keys that were looked up since the last export, or since a request's look-up began.
@@ -166,9 +168,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
             self._allowed = _EVERYWHERE
         look_up.hits, look_up.misses = [*self._cpu_hits, *self._pool_hits], self._misses.copy()
 
-    def load_sources(
-        self, req_context: ReqContext, first: int, tokens: int
-    ) -> dict[CacheHitSource, int]:
+    def load_sources(self, req_context: ReqContext, first: int, tokens: int) -> dict[Any, int]:
         """Tokens by tier of the request's last load, which brings `tokens` from token `first`."""
         state = req_context.get_state(_RequestState)
         if not tokens or state is None or state.loaded is None:
@@ -181,9 +181,9 @@ class NVMeoFOffloadingManager(OffloadingManager):
             range(first, first + tokens), ends, batch.places >= 0, batch.groups, groups
         )
         counts = {
-            CacheHitSource.HOST: cpu,
-            CacheHitSource.DISK: pool,
-            CacheHitSource.EXTERNAL_UNSPECIFIED: tokens - cpu - pool,  # behind every window
+            _HIT_SOURCES.HOST: cpu,
+            _HIT_SOURCES.DISK: pool,
+            _HIT_SOURCES.EXTERNAL_UNSPECIFIED: tokens - cpu - pool,  # behind every window
         }
         return {source: count for source, count in counts.items() if count}
 

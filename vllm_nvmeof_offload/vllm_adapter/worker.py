@@ -12,9 +12,12 @@ groups vLLM refuses block ids. In these cases the request is reported and recomp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LoadStoreSpec,
@@ -32,8 +35,21 @@ from vllm_nvmeof_offload.worker.build import RankWorker
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockColumns:
+    """The GPU blocks of a job: the columns `ids`, `sizes` and `firsts` of `JobBlocks`."""
+
+    ids: npt.NDArray[np.int32]
+    sizes: Sequence[int]
+    firsts: Sequence[int]
+
+
+def _columns(spec: GPULoadStoreSpec) -> BlockColumns:
+    return BlockColumns(spec.block_ids, spec.group_sizes, spec.block_indices)
+
+
 class NVMeoFOffloadingWorker(OffloadingWorker):
-    """One rank's transfers."""
+    """One rank's transfers, for a vLLM that names GPU blocks by their ids."""
 
     def __init__(self, parts: RankWorker) -> None:
         self._parts = parts
@@ -44,7 +60,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._load_blocks: dict[int, JobBlocks] = {}  # by op, in case a chunk fails
         kinds = [one.group.kind for one in parts.geometry.groups]
         self._reports_blocks = kinds == [GroupKind.FULL]
-        self._invalid_blocks: set[int] = set()
+        self._invalid_blocks: dict[str | None, set[int]] = {}  # by request
         self._requests: dict[int, str] = {}  # vLLM's load job → its request
         self._failed_requests: set[str] = set()
         self._reports: list[Report] = []
@@ -53,26 +69,20 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
     # -- vLLM's interface -------------------------------------------------------------
 
     def submit_store(
-        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec, **_: Any
     ) -> bool:
-        assert isinstance(dst_spec, CommandSpec) and isinstance(dst_spec.command, StoreCommand)
-        command, blocks = dst_spec.command, self._blocks(src_spec, dst_spec.command.batch)
-        fence = self._begin(job_id, command.op)
-        self._runner.hand_over(
-            lambda p: p.store(command, self._geometry.stored(blocks), fence), command.op
-        )
+        self._store(job_id, dst_spec, _columns(src_spec))
         return True
 
     def submit_load(
-        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **_: Any
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,
+        **_: Any,
     ) -> bool:
-        assert isinstance(src_spec, CommandSpec) and isinstance(src_spec.command, LoadCommand)
-        command, blocks = src_spec.command, self._blocks(dst_spec, src_spec.command.batch)
-        fence = self._begin(job_id, command.op)
-        self._load_blocks[command.op] = blocks
-        self._runner.hand_over(
-            lambda p: p.load(command, self._geometry.loaded(blocks), fence), command.op
-        )
+        self._load(job_id, src_spec, _columns(dst_spec), expedited=expedited)
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -149,8 +159,14 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
 
     def take_invalid_blocks(self) -> set[int]:
         """GPU blocks that finished loads did not fill, if vLLM can compute on from them."""
-        taken, self._invalid_blocks = self._invalid_blocks, set()
-        return taken
+        taken, self._invalid_blocks = self._invalid_blocks, {}
+        return set().union(*taken.values())
+
+    def forget_failures(self, requests: Iterable[str]) -> None:
+        """vLLM itself has reported these requests' loads as failed: they start again from 0."""
+        for request in requests:
+            self._invalid_blocks.pop(request, None)
+            self._failed_requests.discard(request)
 
     def take_failed_requests(self) -> set[str]:
         """Requests to be computed from their start, because finished loads did not fill blocks."""
@@ -159,21 +175,43 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
 
     # -- helpers ----------------------------------------------------------------------
 
+    def _store(self, job_id: int, spec: LoadStoreSpec, blocks: BlockColumns) -> None:
+        assert isinstance(spec, CommandSpec) and isinstance(spec.command, StoreCommand)
+        command, job = spec.command, self._job_blocks(blocks, spec.command.batch)
+        fence = self._begin(job_id, command.op)
+        self._runner.hand_over(
+            lambda p: p.store(command, self._geometry.stored(job), fence), command.op
+        )
+
+    def _load(
+        self, job_id: int, spec: LoadStoreSpec, blocks: BlockColumns, *, expedited: bool
+    ) -> None:
+        # Its request would run in this very step, and its failure could only be reported later.
+        assert not expedited, "parse_config accepts no sync_load_budget_bytes"
+        assert isinstance(spec, CommandSpec) and isinstance(spec.command, LoadCommand)
+        command, job = spec.command, self._job_blocks(blocks, spec.command.batch)
+        fence = self._begin(job_id, command.op)
+        self._load_blocks[command.op] = job
+        self._runner.hand_over(
+            lambda p: p.load(command, self._geometry.loaded(job), fence), command.op
+        )
+
     def _begin(self, job_id: int, op: int) -> object:
         """Returns the fence after which the job may touch GPU blocks."""
         self._ops[job_id], self._jobs[op] = op, job_id
         return self._parts.copy.record_fence()
 
-    def _blocks(self, spec: GPULoadStoreSpec, batch: ChunkBatch) -> JobBlocks:
+    def _job_blocks(self, blocks: BlockColumns, batch: ChunkBatch) -> JobBlocks:
         """The job's GPU blocks. Their pieces are made on the pipeline's thread."""
         chunks = batch.rows_by_group(len(self._geometry.groups))
-        return JobBlocks(spec.block_ids, spec.group_sizes, spec.block_indices, chunks)
+        return JobBlocks(blocks.ids, blocks.sizes, blocks.firsts, chunks)
 
     def _load_failed(self, blocks: JobBlocks, rows: list[int], request: str | None) -> None:
         if self._reports_blocks:
             by_chunk = self._geometry.split(blocks)
+            failed = self._invalid_blocks.setdefault(request, set())
             for row in rows:
-                self._invalid_blocks.update(by_chunk[row].tolist())
+                failed.update(by_chunk[row].tolist())
         else:
             assert request is not None, "a load without a request has failed"
             self._failed_requests.add(request)

@@ -53,6 +53,9 @@ class QuietWorker:
     def take_invalid_blocks(self) -> set[int]:
         return set()
 
+    def forget_failures(self, requests: Any) -> None:
+        return
+
     def take_failed_requests(self) -> set[str]:
         return set()
 
@@ -84,14 +87,14 @@ def _counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _swap() -> None:
-    known_vllm.require()  # checks the real classes; the result is cached
+    known_vllm.refuse_different()  # checks the real classes; the result is cached
     for name in ("refuse_unsupported", "choose_blocks_per_chunk", "deployed", "replica_of"):
         assert callable(getattr(ours, name))
         setattr(ours, name, lambda *_args, **_kwargs: None)
     # vLLM's tests configure their own spec, which our connector refuses.
     assert callable(ours.parse_config)
     ours.parse_config = lambda _extra: SimpleNamespace(
-        replicas=1, weights_seen={}, boundary_tokens=0
+        replicas=1, weights_seen={}, boundary_tokens=0, allow_unknown_vllm=True
     )
     assert callable(ours.keep_boundaries)
     ours.keep_boundaries = lambda *_args: 0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_nvmeof_offload import plugin
-from vllm_nvmeof_offload.errors import IntegrationError
+from vllm_nvmeof_offload.errors import ConfigError, IntegrationError
 from vllm_nvmeof_offload.vllm_adapter import known_vllm
 
 
@@ -35,9 +35,13 @@ def test_a_version_is_known_by_its_first_two_numbers(
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
     problem = known_vllm.unknown_version()
     assert (problem is None) == known
+    assert known_vllm.release() == (version[:4] if known else "unknown")
+    known_vllm.refuse_unknown(True)
     if problem is not None:
         assert problem.startswith(f"vLLM {version} is not known to this vllm-nvmeof-offload; use")
         assert all(release in problem for release in known_vllm.KNOWN)
+        with pytest.raises(ConfigError, match=rf"^allow_unknown_vllm=False: vLLM {version}"):
+            known_vllm.refuse_unknown(False)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the imported vLLM's interface has, found by looking at its signatures and fields.
+
+Nothing here or elsewhere in the adapter asks for a version: builds from source have versions that
+mean little, and a release that nobody has seen yet may well have everything that we use. A
+capability is one thing that we use of vLLM, in one of the forms that we know. A form is a list of
+*needs*, each of them a line of text:
+
+    module:Class.method(a, b, c=)    it takes `a` and `b` in this order and `c` by name, and
+                                     demands nothing else
+    module:Class has x y             instances of the class have these members
+    module:name                      the module has this name
+
+An optional capability may be absent; whoever uses it asks for its form. Without any other one the
+backend refuses to start (`known_vllm`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_BASE = "vllm.v1.kv_offload.base"
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+_CACHE = "vllm.v1.kv_cache_interface"
+
+
+@dataclass(frozen=True, eq=False)
+class Capability:
+    """name: as refusals have it. forms: form → its needs, the most recent one first."""
+
+    name: str
+    forms: Mapping[str, tuple[str, ...]]
+    optional: bool = False
+
+    @property
+    def form(self) -> str | None:
+        """The first form that this vLLM has; None: it has none."""
+        for form, needs in self.forms.items():
+            if not any(map(difference, needs)):
+                return form
+        return None
+
+    def take(self) -> Any:
+        """The object of the form's only need, or None."""
+        form = self.form
+        return None if form is None else _find(self.forms[form][0].partition("(")[0])
+
+    def differences(self) -> Iterator[str]:
+        """The differences between this vLLM and the form that comes closest."""
+        found = [list(filter(None, map(difference, needs))) for needs in self.forms.values()]
+        yield from min(found, key=len)
+
+
+def _only(name: str, *needs: str, optional: bool = False) -> Capability:
+    """A capability with one form."""
+    return Capability(name, {"yes": needs}, optional)
+
+
+#: The worker gets GPU block ids, or, as in vLLM's pull request 56076, the addresses of their pages.
+BLOCK_IDS, POINTERS = "block ids", "device pointers"
+DEVICE_BLOCKS = Capability(
+    "GPU blocks of a transfer",
+    {
+        BLOCK_IDS: (
+            f"{_BASE}:OffloadingWorker.submit_store(job_id, src_spec, dst_spec)",
+            f"{_BASE}:OffloadingWorker.submit_load(job_id, src_spec, dst_spec)",
+            f"{_BASE}:GPULoadStoreSpec has block_ids group_sizes block_indices",
+        ),
+        POINTERS: (
+            f"{_BASE}:OffloadingWorker.submit_store(job_id, device_ptrs, dst_spec)",
+            f"{_BASE}:OffloadingWorker.submit_load(job_id, src_spec, device_ptrs)",
+            f"{_BASE}:DevicePointers has ptrs group_block_counts group_data_ref_counts",
+            f"{_BASE}:DevicePointers has block_indices",
+            f"{_BASE}:CanonicalKVCaches has tensors group_data_refs",
+            f"{_BASE}:CanonicalKVCacheTensor has tensor",
+            f"{_BASE}:CanonicalKVCacheRef has tensor_idx",
+        ),
+    },
+)
+#: vLLM asks from which tier a load's tokens come, and takes an answer of this enumeration.
+HIT_SOURCES = _only(
+    "sources of loaded tokens", "vllm.v1.metrics.cache_hit_source:CacheHitSource", optional=True
+)
+_WINDOW_CHUNKS = "get_sliding_window_size_in_chunks(kv_cache_spec, tokens_per_chunk)"
+#: vLLM's own rule for the chunks that a window needs.
+WINDOW_CHUNKS = Capability(
+    "chunks of a window",
+    {
+        "offloading.config": (f"{_OFFLOADING}.config:{_WINDOW_CHUNKS}",),
+        "offloading.scheduler": (f"{_OFFLOADING}.scheduler:{_WINDOW_CHUNKS}",),
+    },
+)
+_OPTIONAL = (
+    HIT_SOURCES,
+    _only(
+        "expedited loads",
+        f"{_BASE}:OffloadingWorker.submit_load(job_id, src_spec, dst_spec, expedited)",
+        optional=True,
+    ),
+    _only("labels of the configuration", f"{_BASE}:OffloadingManager.config_info", optional=True),
+    _only("lock of a step", f"{_BASE}:OffloadingManager.lock", optional=True),
+    _only("end of a reset", f"{_BASE}:OffloadingManager.on_reset_flushed", optional=True),
+    _only("hints of a request", f"{_BASE}:ReqContext has kv_hints", optional=True),
+    _only(
+        "sleep of the KV cache",
+        f"{_CONNECTOR}:KVConnectorBase_V1.unregister_kv_caches()",
+        f"{_CONNECTOR}:KVConnectorBase_V1.restore_kv_caches()",
+        optional=True,
+    ),
+)
+ALL = (
+    DEVICE_BLOCKS,
+    _only(
+        "failed loads",
+        f"{_CONNECTOR}:KVConnectorBase_V1.get_transfer_results(finished_req_ids)",
+        f"{_CONNECTOR}:KVConnectorTransferResults has finished_recving failed_recving",
+        f"{_CONNECTOR}:KVConnectorBase_V1.get_block_ids_with_load_errors()",
+        "vllm.v1.outputs:KVConnectorOutput has failed_recving invalid_block_ids "
+        "kv_connector_worker_meta",
+    ),
+    _only(
+        "jobs of a step",
+        f"{_OFFLOADING}.common:OffloadingConnectorMetadata(load_jobs, store_jobs, jobs_to_flush)",
+        f"{_OFFLOADING}.common:OffloadingWorkerMetadata(completed_jobs, transfer_stats)",
+        f"{_OFFLOADING}.common:TransferJob has req_id src_spec dst_spec",
+        f"{_OFFLOADING}.worker:OffloadingConnectorWorker has spec worker",
+        f"{_OFFLOADING}.worker:OffloadingConnectorWorker.handle_preemptions(kv_connector_metadata)",
+        f"{_BASE}:TransferResult(job_id, success, transfer_size, transfer_time)",
+    ),
+    _only(
+        "requests of the offloading scheduler",
+        f"{_OFFLOADING}.scheduler:OffloadingConnectorScheduler has manager config _req_status "
+        "_current_batch_load_jobs _current_batch_jobs_to_flush _chunks_being_loaded",
+        f"{_OFFLOADING}.scheduler:SchedulerOffloadConfig has kv_group_configs tokens_per_hash "
+        "alignment_tokens retention_interval",
+        f"{_OFFLOADING}.scheduler:GroupOffloadConfig has group_idx tokens_per_block "
+        "tokens_per_chunk hashes_per_chunk",
+        f"{_OFFLOADING}.scheduler:RequestOffloadState has req group_states req_context "
+        "transfer_jobs update_offload_keys num_locally_computed_tokens",
+        f"{_OFFLOADING}.scheduler:RequestGroupState has offload_keys block_ids "
+        "next_stored_chunk_idx",
+        f"{_BASE}:ReqContext has req_id load_tier_filter get_state set_state "
+        "get_offload_key_position",
+        f"{_BASE}:make_offload_key(block_hash, group_idx)",
+    ),
+    _only(
+        "results of the manager",
+        f"{_BASE}:PrepareStoreOutput(keys_to_store, store_spec, evicted_keys)",
+        f"{_BASE}:LookupResult has HIT MISS",
+        f"{_BASE}:LoadStoreSpec()",
+        f"{_BASE}:RequestOffloadingContext()",
+        f"{_BASE}:TierFilter has ALL allows",
+    ),
+    _only(
+        "KV events of the manager",
+        f"{_BASE}:OffloadingEvent(keys=, medium=, removed=, removal_expected=)",
+        f"{_BASE}:Medium has CPU STORAGE",
+        f"{_BASE}:Locality has LOCAL REMOTE",
+    ),
+    _only(
+        "metrics",
+        f"{_BASE}:OffloadingCounterMetadata(documentation, labelnames)",
+        f"{_BASE}:OffloadingGaugeMetadata(documentation, labelnames)",
+        f"{_OFFLOADING}.metrics:OffloadingConnectorStats.increase_counter"
+        "(counter_name, counter_increase_value, labelvalues)",
+        f"{_OFFLOADING}.metrics:OffloadingConnectorStats.set_gauge"
+        "(gauge_name, gauge_value, labelvalues)",
+    ),
+    _only(
+        "configuration of the KV cache",
+        f"{_OFFLOADING}.config:build_offloading_config(vllm_config, kv_cache_config)",
+        f"{_OFFLOADING}.config:get_offloading_group_ids(kv_cache_config)",
+        f"{_CACHE}:KVCacheConfig has kv_cache_groups kv_cache_tensors num_blocks "
+        "hisparse_host_num_blocks kv_cache_layout",
+        f"{_CACHE}:KVCacheTensor has layers layer_stride block_stride size",
+    ),
+    _only(
+        "GPU's cache of prefixes",
+        "vllm.v1.core.kv_cache_manager:KVCacheManager has block_pool",
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.evict_blocks(block_ids)",
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.get_blocks(request_id)",
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.reset_prefix_cache()",
+        "vllm.v1.core.block_pool:BlockPool.get_cached_block(block_hash, kv_cache_group_ids)",
+    ),
+    _only(
+        "life of the engine",
+        "vllm.v1.engine.core:EngineCore.collective_rpc(method)",
+        "vllm.v1.engine.core:EngineCore.add_lora(lora_request)",
+        "vllm.v1.engine.core:EngineCore.add_request(request)",
+    ),
+    WINDOW_CHUNKS,
+    *_OPTIONAL,
+)
+
+
+def missing() -> Iterator[str]:
+    """Differences that leave an indispensable capability without a form that we know."""
+    for capability in ALL:
+        if not capability.optional and capability.form is None:
+            yield from capability.differences()
+
+
+_NEED = re.compile(r"([\w.]+:[\w.]+)(?:\((.*)\)| has (.*))?")
+
+
+def difference(need: str) -> str | None:
+    """How this vLLM differs from `need`, to be read after a release's name; None: it has it."""
+    matched = _NEED.fullmatch(need)
+    assert matched, need
+    place, arguments, members = matched.groups()
+    name = place.partition(":")[2]
+    try:
+        found = _find(place)
+    except ModuleNotFoundError as error:
+        return f"{error.name} is gone"
+    except ImportError as error:  # of a name that the module itself needs
+        return str(error).partition(" (/")[0]  # without the file's path
+    if found is None:
+        return f"{name} is gone"
+    if members is not None:
+        gone = [member for member in members.split() if not _has(found, member)]
+        return f"{name}.{gone[0]} is gone" if gone else None
+    if arguments is not None and not _takes(found, arguments, bound="." in name):
+        return f"{name}{inspect.signature(found)} has other parameters"
+    return None
+
+
+def _find(place: str) -> Any:
+    """The object at a place; None: its module has no such name. Raises: ImportError."""
+    module, _, names = place.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in names.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def _takes(function: Any, arguments: str, *, bound: bool) -> bool:
+    """Whether a call with these arguments passes them to parameters of the same names.
+
+    bound: `function` is a method, whose first parameter is the object.
+    """
+    named = [one.strip() for one in arguments.split(",") if one.strip()]
+    places = [name for name in named if not name.endswith("=")]
+    keywords = [name[:-1] for name in named if name.endswith("=")]
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())[1 if bound else 0 :]
+    by_place = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if by_place[: len(places)] != places:
+        return False
+    try:
+        signature.bind(*[None] * (len(places) + bound), **dict.fromkeys(keywords))
+    except TypeError:
+        return False
+    return True
+
+
+def _has(cls: Any, name: str) -> bool:
+    """Whether instances of `cls` have `name`: a member, a field, or set in `__init__`."""
+    if hasattr(cls, name) or name in getattr(cls, "__dataclass_fields__", ()):
+        return True
+    makers = (vars(base).get("__init__") for base in inspect.getmro(cls))
+    return any(name in make.__code__.co_names for make in makers if inspect.isfunction(make))
