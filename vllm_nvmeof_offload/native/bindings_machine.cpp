@@ -8,7 +8,10 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <time.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <memory>
 #include <optional>
@@ -26,17 +29,36 @@ template <typename T>
 using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using PieceRows = nb::ndarray<const uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
 
+// For `bench hotpath`: the CPU time of all threads in sections without the interpreter lock.
+std::atomic<bool> metered{false};
+std::atomic<int64_t> unlocked_ns{0};
+
+int64_t thread_cpu_ns() {
+  timespec now;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return now.tv_sec * 1'000'000'000 + now.tv_nsec;
+}
+
 // Without the interpreter lock, if the call works on many rows: where other threads wait for the
 // lock, giving it away and taking it back costs as much as a few dozen rows.
 class Unlocked {
  public:
-  explicit Unlocked(size_t rows) {
-    if (rows >= kRowsMin) release_.emplace();
+  explicit Unlocked(size_t rows = kRowsMin) {
+    if (rows < kRowsMin) return;
+    if (metered) began_ns_ = thread_cpu_ns();
+    state_ = PyEval_SaveThread();
   }
+  ~Unlocked() {
+    if (began_ns_) unlocked_ns += thread_cpu_ns() - began_ns_;
+    if (state_) PyEval_RestoreThread(state_);
+  }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
 
  private:
   static constexpr size_t kRowsMin = 64;
-  std::optional<nb::gil_scoped_release> release_;
+  int64_t began_ns_ = 0;  // 0: not metered
+  PyThreadState* state_ = nullptr;  // null: the lock was kept
 };
 
 int64_t nanoseconds(double seconds) { return std::llround(seconds * 1e9); }
@@ -182,6 +204,31 @@ nb::list offered(Machine& machine) {
   return all;
 }
 
+// Whether a target's health may have become another one, so that Python must look.
+bool health_has_news(const IoQueue& io) {
+  return std::ranges::any_of(io.health_counts,
+                             [](const auto& one) { return one.late || one.released_late; }) ||
+         std::ranges::any_of(io.health_outcomes,
+                             [](const auto& one) { return one.code != Outcome::OK; });
+}
+
+// Take in what native lanes have ended, and hand over until nothing moves any more. True: a
+// target's health has news; when Python has looked at it, it goes on with another call.
+bool advance(Machine& machine, double ahead_s) {
+  IoQueue& io = machine.io;
+  const Unlocked unlocked(machine.to_move());
+  io.poll_native(nanoseconds(ahead_s));
+  io.expire();
+  machine.run();
+  do {
+    if (health_has_news(io)) return true;
+    io.offer_reads();
+    io.offer_writes();
+    io.fail_stalled();
+  } while (machine.run());  // what it made room for starts now: the next call may be far away
+  return health_has_news(io);
+}
+
 nb::object offer_reset(Machine& machine) {
   const IoQueue::Offer offer = machine.io.offer_reset();
   if (offer.task == nullptr) return nb::none();
@@ -192,7 +239,7 @@ nb::object offer_reset(Machine& machine) {
 nb::list take_copies(Machine& machine) {
   std::vector<CopyBatch> batches;
   {
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked(machine.to_copy());
     batches = machine.take_copies();
   }
   nb::list all;
@@ -206,7 +253,7 @@ nb::list take_copies(Machine& machine) {
 nb::list take_reports(Machine& machine) {
   std::vector<RowReport> reports;
   {
-    const nb::gil_scoped_release unlocked;
+    const Unlocked unlocked(machine.to_report());
     reports = machine.take_reports();
   }
   nb::list all;
@@ -279,13 +326,15 @@ nb::tuple levels(Machine& machine) {
 }  // namespace
 
 void bind_machine(nb::module_& m) {
+  m.def("meter_unlocked", [](bool on) { metered = on; });
+  m.def("unlocked_s", [] { return static_cast<double>(unlocked_ns) / 1e9; });
   nb::class_<Geometry>(m, "Geometry").def("__init__", &make_geometry).def("pieces", &pieces);
   nb::class_<InstantLanes>(m, "InstantLanes")
       .def(nb::init<int>(), "wake_fd"_a)
       .def_prop_ro("address", [](InstantLanes& lanes) {
         return reinterpret_cast<uintptr_t>(static_cast<NativeLanes*>(&lanes));
       });
-  const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+  const auto unlocked = nb::call_guard<Unlocked>();
   nb::class_<Machine>(m, "Machine")
       .def("__init__", &make, nb::kw_only(), "cache_slots"_a, "stream_slots"_a, "pool_slots"_a = 0,
            "base_address"_a, "slot_bytes"_a, "header_bytes"_a, "group_bytes"_a,
@@ -305,9 +354,7 @@ void bind_machine(nb::module_& m) {
            })
       .def("set_stamp", &set_stamp)
       .def("ended", &ended)
-      .def("poll_native",
-           [](Machine& machine, double ahead_s) { machine.io.poll_native(nanoseconds(ahead_s)); },
-           unlocked)
+      .def("advance", &advance)
       .def("expire", [](Machine& machine) { machine.io.expire(); }, unlocked)
       .def("take_overdue", [](Machine& machine) { return std::exchange(machine.io.overdue, {}); })
       .def("give_up", &give_up)

@@ -11,7 +11,7 @@ namespace nvmeof {
 
 class InstantLanes final : public NativeLanes {
  public:
-  // wake_fd: an eventfd, which the caller clears.
+  // wake_fd: an eventfd.
   explicit InstantLanes(int wake_fd) : wake_fd_(wake_fd) {}
 
   LaneRoom room() const override { return {SIZE_MAX, SIZE_MAX}; }
@@ -21,6 +21,9 @@ class InstantLanes final : public NativeLanes {
   }
   bool cancel_one(uint64_t) override { return false; }
   void ended(std::vector<LaneEnd>& ends) override {
+    if (ends_.empty()) return;
+    eventfd_t count;
+    eventfd_read(wake_fd_, &count);
     ends.insert(ends.end(), ends_.begin(), ends_.end());
     ends_.clear();
   }

@@ -164,6 +164,25 @@ bool Machine::run() {
   return !events.empty();
 }
 
+size_t Machine::to_move() {
+  size_t count = io.events.size() + io.reads_in_flight() + io.writes_in_flight();
+  for (size_t urgency = 0; urgency < kUrgencies; ++urgency)
+    count += io.waiting(static_cast<Urgency>(urgency));
+  return count + streams_.waiting();
+}
+
+size_t Machine::to_copy() const {
+  size_t count = 0;
+  for (const auto& [op, tasks] : to_copy_) count += tasks.size();
+  return count;
+}
+
+size_t Machine::to_report() const {
+  size_t count = 0;
+  for (const uint64_t op : news_) count += jobs_.at(op)->decided.size();
+  return count;
+}
+
 void Machine::hand_out_stream_slots() {
   std::vector<Task*> served;
   streams_.hand_out(served);

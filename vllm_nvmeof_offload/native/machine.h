@@ -113,6 +113,10 @@ class Machine {
     return found == copying_.end() ? 0 : found->second.size();
   }
   bool run();  // false: nothing more can move now
+  // At most so many tasks move in the next turn, and so many rows are to copy and to report.
+  size_t to_move();
+  size_t to_copy() const;
+  size_t to_report() const;
   std::vector<CopyBatch> take_copies();
   std::vector<RowReport> take_reports();
   std::vector<Finished> take_finished() { return std::exchange(finished_, {}); }

@@ -107,8 +107,9 @@ class TargetHealth:
     def released(self, attachment: int, count: int, late: int) -> None:
         """The kernel has released `count` operations in time, and `late` that were counted so."""
         self._under_way[attachment] -= count + late
-        self._late[attachment] -= late
-        self._judge()
+        if late:
+            self._late[attachment] -= late
+            self._judge()
 
     def ended(self, attachment: int, outcome: Outcome, pool_slot: int, *, is_write: bool) -> None:
         """Take in an outcome. Deadlines and cancellations are not answers of the target."""

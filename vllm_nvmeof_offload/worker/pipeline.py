@@ -48,7 +48,7 @@ from vllm_nvmeof_offload.protocol import (
     WriteCommand,
 )
 from vllm_nvmeof_offload.staging import StagingMap
-from vllm_nvmeof_offload.targets.health import TargetHealth
+from vllm_nvmeof_offload.targets.health import TargetHealth, Verdict
 from vllm_nvmeof_offload.units import HEADER_BYTES, MIB
 
 #: This much in flight at a target saturates it: 100 Gb/s × 0.6 ms. One operation never does.
@@ -121,15 +121,15 @@ class TransferPipeline:
         limits: TransferLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        #: What happened since it was cleared, under the names of `metrics.COUNTERS`.
-        self.counters = Counts()
+        self._counters = Counts()
         self._copy, self._io, self._clock = copy, io, clock
         self._limits = limits
         targets = limits.target_count
         self._health = limits.health or tuple(
             TargetHealth(can_return=False) for _ in range(targets)
         )
-        self._verdicts = ["ok"] * targets
+        self._verdicts = [Verdict.OK] * targets  # as reported
+        self._known: list[tuple[Verdict, int] | None] = [None] * targets  # by the machine
         self._lanes = io.attach()
         self._machine = _make_machine(staging, self._lanes, limits, clock())
         self._fences: dict[int, object] = {}  # of stores and loads under way
@@ -188,20 +188,15 @@ class TransferPipeline:
 
     def step(self) -> None:
         """Move everything that can move now."""
-        machine = self._machine
-        machine.set_time(self._clock())
+        self._machine.set_time(self._clock())
         for ticket, outcome in self._copy.poll():
             self._copied(self._tickets.pop(ticket), outcome)
         self._take_ends()
-        self._expire()
-        machine.run()
-        self._look_at_targets()
-        self._hand_over()
-        while machine.run():  # what it made room for starts now: the next step may be far away
-            self._look_at_targets()
-            self._hand_over()
+        if self._lanes is None:
+            self._drive_engine()
+        else:
+            self._drive_lanes(self._lanes)
         self._submit_copies()
-        self._count()
 
     def take_reports(self) -> list[Report]:
         machine = self._machine
@@ -224,6 +219,21 @@ class TransferPipeline:
             finished.append(FinishedJob(op, failed, copied_bytes, seconds))
         return finished
 
+    @property
+    def counters(self) -> Counts:
+        """What happened since it was cleared, under the names of `metrics.COUNTERS`."""
+        reads, writes, read_bytes, written = self._machine.take_counts()
+        for direction, (operations, size, seconds) in (("load", reads), ("store", writes)):
+            if operations:
+                self._count_transfer(direction, "pool", operations, size, seconds)
+        if read_bytes:
+            self._counters["read_bytes"] += read_bytes
+        for target, size in enumerate(written):
+            if size:
+                self._counters["written_bytes"] += size
+                self._counters["target_written_bytes", str(target)] += size
+        return self._counters
+
     def deadline_in_s(self) -> float:
         """Return in how many seconds `step` must be called if nothing happens; may be infinite."""
         return max(0.0, self._machine.next_deadline_s() - self._clock())
@@ -236,10 +246,7 @@ class TransferPipeline:
 
     def _take_ends(self) -> None:
         """Take in what the I/O engine has ended."""
-        completions = self._io.poll()
-        if self._lanes:  # these are resets; reads and writes never come to Python
-            self._machine.poll_native(self._clock() - time.monotonic())
-        if completions:
+        if completions := self._io.poll():  # of native lanes, only resets come to Python
             self._machine.ended(
                 [
                     (one.token, code_of(one.outcome.kind), one.outcome.errno, one.ended_s or 0.0)
@@ -247,46 +254,74 @@ class TransferPipeline:
                 ]
             )
 
-    def _expire(self) -> None:
-        """Give DEADLINE to what is past it; the engine takes back what has not started."""
-        self._machine.expire()
-        if overdue := self._machine.take_overdue():
-            self._machine.give_up(overdue, self._io.cancel(overdue))
+    def _drive_lanes(self, lanes: Lanes) -> None:
+        """Let the machine drive native lanes: it comes back once nothing moves any more."""
+        machine = self._machine
+        self._set_targets()
+        self._set_stamp(lanes.stamp())
+        ahead_s = self._clock() - time.monotonic()
+        while machine.advance(ahead_s):
+            self._look_at_targets()  # which may have ended the use of one
+        self._look_at_targets()
+        self._offer_reset()
 
-    def _look_at_targets(self) -> None:
-        """Let each target's health follow from what its operations did, and act on its verdict."""
-        counts, outcomes = self._machine.take_health()
-        for target, attachment, began, _, _, _ in counts:
-            self._health[target].began(attachment, began)
-        for target, attachment, _, late, _, _ in counts:
-            self._health[target].late(attachment, late)
-        for target, attachment, is_write, code, number, pool_slot in outcomes:
-            outcome = outcome_of(code, number)
-            self._health[target].ended(attachment, outcome, pool_slot, is_write=is_write)
-        for target, attachment, _, _, released, released_late in counts:
-            self._health[target].released(attachment, released, released_late)
-        for target, health in enumerate(self._health):
-            self._machine.set_target(target, health.verdict.usable, health.attachment)
+    def _drive_engine(self) -> None:
+        """Do the same with an engine to which Python submits, in the same order."""
+        machine = self._machine
+        machine.expire()
+        if overdue := machine.take_overdue():  # the engine takes back what has not started
+            machine.give_up(overdue, self._io.cancel(overdue))
+        machine.run()
+        self._hand_over()
+        while machine.run():  # what it made room for starts now: the next step may be far away
+            self._hand_over()
+        self._look_at_targets()  # before another call closes files that are in use now
 
     def _hand_over(self) -> None:
         """Hand over what fits."""
         machine = self._machine
-        durable = machine.barred and self._limits.reset_is_durable()
-        stamp = self._lanes.stamp() if self._lanes else _NO_STAMP
-        machine.set_stamp(stamp.epoch, stamp.tag, durable)
-        machine.offer_reads(0 if self._lanes else self._io.room().reads)
+        self._look_at_targets()
+        self._set_stamp(_NO_STAMP)
+        machine.offer_reads(self._io.room().reads)
         self._submit_offered()
-        if reset := machine.offer_reset():
-            token, tag, named = reset
-            op = IoOp(token, OpKind.RESET, Urgency.WRITE, 0, 0, None, 0, tag=tag, named=named)
-            self._io.submit([op])
-        machine.offer_writes(0 if self._lanes else self._io.room().writes)
+        self._offer_reset()
+        machine.offer_writes(self._io.room().writes)
         self._submit_offered()
         machine.fail_stalled()
 
+    def _set_stamp(self, stamp: Stamp) -> None:
+        durable = self._machine.barred and self._limits.reset_is_durable()
+        self._machine.set_stamp(stamp.epoch, stamp.tag, durable)
+
+    def _offer_reset(self) -> None:
+        if reset := self._machine.offer_reset():
+            token, tag, named = reset
+            op = IoOp(token, OpKind.RESET, Urgency.WRITE, 0, 0, None, 0, tag=tag, named=named)
+            self._io.submit([op])
+
+    def _look_at_targets(self) -> None:
+        """Let each target's health follow from what its operations did, and act on its verdict."""
+        counts, outcomes = self._machine.take_health()
+        for target, attachment, began, late, released, released_late in counts:
+            health = self._health[target]
+            health.began(attachment, began)
+            if late:
+                health.late(attachment, late)
+            health.released(attachment, released, released_late)
+        for target, attachment, is_write, code, number, pool_slot in outcomes:
+            outcome = outcome_of(code, number)
+            self._health[target].ended(attachment, outcome, pool_slot, is_write=is_write)
+        self._set_targets()
+
+    def _set_targets(self) -> None:
+        """Let the machine know what has changed, which other threads do too."""
+        for target, health in enumerate(self._health):
+            found = health.verdict, health.attachment
+            if found != self._known[target]:
+                self._known[target] = found
+                self._machine.set_target(target, health.verdict.usable, health.attachment)
+
     def _submit_offered(self) -> None:
-        if self._lanes:
-            return
         ops = [
             IoOp(
                 token,
@@ -315,11 +350,14 @@ class TransferPipeline:
 
     def _take_verdicts(self) -> list[Report]:
         """Return the verdicts that changed since the last call; every target begins as ok."""
-        reported, self._verdicts = self._verdicts, [one.verdict.value for one in self._health]
+        verdicts = [one.verdict for one in self._health]
+        if verdicts == self._verdicts:
+            return []
+        reported, self._verdicts = self._verdicts, verdicts
         return [
-            VerdictReport(self._limits.rank, target, verdict)
-            for target, verdict in enumerate(self._verdicts)
-            if verdict != reported[target]
+            VerdictReport(self._limits.rank, target, verdict.value)
+            for target, verdict in enumerate(verdicts)
+            if verdict is not reported[target]
         ]
 
     # -- copies -----------------------------------------------------------------------
@@ -338,21 +376,6 @@ class TransferPipeline:
         crcs = None if ticket.payloads is None else ticket.payloads.crcs
         self._machine.copied(ticket.batch, code_of(outcome.kind), outcome.errno, crcs)
 
-    # -- counters ---------------------------------------------------------------------
-
-    def _count(self) -> None:
-        """Take over what the machine has counted."""
-        reads, writes, read_bytes, written = self._machine.take_counts()
-        for direction, (operations, size, seconds) in (("load", reads), ("store", writes)):
-            if operations:
-                self._count_transfer(direction, "pool", operations, size, seconds)
-        if read_bytes:
-            self.counters["read_bytes"] += read_bytes
-        for target, size in enumerate(written):
-            if size:
-                self.counters["written_bytes"] += size
-                self.counters["target_written_bytes", str(target)] += size
-
     def _count_transfer(
         self, direction: str, stage: str, operations: int, size_bytes: int, seconds: float
     ) -> None:
@@ -363,9 +386,9 @@ class TransferPipeline:
         engine gets it, so it includes the wait for the job's fence; `TransferResult.seconds` begins
         with the job and includes that wait and the reads from the pool as well.
         """
-        self.counters["transfer_operations", direction, stage] += operations
-        self.counters["transfer_bytes", direction, stage] += size_bytes
-        self.counters["transfer_seconds", direction, stage] += max(0.0, seconds)
+        self._counters["transfer_operations", direction, stage] += operations
+        self._counters["transfer_bytes", direction, stage] += size_bytes
+        self._counters["transfer_seconds", direction, stage] += max(0.0, seconds)
 
 
 def _make_machine(
@@ -467,14 +490,16 @@ class PipelineRunner:
         poller = select.poll()
         poller.register(self._waker.fd, select.POLLIN)
         poller.register(self._io_fd, select.POLLIN)
+        woken, ready = (self._waker.fd, select.POLLIN), []
         try:
             while not self._stopping:
-                self._waker.clear()
+                if woken in ready:
+                    self._waker.clear()
                 while self._inbox:
                     self._inbox.popleft()()
                 self._pipeline.step()
                 self._publish()
-                poller.poll(self._wait_ms())
+                ready = poller.poll(self._wait_ms())
         except BaseException as error:  # noqa: BLE001 - handed to the model's thread, which raises
             # A broken invariant: the model's thread must fail too instead of waiting for ever.
             with self._changed:
@@ -488,12 +513,13 @@ class PipelineRunner:
     def _publish(self) -> None:
         finished = self._pipeline.take_finished()
         reports = self._pipeline.take_reports()
-        if not finished and not reports and not self._pipeline.counters:
+        if not finished and not reports:
             return
+        counters = self._pipeline.counters  # they ride along
         with self._changed:
             self._finished += finished
             self._reports += reports
-            self._counters.add(self._pipeline.counters)
-            self._pipeline.counters.clear()
+            self._counters.add(counters)
+            counters.clear()
             self._open.difference_update(job.op for job in finished)
             self._changed.notify_all()

@@ -23,6 +23,7 @@ def test_a_store_and_a_load_are_metered_by_stage() -> None:
     bench.load(2, 8, None, 3)
     bench.now_s += 0.5
     bench.io_done()
+    counters = bench.pipeline.counters
     assert counters["transfer_seconds", "load", "pool"] == 0.5
     assert counters["transfer_bytes", "load", "pool"] == STRIDE
     assert counters["transfer_operations", "load", "gpu"] == 0, "its copy is under way"
