@@ -10,9 +10,27 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from vllm_nvmeof_offload.native._tiers import Batch, Geometry, InstantLanes, Machine, Tiers
+from vllm_nvmeof_offload.native._tiers import (
+    Batch,
+    Geometry,
+    InstantLanes,
+    Machine,
+    Tiers,
+    meter_unlocked,
+    unlocked_s,
+)
 
-__all__ = ["WHY_NOT", "Batch", "Geometry", "InstantLanes", "Machine", "Tiers", "core"]
+__all__ = [
+    "WHY_NOT",
+    "Batch",
+    "Geometry",
+    "InstantLanes",
+    "Machine",
+    "Tiers",
+    "core",
+    "meter_unlocked",
+    "unlocked_s",
+]
 
 core: ModuleType | None
 WHY_NOT: str

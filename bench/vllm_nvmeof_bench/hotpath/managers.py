@@ -68,8 +68,12 @@ class Recorder:
         self.add(case, stage, time.thread_time() - began_s, count)
         return result
 
-    def add(self, case: str, stage: str, seconds: float, count: int) -> None:
-        self._add(case, stage, 1e6 * seconds / count)
+    def add(
+        self, case: str, stage: str, seconds: float, count: int, locked_s: float | None = None
+    ) -> None:
+        """locked_s: those of the seconds in which the thread held the interpreter lock."""
+        locked_us = None if locked_s is None else 1e6 * locked_s / count
+        self._add(case, stage, 1e6 * seconds / count, locked_us=locked_us)
 
     def pickle(self, case: str, count: int, commands: Sequence[Any]) -> None:
         """To bytes and back, together: vLLM sends a step's jobs to the workers at once."""
@@ -79,10 +83,17 @@ class Recorder:
         self._add(case, "pickle", 1e6 * took_s / count, len(dumped) / count)
         self.time(case, "unpickle", count, lambda: pickle.loads(dumped))
 
-    def _add(self, case: str, stage: str, us: float, size: float | None = None) -> None:
+    def _add(
+        self,
+        case: str,
+        stage: str,
+        us: float,
+        size: float | None = None,
+        locked_us: float | None = None,
+    ) -> None:
         thread = CASES[case][stage].thread
         self.samples.append(
-            Sample(stage, case, self.side, thread, self.chunks, self.round, us, size)
+            Sample(stage, case, self.side, thread, self.chunks, self.round, us, size, locked_us)
         )
 
 

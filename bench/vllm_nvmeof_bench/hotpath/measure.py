@@ -3,8 +3,7 @@
 
 Ours and vLLM's own `CPUOffloadingManager` are in one process, each beside the same number of
 entries, and take turns within a round, in an order drawn from the seed. Every time is CPU time of
-one thread, so that other load of the machine is left out as far as it can be; the pipeline's thread
-holds the interpreter lock for at most its own. Garbage is collected
+one thread, so that other load of the machine is left out as far as it can be. Garbage is collected
 as in production: what exists before the managers is frozen, as vLLM's engine does at its start, and
 the collector stays enabled. The first round warms up and is not kept.
 

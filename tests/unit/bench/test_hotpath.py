@@ -37,10 +37,14 @@ def one(case: str, stage: str, side: str, chunks: int, us: float | None) -> list
     """Three rounds around `us`, which is their median."""
     size = {"pickle": 57.0, "memory": 114.0}.get(stage)
     thread = CASES[case][stage].thread
+    figures = [us and us * share for share in (0.9, 1.0, 1.3)]
     return [
-        Sample(stage, case, side, thread, chunks, number, us and us * share, size)
-        for number, share in enumerate((0.9, 1.0, 1.3))
-    ]
+        Sample(
+            stage, case, side, thread, chunks, number, found, size,
+            found if stage == "pipeline" else None,
+        )
+        for number, found in enumerate(figures)
+    ]  # fmt: skip
 
 
 def everything() -> list[Sample]:
@@ -63,7 +67,11 @@ def everything() -> list[Sample]:
 def slower(samples: Sequence[Sample], factor: float, **wanted: object) -> list[Sample]:
     """The samples with these fields take `factor` times as long."""
     return [
-        replace(each, us_per_chunk=each.us_per_chunk * factor)
+        replace(
+            each,
+            us_per_chunk=each.us_per_chunk * factor,
+            locked_us_per_chunk=each.locked_us_per_chunk and each.locked_us_per_chunk * factor,
+        )
         if each.us_per_chunk and all(getattr(each, name) == of for name, of in wanted.items())
         else each
         for each in samples
