@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_nvmeof_offload.groups import Group, GroupKind
+from vllm_nvmeof_offload.units import HEADER_BYTES
 
 BLOCK_BYTES = 4096
 GPU_BASE = 1 << 40
 STAGING_BASE = 1 << 20
+_UNBOUNDED = 1 << 62
 
 
 PROFILES = ("plain", "plain", "calm", "hangs", "restarts", "pool", "stuck", "demotion", "waiting")
@@ -73,7 +75,7 @@ class Knobs:
     land_share: float
     reads_max: int
     writes_max: int
-    writes_beside_reads_max: int  # of a target, while it reads
+    writes_beside_reads_max: int  # of a target, while it reads; in whole slots
     engine_depth: int  # operations the I/O engine holds, hung ones included
     ticks: int
     copy_s: float
@@ -105,6 +107,8 @@ class Knobs:
     read_deadline_s: float = 0.3
     write_deadline_s: float = 2.0
     report_deadline_s: float = 20.0
+    read_slots_max: float = math.inf  # bytes in flight at a target, in whole slots
+    write_slots_max: float = math.inf
     shape: str = ""  # this and what follows: see `shapes.shaped`
     groups: tuple[Group, ...] = ()
     pages_per_block: int = 1
@@ -115,6 +119,25 @@ class Knobs:
     def chunk_tokens(self) -> int:
         """Of full attention."""
         return self.blocks_per_chunk * self.block_tokens
+
+    @property
+    def slot_bytes(self) -> int:
+        return HEADER_BYTES + self.blocks_per_chunk * BLOCK_BYTES
+
+    @property
+    def read_bytes_max(self) -> int:
+        return self._bytes(self.read_slots_max)
+
+    @property
+    def write_bytes_max(self) -> int:
+        return self._bytes(self.write_slots_max)
+
+    @property
+    def write_bytes_beside_reads_max(self) -> int:
+        return self._bytes(self.writes_beside_reads_max)
+
+    def _bytes(self, slots: float) -> int:
+        return _UNBOUNDED if math.isinf(slots) else int(slots * self.slot_bytes)
 
     @property
     def full_only(self) -> bool:

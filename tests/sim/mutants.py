@@ -58,6 +58,7 @@ PROFILE = {
     "first_miss_is_not_asked_again": "waiting",
     "remembered_answer_survives_a_move": "waiting",
     "remembered_answer_survives_an_eviction": "waiting",
+    "remembered_answer_survives_a_verdict": "waiting",
     "fetch_that_a_load_waits_for_is_cancelled": "waiting",
     "release_of_one_rank_frees_a_row": "hangs",
 }

@@ -6,6 +6,8 @@ from __future__ import annotations
 from .mutants import native
 
 native(
+    "bytes_of_the_next_operation_do_not_count",
+    "fetches_take_every_place",
     "stream_slots_are_charged_to_the_lane_of_a_job",
     "stream_slots_are_not_released",
     "hung_share_of_a_target_blocks_its_loads",

@@ -25,7 +25,6 @@ from vllm_nvmeof_offload.protocol import (
     target_of,
 )
 from vllm_nvmeof_offload.staging import StagingMap
-from vllm_nvmeof_offload.units import HEADER_BYTES
 from vllm_nvmeof_offload.worker.pipeline import FinishedJob, TransferLimits, TransferPipeline
 
 from .base import BLOCK_BYTES, GPU_BASE, STAGING_BASE, Clock, Knobs, Trace, Violation
@@ -123,9 +122,8 @@ class SimRank:
         )
         self.copy = SimCopy(self.memory, knobs, clock, rng)
         self.io = SimIo(store, self.memory, knobs, clock, rng, expected, self._pages)
-        slot_bytes = HEADER_BYTES + knobs.blocks_per_chunk * BLOCK_BYTES
         self.pipeline = TransferPipeline(
-            StagingMap(STAGING_BASE, slot_bytes, knobs.cache_slots, knobs.stream_slots),
+            StagingMap(STAGING_BASE, knobs.slot_bytes, knobs.cache_slots, knobs.stream_slots),
             self.copy,
             self.io,
             TransferLimits(
@@ -136,7 +134,9 @@ class SimRank:
                 knobs.read_deadline_s,
                 knobs.write_deadline_s,
                 group_bytes=self.geometry.group_bytes,
-                write_bytes_beside_reads_max=knobs.writes_beside_reads_max * slot_bytes,
+                read_bytes_in_flight_max=knobs.read_bytes_max,
+                write_bytes_in_flight_max=knobs.write_bytes_max,
+                write_bytes_beside_reads_max=knobs.write_bytes_beside_reads_max,
             ),
             clock,
         )
@@ -166,7 +166,7 @@ class SimRank:
             knobs.cache_slots,
             knobs.pool_slots,
             knobs.targets,
-            HEADER_BYTES + knobs.blocks_per_chunk * BLOCK_BYTES,
+            knobs.slot_bytes,
             self.geometry.groups,
             adopted,
             START_TAG,

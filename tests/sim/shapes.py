@@ -26,7 +26,9 @@ _RANKS_MAX = 8
 
 def shaped(knobs: Knobs, seed: int, shape: str | None) -> Knobs:
     """`knobs` with the groups of this shape; None: the seed chooses, full attention in half of all
-    runs, and how many steps are in flight. Draws of its own leave the other knobs as they are."""
+    runs, how many steps are in flight, and in a third of all runs the bounds on bytes. Draws of its
+    own leave the other knobs as they are."""
+    knobs = _bounded(knobs, random.Random(f"bytes of {seed}"))
     rng = random.Random(f"groups of {seed}")
     if shape is None and rng.random() < 0.25:
         knobs = replace(knobs, lag=rng.choice((2, 3)))  # three or four steps in flight
@@ -54,6 +56,13 @@ def shaped(knobs: Knobs, seed: int, shape: str | None) -> Knobs:
         gpu_blocks=knobs.gpu_blocks * len(groups),
         drafts=0 if shape == "full+state" else knobs.drafts,
     )
+
+
+def _bounded(knobs: Knobs, rng: random.Random) -> Knobs:
+    if rng.random() >= 1 / 3:
+        return knobs
+    reads, writes = rng.choice((0.5, 1.5, 2.0, 4.0)), rng.choice((0.5, 1.5, 2.0, 4.0))
+    return replace(knobs, read_slots_max=reads, write_slots_max=writes)
 
 
 def _groups(shape: str, knobs: Knobs, rng: random.Random) -> tuple[Group, ...]:

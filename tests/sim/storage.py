@@ -20,8 +20,8 @@ from vllm_nvmeof_offload.errors import (
 )
 from vllm_nvmeof_offload.io.base import Completion, IoOp, Room
 from vllm_nvmeof_offload.pool.format import Stamp
-from vllm_nvmeof_offload.protocol import OpKind
-from vllm_nvmeof_offload.units import HEADER_BYTES
+from vllm_nvmeof_offload.protocol import OpKind, Urgency
+from vllm_nvmeof_offload.units import slot_stride_bytes
 
 from .base import BLOCK_BYTES, STAGING_BASE, Clock, Knobs, Violation
 from .memory import Memory, Tag
@@ -30,6 +30,7 @@ from .shapes import spread
 from .store import Claim, RankStore, Record, Superblock
 
 _NO_STAMP = Stamp(0, b"")
+_FETCHES = (Urgency.URGENT, Urgency.PREFETCH)
 
 
 @dataclass(eq=False)
@@ -53,6 +54,11 @@ class _Flight:
 
     def __str__(self) -> str:
         return f"{self.op.kind.value} of pool slot {self.op.pool_slot} (io {self.op.token})"
+
+
+def transfer_bytes(op: IoOp) -> int:
+    """What the operation moves: header and payload, in whole pages."""
+    return slot_stride_bytes(op.payload_bytes)
 
 
 def _row(op: IoOp) -> tuple[object, ...]:
@@ -84,7 +90,7 @@ class SimIo:
         self._clock = clock
         self._rng = rng
         self._expected = expected
-        self._slot_bytes = HEADER_BYTES + knobs.blocks_per_chunk * BLOCK_BYTES
+        self._slot_bytes = knobs.slot_bytes
         self._flights: dict[int, _Flight] = {}
         self._room = Room(0, 0)
         #: Reads that failed and may be tried again: what they name → their deadline.
@@ -266,24 +272,39 @@ class SimIo:
         return self._retries.pop(_row(op), self._clock() + patience_s)
 
     def _check_bounds(self, flight: _Flight) -> None:
-        """The machine's bounds on what a target has, without operations that were given up."""
-        knobs, target = self._knobs, flight.op.pool_slot % self._knobs.targets
+        """The machine's bounds on what a target has, without operations that were given up. One
+        operation of each kind, and one fetch, may always run."""
+        knobs, op = self._knobs, flight.op
         others = [
             other.op
             for other in self._flights.values()
             if other is not flight
             and other.op.kind is not OpKind.RESET
             and not other.late
-            and other.op.pool_slot % knobs.targets == target
+            and other.op.pool_slot % knobs.targets == op.pool_slot % knobs.targets
         ]
-        reads = sum(op.is_read for op in others)
-        same = reads if flight.op.is_read else len(others) - reads
-        share = knobs.reads_max if flight.op.is_read else knobs.writes_max
-        most = max(1, share // knobs.targets)
-        if not flight.op.is_read and reads:
-            most = min(most, knobs.writes_beside_reads_max)
-        if same >= most:
-            raise Violation("bounds", f"{flight} beside {same} of its kind, at most {most} may run")
+        same = [other for other in others if other.is_read == op.is_read]
+        most, size_max = knobs.reads_max, knobs.read_bytes_max
+        if not op.is_read:
+            most, size_max = knobs.writes_max, knobs.write_bytes_max
+            if len(same) < len(others):
+                size_max = min(size_max, knobs.write_bytes_beside_reads_max)
+        most = max(1, most // knobs.targets)
+        self._check_bound(flight, same, most, size_max)
+        if op.urgency in _FETCHES:
+            fetches = [other for other in same if other.urgency in _FETCHES]
+            self._check_bound(flight, fetches, most // 2, size_max // 2)
+
+    def _check_bound(
+        self, flight: _Flight, others: Sequence[IoOp], most: int, size_max: int
+    ) -> None:
+        size = sum(map(transfer_bytes, (flight.op, *others)))
+        if others and (len(others) >= most or size > size_max):
+            raise Violation(
+                "bounds",
+                f"{flight} beside {len(others)} of its kind: {size} bytes; at most {most} and "
+                f"{size_max} bytes may run",
+            )
 
     def _check_stream_slots(self, flight: _Flight) -> None:
         """A stream slot counts on the share of the target that reads into it, until its release."""

@@ -51,7 +51,7 @@ FIRST: dict[str, int] = {
     "promoted_fetch_never_runs": 7,
     "reads_ignore_the_generation": 286,
     "remembered_answer_survives_a_load": 83,
-    "remembered_answer_survives_a_verdict": 267,
+    "remembered_answer_survives_a_verdict": 27,
     "reset_keeps_the_holds": 7,
     "stale_at_a_gate_dooms_a_good_copy": 439,
     "stream_slot_is_free_at_the_outcome": 54,

@@ -22,6 +22,7 @@ bool differs(double reported, double now) {
 // ---- the queues of one target -----------------------------------------------------------
 
 bool TargetQueue::has_room(Urgency urgency, size_t bytes) const {
+  if (mutant("bytes_of_the_next_operation_do_not_count")) bytes = 0;
   const size_t fetches = held(Urgency::URGENT) + held(Urgency::PREFETCH);
   const size_t fetched = bytes_held(Urgency::URGENT) + bytes_held(Urgency::PREFETCH);
   const size_t reads = held(Urgency::DEMAND) + fetches;
@@ -33,7 +34,7 @@ bool TargetQueue::has_room(Urgency urgency, size_t bytes) const {
     const size_t writes = held(urgency);
     return !writes || (writes < options_.writes_max && bytes_held(urgency) + bytes <= bytes_max);
   }
-  if (urgency != Urgency::DEMAND && fetches &&
+  if (urgency != Urgency::DEMAND && fetches && !mutant("fetches_take_every_place") &&
       (fetches >= options_.reads_max / 2 || fetched + bytes > options_.read_bytes_max / 2))
     return false;
   const size_t read = bytes_held(Urgency::DEMAND) + fetched;
