@@ -377,18 +377,27 @@ class EngineMover(Mover):
         self._ready = select.poll()
         self._ready.register(self._engine.fileno(), select.POLLIN)
         if not ground.written:
-            # Space that was never written takes writes at half the speed.
-            self.run([Job(False, range(len(ground.identities)))])
+            self._fill()
             ground.written = True
 
     def about(self) -> dict[str, Any]:
         return {"runs": self.name}
 
+    def _fill(self) -> None:
+        """Write every block: space that was never written takes writes at half the speed."""
+        blocks = len(self._ground.identities)
+        started = ended = 0
+        while ended < blocks:
+            while started < min(blocks, ended + _FILLED_AT_ONCE) and self._engine.room().writes:
+                self._engine.submit([self._ground.op(started, False, started)])
+                started += 1
+            ended += len(self._ended(_POLL_S_MAX))
+
     def run(self, jobs: Sequence[Job]) -> None:
         moves = [(job.is_read, block) for job in jobs for block in job.blocks]
         started = ended = 0
         while ended < len(moves):
-            while started < min(len(moves), ended + _FILLED_AT_ONCE) and self._engine.room().writes:
+            while started < len(moves) and self._engine.room().writes:
                 self.submit(started, *moves[started])
                 started += 1
             ended += len(self.wait())
@@ -397,6 +406,9 @@ class EngineMover(Mover):
         self._engine.submit([self._ground.op(token, is_read, block)])
 
     def poll(self, timeout_s: float) -> list[int]:
+        return self._ended(timeout_s)
+
+    def _ended(self, timeout_s: float) -> list[int]:
         self._ready.poll(timeout_s * 1000)
         completions = self._engine.poll()
         for completion in completions:
@@ -442,9 +454,7 @@ class PipelineMover(EngineMover):
         self._gathered: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # by is_read
         blocks = range(len(ground.identities))
         op = next(self._ops)
-        self._pipeline.store(
-            StoreCommand(op, self._batch(blocks, pool=False)), _no_pieces(blocks), 0
-        )
+        self._pipeline.store(StoreCommand(op, self._batch(blocks, pool=False)), _pieces(blocks), 0)
         self._step()
         assert self._pipeline.idle()
 
@@ -479,7 +489,7 @@ class PipelineMover(EngineMover):
             op, batch = next(self._ops), self._batch(blocks)
             self._tokens[op] = list(tokens)
             if is_read:
-                self._pipeline.load(LoadCommand(op, batch), _no_pieces(blocks), 0)
+                self._pipeline.load(LoadCommand(op, batch), _pieces(blocks), 0)
             else:
                 self._pipeline.command(WriteCommand(op, batch))
 
@@ -512,12 +522,14 @@ class PipelineMover(EngineMover):
         )
 
 
-def _no_pieces(blocks: Sequence[int]) -> Pieces:
-    return Pieces(np.empty((0, 3), np.uint64), np.zeros(len(blocks) + 1, np.uint32))
+def _pieces(blocks: Sequence[int]) -> Pieces:
+    """One for each block, of no bytes: a chunk without any is one that vLLM did not hand over."""
+    count = len(blocks)
+    return Pieces(np.zeros((count, 3), np.uint64), np.arange(count + 1, dtype=np.uint32))
 
 
 class _NoCopy:
-    """A copy engine whose copies have ended as soon as they begin: they have no pieces."""
+    """A copy engine whose copies have ended as soon as they begin: nothing is to be copied."""
 
     asleep = False
 
