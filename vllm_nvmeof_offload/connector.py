@@ -317,7 +317,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
 
     def _really_look_up(self, request: Any, question: Question) -> _Found:
         answers, local = self._waiting.answers, question.local
-        with self._manager.looking_up(question.sources) as look_up:
+        keys = self._view.key_lists(request.request_id)
+        with self._manager.looking_up(question.sources, keys) as look_up:
             found, later = super().get_num_new_matched_tokens(request, local)
             rest = self._view.rest_of_a_chunk(request, local, self._waiting) if found == 0 else 0
         answers.asked(request.request_id, question)

@@ -18,6 +18,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +35,7 @@ from vllm_nvmeof_offload.manager.prefix_order import prefix_order, tokens_by_sou
 from vllm_nvmeof_offload.manager.store_threshold import StoreThreshold
 from vllm_nvmeof_offload.manager.target_choice import Targets
 from vllm_nvmeof_offload.metrics import Counts, Series
-from vllm_nvmeof_offload.native import Batch, Tiers
+from vllm_nvmeof_offload.native import Batch, LookUps, Tiers
 from vllm_nvmeof_offload.protocol import (
     TAG_BYTES,
     CancelCommand,
@@ -164,6 +165,11 @@ class ManagerCore:
     def lookup(self, key: bytes, sources: int = FROM_CPU | FROM_POOL) -> Source | None:
         """Where `key` can be loaded from now; None is a miss."""
         return _SOURCES[self._tiers.lookup(key, sources)]
+
+    def look_ups(self, sources_of: Callable[[Any], int], hit: object, miss: object) -> LookUps:
+        """Look-ups as vLLM makes them, key by key. sources_of: what a request's filter allows. hit,
+        miss: vLLM's answers."""
+        return LookUps(self._tiers, sources_of, hit, miss)
 
     def present(self, keys: Sequence[bytes], sources: int = FROM_CPU | FROM_POOL) -> bytes:
         """Which of `keys` a look-up in these sources finds now: 1 or 0 by key."""

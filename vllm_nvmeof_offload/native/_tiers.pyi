@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # The manager's index and both tiers: tiers.h says what each call does.
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +56,20 @@ class Batch:
     def unreleased(self) -> int: ...
     @property
     def over(self) -> bool: ...
+
+class LookUps:
+    # sources_of: what a load filter allows. hit, miss: the answers.
+    def __init__(
+        self, tiers: Tiers, sources_of: Callable[[Any], int], hit: object, miss: object
+    ) -> None: ...
+    def begin(self, sources: int, lists: Iterable[list[Any]]) -> None: ...
+    # Keys that hit, and that missed, since `begin`.
+    def end(self) -> tuple[list[bytes], list[bytes]]: ...
+    # Look-ups that hit in the CPU tier, in the pool, and that missed, since the last call.
+    def take_counts(self) -> tuple[int, int, int]: ...
+    # A key and a `ReqContext`.
+    @property
+    def lookup(self) -> Callable[[bytes, Any], Any]: ...
 
 class Tiers:
     def __init__(

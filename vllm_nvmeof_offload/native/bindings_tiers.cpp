@@ -9,6 +9,7 @@
 #include <functional>
 #include <optional>
 
+#include "bindings_look_ups.h"
 #include "bindings_machine.h"
 #include "tiers.h"
 
@@ -422,4 +423,5 @@ NB_MODULE(NVMEOF_TIERS_MODULE, m) {
   nb::class_<Tiers> tiers(m, "Tiers");
   bind_calls(tiers);
   bind_state(tiers);
+  bind_look_ups(m);
 }

@@ -100,6 +100,11 @@ Row Index::find(const char* key, uint32_t hash) const {
   return kNoRow;
 }
 
+void Index::warm_found(uint32_t hash) const {
+  for (size_t at = hash & mask_; buckets_[at] != 0; at = (at + 1) & mask_)
+    if (hash_of(buckets_[at]) == hash) return warm(row_of(buckets_[at]));
+}
+
 void Index::find(std::span<const char* const> keys, std::vector<Row>& rows) const {
   rows.resize(keys.size());
   std::array<uint32_t, kBlock> hashes;
@@ -107,12 +112,9 @@ void Index::find(std::span<const char* const> keys, std::vector<Row>& rows) cons
     const size_t count = std::min(kBlock, keys.size() - first);
     for (size_t k = 0; k < count; ++k) {
       hashes[k] = hash(keys[first + k]);
-      prefetch(&buckets_[hashes[k] & mask_]);
+      warm_bucket_of(hashes[k]);
     }
-    for (size_t k = 0; k < count; ++k) {
-      const uint64_t bucket = buckets_[hashes[k] & mask_];
-      if (bucket != 0) warm(row_of(bucket));  // nearly always the right one
-    }
+    for (size_t k = 0; k < count; ++k) warm_found(hashes[k]);
     for (size_t k = 0; k < count; ++k) rows[first + k] = find(keys[first + k], hashes[k]);
   }
 }

@@ -114,16 +114,19 @@ class Index {
 
   // Fetch the memory that will be read first: by `find` and `add` of this key, by whoever reads
   // this row, by `remove` of this row, which was fetched.
-  void warm(const char* key) const { prefetch(&buckets_[hash(key) & mask_]); }
+  void warm(const char* key) const { warm_bucket_of(hash(key)); }
   void warm(Row row) const { prefetch(&(*this)[row]); }
-  void warm_bucket(Row row) const { prefetch(&buckets_[(*this)[row].hash & mask_]); }
+  void warm_bucket(Row row) const { warm_bucket_of((*this)[row].hash); }
+  // The same for a key of this hash, step by step: where `find` begins, and then the key's row.
+  uint32_t hash(const char* key) const;
+  void warm_bucket_of(uint32_t hash) const { prefetch(&buckets_[hash & mask_]); }
+  void warm_found(uint32_t hash) const;
 
  private:
   static constexpr size_t kKeyAt = 28;
   static_assert(kKeyAt > offsetof(Entry, flags));
 
   char* at(Row row) { return rows_.data() + size_t{row} * row_bytes_; }
-  uint32_t hash(const char* key) const;
   bool is_key(Row row, const char* key) const;
   Row find(const char* key, uint32_t hash) const;
   size_t bucket_of(Row row) const;  // where the table has it

@@ -45,6 +45,7 @@ from vllm_nvmeof_offload.manager.prefix_order import tokens_by_source
 from vllm_nvmeof_offload.manager.requests import Queue, Suspension, WaitingRequests
 from vllm_nvmeof_offload.manager.tails import Tails
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, Counts, exported
+from vllm_nvmeof_offload.native import LookUps
 from vllm_nvmeof_offload.protocol import (
     ChunkBatch,
     Command,
@@ -58,7 +59,6 @@ from vllm_nvmeof_offload.vllm_adapter import capabilities, known_vllm
 
 _HIT_SOURCES = capabilities.HIT_SOURCES.take()
 _MEDIUM = {Source.CPU: Medium.CPU, Source.POOL: Medium.STORAGE}
-_ALL_TIERS, _CPU, _HIT, _MISS = TierFilter.ALL, Source.CPU, LookupResult.HIT, LookupResult.MISS
 _EVERYWHERE = FROM_CPU | FROM_POOL
 
 #: Longest time between two exports of all gauges, and of time counters while nothing happens.
@@ -97,7 +97,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
     chunk do something: there is no request, no work, no event and nothing to export.
     """
 
-    #: Both made by `attach`.
+    #: All made by `attach`.
+    _look_ups: LookUps
     _metrics: MetricsCollector
     _failure_log: FailureLog
 
@@ -125,11 +126,6 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._labels = dict.fromkeys(CONFIG_LABELS, "")
         self._labels["vllm"] = known_vllm.release()
         self._labels["prompts_only"] = "yes" if prompts_only else "no"
-        self._allowed = _EVERYWHERE  # sources of a look-up
-        # Keys that were looked up since the last export, or since a request's look-up began.
-        self._cpu_hits: list[bytes] = []
-        self._pool_hits: list[bytes] = []
-        self._misses: list[bytes] = []
         self._activity_seen: tuple[float, ...] = ()
 
     @property
@@ -140,33 +136,23 @@ class NVMeoFOffloadingManager(OffloadingManager):
     # -- look-up and jobs -------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        # Called for each chunk of every waiting request: plain lists and module constants, because
-        # a counter with labels, a property and an enum's member each cost as much as the look-up.
-        assert self._core is not None
-        tiers, allowed = req_context.load_tier_filter, self._allowed
-        source = self._core.lookup(
-            key, allowed if tiers is _ALL_TIERS else allowed & sources_of(tiers)
-        )
-        if source is None:
-            self._misses.append(key)
-            return _MISS
-        if source is _CPU:
-            self._cpu_hits.append(key)
-        else:
-            self._pool_hits.append(key)
-        return _HIT
+        # vLLM calls it for each chunk of every waiting request. `attach` puts the native function
+        # in its place, because a frame of Python costs more than the look-up.
+        raise AssertionError("vLLM delivers the handshake before any request")
 
     @contextmanager
-    def looking_up(self, sources: int) -> Iterator[LookUp]:
+    def looking_up(self, sources: int, keys: Iterable[list[OffloadKey]] = ()) -> Iterator[LookUp]:
         """While vLLM looks a request up, which may hit in these sources only; the result has the
-        keys that vLLM asks for."""
-        self._count_look_ups()
-        self._allowed, look_up = sources, LookUp()
+        keys that vLLM asks for.
+
+        keys: lists of the keys that it will ask for, which may still grow. They speed it up.
+        """
+        look_up = LookUp()
+        self._look_ups.begin(sources, keys)
         try:
             yield look_up
         finally:
-            self._allowed = _EVERYWHERE
-        look_up.hits, look_up.misses = [*self._cpu_hits, *self._pool_hits], self._misses.copy()
+            look_up.hits, look_up.misses = self._look_ups.end()
 
     def load_sources(self, req_context: ReqContext, first: int, tokens: int) -> dict[Any, int]:
         """Tokens by tier of the request's last load, which brings `tokens` from token `first`."""
@@ -339,6 +325,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
             config, agreement, self._clock, self._policy, prompts_s=self._steps.prompts_s
         )
         self._core = core
+        self._look_ups = core.look_ups(sources_of, LookupResult.HIT, LookupResult.MISS)
+        self.lookup = self._look_ups.lookup  # type: ignore[assignment,method-assign]
         logger.info("%s", start_line(ordered, core))
         core.weights_changed = self._weights_changed
         if self._void:
@@ -401,12 +389,9 @@ class NVMeoFOffloadingManager(OffloadingManager):
 
     def _count_look_ups(self) -> None:
         counters = self.core.counters
-        counters["lookups", "cpu"] += len(self._cpu_hits)
-        counters["lookups", "pool"] += len(self._pool_hits)
-        counters["lookups", "miss"] += len(self._misses)
-        self._cpu_hits.clear()
-        self._pool_hits.clear()
-        self._misses.clear()
+        counts = self._look_ups.take_counts()
+        for result, amount in zip(("cpu", "pool", "miss"), counts, strict=True):
+            counters["lookups", result] += amount
 
     def _ends(self, keys: Sequence[bytes], req_context: ReqContext) -> npt.NDArray[np.int64] | None:
         """Of each key, the number of the request's tokens up to its chunk's end; None: there is
@@ -425,7 +410,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
 
 def sources_of(tiers: TierFilter) -> int:
     """The sources that a request's filter allows."""
-    if tiers is _ALL_TIERS:
+    if tiers is TierFilter.ALL:
         return _EVERYWHERE
     cpu = FROM_CPU if tiers.allows(Medium.CPU, Locality.LOCAL) else 0
     return cpu | (FROM_POOL if tiers.allows(Medium.STORAGE, None) else 0)

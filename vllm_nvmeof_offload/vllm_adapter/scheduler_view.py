@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.kv_offload.base import LookupResult, TierFilter, make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, TierFilter, make_offload_key
 
 from vllm_nvmeof_offload.groups import GROUP_ID_BYTES, Group, GroupKind, group_id_of, leading
 from vllm_nvmeof_offload.manager.remembered import Question
@@ -78,6 +78,12 @@ class SchedulerView:
         if len(keys) < len(state.req.block_hashes) // self._hashes_per_chunk:
             state.update_offload_keys()  # which walks over all hashes
         return [group.offload_keys for group in state.group_states]
+
+    def key_lists(self, request_id: str) -> list[list[OffloadKey]]:
+        """By group position, the lists of keys that vLLM's look-ups go along, once it has added
+        what the request has got since the last one."""
+        states = self._scheduler._req_status[request_id].group_states
+        return [group.offload_keys for group in states]
 
     def question(self, request: Any, local: int, cap: int | None) -> Question:
         """What vLLM asks when it looks the request up.

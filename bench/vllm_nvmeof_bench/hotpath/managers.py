@@ -124,14 +124,15 @@ class _Manager:
             self.manager.on_new_request(context)
         return made
 
+    def look_up(self, batches: _Batches, contexts: Sequence[ReqContext]) -> list[LookupResult]:
+        return _look_up(self.manager, batches, contexts)
+
     def ask(
         self, recorder: Recorder, case: str, batches: _Batches, contexts: Sequence[ReqContext]
     ) -> int:
         """Look every chunk up, twice; return how many there are."""
         count = sum(map(len, batches))
-        found = recorder.time(
-            case, "look_up", count, lambda: _look_up(self.manager, batches, contexts)
-        )
+        found = recorder.time(case, "look_up", count, lambda: self.look_up(batches, contexts))
         assert found.count(LookupResult.HIT) == count, "the chunks were stored"
         self.ask_again(recorder, case, batches, contexts)
         return count
@@ -144,7 +145,7 @@ class _Manager:
             case,
             "look_up_again",
             sum(map(len, batches)),
-            lambda: _look_up(self.manager, batches, contexts),
+            lambda: self.look_up(batches, contexts),
         )
 
     def prepare_load(self, batches: _Batches, contexts: Sequence[ReqContext]) -> list[Any]:
@@ -192,6 +193,14 @@ class OurManager(_Manager):
         began_s = time.thread_time()
         self.manager.attach([hello], KEY_BYTES, _GROUPS, queue)
         self.attach_s = time.thread_time() - began_s
+
+    def look_up(self, batches: _Batches, contexts: Sequence[ReqContext]) -> list[LookupResult]:
+        """As the connector does, which names each request's keys before vLLM asks for them."""
+        found = []
+        for batch, context in zip(batches, contexts, strict=True):
+            with self.manager.looking_up(FROM_CPU | FROM_POOL, [batch]):
+                found += _look_up(self.manager, [batch], [context])
+        return found
 
     def ask_again(
         self, recorder: Recorder, case: str, batches: _Batches, contexts: Sequence[ReqContext]

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+// vLLM's look-ups, which it makes key by key in a loop of Python: a call costs less than a function
+// of Python without a body, and what it reads among millions of entries was fetched before.
+#include "bindings_look_ups.h"
+
+#include <nanobind/stl/tuple.h>
+
+#include <algorithm>
+#include <array>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "tiers.h"
+
+using namespace nb::literals;
+using namespace nvmeof;
+
+namespace {
+
+bool is_key(PyObject* key, const Index& index) {
+  return PyBytes_Check(key) && static_cast<size_t>(PyBytes_GET_SIZE(key)) == index.key_bytes();
+}
+
+// Fetches what the next look-ups will read: it follows them along the lists of a request's keys, up
+// or down. No answer depends on it.
+class Ahead {
+ public:
+  explicit Ahead(const Index& index) : index_(index) {}
+
+  // lists: of keys, which vLLM names by these very objects. They may grow.
+  void begin(const nb::iterable& lists) {
+    end();
+    for (const nb::handle list : lists) lists_.push_back(nb::cast<nb::list>(list));
+    lost_ = 0;
+  }
+
+  void end() {
+    lists_.clear();
+    list_ = nullptr;
+  }
+
+  // A look-up of this key.
+  void follow(PyObject* key) {
+    if (list_ == nullptr || !(moved(key, step_) || moved(key, -step_))) search(key);
+  }
+
+ private:
+  // Keys from a look-up's to that whose bucket is fetched, and to that whose row is.
+  static constexpr Py_ssize_t kBucket = 16, kRow = 8;
+  // Searches that may fail one after another: the keys are in no list.
+  static constexpr int kLostMax = 2;
+
+  PyObject* at(Py_ssize_t place) const {
+    const bool is_in = place >= 0 && place < PyList_GET_SIZE(list_);
+    return is_in ? PyList_GET_ITEM(list_, place) : nullptr;
+  }
+
+  bool moved(PyObject* key, Py_ssize_t step) {
+    if (at(place_ + step) != key) return false;
+    place_ += step;
+    const bool goes_on = runs_ && step == step_;
+    step_ = step;
+    runs_ = true;
+    for (Py_ssize_t n = goes_on ? kBucket : 1; n <= kBucket; ++n) fetch_bucket(place_ + n * step);
+    for (Py_ssize_t n = goes_on ? kRow : 1; n <= kRow; ++n)
+      index_.warm_found(hashes_[of(place_ + n * step)]);
+    return true;
+  }
+
+  void search(PyObject* key) {
+    list_ = nullptr;
+    if (lost_ >= kLostMax) return;
+    ++lost_;
+    for (const nb::list& list : lists_) {
+      PyObject** const items = PySequence_Fast_ITEMS(list.ptr());
+      PyObject** const end = items + PyList_GET_SIZE(list.ptr());
+      PyObject** const found = std::find(items, end, key);
+      if (found == end) continue;
+      list_ = list.ptr();
+      place_ = found - items;
+      runs_ = false;
+      lost_ = 0;
+      return;
+    }
+  }
+
+  void fetch_bucket(Py_ssize_t place) {
+    PyObject* const key = at(place);
+    if (key == nullptr || !is_key(key, index_)) return;
+    const uint32_t hash = index_.hash(PyBytes_AS_STRING(key));
+    hashes_[of(place)] = hash;
+    index_.warm_bucket_of(hash);
+  }
+
+  static size_t of(Py_ssize_t place) { return static_cast<size_t>(place) % (2 * kBucket); }
+
+  const Index& index_;
+  std::vector<nb::list> lists_;
+  PyObject* list_ = nullptr;  // in which the last look-up's key was found
+  Py_ssize_t place_ = 0, step_ = 1;
+  bool runs_ = false;  // the last two look-ups were of neighbours
+  int lost_ = 0;       // searches that failed one after another
+  std::array<uint32_t, 2 * kBucket> hashes_{};  // of the last keys whose buckets were fetched
+};
+
+using Asked = std::tuple<nb::list, nb::list>;  // keys that hit, and that missed
+
+// Looks keys up as vLLM does, notes what it asked for, and counts it.
+class LookUps {
+ public:
+  // sources_of: the sources that a load filter allows. hit, miss: vLLM's answers.
+  LookUps(nb::object tiers, nb::object sources_of, nb::object hit, nb::object miss)
+      : owner_(std::move(tiers)),
+        tiers_(nb::cast<const Tiers&>(owner_)),
+        sources_of_(std::move(sources_of)),
+        answers_{std::move(miss), hit, hit},
+        ahead_(tiers_.index) {}
+
+  // The look-ups until `end` are one request's, and may hit in these sources only. lists: of its
+  // keys, for speed.
+  void begin(uint8_t sources, const nb::iterable& lists) {
+    context_ = {};
+    allowed_ = sources;
+    begun_ = true;
+    hits_ = {};
+    misses_ = {};
+    ahead_.begin(lists);
+  }
+
+  Asked end() {
+    context_ = {};
+    allowed_ = kFromCpu | kFromPool;
+    begun_ = false;
+    ahead_.end();
+    return {std::exchange(hits_, {}), std::exchange(misses_, {})};
+  }
+
+  // One look-up; null: Python has an error.
+  PyObject* look_up(PyObject* key, PyObject* context) {
+    if (!is_key(key, tiers_.index)) {
+      PyErr_SetString(PyExc_ValueError, "every offload key has the same number of bytes");
+      return nullptr;
+    }
+    if (context != context_.ptr()) enter(context);
+    if (begun_) ahead_.follow(key);
+    const Source source = tiers_.lookup(PyBytes_AS_STRING(key), sources_);
+    ++counts_[static_cast<size_t>(source)];
+    if (begun_ && PyList_Append((source == Source::NONE ? misses_ : hits_).ptr(), key) != 0)
+      return nullptr;
+    return answers_[static_cast<size_t>(source)].inc_ref().ptr();
+  }
+
+  std::tuple<uint64_t, uint64_t, uint64_t> take_counts() {
+    const auto counts = std::exchange(counts_, {});
+    return {counts[static_cast<size_t>(Source::CPU)], counts[static_cast<size_t>(Source::POOL)],
+            counts[static_cast<size_t>(Source::NONE)]};
+  }
+
+ private:
+  // vLLM asks for one request after another: its filter is read once.
+  void enter(PyObject* context) {
+    const nb::object filter = nb::borrow(context).attr("load_tier_filter");
+    sources_ = allowed_ & nb::cast<uint8_t>(sources_of_(filter));
+    context_ = nb::borrow(context);
+  }
+
+  nb::object owner_;
+  const Tiers& tiers_;
+  nb::object sources_of_;
+  std::array<nb::object, 3> answers_;  // by source
+  nb::object context_;                 // of the last look-up
+  uint8_t sources_ = 0;                // of its look-ups
+  uint8_t allowed_ = kFromCpu | kFromPool;
+  bool begun_ = false;
+  nb::list hits_, misses_;
+  std::array<uint64_t, 3> counts_{};   // by source
+  Ahead ahead_;
+};
+
+extern "C" PyObject* look_up(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 2) {
+    PyErr_SetString(PyExc_TypeError, "a look-up takes a key and a request's context");
+    return nullptr;
+  }
+  try {
+    return nb::inst_ptr<LookUps>(self)->look_up(arguments[0], arguments[1]);
+  } catch (nb::python_error& error) {
+    error.restore();
+    return nullptr;
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+}
+
+PyMethodDef look_up_method = {
+    "lookup", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(look_up)), METH_FASTCALL,
+    nullptr};
+
+}  // namespace
+
+void bind_look_ups(nb::module_& m) {
+  nb::class_<LookUps>(m, "LookUps")
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object>(), "tiers"_a, "sources_of"_a,
+           "hit"_a, "miss"_a)
+      .def("begin", &LookUps::begin, "sources"_a, "lists"_a)
+      .def("end", &LookUps::end)
+      .def("take_counts", &LookUps::take_counts)
+      // A built-in function: nanobind's own calls convert and check their arguments.
+      .def_prop_ro("lookup", [](nb::handle self) {
+        return nb::steal(PyCFunction_New(&look_up_method, self.ptr()));
+      });
+}
