@@ -16,6 +16,7 @@ Config = dict[str, Any]
 
 _TRANSFORMERS = "defaults of the configuration class in transformers 5.19, which names this model"
 _HUB = "config.json of the model on huggingface.co"
+_QUOTED = "config.json of the model, as tests of several public repositories quote it alike"
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ GEMMA_3 = Family(
 )  # fmt: skip
 GEMMA_4 = Family(
     "google/gemma-4-31B-it",
-    "config.json of the model, as several public test suites quote it",
+    _QUOTED,
     {
         "model_type": "gemma4_text", "num_hidden_layers": 60, "num_attention_heads": 32,
         "num_key_value_heads": 16, "num_global_key_value_heads": 4, "head_dim": 256,
@@ -139,7 +140,7 @@ MIMO = Family(
 )  # fmt: skip
 STEP = Family(
     "stepfun-ai/Step-3.5-Flash",
-    "model card (45 layers, one full layer in four) and quotations of its config.json",
+    f"{_QUOTED}, and a mirror of its configuration class (the pattern of layers)",
     {
         "model_type": "step3p5", "num_hidden_layers": 45, "num_attention_heads": 64,
         "num_attention_groups": 8, "head_dim": 128, "hidden_size": 4096, "sliding_window": 512,
@@ -209,7 +210,7 @@ _NEMOTRON_LAYER = {
 }  # fmt: skip
 NEMOTRON_H = Family(
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
-    "config.json of the model, as several public readers quote it",
+    _QUOTED,
     {
         "model_type": "nemotron_h", "num_hidden_layers": 52, "num_attention_heads": 32,
         "num_key_value_heads": 2, "head_dim": 128, "hidden_size": 2688, "mamba_num_heads": 64,
@@ -220,7 +221,9 @@ NEMOTRON_H = Family(
 )  # fmt: skip
 GRANITE_4 = Family(
     "ibm-granite/granite-4.0-h-small",
-    _HUB,
+    # Heads and states follow from the hidden size by the family's own check: expand × hidden size =
+    # heads × size of a head.
+    f"{_QUOTED} (layers, heads); the order of its layers is that of its siblings of 40 layers",
     {
         "model_type": "granitemoehybrid", "num_hidden_layers": 40, "num_attention_heads": 32,
         "num_key_value_heads": 8, "hidden_size": 4096, "mamba_n_heads": 128, "mamba_d_head": 64,
@@ -267,7 +270,7 @@ JAMBA = Family(
 _LFM2_FULL = (2, 5, 8, 10, 12, 14)
 LFM2 = Family(
     "LiquidAI/LFM2-1.2B",
-    _HUB,
+    _QUOTED,
     {
         "model_type": "lfm2", "num_hidden_layers": 16, "num_attention_heads": 32,
         "num_key_value_heads": 8, "hidden_size": 2048, "conv_L_cache": 3,
@@ -285,7 +288,7 @@ LFM2 = Family(
 _KIMI_FULL = (4, 8, 12, 16, 20, 24, 27)
 KIMI_LINEAR = Family(
     "moonshotai/Kimi-Linear-48B-A3B-Instruct",
-    "config.json of the model, as public readers quote it",
+    _QUOTED,
     {
         "model_type": "kimi_linear", "num_hidden_layers": 27, "num_attention_heads": 32,
         "num_key_value_heads": 32, "hidden_size": 2304, "kv_lora_rank": 512,
@@ -403,7 +406,7 @@ _V4_LAYER = {
 _V4_RATIOS = [0, 0, *([4, 128] * 21)[:41]]
 DEEPSEEK_V4 = Family(
     "deepseek-ai/DeepSeek-V4-Flash",
-    "config.json of the model, as public readers quote it",
+    _QUOTED,
     {
         "model_type": "deepseek_v4", "num_hidden_layers": 43, "num_attention_heads": 64,
         "num_key_value_heads": 1, "head_dim": 512, "hidden_size": 4096, "index_head_dim": 128,
