@@ -237,8 +237,8 @@ class OffloadConfig(BaseModel):
         False, "Promise that weights are never updated in a running engine; chunks stored after "
         "a cache reset may then be adopted by a later run.")
     allow_unknown_vllm: bool = _flag(
-        False, "Serve a release of vLLM that this version does not know, if it has all that is "
-        "used of it; false: refuse it.")
+        True, "Serve a release of vLLM that this version does not know, if it has all that is "
+        "used of it and passes a self-test at start; false: refuse it.")
     replicas: int = _key(
         1, "engines", "vLLM's --data-parallel-size, or leave it out",
         "Number of data-parallel replicas that share staging_bytes and pool_bytes. The plugin "

@@ -152,6 +152,16 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             self._old_kv = OldKV(self._manager.suspension, self._view)
             lifecycle.install(EngineCore)
             lifecycle.end_with_parent()
+            self._test_unknown(vllm_config)
+
+    def _test_unknown(self, vllm_config: Any) -> None:
+        """Test a vLLM that we do not know, before it serves a request."""
+        if known_vllm.release() != known_vllm.UNKNOWN:
+            return
+        from vllm_nvmeof_offload.vllm_adapter import self_test
+
+        with logged_in_one_line():
+            self_test.run(vllm_config)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:

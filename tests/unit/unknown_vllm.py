@@ -109,6 +109,6 @@ def serve(run: Any, change: Callable[[], None]) -> dict[str, Any]:
     plugin.register()
     return {
         "none": run.cli(),
-        "served": run.cli(*run.transfer({"allow_unknown_vllm": True}, **_OURS)),
+        "served": run.cli(*run.transfer(**_OURS)),
         "strict": run.cli(*run.transfer({"allow_unknown_vllm": False}, **_OURS)),
     }

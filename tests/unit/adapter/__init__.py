@@ -1,1 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Tests of what the adapter knows of vLLM's releases."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "float32",
+}
+
+
+def run_self_test(scratch: Path, env: Mapping[str, str]) -> dict[str, Any]:
+    """The results of `self_test_child` with the vLLM of `env`, and the directory of its pool."""
+    model, pool = scratch / "model", scratch / "pool"
+    for folder in (model, pool):
+        folder.mkdir()
+    (model / "config.json").write_text(json.dumps(_MODEL))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.adapter.self_test_child", str(model), str(pool)],
+        cwd=ROOT,
+        env=dict(env),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert done.returncode == 0 and len(lines) == 1, done.stdout[-2000:] + done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(lines[0].removeprefix("FOUND "))
+    return {**found, "pool": str(pool)}

@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
+from tests.unit.adapter.pull_request_56076 import DevicePointers, pointing, resolved
 from vllm_nvmeof_offload.copy.geometry import JobBlocks
 from vllm_nvmeof_offload.errors import IntegrationError
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
@@ -24,34 +24,6 @@ from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 from vllm_nvmeof_offload.worker.build import RankWorker
 
 BLOCKS = 50
-
-
-@dataclass
-class DevicePointers:
-    """A stand-in of vLLM's class."""
-
-    ptrs: npt.NDArray[np.uint64]
-    sizes: npt.NDArray[np.uint64]
-    group_block_counts: tuple[int, ...]
-    group_data_ref_counts: tuple[int, ...]
-    block_indices: tuple[int, ...]
-
-
-def resolved(blocks: Sequence[Sequence[int]], firsts: Sequence[int], caches: Any) -> DevicePointers:
-    """As vLLM does: group after group, tensor after tensor, block after block."""
-    pointers, sizes = [], []
-    for ids, refs in zip(blocks, caches.group_data_refs, strict=True):
-        for ref in refs:
-            tensor = caches.tensors[ref.tensor_idx].tensor
-            pointers += [tensor.data_ptr() + one * tensor.stride(0) for one in ids]
-            sizes += [ref.page_size_bytes] * len(ids)
-    return DevicePointers(
-        np.array(pointers, np.uint64),
-        np.array(sizes, np.uint64),
-        tuple(map(len, blocks)),
-        tuple(len(refs) for refs in caches.group_data_refs),
-        tuple(firsts),
-    )
 
 
 def kv_caches(groups: Sequence[Sequence[int]]) -> Any:
@@ -167,21 +139,11 @@ def test_pointers_that_are_no_blocks_of_the_cache_are_refused() -> None:
         store(replace(right, ptrs=np.append(right.ptrs, right.ptrs[:1])))
 
 
-def test_the_worker_that_fits_this_vllm_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worker_that_fits_this_vllm_is_made() -> None:
     parts, _ = rank_of(1)
     assert ours.worker_class() is NVMeoFOffloadingWorker
     assert type(ours.make_worker(parts, None)) is NVMeoFOffloadingWorker
-    from vllm.v1.kv_offload import base
-
-    def submit_store(self: Any, job_id: int, device_ptrs: Any, dst_spec: Any) -> bool:
-        return False
-
-    def submit_load(self: Any, job_id: int, src_spec: Any, device_ptrs: Any) -> bool:
-        return False
-
-    monkeypatch.setattr(base.OffloadingWorker, "submit_store", submit_store)
-    monkeypatch.setattr(base.OffloadingWorker, "submit_load", submit_load)
-    monkeypatch.setattr(base, "DevicePointers", DevicePointers, raising=False)
-    assert capabilities.DEVICE_BLOCKS.form == capabilities.POINTERS
-    assert ours.worker_class() is ours.PointersWorker
-    assert type(ours.make_worker(parts, kv_caches([[0]]))) is ours.PointersWorker
+    with pointing():
+        assert capabilities.DEVICE_BLOCKS.form == capabilities.POINTERS
+        assert ours.worker_class() is ours.PointersWorker
+        assert type(ours.make_worker(parts, kv_caches([[0]]))) is ours.PointersWorker

@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A self-test of a vLLM that we do not know, in its engine's process, before the first request.
+
+vLLM's own scheduler, with our connector on both sides, serves made-up requests: a store, loads from
+both tiers, a failed load and a reset. The model is made up too: the KV of a token is a fixed
+function of prompt and position. Before each step it compares the KV of all earlier tokens of a
+request, wherever it came from, byte for byte. GPU, weights and users' pools are not touched: KV
+cache and pool are a few hundred KiB of CPU memory and a temporary directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_nvmeof_offload import CONNECTOR_MODULE, CONNECTOR_NAME, SPEC_MODULE, SPEC_NAME, logger
+from vllm_nvmeof_offload.config import OffloadConfig
+from vllm_nvmeof_offload.errors import IntegrationError
+from vllm_nvmeof_offload.pool.format import Keyspace
+from vllm_nvmeof_offload.units import KIB, MIB
+from vllm_nvmeof_offload.vllm_adapter import known_vllm
+
+_LAYERS = ("self_test.0", "self_test.1")
+_BLOCK_TOKENS, _PER_CHUNK, _BLOCKS = 16, 2, 24
+_HEAD_SIZE = 8
+#: Two whole chunks, a block that is no whole chunk, and a part of a block.
+_PROMPT_TOKENS = 2 * _PER_CHUNK * _BLOCK_TOKENS + _BLOCK_TOKENS + 5
+_STORED_TOKENS = 2 * _PER_CHUNK * _BLOCK_TOKENS
+_ANSWER_TOKENS = 2
+#: Chunks of the CPU tier and slots of streams: the chunks of three prompts do not fit.
+_STAGING_BYTES = 64 * KIB
+#: Against a hang only; a test takes less than 2 s on an idle machine.
+_LIMIT_S = 20.0
+
+_running = False
+
+
+def run(vllm_config: Any) -> None:
+    """Test the imported vLLM, with `vllm_config` where the test does not need its own.
+
+    The test's own engine makes a connector, which asks for a test too: that does nothing.
+
+    Raises: IntegrationError: the test failed, or this vLLM does not let it run; with the remedy.
+    """
+    global _running
+    if _running:
+        return
+    began_s = time.monotonic()
+    version, _running = known_vllm.version(), True
+    try:
+        with _quiet(), tempfile.TemporaryDirectory(prefix="vllm-nvmeof-self-test-") as folder:
+            _test(_config_like(vllm_config, folder), Path(folder))
+    except Exception as error:
+        said = " ".join(str(error).split())[:300]
+        if not isinstance(error, IntegrationError):
+            said = f"{type(error).__name__}: {said}"
+        raise IntegrationError(
+            f"vLLM {version} failed the self-test of this vllm-nvmeof-offload ({said}); use a "
+            f"release of vLLM {' or '.join(known_vllm.KNOWN)}, or a vllm-nvmeof-offload that "
+            "knows this one"
+        ) from error
+    finally:
+        _running = False
+    logger.warning(
+        "THIS VLLM (%s) IS UNKNOWN to this vllm-nvmeof-offload. All that is used of it is there, "
+        "and a self-test passed in %.1f s: store, load, failed load and reset. "
+        "allow_unknown_vllm=false refuses it.",
+        version,
+        time.monotonic() - began_s,
+    )
+
+
+class _MadeUpDeployment:
+    """The deployment of a model that has no files."""
+
+    volatile = ("a self-test",)
+
+    def keyspace(self, **geometry: Any) -> Keyspace:
+        return Keyspace.of({"self_test": True, **geometry})
+
+    def replaced(self) -> tuple[str, ...]:
+        return ()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Log nothing of the test's own engine, whose loads fail on purpose."""
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _config_like(vllm_config: Any, folder: str) -> Any:
+    """`vllm_config` for one rank, a text model and our connector over a pool in `folder`."""
+    config = copy.copy(vllm_config)
+    model = config.model_config = copy.copy(vllm_config.model_config)
+    model.__class__ = type(
+        "TextModelConfig",
+        (type(model),),
+        dict.fromkeys(("supports_multimodal_inputs", "is_encoder_decoder", "use_mla"), False),
+    )
+    model.skip_tokenizer_init, model.runner_type = True, "generate"
+    parts: dict[str, dict[str, Any]] = {
+        "cache_config": {
+            "block_size": _BLOCK_TOKENS,
+            "num_gpu_blocks": _BLOCKS,
+            "enable_prefix_caching": True,
+            "kv_cache_layout": "LBHNC",
+        },
+        "scheduler_config": {
+            "async_scheduling": False,
+            "policy": "fcfs",
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 4 * _PROMPT_TOKENS,
+            "max_num_scheduled_tokens": None,
+        },
+        "parallel_config": {
+            **dict.fromkeys(("world_size", "tensor_parallel_size", "data_parallel_size"), 1),
+            **dict.fromkeys(("decode_context_parallel_size", "pipeline_parallel_size"), 1),
+            **dict.fromkeys(("prefill_context_parallel_size",), 1),
+            **dict.fromkeys(("rank", "data_parallel_index"), 0),
+        },
+    }
+    for part, values in parts.items():
+        changed = copy.copy(getattr(vllm_config, part))
+        for name, value in values.items():
+            setattr(changed, name, value)
+        setattr(config, part, changed)
+    for part in ("speculative_config", "kv_events_config", "lora_config", "ec_transfer_config"):
+        setattr(config, part, None)
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector=CONNECTOR_NAME,
+        kv_connector_module_path=CONNECTOR_MODULE,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config=_settings(folder),
+    )
+    return config
+
+
+def _settings(folder: str) -> dict[str, Any]:
+    """Our configuration: every key, because variables of the environment set those left out."""
+    fields = OffloadConfig.model_fields.items()
+    settings = {
+        name: field.get_default(call_default_factory=True, validated_data={})
+        for name, field in fields
+    }
+    settings |= {
+        "targets": [folder],
+        "pool_bytes": 4 * MIB,
+        "staging_bytes": _STAGING_BYTES,
+        "blocks_per_chunk": _PER_CHUNK,
+        "io_engine": "threads",
+        "admission": "always",
+        "eviction_policy": "lru",
+        "allow_unknown_vllm": True,
+        "spec_name": SPEC_NAME,
+        "spec_module_path": SPEC_MODULE,
+    }
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+class _Engine:
+    """vLLM's scheduler and one worker, over a KV cache in CPU memory."""
+
+    def __init__(self, config: Any) -> None:
+        spec = FullAttentionSpec(
+            block_size=_BLOCK_TOKENS, num_kv_heads=1, head_size=_HEAD_SIZE, dtype=torch.float32
+        )
+        page = spec.page_size_bytes
+        placed = KVCacheTensor(
+            size=len(_LAYERS) * _BLOCKS * page,
+            layers=list(_LAYERS),
+            layer_stride=_BLOCKS * page,
+            block_stride=page,
+        )
+        cache_config = KVCacheConfig(
+            num_blocks=_BLOCKS,
+            kv_cache_tensors=[placed],
+            kv_cache_groups=[KVCacheGroupSpec(list(_LAYERS), spec)],
+        )
+        self._scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=cache_config,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=_BLOCK_TOKENS,
+        )
+        connector: Any = self._scheduler.connector
+        self._manager = connector.scheduler.manager
+        self._worker = type(connector)(config, KVConnectorRole.WORKER, cache_config)
+        self._worker.connector_worker.spec.deployment = _MadeUpDeployment()
+        self._cache = torch.zeros(len(_LAYERS), _BLOCKS, 2, _BLOCK_TOKENS, 1, _HEAD_SIZE)
+        with set_current_vllm_config(config):
+            self._worker.register_kv_caches(dict(zip(_LAYERS, self._cache, strict=True)))
+        handshake = self._worker.get_handshake_metadata()
+        assert handshake is not None
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
+        hash_of = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        kv_cache_utils.init_none_hash(hash_of)
+        self._hasher = kv_cache_utils.get_request_block_hasher(_BLOCK_TOKENS, hash_of)
+        self._ends_s = time.monotonic() + _LIMIT_S
+        self._prompts: dict[str, int] = {}
+        self._requests = 0
+
+    def close(self) -> None:
+        self._worker.shutdown()
+        self._scheduler.shutdown()
+
+    def serve(self, prompt: int) -> dict[str, float]:
+        """Serve a prompt until it ends and all is written; returns the tokens by source."""
+        before = self._tokens()
+        self._requests += 1
+        name = f"self-test-{self._requests}"
+        tokens = [prompt * 1000 + position for position in range(_PROMPT_TOKENS)]
+        self._prompts[name] = prompt
+        self._scheduler.add_request(
+            Request(
+                request_id=name,
+                prompt_token_ids=tokens,
+                sampling_params=SamplingParams(max_tokens=_ANSWER_TOKENS, ignore_eos=True),
+                pooling_params=None,
+                block_hasher=self._hasher,
+            )
+        )
+        while self._scheduler.requests or self._manager.has_pending_work():
+            self._step()
+            if time.monotonic() > self._ends_s:
+                raise IntegrationError(f"requests did not end within {_LIMIT_S:.0f} s")
+        after = self._tokens()
+        return {name: after[name] - before[name] for name in after}
+
+    def forget(self, *, everything: bool = False) -> None:
+        """Empty the GPU's cache of prefixes, with its bytes, or everything that is offloaded."""
+        if not self._scheduler.reset_prefix_cache(reset_connector=everything):
+            raise IntegrationError("a reset of the prefix cache did not succeed")
+        self._cache.fill_(float("nan"))
+
+    def _tokens(self) -> dict[str, float]:
+        counters = self._manager.core.counters
+        found = {source: counters["loaded_tokens", source] for source in ("cpu", "pool")}
+        return {**found, "failed": counters["failed_load_tokens"]}
+
+    def _step(self) -> None:
+        """One step of the engine."""
+        output = self._scheduler.schedule()
+        worker, metadata = self._worker, output.kv_connector_metadata
+        worker.handle_preemptions(metadata)
+        worker.bind_connector_metadata(metadata)
+        self._compute(output.num_scheduled_tokens)
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        results = worker.get_transfer_results(output.finished_req_ids)
+        transfers = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        )
+        worker.clear_connector_metadata()
+        names = list(output.num_scheduled_tokens)
+        self._scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: index for index, name in enumerate(names)},
+                sampled_token_ids=[[7] for _ in names],
+                kv_connector_output=transfers,
+            ),
+        )
+        if not names:
+            time.sleep(0.001)  # a transfer is under way
+
+    def _compute(self, scheduled: dict[str, int]) -> None:
+        """Read the KV of the tokens before those that are scheduled, and write that of these."""
+        for name, count in scheduled.items():
+            end = self._scheduler.requests[name].num_computed_tokens
+            (ids,) = self._scheduler.kv_cache_manager.get_block_ids(name)
+            places = np.arange(end)
+            blocks, offsets = np.array(ids)[places // _BLOCK_TOKENS], places % _BLOCK_TOKENS
+            kv = _kv_of(self._prompts[name], end)
+            held = self._cache[:, blocks, :, offsets, 0]  # [tokens, layers, K and V, head]
+            wrong = (held != kv).flatten(1).any(1)[: end - count]
+            if wrong.any():
+                first = int(wrong.nonzero()[0])
+                raise IntegrationError(
+                    f"{int(wrong.sum())} of {end - count} tokens of a request have other KV than "
+                    f"was computed for them, the first at {first}"
+                )
+            new = slice(end - count, end)
+            self._cache[:, blocks[new], :, offsets[new], 0] = kv[new]
+
+
+def _kv_of(prompt: int, tokens: int) -> torch.Tensor:
+    """float32[tokens, layers, 2, head]: the KV of a prompt's first tokens."""
+    made = np.random.default_rng(prompt).standard_normal(
+        (_PROMPT_TOKENS + _ANSWER_TOKENS, len(_LAYERS), 2, _HEAD_SIZE), np.float32
+    )
+    return torch.from_numpy(made[:tokens])
+
+
+def _expect(what: str, found: dict[str, float], **wanted: int) -> None:
+    expected = {"cpu": 0, "pool": 0, "failed": 0, **wanted}
+    if found != expected:
+        raise IntegrationError(f"{what}: tokens by source were {found} instead of {expected}")
+
+
+def _test(config: Any, folder: Path) -> None:
+    engine = _Engine(config)
+    try:
+        _expect("the first store", engine.serve(1))
+        engine.forget()
+        _expect("a load from the CPU tier", engine.serve(1), cpu=_STORED_TOKENS)
+        for prompt in (2, 3, 4, 5):  # after which the first prompt is in the pool only
+            _expect("a store", engine.serve(prompt))
+        engine.forget()
+        _expect("a load from the pool", engine.serve(1), pool=_STORED_TOKENS)
+        for prompt in (6, 7, 8, 9):
+            _expect("a store", engine.serve(prompt))
+        engine.forget()
+        _damage(folder)
+        failed = engine.serve(1)
+        _expect("a failed load", failed, pool=_STORED_TOKENS, failed=_STORED_TOKENS)
+        engine.forget(everything=True)
+        _expect("a request after a reset", engine.serve(1))
+    finally:
+        engine.close()
+
+
+def _damage(folder: Path) -> None:
+    """Overwrite the payloads of all slots of the pool."""
+    (slab,) = folder.rglob("slab")
+    noise = np.random.default_rng(0).bytes(64 * KIB)
+    with slab.open("r+b") as file:
+        for at in range(0, slab.stat().st_size, len(noise)):
+            file.seek(at)
+            file.write(noise)
