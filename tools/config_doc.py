@@ -21,7 +21,7 @@ GROUPS = {
     "The six keys to set first": (
         "staging_bytes targets pool_bytes write_policy store_threshold admission"
     ),
-    "Memory and chunks": "chunk_bytes_min stream_slots replicas",
+    "Memory and chunks": "chunk_bytes_min one_copy stream_slots replicas",
     "Shares of the CPU tier": "land_cache_share reload_cache_share prefetch_cache_share",
     "Choice of what is kept and loaded": (
         "eviction_policy boundary_tokens adopt weights_never_change prefill_tokens_per_s "

@@ -214,6 +214,8 @@ class OffloadConfig(BaseModel):
         "one, at the end of each chunk. 0: only where vLLM keeps them, at the end of prompts. "
         "vLLM's --prefix-cache-retention-interval, if above 0, overrides it. Ignored for models "
         "of full attention only.")
+    one_copy: bool = _flag(
+        False, "Store KV that several ranks hold alike once per set of equal ranks.")
     read_deadline_ms: int = _integer(
         5_000, "ms", 1, 3_600_000,
         "Time after which a read from the pool counts as failed; its request recomputes.")

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 #: The bytes at the end of an offload key that hold the group id, big endian.
 GROUP_ID_BYTES = 4
+#: Ranks in a set of equal ranks.
+SET_SIZE_MAX = 64
 
 
 class GroupKind(enum.IntEnum):
@@ -44,11 +46,16 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """A group on one rank. block_bytes: of one block, over this rank's layers of the group; 0: the
-    rank has none of them."""
+    """A group on one rank.
+
+    block_bytes: of one block, over this rank's layers of the group; 0: the rank has none of them.
+    set_size: consecutive ranks whose bytes of the group are equal, and which store one copy of a
+    chunk together. Rank r is member r % set_size of set r // set_size.
+    """
 
     group: Group
     block_bytes: int
+    set_size: int = 1
 
     @property
     def payload_bytes(self) -> int:

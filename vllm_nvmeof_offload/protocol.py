@@ -60,14 +60,39 @@ class SlotIdentity:
     generation: int
 
 
-#: Target and slot of a place; owner 0 (this engine) and member 255 (every rank) are implied.
-_TARGET_SHIFT, _MEMBER_SHIFT, _EVERY_MEMBER = 32, 40, 255
+#: The member of a place or cache slot in which every rank has its part of the chunk. Ranks with
+#: equal bytes of a group form a set (`RankGroup.set_size`). What is in a place or cache slot with
+#: member m is the only copy in each set, and the set's rank m has it.
+EVERY_MEMBER = 255
 NOWHERE = -1
+#: Target and member of a place; owner 0 (this engine) is implied.
+_TARGET_SHIFT, _MEMBER_SHIFT = 32, 40
+#: Member + 1 of a cache slot; 0: every member.
+_CACHE_SHIFT = 24
+#: Rows of cache slots that the column `cache` can name.
+CACHE_ROWS_MAX = 1 << _CACHE_SHIFT
 
 
-def place_of(target: int, slot: int) -> int:
+def place_of(target: int, slot: int, member: int = EVERY_MEMBER) -> int:
     """Where a chunk is in the pool: owner 15 bits, member 8, target 8, slot 32."""
-    return _EVERY_MEMBER << _MEMBER_SHIFT | target << _TARGET_SHIFT | slot
+    return member << _MEMBER_SHIFT | target << _TARGET_SHIFT | slot
+
+
+def member_of(place: int) -> int:
+    return place >> _MEMBER_SHIFT & 0xFF
+
+
+def cache_slot(row: int, member: int = EVERY_MEMBER) -> int:
+    """What the column `cache` says of a member's slot in a row of the CPU tier."""
+    return row if member == EVERY_MEMBER else member + 1 << _CACHE_SHIFT | row
+
+
+def row_of(cache: int) -> int:
+    return cache & CACHE_ROWS_MAX - 1
+
+
+def cache_member(cache: int) -> int:
+    return (cache >> _CACHE_SHIFT) - 1 & 0xFF
 
 
 def target_of(place: int) -> int:
@@ -97,8 +122,9 @@ class ChunkBatch(tuple[bytes, bytes, bytes, bytes, bytes]):
     """Chunks in columns of n rows: the only form in which they cross a process or a thread.
 
     keys: n keys of equal length, joined. generations: uint64[n]; with the key, the identity that
-    every copy, read and write names. cache: int32[n], cache slots; -1: none, a stream slot.
-    places: int64[n]; -1: no I/O. groups: uint8[n], positions of KV cache groups.
+    every copy, read and write names. cache: int32[n], cache slots (`cache_slot`); -1: none, a
+    stream slot. places: int64[n] (`place_of`); -1: no I/O. groups: uint8[n], positions of KV cache
+    groups.
 
     A tuple of the columns' bytes, in this order, because no Python code runs then when it is made,
     pickled and handed to the machine. Arrays are views, made when they are asked for.
@@ -237,6 +263,11 @@ class OpReport(_Message):
     of the I/O errors. released: uint8[m]; None: neither kernel nor GPU touches these rows'
     buffers any more. seconds: from the command to the last of these outcomes, on this rank.
     A reset has one row.
+
+    crcs: uint32, the CRC-32C of the payload of each row with the outcome OK that stored a chunk in
+    a cache slot of every member, of a group of which the set has several members, in the order of
+    the report's rows; None: there is no such row. rank: the reporting rank, wherever there are
+    CRCs.
     """
 
     op: int
@@ -245,6 +276,8 @@ class OpReport(_Message):
     errnos: npt.NDArray[np.int16] | None = None
     released: npt.NDArray[np.uint8] | None = None
     seconds: float = 0.0
+    crcs: npt.NDArray[np.uint32] | None = None
+    rank: int = 0
 
 
 #: Verdicts on a target, from best to worst, as in `targets.health`. The first two are usable.
