@@ -111,6 +111,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("write_policy", "back", '"through", "on_eviction"'),
     *(("store_threshold", value, "1 to 1000000") for value in (0, True, "2")),
     *(("eviction_policy", value, "module:Class") for value in ("", 3, None)),
+    ("one_copy", 1, "true or false"),
     ("read_deadline_ms", 0, "1 to 3600000"),
     ("write_deadline_ms", 1 << 40, "1 to 3600000"),
     ("read_bytes_in_flight_max", 1, "at least 4KiB"),

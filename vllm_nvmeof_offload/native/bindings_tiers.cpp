@@ -98,7 +98,9 @@ MakeOrder order_maker(nb::object make) {
 void make_tiers(Tiers* at, Slot cache_slots, const std::vector<Slot>& pool_slots, size_t key_bytes,
                 const std::vector<uint32_t>& group_ids, uint16_t ranks, uint64_t credit,
                 bool writes, bool demotes, bool logs_moves, size_t writes_max, size_t clean_min,
-                const std::vector<bool>& slot_errnos, nb::object policy) {
+                const std::vector<bool>& slot_errnos, nb::object policy,
+                const std::vector<uint32_t>& set_sizes, uint32_t equal_min,
+                uint32_t sample_every) {
   Options options;
   options.cache_slots = cache_slots;
   options.pool_slots = pool_slots;
@@ -113,6 +115,9 @@ void make_tiers(Tiers* at, Slot cache_slots, const std::vector<Slot>& pool_slots
   options.clean_min = clean_min;
   options.slot_errnos = slot_errnos;
   options.make_order = order_maker(std::move(policy));
+  options.set_sizes = set_sizes;
+  options.equal_min = equal_min;
+  options.sample_every = sample_every;
   new (at) Tiers(std::move(options));
 }
 
@@ -128,10 +133,10 @@ nb::bytes present(const Tiers& tiers, nb::handle keys, uint8_t sources) {
 }
 
 std::tuple<size_t, std::vector<uint64_t>> weigh(const Tiers& tiers, nb::handle keys,
-                                                const std::vector<uint64_t>& group_bytes) {
+                                                const std::vector<uint64_t>& lane_bytes) {
   std::vector<uint64_t> by_target(tiers.targets.size());
   const size_t leading =
-      tiers.weigh(KeyList(keys, tiers.index.key_bytes()), group_bytes, by_target);
+      tiers.weigh(KeyList(keys, tiers.index.key_bytes()), lane_bytes, by_target);
   return {leading, by_target};
 }
 
@@ -152,9 +157,11 @@ using Reported = std::tuple<Indexes, std::optional<Indexes>, Indexes, bool>;
 
 Reported report(Tiers& tiers, int kind, Batch& batch, std::optional<Column<uint32_t>> indexes,
                 std::optional<Column<uint8_t>> codes, std::optional<Column<int16_t>> errors,
-                std::optional<Column<uint8_t>> released) {
+                std::optional<Column<uint8_t>> released, std::optional<Column<uint32_t>> crcs,
+                uint32_t rank) {
   Effect effect;
-  const Report parts{span_of(indexes), span_of(codes), span_of(errors), span_of(released)};
+  const Report parts{span_of(indexes),  span_of(codes), span_of(errors),
+                     span_of(released), span_of(crcs),  rank};
   tiers.report(static_cast<OpKind>(kind), batch, parts, effect);
   const bool ended = !effect.decided.empty() && batch.undecided == 0;
   std::optional<Indexes> decided;
@@ -169,14 +176,19 @@ std::optional<Held> held(const Tiers& tiers, Row row) {
   return Held{row, tiers.index[row].generation, tiers.index[row].cache};
 }
 
-// (state, generation, cache slot, place, key) of every entry, for inspection.
+// (state, generation, cache slot, place, key) of every entry, for inspection; cache slots and
+// places as `protocol.cache_slot` and `protocol.place_of` make them.
 nb::list entries(const Tiers& tiers) {
   nb::list found;
   const Index& index = tiers.index;
-  for (Row row = 0; row < index.end(); ++row)
-    if (const Entry& entry = index[row]; entry.state != State::ABSENT)
-      found.append(nb::make_tuple(static_cast<int>(entry.state), entry.generation, entry.cache,
-                                  entry.place, nb::bytes(index.key(row), index.key_bytes())));
+  for (Row row = 0; row < index.end(); ++row) {
+    const Entry& entry = index[row];
+    if (entry.state == State::ABSENT) continue;
+    const auto slot = static_cast<Slot>(entry.cache);
+    const int32_t column = entry.cache == kNoSlot ? kNoSlot : tiers.column_of(slot);
+    found.append(nb::make_tuple(static_cast<int>(entry.state), entry.generation, column,
+                                entry.place, nb::bytes(index.key(row), index.key_bytes())));
+  }
   return found;
 }
 
@@ -216,15 +228,17 @@ nb::tuple columns(const Batch& batch) {
                         bytes_of(batch.places), bytes_of(batch.groups));
 }
 
-// Bytes by target of the rows with a place there, and their number. group_bytes: of a chunk.
+// Bytes by target of the rows with a place there, and their number.
+// lane_bytes: see `read_bytes_of`.
 std::tuple<std::vector<uint64_t>, size_t> lanes(const Batch& batch,
-                                                const std::vector<uint64_t>& group_bytes,
+                                                const std::vector<uint64_t>& lane_bytes,
                                                 size_t targets) {
   std::vector<uint64_t> bytes(targets);
   size_t count = 0;
   for (size_t at = 0; at < batch.size(); ++at) {
     if (batch.places[at] == kNoPlace) continue;
-    bytes.at(target_of(batch.places[at])) += group_bytes.at(batch.groups[at]);
+    const Place place = batch.places[at];
+    bytes.at(target_of(place)) += read_bytes_of(place, batch.groups[at], lane_bytes);
     ++count;
   }
   return {std::move(bytes), count};
@@ -233,7 +247,7 @@ std::tuple<std::vector<uint64_t>, size_t> lanes(const Batch& batch,
 // The same of those that were read to their end; whether one of the others had not come by then.
 // was_cut: the load was cut off.
 std::tuple<std::vector<uint64_t>, size_t, bool> timed(const Batch& batch,
-                                                      const std::vector<uint64_t>& group_bytes,
+                                                      const std::vector<uint64_t>& lane_bytes,
                                                       size_t targets, bool was_cut) {
   std::vector<uint64_t> bytes(targets);
   size_t count = 0;
@@ -242,7 +256,8 @@ std::tuple<std::vector<uint64_t>, size_t, bool> timed(const Batch& batch,
     if (batch.places[at] == kNoPlace) continue;
     const Outcome code = batch.code[at];
     if (code == Outcome::OK || code == Outcome::STALE || code == Outcome::CHECKSUM_MISMATCH) {
-      bytes.at(target_of(batch.places[at])) += group_bytes.at(batch.groups[at]);
+      const Place place = batch.places[at];
+      bytes.at(target_of(place)) += read_bytes_of(place, batch.groups[at], lane_bytes);
       ++count;
     }
     missed |= code == Outcome::DEADLINE || (was_cut && code == Outcome::CANCELLED);
@@ -291,11 +306,13 @@ void bind_calls(nb::class_<Tiers>& type) {
       .def("__init__", &make_tiers, "cache_slots"_a, "pool_slots"_a, nb::kw_only(), "key_bytes"_a,
            "group_ids"_a = std::vector<uint32_t>{0}, "ranks"_a = 1, "credit"_a = 0,
            "writes"_a = true, "demotes"_a = false, "logs_moves"_a = false, "writes_max"_a = 1,
-           "clean_min"_a = 1, "slot_errnos"_a = std::vector<bool>(), "policy"_a = nb::none())
+           "clean_min"_a = 1, "slot_errnos"_a = std::vector<bool>(), "policy"_a = nb::none(),
+           "set_sizes"_a = std::vector<uint32_t>(), "equal_min"_a = Options().equal_min,
+           "sample_every"_a = Options().sample_every)
       .def("__len__", [](const Tiers& tiers) { return tiers.index.size(); })
       .def("lookup", &lookup, "key"_a, "sources"_a = kFromCpu | kFromPool)
       .def("present", &present, "keys"_a, "sources"_a = kFromCpu | kFromPool)
-      .def("weigh", &weigh, "keys"_a, "group_bytes"_a)
+      .def("weigh", &weigh, "keys"_a, "lane_bytes"_a)
       .def("touch",
            [](Tiers& tiers, nb::handle keys, bool ended) {
              tiers.touch(KeyList(keys, tiers.index.key_bytes()), ended);
@@ -347,7 +364,10 @@ void bind_calls(nb::class_<Tiers>& type) {
            })
       .def("take_writes", &Tiers::take_writes)
       .def("report", &report, "kind"_a, "batch"_a, "indexes"_a = nb::none(),
-           "codes"_a = nb::none(), "errors"_a = nb::none(), "released"_a = nb::none())
+           "codes"_a = nb::none(), "errors"_a = nb::none(), "released"_a = nb::none(),
+           "crcs"_a = nb::none(), "rank"_a = 0)
+      .def("take_unequal", &Tiers::take_unequal)
+      .def("is_entry", &Tiers::is_entry)
       .def("reset", &Tiers::reset)
       .def("entries", &entries);
 }

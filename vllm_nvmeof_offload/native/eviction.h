@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -15,11 +16,9 @@
 #include "huge_pages.h"
 #include "index.h"
 #include "mutants.h"
+#include "slot_parts.h"
 
 namespace nvmeof {
-
-using Slot = uint32_t;
-inline constexpr Slot kNone = UINT32_MAX;
 
 // What is known of one slot of a tier or target. A quarter of a line of the cache, because the
 // slots of a batch are reached in random order.
@@ -247,20 +246,23 @@ class Recency {
   uint64_t credit_;
 };
 
-// Slots 0 … capacity-1 of the CPU tier or of one target. A slot is taken until it is free again.
-// Operations on it, and holds, are its users. A slot whose entry is gone is orphaned, and free when
-// its last user has released it, so that no buffer is reused before every rank has released it.
+// Slots 0 … capacity-1 of the CPU tier or of one target, and the parts of those that are divided.
+// A slot is taken until it is free again. Operations on it, and holds, are its users. A slot whose
+// entry is gone is orphaned, and free when its last user has released it, so that no buffer is
+// reused before every rank has released it.
 class Slots {
  public:
-  explicit Slots(Slot capacity) : records_(capacity), free_(capacity) {}
+  // set_size: of the largest set of ranks that divides a slot.
+  explicit Slots(Slot capacity, uint32_t set_size = 1)
+      : parts(capacity, set_size), records_(parts.end()), free_(capacity) {}
 
   const SlotRecords& all() const { return records_; }
   SlotRecord& operator[](Slot slot) { return records_[slot]; }
   const SlotRecord& operator[](Slot slot) const { return records_[slot]; }
   void warm(Slot slot) const { prefetch(&records_[slot]); }
 
-  Slot capacity() const { return static_cast<Slot>(records_.size()); }
-  Slot free() const { return free_; }
+  Slot capacity() const { return parts.rows(); }
+  Slot free() const { return free_; }  // whole ones
   Slot taken() const { return capacity() - free_; }
   bool in_use(Slot slot) const {
     return records_[slot].users != 0 && !mutant("pinned_slot_is_evicted");
@@ -282,6 +284,19 @@ class Slots {
     return slot;
   }
 
+  Slot take(const Part& wanted) {  // kNone: none is free
+    if (wanted.whole()) return take();
+    Slot slot = parts.take(wanted);
+    if (slot == kNone) {
+      const Slot row = take();
+      if (row == kNone) return kNone;
+      parts.divide(row, wanted.set_size);
+      slot = parts.take(wanted);
+    }
+    records_[slot].kind = SlotRecord::TAKEN;
+    return slot;
+  }
+
   // Before any `take`: adoption. Returns whether it is so, and the slot was free.
   bool take_numbered(Slot slot) {
     if (slot >= capacity() || records_[slot].kind != SlotRecord::FREE || next_ > 0 ||
@@ -290,6 +305,36 @@ class Slots {
     records_[slot].kind = SlotRecord::TAKEN;
     --free_;
     return true;
+  }
+
+  // False: it is divided for another number of members.
+  bool can_divide(Slot row, const Part& part) const {
+    if (part.whole() || row >= capacity() || !parts.set_size(row)) return true;
+    return parts.set_size(row) == part.set_size;
+  }
+
+  // `take_numbered` of a member's part.
+  bool take_numbered(Slot row, const Part& part) {
+    if (part.whole()) return take_numbered(row);
+    if (row >= capacity() || part.set_size < 2 || part.member >= part.set_size) return false;
+    if (!parts.set_size(row)) {
+      if (!take_numbered(row)) return false;
+      parts.divide(row, part.set_size);
+    }
+    const Slot slot = parts.part(row, part.member);
+    if (records_[slot].kind != SlotRecord::FREE || next_ > 0 || !again_.empty()) return false;
+    parts.take(slot);
+    records_[slot].kind = SlotRecord::TAKEN;
+    return true;
+  }
+
+  // Whether there is a slot like `wanted` once this one is free.
+  bool suits(Slot slot, const Part& wanted) const {
+    if (!parts.is_part(slot)) return true;
+    const Slot row = parts.row(slot);
+    const uint32_t member = parts.member(slot);
+    if (parts.taken(row) == uint64_t{1} << member) return true;  // the row is whole then
+    return parts.set_size(row) == wanted.set_size && wanted.takes(member);
   }
 
   void use(Slot slot) {
@@ -321,7 +366,7 @@ class Slots {
     record.wanted = 0;
     if (retire) {
       record.kind = SlotRecord::RETIRED;
-      ++retired;
+      retired += !parts.is_part(slot) || parts.retire(slot);
     } else if (record.users && !mutant("orphan_is_free_at_once")) {
       record.kind = SlotRecord::ORPHAN;
       ++orphans;
@@ -332,8 +377,10 @@ class Slots {
 
   // The entries of all slots are gone: a reset.
   void orphan_all() {
-    for (Slot slot = capacity(); slot-- > 0;)
-      if (records_[slot].kind == SlotRecord::TAKEN) orphan(slot, false);
+    for (Slot slot = parts.end(); slot-- > 0;) {
+      const bool divided = !parts.is_part(slot) && parts.set_size(slot);
+      if (records_[slot].kind == SlotRecord::TAKEN && !divided) orphan(slot, false);
+    }
   }
 
   // For a mutant only.
@@ -344,12 +391,18 @@ class Slots {
     free_again(slot);
   }
 
+  SlotParts parts;
   Slot orphans = 0;
-  Slot retired = 0;
+  Slot retired = 0;  // slots of which a part at least is
 
  private:
   void free_again(Slot slot) {
     records_[slot].kind = SlotRecord::FREE;
+    if (parts.is_part(slot)) {
+      if (!parts.give(slot)) return;
+      slot = parts.row(slot);
+      records_[slot].kind = SlotRecord::FREE;
+    }
     ++free_;
     again_.push_back(slot);
   }
@@ -360,5 +413,45 @@ class Slots {
   Slot free_;
   Slot used_ = 0;  // slots with users
 };
+
+// Evict until there is a slot like `wanted`, where slots may be divided; false: nothing is evicted.
+//
+// Victims come coldest first. Where a part is wanted, one that suits may be found among the next
+// victims. Otherwise all parts of the coldest victim's slot are evicted, if they can be.
+// may: whether a slot's chunk can be evicted; evict: evict it.
+template <typename May, typename Evict>
+bool make_room(const Slots& slots, Order& order, const Part& wanted, May may, Evict evict) {
+  constexpr size_t kVictimsPerMember = 4, kRowsMax = 256;  // that are looked at
+  const size_t window = wanted.whole() ? 1 : kVictimsPerMember * wanted.set_size;
+  std::vector<Slot> passed;  // victims that do not suit
+  const auto free_row = [&](Slot victim) {
+    const Slot row = slots.parts.row(victim);
+    std::vector<Slot> parts;
+    for (uint64_t left = slots.parts.taken(row); left != 0; left &= left - 1)
+      parts.push_back(slots.parts.part(row, static_cast<uint32_t>(std::countr_zero(left))));
+    const bool all = std::ranges::all_of(parts, [&](Slot part) {
+      return may(part) || std::ranges::find(passed, part) != passed.end();
+    });
+    if (all) std::ranges::for_each(parts, evict);
+    return all;
+  };
+  bool made = false;
+  for (size_t rows = 0; !made && rows < kRowsMax;) {
+    const Slot victim = passed.size() - rows < window ? order.victim() : kNone;
+    if (victim != kNone && slots.suits(victim, wanted)) {
+      evict(victim);
+      made = true;
+    } else if (victim != kNone) {
+      passed.push_back(victim);
+    } else if (rows < passed.size()) {
+      made = free_row(passed[rows++]);
+    } else {
+      break;
+    }
+  }
+  for (const Slot slot : passed)
+    if (slots[slot].row != kNoRow) order.admit(slot);
+  return made;
+}
 
 }  // namespace nvmeof

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "huge_pages.h"
+#include "members.h"
 #include "mutants.h"
 #include "rules.h"
 
@@ -46,19 +47,6 @@ inline bool in_cache(State state) {
 
 using Row = uint32_t;
 inline constexpr Row kNoRow = UINT32_MAX;
-
-// Where a chunk is in the pool: owner 15 bits, member 8, target 8, slot 32; -1: nowhere. Owner 0 is
-// this engine, and member 255 every rank.
-using Place = int64_t;
-inline constexpr Place kNoPlace = -1;
-inline constexpr int32_t kNoSlot = -1;
-inline constexpr uint32_t kEveryMember = 255;
-
-inline Place place_of(uint32_t target, uint32_t slot) {
-  return int64_t{kEveryMember} << 40 | int64_t{target} << 32 | slot;
-}
-inline uint32_t target_of(Place place) { return static_cast<uint32_t>(place >> 32) & 0xff; }
-inline uint32_t slot_of(Place place) { return static_cast<uint32_t>(place); }
 
 inline void prefetch(const void* address) { __builtin_prefetch(address); }
 

@@ -42,26 +42,33 @@ Seen seen(State state) {
   return in_cache(state) ? Seen::CPU : Seen::NOWHERE;
 }
 
+uint32_t largest(const std::vector<uint32_t>& set_sizes) {
+  return set_sizes.empty() ? 1 : std::ranges::max(set_sizes);
+}
+
 bool is_eviction(Event event) { return event == Event::EVICT_CACHE || event == Event::EVICT_POOL; }
 
 }  // namespace
 
-Target::Target(Slot count) : slots(count) {}
+Target::Target(Slot count, uint32_t set_size) : slots(count, set_size) {}
 
 Tiers::Tiers(Options options)
     : index(
           [&options] {
             Row rows = options.cache_slots;
             for (const Slot slots : options.pool_slots) rows += slots;
-            return rows;
+            return rows * largest(options.set_sizes);
           }(),
           options.key_bytes),
-      cache(options.cache_slots),
+      cache(options.cache_slots, largest(options.set_sizes)),
       options_(std::move(options)),
       recency_(options_.credit),
-      stays_(options_.cache_slots) {
+      stays_(cache.all().size()) {
+  const uint32_t set_size = largest(options_.set_sizes);
   targets.reserve(options_.pool_slots.size());  // each one's order refers to its slots
-  for (const Slot slots : options_.pool_slots) targets.emplace_back(slots);
+  for (const Slot slots : options_.pool_slots) targets.emplace_back(slots, set_size);
+  for (size_t group = 0; group < options_.group_ids.size(); ++group)
+    trust_.emplace_back(options_.set_sizes.empty() ? 1 : options_.set_sizes.at(group));
   make_orders();
 }
 
@@ -73,7 +80,7 @@ void Tiers::make_orders() {
   clean = make(options_.make_order, cache);
   // Written through, chunks are written in the order in which they came, under any policy.
   waiting = options_.demotes ? make(options_.make_order, cache)
-                             : std::make_unique<Arrivals>(cache.capacity());
+                             : std::make_unique<Arrivals>(cache.all().size());
   for (Target& one : targets) one.order = make(options_.make_order, one.slots);
 }
 
@@ -104,7 +111,7 @@ std::string Tiers::present(Keys keys, uint8_t sources) const {
   return found;
 }
 
-size_t Tiers::weigh(Keys keys, std::span<const uint64_t> group_bytes,
+size_t Tiers::weigh(Keys keys, std::span<const uint64_t> lane_bytes,
                     std::vector<uint64_t>& by_target) const {
   size_t leading = 0;
   bool all_cached = true;
@@ -115,7 +122,7 @@ size_t Tiers::weigh(Keys keys, std::span<const uint64_t> group_bytes,
       leading += all_cached;
     } else {
       all_cached = false;
-      by_target[target_of(entry.place)] += group_bytes[entry.group];
+      by_target[target_of(entry.place)] += read_bytes_of(entry.place, entry.group, lane_bytes);
     }
   }
   return leading;
@@ -129,8 +136,8 @@ void Tiers::warm_slots(const Entry& entry) const {
   }
   if (entry.place != kNoPlace) {
     const Target& one = target(entry.place);
-    one.slots.warm(slot_of(entry.place));
-    one.order->warm(slot_of(entry.place));
+    one.slots.warm(one.slot(entry.place));
+    one.order->warm(one.slot(entry.place));
   }
 }
 
@@ -153,7 +160,7 @@ void Tiers::touch(const std::vector<Row>& rows, bool ended) {
     if (entry.place != kNoPlace) {
       Target& one = target(entry.place);
       one.recency.use(one[entry.place], uses_, ended);
-      one.order->touch(slot_of(entry.place));
+      one.order->touch(one.slot(entry.place));
     }
   }
 }
@@ -213,13 +220,16 @@ size_t Tiers::adopt(std::span<const Place> places, std::span<const uint64_t> gen
     if (group == options_.group_ids.size() || index.find(key) != kNoRow) continue;
     const Place place = places[at];
     Target& one = target(place);
-    require(one.slots.take_numbered(slot_of(place)), "a slot is adopted twice, or out of range");
+    const Part part = part_of(group, member_of(place));
+    if (!one.slots.can_divide(slot_of(place), part)) continue;
+    const bool taken = one.slots.take_numbered(slot_of(place), part);
+    require(taken, "a slot is adopted twice, or out of range");
     const Row row = add_entry(key, group, generations[at]);
     index[row].place = place;
     one[place].row = row;
     one[place].used = ++uses_;
     on(row, Event::ADOPT);
-    one.order->admit(slot_of(place));
+    one.order->admit(one.slot(place));
   }
   return index.size() - before;
 }
@@ -227,7 +237,8 @@ size_t Tiers::adopt(std::span<const Place> places, std::span<const uint64_t> gen
 void Tiers::add(Batch& batch, Row row, int32_t slot, Place place, bool filling) const {
   batch.generations.push_back(index[row].generation);
   batch.groups.push_back(index[row].group);
-  add_row(batch, row, index.key(row), slot, place, filling);
+  const int32_t column = slot == kNoSlot ? kNoSlot : column_of(static_cast<Slot>(slot));
+  add_row(batch, row, index.key(row), column, place, filling);
 }
 
 // The chunk has left the tiers since its look-up: every rank fails this row with STALE.
@@ -291,13 +302,15 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
   for (const size_t at : fresh) {
     const char* const key = keys[at];
     if (index.find(key) != kNoRow) continue;  // named twice
-    Slot slot = take_cache_slot(false);
+    const size_t group = group_of(key);
+    const Part part = part_to_store(group);
+    Slot slot = take_cache_slot(false, part);
     if (slot == kNone && !held.empty()) {
       put_back();
-      slot = take_cache_slot(false);
+      slot = take_cache_slot(false, part);
     }
     if (slot == kNone) break;
-    const Row row = add_entry(key, group_of(key), ++generation);
+    const Row row = add_entry(key, group, ++generation);
     index[row].cache = static_cast<int32_t>(slot);
     cache[slot].row = row;
     on(row, Event::STORE_BEGIN);
@@ -376,16 +389,17 @@ Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> ord
     if (cached)
       cache.use(static_cast<Slot>(entry.cache));
     else
-      target(entry.place).slots.use(slot_of(entry.place));
+      target(entry.place).slots.use(target(entry.place).slot(entry.place));
     add(batch, row, cached ? entry.cache : kNoSlot, cached ? kNoPlace : entry.place, false);
     settle(row);
   }
   for (size_t at = 0; at < batch.size() && land_max > 0; ++at) {
     if (batch.places[at] == kNoPlace) continue;
-    const Slot slot = take_cache_slot(true);
+    const Part part = part_of(batch.groups[at], member_of(batch.places[at]));
+    const Slot slot = take_cache_slot(true, part);
     if (slot == kNone) break;
     fill_from_pool(batch.rows[at], slot);
-    batch.cache[at] = static_cast<int32_t>(slot);
+    batch.cache[at] = column_of(slot);
     batch.filling[at] = true;
     --land_max;
   }
@@ -396,10 +410,11 @@ Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> ord
 Row Tiers::begin_fetch(const char* key, size_t reason) {
   const Row row = index.find(key);
   require(row != kNoRow && index[row].state == State::POOLED, "a fetch of what is not pooled");
-  Slots& slots = target(index[row].place).slots;
-  const Slot pool_slot = slot_of(index[row].place);
+  const Entry& entry = index[row];
+  Slots& slots = target(entry.place).slots;
+  const Slot pool_slot = target(entry.place).slot(entry.place);
   slots.use(pool_slot);
-  const Slot slot = take_cache_slot(true);
+  const Slot slot = take_cache_slot(true, part_of(entry.group, member_of(entry.place)));
   if (slot == kNone) {
     slots.release(pool_slot);
     return kNoRow;
@@ -429,7 +444,7 @@ void Tiers::detach(Batch& fetch, size_t at) {
   settle(row);
   fetch.filling[at] = mutant("cancelled_fetch_still_counts_for_its_entry");
   if (mutant("cancelled_fetch_frees_its_slot_at_once"))
-    cache.free_at_once(static_cast<Slot>(fetch.cache[at]));
+    cache.free_at_once(slot_of_column(fetch.cache[at]));
 }
 
 void Tiers::drop_fetch(size_t reason, Row row) {
@@ -471,9 +486,9 @@ void Tiers::drain() {
       passed_over_ = 0;
       return;
     }
-    const Place place = take_place();
-    if (place == kNoPlace) return;  // until a slot is released, or a target answers again
     const Row row = cache[slot].row;
+    const Place place = take_place(part_of(index[row].group, cache_member(column_of(slot))));
+    if (place == kNoPlace) return;  // until a slot is released, or a target answers again
     unwant(slot);
     passed_over_ -= passed_over_ > 0;
     Target& one = target(place);
@@ -481,7 +496,7 @@ void Tiers::drain() {
     one[place].row = row;
     one.recency.take_over(one[place], recency_, cache[slot]);
     cache.use(slot);
-    one.slots.use(slot_of(place));
+    one.slots.use(one.slot(place));
     on(row, Event::WRITE_BEGIN);
     add(writes_, row, index[row].cache, place, false);
     ++pending;
@@ -508,7 +523,8 @@ void Tiers::unwant(Slot slot) {
 Target* Tiers::choose() {
   std::vector<size_t> ready;
   for (size_t number = 0; number < targets.size(); ++number)
-    if (targets[number].usable && (targets[number].slots.free() || targets[number].order->size()))
+    if (const Target& one = targets[number];
+        one.usable && (one.slots.free() || one.slots.parts.free() || one.order->size()))
       ready.push_back(number);
   if (ready.empty()) return nullptr;
   if (ready.size() == 1) return &targets[ready[0]];
@@ -551,45 +567,65 @@ void Tiers::warm_victims(const Order& order, const Slots& slots, bool leaves) co
 }
 
 // A free cache slot, evicting if need be; kNone: everything is pinned.
-Slot Tiers::take_cache_slot(bool spare_unwritten) {
-  Slot slot = cache.take();
+Slot Tiers::take_cache_slot(bool spare_unwritten, const Part& part) {
+  Slot slot = cache.take(part);
   if (slot != kNone) return slot;
   if (mutant("read_evicts_the_unwritten")) spare_unwritten = false;
+  if (cache.parts.end() > cache.capacity()) return make_cache_room(spare_unwritten, part);
   warm_victims(*clean, cache, false);
   const bool unwritten_first =
       options_.demotes && waiting->size() && mutant("unwritten_is_evicted_before_clean");
-  Slot victim = unwritten_first ? waiting->victim() : clean->victim();
-  if (victim != kNone && options_.demotes) {
+  const Slot victim = unwritten_first ? waiting->victim() : clean->victim();
+  if (victim != kNone) {
+    evict_cached(victim, true);
+  } else {
+    const bool may = options_.demotes && !spare_unwritten;
+    slot = may ? waiting->victim() : kNone;
+    if (slot == kNone) return kNone;
+    evict_cached(slot, false);
+  }
+  return cache.take();
+}
+
+// This evictable slot's chunk leaves the CPU tier.
+void Tiers::evict_cached(Slot victim, bool is_clean) {
+  if (is_clean && options_.demotes) {
     const Slot coldest = waiting->peek();
     passed_over_ += coldest != kNone && cache[coldest].used < cache[victim].used;
-  } else if (victim == kNone && options_.demotes && !spare_unwritten) {
-    victim = waiting->victim();
   }
-  if (victim == kNone) return kNone;
   const Row row = cache[victim].row;
   ++counts.cache_evictions;
   leave_cache(row);
   evict(row, Event::EVICT_CACHE);
-  return cache.take();
 }
 
 // A slot on a usable target, evicting if need be; kNoPlace: all there are pinned.
-Place Tiers::take_place() {
+Place Tiers::take_place(const Part& part) {
   Target* const one = choose();
   if (!one) return kNoPlace;
   const auto number = static_cast<uint32_t>(one - targets.data());
-  Slot slot = one->slots.take();
-  if (slot == kNone) {
+  Slot slot = one->slots.take(part);
+  if (slot == kNone && one->slots.parts.end() > one->slots.capacity()) {
+    const auto may = [one](Slot other) { return one->order->contains(other); };
+    const auto evict = [this, one](Slot victim) { evict_pooled(*one, victim); };
+    if (!make_room(one->slots, *one->order, part, may, evict)) return kNoPlace;
+    slot = one->slots.take(part);
+  } else if (slot == kNone) {
     warm_victims(*one->order, one->slots, true);
     const Slot victim = one->order->victim();
     require(victim != kNone, "a target without a slot was chosen");
-    const Row row = one->slots[victim].row;
-    ++counts.pool_evictions;
-    leave_pool(row, false);
-    evict(row, Event::EVICT_POOL);
+    evict_pooled(*one, victim);
     slot = one->slots.take();
   }
-  return place_of(number, slot);
+  if (part.whole()) return place_of(number, slot);
+  return place_of(number, one->slots.parts.row(slot), one->slots.parts.member(slot));
+}
+
+void Tiers::evict_pooled(Target& one, Slot victim) {
+  const Row row = one.slots[victim].row;
+  ++counts.pool_evictions;
+  leave_pool(row, false);
+  evict(row, Event::EVICT_POOL);
 }
 
 void Tiers::leave_cache(Row row) {
@@ -609,7 +645,7 @@ void Tiers::leave_cache(Row row) {
 void Tiers::leave_pool(Row row, bool retire) {
   Entry& entry = index[row];
   Target& one = target(entry.place);
-  const Slot slot = slot_of(entry.place);
+  const Slot slot = one.slot(entry.place);
   one.order->withdraw(slot);
   one.slots.orphan(slot, retire);
   entry.place = kNoPlace;
@@ -653,7 +689,7 @@ void Tiers::settle(Row row) {
   }
   if (entry.place != kNoPlace) {
     Target& one = target(entry.place);
-    const Slot slot = slot_of(entry.place);
+    const Slot slot = one.slot(entry.place);
     if (!one.slots.in_use(slot) && (state == State::POOLED || state == State::BOTH))
       one.order->admit(slot);
     else
@@ -684,6 +720,7 @@ void Tiers::forget(Row row, bool retire) {
 // -- facts ----------------------------------------------------------------------------
 
 void Tiers::report(OpKind kind, Batch& batch, const Report& report, Effect& effect) {
+  if (!report.crcs.empty()) compare(batch, report);
   const size_t count = report.indexes.empty() ? batch.size() : report.indexes.size();
   const auto row_at = [&](size_t k) { return report.indexes.empty() ? k : report.indexes[k]; };
   for (size_t k = 0; k < count; ++k) {
@@ -728,13 +765,13 @@ void Tiers::warm(const Batch& batch, size_t at) const {
   if (batch.rows[at] == kNoRow) return;
   index.warm(batch.rows[at]);
   if (batch.cache[at] != kNoSlot) {
-    cache.warm(static_cast<Slot>(batch.cache[at]));
-    clean->warm(static_cast<Slot>(batch.cache[at]));
+    cache.warm(slot_of_column(batch.cache[at]));
+    clean->warm(slot_of_column(batch.cache[at]));
   }
   if (batch.places[at] != kNoPlace) {
     const Target& one = target(batch.places[at]);
-    one.slots.warm(slot_of(batch.places[at]));
-    one.order->warm(slot_of(batch.places[at]));
+    one.slots.warm(one.slot(batch.places[at]));
+    one.order->warm(one.slot(batch.places[at]));
   }
 }
 
@@ -806,9 +843,10 @@ void Tiers::ended_write(const Batch& batch, size_t at) {
 
 void Tiers::release(const Batch& batch, size_t at) {
   if (batch.cache[at] != kNoSlot)
-    require(cache.release(static_cast<Slot>(batch.cache[at])), "a cache slot is released twice");
+    require(cache.release(slot_of_column(batch.cache[at])), "a cache slot is released twice");
   if (const Place place = batch.places[at]; place != kNoPlace)
-    require(target(place).slots.release(slot_of(place)), "a pool slot is released twice");
+    require(target(place).slots.release(target(place).slot(place)),
+            "a pool slot is released twice");
   if (holds(batch, at)) settle(batch.rows[at]);
 }
 
@@ -823,7 +861,8 @@ bool Tiers::worn(std::unordered_map<Place, int>& failures, Place place, Outcome 
 }
 
 size_t Tiers::evictable() const {
-  return cache.free() + clean->size() + (options_.demotes ? waiting->size() : 0);
+  return cache.free() + cache.parts.free() + clean->size() +
+         (options_.demotes ? waiting->size() : 0);
 }
 
 size_t Tiers::fetches_intended() const {

@@ -16,6 +16,7 @@
 #include "eviction.h"
 #include "index.h"
 #include "op.h"
+#include "trust.h"
 
 namespace nvmeof {
 
@@ -52,6 +53,7 @@ struct Batch {
   std::vector<int16_t> error;     // errno, where code is IO_ERROR
   std::vector<uint16_t> outcomes;  // ranks whose outcome is owed
   std::vector<uint16_t> releases;  // ranks whose release is owed
+  Samples samples;
   size_t undecided = 0, unreleased = 0;  // rows
 };
 
@@ -61,6 +63,8 @@ struct Report {
   std::span<const uint8_t> codes;
   std::span<const int16_t> errors;
   std::span<const uint8_t> released;  // none: every row's buffers are released
+  std::span<const uint32_t> crcs;     // of the rows that are samples, in this order
+  uint32_t rank = 0;                  // if there are CRCs
 };
 
 // What a report has brought about, as indexes of the batch's rows.
@@ -75,6 +79,12 @@ struct StorePlan {
   size_t absent = 0;   // keys without an entry
   size_t refused = 0;  // of them, those that were wanted and found no cache slot
 };
+
+// Bytes that one rank reads of a chunk. lane_bytes: by group; then, where ranks share single
+// copies, of one of these, on average over the members.
+inline uint64_t read_bytes_of(Place place, size_t group, std::span<const uint64_t> lane_bytes) {
+  return lane_bytes[member_of(place) == kEveryMember ? group : lane_bytes.size() / 2 + group];
+}
 
 // These keys, one after another, came to a tier or left it.
 struct Move {
@@ -98,6 +108,9 @@ struct Options {
   // is never stored or adopted.
   std::vector<uint32_t> group_ids{0};
   uint16_t ranks = 1;
+  std::vector<uint32_t> set_sizes;  // of each group; empty: all are 1
+  uint32_t equal_min = 8;      // chunks that a group's members stored alike before they share
+  uint32_t sample_every = 1024;  // from then on, one chunk of so many is stored by all of them
   uint64_t credit = 0;   // `Recency`'s of the CPU tier, in uses
   bool writes = true;    // chunks are written to the pool
   bool demotes = false;  // on eviction; else as soon as they are stored
@@ -110,9 +123,13 @@ struct Options {
 
 // The pool's slots on one target, and the writes to it.
 struct Target {
-  explicit Target(Slot count);
+  Target(Slot count, uint32_t set_size);
 
-  SlotRecord& operator[](Place place) { return slots[slot_of(place)]; }
+  SlotRecord& operator[](Place place) { return slots[slot(place)]; }
+  Slot slot(Place place) const {
+    const uint32_t member = member_of(place), number = slot_of(place);
+    return member == kEveryMember ? number : slots.parts.part(number, member);
+  }
 
   Slots slots;
   Recency recency{0};  // returns do not count here
@@ -132,8 +149,8 @@ class Tiers {
   // Which of the keys a look-up would find now: 1 or 0 by key.
   std::string present(Keys keys, uint8_t sources) const;
   // Of keys that were just found: how many lead in the CPU tier; adds the others' bytes by target.
-  // group_bytes: of a chunk, by group.
-  size_t weigh(Keys keys, std::span<const uint64_t> group_bytes,
+  // lane_bytes: see `read_bytes_of`.
+  size_t weigh(Keys keys, std::span<const uint64_t> lane_bytes,
                std::vector<uint64_t>& by_target) const;
   // The keys, in prefix order, were used; ended: by an ended request. Heads outlive tails.
   void touch(Keys keys, bool ended) { touch(rows_of(keys), ended); }
@@ -178,6 +195,10 @@ class Tiers {
 
   // -- facts ------------------------------------------------------------------------
   void report(OpKind kind, Batch& batch, const Report& report, Effect& effect);
+  // The groups whose members have turned out to differ since the last call.
+  std::vector<size_t> take_unequal() { return std::exchange(unequal_, {}); }
+  // Whether the row still is the entry of this generation.
+  bool is_entry(Row row, uint64_t generation) const { return index.holds(row, generation); }
   void reset();
 
   // -- counts -----------------------------------------------------------------------
@@ -190,6 +211,13 @@ class Tiers {
   std::unique_ptr<Order> clean;    // cache slots that are evictable without a loss
   std::unique_ptr<Order> waiting;  // cache slots that wait to be written, first to last
   std::vector<Target> targets;
+  // What the column `cache` of a batch says of a cache slot.
+  int32_t column_of(Slot slot) const {
+    const SlotParts& parts = cache.parts;
+    if (!parts.is_part(slot)) return static_cast<int32_t>(slot);
+    return cache_slot(parts.row(slot), parts.member(slot));
+  }
+
   std::string evicted;  // keys that left both tiers
   std::deque<Move> moves;
   size_t moved_bytes = 0;  // of keys in `moves`
@@ -231,8 +259,21 @@ class Tiers {
   void evict(Row row, Event event);
   void leave_cache(Row row);
   void leave_pool(Row row, bool retire);
-  Slot take_cache_slot(bool spare_unwritten);
-  Place take_place();
+  Slot slot_of_column(int32_t cache_column) const {
+    const uint32_t member = cache_member(cache_column), row = cache_row(cache_column);
+    return member == kEveryMember ? row : cache.parts.part(row, member);
+  }
+  Slot take_cache_slot(bool spare_unwritten, const Part& part);
+  Slot make_cache_room(bool spare_unwritten, const Part& part);
+  void evict_cached(Slot victim, bool is_clean);
+  Place take_place(const Part& part);
+  void evict_pooled(Target& one, Slot victim);
+  // -- members: members.cpp
+  Part part_of(size_t group, uint32_t member) const;
+  Part part_to_store(size_t group);
+  bool is_single(const Entry& entry) const;
+  void compare(Batch& batch, const Report& report);
+  void end_members(size_t group);
   Target* choose();
   bool write_due() const;
   void keep(Row row);
@@ -260,6 +301,8 @@ class Tiers {
   Batch writes_;            // intended
   std::array<Batch, kFetchReasons> fetches_;  // intended, by reason
   std::vector<Row> watching_;  // the watched rows
+  std::vector<Trust> trust_;   // by group
+  std::vector<size_t> unequal_;  // groups whose members differ, until they are taken
   size_t turn_ = 0;         // the target that is chosen where nothing else decides
   double pass_ = 0;         // the least pass of those that could be chosen
   // By place, in a row. Counted apart: a device may take bytes and not return them.

@@ -11,9 +11,10 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import vllm_nvmeof_offload.native as native
-from vllm_nvmeof_offload.protocol import place_of, slot_of, target_of
+from vllm_nvmeof_offload.protocol import EVERY_MEMBER, place_of, slot_of, target_of
 
 TABLE = {
     (state, event): after
@@ -27,6 +28,14 @@ STATES = ("ABSENT", "STORING", "CACHED", "WRITING", "BOTH", "POOLED", "FETCHING"
 OK, STALE, CANCELLED, RELEASED = 0, 3, 5, 6
 FAILURES_MAX = 3
 EIO, ENOSPC = 5, 28
+
+
+class Need(NamedTuple):
+    """The slot that a chunk needs: the size of the set of ranks that divides it, and the member."""
+
+    key: bytes
+    set_size: int = 1
+    member: int = EVERY_MEMBER
 
 
 @dataclass(eq=False)
@@ -46,9 +55,12 @@ class Chunk:
         return self.state in ("STORING", "CACHED", "WRITING", "BOTH", "FETCHING")
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
-    """users: operations on it. chunk: whose entry names it; None with users: it is an orphan."""
+    """users: operations on it. chunk: whose entry names it; None with users: it is an orphan.
+
+    row, member: of slots that may be divided, in `members_model`.
+    """
 
     number: int
     chunk: Chunk | None = None
@@ -57,6 +69,8 @@ class Slot:
     used: int = 0
     wanted: int = 0  # when its chunk began to wait for its write; 0: it does not
     stay: str = ""  # "provisional", "superseded", or to be kept
+    row: int = 0
+    member: int = EVERY_MEMBER
 
     @property
     def free(self) -> bool:
@@ -95,6 +109,9 @@ class Model:
         self.cache = [Slot(number) for number in range(self.cache_slots)]
         self.pool = [Slot(place_of(0, number)) for number in range(self.pool_slots)]
 
+    def rows_taken(self, slots: list[Slot]) -> int:
+        return sum(not slot.free for slot in slots)
+
     # -- look-ups ---------------------------------------------------------------------
 
     def lookup(self, key: bytes) -> int:
@@ -119,15 +136,16 @@ class Model:
         self.keep([key for key in keys if key not in provisional])
         new = [key for key in keys if key not in self.chunks and self.group(key) is not None]
         spared: set[bytes] = set()
-        if len(new) > sum(slot.free for slot in self.cache):
+        if len(new) > self.cache_slots - self.rows_taken(self.cache):
             self.touch(keys)
             spared = set(keys)
         rows: list[Row] = []
         for key in new:
-            slot = self._take_cache(spared)
+            need = self._need_of_store(key)
+            slot = self._take(self.cache, need, spared)
             if slot is None and spared:
                 spared = set()
-                slot = self._take_cache(spared)
+                slot = self._take(self.cache, need, spared)
             if slot is None:
                 break
             generation += 1
@@ -171,7 +189,7 @@ class Model:
         for row in rows:
             if row.place is None or not land_max:
                 continue
-            slot = self._take_cache(set())
+            slot = self._take(self.cache, self._need_of(row.chunk), set())
             if slot is None:
                 break
             land_max -= 1
@@ -184,7 +202,7 @@ class Model:
         chunk = self.chunks[key]
         pool_slot = self._pool_slot(chunk)
         pool_slot.users += 1
-        slot = self._take_cache(set())
+        slot = self._take(self.cache, self._need_of(chunk), set())
         if slot is None:
             pool_slot.users -= 1
             return None
@@ -207,11 +225,11 @@ class Model:
             if not ready:
                 return
             slot = min(ready, key=lambda one: one.wanted)
-            pool_slot = self._take_pool()
-            if pool_slot is None:
-                return
             chunk = slot.chunk
             assert chunk is not None
+            pool_slot = self._take(self.pool, self._need_of(chunk), set())
+            if pool_slot is None:
+                return
             slot.wanted = 0
             pool_slot.used = slot.used
             self._give(chunk, None, pool_slot)
@@ -231,14 +249,16 @@ class Model:
         if released or code == RELEASED:
             row.releases -= 1
             if row.cache is not None:
-                self.cache[row.cache].users -= 1
+                self._cache_at(row.cache).users -= 1
             if row.place is not None:
-                self.pool[slot_of(row.place)].users -= 1
+                self._pool_at(row.place).users -= 1
 
     def reset(self) -> None:
         for row in self.writes:
-            self.cache[row.cache or 0].users -= 1
-            self.pool[slot_of(row.place or 0)].users -= 1
+            assert row.cache is not None
+            assert row.place is not None
+            self._cache_at(row.cache).users -= 1
+            self._pool_at(row.place).users -= 1
             self.pending -= 1
         self.writes.clear()
         for chunk in list(self.chunks.values()):
@@ -286,8 +306,8 @@ class Model:
         if kind == "store":
             chunk.on("COPIED")
             assert chunk.cache is not None
-            if not self.cache[chunk.cache].stay:
-                self._want(self.cache[chunk.cache])
+            if not self._cache_at(chunk.cache).stay:
+                self._want(self._cache_at(chunk.cache))
             return
         chunk.on("FETCHED" if ok else "FETCH_CANCELLED")
         if not ok:
@@ -300,7 +320,7 @@ class Model:
 
     def _unkept(self, keys: Sequence[bytes]) -> list[Slot]:
         chunks = [self.chunks[key] for key in keys if key in self.chunks]
-        slots = [self.cache[chunk.cache] for chunk in chunks if chunk.cache is not None]
+        slots = [self._cache_at(chunk.cache) for chunk in chunks if chunk.cache is not None]
         return [slot for slot in slots if slot.stay]
 
     def _worn(self, failures: dict[int, int], row: Row) -> bool:
@@ -314,19 +334,32 @@ class Model:
 
     def _row(self, chunk: Chunk, cache: int | None, place: int | None, filling: bool) -> Row:
         if cache is not None:
-            self.cache[cache].users += 1
+            self._cache_at(cache).users += 1
         if place is not None:
             assert target_of(place) == 0
-            self.pool[slot_of(place)].users += 1
+            self._pool_at(place).users += 1
         return Row(chunk, cache, place, filling)
 
     def _slots(self, chunk: Chunk) -> list[Slot]:
-        found = [] if chunk.cache is None else [self.cache[chunk.cache]]
+        found = [] if chunk.cache is None else [self._cache_at(chunk.cache)]
         return found + ([] if chunk.place is None else [self._pool_slot(chunk)])
 
     def _pool_slot(self, chunk: Chunk) -> Slot:
         assert chunk.place is not None
-        return self.pool[slot_of(chunk.place)]
+        return self._pool_at(chunk.place)
+
+    def _pool_at(self, place: int) -> Slot:
+        return self.pool[slot_of(place)]
+
+    def _cache_at(self, number: int) -> Slot:
+        return self.cache[number]
+
+    def _need_of_store(self, key: bytes) -> Need:
+        return Need(key)
+
+    def _need_of(self, chunk: Chunk) -> Need:
+        """Of a chunk that has a slot in one tier, in the other."""
+        return Need(chunk.key)
 
     def _give(self, chunk: Chunk, cache: Slot | None, pool: Slot | None) -> None:
         if cache is not None:
@@ -350,33 +383,35 @@ class Model:
         states = ("CACHED", "BOTH") if slot in self.cache else ("POOLED", "BOTH")
         return chunk.state in states
 
-    def _take_cache(self, spared: set[bytes]) -> Slot | None:
-        return self._take(self.cache, "EVICT_CACHE", spared)
-
-    def _take_pool(self) -> Slot | None:
-        return self._take(self.pool, "EVICT_POOL", set())
-
-    def _take(self, slots: list[Slot], event: str, spared: set[bytes]) -> Slot | None:
+    def _take(self, slots: list[Slot], need: Need, spared: set[bytes]) -> Slot | None:
         """Any free slot, or the one whose chunk was used longest ago."""
         if free := [slot for slot in slots if slot.free]:
             return free[0]
-        able = [s for s in slots if self._evictable(s) and s.chunk and s.chunk.key not in spared]
+        able = self._victims(slots, spared)
         if not able:
             return None
-        slot = min(able, key=lambda one: (one.used, one.number))
+        self._evict(able[0])
+        return able[0]
+
+    def _victims(self, slots: list[Slot], spared: set[bytes]) -> list[Slot]:
+        able = [s for s in slots if self._evictable(s) and s.chunk and s.chunk.key not in spared]
+        return sorted(able, key=lambda one: (one.used, slots.index(one)))
+
+    def _evict(self, slot: Slot) -> None:
         chunk = slot.chunk
         assert chunk is not None
-        if event == "EVICT_CACHE":
+        if slot in self.cache:
             self._leave_cache(chunk)
+            event = "EVICT_CACHE"
         else:
             self._leave_pool(chunk)
+            event = "EVICT_POOL"
         if chunk.on(event) == "ABSENT":
             del self.chunks[chunk.key]
-        return slot
 
     def _leave_cache(self, chunk: Chunk) -> None:
         assert chunk.cache is not None
-        slot = self.cache[chunk.cache]
+        slot = self._cache_at(chunk.cache)
         slot.chunk, slot.wanted, slot.stay, chunk.cache = None, 0, "", None
 
     def _leave_pool(self, chunk: Chunk, *, retire: bool = False) -> None:

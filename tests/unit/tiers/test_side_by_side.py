@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_nvmeof_offload.native import Batch, Tiers
 
+from .members_model import MembersModel
 from .model import CANCELLED, EIO, ENOSPC, OK, RELEASED, STALE, STATES, Model, Row
 
 KEPT, PROVISIONALLY = 1, 2
@@ -27,7 +28,13 @@ SLOT_ERRNOS = [number in (EIO, ENOSPC) for number in range(134)]
 class Pair:
     """Both, and the ops under way: (kind, native batch, the model's rows, rows that are done)."""
 
-    def __init__(self, cache_slots: int, pool_slots: int) -> None:
+    def __init__(
+        self,
+        cache_slots: int,
+        pool_slots: int,
+        set_sizes: Sequence[int] = (),
+        sample_every: int = 1,
+    ) -> None:
         self.native = Tiers(
             cache_slots,
             [pool_slots],
@@ -36,8 +43,14 @@ class Pair:
             writes=pool_slots > 0,
             writes_max=3,
             slot_errnos=SLOT_ERRNOS,
+            set_sizes=set_sizes,
+            equal_min=0,
+            sample_every=sample_every,
         )
         self.model = Model(cache_slots, pool_slots, 3, GROUP_IDS)
+        if set_sizes:
+            slots = cache_slots, pool_slots
+            self.model = MembersModel(*slots, GROUP_IDS, set_sizes, sample_every)
         self.ops: list[tuple[str, Batch, list[Row]]] = []
         self.generation = 100
 
@@ -45,8 +58,16 @@ class Pair:
         rng = random.Random(seed)
         getattr(self, name)(rng)
         self.native.drain()
+        self.see()
         self.model.drain()
         self.compare()
+
+    def see(self) -> None:
+        """The model takes the free slots that the native tiers have taken."""
+        if isinstance(self.model, MembersModel):
+            for _, _, cache, place, key in self.native.entries():
+                self.model.given[True, key] = cache
+                self.model.given[False, key] = place
 
     # -- calls ------------------------------------------------------------------------
 
@@ -58,6 +79,7 @@ class Pair:
             provisional = [keys[at] for at in np.flatnonzero(wanted == PROVISIONALLY)]
         order = self._order(rng, keys)
         batch, _, refused, after = self.native.plan_store(keys, wanted, self.generation, order)
+        self.see()
         rows, also_refused = self.model.plan_store(keys, self.generation, provisional)
         self.generation = after
         assert refused == also_refused
@@ -79,6 +101,7 @@ class Pair:
         if keys:
             land_max, order = rng.randrange(4), self._order(rng, keys)
             batch = self.native.plan_load(keys, land_max, order)
+            self.see()
             self._begin("load", batch, self.model.plan_load(keys, land_max), keys, order)
 
     def fetch(self, rng: random.Random) -> None:
@@ -86,7 +109,9 @@ class Pair:
         if not pooled:
             return
         key = rng.choice(pooled)
-        found, row = self.native.begin_fetch(key, 0), self.model.fetch(key)
+        found = self.native.begin_fetch(key, 0)
+        self.see()
+        row = self.model.fetch(key)
         assert (found is None) == (row is None)
         if row is not None:
             self._begin("fetch", self.native.take_fetches(0), [row])
@@ -167,6 +192,9 @@ class Pair:
         assert batch.keys == b"".join(chunk.key for chunk in chunks)
         assert batch.generations.tolist() == [chunk.generation for chunk in chunks]
         assert [slot >= 0 for slot in batch.cache] == [row.cache is not None for row in rows]
+        if isinstance(self.model, MembersModel):
+            assert batch.cache.tolist() == [-1 if row.cache is None else row.cache for row in rows]
+            assert batch.places.tolist() == [-1 if row.place is None else row.place for row in rows]
         # Which free slot is taken is not a rule.
         assert [place >= 0 for place in batch.places] == [row.place is not None for row in rows]
         if rows:
@@ -188,8 +216,8 @@ class Pair:
         }
         assert ours == theirs
         assert self.native.writes_pending == self.model.pending
-        assert self.native.cache_taken == sum(not slot.free for slot in self.model.cache)
-        assert self.native.pool_taken == sum(not slot.free for slot in self.model.pool)
+        assert self.native.cache_taken == self.model.rows_taken(self.model.cache)
+        assert self.native.pool_taken == self.model.rows_taken(self.model.pool)
         found = [self.model.lookup(key) for key in KEYS]
         assert [self.native.lookup(key) for key in KEYS] == found
         assert list(self.native.present(KEYS)) == [source > 0 for source in found]
@@ -216,6 +244,29 @@ def test_native_tiers_do_what_the_model_does(
         pair.play(name, seed)
 
 
+SET_SIZES = st.tuples(st.sampled_from((1, 2, 3)), st.sampled_from((2, 3)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(1, 6),
+    st.integers(0, 5),
+    SET_SIZES,
+    st.integers(1, 4),
+    st.lists(CALLS, max_size=80),
+)
+def test_slots_are_divided_among_members_as_in_the_model(
+    cache_slots: int,
+    pool_slots: int,
+    set_sizes: tuple[int, int],
+    sample_every: int,
+    calls: list[tuple[str, int]],
+) -> None:
+    pair = Pair(cache_slots, pool_slots, set_sizes, sample_every)
+    for name, seed in calls:
+        pair.play(name, seed)
+
+
 NAMES = (
     *("store", "store", "keep", "supersede", "load", "load", "fetch", "fetch", "cancel"),
     *("write", "report", "report", "report", "reset"),
@@ -227,5 +278,15 @@ def test_long_lives_end_alike() -> None:
     for seed in range(100):
         rng = random.Random(seed)
         pair = Pair(rng.randint(2, 8), rng.randint(1, 10))
+        for _ in range(200):
+            pair.play(rng.choice(NAMES), rng.randrange(1 << 32))
+
+
+def test_long_lives_with_members_end_alike() -> None:
+    for seed in range(100):
+        rng = random.Random(seed)
+        set_sizes = rng.choice((1, 2, 3)), rng.choice((2, 3, 4))
+        slots = rng.randint(1, 5), rng.randint(1, 5)
+        pair = Pair(*slots, set_sizes, rng.randint(2, 8))
         for _ in range(200):
             pair.play(rng.choice(NAMES), rng.randrange(1 << 32))

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// Single copies of chunks in the tiers: who gets them, who proves them, how they make room.
+#include "tiers.h"
+
+namespace nvmeof {
+
+Part Tiers::part_of(size_t group, uint32_t member) const {
+  if (member == kEveryMember) return {};
+  return {trust_[group].set_size, member};
+}
+
+// What a new chunk of the group gets. Until the ranks are believed, and for a sample now and then,
+// all of them store it.
+Part Tiers::part_to_store(size_t group) {
+  Trust& trust = trust_[group];
+  if (trust.set_size == 1 || trust.ended || trust.equal < options_.equal_min) return {};
+  if (++trust.stored % options_.sample_every == 0) return {};
+  return {trust.set_size, Part::kAnyMember};
+}
+
+bool Tiers::is_single(const Entry& entry) const {
+  if (entry.place != kNoPlace && member_of(entry.place) != kEveryMember) return true;
+  return entry.cache != kNoSlot && cache.parts.is_part(static_cast<Slot>(entry.cache));
+}
+
+void Tiers::compare(Batch& batch, const Report& report) {
+  const size_t count = report.indexes.empty() ? batch.size() : report.indexes.size();
+  size_t next = 0;  // of the CRCs
+  for (size_t k = 0; k < count; ++k) {
+    const size_t at = report.indexes.empty() ? k : report.indexes[k];
+    const bool ok = report.codes.empty() || static_cast<Outcome>(report.codes[k]) == Outcome::OK;
+    Trust& trust = trust_[batch.groups[at]];
+    if (!ok || trust.set_size == 1 || cache_member(batch.cache[at]) != kEveryMember) continue;
+    require(next < report.crcs.size(), "a sample without its checksum");
+    const Samples::Seen seen = batch.samples.add(at, report.crcs[next++], report.rank,
+                                                 trust.set_size, options_.ranks);
+    if (seen == Samples::Seen::ALL_EQUAL) ++trust.equal;
+    if (seen == Samples::Seen::DIFFERENT && !trust.ended && !mutant("unequal_ranks_are_believed"))
+      end_members(batch.groups[at]);
+  }
+  require(next == report.crcs.size(), "more checksums than samples");
+}
+
+// Two ranks of a set have different bytes: what one of them has is nothing to the others.
+void Tiers::end_members(size_t group) {
+  trust_[group].ended = true;
+  unequal_.push_back(group);
+  for (Row row = 0; row < index.end(); ++row) {
+    const Entry& entry = index[row];
+    if (entry.state == State::ABSENT || entry.group != group || !is_single(entry)) continue;
+    doom(row, false);
+  }
+}
+
+// Evict chunks until a cache slot like this is free, and take it; kNone: there are none to evict.
+Slot Tiers::make_cache_room(bool spare_unwritten, const Part& part) {
+  const auto may_clean = [this](Slot slot) { return clean->contains(slot); };
+  const auto evict_clean = [this](Slot victim) { evict_cached(victim, true); };
+  if (make_room(cache, *clean, part, may_clean, evict_clean)) return cache.take(part);
+  if (!options_.demotes || spare_unwritten) return kNone;
+  const auto may = [this](Slot slot) { return clean->contains(slot) || waiting->contains(slot); };
+  const auto evict = [this](Slot victim) { evict_cached(victim, false); };
+  return make_room(cache, *waiting, part, may, evict) ? cache.take(part) : kNone;
+}
+
+}  // namespace nvmeof

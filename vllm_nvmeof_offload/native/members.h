@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// Members of places and cache slots, as in `protocol.py`. Ranks with equal bytes of a group form a
+// set; what a place or cache slot with member m names is the only copy in each set, and the set's
+// rank m has it.
+#pragma once
+
+#include <cstdint>
+
+namespace nvmeof {
+
+// Where a chunk is in the pool: owner 15 bits, member 8, target 8, slot 32; -1: nowhere. Owner 0 is
+// this engine.
+using Place = int64_t;
+inline constexpr Place kNoPlace = -1;
+inline constexpr int32_t kNoSlot = -1;
+inline constexpr uint32_t kEveryMember = 255;  // every rank has its part
+
+inline Place place_of(uint32_t target, uint32_t slot, uint32_t member = kEveryMember) {
+  return int64_t{member} << 40 | int64_t{target} << 32 | slot;
+}
+inline uint32_t member_of(Place place) { return static_cast<uint32_t>(place >> 40) & 0xff; }
+inline uint32_t target_of(Place place) { return static_cast<uint32_t>(place >> 32) & 0xff; }
+inline uint32_t slot_of(Place place) { return static_cast<uint32_t>(place); }
+
+// A cache slot of a batch: its row in 24 bits, and above it the member + 1; 0: every member.
+inline int32_t cache_slot(uint32_t row, uint32_t member) {
+  return static_cast<int32_t>((member == kEveryMember ? 0 : member + 1) << 24 | row);
+}
+inline uint32_t cache_row(int32_t cache) { return static_cast<uint32_t>(cache) & 0xffffff; }
+inline uint32_t cache_member(int32_t cache) {
+  return ((static_cast<uint32_t>(cache) >> 24) - 1) & 0xff;
+}
+
+}  // namespace nvmeof
