@@ -82,6 +82,11 @@ def member_of(place: int) -> int:
     return place >> _MEMBER_SHIFT & 0xFF
 
 
+def members_of(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The members of places, none of which is `NOWHERE`."""
+    return places >> _MEMBER_SHIFT & 0xFF
+
+
 def cache_slot(row: int, member: int = EVERY_MEMBER) -> int:
     """What the column `cache` says of a member's slot in a row of the CPU tier."""
     return row if member == EVERY_MEMBER else member + 1 << _CACHE_SHIFT | row

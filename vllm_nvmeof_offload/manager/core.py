@@ -113,11 +113,14 @@ class ManagerCore:
         #: The weights are not those that the keyspace names: no later start may adopt anything.
         self.weights_changed = False
         self._tag = agreement.tag
+        self._lane_bytes = list(capacity.lane_bytes)
         #: Events since the start, under the names of `metrics.COUNTERS`.
         self.counters = Counts()
         #: By series of `failed_chunks`: the last failure that it counted.
         self.last_failures: dict[Series, Outcome] = {}
         self.levels: dict[int, LevelReport] = {}  # by rank, as it last reported
+        #: Positions of groups in which ranks that should have equal bytes have not.
+        self.unequal_groups: list[int] = []
         self._clock = clock
         self._ledger = Ledger(config.world_size, clock, prompts_s)
         self._tiers = tiers = self._make_tiers(policy)
@@ -158,6 +161,9 @@ class ManagerCore:
             # The native core has this one too.
             policy=None if policy is LruPolicy else policy,
             slot_errnos=_SLOT_ERRNOS,
+            set_sizes=self.capacity.set_sizes,
+            equal_min=config.equal_min,
+            sample_every=config.sample_every,
         )
 
     # -- look-up ----------------------------------------------------------------------
@@ -180,7 +186,7 @@ class ManagerCore:
 
         tokens: that they bring, where there are several groups.
         """
-        leading, read_bytes = self._tiers.weigh(keys, self.capacity.group_bytes)
+        leading, read_bytes = self._tiers.weigh(keys, self._lane_bytes)
         if self.config.full_attention_only:
             tokens = (len(keys) - leading) * self.config.groups[0].tokens_per_chunk
         return Find(leading, read_bytes, self.queued_bytes(), tokens)
@@ -356,7 +362,11 @@ class ManagerCore:
                 report.codes,
                 report.errnos,
                 report.released,
+                report.crcs,
+                report.rank,
             )
+            if report.crcs is not None:
+                self._compared()
             if lost:
                 self._holds.lost(op, lost)
             if kind is OpKind.FETCH:
@@ -371,6 +381,13 @@ class ManagerCore:
                 self._load_times.learn(op, was_cut=False)
         if op.over:
             self._ledger.close(op)
+
+    def _compared(self) -> None:
+        """Ranks have said which bytes they stored of the same chunks."""
+        unequal = self._tiers.take_unequal()
+        if unequal:
+            self.unequal_groups += unequal
+            self._holds.doomed()
 
     def _reset_reported(self, op: Op, report: OpReport) -> None:
         op.ranks_left -= 1

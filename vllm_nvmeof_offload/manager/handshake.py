@@ -4,15 +4,30 @@
 from __future__ import annotations
 
 import enum
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_nvmeof_offload.groups import Group, GroupKind, leading
-from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello, slots_by_target, targets_of
+from vllm_nvmeof_offload.groups import (
+    GROUP_ID_BYTES,
+    SET_SIZE_MAX,
+    Group,
+    GroupKind,
+    leading,
+)
+from vllm_nvmeof_offload.protocol import (
+    CACHE_ROWS_MAX,
+    EVERY_MEMBER,
+    AdoptedEntries,
+    RankHello,
+    members_of,
+    slots_by_target,
+    targets_of,
+)
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
 #: Configured name of the eviction policy under which a chunk's returns count (`Recency`).
@@ -43,6 +58,8 @@ class CoreConfig:
     kv_events: record changes in `ManagerCore.kv_events`; the caller takes them after each step.
     admission: False loads whatever is found. The operator pins the two rates; None: learned.
     read_bytes_per_s: of one rank, over all targets.
+    equal_min: chunks of a group that the ranks of a set must have stored alike before they share
+    one copy. sample_every: from then on, one chunk of so many is stored and compared again.
     """
 
     world_size: int = 1
@@ -63,6 +80,8 @@ class CoreConfig:
     clean_share: float = 0.125
     report_deadline_s: float = 60.0
     kv_events: bool = False
+    equal_min: int = 8
+    sample_every: int = 1024
 
     @property
     def full_attention_only(self) -> bool:
@@ -70,11 +89,16 @@ class CoreConfig:
         middle is missing still brings those before it."""
         return len(self.groups) == 1 and self.groups[0].kind is GroupKind.FULL
 
-    def tokens_in(self, slots: int) -> int:
-        """The tokens of which so many slots hold the KV, without boundaries' windows and states."""
+    def tokens_in(self, slots: int, set_sizes: Sequence[int] = ()) -> int:
+        """The tokens of which so many slots hold the KV, without boundaries' windows and states.
+
+        set_sizes: by group, the ranks that share one copy of a chunk; empty: each has its own.
+        """
         dense = self._dense or (self.groups[leading(self.groups)],)
-        unit = math.lcm(*(group.tokens_per_chunk for group in dense))
-        return slots * unit // sum(unit // group.tokens_per_chunk for group in dense)
+        sizes = [set_sizes[self.groups.index(group)] if set_sizes else 1 for group in dense]
+        per_slot = [group.tokens_per_chunk * size for group, size in zip(dense, sizes, strict=True)]
+        unit = math.lcm(*per_slot)
+        return slots * unit // sum(unit // tokens for tokens in per_slot)
 
     @property
     def boundary_slots(self) -> int:
@@ -94,16 +118,25 @@ class Capacity:
     """Slots that every rank has, and the shape they share. pool_slots: by target.
 
     group_bytes: by group, what one of its chunks takes of a slot, on the rank where that is most.
+    set_sizes: by group, the ranks with equal bytes, which store one copy of a chunk together.
     """
 
     cache_slots: int
     pool_slots: tuple[int, ...]
     slot_bytes: int
     group_bytes: tuple[int, ...]
+    set_sizes: tuple[int, ...] = (1,)
 
     @property
     def pool_slots_total(self) -> int:
         return sum(self.pool_slots)
+
+    @property
+    def lane_bytes(self) -> tuple[int, ...]:
+        """What one rank reads of a chunk: by group; then, by group, of a chunk of which each set
+        has one copy, on average over its ranks."""
+        single = (size // n for size, n in zip(self.group_bytes, self.set_sizes, strict=True))
+        return (*self.group_bytes, *single)
 
     @property
     def slot_fill(self) -> float:
@@ -133,10 +166,11 @@ def agree(hellos: Sequence[RankHello]) -> Agreement:
         assert tuple(of_rank.group for of_rank in hello.groups) == groups, "ranks of other models"
     pool_slots = min(h.pool_slots for h in hellos)
     capacity = Capacity(
-        min(h.cache_slots for h in hellos),
+        min(CACHE_ROWS_MAX, *(h.cache_slots for h in hellos)),
         slots_by_target(pool_slots, first.target_count),
         first.slot_bytes,
         _group_bytes(hellos) if groups else (first.slot_bytes,),
+        _set_sizes(hellos) if groups else (1,),
     )
     found = max(len(h.adopted) for h in hellos)
     tag = first.tag if len({h.tag for h in hellos}) == 1 else b""
@@ -146,16 +180,70 @@ def agree(hellos: Sequence[RankHello]) -> Agreement:
         # chunks that are written from now on, and fatal for chunks that would be adopted.
         note = f"ranks opened different pools {sorted(shapes)}: nothing is adopted"
         return Agreement(capacity, AdoptedEntries(), found, (note,))
-    entries = _in_order(first.adopted)
-    for hello in hellos[1:]:
-        entries = _in_both(entries, _in_order(hello.adopted))
-    lost = len(first.adopted) - len(entries)
+    entries, found, lost = _adopted(hellos, dict(zip(groups, capacity.set_sizes, strict=False)))
     note = f"{lost} pool entries of rank {first.rank} are not on every rank: dropped"
     if len(entries):
         slots_of = np.array(capacity.pool_slots, np.int64)[targets_of(entries.places)]
         in_range = (entries.places & 0xFFFFFFFF) < slots_of
         entries = entries if in_range.all() else _take(entries, np.flatnonzero(in_range))
     return Agreement(capacity, entries, found - len(entries), (note,) if lost else (), tag)
+
+
+def _set_sizes(hellos: Sequence[RankHello]) -> tuple[int, ...]:
+    """By group, the ranks in a set; 1 where the ranks do not agree."""
+    by_rank = [[group.set_size for group in hello.groups] for hello in hellos]
+    by_group = [set(of_group) for of_group in zip(*by_rank, strict=True)]
+    sizes = [sizes.pop() if len(sizes) == 1 else 1 for sizes in by_group]
+    return tuple(n if n <= SET_SIZE_MAX and len(hellos) % n == 0 else 1 for n in sizes)
+
+
+def _adopted(
+    hellos: Sequence[RankHello], set_sizes: Mapping[Group, int]
+) -> tuple[AdoptedEntries, int, int]:
+    """The entries that every rank has which should; how many the rank has that found most; how many
+    the first one has that are not adopted.
+
+    A chunk that has a copy on every rank is looked for on all of them; one of which each set of
+    ranks has a single copy, on the same member of every set.
+    """
+    all_holders = [[_of_member(_in_order(hello.adopted), EVERY_MEMBER) for hello in hellos]]
+    for size in sorted(set(set_sizes.values()) - {1}):
+        ids = [group.group_id for group, of_group in set_sizes.items() if of_group == size]
+        for member in range(size):
+            holders = [hello.adopted for hello in hellos if hello.rank % size == member]
+            of_member = [_of_member(_in_order(adopted), member) for adopted in holders]
+            all_holders.append([_of_groups(entries, ids) for entries in of_member])
+    parts = [functools.reduce(_in_both, holders) for holders in all_holders]
+    found = sum(max(map(len, holders)) for holders in all_holders)
+    lost = sum(len(holders[0]) for holders in all_holders) - sum(map(len, parts))
+    return _merged(parts), found, lost
+
+
+def _merged(parts: Sequence[AdoptedEntries]) -> AdoptedEntries:
+    some = [part for part in parts if len(part)]
+    if len(some) < 2:
+        return (some or parts)[0]
+    same = [part for part in some if part.key_bytes == some[0].key_bytes]
+    merged = AdoptedEntries(
+        np.concatenate([part.places for part in same]),
+        np.concatenate([part.generations for part in same]),
+        b"".join([part.keys for part in same]),
+    )
+    return _in_order(merged)
+
+
+def _of_member(entries: AdoptedEntries, member: int) -> AdoptedEntries:
+    has = members_of(entries.places) == member
+    return entries if has.all() else _take(entries, np.flatnonzero(has))
+
+
+def _of_groups(entries: AdoptedEntries, ids: Sequence[int]) -> AdoptedEntries:
+    """The entries whose keys are of the groups with these ids."""
+    if not len(entries):
+        return entries
+    keys = np.frombuffer(entries.keys, np.uint8).reshape(len(entries), -1)
+    numbers = np.ascontiguousarray(keys[:, -GROUP_ID_BYTES:]).view(">u4")[:, 0]
+    return _take(entries, np.flatnonzero(np.isin(numbers, ids)))
 
 
 def _group_bytes(hellos: Sequence[RankHello]) -> tuple[int, ...]:

@@ -198,13 +198,13 @@ class LoadTimes:
         self.reading = [0] * len(capacity.pool_slots)
         self._limits_s: dict[Op, float] = {}  # of loads under way; infinite: it was cut off
         self._ledger, self._admission, self._clock = ledger, admission, clock
-        self._group_bytes = list(capacity.group_bytes)
+        self._lane_bytes = list(capacity.lane_bytes)
         self._config = config
 
     def planned(self, op: Op, limit_s: float | None) -> None:
         """The load goes to the workers. limit_s: when it is cut off; None: never."""
         assert op.batch is not None
-        op.lanes, op.reads = op.batch.lanes(self._group_bytes, len(self.reading))
+        op.lanes, op.reads = op.batch.lanes(self._lane_bytes, len(self.reading))
         if op.reads:
             op.queued = tuple(self.reading)
             self._count(op, 1)
@@ -232,7 +232,7 @@ class LoadTimes:
     def learn(self, op: Op, was_cut: bool) -> None:
         """Let admission learn from a load or a probe that has its outcome."""
         assert op.batch is not None
-        lanes, chunks, missed = op.batch.timed(self._group_bytes, len(self.reading), was_cut)
+        lanes, chunks, missed = op.batch.timed(self._lane_bytes, len(self.reading), was_cut)
         if not missed and not chunks:
             return  # a load that failed at once has no meaningful time
         tokens = op.tokens

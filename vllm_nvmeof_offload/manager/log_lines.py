@@ -26,7 +26,7 @@ def start_line(hellos: Sequence[RankHello], core: ManagerCore) -> str:
     pinned = sum((hello.cache_slots + hello.stream_slots) * hello.slot_bytes for hello in hellos)
     replica = f"replica {first.replica}: " if first.replica is not None else ""
     tier = (
-        f"{replica}CPU tier of {_tokens(config, capacity.cache_slots)} "
+        f"{replica}CPU tier of {_tokens(config, capacity, capacity.cache_slots)} "
         f"({capacity.cache_slots} cache slots of {format_bytes(size)}) and {first.stream_slots} "
         f"stream slots in {format_bytes(pinned)} of pinned memory on "
         f"{ranks} {'rank' if ranks == 1 else 'ranks'}"
@@ -49,13 +49,16 @@ def start_line(hellos: Sequence[RankHello], core: ManagerCore) -> str:
     return "; ".join(parts)
 
 
-def _tokens(config: CoreConfig, slots: int) -> str:
+def _tokens(config: CoreConfig, capacity: Capacity, slots: int) -> str:
     """The tokens that so many slots hold."""
     at_most = "at most " if config.boundary_slots else ""
-    return f"{at_most}{config.tokens_in(slots):,} tokens"
+    return f"{at_most}{config.tokens_in(slots, capacity.set_sizes):,} tokens"
 
 
 def _groups(config: CoreConfig, capacity: Capacity) -> Iterable[str]:
+    if max(capacity.set_sizes) > 1:
+        ranks = ", ".join(map(str, capacity.set_sizes))
+        yield f"one copy of what {ranks} ranks hold alike"
     if config.full_attention_only:
         return
     sizes = ", ".join(map(format_bytes, capacity.group_bytes))
@@ -81,7 +84,7 @@ def _pool(first: RankHello, capacity: Capacity, config: CoreConfig, ranks: int) 
         return "no pool: what leaves the CPU tier is gone"
     size = format_bytes(slots * capacity.slot_bytes * ranks)
     return (
-        f"pool of {_tokens(config, slots)} ({slots} slots, "
+        f"pool of {_tokens(config, capacity, slots)} ({slots} slots, "
         f"{size} over all ranks) in engine-{first.engine_index} on {', '.join(first.targets)}"
     )
 
@@ -121,9 +124,18 @@ class FailureLog:
         self._targets = {str(number): path for number, path in enumerate(targets)}
         self._logged = Counts()
         self._logged_s: dict[Series, float] = {}
+        self._unequal = 0  # groups that were logged
 
     def log_new(self) -> None:
         """Log what is new and due; call after every step's reports."""
+        for group in self._core.unequal_groups[self._unequal :]:
+            logger.warning(
+                "ranks that should hold equal KV stored different bytes of KV cache group %d: "
+                "each of them stores its own again, and the copies that they shared are dropped; "
+                "please report this model and its parallel configuration, and leave out one_copy",
+                self._core.config.groups[group].group_id,
+            )
+        self._unequal = len(self._core.unequal_groups)
         for kind, outcome in self._core.last_failures.items():
             new = self._core.counters[kind] - self._logged[kind]
             if not new or outcome.kind is OutcomeKind.CANCELLED:

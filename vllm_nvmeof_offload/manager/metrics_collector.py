@@ -50,7 +50,8 @@ class MetricsCollector:
         gauges["stream_slots"] = sum(hello.stream_slots for hello in hellos)
         gauges["slot_bytes"] = core.capacity.slot_bytes
         gauges["slot_fill"] = core.capacity.slot_fill
-        gauges["capacity_tokens", "cpu"] = core.config.tokens_in(core.capacity.cache_slots)
+        slots, sets = core.capacity.cache_slots, core.capacity.set_sizes
+        gauges["capacity_tokens", "cpu"] = core.config.tokens_in(slots, sets)
 
     def take_increases(self) -> dict[Series, float]:
         """Counters' increases since the last call; the first has every series, if only as 0."""
@@ -76,7 +77,8 @@ class MetricsCollector:
             for series, value in core.gauges().items()
             if (series if isinstance(series, str) else series[0]) in GAUGES
         }
-        gauges["capacity_tokens", "pool"] = core.config.tokens_in(int(gauges["pool_slots"]))
+        slots, sets = int(gauges["pool_slots"]), core.capacity.set_sizes
+        gauges["capacity_tokens", "pool"] = core.config.tokens_in(slots, sets)
         for target, verdict in enumerate(core.targets.worst_verdicts()):
             gauges["target_verdict", str(target)] = verdict
             gauges["target_read_bytes_per_second", str(target)] = core.targets.read_rates[target]

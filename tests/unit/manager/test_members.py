@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One copy where ranks hold equal KV: who is believed, what is doomed, what is adopted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
+from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
+from vllm_nvmeof_offload.manager.handshake import agree
+from vllm_nvmeof_offload.manager.log_lines import FailureLog
+from vllm_nvmeof_offload.protocol import (
+    EVERY_MEMBER,
+    AdoptedEntries,
+    ChunkBatch,
+    OpReport,
+    RankHello,
+    StoreCommand,
+    WriteCommand,
+    cache_member,
+    member_of,
+    place_of,
+    row_of,
+)
+
+GROUPS = (Group(0, GroupKind.FULL, 16), Group(3, GroupKind.WINDOW, 16, reach_chunks=2))
+EQUAL_MIN, SAMPLE_EVERY = 2, 5
+
+
+def key(number: int, group: int = 0) -> bytes:
+    return number.to_bytes(4, "big") + group.to_bytes(4, "big")
+
+
+def hello(
+    rank: int, set_sizes: Sequence[int] = (2, 1), adopted: AdoptedEntries | None = None
+) -> RankHello:
+    groups = zip(GROUPS, set_sizes, strict=True)
+    return RankHello(
+        rank,
+        0,
+        "keyspace",
+        cache_slots=8,
+        pool_slots=8,
+        target_count=1,
+        slot_bytes=8192,
+        groups=tuple(RankGroup(group, 4096, set_size) for group, set_size in groups),
+        adopted=adopted or AdoptedEntries(),
+    )
+
+
+class Ranks:
+    """A core, and ranks that do what they are told."""
+
+    def __init__(self, hellos: Sequence[RankHello]) -> None:
+        self.count = len(hellos)
+        self.core = ManagerCore(
+            CoreConfig(
+                world_size=self.count,
+                key_bytes=8,
+                groups=GROUPS,
+                equal_min=EQUAL_MIN,
+                sample_every=SAMPLE_EVERY,
+            ),
+            agree(hellos),
+        )
+        self.set_size = self.core.capacity.set_sizes[0]
+
+    def store(self, *keys: bytes, crcs: Sequence[int] | None = None) -> ChunkBatch:
+        """crcs: by rank, of the samples; None: all are equal."""
+        ends = np.arange(1, len(keys) + 1) * 16
+        command = self.core.prepare_store(keys, ends).command
+        assert isinstance(command, StoreCommand)
+        self.report_store(command, crcs)
+        return command.batch
+
+    def report_store(self, command: StoreCommand, crcs: Sequence[int] | None = None) -> None:
+        batch = command.batch
+        samples = [
+            group == 0 and self.set_size > 1 and cache_member(cache) == EVERY_MEMBER
+            for cache, group in zip(batch.cache.tolist(), batch.groups.tolist(), strict=True)
+        ]
+        for rank in range(self.count):
+            crc = 7 if crcs is None else crcs[rank]
+            found = np.full(sum(samples), crc, np.uint32) if any(samples) else None
+            self.core.report([OpReport(command.op, crcs=found, rank=rank)])
+
+    def write(self) -> list[int]:
+        """Do the writes that wait; return their places."""
+        places: list[int] = []
+        for command in self.core.take_commands():
+            assert isinstance(command, WriteCommand)
+            places += command.batch.places.tolist()
+            self.core.report([OpReport(command.op)] * self.count)
+        return places
+
+
+def members(batch: ChunkBatch) -> list[int]:
+    return [cache_member(cache) for cache in batch.cache.tolist()]
+
+
+def test_members_take_turns_once_their_ranks_are_believed() -> None:
+    ranks = Ranks([hello(rank) for rank in range(4)])
+    assert members(ranks.store(key(1), key(2), key(3, 3))) == [EVERY_MEMBER] * 3
+    batch = ranks.store(*map(key, range(11, 15)))
+    assert members(batch) == [0, 1, 0, 1]
+    rows = [row_of(cache) for cache in batch.cache.tolist()]
+    assert rows[0] == rows[1] != rows[2] == rows[3], "two parts share a row"
+    assert members(ranks.store(key(15), key(16), key(3, 3), key(4, 3))) == [EVERY_MEMBER, 0, 255]
+
+
+def test_a_single_copy_is_written_by_its_member() -> None:
+    ranks = Ranks([hello(rank) for rank in range(2)])
+    ranks.store(key(1), key(2))
+    assert [member_of(place) for place in ranks.write()] == [EVERY_MEMBER] * 2
+    stored = ranks.store(*map(key, range(11, 14)))
+    assert [member_of(place) for place in ranks.write()] == members(stored) == [0, 1, 0]
+
+
+@pytest.mark.parametrize("set_sizes", [(1, 1), (3, 1), (128, 1)])
+def test_a_set_size_that_fits_no_ranks_is_one(set_sizes: tuple[int, int]) -> None:
+    assert agree([hello(rank, set_sizes) for rank in range(4)]).capacity.set_sizes == (1, 1)
+
+
+def test_all_ranks_must_report_the_same_set_size() -> None:
+    assert agree([hello(0), hello(1)]).capacity.set_sizes == (2, 1)
+    assert agree([hello(0), hello(1, (1, 1))]).capacity.set_sizes == (1, 1)
+
+
+@pytest.mark.parametrize(("crcs", "equal"), [((1, 1, 2, 2), True), ((1, 2, 1, 2), False)])
+def test_ranks_are_compared_within_their_sets(crcs: tuple[int, ...], equal: bool) -> None:
+    ranks = Ranks([hello(rank) for rank in range(4)])
+    ranks.store(key(1), key(2), crcs=crcs)
+    assert ranks.core.unequal_groups == ([] if equal else [0])
+    later = ranks.store(key(11))
+    assert (members(later) != [EVERY_MEMBER]) == equal
+
+
+def test_a_difference_dooms_single_copies_and_ends_members(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ranks = Ranks([hello(rank) for rank in range(2)])
+    core = ranks.core
+    failures = FailureLog(core, ["/pool"])
+    ranks.store(key(1), key(2), key(1, 3))
+    ranks.store(key(11), key(12))
+    ranks.write()
+    before = {entry.key for entry in core.entries()}
+    assert {key(11), key(12)} <= before
+    ranks.store(key(13), key(14))
+    command = core.prepare_store([key(15)], np.array([16])).command
+    assert isinstance(command, StoreCommand)
+    assert members(command.batch) == [EVERY_MEMBER], "it is a sample"
+    ranks.report_store(command, crcs=(1, 2))
+    assert {entry.key for entry in core.entries()} == {key(1), key(2), key(1, 3), key(15)}
+    assert core.lookup(key(11)) is None
+    with caplog.at_level(logging.WARNING):
+        failures.log_new()
+        failures.log_new()
+    assert caplog.text.count("stored different bytes of KV cache group 0") == 1
+    ranks.write()  # what was doomed while its write was under way
+    assert members(ranks.store(*map(key, range(20, 24)))) == [EVERY_MEMBER] * 4
+    ranks.write()
+    assert core.gauges()["ops"] == 0
+    assert core.gauges()["cache_slots_orphaned"] == core.gauges()["pool_slots_orphaned"] == 0
+
+
+def test_a_held_single_copy_that_is_doomed_is_released() -> None:
+    ranks = Ranks([hello(rank) for rank in range(2)])
+    core = ranks.core
+    ranks.store(key(1), key(2))
+    ranks.store(key(11), key(12))
+    core.reload.follow("request", [key(11), key(12)], lambda _: False)
+    core.turn()
+    assert set(core.held()) == {key(11), key(12)}
+    ranks.store(key(13), key(14))
+    ranks.store(key(15), crcs=(1, 2))
+    assert not list(core.held())
+    core.reload.left("request")
+
+
+def test_a_sample_that_failed_on_a_rank_proves_nothing() -> None:
+    ranks = Ranks([hello(rank) for rank in range(2)])
+    command = ranks.core.prepare_store([key(1), key(2)], np.array([16, 32])).command
+    assert isinstance(command, StoreCommand)
+    codes, errnos = np.array([0, 1], np.uint8), np.array([0, 5], np.int16)
+    one = np.array([9], np.uint32)
+    ranks.core.report(
+        [
+            OpReport(command.op, np.arange(2, dtype=np.uint32), codes, errnos, crcs=one, rank=0),
+            OpReport(command.op, crcs=np.array([9, 9], np.uint32), rank=1),
+        ]
+    )
+    assert members(ranks.store(key(3))) == [EVERY_MEMBER]
+    assert members(ranks.store(key(4))) == [0]
+
+
+def found(*entries: tuple[int, int, int, bytes]) -> AdoptedEntries:
+    """Slot, member, generation, key."""
+    return AdoptedEntries(
+        np.array([place_of(0, slot, member) for slot, member, _, _ in entries], np.int64),
+        np.array([generation for _, _, generation, _ in entries], np.uint64),
+        b"".join(name for *_, name in entries),
+    )
+
+
+def test_single_copies_are_adopted_from_their_holders() -> None:
+    everywhere = (0, EVERY_MEMBER, 1, key(1))
+    only_some = (1, EVERY_MEMBER, 2, key(2))
+    single, other = (2, 0, 3, key(3)), (2, 1, 4, key(4))
+    lost = (3, 1, 5, key(5))
+    of_ranks = [
+        found(everywhere, only_some, single),
+        found(everywhere, other, lost),
+        found(everywhere, only_some, single),
+        found(everywhere, other),
+    ]
+    agreement = agree([hello(rank, adopted=of_ranks[rank]) for rank in range(4)])
+    entries = agreement.entries
+    assert sorted(entries.generations.tolist()) == [1, 3, 4]
+    assert (np.diff(entries.places) > 0).all()
+    assert agreement.unadopted == 2
+    ranks = Ranks([hello(rank, adopted=of_ranks[rank]) for rank in range(4)])
+    places = {entry.key: entry.place for entry in ranks.core.entries()}
+    assert places == {
+        key(1): place_of(0, 0),
+        key(3): place_of(0, 2, 0),
+        key(4): place_of(0, 2, 1),
+    }
+    assert ranks.core.gauges()["pool_slots_used"] == 2, "two parts share a slot"
+
+
+def test_single_copies_are_not_adopted_where_ranks_share_none() -> None:
+    single = found((0, 0, 3, key(3)))
+    assert not len(agree([hello(rank, (1, 1), single) for rank in range(2)]).entries)
+
+
+def test_a_single_copy_is_fetched_and_landed_by_its_member() -> None:
+    adopted = [found((0, 0, 3, key(3))), found((0, 1, 4, key(4)))]
+    ranks = Ranks([hello(rank, adopted=adopted[rank]) for rank in range(2)])
+    load = ranks.core.prepare_load([key(3), key(4)], tokens=range(32), ends=np.array([16, 32]))
+    assert members(load.batch) == [member_of(place) for place in load.batch.places] == [0, 1]
+
+
+def test_a_rank_reads_its_share_of_single_copies() -> None:
+    adopted = [found((0, 0, 3, key(3))), found((0, 1, 4, key(4)))]
+    ranks = Ranks([hello(rank, adopted=adopted[rank]) for rank in range(2)])
+    assert ranks.core.find([key(3), key(4)]).read_bytes == [2 * 8192 // 2]
+    assert ranks.core.config.tokens_in(8, (2, 1)) == 2 * ranks.core.config.tokens_in(8)
