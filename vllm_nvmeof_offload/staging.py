@@ -32,13 +32,32 @@ _Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
+class SetMap:
+    """The staging of all members of a set, as this rank maps it.
+
+    words: address of the words through which they wait for each other (native/set_memory.h).
+    member: this rank. addresses: by member, of its cache slot 0. set_sizes: by group, how many
+    consecutive members have equal bytes of it.
+    """
+
+    words: int
+    member: int
+    addresses: tuple[int, ...]
+    set_sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StagingMap:
-    """Addresses of slots: cache slots first, then stream slots, with equal strides."""
+    """Addresses of slots: cache slots first, then stream slots, with equal strides.
+
+    members: of the set that shares its staging; None: this rank is in no set.
+    """
 
     base_address: int
     slot_bytes: int
     cache_slots: int
     stream_slots: int
+    members: SetMap | None = None
 
     def cache_address(self, slot: int) -> int:
         assert 0 <= slot < self.cache_slots

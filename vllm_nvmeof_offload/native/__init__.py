@@ -18,6 +18,7 @@ from vllm_nvmeof_offload.native._tiers import (
     Machine,
     Tiers,
     meter_unlocked,
+    set_words_bytes,
     unlocked_s,
 )
 
@@ -31,6 +32,7 @@ __all__ = [
     "Tiers",
     "core",
     "meter_unlocked",
+    "set_words_bytes",
     "unlocked_s",
 ]
 

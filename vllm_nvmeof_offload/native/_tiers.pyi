@@ -182,10 +182,11 @@ _Report: TypeAlias = tuple[
     npt.NDArray[np.int16] | None,
     npt.NDArray[np.uint8] | None,
     float,
+    npt.NDArray[np.uint32] | None,
 ]
 
 #: Number, op, whether it is a store, bytes, pieces; of a store, by chunk: pieces, payload
-#: addresses, payload bytes.
+#: addresses, payload bytes, and whether its CRC must be reported (None: of none).
 _Copies: TypeAlias = tuple[
     int,
     int,
@@ -195,6 +196,7 @@ _Copies: TypeAlias = tuple[
     npt.NDArray[np.uint32],
     npt.NDArray[np.uint64],
     npt.NDArray[np.uint64],
+    npt.NDArray[np.uint8] | None,
 ]
 
 class InstantLanes:  # ends operations at once, for `bench hotpath`
@@ -210,6 +212,12 @@ class Geometry:
     def pieces(
         self, blocks: npt.NDArray[np.int32], first: int, chunks: int, /
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]: ...
+
+#: Address of the set's words, this rank's member, addresses of the members' cache slots, set sizes
+#: by group: set_member.h.
+_Set: TypeAlias = tuple[int, int, Sequence[int], Sequence[int]]
+
+def set_words_bytes(members: int, cache_slots: int, stream_slots: int) -> int: ...
 
 class Machine:
     def __init__(
@@ -235,6 +243,7 @@ class Machine:
         write_bytes_beside_reads_max: int,
         lanes: int = 0,
         now_s: float = 0.0,
+        members: _Set | None = None,
     ) -> None: ...
     def begin(
         self,
@@ -279,6 +288,10 @@ class Machine:
     ) -> tuple[tuple[int, int, float], tuple[int, int, float], int, list[int]]: ...
     def take_rates(self) -> list[tuple[int, float, float]]: ...
     def levels(self) -> tuple[int, int, int, int, int, int, int]: ...
+    # Whether it has waited: until a word of the set, a readable file or the time asks for a step.
+    def await_set(self, fds: Sequence[int], seconds: float) -> bool: ...
+    # Nothing moves any more: the other members of the set do not wait.
+    def leave_set(self) -> None: ...
     @property
     def idle(self) -> bool: ...
     @property

@@ -86,13 +86,16 @@ nb::object column(std::vector<T>&& items) {
   return items.empty() ? nb::none() : array(std::move(items));
 }
 
+// A `SetOptions`: memory, member, addresses, set sizes.
+using Set = std::tuple<uintptr_t, size_t, std::vector<uint64_t>, std::vector<uint8_t>>;
+
 void make(Machine* self, size_t cache_slots, size_t stream_slots, uint64_t pool_slots,
           uint64_t base_address, size_t slot_bytes, size_t header_bytes,
           std::vector<size_t> group_bytes, size_t targets, size_t reads_max, size_t writes_max,
           double read_deadline_s, double write_deadline_s, size_t saturating_reads,
           size_t saturating_writes, std::vector<bool> retryable, size_t read_bytes_max,
           size_t write_bytes_max, size_t write_bytes_beside_reads_max, uintptr_t lanes,
-          double now_s) {
+          double now_s, const std::optional<Set>& set) {
   MachineOptions options;
   options.cache_slots = cache_slots;
   options.stream_slots = stream_slots;
@@ -113,6 +116,10 @@ void make(Machine* self, size_t cache_slots, size_t stream_slots, uint64_t pool_
                 read_bytes_max,
                 write_bytes_max,
                 write_bytes_beside_reads_max};
+  if (set) {
+    const auto& [memory, member, addresses, sizes] = *set;
+    options.set = {reinterpret_cast<void*>(memory), addresses.size(), member, addresses, sizes};
+  }
   new (self) Machine(options, reinterpret_cast<NativeLanes*>(lanes), nanoseconds(now_s));
 }
 
@@ -185,7 +192,7 @@ void give_up(Machine& machine, const std::vector<uint64_t>& tokens,
 
 // In seconds; infinity: never.
 double next_deadline(Machine& machine) {
-  const int64_t next_ns = machine.io.next_deadline_ns();
+  const int64_t next_ns = machine.next_deadline_ns();
   return next_ns == INT64_MAX ? INFINITY : static_cast<double>(next_ns) / 1e9;
 }
 
@@ -246,7 +253,8 @@ nb::list take_copies(Machine& machine) {
   for (CopyBatch& batch : batches)
     all.append(nb::make_tuple(batch.number, batch.op, batch.is_store, batch.bytes,
                               array(std::move(batch.pieces), 3), array(std::move(batch.counts)),
-                              array(std::move(batch.payloads)), array(std::move(batch.sizes))));
+                              array(std::move(batch.payloads)), array(std::move(batch.sizes)),
+                              column(std::move(batch.sampled))));
   return all;
 }
 
@@ -261,7 +269,7 @@ nb::list take_reports(Machine& machine) {
     all.append(nb::make_tuple(
         report.op, report.all_rows ? nb::none() : column(std::move(report.indexes)),
         column(std::move(report.codes)), column(std::move(report.errors)),
-        column(std::move(report.released)), report.seconds));
+        column(std::move(report.released)), report.seconds, column(std::move(report.crcs))));
   return all;
 }
 
@@ -315,6 +323,21 @@ nb::list take_rates(Machine& machine) {
   return all;
 }
 
+// Bytes of the words of a set of members that have so many slots each.
+size_t set_words_bytes(size_t members, size_t cache_slots, size_t stream_slots) {
+  return SetMemory::bytes({members, cache_slots, stream_slots});
+}
+
+// Block until a word of another member, a readable file or the time asks for a step. False, at
+// once: nothing is to be expected of the others.
+bool await_set(Machine& machine, const std::vector<int>& fds, double seconds) {
+  SetMember* const set = machine.set();
+  if (!set || !set->awaits()) return false;
+  const nb::gil_scoped_release unlocked;
+  set->sleep(fds, machine.io.now_ns(), nanoseconds(seconds));
+  return true;
+}
+
 nb::tuple levels(Machine& machine) {
   IoQueue& io = machine.io;
   return nb::make_tuple(machine.streams_used(), machine.streams_waiting(),
@@ -334,6 +357,7 @@ void bind_machine(nb::module_& m) {
       .def_prop_ro("address", [](InstantLanes& lanes) {
         return reinterpret_cast<uintptr_t>(static_cast<NativeLanes*>(&lanes));
       });
+  m.def("set_words_bytes", &set_words_bytes, "members"_a, "cache_slots"_a, "stream_slots"_a);
   const auto unlocked = nb::call_guard<Unlocked>();
   nb::class_<Machine>(m, "Machine")
       .def("__init__", &make, nb::kw_only(), "cache_slots"_a, "stream_slots"_a, "pool_slots"_a = 0,
@@ -341,7 +365,8 @@ void bind_machine(nb::module_& m) {
            "targets"_a, "reads_max"_a,
            "writes_max"_a, "read_deadline_s"_a, "write_deadline_s"_a, "saturating_reads"_a,
            "saturating_writes"_a, "retryable"_a, "read_bytes_max"_a, "write_bytes_max"_a,
-           "write_bytes_beside_reads_max"_a, "lanes"_a = 0, "now_s"_a = 0.0)
+           "write_bytes_beside_reads_max"_a, "lanes"_a = 0, "now_s"_a = 0.0,
+           "members"_a = nb::none())
       .def("begin", &begin, "op"_a, "kind"_a, "urgency"_a, "batch"_a, "rows"_a = nb::none(),
            "first"_a = nb::none())
       .def("reset", &reset, "op"_a, "tag"_a, "named"_a)
@@ -383,6 +408,11 @@ void bind_machine(nb::module_& m) {
       .def("take_counts", &take_counts)
       .def("take_rates", &take_rates)
       .def("levels", &levels)
+      .def("await_set", &await_set, "fds"_a, "seconds"_a)
+      .def("leave_set",
+           [](Machine& machine) {
+             if (machine.set()) machine.set()->leave();
+           })
       .def_prop_ro("idle", &Machine::idle)
       .def_prop_ro("barred", [](const Machine& machine) { return machine.io.barred(); });
 }

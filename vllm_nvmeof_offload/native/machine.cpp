@@ -5,13 +5,26 @@
 #include <functional>
 
 namespace nvmeof {
+namespace {
+
+// A cache slot of a column: its row, and above it its member + 1, or 0.
+constexpr int kCacheRowBits = 24;
+constexpr int32_t kCacheRowMask = (1 << kCacheRowBits) - 1;
+
+}  // namespace
 
 Machine::Machine(const MachineOptions& options, NativeLanes* native, int64_t now_ns)
     : written_bytes(options.io.targets),
       io(options.io, native, now_ns),
       options_(options),
       gates_(options.cache_slots),
-      streams_(options.stream_slots, options.io.targets) {}
+      streams_(options.stream_slots, options.io.targets) {
+  if (!options.set.memory) return;
+  require(options.set.set_sizes.size() == options.io.group_bytes.size(),
+          "the set sizes are not those of the groups");
+  const SetShape shape{options.set.members, options.cache_slots, options.stream_slots};
+  set_.emplace(options.set, shape, options.io.read_deadline_ns);
+}
 
 // ---- commands ---------------------------------------------------------------------------
 
@@ -52,10 +65,11 @@ void Machine::add_tasks(Job& job, Urgency urgency, const Columns& columns) {
     task.content = {hash(task.key()), columns.generations[row]};
     task.urgency = urgency;
     task.charged_to = job.op;
-    task.cache = columns.cache[row];
+    task.cache = columns.cache[row] < 0 ? -1 : columns.cache[row] & kCacheRowMask;
     task.group = columns.groups[row];
     require(task.group < options_.io.group_bytes.size(), "a row names an unknown group");
     const int64_t place = columns.places[row];
+    name_holder(task, columns.cache[row], place);
     if (place >= 0) {
       task.target = static_cast<uint8_t>(place >> 32 & 0xFF);
       require(task.target < options_.io.targets, "a place names an unknown target");
@@ -69,12 +83,14 @@ void Machine::add_tasks(Job& job, Urgency urgency, const Columns& columns) {
     require(is_load || (task.cache >= 0 && is_store == (place < 0)),
             "a row lacks a slot or a place");
     const bool lands = task.cache >= 0 && place >= 0 && job.kind != OpKind::WRITE;
-    task.fills = is_store || lands;
+    task.fills = (is_store || lands) && !is_elsewhere(task);
   }
 }
 
 void Machine::start(Task& task) {
-  if (task.cache < 0 && task.pool_slot < 0) {
+  if (is_elsewhere(task)) {
+    start_elsewhere(task);
+  } else if (task.cache < 0 && task.pool_slot < 0) {
     decide(task, Outcome::STALE);  // the chunk went while the load was planned
   } else if (task.cache < 0) {
     task.step = Step::STREAM;
@@ -124,8 +140,9 @@ void Machine::cancel(uint64_t op, const std::vector<uint32_t>* rows) {
   if (found == jobs_.end()) return;
   Job& job = *found->second;
   if (job.kind == OpKind::STORE || job.kind == OpKind::RESET) return;
+  if (set_) take_set_events();
   const auto cancel_one = [this](Task& task) {
-    if (task.step != Step::GATE && task.step != Step::STREAM && task.step != Step::IO) return;
+    if (task.step == Step::COPY || task.step == Step::ZOMBIE || task.step == Step::DONE) return;
     task.cancelled = true;
     cancel_task(task);
   };
@@ -140,10 +157,14 @@ void Machine::cancel_task(Task& task) {
   if (task.step == Step::GATE) {
     Grants grants;
     require(gates_.withdraw(task, grants), "a task waits at no gate");
+    if (task.fills) note_fill(task, FillState::FAILED);
     decide(task, Outcome::CANCELLED);
     follow(grants);
   } else if (task.step == Step::STREAM) {
     streams_.withdraw(task);
+    decide(task, Outcome::CANCELLED);
+  } else if (task.step == Step::MEMBER) {
+    set_->give_up(task);
     decide(task, Outcome::CANCELLED);
   } else if (!read_for_others(task) && io.cancel(task)) {
     leave_slot(task);
@@ -157,11 +178,14 @@ void Machine::cancel_task(Task& task) {
 // ---- progress ---------------------------------------------------------------------------
 
 bool Machine::run() {
+  bool moved = set_ && (set_->poll(io.now_ns()), take_set_events());
   hand_out_stream_slots();
   const auto events = std::exchange(io.events, {});
   for (const IoEvent& event : events) io_event(event);
   hand_out_stream_slots();
-  return !events.empty();
+  moved = moved || !events.empty();
+  if (set_ && moved) set_->count_progress();
+  return moved;
 }
 
 size_t Machine::to_move() {
@@ -226,7 +250,9 @@ void Machine::io_event(const IoEvent& event) {
 
 // A load's read was good.
 void Machine::read_ended(Task& task) {
+  if (is_shared_read(task)) set_->lend(task);
   if (task.fills) {  // landed: others may read the slot from now on
+    note_fill(task, FillState::HELD);
     task.fills = false;
     task.reads = true;
     Grants grants;
@@ -242,6 +268,7 @@ void Machine::read_ended(Task& task) {
 void Machine::decide(Task& task, Outcome code, int error, bool released, int64_t ended_ns) {
   require(task.step != Step::ZOMBIE && task.step != Step::DONE, "a chunk is decided twice");
   Job& job = *task.job;
+  if (code != Outcome::OK && is_shared_read(task)) set_->announce_failure(task, code);
   task.step = released ? Step::DONE : Step::ZOMBIE;
   if (released)
     --job.alive;
@@ -289,6 +316,7 @@ void Machine::hold_buffer(Task& task) {
   task.holds_buffer = true;
   ++task.job->unreleased;
   if (!task.fills || read_for_others(task)) return;
+  note_fill(task, FillState::FAILED);
   Grants grants;
   gates_.abandon(task.cache, grants);
   follow(grants);
@@ -305,6 +333,7 @@ void Machine::mark_hung(Task& task) {
   if (task.stream >= 0) {
     streams_.mark_hung(task);
   } else if (task.fills && task.cache >= 0) {
+    note_fill(task, FillState::FAILED);
     Grants grants;
     gates_.abandon(task.cache, grants);
     follow(grants);
@@ -361,6 +390,8 @@ void Machine::report_rows(Job& job, std::vector<RowReport>& reports) {
         report.errors.push_back(job.error[row]);
       }
       if (held) report.released.push_back(!job.tasks[row].holds_buffer);
+      if (!job.crcs.empty() && !job.code[row] && is_sampled(job.tasks[row]))
+        report.crcs.push_back(job.crcs[row]);
     }
     if (mutant("row_is_released_with_its_batch")) report.released.clear();
     report.all_rows = report.indexes.size() == job.tasks.size();
@@ -394,6 +425,7 @@ void Machine::follow_one(const Grant& grant) {
     return;
   }
   task.reads = !task.fills;
+  if (task.fills) note_fill(task, FillState::FILLING);
   if (lacks_blocks(task) && !mutant("a_hole_is_stored")) {
     leave_slot(task);
     decide(task, Outcome::STALE);
@@ -422,6 +454,7 @@ void Machine::leave_slot(Task& task, bool filled, int64_t crc) {
     gates_.read(task.cache, grants);
   } else if (task.cache >= 0 && task.fills) {
     task.fills = false;
+    note_fill(task, filled ? FillState::HELD : FillState::FAILED);
     gates_.filled(task.cache, filled, grants, crc);
   }
   follow(grants);
@@ -443,12 +476,13 @@ std::vector<CopyBatch> Machine::take_copies() {
     batch.op = op;
     batch.is_store = job.kind == OpKind::STORE;
     for (const Task* task : tasks) {
-      const uint64_t payload = io.address(*task) + options_.io.header_bytes;
+      const uint64_t payload = payload_address(*task);
       const uint32_t count = job.first_piece.at(task->index + 1) - job.first_piece[task->index];
       if (batch.is_store) {
         batch.counts.push_back(count);
         batch.payloads.push_back(payload);
         batch.sizes.push_back(io.payload_bytes(*task));
+        if (set_) batch.sampled.push_back(is_sampled(*task));
       }
       for (size_t at = job.first_piece[task->index]; at < job.first_piece[task->index + 1]; ++at) {
         const uint64_t* piece = &job.pieces.at(3 * at);
@@ -474,9 +508,112 @@ void Machine::copied(uint64_t number, Outcome code, int error, std::span<const i
   if (mutant("failed_copy_counts_as_copied")) code = Outcome::OK;
   require(crcs.empty() || crcs.size() == tasks.size(), "checksums of other chunks");
   for (size_t at = 0; at < tasks.size(); ++at) {
-    leave_slot(*tasks[at], code == Outcome::OK, crcs.empty() ? -1 : crcs[at]);
-    decide(*tasks[at], code, error);
+    Task& task = *tasks[at];
+    const int64_t crc = crcs.empty() ? -1 : crcs[at];
+    if (code == Outcome::OK && is_sampled(task)) keep_crc(task, crc);
+    if (set_ && set_->is_lent(task)) {  // the others still copy from its stream slot
+      set_->await_return(task, io.now_ns());
+      decide(task, code, error, false);
+      continue;
+    }
+    if (is_elsewhere(task)) set_->release(task);
+    leave_slot(task, code == Outcome::OK, crc);
+    decide(task, code, error);
   }
+  if (set_) set_->count_progress();
+}
+
+// ---- the set ----------------------------------------------------------------------------
+
+void Machine::name_holder(Task& task, int32_t cache, int64_t place) {
+  uint8_t member = kEveryMember;
+  if (place >= 0) member = static_cast<uint8_t>(place >> 40);
+  if (cache >= 0) {
+    const auto named = static_cast<uint8_t>((cache >> kCacheRowBits) - 1);
+    require(place < 0 || named == member, "a row's slot and place are of two members");
+    member = named;
+  }
+  if (member == kEveryMember) return;
+  require(set_.has_value(), "a row names a member, and this rank is in no set");
+  task.holder = set_->holder(task.group, member);
+}
+
+// A row that another member works on.
+void Machine::start_elsewhere(Task& task) {
+  if (task.job->kind == OpKind::STORE || task.job->kind == OpKind::WRITE) {
+    decide(task, Outcome::OK);
+    return;
+  }
+  task.step = Step::MEMBER;
+  set_->wait(task, io.now_ns());
+}
+
+bool Machine::take_set_events() {
+  const auto events = std::exchange(set_->events, {});
+  for (const SetEvent& event : events) set_event(event);
+  return !events.empty();
+}
+
+void Machine::set_event(const SetEvent& event) {
+  Task& task = *event.task;
+  switch (event.kind) {
+    case SetEvent::Kind::HELD:
+      if (task.job->kind == OpKind::FETCH)
+        decide(task, Outcome::OK);
+      else
+        ready_to_copy(task);
+      break;
+    case SetEvent::Kind::FAILED:
+      // Where the holder has read, its own outcome says what that means for the place.
+      decide(task, task.pool_slot < 0 ? Outcome::STALE : Outcome::CANCELLED);
+      break;
+    case SetEvent::Kind::DEADLINE:
+      decide(task, Outcome::DEADLINE);
+      break;
+    case SetEvent::Kind::RETURNED:
+      released_late(task, false);
+      break;
+    case SetEvent::Kind::OVERDUE:
+      streams_.mark_hung(task);
+      break;
+  }
+}
+
+// Let the others see what becomes of this rank's cache slot.
+void Machine::note_fill(const Task& task, FillState state) {
+  if (!set_) return;
+  if (task.holder != kEveryMember)
+    set_->set_fill(task, state);
+  else if (state == FillState::FILLING)
+    set_->set_fill(task, FillState::EMPTY);
+}
+
+// Whether the others wait for an announcement of this rank's read.
+bool Machine::is_shared_read(const Task& task) const {
+  return task.holder != kEveryMember && task.cache < 0 && !task.announced && set_->holds(task);
+}
+
+// Whether the members compare the row's CRCs.
+bool Machine::is_sampled(const Task& task) const {
+  return set_ && task.job->kind == OpKind::STORE && task.holder == kEveryMember &&
+         set_->shares(task.group);
+}
+
+void Machine::keep_crc(const Task& task, int64_t crc) {
+  require(crc >= 0, "a chunk that the members compare has no CRC");
+  task.job->crcs.resize(task.job->tasks.size());
+  task.job->crcs[task.index] = static_cast<uint32_t>(crc);
+}
+
+uint64_t Machine::payload_address(const Task& task) const {
+  const uint64_t slot =
+      is_elsewhere(task) ? set_->address(task, options_.io.slot_bytes) : io.address(task);
+  return slot + options_.io.header_bytes;
+}
+
+int64_t Machine::next_deadline_ns() {
+  const int64_t next_ns = io.next_deadline_ns();
+  return set_ ? std::min(next_ns, set_->next_deadline_ns()) : next_ns;
 }
 
 }  // namespace nvmeof

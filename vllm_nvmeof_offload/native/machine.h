@@ -16,6 +16,13 @@
 // is a row of a store without pieces whose group has bytes, because a part of its chunk is missing;
 // it empties its slot.
 // Chunks do not wait for each other: while some of a job are read, others are copied.
+//
+// A row may name the slots of one member of a set of ranks with equal bytes (set_member.h). That
+// rank, the holder, takes the steps above, and the others
+//
+//     store, write   nothing
+//     fetch          holder's fill
+//     load           holder's fill or read → copy from the holder's slot
 #pragma once
 
 #include <map>
@@ -28,6 +35,7 @@
 
 #include "gates.h"
 #include "io_queue.h"
+#include "set_member.h"
 #include "stream_slots.h"
 #include "task.h"
 
@@ -38,6 +46,7 @@ struct MachineOptions {
   size_t cache_slots = 0;
   size_t stream_slots = 1;
   uint64_t pool_slots = 0;    // 0: not checked
+  SetOptions set;
 };
 
 // The columns of a command; `protocol.ChunkBatch`.
@@ -67,6 +76,9 @@ struct CopyBatch {
   std::vector<uint32_t> counts;
   std::vector<uint64_t> payloads;
   std::vector<uint64_t> sizes;  // bytes of each payload
+  // By chunk: whether `copied` must have its CRC, because the members of the set compare it. Empty:
+  // this rank is in no set.
+  std::vector<uint8_t> sampled;
 };
 
 // Some rows of one op, as `protocol.OpReport`; an empty column is an absent one.
@@ -78,6 +90,7 @@ struct RowReport {
   std::vector<int16_t> errors;
   std::vector<uint8_t> released;
   double seconds = 0;
+  std::vector<uint32_t> crcs;  // of the rows that are OK and were sampled
 };
 
 // A store or load that no DMA works on any more.
@@ -121,7 +134,14 @@ class Machine {
   std::vector<RowReport> take_reports();
   std::vector<Finished> take_finished() { return std::exchange(finished_, {}); }
 
-  bool idle() const { return jobs_.empty() && gates_.idle() && !io.busy() && streams_.idle(); }
+  bool idle() const {
+    return jobs_.empty() && gates_.idle() && !io.busy() && streams_.idle() &&
+           (!set_ || set_->idle());
+  }
+  // As `IoQueue::next_deadline_ns`, also of what waits for other members.
+  int64_t next_deadline_ns();
+  // What this rank is to the others of its set; null: it is in none.
+  SetMember* set() { return set_ ? &*set_ : nullptr; }
   size_t streams_used() const { return streams_.used(); }
   size_t streams_waiting() const { return streams_.waiting(); }
   uint64_t read_bytes = 0;
@@ -134,6 +154,18 @@ class Machine {
   void add_tasks(Job& job, Urgency urgency, const Columns& columns);
   void start(Task& task);
   void promote_fetches(const Task& load);
+  bool is_elsewhere(const Task& task) const {
+    return task.holder != kEveryMember && !set_->holds(task);
+  }
+  void name_holder(Task& task, int32_t cache, int64_t place);
+  void start_elsewhere(Task& task);
+  bool take_set_events();
+  void set_event(const SetEvent& event);
+  void note_fill(const Task& task, FillState state);
+  bool is_shared_read(const Task& task) const;
+  bool is_sampled(const Task& task) const;
+  void keep_crc(const Task& task, int64_t crc);
+  uint64_t payload_address(const Task& task) const;
   void follow(Grants& grants);
   void follow_one(const Grant& grant);
   bool lacks_blocks(const Task& task) const;
@@ -156,6 +188,7 @@ class Machine {
   const MachineOptions options_;
   SlotGates gates_;
   StreamSlots streams_;
+  std::optional<SetMember> set_;
   std::map<uint64_t, std::unique_ptr<Job>> jobs_;
   std::map<uint64_t, std::vector<Task*>> to_copy_;  // by op
   std::unordered_map<uint64_t, std::vector<Task*>> copying_;

@@ -22,6 +22,7 @@ namespace nvmeof {
 enum class Step : uint8_t {
   GATE,    // waits for its turn at its cache slot
   STREAM,  // waits for a stream slot
+  MEMBER,  // waits for another member of the set
   IO,      // queued for, or in, the I/O engine
   COPY,    // queued for, or in, the copy engine
   ZOMBIE,  // decided; the kernel still has its buffer
@@ -30,6 +31,9 @@ enum class Step : uint8_t {
 
 struct Job;
 class FairQueue;
+
+// The holder of a row of which every rank has its part.
+inline constexpr uint8_t kEveryMember = 255;
 
 // The content of a slot, as gates compare it. A key is compared by its hash: both sides are ours,
 // and a slot whose bytes are another chunk's differs in the generation too.
@@ -47,6 +51,7 @@ struct Task {
   int64_t pool_slot = -1;  // -1: no I/O; otherwise it is on `target`
   uint8_t target = 0;
   uint8_t group = 0;
+  uint8_t holder = kEveryMember;  // the one member of the set whose slots the row names
   Step step = Step::GATE;
   Urgency urgency = Urgency::DEMAND;
   int32_t stream = -1;
@@ -54,6 +59,9 @@ struct Task {
   bool cancelled = false;
   bool holds_buffer = false;  // it is decided, and the kernel still has its cache slot
   bool reported = false;      // its outcome is
+  bool announced = false;     // of a read through a stream slot, to the other members of the set
+  int32_t announcement = -1;  // of a holder whose stream slot this rank copies from: its number
+  uint32_t waits_at = 0;      // among those that wait for the holder's fills
   bool fills = false;      // the gate of `cache` counts it as its filler,
   bool reads = false;      // or as a reader
   uint8_t retries_left = 1;
@@ -92,6 +100,7 @@ struct Job {
   std::vector<uint32_t> first_piece;
   std::vector<uint8_t> code;  // by row
   std::vector<int16_t> error;
+  std::vector<uint32_t> crcs;  // by row, of a store that is compared within the set; or empty
   std::vector<uint32_t> decided;  // rows to report
   std::vector<uint32_t> late;     // rows released after they were reported
   std::vector<uint32_t> failed;

@@ -10,16 +10,18 @@ calls come from one thread: that of a `PipelineRunner`, or the simulator's.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from crc32c import crc32c
 
 from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.copy.base import CopyEngine, Direction, Payloads, Pieces
@@ -108,6 +110,8 @@ class _Ticket:
     size_bytes: int
     began_s: float
     payloads: Payloads | None
+    #: uint8[n]: whether the members of the set compare the payload's CRC; None: of none.
+    sampled: npt.NDArray[np.uint8] | None = None
 
 
 class TransferPipeline:
@@ -132,6 +136,7 @@ class TransferPipeline:
         self._known: list[tuple[Verdict, int] | None] = [None] * targets  # by the machine
         self._lanes = io.attach()
         self._machine = _make_machine(staging, self._lanes, limits, clock())
+        self._in_set = staging.members is not None
         self._fences: dict[int, object] = {}  # of stores and loads under way
         self._tickets: dict[int, _Ticket] = {}
         self._levels: tuple[int, ...] = (0,) * 7
@@ -200,7 +205,10 @@ class TransferPipeline:
 
     def take_reports(self) -> list[Report]:
         machine = self._machine
-        reports: list[Report] = [OpReport(*columns) for columns in machine.take_reports()]
+        reports: list[Report] = [
+            OpReport(*columns) if columns[-1] is None else OpReport(*columns, self._limits.rank)
+            for columns in machine.take_reports()
+        ]
         reports += self._take_verdicts()
         if reports:  # rates and levels ride along: they never make the engine step
             rank = self._limits.rank
@@ -237,6 +245,19 @@ class TransferPipeline:
     def deadline_in_s(self) -> float:
         """Return in how many seconds `step` must be called if nothing happens; may be infinite."""
         return max(0.0, self._machine.next_deadline_s() - self._clock())
+
+    def await_set(self, fds: Sequence[int], seconds: float) -> bool:
+        """Wait until another member of the set has moved, `fds` are readable, or the time is over.
+
+        Returns False at once where nothing is expected of the others. Their words are looked at
+        every 200 µs, because nobody wakes this process for them.
+        """
+        return self._in_set and self._machine.await_set(fds, seconds)
+
+    def leave_set(self) -> None:
+        """Let the other members of the set fail at once what they wait for: nothing moves here
+        any more."""
+        self._machine.leave_set()
 
     def idle(self) -> bool:
         """Return whether there is no job, no gate held, and no buffer with an engine."""
@@ -364,17 +385,30 @@ class TransferPipeline:
 
     def _submit_copies(self) -> None:
         copies = self._machine.take_copies()
-        for batch, op, is_store, size_bytes, pieces, counts, addresses, sizes in copies:
+        for batch, op, is_store, size_bytes, pieces, counts, addresses, sizes, sampled in copies:
             direction = Direction.STORE if is_store else Direction.LOAD
             payloads = Payloads.of(counts, addresses, sizes) if is_store else None
             ticket = self._copy.submit(direction, pieces, self._fences[op], payloads)
-            self._tickets[ticket] = _Ticket(batch, direction, size_bytes, self._clock(), payloads)
+            began_s = self._clock()
+            self._tickets[ticket] = _Ticket(
+                batch, direction, size_bytes, began_s, payloads, sampled
+            )
 
     def _copied(self, ticket: _Ticket, outcome: Outcome) -> None:
         size, seconds = ticket.size_bytes if outcome.ok else 0, self._clock() - ticket.began_s
         self._count_transfer(ticket.direction.value, "gpu", 1, size, seconds)
         crcs = None if ticket.payloads is None else ticket.payloads.crcs
+        if outcome.ok and ticket.payloads is not None and ticket.sampled is not None:
+            self._add_crcs(ticket.payloads, ticket.sampled)
         self._machine.copied(ticket.batch, code_of(outcome.kind), outcome.errno, crcs)
+
+    def _add_crcs(self, payloads: Payloads, sampled: npt.NDArray[np.uint8]) -> None:
+        """Make the CRCs that the copy engine has not made, of chunks that the set compares."""
+        for at in ((payloads.crcs < 0) & (sampled > 0)).nonzero()[0].tolist():
+            payloads.crcs[at] = self._crc_of(int(payloads.addresses[at]), int(payloads.sizes[at]))
+
+    def _crc_of(self, address: int, size: int) -> int:
+        return int(crc32c(memoryview((ctypes.c_char * size).from_address(address))))
 
     def _count_transfer(
         self, direction: str, stage: str, operations: int, size_bytes: int, seconds: float
@@ -421,6 +455,7 @@ def _make_machine(
         write_bytes_beside_reads_max=limits.write_bytes_beside_reads_max,
         lanes=lanes.address if lanes else 0,
         now_s=now_s,
+        members=astuple(staging.members) if staging.members else None,
     )
 
 
@@ -482,14 +517,19 @@ class PipelineRunner:
         self._waker.wake()
         self._thread.join(timeout=5.0)
 
+    def leave_set(self) -> None:
+        """Call after `stop`, when no copy and no I/O of this rank is under way any more."""
+        self._pipeline.leave_set()
+
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise EngineError("the transfer pipeline stopped; see the cause") from self._failure
 
     def _run(self) -> None:
         poller = select.poll()
-        poller.register(self._waker.fd, select.POLLIN)
-        poller.register(self._io_fd, select.POLLIN)
+        fds = (self._waker.fd, self._io_fd)
+        for fd in fds:
+            poller.register(fd, select.POLLIN)
         woken, ready = (self._waker.fd, select.POLLIN), []
         try:
             while not self._stopping:
@@ -499,7 +539,10 @@ class PipelineRunner:
                     self._inbox.popleft()()
                 self._pipeline.step()
                 self._publish()
-                ready = poller.poll(self._wait_ms())
+                if self._pipeline.await_set(fds, self._wait_ms() / 1000):
+                    ready = [woken]  # perhaps
+                else:
+                    ready = poller.poll(self._wait_ms())
         except BaseException as error:  # noqa: BLE001 - handed to the model's thread, which raises
             # A broken invariant: the model's thread must fail too instead of waiting for ever.
             with self._changed:

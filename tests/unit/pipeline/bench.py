@@ -28,7 +28,7 @@ from vllm_nvmeof_offload.protocol import (
     Urgency,
     WriteCommand,
 )
-from vllm_nvmeof_offload.staging import StagingMap
+from vllm_nvmeof_offload.staging import SetMap, StagingMap
 from vllm_nvmeof_offload.units import HEADER_BYTES
 from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
 
@@ -141,7 +141,12 @@ class Bench:
     """A pipeline with a clock. A command may have one chunk, or any number of `Chunk`s."""
 
     def __init__(
-        self, stream_slots: int = 1, cache_slots: int = 4, target_count: int = 1, **config: float
+        self,
+        stream_slots: int = 1,
+        cache_slots: int = 4,
+        target_count: int = 1,
+        members: SetMap | None = None,
+        **config: float,
     ) -> None:
         self.now_s = 0.0
         #: Queue lengths are sent along with the other reports.
@@ -150,7 +155,13 @@ class Bench:
         self._targets = target_count
         self._sizes: dict[int, int] = {}  # op → its rows
         self.pipeline = TransferPipeline(
-            StagingMap(0, STRIDE, cache_slots, stream_slots),
+            StagingMap(
+                members.addresses[members.member] if members else 0,
+                STRIDE,
+                cache_slots,
+                stream_slots,
+                members,
+            ),
             self.copy,
             self.io,
             TransferLimits(  # type: ignore[arg-type]

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks with equal bytes share one copy of a chunk: its holder works, the others read its slot."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from tests.chunks import Reported
+from vllm_nvmeof_offload.errors import (
+    CANCELLED,
+    CHECKSUM_MISMATCH,
+    DEADLINE,
+    OK,
+    STALE,
+    Outcome,
+    io_error,
+)
+from vllm_nvmeof_offload.protocol import OpReport
+from vllm_nvmeof_offload.units import HEADER_BYTES
+
+from .bench import READ_S, STRIDE
+from .set_bench import APART, CACHE_SLOTS, Ranks
+
+
+def _payload(member: int, slot: int) -> int:
+    return APART * member + STRIDE * slot + HEADER_BYTES
+
+
+# -- cache slots ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("holder", [0, 1, 2])
+def test_only_the_holder_stores_and_writes(holder: int) -> None:
+    ranks = Ranks(3)
+    ranks.store(1, 7, 2, holder)
+    for member in range(3):
+        if member != holder:
+            assert not ranks[member].copy.submitted
+            assert ranks[member].reports() == [Reported(1)], "its own part is done: nothing"
+            assert ranks[member].finished() == [(1, ())]
+    assert ranks[holder].reports() == []
+    assert ranks.finish_copies(holder) == [_payload(holder, 2)]
+    assert ranks[holder].reports() == [Reported(1)]
+    ranks.write(2, 7, 2, 9, holder)
+    for member in range(3):
+        assert len(ranks[member].io.ops) == (member == holder)
+    ranks[holder].io_done()
+    assert [ranks[member].reports() for member in range(3)] == [[Reported(2)]] * 3
+    ranks[holder].finished()
+    assert ranks.idle()
+
+
+def test_a_load_copies_from_the_holders_slot() -> None:
+    ranks = Ranks()
+    ranks.stored(1, 7, 2, 1)
+    ranks.load(2, 7, 2, None, 1)
+    assert ranks.finish_copies(0) == ranks.finish_copies(1)[-1:] == [_payload(1, 2)]
+    assert [ranks[member].finished() for member in (0, 1)] == [[(2, ())]] * 2
+    assert ranks.idle()
+
+
+def test_a_load_waits_for_the_holders_store() -> None:
+    ranks = Ranks()
+    ranks.store(1, 7, 2, 1)
+    ranks.load(2, 7, 2, None, 1)
+    assert not ranks[0].copy.submitted
+    ranks.finish_copies(1)
+    ranks.step()
+    assert ranks.finish_copies(0) == [_payload(1, 2)]
+
+
+def test_a_load_is_stale_after_the_holders_store_failed() -> None:
+    ranks = Ranks()
+    ranks.store(1, 7, 2, 1)
+    ranks.load(2, 7, 2, None, 1)
+    ranks[1].copy.finish(0, io_error(errno.EIO))
+    ranks[1].pipeline.step()
+    ranks.step()
+    assert ranks[0].finished() == [(1, ()), (2, ((0, STALE),))]
+    assert sorted(ranks[1].finished()) == [(1, ((0, io_error(errno.EIO)),)), (2, ((0, STALE),))]
+    assert ranks.idle()
+
+
+def test_the_fill_of_an_old_generation_is_not_accepted() -> None:
+    ranks = Ranks()
+    ranks.stored(1, 6, 2, 1)
+    ranks.store(2, 7, 2, 1)  # still to be copied
+    ranks.load(3, 7, 2, None, 1)
+    assert not ranks[0].copy.submitted
+    ranks.pass_time(READ_S, hung=[1])
+    assert ranks[0].finished() == [(2, ()), (3, ((0, DEADLINE),))]
+
+
+@pytest.mark.parametrize("members", [2, 3])
+def test_a_hung_holder_fails_the_others_rows_at_the_deadline(members: int) -> None:
+    ranks = Ranks(members)
+    ranks.fetch(1, 7, 0, 3, 1)
+    ranks.load(2, 8, None, 4, 1)
+    ranks.load(3, 9, 1, 5, 1)
+    for member in set(range(members)) - {1}:
+        ranks[member].finished()
+    assert ranks[0].pipeline.deadline_in_s() == pytest.approx(READ_S)
+    ranks.pass_time(READ_S - 0.1, hung=[1])
+    assert ranks[0].reports() == []
+    ranks.pass_time(0.2, hung=[1])
+    for member in set(range(members)) - {1}:
+        reports = ranks[member].reports()
+        assert len(reports) == 3
+        assert all(Reported(op, 0, DEADLINE) in reports for op in (1, 2, 3))
+    # It comes back, and what it announces is released by all.
+    for pool in (3, 4, 5):
+        ranks[1].io.complete(ranks[1].io_of(pool))
+    ranks.step()
+    ranks.finish_copies(1)
+    ranks.step()
+    assert ranks.idle()
+
+
+def test_a_holder_with_much_to_read_is_waited_for() -> None:
+    """A row that waits longer than a deadline, behind others, does not fail for it."""
+    ranks = Ranks()
+    ranks.fetch(1, 7, 0, 3, 1)
+    ranks[1].io.busy = True
+    ranks.fetch(2, 8, 1, 4, 1)
+    for number, pool in ((1, 3), (2, 4)):
+        ranks.pass_time(0.8 * READ_S)
+        ranks[1].io.complete(ranks[1].io_of(pool))
+        ranks[1].io.busy = False
+        ranks.step()
+        assert ranks[0].reports() == [Reported(number)]
+
+
+def test_a_member_that_leaves_is_not_waited_for() -> None:
+    ranks = Ranks()
+    ranks.fetch(1, 7, 0, 3, 1)
+    ranks.load(2, 8, None, 4, 1)
+    ranks[1].pipeline.leave_set()
+    ranks[0].pipeline.step()
+    assert ranks[0].reports() == [Reported(1, 0, DEADLINE), Reported(2, 0, DEADLINE)]
+    ranks[0].finished()
+    assert ranks[0].idle()
+
+
+# -- fetches and landings -------------------------------------------------------------------
+
+
+def test_a_fetch_is_read_by_its_holder_only() -> None:
+    ranks = Ranks()
+    ranks.fetch(1, 7, 2, 3, 0)
+    assert [len(rank.io.ops) for rank in ranks.ranks] == [1, 0]
+    assert ranks[1].reports() == []
+    ranks[0].io_done()
+    ranks.step()
+    assert [rank.reports() for rank in ranks.ranks] == [[Reported(1)]] * 2
+    ranks.load(2, 7, 2, None, 0)
+    assert ranks.finish_copies(1) == [_payload(0, 2)]
+
+
+@pytest.mark.parametrize("lands", [False, True])
+def test_a_failed_read_of_the_holder_is_told_by_it_alone(lands: bool) -> None:
+    """What it means for the place follows from the holder's outcome."""
+    ranks = Ranks()
+    if lands:
+        ranks.load(1, 7, 2, 3, 0)
+    else:
+        ranks.fetch(1, 7, 2, 3, 0)
+    ranks[0].io_done(CHECKSUM_MISMATCH)
+    ranks.step()
+    assert ranks[0].reports() == [Reported(1, 0, CHECKSUM_MISMATCH)]
+    assert ranks[1].reports() == [Reported(1, 0, CANCELLED)]
+
+
+def test_a_landing_is_copied_from_where_the_holder_has_read_it() -> None:
+    ranks = Ranks()
+    ranks.load(1, 7, 2, 3, 0)
+    ranks[0].io_done()
+    ranks.step()
+    assert ranks.finish_copies(0) == ranks.finish_copies(1) == [_payload(0, 2)]
+    assert [rank.finished() for rank in ranks.ranks] == [[(1, ())]] * 2
+    assert ranks.idle()
+
+
+def test_a_fetch_that_the_holder_cancels_fails_on_all() -> None:
+    ranks = Ranks()
+    ranks[0].io.busy = True
+    ranks.fetch(1, 7, 2, 3, 0)
+    ranks[0].cancel(1)
+    ranks.step()
+    assert [rank.reports() for rank in ranks.ranks] == [[Reported(1, 0, CANCELLED)]] * 2
+    assert ranks.idle()
+
+
+# -- stream slots ---------------------------------------------------------------------------
+
+
+def test_a_stream_slot_returns_when_all_have_released_it() -> None:
+    ranks = Ranks(3)
+    for op, pool in ((1, 3), (2, 4), (3, 5)):
+        ranks.load(op, 7 + op, None, pool, 1)
+    assert len(ranks[1].io.ops) == 2, "as many as it has stream slots"
+    ranks[1].io.complete(ranks[1].io_of(3))
+    ranks.step()
+    stream = _payload(1, CACHE_SLOTS)
+    assert ranks.finish_copies(1) == [stream]
+    assert ranks[1].finished() == [(1, ())], "its own part is done"
+    assert ranks.finish_copies(0) == [stream]
+    ranks[1].pipeline.step()
+    assert len(ranks[1].io.ops) == 1, "the third still copies"
+    assert ranks.finish_copies(2) == [stream]
+    ranks[1].pipeline.step()
+    assert len(ranks[1].io.ops) == 2
+    for pool in (4, 5):
+        ranks[1].io.complete(ranks[1].io_of(pool))
+        ranks.step()
+        for member in range(3):
+            ranks.finish_copies(member)
+    assert [rank.finished()[-1] for rank in ranks.ranks] == [(3, ())] * 3
+    assert ranks.idle()
+
+
+def test_an_announcement_waits_for_a_load_that_comes_later() -> None:
+    ranks = Ranks()
+    ranks.load(1, 7, None, 3, 1, only=[1])
+    ranks[1].io_done()
+    ranks.finish_copies(1)
+    assert not ranks.idle(), "the slot is lent"
+    ranks.load(1, 7, None, 3, 1, only=[0])
+    assert ranks.finish_copies(0) == [_payload(1, CACHE_SLOTS)]
+    assert [rank.finished() for rank in ranks.ranks] == [[(1, ())]] * 2
+    assert ranks.idle()
+
+
+@pytest.mark.parametrize("outcome", [CHECKSUM_MISMATCH, DEADLINE, CANCELLED])
+def test_a_failed_read_through_a_stream_slot_is_announced(outcome: Outcome) -> None:
+    ranks = Ranks()
+    ranks.load(1, 7, None, 3, 1)
+    if outcome == DEADLINE:
+        ranks[1].now_s += READ_S
+        ranks[1].pipeline.step()
+    elif outcome == CANCELLED:
+        ranks[1].pipeline.cancel(1)
+    else:
+        ranks[1].io_done(outcome)
+    ranks.step()
+    assert ranks[1].finished() == [(1, ((0, outcome),))]
+    assert ranks[0].finished() == [(1, ((0, CANCELLED),))]
+    if outcome != CHECKSUM_MISMATCH:
+        ranks[1].io_done(OK)
+    assert ranks.idle()
+
+
+def test_a_reader_that_has_given_up_holds_nothing() -> None:
+    ranks = Ranks()
+    ranks.load(1, 7, None, 3, 1)
+    ranks[0].pipeline.cancel(1)
+    assert ranks[0].finished() == [(1, ((0, CANCELLED),))]
+    ranks[1].io_done()
+    ranks.step()
+    ranks.finish_copies(1)
+    assert ranks[1].finished() == [(1, ())]
+    assert ranks.idle()
+
+
+def test_a_hung_reader_costs_its_slots_only() -> None:
+    """Loads that could only get slots which may never return fail instead of waiting."""
+    ranks = Ranks(stream_slots=1)
+    ranks.load(1, 7, None, 3, 1, only=[1])
+    ranks[1].io_done()
+    ranks.finish_copies(1)
+    ranks.load(2, 8, None, 4, 1, only=[1])
+    assert not ranks[1].io.ops
+    ranks.pass_time(READ_S, hung=[0])
+    assert ranks[1].finished() == [(1, ()), (2, ((0, DEADLINE),))]
+    for op, pool in ((1, 3), (2, 4)):
+        ranks.load(op, 6 + op, None, pool, 1, only=[0])
+    ranks.finish_copies(0)
+    assert sorted(ranks[0].finished()) == [(1, ()), (2, ((0, CANCELLED),))]
+    assert ranks.idle()
+
+
+def test_many_failures_are_announced_in_turn() -> None:
+    ranks = Ranks()
+    for op in range(1, 201):
+        ranks.load(op, op, None, op, 1, only=[1])
+        ranks[1].pipeline.cancel(op)
+    for op in range(1, 201):
+        ranks.load(op, op, None, op, 1, only=[0])
+    for _ in range(10):
+        ranks.step()
+    assert [failures for _, failures in ranks[0].finished()] == [((0, CANCELLED),)] * 200
+    for token in list(ranks[1].io.ops):
+        ranks[1].io.complete(token)
+    assert ranks.idle()
+
+
+# -- samples --------------------------------------------------------------------------------
+
+
+def test_the_crcs_of_whole_rows_are_reported() -> None:
+    ranks = Ranks()
+    ranks.store(1, 7, 2)
+    for member, rank in enumerate(ranks.ranks):
+        rank.copy.finish(0, crc=70 + member)
+        rank.pipeline.step()
+        (report,) = rank.take()
+        assert isinstance(report, OpReport) and report.crcs is not None
+        assert (report.rank, report.crcs.tolist()) == (0, [70 + member])
+    ranks.store(2, 8, 3, 0)
+    ranks.finish_copies(0)
+    for rank in ranks.ranks:
+        assert [one.crcs for one in rank.take() if isinstance(one, OpReport)] == [None]
+
+
+def test_a_failed_store_has_no_crc() -> None:
+    ranks = Ranks()
+    ranks.store(1, 7, 2)
+    ranks[0].copy.finish(0, io_error(errno.EIO))
+    ranks[0].pipeline.step()
+    (report,) = ranks[0].take()
+    assert isinstance(report, OpReport) and report.crcs is None

@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "set_member.h"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+#include <utility>
+
+namespace nvmeof {
+
+SetMember::SetMember(const SetOptions& options, const SetShape& shape, int64_t patience_ns)
+    : options_(options),
+      patience_ns_(patience_ns),
+      memory_(options.memory, shape),
+      holders_(options.members) {
+  require(options.member < options.members && options.addresses.size() == options.members,
+          "a set does not fit its members");
+  for (const uint8_t size : options.set_sizes)
+    require(size && options.members % size == 0, "a group's set does not divide its members");
+}
+
+uint8_t SetMember::holder(uint8_t group, uint8_t member) const {
+  const size_t size = options_.set_sizes[group];
+  require(member < size, "a row names a member that its group does not have");
+  return static_cast<uint8_t>(options_.member - options_.member % size + member);
+}
+
+uint64_t SetMember::address(const Task& task, size_t slot_bytes) const {
+  size_t slot = static_cast<size_t>(task.cache);
+  if (task.announcement >= 0)
+    slot = memory_.shape().cache_slots + static_cast<size_t>(task.announcement);
+  return options_.addresses[task.holder] + slot * slot_bytes;
+}
+
+// The members with equal bytes of the task's group, a bit each, without the holder.
+uint64_t SetMember::other_members(const Task& task) const {
+  const size_t size = options_.set_sizes[task.group];
+  const uint64_t all = size == 64 ? UINT64_MAX : (uint64_t{1} << size) - 1;
+  return all << (task.holder - task.holder % size) & ~(uint64_t{1} << task.holder);
+}
+
+// ---- as a holder ------------------------------------------------------------------------
+
+void SetMember::set_fill(const Task& task, FillState state) {
+  memory_.set_fill(options_.member, static_cast<size_t>(task.cache), state,
+                   task.content.generation);
+}
+
+void SetMember::lend(Task& task) {
+  task.announced = true;
+  memory_.announce(options_.member, static_cast<size_t>(task.stream), row_of(task), Outcome::OK,
+                   other_members(task));
+}
+
+void SetMember::announce_failure(Task& task, Outcome code) {
+  task.announced = true;
+  failures_.push_back({row_of(task), code, other_members(task)});
+  announce_failures();
+}
+
+void SetMember::announce_failures() {
+  for (size_t at = memory_.shape().stream_slots; at < memory_.announcements(); ++at) {
+    if (failures_.empty()) return;
+    if (is_out(at)) continue;
+    const Failure failure = failures_.front();
+    failures_.pop_front();
+    memory_.announce(options_.member, at, failure.row, failure.code, failure.readers);
+  }
+}
+
+// Whether a reader has not released this rank's announcement. One that is gone has.
+bool SetMember::is_out(size_t at) {
+  for (uint64_t left = memory_.readers(options_.member, at); left; left &= left - 1) {
+    const auto reader = static_cast<size_t>(std::countr_zero(left));
+    if (memory_.progress(reader) != SetMemory::kLeft) return true;
+    memory_.release(options_.member, at, reader);
+  }
+  return false;
+}
+
+bool SetMember::is_lent(const Task& task) const {
+  if (mutant("a_shared_stream_slot_returns_at_the_first_reader")) return false;
+  return task.announced && task.stream >= 0 &&
+         memory_.readers(options_.member, static_cast<size_t>(task.stream));
+}
+
+void SetMember::await_return(Task& task, int64_t now_ns) {
+  loans_.push_back({&task, now_ns + patience_ns_});
+}
+
+void SetMember::look_at_loans(int64_t now_ns) {
+  std::erase_if(loans_, [&](Loan& loan) {
+    if (!is_out(static_cast<size_t>(loan.task->stream))) {
+      events.push_back({loan.task, SetEvent::Kind::RETURNED});
+      return true;
+    }
+    if (!loan.overdue && loan.overdue_ns <= now_ns) {
+      loan.overdue = true;
+      events.push_back({loan.task, SetEvent::Kind::OVERDUE});
+    }
+    return false;
+  });
+}
+
+// ---- as a reader ------------------------------------------------------------------------
+
+void SetMember::wait(Task& task, int64_t now_ns) {
+  Holder& holder = holders_[task.holder];
+  watch(task.holder, now_ns);
+  if (task.cache >= 0) {
+    task.waits_at = static_cast<uint32_t>(holder.fills.size());
+    holder.fills.push_back(&task);
+  } else {
+    holder.reads.emplace(row_of(task), &task);
+  }
+}
+
+// The time of a member runs from when the first begins to wait for it.
+void SetMember::watch(size_t member, int64_t now_ns) {
+  Holder& holder = holders_[member];
+  if (holder.waiting()) return;
+  holder.progress = memory_.progress(member);
+  holder.since_ns = now_ns;
+  holder.stalled = false;
+}
+
+void SetMember::give_up(Task& task) {
+  Holder& holder = holders_[task.holder];
+  if (task.cache >= 0) {
+    require(holder.fills.at(task.waits_at) == &task, "a task waits for no member");
+    holder.fills.back()->waits_at = task.waits_at;
+    holder.fills[task.waits_at] = holder.fills.back();
+    holder.fills.pop_back();
+  } else {
+    require(holder.reads.erase(row_of(task)), "a task waits for no member");
+    holder.given_up.insert(row_of(task));
+  }
+}
+
+void SetMember::release(Task& task) {
+  if (task.announcement < 0) return;
+  const auto at = static_cast<size_t>(std::exchange(task.announcement, -1));
+  memory_.release(task.holder, at, options_.member);
+}
+
+bool SetMember::poll(int64_t now_ns) {
+  look_at_loans(now_ns);
+  if (!failures_.empty()) announce_failures();
+  for (size_t member = 0; member < holders_.size(); ++member) {
+    if (!holders_[member].watched()) continue;
+    // Before the words, so that none that was written before it left is missed.
+    look_at_progress(member, now_ns);
+    look_at_fills(member);
+    look_at_reads(member);
+    if (holders_[member].stalled) fail_all(member);
+  }
+  return !events.empty();
+}
+
+void SetMember::look_at_progress(size_t member, int64_t now_ns) {
+  Holder& holder = holders_[member];
+  const uint64_t progress = memory_.progress(member);
+  if (progress != holder.progress) {
+    holder.progress = progress;
+    holder.since_ns = now_ns;
+    holder.stalled = false;
+  }
+  if (progress == SetMemory::kLeft || now_ns - holder.since_ns >= patience_ns_)
+    holder.stalled = true;
+}
+
+void SetMember::look_at_fills(size_t member) {
+  std::vector<Task*>& fills = holders_[member].fills;
+  for (size_t at = 0; at < fills.size();) {
+    Task& task = *fills[at];
+    const auto slot = static_cast<size_t>(task.cache);
+    FillState state = memory_.fill(member, slot, task.content.generation);
+    if (mutant("a_reader_passes_the_fill_word")) state = FillState::HELD;
+    if (state != FillState::HELD && state != FillState::FAILED) {
+      ++at;
+      continue;
+    }
+    give_up(task);  // the last one is in its place now
+    events.push_back(
+        {&task, state == FillState::HELD ? SetEvent::Kind::HELD : SetEvent::Kind::FAILED});
+  }
+}
+
+void SetMember::look_at_reads(size_t member) {
+  Holder& holder = holders_[member];
+  if (holder.reads.empty() && holder.given_up.empty()) return;
+  const uint64_t own = uint64_t{1} << options_.member;
+  for (size_t at = 0; at < memory_.announcements(); ++at) {
+    if (!(memory_.readers(member, at) & own)) continue;
+    const SetMemory::Announced one = memory_.announced(member, at);
+    const auto found = holder.reads.find(one.row);
+    if (found == holder.reads.end()) {
+      // Otherwise its load has not come yet, or it is being copied.
+      if (holder.given_up.erase(one.row)) memory_.release(member, at, options_.member);
+      continue;
+    }
+    Task& task = *found->second;
+    holder.reads.erase(found);
+    if (one.code == Outcome::OK) {
+      task.announcement = static_cast<int32_t>(at);
+      events.push_back({&task, SetEvent::Kind::HELD});
+    } else {
+      memory_.release(member, at, options_.member);
+      events.push_back({&task, SetEvent::Kind::FAILED});
+    }
+  }
+}
+
+// What still waits for a member that moves nothing.
+void SetMember::fail_all(size_t member) {
+  Holder& holder = holders_[member];
+  std::vector<Task*> tasks = std::exchange(holder.fills, {});
+  for (const auto& [row, task] : std::exchange(holder.reads, {})) {
+    tasks.push_back(task);
+    holder.given_up.insert(row);
+  }
+  for (Task* task : tasks) events.push_back({task, SetEvent::Kind::DEADLINE});
+  if (memory_.progress(member) == SetMemory::kLeft) holder.given_up.clear();
+}
+
+bool SetMember::awaits() const {
+  return !failures_.empty() ||
+         std::ranges::any_of(loans_, [](const Loan& loan) { return !loan.overdue; }) ||
+         std::ranges::any_of(holders_, [](const Holder& one) {
+           return one.watched() && !one.stalled;
+         });
+}
+
+// Another process changes a word without waking this one.
+void SetMember::sleep(const std::vector<int>& fds, int64_t now_ns, int64_t time_ns) {
+  constexpr int64_t kLookEveryNs = 200'000;
+  constexpr int64_t kSecondNs = 1'000'000'000;
+  std::vector<pollfd> files;
+  for (const int fd : fds) files.push_back({fd, POLLIN, 0});
+  const auto clock = [] { return std::chrono::steady_clock::now().time_since_epoch(); };
+  const auto end = clock() + std::chrono::nanoseconds(time_ns);
+  while (!poll(now_ns)) {
+    const int64_t left_ns = std::chrono::nanoseconds(end - clock()).count();
+    if (left_ns <= 0) return;
+    const int64_t wait_ns = awaits() ? std::min(left_ns, kLookEveryNs) : left_ns;
+    const timespec wait{wait_ns / kSecondNs, wait_ns % kSecondNs};
+    if (ppoll(files.data(), files.size(), &wait, nullptr) != 0) return;
+  }
+}
+
+bool SetMember::idle() const {
+  return failures_.empty() && loans_.empty() && events.empty() &&
+         std::ranges::none_of(holders_, [](const Holder& one) { return one.watched(); });
+}
+
+size_t SetMember::waiting() const {
+  size_t count = 0;
+  for (const Holder& one : holders_) count += one.waiting();
+  return count;
+}
+
+int64_t SetMember::next_deadline_ns() const {
+  int64_t next_ns = INT64_MAX;
+  for (const Holder& one : holders_)
+    if (one.waiting()) next_ns = std::min(next_ns, one.since_ns + patience_ns_);
+  for (const Loan& loan : loans_)
+    if (!loan.overdue) next_ns = std::min(next_ns, loan.overdue_ns);
+  return next_ns;
+}
+
+}  // namespace nvmeof

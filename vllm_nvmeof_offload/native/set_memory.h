@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// The words through which the members of a set (ranks with equal bytes) read each other's slots. A
+// chunk with a member is in that member's staging only; the others copy it from there.
+//
+// The words lie in memory that all members map, one part per member, which that member alone writes
+// but for the readers of its announcements:
+//
+//     progress       counts what the member moves, so that the others notice when it hangs
+//     fill words     per cache slot: the generation of its content, and what became of the fill
+//     announcements  per stream slot: the row of a load whose chunk it holds, and a bit per member
+//                    that has not released it. More of them, without a slot, name rows whose reads
+//                    have failed.
+//
+// Each word is atomic. A writer makes its bytes visible before the word that names them (release),
+// a reader looks at the word first (acquire). The memory begins as zeros.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "op.h"
+
+namespace nvmeof {
+
+enum class FillState : uint8_t { EMPTY, FILLING, HELD, FAILED };
+
+// A row of a load, which all members are given.
+struct RowOf {
+  uint64_t op = 0;
+  uint32_t row = 0;
+  bool operator==(const RowOf&) const = default;
+};
+
+struct SetShape {
+  size_t members = 1;  // at most 64
+  size_t cache_slots = 0;
+  size_t stream_slots = 1;
+};
+
+class SetMemory {
+ public:
+  // Failed reads that a member announces at a time.
+  static constexpr size_t kNotices = 64;
+  static constexpr uint64_t kLeft = UINT64_MAX;
+
+  static size_t bytes(const SetShape& shape);
+  // memory: 64-byte aligned, of `bytes(shape)`.
+  SetMemory(void* memory, const SetShape& shape);
+
+  const SetShape& shape() const { return shape_; }
+
+  // -- progress. `kLeft`: the member is gone, and moves nothing any more.
+  uint64_t progress(size_t member) const { return load(part(member)); }
+  void count_progress(size_t member);
+  void leave(size_t member) { store(part(member), kLeft); }
+
+  // -- fill words. EMPTY also stands for another generation's.
+  void set_fill(size_t member, size_t slot, FillState state, uint64_t generation);
+  FillState fill(size_t member, size_t slot, uint64_t generation) const;
+
+  // -- announcements, stream slots first.
+  size_t announcements() const { return shape_.stream_slots + kNotices; }
+  // readers: a bit per member; the last announcement here is released by all.
+  void announce(size_t member, size_t at, RowOf row, Outcome code, uint64_t readers);
+  uint64_t readers(size_t member, size_t at) const { return load(announcement(member, at)); }
+  struct Announced {
+    RowOf row;
+    Outcome code = Outcome::OK;
+  };
+  // Only for one of its readers that has not released it.
+  Announced announced(size_t member, size_t at) const;
+  void release(size_t member, size_t at, size_t reader);
+
+ private:
+  static size_t part_words(const SetShape& shape);
+  static uint64_t load(const uint64_t* word) {
+    return std::atomic_ref(*const_cast<uint64_t*>(word)).load(std::memory_order_acquire);
+  }
+  static void store(uint64_t* word, uint64_t value) {
+    std::atomic_ref(*word).store(value, std::memory_order_release);
+  }
+  uint64_t* part(size_t member) const;
+  uint64_t* fill_word(size_t member, size_t slot) const;
+  uint64_t* announcement(size_t member, size_t at) const;
+
+  const SetShape shape_;
+  const size_t part_words_;
+  uint64_t* const words_;
+};
+
+}  // namespace nvmeof
