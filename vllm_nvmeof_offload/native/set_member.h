@@ -117,7 +117,9 @@ class SetMember {
     bool watched() const { return waiting() || !given_up.empty(); }
   };
 
-  static RowOf row_of(const Task& task) { return {task.job->op, task.index}; }
+  static RowOf row_of(const Task& task) {
+    return {task.job->op, task.index, task.content.generation};
+  }
   uint64_t other_members(const Task& task) const;
   bool is_out(size_t at);
   void watch(size_t member, int64_t now_ns);

@@ -8,7 +8,7 @@ namespace {
 
 constexpr size_t kMembersMax = 64;  // bits of a word
 constexpr size_t kLineWords = 8;    // of a cache line
-// Readers; op; row and code; nothing.
+// Readers; op; row and code; generation.
 constexpr size_t kAnnouncementWords = 4;
 constexpr unsigned kStateBits = 2;
 
@@ -74,13 +74,15 @@ void SetMemory::announce(size_t member, size_t at, RowOf row, Outcome code, uint
   std::atomic_ref(words[1]).store(row.op, std::memory_order_relaxed);
   std::atomic_ref(words[2]).store(uint64_t{row.row} << 8 | static_cast<uint8_t>(code),
                                   std::memory_order_relaxed);
+  std::atomic_ref(words[3]).store(row.generation, std::memory_order_relaxed);
   store(words, readers);
 }
 
 SetMemory::Announced SetMemory::announced(size_t member, size_t at) const {
   const uint64_t* const words = announcement(member, at);
   const uint64_t what = load(words + 2);
-  return {{load(words + 1), static_cast<uint32_t>(what >> 8)}, static_cast<Outcome>(what & 0xFF)};
+  return {{load(words + 1), static_cast<uint32_t>(what >> 8), load(words + 3)},
+          static_cast<Outcome>(what & 0xFF)};
 }
 
 void SetMemory::release(size_t member, size_t at, size_t reader) {

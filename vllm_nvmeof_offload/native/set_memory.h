@@ -25,10 +25,12 @@ namespace nvmeof {
 
 enum class FillState : uint8_t { EMPTY, FILLING, HELD, FAILED };
 
-// A row of a load, which all members are given.
+// A row of a load, which all members are given. generation: of its chunk, so that the op of another
+// server, by whatever mistake, is none of ours.
 struct RowOf {
   uint64_t op = 0;
   uint32_t row = 0;
+  uint64_t generation = 0;
   bool operator==(const RowOf&) const = default;
 };
 
