@@ -127,6 +127,7 @@ class Rig:
         named: bool = True,
         payload_bytes: int = PAYLOAD_BYTES,
         payload_crc: int | None = None,
+        single_copy: bool = False,
     ) -> IoOp:
         self.tokens += 1
         default = Urgency.WRITE if kind is OpKind.WRITE else Urgency.DEMAND
@@ -142,6 +143,7 @@ class Rig:
             tag=self.pool.stamp.tag if kind is OpKind.RESET else b"",
             named=named,
             payload_crc=payload_crc,
+            single_copy=single_copy,
         )
 
     def write(self, pool_slot: int, staging_slot: int, name: SlotIdentity, **kw: object) -> IoOp:

@@ -10,11 +10,19 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from tests.chunks import entries_of
 from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, OK, STALE, OutcomeKind
 from vllm_nvmeof_offload.io.base import Completion, IoOp
+from vllm_nvmeof_offload.pool.format import (
+    ENTRY_BYTES,
+    FLAG_SINGLE_COPY,
+    TABLE_FILE,
+    decode_table,
+    parse_header,
+)
 from vllm_nvmeof_offload.protocol import SlotIdentity, Urgency
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
@@ -80,6 +88,23 @@ def test_a_completed_write_is_adopted_by_the_next_process(make_rig: MakeRig) -> 
         number * 3: name(number, generation=number + 7) for number in range(5)
     }
     assert adopted.places.tolist() == sorted(adopted.places.tolist())
+
+
+@pytest.mark.parametrize("single_copy", [False, True])
+def test_header_and_table_entry_say_that_there_is_one_copy(
+    make_rig: MakeRig, single_copy: bool
+) -> None:
+    rig = make_rig()
+    rig.fill(0, name(1))
+    rig.run(rig.write(3, 0, name(1), single_copy=single_copy))
+    rig.zero(0)
+    assert rig.run(rig.read(3, 0, name(1)))[0].outcome == OK
+    header = parse_header(rig.memory[:HEADER_BYTES])
+    assert header is not None and header.single_copy == single_copy
+    path, offset = rig.pool.directories[0] / TABLE_FILE, 3 * ENTRY_BYTES
+    decoded = decode_table(np.fromfile(path, np.uint8, ENTRY_BYTES, offset=offset), np.array([3]))
+    assert decoded.valid.all()
+    assert decoded.flags.tolist() == [FLAG_SINGLE_COPY if single_copy else 0]
 
 
 def test_fileno_is_readable_exactly_when_a_completion_waits(make_rig: MakeRig) -> None:

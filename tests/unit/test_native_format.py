@@ -14,11 +14,14 @@ from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.native import WHY_NOT, core
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
+    FLAG_SINGLE_COPY,
+    Known,
     SlotPlace,
     Stamp,
     crcs_in_python,
     decode_table,
     encode_entry,
+    parse_header,
     seal,
     verify,
 )
@@ -45,23 +48,34 @@ def slot_of(payload: bytes) -> np.ndarray:
     return slot
 
 
-@given(KEYS, U64, st.builds(Stamp, U32, SIXTEEN), PLACES, KINDS, st.binary(max_size=20_000))
+@given(
+    KEYS,
+    U64,
+    st.builds(Stamp, U32, SIXTEEN),
+    PLACES,
+    KINDS,
+    st.booleans(),
+    st.binary(max_size=20_000),
+)
 def test_a_sealed_slot_is_the_same(
     key: bytes,
     generation: int,
     stamp: Stamp,
     place: SlotPlace,
     kind: GroupKind,
+    single_copy: bool,
     payload: bytes,
 ) -> None:
     ours, theirs = slot_of(payload), slot_of(payload)
     identity = SlotIdentity(key, generation)
-    seal(ours.data, identity, len(payload), stamp, place, kind)
-    mark = stamp.epoch, stamp.tag, *place, int(kind)
+    seal(ours.data, identity, len(payload), stamp, place, kind, Known(single_copy=single_copy))
+    mark = stamp.epoch, stamp.tag, *place, int(kind), single_copy
     core.seal(theirs, key, generation, len(payload), *mark)
     assert ours.tobytes() == theirs.tobytes()
     assert verify(theirs.data, identity, len(payload), place, stamp.tag) == OK
     assert core.verify(ours, key, generation, len(payload), *place, stamp.tag) == 0
+    header = parse_header(theirs[:4096].data)
+    assert header is not None and header.single_copy == single_copy
 
 
 @given(PLACES, PLACES, SIXTEEN)
@@ -121,10 +135,13 @@ def test_both_judge_a_signed_header_alike(changes: list[tuple[int, int]]) -> Non
     assert OUTCOMES[core.verify(slot, b"key" * 12, 1, 7, *PLACE, TAG)] == ours
 
 
-@given(U32, KEYS, U64, U32)
-def test_a_table_entry_is_the_same(slot: int, key: bytes, generation: int, epoch: int) -> None:
-    ours = encode_entry(slot, SlotIdentity(key, generation), epoch)
-    assert core.encode_entry(slot, key, generation, epoch) == ours
+@given(U32, KEYS, U64, U32, st.booleans())
+def test_a_table_entry_is_the_same(
+    slot: int, key: bytes, generation: int, epoch: int, single_copy: bool
+) -> None:
+    flags = FLAG_SINGLE_COPY if single_copy else 0
+    ours = encode_entry(slot, SlotIdentity(key, generation), epoch, flags)
+    assert core.encode_entry(slot, key, generation, epoch, single_copy) == ours
     decoded = decode_table(np.frombuffer(ours, np.uint8).copy(), np.array([slot], np.int64))
     assert decoded.valid.tolist() == [True]
 
@@ -144,4 +161,4 @@ def test_the_checksums_of_many_entries_are_the_same() -> None:
 @pytest.mark.parametrize("key", [b"", bytes(47)])
 def test_a_key_that_does_not_fit_is_refused(key: bytes) -> None:
     with pytest.raises(ValueError, match="1 to 46 bytes"):
-        core.seal(np.zeros(8192, np.uint8), key, 1, 4096, 1, TAG, *PLACE, 0)
+        core.seal(np.zeros(8192, np.uint8), key, 1, 4096, 1, TAG, *PLACE, 0, False)

@@ -62,6 +62,8 @@ class IoOp:
     #: WRITE only: the CRC-32C of the payload of `identity`, from the copy that put it into staging;
     #: None: not known, so that the engine reads the payload for it.
     payload_crc: int | None = None
+    #: WRITE only: no other rank of the set has the chunk; header and table entry say so.
+    single_copy: bool = False
 
     @property
     def is_read(self) -> bool:

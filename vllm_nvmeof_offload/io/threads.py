@@ -28,7 +28,15 @@ from vllm_nvmeof_offload.io.base import (
     Waker,
     unbind_this_thread,
 )
-from vllm_nvmeof_offload.pool.format import Stamp, check_key, encode_entry, seal, verify
+from vllm_nvmeof_offload.pool.format import (
+    FLAG_SINGLE_COPY,
+    Known,
+    Stamp,
+    check_key,
+    encode_entry,
+    seal,
+    verify,
+)
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES, slot_stride_bytes
@@ -54,10 +62,11 @@ class SlotFiles(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """What is written behind a header page. crc: as `IoOp.payload_crc`."""
+    """What is written behind a header page. crc, single_copy: as in `IoOp`."""
 
     size_bytes: int
     crc: int | None = None
+    single_copy: bool = False
 
 
 def read_slot(
@@ -97,10 +106,12 @@ def write_slot(
     because its pool slot may soon hold another chunk. payload: None: it has the pool's longest
     length.
     """
-    size, crc = payload or Payload(pool.payload_bytes)
+    size, crc, single_copy = payload or Payload(pool.payload_bytes)
     place = pool.place(files.pool_slot)
-    seal(slot, identity, size, stamp, place, pool.kind_of(identity.key), crc)
-    entry = encode_entry(place.slot, identity, stamp.epoch)
+    known = Known(crc, single_copy)
+    seal(slot, identity, size, stamp, place, pool.kind_of(identity.key), known)
+    flags = FLAG_SINGLE_COPY if single_copy else 0
+    entry = encode_entry(place.slot, identity, stamp.epoch, flags)
     try:
         _transfer(os.pwritev, files.slab_fd, slot[: slot_stride_bytes(size)], files.slab_offset)
         if not wanted():
@@ -319,7 +330,7 @@ class ThreadsIoEngine:
             tag, size = work.stamp.tag, op.payload_bytes
             return read_slot(self._pool, slot, work.files, op.identity, tag, size)
         wanted = lambda: work.wanted  # noqa: E731
-        payload = Payload(op.payload_bytes, op.payload_crc)
+        payload = Payload(op.payload_bytes, op.payload_crc, op.single_copy)
         return write_slot(self._pool, slot, work.files, op.identity, work.stamp, wanted, payload)
 
     def _reset_ended(self, completion: Completion) -> None:

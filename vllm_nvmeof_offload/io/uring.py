@@ -148,6 +148,7 @@ class UringIoEngine:
             stamp.epoch,
             stamp.tag,
             _NO_CRC if op.payload_crc is None else op.payload_crc,
+            op.single_copy,
         )
 
     def cancel(self, tokens: Sequence[int]) -> list[int]:

@@ -39,6 +39,7 @@ class Engine:
         epoch: int,
         tag: bytes,
         payload_crc: int,
+        single_copy: bool,
         /,
     ) -> None: ...
     def room(self) -> tuple[int, int]: ...

@@ -53,7 +53,7 @@ void make_engine(Engine* at, const std::vector<std::pair<int, int>>& targets, ui
 
 void submit(Engine& engine, uint64_t token, unsigned urgency, uint64_t pool_slot, uintptr_t address,
             size_t payload_bytes, const nb::bytes& key, uint64_t generation, uint32_t epoch,
-            const nb::bytes& tag, int64_t payload_crc) {
+            const nb::bytes& tag, int64_t payload_crc, bool single_copy) {
   Request request;
   request.token = token;
   request.urgency = static_cast<Urgency>(urgency);
@@ -63,6 +63,7 @@ void submit(Engine& engine, uint64_t token, unsigned urgency, uint64_t pool_slot
   request.identity = identity_of(key, generation);
   request.stamp = {epoch, sixteen(tag)};
   request.payload_crc = payload_crc;
+  request.single_copy = single_copy;
   engine.submit(request);
 }
 
@@ -194,11 +195,11 @@ NB_MODULE(_native, m) {
   m.def("entry_crcs", &entry_crcs, nb::arg("entries"), nb::arg("slots"), nb::arg("crcs"));
   m.def("seal", [](Bytes slot, const nb::bytes& key, uint64_t generation, size_t payload_bytes,
                    uint32_t epoch, const nb::bytes& tag, const nb::bytes& region_uuid,
-                   uint16_t rank, uint32_t number, uint8_t kind) {
+                   uint16_t rank, uint32_t number, uint8_t kind, bool single_copy) {
     auto* data = reinterpret_cast<std::byte*>(whole_slot(slot, payload_bytes));
     seal(data, identity_of(key, generation), payload_bytes,
          crc32c(data + kHeaderBytes, payload_bytes), {epoch, sixteen(tag)},
-         {{sixteen(region_uuid), rank}, number}, kind);
+         {{sixteen(region_uuid), rank}, number, single_copy}, kind);
   });
   m.def("verify",
         [](ConstBytes slot, const nb::bytes& key, uint64_t generation, size_t payload_bytes,
@@ -209,8 +210,8 @@ NB_MODULE(_native, m) {
                      {{sixteen(region_uuid), rank}, number}, sixteen(tag)));
         });
   m.def("encode_entry", [](uint64_t slot, const nb::bytes& key, uint64_t generation,
-                           uint32_t epoch) {
-    const auto entry = encode_entry(slot, identity_of(key, generation), epoch);
+                           uint32_t epoch, bool single_copy) {
+    const auto entry = encode_entry(slot, identity_of(key, generation), epoch, single_copy);
     return nb::bytes(entry.data(), entry.size());
   });
 }

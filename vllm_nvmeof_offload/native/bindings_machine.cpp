@@ -196,7 +196,8 @@ double next_deadline(Machine& machine) {
   return next_ns == INT64_MAX ? INFINITY : static_cast<double>(next_ns) / 1e9;
 }
 
-// (token, kind, urgency, pool slot, address, key, generation, payload bytes, CRC) of each.
+// (token, kind, urgency, pool slot, address, key, generation, payload bytes, CRC, whether it is the
+// only copy in the set) of each.
 nb::list offered(Machine& machine) {
   nb::list all;
   for (const IoQueue::Offer& offer : machine.io.offered) {
@@ -206,7 +207,7 @@ nb::list offered(Machine& machine) {
                               static_cast<uint8_t>(task.urgency), task.pool_slot,
                               machine.io.address(task), nb::bytes(key.data(), key.size()),
                               task.content.generation, machine.io.payload_bytes(task),
-                              task.payload_crc));
+                              task.payload_crc, task.holder != kEveryMember));
   }
   return all;
 }

@@ -55,6 +55,7 @@ void Engine::take(const LaneOp& op) {
   request.payload_crc = op.payload_crc;
   request.identity = identity_of(op.key, op.generation);
   request.stamp = op.stamp;
+  request.single_copy = op.single_copy;
   submit(request);
 }
 

@@ -232,7 +232,8 @@ void IoQueue::hand_over(Task& task, Urgency urgency) {
                    is_write ? task.payload_crc : -1,
                    task.key(),
                    task.content.generation,
-                   stamp_});
+                   stamp_,
+                   task.holder != kEveryMember});
   } else {
     offered.push_back({&task, task.token});
   }

@@ -33,6 +33,7 @@ struct LaneOp {
   std::string_view key;
   uint64_t generation = 0;
   Stamp stamp;  // a write carries it; a read's chunk has its tag
+  bool single_copy = false;  // a write: no other member of the set has the chunk
 };
 
 // The end of one, however late: nothing touches its buffer any more.

@@ -215,6 +215,7 @@ void seal(std::byte* slot, const Identity& identity, size_t payload_bytes, uint3
   Header header{};
   std::memcpy(header.magic, kMagic, sizeof kMagic);
   header.version = kFormatVersion;
+  if (place.single_copy) header.flags = kFlagSingleCopy;
   header.key_bytes = identity.key_bytes;
   header.epoch = stamp.epoch;
   header.generation = identity.generation;
@@ -264,8 +265,9 @@ uint32_t entry_crc(const std::byte* entry, uint64_t slot) {
 }
 
 std::array<std::byte, kEntryBytes> encode_entry(uint64_t slot, const Identity& identity,
-                                                uint32_t epoch) {
+                                                uint32_t epoch, bool single_copy) {
   Entry entry{};
+  if (single_copy) entry.flags = kFlagSingleCopy;
   entry.epoch = epoch;
   entry.generation = identity.generation;
   entry.key_bytes = identity.key_bytes;

@@ -358,7 +358,8 @@ void TargetRing::seal_op(Op& op) {
 }
 
 SlotPlace TargetRing::place_of(const Op& op) const {
-  return {region_, static_cast<uint32_t>(op.request.pool_slot / setup_.targets.size())};
+  const auto slot = static_cast<uint32_t>(op.request.pool_slot / setup_.targets.size());
+  return {region_, slot, op.request.single_copy};
 }
 
 // No start adopts a chunk of a group that the pool does not have, so any kind will do for it.
@@ -386,7 +387,8 @@ void TargetRing::run_table() {
       const int table_fd = op.target.table_fd;
       lock.unlock();
       const size_t slot = request.pool_slot / setup_.targets.size();
-      const auto entry = encode_entry(slot, request.identity, request.stamp.epoch);
+      const auto entry =
+          encode_entry(slot, request.identity, request.stamp.epoch, request.single_copy);
       const auto offset = static_cast<off_t>(slot * kEntryBytes);
       ssize_t done;
       do done = pwrite(table_fd, entry.data(), entry.size(), offset);

@@ -93,6 +93,7 @@ struct Region {
 struct SlotPlace {
   Region region;
   uint32_t slot = 0;
+  bool single_copy = false;  // no other rank has the chunk's bytes; noted, and not compared
 };
 
 struct Request {
@@ -105,6 +106,7 @@ struct Request {
   Stamp stamp;
   // Write only: the payload's CRC if the copy into staging made it, else kNoCrc.
   int64_t payload_crc = kNoCrc;
+  bool single_copy = false;  // write only: as in `SlotPlace`
 
   bool is_read() const { return urgency != Urgency::WRITE; }
 };
@@ -163,7 +165,7 @@ Code verify(const std::byte* slot, const Identity& identity, size_t payload_byte
 
 // slot: its number in its region, which the CRC covers.
 std::array<std::byte, kEntryBytes> encode_entry(uint64_t slot, const Identity& identity,
-                                                uint32_t epoch);
+                                                uint32_t epoch, bool single_copy = false);
 
 // The CRC that table entry `entry` (64 bytes) of a slot must carry.
 uint32_t entry_crc(const std::byte* entry, uint64_t slot);

@@ -164,6 +164,7 @@ class SlotHeader:
     payload_bytes: int
     payload_crc: int
     stamp: Stamp
+    single_copy: bool = False  # no other rank of the set has the chunk
 
 
 def check_key(key: bytes) -> None:
@@ -174,6 +175,13 @@ def check_key(key: bytes) -> None:
         )
 
 
+class Known(NamedTuple):
+    """Facts of a chunk that is sealed. payload_crc: its payload's CRC-32C; None: to be made."""
+
+    payload_crc: int | None = None
+    single_copy: bool = False
+
+
 def seal(
     slot: memoryview,
     identity: SlotIdentity,
@@ -181,11 +189,11 @@ def seal(
     stamp: Stamp,
     place: SlotPlace,
     kind: GroupKind,
-    payload_crc: int | None = None,
+    known: Known | None = None,
 ) -> None:
     """Fill the header page of `slot` (uint8, header page + payload); ValueError: `check_key`.
 
-    kind: of the key's group. payload_crc: the payload's CRC-32C if it is known; None: made here.
+    kind: of the key's group.
     """
     key = identity.key
     check_key(key)
@@ -194,9 +202,11 @@ def seal(
     assert len(place.region_uuid) == UUID_BYTES
     assert 0 <= identity.generation < 1 << 64
     assert len(slot) >= HEADER_BYTES + payload_bytes
+    payload_crc, single_copy = known or Known()
     if payload_crc is None:
         payload_crc = crc32c(slot[HEADER_BYTES : HEADER_BYTES + payload_bytes])
-    head = SLOT_MAGIC, FORMAT_VERSION, 0, len(key), stamp.epoch, identity.generation
+    flags = FLAG_SINGLE_COPY if single_copy else 0
+    head = SLOT_MAGIC, FORMAT_VERSION, flags, len(key), stamp.epoch, identity.generation
     content = payload_bytes, payload_crc, key, kind, group_id_of(key), 0, stamp.tag, _NO_MAC
     _HEADER.pack_into(slot, 0, *head, *content, place.region_uuid, place.slot, place.rank)
     slot[_HEADER.size : _PAGE_CRC_AT] = _ZEROS
@@ -231,6 +241,7 @@ def parse_header(page: bytes | bytearray | memoryview) -> SlotHeader | None:
         payload_bytes,
         payload_crc,
         Stamp(epoch, tag),
+        bool(flags & FLAG_SINGLE_COPY),
     )
 
 

@@ -257,7 +257,8 @@ class TransferPipeline:
     def leave_set(self) -> None:
         """Let the other members of the set fail at once what they wait for: nothing moves here
         any more."""
-        self._machine.leave_set()
+        if self._in_set:
+            self._machine.leave_set()
 
     def idle(self) -> bool:
         """Return whether there is no job, no gate held, and no buffer with an engine."""
@@ -353,6 +354,7 @@ class TransferPipeline:
                 SlotIdentity(key, generation),
                 payload_bytes=payload_bytes,
                 payload_crc=payload_crc if payload_crc >= 0 else None,
+                single_copy=single_copy,
             )
             for (
                 token,
@@ -364,6 +366,7 @@ class TransferPipeline:
                 generation,
                 payload_bytes,
                 payload_crc,
+                single_copy,
             ) in self._machine.offered()
         ]
         if ops:
