@@ -4,7 +4,8 @@
 One anonymous mapping of huge pages on the GPU's NUMA node, populated at start by several threads
 and not inherited by forks (the kernel's writes would not reach a child's copy, nor the parent, if
 the child touched it). The copy engine registers it with CUDA and the I/O engine with its rings, so
-that storage and GPU share one buffer.
+that storage and GPU share one buffer. Ranks that hold equal KV map the staging of all of them
+(`SetMemory`), because each copies from the others' slots too.
 
 Pages are populated through libc, because Python's own `madvise` keeps the interpreter lock while
 the kernel zeroes memory, which would stop the model's thread and the other populating threads.
@@ -123,10 +124,57 @@ def split_slots(staging_bytes: int, slot_bytes: int, stream_slots: int) -> tuple
     return max(0, total - streams), streams
 
 
+class SetMemory:
+    """The memory that the members of a set share: their words, and then each one's staging.
+
+    The file is anonymous, so that nothing is left of it when the members have ended, and its size
+    is sealed.
+    """
+
+    def __init__(self, fd: int, words_bytes: int, staging_bytes: int, members: int) -> None:
+        """Map the file. words_bytes: a multiple of pages. staging_bytes: of one member."""
+        size = words_bytes + members * staging_bytes
+        self._memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
+        self._memory.madvise(mmap.MADV_DONTFORK)
+        with contextlib.suppress(OSError):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._view = memoryview(self._memory)
+        self._staging_bytes = staging_bytes
+        self._words_bytes = words_bytes
+        self.words = np.frombuffer(self._view, np.uint8).ctypes.data
+        self.addresses = tuple(
+            self.words + words_bytes + member * staging_bytes for member in range(members)
+        )
+
+    def part(self, member: int) -> memoryview:
+        """One member's staging."""
+        start = self._words_bytes + member * self._staging_bytes
+        return self._view[start : start + self._staging_bytes]
+
+    def close(self) -> None:
+        """Unmap. The others keep their mappings."""
+        self._view.release()
+        self._memory.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """This rank's place in a set. set_sizes: as in `SetMap`."""
+
+    memory: SetMemory
+    member: int
+    set_sizes: tuple[int, ...]
+
+    @property
+    def map(self) -> SetMap:
+        return SetMap(self.memory.words, self.member, self.memory.addresses, self.set_sizes)
+
+
 class Staging:
     """Owns the memory. `view` covers all slots; `map` has the address of each.
 
     numa_node: node that its pages should come from; None: any. `on_node`: the kernel accepted it.
+    membership: the set whose memory has this rank's slots; None: they are this rank's alone.
     """
 
     def __init__(
@@ -136,16 +184,25 @@ class Staging:
         stream_slots: int,
         on_progress: _Progress = lambda done, total: None,
         numa_node: int | None = None,
+        membership: Membership | None = None,
     ) -> None:
         size = slot_bytes * (cache_slots + stream_slots)
-        self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._memory.madvise(mmap.MADV_DONTFORK)
-        with contextlib.suppress(OSError):  # no transparent huge pages here: only slower
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self.view = memoryview(self._memory)
+        self._memory: mmap.mmap | SetMemory
+        if membership is None:
+            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._memory.madvise(mmap.MADV_DONTFORK)
+            with contextlib.suppress(OSError):  # no transparent huge pages here: only slower
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+            self.view = memoryview(self._memory)
+        else:
+            self._memory = membership.memory
+            self.view = membership.memory.part(membership.member)
+            assert len(self.view) == size, "the set's memory has other slots"
         self._array = np.frombuffer(self.view, np.uint8)
         self.size_bytes = size
-        self.map = StagingMap(self._array.ctypes.data, slot_bytes, cache_slots, stream_slots)
+        members = membership.map if membership else None
+        base = self._array.ctypes.data
+        self.map = StagingMap(base, slot_bytes, cache_slots, stream_slots, members)
         # Before the first page exists, because pages do not move later.
         self.on_node = prefer_node(self.map.base_address, size, numa_node)
         populate(self.map.base_address, size, _limited(on_progress, size > GIB))

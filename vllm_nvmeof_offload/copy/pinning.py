@@ -6,7 +6,8 @@ pins memory the driver lets no other thread of the process in, the model's among
 that takes the driver's lock again at once keeps it: others measured stalls of 2.0 s in 94 GB by
 pieces of 1 GB (vllm#51414). So pieces are short, with a pause between them. The first is registered
 at once, so that a machine on which it cannot work refuses to start; a thread registers the others,
-from `start` on.
+from `start` on. Ranks that share memory each register all of it, because each copies from the
+others' slots too.
 """
 
 from __future__ import annotations
@@ -55,19 +56,24 @@ class StagingPinning:
     ) -> None:
         self._cuda = cuda
         self._on_change = on_change
-        self._base = np.uint64(staging.base_address)
+        members = staging.members
+        bases = members.addresses if members else (staging.base_address,)
+        self._base = np.uint64(bases[0])
         slots = staging.cache_slots + staging.stream_slots
         slots_per_piece = max(1, piece_bytes_max // staging.slot_bytes)
         self._piece_bytes = slots_per_piece * staging.slot_bytes
-        self._size = slots * staging.slot_bytes
-        count = -(-slots // slots_per_piece)
+        self._part_bytes = slots * staging.slot_bytes  # of one member; the next one's follows
+        self._pieces_per_part = -(-slots // slots_per_piece)
+        self._own = members.member * self._pieces_per_part if members else 0
+        count = len(bases) * self._pieces_per_part
+        within = np.arange(self._pieces_per_part, dtype=np.uint64) * np.uint64(self._piece_bytes)
         #: Sorted addresses at which registrations begin.
-        self.starts = self._base + np.arange(count, dtype=np.uint64) * np.uint64(self._piece_bytes)
+        self.starts = (np.array(bases, np.uint64)[:, None] + within).reshape(-1)
         self._states = np.full(count, Readiness.WAITING, np.uint8)
         self._all_ready = False
         self._stopping = threading.Event()
         cuda.register(*self.first)
-        self._states[0] = Readiness.READY
+        self._states[self._own] = Readiness.READY
         self._thread = threading.Thread(target=self._run, name="nvmeof-pinning", daemon=True)
 
     def start(self) -> None:
@@ -80,14 +86,15 @@ class StagingPinning:
 
     @property
     def first(self) -> tuple[int, int]:
-        """Address and bytes of the first piece, which is ready at once."""
-        return int(self._base), self._bytes_of(0)
+        """Address and bytes of this rank's first piece, which is ready at once."""
+        return int(self.starts[self._own]), self._bytes_of(self._own)
 
     def readiness(self, addresses: npt.NDArray[np.uint64]) -> Readiness:
         """Return the readiness of the pieces of staging that begin at `addresses`."""
         if self._all_ready:
             return Readiness.READY
-        pieces = (addresses - self._base) // np.uint64(self._piece_bytes)
+        parts, within = np.divmod(addresses - self._base, np.uint64(self._part_bytes))
+        pieces = parts * np.uint64(self._pieces_per_part) + within // np.uint64(self._piece_bytes)
         states = self._states[pieces.astype(np.intp)]
         return Readiness(int(states.max(initial=Readiness.READY)))
 
@@ -104,20 +111,23 @@ class StagingPinning:
                 return
 
     def _bytes_of(self, number: int) -> int:
-        return min(self._piece_bytes, self._size - number * self._piece_bytes)
+        within = number % self._pieces_per_part * self._piece_bytes
+        return min(self._piece_bytes, self._part_bytes - within)
 
     def _run(self) -> None:
         logged_s = time.monotonic()
-        for number in range(1, len(self._states)):
+        done = self._bytes_of(self._own)
+        size = len(self._states) // self._pieces_per_part * self._part_bytes
+        for number in np.roll(np.arange(len(self._states)), -self._own)[1:].tolist():
             if self._stopping.is_set():
                 return
             self._states[number] = self._register(number)
+            done += self._bytes_of(number)
             self._on_change()
             self._stopping.wait(_PAUSE_S)
             if time.monotonic() - logged_s > _LOG_EVERY_S:
                 logged_s = time.monotonic()
-                done = number * self._piece_bytes + self._bytes_of(number)
-                share = format_bytes(done), format_bytes(self._size)
+                share = format_bytes(done), format_bytes(size)
                 logger.info("registered with CUDA: %s of %s", *share)
         self._all_ready = bool((self._states == Readiness.READY).all())
 

@@ -22,7 +22,7 @@ from vllm_nvmeof_offload.copy.cuda import CudaCopyEngine
 from vllm_nvmeof_offload.copy.driver import CudaError
 from vllm_nvmeof_offload.copy.pinning import Readiness, StagingPinning
 from vllm_nvmeof_offload.errors import EngineError
-from vllm_nvmeof_offload.staging import StagingMap, populate, prefer_node
+from vllm_nvmeof_offload.staging import SetMap, StagingMap, populate, prefer_node
 from vllm_nvmeof_offload.units import MIB, PAGE_BYTES
 
 SLOT = 3 * PAGE_BYTES
@@ -61,6 +61,32 @@ def test_slots_are_ready_when_their_piece_is_registered() -> None:
         if number < 3:
             assert pins.readiness(_addresses(2 * number + 2)) is Readiness.WAITING
     assert cuda.registered == {BASE + 2 * n * SLOT: (2 if n < 3 else 1) * SLOT for n in range(4)}
+    assert pins.starts.tolist() == sorted(cuda.registered)
+    pins.close()
+    assert not cuda.registered
+
+
+def test_a_rank_registers_the_memory_of_its_set_with_its_own_part_first() -> None:
+    cuda, changed = _SlowCuda(), threading.Semaphore(0)
+    part = 5 * SLOT
+    members = SetMap(0, 1, (BASE, BASE + part, BASE + 2 * part), (3,))
+    # Two slots per piece: three pieces per member, none of them across two members' parts.
+    pins = StagingPinning(
+        cuda, StagingMap(BASE + part, SLOT, 4, 1, members), changed.release, 2 * SLOT
+    )
+    assert pins.first == (BASE + part, 2 * SLOT)
+    assert pins.readiness(_addresses(5, 6)) is Readiness.READY
+    assert pins.readiness(_addresses(7)) is Readiness.WAITING
+    pins.start()
+    order = [5, 7, 9, 10, 12, 14, 0, 2, 4]  # their first slots, over all members
+    for number, slot in enumerate(order[1:], 1):
+        assert pins.readiness(_addresses(slot)) is Readiness.WAITING
+        cuda.permits.release()
+        assert changed.acquire(timeout=120)
+        assert pins.readiness(_addresses(*order[: number + 1])) is Readiness.READY
+    assert cuda.registered == {
+        BASE + slot * SLOT: (1 if slot % 5 == 4 else 2) * SLOT for slot in order
+    }
     assert pins.starts.tolist() == sorted(cuda.registered)
     pins.close()
     assert not cuda.registered
