@@ -32,7 +32,7 @@ def hellos(ranks: int = 1, **changes: object) -> list[RankHello]:
 
 def collector(bench: Bench, **changes: object) -> MetricsCollector:
     ranks_hellos = hellos(bench.ranks, **changes)
-    config = {"prompts_only": "no", **config_labels(ranks_hellos, CoreConfig())}
+    config = {"prompts_only": "no", "vllm": "0.32", **config_labels(ranks_hellos, CoreConfig())}
     return MetricsCollector(bench.core, Suspension(), ranks_hellos, config)
 
 
