@@ -25,7 +25,7 @@ export TRANSFORMERS_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help setup demo test test-fast test-fabric test-e2e suite-fast suite-alone suite-fabric \
-	suite-e2e soak bench results gpu wheel check format lock clean distclean
+	suite-e2e soak vllm-next bench results gpu wheel check format lock clean distclean
 .DEFAULT_GOAL := help
 # Set-up comes before everything, and suites run one after the other, under `make -j` too.
 .NOTPARALLEL:
@@ -37,6 +37,8 @@ help:
 	@echo "make test-fast  the same without end to end and without the emulated fabric"
 	@echo "make test-fabric the pool on a real NVMe/TCP fabric in an emulated guest, whose paths fail"
 	@echo "make soak       the longest tests, then both simulators with fresh seeds for SOAK_SECONDS (4 hours)"
+	@echo "make vllm-next  the newest vLLM of the package index: its own tests with our connector, and"
+	@echo "                what differs in the interfaces that we use (VLLM_NEXT=0.34.1: that one)"
 	@echo "make bench      the pool beside fio, a bare ring and vLLM's own file tier"
 	@echo "make results    all benchmarks that need no GPU, short, into bench/results/ (40 min)"
 	@echo "make gpu        on a machine with an NVIDIA GPU: its tests and benchmarks, in stages (GPU_STAGES)"
@@ -91,6 +93,11 @@ soak: setup
 	$(BIN)/python -m pytest tests -m soak $(PYTEST_ARGS)
 	$(BIN)/python -m tests.sim --seconds $$(($(SOAK_SECONDS) / 2)) --keep-going
 	$(BIN)/python -m tests.faults.store --seconds $$(($(SOAK_SECONDS) / 2)) --keep-going
+
+# Status 1: the release is refused, or a test fails. docs/extending.md has a scheduled run.
+VLLM_NEXT ?=
+vllm-next: setup
+	exec $(BIN)/python -m tests.upstream.next $(VLLM_NEXT)
 
 # Figures: the pool beside fio, a bare ring and vLLM's own file tier; a table, JSON and a picture.
 bench: setup

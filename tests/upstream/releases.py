@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _ASK_TIMEOUT_S = 60
 _READ_TIMEOUT_S = 60
@@ -46,8 +47,24 @@ def cache_place() -> Path:
     return Path(cache) / "vllm-nvmeof" / "releases"
 
 
+def newest(release: str = "") -> str:
+    """The newest version that the index has, of a release (`0.33`) or of all.
+
+    Raises: ReleaseUnavailableError: there is no index, or no such version.
+    """
+    return str(_resolve(f"vllm=={release}.*" if release else "vllm")["version"])
+
+
 def ask_index(version: str) -> tuple[str, str]:
     """URL and SHA-256 of the file, from resolving only this requirement."""
+    sdist = _resolve(f"vllm=={version}").get("sdist")
+    if sdist is None or not str(sdist.get("url", "")).startswith("https://"):
+        raise ReleaseUnavailableError(f"the index has no source distribution of vLLM {version}")
+    return sdist["url"], sdist["hashes"]["sha256"]
+
+
+def _resolve(requirement: str) -> dict[str, Any]:
+    """The only package of the lock file that uv makes of a requirement."""
     uv = Path(sys.executable).with_name("uv")
     options = ["--no-deps", "--no-binary", "vllm", "--format", "pylock.toml", "--quiet"]
     with tempfile.TemporaryDirectory() as scratch:
@@ -55,7 +72,7 @@ def ask_index(version: str) -> tuple[str, str]:
         try:
             done = subprocess.run(
                 [uv, "pip", "compile", *options, "--output-file", lock, "-"],
-                input=f"vllm=={version}\n",
+                input=f"{requirement}\n",
                 capture_output=True,
                 text=True,
                 timeout=_ASK_TIMEOUT_S,
@@ -65,10 +82,7 @@ def ask_index(version: str) -> tuple[str, str]:
         if done.returncode:
             raise ReleaseUnavailableError(f"no package index here: {' '.join(done.stderr.split())}")
         (package,) = tomllib.loads(lock.read_text())["packages"]
-    sdist = package.get("sdist")
-    if sdist is None or not str(sdist.get("url", "")).startswith("https://"):
-        raise ReleaseUnavailableError(f"the index has no source distribution of vLLM {version}")
-    return sdist["url"], sdist["hashes"]["sha256"]
+    return dict(package)
 
 
 def fetch(version: str, ask: Callable[[str], tuple[str, str]] = ask_index) -> Sdist:

@@ -26,14 +26,17 @@ _MODEL = {
 }
 
 
-def run_self_test(scratch: Path, env: Mapping[str, str]) -> dict[str, Any]:
+def run_self_test(
+    scratch: Path, env: Mapping[str, str], *, stand_ins: bool = False
+) -> dict[str, Any]:
     """The results of `self_test_child` with the vLLM of `env`, and the directory of its pool."""
     model, pool = scratch / "model", scratch / "pool"
     for folder in (model, pool):
         folder.mkdir()
     (model / "config.json").write_text(json.dumps(_MODEL))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.adapter.self_test_child", str(model), str(pool)],
+        [sys.executable, "-m", "tests.unit.adapter.self_test_child", str(model), str(pool)]
+        + ["stand-ins"] * stand_ins,
         cwd=ROOT,
         env=dict(env),
         capture_output=True,

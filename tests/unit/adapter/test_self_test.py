@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     # A variable of the user's that would leave the test nothing to load.
     env = {**os.environ, "VLLM_NVMEOF_STORE_THRESHOLD": "3"}
-    return run_self_test(tmp_path_factory.mktemp("self-test"), env)
+    return run_self_test(tmp_path_factory.mktemp("self-test"), env, stand_ins=True)
 
 
 def test_an_unknown_vllm_that_works_passes_with_one_loud_line(found: dict[str, Any]) -> None:
@@ -53,4 +52,3 @@ def test_a_stand_in_that_works_otherwise_is_refused(
 
 def test_it_leaves_nothing_in_the_users_pool(found: dict[str, Any]) -> None:
     assert list(Path(found["pool"]).iterdir()) == []
-    assert json.dumps(found)

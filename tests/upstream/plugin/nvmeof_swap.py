@@ -99,6 +99,9 @@ def _swap() -> None:
     assert callable(ours.keep_boundaries)
     ours.keep_boundaries = lambda *_args: 0
     ours.NVMeoFOffloadingSpec = OffloadingSpec  # type: ignore[misc]
+    # An unknown release's self-test is a run of its own: here half of our server is replaced.
+    assert callable(ours.NVMeoFOffloadingConnector._test_unknown)
+    ours.NVMeoFOffloadingConnector._test_unknown = lambda *_args: None  # type: ignore[method-assign]
     for name, method in vars(ours.NVMeoFOffloadingConnector).items():
         if callable(method):
             setattr(SwappedConnector, name, _counted(name, method))

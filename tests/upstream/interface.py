@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prints, as JSON, what the imported vLLM has of the interfaces that we use: place → text."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import json
+import re
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_offload import base
+
+from vllm_nvmeof_offload.errors import IntegrationError
+from vllm_nvmeof_offload.vllm_adapter import capabilities, known_vllm
+
+#: The classes of which ours are subclasses.
+_BASES = (base.OffloadingManager, base.OffloadingWorker, base.OffloadingSpec, OffloadingConnector)
+_GONE = "is gone"
+
+
+def describe() -> dict[str, str]:
+    """Everything that we use: forms of capabilities, signatures, fields."""
+    found: dict[str, str] = {}
+    for capability in capabilities.ALL:
+        form = capability.form or ("absent" if capability.optional else "NOT IN A KNOWN FORM")
+        found[f"capability: {capability.name}"] = form
+        for needs in capability.forms.values():
+            for need in needs:
+                found |= _lines(need)
+    for cls in _BASES:
+        for name, method in inspect.getmembers(cls, inspect.isfunction):
+            if not name.startswith("_"):
+                found[f"{cls.__name__}.{name}"] = str(inspect.signature(method))
+    return found
+
+
+def _lines(need: str) -> dict[str, str]:
+    matched = re.match(r"([\w.]+):([\w.]+)(?: has (.*))?", need)
+    assert matched, need
+    module, name, members = matched.groups()
+    try:
+        thing: Any = importlib.import_module(module)
+        for part in name.split("."):
+            thing = getattr(thing, part)
+    except (ImportError, AttributeError):
+        return {name: _GONE}
+    if members:
+        fields = dataclasses.fields(thing) if dataclasses.is_dataclass(thing) else ()
+        types = {field.name: str(field.type) for field in fields}
+        return {
+            f"{name}.{one}": _GONE
+            if capabilities.difference(f"{module}:{name} has {one}")
+            else types.get(one, "is there")
+            for one in members.split()
+        }
+    return {name: str(inspect.signature(thing)) if inspect.isroutine(thing) else "is there"}
+
+
+if __name__ == "__main__":
+    refusal = None
+    try:
+        known_vllm.refuse_different()
+    except IntegrationError as error:
+        refusal = str(error)
+    print("INTERFACE " + json.dumps({"lines": describe(), "refusal": refusal}))
