@@ -17,8 +17,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +49,6 @@ from vllm_nvmeof_offload.protocol import (
     ResetCommand,
     StoreCommand,
     Urgency,
-    VerdictReport,
     WriteCommand,
     targets_of,
 )
@@ -78,8 +76,7 @@ _NATIVE_COUNTS: tuple[Series, ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StorePlan:
+class StorePlan(NamedTuple):
     """command None: nothing to store. evicted: joined keys that left both tiers.
 
     refused: new chunks that found no cache slot.
@@ -339,14 +336,14 @@ class ManagerCore:
     def report(self, reports: Iterable[Report]) -> None:
         """Apply the ranks' reports, in the order in which they came."""
         for report in reports:
-            if isinstance(report, VerdictReport):
-                self.counters["verdict_changes"] += self.targets.verdict(report)
+            if isinstance(report, OpReport):  # nearly all are
+                self._reported(self._ledger[report.op], report)
             elif isinstance(report, RateReport):
                 self.targets.rate(report)
             elif isinstance(report, LevelReport):
                 self.levels[report.rank] = report
             else:
-                self._reported(self._ledger[report.op], report)
+                self.counters["verdict_changes"] += self.targets.verdict(report)
         self._drain()
 
     def _reported(self, op: Op, report: OpReport) -> None:

@@ -7,7 +7,7 @@ import enum
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -82,12 +82,13 @@ class CoreConfig:
     kv_events: bool = False
     equal_min: int = 8
     sample_every: int = 1024
+    #: One group, of full attention. Then every chunk brings its own tokens, and a load whose middle
+    #: is missing still brings those before it. Every op asks it several times.
+    full_attention_only: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def full_attention_only(self) -> bool:
-        """One group, of full attention. Then every chunk brings its own tokens, and a load whose
-        middle is missing still brings those before it."""
-        return len(self.groups) == 1 and self.groups[0].kind is GroupKind.FULL
+    def __post_init__(self) -> None:
+        only = len(self.groups) == 1 and self.groups[0].kind is GroupKind.FULL
+        object.__setattr__(self, "full_attention_only", only)
 
     def tokens_in(self, slots: int, set_sizes: Sequence[int] = ()) -> int:
         """The tokens of which so many slots hold the KV, without boundaries' windows and states.

@@ -89,7 +89,7 @@ class Ledger:
     def open(self, kind: OpKind, batch: Batch | None = None) -> Op:
         self._last += 1
         op = Op(self._last, kind, self._clock(), batch, self._world_size)
-        if kind in (OpKind.LOAD, OpKind.FETCH):
+        if kind is OpKind.LOAD or kind is OpKind.FETCH:
             op.prompts_s = self.prompts_s()
         self._ops[op.number] = op
         return op

@@ -175,8 +175,11 @@ class Admission:
         """Seconds to read these bytes, behind the queued ones, at the rates that are known."""
         if self._config.read_bytes_per_s:  # of all lanes together
             return (sum(read_bytes) + sum(queued_bytes)) / self._config.read_bytes_per_s
-        lanes = zip(read_bytes, queued_bytes, self.read_rates, strict=True)
-        return max(((own + more) / rate for own, more, rate in lanes if own and rate), default=0.0)
+        slowest_s = 0.0
+        for own, more, rate in zip(read_bytes, queued_bytes, self.read_rates, strict=True):
+            if own and rate:
+                slowest_s = max(slowest_s, (own + more) / rate)
+        return slowest_s
 
 
 class LoadTimes:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -72,12 +71,22 @@ class CommandSpec(LoadStoreSpec):
     command: StoreCommand | LoadCommand
 
 
-@dataclass
 class LookUp:
-    """The keys that vLLM asked for in one look-up of a request."""
+    """One look-up of a request, which lasts as long as this context: at its end `hits` and `misses`
+    are the keys that vLLM asked for."""
 
-    hits: list[bytes] = field(default_factory=list)
-    misses: list[bytes] = field(default_factory=list)
+    hits: Sequence[bytes] = ()
+    misses: Sequence[bytes] = ()
+
+    def __init__(self, look_ups: LookUps, sources: int, keys: Iterable[list[OffloadKey]]) -> None:
+        self._look_ups, self._sources, self._keys = look_ups, sources, keys
+
+    def __enter__(self) -> Self:
+        self._look_ups.begin(self._sources, self._keys)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.hits, self.misses = self._look_ups.end()
 
 
 @dataclass
@@ -140,19 +149,12 @@ class NVMeoFOffloadingManager(OffloadingManager):
         # in its place, because a frame of Python costs more than the look-up.
         raise AssertionError("vLLM delivers the handshake before any request")
 
-    @contextmanager
-    def looking_up(self, sources: int, keys: Iterable[list[OffloadKey]] = ()) -> Iterator[LookUp]:
-        """While vLLM looks a request up, which may hit in these sources only; the result has the
-        keys that vLLM asks for.
+    def looking_up(self, sources: int, keys: Iterable[list[OffloadKey]] = ()) -> LookUp:
+        """While vLLM looks a request up, which may hit in these sources only.
 
         keys: lists of the keys that it will ask for, which may still grow. They speed it up.
         """
-        look_up = LookUp()
-        self._look_ups.begin(sources, keys)
-        try:
-            yield look_up
-        finally:
-            look_up.hits, look_up.misses = self._look_ups.end()
+        return LookUp(self._look_ups, sources, keys)
 
     def load_sources(self, req_context: ReqContext, first: int, tokens: int) -> dict[Any, int]:
         """Tokens by tier of the request's last load, which brings `tokens` from token `first`."""
