@@ -374,6 +374,7 @@ class RankHello:
     fallbacks: tuple[str, ...] = ()  # parts that run slower than they could, and why
     stream_slots: int = 0
     targets: tuple[str, ...] = ()  # directories
+    remote: tuple[bool | None, ...] = ()  # by target: on another machine; None: unknown
     io_engine: str = "none"
     copy_engine: str = "none"
     adoption_s: float = 0.0

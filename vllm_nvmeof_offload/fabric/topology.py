@@ -30,6 +30,9 @@ ABSENT = "absent"
 OFF = -1
 
 
+_NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "9p"})
+
+
 @dataclass(frozen=True, slots=True)
 class Mount:
     """One line of mountinfo. options: of the mount; super_options: of the file system.
@@ -213,6 +216,16 @@ class TargetFabric:
     @property
     def over_fabric(self) -> bool:
         return any(one.over_fabric for one in self.controllers)
+
+    @property
+    def is_remote(self) -> bool | None:
+        """Whether the data lies on another machine; None: unknown."""
+        if self.namespaces:
+            return self.over_fabric
+        if self.devices:
+            return False
+        system = self.mount.file_system if self.mount else ""
+        return True if system in _NETWORK_FILE_SYSTEMS else False if system == "tmpfs" else None
 
     @property
     def controllers(self) -> tuple[Controller, ...]:

@@ -132,6 +132,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._scheduler_s = 0.0
         self._exported_s = self._all_exported_s = 0.0  # when `get_stats` exported some, all gauges
         self._export_due = False  # since `attach`
+        #: Where each tier is, seen from this engine; None: unknown.
+        self._localities: dict[Source, Locality | None] = {Source.CPU: Locality.LOCAL}
         self._labels = dict.fromkeys(CONFIG_LABELS, "")
         self._labels["vllm"] = known_vllm.release()
         self._labels["prompts_only"] = "yes" if prompts_only else "no"
@@ -279,6 +281,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
                 keys=[OffloadKey(key) for key in change.keys],
                 medium=_MEDIUM[change.tier],
                 removed=change.removed,
+                locality=self._localities[change.tier],
                 removal_expected=not change.removed,
             )
 
@@ -334,6 +337,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if self._void:
             self.reset_cache()
         self._failure_log = FailureLog(core, ordered[0].targets, self._clock)
+        self._localities[Source.POOL] = _locality(ordered)
         self._labels |= config_labels(ordered, self.config)
         self._metrics = MetricsCollector(core, self.suspension, ordered, self._labels)
         if queue is not None:
@@ -416,6 +420,14 @@ def sources_of(tiers: TierFilter) -> int:
         return _EVERYWHERE
     cpu = FROM_CPU if tiers.allows(Medium.CPU, Locality.LOCAL) else 0
     return cpu | (FROM_POOL if tiers.allows(Medium.STORAGE, None) else 0)
+
+
+def _locality(hellos: Sequence[RankHello]) -> Locality | None:
+    """Of the pool, whose chunks have a part on every rank; None: unknown."""
+    remote = {one for hello in hellos for one in hello.remote}
+    if True in remote:
+        return Locality.REMOTE
+    return Locality.LOCAL if remote == {False} else None
 
 
 def _offload_keys(keys: list[bytes]) -> list[OffloadKey]:

@@ -21,6 +21,7 @@ from vllm_nvmeof_offload.config import (
 from vllm_nvmeof_offload.copy.base import CopyEngine
 from vllm_nvmeof_offload.copy.choose import open_device
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry
+from vllm_nvmeof_offload.fabric.topology import discover
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, NoIoEngine, Waker
 from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.io.faults import FaultPlan, FaultyIoEngine
@@ -122,6 +123,9 @@ def build_worker(
         fallbacks=(*copy_fallbacks, *(pool.fallbacks if pool else ()), *io_fallbacks),
         stream_slots=stream_slots,
         targets=tuple(str(t) for t in settings.targets) if pool else (),
+        remote=tuple(discover(os.path.realpath(t)).is_remote for t in settings.targets)
+        if pool
+        else (),
         io_engine=io.name,
         copy_engine=kv_device.engine_name(settings.copy_backend)
         + (", memory on its NUMA node" if staging.on_node else ""),

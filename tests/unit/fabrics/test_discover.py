@@ -22,6 +22,7 @@ def test_two_paths_to_one_namespace(tree: Tree) -> None:
     two_paths(tree, iopolicy="round-robin", ana=("optimized", "non-optimized"))
     fabric = tree.discover("/mnt/kv/pool")
     assert fabric.over_fabric
+    assert fabric.is_remote
     assert fabric.mount is not None
     assert fabric.mount.options == ("rw", "noatime")
     (namespace,) = fabric.namespaces
@@ -82,6 +83,7 @@ def test_local_pcie_nvme(tree: Tree) -> None:
     local_nvme(tree)
     fabric = tree.discover()
     assert not fabric.over_fabric
+    assert fabric.is_remote is False
     (controller,) = fabric.controllers
     assert (controller.transport, controller.traddr) == ("pcie", "0000:01:00.0")
     assert controller.ctrl_loss_tmo is None
@@ -237,3 +239,13 @@ def test_a_stack_that_lies_on_itself_ends(tree: Tree) -> None:
     tree.mount("/mnt/kv", "253:0")
     assert [one.name for one in tree.discover().devices] == ["dm-0"]
     outline(tree.discover(), {})
+
+
+@pytest.mark.parametrize(
+    ("file_system", "remote"), [("tmpfs", False), ("nfs4", True), ("overlay", None)]
+)
+def test_without_a_device_the_file_system_shows_whether_it_is_remote(
+    tree: Tree, file_system: str, remote: bool | None
+) -> None:
+    tree.mount("/mnt/kv", "0:9", file_system, file_system=file_system)
+    assert tree.discover().is_remote is remote
