@@ -132,18 +132,23 @@ def mistral() -> Any:
     )
 
 
-def lfm2() -> Any:
-    """A layer with the state of a short convolution, and one with full attention."""
+def lfm2(times: int = 1) -> Any:
+    """A layer with the state of a short convolution, and one with full attention; `times` over."""
     from transformers import Lfm2Config
 
     return Lfm2Config(
-        **_SIZES,
+        **{**_SIZES, "num_hidden_layers": 2 * times},
         num_key_value_heads=1,
-        layer_types=["conv", "full_attention"],
+        layer_types=["conv", "full_attention"] * times,
         block_auto_adjust_ff_dim=False,
         block_dim=SHAPE.hidden,  # vLLM's own names
         conv_dim=SHAPE.hidden,
     )
+
+
+def lfm2_twice() -> Any:
+    """Both kinds of layers in each of two stages: vLLM wants attention in every one."""
+    return lfm2(2)
 
 
 def qwen3next() -> Any:

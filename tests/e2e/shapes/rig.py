@@ -30,6 +30,7 @@ LOGPROB_TOLERANCE = 1e-3
 _INDIFFERENT = {
     *("speculative_config", "prefix_caching_hash_algo", "mm_processor_cache_gb"),
     *("async_scheduling", "enforce_eager", "compilation_config"),
+    *("pipeline_parallel_size", "distributed_executor_backend"),
 }
 STAGING_BYTES, POOL_BYTES = 32 * MIB, 32 * MIB
 only_cpu_engine = pytest.mark.skipif(
