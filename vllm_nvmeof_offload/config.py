@@ -207,13 +207,14 @@ class OffloadConfig(BaseModel):
         "other request shared.")
     boundary_tokens: Literal["auto"] | _Tokens = _key(
         "auto", "tokens", '"auto", or an integer from 0 to 1073741824',
-        "Tokens between two boundaries at which sliding windows and recurrent states are kept, so "
-        "that a later request can go on from there; rounded up to whole chunks. auto: at least "
-        "1024, and so many that a boundary costs at most half of what is stored of full attention "
-        "since the one before; states of a model without windows are also kept, until the next "
-        "one, at the end of each chunk. 0: only where vLLM keeps them, at the end of prompts. "
-        "vLLM's --prefix-cache-retention-interval, if above 0, overrides it. Ignored for models "
-        "of full attention only.")
+        "Tokens between two boundaries whose sliding windows and recurrent states are stored to "
+        "last, so that a later request can go on from there; rounded up to whole chunks. The ends "
+        "of prompts and answers are boundaries besides: for them vLLM keeps the states of a model "
+        "without windows at the end of every chunk. auto: at least 1024, and so many that a "
+        "boundary costs at most half of what is stored of full attention since the one before. "
+        "0: only where vLLM itself keeps them, at the end of prompts. vLLM's "
+        "--prefix-cache-retention-interval, if above 0, overrides it, and is also how often states "
+        "are kept. Ignored for models of full attention only.")
     one_copy: bool = _flag(
         False, "Store KV that several ranks hold alike once per set of equal ranks.")
     read_deadline_ms: int = _integer(

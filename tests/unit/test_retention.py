@@ -106,10 +106,18 @@ def test_windows_alone_are_kept_in_half_of_all_places() -> None:
     assert engine.keep() == engine.interval == 2048
 
 
-@pytest.mark.parametrize(("asked", "interval"), [(64, 64), (100, 112), (1, 16)])
-def test_a_configured_number_is_rounded_up_to_whole_chunks(asked: int, interval: int) -> None:
+@pytest.mark.parametrize(("asked", "every"), [(64, 64), (100, 112), (1, 16)])
+def test_a_configured_number_is_rounded_up_to_whole_chunks(asked: int, every: int) -> None:
+    engine = Engine(FULL, WINDOW)
+    assert engine.keep(asked) == engine.interval == every
+
+
+def test_a_configured_number_is_how_long_states_last_and_not_how_often_they_are_kept() -> None:
+    """Otherwise the end of an answer would be lost, up to so many tokens."""
     engine = Engine(FULL, STATE)
-    assert engine.keep(asked) == engine.interval == interval
+    assert (engine.keep(4096), engine.interval) == (4096, 16)
+    engine = Engine(FULL, STATE, WINDOW)
+    assert engine.keep(4096) == engine.interval == 4096
 
 
 def test_zero_leaves_the_choice_to_vllm() -> None:
@@ -148,17 +156,17 @@ def _rank_groups(full_bytes: int, state_bytes: int) -> list[RankGroup]:
 
 
 def test_the_share_of_what_is_stored() -> None:
-    assert automatic(_rank_groups(100, 50), 16) == (16, 1024)
-    assert automatic(_rank_groups(100, 10_000), 16) == (16, 3200)
+    assert automatic(_rank_groups(100, 50), 16) == 1024
+    assert automatic(_rank_groups(100, 10_000), 16) == 3200
 
 
 def test_a_stage_of_a_pipeline_without_states_keeps_them_as_often_as_it_may() -> None:
-    assert automatic(_rank_groups(100, 0), 16) == (16, 1024)
-    assert automatic(_rank_groups(0, 0), 16) == (16, 1024)
+    assert automatic(_rank_groups(100, 0), 16) == 1024
+    assert automatic(_rank_groups(0, 0), 16) == 1024
 
 
 def test_no_boundary_is_kept_for_full_attention_only() -> None:
-    assert automatic(_rank_groups(100, 50)[:1], 16) == (0, 0)
+    assert automatic(_rank_groups(100, 50)[:1], 16) == 0
 
 
 def test_a_padded_state_costs_what_it_has() -> None:

@@ -261,7 +261,7 @@ def served(vllm_config: Any, stages: list[Any]) -> Case:
         "groups": [
             [one.group_id, one.kind.name, one.tokens_per_chunk, one.reach_chunks] for one in groups
         ],
-        "boundary_tokens": automatic(rank_groups_of(groups, known), unit)[1],
+        "boundary_tokens": automatic(rank_groups_of(groups, known), unit),
     }
 
 

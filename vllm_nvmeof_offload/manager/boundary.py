@@ -88,17 +88,23 @@ def unit_tokens(groups: Sequence[Group]) -> int:
     return math.lcm(*(group.tokens_per_chunk for group in groups))
 
 
-def automatic(groups: Sequence[RankGroup], unit: int) -> tuple[int, int]:
-    """Tokens between two boundaries that vLLM keeps, and between two that are stored to last; 0 and
-    0: no group needs one.
+def kept_every(groups: Sequence[Group], unit: int, lasting: int) -> int:
+    """Tokens between two boundaries that vLLM keeps in GPU memory, and can therefore be stored.
 
-    unit: both are multiples of it. Where there are no windows, vLLM keeps a state in every unit:
+    unit: a multiple of it. lasting: tokens between two that are stored to last. Windows are stored
+    while they are in GPU memory anyway. Where there are none, vLLM keeps a state in every unit:
     those of an answer are stored only until the next one, so they cost no place in the pool, and
     most answers are shorter than what a lasting one is worth.
     """
+    return lasting if any(group.kind is GroupKind.WINDOW for group in groups) else unit
+
+
+def automatic(groups: Sequence[RankGroup], unit: int) -> int:
+    """Tokens between two boundaries that are stored to last, a multiple of `unit`; 0: no group
+    needs one."""
     sparse = [one for one in groups if one.group.kind in SPARSE]
     if not sparse:
-        return 0, 0
+        return 0
     boundary_bytes = sum(one.payload_bytes * (one.group.reach_chunks or 0) for one in sparse)
     dense_bytes = sum(
         one.payload_bytes / one.group.tokens_per_chunk for one in groups if one not in sparse
@@ -110,9 +116,7 @@ def automatic(groups: Sequence[RankGroup], unit: int) -> tuple[int, int]:
         worth = max(reaches) / _COST_SHARE
     # A rank of a pipeline may have no layer of the groups.
     interval = max(1, math.ceil(worth / unit)) * unit
-    every = math.ceil(_BOUNDARY_TOKENS_MIN / interval) * interval
-    windows = any(one.group.kind is GroupKind.WINDOW for one in sparse)
-    return (every if windows else unit), every
+    return math.ceil(_BOUNDARY_TOKENS_MIN / interval) * interval
 
 
 def limit_of(groups: Sequence[Group], tokens: int) -> int:

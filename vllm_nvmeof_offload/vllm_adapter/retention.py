@@ -15,7 +15,7 @@ from typing import Any, Literal
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 
 from vllm_nvmeof_offload.groups import Group
-from vllm_nvmeof_offload.manager.boundary import SPARSE, automatic, unit_tokens
+from vllm_nvmeof_offload.manager.boundary import SPARSE, automatic, kept_every, unit_tokens
 from vllm_nvmeof_offload.vllm_adapter.groups import rank_groups_of
 
 
@@ -46,12 +46,14 @@ def keep_boundaries(
         for one in kv_cache_config.kv_cache_groups
     ]
     unit = math.lcm(unit, *blocks)  # what vLLM demands of its interval too
-    interval, every = automatic(rank_groups_of(groups, kv_cache_config), unit)
     if given:
-        interval = every = math.lcm(unit, given)
-    elif asked != "auto":
-        interval = every = -(-asked // unit) * unit
+        every = math.lcm(unit, given)
+    elif asked == "auto":
+        every = automatic(rank_groups_of(groups, kv_cache_config), unit)
+    else:
+        every = -(-asked // unit) * unit
     if given == 0:
+        interval = kept_every(groups, unit, every)
         kv_cache_config.prefix_cache_retention_interval = interval
         vllm_config.cache_config.prefix_cache_retention_interval = interval
     # Which windows are stored is not vLLM's choice; of states it offers those that it keeps.

@@ -82,6 +82,15 @@ def test_the_next_turn_finds_the_prompt_and_the_answer(
 
 
 @pytest.mark.parametrize("kind", ["gemma", "lfm2"])
+def test_it_finds_the_answer_wherever_lasting_boundaries_are(
+    zygote: Zygote, tmp_path: Path, kind: str
+) -> None:
+    """None of them is in the answer."""
+    got, tokens = _talk(zygote, kind, tmp_path, boundary_tokens=4096)
+    assert got.grown(1, FOUND) == tokens // CHUNK_TOKENS[kind] * CHUNK_TOKENS[kind]
+
+
+@pytest.mark.parametrize("kind", ["gemma", "lfm2"])
 def test_by_vllms_own_rule_it_finds_the_prompt_only(
     zygote: Zygote, tmp_path: Path, kind: str
 ) -> None:

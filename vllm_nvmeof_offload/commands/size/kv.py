@@ -107,7 +107,7 @@ class KvSizes:
         """Tokens between two boundaries that are stored to last, by the default settings; 0: no
         group needs one."""
         unit = math.lcm(self.unit_tokens, *(group.block_tokens for group in self.plan.groups))
-        return automatic(self.groups(), unit)[1]
+        return automatic(self.groups(), unit)
 
     def groups(self, stage: int | None = None) -> list[RankGroup]:
         """The stored groups on one rank of a stage."""
