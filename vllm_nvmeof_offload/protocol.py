@@ -78,6 +78,13 @@ def place_of(target: int, slot: int, member: int = EVERY_MEMBER) -> int:
     return member << _MEMBER_SHIFT | target << _TARGET_SHIFT | slot
 
 
+def places_of(
+    target: int, slots: npt.NDArray[np.int64], members: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """The places of many chunks on one target."""
+    return place_of(target, 0, 0) | members << _MEMBER_SHIFT | slots
+
+
 def member_of(place: int) -> int:
     return place >> _MEMBER_SHIFT & 0xFF
 

@@ -16,7 +16,8 @@ is a 4 KiB header page, then the payload, padded to 4 KiB. Header page, little e
     82  u8  kind of the group       4092 u32 CRC-32C of bytes 0..4091
     84  u32 group id
 
-Flags: 4, the header has block CRCs; 8, the only copy of a set of ranks. No flag is written yet.
+Flags: 4, the header has block CRCs, which is not written yet; 8, a single copy: no other rank of
+its set (`groups.RankGroup`) has the chunk.
 
 Key and generation are equal on all ranks of an engine. The place (region, rank, slot) proves that
 the bytes belong here: a misdirected read or write, or a file in the wrong directory, brings those
@@ -73,7 +74,7 @@ import json
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -395,9 +396,8 @@ class StoredGroup:
     @staticmethod
     def of(one: RankGroup) -> StoredGroup:
         group = one.group
-        return StoredGroup(
-            group.group_id, group.kind, one.payload_bytes, group.blocks_per_chunk, one.block_bytes
-        )
+        shape = one.payload_bytes, group.blocks_per_chunk, one.block_bytes
+        return StoredGroup(group.group_id, group.kind, *shape, one.set_size)
 
     def encode(self) -> bytes:
         what = self.group_id, self.kind, self.set_size, 0
@@ -413,6 +413,10 @@ class StoredGroup:
             raise PoolFormatError(f"damaged: no kind of group is {kind}")
         shape = payload_bytes, blocks_per_chunk, block_bytes
         return StoredGroup(group_id, GroupKind(kind), *shape, set_size)
+
+
+def _unshared(groups: Sequence[StoredGroup]) -> tuple[StoredGroup, ...]:
+    return tuple(replace(group, set_size=1) for group in groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,6 +467,15 @@ class Superblock:
             return self.payload_bytes
         group = self.group_of(key)
         return None if group is None else group.payload_bytes
+
+    def is_alike(self, other: Superblock) -> bool:
+        """Return whether chunks of one region can be used in the other: all but set sizes is equal.
+
+        Ranks that cannot share memory at one start store copies of their own beside single ones.
+        """
+        return replace(self, groups=_unshared(self.groups)) == replace(
+            other, groups=_unshared(other.groups)
+        )
 
     def encode(self) -> bytes:
         """Return the 4 KiB page."""

@@ -29,6 +29,7 @@ from vllm_nvmeof_offload.groups import GROUP_ID_BYTES
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     EPOCH_MAX,
+    FLAG_SINGLE_COPY,
     KEY_BYTES_MAX,
     DecodedTable,
     SlotHeader,
@@ -45,7 +46,7 @@ from vllm_nvmeof_offload.pool.format import (
 )
 from vllm_nvmeof_offload.pool.ownership import PoolSpec
 from vllm_nvmeof_offload.pool.slab import Slab
-from vllm_nvmeof_offload.protocol import TAG_BYTES, AdoptedEntries, SlotIdentity, place_of
+from vllm_nvmeof_offload.protocol import EVERY_MEMBER, TAG_BYTES, AdoptedEntries, places_of
 from vllm_nvmeof_offload.units import HEADER_BYTES, format_bytes
 
 #: Called with (header pages read, header pages to read) while a table is rebuilt.
@@ -87,7 +88,7 @@ def adopt_entries(
         if lost.size:
             logger.warning("rebuilding %d of %d table entries from slots", lost.size, count)
             found = _recover(slab, lost, superblock, on_progress)
-            parts.append(_recovered(superblock.target_index, found))
+            parts.append(_recovered(superblock, found))
     return _merge(parts)
 
 
@@ -115,29 +116,61 @@ def _intact(table: DecodedTable, superblock: Superblock) -> _Found:
     if (lengths != length).any():
         rows = rows[lengths == length]
     rows = rows[has_known_group(table.keys[rows, :length], superblock)]
+    members = _members(table.keys[rows, :length], table.flags[rows], superblock)
+    if (members < 0).any():
+        rows, members = rows[members >= 0], members[members >= 0]
     keys = table.keys[:, :length].view(f"V{length}")[:, 0]
-    place = place_of(superblock.target_index, 0)
-    return _Found(place | rows, table.generations[rows], keys[rows])
+    places = places_of(superblock.target_index, rows, members)
+    return _Found(places, table.generations[rows], keys[rows])
+
+
+def _group_ids(keys: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:
+    """Return uint32[n], the ids of the groups of `keys` (uint8[n, length])."""
+    ends = keys[:, -GROUP_ID_BYTES:].astype(np.uint32)
+    weights = 256 ** np.arange(ends.shape[1], dtype=np.uint32)[::-1]
+    ids: npt.NDArray[np.uint32] = ends @ weights
+    return ids
 
 
 def has_known_group(keys: npt.NDArray[np.uint8], superblock: Superblock) -> npt.NDArray[np.bool_]:
     """Return bool[n]: the group of `keys` (uint8[n, length]) is in the superblock."""
-    ends = keys[:, -GROUP_ID_BYTES:].astype(np.uint32)
-    weights = 256 ** np.arange(ends.shape[1], dtype=np.uint32)[::-1]
     ids = [group.group_id for group in superblock.groups]
-    known: npt.NDArray[np.bool_] = np.isin(ends @ weights, np.array(ids, np.uint32))
+    known: npt.NDArray[np.bool_] = np.isin(_group_ids(keys), np.array(ids, np.uint32))
     return known
 
 
-def _recovered(target: int, found: Sequence[tuple[int, SlotIdentity]]) -> _Found:
+def _members(
+    keys: npt.NDArray[np.uint8], flags: npt.NDArray[np.uint8], superblock: Superblock
+) -> npt.NDArray[np.int64]:
+    """Return int64[n]: the member that each place names: this rank, if it has a single copy.
+
+    -1: a single copy of a group of which each rank now has copies of its own.
+    """
+    members = np.full(len(keys), EVERY_MEMBER, np.int64)
+    single = np.flatnonzero(flags & FLAG_SINGLE_COPY)
+    if single.size:
+        ids = _group_ids(keys[single])
+        members[single] = -1
+        for group in superblock.groups:
+            if group.set_size > 1:
+                members[single[ids == group.group_id]] = superblock.rank % group.set_size
+    return members
+
+
+def _recovered(superblock: Superblock, found: Sequence[tuple[int, SlotHeader]]) -> _Found:
     """found: slots of this target, with what they hold."""
-    length = _common(np.array([len(identity.key) for _, identity in found], np.uint8))
-    same = [(slot, identity) for slot, identity in found if len(identity.key) == length]
-    return _Found(
-        np.array([place_of(target, slot) for slot, _ in same], np.int64),
-        np.array([identity.generation for _, identity in same], np.uint64),
-        np.array([identity.key for _, identity in same], f"V{length}"),
+    length = _common(np.array([len(header.identity.key) for _, header in found], np.uint8))
+    same = [(slot, header) for slot, header in found if len(header.identity.key) == length]
+    keys = np.array([header.identity.key for _, header in same], f"V{length}")
+    flags = [FLAG_SINGLE_COPY if header.single_copy else 0 for _, header in same]
+    members = _members(
+        keys.view(np.uint8).reshape(len(same), length), np.array(flags, np.uint8), superblock
     )
+    slots = np.array([slot for slot, _ in same], np.int64)
+    generations = np.array([header.identity.generation for _, header in same], np.uint64)
+    rows = np.flatnonzero(members >= 0)
+    places = places_of(superblock.target_index, slots[rows], members[rows])
+    return _Found(places, generations[rows], keys[rows])
 
 
 def _common(lengths: npt.NDArray[np.uint8]) -> int:
@@ -162,12 +195,12 @@ def _recover(
     indices: npt.NDArray[np.int64],
     superblock: Superblock,
     on_progress: Progress | None,
-) -> list[tuple[int, SlotIdentity]]:
+) -> list[tuple[int, SlotHeader]]:
     """Read the header pages of the slots `indices`; repair the table as well.
 
     Returns the slots whose chunks are adopted.
     """
-    found: list[tuple[int, SlotIdentity]] = []
+    found: list[tuple[int, SlotHeader]] = []
     done = 0
     newest = Stamp(superblock.epoch, superblock.tag)
     for batch, headers in scan_headers(slab.buffered_fd, indices, superblock.slot_bytes):
@@ -178,9 +211,10 @@ def _recover(
                 and header.payload_bytes == superblock.length_of(header.identity.key)
                 and header.place == superblock.place(index)
             ):
-                entry = encode_entry(index, header.identity, header.stamp.epoch)
+                flags = FLAG_SINGLE_COPY if header.single_copy else 0
+                entry = encode_entry(index, header.identity, header.stamp.epoch, flags)
                 if header.stamp == newest:
-                    found.append((index, header.identity))
+                    found.append((index, header))
             if any(entry) or index < slab.table_slots_found:
                 try:
                     os.pwrite(slab.table_fd, entry, index * ENTRY_BYTES)
@@ -314,7 +348,8 @@ def _keep_or_wipe(spec: PoolSpec, slabs: Sequence[Slab]) -> list[Superblock | No
     """Wipe every directory whose superblock is not of this pool; return the others'.
 
     The number of slots may differ (the pool was given more or less space): the slots that both
-    have stay in place. Any other difference makes it another pool. PoolError: one is of an
+    have stay in place. The sizes of sets may differ too: ranks shared copies then, or do now. Any
+    other difference makes it another pool. PoolError: one is of an
     unknown format; nothing is wiped then.
     """
     pages: list[Superblock | None] = []
@@ -335,7 +370,7 @@ def _keep_or_wipe(spec: PoolSpec, slabs: Sequence[Slab]) -> list[Superblock | No
         fits = False
         if found is not None:
             shape = _superblock(spec, target, pool_uuid or found.uuid, found.slots)
-            fits = replace(found, epoch=0, tag=shape.tag, sequence=0) == shape
+            fits = shape.is_alike(replace(found, epoch=0, tag=shape.tag, sequence=0))
             if fits:
                 pool_uuid = found.uuid
             else:

@@ -211,6 +211,7 @@ def test_a_slot_is_shown_with_entry_header_and_payload(tmp_path: Path) -> None:
     assert found["entry"]["generation"] == f"{STORED[7].generation:016x}"
     assert (found["payload"], found["verdict"]) == ("ok", "whole")
     assert found["header"]["tag"] == share_tag(KEYSPACE.digest).hex()
+    assert not found["entry"]["single_copy"] and not found["header"]["single_copy"]
     assert inspect_slot(part, 2)["verdict"] == "nothing stored: entry empty"
     flip_payload(directories[1], 3)
     assert inspect_slot(part, 3)["verdict"] == "slot is damaged: checksum_mismatch"

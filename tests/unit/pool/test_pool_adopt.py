@@ -104,10 +104,14 @@ def test_a_chunk_of_other_weights_is_never_served_nor_recovered(open_pool: OpenP
     assert entries(open_pool()) == {1: name(1)}
 
 
-def groups(*payloads: int) -> tuple[RankGroup, ...]:
-    """Groups with the ids 5, 6, …, of these payloads."""
+def groups(*payloads: int, set_size: int = 1) -> tuple[RankGroup, ...]:
+    """Groups with the ids 5, 6, …, of these payloads. set_size: of the first one."""
     return tuple(
-        RankGroup(Group(5 + number, GroupKind.WINDOW, 16, reach_chunks=2), payload)
+        RankGroup(
+            Group(5 + number, GroupKind.WINDOW, 16, reach_chunks=2),
+            payload,
+            1 if number else set_size,
+        )
         for number, payload in enumerate(payloads)
     )
 
@@ -142,6 +146,30 @@ def test_a_chunk_has_the_length_of_its_group(open_pool: OpenPool, lost: bool) ->
         view, files = memoryview(bytearray(pool.slot_bytes)), SlotFiles.of(pool, slot)
         found = read_slot(pool, view, files, identity, TAG, asked)
         assert found == (OK if asked == length else STALE)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_single_copy_is_adopted_as_its_ranks_member(open_pool: OpenPool, lost: bool) -> None:
+    """Of a group of which ranks share copies; the table's flag is recovered too."""
+    shape = {"rank": 3, "world_size": 4}
+    spec = {**shape, "groups": groups(PAYLOAD_BYTES, PAYLOAD_BYTES, set_size=2)}
+    pool = open_pool(**spec)
+    for slot, (group_id, single) in enumerate([(5, True), (5, False), (6, True)]):
+        view, files = memoryview(bytearray(pool.slot_bytes)), SlotFiles.of(pool, slot)
+        payload = Payload(PAYLOAD_BYTES, single_copy=single)
+        identity = of_group(group_id, slot)
+        sealed = write_slot(pool, view, files, identity, pool.stamp, lambda: True, payload)
+        assert sealed == OK
+    if lost:
+        os.truncate(pool.directories[0] / "table", 0)
+    single, whole = place_of(0, 0, 1), place_of(0, 1)
+    for _ in range(2):
+        assert open_pool(**spec).adopt().places.tolist() == [single, whole]
+    apart = {**shape, "groups": groups(PAYLOAD_BYTES, PAYLOAD_BYTES)}
+    assert open_pool(**apart).adopt().places.tolist() == [whole], "ranks share no copies now"
+    pool = open_pool(**spec)
+    assert pool.adopt().places.tolist() == [single, whole]
+    assert pool.superblocks[0].groups[0].set_size == 2
 
 
 def test_a_pool_of_other_groups_starts_empty(open_pool: OpenPool) -> None:

@@ -26,6 +26,7 @@ from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, Outcome, PoolError, Sc
 from vllm_nvmeof_offload.pool import format1
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
+    FLAG_SINGLE_COPY,
     DecodedTable,
     SlotHeader,
     SlotPlace,
@@ -108,11 +109,15 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One table entry. state: one of `STATES`, or "empty". identity, epoch: of an intact one."""
+    """One table entry. state: one of `STATES`, or "empty". identity, epoch: of an intact one.
+
+    single_copy: no other rank of its set has the chunk.
+    """
 
     state: str
     identity: SlotIdentity | None = None
     epoch: int = 0
+    single_copy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +213,8 @@ class OfflineRank:
         state = next((name for name in STATES if getattr(table, name)[0]), "empty")
         if not table.entries.valid[0]:
             return Entry(state)
-        return Entry(state, table.identity(0), int(table.entries.epochs[0]))
+        is_single = not self._is_format_1 and bool(table.entries.flags[0] & FLAG_SINGLE_COPY)
+        return Entry(state, table.identity(0), int(table.entries.epochs[0]), is_single)
 
     def _decode(self, raw: npt.NDArray[np.uint8], first: int, count: int) -> Table:
         """Decode `count` entries from index `first` on; those that `raw` lacks are missing."""
@@ -281,7 +287,7 @@ class OfflineRank:
 
     def _entry_of(self, index: int, header: SlotHeader) -> bytes:
         """The table entry of an intact slot."""
-        flags = 0
+        flags = FLAG_SINGLE_COPY if header.single_copy else 0
         if self._is_format_1 and header.stamp.tag != format1.NO_TAG:
             flags = format1.FLAG_ADOPTABLE
         return encode_entry(self._number(index), header.identity, header.stamp.epoch, flags)

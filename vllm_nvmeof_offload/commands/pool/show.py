@@ -188,6 +188,7 @@ def _slot(rank: offline.OfflineRank, index: int) -> dict[str, Any]:
     }
     if entry.identity is not None:
         found["entry"] |= _identity(entry.identity) | {"epoch": entry.epoch}
+        found["entry"]["single_copy"] = entry.single_copy
     if isinstance(header, Outcome):
         found["payload"] = f"not read: {header}"
     if isinstance(header, SlotHeader):
@@ -198,6 +199,7 @@ def _slot(rank: offline.OfflineRank, index: int) -> dict[str, Any]:
             "region_uuid": header.place.region_uuid.hex(),
             "rank": header.place.rank,
             "slot": header.place.slot,
+            "single_copy": header.single_copy,
             "payload_bytes": header.payload_bytes,
             "payload_crc32c": f"{header.payload_crc:08x}",
         }
